@@ -443,16 +443,13 @@ def test_a_shadow_gives_the_value_and_the_plain_forward_the_gradient(seed: int):
     assert torch.equal(torch.autograd.grad((mixed * weights).sum(), current)[0], weights)
 
 
-@pytest.mark.parametrize(
-    ("name", "losses", "slopes"),
-    [
-        # min(r A, clip(r; 0.8, 1.3) A): r = 1.105 inside; 0.607 below, A < 0: 0.8 · -2; 1.492 above, A > 0: 1.3 · 0.5
-        ("grpo", (math.exp(0.1), -1.6, 0.65), (math.exp(0.1), 0, 0)),
-        ("on_policy", (1, -2, 0.5), (1, -2, 0.5)),
-        ("cispo", (math.exp(0.1), -2 * math.exp(-0.5), 0.5 * math.exp(0.4)), None),
-        ("positive_grpo", (math.exp(0.1), 0, 0.6), (math.exp(0.1), 0, 0)),  # its bound is 1.2
-    ],
-)
+@pytest.mark.parametrize(("name", "losses", "slopes"), [
+    # min(r A, clip(r; 0.8, 1.3) A): r = 1.105 inside; 0.607 below, A < 0: 0.8 · -2; 1.492 above, A > 0: 1.3 · 0.5
+    ("grpo", (math.exp(0.1), -1.6, 0.65), (math.exp(0.1), 0, 0)),
+    ("on_policy", (1, -2, 0.5), (1, -2, 0.5)),
+    ("cispo", (math.exp(0.1), -2 * math.exp(-0.5), 0.5 * math.exp(0.4)), None),
+    ("positive_grpo", (math.exp(0.1), 0, 0.6), (math.exp(0.1), 0, 0)),  # its bound is 1.2
+])  # fmt: skip
 def test_each_token_has_its_own_advantage_by_hand(name: str, losses: Sequence[float], slopes: Sequence[float] | None):
     """Tokens 0, 1 and 3 of four are learned from, as in a conversation of several turns, with advantages 1, -2, 0.5.
     J is their mean, and a gap in the mask counts for nothing."""

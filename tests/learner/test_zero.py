@@ -175,15 +175,12 @@ def alone_on(folder: Path, scheme: str, dtype: torch.dtype, settings: dict[str, 
     return learner
 
 
-@pytest.mark.parametrize(
-    ("job", "model", "scheme", "dtype", "settings", "batches"),
-    [
-        ("lora stage 3", "model", "w4a16", torch.bfloat16, LORA, 2),
-        ("experts stage 3", "experts", "bf16", torch.float32, EXPERTS, 3),
-        ("kl stage 3", "model", "bf16", torch.float32, KL, 3),
-        ("plain stage 3", "model", "w8a8", torch.bfloat16, PLAIN, 3),
-    ],
-)
+@pytest.mark.parametrize(("job", "model", "scheme", "dtype", "settings", "batches"), [
+    ("lora stage 3", "model", "w4a16", torch.bfloat16, LORA, 2),
+    ("experts stage 3", "experts", "bf16", torch.float32, EXPERTS, 3),
+    ("kl stage 3", "model", "bf16", torch.float32, KL, 3),
+    ("plain stage 3", "model", "w8a8", torch.bfloat16, PLAIN, 3),
+])  # fmt: skip
 def test_partitioned_adapters_experts_and_references(
     done: Done, job: str, model: str, scheme: str, dtype: torch.dtype, settings: dict[str, Any], batches: int
 ):

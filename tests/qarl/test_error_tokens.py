@@ -24,17 +24,14 @@ def group(*pairs: tuple[Completion, float]) -> Group:
     return Group(Prompt("0", "", (1,)), tuple(c for c, _ in pairs), tuple(r for _, r in pairs))
 
 
-@pytest.mark.parametrize(
-    ("tokens", "expected"),
-    [
-        ([5, 5, 5], "..."),
-        ([5, 5, 5, 5], "xxxx"),
-        ([9, 1, 2, 1, 2, 1, 2, 1, 2, 1, 7], ".xxxxxxxxx."),  # the broken-off fifth round is in the loop
-        ([1, 2, 3, 4, 5, 6, 7, 8] * 4, "x" * 32),
-        ([1, 2, 3, 4, 5, 6, 7, 8, 9] * 5, "." * 45),  # a period of 9 is longer than what is looked for
-        ([], ""),
-    ],
-)
+@pytest.mark.parametrize(("tokens", "expected"), [
+    ([5, 5, 5], "..."),
+    ([5, 5, 5, 5], "xxxx"),
+    ([9, 1, 2, 1, 2, 1, 2, 1, 2, 1, 7], ".xxxxxxxxx."),  # the broken-off fifth round is in the loop
+    ([1, 2, 3, 4, 5, 6, 7, 8] * 4, "x" * 32),
+    ([1, 2, 3, 4, 5, 6, 7, 8, 9] * 5, "." * 45),  # a period of 9 is longer than what is looked for
+    ([], ""),
+])  # fmt: skip
 def test_loops(tokens: list[int], expected: str):
     assert "".join("x" if hit else "." for hit in repeated_tokens([tokens])) == expected
 

@@ -65,19 +65,15 @@ def test_a_graph_has_no_weights_and_leaves_no_group_behind_nor_rotary_embedding(
 LATENT = {"q_lora_rank": 64, "kv_lora_rank": 64, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 64}
 
 
-@pytest.mark.parametrize(
-    ("model", "words"),
-    [
-        (lambda: BloomForCausalLM(BloomConfig(hidden_size=64, n_layer=1, n_head=2, vocab_size=96)),
-         r"changes what it loads into 'transformer\.h\.0\.self_attention\.query_key_value\.weight'"),
-        (lambda: DeepseekV3ForCausalLM(DeepseekV3Config(
-            **{**SIZES, "num_key_value_heads": 4, **LATENT}, n_routed_experts=4, n_group=1, topk_group=1,
-            num_experts_per_tok=2, moe_intermediate_size=64)),
-         r"MLAAttention at 'model\.layers\.0\..*needed is a leaf"),
-        (lambda: random_moe(CONFIGS["ernie4_5_moe"]), r"leaves out the correction bias of 'model\.layers\.1\.mlp"),
-    ],
-    ids=["turned weights", "latent attention", "bias left out"],
-)  # fmt: skip
+@pytest.mark.parametrize(("model", "words"), [
+    (lambda: BloomForCausalLM(BloomConfig(hidden_size=64, n_layer=1, n_head=2, vocab_size=96)),
+     r"changes what it loads into 'transformer\.h\.0\.self_attention\.query_key_value\.weight'"),
+    (lambda: DeepseekV3ForCausalLM(DeepseekV3Config(
+        **{**SIZES, "num_key_value_heads": 4, **LATENT}, n_routed_experts=4, n_group=1, topk_group=1,
+        num_experts_per_tok=2, moe_intermediate_size=64)),
+     r"MLAAttention at 'model\.layers\.0\..*needed is a leaf"),
+    (lambda: random_moe(CONFIGS["ernie4_5_moe"]), r"leaves out the correction bias of 'model\.layers\.1\.mlp"),
+], ids=["turned weights", "latent attention", "bias left out"])  # fmt: skip
 def test_what_the_graph_has_no_leaf_for_is_refused_by_class_and_name(model: Any, words: str):
     """Contract: "engine" refuses before anything is changed; "auto" takes transformers' operators and says why, and
     `qarl schemes --model` says the same from the configuration alone."""

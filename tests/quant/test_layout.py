@@ -65,14 +65,11 @@ def test_the_unquantized_stream_is_what_save_pretrained_writes(kind: str, dtype:
         assert torch.equal(ours[name], expected), name
 
 
-@pytest.mark.parametrize(
-    ("kind", "scheme", "layers"),
-    [
-        *((kind, scheme, "[]") for kind in (*DENSE, "qwen3_moe") for scheme in SCHEMES),
-        *((kind, scheme, "[]") for kind in CONFIGS if kind != "qwen3_moe" for scheme in ("w4a16-g32", "w8a8", "nvfp4")),
-        ("tied", "w4a16", "first:1=bf16,*.down_proj=w8a8"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "scheme", "layers"), [
+    *((kind, scheme, "[]") for kind in (*DENSE, "qwen3_moe") for scheme in SCHEMES),
+    *((kind, scheme, "[]") for kind in CONFIGS if kind != "qwen3_moe" for scheme in ("w4a16-g32", "w8a8", "nvfp4")),
+    ("tied", "w4a16", "first:1=bf16,*.down_proj=w8a8"),
+])  # fmt: skip
 def test_a_quantized_stream_has_the_names_with_suffixes(kind: str, scheme: str, layers: str, tmp_path: Path):
     """Every matrix the plan quantizes has the tensors of `materialize` of that matrix alone, a tied head none; nothing
     else changes. `qarl schemes` counts as many bytes."""
@@ -136,15 +133,12 @@ def spoiled(tmp_path: Path, kind: str, drop: str, shards: bool = False) -> Path:
 
 
 @pytest.mark.parametrize("shards", [False, True], ids=["one-file", "shards"])
-@pytest.mark.parametrize(
-    ("kind", "drop", "first", "more"),
-    [
-        ("qwen3_moe", "layers.1.mlp.experts.3.up_proj", "model.layers.1.mlp.experts.3.up_proj.weight", ""),
-        ("qwen3_moe", "layers.1.mlp.experts.4.", "model.layers.1.mlp.experts.4.gate_proj.weight", r" \(and 2 more\)"),
-        ("mixtral", "layers.0.block_sparse_moe.experts.0.w2", r"layers.0.block_sparse_moe.experts.0.w2.weight", ""),
-        ("deepseek_v3", "layers.1.mlp.experts.1.down", "model.layers.1.mlp.experts.1.down_proj.weight", ""),
-    ],
-)
+@pytest.mark.parametrize(("kind", "drop", "first", "more"), [
+    ("qwen3_moe", "layers.1.mlp.experts.3.up_proj", "model.layers.1.mlp.experts.3.up_proj.weight", ""),
+    ("qwen3_moe", "layers.1.mlp.experts.4.", "model.layers.1.mlp.experts.4.gate_proj.weight", r" \(and 2 more\)"),
+    ("mixtral", "layers.0.block_sparse_moe.experts.0.w2", r"layers.0.block_sparse_moe.experts.0.w2.weight", ""),
+    ("deepseek_v3", "layers.1.mlp.experts.1.down", "model.layers.1.mlp.experts.1.down_proj.weight", ""),
+])  # fmt: skip
 def test_missing_experts_are_named(kind: str, drop: str, first: str, more: str, shards: bool, tmp_path: Path):
     folder = spoiled(tmp_path, kind, drop, shards)
     for read in (model_skeleton, lambda path: load_masters(path, torch.float32)):

@@ -96,47 +96,41 @@ def test_rules_resolve_as_a_plain_loop_would(chosen: list[tuple[str, str]], main
         assert (plan.bound, plan.k3_bound) == (max(s.bound for s in used), max(s.k3_bound for s in used))
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("*.donw_proj=w8a8", r"'\*\.donw_proj=w8a8' matches no layer of the model; near it are '\*\.down_proj'"),
-        ("model.layers.0.self_attn=w8a8", r"matches no layer of the model; near it are 'model\.layers\.0\.self_attn\."),
-        ("re:quux=w8a8", r"matches no layer .* its layers end in q_proj, .* 'model\.layers\.0\.self_attn\.q_proj'"),
-        ("first:4=bf16", r"'first:4=bf16' matches no layer of the model; it has 3 decoder layers"),
-        ("*.down_proj=w8", r"layer rule '\*\.down_proj=w8': unknown scheme 'w8': known are .*did you mean 'w8a8'"),
-        ("first:1=bf16,model.layers.0.*=w8a8", r"'model\.layers\.0\.\*=w8a8' changes nothing: .* 'first:1=bf16' comes"),
-        ("*.q_proj=w8a8", r"'model\.layers\.0\.self_attn\.qkv_proj' as one, so its 3 layers need one scheme, but "
-         r".*q_proj' takes 'w8a8' by rule '\*\.q_proj=w8a8', .*k_proj' takes 'w4a16' by no rule; match all"),
-        ("*.1.mlp.up_proj=bf16", r"gate_up_proj' as one, .*for example re:\.\*\\\.\(gate_proj\|up_proj\)\$\)"),
-        ("*=w8a8", r"'\*=w8a8' would quantize 'lm_head'; .* names them exactly \('lm_head=w8a8'\); put a rule before"),
-        ("re:.*(_proj|head)$=w8a8", r"would quantize 'lm_head'"),
-        ("*embed*=w8a8", r"would quantize 'model\.embed_tokens', which cannot be: it is looked up"),
-        ("model.embed_tokens=w8a8", r"would quantize 'model\.embed_tokens', which cannot be: it is looked up"),
-        ("model.*=w8a8", r"would quantize 'model\.embed_tokens'"),
-        ("*.layers.*=w8a8", r"scheme 'w4a16' quantizes none of the model's 22 linear layers; the rules take them all"),
-        ("*=bf16", r"quantizes none of the model's 22 linear layers"),
-        # What follows cannot be read.
-        ("first:1", r"layers\.0: 'first:1' is no layer rule; write PATTERN=SCHEME"),
-        ("=w8a8", r"layer rule '=w8a8' needs a pattern and a scheme"),
-        ("first:0=bf16", r"counts decoder layers with '0'; write first:1"),
-        ("last:x=bf16", r"counts decoder layers with 'x'"),
-        ("re:(=bf16", r"'re:\(=bf16' is no regular expression: missing \)"),
-        ("[{match: a, schema: b}]", r"layers: {'match': 'a', .*} lacks 'scheme'; .*layers\.0\.schema 'b' is no key"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "message"), [
+    ("*.donw_proj=w8a8", r"'\*\.donw_proj=w8a8' matches no layer of the model; near it are '\*\.down_proj'"),
+    ("model.layers.0.self_attn=w8a8", r"matches no layer of the model; near it are 'model\.layers\.0\.self_attn\."),
+    ("re:quux=w8a8", r"matches no layer .* its layers end in q_proj, .* 'model\.layers\.0\.self_attn\.q_proj'"),
+    ("first:4=bf16", r"'first:4=bf16' matches no layer of the model; it has 3 decoder layers"),
+    ("*.down_proj=w8", r"layer rule '\*\.down_proj=w8': unknown scheme 'w8': known are .*did you mean 'w8a8'"),
+    ("first:1=bf16,model.layers.0.*=w8a8", r"'model\.layers\.0\.\*=w8a8' changes nothing: .* 'first:1=bf16' comes"),
+    ("*.q_proj=w8a8", r"'model\.layers\.0\.self_attn\.qkv_proj' as one, so its 3 layers need one scheme, but "
+     r".*q_proj' takes 'w8a8' by rule '\*\.q_proj=w8a8', .*k_proj' takes 'w4a16' by no rule; match all"),
+    ("*.1.mlp.up_proj=bf16", r"gate_up_proj' as one, .*for example re:\.\*\\\.\(gate_proj\|up_proj\)\$\)"),
+    ("*=w8a8", r"'\*=w8a8' would quantize 'lm_head'; .* names them exactly \('lm_head=w8a8'\); put a rule before"),
+    ("re:.*(_proj|head)$=w8a8", r"would quantize 'lm_head'"),
+    ("*embed*=w8a8", r"would quantize 'model\.embed_tokens', which cannot be: it is looked up"),
+    ("model.embed_tokens=w8a8", r"would quantize 'model\.embed_tokens', which cannot be: it is looked up"),
+    ("model.*=w8a8", r"would quantize 'model\.embed_tokens'"),
+    ("*.layers.*=w8a8", r"scheme 'w4a16' quantizes none of the model's 22 linear layers; the rules take them all"),
+    ("*=bf16", r"quantizes none of the model's 22 linear layers"),
+    # What follows cannot be read.
+    ("first:1", r"layers\.0: 'first:1' is no layer rule; write PATTERN=SCHEME"),
+    ("=w8a8", r"layer rule '=w8a8' needs a pattern and a scheme"),
+    ("first:0=bf16", r"counts decoder layers with '0'; write first:1"),
+    ("last:x=bf16", r"counts decoder layers with 'x'"),
+    ("re:(=bf16", r"'re:\(=bf16' is no regular expression: missing \)"),
+    ("[{match: a, schema: b}]", r"layers: {'match': 'a', .*} lacks 'scheme'; .*layers\.0\.schema 'b' is no key"),
+])  # fmt: skip
 def test_a_rule_that_cannot_be_meant_or_read_is_refused(text: str, message: str):
     with pytest.raises((SchemeError, ConfigError), match=message):
         plan_of(text)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("model.layers.0.*=w8a8", r"would quantize 'model\.layers\.0\.mlp\.gate'; .* routers"),
-        ("*.down_proj=w8a8", r"'model\.layers\.0\.mlp\.experts' as one, so its 6 layers need one scheme"),
-        ("*.experts.1.*=bf16", r"'model\.layers\.0\.mlp\.experts' as one"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("model.layers.0.*=w8a8", r"would quantize 'model\.layers\.0\.mlp\.gate'; .* routers"),
+    ("*.down_proj=w8a8", r"'model\.layers\.0\.mlp\.experts' as one, so its 6 layers need one scheme"),
+    ("*.experts.1.*=bf16", r"'model\.layers\.0\.mlp\.experts' as one"),
+])  # fmt: skip
 def test_routers_and_experts(text: str, message: str):
     with pytest.raises(SchemeError, match=message):
         plan_of(text, layers=MOE)
@@ -144,14 +138,11 @@ def test_routers_and_experts(text: str, message: str):
     assert of(spared, "model.layers.0.mlp.gate") == {"bf16"} and of(spared, "model.layers.0.mlp.exp*") == {"w8a8"}
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        r"first:1=bf16, re:.*\.(gate|up){1,2}_proj$=w8a8",
-        r"[{match: 'first:1', scheme: bf16}, {match: 're:.*\.(gate|up){1,2}_proj$', scheme: w8a8}]",
-        r"['first:1=bf16', 're:.*\.(gate|up){1,2}_proj$=w8a8']",
-    ],
-)
+@pytest.mark.parametrize("text", [
+    r"first:1=bf16, re:.*\.(gate|up){1,2}_proj$=w8a8",
+    r"[{match: 'first:1', scheme: bf16}, {match: 're:.*\.(gate|up){1,2}_proj$', scheme: w8a8}]",
+    r"['first:1=bf16', 're:.*\.(gate|up){1,2}_proj$=w8a8']",
+])  # fmt: skip
 def test_ways_to_write_the_same_rules(tmp_path, text: str):
     pattern = r"re:.*\.(gate|up){1,2}_proj$"
     expected = (LayerRule(match="first:1", scheme="bf16"), LayerRule(match=pattern, scheme="w8a8"))

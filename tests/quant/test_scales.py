@@ -148,15 +148,12 @@ def test_codes_that_masters_cannot_hold_are_refused():
         start_from_codes(kept_model(random_model().bfloat16(), "w8a8"), tensors)
 
 
-@pytest.mark.parametrize(
-    ("scheme", "message"),
-    [
-        ("bf16", "'kept' with scheme 'bf16', which has no scales"),
-        ("fp8", "'kept' is for integer weights, and scheme 'fp8' of layer"),
-        ("nvfp4a16", "scheme 'nvfp4a16' of layer"),
-        ("fp8-block", "scheme 'fp8-block' of layer"),
-    ],
-)
+@pytest.mark.parametrize(("scheme", "message"), [
+    ("bf16", "'kept' with scheme 'bf16', which has no scales"),
+    ("fp8", "'kept' is for integer weights, and scheme 'fp8' of layer"),
+    ("nvfp4a16", "scheme 'nvfp4a16' of layer"),
+    ("fp8-block", "scheme 'fp8-block' of layer"),
+])  # fmt: skip
 def test_scales_are_kept_of_integers_alone(scheme: str, message: str):
     plan = plan_layers(random_model(), get_scheme(scheme))
     with pytest.raises(SchemeError, match=message):

@@ -91,21 +91,18 @@ def test_a_request_depends_on_prompt_and_sample_alone():
     assert not scoring_request((1, 2), "s")["sampling_params"]["detokenize"]
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"logprobs": {"content": [{"logprob": -0.5}]}}, "gave 1 log-probs for 2 tokens"),
-        ({"logprobs": {"content": [{"logprob": -0.5}] * 3}}, "gave 3 log-probs for 2 tokens"),
-        ({"logprobs": {"content": [{"logprob": -0.5}, {"logprob": -9999.0}]}}, "a log-prob that is no number"),
-        ({"logprobs": {"content": [{"logprob": -0.5}, {"logprob": float("nan")}]}}, "a log-prob that is no number"),
-        ({"logprobs": None}, "cannot be read"),
-        ({"token_ids": [], "logprobs": {"content": []}}, "gave 0 log-probs for 0 tokens"),
-        ({"finish_reason": "abort"}, "ended a completion by 'abort'"),
-        ({"weight_versions": None}, "by no weights named"),
-        ({"weight_versions": [span("2-c", 0, 2)]}, "0 to 2 by '2-c', and not all by '3-d'"),
-        ({"weight_versions": [span("2-c", 0, 1), span("3-d", 1, 2)]}, "0 to 1 by '2-c', 1 to 2 by '3-d'"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"logprobs": {"content": [{"logprob": -0.5}]}}, "gave 1 log-probs for 2 tokens"),
+    ({"logprobs": {"content": [{"logprob": -0.5}] * 3}}, "gave 3 log-probs for 2 tokens"),
+    ({"logprobs": {"content": [{"logprob": -0.5}, {"logprob": -9999.0}]}}, "a log-prob that is no number"),
+    ({"logprobs": {"content": [{"logprob": -0.5}, {"logprob": float("nan")}]}}, "a log-prob that is no number"),
+    ({"logprobs": None}, "cannot be read"),
+    ({"token_ids": [], "logprobs": {"content": []}}, "gave 0 log-probs for 0 tokens"),
+    ({"finish_reason": "abort"}, "ended a completion by 'abort'"),
+    ({"weight_versions": None}, "by no weights named"),
+    ({"weight_versions": [span("2-c", 0, 2)]}, "0 to 2 by '2-c', and not all by '3-d'"),
+    ({"weight_versions": [span("2-c", 0, 1), span("3-d", 1, 2)]}, "0 to 1 by '2-c', 1 to 2 by '3-d'"),
+])  # fmt: skip
 def test_an_answer_that_is_not_whole_is_refused(fields: dict[str, Any], message: str):
     with pytest.raises(EngineError, match=message) as error:
         read_completion(altered(**fields), "http://a", PUBLISHED)
@@ -322,13 +319,10 @@ def test_a_version_is_sent_as_what_changed_where_all_servers_hold_the_one_before
     assert VersionSender(tmp_path, full_every=1).write([], 9, ["", ""]).base is None
 
 
-@pytest.mark.parametrize(
-    ("release", "untested", "serves"),
-    [
-        ("0.29.1", "vLLM 0.29 is not tested (0.30 to 0.32 are)", False), ("0.31.0", None, False),
-        ("0.32.0+cpu", None, True), ("1.0.0", "vLLM 1.0 is not tested", True), ("dev", None, True),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("release", "untested", "serves"), [
+    ("0.29.1", "vLLM 0.29 is not tested (0.30 to 0.32 are)", False), ("0.31.0", None, False),
+    ("0.32.0+cpu", None, True), ("1.0.0", "vLLM 1.0 is not tested", True), ("dev", None, True),
+])  # fmt: skip
 def test_a_vllm_that_was_not_tested_is_named_and_one_without_spans_refused(
     release: str, untested: str | None, serves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -465,20 +459,17 @@ def tensors_are(kind: str) -> Callable[[Version], None]:
     return lambda version: replace(version.folder / "tensors-0.safetensors", kind, random.Random(0))
 
 
-@pytest.mark.parametrize(
-    ("harm", "message"),
-    [
-        (lambda v: damaged(v, files={"../x": ["a.weight_packed"]}), "no file of a weight version"),
-        (lambda v: damaged(v, files={"..": ["a.weight_packed"]}), "no file of a weight version"),
-        (lambda v: damaged(v, files={"manifest.json": ["a.weight_packed"]}), "no file of a weight version"),
-        (lambda v: damaged(v, tensor_bytes=2**50), "bytes of tensors, not"),
-        (lambda v: damaged(v, version=True), "no weight version can be read"),
-        (lambda v: (v.folder / "manifest.json").write_text("[" * 200_000), "no weight version can be read"),
-        (tensors_are("sparse"), "bytes, more than"),
-        (tensors_are("link"), "no plain file"),
-        (tensors_are("fifo"), "no plain file"),
-    ],
-)
+@pytest.mark.parametrize(("harm", "message"), [
+    (lambda v: damaged(v, files={"../x": ["a.weight_packed"]}), "no file of a weight version"),
+    (lambda v: damaged(v, files={"..": ["a.weight_packed"]}), "no file of a weight version"),
+    (lambda v: damaged(v, files={"manifest.json": ["a.weight_packed"]}), "no file of a weight version"),
+    (lambda v: damaged(v, tensor_bytes=2**50), "bytes of tensors, not"),
+    (lambda v: damaged(v, version=True), "no weight version can be read"),
+    (lambda v: (v.folder / "manifest.json").write_text("[" * 200_000), "no weight version can be read"),
+    (tensors_are("sparse"), "bytes, more than"),
+    (tensors_are("link"), "no plain file"),
+    (tensors_are("fifo"), "no plain file"),
+])  # fmt: skip
 def test_what_a_hostile_version_is_refused_for(harm: Callable[[Version], object], message: str, tmp_path: Path):
     version, held = written(tmp_path, whole=True)
     harm(version)
@@ -486,15 +477,12 @@ def test_what_a_hostile_version_is_refused_for(harm: Callable[[Version], object]
         received(version, held)
 
 
-@pytest.mark.parametrize(
-    ("bodies", "message"),
-    [
-        ([b"abc", b"defg"], "6 bytes were announced, and more came"),
-        ([b"abc", b"de"], "6 bytes were announced, and fewer came"),
-        ([b"abc", None], "the connection broke off"),
-        ([b"abc", "silence"], "nothing came for"),
-    ],
-)
+@pytest.mark.parametrize(("bodies", "message"), [
+    ([b"abc", b"defg"], "6 bytes were announced, and more came"),
+    ([b"abc", b"de"], "6 bytes were announced, and fewer came"),
+    ([b"abc", None], "the connection broke off"),
+    ([b"abc", "silence"], "nothing came for"),
+])  # fmt: skip
 def test_a_file_that_does_not_come_as_announced_is_refused(bodies: list[Any], message: str, tmp_path, monkeypatch):
     """Blind spot: HTTP itself, which is `tests/engine/test_servers.py`'s."""
     monkeypatch.setattr(receive, "_SILENCE_SECONDS", 0.05)
