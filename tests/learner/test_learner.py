@@ -29,7 +29,7 @@ from qarl.quant.model.kept_scales import keep_scales
 from qarl.quant.runtime.shards import Share, shard_parameters
 from qarl.quant.schemes import SCHEMES
 from tests.support.learners import SAMPLES, all_equal, batch_of, make_groups, make_learner, masters_of, poison
-from tests.support.models import same_stream, stream_bytes
+from tests.support.models import multiply_masters, same_stream, stream_bytes
 
 
 def gradients_of_learning(learner: Learner, batch: Batch) -> tuple[list[dict[str, torch.Tensor]], Any]:
@@ -372,27 +372,18 @@ def test_shares_and_offload():
     assert held(4, zero_stage=3) == pytest.approx(3 * whole / 4, rel=0.02)
 
 
-def scaled(dtype: torch.dtype, factors: dict[str, float], scheme: str = "bf16", **config: Any) -> Learner:
-    """A learner whose masters of these names are multiplied."""
-    learner = make_learner(scheme, dtype, **config)
-    with torch.no_grad():
-        for name, factor in factors.items():
-            learner.model.masters[name].mul_(factor)
-    learner.model.refresh()
-    return learner
-
-
 @pytest.mark.parametrize(("scheme", "operators"), [("bf16", "engine"), ("bf16", "transformers"), ("w4a16", "engine")])
 def test_an_overflowing_forward_is_an_error(scheme: str, operators: str):
     """Contract: float16 raises before anything is updated, naming dtype and remedy; the masters are untouched. The
     remedy is one: the same masters' log-probs are finite in bfloat16."""
-    factors = {"model.layers.1.mlp.down_proj.weight": 5e4}
-    learner = scaled(torch.float16, factors, scheme, operators=operators)
+    learner, other = (make_learner(scheme, dtype, operators=operators) for dtype in (torch.float16, torch.bfloat16))
+    for each in (learner, other):
+        multiply_masters(each.model, 5e4, "model.layers.1.mlp.down_proj.weight")
     before = masters_of(learner)
     with pytest.raises(PrecisionError, match=r"float16 forward: .* float16 ends at 65504: .*--dtype bfloat16"):
         learner.learn(batch_of(), step=0)
     assert all_equal(masters_of(learner), before)
-    assert scaled(torch.bfloat16, factors, scheme, operators=operators).logprobs(batch_of())[0].isfinite().all()
+    assert other.logprobs(batch_of())[0].isfinite().all()
 
 
 def test_log_probs_of_the_engine_that_are_not_finite_are_an_error():

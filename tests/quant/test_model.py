@@ -293,10 +293,7 @@ def test_an_aligned_learner_can_be_asked_without_its_codes(kind: str):
     aligned = low_bit(copy.deepcopy(plain), "w8a8", operators="transformers")
     unaligned = low_bit(plain, "w8a8", operators="transformers", aligned=False)
     for model in (aligned, unaligned):
-        with torch.no_grad():
-            for master in model.masters.values():
-                master.mul_(1.01)
-        model.refresh()
+        models.multiply_masters(model, 1.01)
     expected = all_logits(aligned, tokens)
     with aligned.forward_as(Forward.UNQUANTIZED):
         assert torch.equal(all_logits(aligned, tokens), all_logits(unaligned, tokens))
@@ -327,9 +324,7 @@ def test_the_loss_scale_follows_the_learners_dtype(dtype: str, compute: str, act
 def test_an_overflow_is_told_of_the_dtype_it_happened_in():
     """The norm's weight is beyond float16 and within bfloat16: the float16 learner is at fault, not its engine."""
     model = low_bit(qwen3(), "bf16", **PLAIN, compute=torch.float16)
-    with torch.no_grad():
-        model.masters["model.norm.weight"].mul_(1e6)
-    model.refresh()
+    models.multiply_masters(model, 1e6, "model.norm.weight")
     config = LearnerConfig.model_validate({"aligned": False, "compute_dtype": "float16"})
     with pytest.raises(PrecisionError, match=r"float16 forward: .* learner.compute_dtype"):
         Learner(model, config).learn(batch_of(), step=0)

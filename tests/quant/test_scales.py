@@ -17,7 +17,7 @@ from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.schemes import MASTER_DTYPES, Scheme, SchemeError, get_scheme
 from qarl.quant.types import LowBitTensor
 from tests.support.learners import all_equal, random_model
-from tests.support.models import all_logits, loss_of, low_bit, qwen3, some_tokens, stream_bytes
+from tests.support.models import all_logits, loss_of, low_bit, multiply_masters, qwen3, some_tokens, stream_bytes
 from tests.support.moe_models import CONFIGS, random_moe
 from tests.support.tensors import as_bytes, heavy, normal, same_bits
 
@@ -82,10 +82,7 @@ def test_kept_scales_stay_where_masters_move(make: Callable[[], PreTrainedModel]
     first = {item.name: item.tensor.clone() for item in model.low_bit_tensors()}
     model.refresh()
     assert all(torch.equal(item.tensor, first[item.name]) for item in model.low_bit_tensors())
-    with torch.no_grad():
-        for parameter in model.masters.values():
-            parameter.mul_(1.5)
-    model.refresh()
+    multiply_masters(model, 1.5)
     for item in model.low_bit_tensors():
         same = item.name.endswith(("weight_scale", "weight_shape"))
         assert torch.equal(item.tensor, first[item.name]) == same

@@ -67,6 +67,14 @@ def same_stream(model: LowBitModel, expected: dict[str, torch.Tensor]) -> bool:
     return list(ours) == list(expected) and all(torch.equal(ours[name], expected[name]) for name in ours)
 
 
+@torch.no_grad()
+def multiply_masters(model: LowBitModel, factor: float, *names: str) -> None:
+    """All, or those of these names, and make the version of them."""
+    for name in names or model.masters:
+        model.masters[name].mul_(factor)
+    model.refresh()
+
+
 def loss_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     logp = logits[:, :-1].float().log_softmax(-1)
     return -logp.gather(-1, tokens[:, 1:, None]).sum() / tokens.numel()
