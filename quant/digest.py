@@ -9,6 +9,7 @@ many threads there were, nor on the tensors' device or strides.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 import xxhash
@@ -24,62 +25,98 @@ _PIECES_A_THREAD = 4
 """Below 4 MiB, about 0.25 ms of hashing, handing work to a thread costs more than it saves."""
 
 
+_AT_ONCE = 1 << 25
+"""Bytes of a GPU's tensors that go to the host in one copy: a model of experts has tens of thousands of small ones."""
+
+
+@dataclass
+class _Pieces:
+    """The hashes of a tensor's pieces; None until its bytes are on the host."""
+
+    digests: list[bytes] | None = None
+
+
 class StreamDigest:
     """Feed tensors in stream order; `hexdigest()` identifies names, dtypes, shapes and bytes together."""
 
     def __init__(self) -> None:
-        self._hash = xxhash.xxh3_128()
+        self._parts: list[tuple[bytes, _Pieces]] = []
+        self._waiting: list[tuple[torch.Tensor, _Pieces]] = []
         self.bytes = 0
         self.tensors = 0
 
     def update(self, item: LowBitTensor) -> None:
-        """Add one tensor; its bytes have been read, in place on CPU, when this returns."""
-        self._hash.update(_header(item))
-        for digest in self._digests(item.tensor):
-            self._hash.update(digest)
+        """Add one tensor. On CPU its bytes have been read, in place, when this returns; a GPU's tensor must stay as it
+        is until the stream ends, or `hexdigest()`."""
+        self._parts.append((_header(item), self._pieces(item.tensor)))
         self.bytes += item.tensor.nbytes
         self.tensors += 1
 
     def over(self, stream: Iterable[LowBitTensor]) -> Iterator[LowBitTensor]:
-        """The stream, each tensor added as it goes by."""
+        """The stream, each tensor added as it goes by; at its end all have been read."""
         for item in stream:
             self.update(item)
             yield item
+        self._read_waiting()
 
-    def _digests(self, tensor: torch.Tensor) -> list[bytes]:
-        """Of each piece of its bytes."""
-        digests = _hashed(tensor)
+    def _pieces(self, tensor: torch.Tensor) -> _Pieces:
+        pieces = self._read(tensor)
         if not tensor.is_inference():  # those count no writes
             _last.clear()
-            _last[tensor] = (tensor._version, digests)
-        return digests
+            _last[tensor] = (tensor._version, pieces)
+        return pieces
+
+    def _read(self, tensor: torch.Tensor) -> _Pieces:
+        if not _on_gpu(tensor):
+            return _Pieces(_hashed(tensor))
+        self._waiting.append((tensor, pieces := _Pieces()))
+        if sum(waiting.nbytes for waiting, _ in self._waiting) >= _AT_ONCE:
+            self._read_waiting()
+        return pieces
+
+    def _read_waiting(self) -> None:
+        if not self._waiting:
+            return
+        flat = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor, _ in self._waiting]
+        packed = torch.cat(flat) if len(flat) > 1 else flat[0]
+        host = torch.empty(packed.shape, dtype=torch.uint8, pin_memory=packed.is_cuda).copy_(packed)
+        for part, (_, pieces) in zip(host.split([len(part) for part in flat]), self._waiting, strict=True):
+            pieces.digests = _hashed(part)
+        self._waiting.clear()
 
     def hexdigest(self) -> str:
         """Of everything fed so far, 32 hex digits."""
-        return self._hash.hexdigest()
+        self._read_waiting()
+        digest = xxhash.xxh3_128()
+        for header, pieces in self._parts:
+            assert pieces.digests is not None, "a sender's stream has ended before its receiver's digest is taken"
+            digest.update(header + b"".join(pieces.digests))
+        return digest.hexdigest()
 
 
 def digested(stream: Iterable[LowBitTensor]) -> StreamDigest:
     """Of a stream whose tensors go nowhere else."""
     digest = StreamDigest()
-    for item in stream:
-        digest.update(item)
+    for _ in digest.over(stream):
+        pass
     return digest
 
 
 class ReceivedDigest(StreamDigest):
-    """Of a stream that arrives. A tensor that is the very object `StreamDigest` hashed last, unwritten since as far as
+    """Of a stream that arrives. A tensor that is the very object `StreamDigest` took last, unwritten since as far as
     torch counts writes, was not carried anywhere: its bytes are those the sender read. Any other is read again."""
 
-    def _digests(self, tensor: torch.Tensor) -> list[bytes]:
+    def _pieces(self, tensor: torch.Tensor) -> _Pieces:
         sent = _last.get(tensor)
-        if sent is not None and sent[0] == tensor._version:
-            return sent[1]
-        return _hashed(tensor)
+        return sent[1] if sent is not None and sent[0] == tensor._version else self._read(tensor)
+
+
+def _on_gpu(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda
 
 
 _last: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""The tensor hashed last for sending, how often it had been written to, and the hashes of its pieces."""
+"""The tensor that was last taken for sending, how often it had been written to, and the hashes of its pieces."""
 
 
 def tensor_part(item: LowBitTensor) -> bytes:

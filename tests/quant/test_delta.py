@@ -381,6 +381,25 @@ def test_it_does_not_depend_on_the_device():
     assert digest(("a", data.cuda())) == digest(("a", data.cuda().T.contiguous().T)) == digest(("a", data))
 
 
+def test_a_gpus_tensors_are_read_many_at_once(monkeypatch: pytest.MonkeyPatch):
+    """As many copies as the stream has bytes for, the same digest, and none for a receiver of the same tensors. The
+    copies themselves have run on no GPU."""
+    items = [LowBitTensor(f"T{n}", tensor(size, n)) for n, size in enumerate((300, 0, 20, 700, 1, 64))]
+    items.append(LowBitTensor("m", tensor(96).view(torch.bfloat16).view(2, -1).T))
+    expected = hashing.digested(items).hexdigest()
+    monkeypatch.setattr(hashing, "_on_gpu", lambda _: True)
+    copies: list[int] = []
+    read = StreamDigest._read_waiting
+    monkeypatch.setattr(StreamDigest, "_read_waiting", lambda s: copies.append(len(s._waiting)) or read(s))
+    for at_once, packs in ((1 << 25, [7]), (500, [4, 3]), (1, [1, 2, 1, 1, 1, 1])):
+        monkeypatch.setattr(hashing, "_AT_ONCE", at_once)
+        copies.clear()
+        sent, received = StreamDigest(), ReceivedDigest()
+        assert [item.name for item in received.over(sent.over(items))] == [item.name for item in items]
+        assert sent.hexdigest() == received.hexdigest() == expected
+        assert [count for count in copies if count] == packs
+
+
 def test_what_arrives_is_read_again_unless_it_is_the_tensor_just_sent(monkeypatch: pytest.MonkeyPatch):
     """Contract: the receiver's digest is the sender's for the same stream, however it came; the very tensor that was
     just hashed is not read twice. Blind spot: a write between the two that torch does not count."""
