@@ -267,7 +267,8 @@ def test_changed_codes_are_those_that_differ_when_unpacked(scheme: str, seed: in
     rows = rows if found.block is None else found.block[0]
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(rows, 256, generator=generator)
-    other = torch.where(torch.rand(weight.shape, generator=generator) < moved, weight * 0.7, weight)
+    fresh = torch.randn(rows, 256, generator=generator)
+    other = torch.where(torch.rand(weight.shape, generator=generator) < moved, fresh, weight)
     first, second = (materialize(w, found, torch.bfloat16) for w in (weight, other))
     with mock.patch.object(flips, "_CHUNK_BYTES", 1 + seed % 300):
         assert changed_codes(first.codes, second) == int(apart(first.unpacked().float(), second).sum())

@@ -36,7 +36,7 @@ STATISTICS: dict[str, dict[str, Any]] = {
     },
     "gspo": {
         "objective": {"name": "gspo"}, "correction": {"name": "sequence_mis"}, "mini_batches": 3,
-        "micro_batch_tokens": 40, "lora": {"name": "lora", "rank": 4}, "optimizer": {"name": "adamw", "lr": 3e-3},
+        "micro_batch_tokens": 40, "optimizer": {"name": "adamw", "lr": 3e-3},
     },
     "sapo": {
         "objective": {"name": "sapo"}, "correction": {"name": "geometric"}, "aggregation": {"name": "token-mean"},

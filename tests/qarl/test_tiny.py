@@ -2,19 +2,21 @@
 
 import string
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qarl.configs.schema.task import TaskConfig
 from qarl.embedded.outliers import widen_columns
 from qarl.embedded.recipe import IGNORED, RECIPES, TinyRecipe, build_tiny, encode_problems, ensure_recipe, recipe_config
+from qarl.quant.checkpoint.shapes import weight_shapes
 from qarl.quant.runtime.answers import cache_folder
+from qarl.quant.schemes import is_protected
 from qarl.tasks import load_task
 from tests.support.profiles import examples
 
@@ -85,13 +87,13 @@ def test_warm_start_lowers_the_loss(tmp_path) -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_quantized_linear_tiles(name) -> None:
-    """Inputs in multiples of 128, outputs of 32; checked on the meta device, without building."""
-    config = AutoConfig.for_model("qwen3", **asdict(RECIPES[name]))
+    """Inputs in multiples of 128, outputs of 32, of every expert too; on the meta device, without building."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    for module in model.model.layers.modules():
-        if isinstance(module, torch.nn.Linear):
-            assert module.in_features % 128 == 0 and module.out_features % 32 == 0
+        model = AutoModelForCausalLM.from_config(recipe_config(RECIPES[name]))
+    shapes = weight_shapes(model)
+    assert bool(RECIPES[name].num_experts) == any(".experts.7.down_proj" in layer for layer in shapes)
+    for layer, (rows, columns) in shapes.items():
+        assert is_protected(layer) or (columns % 128 == 0 and rows % 32 == 0), layer
 
 
 @given(text=st.text())
