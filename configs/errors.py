@@ -12,67 +12,51 @@ class QarlError(Exception):
     """Base of every error a person can cause or mend; shown as `heading: message`, without a traceback.
 
     heading: what kind it is, in a word or two. exit_status: of the command, 2 for unusable input, 1 for a run that
-    failed.
+    failed. A subclass names those that are not its base's: `class ModelError(InputError, heading="model")`.
     """
 
     heading: ClassVar[str] = "error"
     exit_status: ClassVar[int] = 1
 
+    def __init_subclass__(cls, heading: str | None = None, exit_status: int | None = None) -> None:
+        cls.heading = cls.heading if heading is None else heading
+        cls.exit_status = cls.exit_status if exit_status is None else exit_status
 
-class InputError(QarlError, ValueError):
+
+class InputError(QarlError, ValueError, heading="input", exit_status=2):
     """Something that was given cannot be used; found before anything is changed."""
 
-    heading: ClassVar[str] = "input"
-    exit_status: ClassVar[int] = 2
 
-
-class ConfigError(InputError):
+class ConfigError(InputError, heading="configuration"):
     """A configuration that cannot be used."""
 
-    heading: ClassVar[str] = "configuration"
 
-
-class SchemeError(InputError):
+class SchemeError(InputError, heading="scheme"):
     """A scheme that is unknown, or that a layer of the model cannot take."""
 
-    heading = "scheme"
 
-
-class ModelError(InputError):
+class ModelError(InputError, heading="model"):
     """A model that is missing, incomplete, already quantized, or of a kind that cannot be trained."""
 
-    heading = "model"
 
-
-class GraphError(InputError):
+class GraphError(InputError, heading="operators"):
     """The engine's model cannot be the learner's graph, or is asked for what it does not do."""
 
-    heading = "operators"
 
-
-class PolicyError(InputError):
+class PolicyError(InputError, heading="policy"):
     """A policy or its engine asked for something out of turn, or for tokens that it cannot take."""
 
-    heading = "policy"
 
-
-class PrecisionError(QarlError, ValueError):
+class PrecisionError(QarlError, ValueError, heading="precision"):
     """Numbers left the range of their dtype, or were not finite to begin with."""
 
-    heading = "precision"
 
-
-class DiskError(QarlError):
+class DiskError(QarlError, heading="disk"):
     """The system takes no more bytes where something is to be written."""
 
-    heading = "disk"
 
-
-class InstallError(QarlError):
+class InstallError(QarlError, heading="installation", exit_status=2):
     """Packages of this environment that cannot be imported."""
-
-    heading = "installation"
-    exit_status = 2
 
 
 def install_error(error: BaseException) -> InstallError | None:

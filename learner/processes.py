@@ -24,16 +24,12 @@ RENDEZVOUS = "QARL_RENDEZVOUS"
 """Environment variable: the file by which processes of one machine find each other, instead of MASTER_PORT."""
 
 
-class FailedElsewhereError(QarlError):
+class FailedElsewhereError(QarlError, heading=""):
     """Another process failed in what was its to do; there is nothing to add here."""
 
-    heading = ""
 
-
-class LostProcessError(QarlError):
+class LostProcessError(QarlError, heading="another process of this run is gone, and says why"):
     """A collective failed because another process is gone."""
-
-    heading = "another process of this run is gone, and says why"
 
 
 @dataclass(frozen=True)

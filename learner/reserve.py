@@ -18,10 +18,8 @@ from qarl.quant.model.low_bit_model import LowBitModel
 _FP32 = 4
 
 
-class OutOfMemoryError(QarlError):
+class OutOfMemoryError(QarlError, heading="memory"):
     """A GPU without room for what a step needs."""
-
-    heading = "memory"
 
 
 def step_bytes(model: LowBitModel, config: LearnerConfig, processes: int) -> int:

@@ -57,10 +57,8 @@ def _zstd() -> Any:
     return pyarrow.Codec("zstd", compression_level=1)
 
 
-class DeltaError(QarlError):
+class DeltaError(QarlError, heading="delta"):
     """A delta that is damaged, or not from the version that is held; nothing was changed."""
-
-    heading = "delta"
 
 
 class _Block(BaseModel, strict=True, extra="forbid", frozen=True):

@@ -12,10 +12,8 @@ if TYPE_CHECKING:  # which imports torch; the protocol stays light
     from qarl.quant.kernels.engine_layers import EngineLayers
 
 
-class EngineError(QarlError):
+class EngineError(QarlError, heading="engine"):
     """The engine could not start, died, or refused what it was given."""
-
-    heading = "engine"
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,8 @@ from qarl.quant.runtime.batch_invariance import BATCH_INVARIANT
 from qarl.quant.types import LayerReport
 
 
-class AuditError(QarlError):
+class AuditError(QarlError, heading="audit"):
     """Learner and engine disagree about a layer; training would optimize another policy than it samples."""
-
-    heading = "audit"
 
 
 @dataclass(frozen=True)

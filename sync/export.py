@@ -22,10 +22,8 @@ _COMPANIONS = (
 )  # fmt: skip
 
 
-class ExportError(QarlError):
+class ExportError(QarlError, heading="export"):
     """A checkpoint folder that could not be written, or does not hold what was published."""
-
-    heading = "export"
 
 
 def export_checkpoint(

@@ -4,10 +4,8 @@ from qarl.configs.errors import QarlError
 from qarl.learner.mismatch import Mismatch
 
 
-class GateError(QarlError):
+class GateError(QarlError, heading="gate"):
     """The first batch shows two policies; training would start off-policy."""
-
-    heading = "gate"
 
 
 def require_same_policy(mismatch: Mismatch, bound: float, k3_bound: float) -> None:

@@ -27,10 +27,8 @@ from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.rollout.engine import Engine
 
 
-class PublishError(QarlError):
+class PublishError(QarlError, heading="publish"):
     """The engine does not hold what was published."""
-
-    heading = "publish"
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,8 @@ from qarl.learner.objectives.base import Objective, ObjectiveInput, ObjectiveRes
 _KIND = FunctionKind("objective", "taking (inputs, config) and returning an ObjectiveResult", ConfigError)
 
 
-class ObjectiveError(QarlError):
+class ObjectiveError(QarlError, heading="objective"):
     """The user's objective raised, or returned what is no loss."""
-
-    heading = "objective"
 
 
 @functools.cache

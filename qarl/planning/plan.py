@@ -21,10 +21,8 @@ REFUSED_BEYOND = {"cuda": 1.1, "cpu": 1.25}
 others who may be gone the next minute."""
 
 
-class MemoryPlanError(InputError):
+class MemoryPlanError(InputError, heading="memory"):
     """A run that cannot fit its machine."""
-
-    heading = "memory"
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,8 @@ _BATCH_ROWS = 16
 _LOG_TAIL = 12
 
 
-class CompressorError(QarlError):
+class CompressorError(QarlError, heading="llmcompressor"):
     """llmcompressor is missing, or failed; the message ends with the last lines it wrote."""
-
-    heading = "llmcompressor"
 
 
 @dataclass(frozen=True)

@@ -36,10 +36,8 @@ class EarlyWarning:
     text: str
 
 
-class EarlyWarningError(QarlError):
+class EarlyWarningError(QarlError, heading="early warning"):
     """A run was stopped for a warning (`early_warning: stop`)."""
-
-    heading = "early warning"
 
     def __init__(self, warnings: Sequence[EarlyWarning]):
         signs = "; ".join(warning.text for warning in warnings)

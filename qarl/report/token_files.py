@@ -39,10 +39,8 @@ TOKEN_COLUMNS = {
 """Lists in the file, each with one value a token."""
 
 
-class TokenFileError(InputError):
+class TokenFileError(InputError, heading="tokens"):
     """A file of tokens that cannot be read."""
-
-    heading = "tokens"
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,8 @@ from qarl.run.replay import check_rollouts
 from qarl.tasks import Response, RewardError, Task, load_task
 
 
-class UnusableRewardError(InputError):
+class UnusableRewardError(InputError, heading="reward"):
     """A reward that fails on a reference answer."""
-
-    heading = "reward"
 
 
 def check_files(config: RunConfig, new: bool = True, dry: bool = False) -> Task:

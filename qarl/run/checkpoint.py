@@ -16,10 +16,8 @@ from qarl.learner.processes import FailedElsewhereError, Processes
 from qarl.report.run_folder import checkpoint_steps
 
 
-class CheckpointError(QarlError):
+class CheckpointError(QarlError, heading="checkpoint"):
     """A checkpoint that could not be written or does not read back."""
-
-    heading = "checkpoint"
 
 
 def save_checkpoint(

@@ -15,10 +15,8 @@ from qarl.quant.materialize import LowBitWeight
 from qarl.quant.materialize.experts import LowBitExperts
 
 
-class KernelError(QarlError):
+class KernelError(QarlError, heading="kernel"):
     """The requested kernel family cannot run here, or not for this scheme."""
-
-    heading = "kernel"
 
 
 @dataclass(frozen=True, kw_only=True)

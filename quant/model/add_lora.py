@@ -24,10 +24,8 @@ from qarl.quant.schemes import is_protected
 _EXPERT = re.compile(r"(.+\.experts)\.\d+\.([^.]+)$")
 
 
-class LoraError(InputError):
+class LoraError(InputError, heading="LoRA"):
     """LoRA targets or a rank that do not fit the model."""
-
-    heading = "LoRA"
 
 
 def adapted_weights(shapes: Mapping[str, tuple[int, int]], model_type: str, config: LoraConfig) -> list[str]:
