@@ -85,11 +85,7 @@ class Learner:
         return old.values, old.entropy
 
     def learn(
-        self,
-        batch: Batch,
-        step: int,
-        gate: Callable[[Mismatch], None] | None = None,
-        log: TokenLog | None = None,
+        self, batch: Batch, step: int, gate: Callable[[Mismatch], None] | None = None, log: TokenLog | None = None
     ) -> LearnStats:
         """Step over the batch in shuffled mini-batches, materializing a weight version after each.
 

@@ -199,11 +199,7 @@ def muon(
 ) -> torch.optim.Muon:
     """torch's Muon as configured, with updates of AdamW's size. parts: [rows, columns] each. kind: which does it."""
     return kind(
-        parts,
-        lr=config.lr,
-        weight_decay=config.weight_decay,
-        momentum=config.momentum,
-        adjust_lr_fn="match_rms_adamw",
+        parts, lr=config.lr, weight_decay=config.weight_decay, momentum=config.momentum, adjust_lr_fn="match_rms_adamw"
     )
 
 

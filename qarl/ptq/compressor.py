@@ -98,10 +98,7 @@ def _recipe(job: Job) -> Any:
     quantization = get_scheme(job.scheme).quantization
     assert quantization is not None
     # A copy: GPTQ writes its column order into what it is given.
-    what: Any = {
-        "config_groups": {"group_0": quantization.model_copy(deep=True)},
-        "ignore": list(job.ignored),
-    }
+    what: Any = {"config_groups": {"group_0": quantization.model_copy(deep=True)}, "ignore": list(job.ignored)}
     if job.method == "gptq":
         return [GPTQModifier(**what)]
     before = {"rtn": [], "awq": [AWQModifier], "smoothquant": [SmoothQuantModifier]}[job.method]

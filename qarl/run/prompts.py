@@ -157,11 +157,7 @@ def open_prompter(model_folder: Path, rollout: RolloutConfig, task: TaskConfig) 
 
 
 def sample(
-    engine: Engine,
-    speaker: Speaker | None,
-    problems: Sequence[Problem],
-    prompts: Sequence[Prompt],
-    sampling: Sampling,
+    engine: Engine, speaker: Speaker | None, problems: Sequence[Problem], prompts: Sequence[Prompt], sampling: Sampling
 ) -> Sampled:
     """`sampling.samples` completions of each problem's prompt: answers, or with a speaker conversations, which may have
     begun otherwise. Raises what the engine and `qarl.conversations.converse` do."""
@@ -171,10 +167,7 @@ def sample(
 
 
 def score_groups(
-    task: Task,
-    problems: Sequence[Problem],
-    prompts: Sequence[Prompt],
-    completions: Sequence[Sequence[Completion]],
+    task: Task, problems: Sequence[Problem], prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]
 ) -> list[Group]:
     """One group a problem, of the completions that have a reward, their own or the task's. Raises
     `qarl.tasks.RewardError` where a reward is not a finite number."""

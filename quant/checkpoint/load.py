@@ -121,10 +121,7 @@ def _check_experts(folder: Path, model: PreTrainedModel, stored: dict[str, list[
 
 
 def load_masters(
-    folder: Path,
-    dtype: torch.dtype,
-    device: torch.device | None = None,
-    share: Share | None = None,
+    folder: Path, dtype: torch.dtype, device: torch.device | None = None, share: Share | None = None
 ) -> PreTrainedModel:
     """The model in `folder`, every parameter in the master dtype (fp32 or bf16), ready for `LowBitModel`.
 

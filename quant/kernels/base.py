@@ -69,11 +69,7 @@ class KernelFactory(Protocol):
     """Makes the products of a model's layers from their low-bit weights."""
 
     def linear(
-        self,
-        name: str,
-        weights: Sequence[LowBitWeight],
-        biases: Sequence[torch.Tensor | None],
-        like: Any = None,
+        self, name: str, weights: Sequence[LowBitWeight], biases: Sequence[torch.Tensor | None], like: Any = None
     ) -> LowBitMatmul:
         """One product of what the engine multiplies as one: of a layer, or of several with their rows one after the
         other. name: the checkpoint's of a layer, the engine's of several. weights: of each. biases: of each, compute

@@ -46,11 +46,7 @@ class EngineLayers:
                 self._layers[module.layer_name] = module
 
     def linear(
-        self,
-        name: str,
-        weights: Sequence[LowBitWeight],
-        biases: Sequence[torch.Tensor | None],
-        like: Any = None,
+        self, name: str, weights: Sequence[LowBitWeight], biases: Sequence[torch.Tensor | None], like: Any = None
     ) -> VllmMatmul:
         """See `KernelFactory.linear`."""
         module = self._layer(name)

@@ -56,11 +56,7 @@ class ReferenceFactory:
     dtype: torch.dtype
 
     def linear(
-        self,
-        name: str,
-        weights: Sequence[LowBitWeight],
-        biases: Sequence[torch.Tensor | None],
-        like: Any = None,
+        self, name: str, weights: Sequence[LowBitWeight], biases: Sequence[torch.Tensor | None], like: Any = None
     ) -> SideBySide:
         """See `KernelFactory.linear`."""
         dtype = self.dtype if like is None else like.params_dtype

@@ -77,11 +77,7 @@ class VllmFactory:
         self._schemes: dict[str, QuantizationConfig] = {}
 
     def linear(
-        self,
-        name: str,
-        weights: Sequence[LowBitWeight],
-        biases: Sequence[torch.Tensor | None],
-        like: Any = None,
+        self, name: str, weights: Sequence[LowBitWeight], biases: Sequence[torch.Tensor | None], like: Any = None
     ) -> VllmMatmul:
         """See `KernelFactory.linear`."""
         rows = [weight.shape[0] for weight in weights]

@@ -124,10 +124,7 @@ def _room(rows: torch.Tensor, shard: Shard, scheme: Scheme, dtype: torch.dtype, 
         return tensor.new_empty((tensor.shape[0] * total // height, *tensor.shape[1:]))
 
     return replace(
-        small,
-        codes=room(small.codes),
-        scale=None if small.scale is None else room(small.scale),
-        shape=(total, columns),
+        small, codes=room(small.codes), scale=None if small.scale is None else room(small.scale), shape=(total, columns)
     )
 
 

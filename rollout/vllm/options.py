@@ -104,7 +104,4 @@ def _cpu_arguments(max_model_len: int) -> dict[str, Any]:
 
     if torch.cuda.is_available():
         return {}
-    return {
-        "enable_chunked_prefill": False,
-        "max_num_batched_tokens": max(8192, max_model_len),
-    }
+    return {"enable_chunked_prefill": False, "max_num_batched_tokens": max(8192, max_model_len)}
