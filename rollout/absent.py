@@ -1,11 +1,11 @@
 """No engine, for learning from recorded completions: it takes what is published, and nothing can be asked of it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from typing import Any
 
 from qarl.quant.digest import digested
 from qarl.quant.types import LayerReport, LowBitTensor
 from qarl.rollout.engine import EngineError, LoadReport
-from qarl.rollout.types import Completion, Prompt, Sampling
 
 
 class AbsentEngine:
@@ -13,17 +13,11 @@ class AbsentEngine:
 
     weight_version = 0
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
-        """Raises `EngineError`."""
-        raise _absent()
+    def generate(self, *_: Any, **__: Any) -> Any:
+        """Raises `EngineError`, and so do `logprobs` and `logprobs_of_each`."""
+        raise EngineError("a replay has no engine to sample with; leave from_rollouts out")
 
-    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Raises `EngineError`."""
-        raise _absent()
-
-    def logprobs_of_each(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
-        """Raises `EngineError`."""
-        raise _absent()
+    logprobs = logprobs_of_each = generate
 
     def layers(self) -> list[LayerReport]:
         """None."""
@@ -40,7 +34,3 @@ class AbsentEngine:
 
     def close(self) -> None:
         """Nothing to free."""
-
-
-def _absent() -> EngineError:
-    return EngineError("a replay has no engine to sample with; leave from_rollouts out")

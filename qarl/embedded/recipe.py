@@ -6,9 +6,8 @@ Qwen3 architecture, byte-level BPE tokenizer, ChatML template. A supervised warm
 `chain_sum`, or the running totals of `running_total`) leaves them right part of the time, which gives RL something to
 reward and room to improve.
 
-The build is deterministic on one machine: fixed seeds and a single thread (which also keeps it fast where
-cores are shared). Other CPU models may sum in another order and give other bits, hence a slightly different
-policy.
+The build is deterministic on one machine: fixed seeds and a single thread (which also keeps it fast where cores are
+shared). Other CPU models may sum in another order and give other bits, hence a slightly different policy.
 """
 
 import dataclasses

@@ -23,8 +23,7 @@ class KernelError(QarlError, heading="kernel"):
 class Scoring:
     """How queries and keys are scored. scale: of their products. window: how many tokens each sees, itself the last;
     None: all before it. cap: scores are cap · tanh(score / cap); 0: they are not. slopes: fp32 [H], added a token of
-    distance (ALiBi), or None. fp8: keys and values are rounded to
-    e4m3; fp8_queries: queries, too."""
+    distance (ALiBi), or None. fp8: keys and values are rounded to e4m3; fp8_queries: queries, too."""
 
     scale: float
     window: int | None = None
@@ -73,8 +72,7 @@ class KernelFactory(Protocol):
     ) -> LowBitMatmul:
         """One product of what the engine multiplies as one: of a layer, or of several with their rows one after the
         other. name: the checkpoint's of a layer, the engine's of several. weights: of each. biases: of each, compute
-        dtype [O] or None. like: the engine's module, where it has a
-        dtype or a forward of its own."""
+        dtype [O] or None. like: the engine's module, where it has a dtype or a forward of its own."""
         ...
 
     def experts(self, layer: str, shape: ExpertsShape, weights: LowBitExperts) -> ExpertsMatmul:

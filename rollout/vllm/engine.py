@@ -53,8 +53,7 @@ class VllmEngine:
         VllmEngine._open = True
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
-        """See `Engine.generate`. Log-probs are of the distribution sampled from
-        (`VllmOptions.logprobs_mode`)."""
+        """See `Engine.generate`. Log-probs are of the distribution sampled from (`VllmOptions.logprobs_mode`)."""
         self._refuse_half_loaded()
         inputs, params = vllm_requests(prompts, sampling)
         outputs = self._call("generate", inputs, params, use_tqdm=False)
