@@ -188,20 +188,6 @@ def _home(config: OptimizerConfig, device: torch.device) -> torch.device | None:
     return torch.device("cpu")
 
 
-class MatrixView:
-    """One matrix inside a parameter, as the 2-D leaf parameter torch's Muon wants; `parameter` shares the storage."""
-
-    def __init__(self, master: nn.Parameter, index: Index):
-        self._master = master
-        self._index = index
-        self.parameter = nn.Parameter(master.detach()[index])
-
-    def take_gradient(self) -> None:
-        """Point at the master's present gradient."""
-        grad = self._master.grad
-        self.parameter.grad = None if grad is None else grad[self._index]
-
-
 def muon_masters(masters: Mapping[str, nn.Parameter], matrices: Collection[str], config: OptimizerConfig) -> list[str]:
     """Names of the masters that Muon takes, in their order. matrices: of the weights that it may take; vectors among
     them are AdamW's."""

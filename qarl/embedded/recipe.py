@@ -49,7 +49,7 @@ from qarl.embedded.tokenizer import (
     token_ids,
     train_tokenizer,
 )
-from qarl.learner.optim.optimizer import MatrixView, matrices_of
+from qarl.learner.optim.optimizer import matrices_of
 from qarl.quant.runtime.answers import cache_folder
 from qarl.tasks import Problem, load_task, solution_of
 from qarl.tasks.environment_host import describe
@@ -209,20 +209,17 @@ def warm_start(model: TinyModel, tokenizer: PreTrainedTokenizerFast, recipe: Tin
     task = load_task(TaskConfig(name=recipe.task, options=recipe.task_options or {}))
     problems = task.problems("train", 0, recipe.warm_start_steps * recipe.warm_start_batch, recipe.seed)
     ids, labels = encode_problems(tokenizer, problems, _tools(recipe))
-    optimizers, experts = _optimizers(model, recipe)
+    optimizers = _optimizers(model, recipe)
     model.train()
     for step in range(recipe.warm_start_steps):
         rows = slice(step * recipe.warm_start_batch, (step + 1) * recipe.warm_start_batch)
         loss = _answer_loss(model, ids[rows], labels[rows])
         loss.backward()
-        for view in experts:
-            view.take_gradient()
         factor = min(1.0, (step + 1) / 20, (recipe.warm_start_steps - step) / (0.3 * recipe.warm_start_steps))
         for optimizer in optimizers:
             optimizer.param_groups[0]["lr"] = recipe.warm_start_lr * factor
             optimizer.step()
-            optimizer.zero_grad()
-        model.zero_grad()
+        model.zero_grad(set_to_none=False)
         if step % 20 == 0 or step == recipe.warm_start_steps - 1:
             done = f"{step + 1}/{recipe.warm_start_steps}"
             progress(f"warm start: step {done}, loss {loss.item():.3f} nats/token")
@@ -275,18 +272,21 @@ def _answer_loss(model: TinyModel, ids: torch.Tensor, labels: torch.Tensor) -> t
     return cross_entropy(model.lm_head(hidden[kept]), labels[kept])
 
 
-def _optimizers(model: TinyModel, recipe: TinyRecipe) -> tuple[list[torch.optim.Optimizer], list[MatrixView]]:
-    """Muon and AdamW, and the experts' matrices as Muon sees them."""
+def _optimizers(model: TinyModel, recipe: TinyRecipe) -> list[torch.optim.Optimizer]:
+    """Muon and AdamW. Of stacked experts Muon takes each matrix: a view of the stack, as its gradient is."""
     matrices, others, experts = [], [], []
     for name, parameter in model.named_parameters():
         if parameter.ndim == 3:
-            experts += [MatrixView(parameter, index) for index in matrices_of(name, parameter.shape)]
+            parameter.grad = torch.zeros_like(parameter)
+            for index in matrices_of(name, parameter.shape):
+                matrix = torch.nn.Parameter(parameter.detach()[index])
+                matrix.grad = parameter.grad[index]
+                experts.append(matrix)
         else:
             (matrices if "layers." in name and parameter.ndim == 2 else others).append(parameter)
     lr, decay = recipe.warm_start_lr, recipe.warm_start_weight_decay
-    matrices += [view.parameter for view in experts]
-    muon = torch.optim.Muon(matrices, lr=lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
-    return [muon, torch.optim.AdamW(others, lr=lr, weight_decay=0.0, betas=(0.9, 0.98))], experts
+    muon = torch.optim.Muon([*matrices, *experts], lr=lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+    return [muon, torch.optim.AdamW(others, lr=lr, weight_decay=0.0, betas=(0.9, 0.98))]
 
 
 def _tokenizer_texts(recipe: TinyRecipe) -> Iterator[str]:
