@@ -16,6 +16,18 @@ class EngineError(QarlError, heading="engine"):
     """The engine could not start, died, or refused what it was given."""
 
 
+class LostServerError(EngineError):
+    """A server that cannot be reached, shows no sign of life, or samples by other weights than were published last."""
+
+
+class AnswerError(EngineError):
+    """One answer that broke off or cannot be used: it may be asked for again."""
+
+
+class BrokenAnswerError(AnswerError):
+    """One that broke off on the way."""
+
+
 @dataclass(frozen=True)
 class LoadReport:
     """What an engine did with a published stream.

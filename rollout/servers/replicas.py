@@ -11,8 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
-from qarl.rollout.engine import EngineError
-from qarl.rollout.servers.failures import AnswerError, BrokenAnswerError, LostServerError
+from qarl.rollout.engine import AnswerError, BrokenAnswerError, EngineError, LostServerError
 from qarl.rollout.servers.vllm.replica import VllmReplica
 
 T = TypeVar("T")

@@ -14,9 +14,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from qarl.rollout.engine import EngineError
+from qarl.rollout.engine import AnswerError, BrokenAnswerError, EngineError, LostServerError
 from qarl.rollout.servers import replicas
-from qarl.rollout.servers.failures import AnswerError, BrokenAnswerError, LostServerError
 from qarl.rollout.servers.replicas import TRIES, Replicas
 from qarl.rollout.servers.vllm import client
 from qarl.rollout.servers.vllm.answers import read_completion

@@ -8,7 +8,7 @@ server's, cut as vLLM cuts it in process.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from qarl.rollout.servers.failures import AnswerError, LostServerError
+from qarl.rollout.engine import AnswerError, LostServerError
 from qarl.rollout.types import Completion, Prompt, Sampling
 from qarl.rollout.vllm.requests import sampling_arguments, scoring_arguments
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import aiohttp
 
-from qarl.rollout.engine import EngineError
-from qarl.rollout.servers.failures import AnswerError, BrokenAnswerError, LostServerError
+from qarl.rollout.engine import AnswerError, BrokenAnswerError, EngineError, LostServerError
 from qarl.rollout.servers.vllm.receive import VERSIONS
 
 CONNECT_SECONDS = 10.0

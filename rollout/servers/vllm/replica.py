@@ -8,8 +8,7 @@ from urllib.parse import urlencode
 from pydantic import TypeAdapter
 
 from qarl.quant.types import LayerReport
-from qarl.rollout.engine import EngineError, LoadReport
-from qarl.rollout.servers.failures import AnswerError, LostServerError
+from qarl.rollout.engine import AnswerError, EngineError, LoadReport, LostServerError
 from qarl.rollout.servers.versions import MANIFEST, Version, seconds_of
 from qarl.rollout.servers.vllm.answers import completion_request, read_completion, read_logprobs, scoring_request
 from qarl.rollout.servers.vllm.client import CONTROL_SECONDS, Server
