@@ -37,7 +37,7 @@ def open_engine(
 def server_command(served: ServerSpec, host: str, port: int, more: list[str]) -> list[str]:
     """The command of an OpenAI-compatible server on a checkpoint, to be started in this process's environment, in which
     it sets what an engine's is. more: options of the server's own, which win."""
-    from qarl.rollout.vllm.serve import server_command
+    from qarl.rollout.servers.vllm.start import server_command
 
     return server_command(served, host, port, more)
 

