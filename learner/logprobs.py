@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from qarl.configs.errors import ConfigError
@@ -22,15 +22,15 @@ from qarl.quant.runtime.cpu_blocks import row_blocks
 
 def token_logprobs(
     model: LowBitModel,
-    tokens: torch.Tensor,
-    response_mask: torch.Tensor,
-    experts: torch.Tensor | None = None,
+    tokens: Tensor,
+    response_mask: Tensor,
+    experts: Tensor | None = None,
     packed: Packed | None = None,
     chunk_tokens: int = 512,
     entropy: bool = True,
     chunks: int | None = None,
     temperature: float = 1.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Log-prob of tokens[:, 1:] and entropy of the distribution each was drawn from, in nats.
 
     tokens: int64 [B, T], padded on the right (attention is causal, so padding needs no mask). response_mask: bool [B,
@@ -57,9 +57,7 @@ def token_logprobs(
     return picked, entropies
 
 
-def _in_chunks(
-    hidden: torch.Tensor, targets: torch.Tensor, chunk_tokens: int, chunks: int | None
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _in_chunks(hidden: Tensor, targets: Tensor, chunk_tokens: int, chunks: int | None) -> list[tuple[Tensor, Tensor]]:
     """hidden [n, C] and targets [n] in runs of `chunk_tokens`, or in exactly `chunks` runs; the first position is then
     repeated at the end where there are fewer positions than runs."""
     if chunks is None:
@@ -94,17 +92,13 @@ def shares_prompts(packed: bool, setting: bool | Literal["auto"], device: torch.
 
 
 def _chunk(
-    head: Callable[[torch.Tensor], torch.Tensor],
-    hidden: torch.Tensor,
-    targets: torch.Tensor,
-    entropy: bool,
-    temperature: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    head: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor, entropy: bool, temperature: float
+) -> tuple[Tensor, Tensor]:
     """hidden: compute dtype [c, C]; targets: int64 [c] → log-probs and entropies, fp32 [c]."""
     return _Normalized.apply(head(hidden), targets, entropy, temperature)
 
 
-def _scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
     """logits / temperature in fp32, by a tensor: by a number CUDA multiplies with its inverse, and vLLM divides."""
     return logits if temperature == 1.0 else logits.float() / logits.new_tensor([temperature], dtype=torch.float32)
 
@@ -114,9 +108,7 @@ class _Normalized(torch.autograd.Function):
     would keep in fp32; their gradient is rounded to that dtype, as autograd's is."""
 
     @staticmethod
-    def forward(
-        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, entropy: bool, temperature: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, entropy: bool, temperature: float) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(logits, targets)
         ctx.temperature = temperature
         picked, entropies = (torch.zeros(targets.shape, dtype=torch.float32, device=logits.device) for _ in range(2))
@@ -129,7 +121,7 @@ class _Normalized(torch.autograd.Function):
         return picked, entropies
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         logits, targets = ctx.saved_tensors
         dlogits = torch.empty_like(logits)
         for into, part, chosen, dy in row_blocks(dlogits, logits, targets[:, None], grad_outputs[0][:, None]):

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from qarl.quant.graph.packing import Sequences
 from qarl.quant.kernels import flash_attention
@@ -25,14 +26,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sinks: torch.Tensor | None,
-        scoring: Scoring,
-        sequences: Sequences,
-    ) -> torch.Tensor:
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scoring: Scoring, sequences: Sequences
+    ) -> Tensor:
         """q: [N, H, D], k, v: [N, G, D] in the compute dtype → [N, H, D]. sinks: a score a head [H] of what no token
         is, or None."""
         ctx.scoring, ctx.sequences, ctx.flash = scoring, sequences, False
@@ -51,7 +46,7 @@ class _Attention(torch.autograd.Function):
         return cpu_attention(q, *seen, scoring, *lengths, sinks)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         """By FlashAttention, or through `torch_attention` of the same values."""
         q, k, v, sinks, *kept = ctx.saved_tensors
         scoring, sequences = ctx.scoring, ctx.sequences
@@ -73,13 +68,8 @@ attention = _Attention.apply
 
 
 def torch_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
-    scoring: Scoring,
-    sequences: Sequences,
-) -> torch.Tensor:
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scoring: Scoring, sequences: Sequences
+) -> Tensor:
     """As `attention`, in torch's operators, rounded once on CPUs, and where scores are more than scaled products. Every
     sequence is multiplied alone, those of one length in a row in one call."""
     plain = scoring.plain and sinks is None
@@ -97,7 +87,7 @@ def torch_attention(
     return torch.cat(done).to(q.dtype)
 
 
-def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+def _causal(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
     """One sequence a row; its queries are those of its last tokens."""
     length, seen = q.shape[2], k.shape[2]
     if length == seen and (scoring.window is None or seen <= scoring.window):
@@ -106,9 +96,7 @@ def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scoring.scale, enable_gqa=True)
 
 
-def _scored(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, scoring: Scoring
-) -> torch.Tensor:
+def _scored(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scoring: Scoring) -> Tensor:
     """As `_causal`, with scores that are more than scaled products."""
     length, seen, groups = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
@@ -125,7 +113,7 @@ def _scored(
     return torch.cat((scores, column), dim=-1).softmax(-1)[..., :-1] @ v
 
 
-def _sees(length: int, seen: int, window: int | None, device: torch.device) -> torch.Tensor:
+def _sees(length: int, seen: int, window: int | None, device: torch.device) -> Tensor:
     """bool [length, seen]."""
     sees = torch.ones(length, seen, dtype=torch.bool, device=device).tril(seen - length)
     return sees if window is None else sees.triu(seen - length + 1 - window)

@@ -9,6 +9,7 @@ Axes: N tokens, K experts a token, E experts, H hidden columns.
 from typing import Any
 
 import torch
+from torch import Tensor
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
 from qarl.configs.errors import GraphError
@@ -25,17 +26,12 @@ class RoutedLayer:
         self._runner: Any = runner
         self._experts, self._log = experts, log
         self.number: int = self._runner.layer_id
-        self.replayed: torch.Tensor | None = None
+        self.replayed: Tensor | None = None
         self._runner._forward_entry = self
 
     def __call__(
-        self,
-        hidden: torch.Tensor,
-        logits: torch.Tensor,
-        shared_input: torch.Tensor | None,
-        tokens: torch.Tensor | None,
-        *unused: object,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        self, hidden: Tensor, logits: Tensor, shared_input: Tensor | None, tokens: Tensor | None, *unused: object
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """hidden: compute dtype [N, H]; logits: [N, E], unless the runner holds the router; shared_input: of the shared
         experts, if there are any; tokens: int64 [N], for routers that ask. Returns the routed experts' output, after
         the shared experts' where there are any."""
@@ -48,9 +44,7 @@ class RoutedLayer:
         routed = self._experts(hidden, index, weights)
         return routed if shared is None else (shared, routed)
 
-    def _route(
-        self, hidden: torch.Tensor, logits: torch.Tensor, tokens: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _route(self, hidden: Tensor, logits: Tensor, tokens: Tensor | None) -> tuple[Tensor, Tensor]:
         """Weights fp32 [N, K] and experts integer [N, K]."""
         router = self._runner.router
         if self.replayed is None and not logits.is_cuda:
@@ -65,7 +59,7 @@ class RoutedLayer:
         return weights, index
 
 
-def weights_of(router: Any, logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def weights_of(router: Any, logits: Tensor, index: Tensor) -> Tensor:
     """The router's weights of given experts, fp32 [N, K]. logits: [N, E]; index: integer [N, K].
 
     Source: vLLM 0.32's `CPURouter`; its kernels on CUDA compute the same in fp32. Raises `GraphError` for a router with

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.attention.varlen  # registers the operators
+from torch import Tensor
 
 from qarl.quant.kernels.base import Scoring
 from qarl.quant.runtime.batch_invariance import batch_invariant
@@ -19,7 +20,7 @@ from qarl.quant.runtime.batch_invariance import batch_invariant
 _LARGEST_HEAD = 256
 
 
-def takes(q: torch.Tensor, scoring: Scoring, sinks: torch.Tensor | None) -> bool:
+def takes(q: Tensor, scoring: Scoring, sinks: Tensor | None) -> bool:
     """Whether FlashAttention multiplies such queries [N, H, D], and scores them so."""
     if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or q.shape[-1] > _LARGEST_HEAD:
         return False
@@ -27,14 +28,8 @@ def takes(q: torch.Tensor, scoring: Scoring, sinks: torch.Tensor | None) -> bool
 
 
 def flash_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
-    scoring: Scoring,
-    lengths: Sequence[int],
-    seen: Sequence[int],
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scoring: Scoring, lengths: Sequence[int], seen: Sequence[int]
+) -> tuple[Tensor, Tensor]:
     """Causal attention within each of several sequences that follow one another.
 
     q: [N, H, D], k, v: [S, G, D], in a 16-bit dtype. sinks: a score a head [H] of what no token is, or None. lengths:
@@ -73,15 +68,15 @@ def flash_attention(
 
 
 def flash_gradients(
-    dy: torch.Tensor,
-    operands: Sequence[torch.Tensor],
-    y: torch.Tensor,
-    sums: torch.Tensor,
+    dy: Tensor,
+    operands: Sequence[Tensor],
+    y: Tensor,
+    sums: Tensor,
     scale: float,
     lengths: Sequence[int],
     seen: Sequence[int],
     window: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Of q, k and v (`operands`), each in its dtype and shape. dy, y: [N, H, D]; sums: the log Σ exp, fp32 [H, N]."""
     starts, longest = _starts(tuple(lengths), y.device), max(lengths)
     starts_k, longest_k = _starts(tuple(seen), y.device), max(seen)
@@ -97,7 +92,7 @@ def _sides(window: int | None) -> list[int]:
     return [-1 if window is None else window - 1, 0]
 
 
-def _engine_version(head_size: int, scoring: Scoring, sinks: torch.Tensor | None) -> int | None:
+def _engine_version(head_size: int, scoring: Scoring, sinks: Tensor | None) -> int | None:
     """Of FlashAttention in vLLM's engine on this device; None where it has none that scores so: its second has no
     sinks."""
     from vllm.v1.attention.backends import fa_utils
@@ -112,6 +107,6 @@ def _engine_version(head_size: int, scoring: Scoring, sinks: torch.Tensor | None
 
 
 @lru_cache(maxsize=4)
-def _starts(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
+def _starts(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     """int32 [sequences + 1], made once for all layers of a micro-batch: a copy to the device waits for it."""
     return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from qarl.quant.checkpoint.families import ExpertsShape
@@ -59,7 +59,7 @@ class RoutedLowBitExperts(LowBitLayer[LowBitExperts, ExpertsMatmul]):
         self.activation: nn.Module = ACT2FN[shape.activation]
         self.gate_up_adapter: Adapter | None = None
         self.down_adapter: Adapter | None = None
-        self._casts: list[torch.Tensor] = []
+        self._casts: list[Tensor] = []
 
     @property
     def masters(self) -> tuple[nn.Parameter, ...]:
@@ -87,27 +87,27 @@ class RoutedLowBitExperts(LowBitLayer[LowBitExperts, ExpertsMatmul]):
         pairs = [(PlainMatmul(gate_up, None), PlainMatmul(down, None)) for gate_up, down in zip(*casts, strict=True)]
         return ExpertsLoop(pairs, self.shape.activation)
 
-    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor):
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor):
         """hidden_states: compute dtype [N, H]; top_k_index: int64 [N, K]; top_k_weights: floating [N, K] → compute
         dtype [N, H]. The signature is that of the transformers modules replaced."""
         weights = top_k_weights.to(torch.float32)
         kept = self.kept_input(hidden_states.detach()) if torch.is_grad_enabled() else ()
         return _StraightThrough.apply(hidden_states, weights, *self.masters, top_k_index, self, kept, *self.factors)
 
-    def weights_used(self) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
+    def weights_used(self) -> Callable[[int], tuple[Tensor, Tensor]]:
         """Gives an expert's matrices as the forward multiplied them, exactly, fp32 [2I, H] and [H, I]."""
         if not self.context.multiplies_codes:
             return lambda expert: (self._casts[0][expert].to(torch.float32), self._casts[1][expert].to(torch.float32))
         experts = self.codes().experts
         return lambda expert: (experts[expert].gate_up.dequantized(), experts[expert].down.dequantized())
 
-    def multiplies_grouped(self, dy: torch.Tensor) -> bool:
+    def multiplies_grouped(self, dy: Tensor) -> bool:
         """Whether the backward of such an output gradient takes all experts at once."""
         ranks = [adapter.rank for adapter in self.adapters if adapter is not None]
         sizes = self.shape.hidden, self.shape.intermediate, *ranks
         return dy.is_cuda and dy.dtype == torch.bfloat16 and grouped_backward.aligned(*sizes)
 
-    def stacks_used(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    def stacks_used(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """All experts' matrices as the forward multiplied them, rounded once to `dtype`, [E, 2I, H] and [E, H, I]."""
         if not self.context.multiplies_codes:
             gate_up, down = (cast.to(dtype) for cast in self._casts)
@@ -123,21 +123,21 @@ class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x: torch.Tensor,
-        weights: torch.Tensor,
-        gate_up: torch.Tensor,
-        down: torch.Tensor,
-        index: torch.Tensor,
+        x: Tensor,
+        weights: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        index: Tensor,
         experts: RoutedLowBitExperts,
-        kept: tuple[torch.Tensor, ...],
-        *factors: torch.Tensor,
-    ) -> torch.Tensor:
+        kept: tuple[Tensor, ...],
+        *factors: Tensor,
+    ) -> Tensor:
         ctx.experts = experts
         ctx.save_for_backward(weights, index, *kept)
         return experts.product(x, weights, index).data  # see `quant.layers.linear`
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         experts: RoutedLowBitExperts = ctx.experts
         weights, index, *kept = ctx.saved_tensors
         dmasters, returned_gradients = _master_gradients(experts, ctx.needs_input_grad[2:4])
@@ -157,13 +157,13 @@ class _StraightThrough(torch.autograd.Function):
 
 def _one_by_one(
     experts: RoutedLowBitExperts,
-    multiplied: torch.Tensor | LowBitActivation,
-    weights: torch.Tensor,
-    index: torch.Tensor,
-    dy: torch.Tensor,
-    dmasters: Sequence[torch.Tensor | None],
-    dfactors: Sequence[Sequence[torch.Tensor]],
-) -> tuple[torch.Tensor, torch.Tensor]:
+    multiplied: Tensor | LowBitActivation,
+    weights: Tensor,
+    index: Tensor,
+    dy: Tensor,
+    dmasters: Sequence[Tensor | None],
+    dfactors: Sequence[Sequence[Tensor]],
+) -> tuple[Tensor, Tensor]:
     """As `_grouped`, an expert at a time, in fp32."""
     gradients = experts.context.gradients
     x = multiplied.dequantized(torch.float32) if isinstance(multiplied, LowBitActivation) else multiplied.float()
@@ -185,7 +185,7 @@ def _one_by_one(
     return dx, dweights
 
 
-def _dequantized(matrices: Sequence[LowBitWeight], stack: LowBitWeight | None, dtype: torch.dtype) -> torch.Tensor:
+def _dequantized(matrices: Sequence[LowBitWeight], stack: LowBitWeight | None, dtype: torch.dtype) -> Tensor:
     """[E, O, I], the fp32 values of `_AT_ONCE` experts at a time; of one where there is no stack of all."""
     rows, columns = matrices[0].shape
     experts = len(matrices)
@@ -199,17 +199,17 @@ def _dequantized(matrices: Sequence[LowBitWeight], stack: LowBitWeight | None, d
 
 def _grouped(
     experts: RoutedLowBitExperts,
-    multiplied: torch.Tensor | LowBitActivation,
-    weights: torch.Tensor,
-    index: torch.Tensor,
-    dy: torch.Tensor,
-    dmasters: Sequence[torch.Tensor | None],
-    dfactors: Sequence[Sequence[torch.Tensor]],
-) -> tuple[torch.Tensor, torch.Tensor]:
+    multiplied: Tensor | LowBitActivation,
+    weights: Tensor,
+    index: Tensor,
+    dy: Tensor,
+    dmasters: Sequence[Tensor | None],
+    dfactors: Sequence[Sequence[Tensor]],
+) -> tuple[Tensor, Tensor]:
     """Gradients of the input, fp32 [N, H], and of the weights, fp32 [N, K], by grouped products; those of masters and
     of adapters are added to `dmasters` and `dfactors`."""
 
-    def as_multiplied(values: torch.Tensor) -> torch.Tensor:
+    def as_multiplied(values: Tensor) -> Tensor:
         return multiplied_activation(values, experts.scheme).dequantized(dy.dtype)
 
     x = multiplied.dequantized(dy.dtype) if isinstance(multiplied, LowBitActivation) else multiplied.to(dy.dtype)
@@ -240,7 +240,7 @@ def _grouped(
 
 def _master_gradients(
     experts: RoutedLowBitExperts, needed: Sequence[bool]
-) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
+) -> tuple[list[Tensor | None], list[Tensor | None]]:
     """What to add the masters' gradients to, fp32, and what of it autograd is given; None where there is none."""
     gradients = experts.context.gradients
     placed = [gradients.into(m) if need else None for m, need in zip(experts.masters, needed, strict=True)]
@@ -253,12 +253,8 @@ def _master_gradients(
 
 
 def _expert_backward(
-    experts: RoutedLowBitExperts,
-    matrices: tuple[torch.Tensor, torch.Tensor],
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    dy: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
+    experts: RoutedLowBitExperts, matrices: tuple[Tensor, Tensor], x: Tensor, weights: Tensor, dy: Tensor
+) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
     """matrices: the expert's, see `RoutedLowBitExperts.weights_used`. x: fp32 [n, H], as multiplied; weights: fp32 [n];
     dy: fp32 [n, H], of the layer's output.
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -141,7 +141,7 @@ class LowBitModel(nn.Module):
                 self.multiply_with(None)
                 raise
 
-    def multiplied(self, layer: str, *inputs: torch.Tensor) -> torch.Tensor:
+    def multiplied(self, layer: str, *inputs: Tensor) -> Tensor:
         """What the layer of that checkpoint name makes of an input, by the product that this model's forward uses, its
         stack's where it is in one. inputs: as of `LowBitLinear.forward`, or of `RoutedLowBitExperts.forward`."""
         if layer in self.experts:
@@ -158,12 +158,12 @@ class LowBitModel(nn.Module):
         for layer in (*self.low_bit_layers(), *self._layers.stacks.values()):
             layer.release_product()
 
-    def logits(self, tokens: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    def logits(self, tokens: Tensor, wanted: Tensor) -> Tensor:
         """Next-token logits at chosen positions, compute dtype [n, V]; arguments and order of rows as of `hidden`."""
         return self.head(self.hidden(tokens, wanted))
 
     @property
-    def head(self) -> Callable[[torch.Tensor], torch.Tensor]:
+    def head(self) -> Callable[[Tensor], Tensor]:
         """The output head: compute dtype [n, C] → logits, compute dtype [n, V]."""
         if self.operators == "engine":
             return self.graph.logits
@@ -193,12 +193,8 @@ class LowBitModel(nn.Module):
         return self._layers.why_not
 
     def hidden(
-        self,
-        tokens: torch.Tensor,
-        wanted: torch.Tensor,
-        experts: torch.Tensor | None = None,
-        packed: Packed | None = None,
-    ) -> torch.Tensor:
+        self, tokens: Tensor, wanted: Tensor, experts: Tensor | None = None, packed: Packed | None = None
+    ) -> Tensor:
         """What the output head is given at chosen positions.
 
         tokens: int64 [B, T], padded on the right. wanted: bool [B, T]. experts: those to route to, integer [B, T, L, K]
