@@ -40,13 +40,9 @@ class RowLogprobs:
     def mismatch(self) -> Mismatch:
         """To the sampler, of the known rows."""
         rows, batch = self.known, self.batch
-        return measure_mismatch(
-            self.values[rows],
-            batch.sampler_logprobs[rows],
-            batch.response_mask[rows],
-            batch.advantages[rows],
-            None if batch.ended is None else batch.ended[rows],
-        )
+        ended = None if batch.ended is None else batch.ended[rows]
+        sampler, mask, advantages = (t[rows] for t in (batch.sampler_logprobs, batch.response_mask, batch.advantages))
+        return measure_mismatch(self.values[rows], sampler, mask, advantages, ended)
 
     def rows_like(self, current: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """The rows at `rows`, cut to the padding and moved to the device of `current`."""

@@ -5,7 +5,7 @@ at a time as there are processes, each of them by one. What travels is bfloat16 
 torch's orthogonalization begins with a cast to it, and ends in it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -95,11 +95,6 @@ def _exchange(
         operations += [dist.P2POp(receive, part.view(torch.uint8), other) for other, part in parts if part.numel()]
     for work in dist.batch_isend_irecv(operations) if operations else []:
         work.wait()
-
-
-def in_turns(items: Sequence[Any], count: int) -> Iterator[Sequence[Any]]:
-    """`count` items at a time."""
-    return (items[start : start + count] for start in range(0, len(items), count))
 
 
 class StackedMuon(torch.optim.Muon):

@@ -16,7 +16,7 @@ from qarl.configs.errors import ConfigError
 from qarl.configs.schema.learner import OptimizerConfig
 from qarl.learner.optim.loss_scale import PrecisionError, short_name
 from qarl.learner.optim.master_step import Index, MasterStep, UpdateCounts
-from qarl.learner.optim.muon import in_turns, orthogonalize
+from qarl.learner.optim.muon import orthogonalize
 from qarl.learner.processes import FailedElsewhereError, Processes
 from qarl.quant.runtime.shards import shard_of
 
@@ -106,7 +106,8 @@ class MasterOptimizer:
         """
         cut = [step for name, step in self._steps.items() if step.cut and self._masters[name].grad is not None]
         done: list[UpdateCounts | None] = []
-        for turn in in_turns(cut, self._processes.world):
+        for start in range(0, len(cut), self._processes.world):
+            turn = cut[start : start + self._processes.world]
             orthogonalize([step.row_muon for step in turn], [step.update() for step in turn])
             done += [step.step(self.lr, diagnose) for step in turn]
         done += [step.step(self.lr, diagnose) for step in self._steps.values() if not step.cut]

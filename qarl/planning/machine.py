@@ -126,16 +126,8 @@ def driver_gpus() -> list[DriverGpu]:
         return []
     rows = [row for row in csv.reader(done.stdout.splitlines(), skipinitialspace=True) if len(row) == len(_QUERY)]
     return [
-        DriverGpu(
-            index=row[0],
-            uuid=row[1],
-            name=row[2],
-            memory=int(row[3]) * 2**20,
-            free=int(row[4]) * 2**20,
-            capability=float(row[5]),
-            driver=row[6],
-        )
-        for row in rows
+        DriverGpu(*names, memory=int(memory) * 2**20, free=int(free) * 2**20, capability=float(compute), driver=driver)
+        for *names, memory, free, compute, driver in rows
     ]
 
 

@@ -186,10 +186,8 @@ NAMED = {
 _TINY = Shapes(hidden=128, layers=2, heads=4, kv_heads=2, head_dim=32, intermediate=256, vocabulary=512, tied=True)
 _TINY_MOE = replace(_TINY, intermediate=128, experts=8, experts_a_token=2)
 EMBEDDED = {
-    "tiny-qwen3": _TINY,
-    "tiny-qwen3-long": _TINY,
-    "tiny-qwen3-moe": _TINY_MOE,
-    "tiny-qwen3-moe-long": _TINY_MOE,
+    **dict.fromkeys(("tiny-qwen3", "tiny-qwen3-long"), _TINY),
+    **dict.fromkeys(("tiny-qwen3-moe", "tiny-qwen3-moe-long"), _TINY_MOE),
     "tiny-qwen3-tools": _TINY,
 }
 """The embedded policies', whose recipes (`qarl.embedded.recipe`) take torch to read."""

@@ -222,12 +222,8 @@ def describe_environment() -> dict[str, Any]:
     """Versions and machine facts a reader needs to reproduce figures."""
     import torch
 
-    return {
-        "python": platform.python_version(),
-        "device": _device_name(),
-        "threads": torch.get_num_threads(),
-        **versions(_PACKAGES),
-    }
+    machine = {"python": platform.python_version(), "device": _device_name(), "threads": torch.get_num_threads()}
+    return {**machine, **versions(_PACKAGES)}
 
 
 def _device_name() -> str:

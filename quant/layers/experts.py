@@ -210,19 +210,15 @@ def _grouped(
     of adapters are added to `dmasters` and `dfactors`."""
 
     def as_multiplied(values: Tensor) -> Tensor:
+        if not experts.quantizes_activations:
+            return values
         return multiplied_activation(values, experts.scheme).dequantized(dy.dtype)
 
     x = multiplied.dequantized(dy.dtype) if isinstance(multiplied, LowBitActivation) else multiplied.to(dy.dtype)
     unscale = 1.0 / experts.context.gradients.scale
     parts = []
     for part in grouped_backward.token_gradients(
-        x,
-        weights,
-        index,
-        dy,
-        experts.stacks_used(dy.dtype),
-        experts.activation,
-        as_multiplied if experts.quantizes_activations else lambda values: values,
+        x, weights, index, dy, experts.stacks_used(dy.dtype), experts.activation, as_multiplied
     ):
         parts.append((part.x, part.weights))
         for dmaster, matrix in zip(dmasters, part.matrices, strict=True):

@@ -158,10 +158,6 @@ class LowBitModel(nn.Module):
         for layer in (*self.low_bit_layers(), *self._layers.stacks.values()):
             layer.release_product()
 
-    def logits(self, tokens: Tensor, wanted: Tensor) -> Tensor:
-        """Next-token logits at chosen positions, compute dtype [n, V]; arguments and order of rows as of `hidden`."""
-        return self.head(self.hidden(tokens, wanted))
-
     @property
     def head(self) -> Callable[[Tensor], Tensor]:
         """The output head: compute dtype [n, C] → logits, compute dtype [n, V]."""

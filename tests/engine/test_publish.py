@@ -249,7 +249,7 @@ def test_layers_shared_with_the_engine_compute_what_layers_of_its_own_do(shared:
 def logits(model: LowBitModel) -> torch.Tensor:
     tokens = torch.tensor([SEQUENCES[2]])
     with torch.no_grad():
-        return model.logits(tokens, torch.ones_like(tokens, dtype=torch.bool))
+        return model.head(model.hidden(tokens, torch.ones_like(tokens, dtype=torch.bool)))
 
 
 def multiplied_with(model: LowBitModel) -> list[torch.nn.Module]:

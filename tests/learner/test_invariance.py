@@ -123,8 +123,8 @@ def test_log_probs_and_gradients_are_autograds(temperature: float):
     those logits are transformers': tests/quant/test_model.py."""
     model, batch = policy(dtype=torch.float32), batch_of()
     ours, found = logprob_gradients(model, batch, chunk_tokens=5, temperature=temperature)
-    mask = batch.response_mask
-    logp = (model.logits(batch.tokens, torch.nn.functional.pad(mask, (0, 1))) / temperature).log_softmax(-1)
+    mask, wanted = batch.response_mask, torch.nn.functional.pad(batch.response_mask, (0, 1))
+    logp = (model.head(model.hidden(batch.tokens, wanted)) / temperature).log_softmax(-1)
     picked = logp.gather(-1, batch.tokens[:, 1:][mask][:, None])[:, 0]
     weights = torch.linspace(-1, 1, mask.numel()).view_as(mask)[mask]
     (picked * weights).sum().backward()

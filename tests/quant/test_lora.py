@@ -261,7 +261,7 @@ def test_a_mixture_of_experts_learns_by_adapters(kind: str):
     assert len(stacks) == 2 * len(model.experts)
     assert not any(name.endswith(("gate", "lm_head")) for name in model.adapted)
     tokens = torch.randint(3, 512, (2, 20), generator=torch.Generator().manual_seed(0))
-    model.logits(tokens, torch.ones_like(tokens, dtype=torch.bool)).square().mean().backward()
+    model.head(model.hidden(tokens, torch.ones_like(tokens, dtype=torch.bool))).square().mean().backward()
     with torch.no_grad():
         for name, master in model.masters.items():
             assert master.grad is not None and bool(master.grad.any()) == name.endswith("lora_B"), name  # B = 0 so far

@@ -53,7 +53,7 @@ def some_tokens(B: int = 3, T: int = 11, seed: int = 0) -> torch.Tensor:
 
 
 def all_logits(model: LowBitModel, tokens: torch.Tensor) -> torch.Tensor:
-    return model.logits(tokens, torch.ones_like(tokens, dtype=torch.bool)).view(*tokens.shape, -1)
+    return model.head(model.hidden(tokens, torch.ones_like(tokens, dtype=torch.bool))).view(*tokens.shape, -1)
 
 
 def stream_bytes(model: LowBitModel) -> dict[str, torch.Tensor]:
