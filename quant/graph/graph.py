@@ -38,6 +38,7 @@ from qarl.quant.layers.compute_copy import MasterCopy
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.layers.experts import RoutedLowBitExperts
 from qarl.quant.layers.stack import LinearStack
+from qarl.quant.runtime.replaced import replaced
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,14 +112,10 @@ class Graph:
 
     @contextlib.contextmanager
     def _stepping(self, step: _Step) -> Iterator[None]:
-        before, self._step = self._step, step
         for layer in self._routed:
             layer.replayed = None if step.experts is None else step.experts[:, layer.number]
-        try:
-            with self.skeleton.running(sum(step.sequences.lengths)):
-                yield
-        finally:
-            self._step = before
+        with replaced(self, _step=step), self.skeleton.running(sum(step.sequences.lengths)):
+            yield
 
     def _put_leaf(self, name: str, module: Any) -> None:
         self._take_buffers(name, module)

@@ -24,6 +24,7 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
 from qarl.quant.layers.compute_copy import MasterCopy
 from qarl.quant.layers.gradients import Gradients
+from qarl.quant.runtime.replaced import replaced
 
 _BLOCK = 1 << 17
 """Elements of the largest input that the generic backward takes at once."""
@@ -143,16 +144,10 @@ class _Rotation(torch.autograd.Function):
         return None, None, *gradients[: len(grad_outputs)]
 
 
-@contextlib.contextmanager
-def _turned_back(rotary: Any) -> Iterator[None]:
+def _turned_back(rotary: Any) -> contextlib.AbstractContextManager[None]:
     """Within this context the operator turns by negative angles."""
-    table = rotary.cos_sin_cache
-    cos, sin = table.chunk(2, dim=-1)
-    rotary._buffers["cos_sin_cache"] = torch.cat((cos, -sin), dim=-1)
-    try:
-        yield
-    finally:
-        rotary._buffers["cos_sin_cache"] = table
+    cos, sin = rotary.cos_sin_cache.chunk(2, dim=-1)
+    return replaced(rotary, cos_sin_cache=torch.cat((cos, -sin), dim=-1))
 
 
 class _Gate(torch.autograd.Function):

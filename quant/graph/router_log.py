@@ -1,10 +1,12 @@
 """What the routers of a mixture of experts said, for losses and records. Axes: N tokens, E experts."""
 
-import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
+
+from qarl.quant.runtime.replaced import replaced
 
 
 class RouterLog:
@@ -28,16 +30,11 @@ class RouterLog:
         """Keep logits from the next forward on, or do not."""
         self.enabled = enabled
 
-    @contextlib.contextmanager
-    def one_forward(self) -> Iterator[None]:
+    def one_forward(self) -> AbstractContextManager[None]:
         """Drop what is held, and take what routers return within this context: in the backward, a checkpointed layer
         comes by its router again."""
         self.logits.clear()
-        self._open = self.enabled
-        try:
-            yield
-        finally:
-            self._open = False
+        return replaced(self, _open=self.enabled)
 
     def take(self, logits: torch.Tensor) -> None:
         """Of one router, [N, E]."""

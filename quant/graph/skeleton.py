@@ -30,6 +30,7 @@ from qarl.configs.errors import GraphError
 from qarl.quant.kernels.vllm import alone
 from qarl.quant.kernels.vllm_gpu import load_plugins
 from qarl.quant.runtime.batch_invariance import kernel_arguments
+from qarl.quant.runtime.replaced import replaced
 
 _SMALL = 1 << 16
 """Elements of the largest tensor that is really there: cosines of few positions, correction biases, sinks."""
@@ -92,7 +93,9 @@ def skeleton_of(folder: Path, architecture: str, dtype: torch.dtype, device: tor
         load_format="dummy",
         kernel_config=kernel_arguments(),  # type: ignore[arg-type]
     ).create_engine_config()
-    with alone(), _own_rotary(), set_default_torch_dtype(dtype), device, _LargeOnMeta():
+    # vLLM keeps one rotary embedding of a kind in a process; the engine's is not ours to change.
+    own_rotary = replaced(rotary_embedding, _ROPE_DICT={})
+    with alone(), own_rotary, set_default_torch_dtype(dtype), device, _LargeOnMeta():
         module = initialize_model(config)
     return Skeleton(module.eval(), config)
 
@@ -124,18 +127,6 @@ class _LargeOnMeta(TorchFunctionMode):
             if planned.numel() > _SMALL:
                 return planned
         return func(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def _own_rotary() -> Iterator[None]:
-    """vLLM keeps one rotary embedding of a kind in a process; the engine's is not ours to change."""
-    kept = dict(rotary_embedding._ROPE_DICT)
-    rotary_embedding._ROPE_DICT.clear()
-    try:
-        yield
-    finally:
-        rotary_embedding._ROPE_DICT.clear()
-        rotary_embedding._ROPE_DICT.update(kept)
 
 
 @contextlib.contextmanager

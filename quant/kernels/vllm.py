@@ -30,6 +30,7 @@ from qarl.quant.kernels.vllm_layers import drop_loaders, kernel_name
 from qarl.quant.materialize import LowBitWeight
 from qarl.quant.materialize.experts import LowBitExperts
 from qarl.quant.runtime.batch_invariance import kernel_arguments
+from qarl.quant.runtime.replaced import replaced
 from qarl.quant.schemes import Scheme
 
 _GROUPS = ("_TP", "_PP", "_DP", "_EP", "_EPLB", "_PCP", "_DCP")
@@ -135,15 +136,6 @@ class VllmFactory:
         return self._schemes[scheme.name]
 
 
-@contextlib.contextmanager
-def alone() -> Iterator[None]:
+def alone() -> contextlib.AbstractContextManager[None]:
     """vLLM's groups as in a process by itself. Those of an engine in this process are put back unchanged."""
-    names = [name for name in _GROUPS if hasattr(parallel_state, name)]
-    before = {name: getattr(parallel_state, name) for name in names}
-    try:
-        for name in names:
-            setattr(parallel_state, name, _ALONE)
-        yield
-    finally:
-        for name, group in before.items():
-            setattr(parallel_state, name, group)
+    return replaced(parallel_state, **{name: _ALONE for name in _GROUPS if hasattr(parallel_state, name)})

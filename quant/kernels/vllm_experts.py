@@ -25,6 +25,7 @@ from vllm.v1.worker import workspace
 from qarl.quant.checkpoint.families import ExpertsShape
 from qarl.quant.kernels.vllm_layers import drop_loaders, kernel_name
 from qarl.quant.materialize.experts import LowBitExperts
+from qarl.quant.runtime.replaced import replaced
 
 
 class VllmExperts:
@@ -119,13 +120,9 @@ def own_scratch(device: torch.device) -> Iterator[None]:
     if current_platform.is_cpu():
         yield
         return
-    thread = torch_utils._current_stream_tls
-    before = getattr(thread, "value", None), workspace._manager
-    thread.value, workspace._manager = torch.cuda.current_stream(device), _scratch(device)
-    try:
+    on_stream = replaced(torch_utils._current_stream_tls, value=torch.cuda.current_stream(device))
+    with on_stream, replaced(workspace, _manager=_scratch(device)):
         yield
-    finally:
-        thread.value, workspace._manager = before
 
 
 @functools.cache

@@ -1,13 +1,13 @@
 """What all low-bit layers of one model share, in one object that each is given when it is built."""
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from enum import Enum
 
 import torch
 
 from qarl.quant.kernels import KernelFactory, make_factory
 from qarl.quant.layers.gradients import Gradients
+from qarl.quant.runtime.replaced import replaced
 from qarl.quant.schemes import SchemeError
 
 
@@ -97,21 +97,10 @@ class LayerContext:
         """Of what a layer's forward is given and returns."""
         return self.compute_dtype if self.forward is Forward.LEARNER else self.dtype
 
-    @contextlib.contextmanager
-    def forward_as(self, forward: Forward) -> Iterator[None]:
+    def forward_as(self, forward: Forward) -> AbstractContextManager[None]:
         """Within this context every layer multiplies that."""
-        before, self.forward = self.forward, forward
-        try:
-            yield
-        finally:
-            self.forward = before
+        return replaced(self, forward=forward)
 
-    @contextlib.contextmanager
-    def own_products(self) -> Iterator[None]:
+    def own_products(self) -> AbstractContextManager[None]:
         """Within this context layers multiply with kernels of their own, not the engine's, each gone after its use."""
-        before = self.engine, self.keeps_products
-        self.engine, self.keeps_products = None, False
-        try:
-            yield
-        finally:
-            self.engine, self.keeps_products = before
+        return replaced(self, engine=None, keeps_products=False)
