@@ -72,7 +72,7 @@ class ServerEngine:
         self._options, self._learner = options, learner
         self._sends_as = learner if rollout.server_transfer == "http" else None
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=_in_background, args=(self._loop,), name="servers", daemon=True)
+        self._thread = threading.Thread(target=self._loop.run_forever, name="servers", daemon=True)
         self._thread.start()
         self._session: aiohttp.ClientSession = self._wait(_open_session(key))
         servers = [VllmReplica(url.rstrip("/"), self._session, rollout.server_seconds) for url in urls]
@@ -143,6 +143,7 @@ class ServerEngine:
             self._wait(self._leave())
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
+            self._loop.close()
         if self._publishes:
             self._sender.remove()
         self._at_end()
@@ -265,10 +266,3 @@ async def _open_session(key: str | None) -> aiohttp.ClientSession:
 def _label(version: int, digest: str) -> str:
     """What servers say sampled a token; by its digest no two runs' versions are confused."""
     return f"{version}-{digest}"
-
-
-def _in_background(loop: asyncio.AbstractEventLoop) -> None:
-    """What the thread of the engine's requests does, until `loop` is stopped."""
-    asyncio.set_event_loop(loop)
-    loop.run_forever()
-    loop.close()
