@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from qarl.learner.clip_reasons import CLIP_REASONS
 from qarl.learner.loss.aggregation import is_shared
@@ -14,17 +15,13 @@ class LossTokens:
     """Without gradient. log_ratio: log π_cur - log π_proximal, fp32 [B, T-1]. clip: place in `CLIP_REASONS`, int32
     [B, T-1]."""
 
-    log_ratio: torch.Tensor
-    clip: torch.Tensor
+    log_ratio: Tensor
+    clip: Tensor
 
 
 def clip_reasons(
-    log_ratio: torch.Tensor,
-    clipped: torch.Tensor,
-    corrected: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-) -> torch.Tensor:
+    log_ratio: Tensor, clipped: Tensor, corrected: Tensor, advantages: Tensor, response_mask: Tensor
+) -> Tensor:
     """Places in `CLIP_REASONS`, int32 [B, T-1]. log_ratio, advantages: fp32, response_mask: bool [B, T-1]. clipped,
     corrected: the objective's bound was reached, the mismatch weight was capped or masked; bool, of each token [B, T-1]
     or of each sequence [B, 1]. A token without advantage has no gradient to lose: none."""
@@ -36,7 +33,7 @@ def clip_reasons(
     return (reasons * response_mask).int()
 
 
-def clipped_sides(reasons: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def clipped_sides(reasons: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Which tokens' ratio, or whose sequence's, is beyond the bound: A > 0 above, A < 0 above, A < 0 below; bool
     [B, T-1] each. reasons: as `clip_reasons` returns them."""
     sides = ("A > 0 above", "A < 0 above", "A < 0 below")

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz  # torch has no public name for either
 
 from qarl.quant.runtime.shards import Shard
@@ -29,13 +29,13 @@ class RowMuon(torch.optim.Optimizer):
     def __init__(self, rows: nn.Parameter, shard: Shard, settings: torch.optim.Muon):
         super().__init__([rows], settings.defaults)
         self.shard = shard
-        self.direction: torch.Tensor | None = None
+        self.direction: Tensor | None = None
 
     @property
     def _rows(self) -> nn.Parameter:
         return self.param_groups[0]["params"][0]
 
-    def update(self) -> torch.Tensor:
+    def update(self) -> Tensor:
         """Take the gradient into the momentum; bfloat16 [o, I], to be orthogonalized."""
         gradient, group = self._rows.grad, self.param_groups[0]
         assert gradient is not None
@@ -54,17 +54,17 @@ class RowMuon(torch.optim.Optimizer):
         self._rows.mul_(1 - group["lr"] * group["weight_decay"])
         self._rows.add_(direction, alpha=-_adjust_lr(group["lr"], group["adjust_lr_fn"], self.shard.shape))
 
-    def orthogonalized(self, matrix: torch.Tensor) -> torch.Tensor:
+    def orthogonalized(self, matrix: Tensor) -> Tensor:
         """bfloat16 [O, I] → bfloat16 [O, I]."""
         group = self.param_groups[0]
         return _zeropower_via_newtonschulz(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
 
 
-def orthogonalize(optimizers: Sequence[RowMuon], updates: Sequence[torch.Tensor]) -> None:
+def orthogonalize(optimizers: Sequence[RowMuon], updates: Sequence[Tensor]) -> None:
     """Give each of at most as many matrices as there are processes its `direction`: the first by the first process, and
     so on. updates: this process's rows of each. All processes come here together."""
     shard = optimizers[0].shard
-    mine: torch.Tensor | None = None
+    mine: Tensor | None = None
     if shard.rank < len(optimizers):
         mine = updates[0].new_empty(optimizers[shard.rank].shard.shape)
         optimizers[shard.rank].shard.rows(mine).copy_(updates[shard.rank])
@@ -78,9 +78,7 @@ def orthogonalize(optimizers: Sequence[RowMuon], updates: Sequence[torch.Tensor]
         optimizer.direction = direction
 
 
-def _exchange(
-    optimizers: Sequence[RowMuon], rows: Sequence[torch.Tensor], mine: torch.Tensor | None, to_owner: bool
-) -> None:
+def _exchange(optimizers: Sequence[RowMuon], rows: Sequence[Tensor], mine: Tensor | None, to_owner: bool) -> None:
     """Send every owner the rows of its matrix, or the rows back. rows: this process's of each owner's matrix. mine:
     the whole matrix this process owns."""
     rank, world = optimizers[0].shard.rank, len(optimizers[0].shard.edges) - 1
@@ -112,7 +110,7 @@ class StackedMuon(torch.optim.Muon):
             if parameters:
                 self._step(parameters, group)
 
-    def _step(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
+    def _step(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         foreach: Any = torch  # whose functions over many tensors have no public names
         gradients = [p.grad for p in parameters]
         for p in parameters:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from vllm import ir
 from vllm.model_executor.layers.activation import SiluAndMul
@@ -43,7 +43,7 @@ class Operator:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the module's own method."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         derived = torch.is_grad_enabled() and (self.weights or any(t.requires_grad for t in tensors))
         if not derived:
             return self.method(*args, **kwargs)
@@ -56,9 +56,9 @@ class Operator:
 
     def value(self, *args: Any, **kwargs: Any) -> Any:
         """The engine's, on copies of what its kernels may write into."""
-        if not self.is_native or any(t.is_cuda for t in pytree.tree_leaves(args) if isinstance(t, torch.Tensor)):
+        if not self.is_native or any(t.is_cuda for t in pytree.tree_leaves(args) if isinstance(t, Tensor)):
             args, kwargs = pytree.tree_map_only(
-                torch.Tensor, lambda t: t.clone(memory_format=torch.contiguous_format), (args, kwargs)
+                Tensor, lambda t: t.clone(memory_format=torch.contiguous_format), (args, kwargs)
             )
         return self.method(*args, **kwargs)
 
@@ -79,7 +79,7 @@ class _Norm(torch.autograd.Function):
     one that is passed on, on CPUs too, where the norm is of the unrounded."""
 
     @staticmethod
-    def forward(ctx: Any, operator: Operator, x: torch.Tensor, *rest: torch.Tensor) -> Any:
+    def forward(ctx: Any, operator: Operator, x: Tensor, *rest: Tensor) -> Any:
         """x: compute dtype [..., C]; rest: the residual, of its shape, if any, and the weight [C], if it has one."""
         count = len(rest) - len(operator.weights)
         ctx.operator, ctx.added = operator, count > 0
@@ -88,7 +88,7 @@ class _Norm(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         """See `_norm_gradients`. The sum's gradient is that of both its parts."""
         operator: Operator = ctx.operator
         x, *weight = ctx.saved_tensors
@@ -102,9 +102,7 @@ class _Norm(torch.autograd.Function):
         return None, dx, *([dx] if ctx.added else []), *dweight
 
 
-def _norm_gradients(
-    dx: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, *rest: torch.Tensor | float | None
-) -> torch.Tensor | None:
+def _norm_gradients(dx: Tensor, dy: Tensor, x: Tensor, *rest: Tensor | float | None) -> Tensor | None:
     """rest: the gradient of x as such, [N, C], where it is a sum that is passed on; the weight, fp32 [C] or None;
     epsilon.
 
@@ -128,14 +126,14 @@ class _Rotation(torch.autograd.Function):
     in fp32, rounded once."""
 
     @staticmethod
-    def forward(ctx: Any, operator: Operator, positions: torch.Tensor, *turned: torch.Tensor | None) -> Any:
+    def forward(ctx: Any, operator: Operator, positions: Tensor, *turned: Tensor | None) -> Any:
         """positions: int64 [N]; turned: queries [N, H · D] and keys, or queries alone → the same."""
         ctx.operator = operator
         ctx.save_for_backward(positions)
         return operator.value(positions, *(t if t is None else t.detach() for t in turned))
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         """The transposed rotation."""
         (positions,), operator = ctx.saved_tensors, ctx.operator
         back = [g if g is None else g.clone(memory_format=torch.contiguous_format) for g in grad_outputs]
@@ -154,14 +152,14 @@ class _Gate(torch.autograd.Function):
     """silu(gate) · up, each rounded to the compute dtype. Kept: both."""
 
     @staticmethod
-    def forward(ctx: Any, operator: Operator, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, operator: Operator, x: Tensor) -> Tensor:
         """x: gate and up, compute dtype [..., 2C] → [..., C]."""
         ctx.operator = operator
         ctx.save_for_backward(x)
         return operator.value(x.detach())
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         """See `_gate_gradients`."""
         (x,) = ctx.saved_tensors
         dx = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -170,7 +168,7 @@ class _Gate(torch.autograd.Function):
         return None, dx
 
 
-def _gate_gradients(dx: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
+def _gate_gradients(dx: Tensor, dy: Tensor, x: Tensor) -> None:
     """SiLU's derivative by the operator autograd would call."""
     (dgate, dup), (gate, up) = dx.chunk(2, dim=-1), x.chunk(2, dim=-1)
     dup.copy_(dy * torch.nn.functional.silu(gate))
@@ -182,11 +180,11 @@ class _Call:
 
     def __init__(self, operator: Operator, spec: Any, leaves: Sequence[Any], tensors: int):
         self.operator, self.spec, self.tensors = operator, spec, tensors
-        self.others = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        self.is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
+        self.others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
         self.returned: Any = None
 
-    def arguments(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arguments(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword arguments, with these for the tensors among them."""
         rest = iter(tensors)
         leaves = [next(rest) if t else o for t, o in zip(self.is_tensor, self.others, strict=True)]
@@ -197,7 +195,7 @@ class _Derived(torch.autograd.Function):
     """An operator, and autograd through its native form. Kept: the tensors among its arguments."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, *tensors: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> tuple[Tensor | None, ...]:
         """tensors: of the arguments, then weights in the operator's order."""
         args, kwargs = call.arguments([t.detach() for t in tensors[: call.tensors]])
         outputs, call.returned = pytree.tree_flatten(call.operator.value(*args, **kwargs))
@@ -207,7 +205,7 @@ class _Derived(torch.autograd.Function):
         return tuple(o.clone() if o is not None and o.data_ptr() in passed else o for o in outputs)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> Any:
         """In fp32, a block of tokens at a time where all tensors have a row a token."""
         call: _Call = ctx.call
         operator, tensors = call.operator, ctx.saved_tensors
@@ -237,7 +235,7 @@ class _Derived(torch.autograd.Function):
         return None, *dinputs, *(d.to(w.dtype) for d, w in zip(dweights, weights, strict=True))
 
 
-def _blocks(tensors: Sequence[torch.Tensor]) -> Iterator[slice | Any]:
+def _blocks(tensors: Sequence[Tensor]) -> Iterator[slice | Any]:
     """Slices of rows; everything at once where tensors differ in rows."""
     count = {len(t) if t.ndim else -1 for t in tensors}
     if len(count) != 1 or -1 in count:
@@ -249,7 +247,7 @@ def _blocks(tensors: Sequence[torch.Tensor]) -> Iterator[slice | Any]:
         yield slice(start, start + size)
 
 
-class _Read(torch.Tensor):
+class _Read(Tensor):
     """A weight of which `.data` does not leave autograd: vLLM's norms read `self.weight.data`."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -257,7 +255,7 @@ class _Read(torch.Tensor):
 
 
 @contextlib.contextmanager
-def _reading(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
+def _reading(module: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
     """Within this context the module has these for its weights, and fp32 buffers."""
     before, buffers = {name: module.__dict__.get(name) for name in weights}, []
     for name, weight in weights.items():

@@ -6,15 +6,13 @@ Axes: N tokens, K experts a token, H hidden columns, I expert columns.
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from qarl.quant.kernels.base import LowBitMatmul
 
 
-def sum_over_experts(
-    x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor, expert: Callable[[int, torch.Tensor], torch.Tensor]
-) -> torch.Tensor:
+def sum_over_experts(x: Tensor, weights: Tensor, index: Tensor, expert: Callable[[int, Tensor], Tensor]) -> Tensor:
     """Σ_k w_k · expert_k(x) over each token's K experts, summed in fp32 in the order of the experts' numbers and
     rounded once: in learner and engine, so that both add up to the same bits.
 
@@ -38,11 +36,11 @@ class ExpertsLoop:
         self._activation: nn.Module = ACT2FN[activation]
         self.name = f"{pairs[0][0].name}, per expert"
 
-    def __call__(self, x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Tensor, weights: Tensor, index: Tensor) -> Tensor:
         """See `ExpertsMatmul`."""
         return sum_over_experts(x, weights, index, self._one)
 
-    def _one(self, expert: int, x: torch.Tensor) -> torch.Tensor:
+    def _one(self, expert: int, x: Tensor) -> Tensor:
         gate_up, down = self._pairs[expert]
         gate, up = gate_up(x).chunk(2, dim=-1)
         return down(self._activation(gate) * up)

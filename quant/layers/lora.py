@@ -11,7 +11,7 @@ Axes: N tokens, O output rows, I input columns, R rank, E experts.
 import math
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from qarl.quant.runtime.shards import Shard, whole_shape
 
@@ -24,7 +24,7 @@ class Adapter(nn.Module):
     s, what B A is multiplied with.
     """
 
-    def __init__(self, base: torch.Tensor, rank: int, alpha: float, generator: torch.Generator):
+    def __init__(self, base: Tensor, rank: int, alpha: float, generator: torch.Generator):
         """generator: on the CPU, so that every machine draws the same."""
         super().__init__()
         *experts, rows, columns = whole_shape(base)
@@ -37,7 +37,7 @@ class Adapter(nn.Module):
         self.scale = alpha / rank
 
     @torch.no_grad()
-    def merge(self, base: torch.Tensor, shard: Shard | None = None) -> torch.Tensor:
+    def merge(self, base: Tensor, shard: Shard | None = None) -> Tensor:
         """base + s · B A, added up in fp32 and rounded once to the base's dtype; shape of `base`.
 
         base: fp32, bf16 or fp16 [O, I] or [E, O, I], or this process's rows of it, which `shard` says. A B of zeros
@@ -54,15 +54,13 @@ class Adapter(nn.Module):
             return base
         return torch.stack([self._add(m, x, y) if y.any() else m for m, x, y in zip(base, a, b, strict=True)])
 
-    def gradients(
-        self, dy: torch.Tensor, x: torch.Tensor, expert: int | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def gradients(self, dy: Tensor, x: Tensor, expert: int | None = None) -> tuple[Tensor, Tensor]:
         """Of A and B (of one expert's). dy: fp32 [N, O], of the output; x: fp32 [N, I], as multiplied."""
         a, b = self.lora_A.detach(), self.lora_B.detach()
         if expert is not None:
             a, b = a[expert], b[expert]
         return self.scale * ((dy @ b).t() @ x), self.scale * (dy.t() @ (x @ a.t()))
 
-    def _add(self, base: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def _add(self, base: Tensor, a: Tensor, b: Tensor) -> Tensor:
         add = torch.addmm if b.ndim == 2 else torch.baddbmm
         return add(base.to(torch.float32), b, a, alpha=self.scale).to(base.dtype)

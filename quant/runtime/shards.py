@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 # torch 2.13's name, and the one before.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -28,7 +28,7 @@ class Shard:
     rank: int
     edges: tuple[int, ...]
 
-    def rows(self, whole: torch.Tensor, rank: int | None = None) -> torch.Tensor:
+    def rows(self, whole: Tensor, rank: int | None = None) -> Tensor:
         """A view of a process's part, this one's by default, of a tensor that holds as much for every row: codes,
         scales of rows or of blocks of them, matrices end to end."""
         rank = self.rank if rank is None else rank
@@ -40,7 +40,7 @@ class Shard:
         """Whether all processes have equally many rows."""
         return len({stop - start for start, stop in itertools.pairwise(self.edges)}) == 1
 
-    def gather(self, whole: torch.Tensor) -> torch.Tensor:
+    def gather(self, whole: Tensor) -> Tensor:
         """Fill in the others' parts of a contiguous tensor whose own part is written; returns it. All processes come
         here together."""
         sent = whole.view(torch.uint8)  # which every backend sends; gloo knows no float8
@@ -54,8 +54,8 @@ class Shard:
         return whole
 
     def reduce(
-        self, whole: torch.Tensor, dtype: torch.dtype = torch.float32, scatters: bool | None = None
-    ) -> Callable[[], torch.Tensor]:
+        self, whole: Tensor, dtype: torch.dtype = torch.float32, scatters: bool | None = None
+    ) -> Callable[[], Tensor]:
         """Begin to add up this process's part over all processes; what is returned waits for the sum and returns it, a
         view of `whole`, whose other parts are void from here on. All processes come here together.
 
@@ -73,7 +73,7 @@ class Shard:
             sent, room = (tensor.flatten().view(torch.uint8) for tensor in (rounded, others))
             work = dist.all_to_all_single(room, sent, [sizes[self.rank]] * world, sizes, async_op=True)
 
-        def total() -> torch.Tensor:
+        def total() -> Tensor:
             _wait([work])
             for rank, part in enumerate(others):
                 if rank != self.rank:
@@ -83,19 +83,19 @@ class Shard:
         return total
 
 
-def shard_of(parameter: torch.Tensor) -> Shard | None:
+def shard_of(parameter: Tensor) -> Shard | None:
     """The parameter's shard; None where it is whole."""
     return getattr(parameter, "shard", None)
 
 
-def whole_shape(parameter: torch.Tensor) -> torch.Size:
+def whole_shape(parameter: Tensor) -> torch.Size:
     """The shape of the whole parameter, whatever this process has of it."""
     shard = shard_of(parameter)
     return parameter.shape if shard is None else shard.shape
 
 
 @torch.no_grad()
-def fill(whole: torch.Tensor, rows: torch.Tensor, shard: Shard | None) -> torch.Tensor:
+def fill(whole: Tensor, rows: Tensor, shard: Shard | None) -> Tensor:
     """Write every process's rows into a tensor of the whole shape, cast to its dtype; returns it. All processes come
     here together."""
     if shard is None:
@@ -104,9 +104,7 @@ def fill(whole: torch.Tensor, rows: torch.Tensor, shard: Shard | None) -> torch.
     return shard.gather(whole)
 
 
-def whole_value(
-    parameter: torch.Tensor, dtype: torch.dtype | None = None, rows: torch.Tensor | None = None
-) -> torch.Tensor:
+def whole_value(parameter: Tensor, dtype: torch.dtype | None = None, rows: Tensor | None = None) -> Tensor:
     """A copy of the whole parameter, in `dtype` if given. rows: values to take for this process's part of it, instead
     of its own. All processes come here together."""
     rows = parameter.detach() if rows is None else rows
@@ -154,7 +152,7 @@ def cut(parameter: nn.Parameter, share: Share, turn: int) -> nn.Parameter:
     return kept(shard.rows(parameter.detach()).clone(), shard, parameter.requires_grad)
 
 
-def kept(rows: torch.Tensor, shard: Shard, requires_grad: bool) -> nn.Parameter:
+def kept(rows: Tensor, shard: Shard, requires_grad: bool) -> nn.Parameter:
     """A parameter of these rows, with their `shard`."""
     parameter = nn.Parameter(rows, requires_grad=requires_grad)
     parameter.shard = shard  # type: ignore[attr-defined]
