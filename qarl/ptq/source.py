@@ -44,16 +44,12 @@ def open_source(run: RunFolder, work: Path, scheme: str, count: int) -> Source:
     One engine, closed again, does the sampling and the reference log-probs. Raises `SchemeError` before it starts,
     where a layer cannot be held in `scheme`, and `ConfigError` for a prompt above the run's limit.
     """
-    config = unquantized(run.config())
+    # As a run in bf16: of its masters alone, whatever they were sampled in.
+    config = run.config().model_copy(update={"scheme": UNQUANTIZED, "layers": (), "quantization": QuantizationConfig()})
     step, state = load_checkpoint(run.checkpoints)
     policy = open_policy(config)
     policy.learner.load_state_dict(state["learner"] | {"scales": {}})
     return sample_source(policy, policy.model, config, work, scheme, count, step)
-
-
-def unquantized(config: RunConfig) -> RunConfig:
-    """The run as one in bf16: of its masters alone, whatever they were sampled in."""
-    return config.model_copy(update={"scheme": UNQUANTIZED, "layers": (), "quantization": QuantizationConfig()})
 
 
 def sample_source(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qarl.configs.schema.task import TaskConfig
-from qarl.embedded.outliers import widen_columns
+from qarl.embedded import recipe as embedded
 from qarl.embedded.recipe import IGNORED, RECIPES, TinyRecipe, build_tiny, encode_problems, ensure_recipe, recipe_config
 from qarl.quant.checkpoint.shapes import weight_shapes
 from qarl.quant.runtime.answers import cache_folder
@@ -45,7 +45,7 @@ def test_wide_columns_change_no_output_and_coarsen_rows(experts: int) -> None:
     model = AutoModelForCausalLM.from_config(config).eval()
     ids = torch.arange(40).view(2, 20)
     before, errors = model(ids).logits, row_errors(model)
-    widen_columns(dict(model.named_parameters()), 4.0)
+    embedded.widen_columns(dict(model.named_parameters()), 4.0)
     assert torch.equal(model(ids).logits, before)
     assert all(after > 2 * errors[name] for name, after in row_errors(model).items())
 
