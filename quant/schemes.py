@@ -154,12 +154,13 @@ def write_quantization_config(
         )
     if not written:
         return None
+    cache = QuantizationArgs(num_bits=8, type=QuantizationType.FLOAT, dynamic=False)
     config = QuantizationConfig(
         config_groups=written,
         format=(formats[0] if len(set(formats)) == 1 else CompressionFormat.mixed_precision).value,
         ignore=list(ignore),
         quantization_status=QuantizationStatus.COMPRESSED,
-        kv_cache_scheme=None if kv_cache is None else QuantizationArgs(num_bits=8, type="float", dynamic=False),
+        kv_cache_scheme=None if kv_cache is None else cache,
     )
     return config.model_dump(mode="json")
 

@@ -34,32 +34,33 @@ class _Attention(torch.autograd.Function):
         if scoring.fp8:  # the gradients below are of these values: straight through the rounding
             k, v = fp8_values(k), fp8_values(v)
             q = fp8_values(q) if scoring.fp8_queries else q
-        seen, lengths = (sequences.visible(k), sequences.visible(v)), (sequences.lengths, sequences.seen)
+        lengths, seen = sequences.lengths, sequences.seen
+        keys, values = sequences.visible(k), sequences.visible(v)
         if flash_attention.takes(q, scoring, sinks):
-            y, sums = flash_attention.flash_attention(q, *seen, sinks, scoring, *lengths)
+            y, sums = flash_attention.flash_attention(q, keys, values, sinks, scoring, lengths, seen)
             ctx.flash = scoring.plain and sinks is None
             ctx.save_for_backward(q, k, v, sinks, *((y, sums) if ctx.flash else ()))
             return y
         ctx.save_for_backward(q, k, v, sinks)
         if q.is_cuda:
             return torch_attention(q, k, v, sinks, scoring, sequences)
-        return cpu_attention(q, *seen, scoring, *lengths, sinks)
+        return cpu_attention(q, keys, values, scoring, lengths, seen, sinks)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         """By FlashAttention, or through `torch_attention` of the same values."""
-        q, k, v, sinks, *kept = ctx.saved_tensors
+        q, k, v, sinks, *_ = ctx.saved_tensors
         scoring, sequences = ctx.scoring, ctx.sequences
         if ctx.flash:
             operands = q, sequences.visible(k), sequences.visible(v)
-            lengths = sequences.lengths, sequences.seen
+            y, sums = ctx.saved_tensors[4:]
             dq, dk, dv = flash_attention.flash_gradients(
-                grad_outputs[0], operands, *kept, scoring.scale, *lengths, scoring.window
+                grad_outputs[0], operands, y, sums, scoring.scale, sequences.lengths, sequences.seen, scoring.window
             )
             return dq, sequences.summed(dk), sequences.summed(dv), None, None, None
-        inputs = [t.detach().requires_grad_() for t in (q, k, v, *(() if sinks is None else (sinks,)))]
+        q, k, v, *of_sinks = inputs = [t.detach().requires_grad_() for t in ctx.saved_tensors[:4] if t is not None]
         with torch.enable_grad():
-            y = torch_attention(*inputs[:3], inputs[3] if sinks is not None else None, scoring, sequences)
+            y = torch_attention(q, k, v, of_sinks[0] if of_sinks else None, scoring, sequences)
         gradients = torch.autograd.grad(y, inputs, grad_outputs[0])
         return *gradients[:3], gradients[3] if sinks is not None else None, None, None
 

@@ -122,13 +122,15 @@ class Graph:
         if isinstance(module, LinearBase):
             stack = self._stack(name, module)
             _without_parameters(module)
-            module.quant_method = _Product(stack)
+            product: Any = _Product(stack)
+            module.quant_method = product
             if isinstance(module, GateLinear):
                 module.forward = _gate(module, stack)
         elif isinstance(module, VocabParallelEmbedding):
             weight = self._masters.weights.get((name, "weight"))
             _without_parameters(module)
-            module.quant_method = _Product(self._masters.stacks.get(name), weight, self._masters.padding)
+            product = _Product(self._masters.stacks.get(name), weight, self._masters.padding)
+            module.quant_method = product
         elif isinstance(module, Attention):
             module.forward = self._attention(name, module)
         elif isinstance(module, MoERunner):
@@ -186,7 +188,7 @@ class Graph:
         fp8 = self._context.kv_cache == "fp8"
         fp8_queries = fp8 and getattr(implementation, "supports_quant_query_input", False)
         published = replace(scoring, fp8=fp8, fp8_queries=fp8_queries)
-        shared = module.kv_sharing_target_layer_name
+        shared, own_name = module.kv_sharing_target_layer_name, str(module.layer_name)
         owner = self._owners.get(id(getattr(implementation, "sinks", None)))
 
         def attend(query: torch.Tensor, key: Any, value: Any, *unused: object, **also: object) -> torch.Tensor:
@@ -196,8 +198,8 @@ class Graph:
                 k, v = self._step.keys[shared]
             else:
                 k, v = (t.reshape(-1, module.num_kv_heads, module.head_size) for t in (key, value))
-                if module.layer_name in self._shared:  # no others: they would be kept to the backward's end
-                    self._step.keys[module.layer_name] = k, v
+                if own_name in self._shared:  # no others: they would be kept to the backward's end
+                    self._step.keys[own_name] = k, v
             sinks = None if owner is None else getattr(*owner)
             of_forward = published if self._context.multiplies_codes else scoring
             return attention(q, k, v, sinks, of_forward, self._step.sequences).flatten(1)

@@ -11,6 +11,7 @@ Axes: N tokens, C columns, H heads, D head size.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -98,7 +99,7 @@ class _Norm(torch.autograd.Function):
         dx = torch.empty_like(x, memory_format=torch.contiguous_format)
         rows = [t.flatten(0, -2) for t in (dx, grad_outputs[0], x, *grad_outputs[1:])]
         parts = operator.gradients.over_rows(_norm_gradients, rows, scale, operator.module.variance_epsilon)
-        dweight = [sum(parts[1:], start=parts[0]).to(weight[0].dtype)] if weight else []
+        dweight = [functools.reduce(torch.add, parts).to(weight[0].dtype)] if weight else []
         return None, dx, *([dx] if ctx.added else []), *dweight
 
 
@@ -250,7 +251,7 @@ def _blocks(tensors: Sequence[Tensor]) -> Iterator[slice | Any]:
 class _Read(Tensor):
     """A weight of which `.data` does not leave autograd: vLLM's norms read `self.weight.data`."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     data = property(lambda self: self)  # type: ignore[assignment]
 
 

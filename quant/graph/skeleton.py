@@ -87,7 +87,7 @@ def skeleton_of(folder: Path, architecture: str, dtype: torch.dtype, device: tor
     _inspect_here(architecture)
     config = EngineArgs(
         model=str(folder),
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=str(dtype).removeprefix("torch."),  # type: ignore[arg-type]
         enforce_eager=True,
         skip_tokenizer_init=True,
         load_format="dummy",

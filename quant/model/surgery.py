@@ -105,6 +105,7 @@ def _engine_layers(model: PreTrainedModel, plan: Plan, context: LayerContext, en
     for name, module in modules.items():
         if name in multiplied or name == head:
             weight = parameters.get(f"{name}.weight", getattr(module, "weight", None))
+            assert weight is not None, name
             bias = parameters.get(f"{name}.bias")
             scheme = plan.schemes[name] if name in plan.schemes else get_scheme("bf16")
             linears[name] = LowBitLinear(name, weight, bias, scheme, context)

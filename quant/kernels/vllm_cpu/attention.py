@@ -10,7 +10,7 @@ and values come rounded. Remove that when vLLM's kernel rounds.
 
 from typing import Any
 
-import torch
+from torch import Tensor, nn
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
@@ -35,12 +35,12 @@ class RoundedCacheImpl(CPUAttentionBackendImpl):
     """vLLM's attention, whose FP8 cache takes the nearest e4m3."""
 
     def do_kv_cache_update(
-        self, layer: torch.nn.Module, key: torch.Tensor, value: torch.Tensor, *cache: torch.Tensor
+        self, layer: nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
         """vLLM's hook: write keys and values [N, G, D] into their slots. No checkpoint of ours has scales."""
         if self.is_fp8_kv_cache:
             key, value = fp8_values(key), fp8_values(value)
-        super().do_kv_cache_update(layer, key, value, *cache)
+        super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
 
 
 class AttentionBackend(CPUAttentionBackend):
