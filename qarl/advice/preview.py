@@ -77,7 +77,8 @@ def _judged(task: Task, problems: list[Problem]) -> Iterator[Finding]:
         reward = task.rewards([Response(problem, "")])[0]
         yield Finding("note", "reward", f"of an empty completion: {reward}; without answers, 1 or more counts as right")
         return
-    wrong = next((p.answer for p in problems if p.answer.strip() != problem.answer.strip()), f"{problem.answer}0")
+    apart = next((p for p in problems if p.answer.strip() != problem.answer.strip()), None)
+    wrong = f"{problem.answer}0" if apart is None else apart.answer
     texts = [solution_of(problem), f"\\boxed{{{problem.answer}}}", wrong, f"\\boxed{{{wrong}}}"]
     responses = [Response(problem, text) for text in texts]
     rewards, verdicts = task.rewards(responses), task.correct(responses)
@@ -86,8 +87,12 @@ def _judged(task: Task, problems: list[Problem]) -> Iterator[Finding]:
         yield Finding("note", kind, f"{quoted(response.text)}: {signal}, counts as {'right' if verdict else 'wrong'}")
     right, other = ([r for r in rewards[part] if r is not None] for part in (slice(0, 2), slice(2, 4)))
     if not right or (other and max(right) <= max(other)):
-        level = "note" if len(set(right)) > 1 and right == other else "warning"  # judges the form alone
-        yield Finding(level, "reward", "gives the reference answer no more than a wrong one", "look at --reward")
+        elsewhere = [] if apart is None else task.rewards([Response(apart, text) for text in texts])
+        if len(set(rewards)) > 1 and rewards == elsewhere:
+            yield Finding("note", "reward", "does not look at the answer: the same text gets the same anywhere")
+        else:
+            text = "gives the reference answer no more than a wrong one"
+            yield Finding("warning", "reward", text, "look at --reward")
     if not any(verdicts[:2]) or any(verdicts[2:]):
         text = "does not tell the reference answer from a wrong one"
         yield Finding("warning", "accuracy", text, "look at --task.correct")

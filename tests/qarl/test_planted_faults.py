@@ -212,8 +212,9 @@ def test_a_judge_that_tells_nothing_is_a_warning(starter: Path, capsys, field: s
     assert main(["check", "run.yaml"]) == 1
     text = capsys.readouterr().out
     assert said in text and text.endswith("1 warning\n"), text
-    (starter / "same.py").write_text("def same(problem, text):\n    return 'box' in text\n")
-    assert main(["check", "run.yaml"]) == (field == "correct"), "of the form alone: no verdict, but a reward"
+    for form in ("'box' in text", "-len(text)", "sum(map(ord, text)) % 7")[: 1 if field == "correct" else 3]:
+        (starter / "same.py").write_text(f"def same(problem, text):\n    return {form}\n")
+        assert main(["check", "run.yaml"]) == (field == "correct"), "of the form alone: no verdict, but a reward"
 
 
 def test_the_starters_reward_is_what_it_says(starter: Path):
