@@ -2,15 +2,19 @@
 
 import dataclasses
 import json
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
+from qarl.configs.errors import disk_error
 from qarl.configs.files import written_aside
 from qarl.learner.learn_stats import LearnStats
+from qarl.quant.runtime.replaced import replaced
 from qarl.report.error_tokens import count_error_tokens
 from qarl.report.loggers import Log
 from qarl.report.run_folder import RunFolder
@@ -113,6 +117,7 @@ def metrics_writer(
     purge_step = None if resume_step is None else resume_step + 1
     with (
         folder.metrics.open("a", encoding="utf-8") as lines,
+        replaced(threading, excepthook=partial(_but_for_disks, threading.excepthook)),
         SummaryWriter(str(folder.path / "tensorboard"), purge_step=purge_step) as board,
     ):
 
@@ -126,6 +131,12 @@ def metrics_writer(
             log(figures, metrics.step)
 
         yield write
+
+
+def _but_for_disks(show: Callable[[threading.ExceptHookArgs], object], failed: threading.ExceptHookArgs) -> None:
+    """TensorBoard's thread keeps what a full disk raised for whoever writes next; it need not be shown too."""
+    if failed.exc_value is None or disk_error(failed.exc_value) is None:
+        show(failed)
 
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:

@@ -11,6 +11,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +20,7 @@ from unittest.mock import Mock
 
 import pytest
 from safetensors import SafetensorError
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from qarl.cli.main import main, run_command
 from qarl.cli.parser import Parser
@@ -26,6 +29,8 @@ from qarl.configs.load import config_file, load_config
 from qarl.configs.schema.run import RunConfig
 from qarl.learner.processes import Processes
 from qarl.report import run_folder
+from qarl.report.loggers import unlogged
+from qarl.report.metrics import metrics_writer
 from qarl.report.run_folder import RunFolder
 from qarl.run.check import check_new_folder
 from qarl.run.disk import check_disk
@@ -217,3 +222,22 @@ def test_the_best_policy_by_accuracy_is_exported(random_policy: Policies, tmp_pa
         written = json.loads(note.read_text()) if note.exists() else {"step": None}
         assert written["step"] == best and written.get("digest") == (best and digests[best - 1])
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["export-best"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EBADF])
+def test_a_full_disk_under_tensorboard_is_said_once(number: int, tmp_path: Path, monkeypatch):
+    """Its thread keeps the error for whoever writes next; any other error is shown as ever."""
+    folder, shown = new_run(tmp_path / "run"), list[Any]()
+    monkeypatch.setattr(threading, "excepthook", shown.append)
+    monkeypatch.setattr(RecordWriter, "write", Mock(side_effect=OSError(number, "of the disk")))
+    metrics: Any = SimpleNamespace(flat=lambda: {"step": 1, "reward": 0.5}, step=1)
+
+    def write_on() -> None:
+        with metrics_writer(folder, None, True, unlogged) as write:
+            for _ in range(200):
+                write(metrics)
+                time.sleep(0.01)
+
+    with pytest.raises(OSError, match="of the disk"):
+        write_on()
+    assert len(shown) == (number != errno.ENOSPC)
