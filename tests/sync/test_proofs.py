@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from qarl.learner.mismatch import measure_mismatch
+from qarl.quant.runtime.batch_invariance import BATCH_INVARIANT
 from qarl.quant.types import LayerReport
 from qarl.run.verify_export import difference_beyond
 from qarl.sync.audit import AuditError, audit, require_agreement
-from qarl.sync.gate import GateError, require_same_policy
+from qarl.sync.gate import GateError, require_equal, require_same_policy
 
 LAYER = LayerReport(name="a", scheme="w4a16", group_size=128, dtype="torch.bfloat16", kernel="Marlin")
 OTHER: dict[str, Any] = {"scheme": "w8a8", "group_size": 32, "dtype": "torch.float16", "kernel": "Machete"}
@@ -25,6 +26,12 @@ def test_the_audit_compares_every_field():
         with pytest.raises(AuditError, match=f"a: {field} .* {value!r}"):
             require_agreement(audit([LAYER], [replace(LAYER, **{field: value})], same_kernels=True))
     require_agreement(audit([LAYER], [replace(LAYER, kernel="Machete")], same_kernels=False))
+    invariant = replace(LAYER, kernel=f"Marlin{BATCH_INVARIANT}")
+    require_agreement(audit([invariant], [invariant], same_kernels=True, same_bits=True))
+    with pytest.raises(AuditError, match="a: kernel 'Marlin' is not known to be batch-invariant"):
+        require_agreement(audit([LAYER], [LAYER], same_kernels=True, same_bits=True))
+    with pytest.raises(AuditError, match="a: scheme "):
+        require_agreement(audit([LAYER], [replace(LAYER, scheme="w8a8")], same_kernels=True, same_bits=True))
     for sides, who in ((([LAYER], []), "learner"), (([], [LAYER]), "engine")):
         with pytest.raises(AuditError, match=f"a: known to the {who} only"):
             require_agreement(audit(*sides, same_kernels=True))
@@ -58,6 +65,14 @@ def test_the_gate_passes_its_bound_and_no_more(field: str):
     for value in (0.51, math.nan, math.inf):
         with pytest.raises(GateError, match=f"is {value:.4g}, above the bound 0.5"):
             require_same_policy(replace(equal, **{field: value}), 0.5, 0.5)
+
+
+def test_bitwise_is_equality():
+    zeros, mask = torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)
+    require_equal(measure_mismatch(zeros, zeros, mask))
+    for moved in (1e-7, math.nan):
+        with pytest.raises(GateError, match=r"bitwise, and 50.00% of the sampled tokens .* (1e-07|nan) nats apart"):
+            require_equal(measure_mismatch(zeros + torch.tensor([moved, 0.0]), zeros, mask))
 
 
 def test_an_export_is_held_to_bits_on_cpus_and_to_a_bound_on_cuda():

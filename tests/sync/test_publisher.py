@@ -1,0 +1,186 @@
+"""What the publisher checks of what an engine says it did, and what an export's files hold, on values made here.
+
+That a real engine's answers pass is shown where one runs (tests/engine/test_publish.py)."""
+
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from qarl.learner.logprobs import token_logprobs
+from qarl.quant import tensor_files
+from qarl.quant.digest import digested
+from qarl.quant.kernels import KernelError
+from qarl.quant.types import LowBitTensor
+from qarl.rollout.engine import LoadReport
+from qarl.sync.export import ExportError, checkpoint_config, write_checkpoint
+from qarl.sync.publisher import Publisher, PublishError
+from tests.support.learners import make_learner
+
+STREAM = [LowBitTensor(name, torch.arange(size, dtype=torch.int32)) for name, size in (("a", 4), ("b.w", 1), ("c", 6))]
+SEQUENCES = [[1, 5, 9, 2], [3, 3]]
+
+
+class Ends:
+    """Both ends of a publish. unconsumed, missing: what the engine reports. offsets: how far each replica's log-probs
+    are from the learner's. sent: versions, in order."""
+
+    def __init__(self, unconsumed: Sequence[str] = (), missing: Sequence[str] = (), offsets: Sequence[float] = (0.0,)):
+        self.model: Any = make_learner().model
+        self.unconsumed, self.missing, self.offsets = tuple(unconsumed), tuple(missing), offsets
+        self.other_bytes = self.canaries = 0
+        self.sent: list[int] = []
+        self.shared: Any = None
+
+    def load(self, stream: Iterable[LowBitTensor], version: int) -> LoadReport:
+        self.sent.append(version)
+        digest = digested(stream).hexdigest()
+        return LoadReport("0" * 32 if self.other_bytes else digest, 3, self.unconsumed, self.missing)
+
+    def logprobs_of_each(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+        self.canaries += 1
+        assert [list(s) for s in sequences] == SEQUENCES
+        tokens = torch.tensor([[*s, 0, 0][:4] for s in SEQUENCES])
+        with torch.no_grad():
+            own, _ = token_logprobs(self.model, tokens, torch.ones(2, 3, dtype=torch.bool))
+        rows = [own[0].tolist(), own[1, :1].tolist()]
+        return [[[value + offset for value in row] for row in rows] for offset in self.offsets]
+
+    def shared_layers(self) -> Any:
+        return self.shared
+
+    def publisher(self, canary: bool = False, bound: float = 0.5, every: int = 2, processes: Any = None) -> Publisher:
+        engine: Any = self
+        return Publisher(self.model, engine, SEQUENCES if canary else [], bound, every, processes)
+
+
+def test_a_publish_reports_what_was_sent():
+    ends = Ends()
+    published = ends.publisher().publish(7)
+    sent = digested(ends.model.low_bit_tensors())
+    assert (published.version, published.digest, ends.sent) == (7, sent.hexdigest(), [7])
+    assert (published.tensors, published.bytes, published.canary) == (sent.tensors, sent.bytes, None)
+
+
+@pytest.mark.parametrize(
+    ("ends", "problem"),
+    [
+        (Ends(unconsumed=["x", "y"]), r"no engine layer took x, y; the run stops here"),
+        (Ends(unconsumed=["x", "y", "z"]), r"no engine layer took x, y, z; the run"),
+        (Ends(missing=["v", "w", "x", "y", "z"]), r"the engine expected more tensors for v, w, x and 2 more;"),
+    ],
+)
+def test_what_did_not_arrive_stops_the_run(ends: Ends, problem: str):
+    with pytest.raises(PublishError, match=f"publish of weight version 3 failed: {problem}"):
+        ends.publisher().publish(3)
+    ends.unconsumed = ends.missing = ()
+    ends.publisher().publish(3)
+    ends.other_bytes = 1
+    with pytest.raises(PublishError, match="the engine received other bytes than were sent"):
+        ends.publisher().publish(3)
+
+
+def test_processes_with_other_tensors_are_named():
+    ends = Ends()
+    apart: Any = SimpleNamespace(gathered=lambda digest: [digest, digest, "f" * 32])
+    own = digested(ends.model.low_bit_tensors()).hexdigest()[:16]
+    with pytest.raises(PublishError, match=f"digest {own}… in process 0, {'f' * 16}… in process 2; the run"):
+        ends.publisher(processes=apart).publish(0)
+
+
+def test_the_canary_is_due_at_the_first_publish_and_every_nth():
+    ends = Ends()
+    publisher = ends.publisher(canary=True, every=3)
+    due = [publisher.publish(version).canary is not None for version in range(8)]
+    assert due == [True, False, False, True, False, False, True, False] and ends.canaries == 3
+
+
+@pytest.mark.parametrize("offsets", [(0.0, 0.25, -0.125), (0.0, 0.0, math.nan), (0.75, 0.0), (0.0, 0.75)])
+def test_the_canary_passes_its_bound_and_no_more(offsets: tuple[float, ...]):
+    """Of replicas the farthest is reported, and any of them stops the run."""
+    ends = Ends(offsets=offsets)
+    if max(offsets) == 0.25:
+        canary = ends.publisher(canary=True).publish(0).canary
+        assert canary is not None and canary.mean_abs == pytest.approx(0.25, abs=1e-6)
+        ends.publisher(canary=True, bound=0.2500001).publish(0)
+    else:
+        with pytest.raises(
+            PublishError, match=r"mean \|Δ log p\| .* is (0.75|nan) nats, above the bound 0.5 \(sync.can"
+        ):
+            ends.publisher(canary=True).publish(0)
+        with pytest.raises(PublishError, match=r"above the bound 0 \(bitwise\)"):
+            ends.publisher(canary=True, bound=0.0).publish(0)
+
+
+def test_shared_layers_get_a_version_as_it_is_made(monkeypatch: pytest.MonkeyPatch):
+    """Contract: the version after the present one is written at a refresh, and its publish writes no second time; the
+    publish of another writes what is there then."""
+    ends, hooks, multiplied = Ends(), list[Callable[[], None] | None](), list[Any]()
+    publisher = ends.publisher()
+    with pytest.raises(KernelError, match="the engine's layers are in another process"):
+        publisher.share_layers()
+    ends.shared = "layers"
+    monkeypatch.setattr(ends.model, "multiply_with", multiplied.append)
+    monkeypatch.setattr(ends.model, "on_refresh", hooks.append)
+    publisher.publish(4)
+    publisher.share_layers()
+    (refreshed,) = hooks
+    assert refreshed is not None
+    refreshed()
+    assert ends.sent == [4, 5]
+    assert publisher.publish(5).version == 5 and ends.sent == [4, 5]
+    refreshed()
+    publisher.publish(9)
+    publisher.publish(9)
+    assert ends.sent == [4, 5, 6, 9, 9]
+    publisher.unshare()
+    assert multiplied == ["layers", None] and hooks[1:] == [None]
+
+
+@pytest.mark.parametrize("most", [20, 1 << 20])
+def test_an_exports_files_are_those_that_transformers_looks_for(most: int, tmp_path: Path, monkeypatch):
+    """Contract: tensors in as many files as it takes, each of them full, an index where there are several; companions
+    of the source; a note with the digest. A folder that is there is left alone."""
+    monkeypatch.setattr(tensor_files, "_FILE_BYTES", most)
+    source, folder = tmp_path / "source", tmp_path / "below" / "export"
+    source.mkdir()
+    for name in ("tokenizer.json", "chat_template.jinja", "model.safetensors", "notes.txt"):
+        (source / name).write_text(name)
+    digest = write_checkpoint(STREAM, {"b": [1], "a": 2}, source, folder, {"run": "r"})
+    assert (folder / "config.json").read_text() == '{\n  "a": 2,\n  "b": [\n    1\n  ]\n}\n'
+    assert (folder / "qarl.json").read_text() == json.dumps({"run": "r", "digest": digest.hexdigest()}, indent=2) + "\n"
+    files = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
+    tensors = files if most == 20 else ["model.safetensors"]
+    assert sorted(p.name for p in folder.iterdir()) == sorted(
+        ["chat_template.jinja", "config.json", "qarl.json", "tokenizer.json", *tensors]
+    )
+    if most == 20:
+        index = {"metadata": {"total_size": 44}, "weight_map": {"a": files[0], "b.w": files[0], "c": files[1]}}
+        assert (folder / files[2]).read_text() == json.dumps(index, indent=2) + "\n"
+    read = {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
+    assert all(torch.equal(read.pop(item.name), item.tensor) for item in STREAM) and not read
+    assert digest.hexdigest() == digested(STREAM).hexdigest()
+    with pytest.raises(ExportError, match="exists; choose another or remove it"):
+        write_checkpoint(STREAM, {}, source, folder)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ExportError, match=r"cannot write checkpoint .*: Not a directory"):
+        write_checkpoint(STREAM, {}, source, tmp_path / "file" / "export")
+    write_checkpoint(STREAM, {}, source, tmp_path / "alone")
+    assert not (tmp_path / "alone" / "qarl.json").exists()
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "w8a8"])
+def test_an_exports_configuration_says_how_it_is_quantized(scheme: str):
+    """And not where its masters were read from."""
+    model = make_learner(scheme, torch.float16).model
+    model.config._name_or_path, model.config.quantization_config = "/home/me/base", {"stale": 1}  # type: ignore
+    written = checkpoint_config(model)
+    assert written["dtype"] == "float16" and "_name_or_path" not in written
+    assert written.get("quantization_config") == model.plan.quantization_config(None)
+    assert (scheme == "bf16") == ("quantization_config" not in written)
