@@ -34,7 +34,7 @@ import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from tests.runs.test_combinations import SIZES, draw, gate_may_refuse, refusals  # noqa: E402
+from tests.runs.test_combinations import SIZES, draw, refusals, stopped_by_other_experts  # noqa: E402
 from tests.support.runs import Run, lines  # noqa: E402
 
 SMALL = ["--steps", "4", "--prompts", "8", "--samples", "4", "--eval.problems", "16", "--eval-every", "2",
@@ -312,7 +312,7 @@ class Trials:
             return "it had ended"
 
         status = broken(outcome, arguments, kill)
-        if gate_may_refuse(combination) and "step-0 gate: k3-KL" in outcome.ended:
+        if stopped_by_other_experts(combination, outcome.ended):
             return outcome
         if status == 2:
             if not any(reason in outcome.ended for reason in reasons):
