@@ -41,7 +41,10 @@ UPSTREAM = {
     "fp8 one element at a time": (f"{KERNELS}/scaled_mm/cpu.py", "requires native AMX-FP8 hardware (Diamond Rapids); "),
     "int4 widened": (f"{KERNELS}/mixed_precision/cpu.py", "into_int32(weight, self.config.weight_type, 1)"),
     "few rows by another kernel": (f"{LAYERS}/utils.py", "layer.cpu_linear = lambda x, weight, bias: ops.onednn_mm("),
-    "a thread shows its error": ("tensorboard/summary/writer/event_file_writer.py", "            self.exception = ex\n"),
+    "a thread shows its error": (
+        "tensorboard/summary/writer/event_file_writer.py",
+        "            self.exception = ex\n",
+    ),
     "attention by AMX": (
         "vllm/v1/attention/backends/cpu_attn.py",
         "if supports_amx and dtype in (torch.bfloat16,) and block_size % 32 == 0:",

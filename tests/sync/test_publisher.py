@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -34,9 +34,7 @@ class Ends:
     def __init__(self, unconsumed: Sequence[str] = (), missing: Sequence[str] = (), offsets: Sequence[float] = (0.0,)):
         self.model: Any = make_learner().model
         self.unconsumed, self.missing, self.offsets = tuple(unconsumed), tuple(missing), offsets
-        self.other_bytes = self.canaries = 0
-        self.sent: list[int] = []
-        self.shared: Any = None
+        self.other_bytes, self.canaries, self.sent, self.shared = False, 0, list[int](), cast(Any, None)
 
     def load(self, stream: Iterable[LowBitTensor], version: int) -> LoadReport:
         self.sent.append(version)
@@ -61,8 +59,7 @@ class Ends:
 
 
 def test_a_publish_reports_what_was_sent():
-    ends = Ends()
-    published = ends.publisher().publish(7)
+    published = (ends := Ends()).publisher().publish(7)
     sent = digested(ends.model.low_bit_tensors())
     assert (published.version, published.digest, ends.sent) == (7, sent.hexdigest(), [7])
     assert (published.tensors, published.bytes, published.canary) == (sent.tensors, sent.bytes, None)
@@ -81,7 +78,7 @@ def test_what_did_not_arrive_stops_the_run(ends: Ends, problem: str):
         ends.publisher().publish(3)
     ends.unconsumed = ends.missing = ()
     ends.publisher().publish(3)
-    ends.other_bytes = 1
+    ends.other_bytes = True
     with pytest.raises(PublishError, match="the engine received other bytes than were sent"):
         ends.publisher().publish(3)
 
@@ -95,8 +92,7 @@ def test_processes_with_other_tensors_are_named():
 
 
 def test_the_canary_is_due_at_the_first_publish_and_every_nth():
-    ends = Ends()
-    publisher = ends.publisher(canary=True, every=3)
+    publisher = (ends := Ends()).publisher(canary=True, every=3)
     due = [publisher.publish(version).canary is not None for version in range(8)]
     assert due == [True, False, False, True, False, False, True, False] and ends.canaries == 3
 
@@ -156,10 +152,8 @@ def test_an_exports_files_are_those_that_transformers_looks_for(most: int, tmp_p
     assert (folder / "config.json").read_text() == '{\n  "a": 2,\n  "b": [\n    1\n  ]\n}\n'
     assert (folder / "qarl.json").read_text() == json.dumps({"run": "r", "digest": digest.hexdigest()}, indent=2) + "\n"
     files = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
-    tensors = files if most == 20 else ["model.safetensors"]
-    assert sorted(p.name for p in folder.iterdir()) == sorted(
-        ["chat_template.jinja", "config.json", "qarl.json", "tokenizer.json", *tensors]
-    )
+    names = {"chat_template.jinja", "config.json", "qarl.json", "tokenizer.json"}
+    assert {p.name for p in folder.iterdir()} == names | ({*files} if most == 20 else {"model.safetensors"})
     if most == 20:
         index = {"metadata": {"total_size": 44}, "weight_map": {"a": files[0], "b.w": files[0], "c": files[1]}}
         assert (folder / files[2]).read_text() == json.dumps(index, indent=2) + "\n"
