@@ -7,15 +7,13 @@ before vLLM's model was the learner's graph."""
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-from benchmarks import delivery, delta, names, publish, soak, step_time
+from benchmarks import delivery, delta, names, publish, step_time
 from benchmarks.learner.trl_worker import SETTINGS
 from benchmarks.memory import planned
 from benchmarks.models import MODELS
-from benchmarks.peak_memory import PeakMemory
 from benchmarks.rounded_policy import rounded_policy
 from qarl.configs.load import config_file, load_config
 from qarl.configs.schemes import SCHEME_SPECS
@@ -49,14 +47,6 @@ def test_bytes_that_must_move_are_those_of_masters_and_checkpoint():
     assert "made by" in str(publish.table(found).title)
 
 
-def test_peak_memory_sees_what_was_freed_again():
-    with PeakMemory() as peak:
-        held = np.ones(1 << 26, np.uint8)
-        held += 1
-        del held
-    assert 0.9 * 2**26 < peak.bytes < 4 * 2**26
-
-
 @pytest.mark.parametrize("shape", delta.SHAPES)
 def test_kinds_of_matrices_add_up_to_the_model(shape: str):
     config = delta.SHAPES[shape]()
@@ -75,21 +65,10 @@ def test_ratios_are_of_what_they_say():
     )  # fmt: skip
 
 
-def test_memory_is_fitted_without_its_warm_up():
-    """Contract: the slope is per hundred steps, of what follows the first tenth; its error is that of block means."""
-    points = [(step, 5000.0 if step <= 20 else 100 + 0.02 * step + (-1) ** step) for step in range(1, 200)]
-    fit = soak.fitted(points, 200)
-    assert fit["slope"] == pytest.approx(2, abs=0.3)
-    assert 0 < fit["error"] < 0.3
-    assert fit["last"] - fit["first"] == pytest.approx(1.8 * 0.95 * 2, abs=0.3)
-
-
-RECORDS = Path(__file__).parents[2] / "benchmarks" / "records"
-
-
 def test_the_plan_is_within_a_tenth_of_what_was_measured(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("qarl.planning.memory._WIDE", ("fp8",))  # on CPUs with AVX-512
-    rows = [row for file in RECORDS.glob("memory-*.json") for row in json.loads(file.read_text())["data"]]
+    records = Path(__file__).parents[2] / "benchmarks" / "records"
+    rows = [row for file in records.glob("memory-*.json") for row in json.loads(file.read_text())["data"]]
     assert {row["model"] for row in rows} >= {"40m", "150m", "70m-moe"} and len({row["scheme"] for row in rows}) == 3
     for row in rows:
         plan = planned(row["model"], row["scheme"], row.get("fields", {})).total

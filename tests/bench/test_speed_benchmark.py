@@ -1,26 +1,13 @@
 """`python -m benchmarks speed`: its counts, ratios and refusals, against values computed by hand. Whether an engine
 is as fast as it is measured is left to the measurement."""
 
-import dataclasses
-import json
-from pathlib import Path
-
 import pytest
-from pydantic import TypeAdapter
 
-from benchmarks.models import MODELS, write_model
-from benchmarks.process import answer_line, last_answer
-from benchmarks.speed import measure as speed
-from benchmarks.speed import worker
+from benchmarks.models import MODELS
 from benchmarks.speed.figures import Spread, engine_rows, kept, step_rows
 from benchmarks.speed.job import PHASES, Answer, Cell
-from benchmarks.speed.table import tables
-from benchmarks.speed.worker import run
 from qarl.configs.errors import ConfigError
-from qarl.planning.shapes import Shapes, shapes_of
-from tests.support.transformers_engine import use_transformers_engine
-
-SMALL = Shapes(hidden=128, layers=2, heads=4, kv_heads=2, head_dim=32, intermediate=256, vocabulary=512, tied=True)
+from qarl.planning.shapes import shapes_of
 
 
 def step(sample: float, forward: float) -> dict[str, float]:
@@ -59,34 +46,6 @@ def test_ratios_are_of_one_round_and_a_step_is_its_quickest_phases():
     bf16, low = engine_rows(ROUNDS)
     assert bf16.decode == Spread(2.5, 1.0, 4.0) and low.decode_over_bf16 == Spread(2.0, 2.0, 2.0)
     assert bf16.prefill == Spread(12.5, 5.0, 20.0)
-
-
-def options(**changes) -> speed.Options:
-    found = speed.Options(
-        model="tiny", schemes=(), dtype="bfloat16", batches=(1, 4), contexts=(10,), decode_tokens=8, prompts=2,
-        samples=4, prompt_tokens=16, tokens=16, updates=2, optimizer="adamw", steps=1, rounds=2, kernel="auto", seed=0,
-    )  # fmt: skip
-    return dataclasses.replace(found, **changes)
-
-
-def test_a_process_measures_engine_and_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """All of a process, with an engine of the tests' own: a cell for each context and batch, every phase of two steps.
-    Blind spots: vLLM's steps, and low bits, which this engine does not multiply."""
-    write_model(dataclasses.replace(MODELS["tiny"], config={**MODELS["tiny"].config, "vocab_size": 64}), tmp_path, 0)
-    use_transformers_engine(monkeypatch)
-    monkeypatch.setattr(worker, "sampled_by_step", lambda engine, *asked: engine.sampled_by_step(*asked))
-    small = options(batches=(1,), contexts=(4, 6), decode_tokens=4, tokens=3, prompt_tokens=4, kernel="reference")
-    asked = dataclasses.replace(speed.job(tmp_path, "bf16", 0, small, SMALL), kinds=("plain", "qarl"))
-    made = run(asked)
-    rounds = {"bf16": [dataclasses.replace(made, steps={"bf16": made.steps["plain"]})], "w8a8": [made]}
-    engine, steps = engine_rows(rounds), step_rows(rounds)
-    figures = speed.Figures("tiny", 10**6, small, {"nvfp4": "no such GPU"}, engine, steps, rounds)
-    assert [len(table.texts()) for table in tables(figures)] == [5, 5, 4] and json.dumps(speed.as_data(figures))
-    assert [(cell.context, cell.batch) for cell in made.cells] == [(4, 1), (6, 1)]
-    assert TypeAdapter(Answer).validate_python(last_answer(answer_line(made))) == made
-    for kind in ("plain", "qarl"):
-        (step,) = made.steps[kind]
-        assert tuple(step) == PHASES and min(step.values()) > 0
 
 
 def test_odd_decoders_are_refused():

@@ -1,0 +1,172 @@
+"""vLLM's words for what a run asks, and what becomes of its answers, without an engine; values by hand.
+
+That vLLM takes and means them so is shown where an engine runs (tests/engine)."""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from qarl.configs.errors import InputError
+from qarl.configs.schema.run import RolloutConfig
+from qarl.rollout.absent import AbsentEngine
+from qarl.rollout.engine import EngineError, LoadReport
+from qarl.rollout.types import Prompt, Sampling
+from qarl.rollout.vllm.engine import VllmEngine, vllm_requests
+from qarl.rollout.vllm.options import VllmOptions, llm_arguments, prepare_environment, refuse_unsupported
+from qarl.rollout.vllm.requests import sampling_arguments, scoring_arguments
+from qarl.rollout.vllm.worker import compare_names
+from tests.support.kernels import no_cuda
+
+SAMPLING = Sampling(samples=2, max_new_tokens=6, temperature=0.5, top_p=0.9, top_k=5, min_p=0.1, seed=3)
+PROMPTS = [Prompt("a", "", (1, 2)), Prompt("b", "", (3,), max_new_tokens=4), Prompt("c", "", (4,), (7, 8, 9))]
+
+
+def test_a_completions_request():
+    seed = int.from_bytes(hashlib.blake2b(b"3/6/1", digest_size=8).digest(), "big") >> 1
+    assert sampling_arguments(replace(SAMPLING, first_prompt=5), PROMPTS[0], 1, 1) == {
+        "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "max_tokens": 6, "logprobs": 0, "stop": None,
+        "repetition_detection": None, "ignore_eos": False, "seed": seed, "detokenize": False,
+        "flat_logprobs": True, "skip_clone": True,
+    }  # fmt: skip
+    other = replace(SAMPLING, temperature=0.0, stop=("#", "##"), loop_limit=4, ignore_end=True)
+    asked = sampling_arguments(other, PROMPTS[1], 0, 0)
+    assert (asked["seed"], asked["stop"], asked["detokenize"], asked["ignore_eos"]) == (None, ["#", "##"], True, True)
+    assert asked["repetition_detection"] == {"max_pattern_size": 8, "min_pattern_size": 1, "min_count": 4}
+    assert asked["max_tokens"] == 4
+    assert scoring_arguments() == {"temperature": 0, "max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
+    inputs, params = vllm_requests(PROMPTS, replace(SAMPLING, loop_limit=3))
+    assert [each["prompt_token_ids"] for each in inputs] == [[1, 2], [1, 2], [3], [3], [4], [4]]
+    seeds = [sampling_arguments(SAMPLING, prompt, j, k)["seed"] for j, prompt in enumerate(PROMPTS) for k in (0, 1)]
+    assert [each.seed for each in params] == seeds and len({*seeds}) == 5, "a prompt with draws of its own has one"
+    assert {(each.temperature, each.repetition_detection.min_count) for each in params} == {(0.5, 3)}
+
+
+@no_cuda
+def test_an_engines_arguments_on_a_cpu():
+    rollout = RolloutConfig(max_prompt_tokens=5000, max_new_tokens=4000, max_num_seqs=7, temperature=0.5)
+    expected: dict[str, Any] = {
+        "dtype": "bfloat16", "enforce_eager": True, "max_model_len": 9000, "max_num_seqs": 7,
+        "kv_cache_memory_bytes": 2**30, "gpu_memory_utilization": 0.01, "enable_prefix_caching": True,
+        "distributed_executor_backend": "uni", "disable_log_stats": True, "use_tqdm_on_load": False,
+        "enable_return_routed_experts": False, "logprobs_mode": "processed_logprobs",
+        "enable_chunked_prefill": False, "max_num_batched_tokens": 9000,
+    }  # fmt: skip
+    assert llm_arguments(VllmOptions(rollout)) == expected
+    rollout = rollout.model_copy(update={"temperature": 1.0, "prefix_caching": False, "max_new_tokens": 8})
+    changed = {"max_model_len": 5008, "max_num_batched_tokens": 8192, "logprobs_mode": "raw_logprobs"}
+    changed |= {"dtype": "float16", "distributed_executor_backend": "external_launcher", "enable_prefix_caching": False}
+    assert llm_arguments(VllmOptions(rollout, "float16", multi_process=True)) == expected | changed
+
+
+@no_cuda
+def test_what_the_environment_says_is_kept_or_refused(monkeypatch: pytest.MonkeyPatch):
+    names = ("QARL_SETTLES_VLLM", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_NO_USAGE_STATS")
+    for name in names:
+        monkeypatch.setenv(name, "x")
+    prepare_environment()
+    assert [os.environ[name] for name in names] == ["1", "x", "x"]
+    for name in names:
+        monkeypatch.delenv(name)
+    prepare_environment()
+    assert [os.environ[name] for name in names] == ["1", "0", "1"]
+    for amx, value, refused in ((True, "1", True), (True, "0", False), (False, "1", False)):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda amx=amx: amx)
+        monkeypatch.setenv("VLLM_CPU_INT4_W4A8", value)
+        if refused:
+            with pytest.raises(InputError, match="VLLM_CPU_INT4_W4A8=1: on this CPU, which has AMX"):
+                refuse_unsupported(VllmOptions())
+        else:
+            refuse_unsupported(VllmOptions())
+    with pytest.raises(EngineError, match=r"router_replay: .* set it to false on this machine"):
+        refuse_unsupported(VllmOptions(RolloutConfig(router_replay=True)))
+
+
+class Entries(list):
+    """vLLM's log-probs of a completion's tokens."""
+
+    logprobs, token_ids = (-1.0, -0.5), property(tuple)
+
+
+class Answers:
+    """What an engine calls in vLLM. refuses: what its next call raises. off: between sampled and scored tokens."""
+
+    refuses: Exception | None = None
+    resets, off = True, 0
+    get_tokenizer, reset_prefix_cache = (lambda self: None), (lambda self: self.resets)
+
+    def generate(self, inputs: Sequence[dict[str, list[int]]], params: Any, use_tqdm: bool) -> list[Any]:
+        """Of each request its number twice; of a prompt's tokens their negative."""
+        if self.refuses is not None:
+            raise self.refuses
+        return [self._finished(number, asked["prompt_token_ids"]) for number, asked in enumerate(inputs)]
+
+    def _finished(self, number: int, prompt: list[int]) -> Any:
+        made = {"token_ids": [number, number], "text": f"t{number}", "finish_reason": None, "routed_experts": number}
+        output = SimpleNamespace(logprobs=Entries([number, number + self.off]), **made)
+        scored = [None, *({token: SimpleNamespace(logprob=-token), 99: None} for token in prompt[1:])]
+        return SimpleNamespace(outputs=[output], prompt_token_ids=prompt, prompt_logprobs=scored)
+
+    def collective_rpc(self, method: str, args: Any) -> list[Any]:
+        if self.refuses is not None:
+            raise self.refuses
+        return [LoadReport(method, len([*args[0]]), (), ())]
+
+
+def engine_of(llm: Answers) -> VllmEngine:
+    engine: Any = VllmEngine.__new__(VllmEngine)
+    engine._llm, engine.weight_version, engine._half_loaded = llm, 4, False
+    return engine
+
+
+def test_answers_are_grouped_by_prompt_and_checked():
+    engine = engine_of(llm := Answers())
+    groups = engine.generate(PROMPTS[:2], replace(SAMPLING, stop=("#",)))
+    assert [[(c.token_ids, c.text, c.experts) for c in group] for group in groups] == [
+        [((n, n), f"t{n}", n) for n in pair] for pair in ((0, 1), (2, 3))
+    ]
+    assert {c.logprobs for group in groups for c in group} == {(-1.0, -0.5)}
+    assert {(c.weight_version, c.finish_reason) for group in groups for c in group} == {(4, "unknown")}
+    assert engine.logprobs([[1, 2, 3], [4, 5]]) == [[-2, -3], [-5]]
+    assert engine.logprobs_of_each([[1, 2]]) == [[[-2]]]
+    llm.off = 1
+    with pytest.raises(EngineError, match="other tokens than it sampled: 2 for 2"):
+        engine.generate(PROMPTS, replace(SAMPLING, stop=("#",)))
+    llm.refuses = ValueError("no memory")
+    with pytest.raises(EngineError, match="vLLM failed in 'generate' at weight version 4: no memory"):
+        engine.logprobs([[1, 2]])
+
+
+def test_a_publish_that_breaks_off_is_not_sampled_from():
+    engine = engine_of(llm := Answers())
+    assert engine.load(iter("abc"), 5) == LoadReport("qarl_load", 3, (), ()) and engine.weight_version == 5  # type: ignore
+    llm.refuses = EngineError("of our own")
+    with pytest.raises(EngineError, match=r"^of our own$"):
+        engine.load(iter(()), 6)
+    llm.refuses = None
+    for ask in (lambda: engine.generate(PROMPTS, SAMPLING), lambda: engine.logprobs([[1, 2]])):
+        with pytest.raises(EngineError, match="parts of two weight versions; publish again"):
+            ask()
+    llm.resets = False
+    with pytest.raises(EngineError, match="refused to reset its prefix cache"):
+        engine.load(iter(()), 6)
+    llm.resets = True
+    engine.load(iter(()), 6)
+    assert engine.weight_version == 6 and engine.logprobs([[1, 2]]) == [[-2]]
+
+
+def test_names_are_compared_layer_by_layer():
+    sent = ["a.weight", "a.scale", "b.weight", "x.weight", "w.weight"]
+    assert compare_names([["a", "b"], ["d", "c"]], sent) == (("w", "x"), ("c", "d"))
+
+
+def test_a_replay_has_no_engine_to_ask():
+    engine = AbsentEngine()
+    for ask in (engine.generate, engine.logprobs, engine.logprobs_of_each):
+        with pytest.raises(EngineError, match="leave from_rollouts out"):
+            ask([], None)
