@@ -33,7 +33,7 @@ from qarl.quant.model.add_lora import adapted_weights, add_adapters, describe_ad
 from qarl.quant.model.kept_scales import check_scale_rule, keep_scales
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.runtime.batch_invariance import FIRST_CAPABILITY, batch_invariant, turn_on
-from qarl.quant.runtime.libraries import untested_vllm
+from qarl.quant.runtime.libraries import has_vllm, untested_vllm
 from qarl.quant.schemes import COMPUTE_DTYPES, MASTER_DTYPES, get_scheme
 from qarl.report.run_folder import RunFolder
 from qarl.report.startup import phase, say
@@ -83,7 +83,7 @@ def require_schemes(config: RunConfig, model: PreTrainedModel | None = None) -> 
     require_cache(config.quantization.kv_cache)
     require_support(get_scheme(config.scheme), dtype)  # before the model is looked for
     skeleton = model_skeleton(model_folder(config.model)) if model is None else model
-    if config.engine_here and not torch.cuda.is_available():
+    if config.engine_here and has_vllm() and not torch.cuda.is_available():
         require_head_size(config.model, skeleton.config)
     plan = plan_layers(skeleton, get_scheme(config.scheme), config.layers)
     check_scale_rule(config.quantization.scale, plan)

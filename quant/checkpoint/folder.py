@@ -97,7 +97,7 @@ def check_context(folder: Path, tokens: int) -> None:
     if length is not None and tokens > length and os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN") != "1":
         raise ModelError(
             f"rollout.max_prompt_tokens + rollout.max_new_tokens (--max-new-tokens) = {tokens}, but the model "
-            f"{str(folder)!r} has {length:g} positions (max_position_embeddings in its config.json); lower "
+            f"{str(folder)!r} has {int(length)} positions (max_position_embeddings in its config.json); lower "
             "them until their sum fits"
         )
 

@@ -36,7 +36,7 @@ def test_positions_bound_prompt_and_completion(config: dict[str, Any], longest: 
     (tmp_path / "config.json").write_text(json.dumps(config))
     check_context(tmp_path, longest)
     if config:
-        with pytest.raises(ModelError, match=f"= {longest + 1}, but the model .* positions"):
+        with pytest.raises(ModelError, match=f"= {longest + 1}, but the model .* has {longest} positions"):
             check_context(tmp_path, longest + 1)
 
 
