@@ -49,16 +49,16 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         """By FlashAttention, or through `torch_attention` of the same values."""
-        q, k, v, sinks, *_ = ctx.saved_tensors
+        q, k, v, sinks, *of_flash = ctx.saved_tensors  # once: a checkpointed layer gives them no second time
         scoring, sequences = ctx.scoring, ctx.sequences
         if ctx.flash:
             operands = q, sequences.visible(k), sequences.visible(v)
-            y, sums = ctx.saved_tensors[4:]
+            y, sums = of_flash
             dq, dk, dv = flash_attention.flash_gradients(
                 grad_outputs[0], operands, y, sums, scoring.scale, sequences.lengths, sequences.seen, scoring.window
             )
             return dq, sequences.summed(dk), sequences.summed(dv), None, None, None
-        q, k, v, *of_sinks = inputs = [t.detach().requires_grad_() for t in ctx.saved_tensors[:4] if t is not None]
+        q, k, v, *of_sinks = inputs = [t.detach().requires_grad_() for t in (q, k, v, sinks) if t is not None]
         with torch.enable_grad():
             y = torch_attention(q, k, v, of_sinks[0] if of_sinks else None, scoring, sequences)
         gradients = torch.autograd.grad(y, inputs, grad_outputs[0])

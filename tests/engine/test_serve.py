@@ -62,6 +62,7 @@ def test_a_served_export_answers_with_the_engines_tokens(random_policy: Policies
             (choice,) = request(f"{url}/v1/completions", body | {"return_token_ids": True})["choices"]
             assert choice["token_ids"] == list(answer.token_ids)
         process.kill()
+        process.wait()
         assert _ends(process.pid), "a process of the server is left"
     if thorough():  # starts a server of its own
         assert_the_example_asks(export)
