@@ -14,14 +14,16 @@ FLAGS = {
 
 ELSEWHERE = {
     "batch-size": "rollout.prompts", "beta": "learner.kl.coefficient", "bf16": "dtype", "dataset": "task.name",
-    "fp16": "dtype", "gradient-accumulation-steps": "learner.mini_batches", "kl-coef": "learner.kl.coefficient",
-    "learning-rate": "learner.optimizer.lr", "loss-type": "learner.objective.name",
+    "eval-steps": "eval.every", "fp16": "dtype", "generation-batch-size": "rollout.prompts",
+    "kl-coef": "learner.kl.coefficient", "learning-rate": "learner.optimizer.lr", "lora-r": "learner.lora.rank",
+    "lora-target-modules": "learner.lora.targets", "loss-type": "learner.objective.name",
     "max-completion-length": "rollout.max_new_tokens", "max-grad-norm": "learner.optimizer.grad_clip",
     "max-prompt-length": "rollout.max_prompt_tokens", "max-steps": "steps", "model-name-or-path": "model",
     "num-generations": "rollout.samples", "num-iterations": "learner.mini_batches", "num-train-epochs": "steps",
     "output-dir": "output", "per-device-train-batch-size": "rollout.prompts", "report-to": "log",
-    "reward-funcs": "task.reward", "save-steps": "checkpoint.every", "temperature": "rollout.temperature",
-    "train-dataset": "task.name", "warmup-steps": "learner.optimizer.warmup_steps",
+    "reward-funcs": "task.reward", "save-steps": "checkpoint.every", "scale-rewards": "learner.advantage",
+    "temperature": "rollout.temperature", "train-dataset": "task.name",
+    "warmup-ratio": "learner.optimizer.warmup_steps", "warmup-steps": "learner.optimizer.warmup_steps",
 }  # fmt: skip
 """What other trainers call a field, dashed → its dotted path; for suggestions alone."""
 

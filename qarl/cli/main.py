@@ -127,7 +127,7 @@ def _train(known: argparse.Namespace, console: Console) -> int:
         config = _choose(known, config, machine, console)
     if known.dry_run:
         check_processes(config, known.processes or 1)
-        console.print(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), end="", highlight=False)
+        say(console, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False).rstrip())
         check_files(config, new=not resumes, dry=True)
         return 0
     launching = (known.processes or 1) > 1 and "RANK" not in os.environ

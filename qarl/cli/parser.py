@@ -51,7 +51,7 @@ class Parser(argparse.ArgumentParser):
             self.error(f"{name} {error.message}" if name else str(error))
 
     def _parse_optional(self, arg_string: str) -> Any:
-        name = arg_string.partition(" ")[0]  # argparse takes what has a space for a positional argument
+        name = arg_string.partition("=")[0]  # of a field, whose value with a space argparse takes for an argument
         return super()._parse_optional(name if name.startswith("--") and "." in name else arg_string)
 
     def error(self, message: str) -> NoReturn:

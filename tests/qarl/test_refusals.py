@@ -77,6 +77,7 @@ def refused(arguments: str, capsys: pytest.CaptureFixture[str], place: Path) -> 
         ("train --eval.top_p 0.9", "eval.top_p 0.9 with eval.temperature 0 would do nothing"),
         ("train --learning_rate 1e-5", "unknown option --learning_rate; did you mean --lr (learner.optimizer.lr)?"),
         ("train --temperature 0.7", "did you mean --rollout.temperature?"),
+        ("train --model './a.b c'", "model folder './a.b c' does not exist"),
         ("train --top_p 0.9", "top_p: a policy is trained on completions of its whole distribution"),
         ("train --max_new_tokens 5", "did you mean --max-new-tokens (rollout.max_new_tokens)?"),
         ("train --layers [=w8a8", "option --layers '[=w8a8' cannot be read"),
