@@ -12,15 +12,12 @@ import torch.nn.functional as F
 from qarl.quant.kernels import make_factory
 from qarl.quant.layers.experts import RoutedLowBitExperts
 from qarl.quant.schemes import SCHEMES, get_scheme
-from tests.support.kernels import AVX512, CPU_SCHEMES, no_cuda, products
+from tests.support.kernels import CPU_SCHEMES, TRUNCATES, no_cuda, products
 from tests.support.layers import SHAPE, as_multiplied, kept_tensors, make_experts, routed, textbook_gradients, unpacked
 from tests.support.tensors import heavy, normal, relative_error
 
 STEP = {"w8a8": 0.008, "w4a8": 0.012, "fp8": 0.025, "fp8-block": 0.025, "w4afp8": 0.06, "nvfp4": 0.05}
 """Relative error allowed for codes of activations between the two products that fall to the other side."""
-
-TRUNCATES = AVX512 and not torch.cpu._is_avx512_bf16_supported()
-"""vLLM rounds to bfloat16 toward zero there: the median output of INT4 experts is 1.5 % small."""
 
 SUMMED = (SHAPE.hidden + SHAPE.intermediate) * torch.finfo(torch.float32).eps / 2
 """Relative error allowed for two fp32 sums of I terms, one after the other: √I half units of Σ|x||w| each

@@ -1,6 +1,4 @@
-"""vLLM's words for what a run asks, and what becomes of its answers, without an engine; values by hand.
-
-That vLLM takes and means them so is shown where an engine runs (tests/engine)."""
+"""vLLM's words for what a run asks, and what becomes of its answers, without an engine (tests/engine has one)."""
 
 import hashlib
 import os
@@ -166,7 +164,6 @@ def test_names_are_compared_layer_by_layer():
 
 
 def test_a_replay_has_no_engine_to_ask():
-    engine = AbsentEngine()
-    for ask in (engine.generate, engine.logprobs, engine.logprobs_of_each):
+    for ask in ((engine := AbsentEngine()).generate, engine.logprobs, engine.logprobs_of_each):
         with pytest.raises(EngineError, match="leave from_rollouts out"):
             ask([], None)

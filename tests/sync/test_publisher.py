@@ -1,6 +1,4 @@
-"""What the publisher checks of what an engine says it did, and what an export's files hold, on values made here.
-
-That a real engine's answers pass is shown where one runs (tests/engine/test_publish.py)."""
+"""What the publisher checks of an engine's reports (a real one: tests/engine/test_publish.py); files of an export."""
 
 import json
 import math
