@@ -24,7 +24,6 @@ _PIECE = 1 << 20
 _PIECES_A_THREAD = 4
 """Below 4 MiB, about 0.25 ms of hashing, handing work to a thread costs more than it saves."""
 
-
 _AT_ONCE = 1 << 25
 """Bytes of a GPU's tensors that go to the host in one copy: a model of experts has tens of thousands of small ones."""
 
@@ -42,6 +41,7 @@ class StreamDigest:
     def __init__(self) -> None:
         self._parts: list[tuple[bytes, _Pieces]] = []
         self._waiting: list[tuple[torch.Tensor, _Pieces]] = []
+        self._waiting_bytes = 0
         self.bytes = 0
         self.tensors = 0
 
@@ -70,7 +70,8 @@ class StreamDigest:
         if not _on_gpu(tensor):
             return _Pieces(_hashed(tensor))
         self._waiting.append((tensor, pieces := _Pieces()))
-        if sum(waiting.nbytes for waiting, _ in self._waiting) >= _AT_ONCE:
+        self._waiting_bytes += tensor.nbytes
+        if self._waiting_bytes >= _AT_ONCE:
             self._read_waiting()
         return pieces
 
@@ -83,6 +84,7 @@ class StreamDigest:
         for part, (_, pieces) in zip(host.split([len(part) for part in flat]), self._waiting, strict=True):
             pieces.digests = _hashed(part)
         self._waiting.clear()
+        self._waiting_bytes = 0
 
     def hexdigest(self) -> str:
         """Of everything fed so far, 32 hex digits."""

@@ -74,8 +74,9 @@ def _judged(task: Task, problems: list[Problem]) -> Iterator[Finding]:
         return
     problem = problems[0]
     if not problem.answer:
-        reward = task.rewards([Response(problem, "")])[0]
-        yield Finding("note", "reward", f"of an empty completion: {reward}; without answers, 1 or more counts as right")
+        empty = [Response(problem, "")]
+        counted = "right" if task.correct(empty)[0] else "wrong"
+        yield Finding("note", "reward", f"of an empty completion: {task.rewards(empty)[0]}, which counts as {counted}")
         return
     apart = next((p for p in problems if p.answer.strip() != problem.answer.strip()), None)
     wrong = f"{problem.answer}0" if apart is None else apart.answer
