@@ -16,10 +16,8 @@ _NEGATIVE = re.compile(r"-(\d|\.\d|\.?inf|\.?nan)", re.IGNORECASE)
 _KINDS: dict[Any, str] = {int: "a whole number", float: "a number"}
 
 
-class UsageError(InputError):
+class UsageError(InputError, heading="usage"):
     """A command line that cannot be read."""
-
-    heading = "usage"
 
 
 class Parser(argparse.ArgumentParser):

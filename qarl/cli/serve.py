@@ -24,10 +24,8 @@ from qarl.rollout.types import ServerSpec
 from qarl.run.export_note import read_note
 
 
-class ServeError(InputError):
+class ServeError(InputError, heading="serve"):
     """A folder that cannot be served, or an address that cannot be listened at."""
-
-    heading = "serve"
 
 
 def add_serve(commands: Any) -> None:

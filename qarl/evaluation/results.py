@@ -22,10 +22,8 @@ LONGEST_ANSWER = 1000
 """Characters of a completion without a box that still counts as an answer to vote with."""
 
 
-class EvaluationError(InputError):
+class EvaluationError(InputError, heading="evaluation"):
     """Results that cannot be read, or compared."""
-
-    heading = "evaluation"
 
 
 @dataclass(frozen=True)

@@ -17,16 +17,12 @@ HELDOUT_ONE_IN = 8
 """One question in this many (by hash of its text) is set aside for evaluation."""
 
 
-class TaskError(InputError):
+class TaskError(InputError, heading="task"):
     """A task that cannot be loaded or asked for problems as described; the message says what to change."""
 
-    heading = "task"
 
-
-class RewardError(QarlError):
+class RewardError(QarlError, heading="reward"):
     """A reward or checker raised, ended its process, took too long, or returned what is none."""
-
-    heading = "reward"
 
 
 @dataclass(frozen=True)
