@@ -51,21 +51,18 @@ class PositiveGrpoConfig(Objective):
     clip_high: float = Field(default=0.2, gt=0, description=_HIGH)
 
 
-class DapoConfig(Objective):
+class DapoConfig(GrpoConfig):
     """GRPO with a wider upper bound (clip-higher), against collapse of entropy."""
 
     default_aggregation: ClassVar[str] = "token-mean"
     name: Literal["dapo"] = Field(default="dapo", description=_WHAT)
-    clip_low: float = Field(default=0.2, gt=0, lt=1, description=_LOW)
     clip_high: float = Field(default=0.28, gt=0, description=_HIGH)
 
 
-class DualClipConfig(Objective):
+class DualClipConfig(GrpoConfig):
     """GRPO bounded for negative advantages too (dual-clip PPO), against error tokens."""
 
     name: Literal["dual_clip"] = Field(default="dual_clip", description=_WHAT)
-    clip_low: float = Field(default=0.2, gt=0, lt=1, description=_LOW)
-    clip_high: float = Field(default=0.2, gt=0, description=_HIGH)
     dual_clip: float = Field(default=3.0, gt=1, description=_DUAL)
 
 
@@ -78,13 +75,10 @@ class GspoConfig(Objective):
     clip_high: float = Field(default=4e-4, gt=0, description=_HIGH)
 
 
-class GspoDualClipConfig(Objective):
+class GspoDualClipConfig(GspoConfig):
     """GSPO bounded for negative advantages too."""
 
-    default_correction: ClassVar[dict[str, Any]] = {"name": "geometric"}
     name: Literal["gspo_dual_clip"] = Field(default="gspo_dual_clip", description=_WHAT)
-    clip_low: float = Field(default=3e-4, gt=0, lt=1, description=_LOW)
-    clip_high: float = Field(default=4e-4, gt=0, description=_HIGH)
     dual_clip: float = Field(default=3.0, gt=1, description=_DUAL)
 
 

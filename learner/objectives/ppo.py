@@ -6,7 +6,6 @@ samples alone.
 """
 
 from qarl.configs.schema.objectives import (
-    DapoConfig,
     DualClipConfig,
     GrpoConfig,
     GspoConfig,
@@ -17,7 +16,7 @@ from qarl.learner.objectives.base import ObjectiveInput, ObjectiveResult
 from qarl.learner.objectives.clipping import clipped, sequence_advantages, sequence_ratio, token_ratio
 
 
-def grpo(inputs: ObjectiveInput, config: GrpoConfig | DapoConfig) -> ObjectiveResult:
+def grpo(inputs: ObjectiveInput, config: GrpoConfig) -> ObjectiveResult:
     """-w · surrogate of each token. Source: GRPO (arXiv 2402.03300, eq. 3).
 
     DAPO (arXiv 2503.14476) is the same function: ε_h > ε_l (clip-higher, eq. 10), so that unlikely tokens can still
