@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from qarl.configs.schema.run import RolloutConfig
 from qarl.rollout.engine import Engine
-from qarl.rollout.types import ServerSpec
 
 if TYPE_CHECKING:
     from qarl.rollout.servers.vllm.start import ServerProcess
@@ -32,14 +31,6 @@ def open_engine(
             engine.close()
         raise
     engine.close()
-
-
-def server_command(served: ServerSpec, host: str, port: int, more: list[str]) -> list[str]:
-    """The command of an OpenAI-compatible server on a checkpoint, to be started in this process's environment, in which
-    it sets what an engine's is. more: options of the server's own, which win."""
-    from qarl.rollout.servers.vllm.start import server_command
-
-    return server_command(served, host, port, more)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from qarl.configs.errors import InputError
 from qarl.quant.checkpoint.folder import has_chat_template, read_config, weight_files
 from qarl.quant.runtime.libraries import SERVED
 from qarl.report.run_folder import RunFolder
-from qarl.rollout.open import server_command
+from qarl.rollout.servers.vllm.start import server_command
 from qarl.rollout.types import ServerSpec
 from qarl.run.export_note import read_note
 

@@ -149,7 +149,8 @@ def ensure_recipe(name: str, recipe: TinyRecipe, cache: Path | None = None, prog
         return folder
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with _locked(folder.with_suffix(".lock")):
+        with folder.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # which the system releases should the process die
             if not folder.exists():
                 progress(f"building {name} in {folder}")
                 with written_aside(folder) as building:
@@ -334,14 +335,6 @@ def _deterministic(seed: int) -> Iterator[None]:
             yield
     finally:
         torch.set_num_threads(threads)
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold the file's exclusive lock; the system releases it should the process die."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _recipe_hash(recipe: TinyRecipe) -> str:

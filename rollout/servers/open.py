@@ -20,7 +20,8 @@ from qarl.rollout.vllm.options import VllmOptions
 
 def open_servers(checkpoint: Path, options: VllmOptions) -> ServerEngine:
     """The engine of `rollout.servers`. checkpoint: what servers of the run's own start on, in the run's folder, where
-    its name is kept and weight versions are written, unless `rollout.server_folder` says otherwise."""
+    its name is kept and weight versions are written, unless `rollout.server_folder` says otherwise. Raises
+    `EngineError` where servers of the run's own would share its GPUs."""
     run, rollout, servers = checkpoint.absolute().parent, options.rollout, options.rollout.servers
     assert servers is not None
     learner, publishes = run_name(run), not options.multi_process or dist.get_rank() == 0
@@ -31,8 +32,12 @@ def open_servers(checkpoint: Path, options: VllmOptions) -> ServerEngine:
     started: list[ServerProcess] = []
     if isinstance(servers, tuple):
         urls, key = servers, server_key(rollout.server_key_file)
+    elif torch.cuda.is_available():
+        raise EngineError(
+            f"rollout.servers {servers} would start servers on the learner's GPUs; start them on others, with "
+            "`qarl serve-rollouts` and CUDA_VISIBLE_DEVICES, and give their URLs"
+        )
     else:
-        refuse_shared_devices(servers)
         key, ports = secrets.token_urlsafe(32), free_ports(servers)
         started = start_replicas(checkpoint, options, ports, key, run / "servers", rollout.server_seconds)
         urls = [server.url for server in started]
@@ -58,12 +63,3 @@ def run_name(run: Path) -> str:
 def _folder_name(run: Path, learner: str) -> str:
     """Of a run's own folder in one that runs share."""
     return f"{run.name}-{hashlib.sha256(learner.encode()).hexdigest()[:8]}"
-
-
-def refuse_shared_devices(servers: int) -> None:
-    """Raise `EngineError` where servers of the run's own would share its GPUs."""
-    if torch.cuda.is_available():
-        raise EngineError(
-            f"rollout.servers {servers} would start servers on the learner's GPUs; start them on others, with "
-            "`qarl serve-rollouts` and CUDA_VISIBLE_DEVICES, and give their URLs"
-        )

@@ -10,7 +10,7 @@ import pytest
 from qarl.cli.main import main
 from qarl.cli.serve import find_served
 from qarl.configs.load import config_file, load_config
-from qarl.rollout.open import server_command
+from qarl.rollout.servers.vllm.start import server_command
 from qarl.run.export_note import export_note
 
 
