@@ -78,12 +78,6 @@ class Learner:
         self._start = StartingPolicy()
         self.whole = True
 
-    def logprobs(self, batch: Batch) -> tuple[torch.Tensor, float]:
-        """The present policy's log-probs of a batch's responses, fp32 [B, T-1], and its mean entropy in nats."""
-        old = RowLogprobs(batch)
-        self.scorer.add(old, self.model, torch.arange(len(batch.tokens)))
-        return old.values, old.entropy
-
     def learn(
         self, batch: Batch, step: int, gate: Callable[[Mismatch], None] | None = None, log: TokenLog | None = None
     ) -> LearnStats:

@@ -29,7 +29,7 @@ from qarl.quant.materialize import LowBitWeight, materialize
 from qarl.quant.materialize import code_changes as flips
 from qarl.quant.materialize.code_changes import changed_codes
 from qarl.quant.schemes import SCHEMES, get_scheme
-from tests.support.learners import all_equal, batch_of, make_groups, make_learner, masters_of, random_model
+from tests.support.learners import all_equal, batch_of, logprobs_of, make_groups, make_learner, masters_of, random_model
 from tests.support.models import cast, low_bit
 from tests.support.moe_models import CONFIGS, random_moe
 from tests.support.profiles import examples
@@ -94,7 +94,7 @@ def test_planted_parts_are_recovered_and_named(planted: str):
     mini_batches = 2 if every or planted == "staleness" else 1
     learner, batch = learner_of(scheme, False, compute, mini_batches=mini_batches), batch_of()
     with learner.model.forward_as(Forward.PUBLISHED):
-        sampler, _ = learner.logprobs(batch)
+        sampler = logprobs_of(learner, batch).values
     signs = torch.randint(0, 2, sampler.shape, generator=torch.Generator().manual_seed(1)) * 2.0 - 1
     noise = NOISE * signs * batch.response_mask * (every or planted == "kernel")
     batch = dataclasses.replace(batch, sampler_logprobs=sampler + noise)
@@ -121,7 +121,7 @@ def test_planted_parts_are_recovered_and_named(planted: str):
 def test_an_aligned_learner_has_neither_dtype_nor_scheme_in_its_ratio():
     """The parts of an aligned learner come from the forwards it does anyway."""
     learner, batch = learner_of("w4a16", True, mini_batches=2), batch_of()
-    old, _ = learner.logprobs(batch)
+    old = logprobs_of(learner, batch).values
     found = learner.learn(dataclasses.replace(batch, sampler_logprobs=old), 0).records["log_ratio"]
     assert (found.dtype, found.scheme, found.beta, found.signal_to_noise) == (0.0, 0.0, 0.0, None)
     assert found.kernel is not None and found.kernel < 0.02  # rows of other micro-batches round otherwise
@@ -185,9 +185,9 @@ def test_the_sample_stays_within_its_budget():
 def stale_batch(learner: Learner) -> Batch:
     """Half of its groups sampled by codes of a batch ago, but for their last tokens, the others by the present."""
     batch = batch_of(1)
-    before, _ = learner.logprobs(batch)
+    before = logprobs_of(learner, batch).values
     learner.learn(batch_of(0), 0)
-    now, _ = learner.logprobs(batch)
+    now = logprobs_of(learner, batch).values
     position, length = batch.response_mask.cumsum(-1), batch.response_mask.sum(-1, keepdim=True)
     behind = (1 - batch.group % 2)[:, None] * (batch.response_mask & (2 * position <= length))
     sampler = torch.where(behind > 0, before, now)
@@ -229,7 +229,7 @@ def test_staleness_of_a_version_is_named_so():
     def parts(behind: int) -> LearnStats:
         learner = learner_of("w4a16", True, mini_batches=1)
         batch = batch_of(1)
-        before, _ = learner.logprobs(batch)
+        before = logprobs_of(learner, batch).values
         learner.learn(batch_of(0), 0)
         versions = behind * batch.response_mask.long()
         return learner.learn(dataclasses.replace(batch, sampler_logprobs=before, versions_behind=versions), 1)
@@ -330,7 +330,7 @@ def test_distance_from_the_start(aligned: bool):
 
     def logprobs(learner: Learner, batch: Batch) -> torch.Tensor:
         with learner.model.forward_as(Forward.PUBLISHED):
-            return learner.logprobs(batch)[0]
+            return logprobs_of(learner, batch).values
 
     learner, first = new(1), batch_of()
     rows = mini_batches(first, learner.config.mini_batches, step_seed(0, 0))[0]

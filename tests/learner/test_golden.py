@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from qarl.learner.objectives import OBJECTIVES
-from tests.support.learners import batch_of, make_learner, random_model
+from tests.support.learners import batch_of, logprobs_of, make_learner, random_model
 from tests.support.models import low_bit
 from tests.support.moe_models import CONFIGS, random_moe
 
@@ -100,7 +100,7 @@ def statistics(name: str) -> list[dict[str, float]]:
         model.refresh()
     for step in range(2):
         batch = batch_of(step)
-        own, _ = learner.logprobs(batch)
+        own = logprobs_of(learner, batch).values
         noise = torch.sin(torch.arange(own.numel()) * 1.7).view(own.shape) * batch.response_mask
         steps.append(numbers(learner.learn(dataclasses.replace(batch, sampler_logprobs=own + noise), step)))
     return steps

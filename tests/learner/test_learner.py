@@ -28,6 +28,7 @@ from qarl.quant.model.add_lora import add_adapters
 from qarl.quant.model.kept_scales import keep_scales
 from qarl.quant.runtime.shards import Share, shard_parameters
 from qarl.quant.schemes import SCHEMES
+from tests.support import learners
 from tests.support.learners import SAMPLES, all_equal, batch_of, make_groups, make_learner, masters_of, poison
 from tests.support.models import multiply_masters, same_stream, stream_bytes
 
@@ -104,18 +105,18 @@ def test_learning_raises_what_was_rewarded(scheme: str):
     wide = {"epsilon_high": 10.0, "delta_high": 10.0, "delta_low": 0.99}
     learner = make_learner(scheme, objective=wide, optimizer={"lr": 2e-3})
     batch = batch_of()
-    old, entropy = learner.logprobs(batch)
-    batch = dataclasses.replace(batch, sampler_logprobs=old)
+    old = learners.logprobs_of(learner, batch)
+    batch = dataclasses.replace(batch, sampler_logprobs=old.values)
     before = masters_of(learner)
     first = learner.learn(batch, step=0)
-    assert (first.updates, first.skipped) == (2, 0) and first.entropy == pytest.approx(entropy, rel=1e-5)
+    assert (first.updates, first.skipped) == (2, 0) and first.entropy == pytest.approx(old.entropy, rel=1e-5)
     assert first.mismatch.mean_abs == 0.0 and first.mismatch.k3 == 0.0
     assert not any(torch.equal(before[n], after) for n, after in masters_of(learner).items())
     for seed in range(1, 4):
         learner.learn(batch, step=seed)
-    new, _ = learner.logprobs(batch)
+    new = learners.logprobs_of(learner, batch).values
     lengths = batch.response_mask.sum(-1)
-    gain = ((new - old).sum(-1) / lengths * batch.advantages.sum(-1) / lengths).mean()
+    gain = ((new - old.values).sum(-1) / lengths * batch.advantages.sum(-1) / lengths).mean()
     assert gain > 0.05
 
 
@@ -197,7 +198,7 @@ def test_a_restored_learner_continues_bit_for_bit(scheme: str, special: str, opt
     assert not adapted or file.getbuffer().nbytes < sum(p.nbytes for p in learner.model.loaded.values()) / 4
     file.seek(0)
     other.load_state_dict(torch.load(file))
-    assert torch.equal(learner.logprobs(batch_of(1))[0], other.logprobs(batch_of(1))[0])
+    assert torch.equal(*(learners.logprobs_of(each, batch_of(1)).values for each in (learner, other)))
     for seed in (1, 2):
         assert learner.learn(batch_of(seed), step=seed) == other.learn(batch_of(seed), step=seed)
     assert all_equal(masters_of(learner), masters_of(other))
@@ -219,7 +220,7 @@ def test_the_gate_comes_before_any_update():
     with pytest.raises(RuntimeError, match="closed"):
         learner.learn(batch, step=0, gate=gate)
     assert all_equal(masters_of(learner), before) and learner.whole
-    difference = (learner.logprobs(batch)[0] - batch.sampler_logprobs)[batch.response_mask]
+    difference = (learners.logprobs_of(learner, batch).values - batch.sampler_logprobs)[batch.response_mask]
     assert gate.call_args.args[0].mean_abs == pytest.approx(float(difference.abs().mean()), rel=1e-5)
 
 
@@ -250,7 +251,7 @@ def test_a_kl_penalty_holds_the_policy_near_its_start():
             learner.learn(batch, step=seed)
         with torch.no_grad():
             of_reference, _ = token_logprobs(reference, batch.tokens, batch.response_mask)
-        difference = (learner.logprobs(batch)[0] - of_reference)[batch.response_mask]
+        difference = (learners.logprobs_of(learner, batch).values - of_reference)[batch.response_mask]
         kl[coefficient] = float(difference.square().mean())
         assert all(torch.equal(p, before[n]) and p.grad is None for n, p in reference.masters.items())
     assert 0 < kl[100.0] < kl[1e-6]
@@ -273,7 +274,7 @@ def test_a_shadow_forward_takes_ratios_from_the_published_codes():
         learner = make_learner(**plain_learner, objective={"name": "grpo"}, correction=bypass, ratio_fix=fix)
         batch = batch_of()
         with learner.model.forward_as(Forward.PUBLISHED):
-            sampler, _ = learner.logprobs(batch)
+            sampler = learners.logprobs_of(learner, batch).values
         batch = dataclasses.replace(batch, sampler_logprobs=sampler)
         found[fix] = gradients_of_learning(learner, batch)
     (plain,), stats = found["none"]
@@ -383,7 +384,7 @@ def test_an_overflowing_forward_is_an_error(scheme: str, operators: str):
     with pytest.raises(PrecisionError, match=r"float16 forward: .* float16 ends at 65504: .*--dtype bfloat16"):
         learner.learn(batch_of(), step=0)
     assert all_equal(masters_of(learner), before)
-    assert other.logprobs(batch_of())[0].isfinite().all()
+    assert learners.logprobs_of(other, batch_of()).values.isfinite().all()
 
 
 def test_log_probs_of_the_engine_that_are_not_finite_are_an_error():

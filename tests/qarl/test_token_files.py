@@ -24,7 +24,7 @@ from qarl.report.token_files import TokenFileError, drop_after, read_step, step_
 from qarl.report.token_recorder import TokenRecorder, chosen_rows, token_texts
 from qarl.rollout.types import Group
 from qarl.run.replay import comparison
-from tests.support.learners import SAMPLES, VOCABULARY, make_groups, make_learner
+from tests.support.learners import SAMPLES, VOCABULARY, logprobs_of, make_groups, make_learner
 
 TOKENIZER = train_tokenizer(["12 + 34 = 46", "héllo 你好"], 300, 64)
 
@@ -85,7 +85,7 @@ def test_the_unquantized_policy_is_asked_about_what_is_kept(tmp_path: Path):
     before the updates, by hand those of an unaligned learner; a step that does not, and a learner that is not aligned,
     has none. MismatchByAgeMeter are each completion's update."""
     rows, log, groups = recorded(tmp_path / "due", 2, diagnostics_every=1, dtype=torch.float32)
-    plain, _ = make_learner(aligned=False, dtype=torch.float32).logprobs(log.batch)
+    plain = logprobs_of(make_learner(aligned=False, dtype=torch.float32), log.batch).values
     assert len(rows) == 4 and {row["age"] for row in rows} <= {0, 1}
     places = [(g, s) for g, group in enumerate(groups) for s in range(len(group.completions))]
     for row in rows:

@@ -20,7 +20,7 @@ from qarl.quant.model.add_lora import LoraError, adapted_weights, add_adapters, 
 from qarl.quant.runtime.shards import Shard
 from qarl.quant.schemes import SCHEMES
 from tests.support.layers import dequantized_activation, make_experts, make_linear, routed, textbook_gradients, unpacked
-from tests.support.learners import all_equal, batch_of, make_learner, masters_of, random_model
+from tests.support.learners import all_equal, batch_of, logprobs_of, make_learner, masters_of, random_model
 from tests.support.models import low_bit, same_stream, stream_bytes
 from tests.support.moe_models import CONFIGS, random_moe
 from tests.support.tensors import heavy, normal, relative_error, same_bits
@@ -199,10 +199,10 @@ def test_training_moves_adapters_alone(scheme: str, optimizer: str):
     learner = lora_learner(scheme, objective=wide, optimizer={"name": optimizer, "lr": 5e-3, "weight_decay": 0.0})
     model, batch = learner.model, batch_of()
     before = {name: p.detach().clone() for name, p in model.loaded.items()}
-    old, _ = learner.logprobs(batch)
+    old = logprobs_of(learner, batch).values
     for seed in range(3):
         assert learner.learn(batch, step=seed).updates == 2
-    new, _ = learner.logprobs(batch)
+    new = logprobs_of(learner, batch).values
     lengths = batch.response_mask.sum(-1)
     assert ((new - old).sum(-1) / lengths * batch.advantages.sum(-1) / lengths).mean() > 0.02
     assert all(torch.equal(p, before[name]) and p.grad is None for name, p in model.loaded.items())

@@ -10,6 +10,7 @@ from qarl.configs.schema.learner import LearnerConfig
 from qarl.learner.batching import Batch, make_batch
 from qarl.learner.learner import Learner
 from qarl.learner.logprobs import token_logprobs
+from qarl.learner.row_logprobs import RowLogprobs
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.rollout.types import Completion, Group, Prompt
 from tests.support.models import SIZES, VOCABULARY, low_bit
@@ -63,6 +64,13 @@ def make_groups(seed: int = 0) -> list[Group]:
 
 def batch_of(seed: int = 0) -> Batch:
     return make_batch(make_groups(seed), pad_token=VOCABULARY - 1)
+
+
+def logprobs_of(learner: Learner, batch: Batch) -> RowLogprobs:
+    """The present policy's."""
+    rows = RowLogprobs(batch)
+    learner.scorer.add(rows, learner.model, torch.arange(len(batch.tokens)))
+    return rows
 
 
 def masters_of(learner: Learner) -> Tensors:
