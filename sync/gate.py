@@ -10,10 +10,7 @@ class GateError(QarlError, heading="gate"):
 
 def require_same_policy(mismatch: Mismatch, bound: float, k3_bound: float) -> None:
     """Raise `GateError` unless mean |log w| ≤ bound and |k3| ≤ k3_bound (both in nats; NaN fails)."""
-    for name, value, limit in (
-        ("mean |log w|", mismatch.mean_abs_log_w, bound),
-        ("k3-KL", abs(mismatch.k3), k3_bound),
-    ):
+    for name, value, limit in (("mean |log w|", mismatch.mean_abs_log_w, bound), ("k3-KL", abs(mismatch.k3), k3_bound)):
         if not value <= limit:
             raise GateError(
                 f"step-0 gate: {name} between learner and sampler is {value:.4g}, above the bound {limit:.4g}; they "

@@ -22,12 +22,7 @@ class Section(BaseModel):
     """A frozen group of fields; unknown keys, infinities and NaN are errors. Text may be written as YAML reads as a
     number (`model: 7`)."""
 
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        allow_inf_nan=False,
-        coerce_numbers_to_str=True,
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, coerce_numbers_to_str=True)
 
 
 class Choice(Section):

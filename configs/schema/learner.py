@@ -74,8 +74,7 @@ class LearnerConfig(Section):
     lora: LoraChoice = Field(default_factory=NoLora)
     optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig())
     zero_stage: Literal[0, 1, 2, 3] | None = Field(
-        default=None,
-        description="ZeRO stage, higher for larger models; without it 0; in one process, none",
+        default=None, description="ZeRO stage, higher for larger models; without it 0; in one process, none"
     )
     advantage: Literal["grpo", "dr_grpo", "rloo"] = Field(
         default="grpo",
@@ -139,12 +138,10 @@ class LearnerConfig(Section):
         default=None, description="of an unaligned learner's forward, for comparisons; without it the run's dtype"
     )
     kernel: Literal["auto", "vllm", "reference"] = Field(
-        default="auto",
-        description="the learner's products; auto: vLLM's, without vLLM reference: of dequantized codes",
+        default="auto", description="the learner's products; auto: vLLM's, without vLLM reference: of dequantized codes"
     )
     operators: Literal["auto", "engine", "transformers"] = Field(
-        default="auto",
-        description="engine: vLLM's own model; auto: where it can be (docs/explain/families.md)",
+        default="auto", description="engine: vLLM's own model; auto: where it can be (docs/explain/families.md)"
     )
     router_aux_loss: float | None = Field(
         default=None,

@@ -25,7 +25,6 @@ class LoraConfig(Choice):
         default=(),
         description="layers adapted, PATTERN,… as in `layers`; none given: every linear layer of the decoder",
     )
-
     base: Literal["device", "host"] = Field(
         default="device",
         description="host: frozen matrices wait in the host's memory and come a layer at a time where a version is "

@@ -22,7 +22,6 @@ class QuantizationConfig(Section):
         default=None,
         description="gptq: start from llmcompressor's codes, calibrated on the task; without it from rounded masters",
     )
-
     kv_cache: Literal["fp8"] | None = Field(
         default=None,
         description="fp8: keys and values in e4m3, half their memory, of sampler, learner and export alike; without it "

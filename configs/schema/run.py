@@ -46,10 +46,7 @@ class RolloutConfig(Section):
         default=1024, ge=1, le=_LONGEST, description="tokens a completion may have; raise it where many are truncated"
     )
     temperature: float = Field(
-        default=1.0,
-        gt=0,
-        le=10,
-        description="of completions; the learner's log-probs are of the same distribution",
+        default=1.0, gt=0, le=10, description="of completions; the learner's log-probs are of the same distribution"
     )
     stop: Annotated[tuple[Text, ...], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)] = Field(
         default=(),
@@ -96,8 +93,7 @@ class RolloutConfig(Section):
         "without it inside the run",
     )
     server_key_file: Text | None = Field(
-        default=None,
-        description="file with the servers' API key; without it the environment's QARL_SERVER_KEY",
+        default=None, description="file with the servers' API key; without it the environment's QARL_SERVER_KEY"
     )
     server_folder: Text | None = Field(
         default=None,
@@ -155,9 +151,7 @@ class SyncConfig(Section):
         default=None, gt=0, description="mean |Δ log p| in nats that stops a run; without it the scheme's"
     )
     gate_bound: float | None = Field(
-        default=None,
-        gt=0,
-        description="bound on the first batch's mean |log w|, nats; without it the scheme's",
+        default=None, gt=0, description="bound on the first batch's mean |log w|, nats; without it the scheme's"
     )
     gate_k3_bound: float | None = Field(
         default=None, gt=0, description="the same of the k3 KL, nats; without it the scheme's"
@@ -172,10 +166,7 @@ class EvalConfig(Section):
     )
     every: int = Field(default=50, ge=1, description="steps between evaluations; the start and the last step have one")
     samples: int = Field(
-        default=1,
-        ge=1,
-        le=10_000,
-        description="answers a problem, averaged over; several need a temperature",
+        default=1, ge=1, le=10_000, description="answers a problem, averaged over; several need a temperature"
     )
     temperature: float = Field(default=0.0, ge=0, le=10, description="of the answers; 0 is greedy")
     top_p: float = Field(
@@ -267,8 +258,7 @@ class RunConfig(Section):
         default="w4a16", description="low-bit scheme of sampler and learner; `qarl schemes` lists what runs here"
     )
     layers: Annotated[tuple[LayerRule, ...], BeforeValidator(_rules_from_text)] = Field(
-        default=(),
-        description="layers in other schemes (docs/guide/layers.md), first match wins: PATTERN=SCHEME,…",
+        default=(), description="layers in other schemes (docs/guide/layers.md), first match wins: PATTERN=SCHEME,…"
     )
     dtype: Dtype = Field(
         default="bfloat16",

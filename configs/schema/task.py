@@ -27,8 +27,7 @@ class TaskConfig(Section):
         description="column of a file or data set with the question, or a list of chat messages; without it question",
     )
     answer: Text | None = Field(
-        default=None,
-        description="column with the reference answer, a dot leading into nested ones; without it answer",
+        default=None, description="column with the reference answer, a dot leading into nested ones; without it answer"
     )
     data: Text | None = Field(
         default=None,

@@ -49,11 +49,7 @@ def add_eval(commands: Any) -> None:
         metavar="N",
         help="others are left out (default: the run's, else 448, of a suite 2048)",
     )
-    add(
-        "--dtype",
-        choices=DTYPES,
-        help="default: the run's, else the checkpoint's, and bfloat16 for float32",
-    )
+    add("--dtype", choices=DTYPES, help="default: the run's, else the checkpoint's, and bfloat16 for float32")
     add("--json", type=json_file, metavar="FILE", help="write all figures, and every question's answers, too")
     evaluate.set_defaults(run=_eval, fields=True)
 

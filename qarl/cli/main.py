@@ -200,7 +200,6 @@ def _say_what_is_the_papers(config: RunConfig, console: Console) -> None:
 
 def _configuration(known: argparse.Namespace, overrides: dict[str, str]) -> tuple[RunConfig, Any]:
     """The configuration asked for, and the run that is to be continued in it, or None."""
-
     if known.resume is None and "from_rollouts" in overrides:
         if known.config is not None:
             raise ConfigError(

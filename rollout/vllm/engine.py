@@ -49,7 +49,6 @@ class VllmEngine:
                 f"vLLM could not start on {str(checkpoint)!r}: {error}; check rollout.kv_cache_gib "
                 "and the scheme's support on this machine"
             ) from error
-
         VllmEngine._open = True
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
