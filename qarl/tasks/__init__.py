@@ -8,19 +8,6 @@ from qarl.tasks.table import Table
 from qarl.tasks.task import Task
 
 __all__ = [
-    "DEFAULT_OPTIONS",
-    "Problem",
-    "ReasoningGymTask",
-    "Response",
-    "RewardError",
-    "Split",
-    "Table",
-    "Task",
-    "TaskError",
-    "exact_answer",
-    "exact_reward",
-    "is_heldout",
-    "load_task",
-    "short_reward",
-    "solution_of",
-]
+    "DEFAULT_OPTIONS", "Problem", "ReasoningGymTask", "Response", "RewardError", "Split", "Table", "Task", "TaskError",
+    "exact_answer", "exact_reward", "is_heldout", "load_task", "short_reward", "solution_of",
+]  # fmt: skip
