@@ -3,7 +3,7 @@
 import difflib
 import json
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 
@@ -17,6 +17,11 @@ def quoted(value: Any) -> str:
     """A value as a message shows it, on one line and not without end."""
     text = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
     return text if len(text) <= 80 else text[:79] + "…"
+
+
+def few(names: Sequence[str]) -> str:
+    """The first three of these names, and how many more there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def literals(annotation: Any) -> list[str]:

@@ -8,12 +8,12 @@ late.
 import torch
 
 from qarl.configs.errors import GraphError
+from qarl.configs.words import few
 from qarl.learner.logprobs import token_logprobs
 from qarl.learner.processes import Processes
 from qarl.quant.model.low_bit_model import LowBitModel
 
 _TOKENS = 8
-_NAMED = 4
 
 
 def require_gradients(model: LowBitModel, processes: Processes) -> None:
@@ -36,13 +36,11 @@ def require_gradients(model: LowBitModel, processes: Processes) -> None:
     reached = processes.total(torch.tensor(here, dtype=torch.float32))
     for master in trained.values():
         master.grad = None
-    lost = [name for name, by in zip(trained, reached.tolist(), strict=True) if not by]
+    lost = [repr(name) for name, by in zip(trained, reached.tolist(), strict=True) if not by]
     if lost:
-        more = f" and {len(lost) - _NAMED} more" if len(lost) > _NAMED else ""
         raise GraphError(
-            f"no gradient reaches {', '.join(map(repr, lost[:_NAMED]))}{more}: the engine's model computes with them "
-            "where autograd does not follow, so they would never be learned; set learner.operators to 'transformers', "
-            "and report the model"
+            f"no gradient reaches {few(lost)}: the engine's model computes with them where autograd does not "
+            "follow, so they would never be learned; set learner.operators to 'transformers', and report the model"
         )
 
 

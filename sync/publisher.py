@@ -17,6 +17,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from qarl.configs.errors import QarlError
+from qarl.configs.words import few
 from qarl.learner.logprobs import token_logprobs
 from qarl.learner.mismatch import Mismatch, measure_mismatch
 from qarl.learner.processes import Processes
@@ -110,8 +111,8 @@ class Publisher:
         digest = StreamDigest()
         report = self._engine.load(digest.over(self._model.low_bit_tensors()), version)
         self._check(report.digest == digest.hexdigest(), version, "the engine received other bytes than were sent")
-        self._check(not report.unconsumed, version, f"no engine layer took {_some(report.unconsumed)}")
-        self._check(not report.missing, version, f"the engine expected more tensors for {_some(report.missing)}")
+        self._check(not report.unconsumed, version, f"no engine layer took {few(report.unconsumed)}")
+        self._check(not report.missing, version, f"the engine expected more tensors for {few(report.missing)}")
         return Publish(
             version=version,
             digest=digest.hexdigest(),
@@ -151,8 +152,3 @@ class Publisher:
 def _apart(digests: Sequence[str]) -> str:
     other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), 0)
     return f"digest {digests[0][:16]}… in process 0, {digests[other][:16]}… in process {other}"
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more

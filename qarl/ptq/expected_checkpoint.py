@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from qarl.configs.words import few
 from qarl.quant.checkpoint.families import ExpertLayout, family_of
 from qarl.quant.checkpoint.load import load_masters
 from qarl.quant.layers.context import LayerContext
@@ -90,8 +91,7 @@ def _read(file: Path, name: str) -> torch.Tensor:
 
 def _refuse(what: str, names: list[str]) -> None:
     if names:
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         raise ExportError(
-            f"llmcompressor's checkpoint {what} {', '.join(names[:3])}{more}, going by the scheme; this model and "
-            "method do not go together"
+            f"llmcompressor's checkpoint {what} {few(names)}, going by the scheme; this model and method do not "
+            "go together"
         )
