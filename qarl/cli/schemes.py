@@ -207,28 +207,17 @@ def _row(scheme: "Scheme", model: "PreTrainedModel | None", dtype: str) -> Schem
 
 
 def checkpoint_bytes(scheme: "Scheme", model: "PreTrainedModel | None", itemsize: int) -> tuple[float, int | None]:
-    """Bytes per parameter of the quantized layers, and of the whole checkpoint. itemsize: of the compute dtype. Raises
-    `SchemeError` for shapes."""
+    """Bytes per parameter of the quantized layers, of `bf16` those any other scheme would quantize, and of the whole
+    checkpoint. itemsize: of the compute dtype. Raises `SchemeError` for shapes."""
+    from qarl.quant.checkpoint.shapes import plan_layers, weight_shapes
+    from qarl.quant.schemes import get_scheme
+
     if model is None:
         rows, columns = REFERENCE_SHAPE
         return SCHEME_SPECS[scheme.name].weight_bytes(REFERENCE_SHAPE, itemsize) / (rows * columns), None
-    shapes = _quantized_layers(scheme, model)
-    quantized = sum(SCHEME_SPECS[scheme.name].weight_bytes(shape, itemsize) for shape in shapes.values())
-    parameters = sum(rows * columns for rows, columns in shapes.values())
+    plan = plan_layers(model, scheme if scheme.quantization else get_scheme("w8a8"))
+    shapes = [shape for name, shape in weight_shapes(model).items() if plan.schemes[name].quantization]
+    quantized = sum(SCHEME_SPECS[scheme.name].weight_bytes(shape, itemsize) for shape in shapes)
+    parameters = sum(rows * columns for rows, columns in shapes)
     others = sum(p.numel() for p in model.parameters()) - parameters
     return quantized / parameters, quantized + others * itemsize
-
-
-def _quantized_layers(scheme: "Scheme", model: "PreTrainedModel") -> dict[str, tuple[int, int]]:
-    """Shapes (O, I) of the matrices by checkpoint name; of `bf16`, those any other scheme would quantize."""
-    from qarl.quant.checkpoint.shapes import weight_shapes
-    from qarl.quant.schemes import get_scheme
-
-    selecting = scheme if scheme.quantization else get_scheme("w8a8")
-    weights = weight_shapes(model)
-    shapes = {name: shape for name, shape in weights.items() if not selecting.leaves_alone(name)}
-    for name, shape in shapes.items():
-        scheme.check_layer(name, shape)
-    if not shapes:
-        raise SchemeError(f"scheme {scheme.name!r} quantizes none of the model's {len(weights)} linear layers")
-    return shapes
