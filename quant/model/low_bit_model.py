@@ -41,8 +41,9 @@ class LowBitModel(nn.Module):
     """Wraps a model loaded in the master dtype.
 
     model: transformers causal LM whose parameters become the masters. operators: see `replace_layers`; then whose
-    norms, rotary embedding, attention and routing the forward runs, "engine" or "transformers". rules: layers in other
-    schemes than `scheme`; `plan` says what each layer takes. shapes: checkpoint layer name → (O, I) of its weight
+    norms, rotary embedding, attention and routing the forward runs, "engine" or "transformers". why_not_engine: why
+    they are transformers', where they may be the engine's; "" elsewhere. rules: layers in other schemes than `scheme`;
+    `plan` says what each layer takes. shapes: checkpoint layer name → (O, I) of its weight
     (`quant.checkpoint.shapes.weight_shapes`). linears, experts: low-bit layers by checkpoint name
     ("model.layers.0.mlp.experts"). loaded: every parameter the model came with, by name; masters: those that are
     trained, all of them until `train_only`. adapted: the weights that have an adapter. router_log: logits of the
@@ -72,6 +73,7 @@ class LowBitModel(nn.Module):
         self.linears: dict[str, LowBitLinear] = self._layers.linears
         self.experts: dict[str, RoutedLowBitExperts] = self._layers.experts
         self.operators: str = self._layers.operators
+        self.why_not_engine: str = self._layers.why_not
         self.dtype, self.gradients = context.dtype, context.gradients
         self.module = model
         if self.operators == "engine":  # they stand in no module of the model; whoever asks for parameters sees all
@@ -182,11 +184,6 @@ class LowBitModel(nn.Module):
             graph = build_graph(self.module, engine, quantization, self._layers, self.context, self.router_log)
             self._graphs[dtype] = graph
         return self._graphs[dtype]
-
-    @property
-    def why_not_engine(self) -> str:
-        """Why the operators are transformers', where they may be the engine's; "" elsewhere."""
-        return self._layers.why_not
 
     def hidden(
         self, tokens: Tensor, wanted: Tensor, experts: Tensor | None = None, packed: Packed | None = None
