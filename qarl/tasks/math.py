@@ -44,12 +44,8 @@ def math_checker() -> Scorer:
     return lambda responses: [outcome == 1.0 for outcome in scorer(responses)]
 
 
-def job(time_limit: float) -> Job:
-    """What a worker process is to do. time_limit: seconds for one answer."""
-    spec = "qarl.tasks.math_worker:math_answer"
-    return Job(word="reward", spec=spec, task="math", time_limit=time_limit, path=tuple(sys.path))
-
-
 @lru_cache(maxsize=1)
 def _pool() -> Workers:
-    return Workers(job(TIME_LIMIT), count=min(_WORKERS, os.cpu_count() or 1), goes_on=True)
+    spec = "qarl.tasks.math_worker:math_answer"
+    job = Job(word="reward", spec=spec, task="math", time_limit=TIME_LIMIT, path=tuple(sys.path))
+    return Workers(job, count=min(_WORKERS, os.cpu_count() or 1), goes_on=True)
