@@ -76,6 +76,12 @@ def field_paths(section: type[Section] = RunConfig, prefix: str = "") -> dict[st
     return paths
 
 
+def is_option(path: str) -> bool:
+    """Whether `--path` is one: of a field, or of a key in a free-form one."""
+    known, parent = field_paths(), path.rpartition(".")[0]
+    return path in known or (parent in known and known[parent].annotation == dict[str, Any])
+
+
 def sections(section: type[Section] = RunConfig, prefix: str = "") -> dict[str, tuple[type[Section], ...]]:
     """Dotted path → the section's class, or the alternatives of one that is chosen by its name."""
     inner: dict[str, tuple[type[Section], ...]] = {}
@@ -218,9 +224,7 @@ def nearest_option(name: str) -> str:
 
 
 def _set(tree: dict[str, Any], path: str, value: Any, known: dict[str, Any]) -> None:
-    parent = path.rpartition(".")[0]
-    free_form = parent in known and known[parent].annotation == dict[str, Any]
-    if path not in known and not free_form:
+    if not is_option(path):
         inside = [name for name in known if name.startswith(path + ".")]
         if inside:
             raise ConfigError(f"option --{path} is a section; give one of its fields, such as --{inside[0]}")

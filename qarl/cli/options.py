@@ -12,7 +12,7 @@ from rich.console import Console
 
 from qarl.configs.errors import ConfigError
 from qarl.configs.flags import FLAGS
-from qarl.configs.load import field_paths, nearest_option
+from qarl.configs.load import is_option, nearest_option
 from qarl.configs.schema.base import Dtype
 
 DTYPES = get_args(Dtype)
@@ -35,7 +35,7 @@ def dotted_overrides(known: argparse.Namespace, rest: list[str]) -> dict[str, st
             value = next(items, None)
             if value is None or value.startswith("--"):
                 unknown = f"unknown option --{name}{nearest_option(name)}"
-                raise ConfigError(f"option --{name} needs a value" if _exists(name) else unknown)
+                raise ConfigError(f"option --{name} needs a value" if is_option(name) else unknown)
         if name == "config" and vars(known).get(name, "") is None:
             known.config = value
             continue
@@ -47,13 +47,6 @@ def dotted_overrides(known: argparse.Namespace, rest: list[str]) -> dict[str, st
             raise ConfigError(f"option --{name} is given twice, with {overrides[name]!r} and {value!r}; give it once")
         overrides[name] = value
     return overrides
-
-
-def _exists(name: str) -> bool:
-    known = field_paths()
-    return name in known or any(
-        name.startswith(path + ".") and known[path].annotation == dict[str, Any] for path in known
-    )
 
 
 def refuse_rest(rest: list[str]) -> None:
