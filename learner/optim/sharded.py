@@ -28,7 +28,7 @@ from torch import nn
 from qarl.configs.schema.learner import LearnerConfig
 from qarl.learner.optim.master_step import on_host
 from qarl.learner.optim.muon import MOMENTUM
-from qarl.learner.optim.optimizer import MasterOptimizer, Step, matrices_of, muon_masters
+from qarl.learner.optim.optimizer import MasterOptimizer, Step, matrices_of, muon_masters, require_same_masters
 from qarl.learner.processes import Processes
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.runtime.shards import Share, fill, rows_of, shard_of, whole_value
@@ -97,7 +97,9 @@ class ShardedOptimizer:
         return {"masters": masters, "optimizer": {"masters": steps, "generator": generators}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over the `state_dict`s of all processes, put together."""
+        """Take over the `state_dict`s of all processes, put together; raises `ConfigError` where they are of other
+        masters."""
+        require_same_masters(state["optimizer"], self._model.masters)
         steps = {}
         for name, master in self._model.masters.items():
             shard, saved = shard_of(master), state["masters"][name].to(self._model.device)

@@ -213,6 +213,13 @@ def test_a_checkpoint_of_kept_scales_is_refused_where_they_move():
         make_learner("w4a16").load_state_dict(kept.state_dict())
 
 
+def test_a_checkpoint_of_other_masters_is_refused_in_words():
+    state = make_learner("w4a16").state_dict()
+    state["optimizer"]["masters"].pop("model.norm.weight")
+    with pytest.raises(ConfigError, match=r"of other masters: 1 differ, the first being 'model\.norm\.weight'"):
+        make_learner("w4a16").load_state_dict(state)
+
+
 def test_the_gate_comes_before_any_update():
     """It sees the batch's mismatch, by hand from the log-probs, and what it raises leaves the masters as they were."""
     learner, batch, gate = make_learner(), batch_of(), mock.Mock(side_effect=RuntimeError("closed"))
