@@ -68,10 +68,6 @@ class Memory:
         """Bytes on the device."""
         return sum(part.bytes for part in self.parts)
 
-    def of(self, name: str) -> int:
-        """Bytes of the part of that name."""
-        return next(part.bytes for part in self.parts if part.name == name)
-
 
 def counted(parameters: int) -> str:
     """A number of parameters in words."""

@@ -21,7 +21,7 @@ from qarl.embedded.recipe import RECIPES, recipe_config
 from qarl.planning import machine as machines
 from qarl.planning.choice import choose
 from qarl.planning.machine import Machine, parse_machine, this_machine
-from qarl.planning.memory import GIB, count_memory
+from qarl.planning.memory import GIB, Memory, count_memory
 from qarl.planning.plan import make_plan
 from qarl.planning.remedies import fitting, helping
 from qarl.planning.shapes import EMBEDDED, NAMED, shapes_of, sizes_of
@@ -79,7 +79,11 @@ def test_sizes_come_from_config_json_or_from_what_is_published(tmp_path: Path):
 
 def gib(name: str, processes: int, **overrides: object) -> dict[str, float]:
     memory = count_memory(NAMED[name], config(**overrides), "cuda", processes)
-    return {part.name: round(part.bytes / GIB, 1) for part in memory.parts}
+    return {name: round(count / GIB, 1) for name, count in bytes_of(memory).items()}
+
+
+def bytes_of(memory: Memory) -> dict[str, int]:
+    return {part.name: part.bytes for part in memory.parts}
 
 
 def test_parts_are_those_of_arithmetic_by_hand():
@@ -117,8 +121,8 @@ def test_a_learner_apart_from_its_servers_has_no_engine_and_may_keep_no_weights(
     head = 151936 * 2048 * 2 / GIB
     assert none["kernel layout"] == pytest.approx(14.4 / 48 + head, abs=0.06)
     assert none["codes"] == pytest.approx(14.4 / 48 + 2 * head, abs=0.06)
-    local = [count_memory(NAMED["qwen3-1.7b"], config(rollout__servers=n), "cpu", 1).of("engine") for n in (1, 2)]
-    assert local[1] == 2 * local[0]
+    local = [count_memory(NAMED["qwen3-1.7b"], config(rollout__servers=n), "cpu", 1) for n in (1, 2)]
+    assert bytes_of(local[1])["engine"] == 2 * bytes_of(local[0])["engine"]
     plan = make_plan(config(**apart, model="m"), NAMED["qwen3-30b-a3b"], "", parse_machine("8x48GB"), 8)
     assert helping(plan)["--learner.keep_products false"] == pytest.approx(14.4 * 47 / 48 * GIB, rel=0.02)
 
@@ -145,7 +149,7 @@ def test_what_is_open_is_decided_and_what_is_given_is_kept():
     open_ = load_config(None, {"model": "m"})
     decided = make_plan(open_, shapes, "", parse_machine("1xB200"), 1)
     assert decided.config.learner.gradient_checkpointing is False and decided.share <= 0.9
-    assert decided.config.rollout.kv_cache_gib == decided.memory.of("KV cache") / GIB == 56  # all 256 sequences
+    assert decided.config.rollout.kv_cache_gib == bytes_of(decided.memory)["KV cache"] / GIB == 56  # all 256 sequences
     small = make_plan(open_, shapes, "", parse_machine("1x48GB"), 1)
     assert small.config.learner.gradient_checkpointing is True and small.fits
     cpu = make_plan(open_, shapes, "", Machine("cpu", "cpu", 1, 400 * GIB), 1)

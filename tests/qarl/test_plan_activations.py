@@ -79,7 +79,8 @@ def planned_activations(config: dict[str, Any], scheme: str, checkpointing: bool
         "rollout.kv_cache_gib": "1",
     }  # fmt: skip
     run = load_config(config_file("tiny-qwen3"), settings)
-    return count_memory(shapes_of(config, "model"), run, device, 1).of("activations")
+    parts = count_memory(shapes_of(config, "model"), run, device, 1).parts
+    return next(part.bytes for part in parts if part.name == "activations")
 
 
 class Peak(TorchDispatchMode):
