@@ -14,18 +14,23 @@ FLAGS = {
 
 ELSEWHERE = {
     "batch-size": "rollout.prompts", "beta": "learner.kl.coefficient", "bf16": "dtype", "dataset": "task.name",
-    "eval-steps": "eval.every", "fp16": "dtype", "generation-batch-size": "rollout.prompts",
-    "kl-coef": "learner.kl.coefficient", "learning-rate": "learner.optimizer.lr", "lora-r": "learner.lora.rank",
-    "lora-target-modules": "learner.lora.targets", "loss-type": "learner.objective.name",
+    "deepspeed": "learner.zero_stage", "epsilon": "learner.objective.clip_low", "eval-steps": "eval.every",
+    "fp16": "dtype", "generation-batch-size": "rollout.prompts", "importance-sampling-level": "learner.objective.name",
+    "kl-coef": "learner.kl.coefficient", "learning-rate": "learner.optimizer.lr",
+    "logging-steps": "every step is logged", "lora-r": "learner.lora.rank",
+    "lora-target-modules": "learner.lora.targets",
+    "loss-type": "learner.objective.name", "lr-scheduler-type": "learner.optimizer.decay_steps",
     "max-completion-length": "rollout.max_new_tokens", "max-grad-norm": "learner.optimizer.grad_clip",
     "max-prompt-length": "rollout.max_prompt_tokens", "max-steps": "steps", "model-name-or-path": "model",
     "num-generations": "rollout.samples", "num-iterations": "learner.mini_batches", "num-train-epochs": "steps",
-    "output-dir": "output", "per-device-train-batch-size": "rollout.prompts", "report-to": "log",
-    "reward-funcs": "task.reward", "save-steps": "checkpoint.every", "scale-rewards": "learner.advantage",
-    "temperature": "rollout.temperature", "train-dataset": "task.name",
+    "output-dir": "output", "per-device-train-batch-size": "rollout.prompts",
+    "processes": "it is one of qarl train and qarl plan", "report-to": "log",
+    "ref-model": "learner.kl.name", "reward-funcs": "task.reward", "run-name": "output",
+    "save-steps": "checkpoint.every", "scale-rewards": "learner.advantage", "temperature": "rollout.temperature",
+    "train-dataset": "task.name", "use-peft": "learner.lora.name", "use-vllm": "vLLM always samples",
     "warmup-ratio": "learner.optimizer.warmup_steps", "warmup-steps": "learner.optimizer.warmup_steps",
 }  # fmt: skip
-"""What other trainers call a field, dashed → its dotted path; for suggestions alone."""
+"""What other trainers call a field, dashed → its dotted path, or in words why there is none; for suggestions alone."""
 
 
 def shown(path: str) -> str:

@@ -120,6 +120,9 @@ def chosen_config(name: str | None, overrides: dict[str, str]) -> RunConfig:
 def overridden(tree: dict[str, Any], overrides: Mapping[str, str]) -> RunConfig:
     """The configuration of a tree under dotted overrides; see `load_config`."""
     known = field_paths()
+    unknown = [path for path in overrides if not is_option(path)]
+    if unknown:
+        raise ConfigError("; ".join(_unknown_option(path, known) for path in unknown))
     chosen = {path: _parse(path, text, known) for path, text in overrides.items()}
     if _names_another_objective(tree, chosen.get("learner.objective.name")):
         tree["learner"] = {k: v for k, v in tree["learner"].items() if k not in ("correction", "aggregation")}
@@ -127,7 +130,7 @@ def overridden(tree: dict[str, Any], overrides: Mapping[str, str]) -> RunConfig:
         _forget_unchosen(tree, section, chosen.get(f"{section}.name"))
     _forget_unchosen(tree, "task", chosen.get("task.name"))
     for path, value in chosen.items():
-        _set(tree, path, value, known)
+        _set(tree, path, value)
     return config_from_tree(tree)
 
 
@@ -147,13 +150,20 @@ def written_fields(file: Path) -> list[str]:
 def refuse_unknown(tree: dict[str, Any], source: str) -> None:
     """Raise `ConfigError` for a key that is no field, with the nearest that is."""
     known = field_paths()
-    for path in _leaf_paths(tree, known):
-        if path not in known:
-            _refuse_likeliest(path)
-            leaf = path.rpartition(".")[2]
-            near = difflib.get_close_matches(path, known, n=1) or [k for k in known if k.endswith(f".{leaf}")]
-            hint = f"did you mean {near[0]!r}?" if near else "`qarl train --help` lists the keys"
-            raise ConfigError(f"unknown key {path!r} in {source}; {hint}")
+    unknown = [path for path in _leaf_paths(tree, known) if path not in known or not _is_nested(tree, path)]
+    for path in unknown:
+        _refuse_likeliest(path)
+    if unknown:
+        raise ConfigError("; ".join(f"unknown key {path!r} in {source}{_nearest_key(path)}" for path in unknown))
+
+
+def _is_nested(tree: Any, path: str) -> bool:
+    """Whether a path leads through mappings, and is not written as a key with dots."""
+    for key in path.split("."):
+        if not isinstance(tree, dict) or key not in tree:
+            return False
+        tree = tree[key]
+    return True
 
 
 def _refuse_likeliest(path: str) -> None:
@@ -205,31 +215,48 @@ def _leaf_paths(tree: dict[str, Any], known: dict[str, Any], prefix: str = "") -
     return paths
 
 
-def nearest_option(name: str) -> str:
+def _nearest_option(name: str) -> str:
     """ "; did you mean --samples (rollout.samples)?" for an option that does not exist, or where all are listed."""
+    near = _nearest(name)
+    if not near or " " in near:
+        return f" ({near})" if near else "; `qarl train --help` lists the options"
+    flag = next((flag for flag, field in FLAGS.items() if field == near), near)
+    return f"; did you mean --{flag}{f' ({near})' if flag != near else ''}?"
+
+
+def _nearest_key(path: str) -> str:
+    """ "; did you mean rollout: {samples: …}?" for a key of a YAML file that does not exist."""
+    near = _nearest(path)
+    if not near or " " in near:
+        return f" ({near})" if near else "; `qarl train --help-all` lists the keys"
+    *parents, leaf = near.split(".")
+    return f"; did you mean {': {'.join([*parents, leaf])}: …{'}' * len(parents)}?"
+
+
+def _nearest(name: str) -> str:
+    """The field that a name which is none's most likely means, or in words why there is no such field; "" for none."""
     known = field_paths()
-    dashed = name.replace("_", "-")
-    fields = ELSEWHERE | FLAGS | {path: path for path in known}
     leaf = name.rpartition(".")[2]
+    elsewhere = ELSEWHERE | FLAGS
+    fields = elsewhere | {path: path for path in known}
     near = (
-        ([dashed] if dashed in fields else difflib.get_close_matches(name, fields, n=1, cutoff=0.7))
-        or [k for k in known if k.rpartition(".")[2] == leaf]
+        [word for part in (name, leaf) if (word := part.replace("_", "-")) in elsewhere]
+        or difflib.get_close_matches(name, fields, n=1, cutoff=0.7)
+        or [path for path in known if path.rpartition(".")[2] == leaf]
         or difflib.get_close_matches(name, fields, n=1)
     )
-    if not near:
-        return "; `qarl train --help` lists the options"
-    path = fields[near[0]]
-    flag = next((flag for flag, field in FLAGS.items() if field == path), path)
-    return f"; did you mean --{flag}{f' ({path})' if flag != path else ''}?"
+    return fields[near[0]] if near else ""
 
 
-def _set(tree: dict[str, Any], path: str, value: Any, known: dict[str, Any]) -> None:
-    if not is_option(path):
-        inside = [name for name in known if name.startswith(path + ".")]
-        if inside:
-            raise ConfigError(f"option --{path} is a section; give one of its fields, such as --{inside[0]}")
-        _refuse_likeliest(path)
-        raise ConfigError(f"unknown option --{path}{nearest_option(path)}")
+def _unknown_option(path: str, known: dict[str, Any]) -> str:
+    inside = [name for name in known if name.startswith(path + ".")]
+    if inside:
+        return f"option --{path} is a section; give one of its fields, such as --{inside[0]}"
+    _refuse_likeliest(path)
+    return f"unknown option --{path}{_nearest_option(path)}"
+
+
+def _set(tree: dict[str, Any], path: str, value: Any) -> None:
     *parents, leaf = path.split(".")
     for key in parents:
         if not isinstance(tree.get(key, {}), dict):

@@ -42,7 +42,7 @@ def _allowed(problem: Any) -> str:
     if problem["type"] == "missing":
         return f"have item {problem['loc'][-1] + 1} too"
     words = problem["msg"].partition(" should ")[2].partition(", unable to ")[0]
-    return words.replace("tuple", "list").replace("dictionary", "mapping")
+    return words.replace("tuple", "list").replace("dictionary", "mapping").replace("a valid boolean", "true or false")
 
 
 def _wrong_item(leaf: str, path: str, problem: Any, info: FieldInfo) -> str:

@@ -59,12 +59,12 @@ def alternatives(annotation: Any) -> tuple[type[Section], ...]:
     return sections if len(sections) == len(parts) else ()
 
 
-def chooser(kind: str, union: Any, default: str | None = None) -> Callable[[Any], Any]:
+def chooser(kind: str, path: str, union: Any, default: str | None = None) -> Callable[[Any], Any]:
     """A validator that runs before the union's own: fills in the default name and refuses what does not fit.
 
-    kind: what is chosen, for messages. union: of `Choice` classes. default: the name where none is given; None where
-    the enclosing section fills it in. Raises `ValueError` for an unknown name and for an option that the chosen
-    alternative does not have.
+    kind, path: what is chosen, and where, for messages. union: of `Choice` classes. default: the name where none is
+    given; None where the enclosing section fills it in. Raises `ValueError` for an unknown name and for an option that
+    the chosen alternative does not have.
     """
     by_name = {name: section for section in typing.get_args(union) for name in section.names()}
 
@@ -78,7 +78,7 @@ def chooser(kind: str, union: Any, default: str | None = None) -> Callable[[Any]
         for option in value:
             if option != "name" and option not in by_name[name].options():
                 having = [n for n, section in by_name.items() if option in section.options()]
-                raise ValueError(_misplaced(kind, name, option, having, by_name[name].options()))
+                raise ValueError(_misplaced(kind, path, name, option, having, by_name[name].options()))
         return {**value, "name": name}
 
     return check
@@ -100,7 +100,8 @@ def pattern_fault(pattern: str) -> str | None:
     return None
 
 
-def _misplaced(kind: str, name: str, option: str, having: list[str], options: list[str]) -> str:
+def _misplaced(kind: str, path: str, name: str, option: str, having: list[str], options: list[str]) -> str:
     where = f"is an option of {', '.join(having)}" if having else "is unknown"
     allowed = f"which takes {', '.join(options)}" if options else "which takes no options"
-    return f"{option!r} {where}, not of {kind} {name!r}, {allowed}; leave it out or choose another {kind}"
+    remedy = f", or give --{path}.name {having[-1]}" if having else ""
+    return f"{option!r} {where}, not of {kind} {name!r}, {allowed}; leave it out{remedy}"

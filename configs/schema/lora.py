@@ -42,4 +42,6 @@ class LoraConfig(Choice):
 
 
 AnyLora = NoLora | LoraConfig
-LoraChoice = Annotated[AnyLora, Field(discriminator="name"), BeforeValidator(chooser("LoRA setting", AnyLora, "none"))]
+LoraChoice = Annotated[
+    AnyLora, Field(discriminator="name"), BeforeValidator(chooser("LoRA setting", "learner.lora", AnyLora, "none"))
+]

@@ -131,7 +131,9 @@ AnyObjective = (
     | SapoConfig | CispoConfig | OnPolicyConfig | PgSeqIsConfig | OwnConfig
 )  # fmt: skip
 ObjectiveChoice = Annotated[
-    AnyObjective, Field(discriminator="name"), BeforeValidator(chooser("objective", AnyObjective, "tbpo"))
+    AnyObjective,
+    Field(discriminator="name"),
+    BeforeValidator(chooser("objective", "learner.objective", AnyObjective, "tbpo")),
 ]
 
 _RATIO_FROM = "denominator of the ratio: learner (before the batch), or sampler (bypass: no weight needed)"
@@ -171,7 +173,9 @@ class SequenceMisConfig(Choice):
 
 AnyCorrection = NoCorrection | TruncatedConfig | TokenMisConfig | SequenceMisConfig
 CorrectionChoice = Annotated[
-    AnyCorrection, Field(discriminator="name"), BeforeValidator(chooser("correction", AnyCorrection))
+    AnyCorrection,
+    Field(discriminator="name"),
+    BeforeValidator(chooser("correction", "learner.correction", AnyCorrection)),
 ]
 
 
@@ -195,7 +199,9 @@ class SeqSumAggregation(Choice):
 
 AnyAggregation = MeanAggregation | SeqSumAggregation
 AggregationChoice = Annotated[
-    AnyAggregation, Field(discriminator="name"), BeforeValidator(chooser("aggregation", AnyAggregation))
+    AnyAggregation,
+    Field(discriminator="name"),
+    BeforeValidator(chooser("aggregation", "learner.aggregation", AnyAggregation)),
 ]
 
 
@@ -213,4 +219,6 @@ class KlConfig(Choice):
 
 
 AnyKl = NoKl | KlConfig
-KlChoice = Annotated[AnyKl, Field(discriminator="name"), BeforeValidator(chooser("KL penalty", AnyKl, "none"))]
+KlChoice = Annotated[
+    AnyKl, Field(discriminator="name"), BeforeValidator(chooser("KL penalty", "learner.kl", AnyKl, "none"))
+]

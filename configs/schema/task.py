@@ -24,7 +24,8 @@ class TaskConfig(Section):
     )
     prompt: Text | None = Field(
         default=None,
-        description="column of a file or data set with the question, or a list of chat messages; without it question",
+        description="column of a file or data set with the question, or chat messages; without it question, "
+        "else prompt",
     )
     answer: Text | None = Field(
         default=None, description="column with the reference answer, a dot leading into nested ones; without it answer"

@@ -12,7 +12,7 @@ from qarl.planning.machine import this_machine
 from qarl.planning.plan import make_plan
 from qarl.planning.shapes import sizes_of
 from qarl.planning.words import one_line
-from qarl.quant.checkpoint.folder import read_config
+from qarl.quant.checkpoint.folder import check_folder, read_config
 from qarl.quant.kernels.supported import kept_support
 from qarl.quant.schemes import COMPUTE_DTYPES
 from qarl.run.disk import checkpoint_bytes, free_disk, gib, parameters_of
@@ -32,6 +32,7 @@ def preview(config: RunConfig, task: Task, folder: Path) -> Iterator[Finding]:
 
     Raises what a run would: `ModelError`, `ConfigError`, `TaskError`, `RewardError`.
     """
+    check_folder(folder, config.rollout.longest)
     prompter = open_prompter(folder, config.rollout, config.task)
     task = task.shortened(prompter.fits)
     drawn = task.problems("train", 0, _LOOKED_AT, config.seed)
@@ -39,6 +40,9 @@ def preview(config: RunConfig, task: Task, folder: Path) -> Iterator[Finding]:
     yield _model(config, folder)
     yield Finding("note", "kernels", _kernels(config))
     yield Finding("note", "task", task.describe() or f"{task.name}: built in, without end")
+    if (size := task.size("train")) is not None and size < config.rollout.prompts:
+        text = f"a step asks {config.rollout.prompts} prompts, and there are {size}: some come twice (--prompts)"
+        yield Finding("note", "task", text)
     yield from _prompt(prompter, problems[0])
     yield from _judged(task, problems)
     yield from _lengths(config, folder, prompter, problems)

@@ -30,7 +30,7 @@ GROUPS = {
 EPILOG = (
     "Defaults in brackets are those of `qarl train` alone; with --model or --config the paper's or the file's count, "
     "which --dry-run prints. Every field of the configuration is an option by its dotted name, such as "
-    "--rollout.kv_cache_gib 4: --help-all lists them."
+    "--learner.lora.name lora: --help-all lists them."
 )
 
 _FEW = 4

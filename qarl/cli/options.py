@@ -3,6 +3,7 @@
 import argparse
 import os
 from argparse import ArgumentTypeError
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
@@ -12,7 +13,7 @@ from rich.console import Console
 
 from qarl.configs.errors import ConfigError
 from qarl.configs.flags import FLAGS
-from qarl.configs.load import is_option, nearest_option
+from qarl.configs.load import is_option
 from qarl.configs.schema.base import Dtype
 
 DTYPES = get_args(Dtype)
@@ -24,18 +25,19 @@ def dotted_overrides(known: argparse.Namespace, rest: list[str]) -> dict[str, st
     once by its short flag and once by its name."""
     short = {k.removeprefix("short:"): v for k, v in vars(known).items() if k.startswith("short:") and v is not None}
     overrides = dict(short)
-    items = iter(rest)
-    for item in items:
+    waiting = deque(rest)
+    while waiting:
+        item = waiting.popleft()
         if not item.startswith("--"):
             file = f"; a configuration is --config {item}" if item.endswith((".yaml", ".yml")) else ""
             raise ConfigError(f"unexpected argument {item!r}; options read --name VALUE{file}")
         name, equals, value = item[2:].partition("=")
         name = FLAGS.get(name, name)
-        if not equals:
-            value = next(items, None)
-            if value is None or value.startswith("--"):
-                unknown = f"unknown option --{name}{nearest_option(name)}"
-                raise ConfigError(f"option --{name} needs a value" if is_option(name) else unknown)
+        if not equals and (not waiting or waiting[0].startswith("--")):
+            if is_option(name):
+                raise ConfigError(f"option --{name} needs a value")
+        elif not equals:
+            value = waiting.popleft()
         if name == "config" and vars(known).get(name, "") is None:
             known.config = value
             continue

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from qarl.configs.errors import InputError
-from qarl.configs.flags import FLAGS
+from qarl.configs.flags import ELSEWHERE, FLAGS
 from qarl.configs.load import field_paths
 from qarl.configs.words import did_you_mean
 
@@ -138,4 +138,4 @@ def normalized_argv(arguments: Sequence[str]) -> list[str]:
 
 
 def _is_field(name: str) -> bool:
-    return "." in name or name in FLAGS or name in field_paths() or name == "config"
+    return "." in name or name.replace("_", "-") in ELSEWHERE | FLAGS or name in field_paths() or name == "config"

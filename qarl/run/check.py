@@ -83,16 +83,17 @@ def check_new_folder(path: Path, what: str, option: str) -> None:
 
 
 def check_task(config: RunConfig) -> Task:
-    """Load the task, ask it for a problem of every split the run uses, and try its reward on a reference answer."""
+    """Load the task, ask it for problems of every split the run uses, and try its reward on reference answers."""
     task = load_task(config.task)
-    problem = task.problems("train", 0, 1, config.seed)[0]
+    problems = task.problems("train", 0, 2, config.seed)
     if config.eval.problems:
         task.problems("heldout", 0, 1, config.seed)
+    answered = [Response(problem, problem.answer) for problem in problems]  # two: some return one reward for all
     try:
-        task.rewards([answered := Response(problem, problem.answer)])
-        task.correct([answered])
+        task.rewards(answered)
+        task.correct(answered)
     except RewardError as error:
-        tried = "a reference answer" if problem.answer else "an empty completion"
+        tried = "reference answers" if problems[0].answer else "empty completions"
         raise UnusableRewardError(f"tried on {tried}, {error}") from error
     return task
 

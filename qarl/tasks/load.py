@@ -37,8 +37,9 @@ def load_task(config: TaskConfig) -> Task:
         return _of_verifiers(config)
     limits = config.time_limit, config.memory_limit
     judged = bool(config.environment) and open_environments(config.environment, config.time_limit).judges
-    source, reward, checker = _source(config, judged or ":" in f"{config.reward}")
     shown = short_name(config.name)
+    own = reward_of(config.reward, shown, *limits) if config.reward is not None else None  # its faults before the rows'
+    source, reward, checker = _source(config, judged or ":" in f"{config.reward}")
     if judged:
         if config.reward is not None:
             raise TaskError(
@@ -46,8 +47,8 @@ def load_task(config: TaskConfig) -> Task:
                 "rewards; leave one of them out"
             )
         reward = no_signal
-    if config.reward is not None:
-        reward = tolerant(reward_of(config.reward, shown, *limits), config.on_error)
+    if own is not None:
+        reward = tolerant(own, config.on_error)
     if config.correct is not None:
         checker = checker_of(config.correct, shown, *limits)
     elif isinstance(source, Table) and not source.answered:
@@ -55,6 +56,7 @@ def load_task(config: TaskConfig) -> Task:
     return Task(
         source=source, reward=reward, checker=checker, system=config.system, template=config.template,
         rollout=load_rollout(config.rollout) if config.rollout else None, time_limit=config.time_limit,
+        judges={"reward": config.reward, "checker": config.correct},
     )  # fmt: skip
 
 
@@ -114,10 +116,10 @@ def _table(config: TaskConfig, name: str, usual: Columns, judged: bool) -> Table
         rows = file_rows(Path(name))
     else:
         raise TaskError(f"task.data {name!r} must be a .jsonl, .csv, .tsv or .parquet file, or hf:DATASET")
+    there = rows[0].values if rows else {}
+    prompt = config.prompt or next((name for name in (usual.prompt, "prompt") if name in there), usual.prompt)
     bare = judged and config.answer is None and not any(f"{usual.answer}".split(".")[0] in row.values for row in rows)
-    return make_table(
-        name, rows, Columns(config.prompt or usual.prompt, None if bare else config.answer or usual.answer)
-    )
+    return make_table(name, rows, Columns(prompt, None if bare else config.answer or usual.answer))
 
 
 def _refuse(config: TaskConfig, fields: tuple[str, ...], why: str) -> None:

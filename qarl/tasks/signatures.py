@@ -162,11 +162,12 @@ def _columns(function: Callable[..., Any], responses: Sequence[Response]) -> dic
     }  # fmt: skip
     columns["completions_ids"] = columns["completion_ids"]  # its name in older releases
     parameters = _parameters(function)
-    for name in ("answer", *(name for name in _ANSWERS if name in parameters)):
-        columns.setdefault(name, [problem.answer for problem in problems])
+    if any(problem.answer for problem in problems):  # prompts alone have none, and "" would be judged as one
+        for name in ("answer", *(name for name in _ANSWERS if name in parameters)):
+            columns.setdefault(name, [problem.answer for problem in problems])
     missing = [name for name, parameter in parameters.items() if _needed(parameter) and name not in columns]
     if missing:
-        there = ", ".join(name for name in columns if name not in _TRL)
+        there = ", ".join(name for name in columns if name not in _TRL) or "none but prompts"
         why = "; the state of a trainer is not known where rewards run" if missing[0] == "trainer_state" else ""
         raise SignatureError(f"it asks for a column {missing[0]!r}, and the task has {there}{why}")
     return _accepted(function, columns)

@@ -19,6 +19,7 @@ class Task:
     source: of problems. reward, checker: see `Scorer`. system: a system prompt before every question. template:
     arguments of the model's chat template. rollout: speaks with the policy over several turns (`qarl.conversations`),
     None: each prompt is answered once. time_limit: seconds a rollout may take between two turns; None: it has its own.
+    judges: what the configuration calls the "reward" and the "checker", for messages.
     """
 
     source: Source
@@ -28,6 +29,7 @@ class Task:
     template: Mapping[str, Any] = field(default_factory=dict)
     rollout: Callable[..., Any] | None = None
     time_limit: float | None = 60.0
+    judges: Mapping[str, str | None] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -87,9 +89,9 @@ class Task:
             try:
                 values.append(read(outcome))
             except ValueError as error:
-                problem = response.problem
+                problem, judge = response.problem, self.judges.get(what)
                 raise RewardError(
-                    f"the {what} of task {self.name!r} {error}\n"
+                    f"the {what}{f' {judge!r}' if judge else ''} of task {self.name!r} {error}\n"
                     f"  problem id: {problem.id}\n  question: {problem.question!r}\n  completion: {response.text!r}"
                 ) from None
         return values

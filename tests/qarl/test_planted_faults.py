@@ -63,9 +63,10 @@ def said_of(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 CONFIG: list[tuple[str, Any, str]] = [
-    ("stpes", 5, "unknown key 'stpes' in run.yaml; did you mean 'steps'?"),
+    ("stpes", 5, "unknown key 'stpes' in run.yaml; did you mean steps: …?"),
     ("steps", 0, "steps 0 must be greater than or equal to 1"),
     ("scheme", "w4a17", "unknown scheme 'w4a17'"),
+    ("rollout.max_new_tokens", 600, "has 512 positions"),
     ("dtype", "half", "dtype 'half' must be 'bfloat16', 'float16' or 'float32'"),
     ("layers", "*.down_proj", "'*.down_proj' is no layer rule; write PATTERN=SCHEME"),
     ("layers", "*.down_proj=int3", "layer rule '*.down_proj=int3': unknown scheme 'int3'"),
@@ -137,7 +138,7 @@ REWARDS = {
     "def reward(problem, text): return float('nan')": "returned nan (float); a reward must be a finite number",
     "def reward(problem, answer): return 1.0": "are of no kind of reward that is known",
     "def reward(problem, text, extra): return 1.0": "have 'extra', which a reward of qarl's kind is not given",
-    "def reward(completions, **columns): return [1.0] * 9": "returned a list of 9 for 1 completions",
+    "def reward(completions, **columns): return [1.0] * 9": "returned a list of 9 for 2 completions",
     "import nowhere": "importing it raised ModuleNotFoundError: No module named 'nowhere'",
     "def reward(:": "SyntaxError: invalid syntax",
 }

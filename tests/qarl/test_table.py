@@ -18,7 +18,7 @@ from qarl.configs.hub import hub_or_cache
 from qarl.configs.schema.task import TaskConfig
 from qarl.planning.shapes import sizes_of
 from qarl.quant.checkpoint.load import load_config
-from qarl.tasks import Problem, Response, Table, Task, TaskError, load_task
+from qarl.tasks import Problem, Response, RewardError, Table, Task, TaskError, load_task
 
 ROWS: list[dict[str, Any]] = [{"question": f"{i} + 1 =", "answer": str(i + 1), "source": "made up"} for i in range(100)]
 
@@ -62,11 +62,12 @@ def test_every_format_gives_the_same_problems(ending: str, tmp_path: Path):
 def test_prompts_alone_are_judged_by_a_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Right is what the reward gives 1 or more, or what the checker says; without a function answers are missed."""
     (tmp_path / "mine.py").write_text(
-        "def few(completions, **rest): return [2 - len(c) if c else None for c in completions]"
+        "def few(completions, **rest): return [2 - len(c) if c else None for c in completions]\n"
+        "def named(completions, solution): return [0.0] * len(solution)\n"
     )
     monkeypatch.chdir(tmp_path)
     bare = write(tmp_path / "q.jsonl", [{"prompt": row["question"], "kind": "sum"} for row in ROWS])
-    task = load(bare, prompt="prompt", reward="mine.py:few")
+    task = load(bare, reward="mine.py:few")
     assert task.describe() == "q.jsonl: 100 rows, prompts alone; 84 to train on, 16 held out".replace(
         "q.jsonl", str(bare)
     )
@@ -78,9 +79,14 @@ def test_prompts_alone_are_judged_by_a_function(tmp_path: Path, monkeypatch: pyt
     for fields, said in [
         ({}, "or judge prompts without answers"),
         ({"answer": "kid", "reward": "mine.py:few"}, "'kid'"),
+        ({"reward": "exct"}, "reward 'exct' must read .*did you mean 'exact'"),
     ]:
-        with pytest.raises(TaskError, match=f"no column .*{said}"):
+        with pytest.raises(TaskError, match=said):
             load(bare, prompt="prompt", **fields)
+    with pytest.raises(
+        RewardError, match=r"reward 'mine.py:named' of task .* asks for a column 'solution', .* has kind"
+    ):
+        load(bare, reward="mine.py:named").rewards(responses)
 
 
 @pytest.mark.usefixtures("hub_cache")
