@@ -13,6 +13,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
+import zmq
+from vllm.v1.engine import utils
+
+from qarl.quant.kernels import vllm_cpu
 from qarl.rollout.servers.vllm.start import free_ports
 from qarl.rollout.types import Prompt, Sampling
 from tests.support import Policies
@@ -66,6 +71,14 @@ def test_a_served_export_answers_with_the_engines_tokens(random_policy: Policies
         assert _ends(process.pid), "a process of the server is left"
     if thorough():  # starts a server of its own
         assert_the_example_asks(export)
+
+
+def test_an_interrupt_while_an_engine_starts_ends_the_server(monkeypatch: pytest.MonkeyPatch):
+    """vLLM drops it there, and waits for an engine that the same signal may have ended."""
+    monkeypatch.setattr(utils, "zmq_socket_ctx", utils.zmq_socket_ctx)  # and back
+    vllm_cpu._end_where_interrupted()
+    with pytest.raises(SystemExit, match="130"), utils.zmq_socket_ctx("inproc://started", zmq.ROUTER, bind=True):
+        raise KeyboardInterrupt
 
 
 def assert_the_example_asks(export: Path) -> None:

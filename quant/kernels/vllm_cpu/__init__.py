@@ -6,7 +6,10 @@ learner (`quant.kernels.vllm`).
 
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing import parent_process
+from typing import Any
 
 from qarl.quant.runtime.libraries import RECEIVED, SERVED, SETTLED
 from qarl.quant.runtime.parent import end_group_with_the_parent, end_with_the_parent
@@ -20,7 +23,7 @@ def register() -> None:
     does not ask the operating system for AMX, which ends a process that has not asked before ("illegal instruction").
 
     On every device, what a server starts ends with it, and it with the run that started it: vLLM's engine goes on for
-    ever where its server is killed, and a server whose engine starts where it is terminated.
+    ever where its server is killed, and a server whose engine starts where it is terminated or interrupted.
     """
     import torch
     from vllm.platforms import current_platform
@@ -31,6 +34,8 @@ def register() -> None:
         end_with_the_parent(signal.SIGKILL)
     elif RECEIVED in os.environ:
         end_group_with_the_parent()
+    elif SERVED in os.environ:
+        _end_where_interrupted()
     _leave_transformers_classes()
     if SETTLED in os.environ:
         settle()
@@ -75,6 +80,23 @@ def _leave_transformers_classes() -> None:
 
     prepare_to_compile.leaves_classes = True  # type: ignore[attr-defined]
     Base._decorate_for_torch_compile = prepare_to_compile  # type: ignore[method-assign]
+
+
+def _end_where_interrupted() -> None:
+    """vLLM makes a `KeyboardInterrupt` of SIGTERM, and drops it while it waits for an engine."""
+    from vllm.v1.engine import utils
+
+    opened = utils.zmq_socket_ctx
+
+    @contextmanager
+    def socket(*arguments: Any, **named: Any) -> Iterator[Any]:
+        with opened(*arguments, **named) as handshake:
+            try:
+                yield handshake
+            except KeyboardInterrupt:
+                raise SystemExit(130) from None
+
+    utils.zmq_socket_ctx = socket
 
 
 def _replace(kernel: type, kind: str) -> None:
