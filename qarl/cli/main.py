@@ -280,9 +280,9 @@ def _export(known: argparse.Namespace, console: Console) -> int:
         if getattr(known, option) is not None:
             raise ConfigError(f"--{option} goes with --ptq; without it a run is exported in the scheme it has")
     folder.require_checkpoint()
-    from qarl.run.export import export_run
-
     with phases_shown_on(Console(stderr=True)):
+        with phase("importing torch and transformers"):
+            from qarl.run.export import export_run
         exported = export_run(Path(known.folder), Path(known.output))
     say(console, f"wrote step {exported.step} to {known.output}: {_loaded(exported, 'the learner')}")
     return 0
@@ -291,9 +291,9 @@ def _export(known: argparse.Namespace, console: Console) -> int:
 def _export_ptq(known: argparse.Namespace, console: Console) -> int:
     if known.scheme is None:
         raise ConfigError("--ptq needs --scheme, the low-bit scheme to quantize to; `qarl schemes` lists them")
-    from qarl.ptq.export import export_ptq
-
     with phases_shown_on(Console(stderr=True)):
+        with phase("importing torch and transformers"):
+            from qarl.ptq.export import export_ptq
         exported = export_ptq(Path(known.folder), Path(known.output), known.ptq, known.scheme, known.calibration)
     sequences = exported.calibration
     data = f" on {len(sequences)} sequences ({sum(map(len, sequences))} tokens)" if sequences else ""
