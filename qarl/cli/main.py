@@ -222,6 +222,7 @@ def _run(config: RunConfig, folder: Any, resume: bool, console: Console, process
     from qarl.cli.outcome import say_outcome
     from qarl.report.run_folder import RunInUseError
     from qarl.run.checkpoint import intact_checkpoint
+    from qarl.tasks import RewardError
 
     say(console, f"run folder: {folder.path}")
     try:
@@ -230,7 +231,12 @@ def _run(config: RunConfig, folder: Any, resume: bool, console: Console, process
         stopped = processes.first and not isinstance(error, RunInUseError)
         intact = intact_checkpoint(folder.checkpoints) if stopped else None
         if intact is not None:
-            say(console, f"checkpoint {intact.name} is intact: qarl train --resume {shlex.quote(str(folder.path))}")
+            left_out = isinstance(error, RewardError) and config.task.reward and config.task.on_error == "stop"
+            more = " --task.on_error none, which leaves out completions whose reward fails" if left_out else ""
+            say(
+                console,
+                f"checkpoint {intact.name} is intact: qarl train --resume {shlex.quote(str(folder.path))}{more}",
+            )
         raise
     if outcome.steps < config.steps:
         say(

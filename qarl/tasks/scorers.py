@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from qarl.configs.words import did_you_mean
-from qarl.tasks.base import Failure, Response, Scorer, TaskError, WeightedSum
+from qarl.tasks.base import Failure, Response, Scorer, TaskError, WeightedSum, as_reward
 from qarl.tasks.math import math_checker, math_scorer
 from qarl.tasks.rewards import each, exact_answer
 from qarl.tasks.signatures import TAKES, load_judge, outcomes
@@ -55,31 +55,40 @@ def reward_of(words: str, task: str, time_limit: float, memory_limit: float | No
 
 
 def tolerant(scorer: Scorer, on_error: str) -> Scorer:
-    """A reward whose failures are what `task.on_error` says: final ("stop"), asked again, or no signal ("none"), which
-    is said once a call."""
+    """A reward whose failures, outcomes that are no reward among them, are what `task.on_error` says: final ("stop"),
+    asked again, or no signal ("none"), which is said once a call."""
     if on_error == "stop":
         return scorer
 
     def outcomes(responses: Sequence[Response]) -> list[Any]:
         results = scorer(responses)
         for seconds in _RETRY_SECONDS if on_error == "retry" else ():
-            failed = [place for place, outcome in enumerate(results) if isinstance(outcome, Failure)]
+            failed = [place for place, outcome in enumerate(results) if _fault(outcome)]
             if failed:
                 _log.warning("reward: %d of %d failed (%s); again in %g s", *_said(results, failed), seconds)
                 time.sleep(seconds)
                 for place, outcome in zip(failed, scorer([responses[place] for place in failed]), strict=True):
                     results[place] = outcome
-        failed = [place for place, outcome in enumerate(results) if isinstance(outcome, Failure)]
+        failed = [place for place, outcome in enumerate(results) if _fault(outcome)]
         if failed and on_error == "none":
             _log.warning("reward: %d of %d failed (%s) and are left out", *_said(results, failed))
-            return [None if isinstance(outcome, Failure) else outcome for outcome in results]
+            return [None if _fault(outcome) else outcome for outcome in results]
         return results
 
     return outcomes
 
 
 def _said(results: Sequence[Any], failed: Sequence[int]) -> tuple[int, int, str]:
-    return len(failed), len(results), results[failed[0]].words
+    return len(failed), len(results), _fault(results[failed[0]])
+
+
+def _fault(outcome: Any) -> str:
+    """What is wrong with a reward's outcome; "" if nothing."""
+    try:
+        as_reward(outcome)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def checker_of(words: str, task: str, time_limit: float, memory_limit: float | None = None) -> Scorer:

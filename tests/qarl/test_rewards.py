@@ -234,12 +234,13 @@ def test_a_failing_reward_is_asked_again_or_left_out(questions: Path, monkeypatc
     """Contract: only what failed is asked again, twice, a line each; if it goes on the run stops, or has no signal."""
     monkeypatch.setattr(scorers, "_RETRY_SECONDS", (0.0, 0.0))
     code = "asked = []\n\n\ndef f(problem, text):\n    asked.append(text)\n    open('asked', 'a').write(text)\n"
+    code += "    if text == 'e':\n        return float('nan')\n"
     code += "    return 1.0 / (text != 'b' or asked.count('b') > {}) if text != 'c' else 1 / 0"
     with caplog.at_level(logging.WARNING):
         assert rewards(own(questions, code.format(1), on_error="retry"), "a", "b", "d") == [1.0, 1.0, 1.0]
         assert Path("asked").read_text() == "abdb"
-        assert rewards(own(questions, code.format(9), on_error="none"), "a", "b", "c") == [1.0, None, None]
-    assert [record.args[:2] for record in caplog.records] == [(1, 3), (2, 3)]
+        assert rewards(own(questions, code.format(9), on_error="none"), "a", "b", "c", "e") == [1.0, None, None, None]
+    assert [record.args[:2] for record in caplog.records] == [(1, 3), (3, 4)]
     with pytest.raises(RewardError, match="ZeroDivisionError"):
         rewards(own(questions, code.format(9), on_error="retry"), "a", "b")
     trial = {"name": "q.jsonl", "reward": "mine.py:f", "on_error": "none"}

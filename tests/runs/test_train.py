@@ -92,7 +92,7 @@ def test_a_late_error_loses_no_step(tmp_path: Path):
     flags = ["--prompts", "4", "--samples", "4", "--eval.problems", "0", "--reward", f"{tmp_path}/late.py:reward"]
     done = Run("train", *flags, "--output", run).wait()
     assert done.returncode == 1 and "judge away" in done.stderr, done.stderr
-    assert "checkpoint step-000002 is intact" in done.stdout + done.stderr
+    assert f"step-000002 is intact: qarl train --resume {run} --task.on_error none" in done.stdout
     step, state = load_checkpoint(run / "checkpoints")
     position = state["position"]
     assert (step, position["step"], len(lines(run)), position["version"]) == (2, 2, 2, lines(run)[-1]["weight_version"])
