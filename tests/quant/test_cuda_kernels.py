@@ -24,7 +24,6 @@ from vllm.v1.worker import workspace
 
 from qarl.configs.errors import ConfigError, InputError
 from qarl.configs.load import load_config
-from qarl.learner.mismatch import measure_mismatch
 from qarl.quant.checkpoint.families import ExpertLayout, ExpertsShape
 from qarl.quant.kernels import flash_attention, supported, vllm_experts
 from qarl.quant.kernels.base import Scoring
@@ -34,11 +33,8 @@ from qarl.quant.kernels.vllm_experts import empty_experts
 from qarl.quant.kernels.vllm_layers import QUANTIZED, UNQUANTIZED, kernel_name
 from qarl.quant.runtime.batch_invariance import BATCH_INVARIANT, batch_invariant
 from qarl.quant.schemes import SCHEMES, Scheme, get_scheme
-from qarl.quant.types import LayerReport
 from qarl.rollout.vllm.options import VllmOptions, llm_arguments
 from qarl.run.session import enable_batch_invariance
-from qarl.sync.audit import AuditError, audit, require_agreement
-from qarl.sync.gate import GateError, require_equal
 from tests.support.cuda_platform import CAPABILITIES, config_of, engines_experts, fits, stub_cuda
 from tests.support.kernels import chosen_kernel, no_cuda
 
@@ -358,17 +354,3 @@ def test_it_is_turned_on_where_the_backward_works(capability: tuple[int, int], o
 def test_what_cannot_be_equal_is_refused(other: dict[str, str]):
     with pytest.raises(InputError, match=f"bitwise true: .*{next(iter(other))}"):
         load_config(None, {"bitwise": "true", **other})
-
-
-def test_audit_and_gate_demand_it():
-    rows = [LayerReport(name="q", scheme="w4a16", group_size=128, dtype="bfloat16", kernel="MacheteLinearKernel")]
-    require_agreement(audit(rows, rows, same_kernels=True))
-    with pytest.raises(AuditError, match="'MacheteLinearKernel' is not known to be batch-invariant"):
-        require_agreement(audit(rows, rows, same_kernels=True, same_bits=True))
-    logprobs, mask = -torch.rand(2, 3), torch.ones(2, 3, dtype=torch.bool)
-    require_equal(measure_mismatch(logprobs, logprobs, mask))
-    other = logprobs.clone()
-    other[1, 2] = torch.nextafter(other[1, 2], torch.tensor(0.0))
-    for apart in (other, other * torch.nan):
-        with pytest.raises(GateError, match="bitwise, and"):
-            require_equal(measure_mismatch(apart, logprobs, mask))

@@ -68,11 +68,11 @@ def test_the_gate_passes_its_bound_and_no_more(field: str):
 
 
 def test_bitwise_is_equality():
-    zeros, mask = torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)
-    require_equal(measure_mismatch(zeros, zeros, mask))
-    for moved in (1e-7, math.nan):
-        with pytest.raises(GateError, match=r"bitwise, and 50.00% of the sampled tokens .* (1e-07|nan) nats apart"):
-            require_equal(measure_mismatch(zeros + torch.tensor([moved, 0.0]), zeros, mask))
+    sampler, mask = torch.full((1, 2), -0.75), torch.ones(1, 2, dtype=torch.bool)
+    require_equal(measure_mismatch(sampler, sampler, mask))
+    for first in (torch.nextafter(sampler, torch.zeros(1, 2))[0, 0].item(), math.nan):
+        with pytest.raises(GateError, match=r"bitwise, and 50.00% of the sampled tokens .* (5.96e-08|nan) nats apart"):
+            require_equal(measure_mismatch(torch.tensor([[first, -0.75]]), sampler, mask))
 
 
 def test_an_export_is_held_to_bits_on_cpus_and_to_a_bound_on_cuda():
