@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -200,21 +199,6 @@ def test_the_canary_sees_an_engine_with_other_weights(running: Running):
             master.copy_(masters[name])
     model.refresh()
     assert publisher.canary(3).mean_abs < 1e-3
-
-
-def test_the_canary_is_of_the_farthest_replica_and_stops_at_what_is_no_number(running: Running, monkeypatch):
-    model, engine = running
-    scored = engine.logprobs(SEQUENCES)
-
-    def replicas(*shifts: float):
-        return lambda sequences: [[[value - shift for value in row] for row in scored] for shift in shifts]
-
-    for shifts in ((1.0, 3.0, 2.0), (3.0, 1.0)):
-        monkeypatch.setattr(engine, "logprobs_of_each", replicas(*shifts))
-        assert Publisher(model, engine, SEQUENCES, 4.0, 1).canary(3).mean_abs == pytest.approx(3.0, abs=0.05)
-    monkeypatch.setattr(engine, "logprobs_of_each", replicas(math.nan))
-    with pytest.raises(PublishError, match="is nan nats, above the bound"):
-        Publisher(model, engine, SEQUENCES, 0.05, canary_every=1).canary(3)
 
 
 @pytest.fixture
