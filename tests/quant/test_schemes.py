@@ -12,7 +12,6 @@ from transformers import Qwen3ForCausalLM
 
 import qarl.quant.kernels as kernels_module
 from qarl.cli.main import main
-from qarl.configs.errors import InputError
 from qarl.configs.schema.run import RunConfig
 from qarl.ptq.compressor import _restore_granite_experts
 from qarl.quant.kernels import KernelError, make_factory
@@ -22,7 +21,6 @@ from qarl.quant.kernels.supported import require_support, support
 from qarl.quant.kernels.vllm_layers import INT8_ACTIVATIONS, kernel_name
 from qarl.quant.materialize import materialize
 from qarl.quant.schemes import COMPUTE_DTYPES, SCHEMES, SchemeError, get_scheme, write_quantization_config
-from qarl.rollout.vllm.options import VllmOptions, refuse_unsupported
 from qarl.run.session import check_input
 from qarl.sync.export import export_checkpoint
 from tests.support import Policies
@@ -106,24 +104,13 @@ def test_without_vllm_no_scheme_runs_and_learners_multiply_by_the_reference(monk
 @no_cuda
 def test_a_kernel_that_the_environment_changes_says_so():
     """Contract: vLLM's mark on a layer that int8 activations are to multiply is read from the layer. Where vLLM sets it
-    (CPUs with AMX, `VLLM_CPU_INT4_W4A8` not 0) the variable is refused (next test)."""
+    (CPUs with AMX, `VLLM_CPU_INT4_W4A8` not 0) the variable is refused: tests/rollout/test_vllm.py."""
     name = "CPUWNA16NibbleKernel" if AVX512 else "CPUWNA16Fp32LinearKernel"
     weight = materialize(torch.ones(64, 128), get_scheme("w4a16"), torch.bfloat16)
     layer = make_factory("vllm", torch.bfloat16).linear("layer", [weight], [None])._linear  # type: ignore[attr-defined]
     assert layer.use_w4a8 is False and kernel_name(layer) == name
     layer.use_w4a8 = True
     assert kernel_name(layer) == f"{name}, {INT8_ACTIVATIONS}"
-
-
-@no_cuda
-def test_the_environment_may_not_ask_for_int8_activations(monkeypatch: pytest.MonkeyPatch):
-    """It has no effect, and is let be, without AMX."""
-    monkeypatch.setenv("VLLM_CPU_INT4_W4A8", "1")
-    if not torch.cpu._is_amx_tile_supported():
-        refuse_unsupported(VllmOptions())
-        return
-    with pytest.raises(InputError, match=r"VLLM_CPU_INT4_W4A8=1: .*AMX.*int8 activations.*set it to 0"):
-        refuse_unsupported(VllmOptions())
 
 
 def test_the_command_prints_and_writes(
