@@ -12,7 +12,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from qarl.configs.errors import ConfigError
 from qarl.quant.types import LowBitTensor
@@ -51,26 +50,6 @@ def test_a_file_size_limit_leaves_the_old_checkpoint_and_no_part_of_an_export(tm
     with small_files(), pytest.raises(ExportError, match=r"cannot write checkpoint '.*export': .*File too large"):
         write_checkpoint(stream, {}, tmp_path, tmp_path / "export")
     assert load_checkpoint(tmp_path)[0] == 1 and [p.name for p in tmp_path.iterdir()] == ["step-000001"]
-
-
-def test_an_export_of_several_files_has_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Contract: a file ends with the tensor that reaches its size; names and index are as transformers looks for them,
-    and beside them are configuration, note and what there is of a tokenizer."""
-    monkeypatch.setattr("qarl.quant.tensor_files._FILE_BYTES", 120)
-    (tmp_path / "tokenizer.json").write_text("of the source")
-    sizes = (40, 40, 40, 40, 40, 39, 1)
-    stream = [LowBitTensor(f"{n}.weight", torch.full((size,), n).byte()) for n, size in enumerate(sizes)]
-    digest = write_checkpoint(stream, {"a": 1}, tmp_path, tmp_path / "export", note={"run": "r"})
-    texts = {file.name: file.read_text() for file in (tmp_path / "export").glob("*.json")}
-    assert texts.pop("tokenizer.json") == "of the source"
-    where = {f"{n}.weight": f"model-0000{1 if n < 3 else 2}-of-00002.safetensors" for n in range(7)}
-    assert {name: json.loads(text) for name, text in texts.items()} == {
-        "config.json": {"a": 1},
-        "qarl.json": {"run": "r", "digest": digest.hexdigest()},
-        "model.safetensors.index.json": {"metadata": {"total_size": 240}, "weight_map": where},
-    }
-    for n, (name, file) in enumerate(where.items()):
-        assert load_file(tmp_path / "export" / file)[name].tolist() == [n] * sizes[n]
 
 
 def test_a_first_checkpoint_that_fails_claims_no_older_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

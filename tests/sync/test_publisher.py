@@ -21,7 +21,8 @@ from qarl.sync.export import ExportError, checkpoint_config, write_checkpoint
 from qarl.sync.publisher import Publisher, PublishError
 from tests.support.learners import make_learner
 
-STREAM = [LowBitTensor(name, torch.arange(size, dtype=torch.int32)) for name, size in (("a", 4), ("b.w", 1), ("c", 6))]
+SIZES = {"a": 4, "b.w": 1, "c": 4, "d": 1}
+STREAM = [LowBitTensor(name, torch.full((size,), n).int()) for n, (name, size) in enumerate(SIZES.items())]
 SEQUENCES = [[1, 5, 9, 2], [3, 3]]
 
 
@@ -139,8 +140,8 @@ def test_shared_layers_get_a_version_as_it_is_made(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("most", [20, 1 << 20])
 def test_an_exports_files_are_those_that_transformers_looks_for(most: int, tmp_path: Path, monkeypatch):
-    """Contract: tensors in as many files as it takes, each of them full, an index where there are several; companions
-    of the source; a note with the digest. A folder that is there is left alone."""
+    """Contract: tensors in as many files as it takes, a file ends with the tensor that fills it, an index where there
+    are several; companions of the source; a note with the digest. A folder that is there is left alone."""
     monkeypatch.setattr(tensor_files, "_FILE_BYTES", most)
     source, folder = tmp_path / "source", tmp_path / "below" / "export"
     source.mkdir()
@@ -150,10 +151,13 @@ def test_an_exports_files_are_those_that_transformers_looks_for(most: int, tmp_p
     assert (folder / "config.json").read_text() == '{\n  "a": 2,\n  "b": [\n    1\n  ]\n}\n'
     assert (folder / "qarl.json").read_text() == json.dumps({"run": "r", "digest": digest.hexdigest()}, indent=2) + "\n"
     files = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
+    assert (folder / "tokenizer.json").read_text() == "tokenizer.json"
     names = {"chat_template.jinja", "config.json", "qarl.json", "tokenizer.json"}
     assert {p.name for p in folder.iterdir()} == names | ({*files} if most == 20 else {"model.safetensors"})
     if most == 20:
-        index = {"metadata": {"total_size": 44}, "weight_map": {"a": files[0], "b.w": files[0], "c": files[1]}}
+        where = {"a": files[0], "b.w": files[0], "c": files[1], "d": files[1]}
+        assert all(name in load_file(folder / file) for name, file in where.items())
+        index = {"metadata": {"total_size": 40}, "weight_map": where}
         assert (folder / files[2]).read_text() == json.dumps(index, indent=2) + "\n"
     read = {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
     assert all(torch.equal(read.pop(item.name), item.tensor) for item in STREAM) and not read
