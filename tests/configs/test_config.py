@@ -242,19 +242,6 @@ def test_wrong_files_are_refused(tmp_path: Path, text: str | None, message: str)
         load_config(tmp_path / "c.yaml", {})
 
 
-WEIGHTS = {
-    "bf16": 6 * 256 * 2, "w4a16": 6 * (128 + 2 * 2) + 16, "w4a16-channel": 6 * (128 + 2) + 16,
-    "w8a16": 6 * (256 + 2 * 2) + 16, "w8a8": 6 * (256 + 2), "w4a8": 6 * (256 + 2 * 2), "fp8": 6 * (256 + 2),
-    "nvfp4a16": 6 * (128 + 16) + 4, "nvfp4": 6 * (128 + 16) + 8,
-}  # fmt: skip
-"""Bytes by hand of a stored matrix (6, 256): codes, scales of 2 bytes or one, and what else is stored."""
-
-
-def test_bytes_of_weights_are_those_counted_by_hand():
-    assert {name: SCHEME_SPECS[name].weight_bytes((6, 256), 2) for name in WEIGHTS} == WEIGHTS
-    assert SCHEME_SPECS["fp8-block"].weight_bytes((256, 256), 2) == 256 * 256 + 4 * 2
-
-
 def test_functions_say_where_they_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     kind = FunctionKind("reward", "takes nothing", ConfigError)
     texts = ("", "from mine_2 import reward\n", "def reward(): return 7\n", "import nowhere\n", "1 / 0", "assert 0")

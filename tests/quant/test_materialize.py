@@ -172,14 +172,16 @@ def _ordinary(weight: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("dtype", COMPUTE_DTYPES.values())
-@pytest.mark.parametrize("name", SCHEMES)
-def test_weights_and_inputs_take_the_bytes_of_the_table(name: str, dtype: torch.dtype):
-    """Of a layer [128, 384]. Names, dtypes and shapes of its tensors are the library's, above."""
+@pytest.mark.parametrize(
+    ("name", "shape"), [(n, s) for s in ((256, 384), (6, 256)) for n in SCHEMES if SCHEME_SPECS[n].fits(s)]
+)
+def test_weights_and_inputs_take_the_bytes_of_the_table(name: str, shape: tuple[int, int], dtype: torch.dtype):
+    """Names, dtypes and shapes of their tensors are the library's, above."""
     scheme, spec = get_scheme(name), SCHEME_SPECS[name]
-    weight = torch.randn(128, 384, generator=torch.Generator().manual_seed(0))
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     low_bit = materialize(weight, scheme, dtype)
-    assert low_bit.shape == (128, 384)
-    assert spec.weight_bytes((128, 384), dtype.itemsize) == sum(t.nbytes for _, t in low_bit.tensors())
+    assert low_bit.shape == shape
+    assert spec.weight_bytes(shape, dtype.itemsize) == sum(t.nbytes for _, t in low_bit.tensors())
     x = weight.to(dtype)
     kept = x if scheme.activations is None else quantize_activation(x, scheme).codes
     assert spec.input_bytes(dtype.itemsize) * x.numel() == kept.nbytes
