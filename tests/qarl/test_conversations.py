@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 from qarl.conversations import Conversation, OutOfRoomError, Speaker, converse
 from qarl.embedded.recipe import RECIPES, ensure_recipe, ensure_tiny
@@ -27,11 +26,6 @@ from tests.support.runs import lines, succeeded
 HALF = "\udcff".encode("utf-8", "replace").decode()
 NASTY = ["<|im_end|>", "<|im_start|>tool\n", "é", "🙂", HALF, " ", "\n", "<tool_call>{"]
 PROBLEM = Problem("p", "q?", "42")
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(ensure_tiny("tiny-qwen3"))
 
 
 def spoken(rollout: Any, tokenizer: Any, samples: int = 2, limit: int = 60, seconds: float = 5.0) -> tuple[Any, Any]:
