@@ -26,6 +26,7 @@ from qarl.compare.table import table
 from qarl.configs.load import choice_sections
 from qarl.configs.schema.run import RunConfig
 from tests.support import forks
+from tests.support.cases import cases
 
 SMALL = ["--steps", "2", "--prompts", "8", "--samples", "4", "--mini-batches", "1", "--eval.problems", "16",
          "--eval-every", "2", "--checkpoint-every", "1"]  # fmt: skip
@@ -113,39 +114,11 @@ def test_options_are_written_as_in_a_configuration_or_on_the_command_line():
     }  # fmt: skip
 
 
-BODY: dict[str, Any] = {"variants": {"a": {"scheme": "bf16"}, "b": {}}}
-
-
-@pytest.mark.parametrize(
-    ("body", "arguments", "said"),
-    [
-        (None, "", "nothing to compare; give a YAML file, a shipped name (baselines, objectives,"),
-        (None, "shemes", "no comparison file 'shemes', and no shipped one of that name"),
-        (None, "--vary scheme", "'scheme' must be an option and two values or more, such as scheme=bf16,w4a16"),
-        (None, "--vary schem=bf16,w4a16", "bf16-seed0: unknown option --schem; did you mean --scheme?"),
-        (None, "--vary scheme=bf16,w4a61", "w4a61-seed0: unknown scheme 'w4a61'"),
-        (None, "--vary scheme=bf16,w4a16 --seed 1", "seed is chosen by the comparison: every variant is run with"),
-        (None, "schemes --seeds 1,1", "--seeds '1,1' must be different whole numbers from 0 up"),
-        (None, "schemes --variants qrl", "variant 'qrl' must be one of bf16, plain, qarl; did you mean 'qarl'?"),
-        (None, "objectives --objective tbpo", "every variant sets learner.objective.name itself"),
-        (None, "ptq --variants qarl,rtn", "variant 'rtn': of 'bf16' must be a variant that is trained and compared"),
-        (None, "ptq --scheme w8a8", "awq-seed0: method 'awq' is for weight-only int4 schemes, not for 'w8a8'"),
-        (None, "ptq --rollout.max_prompt_tokens 4", "bf16-seed0: "),
-        (BODY | {"seed": [0]}, "", "unknown key 'seed'; did you mean 'seeds'?"),
-        (BODY | {"seeds": []}, "", "seeds [] must hold at least one"),
-        (BODY | {"reference": "c"}, "", "variant 'c' must be one of a, b"),
-        (BODY | {"figures": {"x": "reward lst 3"}}, "", "'reward lst 3' must be METRIC mean, METRIC first N"),
-        (BODY | {"evaluate": {"temprature": 1}}, "", "'temprature' must be one of suite, data"),
-        ({"variants": ["a"]}, "", "variants: ['a'] must be named options"),
-        ({"variants": {"a": "w4a16"}}, "", "variants: a 'w4a16' must be options"),
-        ({"variants": {"a": {"of": "b"}}}, "", "a-seed0: unknown option --of"),
-        ({"variants": {"a": {"ptq": "rtn", "of": "a", "steps": 3}}}, "", "variant 'a' sets steps, but it is quantized"),
-    ],
-)
+@pytest.mark.parametrize(("body", "arguments", "said"), cases(__file__, "refusals"))
 def test_what_is_refused_before_the_first_run(body: dict[str, Any] | None, arguments: str, said: str, tmp_path, capsys):
     command = ["compare", *arguments.split(), "--output", str(tmp_path / "runs")]
     if body is not None:
-        (tmp_path / "mine.yaml").write_text(json.dumps(body))
+        (tmp_path / "mine.yaml").write_text(json.dumps({"variants": {"a": {"scheme": "bf16"}, "b": {}}} | body))
         command.insert(1, str(tmp_path / "mine.yaml"))
     assert main(command) == 2
     assert said in capsys.readouterr().err.replace("\n", " ")

@@ -15,6 +15,7 @@ from qarl.cli.main import main
 from qarl.configs.load import load_config
 from qarl.starter import FILES
 from qarl.tasks import Response, load_task
+from tests.support.cases import cases
 
 Tree = dict[str, Any]
 
@@ -62,36 +63,7 @@ def said_of(capsys: pytest.CaptureFixture[str]) -> str:
     return " ".join((out + err).split())
 
 
-CONFIG: list[tuple[str, Any, str]] = [
-    ("stpes", 5, "unknown key 'stpes' in run.yaml; did you mean steps: …?"),
-    ("steps", 0, "steps 0 must be greater than or equal to 1"),
-    ("scheme", "w4a17", "unknown scheme 'w4a17'"),
-    ("rollout.max_new_tokens", 600, "has 512 positions"),
-    ("dtype", "half", "dtype 'half' must be 'bfloat16', 'float16' or 'float32'"),
-    ("layers", "*.down_proj", "'*.down_proj' is no layer rule; write PATTERN=SCHEME"),
-    ("layers", "*.down_proj=int3", "layer rule '*.down_proj=int3': unknown scheme 'int3'"),
-    ("model", "no/such/folder", "model folder 'no/such/folder' does not exist"),
-    ("output", "questions.jsonl/run", "cannot make run folder 'questions.jsonl/run'"),
-    ("rollout.top_k", 20, "rollout.top_k: a policy is trained on completions of its whole distribution"),
-    ("rollout.router_replay", True, "rollout.router_replay true needs rollout.prefix_caching false"),
-    ("rollout.max_new_tokens", 4096, "has 512 positions"),
-    ("learner.micro_batch_tokens", 10, "learner.micro_batch_tokens 10 is less than one longest sequence"),
-    ("learner.mini_batches", 100, "learner.mini_batches 100 is more than rollout.prompts 64"),
-    ("learner.optimizer.warmup_steps", 50, "learner.optimizer.warmup_steps 50 is more than steps 40"),
-    ("learner.objective.name", "ppo", "name 'ppo' is no objective"),
-    ("learner.objective.clip_low", 0.2, "'clip_low' is an option of grpo"),
-    ("learner.kl", {"coefficient": 0.1}, "'coefficient' is an option of k1, k2, k3"),
-    ("eval.samples", 4, "eval.samples 4 with eval.temperature 0"),
-    ("task.reward", "exactly", "reward 'exactly' must read file.py:function"),
-    ("task.correct", "reward.py:corect", "has no function 'corect'; did you mean 'correct'?"),
-    ("task.options", {"min_terms": 2}, "takes no options, got: min_terms"),
-    ("task.template", {"enable_thinking": False}, "task.template.enable_thinking False would do nothing"),
-    ("task.subset", "main", "task.subset 'main' names part of a Hugging Face data set"),
-    ("log", "wandbb", "log 'wandbb' must be 'none' or 'wandb'"),
-]
-
-
-@pytest.mark.parametrize(("path", "value", "said"), CONFIG, ids=[f"{path}={value}" for path, value, _ in CONFIG])
+@pytest.mark.parametrize(("path", "value", "said"), cases(__file__, "configuration"))
 def test_a_fault_of_the_configuration_is_named(folder: Path, capsys, path: str, value: Any, said: str):
     set_field(path, value)
     assert said in said_of(capsys)
@@ -109,21 +81,11 @@ QUESTIONS: dict[str, tuple[Callable[[list[Tree]], list[Tree]], str]] = {
     "no questions": (lambda rows: [], "task file questions.jsonl is empty"),
     "none to train on": (lambda rows: rows[4:], "has no train questions"),
     "none held out": (lambda rows: rows[:4], "has no heldout questions"),
-    "no question": (changed(question=None), "questions.jsonl:2: no column 'question'"),
-    "another name": (changed(question=None, qestion="1 + 1 ="), "did you mean 'qestion'?"),
-    "an empty question": (changed(question=" "), "questions.jsonl:2: 'question' is empty"),
-    "a number for a question": (changed(question=7), "questions.jsonl:2: 'question' must be text, or a list"),
-    "a turn of no role": (changed(question=[{"role": "human", "content": "x"}]), "of role system, user, assistant"),
-    "the assistant last": (changed(question=[{"role": "assistant", "content": "x"}]), "must be the user's"),
-    "no answer": (changed(answer=None), "questions.jsonl:2: no column 'answer'"),
-    "an empty answer": (changed(answer=""), "questions.jsonl:2: 'answer' must be text that is not empty"),
-    "a fraction": (changed(answer=0.5), "questions.jsonl:2: 'answer' must be text that is not empty, or a whole"),
-    "a list of answers": (changed(answer=["1", "2"]), "questions.jsonl:2: 'answer' must be text"),
-    "an unknown split": (changed(split="test"), "questions.jsonl:2: unknown split 'test'; allowed: train, heldout"),
     "in both splits": (lambda rows: [*rows, {**rows[0], "split": "heldout"}], "is in both splits"),
     "all too long": (lambda rows: [{**r, "question": r["question"] * 9} for r in rows], "longer than rollout.max_pr"),
     "answers too long": (lambda rows: [{**r, "answer": "12345678 " * 9} for r in rows], "which 4 of 4 exceed"),
 }
+QUESTIONS |= {name: (changed(**values), said) for name, (values, said) in cases(__file__, "second row").items()}
 
 
 @pytest.mark.parametrize(("change", "said"), QUESTIONS.values(), ids=QUESTIONS)
@@ -132,19 +94,7 @@ def test_a_fault_of_the_questions_is_named(folder: Path, capsys, change: Callabl
     assert said in said_of(capsys)
 
 
-REWARDS = {
-    "def reward(problem, text): raise ValueError('odd')": "raised ValueError: odd",
-    "def reward(problem, text): return '1'": "returned '1' (str); a reward must be a finite number",
-    "def reward(problem, text): return float('nan')": "returned nan (float); a reward must be a finite number",
-    "def reward(problem, answer): return 1.0": "are of no kind of reward that is known",
-    "def reward(problem, text, extra): return 1.0": "have 'extra', which a reward of qarl's kind is not given",
-    "def reward(completions, **columns): return [1.0] * 9": "returned a list of 9 for 2 completions",
-    "import nowhere": "importing it raised ModuleNotFoundError: No module named 'nowhere'",
-    "def reward(:": "SyntaxError: invalid syntax",
-}
-
-
-@pytest.mark.parametrize(("code", "said"), REWARDS.items())
+@pytest.mark.parametrize(("code", "said"), cases(__file__, "rewards").items())
 def test_a_fault_of_the_reward_is_named(folder: Path, capsys, code: str, said: str):
     Path("reward.py").write_text(code)
     set_field("task.reward", "reward.py:reward")
@@ -181,21 +131,7 @@ def test_init_writes_what_is_healthy(starter: Path, capsys: pytest.CaptureFixtur
     capsys.readouterr()
     assert main(["check", "run.yaml", "--task.system", "Be brief."]) == 0
     text = capsys.readouterr().out
-    for part in (
-        "kernels: w4a16 in bfloat16: ",
-        "task: questions.jsonl: 2560 rows; 2304 to train on, 256 held out",
-        "as the model sees it (",
-        "  | <|im_start|>user\n  | State the final answer",
-        "reference answer: ",
-        "reward 1, counts as right",
-        "a wrong answer: ",
-        "that in a box: ",
-        "reward 0, counts as wrong",
-        "64 allowed",
-        "memory: ",
-        " free at ",
-        "all well",
-    ):
+    for part in cases(__file__, "healthy"):
         assert part in text, part
 
 

@@ -26,6 +26,7 @@ from qarl.page.verdict import verdict
 from qarl.report.run_folder import RunFolder
 from qarl.report.start_note import StartNote
 from qarl.report.token_files import TokenRows, write_step
+from tests.support.cases import cases
 
 HOSTILE = '<!--<script></script ><script >alert("x")</script><img src=x onerror=alert(1)>&amp;\u2028 {{script}} 🙂'
 
@@ -305,21 +306,7 @@ def test_what_asks_for_attention_is_said(tmp_path: Path):
         assert words in said, said
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ("report", "qarl report needs RUN"),
-        ("report begun", "run 'begun' has no steps yet; make its report once its first step is done"),
-        ("report run run", "run 'run' is given twice"),
-        ("report older", "line 1, lacks 'weight_version': another version of qarl wrote it"),
-        ("report damaged", "line 2, is no JSON"),
-        ("report start", "'start/start.json' cannot be read"),
-        ("report run -o no/such/page.html", "-o no/such/page.html: there is no folder 'no/such'"),
-        ("report run -o empty", "-o empty is a folder; name a file, such as empty/report.html"),
-        ("report run -o notes.html", "-o notes.html exists and is no report; name another file"),
-        ("report run --open", "unknown argument '--open'"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "said"), cases(__file__, "refusals"))
 def test_what_is_refused(arguments: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name in ("run", "older", "damaged", "start"):

@@ -24,6 +24,7 @@ from qarl.report.token_files import TokenFileError, drop_after, read_step, step_
 from qarl.report.token_recorder import TokenRecorder, chosen_rows, token_texts
 from qarl.rollout.types import Group
 from qarl.run.replay import comparison
+from tests.support.cases import cases
 from tests.support.learners import SAMPLES, VOCABULARY, logprobs_of, make_groups, make_learner
 
 TOKENIZER = train_tokenizer(["12 + 34 = 46", "héllo 你好"], 300, 64)
@@ -221,20 +222,7 @@ def test_groups_are_read_as_they_were_learned_from(tmp_path: Path):
     assert experts.dtype == np.int16 and (experts == groups[1].completions[0].experts).all()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ("", "has recorded 2 of the 24 completions of step 3, of 3 to learn from; give --steps 2, or take a run that"),
-        ("--steps 4", "has recorded 2 of the 24 completions of step 3, of 4 to learn from"),
-        ("--model tiny-qwen3-moe", "was sampled with model 'tiny-qwen3', and model 'tiny-qwen3-moe' would do nothing"),
-        ("--prompts 8", "was sampled with rollout.prompts 32, and rollout.prompts (--prompts) 8 would do nothing"),
-        ("--seed 4", "was sampled with seed 0, and seed 4 would do nothing"),
-        ("--task gcd", "was sampled with task.name 'chain_sum', and task.name (--task) 'gcd' would do nothing"),
-        ("--eval.problems 8", "eval.problems 8 needs an engine, and from_rollouts 'run' learns without one"),
-        ("--init gptq --scale kept", "quantization.init 'gptq' needs an engine"),
-        ("--config tiny-qwen3", "--from-rollouts has the recorded run's configuration; --config tiny-qwen3 does not"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "said"), cases(__file__, "refusals"))
 def test_what_cannot_be_replayed(recording: RunFolder, capsys: pytest.CaptureFixture[str], arguments: str, said: str):
     assert main(["train", "--from-rollouts", "run", *arguments.split()]) == 2
     assert said in capsys.readouterr().err

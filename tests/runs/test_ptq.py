@@ -27,6 +27,7 @@ from qarl.rollout.open import open_engine
 from qarl.sync.audit import AuditError
 from qarl.sync.export import ExportError, export_checkpoint
 from tests.support import Policies, forks
+from tests.support.cases import cases
 from tests.support.models import low_bit
 from tests.support.moe_models import with_tokenizer
 from tests.support.profiles import thorough
@@ -68,19 +69,7 @@ def test_calibration_is_bounded_by_its_worst_case(count: int, prompt: int, new: 
             calibration_count("gptq", count, config)
 
 
-@pytest.mark.parametrize(
-    ("scheme", "arguments", "message"),
-    [
-        ("bf16", "--scheme w4a16", "--scheme goes with --ptq"),
-        ("bf16", "--calibration 4", "--calibration goes with --ptq"),
-        ("bf16", "--ptq rtn", "--ptq needs --scheme"),
-        ("bf16", "--ptq gtpq --scheme w4a16", "'gtpq': known are rtn, gptq, awq, smoothquant"),
-        ("bf16", "--ptq awq --scheme fp8", "methods for 'fp8': rtn, gptq"),
-        ("bf16", "--ptq rtn --scheme w4a16 --calibration 8", "--calibration 8: method 'rtn' looks at no data"),
-        ("bf16", "--ptq rtn --scheme w4a16", "holds no checkpoint yet"),
-        ("w4a16", "--ptq rtn --scheme w4a16", "trained LoRA adapters on a base in 'w4a16': its masters are not"),
-    ],
-)
+@pytest.mark.parametrize(("scheme", "arguments", "message"), cases(__file__, "refusals"))
 def test_the_command_refuses_in_one_line(tmp_path: Path, capsys, scheme: str, arguments: str, message: str):
     learner = {} if scheme == "bf16" else {"lora": {"name": "lora"}}
     run = RunFolder.create(config_from_tree({"scheme": scheme, "output": str(tmp_path / "run"), "learner": learner}))
