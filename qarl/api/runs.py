@@ -11,6 +11,7 @@ from rich.console import Console
 
 from qarl.configs.errors import ConfigError, ModelError
 from qarl.configs.load import chosen_config, load_config
+from qarl.configs.schema.base import leaf_values
 from qarl.configs.schema.run import RunConfig
 from qarl.planning.machine import Machine, planned_machine, this_machine
 from qarl.planning.plan import MemoryPlanError, Plan, make_plan
@@ -61,13 +62,14 @@ def train(
     if resume is not None:
         config, folder = resumed(str(resume), {})
     assert config is not None
-    shown = console or Console(quiet=True)
+    shown, requested = console or Console(quiet=True), config
     config = planned(config, None, {}, None, shown.print)
     check_files(config, new=folder is None)
     from qarl.learner.processes import join_processes
     from qarl.run.session import check_input
 
     processes = join_processes(alone=config.learner.zero_stage is not None)
+    config = agreed(config, requested, processes)
     processes.first_does(lambda: check_input(config, processes.world))
     into = folder or processes.first_does(lambda: RunFolder.create(config))
     return run(config, into, folder is not None, shown, processes)
@@ -132,6 +134,24 @@ def planned(
         raise MemoryPlanError("\n".join([*lines, *remedies(plan, overrides, file)]))
     say(f"memory, planned: {one_line(plan)}")
     return plan.config
+
+
+def agreed(config: RunConfig, requested: RunConfig, processes: "Processes") -> RunConfig:
+    """What the first process decided of a run, for all of them, whose machines may have had other memory free.
+    requested: what this one was started with; raises `ConfigError` where that is another configuration."""
+    asked_for = [leaf_values(each) for each in processes.gathered(requested)]
+
+    def of_all() -> RunConfig:
+        first = asked_for[0]
+        for rank, other in enumerate(asked_for):
+            for path in (path for path in {**first, **other} if first.get(path) != other.get(path)):
+                raise ConfigError(
+                    f"process {rank} was started with {path} {other.get(path)!r}, process 0 with {first.get(path)!r}; "
+                    "start all of a run's processes with one configuration"
+                )
+        return config
+
+    return processes.first_does(of_all)
 
 
 def evaluate(

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from qarl.api.runs import planned, resumed, run
+from qarl.api.runs import agreed, planned, resumed, run
 from qarl.cli.check import add_check
 from qarl.cli.compare import add_compare
 from qarl.cli.environment import quiet_libraries, write_in_any_encoding
@@ -123,15 +123,17 @@ def _train(known: argparse.Namespace, console: Console) -> int:
     config, folder = _configuration(known, known.overrides)
     resumes = folder is not None
     machine = this_machine()
-    if "RANK" not in os.environ and not resumes:
+    requested, started = config, "RANK" in os.environ
+    console.quiet = os.environ.get("RANK", "0") != "0"  # one of several processes speaks
+    if not resumes and not (started and known.processes):  # whoever started them by --processes has chosen
         config = _choose(known, config, machine, console)
     if known.dry_run:
         check_processes(config, known.processes or 1)
         say(console, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False).rstrip())
         check_files(config, new=not resumes, dry=True)
         return 0
-    launching = (known.processes or 1) > 1 and "RANK" not in os.environ
-    console.quiet = launching or os.environ.get("RANK", "0") != "0"  # one of several processes speaks
+    launching = (known.processes or 1) > 1 and not started
+    console.quiet = console.quiet or launching
     if folder is not None and is_finished(folder, config):
         say(
             console,
@@ -163,6 +165,7 @@ def _train(known: argparse.Namespace, console: Console) -> int:
     processes = join_processes(alone=config.learner.zero_stage is not None)
     if known.processes not in (None, processes.world):
         raise ConfigError(f"--processes {known.processes}, but the launcher started {processes.world}; leave it out")
+    config = agreed(config, requested, processes)
     with phases_shown_on(console):
         processes.first_does(lambda: check_input(config, processes.world))
     folder = folder or processes.first_does(lambda: RunFolder.create(config))
@@ -180,12 +183,15 @@ def _choose(known: argparse.Namespace, config: RunConfig, machine: Machine, cons
     """How the run uses this machine's GPUs, where that was not given; it is said, and is part of the command that other
     processes are started with."""
     check_schemes(config)
-    choice = choose(config, known.overrides, known.config, known.processes, machine)
+    world, here = known.processes, None
+    if "RANK" in os.environ:
+        world, here = int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    choice = choose(config, known.overrides, known.config, world, machine, here)
     for line in choice.words:
         say(console, f"{'# ' if known.dry_run else ''}chosen: {line}")
     known.arguments = [*known.arguments, *choice.arguments(known.config)]
     known.overrides, known.config = choice.overrides(known.overrides), choice.file
-    known.processes = choice.processes if choice.processes > 1 else known.processes
+    known.processes = choice.processes if choice.processes > 1 and here is None else known.processes
     return chosen_config(known.config, known.overrides) if choice.words else config
 
 

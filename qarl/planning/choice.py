@@ -5,7 +5,7 @@ What was given by hand, or in a file of the person's, stays as it is; what chang
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from qarl.configs.errors import ConfigError, ModelError
 from qarl.configs.load import config_file, is_embedded, load_config, shipped_names, written_fields
@@ -49,13 +49,17 @@ class Choice:
 
 
 def choose(
-    config: RunConfig, by_hand: Mapping[str, str], file: str | None, processes: int | None, machine: Machine
-) -> Choice:
-    """For a new run. by_hand: fields, as text. file: of the person's, or None. processes: as asked for, or None.
-    Without GPUs, and for an embedded policy, which is small, nothing is chosen; of a model whose sizes are not known,
-    processes alone. Raises `ConfigError` for more processes than GPUs."""
+    config: RunConfig, by_hand: Mapping[str, str], file: str | None, processes: int | None, machine: Machine,
+    here: int | None = None,
+) -> Choice:  # fmt: skip
+    """For a new run. by_hand: fields, as text. file: of the person's, or None. processes: as asked for, or None; here:
+    those on this machine, where a launcher starts them on several. Without GPUs, and for an embedded policy, which is
+    small, nothing is chosen; of a model whose sizes are not known, processes alone. Raises `ConfigError` for more
+    processes than GPUs."""
     if machine.device == "cpu" or is_embedded(config.model) or config.from_rollouts is not None:
         return Choice(file, processes or 1, {})
+    if processes is not None:  # on as many GPUs, and no more
+        machine = replace(machine, count=min(machine.count, here or processes))
     words: list[str] = []
     try:
         shapes, source = sizes_of(config.model)
@@ -67,7 +71,7 @@ def choose(
         if shipped is not None and shipped.model == config.model and shipped.learner.lora.name == "none":
             recipe = load_config(config_file(name), dict(by_hand))
             count, about = _dealt(recipe, processes, machine)
-            plan = make_plan(recipe, shapes, source, machine, count)
+            plan = make_plan(recipe, shapes, source, machine, count, here)
             if plan.fits:
                 words.append(
                     f"--config {name}: for this model, and fits {machine.name}; give --config for other settings"
@@ -77,7 +81,7 @@ def choose(
             words.append(f"recipe {name} does not fit {machine.name}: {needs}")
     count, about = _dealt(config, processes, machine)
     words += about
-    plan = make_plan(config, shapes, source, machine, count)
+    plan = make_plan(config, shapes, source, machine, count, here)
     kept = {*by_hand, *(written_fields(config_file(file)) if file is not None else ())}
     works = None if plan.fits else smallest_fit(plan, machine, lambda fields: not fields & {*kept, *_PROPOSED})
     fields = {} if works is None else works[1]

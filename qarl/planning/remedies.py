@@ -47,7 +47,7 @@ def _changes(config: RunConfig, machine: Machine, processes: int) -> list[Change
     shorter: dict[str, object] = {"rollout.max_new_tokens": _SHORT_ANSWERS, "learner.micro_batch_tokens": short}
     on_host: dict[str, object] = {"learner.lora.name": "lora", "learner.lora.base": "host"}
     on_gpus, spreads = machine.device == "cuda", processes < machine.count
-    shares = on_gpus and machine.count > 1 and (spreads or learner.zero_stage != 3)
+    shares = on_gpus and max(machine.count, processes) > 1 and (spreads or learner.zero_stage != 3)
     changes = (
         (learner.gradient_checkpointing is not True, Change({"learner.gradient_checkpointing": True}, 1)),
         (learner.micro_batch_tokens > longest, Change({"learner.micro_batch_tokens": longest}, 1)),
@@ -67,11 +67,12 @@ def _changed(plan: Plan, changes: list[Change], machine: Machine, processes: int
     """The plan with changes, or None where they do not go together."""
     fields = {path: value for change in changes for path, value in change.fields.items()}
     spreads = any(change.spreads for change in changes)
-    processes = machine.count if spreads else processes
+    here = plan.here if machine is plan.machine else processes
+    processes, here = (machine.count, machine.count) if spreads else (processes, here)
     if plan.config.rollout.prompts % processes:
         return None
     try:
-        return make_plan(changed_config(plan.requested, fields), plan.shapes, plan.source, machine, processes)
+        return make_plan(changed_config(plan.requested, fields), plan.shapes, plan.source, machine, processes, here)
     except ValueError:
         return None
 
@@ -109,7 +110,7 @@ def fitting(plan: Plan) -> list[Fitting]:
 def smallest_fit(plan: Plan, machine: Machine, allowed: Callable[[Set[str]], bool]) -> Fitting | None:
     """The least changes that make it fit a machine; None where there are none. allowed: whether such fields may be
     changed."""
-    processes = plan.processes if machine.device == "cpu" else min(plan.processes, machine.count)
+    processes = plan.processes if machine is plan.machine else min(plan.processes, machine.count)
     changes = [change for change in _changes(plan.config, machine, processes) if allowed(change.fields.keys())]
     masks = product((False, True), repeat=len(changes))
     subsets = [[change for change, taken in zip(changes, mask, strict=True) if taken] for mask in masks]

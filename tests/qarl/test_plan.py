@@ -6,12 +6,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import yaml
 from transformers import Qwen3Config, Qwen3MoeConfig
 
+from qarl.api.runs import agreed
 from qarl.cli.main import main
 from qarl.configs.errors import ConfigError
 from qarl.configs.load import config_file, default_config, load_config
@@ -266,6 +268,34 @@ def test_a_run_takes_all_gpus_and_a_recipe_that_fits(driver: Callable[..., None]
     assert choice.arguments(None) == ["--config", "recipes/qwen3-8b-8x80gb"]
     tiny = choose(load_config(config_file("tiny-qwen3"), {}), {}, None, None, parse_machine("8xH100"))
     assert (tiny.processes, tiny.words) == (1, ())
+
+
+def test_processes_of_several_machines_choose_as_one(
+    driver: Callable[..., None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """Contract: a launcher's processes are as many as it says; what the first decides is the run's, and processes that
+    were started otherwise are refused."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "32", "LOCAL_WORLD_SIZE": "8"}.items():
+        monkeypatch.setenv(name, value)
+    driver(*8 * [81559])
+    assert main(LITERAL) in (0, 2)
+    assert [line for line in capsys.readouterr().out.splitlines() if "chosen" in line] == [
+        "# chosen: --config recipes/qwen3-30b-a3b-8x80gb: for this model, and fits 8 × NVIDIA H100 80GB HBM3; give "
+        "--config for other settings"
+    ]
+    dense, machine = config(model="Qwen/Qwen3-14B"), parse_machine("8x80GB")
+    one, four = (choose(dense, {}, "small", count, machine, 8) for count in (8, 32))
+    assert one.processes == 8 and four.processes == 32 and {*four.fields} <= {*one.fields}
+    assert not choose(dense, {}, "small", 2, machine).fields, "what eight GPUs would take is not chosen for two"
+    plan = make_plan(dense, *sizes_of(dense.model), machine, 32, 8)
+    assert {fitted.processes for fitted, _ in fitting(plan)} == {32} and helping(plan)
+    other = load_config(config_file("tiny-qwen3"), {"seed": "1"})
+    of_all: list[RunConfig] = [other.model_copy(update={"seed": 0}), other]
+    together = SimpleNamespace(gathered=lambda mine: of_all, first_does=lambda work: work())
+    with pytest.raises(ConfigError, match="process 1 was started with seed 1, process 0 with 0; start all"):
+        agreed(dense, other, cast(Any, together))
+    of_all[0] = other
+    assert agreed(dense, other, cast(Any, together)) is dense
 
 
 def test_a_persons_file_is_kept_but_for_what_it_leaves_open(tmp_path: Path):
