@@ -239,10 +239,10 @@ def _run(config: RunConfig, folder: Any, resume: bool, console: Console, process
         if intact is not None:
             left_out = isinstance(error, RewardError) and config.task.reward and config.task.on_error == "stop"
             more = " --task.on_error none, which leaves out completions whose reward fails" if left_out else ""
-            say(
-                console,
-                f"checkpoint {intact.name} is intact: qarl train --resume {shlex.quote(str(folder.path))}{more}",
-            )
+            resumed_by = f"qarl train --resume {shlex.quote(str(folder.path))}"
+            say(console, f"checkpoint {intact.name} is intact: {resumed_by}{more}")
+        elif stopped and not folder.path.exists():
+            say(console, f"no step was done, so {folder.path} was removed again")
         raise
     if outcome.steps < config.steps:
         say(

@@ -136,6 +136,7 @@ def test_a_broken_reward_stops_with_its_problem(tmp_path: Path):
     assert done.returncode == 1
     assert not (tmp_path / "run").exists()
     assert "raised KeyError: 'boom' (" in done.stderr and "problem id:" in done.stderr
+    assert f"no step was done, so {tmp_path / 'run'} was removed" in done.stdout
     assert "Traceback" not in done.stderr
 
 
