@@ -24,8 +24,9 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.learner.batch import draw_sequences
 from benchmarks.learner.worker import groups_of
-from benchmarks.models import PAD, BenchModel, qwen3, write_model
+from benchmarks.models import PAD, BenchModel, qwen3, write_model, write_tokenizer
 from benchmarks.process import WorkerError
+from benchmarks.publish import moe_config, random_masters
 from qarl.configs.schema.learner import LearnerConfig
 from qarl.learner.batching import make_batch
 from qarl.learner.learner import Learner
@@ -47,13 +48,15 @@ UPDATES = 2
 
 @dataclass(frozen=True)
 class Traffic:
-    """A step of `UPDATES` updates by so many processes. reduce_dtype: in which gradients are sent. sent: bytes that one
-    process sends, on average; share: over the fp32 masters' bytes."""
+    """A step of `UPDATES` updates by so many processes. reduce_dtype: in which gradients are sent. keeps: codes and
+    products, or gathers them at each use. sent: bytes that one process sends, on average; share: over the fp32 masters'
+    bytes."""
 
     scheme: str
     optimizer: str
     stage: int
     reduce_dtype: str
+    keeps: bool
     processes: int
     sent: int
     share: float
@@ -64,23 +67,30 @@ def measure(
     stages: Sequence[int],
     processes: Sequence[int],
     optimizers: Sequence[str],
+    moe: bool,
     say: Callable[[str], None],
 ) -> list[Traffic]:
-    """Rows by processes, scheme, optimizer and stage. Raises `InputError`s for values that cannot be, `WorkerError`
+    """Rows by processes, scheme, optimizer and stage. moe: of a mixture of 7 million parameters, `keep_codes` and
+    `keep_products` false at stage 3 as well. Raises `InputError`s for values that cannot be, `WorkerError`
     with the end of its output where a measurement fails."""
     for scheme in schemes:
         get_scheme(scheme)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        write_model(MODEL, Path(folder) / "model", seed=0)
+        if moe:
+            random_masters(moe_config(7e6), torch.float32).save_pretrained(Path(folder) / "model")
+            write_tokenizer(MODEL.config["vocab_size"], Path(folder) / "model")
+        else:
+            write_model(MODEL, Path(folder) / "model", seed=0)
         for count in processes:
             say(f"{count} processes")
             jobs = [
-                {"scheme": scheme, "stage": stage, "optimizer": optimizer, "reduce_dtype": dtype}
+                {"scheme": scheme, "stage": stage, "optimizer": optimizer, "reduce_dtype": dtype, "keeps": keeps}
                 for scheme in schemes
                 for optimizer in optimizers
                 for stage in stages
                 for dtype in ("float32", "bfloat16")[: 2 if stage == 3 else 1]
+                for keeps in (True, False)[: 2 if moe and stage == 3 else 1]
             ]
             rows += _launch(Path(folder), count, jobs)
     return rows
@@ -102,14 +112,13 @@ def table(rows: Sequence[Traffic]) -> PlainTable:
     """For people."""
     figures = ("processes", "stage", "KiB", "x masters")
     shown = PlainTable(
-        "scheme", "optimizer", "gradients", *figures, figures=figures,
+        "scheme", "optimizer", "gradients", "codes", *figures, figures=figures,
         title=f"what one process sends in a step of {UPDATES} updates, and over the fp32 masters' bytes",
     )  # fmt: skip
     for row in rows:
-        size = f"{row.sent / 1024:,.0f}"
-        shown.add_row(
-            row.scheme, row.optimizer, row.reduce_dtype, str(row.processes), str(row.stage), size, f"{row.share:.2f}"
-        )
+        codes = "kept" if row.keeps else "gathered"
+        sizes = f"{row.sent / 1024:,.0f}", f"{row.share:.2f}"
+        shown.add_row(row.scheme, row.optimizer, row.reduce_dtype, codes, str(row.processes), str(row.stage), *sizes)
     return shown
 
 
@@ -184,7 +193,13 @@ def _learner(folder: Path, job: dict[str, Any], processes: Processes, tokens: in
     )
     scheme = get_scheme(job["scheme"])
     masters = load_masters(folder, torch.float32, share=share_of(config, processes, [scheme]))
-    return Learner(LowBitModel(masters, scheme, LayerContext(torch.bfloat16, "reference")), config, processes=processes)
+    learner = Learner(
+        LowBitModel(masters, scheme, LayerContext(torch.bfloat16, "reference")), config, processes=processes
+    )
+    if not job["keeps"]:
+        learner.model.release_codes()
+        learner.model.drop_products()
+    return learner
 
 
 if __name__ == "__main__":

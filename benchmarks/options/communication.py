@@ -28,6 +28,7 @@ def add_options(names: Any) -> argparse.ArgumentParser:
         "--optimizers", type=words(OPTIMIZERS), default="adamw,muon", help="comma-separated: adamw, muon "
         "(default both)",
     )  # fmt: skip
+    parser.add_argument("--moe", action="store_true", help="of a mixture of experts, its codes kept and gathered")
     return parser
 
 
@@ -44,6 +45,7 @@ def measure(known: argparse.Namespace, console: Console) -> tuple[PlainTable, An
         stages=known.stages,
         processes=known.processes,
         optimizers=known.optimizers,
+        moe=known.moe,
         say=lambda line: console.print(line, highlight=False),
     )
     return communication.table(rows), communication.as_data(rows)
