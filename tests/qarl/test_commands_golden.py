@@ -1,0 +1,117 @@
+"""What commands take and print, kept so that a change of an option, a default or a word is seen: every option, what
+command lines come to or why they are refused, plans with their remedies, tables, the built-in tasks.
+
+Record anew, where a change is meant: tests/support/records.py."""
+
+import argparse
+import shlex
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from rich.console import Console
+
+from qarl.advice.finding import Finding
+from qarl.cli import main as cli
+from qarl.cli.main import main
+from qarl.cli.mismatch import show
+from qarl.cli.options import text_width
+from qarl.cli.runs import _age
+from qarl.cli.schemes import SchemeRow, _show
+from qarl.tasks import ReasoningGymTask
+from tests.support.records import assert_recorded
+
+
+def test_every_option_of_every_command():
+    """Names, counts, choices, defaults and types; what --help makes of them is Python's."""
+    (commands,) = (each for each in cli._parser()._actions if isinstance(each, argparse._SubParsersAction))
+    options = {
+        f"{name} {'/'.join(each.option_strings) or each.dest}": " ".join(
+            map(str, (each.nargs, each.choices, each.default, getattr(each.type, "__name__", ""), each.metavar))
+        )
+        for name, parser in commands.choices.items()
+        for each in parser._actions
+        if not each.dest.startswith("short:") or name == "train"
+    }
+    assert_recorded(__file__, "options", options)
+
+
+def test_all_fields_and_their_defaults(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "110")
+    assert main(["train", "--help-all"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert_recorded(__file__, "fields", [line for line in lines if line.startswith("  -")] + lines[:12])
+
+
+ROWS = """
+--lr -1e-3 | --lr=-.5 | --lr -inf | --lr | --lr= | --lr 1 --lr 2 | --lr 1 --learner.optimizer.lr 2 | --stpes 3
+--learner.optimizer.lr 2 --learner.optimizer.lr 3 | --rollout.top_p 0.9 x | --rollout.top_p | --steps=7 --model a/b
+--rollout.top_p=0.9 --task.system "a b" | --processes two | --processes -1 --dry-run | --resume a --config b | --a.b
+--resume a --output b | --dry-run=1 | --config a --config b | train mine.yaml | train mine | --max_steps 7
+--num_generations 4 | --temperature 1 | --task --steps | -- --x | --task.options "{a: 1}" | --layers a=b --layers c=d
+--from-rollouts a --config b | --seed 3 --dry-run --steps 2 | --steps 2.5 | --no-such.field 1 | -V x | --scheme w4a17
+help | version x | trian | plan --gpus 8xP100 | plan --gpus 2x80GB --processes 3 --model qwen3-8b | plan --processes 0
+schemes --dtype half | eval x --suite y | eval x --data y | eval x --problems 0 | eval runs/a
+eval x --task.rewards 1 | eval x --seed -1 | compare | compare --vary a | compare --workers 0
+compare --vary steps=1,2 --vary steps=3,4 | compare --seeds 1,1 ptq | compare --seeds a | runs none | runs | export a
+export a -o b --scheme c | sample a | init | init a --gpus 1x24GB | check --machine --sample
+check --machine tiny-qwen3 | check --machine --steps 2 | tasks non | tasks a/b.json | report a -o b/c.html
+mismatch --page a/b | plan --json a/b | serve a b
+"""
+"""Command lines; those that begin with an option are of `qarl train`."""
+
+
+@pytest.mark.parametrize("row", ROWS.strip().splitlines())
+def test_command_lines_and_what_they_come_to(row: str, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The overrides and own options of `qarl train`, else the refusal."""
+    monkeypatch.chdir(tmp_path)
+    shown: dict[str, Any] = {}
+
+    def take(known: argparse.Namespace, console: Console) -> int:
+        shown[line] = [known.overrides, known.config, known.resume, known.processes, known.dry_run, known.to_vllm]
+        return 0
+
+    for line in map(str.strip, row.split("|")):
+        with patch.object(cli, "_train", take):
+            status = main([*(["train"] if line[0] == "-" else []), *shlex.split(line)])
+        shown.setdefault(line, [status, capsys.readouterr().err[:250]])
+    assert_recorded(__file__, row, shown)
+
+
+@pytest.mark.parametrize("line", [
+    "--model qwen3-8b --gpus 1x24GB", "--model qwen3-30b-a3b --gpus 8xA100 --learner.zero_stage 1",
+    "--model Qwen/Qwen3-8B-Base --gpus 8x80GB --json plan.json", "--model qwen3-14b --gpus 2x48GB --scheme fp8",
+    "--model qwen3-4b --gpus 4x80GB --prompts 10", "--model tiny-qwen3 --gpus 1x24GB",
+])  # fmt: skip
+def test_plans_with_their_remedies(line: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: Any):
+    monkeypatch.chdir(tmp_path)
+    status = main(["plan", *line.split()])
+    written = Path("plan.json").read_text() if Path("plan.json").exists() else ""
+    assert_recorded(__file__, f"plan {line}", [status, capsys.readouterr().out.splitlines(), written])
+
+
+def test_tables(capsys: pytest.CaptureFixture[str]):
+    """Schemes that run here and that do not; findings one by one; ages of runs; widths of text."""
+    console = Console(width=100)
+    why = ["", "scheme 'b': too old. Else", "no (vLLM has it for GPUs)", "word " * 20]
+    sizes = [(n / 3 or None, n * 2**29 or None) for n in range(6)]
+    some = [(*each, "odd" * (n == 2), "k" * (n < 2), why[n % 4]) for n, each in enumerate(sizes)]
+    rows = [SchemeRow(f"s{n}", "w", "a", "f", *each) for n, each in enumerate(some)]
+    for model, verbose in ((None, False), ("m", False), ("m", True)):
+        _show(console, rows, model, verbose)
+    show([Finding("warning", "about", "text", "do"), Finding("note", "", "two\nlines")], console)
+    ages = [_age(seconds) for seconds in (-1, 0, 59, 60, 89, 91, 3599, 3600, 86399, 86400, 10**6)]
+    widths = [text_width(columns) for columns in (10, 50, 51, 119, 120, 300)]
+    assert_recorded(__file__, "tables", [widths, capsys.readouterr().out.splitlines(), ages])
+
+
+@pytest.mark.parametrize("name", ["running_total", "lookup_sum", "chain_sum", "math"])
+def test_built_in_tasks_and_their_problems(name: str, capsys: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "90")
+    assert main(["tasks", name]) == 0
+    more = {"running_total": {"digits": 2, "min_terms": 2, "max_terms": 5}, "lookup_sum": {"max_terms": 9}}.get(name)
+    tasks = [] if name == "math" else [ReasoningGymTask(name), ReasoningGymTask(name, more)]
+    problems = [vars(problem) for task in tasks for n in (0, 250, 512) for problem in task.problems("heldout", n, 8, 3)]
+    problems = [[p["id"], p["question"], p["answer"], p["metadata"].get("worked_solution", "")[-60:]] for p in problems]
+    assert_recorded(__file__, name, [capsys.readouterr().out.splitlines(), problems])
