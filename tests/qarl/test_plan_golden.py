@@ -1,10 +1,8 @@
 """What `qarl plan` counts for drawn configurations, kept so that a change of its sums is seen.
 
-Record anew, where a change is meant: python -m tests.qarl.test_plan_golden"""
+Record anew, where a change is meant: tests/support/records.py."""
 
-import json
 import random
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -17,8 +15,8 @@ from qarl.planning.plan import make_plan
 from qarl.planning.remedies import helping
 from qarl.planning.shapes import EMBEDDED, NAMED
 from qarl.planning.words import as_data, one_line, table, verdict
+from tests.support.records import assert_recorded
 
-GOLDEN = Path(__file__).with_suffix(".json")
 CPU = Machine("CPUs", "cpu", 1, 64 * 2**30)
 DRAWN = {
     "scheme": ["w4a16", "w8a8", "fp8", "bf16", "w4a8"], "dtype": ["bfloat16", "float32"],
@@ -57,9 +55,7 @@ def plans(part: int = 0, parts: int = 1, count: int = 80) -> dict[str, Any]:
 
 @pytest.mark.parametrize("part", range(20))
 def test_plans_are_those_recorded(part: int):
-    some, recorded = plans(part, 20), json.loads(GOLDEN.read_text())
-    assert len(some) == 4 and some == {said: recorded.get(said) for said in some}
-
-
-if __name__ == "__main__":
-    GOLDEN.write_text(json.dumps(plans(), indent=1) + "\n")
+    some = plans(part, 20)
+    assert len(some) == 4
+    for said, plan in some.items():
+        assert_recorded(__file__, said, plan)
