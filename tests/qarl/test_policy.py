@@ -101,6 +101,7 @@ def test_models_that_cannot_be_aligned():
 
 def test_calls_out_of_turn(aligned: qarl.Policy, tmp_path: Path):
     ids, strangers, others = some_tokens(2, 4), nn.LSTM(2, 2).parameters(), [*aligned.parameters()]
+    assert [len(group) for group in aligned.muon_groups()] == [14, len(others) - 14], "seven matrices of two layers"
     for fault, refused in (
         ("from 0 to 95", lambda: aligned(ids + VOCABULARY)),
         ("begin anew", lambda: aligned(ids, position_ids=torch.arange(8).view(2, 4))),
