@@ -3,10 +3,10 @@ in Weights & Biases, offline, where it is installed. Tables: whole names, whole 
 
 import io
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock, call
+from unittest.mock import Mock, call, patch
 
 import pytest
 from hypothesis import given
@@ -31,6 +31,7 @@ from qarl.report.run_folder import RunFolder
 from qarl.report.startup import phase, phases_shown_on
 from qarl.report.tables import PlainTable
 from qarl.sync.audit import AuditRow
+from tests.support.records import assert_recorded
 
 
 def stats(lr: float) -> LearnStats:
@@ -62,44 +63,30 @@ def drawn(dashboard: Dashboard, columns: int) -> list[str]:
     return shown(lambda console: console.print(dashboard.panel()), columns)
 
 
-@pytest.mark.parametrize("columns", [80, 200])
-def test_the_panel_says_what_goes_on_and_how_long(columns: int):
-    clock = Mock(return_value=100.0)
-    config = load_config(config_file("tiny-qwen3"), {"model": "a/[model]"})
-    dashboard = Dashboard(config, Console(file=io.StringIO()), clock)
-    clock.return_value += 5
-    dashboard.entered("sample")
-    clock.return_value += 60
-    first = drawn(dashboard, columns)
-    assert any("0 / 150   1:05 elapsed" in line for line in first)
-    assert any("sample for 60 s" in line for line in first), "while the first step runs"
-    for number, reward in ((1, -2.0), (2, 1.0)):
-        dashboard.stepped(step(number, reward))
-    lines = drawn(dashboard, columns)
-    text = "\n".join(lines)
-    for part in (
-        "a/[model]", "2 / 150   1:05 elapsed   3.00 s/step   ETA 7:24", "lr 5.0e-04", "5.2 tokens   truncated 12.5%",
-        "-0.500 of the last 10 steps   scale -2.000 … 1.000", "50.0% @2", "nats a token", "clipped 25.0% of tokens",
-        "sample 33%   learn 67%",
-    ):  # fmt: skip
-        assert part in text
-    assert max(map(len, lines)) <= 80, "no row needs more"
+@pytest.mark.parametrize(("steps", "terminal", "every"), [(5, True, 2), (150, True, 20), (45, False, 100)])
+def test_the_panel_and_its_lines_are_those_recorded(steps: int, terminal: bool, every: int):
+    """What goes on and how long, of a terminal after some of its steps, and elsewhere of all; at most 80 columns."""
+    clock, shown, warnings = Mock(return_value=100.0), [], [EarlyWarning("reward", 3, "the reward fell [sic]")]
+    console = Console(file=io.StringIO(), width=120, color_system=None, force_terminal=terminal)
+    config = load_config(
+        config_file("tiny-qwen3"), {"steps": str(steps), "eval.every": str(every), "model": "a/[model]"}
+    )
+    with patch("qarl.report.dashboard.Live"):
+        dashboard = Dashboard(config, console, clock)
+    dashboard.baseline(0.123)
+    dashboard.audited(large_model(), {"w4a16": "a kernel", "bf16": "cast"}, terminal, ["a [line]"])
+    for number in range(1, steps + 1):
+        clock.return_value += 5.0 * number
+        dashboard.entered("sample" if number % 2 else "learn")
+        of_step = step(number, number * number % 7 - 2.0, learned=number % 4 != 0)
+        dashboard.stepped(
+            replace(of_step, seconds={**of_step.seconds, "evaluate": 40.0 * (number % 3)}), warnings[number != 3 :]
+        )
+        clock.return_value += 60
+        shown += drawn(dashboard, 120) if terminal and number in (1, 2, 5, 12, 64, 149) else []
     dashboard.finished()
-    assert "now" not in "\n".join(drawn(dashboard, columns))
-
-
-def test_without_a_terminal_lines_say_the_same():
-    out = io.StringIO()
-    config = load_config(config_file("tiny-qwen3"), {})
-    with Dashboard(config, Console(file=out, width=40), Mock(return_value=100.0)) as dashboard:
-        dashboard.entered("sample")
-        for number in range(1, 8):
-            dashboard.stepped(step(number, 0.5, learned=number != 7))
-    lines = out.getvalue().splitlines()
-    assert [line.split()[1] for line in lines] == ["1/150", "2/150", "7/150"], "the first, evaluations, twenty in all"
-    assert "reward 0.500  5.2 tokens  |Δ log p| 1.00e-03" in lines[0] and "3.00 s  ETA 7:27" in lines[0]
-    assert lines[1].endswith("held-out 50.0%")
-    assert "skipped (all rewards equal)" in lines[2]
+    assert isinstance(console.file, io.StringIO) and max(map(len, [*shown, ""])) <= 80
+    assert_recorded(__file__, f"{steps} steps", [shown, drawn(dashboard, 120), console.file.getvalue().splitlines()])
 
 
 def test_sparklines_are_scaled_from_the_smallest_to_the_largest():
@@ -119,14 +106,6 @@ def test_a_phase_of_the_start_is_shown_at_once_and_its_seconds_at_its_end():
             raise ValueError("lost")
     loading, failing = file.getvalue().splitlines()
     assert loading.startswith("loading … 0.") and loading.endswith(" s") and failing == "failing … "
-
-
-def test_early_warnings_are_printed_with_their_step():
-    console = Console(file=io.StringIO(), width=200)
-    with Dashboard(load_config(config_file("tiny-qwen3"), {}), console) as dashboard:
-        dashboard.stepped(step(2, 0.0), [EarlyWarning("reward", 2, "the reward fell from 1 to 0 [sic]")])
-    assert isinstance(console.file, io.StringIO)
-    assert "warning, step 2: the reward fell from 1 to 0 [sic]" in console.file.getvalue()
 
 
 def test_figures_are_logged_and_a_resumed_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

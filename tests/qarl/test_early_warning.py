@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from qarl.report.early_warning import EarlyWarningError, RunWatch, early_warnings
+from tests.support.records import assert_recorded
 
 Curve = Callable[[float], float]
 HEALTHY: dict[str, Curve] = {
@@ -72,6 +73,21 @@ def test_collapses_are_seen_once_and_named(kind: str):
         found = early_warnings(lines_of(200, seed, reward, **curves))
         assert sorted(warning.sign for warning in found) == sorted(signs), seed
         assert all(100 < warning.step <= 170 for warning in found)
+
+
+@pytest.mark.parametrize("kind", COLLAPSES)
+def test_warnings_of_gradual_collapses_are_those_recorded(kind: str):
+    """The step, which moves with a threshold, and the words; of collapses that go far, half the way and a quarter."""
+    reward, curves, _ = COLLAPSES[kind]
+    shown = []
+    for part in (1.0, 0.5, 0.25):
+        some = {name: lambda x, c=c, part=part: c(0) + part * (c(x) - c(0)) for name, c in curves.items()}
+        lines = [
+            lines_of(90, seed, lambda x, part=part: reward(0) + part * (reward(x) - reward(0)), **some)
+            for seed in (0, 1)
+        ]
+        shown += [[f"{each.step} {each.sign}: {each.text}" for each in early_warnings(of_run)] for of_run in lines]
+    assert_recorded(__file__, kind, shown)
 
 
 def test_a_resumed_run_is_not_warned_again():

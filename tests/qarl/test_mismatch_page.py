@@ -5,6 +5,7 @@ random logits there, so what engines and tokenizers do of themselves is not seen
 import dataclasses
 import json
 import math
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ from qarl.rollout.types import Completion, Group, Prompt
 from tests.support.learners import batch_of, random_model
 from tests.support.models import low_bit
 from tests.support.moe_models import CONFIGS, random_moe
+from tests.support.records import assert_recorded
 
 WRONG = "model.layers.1.mlp.up_proj"
 Three = tuple[LowBitModel, LowBitModel, LowBitModel]
@@ -108,6 +110,23 @@ def test_what_alignment_is_worth_is_told_by_the_sum_over_an_answer(apart: float,
     plain = ScoredLearner("plain", sampler, sampler + apart, np.full(5, 10), {"mean_abs": abs(apart), "equal": 0.0})
     finding = next(each for each in findings([plain], [], "kernels") if each.about == "aligned or not")
     assert finding.level == level and finding.text.startswith(said)
+
+
+def test_words_of_a_page_are_those_recorded():
+    """Learners and layers on both sides of what is named."""
+    rng, shown = random.Random(4), []
+    layers = [LayerDeviation(f"l{n}", 0.01 * n, 2e-5 + 1e-6 * n) for n in range(9)]
+    for errors in ([], [(0.1, 1e-4)], [(0.1, 1.1e-4)], [(0.9, 1.2e-4), (0.1, 1.3e-4), (0.2, 1e-2)], [(0, 0)] * 40):
+        rows = layers[: 9 if len(errors) < 9 else 0] + [LayerDeviation("odd", *each) for each in errors]
+        shown.append(findings([], rows, "kernels"))
+    sampler = np.array([-rng.randrange(1, 512) / 64 for _ in range(3010)])
+    learners = []
+    for number, apart in enumerate((0.0, 1e-3, 0.09, 0.1, 0.9, 1.0, 3.0)):
+        measured = {"mean_abs": apart, "equal": float(number == 0), "k3": None, "max_abs": 2 * apart}
+        learners.append(ScoredLearner("plain", sampler, sampler - apart / 10, np.full(3010 // 1005, 1005), measured))
+    shown.append(findings(learners, layers, "kernels"))
+    words = [[dataclasses.asdict(finding) for finding in each] for each in shown]
+    assert_recorded(__file__, "words", words)
 
 
 END, VOCABULARY, PROMPT, LONGEST = 1, 40, (5, 6, 7), 24

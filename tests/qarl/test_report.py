@@ -18,6 +18,7 @@ from qarl.cli.main import main
 from qarl.configs.load import load_config
 from qarl.learner.clip_reasons import CLIP_REASONS
 from qarl.learner.diagnostics.ages import MismatchByAgeMeter
+from qarl.learner.diagnostics.figure import Figure
 from qarl.page.build import MARK, report_page
 from qarl.page.figures import MOST_POINTS, digits, mismatch_figures
 from qarl.page.runs import configurations, read_runs
@@ -27,6 +28,7 @@ from qarl.report.run_folder import RunFolder
 from qarl.report.start_note import StartNote
 from qarl.report.token_files import TokenRows, write_step
 from tests.support.cases import cases
+from tests.support.records import assert_recorded
 
 HOSTILE = '<!--<script></script ><script >alert("x")</script><img src=x onerror=alert(1)>&amp;\u2028 {{script}} 🙂'
 
@@ -293,19 +295,6 @@ def test_the_headline_says_what_became_of_it(tmp_path: Path, metrics: list[Any],
     assert headline.level == level and headline.text.startswith(said), headline
 
 
-def test_what_asks_for_attention_is_said(tmp_path: Path):
-    last = line(2, truncated=0.5, error_tokens=0.3, skipped_batches=1, mixed_reward_groups=0.01,
-                **{"learn/mismatch/mean_abs": 0.4, "learn/phantom_clipped": 0.2, "learn/corrected": 0.3,
-                   "learn/skipped": 2})  # fmt: skip
-    said = " ".join(finding.text for finding in findings_of(new_run(tmp_path / "run", [line(1), last], tokens=False)))
-    for words in (
-        "0.4 nats at the end, above 0.05", "20.0% of tokens are clipped",
-        "30.0% of tokens have", "50.0% of completions are cut off", "30.0% of tokens are improbable",
-        "Only 1.0% of groups", "2 optimizer steps were left out", "1 batch taught nothing",
-    ):  # fmt: skip
-        assert words in said, said
-
-
 @pytest.mark.parametrize(("arguments", "said"), cases(__file__, "refusals"))
 def test_what_is_refused(arguments: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -358,3 +347,47 @@ def test_early_warnings_are_named(tmp_path: Path):
     lines = [line(n, reward=(0.9 if n <= 20 else 0.1) + 0.001 * (n % 3)) for n in range(1, 41)]
     texts = [finding.text for finding in findings_of(new_run(tmp_path / "run", lines, 40, tokens=False))]
     assert any(text.startswith("At step 2") and "the reward fell from 0.9" in text for text in texts)
+
+
+BOUNDS = {
+    "learn/mismatch/mean_abs": 0.05, "learn/phantom_clipped": 0.01, "learn/corrected": 0.05, "truncated": 0.1,
+    "error_tokens": 0.02, "mixed_reward_groups": 0.1, "accuracy": 0.075, "reward": 0.05,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", BOUNDS)
+def test_findings_on_both_sides_of_a_bound_are_those_recorded(field: str, tmp_path: Path):
+    """Of runs of three and of twelve steps, alone and of two seeds, at the bound and a hundredth to either side."""
+    shown = []
+    for number, (steps, part) in enumerate((n, p) for n in (2, 11) for p in (0.99, 1.0, 1.01)):
+        values = [(n, BOUNDS[field] * part * (n > steps / 2)) for n in range(steps + 1)]
+        lines = [line(n, **{"reward": 0.02 * (n % 2), "accuracy": 0.3, field: value}) for n, value in values]
+        lines[-1] |= {"learn/skipped": number, "skipped_batches": 300 * number}
+        places = [(tmp_path / f"{number}-{n}", {"seed": f"{n}"}) for n in (0, 1)]
+        runs = [new_run(place, lines, steps + 1, tokens=False, fields=fields) for place, fields in places]
+        for some in (runs[:1], runs):
+            shown.append([f"{each.level}: {each.text}" for each in verdict(configurations(read_runs(some)))])
+    assert_recorded(__file__, field, shown)
+
+
+def test_the_data_of_a_page_are_those_recorded(tmp_path: Path):
+    """Of two configurations, one with two seeds; with evaluations, diagnostics, canaries, and phases of some steps."""
+    drawn = [
+        Figure("over", "Over", "nats", "Steps.", {"d": "d/over"}, True),
+        Figure("lists", "Lists", "share", "Places.", {"d": "d/mean"}, axis="age", places="d/place"),
+        Figure("counted", "Counted", "share", "Counted.", {"d": "d/mean"}, axis="layer"),
+    ]
+    runs = []
+    for number, fields in enumerate(({}, {"seed": "1"}, {"scheme": "w8a8", "dtype": "float32"})):
+        lines = [
+            line(n, reward=n * n % 5 / 7, **{"d/over": n / 7, "d/mean": [n / 10, None, 0.5], "d/place": [0, n, 8]})
+            for n in range(1, 13)
+        ]
+        for n, of_step in enumerate(lines):
+            of_step |= {"accuracy": n / 20, "canary": n / 50, "seconds/evaluate": 9.0} if n % 4 == number else {}
+            of_step |= {"seconds/learn/old": n / 3, "learn/phantom_clipped": n / 100} if n % 3 else {}
+        runs.append(new_run(tmp_path / f"run{number}", lines, 12 + number, fields=fields))
+        note = StartNote([["a"]], 0.02 * number or None, None if number else 0.25, drawn)
+        (runs[-1] / "start.json").write_text(json.dumps(asdict(note)))
+    for name, some in (("one", runs[:1]), ("three", runs)):
+        assert_recorded(__file__, f"page of {name}", data_of(*some))
