@@ -18,12 +18,15 @@ from qarl.cli.main import main
 from qarl.cli.mismatch import show
 from qarl.cli.options import text_width
 from qarl.cli.runs import _age
-from qarl.cli.schemes import SchemeRow, _show
+from qarl.cli.schemes import SchemeRow, _show, checkpoint_bytes
+from qarl.embedded.recipe import RECIPES, recipe_config
+from qarl.quant.checkpoint.load import empty_model
+from qarl.quant.schemes import SCHEMES
 from qarl.tasks import ReasoningGymTask
 from tests.support.records import assert_recorded
 
 
-def test_every_option_of_every_command():
+def test_every_option_of_every_command_and_every_field(capsys: Any, monkeypatch: pytest.MonkeyPatch):
     """Names, counts, choices, defaults and types; what --help makes of them is Python's."""
     (commands,) = (each for each in cli._parser()._actions if isinstance(each, argparse._SubParsersAction))
     options = {
@@ -35,9 +38,6 @@ def test_every_option_of_every_command():
         if not each.dest.startswith("short:") or name == "train"
     }
     assert_recorded(__file__, "options", options)
-
-
-def test_all_fields_and_their_defaults(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COLUMNS", "110")
     assert main(["train", "--help-all"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -103,7 +103,10 @@ def test_tables(capsys: pytest.CaptureFixture[str]):
     show([Finding("warning", "about", "text", "do"), Finding("note", "", "two\nlines")], console)
     ages = [_age(seconds) for seconds in (-1, 0, 59, 60, 89, 91, 3599, 3600, 86399, 86400, 10**6)]
     widths = [text_width(columns) for columns in (10, 50, 51, 119, 120, 300)]
-    assert_recorded(__file__, "tables", [widths, capsys.readouterr().out.splitlines(), ages])
+    model = empty_model(recipe_config(RECIPES["tiny-qwen3-moe"]))
+    some_schemes = [SCHEMES[name] for name in ("bf16", "w4a16", "w8a8", "fp8", "w4a16-channel")]
+    stored = [checkpoint_bytes(scheme, of, 2) for scheme in some_schemes for of in (None, model)]
+    assert_recorded(__file__, "tables", [widths, capsys.readouterr().out.splitlines(), ages, stored])
 
 
 @pytest.mark.parametrize("name", ["running_total", "lookup_sum", "chain_sum", "math"])

@@ -95,25 +95,8 @@ def test_the_page_holds_what_was_measured():
     assert "{{" not in page and "http" not in page.replace("http://www.w3.org/2000/svg", "").replace("http-equiv", "")
 
 
-@pytest.mark.parametrize(
-    ("apart", "level", "said"),
-    [
-        (0.0, "note", "0 nats an answer between a plain learner and the sampler: in runs that began so near"),
-        (-0.99, "note", "9.9 nats an answer between a plain learner and the sampler: in runs that began so near"),
-        (-1.02, "note", "10 nats an answer between a plain learner and the sampler: in runs that began far apart"),
-        (-11.0, "warning", "1.1e+02 nats an answer between a plain learner and the sampler: the scheme breaks"),
-    ],
-)
-def test_what_alignment_is_worth_is_told_by_the_sum_over_an_answer(apart: float, level: str, said: str):
-    """Ten tokens an answer. The learner's log-probs of what was sampled are lower where it is another policy."""
-    sampler = np.full(50, -1.0)
-    plain = ScoredLearner("plain", sampler, sampler + apart, np.full(5, 10), {"mean_abs": abs(apart), "equal": 0.0})
-    finding = next(each for each in findings([plain], [], "kernels") if each.about == "aligned or not")
-    assert finding.level == level and finding.text.startswith(said)
-
-
 def test_words_of_a_page_are_those_recorded():
-    """Learners and layers on both sides of what is named."""
+    """Layers on both sides of what is named; plain learners, of what alignment is worth: 10 and 100 nats an answer."""
     rng, shown = random.Random(4), []
     layers = [LayerDeviation(f"l{n}", 0.01 * n, 2e-5 + 1e-6 * n) for n in range(9)]
     for errors in ([], [(0.1, 1e-4)], [(0.1, 1.1e-4)], [(0.9, 1.2e-4), (0.1, 1.3e-4), (0.2, 1e-2)], [(0, 0)] * 40):
