@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from qarl.rollout.engine import AnswerError, BrokenAnswerError, EngineError, LostServerError
+from qarl.rollout.engine import EngineError, LostServerError
 from qarl.rollout.servers import replicas
 from qarl.rollout.servers.replicas import TRIES, Replicas
 from qarl.rollout.servers.vllm import client
@@ -207,60 +207,6 @@ def test_a_server_may_miss_some_signs_of_life():
     network = sampling_for(0.6)
     network.beats = itertools.cycle([broken_off, broken_off, sound])
     assert len(sampled(network)) == 6
-
-
-def test_a_step_on_all_leaves_out_the_lost_and_takes_them_back(caplog: pytest.LogCaptureFixture):
-    """Contract: what breaks off is tried again; what a server fails at each time is an error that names it; one
-    that is gone, or breaks off each time, is left out, and back when it goes through admission."""
-
-    async def go() -> None:
-        network = Network([sound], [sound])
-        async with network as servers:
-            first, second = servers.present()
-            calls: list[str] = []
-
-            async def step(server: VllmReplica) -> str:
-                calls.append(server.url)
-                if len(calls) < 3:
-                    raise AnswerError(f"broke at {server.url}")
-                if server is second and gone:
-                    raise LostServerError(f"no {server.url}")
-                return server.url
-
-            gone = False
-            assert await servers.on_all(step) == {first: first.url, second: second.url}
-            assert len(calls) == 4
-            gone = True
-            assert await servers.on_all(step) == {first: first.url} and servers.present() == [first]
-
-            async def refused(server: VllmReplica) -> None:
-                raise EngineError(f"{server.url} is another run's")
-
-            async def admitted(_server: VllmReplica) -> None:
-                return
-
-            await servers.readmit(admitted, refused)
-            assert servers.present() == [first]
-            await servers.readmit(admitted)
-            assert servers.present() == [first, second]
-            calls.clear()
-
-            async def never(server: VllmReplica) -> None:
-                raise AnswerError(f"broke at {server.url}")
-
-            with pytest.raises(EngineError, match=f"broke at {first.url}; broke at {second.url}"):
-                await servers.on_all(never)
-
-            async def cut_off(server: VllmReplica) -> str:
-                if server is second:
-                    raise BrokenAnswerError(f"broke at {server.url}")
-                return server.url
-
-            assert await servers.on_all(cut_off) == {first: first.url}
-
-    with caplog.at_level(logging.WARNING):
-        asyncio.run(go())
-    assert sum("answers again" in line for line in caplog.messages) == 1
 
 
 def test_one_that_is_taken_back_samples_nothing_before_the_publish_is_done():

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -31,13 +32,12 @@ from qarl.quant.types import LowBitTensor
 from qarl.rollout.engine import EngineError
 from qarl.rollout.servers.engine import ServerEngine
 from qarl.rollout.servers.open import _folder_name, run_name
-from qarl.rollout.servers.sender import VersionSender
-from qarl.rollout.servers.versions import Version, read_delta, read_version, remove_versions, write_delta, write_version
-from qarl.rollout.servers.vllm import receive
+from qarl.rollout.servers.versions import Version, read_version, remove_versions, write_delta, write_version
+from qarl.rollout.servers.vllm import receive, start
 from qarl.rollout.servers.vllm.access import RequireKey, server_key
 from qarl.rollout.servers.vllm.answers import completion_request, read_completion, read_logprobs, scoring_request
 from qarl.rollout.servers.vllm.replica import _one
-from qarl.rollout.servers.vllm.start import replica_command, replica_environment, start_replicas, visible_devices
+from qarl.rollout.servers.vllm.start import replica_environment, start_replicas, visible_devices
 from qarl.rollout.types import Prompt, Sampling
 from qarl.rollout.vllm.options import VllmOptions, llm_arguments
 from tests.support.profiles import thorough
@@ -65,7 +65,7 @@ def test_a_completion_says_which_weights_sampled_each_token():
     completion = read_completion(altered(weight_versions=spans), "http://a", versions)
     assert (completion.weight_version, completion.switches, completion.versions) == (3, ((1, 5),), [3, 5])
     unordered = (("5-e", "3-d", 1), ("3-d", "5-e", 0), ("3-d", "3-d", 1))
-    for wrong in (spans[1:], spans[:1], *([span(a, 0, 1), span(b, start, 2)] for a, b, start in unordered)):
+    for wrong in (spans[1:], spans[:1], *([span(a, 0, 1), span(b, begin, 2)] for a, b, begin in unordered)):
         with pytest.raises(EngineError, match="not all by '3-d' and '5-e', which were published last"):
             read_completion(altered(weight_versions=wrong), "http://a", versions)
 
@@ -188,15 +188,6 @@ def test_servers_are_a_number_or_addresses():
             load_config(None, {f"rollout.{name}": value})
 
 
-def test_a_replica_has_the_settings_of_an_engine_in_process(tmp_path: Path):
-    """Blind spot: that vLLM takes them is tests/engine/test_servers.py's."""
-    options = VllmOptions(RolloutConfig(max_num_seqs=7, prefix_caching=False))
-    command = replica_command(tmp_path, options, "127.0.0.1", 9, ["--seed", "4"])
-    for option in ("--max-num-seqs 7", "--no-enable-prefix-caching", "--logprobs-mode raw_logprobs", "--port 9"):
-        assert option in " ".join(command)
-    assert command[-2:] == ["--seed", "4"] and not any("key" in part for part in command)
-
-
 @pytest.mark.parametrize(
     ("gpus", "setting", "eager"), [(False, None, True), (False, False, False), (True, None, False), (True, True, True)]
 )
@@ -260,6 +251,43 @@ def test_a_run_keeps_its_name_on_another_machine(tmp_path: Path, monkeypatch: py
     assert len(names) == 3 and names == {_folder_name(run, run_name(run)) for run in runs}
 
 
+SERVER = """
+import http.server, os, signal, sys, time
+print("the log", *range(11, 1, -1), os.environ["VLLM_API_KEY"], sep="\\n", flush=True)
+handler = type("Handler", (http.server.BaseHTTPRequestHandler,), {"do_GET": lambda self: self.send_error(200)})
+{"ready": lambda: http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), handler).serve_forever(),
+ "ends": lambda: sys.exit(3), "hangs": lambda: (signal.signal(15, signal.SIG_IGN), time.sleep(60))}[sys.argv[2]]()
+"""
+
+
+def test_replicas_are_waited_for_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Contract: all answer when they are handed over, each in a session of its own; an error shows the log's last eight
+    lines, and leaves no process, whatever that makes of SIGTERM."""
+    monkeypatch.setattr(start, "replica_command", lambda *_: [sys.executable, "-ISc", SERVER, str(_[3]), *_[4]])
+    monkeypatch.setattr(start, "_PATIENCE", 0.3)
+    ports, logs = start.free_ports(2), tmp_path / "below" / "logs"
+    arguments = (tmp_path, VllmOptions(), ports, "the key", logs)
+    replicas = start_replicas(*arguments, 30.0, more=["ready"])
+    assert [(r.url, os.getsid(r.process.pid)) for r in replicas] == [
+        (f"http://127.0.0.1:{port}", r.process.pid) for port, r in zip(ports, replicas, strict=True)
+    ]
+    with socket.socket() as probe, pytest.raises(OSError, match="in use"):
+        probe.bind(("127.0.0.1", ports[0]))
+    monkeypatch.setattr(start, "_PORTS", range(ports[0], ports[0] + 1))
+    with pytest.raises(EngineError, match=f"1 servers need .*, and of {ports[0]} to {ports[0]} 0 are"):
+        start.free_ports(1)
+    for number, replica in enumerate(replicas):
+        assert (replica.log, replica.received) == (logs / f"server-{number}.log", logs / f"received-{number}")
+        replica.received.mkdir()
+    start.stop_replicas(replicas)
+    assert [(r.process.returncode, r.received.exists()) for r in replicas] == [(-15, False)] * 2
+    lines = "\n".join(map(str, [*range(8, 1, -1), "the key"]))
+    for what, seconds, message in (("ends", 30.0, "ended with status 3"), ("hangs", 1.0, "does not answer yet")):
+        with pytest.raises(EngineError, match=rf"{ports[0]} {message}; its log '.*server-0.log' ends:\n{lines}$"):
+            start_replicas(*arguments, seconds, more=[what])
+        assert not psutil.Process().children()
+
+
 def test_replicas_have_devices_of_their_own():
     cuda = {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
     assert visible_devices(1, 2, cuda) == {"CUDA_VISIBLE_DEVICES": "6,7"}
@@ -285,41 +313,6 @@ def test_a_version_is_whole_or_absent_and_in_its_own_folder(tmp_path: Path):
     assert [folder.name for folder in tmp_path.iterdir()] == ["version-8"]
 
 
-def test_a_version_is_sent_as_what_changed_where_all_servers_hold_the_one_before(tmp_path: Path):
-    """Contract: a delta is from what every server says that it holds; else, where due, where a delta is no smaller, and
-    after a stream that broke off, the version is whole; its files say which."""
-    sender = VersionSender(tmp_path, full_every=3)
-    tensors = {name: torch.zeros(4096, dtype=torch.int32) for name in "ba"}
-
-    def send(number: int, *held: str | None) -> Version:
-        return sender.write((LowBitTensor(f"{name}.weight", tensors[name]) for name in tensors), number, held)
-
-    first = send(1, None)
-    receiver = VersionCache(1, first.tensors())
-    assert first.base is None and first.digest == receiver.digest
-    tensors["a"][7] = 5
-    second = send(2, first.digest, first.digest)
-    assert second.base == first.digest and second.bytes < 1000
-    receiver.apply(read_delta(second), 2, second.digest)
-    sender.sent(2)
-    assert [folder.name for folder in tmp_path.iterdir()] == ["version-2"]
-    assert send(3, second.digest, None).base is None, "a server was restarted"
-    third = sender.write_whole()
-    assert [item.name for item in third.tensors()] == ["b.weight", "a.weight"]
-    fourth = send(4, third.digest)
-    assert send(5, fourth.digest).base == fourth.digest
-    assert send(6, fourth.digest).base is None, "one of three"
-    tensors["a"].random_()
-    tensors["b"].random_()
-    assert send(7, fourth.digest).base is None, "no smaller as a delta"
-    tensors["c"] = tensors.pop("a")
-    digest = sender.write_whole().digest
-    with pytest.raises(DeltaError, match=r"'c\.weight' came where version 7 has 'a\.weight'"):
-        send(8, digest)
-    assert send(8, digest).base is None
-    assert VersionSender(tmp_path, full_every=1).write([], 9, ["", ""]).base is None
-
-
 @pytest.mark.parametrize(("release", "untested", "serves"), [
     ("0.29.1", "vLLM 0.29 is not tested (0.30 to 0.32 are)", False), ("0.31.0", None, False),
     ("0.32.0+cpu", None, True), ("1.0.0", "vLLM 1.0 is not tested", True), ("dev", None, True),
@@ -330,12 +323,12 @@ def test_a_vllm_that_was_not_tested_is_named_and_one_without_spans_refused(
     monkeypatch.setattr(libraries, "version", lambda package: release)
     words = libraries.untested_vllm()
     assert words is None if untested is None else untested in str(words)
-    start = (tmp_path, VllmOptions(RolloutConfig()), (), None, tmp_path, 1.0)
+    nothing = (tmp_path, VllmOptions(RolloutConfig()), (), None, tmp_path, 1.0)
     if serves:
-        assert start_replicas(*start) == []
+        assert start_replicas(*nothing) == []
     else:
         with pytest.raises(EngineError, match=f"servers of vLLM {release[:4]} do not say which weights sampled"):
-            start_replicas(*start)
+            start_replicas(*nothing)
 
 
 MUTATIONS = 10_000 if thorough() else 200
