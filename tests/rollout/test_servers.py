@@ -7,13 +7,13 @@ import json
 import os
 import random
 import shutil
-import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -30,6 +30,8 @@ from qarl.quant.runtime import libraries
 from qarl.quant.runtime.libraries import ON_CPU
 from qarl.quant.types import LowBitTensor
 from qarl.rollout.engine import EngineError
+from qarl.rollout.open import open_engine
+from qarl.rollout.servers import open as opening
 from qarl.rollout.servers.engine import ServerEngine
 from qarl.rollout.servers.open import _folder_name, run_name
 from qarl.rollout.servers.versions import Version, read_version, remove_versions, write_delta, write_version
@@ -91,18 +93,7 @@ def test_a_request_depends_on_prompt_and_sample_alone():
     assert not scoring_request((1, 2), "s")["sampling_params"]["detokenize"]
 
 
-@pytest.mark.parametrize(("fields", "message"), [
-    ({"logprobs": {"content": [{"logprob": -0.5}]}}, "gave 1 log-probs for 2 tokens"),
-    ({"logprobs": {"content": [{"logprob": -0.5}] * 3}}, "gave 3 log-probs for 2 tokens"),
-    ({"logprobs": {"content": [{"logprob": -0.5}, {"logprob": -9999.0}]}}, "a log-prob that is no number"),
-    ({"logprobs": {"content": [{"logprob": -0.5}, {"logprob": float("nan")}]}}, "a log-prob that is no number"),
-    ({"logprobs": None}, "cannot be read"),
-    ({"token_ids": [], "logprobs": {"content": []}}, "gave 0 log-probs for 0 tokens"),
-    ({"finish_reason": "abort"}, "ended a completion by 'abort'"),
-    ({"weight_versions": None}, "by no weights named"),
-    ({"weight_versions": [span("2-c", 0, 2)]}, "0 to 2 by '2-c', and not all by '3-d'"),
-    ({"weight_versions": [span("2-c", 0, 1), span("3-d", 1, 2)]}, "0 to 1 by '2-c', 1 to 2 by '3-d'"),
-])  # fmt: skip
+@pytest.mark.parametrize(("fields", "message"), json.loads(Path(__file__).with_suffix(".json").read_text()))
 def test_an_answer_that_is_not_whole_is_refused(fields: dict[str, Any], message: str):
     with pytest.raises(EngineError, match=message) as error:
         read_completion(altered(**fields), "http://a", PUBLISHED)
@@ -261,23 +252,19 @@ handler = type("Handler", (http.server.BaseHTTPRequestHandler,), {"do_GET": lamb
 
 
 def test_replicas_are_waited_for_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Contract: all answer when they are handed over, each in a session of its own; an error shows the log's last eight
-    lines, and leaves no process, whatever that makes of SIGTERM."""
+    """All answer when they are handed over. An error shows the log's last eight lines, and leaves no process."""
     monkeypatch.setattr(start, "replica_command", lambda *_: [sys.executable, "-ISc", SERVER, str(_[3]), *_[4]])
     monkeypatch.setattr(start, "_PATIENCE", 0.3)
     ports, logs = start.free_ports(2), tmp_path / "below" / "logs"
     arguments = (tmp_path, VllmOptions(), ports, "the key", logs)
     replicas = start_replicas(*arguments, 30.0, more=["ready"])
-    assert [(r.url, os.getsid(r.process.pid)) for r in replicas] == [
-        (f"http://127.0.0.1:{port}", r.process.pid) for port, r in zip(ports, replicas, strict=True)
-    ]
-    with socket.socket() as probe, pytest.raises(OSError, match="in use"):
-        probe.bind(("127.0.0.1", ports[0]))
+    assert [r.url for r in replicas] == [f"http://127.0.0.1:{port}" for port in ports]
     monkeypatch.setattr(start, "_PORTS", range(ports[0], ports[0] + 1))
     with pytest.raises(EngineError, match=f"1 servers need .*, and of {ports[0]} to {ports[0]} 0 are"):
         start.free_ports(1)
     for number, replica in enumerate(replicas):
         assert (replica.log, replica.received) == (logs / f"server-{number}.log", logs / f"received-{number}")
+        assert os.getsid(replica.process.pid) == replica.process.pid
         replica.received.mkdir()
     start.stop_replicas(replicas)
     assert [(r.process.returncode, r.received.exists()) for r in replicas] == [(-15, False)] * 2
@@ -286,6 +273,28 @@ def test_replicas_are_waited_for_and_ended(tmp_path: Path, monkeypatch: pytest.M
         with pytest.raises(EngineError, match=rf"{ports[0]} {message}; its log '.*server-0.log' ends:\n{lines}$"):
             start_replicas(*arguments, seconds, more=[what])
         assert not psutil.Process().children()
+
+
+def test_the_engine_that_a_run_asks_for_is_opened_and_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """On servers only where the run has some and this process samples on them; closed once, whatever the body does."""
+    calls, engine = list[Any](), SimpleNamespace(close=lambda: calls.append("closed") or 1 / 0)
+    monkeypatch.setattr("qarl.rollout.vllm.engine.VllmEngine", lambda *_: calls.append("own") or engine)
+    monkeypatch.setattr(opening, "ServerEngine", lambda *fields, **end: calls.append(fields) or engine)
+    monkeypatch.setattr(opening, "start_replicas", lambda *fields: [SimpleNamespace(url=str(fields[4]))])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    own, there = {"servers": 2}, {"servers": ("http://a",), "server_folder": "/x"}
+    for fields, use in (({}, True), (own, False), (own, True), (there, True)):
+        opened = open_engine(tmp_path / "a", RolloutConfig(**fields), "half", use_servers=use)
+        with pytest.raises(ValueError, match="of the body"), opened:
+            raise ValueError("of the body")
+    first, second = (list(fields) for fields in calls if isinstance(fields, tuple))
+    assert [*calls[::2][:2], *calls[1::2]] == ["own"] * 2 + ["closed"] * 4
+    assert (first[0], len(first[1]), first[2]) == ([str(tmp_path / "servers")], 43, tmp_path / "versions")
+    name = run_name(tmp_path)
+    assert second[:3] == [("http://a",), None, Path("/x") / _folder_name(tmp_path, name)] and second[5:] == [name, True]
+    with pytest.raises(ZeroDivisionError), open_engine(tmp_path / "a", RolloutConfig(), "half"):
+        calls.clear()
+    assert calls == ["closed"]
 
 
 def test_replicas_have_devices_of_their_own():
