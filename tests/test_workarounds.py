@@ -14,47 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.cases import cases
+
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/lab/workarounds.md").read_text()
 ROWS = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in PAGE.splitlines() if line.startswith("| ")]
 TABLE = [row for row in ROWS if row[0] != "fault"]
 
-LAYERS, KERNELS = "vllm/model_executor/layers", "vllm/model_executor/kernels/linear"
-SCHEMES = f"{LAYERS}/quantization/compressed_tensors/schemes"
-UPSTREAM = {
-    "reload copies back": ("vllm/model_executor/model_loader/reload/layerwise.py", "param.data.copy_(getattr(layer, "),
-    "heads are prepacked": (f"{LAYERS}/utils.py", "handler = ops.create_onednn_mm(origin_weight.t()"),
-    "strides of a kernel": (f"{LAYERS}/fused_moe/experts/cutlass_moe.py", "ab_strides2 = torch.full((e,), n, device"),
-    "flashinfer by path": ("vllm/utils/flashinfer.py", 'shutil.which("ninja") is None'),
-    "humming is preferred": (f"{LAYERS}/fused_moe/oracle/int_wna16.py", "return prioritize_humming(backends)"),
-    "gates quantize": (f"{LAYERS}/fusion/quant_activation.py", 'getattr(layer, "requires_unquantized_input", False)'),
-    "w4a8 alias": (f"{SCHEMES}/compressed_tensors_w4a8_int.py", 'layer.register_parameter("weight_packed", weight)'),
-    "experts' kernel": (f"{LAYERS}/fused_moe/unquantized_fused_moe_method.py", "# Setup moe kernel only on the first"),
-    "sampler compiles": ("vllm/v1/sample/ops/logprobs.py", "@torch.compile(backend="),
-    "a new stream a thread": ("vllm/utils/torch_utils.py", "            torch.cuda.set_stream(new_stream)"),
-    "parameters ask for a group": ("vllm/model_executor/parameter.py", "tp_rank = get_tensor_model_parallel_rank()"),
-    "fp8 asks the model's config": (f"{SCHEMES}/compressed_tensors_w8a8_fp8.py", "_vllm_config().model_config.dtype"),
-    "loaders are bound methods": (f"{LAYERS}/linear.py", "weight_loader=self.weight_loader"),
-    "experts need AMX": (f"{LAYERS}/fused_moe/experts/cpu_moe.py", "and torch.cpu._is_amx_tile_supported()"),
-    "int8 activations by default": ("vllm/envs.py", 'os.getenv("VLLM_CPU_INT4_W4A8", "1")'),
-    "int8 by rows alone": (f"{KERNELS}/scaled_mm/cpu.py", "and check_cpu_sgl_kernel(N, K, dtype)"),
-    "fp8 one element at a time": (f"{KERNELS}/scaled_mm/cpu.py", "requires native AMX-FP8 hardware (Diamond Rapids); "),
-    "int4 widened": (f"{KERNELS}/mixed_precision/cpu.py", "into_int32(weight, self.config.weight_type, 1)"),
-    "few rows by another kernel": (f"{LAYERS}/utils.py", "layer.cpu_linear = lambda x, weight, bias: ops.onednn_mm("),
-    "a thread shows its error": (
-        "tensorboard/summary/writer/event_file_writer.py",
-        "            self.exception = ex\n",
-    ),
-    "attention by AMX": (
-        "vllm/v1/attention/backends/cpu_attn.py",
-        "if supports_amx and dtype in (torch.bfloat16,) and block_size % 32 == 0:",
-    ),
-    "classes are decorated": ("vllm/model_executor/models/transformers/base.py", "self._decorate_for_torch_compile()"),
-    "classes are looked at apart": ("vllm/model_executor/models/registry.py", "mi = _run_in_subprocess("),
-    "schedule is dumped": ("vllm/v1/engine/core.py", "dump_engine_exception("),
-    "hub asked six times": ("huggingface_hub/utils/_http.py", "    max_retries: int = 5,"),
-    "files are read whole": ("transformers/modeling_utils.py", "= _load_state_dict_into_zero3_model(model, state_dict"),
-}
+UPSTREAM = cases(__file__, "upstream")
 """Fault → the library's file, and the text in it that makes the workaround necessary."""
 
 

@@ -20,6 +20,7 @@ from qarl.evaluation.suites import SUITES, suite_tasks
 from qarl.tasks import Problem, Response, TaskError
 from qarl.tasks.math import TIME_LIMIT, math_checker, math_scorer
 from tests.support import Policies
+from tests.support.cases import cases
 from tests.support.profiles import thorough
 from tests.support.transformers_engine import use_transformers_engine
 
@@ -94,7 +95,7 @@ SLOW = (
 """Answers that cost a parser, or arithmetic, seconds or for ever. The reference is "1"; all are wrong."""
 
 
-def cases(count: int, seed: int) -> Iterator[Case]:
+def generated(count: int, seed: int) -> Iterator[Case]:
     r"""Generated answers in \boxed{…}: as many of every kind, in turn; the box stands in a sentence."""
     rng = random.Random(seed)
     for number in range(count):
@@ -116,7 +117,7 @@ def by_the_library(reference: str, text: str) -> bool:
 
 def test_generated_answers_agree_with_math_verify():
     """500 in `make test-thorough`. Blind spot: of several boxes in a text QaRL takes the last, the library all."""
-    drawn = list(cases(500 if thorough() else 2 * len(KINDS), seed=0))
+    drawn = list(generated(500 if thorough() else 2 * len(KINDS), seed=0))
     rewards = math_scorer()([response(reference, text) for reference, text, _ in drawn])
     for (reference, text, right), reward in zip(drawn, rewards, strict=True):
         assert reward == float(by_the_library(reference, text)), (reference, text)
@@ -140,20 +141,9 @@ def test_references_may_come_in_a_box_or_between_dollars_and_one_that_cannot_be_
         assert math_checker()([response(reference, r"\boxed{7}"), response(reference, "7")]) == [True, False]
 
 
-ROWS: dict[str, list[dict[str, Any]]] = {
-    "aime24": [{"id": 60, "problem": "Find $x$ if $2x = 408$.", "solution": "…", "answer": "204", "year": "2024"},
-               {"id": 61, "problem": "How many minutes?", "solution": "…", "answer": "025", "year": "2024"}],
-    "aime25": [{"problem": "Find the sum of all integer bases.", "answer": "70", "id": "0"}],
-    "amc23": [{"id": 0, "question": "Find $a+b$.", "answer": 27.0, "url": "…"}],
-    "math500": [{"problem": "Convert $(0,3)$.", "solution": "…", "subject": "Precalculus", "level": 2,
-                 "answer": "\\left( 3, \\frac{\\pi}{2} \\right)", "unique_id": "test/precalculus/807.json"}],
-    "minerva": [{"question": "At what energy? Answer in eV.", "answer": "13.6"}],
-    "olympiadbench": [{"id": 1606, "question": "Find $T$.", "solution": ["…"], "final_answer": ["$\\frac{1}{2}$"],
-                       "is_multiple_answer": False, "answer_type": "Numerical", "context": None}],
-}  # fmt: skip
+ROWS: dict[str, list[dict[str, Any]]] = cases(__file__, "rows")
 """A few rows as each data set has them."""
-RIGHT = {"aime24": "204", "aime25": "70", "amc23": "27", "math500": "(3, \\frac{\\pi}{2})", "minerva": "13.6",
-         "olympiadbench": "0.5"}  # fmt: skip
+RIGHT = cases(__file__, "right")
 
 
 def write_copies(folder: Path) -> Path:

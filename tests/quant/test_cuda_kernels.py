@@ -35,26 +35,12 @@ from qarl.quant.runtime.batch_invariance import BATCH_INVARIANT, batch_invariant
 from qarl.quant.schemes import SCHEMES, Scheme, get_scheme
 from qarl.rollout.vllm.options import VllmOptions, llm_arguments
 from qarl.run.session import enable_batch_invariance
+from tests.support.cases import cases
 from tests.support.cuda_platform import CAPABILITIES, config_of, engines_experts, fits, stub_cuda
 from tests.support.kernels import chosen_kernel, no_cuda
 
-SHAPES = {  # hidden columns, heads, those of keys and values, head size, the MLP's columns
-    "tiny-qwen3": (128, 2, 1, 64, 256),
-    "Qwen3-0.6B": (1024, 16, 8, 128, 3072),
-    "Qwen3-1.7B": (2048, 16, 8, 128, 6144),
-    "Qwen3-4B": (2560, 32, 8, 128, 9728),
-    "Qwen3-8B": (4096, 32, 8, 128, 12288),
-    "Qwen3-14B": (5120, 40, 8, 128, 17408),
-    "Qwen3-30B-A3B": (2048, 32, 4, 128, 6144),
-    "Qwen2.5-Math-1.5B": (1536, 12, 2, 128, 8960),
-    "Qwen2.5-Math-7B": (3584, 28, 4, 128, 18944),
-    "Qwen2.5-Math-72B": (8192, 64, 8, 128, 29568),
-    "Llama-3.2-1B": (2048, 32, 8, 64, 8192),
-    "Llama-3.2-3B": (3072, 24, 8, 128, 8192),
-    "Llama-3.1-8B": (4096, 32, 8, 128, 14336),
-    "Llama-3.1-70B": (8192, 64, 8, 128, 28672),
-    "Mixtral-8x7B": (4096, 32, 8, 128, 14336),
-}
+SHAPES = cases(__file__, "shapes")
+"""Of models: hidden columns, heads, those of keys and values, head size, the MLP's columns."""
 META = torch.device("meta")
 
 
