@@ -24,6 +24,7 @@ from qarl.tasks import Problem, Response, RewardError, TaskError, load_task, sco
 from qarl.tasks.rewards import exact_answer, exact_reward, last_box
 from qarl.tasks.scorers import in_this_process
 from qarl.tasks.task import Task
+from tests.support.cases import cases, pattern
 from tests.support.forks import ROOT
 
 PLAIN = Problem("p", "3 + 4 =", "7", {"style": "short"})
@@ -84,29 +85,7 @@ def test_a_reward_and_a_checker_may_differ(questions: Path):
     assert task.correct([Response(PLAIN, "it is 7"), Response(PLAIN, "8")]) == [True, False]
 
 
-SIGNATURES = {
-    "qarl": "def f(problem, text):\n    return float(text == problem.answer)",
-    "qarl, with ids": "def f(problem, text, token_ids):\n    return float(token_ids == (0,) and text == '7')",
-    "trl": "def f(completions, answer, **kwargs):\n    return [float(c == a) for c, a in zip(completions, answer)]",
-    "trl, in full": (
-        "def f(prompts, completions, completion_ids, style, **kwargs):\n"
-        "    assert prompts == ['3 + 4 ='] * 2 and style == ['short'] * 2\n"
-        "    return [float(len(ids) == 1 and c == '7') for c, ids in zip(completions, completion_ids)]"
-    ),
-    "trl, of ids alone": (
-        "def f(completions_ids, log_metric=None, **kwargs):\n    log_metric('length', 1.0)\n"
-        "    kwargs['log_extra']('text', kwargs['completions'])\n"
-        "    return [float(c == '7' and len(i) == 1) for c, i in zip(kwargs['completions'], completions_ids)]"
-    ),
-    "trl, async": "async def f(completions, **kwargs):\n    return [float(c == '7') for c in completions]",
-    "verl": (
-        "def f(data_source, solution_str, ground_truth, extra_info=None):\n"
-        "    assert data_source == 'q.jsonl' and extra_info == {'style': 'short'}\n"
-        "    return {'score': float(solution_str == ground_truth)}"
-    ),
-    "async": "import asyncio\n\n\nasync def f(problem, text):\n    await asyncio.sleep(0)\n    return text == '7'",
-    "numpy": "import numpy\n\n\ndef f(problem, text):\n    return numpy.float32(text == '7')",
-}
+SIGNATURES = {name: "\n".join(lines) for name, lines in cases(__file__, "signatures").items()}
 
 
 @pytest.mark.parametrize("code", SIGNATURES.values(), ids=SIGNATURES)
@@ -157,20 +136,9 @@ def test_what_is_no_reward_is_refused(make: Callable[[Path, str], Task], code: s
         make(questions, code)
 
 
-@pytest.mark.parametrize(
-    ("code", "said"),
-    [
-        ("def f(problem, text):\n    return {}['oops']", r"raised KeyError: 'oops' \(.*mine\.py, line 2, in f\)"),
-        ("def f(completions, **kwargs):\n    return 1.0", "returned a float for 2 completions; give a list"),
-        ("def f(completions, **kwargs):\n    1 / 0", "raised ZeroDivisionError"),
-        ("def f(completions, **k):\n    return [c[0]['content'] for c in completions]", "completions are chats where"),
-        ("def f(completions, style2, **kwargs):\n    return []", "asks for a column 'style2', and the task has style"),
-        ("def f(completion_ids, trainer_state):\n    return []", "'trainer_state'.*is not known where rewards run"),
-        ("async def f(problem, text):\n    import asyncio\n    await asyncio.sleep(99)", "took longer than"),
-    ],
-)
+@pytest.mark.parametrize(("code", "said"), cases(__file__, "errors"))
 def test_whatever_a_reward_does_is_an_error(code: str, said: str, questions: Path):
-    with pytest.raises(RewardError, match=said) as caught:
+    with pytest.raises(RewardError, match=pattern(said)) as caught:
         rewards(here(questions, code, time_limit=0.2), "7", "8")
     assert "problem id: p" in str(caught.value)
 

@@ -9,6 +9,7 @@ import pytest
 from qarl.configs.errors import ModelError
 from qarl.quant.checkpoint.folder import check_context, check_rotary, has_chat_template, local_folder, tensor_shapes
 from qarl.quant.checkpoint.load import load_config
+from tests.support.cases import cases
 from tests.support.learners import random_model
 
 
@@ -21,17 +22,7 @@ def test_what_is_neither_a_folder_nor_a_hub_id_is_refused(name: str, tmp_path: P
     assert local_folder("owner/name") is None and local_folder(str(tmp_path)) == tmp_path
 
 
-@pytest.mark.parametrize(("config", "longest"), [
-    ({"max_position_embeddings": 64}, 64),
-    ({"max_position_embeddings": 64, "rope_scaling": {"type": "linear", "factor": 2.0}}, 128),
-    ({"max_position_embeddings": 64, "rope_parameters": {"rope_type": "linear", "factor": 4}}, 256),
-    ({"max_position_embeddings": 64, "rope_parameters": {"rope_type": "llama3", "factor": 8}}, 64),
-    ({"max_position_embeddings": 64, "rope_parameters": {"full_attention": {"rope_type": "linear"}}}, 64),
-    ({"max_position_embeddings": 64, "rope_scaling": {"type": "linear", "factor": "2"}}, 64),
-    ({"max_position_embeddings": None, "n_positions": 16}, 16),
-    ({"max_position_embeddings": 64, "text_config": {"max_position_embeddings": 32}}, 32),
-    ({}, 10**9),
-])  # fmt: skip
+@pytest.mark.parametrize(("config", "longest"), cases(__file__, "positions"))
 def test_positions_bound_prompt_and_completion(config: dict[str, Any], longest: int, tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     check_context(tmp_path, longest)

@@ -17,6 +17,7 @@ from qarl.quant.materialize import LowBitWeight, materialize
 from qarl.quant.materialize.activations import quantize_activation
 from qarl.quant.materialize.experts import materialize_experts
 from qarl.quant.schemes import COMPUTE_DTYPES, MASTER_DTYPES, SCHEMES, Scheme, SchemeError, get_scheme, scheme_of_args
+from tests.support.cases import cases
 from tests.support.library import FP4, library, library_scale
 from tests.support.profiles import examples
 from tests.support.tensors import as_bytes, heavy, same_bits
@@ -249,15 +250,7 @@ def test_a_scale_beyond_float16_is_refused_with_the_remedy():
     assert torch.isfinite(materialize(weight, get_scheme("w4a16"), torch.bfloat16).dequantized()).all()
 
 
-@pytest.mark.parametrize(("name", "shape", "message"), [
-    ("fp8-block", (64, 256), "has 64 output rows, no multiple of the block's 128"),
-    ("fp8-block", (128, 192), "has 192 input columns, no multiple of the group size 128"),
-    ("w4a16-channel", (32, 20), "has 20 input columns, no multiple of the 8 codes that are packed"),
-    ("nvfp4", (32, 40), "has 40 input columns, no multiple of the group size 16"),
-    ("mxfp4a16", (32, 48), "has 48 input columns, no multiple of the group size 32"),
-    ("w8a16", (32, 64), "has 64 input columns, no multiple of the group size 128"),
-    *(("w4a16", (2, n), f"has {n} input columns, no multiple of the group size 128") for n in (1, 127, 136, 1000)),
-])  # fmt: skip
+@pytest.mark.parametrize(("name", "shape", "message"), cases(__file__, "shapes"))
 def test_shapes_a_scheme_cannot_hold_are_refused(name: str, shape: tuple[int, int], message: str):
     """The error names scheme, layer and both sizes; nothing is padded silently. Others hold any shape."""
     with pytest.raises(SchemeError, match=f"scheme '{name}': layer 'x' {re.escape(message)}") as error:

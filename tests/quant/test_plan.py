@@ -19,6 +19,7 @@ from qarl.configs.schema.run import LayerRule
 from qarl.quant.checkpoint.plan import Plan, make_plan
 from qarl.quant.checkpoint.shapes import plan_layers
 from qarl.quant.schemes import SchemeError, get_scheme, scheme_of_args
+from tests.support.cases import cases, pattern
 from tests.support.models import SIZES
 from tests.support.profiles import examples
 
@@ -96,33 +97,9 @@ def test_rules_resolve_as_a_plain_loop_would(chosen: list[tuple[str, str]], main
         assert (plan.bound, plan.k3_bound) == (max(s.bound for s in used), max(s.k3_bound for s in used))
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("*.donw_proj=w8a8", r"'\*\.donw_proj=w8a8' matches no layer of the model; near it are '\*\.down_proj'"),
-    ("model.layers.0.self_attn=w8a8", r"matches no layer of the model; near it are 'model\.layers\.0\.self_attn\."),
-    ("re:quux=w8a8", r"matches no layer .* its layers end in q_proj, .* 'model\.layers\.0\.self_attn\.q_proj'"),
-    ("first:4=bf16", r"'first:4=bf16' matches no layer of the model; it has 3 decoder layers"),
-    ("*.down_proj=w8", r"layer rule '\*\.down_proj=w8': unknown scheme 'w8': known are .*did you mean 'w8a8'"),
-    ("first:1=bf16,model.layers.0.*=w8a8", r"'model\.layers\.0\.\*=w8a8' changes nothing: .* 'first:1=bf16' comes"),
-    ("*.q_proj=w8a8", r"'model\.layers\.0\.self_attn\.qkv_proj' as one, so its 3 layers need one scheme, but "
-     r".*q_proj' takes 'w8a8' by rule '\*\.q_proj=w8a8', .*k_proj' takes 'w4a16' by no rule; match all"),
-    ("*.1.mlp.up_proj=bf16", r"gate_up_proj' as one, .*for example re:\.\*\\\.\(gate_proj\|up_proj\)\$\)"),
-    ("*=w8a8", r"'\*=w8a8' would quantize 'lm_head'; .* names them exactly \('lm_head=w8a8'\); put a rule before"),
-    ("re:.*(_proj|head)$=w8a8", r"would quantize 'lm_head'"),
-    ("*embed*=w8a8", r"would quantize 'model\.embed_tokens', which cannot be: it is looked up"),
-    ("model.embed_tokens=w8a8", r"would quantize 'model\.embed_tokens', which cannot be: it is looked up"),
-    ("model.*=w8a8", r"would quantize 'model\.embed_tokens'"),
-    ("*.layers.*=w8a8", r"scheme 'w4a16' quantizes none of the model's 22 linear layers; the rules take them all"),
-    ("*=bf16", r"quantizes none of the model's 22 linear layers"),
-    # What follows cannot be read.
-    ("first:1", r"layers\.0: 'first:1' is no layer rule; write PATTERN=SCHEME"),
-    ("=w8a8", r"layer rule '=w8a8' needs a pattern and a scheme"),
-    ("first:0=bf16", r"counts decoder layers with '0'; write first:1"),
-    ("last:x=bf16", r"counts decoder layers with 'x'"),
-    ("re:(=bf16", r"'re:\(=bf16' is no regular expression: missing \)"),
-    ("[{match: a, schema: b}]", r"layers: {'match': 'a', .*} lacks 'scheme'; .*layers\.0\.schema 'b' is no key"),
-])  # fmt: skip
+@pytest.mark.parametrize(("text", "message"), cases(__file__, "refusals"))
 def test_a_rule_that_cannot_be_meant_or_read_is_refused(text: str, message: str):
-    with pytest.raises((SchemeError, ConfigError), match=message):
+    with pytest.raises((SchemeError, ConfigError), match=pattern(message)):
         plan_of(text)
 
 
