@@ -18,6 +18,7 @@ from qarl.configs.schema.run import RunConfig, TaskConfig
 from qarl.configs.schemes import SCHEME_SPECS
 from qarl.report.run_folder import FIXED_FIELDS, resumed_config
 from qarl.rollout.types import Sampling
+from tests.support.cases import cases
 
 
 def test_naming_another_task_forgets_the_files_options(tmp_path: Path):
@@ -34,22 +35,7 @@ def test_every_shipped_file_parses(name: str):
     assert isinstance(load_config(config_file(name), {}), RunConfig)
 
 
-TABLE_2 = {
-    "data.train_batch_size": (512, "rollout.prompts"),
-    "data.max_prompt_length": (2048, "rollout.max_prompt_tokens"),
-    "data.max_response_length": (16384, "rollout.max_new_tokens"),
-    "rollout.n": (8, "rollout.samples"),
-    "val_kwargs.temperature": (0.6, "eval.temperature"),
-    "actor.ppo_max_token_len_per_gpu": (22528, "learner.micro_batch_tokens"),
-    "optim.opt_type": ("muon", "learner.optimizer.name"),
-    "optim.lr": (1e-6, "learner.optimizer.lr"),
-    "optim.weight_decay": (0.01, "learner.optimizer.weight_decay"),
-    "actor.use_kl_loss": ("none", "learner.kl.name"),
-    "actor.seq_clip_ratio_high": (0.0004, "learner.objective.epsilon_high"),
-    "actor.neg_seq_clip_ratio_high": (0.0007, "learner.objective.delta_high"),
-    "actor.neg_seq_clip_ratio_low": (0.0003, "learner.objective.delta_low"),
-    "actor.seq_tis_imp_ratio_cap": (2, "learner.correction.cap"),
-}
+TABLE_2 = cases(__file__, "table 2")
 """The paper's parameter → its value there, and the field that holds it here."""
 PAPER = {
     "Qwen/Qwen2.5-Math-1.5B": {"rollout.max_new_tokens": 2048},

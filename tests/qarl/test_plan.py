@@ -273,16 +273,13 @@ def test_a_run_takes_all_gpus_and_a_recipe_that_fits(driver: Callable[..., None]
 def test_processes_of_several_machines_choose_as_one(
     driver: Callable[..., None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    """Contract: a launcher's processes are as many as it says; what the first decides is the run's, and processes that
-    were started otherwise are refused."""
+    """As many as their launcher says; what the first decides is the run's; those started otherwise are refused."""
     for name, value in {"RANK": "0", "WORLD_SIZE": "32", "LOCAL_WORLD_SIZE": "8"}.items():
         monkeypatch.setenv(name, value)
     driver(*8 * [81559])
     assert main(LITERAL) in (0, 2)
-    assert [line for line in capsys.readouterr().out.splitlines() if "chosen" in line] == [
-        "# chosen: --config recipes/qwen3-30b-a3b-8x80gb: for this model, and fits 8 × NVIDIA H100 80GB HBM3; give "
-        "--config for other settings"
-    ]
+    (said,) = (line for line in capsys.readouterr().out.splitlines() if "chosen" in line)
+    assert said.startswith("# chosen: --config recipes/qwen3-30b-a3b-8x80gb: for this model")
     dense, machine = config(model="Qwen/Qwen3-14B"), parse_machine("8x80GB")
     one, four = (choose(dense, {}, "small", count, machine, 8) for count in (8, 32))
     assert one.processes == 8 and four.processes == 32 and {*four.fields} <= {*one.fields}
