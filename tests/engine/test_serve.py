@@ -1,5 +1,6 @@
 """`qarl serve` over HTTP: an export's greedy completion is the engine's own, token for token; a kill ends it all."""
 
+import importlib
 import json
 import os
 import signal
@@ -15,7 +16,6 @@ from typing import Any
 
 import pytest
 import zmq
-from vllm.v1.engine import utils
 
 from qarl.quant.kernels import vllm_cpu
 from qarl.rollout.servers.vllm.start import free_ports
@@ -75,6 +75,7 @@ def test_a_served_export_answers_with_the_engines_tokens(random_policy: Policies
 
 def test_an_interrupt_while_an_engine_starts_ends_the_server(monkeypatch: pytest.MonkeyPatch):
     """vLLM drops it there, and waits for an engine that the same signal may have ended."""
+    utils: Any = importlib.import_module("vllm.v1.engine.utils")
     monkeypatch.setattr(utils, "zmq_socket_ctx", utils.zmq_socket_ctx)  # and back
     vllm_cpu._end_where_interrupted()
     with pytest.raises(SystemExit, match="130"), utils.zmq_socket_ctx("inproc://started", zmq.ROUTER, bind=True):

@@ -85,7 +85,9 @@ def life(folder: Path, patch: pytest.MonkeyPatch, changes: dict[str, Any], steps
         return answer.json()
 
     def join(name: str = "key", value: str = "k") -> None:
-        options = {"max_prompt_tokens": 60, "max_new_tokens": 40, "server_full_every": 3} | changes | {name: value}
+        options: dict[str, Any] = (
+            {"max_prompt_tokens": 60, "max_new_tokens": 40, "server_full_every": 3} | changes | {name: value}
+        )
         key, *own = options.pop("key", "k"), options.pop("learner", "run"), options.pop("lead", "1") == "1"
         settings = VllmOptions(RolloutConfig(servers=tuple(servers), **options))
         urls, end = [f"{url}/" for url in servers], lambda: log.append("end")

@@ -282,7 +282,7 @@ def test_the_engine_that_a_run_asks_for_is_opened_and_closed(tmp_path: Path, mon
     monkeypatch.setattr(opening, "ServerEngine", lambda *fields, **end: calls.append(fields) or engine)
     monkeypatch.setattr(opening, "start_replicas", lambda *fields: [SimpleNamespace(url=str(fields[4]))])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    own, there = {"servers": 2}, {"servers": ("http://a",), "server_folder": "/x"}
+    own, there = dict[str, Any](servers=2), dict[str, Any](servers=("http://a",), server_folder="/x")
     for fields, use in (({}, True), (own, False), (own, True), (there, True)):
         opened = open_engine(tmp_path / "a", RolloutConfig(**fields), "half", use_servers=use)
         with pytest.raises(ValueError, match="of the body"), opened:

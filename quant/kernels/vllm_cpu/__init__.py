@@ -4,6 +4,7 @@ Entry point in `vllm.general_plugins`: each of vLLM's processes registers them b
 learner (`quant.kernels.vllm`).
 """
 
+import importlib
 import os
 import signal
 from collections.abc import Iterator
@@ -84,8 +85,7 @@ def _leave_transformers_classes() -> None:
 
 def _end_where_interrupted() -> None:
     """vLLM makes a `KeyboardInterrupt` of SIGTERM, and drops it while it waits for an engine."""
-    from vllm.v1.engine import utils
-
+    utils: Any = importlib.import_module("vllm.v1.engine.utils")
     opened = utils.zmq_socket_ctx
 
     @contextmanager
