@@ -139,12 +139,12 @@ def planned(
 def agreed(config: RunConfig, requested: RunConfig, processes: "Processes") -> RunConfig:
     """What the first process decided of a run, for all of them, whose machines may have had other memory free.
     requested: what this one was started with; raises `ConfigError` where that is another configuration."""
-    asked_for = [leaf_values(each) for each in processes.gathered(requested)]
+    first, *others = (leaf_values(each) for each in processes.gathered(requested))
 
     def of_all() -> RunConfig:
-        first = asked_for[0]
-        for rank, other in enumerate(asked_for):
-            for path in (path for path in {**first, **other} if first.get(path) != other.get(path)):
+        for rank, other in enumerate(others, 1):
+            path = next((path for path in {**first, **other} if first.get(path) != other.get(path)), None)
+            if path is not None:
                 raise ConfigError(
                     f"process {rank} was started with {path} {other.get(path)!r}, process 0 with {first.get(path)!r}; "
                     "start all of a run's processes with one configuration"
