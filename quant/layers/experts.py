@@ -72,7 +72,7 @@ class RoutedLowBitExperts(LowBitLayer[LowBitExperts, ExpertsMatmul]):
         return self.gate_up_adapter, self.down_adapter
 
     def _materialize(self, out: LowBitExperts | None) -> LowBitExperts:
-        gate_up, down = self.merged()
+        gate_up, down = self.to_round()
         scales, shards = self._kept_scales(), [shard_of(master) for master in self.masters]
         return materialize_experts(gate_up, down, self.scheme, self.context.dtype, self.layer, out, scales, shards)
 

@@ -72,7 +72,7 @@ class LowBitLinear(LowBitLayer[LowBitWeight, LowBitMatmul]):
         super().refresh()
 
     def _materialize(self, out: LowBitWeight | None) -> LowBitWeight:
-        weight, fused = self.merged()[0], tuple(other.merged()[0] for other in self.fused)
+        weight, fused = self.to_round()[0], tuple(other.to_round()[0] for other in self.fused)
         (scale,), dtype, shard = self._kept_scales(), self.context.dtype, shard_of(self.master)
         return materialize(weight, self.scheme, dtype, self.layer, fused, out, scale, shard)
 

@@ -26,7 +26,8 @@ class LowBitLayer(nn.Module, Generic[Codes, Kernel]):
     layer: checkpoint name. scheme: of this layer, `bf16` where it is left alone. context: the model's. low_bit: codes
     and scales of this version, None before the first `refresh`; where codes are not kept, shapes, and the scales of the
     version that they were let go of with. keeps_scales: whether versions are made with the scales of the one before
-    (`quant.model.kept_scales`). version: how many there were.
+    (`quant.model.kept_scales`). moves: by a master's place, what is added to it before it is rounded (an unaligned
+    learner's `start_from_codes`). version: how many there were.
     """
 
     def __init__(self, layer: str, scheme: Scheme, context: LayerContext):
@@ -37,6 +38,7 @@ class LowBitLayer(nn.Module, Generic[Codes, Kernel]):
         self.low_bit: Codes | None = None
         self.version = 0
         self.keeps_scales = False
+        self.moves: dict[int, torch.Tensor] = {}
         self._kernel: Kernel | None = None
         self._plain: Kernel | None = None
 
@@ -130,13 +132,17 @@ class LowBitLayer(nn.Module, Generic[Codes, Kernel]):
         self._kernel = None
 
     def merged(self) -> tuple[torch.Tensor, ...]:
-        """What is materialized: each master with its adapter's product added where it has one, in the master's dtype
+        """What a learner learns: each master with its adapter's product added where it has one, in the master's dtype
         and shape, so this process's rows of it; copied to the context's device from wherever it waits."""
         there = [master.detach().to(device=self.context.device, non_blocking=True) for master in self.masters]
         return tuple(
             base if adapter is None else adapter.merge(base, shard_of(master))
             for master, base, adapter in zip(self.masters, there, self.adapters, strict=True)
         )
+
+    def to_round(self) -> tuple[torch.Tensor, ...]:
+        """What is rounded to codes: `merged`, moved by `moves` in fp32."""
+        return tuple(w + self.moves[index] if index in self.moves else w for index, w in enumerate(self.merged()))
 
     @property
     def factors(self) -> tuple[nn.Parameter, ...]:

@@ -4,13 +4,14 @@ docs/guide/scales.md has what both are worth.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import nn
 
 from qarl.configs.errors import ConfigError
 from qarl.configs.schema.quantization import ScaleRule
 from qarl.quant.checkpoint.plan import Plan
+from qarl.quant.layers.low_bit_layer import LowBitLayer
 from qarl.quant.materialize import LowBitWeight
 from qarl.quant.materialize.code_changes import quantized_weights
 from qarl.quant.model.low_bit_model import LowBitModel
@@ -42,12 +43,17 @@ def keep_scales(model: LowBitModel) -> None:
 
 
 def scales_state(model: LowBitModel) -> dict[str, torch.Tensor]:
-    """What a checkpoint needs beside masters to make the same versions: kept scales, by the name of their weight."""
-    return {name: weight.scale for name, _, weight in _kept(model) if weight.scale is not None}
+    """What a checkpoint needs beside masters to make the same versions: kept scales by the name of their weight, and by
+    NAME.move what is added to a master before it is rounded."""
+    scales = {name: weight.scale for name, _, _, weight in _kept(model) if weight.scale is not None}
+    return scales | {f"{name}.move": layer.moves[at] for name, layer, at, _ in _kept(model) if at in layer.moves}
 
 
 def load_scales_state(model: LowBitModel, state: Mapping[str, torch.Tensor]) -> None:
     """Take over a `scales_state`; the next refresh uses it. Raises `ConfigError` where it is of other weights."""
+    for name, layer, at, _ in _kept(model):
+        if f"{name}.move" in state:
+            layer.moves[at] = torch.empty_like(layer.masters[at], dtype=torch.float32)
     ours = scales_state(model)
     other = sorted(state.keys() ^ ours.keys())
     if other:
@@ -55,15 +61,16 @@ def load_scales_state(model: LowBitModel, state: Mapping[str, torch.Tensor]) -> 
             f"the checkpoint keeps the scales of {len(state)} weights, this run those of {len(ours)}, the first that "
             f"differs being {other[0]!r}; resume with the quantization.scale it was written with"
         )
-    for name, scale in ours.items():
-        scale.copy_(state[name])
+    for name, tensor in ours.items():
+        tensor.copy_(state[name])
 
 
 @torch.no_grad()
 def start_from_codes(model: LowBitModel, tensors: Sequence[LowBitTensor]) -> None:
     """Make the present weight version that of `tensors`, in the order of `LowBitModel.low_bit_tensors`.
 
-    Their scales are kept from here on, and every master is moved by whole scales to where it rounds to its code.
+    Their scales are kept from here on. Every master is moved by whole scales to where it rounds to its code; of an
+    unaligned learner the move is kept beside it, so that what it learns by begins as the policy it was given.
     Raises `SchemeError` where the version that these masters give differs in any bit: masters too coarse for the codes,
     or unquantized tensors that were changed.
     """
@@ -71,8 +78,12 @@ def start_from_codes(model: LowBitModel, tensors: Sequence[LowBitTensor]) -> Non
     for ours, theirs in zip(model.low_bit_tensors(), tensors, strict=True):
         assert ours.name == theirs.name, f"{theirs.name!r} comes where {ours.name!r} should"
         ours.tensor.copy_(theirs.tensor)
-    for _, master, weight in _kept(model):
-        master.copy_(_moved_to_codes(master, weight))
+    for _, layer, at, weight in _kept(model):
+        master, moved = layer.masters[at], _moved_to_codes(layer.masters[at], weight)
+        if model.context.aligned:
+            master.copy_(moved)
+        else:
+            layer.moves[at] = moved - master
     model.refresh()
     for ours, theirs in zip(model.low_bit_tensors(), tensors, strict=True):
         if not torch.equal(ours.tensor.cpu(), theirs.tensor):
@@ -83,13 +94,13 @@ def start_from_codes(model: LowBitModel, tensors: Sequence[LowBitTensor]) -> Non
             )
 
 
-def _kept(model: LowBitModel) -> Iterator[tuple[str, nn.Parameter, LowBitWeight]]:
-    """(name, master, its present version) of every weight whose scales are kept."""
+def _kept(model: LowBitModel) -> Iterator[tuple[str, LowBitLayer[Any, Any], int, LowBitWeight]]:
+    """(name, its layer, its place there, its present version) of every weight whose scales are kept."""
     names = {id(parameter): name for name, parameter in model.loaded.items()}
     for layer in model.low_bit_layers():
         if layer.keeps_scales:
-            for master, weight in zip(layer.masters, quantized_weights(layer.low_bit), strict=True):
-                yield names[id(master)], master, weight
+            for at, (master, weight) in enumerate(zip(layer.masters, quantized_weights(layer.low_bit), strict=True)):
+                yield names[id(master)], layer, at, weight
 
 
 def _moved_to_codes(master: torch.Tensor, weight: LowBitWeight) -> torch.Tensor:

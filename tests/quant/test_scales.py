@@ -12,7 +12,13 @@ from qarl.quant.checkpoint.shapes import plan_layers
 from qarl.quant.materialize import by_operators, materialize
 from qarl.quant.materialize.code_changes import quantized_weights
 from qarl.quant.materialize.integer import integer_range
-from qarl.quant.model.kept_scales import check_scale_rule, keep_scales, start_from_codes
+from qarl.quant.model.kept_scales import (
+    check_scale_rule,
+    keep_scales,
+    load_scales_state,
+    scales_state,
+    start_from_codes,
+)
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.schemes import MASTER_DTYPES, Scheme, SchemeError, get_scheme
 from qarl.quant.types import LowBitTensor
@@ -136,6 +142,22 @@ def test_a_small_update_leaves_nearly_all_codes_where_a_start_put_them():
             layer.refresh()
             changed = (weight.unpacked() != before).float().mean().item()
             assert 0.001 < changed < 0.02, changed
+
+
+def test_an_unaligned_learner_starts_as_its_own_policy_under_codes_of_others():
+    """Contract: its masters and forward stay as they were, its version is the given codes, and both survive a
+    checkpoint, whose model has masters alone to begin with."""
+    tensors = other_codes(kept_model(random_model(), "w4a16"))
+    model, resumed = (low_bit(random_model(), "w4a16", aligned=False) for _ in range(2))
+    tokens = some_tokens()
+    before = all_logits(model, tokens)
+    start_from_codes(model, tensors)
+    keep_scales(resumed)
+    load_scales_state(resumed, {name: tensor.clone() for name, tensor in scales_state(model).items()})
+    resumed.refresh()
+    for each in (model, resumed):
+        assert torch.equal(all_logits(each, tokens), before)
+        assert same_bits(*([(item.name, item.tensor) for item in items] for items in (each.low_bit_tensors(), tensors)))
 
 
 def test_codes_that_masters_cannot_hold_are_refused():
