@@ -1,0 +1,56 @@
+"""What writing a version of w8a8 takes on a CPU, by part: codes, sums of columns, and oneDNN's own layout.
+
+OMP_NUM_THREADS=1 python -m benchmarks.int8_packing
+
+Nanoseconds of CPU time a weight, the fastest of the rounds, of the four matrices that a layer of the model of 149
+million parameters multiplies (`benchmarks/models.py`); beside them the layout of unquantized bfloat16.
+"""
+
+import time
+from collections.abc import Callable
+
+import torch
+from rich.console import Console
+from vllm import _custom_ops as ops
+
+from qarl.quant.materialize import materialize
+from qarl.quant.schemes import get_scheme
+
+_SHAPES = ((1536, 768), (768, 768), (4608, 768), (768, 2304))
+"""Output rows and input columns of q, k and v, of o, of gate and up, of down."""
+_ROUNDS, _NAMES = 7, 32
+
+
+def nanoseconds(part: Callable[[], object], weights: int) -> float:
+    """Of CPU time a weight, the fastest of the rounds."""
+    seconds = []
+    for _ in range(_ROUNDS):
+        begun = time.process_time()
+        part()
+        seconds.append(time.process_time() - begun)
+    return 1e9 * min(seconds) / weights
+
+
+def main() -> None:
+    """Measure and print, a row a shape."""
+    scheme, torch_default = get_scheme("w8a8"), torch.bfloat16
+    Console().print("rows x columns: codes, sums, oneDNN's int8 layout, oneDNN's bfloat16 layout", highlight=False)
+    for rows, columns in _SHAPES:
+        master = torch.randn(rows, columns)
+        weight = materialize(master, scheme, torch_default, "layer")
+        assert weight.scale is not None
+        codes, scale, plain = weight.codes, weight.scale.float(), master.to(torch_default)
+        parts = (
+            lambda master=master, weight=weight: materialize(master, scheme, torch_default, "layer", out=weight),
+            lambda codes=codes: codes.sum(1, dtype=torch.float32),
+            lambda codes=codes, scale=scale: ops.create_onednn_scaled_mm(
+                codes.t(), scale, torch_default, True, False, _NAMES
+            ),
+            lambda plain=plain: ops.create_onednn_mm(plain.t(), _NAMES),
+        )
+        row = ", ".join(f"{nanoseconds(part, master.numel()):.2f}" for part in parts)
+        Console().print(f"{rows} x {columns}: {row} ns", highlight=False)
+
+
+if __name__ == "__main__":
+    main()
