@@ -4,7 +4,8 @@ from qarl.configs.schema.run import RunConfig
 from qarl.learner.batching import make_batch
 from qarl.learner.processes import Processes
 from qarl.learner.stopwatch import Stopwatch
-from qarl.ptq.export import start_from_ptq
+from qarl.ptq.export import initial_codes
+from qarl.quant.model.kept_scales import start_from_codes
 from qarl.report.dashboard import Dashboard
 from qarl.report.early_warning import RunWatch
 from qarl.report.loggers import Log, unlogged
@@ -36,7 +37,7 @@ def train(
         at = Position(**state["position"])
     elif config.quantization.init is not None:
         with phase(f"calibrating codes by {config.quantization.init}"):
-            start_from_ptq(policy, config)
+            start_from_codes(policy.model, initial_codes(policy, config), keep_masters=not config.learner.aligned)
     with open_session(config, folder, policy) as session:
         trained = [f"learner multiplies with {session.multiplies}", *trained_part(policy, config)]
         dashboard.audited(session.audited, policy.model.materializers(), policy.learner.scorer.packed, trained)

@@ -24,15 +24,17 @@ from qarl.learner.batching import Batch, make_batch
 from qarl.learner.logprobs import token_logprobs
 from qarl.learner.mismatch import measure_mismatch
 from qarl.learner.processes import Processes
+from qarl.ptq.export import initial_codes
 from qarl.quant.checkpoint.load import load_masters
 from qarl.quant.layers.context import LayerContext
+from qarl.quant.model.kept_scales import start_from_codes
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.schemes import COMPUTE_DTYPES, get_scheme
 from qarl.rollout.engine import Engine
 from qarl.rollout.open import open_engine
 from qarl.rollout.types import Group, Sampling
 from qarl.run.prompts import Prompter, open_prompter, score_groups
-from qarl.run.session import model_folder, share_layers
+from qarl.run.session import model_folder, open_policy, share_layers
 from qarl.sync.export import export_checkpoint
 from qarl.sync.publisher import Publisher
 from qarl.tasks import load_task
@@ -118,6 +120,10 @@ def investigate(config: RunConfig) -> Investigation:
     of_run = config.scheme, config.dtype
     cache = config.quantization.kv_cache
     models = {name: learner_over(masters, *of_run, kind, config.layers, cache) for name, kind in LEARNERS.items()}
+    if config.quantization.init:
+        codes = initial_codes(open_policy(config), config)
+        for name in ("fake-quant", "aligned"):
+            start_from_codes(models[name], codes, keep_masters=True)
     task = load_task(config.task).shortened(prompter.fits)
     problems = task.problems("train", 0, config.rollout.prompts, config.seed)
     prompts = [prompter.prompt(problem) for problem in problems]

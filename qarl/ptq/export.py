@@ -17,7 +17,6 @@ from qarl.ptq.source import Source, open_source, sample_source
 from qarl.quant.checkpoint.load import load_masters
 from qarl.quant.digest import StreamDigest
 from qarl.quant.layers.context import LayerContext
-from qarl.quant.model.kept_scales import start_from_codes
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.schemes import COMPUTE_DTYPES, get_scheme
 from qarl.quant.types import LowBitTensor
@@ -110,13 +109,12 @@ def verify(source: Source, engine: Engine) -> float:
     return moved
 
 
-def start_from_ptq(policy: Policy, config: RunConfig) -> None:
-    """Make the policy's weight version that of `quantization.init`.
+def initial_codes(policy: Policy, config: RunConfig) -> list[LowBitTensor]:
+    """What `quantization.init` makes of the policy's folder: a weight version, for `start_from_codes`.
 
     An engine of its own, closed again, samples the calibration sequences from the unquantized model, as many as
     `qarl export --ptq` takes without a number, or fewer where they may be too long for that. Raises
-    `CompressorError` where llmcompressor fails, `ExportError` where its result is not what the scheme describes, and
-    what `start_from_codes` raises.
+    `CompressorError` where llmcompressor fails, and `ExportError` where its result is not what the scheme describes.
     """
     method = config.quantization.init
     assert method is not None
@@ -125,4 +123,4 @@ def start_from_ptq(policy: Policy, config: RunConfig) -> None:
     model = LowBitModel(load_masters(policy.folder, dtype), get_scheme("bf16"), LayerContext(dtype, "reference"))
     with tempfile.TemporaryDirectory(prefix="qarl-init-") as work:
         source = sample_source(policy, model, config, Path(work), config.scheme, count)
-        start_from_codes(policy.model, list(quantized_tensors(source, method, Path(work))))
+        return list(quantized_tensors(source, method, Path(work)))

@@ -66,11 +66,11 @@ def load_scales_state(model: LowBitModel, state: Mapping[str, torch.Tensor]) -> 
 
 
 @torch.no_grad()
-def start_from_codes(model: LowBitModel, tensors: Sequence[LowBitTensor]) -> None:
+def start_from_codes(model: LowBitModel, tensors: Sequence[LowBitTensor], keep_masters: bool = False) -> None:
     """Make the present weight version that of `tensors`, in the order of `LowBitModel.low_bit_tensors`.
 
-    Their scales are kept from here on. Every master is moved by whole scales to where it rounds to its code; of an
-    unaligned learner the move is kept beside it, so that what it learns by begins as the policy it was given.
+    Their scales are kept from here on. Every master is moved by whole scales to where it rounds to its code, or stays
+    with the move kept beside it (`keep_masters`): an unaligned learner's, whose own policy they are.
     Raises `SchemeError` where the version that these masters give differs in any bit: masters too coarse for the codes,
     or unquantized tensors that were changed.
     """
@@ -80,10 +80,10 @@ def start_from_codes(model: LowBitModel, tensors: Sequence[LowBitTensor]) -> Non
         ours.tensor.copy_(theirs.tensor)
     for _, layer, at, weight in _kept(model):
         master, moved = layer.masters[at], _moved_to_codes(layer.masters[at], weight)
-        if model.context.aligned:
-            master.copy_(moved)
-        else:
+        if keep_masters:
             layer.moves[at] = moved - master
+        else:
+            master.copy_(moved)
     model.refresh()
     for ours, theirs in zip(model.low_bit_tensors(), tensors, strict=True):
         if not torch.equal(ours.tensor.cpu(), theirs.tensor):

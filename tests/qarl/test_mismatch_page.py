@@ -16,18 +16,35 @@ import torch
 from qarl.advice import mismatch
 from qarl.advice.mismatch import LEARNERS, Investigation, LayerDeviation, ScoredLearner, scored_learners
 from qarl.advice.pitfalls import Evidence, find_pitfalls
+from qarl.configs.load import load_config
 from qarl.configs.schema.learner import LearnerConfig
 from qarl.learner.batching import Batch, make_batch
 from qarl.page.mismatch import FAULTY, POINTS, faulty_layers, findings, mismatch_page
+from qarl.quant.checkpoint.load import load_masters
 from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.types import LowBitTensor
 from qarl.rollout.types import Completion, Group, Prompt
 from tests.support.learners import batch_of, random_model
-from tests.support.models import low_bit
+from tests.support.models import low_bit, multiply_masters, same_stream, stream_bytes
 from tests.support.moe_models import CONFIGS, random_moe
 from tests.support.records import assert_recorded
 
 WRONG = "model.layers.1.mlp.up_proj"
 Three = tuple[LowBitModel, LowBitModel, LowBitModel]
+
+
+def test_a_start_from_codes_is_what_is_measured(random_policy: Any, monkeypatch: Any):
+    """Contract: with `--init gptq` the engine is opened on its codes, which are not those of the rounded masters."""
+    folder, opened = random_policy(True), []
+    other = low_bit(load_masters(folder, torch.float32), "w4a16")
+    multiply_masters(other, 1.5, "model.layers.0.mlp.up_proj.weight")
+    codes = [LowBitTensor(item.name, item.tensor.clone()) for item in other.low_bit_tensors()]
+    monkeypatch.setattr(mismatch, "initial_codes", lambda policy, config: codes)
+    monkeypatch.setattr(mismatch, "engine_of", lambda model, *of: opened.append(stream_bytes(model)))
+    options = {"model": str(folder), "scheme": "w4a16", "quantization.scale": "kept", "quantization.init": "gptq"}
+    with pytest.raises(TypeError, match="context manager"):  # where it would begin to sample
+        mismatch.investigate(load_config(None, options))
+    assert same_stream(other, opened[0])
 
 
 def three(scheme: str, moe: bool = False) -> Three:

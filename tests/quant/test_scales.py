@@ -151,7 +151,7 @@ def test_an_unaligned_learner_starts_as_its_own_policy_under_codes_of_others():
     model, resumed = (low_bit(random_model(), "w4a16", aligned=False) for _ in range(2))
     tokens = some_tokens()
     before = all_logits(model, tokens)
-    start_from_codes(model, tensors)
+    start_from_codes(model, tensors, keep_masters=True)
     keep_scales(resumed)
     load_scales_state(resumed, {name: tensor.clone() for name, tensor in scales_state(model).items()})
     resumed.refresh()
