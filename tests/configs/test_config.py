@@ -18,7 +18,7 @@ from qarl.configs.schema.run import RunConfig, TaskConfig
 from qarl.configs.schemes import SCHEME_SPECS
 from qarl.report.run_folder import FIXED_FIELDS, resumed_config
 from qarl.rollout.types import Sampling
-from tests.support.cases import cases
+from tests.support.cases import cases, pattern
 
 
 def test_naming_another_task_forgets_the_files_options(tmp_path: Path):
@@ -37,12 +37,7 @@ def test_every_shipped_file_parses(name: str):
 
 TABLE_2 = cases(__file__, "table 2")
 """The paper's parameter → its value there, and the field that holds it here."""
-PAPER = {
-    "Qwen/Qwen2.5-Math-1.5B": {"rollout.max_new_tokens": 2048},
-    "Qwen/Qwen2.5-Math-7B": {"rollout.max_new_tokens": 2048},
-    "Qwen/Qwen3-8B-Base": {},
-    "Qwen/Qwen3-30B-A3B-Base": {},
-}
+PAPER = cases(__file__, "paper")
 """The paper's models → where their files deviate from the table, with reasons in the files."""
 
 
@@ -62,29 +57,7 @@ def test_paper_files_hold_table_2(model: str):
     assert "--processes 8" in file.read_text() and "seq_clip_ratio_low" in file.read_text()
 
 
-BOUNDS = {
-    "ge 0": "decay_steps diagnostics_every dynamic_sampling router_aux_loss top_k warmup_steps",
-    "ge 0, le 1": "weight_decay",
-    "ge 0, le 10": "temperature",
-    "ge 0, le 16": "max_staleness",
-    "ge 0, le 1e+06": "problems",
-    "ge 0, le 9.22337e+18": "seed",
-    "ge 0, lt 1": "floor min_p momentum",
-    "ge 1": "canary_every cap every keep kv_cache_gib logprob_chunk_tokens micro_batch_tokens mini_batches rank "
-    "ratio_cap server_full_every",
-    "ge 1, le 1.67772e+07": "max_new_tokens max_prompt_tokens",
-    "ge 1, le 10000": "samples",
-    "ge 1, le 1e+06": "max_num_seqs prompts",
-    "ge 1, le 1e+09": "steps",
-    "ge 2": "loop_limit",
-    "ge 2, le 10000": "samples",
-    "gt 0": "alpha canary_bound clip_high coefficient constant delta_high epsilon_high gate_bound gate_k3_bound "
-    "grad_clip loss_scale memory_limit server_seconds tau_negative tau_positive time_limit",
-    "gt 0, le 1": "lr top_p",
-    "gt 0, le 10": "temperature",
-    "gt 0, lt 1": "clip_low delta_low",
-    "gt 1": "dual_clip",
-}
+BOUNDS = cases(__file__, "bounds")
 """What is said of a number → the fields of which it is, in every section that has them."""
 
 
@@ -104,48 +77,9 @@ def test_runs_stop_at_the_bounds_of_their_scheme():
     assert bounds == dict.fromkeys(bounds, (0.05, 0.005)) | wider
 
 
-LORA, GEOMETRIC = {"learner.lora.name": "lora"}, {"learner.correction.name": "geometric"}
-NARROW = {"learner.master_dtype": "bfloat16"}
-CALIBRATED = {"quantization.scale": "kept", "quantization.init": "gptq"}
-NO_RATIO = {"learner.objective.name": "on_policy", "learner.mini_batches": "1", "learner.correction.name": "none"}
-
-
-@pytest.mark.parametrize(
-    ("overrides", "named"),
-    [
-        ({"learner.alinged": "false"}, r"--learner\.alinged; did you mean --aligned \(learner\.aligned\)"),
-        ({"learner.optimizer.rounding": "stochastic"}, r"rounding 'stochastic' is for 16-bit masters"),
-        ({"learner.objective.name": "sapo", "learner.objective.tau": "2"}, r"--learner\.objective\.tau"),
-        ({"learner.correction.name": "none", "learner.correction.cap": "2"}, r"'cap' .* token_tis, .*'none'"),
-        ({**GEOMETRIC, "learner.correction.ratio_from": "sampler"}, r"'ratio_from' .* none, token_mis,.* 'geometric'"),
-        ({"learner.objective.name": "on_policy"}, r"learner\.mini_batches is 2; set it to 1"),
-        ({"learner.ratio_fix": "shadow_forward"}, r"ratio_fix 'shadow_forward' .* learner\.aligned true"),
-        ({**NO_RATIO, "learner.correction.ratio_from": "sampler"}, r"'on_policy' .*ratio_from 'sampler'"),
-        ({"learner.lora.rank": "8"}, r"'rank' .* lora, .* 'none'"),
-        ({**LORA, **NARROW, "learner.optimizer.rounding": "nearest"}, r"rounding 'nearest' .* LoRA"),
-        ({"learner.lora.name": "dora"}, r"'dora' .* none, lora"),
-        ({**LORA, "learner.lora.rank": "0"}, r"learner\.lora\.rank 0 .* equal to 1"),
-        ({**LORA, "learner.lora.dropout": "0.1"}, r"--learner\.lora\.dropout"),
-        ({**LORA, "learner.lora.targets": "*.q_proj,first:x"}, r"LoRA target 'first:x' .* write first:1"),
-        ({**LORA, "learner.lora.targets": "re:("}, r"LoRA target 're:\('"),
-        ({**LORA, "learner.lora.targets": "*.q_proj,"}, r"LoRA target ''"),
-        ({"quantization.init": "gptq"}, r"init 'gptq' .*scale 'kept', not 'minmax'"),
-        ({**LORA, "learner.lora.base": "host", "learner.zero_stage": "3"}, r"base 'host' with learner\.zero_stage 3"),
-        ({"learner.keep_products": "false"}, r"keep_products false, but .* an engine in its process.*rollout.servers"),
-        ({"quantization.kv_cache": "fp8", "scheme": "bf16"}, r"kv_cache 'fp8' with scheme 'bf16'.* low-bit scheme"),
-        ({**CALIBRATED, "learner.kl.name": "k3"}, r"init 'gptq' with learner\.kl\.name 'k3'"),
-        ({**CALIBRATED, "learner.zero_stage": "1"}, r"init 'gptq' .* not for learner\.zero_stage 1"),
-        ({**CALIBRATED, **LORA}, r"init 'gptq' with learner\.lora\.name 'lora'"),
-        ({**CALIBRATED, "layers": "*.down_proj=w8a8"}, r"init 'gptq' with layers \*\.down_proj=w8a8"),
-        ({"learner.lora.rank": "8"}, "or give --learner.lora.name lora"),
-        (
-            {"use_vllm": "", "learner.beta": "0"},
-            r"--use_vllm \(vLLM always samples\); unknown .*mean --learner\.kl\.coefficient",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "named"), cases(__file__, "wrong values"))
 def test_wrong_values_are_quoted(overrides: dict[str, str], named: str):
-    with pytest.raises(ConfigError, match=named):
+    with pytest.raises(ConfigError, match=pattern(named)):
         load_config(config_file("tiny-qwen3"), overrides)
 
 
@@ -198,33 +132,11 @@ def test_a_configuration_round_trips_as_a_run_folder_writes_it(tmp_path: Path, n
     assert (config.learner.optimizer.lr, config.task.options["min_digits"]) == (3e-4, 2)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (None, "cannot read configuration"),
-        ("- 1\n", "must hold keys and values, not a list"),
-        ("a: [\n", "is not YAML"),
-        ("learner:\n", "learner is empty; it is a section: give its fields, such as learner.aligned"),
-        ("learner:\n  objective: grpo\n", "learner.objective 'grpo' is no mapping"),
-        ("learner:\n  optimizer:\n    betas: [0.9]\n", r"betas \[0\.9\] must have item 2 too"),
-        ("caf\xe9: 1\n", "unknown key 'caf"),
-        ("seed: 1\nsteps: 2\nseed: 3\n", "key 'seed' is given twice, in lines 1 and 3"),
-        ("rollout: {top_p: 0.9}", r"rollout\.top_p: a policy is trained on completions of its whole distribution"),
-        ("rollout: {servers: ['http://a:1', 'http://a:1']}", "names no server, or one twice"),
-        (
-            "learner: {optimzer: {lr: 1}}",
-            r"'learner\.optimzer' in .*c\.yaml; did you mean learner: {optimizer: {lr: …}}",
-        ),
-        (
-            "learner.optimizer.lr: 1\nbeta: 1\n",
-            r"'learner.optimizer.lr' in .* did you mean .*; unknown key 'beta' .*kl: ",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), cases(__file__, "wrong files"))
 def test_wrong_files_are_refused(tmp_path: Path, text: str | None, message: str):
     if text is not None:
         (tmp_path / "c.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=pattern(message)):
         load_config(tmp_path / "c.yaml", {})
 
 
@@ -272,30 +184,15 @@ def test_the_default_file_follows_the_model():
     assert default_config("Qwen/Qwen3-1.7B-Base") == config_file("paper/qwen3-8b-base")
 
 
-CHANGED = {path: (path, value) for path, value in {
-    "model": "x/y", "scheme": "w8a8", "layers": "first:1=bf16", "dtype": "float16", "seed": "3", "from_rollouts": "b",
-    "rollout.prompts": "16", "rollout.samples": "4", "rollout.max_new_tokens": "9", "rollout.temperature": "0.8",
-    "rollout.stop": "['###']", "rollout.loop_limit": "32", "rollout.dynamic_sampling": "2",
-    "rollout.max_staleness": "1", "learner.aligned": "false", "learner.compute_dtype": "float32",
-    "learner.compile": "true", "learner.input_gradients": "exact", "learner.master_dtype": "bfloat16",
-    "learner.optimizer.name": "adamw", "learner.optimizer.rounding": "stochastic",
-}.items()} | {
-    "learner.lora": ("learner.lora.name", "lora"), "quantization": ("quantization.scale", "kept"),
-    "task": ("task.reward", "m:f"),
-}  # fmt: skip
-NEEDED = {
-    "learner.optimizer.rounding": NARROW, "learner.compute_dtype": {"learner.aligned": "false"},
-    "from_rollouts": {"from_rollouts": "a", "eval.problems": "0", "export": "false"},
-    "rollout.max_staleness": {"rollout.servers": "1"},
-}  # fmt: skip
-"""What both runs need for the field to be allowed."""
+CHANGED = cases(__file__, "fixed fields")
+"""The field → what another value of it is, and what both runs need for the field to be allowed."""
 
 
 @pytest.mark.parametrize("path", CHANGED)
 def test_a_resumed_run_keeps_what_fixes_it(path: str):
     assert set(FIXED_FIELDS) == CHANGED.keys()
-    field, value = CHANGED[path]
-    file, both = config_file("tiny-qwen3"), NEEDED.get(path, {})
+    field, value, both = CHANGED[path]
+    file = config_file("tiny-qwen3")
     with pytest.raises(ConfigError, match=f"started with {field.replace('.', chr(92) + '.')} .* cannot be resumed"):
         resumed_config(load_config(file, both), load_config(file, both | {field: value}))
     longer = load_config(file, {"steps": "999", "task.time_limit": "9", "task.on_error": "none"})
