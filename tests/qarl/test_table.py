@@ -19,6 +19,7 @@ from qarl.configs.schema.task import TaskConfig
 from qarl.planning.shapes import sizes_of
 from qarl.quant.checkpoint.load import load_config
 from qarl.tasks import Problem, Response, RewardError, Table, Task, TaskError, load_task
+from tests.support.cases import cases, pattern
 
 ROWS: list[dict[str, Any]] = [{"question": f"{i} + 1 =", "answer": str(i + 1), "source": "made up"} for i in range(100)]
 
@@ -168,24 +169,11 @@ def test_what_is_left_out_is_counted(tmp_path: Path):
         empty.problems("train", 0, 1, 0)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("t.jsonl", b'{"question": "a", "answer": true}\n', "'answer' must be text .*; got true"),
-        ("t.jsonl", b'{"question": "1"\n', r"t\.jsonl:1: not valid JSON"),
-        ("t.jsonl", b"[1]\n", r"t\.jsonl:1: expected a JSON object, got list"),
-        ("t.jsonl", b'{"question": "\xe9"}\n', r"t\.jsonl:1: not UTF-8 text"),
-        ("t.jsonl", b'{"question": "a", "answer": null}\n', "'answer' must be text .*; got null"),
-        ("t.csv", b"question,answer\n1 + 1 =,2,3\n", r"t\.csv:2: more fields than the 2 columns; quote fields"),
-        ("t.csv", b"question,answer\n1 + 1 =\n", r"t\.csv:2: fewer fields than the 2 columns \(question, answer\)"),
-        ("t.csv", "question,answer\né,2\n".encode("latin-1"), r"t\.csv:2: not UTF-8 text \(byte 0xe9\)"),
-        ("t.parquet", b"no parquet", "is no Parquet file"),
-    ],
-)
-def test_bad_files_are_named(name: str, content: bytes, message: str, tmp_path: Path):
+@pytest.mark.parametrize(("name", "content", "message"), cases(__file__, "bad files"))
+def test_bad_files_are_named(name: str, content: str, message: str, tmp_path: Path):
     """More of them: tests/qarl/test_planted_faults.py."""
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(TaskError, match=message):
+    (tmp_path / name).write_bytes(content.encode("latin-1"))
+    with pytest.raises(TaskError, match=pattern(message)):
         load(tmp_path / name)
 
 

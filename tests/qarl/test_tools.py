@@ -23,6 +23,7 @@ from qarl.tasks import Problem, RewardError, TaskError, load_task
 from qarl.tasks.base import Failure
 from qarl.tasks.environment_host import describe
 from qarl.tasks.environments import Environments, open_environments
+from tests.support.cases import cases
 from tests.support.conversations import Sampler, Script
 
 CLASS = '''
@@ -109,13 +110,7 @@ def test_instances_are_apart_and_draw_alike(mine: Environments):
         mine.opening(Problem("p", "q?", "", {"k": "x"}))
 
 
-@pytest.mark.parametrize(
-    ("how", "words"),
-    [
-        ("sleep", "took longer than task.time_limit 0.5 s"), ("exit", "ended its process; the environment is gone"),
-        ("starts", "ended its process"), ("leave", "SystemExit: bye"), ("bytes", "returned 3 bytes"), ("?", "KeyError"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("how", "words"), cases(__file__, "failures"))
 def test_a_tool_that_fails_says_so(mine: Environments, how: str, words: str):
     """And the instance lives on where its process does."""
     _, outcome, then = after(mine, ("misbehave", {"how": how}), ("add", {"a": 1}))
@@ -204,16 +199,7 @@ def test_a_template_goes_on_from_what_was_sampled(tokenizer: Any, mine: Environm
         assert special == 2 + (2 if template == MERGED else 2 * count)
 
 
-@pytest.mark.parametrize(
-    ("template", "words"),
-    [
-        ("{{ tools }}{% for m in messages %}{{ m.content }}<|im_end|>{{ messages | length }}{% endfor %}", "anew"),
-        ("{{ tools }}{% for m in messages %}{{ m.content }}\n{% endfor %}", "no special token"),
-        ("{{ tools }}{% for m in messages if m.role != 'tool' %}{{ m.content }}<|im_end|>{% endfor %}", "as it is"),
-        ("{{ tools }}{% for m in messages %}{{ m.content }}<|im_end|>{{ m.content }}<|im_end|>{% endfor %}", "once"),
-        ("{{ tools }}{{ raise_exception('no tools') }}", "no tools"),
-    ],
-)
+@pytest.mark.parametrize(("template", "words"), cases(__file__, "templates"))
 def test_a_template_that_cannot_go_on(tokenizer: Any, template: str, words: str):
     tokenizer.chat_template = template
     with pytest.raises(ModelError, match=words):

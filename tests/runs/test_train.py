@@ -15,22 +15,16 @@ from safetensors.torch import load_file, save_file
 
 from qarl.run.checkpoint import load_checkpoint
 from tests.support import Policies, learner_faults
+from tests.support.cases import cases
 from tests.support.runs import SMALL, Run, lines, qarl, succeeded, wait_for_lines
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize(("scheme", "dtype", "more"), [
-    ("w4a16", "bfloat16", []), ("w8a8", "float16", ["--master-dtype", "bfloat16"]),
-    ("fp8", "bfloat16", ["--objective", "grpo", "--optimizer", "adamw", "--lr", "1e-4", "--eval.problems", "8"]),
-    ("w4a8", "bfloat16", ["--bitwise", "true"]), ("w4a16-g32", "float16", []), ("bf16", "float16", []),
-    ("w4a16", "float16", ["--learner.kernel", "reference"]), ("w4a16", "bfloat16", ["--aligned", "false"]),
-    ("w8a8", "float32", []), ("w4a16", "bfloat16", ["--aligned", "false", "--learner.compute_dtype", "float32"]),
-    ("w4a16", "bfloat16", ["--layers", "first:1=bf16,*.down_proj=w8a8"]),
-])  # fmt: skip
-def test_a_run_from_start_to_export(tmp_path: Path, scheme: str, dtype: str, more: list[str]):
+@pytest.mark.parametrize(("scheme", "dtype", "more"), cases(__file__, "runs"))
+def test_a_run_from_start_to_export(tmp_path: Path, scheme: str, dtype: str, more: str):
     run = tmp_path / "run"
-    done = succeeded("train", "--scheme", scheme, "--dtype", dtype, "--output", run, *SMALL, *more)
+    done = succeeded("train", "--scheme", scheme, "--dtype", dtype, "--output", run, *SMALL, *more.split())
     assert "of the exported checkpoint in a fresh engine" in done.stdout
     metrics = lines(run)
     assert [m["step"] for m in metrics] == [1, 2, 3, 4]
