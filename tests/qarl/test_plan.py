@@ -305,10 +305,8 @@ def test_a_persons_file_is_kept_but_for_what_it_leaves_open(tmp_path: Path):
     assert (uncounted.processes, uncounted.words) == (8, ("--processes 8: one a GPU",))
 
 
-RECIPES_ON = {
-    "qwen3-0.6b-24gb": "1x24GB", "qwen3-1.7b-80gb": "1x80GB", "qwen3-4b-80gb": "1x80GB", "qwen3-8b-8x80gb": "8x80GB",
-    "qwen3-30b-a3b-8x80gb": "8x80GB", "qwen3-8b-24gb": "1x24GB",
-}  # fmt: skip
+RECIPES_ON = cases(__file__, "recipes")
+"""The recipe → its machine."""
 
 
 @pytest.mark.parametrize("name", RECIPES_ON)

@@ -15,20 +15,12 @@ from qarl.planning.plan import make_plan
 from qarl.planning.remedies import helping
 from qarl.planning.shapes import EMBEDDED, NAMED
 from qarl.planning.words import as_data, one_line, table, verdict
+from tests.support.cases import cases
 from tests.support.records import assert_recorded
 
 CPU = Machine("CPUs", "cpu", 1, 64 * 2**30)
-DRAWN = {
-    "scheme": ["w4a16", "w8a8", "fp8", "bf16", "w4a8"], "dtype": ["bfloat16", "float32"],
-    "rollout.servers": ["null", "2"], "rollout.enforce_eager": ["false", "true"],
-    "rollout.max_new_tokens": ["512", "8192"], "rollout.kv_cache_gib": ["null", "4"],
-    "quantization.kv_cache": ["null", "fp8"], "learner.aligned": ["true", "true", "false"],
-    "learner.zero_stage": ["null", "1", "2", "3"], "learner.master_dtype": ["float32", "bfloat16"],
-    "learner.optimizer.name": ["muon", "adamw"], "learner.optimizer.offload": ["none", "cpu"],
-    "learner.lora.name": ["none", "none", "lora"], "learner.kl.name": ["none", "k3"],
-    "learner.keep_codes": ["true", "false"], "learner.keep_products": ["true"] * 4 + ["false"],
-    "learner.gradient_checkpointing": ["auto", "true", "false"], "learner.micro_batch_tokens": ["10240", "40960"],
-}  # fmt: skip
+DRAWN = cases(__file__, "drawn")
+"""The field → its values."""
 
 
 @mock.patch("qarl.planning.memory._WIDE", ("fp8",))  # as on CPUs with AVX-512, whichever this is

@@ -6,10 +6,8 @@ import json
 import os
 import shlex
 import shutil
-import struct
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,33 +66,18 @@ def change_json(file: Path, **fields: object) -> None:
     file.write_text(json.dumps({**tree, **fields}))
 
 
-@pytest.mark.parametrize(
-    ("harm", "said"),
-    [
-        (lambda m: (m / "config.json").write_text("[1]"), "holds a list, not an object of settings"),
-        (lambda m: (m / "config.json").write_text("{"), "is not JSON"),
-        (lambda m: (m / "tokenizer.json").write_text("{"), "tokenizer.json' is not JSON"),
-        (lambda m: (m / "model.safetensors").write_bytes(b""), "is no safetensors file, or cut short: "),
-        (lambda m: (m / "model.safetensors").write_bytes(b"garbage" * 99), "is no safetensors file, or cut short"),
-        (lambda m: (m / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"[]"), "is no safetensors file"),
-        (lambda m: os.truncate(m / "model.safetensors", 10**6), "is no safetensors file, or cut short: Error"),
-        (lambda m: change_json(m / "config.json", quantization_config={"quant_method": "gptq"}), "already quantized"),
-        (lambda m: change_json(m / "config.json", max_position_embeddings=64), "'model' has 64 positions"),
-        (
-            lambda m: (m / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b"}}'),
-            "lacks 1 of its 1 weight files, the first being 'b'",
-        ),
-        # What follows is not in the files' own bytes, but in what they build.
-        (lambda m: change_json(m / "config.json", hidden_size=256), "in its files and"),
-        (lambda m: change_json(m / "config.json", model_type="t5"), "'t5', no causal language model"),
-        (lambda m: change_json(m / "config.json", model_type="nope"), "cannot be built from its config.json"),
-        (lambda m: change_json(m / "tokenizer.json", model={}), "the tokenizer of 'model' cannot be loaded"),
-    ],
-)
-def test_models_are_refused(place: Path, random_policy, capsys, monkeypatch, harm: Callable[[Path], object], said: str):
-    """Before a run folder is made. Kernels are not asked: the model is at fault."""
+@pytest.mark.parametrize(("name", "content", "said"), cases(__file__, "models"))
+def test_models_are_refused(place: Path, random_policy, capsys, monkeypatch, name: str, content: Any, said: str):
+    """Before a run folder is made. Kernels are not asked: the model is at fault. content: of the file; fields that it
+    has otherwise; or the length to which it is cut."""
     monkeypatch.setattr("qarl.run.session.require_support", lambda *_, **__: None)
-    harm(Path(shutil.copytree(random_policy(True), place / "model")))
+    file = Path(shutil.copytree(random_policy(True), place / "model")) / name
+    if isinstance(content, dict):
+        change_json(file, **content)
+    elif isinstance(content, int):
+        os.truncate(file, content)
+    else:
+        file.write_bytes(content.encode("latin-1"))
     command = "train --config tiny-qwen3 --model model --scheme bf16 --rollout.max_new_tokens 8"
     assert said in refused(command, capsys, place)
 

@@ -7,8 +7,6 @@ import pickle
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,26 +112,11 @@ def test_several_rewards_with_weights(questions: Path):
     assert {name: pytest.approx(values) for name, values in counted.items()} == expected
 
 
-@pytest.mark.parametrize(
-    ("make", "code", "said"),
-    [
-        (here, "def f(text, completions):\n    return 1.0", "are of 2 kinds of reward at once"),
-        (here, "f = 3", "has no function 'f'"),
-        (here, "import sys\nsys.exit(4)", r"sys\.exit\(4\) \(.*mine\.py, line 2, in <module>\)"),
-        (here, "1 / 0", r"ZeroDivisionError: division by zero \(.*mine\.py, line 1"),
-        (own, "1 / 0", r"ZeroDivisionError: division by zero \(.*mine\.py, line 1"),
-        (own, "import os\nos._exit(5)", r"importing it ended its process \(exit status 5\)"),
-        (own, "import os\nos.kill(os.getpid(), 9)", r"importing it ended its process \(signal 9\)"),
-        (partial(own, spec="exakt"), "", "did you mean 'exact'"),
-        (partial(own, spec="no/such/file.py:f"), "", "there is no file 'no/such/file.py'"),
-        (partial(own, spec="qarl.tasks:nothing"), "", "'qarl.tasks' has no function 'nothing'"),
-        (partial(own, spec="mine.py:f=much"), "", "the weight 'much' must be a number, as in mine.py:reward=0.5"),
-    ],
-)
-def test_what_is_no_reward_is_refused(make: Callable[[Path, str], Task], code: str, said: str, questions: Path):
-    """In this process and in another one, in the same words."""
-    with pytest.raises(TaskError, match=said):
-        make(questions, code)
+@pytest.mark.parametrize(("spec", "code", "said"), cases(__file__, "no rewards"))
+def test_what_is_no_reward_is_refused(spec: str | None, code: str, said: str, questions: Path):
+    """In this process, where no spec says otherwise, and in another one, in the same words."""
+    with pytest.raises(TaskError, match=pattern(said)):
+        here(questions, code) if spec is None else own(questions, code, spec)
 
 
 @pytest.mark.parametrize(("code", "said"), cases(__file__, "errors"))

@@ -223,11 +223,8 @@ def test_a_recomputed_product_stays_on_its_threads_stream(kind: Any, monkeypatch
     assert torch.cuda.current_stream() == "torch's" and workspace._manager is engines
 
 
-MIXTURES = {  # experts, of which a token, hidden columns, columns of an expert
-    "tiny-qwen3-moe": (8, 2, 128, 128),
-    "Qwen3-30B-A3B": (128, 8, 2048, 768),
-    "Mixtral-8x7B": (8, 2, 4096, 14336),
-}
+MIXTURES = cases(__file__, "mixtures")
+"""Experts, of which a token, hidden columns, columns of an expert."""
 LAYOUTS = {ExpertLayout(), ExpertLayout("w1", "w3", "w2")}
 numbers = itertools.count()
 """vLLM takes a layer's name once a process."""
@@ -332,11 +329,7 @@ def test_it_is_turned_on_where_the_backward_works(capability: tuple[int, int], o
     assert batch_invariant() is on
 
 
-@pytest.mark.parametrize("other", [
-    {"learner.aligned": "false"}, {"learner.kernel": "reference"}, {"learner.operators": "transformers"},
-    {"rollout.servers": "2"}, {"rollout.router_replay": "true", "rollout.prefix_caching": "false"},
-    {"sync.gate_bound": "0.1"},
-])  # fmt: skip
+@pytest.mark.parametrize("other", cases(__file__, "not bitwise"))
 def test_what_cannot_be_equal_is_refused(other: dict[str, str]):
     with pytest.raises(InputError, match=f"bitwise true: .*{next(iter(other))}"):
         load_config(None, {"bitwise": "true", **other})

@@ -55,12 +55,6 @@ def test_a_model_is_described_by_its_files(tmp_path: Path):
 
 
 def test_whether_a_tokenizer_has_a_chat_template(tmp_path: Path):
-    for name, text, has in [
-        ("config.json", "{}", False),
-        ("tokenizer_config.json", "{}", False),
-        ("tokenizer_config.json", '{"chat_template": "x"}', True),
-        ("tokenizer_config.json", '{"chat_template": null}', False),
-        ("chat_template.jinja", "x", True),
-    ]:
+    for name, text, has in cases(__file__, "templates"):
         (tmp_path / name).write_text(text)
         assert has_chat_template(tmp_path) == has

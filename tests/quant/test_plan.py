@@ -103,23 +103,15 @@ def test_a_rule_that_cannot_be_meant_or_read_is_refused(text: str, message: str)
         plan_of(text)
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("model.layers.0.*=w8a8", r"would quantize 'model\.layers\.0\.mlp\.gate'; .* routers"),
-    ("*.down_proj=w8a8", r"'model\.layers\.0\.mlp\.experts' as one, so its 6 layers need one scheme"),
-    ("*.experts.1.*=bf16", r"'model\.layers\.0\.mlp\.experts' as one"),
-])  # fmt: skip
+@pytest.mark.parametrize(("text", "message"), cases(__file__, "experts"))
 def test_routers_and_experts(text: str, message: str):
-    with pytest.raises(SchemeError, match=message):
+    with pytest.raises(SchemeError, match=pattern(message)):
         plan_of(text, layers=MOE)
     spared = plan_of("*.mlp.gate=bf16,model.layers.0.*=w8a8", layers=MOE)
     assert of(spared, "model.layers.0.mlp.gate") == {"bf16"} and of(spared, "model.layers.0.mlp.exp*") == {"w8a8"}
 
 
-@pytest.mark.parametrize("text", [
-    r"first:1=bf16, re:.*\.(gate|up){1,2}_proj$=w8a8",
-    r"[{match: 'first:1', scheme: bf16}, {match: 're:.*\.(gate|up){1,2}_proj$', scheme: w8a8}]",
-    r"['first:1=bf16', 're:.*\.(gate|up){1,2}_proj$=w8a8']",
-])  # fmt: skip
+@pytest.mark.parametrize("text", cases(__file__, "ways"))
 def test_ways_to_write_the_same_rules(tmp_path, text: str):
     pattern = r"re:.*\.(gate|up){1,2}_proj$"
     expected = (LayerRule(match="first:1", scheme="bf16"), LayerRule(match=pattern, scheme="w8a8"))

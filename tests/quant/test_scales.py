@@ -22,6 +22,7 @@ from qarl.quant.model.kept_scales import (
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.schemes import MASTER_DTYPES, Scheme, SchemeError, get_scheme
 from qarl.quant.types import LowBitTensor
+from tests.support.cases import cases
 from tests.support.learners import all_equal, random_model
 from tests.support.models import all_logits, loss_of, low_bit, multiply_masters, qwen3, some_tokens, stream_bytes
 from tests.support.moe_models import CONFIGS, random_moe
@@ -167,12 +168,7 @@ def test_codes_that_masters_cannot_hold_are_refused():
         start_from_codes(kept_model(random_model().bfloat16(), "w8a8"), tensors)
 
 
-@pytest.mark.parametrize(("scheme", "message"), [
-    ("bf16", "'kept' with scheme 'bf16', which has no scales"),
-    ("fp8", "'kept' is for integer weights, and scheme 'fp8' of layer"),
-    ("nvfp4a16", "scheme 'nvfp4a16' of layer"),
-    ("fp8-block", "scheme 'fp8-block' of layer"),
-])  # fmt: skip
+@pytest.mark.parametrize(("scheme", "message"), cases(__file__, "not kept"))
 def test_scales_are_kept_of_integers_alone(scheme: str, message: str):
     plan = plan_layers(random_model(), get_scheme(scheme))
     with pytest.raises(SchemeError, match=message):

@@ -24,6 +24,7 @@ from qarl.quant.schemes import COMPUTE_DTYPES, SCHEMES, SchemeError, get_scheme,
 from qarl.run.session import check_input
 from qarl.sync.export import export_checkpoint
 from tests.support import Policies
+from tests.support.cases import cases
 from tests.support.kernels import AVX512, VLLM_CPU_KERNELS, no_cuda
 from tests.support.models import cast, low_bit, qwen3
 from tests.support.tensors import same_bits
@@ -76,19 +77,10 @@ def test_float32_is_refused_in_vllms_words_where_it_has_none():
     assert able == "'bf16', 'w8a8', 'w4a8', 'fp8'"
 
 
-@pytest.mark.parametrize(("scheme", "kernel", "said"), [
-    ("nvfp4", "MarlinNvFp4LinearKernel", "leaves activations in the compute dtype"),
-    ("fp8-block", "CPUFp8BlockScaledMMKernel", "leaves activations in the compute dtype"),
-    ("mxfp4a16", "FlashInferMxFp4LinearKernel", "quantizes activations"), ("mxfp4a16", "MarlinMxFp4LinearKernel", ""),
-    ("nvfp4a16", "FlashInferCuteDslNvFp4W4A16LinearKernel", ""), ("nvfp4", "CutlassNvFp4LinearKernel", ""),
-    ("w4a16", "CPUWNA16LinearKernel", ""),
-    ("w4a16", f"CPUWNA16LinearKernel, {INT8_ACTIVATIONS}", "quantizes activations"),
-    ("w4a16", f"CPUWNA16LinearKernel, {INT8_ACTIVATIONS}, per expert", "quantizes activations"),
-    ("w4a16", "CPUExpertsInt4", "quantizes activations"),
-])  # fmt: skip
+@pytest.mark.parametrize(("scheme", "kernel", "said"), cases(__file__, "kernels"))
 def test_kernels_that_compute_something_else_are_refused(scheme: str, kernel: str, said: str):
     """vLLM falls back to weight-only kernels, and forward, without a word; the scheme's name would then be wrong."""
-    reason = support_module._other_arithmetic(get_scheme(scheme), kernel)
+    reason = support_module._other_arithmetic(get_scheme(scheme), kernel.format(int8=INT8_ACTIVATIONS))
     assert (said in reason) if said else reason == ""
 
 

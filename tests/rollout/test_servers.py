@@ -42,6 +42,7 @@ from qarl.rollout.servers.vllm.replica import _one
 from qarl.rollout.servers.vllm.start import replica_environment, start_replicas, visible_devices
 from qarl.rollout.types import Prompt, Sampling
 from qarl.rollout.vllm.options import VllmOptions, llm_arguments
+from tests.support.cases import cases
 from tests.support.profiles import thorough
 from tests.support.servers import ANSWER, altered
 
@@ -93,7 +94,7 @@ def test_a_request_depends_on_prompt_and_sample_alone():
     assert not scoring_request((1, 2), "s")["sampling_params"]["detokenize"]
 
 
-@pytest.mark.parametrize(("fields", "message"), json.loads(Path(__file__).with_suffix(".json").read_text()))
+@pytest.mark.parametrize(("fields", "message"), cases(__file__, "answers"))
 def test_an_answer_that_is_not_whole_is_refused(fields: dict[str, Any], message: str):
     with pytest.raises(EngineError, match=message) as error:
         read_completion(altered(**fields), "http://a", PUBLISHED)
@@ -166,12 +167,7 @@ def test_servers_are_a_number_or_addresses():
     urls = load_config(None, {"rollout.servers": "http://a:1/, https://b"}).rollout.servers
     assert urls == ("http://a:1", "https://b")
     assert load_config(None, {"rollout.servers": "[http://a:1]"}).rollout.servers == ("http://a:1",)
-    for value, message in (
-        ("0", "0 is no number of servers; allowed are 1 to 1024"),
-        ("a:1", "'a:1' is no server's URL; write http://HOST:PORT"),
-        ("http://a:1,http://a:1/", "or one twice"),
-        ("http://me:secret@a:1", "QARL_SERVER_KEY"),
-    ):
+    for value, message in cases(__file__, "addresses"):
         with pytest.raises(ConfigError, match=message):
             load_config(None, {"rollout.servers": value})
     for name, value in (("server_folder", "/x"), ("server_transfer", "http")):

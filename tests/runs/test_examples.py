@@ -12,11 +12,11 @@ import pytest
 
 from qarl.configs.schema.task import TaskConfig
 from qarl.tasks import Response, load_task
+from tests.support.cases import cases
 from tests.support.runs import lines, succeeded
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TASK = EXAMPLES / "own_task"
-CHAT = ["<think>so</think><answer>7</answer>", "ANSWER"]
 
 
 def commands(script: str, *arguments: str | Path, folder: Path) -> list[list[str]]:
@@ -48,15 +48,7 @@ def test_own_tasks_reward():
             assert task.rewards([Response(problem, text) for text in texts]) == [1.0, 0.5, 0.0, 0.0]
 
 
-@pytest.mark.parametrize(
-    ("fields", "texts", "expected"),
-    [
-        ({"name": "chat.jsonl", "prompt": "messages", "reward": "rewards.py:trl_format"}, CHAT, [1.0, 0.0]),
-        ({"reward": "rewards.py:trl_boxed"}, ["\\boxed{ANSWER}", "ANSWER"], [1.0, 0.0]),
-        ({"reward": "rewards.py:compute_score"}, ["ANSWER\n", "0"], [1.0, 0.0]),
-        ({"reward": "rewards.py:right=1,rewards.py:short=0.1"}, ["ANSWER", "0", ""], [0.8, -0.2, -0.2]),
-    ],
-)
+@pytest.mark.parametrize(("fields", "texts", "expected"), cases(__file__, "rewards"))
 def test_rewards_in_every_signature(fields, texts, expected, monkeypatch):
     """examples/tasks, each as its commands name it; two tokens a completion."""
     monkeypatch.chdir(EXAMPLES / "tasks")

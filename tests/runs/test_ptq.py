@@ -113,12 +113,7 @@ QUANTIZED = {"dense": 14, "qwen3_moe": 15, "mixtral": 18}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "scheme", "dtype", "tied"), [
-    ("dense", "w4a16", "bfloat16", True), ("dense", "w8a8", "bfloat16", False), ("dense", "fp8", "bfloat16", True),
-    ("dense", "w8a8", "float16", True), ("qwen3_moe", "w4a16", "bfloat16", True),
-    ("qwen3_moe", "w8a8", "bfloat16", True), ("qwen3_moe", "fp8", "bfloat16", True),
-    ("mixtral", "w8a8", "bfloat16", True),
-])  # fmt: skip
+@pytest.mark.parametrize(("kind", "scheme", "dtype", "tied"), cases(__file__, "round to nearest"))
 def test_rtn_is_materialize_bit_for_bit(request, tmp_path: Path, kind: str, scheme: str, dtype: str, tied: bool):
     """Contract: round to nearest by llmcompressor is QaRL's export of the same unquantized checkpoint: names, dtypes,
     shapes, bytes; every expert is quantized, no router is. So the baseline and QaRL differ in what was trained, not in
@@ -160,14 +155,7 @@ def test_a_checkpoint_of_the_layout_is_read_in_its_order(written):
     assert all(torch.equal(item.tensor, tensors[item.name]) for item in items)
 
 
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        ("unquantized", "lacks model.layers.1.mlp.up_proj.weight_packed, model.layers.1.mlp.up_proj.weight_scale"),
-        ("additional", "has in addition model.layers.0.mlp.gate.weight_scale"),
-        ("dtype", "as torch.float32 [128, 1], the scheme stores it as torch.bfloat16 [128, 1]"),
-    ],
-)
+@pytest.mark.parametrize(("spoil", "message"), cases(__file__, "layouts"))
 def test_another_layout_is_refused(written, spoil: str, message: str):
     layout, folder, tensors = written
     if spoil == "unquantized":
