@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from qarl.learner.objectives import OBJECTIVES
+from tests.support.cases import cases
 from tests.support.learners import batch_of, logprobs_of, make_learner, random_model
 from tests.support.models import low_bit
 from tests.support.moe_models import CONFIGS, random_moe
@@ -25,25 +26,7 @@ from tests.support.moe_models import CONFIGS, random_moe
 GOLDEN = Path(__file__).with_suffix(".json")
 DIGESTS = ["bf16", "w4a16", "w4a16-channel", "w8a8", "w4a8", "fp8", "fp8-block", "nvfp4", "mxfp4a16", "moe"]
 TRAJECTORIES = ["w4a16", "w8a8"]
-STATISTICS: dict[str, dict[str, Any]] = {
-    "tbpo": {
-        "kl": {"name": "k3", "coefficient": 0.3},
-        "optimizer": {"name": "adamw", "lr": 1e-3, "weight_decay": 0.1, "grad_clip": 0.5, "warmup_steps": 3},
-    },
-    "grpo": {
-        "objective": {"name": "grpo", "clip_low": 0.01, "clip_high": 0.02}, "correction": {"name": "token_mis"},
-        "aggregation": {"name": "seq-sum"}, "advantage": "rloo", "optimizer": {"lr": 1e-3},
-    },
-    "gspo": {
-        "objective": {"name": "gspo"}, "correction": {"name": "sequence_mis"}, "mini_batches": 3,
-        "micro_batch_tokens": 40, "optimizer": {"name": "adamw", "lr": 3e-3},
-    },
-    "sapo": {
-        "objective": {"name": "sapo"}, "correction": {"name": "geometric"}, "aggregation": {"name": "token-mean"},
-        "advantage": "dr_grpo", "optimizer": {"name": "adamw", "lr": 3e-4}, "ratio_fix": "shadow_forward",
-        "aligned": False,
-    },
-}  # fmt: skip
+STATISTICS: dict[str, dict[str, Any]] = cases(__file__, "settings")
 _ONCE = {"mini_batches": 1, "optimizer": {"name": "adamw", "lr": 1e-3}}
 STATISTICS |= {name: {"objective": {"name": name}, **_ONCE} for name in OBJECTIVES if name not in STATISTICS}
 """Compared unquantized in fp32: other CPUs' numbers differ by 1e-4 of them, lost updates, which are few, by 2e-5."""
@@ -118,6 +101,7 @@ def numbers(value: Any, name: str = "") -> dict[str, float]:
 def record() -> dict[str, Any]:
     """Everything, as it is computed now."""
     return {
+        "settings": cases(__file__, "settings"),
         "digests": {name: digest(name) for name in DIGESTS},
         "trajectories": {scheme: trajectory(scheme) for scheme in TRAJECTORIES},
         "statistics": {name: statistics(name) for name in STATISTICS},

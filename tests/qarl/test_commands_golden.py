@@ -23,6 +23,7 @@ from qarl.embedded.recipe import RECIPES, recipe_config
 from qarl.quant.checkpoint.load import empty_model
 from qarl.quant.schemes import SCHEMES
 from qarl.tasks import ReasoningGymTask
+from tests.support.cases import cases
 from tests.support.records import assert_recorded
 
 
@@ -79,11 +80,7 @@ def test_command_lines_and_what_they_come_to(row: str, capsys: Any, tmp_path: Pa
     assert_recorded(__file__, row, shown)
 
 
-@pytest.mark.parametrize("line", [
-    "--model qwen3-8b --gpus 1x24GB", "--model qwen3-30b-a3b --gpus 8xA100 --learner.zero_stage 1",
-    "--model Qwen/Qwen3-8B-Base --gpus 8x80GB --json plan.json", "--model qwen3-14b --gpus 2x48GB --scheme fp8",
-    "--model qwen3-4b --gpus 4x80GB --prompts 10", "--model tiny-qwen3 --gpus 1x24GB",
-])  # fmt: skip
+@pytest.mark.parametrize("line", cases(__file__, "plans"))
 def test_plans_with_their_remedies(line: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: Any):
     monkeypatch.chdir(tmp_path)
     status = main(["plan", *line.split()])

@@ -349,10 +349,7 @@ def test_early_warnings_are_named(tmp_path: Path):
     assert any(text.startswith("At step 2") and "the reward fell from 0.9" in text for text in texts)
 
 
-BOUNDS = {
-    "learn/mismatch/mean_abs": 0.05, "learn/phantom_clipped": 0.01, "learn/corrected": 0.05, "truncated": 0.1,
-    "error_tokens": 0.02, "mixed_reward_groups": 0.1, "accuracy": 0.075, "reward": 0.05,
-}  # fmt: skip
+BOUNDS = cases(__file__, "bounds")
 
 
 @pytest.mark.parametrize("field", BOUNDS)

@@ -67,11 +67,7 @@ def test_a_right_boxed_answer_is_rewarded_and_counted(questions: Path):
     assert task.correct([Response(PLAIN, text) for text in texts]) == right
 
 
-@pytest.mark.parametrize(("text", "box"), [
-    (r"\boxed{7}", "7"), (r"\boxed{ \frac{1}{2} } and so on", r"\frac{1}{2}"), (r"\boxed{1} then \boxed{2}", "2"),
-    (r"\boxed{\text{a \boxed{1}}}", r"\text{a \boxed{1}}"), (r"\boxed{1", None), (r"\boxed{ \boxed{3}", "3"),
-    ("boxed 7", None), ("\\boxed{" * 3000, None),
-])  # fmt: skip
+@pytest.mark.parametrize(("text", "box"), [*cases(__file__, "boxes"), ("\\boxed{" * 3000, None)])
 def test_the_last_complete_box_counts(text: str, box: str | None):
     assert last_box(text) == box
 
