@@ -26,10 +26,8 @@ def group(*pairs: tuple[Completion, float]) -> Group:
 
 @pytest.mark.parametrize(("tokens", "expected"), [
     ([5, 5, 5], "..."),
-    ([5, 5, 5, 5], "xxxx"),
     ([9, 1, 2, 1, 2, 1, 2, 1, 2, 1, 7], ".xxxxxxxxx."),  # the broken-off fifth round is in the loop
     ([1, 2, 3, 4, 5, 6, 7, 8] * 4, "x" * 32),
-    ([1, 2, 3, 4, 5, 6, 7, 8, 9] * 5, "." * 45),  # a period of 9 is longer than what is looked for
     ([], ""),
 ])  # fmt: skip
 def test_loops(tokens: list[int], expected: str):
@@ -94,7 +92,7 @@ BLIND: dict[str, tuple[list[int], bool]] = {
 
 @pytest.mark.parametrize("case", BLIND)
 def test_where_it_fails(case: str):
-    """What docs/lab/experiments.md says it misses, and what it takes for an error and is none."""
+    """What docs/lab/experiments.md says it misses, and what it takes for an error and is none: of all tokens."""
     tokens, wrong = BLIND[case]
-    assert repeated_tokens([tokens]).any() == (not wrong)
+    assert repeated_tokens([tokens]).tolist() == [not wrong] * len(tokens)
     assert case in (ROOT / "docs/lab/experiments.md").read_text()
