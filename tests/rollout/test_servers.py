@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import psutil
 import pytest
@@ -476,6 +477,19 @@ def test_what_a_hostile_version_is_refused_for(harm: Callable[[Version], object]
         received(version, held)
 
 
+def sent_by(bodies: list[Any]) -> Callable[[], Any]:
+    """A request's messages, one a body: bytes, "silence", or None where the sender is gone."""
+
+    async def next_message() -> dict[str, Any]:
+        body = bodies.pop(0)
+        if body == "silence":
+            await asyncio.sleep(30)
+        kind = "http.disconnect" if body is None else "http.request"
+        return {"type": kind, "body": body, "more_body": bool(bodies)}
+
+    return next_message
+
+
 @pytest.mark.parametrize(("bodies", "message"), [
     ([b"abc", b"defg"], "6 bytes were announced, and more came"),
     ([b"abc", b"de"], "6 bytes were announced, and fewer came"),
@@ -485,18 +499,20 @@ def test_what_a_hostile_version_is_refused_for(harm: Callable[[Version], object]
 def test_a_file_that_does_not_come_as_announced_is_refused(bodies: list[Any], message: str, tmp_path, monkeypatch):
     """Blind spot: HTTP itself, which is `tests/engine/test_servers.py`'s."""
     monkeypatch.setattr(receive, "_SILENCE_SECONDS", 0.05)
-
-    async def next_message() -> dict[str, Any]:
-        body = bodies.pop(0)
-        if body == "silence":
-            await asyncio.sleep(30)
-        kind = "http.disconnect" if body is None else "http.request"
-        return {"type": kind, "body": body, "more_body": bool(bodies)}
-
-    request = Request({"type": "http"}, next_message)
+    request = Request({"type": "http"}, sent_by(bodies))
     with (tmp_path / "file").open("wb") as file, pytest.raises(HTTPException, match=message):
         asyncio.run(receive.copy(request, file, 6))
-    bodies[:], request = [b"abc", b"def", b""], Request({"type": "http"}, next_message)
+    request = Request({"type": "http"}, sent_by([b"abc", b"def", b""]))
     with (tmp_path / "file").open("wb") as file:
         asyncio.run(receive.copy(request, file, 6))
     assert (tmp_path / "file").read_bytes() == b"abcdef"
+
+
+def test_a_file_that_is_refused_is_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """So its sender, who reads no answer before, finds the refusal and no broken connection."""
+    monkeypatch.setenv(receive.RECEIVED, str(tmp_path))
+    bodies, answer = [b"abc", b"def", b""], AsyncMock()
+    app = SimpleNamespace(state=SimpleNamespace(engine_client=AsyncMock(**{"collective_rpc.return_value": []})))
+    scope = {"type": "http", "method": "POST", "path": f"{receive.VERSIONS}/1/delta", "headers": [], "app": app}
+    asyncio.run(receive.ReceiveVersions(AsyncMock())(scope | {"query_string": b"run=a"}, sent_by(bodies), answer))
+    assert answer.call_args_list[0].args[0]["status"] == 411 and bodies == []

@@ -4,21 +4,25 @@ import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from qarl.configs.errors import InputError
 from qarl.configs.schema.run import RolloutConfig
 from qarl.rollout.absent import AbsentEngine
 from qarl.rollout.engine import EngineError, LoadReport
-from qarl.rollout.types import Prompt, Sampling
+from qarl.rollout.servers.vllm.start import server_command
+from qarl.rollout.types import Prompt, Sampling, ServerSpec
 from qarl.rollout.vllm.engine import VllmEngine, vllm_requests
 from qarl.rollout.vllm.options import VllmOptions, llm_arguments, prepare_environment, refuse_unsupported
 from qarl.rollout.vllm.requests import sampling_arguments, scoring_arguments
-from qarl.rollout.vllm.worker import compare_names
+from qarl.rollout.vllm.worker import _scheme_of, compare_names
 from tests.support.kernels import no_cuda
 
 SAMPLING = Sampling(samples=2, max_new_tokens=6, temperature=0.5, top_p=0.9, top_k=5, min_p=0.1, seed=3)
@@ -71,7 +75,7 @@ def test_what_the_environment_says_is_kept_or_refused(monkeypatch: pytest.Monkey
     assert [os.environ[name] for name in names] == ["1", "x", "x"]
     for name in names:
         monkeypatch.delenv(name)
-    prepare_environment()
+    server_command(ServerSpec(Path(), "a", "bfloat16"), "127.0.0.1", 1, [])  # which prepares its own
     assert [os.environ[name] for name in names] == ["1", "0", "1"]
     for amx, value, refused in ((True, "1", True), (True, "0", False), (False, "1", False)):
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda amx=amx: amx)
@@ -83,6 +87,19 @@ def test_what_the_environment_says_is_kept_or_refused(monkeypatch: pytest.Monkey
             refuse_unsupported(VllmOptions())
     with pytest.raises(EngineError, match=r"router_replay: .* set it to false on this machine"):
         refuse_unsupported(VllmOptions(RolloutConfig(router_replay=True)))
+
+
+def test_a_process_has_one_engine_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A second is refused while one is open; closing gives back what vLLM holds of the process, for the next."""
+    monkeypatch.setattr("vllm.LLM", Mock())
+    monkeypatch.setattr("vllm.distributed.cleanup_dist_env_and_memory", cleaned := Mock())
+    monkeypatch.setattr(VllmEngine, "_open", False)
+    for count in (1, 2):
+        engine = VllmEngine(tmp_path, VllmOptions())
+        with pytest.raises(EngineError, match="close the open one first"):
+            VllmEngine(tmp_path, VllmOptions())
+        engine.close()
+        assert cleaned.call_count == count
 
 
 class Entries(list):
@@ -163,7 +180,16 @@ def test_names_are_compared_layer_by_layer():
     assert compare_names([["a", "b"], ["d", "c"]], sent) == (("w", "x"), ("c", "d"))
 
 
+def test_a_layer_without_codes_is_reported_unquantized():
+    """In a model that has none, and where a quantized model leaves the layer alone."""
+    alone = SimpleNamespace(quant_method=UnquantizedLinearMethod())
+    for layer, quantization in ((SimpleNamespace(quant_method=None), None), (alone, "of the other layers")):
+        assert _scheme_of(layer, "a", SimpleNamespace(quant_config=quantization)) == ("bf16", None)  # type: ignore
+
+
 def test_a_replay_has_no_engine_to_ask():
     for ask in ((engine := AbsentEngine()).generate, engine.logprobs, engine.logprobs_of_each):
         with pytest.raises(EngineError, match="leave from_rollouts out"):
             ask([], None)
+    report = engine.load(iter(()), 3)
+    assert report.took_all_of(report.digest) and engine.weight_version == 3
