@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from rich.console import Console
 
 from qarl.cli.main import main
 from qarl.compare import file as files
-from qarl.compare.cells import run_cells
+from qarl.compare.cells import _environment, run_cells
 from qarl.compare.commands import commands_left
 from qarl.compare.comparison import Cell, Comparison, Figure, Quantized
 from qarl.compare.figures import Measured, gap_closed, remarks, rows, value_of
@@ -225,6 +226,20 @@ def test_a_cell_that_fails_is_shown_and_the_others_go_on(tmp_path: Path, monkeyp
     assert failed[0].reason == f"-m qarl train --config {tmp_path}/runs/qarl-tbpo-seed3.yaml"
     assert "failed with exit status 3" in capsys.readouterr().out
     assert all(left(comparison).values())
+    written = yaml.safe_load((tmp_path / "runs" / "qarl-tbpo-seed3.yaml").read_text())
+    assert [*written] == [*RunConfig.model_fields], "in the schema's order, for who reads it"
+
+
+def test_workers_have_their_share_of_cores_and_gpus(monkeypatch: pytest.MonkeyPatch):
+    """Where there are fewer GPUs than workers, some share one; one worker has all there is."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 9)
+    for devices, shares in {"0,1,2,3,4": ["0,1", "2,3"], "5,7": ["5", "7", "5"], "8,9": ["8,9"]}.items():
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
+        workers = [_environment(place, len(shares)) for place in range(len(shares))]
+        assert [each["CUDA_VISIBLE_DEVICES"] for each in workers] == shares
+        threads = None if len(shares) == 1 else str(9 // len(shares))
+        assert {each.get("OMP_NUM_THREADS") for each in workers} == {threads}
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

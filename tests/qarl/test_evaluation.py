@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from qarl.cli.eval import _compared
 from qarl.cli.main import main
 from qarl.cli.options import write_json
 from qarl.evaluation import results
@@ -90,6 +91,9 @@ def test_pairs_are_of_the_same_questions_asked_alike():
     once = result("11", "00")
     twice = evaluation(dataclasses.replace(once, questions=(once.questions[0], *once.questions)))
     assert differences(twice, twice) == {"made up": [0.0, 0.0, 0.0]}, "a question asked twice is two"
+    two = [evaluation(*each.results, result("11", "00", name="second")) for each in (own, other)]
+    lines = [line.partition(":")[0] for line in _compared(two[0], two[1])]
+    assert lines == ["made up", "second", "mean of 2 benchmarks"] and len([*_compared(own, other)]) == 1
     for wrong, said in (
         (evaluation(result("11", "10")), "not asked the same questions: one alone has 'question 2'"),
         (evaluation(result("11", "10", "00", name="other")), "was asked made up, 'runs/one' other"),

@@ -24,7 +24,7 @@ from qarl.quant.checkpoint.load import load_masters
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.types import LowBitTensor
 from qarl.rollout.types import Completion, Group, Prompt
-from tests.support.learners import batch_of, random_model
+from tests.support.learners import batch_of, make_groups, random_model
 from tests.support.models import low_bit, multiply_masters, same_stream, stream_bytes
 from tests.support.moe_models import CONFIGS, random_moe
 from tests.support.records import assert_recorded
@@ -75,7 +75,10 @@ def test_a_wrong_layer_is_found_and_named():
         assert row.scheme == before[layer].scheme
         assert row.scheme == 0 if layer == "lm_head" else 0.02 < row.scheme < 0.3
         assert layer == WRONG or row.kernel < 0.01
-    (named,) = (f for f in findings(scored_learners(investigation(models, batch)), rows, "") if f.level == "warning")
+    scored = scored_learners(investigation(models, batch))
+    completions = [completion for group in make_groups() for completion in group.completions]
+    assert all([*each.lengths] == [len(c.token_ids) for c in completions] for each in scored)
+    (named,) = (f for f in findings(scored, rows, "") if f.level == "warning")
     assert named.text.startswith(f"{WRONG} multiplies otherwise than its codes say")
 
 

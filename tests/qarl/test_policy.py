@@ -3,13 +3,14 @@
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import nn
 
 import qarl
-from qarl.configs.errors import ConfigError, ModelError
+from qarl.configs.errors import ConfigError, GraphError, ModelError
 from qarl.configs.schema.learner import LearnerConfig
 from qarl.learner.loss.aggregation import BatchSize
 from qarl.learner.loss.loss import LossInput, policy_loss
@@ -97,6 +98,15 @@ def test_models_that_cannot_be_aligned():
     ):  # fmt: skip
         with pytest.raises(ModelError, match=message):
             qarl.align(model)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_policy_whose_masters_get_no_gradient_is_refused(random_policy: Callable[[bool], Path], monkeypatch):
+    """With the engine's operators, of which some have no derivative; transformers' all have one."""
+    monkeypatch.setattr("qarl.api.align.require_gradients", Mock(side_effect=GraphError("no gradient")))
+    options: dict[str, Any] = {"kernel": "reference", "tokenizer": random_policy(True)}
+    qarl.align(random_model(), operators="transformers", **options)
+    with pytest.raises(GraphError, match="no gradient"):
+        qarl.align(random_model(), operators="engine", **options)
 
 
 def test_calls_out_of_turn(aligned: qarl.Policy, tmp_path: Path):

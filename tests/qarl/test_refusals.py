@@ -110,6 +110,11 @@ def test_an_export_is_measured_as_its_run_is(tmp_path: Path, random_policy):
         plan_evaluation(str(run.path), **{**asked, "dtype": "bfloat16"})
     with pytest.raises(ModelError, match=r"rollout.max_new_tokens \(--max-new-tokens\) = 4160, .* has 512 positions"):
         plan_evaluation(str(run.path), **{**asked, "max_new_tokens": 4096})
+    (run.export / "qarl.json").unlink()
+    assert plan_evaluation(str(run.export), {}).dtype == "bfloat16", "of a checkpoint in float32"
+    for own, dtype in (({"dtype": "float16"}, "float16"), ({"quantization_config": {}}, "float32")):
+        change_json(run.export / "config.json", **{"dtype": "float32", **own})
+        assert plan_evaluation(str(run.export), {}).dtype == dtype
     (run.export / "qarl.json").write_text("{}")
     with pytest.raises(ConfigError, match="lacks 'run'; export the run again"):
         plan_evaluation(str(run.export), **asked)

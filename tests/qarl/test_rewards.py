@@ -19,9 +19,12 @@ from qarl.report.metrics import batch_metrics
 from qarl.rollout.types import Completion, Group, Prompt
 from qarl.run.session import check_prompts
 from qarl.tasks import Problem, Response, RewardError, TaskError, load_task, scorers, short_reward
+from qarl.tasks.base import Failure
 from qarl.tasks.rewards import exact_answer, exact_reward, last_box
 from qarl.tasks.scorers import in_this_process
 from qarl.tasks.task import Task
+from qarl.tasks.worker import Job
+from qarl.tasks.workers import Worker
 from tests.support.cases import cases, pattern
 from tests.support.forks import ROOT
 
@@ -201,6 +204,15 @@ def test_a_reward_may_not_take_more_memory_than_it_is_allowed(questions: Path):
     for field in ({"on_error": "none"}, {"memory_limit": 1, "reward": "exact"}):
         with pytest.raises(ValueError, match="is for your own reward"):
             TaskConfig.model_validate(field)
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_what_ends_its_process_fails_alone_or_with_what_follows(goes_on: bool, questions: Path):
+    """The one where answers are judged apart, as mathematics is."""
+    (questions / "mine.py").write_text("import os\n\n\ndef f(problem, text):\n    return 1 if text else os._exit(1)\n")
+    job = Job("reward", "mine.py:f", "q.jsonl", time_limit=5.0, path=())
+    outcomes = Worker(job, goes_on).outcomes([Response(PLAIN, text) for text in ("1", "", "2", "3")])
+    assert [isinstance(each, Failure) for each in outcomes] == [False, True, not goes_on, not goes_on]
 
 
 def test_after_a_failure_the_next_call_has_a_process_again(questions: Path, capfd: pytest.CaptureFixture[str]):

@@ -137,6 +137,11 @@ def test_two_at_once_build_once_where_an_earlier_build_died(built, tmp_path) -> 
     assert [message.split()[0] for message in messages] == ["building", "warm", "warm"]
 
 
+def test_progress_is_a_line_of_stderr(capsys) -> None:
+    embedded.to_stderr("building")
+    assert capsys.readouterr().err == "building\n"
+
+
 def test_the_cache_folder_follows_the_environment(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("QARL_CACHE", str(tmp_path))
     assert cache_folder() == tmp_path

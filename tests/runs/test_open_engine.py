@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import ANY, Mock, call
 
 import pytest
 from rich.console import Console
@@ -149,6 +150,18 @@ def test_several_batches_are_sampled_ahead_and_none_is_lost(config: RunConfig, m
     resumed = lines(folder.path)
     assert len(resumed) == 6 and resumed[:3] == whole[:3]
     assert [line["reward"] for line in resumed[:5]] == [line["reward"] for line in whole[:5]]
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+def test_a_run_starts_from_the_codes_of_its_method(aligned: bool, config: RunConfig, monkeypatch: pytest.MonkeyPatch):
+    """Before an engine is started, and with its own masters where it multiplies those."""
+    monkeypatch.setattr("qarl.loop.initial_codes", lambda *_: ["the codes"])
+    monkeypatch.setattr("qarl.loop.start_from_codes", started := Mock(side_effect=InterruptedError))
+    tree = config.model_dump() | {"scheme": "w4a16", "quantization": {"init": "gptq", "scale": "kept"}}
+    tree["learner"]["aligned"] = aligned
+    with pytest.raises(InterruptedError):
+        run(config_from_tree(tree))
+    assert started.call_args == call(ANY, ["the codes"], keep_masters=not aligned)
 
 
 def test_an_engine_is_closed_where_a_run_fails(config: RunConfig, monkeypatch: pytest.MonkeyPatch):

@@ -4,6 +4,8 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from qarl.configs.errors import ConfigError
 from qarl.configs.load import config_from_tree
 from qarl.ptq.compressor import CompressorError, Job, _batches, compress
 from qarl.ptq.expected_checkpoint import checkpoint_layout, read_as
-from qarl.ptq.export import check_request, quantize, verify
+from qarl.ptq.export import check_request, initial_codes, quantize, verify
 from qarl.ptq.methods import CALIBRATION, MAX_CALIBRATION_TOKENS, METHODS, calibration_count, methods_for
 from qarl.ptq.source import Source, open_source
 from qarl.quant.checkpoint.load import load_masters
@@ -212,6 +214,18 @@ def test_every_method_gives_a_checkpoint_vllm_loads(run: Path, tmp_path: Path, s
         other = dataclasses.replace(source, layout=checkpoint_layout(source.folder, "w8a8", "bfloat16"))
         with pytest.raises(AuditError, match="scheme 'w8a8'"):
             load_and_verify(other, tmp_path / "rtn")
+
+
+def test_a_run_begins_with_what_its_method_makes(random_policy: Policies, monkeypatch: pytest.MonkeyPatch):
+    """From as many sequences as an export samples, or as the longest leave room for. What codes become: test_scales."""
+    monkeypatch.setattr("qarl.ptq.export.sample_source", lambda *chosen: chosen[-2:])
+    monkeypatch.setattr("qarl.ptq.export.quantized_tensors", lambda sampled, method, _: iter([method, *sampled]))
+    policy: Any = SimpleNamespace(folder=random_policy(True))
+    for longest, count in ((64, CALIBRATION), (10**7, 1)):
+        limits = {"max_prompt_tokens": 8, "max_new_tokens": longest}
+        tree = {"scheme": "w8a8", "rollout": limits, "learner": {"micro_batch_tokens": longest + 8}}
+        config = config_from_tree({**tree, "quantization": {"init": "gptq", "scale": "kept"}})
+        assert initial_codes(policy, config) == ["gptq", "w8a8", count]
 
 
 @pytest.mark.slow
