@@ -16,6 +16,7 @@ from qarl.rollout.vllm.engine import VllmEngine
 from qarl.sync.audit import audit, require_agreement
 from qarl.sync.publisher import Publisher, PublishError
 from tests.support import Policies
+from tests.support.cases import cases
 from tests.support.engines import SEQUENCES, answers_when_fresh, disturb, make_model, start_engine
 from tests.support.layers import routed
 from tests.support.moe_models import CONFIGS, random_moe, with_tokenizer
@@ -100,24 +101,8 @@ def publish_and_compare(
     assert after == answers_when_fresh(model, folder, tmp_path / "fresh", dtype)
 
 
-TWO_SCHEMES = "model.layers.0.mlp.experts.*=w8a8,model.layers.1.self_attn.*=fp8,model.layers.1.mlp.gate=w8a8"
-ONE_PLAIN = r"re:model\.layers\.1\.mlp\.experts\.=bf16"
-ONE_ALONE = "model.layers.1.mlp.experts.*=w4a16-g32"
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "scheme", "dtype", "tied", "layers", "count"), [
-    ("qwen3_moe", "bf16", "bfloat16", True, "[]", 20), ("qwen3_moe", "bf16", "float16", False, "[]", 20),
-    ("qwen3_moe", "w4a16", "bfloat16", False, "[]", 20), ("qwen3_moe", "w4a16-channel", "float16", True, "[]", 20),
-    ("qwen3_moe", "w8a8", "bfloat16", True, "[]", 20), ("qwen3_moe", "w4a8", "bfloat16", False, "[]", 20),
-    ("qwen3_moe", "fp8", "bfloat16", False, "[]", 20), ("qwen3_moe", "fp8", "float16", True, "[]", 20),
-    pytest.param("qwen3_moe", "w4a16", "bfloat16", False, TWO_SCHEMES, 5, id="two schemes and a router"),
-    pytest.param("qwen3_moe", "fp8", "bfloat16", False, ONE_PLAIN, 5, id="some experts left alone"),
-    pytest.param("qwen3_moe", "bf16", "bfloat16", False, ONE_ALONE, 5, id="some experts alone"),
-    ("mixtral", "bf16", "bfloat16", True, "[]", 3),  # it names experts and their block otherwise
-    ("mixtral", "w4a16", "bfloat16", True, "[]", 3),
-    ("mixtral", "fp8", "bfloat16", True, "model.layers.1.block_sparse_moe.experts.*=w8a8", 3),
-])  # fmt: skip
+@pytest.mark.parametrize(("kind", "scheme", "dtype", "tied", "layers", "count"), cases(__file__, "publishes"))
 def test_publishes_equal_a_fresh_engine_bit_for_bit(
     random_experts: Policies, tmp_path: Path, kind: str, scheme: str, dtype: str, tied: bool, layers: str, count: int
 ):

@@ -21,33 +21,21 @@ from qarl.quant.types import LowBitTensor
 from qarl.rollout.engine import EngineError, LoadReport
 from qarl.rollout.types import Completion, Group, Prompt, Sampling
 from qarl.rollout.vllm.engine import VllmEngine
-from qarl.rollout.vllm.options import VllmOptions
 from qarl.sync.audit import audit, require_agreement
 from qarl.sync.export import export_checkpoint
 from qarl.sync.publisher import Publisher, PublishError
 from tests.support import Policies
+from tests.support.cases import cases
 from tests.support.engines import SEQUENCES, answers_when_fresh, disturb, make_model, start_engine
 from tests.support.kernels import AVX512
 
 Running = tuple[LowBitModel, VllmEngine]
 Shared = tuple[LowBitModel, VllmEngine, Publisher]
 PROMPTS = [Prompt(str(n), "", tuple(sequence[:20])) for n, sequence in enumerate(SEQUENCES)]
-MIXED = "first:1=bf16,*.down_proj=w8a8"
-UNIFORM = [
-    *((name, "bfloat16") for name in ("bf16", "w4a16", "w4a16-g32", "w4a16-channel", "w8a8", "w4a8", "fp8")),
-    ("w8a8", "float16"),
-    ("w4a8", "float16"),
-]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("scheme", "dtype", "layers", "tied", "publishes"), [
-    *((scheme, dtype, "[]", number % 2 == 0, 50) for number, (scheme, dtype) in enumerate(UNIFORM)),
-    ("w4a16", "bfloat16", "[]", True, 50), ("w4a16", "bfloat16", MIXED, True, 10),
-    ("bf16", "bfloat16", r"re:.*self_attn\.[qkv]_proj=w8a8,last:1=w4a16", False, 10),
-    ("fp8", "bfloat16", "model.layers.0.mlp.*=w4a16,lm_head=w8a8", False, 10),
-    ("w8a8", "bfloat16", "*.o_proj=bf16,lm_head=w4a16", False, 10),
-])  # fmt: skip
+@pytest.mark.parametrize(("scheme", "dtype", "layers", "tied", "publishes"), cases(__file__, "publishes"))
 def test_publishes_equal_a_fresh_engine_bit_for_bit(
     random_policy: Policies, tmp_path: Path, scheme: str, dtype: str, layers: str, tied: bool, publishes: int
 ):
@@ -113,10 +101,7 @@ def test_published_and_exported_are_the_same_bytes(random_policy: Policies, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("scheme", "layers"),
-    [("w4a16", "[]"), ("w4a16", MIXED), ("fp8", "*.down_proj=w4a16,lm_head=w8a8"), ("bf16", "last:1=w4a16")],
-)
+@pytest.mark.parametrize(("scheme", "layers"), cases(__file__, "exports"))
 def test_transformers_loads_the_export(random_policy: Policies, tmp_path: Path, scheme: str, layers: str):
     """Weight by weight: what transformers decompresses is what the learner multiplied with; all else as published."""
     folder = random_policy(False)
@@ -130,22 +115,6 @@ def test_transformers_loads_the_export(random_policy: Policies, tmp_path: Path, 
         low_bit = linear.low_bit if (linear := model.linears.get(name.removesuffix(".weight"))) else None
         ours = master.to(torch.bfloat16) if low_bit is None else low_bit.dequantized(torch.bfloat16)
         assert torch.equal(theirs[name], ours), name
-
-
-def test_a_tensor_too_many_is_refused(random_policy: Policies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """vLLM finds the surplus in mid-stream; an engine that took half a publish then refuses to answer."""
-    folder = random_policy(True)
-    model = make_model(folder, "w8a8", "bfloat16")
-    engine = start_engine(model, folder, tmp_path / "start", "bfloat16")
-    extra, load = LowBitTensor("model.layers.7.mlp.up_proj.weight", torch.zeros(2, 2, dtype=torch.int8)), engine.load
-    monkeypatch.setattr(engine, "load", lambda stream, version: load([*stream, extra], version))
-    with pytest.raises((EngineError, PublishError), match=r"layers\.7"):
-        Publisher(model, engine, SEQUENCES, 0.05, 50).publish(1)
-    with pytest.raises(EngineError, match="parts of two weight versions"):
-        engine.logprobs(SEQUENCES)
-    with pytest.raises(EngineError, match="one engine a process"):
-        VllmEngine(tmp_path / "start", VllmOptions())
-    engine.close()
 
 
 @pytest.fixture(scope="module")
@@ -308,6 +277,22 @@ def test_the_canary_sees_shared_layers_that_hold_other_weights(shared: Shared):
     engine.load(before, 1)
     with pytest.raises(PublishError, match=r"canary's mean .* above the bound 0.05"):
         publisher.canary(2)
+
+
+def test_a_tensor_too_many_is_refused(shared: Shared, monkeypatch: pytest.MonkeyPatch):
+    """vLLM finds the surplus in mid-stream; an engine that took half a publish then refuses to answer, until the next
+    is whole."""
+    model, engine, publisher = shared
+    extra = LowBitTensor("model.layers.7.mlp.up_proj.weight_packed", torch.zeros(2, 2, dtype=torch.int32))
+    stream = [*model.low_bit_tensors(), extra]
+    monkeypatch.setattr(model, "low_bit_tensors", lambda: stream)
+    with pytest.raises((EngineError, PublishError), match=r"layers\.7"):
+        publisher.publish(7)
+    with pytest.raises(EngineError, match="parts of two weight versions"):
+        engine.logprobs(SEQUENCES)
+    monkeypatch.undo()
+    publisher.publish(8)
+    assert publisher.canary(8).mean_abs < 1e-3
 
 
 def test_a_version_written_by_half_is_not_sampled_from_and_the_next_repairs_it(shared: Shared, monkeypatch):
