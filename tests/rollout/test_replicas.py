@@ -207,6 +207,30 @@ def test_a_server_may_miss_some_signs_of_life():
     network = sampling_for(0.6)
     network.beats = itertools.cycle([broken_off, broken_off, sound])
     assert len(sampled(network)) == 6
+    network = sampling_for(30)
+    network.beats = itertools.repeat(broken_off)
+    with pytest.raises(EngineError, match=r"no server is left.*is_paused"):
+        sampled(network)
+
+
+def test_signs_of_life_are_asked_for_while_a_server_samples():
+    """Contract: and no longer, however often it sampled."""
+    beats = itertools.count()
+    network = sampling_for(0.15)
+    network.beats = (sound for _ in beats)
+
+    async def go() -> tuple[int, int]:
+        async with network as servers:
+            for server in servers.present() * 2:
+                await server.generate({})
+            counts = []
+            for _ in range(2):
+                await asyncio.sleep(0.2)
+                counts.append(next(beats))
+            return counts[0], counts[1]
+
+    sampling, later = asyncio.run(go())
+    assert later == sampling + 1 > 3  # what is counted here
 
 
 def test_one_that_is_taken_back_samples_nothing_before_the_publish_is_done():

@@ -59,6 +59,8 @@ def test_a_completion_is_the_samplers_own_tokens():
     assert (completion.token_ids, completion.logprobs, completion.text) == ((5, 6), (-0.5, -1.25), "ab")
     assert completion.versions == [3, 3] and completion.switches == () and not completion.truncated
     assert read_completion(altered(finish_reason="length"), "http://a", PUBLISHED).truncated
+    certain = altered(logprobs={"content": [{"logprob": 0.0}, {"logprob": -1.25}]})
+    assert read_completion(certain, "http://a", PUBLISHED).logprobs == (0.0, -1.25)
     assert read_completion(ANSWER | {"output_mode": "tokens"}, "http://a", PUBLISHED).text == ""
 
 

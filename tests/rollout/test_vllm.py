@@ -3,6 +3,7 @@
 import hashlib
 import os
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,9 @@ from qarl.configs.errors import InputError
 from qarl.configs.schema.run import RolloutConfig
 from qarl.rollout.absent import AbsentEngine
 from qarl.rollout.engine import EngineError, LoadReport
+from qarl.rollout.servers.vllm import worker as server_worker
 from qarl.rollout.servers.vllm.start import server_command
+from qarl.rollout.servers.vllm.worker import ReceivedVersions, StagedVersion
 from qarl.rollout.types import Prompt, Sampling, ServerSpec
 from qarl.rollout.vllm.engine import VllmEngine, vllm_requests
 from qarl.rollout.vllm.options import VllmOptions, llm_arguments, prepare_environment, refuse_unsupported
@@ -96,6 +99,7 @@ def test_a_process_has_one_engine_at_a_time(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(VllmEngine, "_open", False)
     for count in (1, 2):
         engine = VllmEngine(tmp_path, VllmOptions())
+        assert engine.weight_version == 0
         with pytest.raises(EngineError, match="close the open one first"):
             VllmEngine(tmp_path, VllmOptions())
         engine.close()
@@ -173,6 +177,26 @@ def test_a_publish_that_breaks_off_is_not_sampled_from():
     llm.resets = True
     engine.load(iter(()), 6)
     assert engine.weight_version == 6 and engine.logprobs([[1, 2]]) == [[-2]]
+
+
+def test_a_server_whose_load_broke_off_has_no_version(monkeypatch: pytest.MonkeyPatch):
+    """Contract: what it answers is what it loaded last, whole; nothing after a load that ended half way, which another
+    mends."""
+    monkeypatch.setattr(server_worker, "trace_names", Mock())
+    monkeypatch.setattr(server_worker, "load_stream", loads := Mock())
+    report = LoadReport("digest", 0, (), ())
+    received = ReceivedVersions(Mock(), Mock())
+    for outcome in (report, RuntimeError("out of memory"), report):
+        received._staging = Future()
+        received._staging.set_result(StagedVersion(Mock(), report, keep=False))
+        loads.side_effect = [outcome]
+        if outcome is report:
+            assert received.load("digest") == received.load("digest") == report and received.load("other") is None
+        else:
+            with pytest.raises(RuntimeError, match="out of memory"):
+                received.load("digest")
+            received.abandon()
+            assert received.load("digest") is None
 
 
 def test_names_are_compared_layer_by_layer():
