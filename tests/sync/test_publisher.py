@@ -1,5 +1,6 @@
 """What the publisher checks of an engine's reports (a real one: tests/engine/test_publish.py); files of an export."""
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -115,7 +116,7 @@ def test_the_canary_passes_its_bound_and_no_more(offsets: tuple[float, ...]):
 
 def test_shared_layers_get_a_version_as_it_is_made(monkeypatch: pytest.MonkeyPatch):
     """Contract: the version after the present one is written at a refresh, and its publish writes no second time; the
-    publish of another writes what is there then."""
+    publish of another writes what is there then. Its seconds are those of writing and publishing."""
     ends, hooks, multiplied = Ends(), list[Callable[[], None] | None](), list[Any]()
     publisher = ends.publisher()
     with pytest.raises(KernelError, match="the engine's layers are in another process"):
@@ -123,13 +124,15 @@ def test_shared_layers_get_a_version_as_it_is_made(monkeypatch: pytest.MonkeyPat
     ends.shared = "layers"
     monkeypatch.setattr(ends.model, "multiply_with", multiplied.append)
     monkeypatch.setattr(ends.model, "on_refresh", hooks.append)
-    publisher.publish(4)
+    monkeypatch.setattr("time.perf_counter", itertools.count().__next__)
+    assert publisher.publish(4).seconds == 3
     publisher.share_layers()
     (refreshed,) = hooks
     assert refreshed is not None
     refreshed()
     assert ends.sent == [4, 5]
-    assert publisher.publish(5).version == 5 and ends.sent == [4, 5]
+    published = publisher.publish(5)
+    assert (published.version, published.seconds, ends.sent) == (5, 2, [4, 5])
     refreshed()
     publisher.publish(9)
     publisher.publish(9)
