@@ -1,7 +1,7 @@
 """From YAML files and dotted overrides to a `RunConfig`: shipped files, unknown keys, nearest names."""
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -154,7 +154,9 @@ def refuse_unknown(tree: dict[str, Any], source: str) -> None:
     for path in unknown:
         _refuse_likeliest(path)
     if unknown:
-        raise ConfigError("; ".join(f"unknown key {path!r} in {source}{_nearest_key(path)}" for path in unknown))
+        listing = "`qarl train --help-all` lists the keys"
+        words = (f"unknown key {path!r} in {source}{_suggestion(path, _as_key, listing)}" for path in unknown)
+        raise ConfigError("; ".join(words))
 
 
 def _is_nested(tree: Any, path: str) -> bool:
@@ -215,26 +217,28 @@ def _leaf_paths(tree: dict[str, Any], known: dict[str, Any], prefix: str = "") -
     return paths
 
 
-def _nearest_option(name: str) -> str:
-    """ "; did you mean --samples (rollout.samples)?" for an option that does not exist, or where all are listed."""
-    near = _nearest(name)
-    if not near or " " in near:
-        return f" ({near})" if near else "; `qarl train --help` lists the options"
-    flag = next((flag for flag, field in FLAGS.items() if field == near), near)
-    return f"; did you mean --{flag}{f' ({near})' if flag != near else ''}?"
+def _unknown_option(path: str, known: dict[str, Any]) -> str:
+    inside = [name for name in known if name.startswith(path + ".")]
+    if inside:
+        return f"option --{path} is a section; give one of its fields, such as --{inside[0]}"
+    _refuse_likeliest(path)
+    return f"unknown option --{path}{_suggestion(path, _as_option, '`qarl train --help` lists the options')}"
 
 
-def _nearest_key(path: str) -> str:
-    """ "; did you mean rollout: {samples: …}?" for a key of a YAML file that does not exist."""
-    near = _nearest(path)
-    if not near or " " in near:
-        return f" ({near})" if near else "; `qarl train --help-all` lists the keys"
-    *parents, leaf = near.split(".")
-    return f"; did you mean {': {'.join([*parents, leaf])}: …{'}' * len(parents)}?"
+def _as_option(path: str) -> str:
+    """ "--samples (rollout.samples)", and "--learner.kl.name" of a field without a short flag."""
+    flag = next((flag for flag, field in FLAGS.items() if field == path), path)
+    return f"--{flag}{f' ({path})' if flag != path else ''}"
 
 
-def _nearest(name: str) -> str:
-    """The field that a name which is none's most likely means, or in words why there is no such field; "" for none."""
+def _as_key(path: str) -> str:
+    """ "rollout: {samples: …}"."""
+    return f"{path.replace('.', ': {')}: …{'}' * path.count('.')}"
+
+
+def _suggestion(name: str, written: Callable[[str], str], listing: str) -> str:
+    """What follows a name that is no field's: the nearest field as `written` has it, else in words why there is none,
+    else `listing`."""
     known = field_paths()
     leaf = name.rpartition(".")[2]
     elsewhere = ELSEWHERE | FLAGS
@@ -245,15 +249,10 @@ def _nearest(name: str) -> str:
         or [path for path in known if path.rpartition(".")[2] == leaf]
         or difflib.get_close_matches(name, fields, n=1)
     )
-    return fields[near[0]] if near else ""
-
-
-def _unknown_option(path: str, known: dict[str, Any]) -> str:
-    inside = [name for name in known if name.startswith(path + ".")]
-    if inside:
-        return f"option --{path} is a section; give one of its fields, such as --{inside[0]}"
-    _refuse_likeliest(path)
-    return f"unknown option --{path}{_nearest_option(path)}"
+    if not near:
+        return f"; {listing}"
+    field = fields[near[0]]
+    return f" ({field})" if " " in field else f"; did you mean {written(field)}?"
 
 
 def _set(tree: dict[str, Any], path: str, value: Any) -> None:

@@ -75,10 +75,16 @@ def chooser(kind: str, path: str, union: Any, default: str | None = None) -> Cal
         if name not in by_name:
             near = did_you_mean(str(name), by_name)
             raise ValueError(f"name {quoted(name)} is no {kind}; choose one of {', '.join(by_name)}{near}")
+        options = by_name[name].options()
         for option in value:
-            if option != "name" and option not in by_name[name].options():
+            if option not in ("name", *options):
                 having = [n for n, section in by_name.items() if option in section.options()]
-                raise ValueError(_misplaced(kind, path, name, option, having, by_name[name].options()))
+                where = f"is an option of {', '.join(having)}" if having else "is unknown"
+                remedy = f", or give --{path}.name {having[-1]}" if having else ""
+                takes = ", ".join(options) or "no options"
+                raise ValueError(
+                    f"{option!r} {where}, not of {kind} {name!r}, which takes {takes}; leave it out{remedy}"
+                )
         return {**value, "name": name}
 
     return check
@@ -98,10 +104,3 @@ def pattern_fault(pattern: str) -> str | None:
         except re.error as error:
             return f"is no regular expression: {error}"
     return None
-
-
-def _misplaced(kind: str, path: str, name: str, option: str, having: list[str], options: list[str]) -> str:
-    where = f"is an option of {', '.join(having)}" if having else "is unknown"
-    allowed = f"which takes {', '.join(options)}" if options else "which takes no options"
-    remedy = f", or give --{path}.name {having[-1]}" if having else ""
-    return f"{option!r} {where}, not of {kind} {name!r}, {allowed}; leave it out{remedy}"
