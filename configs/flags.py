@@ -33,7 +33,11 @@ ELSEWHERE = {
 """What other trainers call a field, dashed → its dotted path, or in words why there is none; for suggestions alone."""
 
 
+def flag_of(path: str) -> str:
+    """A field's option without its dashes: the short flag, or its path where it has none."""
+    return next((flag for flag, field in FLAGS.items() if field == path), path)
+
+
 def shown(path: str) -> str:
     """A field as a person would write it: "learner.optimizer.lr (--lr)", or its path where it has no short flag."""
-    flag = next((flag for flag, field in FLAGS.items() if field == path and flag != path), None)
-    return f"{path} (--{flag})" if flag else path
+    return path if (flag := flag_of(path)) == path else f"{path} (--{flag})"

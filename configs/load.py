@@ -10,7 +10,7 @@ import yaml
 from pydantic import ValidationError
 
 from qarl.configs.errors import ConfigError
-from qarl.configs.flags import ELSEWHERE, FLAGS
+from qarl.configs.flags import ELSEWHERE, FLAGS, flag_of
 from qarl.configs.schema.base import Choice, Section, Text, alternatives
 from qarl.configs.schema.objectives import TbpoConfig
 from qarl.configs.schema.run import RunConfig
@@ -130,7 +130,7 @@ def overridden(tree: dict[str, Any], overrides: Mapping[str, str]) -> RunConfig:
         _forget_unchosen(tree, section, chosen.get(f"{section}.name"))
     _forget_unchosen(tree, "task", chosen.get("task.name"))
     for path, value in chosen.items():
-        _set(tree, path, value)
+        set_field(tree, path, value)
     return config_from_tree(tree)
 
 
@@ -227,8 +227,7 @@ def _unknown_option(path: str, known: dict[str, Any]) -> str:
 
 def _as_option(path: str) -> str:
     """ "--samples (rollout.samples)", and "--learner.kl.name" of a field without a short flag."""
-    flag = next((flag for flag, field in FLAGS.items() if field == path), path)
-    return f"--{flag}{f' ({path})' if flag != path else ''}"
+    return f"--{flag}" if (flag := flag_of(path)) == path else f"--{flag} ({path})"
 
 
 def _as_key(path: str) -> str:
@@ -255,7 +254,8 @@ def _suggestion(name: str, written: Callable[[str], str], listing: str) -> str:
     return f" ({field})" if " " in field else f"; did you mean {written(field)}?"
 
 
-def _set(tree: dict[str, Any], path: str, value: Any) -> None:
+def set_field(tree: dict[str, Any], path: str, value: Any) -> None:
+    """Write a field of nested dictionaries, by dotted path; sections on the way are made where they are missing."""
     *parents, leaf = path.split(".")
     for key in parents:
         if not isinstance(tree.get(key, {}), dict):

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from qarl.cli.options import say
 from qarl.configs.errors import ConfigError
-from qarl.configs.load import chosen_config, config_file
+from qarl.configs.load import chosen_config, config_file, set_field
 from qarl.configs.schemes import SCHEME_SPECS
 from qarl.configs.yaml_file import read_yaml
 from qarl.planning.choice import choose
@@ -89,11 +89,7 @@ def _fitted(model: str, machine: Machine) -> str:
     fields = {**suited, **changes, **(_ADAPTERS if changes.get("learner.lora.name") == "lora" else {})}
     tree = {"model": model, **read_yaml(config_file("small"))}
     for path, value in {**_OWN, **fields}.items():
-        *parents, leaf = path.split(".")
-        section = tree
-        for key in parents:
-            section = section.setdefault(key, {})
-        section[leaf] = value
+        set_field(tree, path, value)
     said = " ".join(map(option, fields.items())) or "nothing"
     return (
         f"# {model} on {machine.name}, by `--config small`; changed for it: {said}\n# memory: {one_line(fitting)}\n"

@@ -8,6 +8,8 @@ then on, and in the run's config.yaml.
 from dataclasses import dataclass
 
 from qarl.configs.errors import ConfigError, InputError
+from qarl.configs.load import set_field
+from qarl.configs.schema.base import leaf_values
 from qarl.configs.schema.run import RunConfig
 from qarl.planning.machine import Machine
 from qarl.planning.memory import GIB, Memory, cache_itemsize, count_memory
@@ -132,13 +134,10 @@ def _filled(config: RunConfig, shapes: Shapes, device: str, processes: int, ther
 
 def changed_config(config: RunConfig, changes: dict[str, object]) -> RunConfig:
     """The configuration with other values of fields, by dotted path. Raises `ValueError` for what cannot be."""
-    tree = config.model_dump()
+    tree, before = config.model_dump(), leaf_values(config)
     for path, value in changes.items():
-        *parents, leaf = path.split(".")
-        section = tree
-        for key in parents:
-            section = section[key]
-        if leaf == "name" and section.get("name") != value:
-            section.clear()
-        section[leaf] = value
+        section, _, leaf = path.rpartition(".")
+        if leaf == "name" and before[path] != value:
+            set_field(tree, section, {})
+        set_field(tree, path, value)
     return RunConfig.model_validate(tree)

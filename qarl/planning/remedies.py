@@ -4,7 +4,7 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass
 from itertools import product
 
-from qarl.configs.flags import FLAGS
+from qarl.configs.flags import flag_of
 from qarl.configs.schema.run import RunConfig
 from qarl.planning.machine import Machine, parse_machine
 from qarl.planning.plan import SPARE, Plan, changed_config, make_plan
@@ -36,8 +36,7 @@ def as_text(value: object) -> str:
 def option(field: tuple[str, object]) -> str:
     """`--flag value` of a field, by its short flag where it has one."""
     path, value = field
-    flag = next((flag for flag, known in FLAGS.items() if known == path), path)
-    return f"--{flag} {as_text(value)}"
+    return f"--{flag_of(path)} {as_text(value)}"
 
 
 def _changes(config: RunConfig, machine: Machine, processes: int) -> list[Change]:
