@@ -13,7 +13,7 @@ from qarl.configs.schema.learner import LearnerConfig
 from qarl.configs.schema.objectives import KlConfig
 from qarl.configs.seeds import step_seed
 from qarl.learner.batching import Batch, mini_batches
-from qarl.learner.diagnostics.base import Learning, MicroBatch, Observer, is_due
+from qarl.learner.diagnostics.base import Learning, MicroBatch, Observer, StartingPolicy, is_due
 from qarl.learner.diagnostics.observers import OBSERVERS
 from qarl.learner.diagnostics.token_log import TokenLog
 from qarl.learner.gradients import configure_backward
@@ -24,14 +24,12 @@ from qarl.learner.loss.loss import LossInput, LossShare, needs_old, policy_loss
 from qarl.learner.loss.metrics import LossMetrics
 from qarl.learner.mismatch import Mismatch
 from qarl.learner.objectives.ratios import shadowed
-from qarl.learner.optim.loss_scale import LossScale
+from qarl.learner.optim.loss_scale import LossScale, require_finite_sampler
 from qarl.learner.optim.schedule import make_schedule
 from qarl.learner.optim.sharded import ShardedOptimizer
-from qarl.learner.overflow import require_finite_sampler
 from qarl.learner.processes import Processes
 from qarl.learner.row_logprobs import RowLogprobs
 from qarl.learner.scorer import Part, Scorer
-from qarl.learner.starting_policy import StartingPolicy
 from qarl.learner.stopwatch import Stopwatch
 from qarl.quant.model.kept_scales import load_scales_state, scales_state
 from qarl.quant.model.low_bit_model import LowBitModel

@@ -12,7 +12,7 @@ import torch
 from qarl.configs.schema.learner import LearnerConfig
 from qarl.learner.batching import Batch, micro_batches
 from qarl.learner.logprobs import packs, shares_prompts, token_logprobs
-from qarl.learner.overflow import require_finite_logprobs
+from qarl.learner.optim.loss_scale import require_finite_logprobs
 from qarl.learner.processes import Processes
 from qarl.learner.row_logprobs import RowLogprobs
 from qarl.quant.graph.packing import Packed

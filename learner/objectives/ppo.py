@@ -13,7 +13,7 @@ from qarl.configs.schema.objectives import (
     PositiveGrpoConfig,
 )
 from qarl.learner.objectives.base import ObjectiveInput, ObjectiveResult
-from qarl.learner.objectives.clipping import clipped, sequence_advantages, sequence_ratio, token_ratio
+from qarl.learner.objectives.ratios import clipped, sequence_advantages, sequence_ratio, token_ratio
 
 
 def grpo(inputs: ObjectiveInput, config: GrpoConfig) -> ObjectiveResult:

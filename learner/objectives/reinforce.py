@@ -5,8 +5,7 @@ import torch
 
 from qarl.configs.schema.objectives import CispoConfig, OnPolicyConfig, PgSeqIsConfig
 from qarl.learner.objectives.base import ObjectiveInput, ObjectiveResult
-from qarl.learner.objectives.clipping import token_ratio
-from qarl.learner.objectives.ratios import score
+from qarl.learner.objectives.ratios import score, token_ratio
 
 _LOG_BOUND = 20.0
 

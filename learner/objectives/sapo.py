@@ -11,7 +11,7 @@ import torch
 
 from qarl.configs.schema.objectives import SapoConfig
 from qarl.learner.objectives.base import ObjectiveInput, ObjectiveResult
-from qarl.learner.objectives.clipping import token_ratio
+from qarl.learner.objectives.ratios import token_ratio
 
 
 def sapo(inputs: ObjectiveInput, config: SapoConfig) -> ObjectiveResult:

@@ -14,7 +14,7 @@ import torch
 
 from qarl.configs.schema.objectives import TbpoConfig
 from qarl.learner.objectives.base import ObjectiveInput, ObjectiveResult
-from qarl.learner.objectives.clipping import sequence_advantages, sequence_ratio
+from qarl.learner.objectives.ratios import sequence_advantages, sequence_ratio
 
 
 def tbpo(inputs: ObjectiveInput, config: TbpoConfig) -> ObjectiveResult:

@@ -62,7 +62,7 @@ def _vary(text: str) -> tuple[str, tuple[str, ...]]:
 def _compare(options: argparse.Namespace, console: Console) -> int:
     comparison = _comparison(options, options.overrides)
     quiet_libraries()
-    from qarl.compare.check import check
+    from qarl.compare.commands import check
 
     with phases_shown_on(console):
         left = check(comparison, options.processes)
@@ -100,8 +100,7 @@ def _comparison(options: argparse.Namespace, overrides: dict[str, str]) -> Compa
 
 def _measure(comparison: Comparison, left: Any, options: argparse.Namespace, console: Console) -> int:
     from qarl.compare.cells import run_cells
-    from qarl.compare.figures import as_data, measured_cells
-    from qarl.compare.table import table
+    from qarl.compare.figures import as_data, measured_cells, table
     from qarl.report.record import record
 
     failed = run_cells(comparison, left, options.workers, console)

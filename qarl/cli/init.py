@@ -13,10 +13,9 @@ from qarl.configs.errors import ConfigError
 from qarl.configs.load import chosen_config, config_file, set_field
 from qarl.configs.schemes import SCHEME_SPECS
 from qarl.configs.yaml_file import read_yaml
-from qarl.planning.choice import choose
+from qarl.planning.choice import as_text, choose, option, smallest_fit
 from qarl.planning.machine import Machine, planned_machine
 from qarl.planning.plan import make_plan
-from qarl.planning.remedies import as_text, option, smallest_fit
 from qarl.planning.shapes import Shapes, sizes_of
 from qarl.planning.words import one_line
 from qarl.quant.checkpoint.folder import positions, read_config

@@ -5,9 +5,9 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
+from qarl.planning.choice import as_text, fitting, helping, option
 from qarl.planning.memory import GIB, counted
 from qarl.planning.plan import SPARE, Plan
-from qarl.planning.remedies import as_text, fitting, helping, option
 
 _WIDTH = 80
 _SHOWN = 0.05 * GIB

@@ -14,9 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from qarl.configs.schema.run import RunConfig
-from qarl.report.audit_table import audit_table
 from qarl.report.early_warning import EarlyWarning
 from qarl.report.metrics import StepMetrics
+from qarl.report.start_note import audit_table
 from qarl.sync.audit import AuditRow
 
 _SPARKS = "▁▂▃▄▅▆▇█"

@@ -14,8 +14,7 @@ from tokenizers.decoders import DecodeStream
 from qarl.learner.batching import Batch
 from qarl.learner.diagnostics.token_log import TokenLog
 from qarl.report.error_tokens import improbable_tokens, repeated_tokens
-from qarl.report.recorded_groups import array_bytes
-from qarl.report.token_files import TokenRows, drop_after, write_step
+from qarl.report.token_files import TokenRows, array_bytes, drop_after, write_step
 from qarl.rollout.types import Completion, Group
 
 

@@ -8,8 +8,7 @@ from qarl.report.run_folder import RunFolder
 from qarl.report.startup import phase
 from qarl.rollout.open import open_engine
 from qarl.run.checkpoint import load_checkpoint
-from qarl.run.export_note import export_note
-from qarl.run.model_card import write_card
+from qarl.run.export_note import export_note, write_card
 from qarl.run.session import canary_sequences, open_policy, require_schemes
 from qarl.sync.export import export_checkpoint
 from qarl.sync.publisher import Publisher

@@ -26,7 +26,7 @@ from qarl.rollout.servers.versions import Version, seconds_of
 from qarl.rollout.servers.vllm.replica import VllmReplica
 from qarl.rollout.types import Completion, Prompt, Sampling
 from qarl.rollout.vllm.options import VllmOptions
-from qarl.rollout.vllm.texts import load_tokenizer, text_of
+from qarl.rollout.vllm.requests import load_tokenizer, text_of
 
 T = TypeVar("T")
 _BACK_SECONDS = 3.0

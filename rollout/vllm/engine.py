@@ -10,8 +10,7 @@ from qarl.quant.types import LayerReport, LowBitTensor
 from qarl.rollout.engine import EngineError, LoadReport
 from qarl.rollout.types import Completion, Prompt, Sampling
 from qarl.rollout.vllm.options import VllmOptions, llm_arguments, prepare_environment, refuse_unsupported
-from qarl.rollout.vllm.requests import sampling_arguments, scoring_arguments
-from qarl.rollout.vllm.texts import text_of
+from qarl.rollout.vllm.requests import sampling_arguments, scoring_arguments, text_of
 
 if TYPE_CHECKING:
     from qarl.quant.kernels.engine_layers import EngineLayers

@@ -30,7 +30,7 @@ from qarl.rollout.servers.versions import Version, write_delta, write_version
 from qarl.rollout.servers.vllm.start import free_ports, start_replicas, stop_replicas
 from qarl.rollout.types import Completion, Prompt, Sampling
 from qarl.rollout.vllm.options import VllmOptions
-from qarl.rollout.vllm.texts import load_tokenizer, text_of
+from qarl.rollout.vllm.requests import load_tokenizer, text_of
 from qarl.sync.export import export_checkpoint
 from qarl.sync.publisher import Publisher, PublishError
 from tests.support import Policies

@@ -22,9 +22,8 @@ from qarl.learner.loss.corrections import correction
 from qarl.learner.loss.loss import LossInput, policy_loss
 from qarl.learner.loss.metrics import LossMetrics, mean
 from qarl.learner.objectives import OBJECTIVES, ObjectiveInput, find_objective
-from qarl.learner.objectives.clipping import sequence_advantages
 from qarl.learner.objectives.own import ObjectiveError, own
-from qarl.learner.objectives.ratios import sequence_log_ratio, sequence_mean, shadowed
+from qarl.learner.objectives.ratios import sequence_advantages, sequence_log_ratio, sequence_mean, shadowed
 from qarl.learner.processes import Processes
 from tests.support.cases import cases, pattern
 from tests.support.profiles import examples

@@ -21,9 +21,8 @@ from qarl.compare import file as files
 from qarl.compare.cells import _environment, run_cells
 from qarl.compare.commands import commands_left
 from qarl.compare.comparison import Cell, Comparison, Figure, Quantized
-from qarl.compare.figures import Measured, gap_closed, remarks, rows, value_of
+from qarl.compare.figures import Measured, gap_closed, remarks, rows, table, value_of
 from qarl.compare.file import ComparisonFile, make_comparison, read_comparison
-from qarl.compare.table import table
 from qarl.configs.load import choice_sections
 from qarl.configs.schema.run import RunConfig
 from tests.support import forks

@@ -15,7 +15,7 @@ from qarl.conversations import Conversation, OutOfRoomError, Speaker, converse
 from qarl.embedded.recipe import RECIPES, ensure_recipe, ensure_tiny
 from qarl.learner.batching import make_batch
 from qarl.report.metrics import batch_metrics, read_metrics
-from qarl.report.recorded_groups import read_groups
+from qarl.report.token_files import read_groups
 from qarl.rollout.types import Group, Prompt, Sampling
 from qarl.tasks import Problem, RewardError, TaskError
 from qarl.tasks.load import load_rollout

@@ -22,12 +22,12 @@ from qarl.learner.mismatch import Mismatch
 from qarl.learner.processes import Processes
 from qarl.quant.types import LayerReport
 from qarl.report import loggers
-from qarl.report.audit_table import audit_table
 from qarl.report.dashboard import Dashboard, sparkline
 from qarl.report.early_warning import EarlyWarning
 from qarl.report.loggers import step_logger
 from qarl.report.metrics import StepMetrics
 from qarl.report.run_folder import RunFolder
+from qarl.report.start_note import audit_table
 from qarl.report.startup import phase, phases_shown_on
 from qarl.report.tables import PlainTable
 from qarl.sync.audit import AuditRow

@@ -11,8 +11,7 @@ import yaml
 from qarl.cli.main import main
 from qarl.configs.load import config_file, load_config
 from qarl.report.run_folder import RunFolder
-from qarl.run.export_note import add_to_note, export_note
-from qarl.run.model_card import write_card
+from qarl.run.export_note import add_to_note, export_note, write_card
 from tests.support.transformers_engine import use_transformers_engine
 
 LICENSED = "---\nlicense: other\nlicense_name: made-up\ntags: [a]\n---\n# Base\n"

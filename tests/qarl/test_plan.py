@@ -21,11 +21,10 @@ from qarl.configs.schema.lora import LoraConfig
 from qarl.configs.schema.run import RunConfig
 from qarl.embedded.recipe import RECIPES, recipe_config
 from qarl.planning import machine as machines
-from qarl.planning.choice import choose
+from qarl.planning.choice import choose, fitting, helping
 from qarl.planning.machine import Machine, parse_machine, this_machine
 from qarl.planning.memory import GIB, Memory, count_memory
 from qarl.planning.plan import make_plan
-from qarl.planning.remedies import fitting, helping
 from qarl.planning.shapes import EMBEDDED, NAMED, shapes_of, sizes_of
 from qarl.quant.checkpoint.load import empty_model
 from qarl.quant.checkpoint.shapes import plan_layers, weight_shapes

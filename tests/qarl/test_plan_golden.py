@@ -10,9 +10,9 @@ import pytest
 
 from qarl.configs.errors import ConfigError
 from qarl.configs.load import config_file, load_config
+from qarl.planning.choice import helping
 from qarl.planning.machine import Machine, parse_machine
 from qarl.planning.plan import make_plan
-from qarl.planning.remedies import helping
 from qarl.planning.shapes import EMBEDDED, NAMED
 from qarl.planning.words import as_data, one_line, table, verdict
 from tests.support.cases import cases

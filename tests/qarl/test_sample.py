@@ -11,7 +11,7 @@ from qarl.learner.processes import Processes
 from qarl.learner.stopwatch import Stopwatch
 from qarl.report.metrics import batch_metrics
 from qarl.rollout.types import Completion, Group, Prompt
-from qarl.run.rollout_step import sample_step
+from qarl.run.rollouts import sample_step
 from qarl.tasks import RewardError
 
 PROMPTS = 4

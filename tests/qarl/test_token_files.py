@@ -18,9 +18,8 @@ from qarl.embedded.tokenizer import train_tokenizer
 from qarl.learner.batching import make_batch
 from qarl.learner.clip_reasons import CLIP_REASONS
 from qarl.learner.diagnostics.token_log import TokenLog
-from qarl.report.recorded_groups import read_groups
 from qarl.report.run_folder import RunFolder
-from qarl.report.token_files import TokenFileError, drop_after, read_step, step_files
+from qarl.report.token_files import TokenFileError, drop_after, read_groups, read_step, step_files
 from qarl.report.token_recorder import TokenRecorder, chosen_rows, token_texts
 from qarl.rollout.types import Group
 from qarl.run.replay import comparison
