@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from qarl.configs.errors import QarlError
+from qarl.quant.runtime.parent import launched, rank, world_size
 
 T = TypeVar("T")
 _LONGEST_WAIT = timedelta(hours=12)
@@ -105,11 +106,6 @@ class Processes:
         return result
 
 
-def launched() -> bool:
-    """Whether a launcher started this process as one of several, or as the only one of its kind."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
 def join_processes(alone: bool = False) -> Processes:
     """This process's place among those a launcher started, with torch's process group open; the only one without a
     launcher. alone: open a group of one then as well, for the collectives of ZeRO's stages."""
@@ -117,9 +113,7 @@ def join_processes(alone: bool = False) -> Processes:
         if alone and not dist.is_initialized():
             dist.init_process_group(_backend(), store=HashStore(), rank=0, world_size=1)
         return Processes()
-    place = Processes(
-        int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
-    )
+    place = Processes(rank(), world_size(), int(os.environ.get("LOCAL_RANK", rank())))
     if torch.cuda.is_available():
         torch.cuda.set_device(place.local_rank)
     if not dist.is_initialized():

@@ -1,7 +1,6 @@
 """Whole runs, plans and evaluations, as the commands have them."""
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,6 +16,7 @@ from qarl.planning.machine import Machine, planned_machine, this_machine
 from qarl.planning.plan import MemoryPlanError, Plan, make_plan
 from qarl.planning.shapes import sizes_of
 from qarl.planning.words import one_line, remedies, table, verdict
+from qarl.quant.runtime.parent import local_world_size, rank, world_size
 from qarl.report.loggers import step_logger
 from qarl.report.run_folder import RunFolder, resumed_config
 from qarl.report.startup import phase, phases_shown_on
@@ -126,10 +126,9 @@ def planned(
     except ConfigError as error:
         say(f"memory: not planned: {error}")
         return config
-    world = processes or int(os.environ.get("WORLD_SIZE", "1"))
-    here = processes or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    world, here = processes or world_size(), processes or local_world_size()
     plan = make_plan(config, shapes, source, machine or this_machine(), world, here)
-    if plan.refused and os.environ.get("RANK", "0") == "0":
+    if plan.refused and rank() == 0:
         lines = [f"{verdict(plan)} on {plan.machine.name}; nothing was loaded", *table(plan)]
         raise MemoryPlanError("\n".join([*lines, *remedies(plan, overrides, file)]))
     say(f"memory, planned: {one_line(plan)}")
@@ -142,11 +141,11 @@ def agreed(config: RunConfig, requested: RunConfig, processes: "Processes") -> R
     first, *others = (leaf_values(each) for each in processes.gathered(requested))
 
     def of_all() -> RunConfig:
-        for rank, other in enumerate(others, 1):
+        for index, other in enumerate(others, 1):
             path = next((path for path in {**first, **other} if first.get(path) != other.get(path)), None)
             if path is not None:
                 raise ConfigError(
-                    f"process {rank} was started with {path} {other.get(path)!r}, process 0 with {first.get(path)!r}; "
+                    f"process {index} was started with {path} {other.get(path)!r}, process 0 with {first.get(path)!r}; "
                     "start all of a run's processes with one configuration"
                 )
         return config

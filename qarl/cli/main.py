@@ -1,7 +1,6 @@
 """`qarl`: its commands, of which train and export are here. Heavy imports wait until a command needs them."""
 
 import argparse
-import os
 import shlex
 import sys
 from functools import partial
@@ -37,6 +36,7 @@ from qarl.planning.choice import choose
 from qarl.planning.machine import Machine, this_machine
 from qarl.ptq.compressor import require_llmcompressor
 from qarl.quant.runtime.answers import installed
+from qarl.quant.runtime.parent import launched, local_world_size, rank, world_size
 from qarl.report.startup import phase, phases_shown_on
 from qarl.run.check import check_files, check_new_folder, check_processes, check_schemes
 from qarl.run.export_note import is_finished
@@ -70,8 +70,7 @@ def run_command(parser: Parser, arguments: list[str]) -> int:
         if error is None:
             raise
         if error.heading:
-            rank = os.environ.get("RANK", "0")
-            process = "" if rank == "0" else f"process {rank}: "
+            process = f"process {rank()}: " if rank() else ""
             errors.print(f"[bold red]{process}{error.heading}:[/] ", end="")
             errors.print(str(error), markup=False, highlight=False, soft_wrap=True)
         return error.exit_status
@@ -123,8 +122,8 @@ def _train(known: argparse.Namespace, console: Console) -> int:
     config, folder = _configuration(known, known.overrides)
     resumes = folder is not None
     machine = this_machine()
-    requested, started = config, "RANK" in os.environ
-    console.quiet = os.environ.get("RANK", "0") != "0"  # one of several processes speaks
+    requested, started = config, launched()
+    console.quiet = rank() > 0  # one of several processes speaks
     if not resumes and not (started and known.processes):  # whoever started them by --processes has chosen
         config = _choose(known, config, machine, console)
     if known.dry_run:
@@ -154,10 +153,10 @@ def _train(known: argparse.Namespace, console: Console) -> int:
             require_llmcompressor()
     with phases_shown_on(console), phase("importing torch, transformers and compressed-tensors"):
         from qarl.cli.launch import check_count, launch
-        from qarl.learner.processes import LostProcessError, is_lost_process, join_processes, launched, leave_processes
+        from qarl.learner.processes import LostProcessError, is_lost_process, join_processes, leave_processes
         from qarl.run.session import check_input
 
-    if known.processes is not None and not launched():
+    if known.processes is not None and not started:
         check_count(known.processes)
         check_processes(config, known.processes)
         if known.processes > 1:
@@ -184,8 +183,8 @@ def _choose(known: argparse.Namespace, config: RunConfig, machine: Machine, cons
     processes are started with."""
     check_schemes(config)
     world, here = known.processes, None
-    if "RANK" in os.environ:
-        world, here = int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if launched():
+        world, here = world_size(), local_world_size()
     choice = choose(config, known.overrides, known.config, world, machine, here)
     for line in choice.words:
         say(console, f"{'# ' if known.dry_run else ''}chosen: {line}")

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from qarl.quant.runtime.parent import rank
+
 
 @contextmanager
 def handled(handlers: Mapping[int, Callable[..., Any] | int]) -> Iterator[None]:
@@ -25,7 +27,7 @@ def deferred_interrupt() -> Iterator[list[int]]:
 
     def on_interrupt(number: int, frame: object) -> None:
         flag.append(number)
-        if os.environ.get("RANK", "0") == "0":  # by the system's call: a handler may interrupt a print
+        if rank() == 0:  # by the system's call: a handler may interrupt a print
             os.write(2, b"\nfinishing the step in hand and writing a checkpoint; Ctrl-C again stops at once\n")
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -1,10 +1,30 @@
-"""Processes that end with the one that started them."""
+"""This process and what started it: its place in a launcher's environment, and its end with it. Imports no torch."""
 
 import ctypes
 import os
 import signal
 import threading
 import time
+
+
+def launched() -> bool:
+    """Whether a launcher started this process as one of several, or as the only one of its kind."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def rank() -> int:
+    """This process's number in its run, from 0."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    """Processes of the run, on all machines."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def local_world_size() -> int:
+    """Processes of the run on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def end_with_the_parent(number: int = signal.SIGTERM) -> None:
