@@ -65,14 +65,23 @@ def train(
     shown, requested = console or Console(quiet=True), config
     config = planned(config, None, {}, None, shown.print)
     check_files(config, new=folder is None)
-    from qarl.learner.processes import join_processes
-    from qarl.run.session import check_input
-
-    processes = join_processes(alone=config.learner.zero_stage is not None)
-    config = agreed(config, requested, processes)
-    processes.first_does(lambda: check_input(config, processes.world))
-    into = folder or processes.first_does(lambda: RunFolder.create(config))
+    config, into, processes = joined(config, requested, folder, shown)
     return run(config, into, folder is not None, shown, processes)
+
+
+def joined(
+    config: RunConfig, requested: RunConfig, folder: RunFolder | None, console: Console
+) -> tuple[RunConfig, RunFolder, "Processes"]:
+    """With the processes that were launched with this one: the run's configuration (`agreed`), its folder, made anew
+    where there is none, and they. Raises what `agreed` and `qarl.run.session.check_input` do."""
+    with phases_shown_on(console):
+        with phase("importing torch, transformers and compressed-tensors"):
+            from qarl.learner.processes import join_processes
+            from qarl.run.session import check_input
+        processes = join_processes(alone=config.learner.zero_stage is not None)
+        config = agreed(config, requested, processes)
+        processes.first_does(lambda: check_input(config, processes.world))
+    return config, folder or processes.first_does(lambda: RunFolder.create(config)), processes
 
 
 def resumed(run: str, overrides: Mapping[str, str]) -> tuple[RunConfig, RunFolder]:

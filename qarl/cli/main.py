@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from qarl.api.runs import agreed, planned, resumed, run
+from qarl.api.runs import joined, planned, resumed, run
 from qarl.cli.check import add_check
 from qarl.cli.compare import add_compare
 from qarl.cli.environment import quiet_libraries, write_in_any_encoding
@@ -37,10 +37,12 @@ from qarl.planning.machine import Machine, this_machine
 from qarl.ptq.compressor import require_llmcompressor
 from qarl.quant.runtime.answers import installed
 from qarl.quant.runtime.parent import launched, local_world_size, rank, world_size
+from qarl.report.run_folder import RunFolder, RunInUseError
 from qarl.report.startup import phase, phases_shown_on
 from qarl.run.check import check_files, check_new_folder, check_processes, check_schemes
 from qarl.run.export_note import is_finished
 from qarl.run.replay import replay_config
+from qarl.tasks import RewardError
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -117,65 +119,71 @@ def _add_train(commands: Any) -> None:
 
 
 def _train(known: argparse.Namespace, console: Console) -> int:
-    from qarl.report.run_folder import RunFolder
-
-    config, folder = _configuration(known, known.overrides)
-    resumes = folder is not None
-    machine = this_machine()
-    requested, started = config, launched()
+    requested, folder = _configuration(known, known.overrides)
+    config, machine = requested, this_machine()
     console.quiet = rank() > 0  # one of several processes speaks
-    if not resumes and not (started and known.processes):  # whoever started them by --processes has chosen
+    if folder is None and not (launched() and known.processes):  # whoever started them by --processes has chosen
         config = _choose(known, config, machine, console)
     if known.dry_run:
-        check_processes(config, known.processes or 1)
-        say(console, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False).rstrip())
-        check_files(config, new=not resumes, dry=True)
-        return 0
-    launching = (known.processes or 1) > 1 and not started
+        return _show(config, known.processes or 1, folder is None, console)
+    launching = known.processes not in (None, 1) and not launched()
     console.quiet = console.quiet or launching
     if folder is not None and is_finished(folder, config):
-        say(
-            console,
-            f"run {folder.path} is finished: {config.steps} of {config.steps} steps are done"
-            f"{f', and {folder.export} holds its export' if config.export else ''}; nothing was left to do. To go on: "
-            f"qarl train --resume {folder.path} --steps N",
-        )
-        return 0
-    say(console, f"qarl {installed('qarl')}: {config.model}, {config.scheme}, {config.dtype}, {config.steps} steps")
-    if known.config is None and not resumes and config.from_rollouts is None:
-        _say_what_is_the_papers(config, console)
+        return _say_finished(folder, config, console)
+    _say_begun(known, config, console)
     quiet_libraries(config.learner.compile is True)  # before a user's reward may import one of them
-    options = known.overrides if not resumes else {"resume": known.resume}
+    options = known.overrides if folder is None else {"resume": known.resume}
     config = planned(config, known.processes, options, known.config, partial(say, console), machine)
-    with phases_shown_on(console), phase("checking input"):
-        check_files(config, new=not resumes)
-        if config.quantization.init is not None and not resumes:
-            require_llmcompressor()
-    with phases_shown_on(console), phase("importing torch, transformers and compressed-tensors"):
-        from qarl.cli.launch import check_count, launch
-        from qarl.learner.processes import LostProcessError, is_lost_process, join_processes, leave_processes
-        from qarl.run.session import check_input
+    _check(config, folder is None, console)
+    if launching:
+        return _launch(known, config)
+    if launched() and known.processes not in (None, world_size()):
+        raise ConfigError(f"--processes {known.processes}, but the launcher started {world_size()}; leave it out")
+    return _run(config, requested, folder, console)
 
-    if known.processes is not None and not started:
-        check_count(known.processes)
-        check_processes(config, known.processes)
-        if known.processes > 1:
-            return launch(known.arguments, known.processes)
-    processes = join_processes(alone=config.learner.zero_stage is not None)
-    if known.processes not in (None, processes.world):
-        raise ConfigError(f"--processes {known.processes}, but the launcher started {processes.world}; leave it out")
-    config = agreed(config, requested, processes)
-    with phases_shown_on(console):
-        processes.first_does(lambda: check_input(config, processes.world))
-    folder = folder or processes.first_does(lambda: RunFolder.create(config))
-    try:
-        status = _run(config, folder, resumes, console, processes)
-    except RuntimeError as error:
-        if is_lost_process(error):
-            raise LostProcessError(str(error)) from error
-        raise
-    leave_processes()
-    return status
+
+def _check(config: RunConfig, new: bool, console: Console) -> None:
+    """What can be seen of its input before torch is imported. new: whether the run's folder is to be made."""
+    with phases_shown_on(console), phase("checking input"):
+        check_files(config, new)
+        if config.quantization.init is not None and new:
+            require_llmcompressor()
+
+
+def _show(config: RunConfig, processes: int, new: bool, console: Console) -> int:
+    """`--dry-run`: the configuration, and what is wrong with it."""
+    check_processes(config, processes)
+    say(console, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False).rstrip())
+    check_files(config, new=new, dry=True)
+    return 0
+
+
+def _say_finished(folder: RunFolder, config: RunConfig, console: Console) -> int:
+    export = f", and {folder.export} holds its export" if config.export else ""
+    say(
+        console,
+        f"run {folder.path} is finished: {config.steps} of {config.steps} steps are done{export}; nothing was left to "
+        f"do. To go on: qarl train --resume {folder.path} --steps N",
+    )
+    return 0
+
+
+def _say_begun(known: argparse.Namespace, config: RunConfig, console: Console) -> None:
+    """What is trained; of a model alone, without a file, also that it takes the paper's settings and task."""
+    say(console, f"qarl {installed('qarl')}: {config.model}, {config.scheme}, {config.dtype}, {config.steps} steps")
+    file = default_config(config.model)
+    if known.config is None and known.resume is None and config.from_rollouts is None and file.parent.name == "paper":
+        task = "" if config.task.name != "math" else "; task math, the paper's (another: --task)"
+        say(console, f"settings not given are the paper's: --config paper/{file.stem}{task}")
+
+
+def _launch(known: argparse.Namespace, config: RunConfig) -> int:
+    """The same command in processes of this machine."""
+    from qarl.cli.launch import check_count, launch
+
+    check_count(known.processes)
+    check_processes(config, known.processes)
+    return launch(known.arguments, known.processes)
 
 
 def _choose(known: argparse.Namespace, config: RunConfig, machine: Machine, console: Console) -> RunConfig:
@@ -194,16 +202,7 @@ def _choose(known: argparse.Namespace, config: RunConfig, machine: Machine, cons
     return chosen_config(known.config, known.overrides) if choice.words else config
 
 
-def _say_what_is_the_papers(config: RunConfig, console: Console) -> None:
-    """A model alone, without a file, takes the paper's settings and task."""
-    file = default_config(config.model)
-    if file.parent.name != "paper":
-        return
-    task = "" if config.task.name != "math" else "; task math, the paper's (another: --task)"
-    say(console, f"settings not given are the paper's: --config paper/{file.stem}{task}")
-
-
-def _configuration(known: argparse.Namespace, overrides: dict[str, str]) -> tuple[RunConfig, Any]:
+def _configuration(known: argparse.Namespace, overrides: dict[str, str]) -> tuple[RunConfig, RunFolder | None]:
     """The configuration asked for, and the run that is to be continued in it, or None."""
     if known.resume is None and "from_rollouts" in overrides:
         if known.config is not None:
@@ -223,35 +222,46 @@ def _configuration(known: argparse.Namespace, overrides: dict[str, str]) -> tupl
     return resumed(known.resume, overrides)
 
 
-def _run(config: RunConfig, folder: Any, resume: bool, console: Console, processes: Any) -> int:
+def _run(config: RunConfig, requested: RunConfig, folder: RunFolder | None, console: Console) -> int:
+    """In this process, one of those that were launched. folder: of a run that goes on."""
+    resumes = folder is not None
+    config, folder, processes = joined(config, requested, folder, console)
     from qarl.cli.outcome import say_outcome
-    from qarl.report.run_folder import RunInUseError
-    from qarl.run.checkpoint import intact_checkpoint
-    from qarl.tasks import RewardError
+    from qarl.learner.processes import LostProcessError, is_lost_process, leave_processes
 
     say(console, f"run folder: {folder.path}")
     try:
-        outcome = run(config, folder, resume, console, processes)
+        outcome = run(config, folder, resumes, console, processes)
     except QarlError as error:
-        stopped = processes.first and not isinstance(error, RunInUseError)
-        intact = intact_checkpoint(folder.checkpoints) if stopped else None
-        if intact is not None:
-            left_out = isinstance(error, RewardError) and config.task.reward and config.task.on_error == "stop"
-            more = " --task.on_error none, which leaves out completions whose reward fails" if left_out else ""
-            resumed_by = f"qarl train --resume {shlex.quote(str(folder.path))}"
-            say(console, f"checkpoint {intact.name} is intact: {resumed_by}{more}")
-        elif stopped and not folder.path.exists():
-            say(console, f"no step was done, so {folder.path} was removed again")
+        if processes.first and not isinstance(error, RunInUseError):
+            _say_what_is_left(error, config, folder, console)
         raise
-    if outcome.steps < config.steps:
-        say(
-            console,
-            f"stopped at step {outcome.steps}; continue with: qarl train --resume {shlex.quote(str(folder.path))}",
-        )
-        return 130
-    if processes.first:
+    except RuntimeError as error:
+        if is_lost_process(error):
+            raise LostProcessError(str(error)) from error
+        raise
+    stopped = outcome.steps < config.steps
+    if stopped:
+        again = f"qarl train --resume {shlex.quote(str(folder.path))}"
+        say(console, f"stopped at step {outcome.steps}; continue with: {again}")
+    elif processes.first:
         say_outcome(config, folder, outcome, console)
-    return 0
+    leave_processes()
+    return 130 if stopped else 0
+
+
+def _say_what_is_left(error: QarlError, config: RunConfig, folder: RunFolder, console: Console) -> None:
+    """Of a run that failed: how to go on from its newest checkpoint that can be read."""
+    from qarl.run.checkpoint import intact_checkpoint
+
+    intact = intact_checkpoint(folder.checkpoints)
+    if intact is not None:
+        left_out = isinstance(error, RewardError) and config.task.reward and config.task.on_error == "stop"
+        more = " --task.on_error none, which leaves out completions whose reward fails" if left_out else ""
+        resumed_by = f"qarl train --resume {shlex.quote(str(folder.path))}"
+        say(console, f"checkpoint {intact.name} is intact: {resumed_by}{more}")
+    elif not folder.path.exists():
+        say(console, f"no step was done, so {folder.path} was removed again")
 
 
 def _add_export(commands: Any) -> None:
@@ -279,8 +289,6 @@ def _add_export(commands: Any) -> None:
 
 
 def _export(known: argparse.Namespace, console: Console) -> int:
-    from qarl.report.run_folder import RunFolder
-
     check_new_folder(Path(known.output), "folder", "--output")
     folder = RunFolder.open(Path(known.folder))
     folder.config()
