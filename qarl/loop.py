@@ -21,16 +21,17 @@ from qarl.run.rollouts import Rollouts
 from qarl.run.session import Position, Session, open_policy, open_session, trained_part
 from qarl.run.step_checkpoints import StepCheckpoints
 from qarl.run.verify_export import Outcome, export_sampled, finish
+from qarl.tasks import Task
 
 
 def train(
     config: RunConfig, folder: RunFolder, dashboard: Dashboard, processes: Processes, resume: bool = False,
-    log: Log = unlogged,
+    log: Log = unlogged, task: Task | None = None,
 ) -> Outcome:  # fmt: skip
     """Run until `config.steps` or an interrupt; returns what the run ended with. All processes run the same loop on the
-    same groups, of which each sampled its share; the first alone writes, and sends its figures to `log`."""
+    same groups, of which each sampled its share; the first alone writes, also to `log`. task: of `config`, loaded."""
     with phase("loading the model"):
-        policy, at = open_policy(config, processes), Position()
+        policy, at = open_policy(config, processes, task), Position()
     if resume:
         _, state = load_checkpoint(folder.checkpoints, processes, step_over=say)
         policy.learner.load_state_dict(state["learner"])

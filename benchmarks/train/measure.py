@@ -99,7 +99,8 @@ def check(options: TrainOptions) -> None:
     if options.trl:
         _check_trl(options)
     for scheme in options.schemes:
-        check_input(config_of(options, scheme, options.seeds[0]))
+        config = config_of(options, scheme, options.seeds[0])
+        check_input(config, load_task(config.task))
 
 
 def _check_trl(options: TrainOptions) -> None:

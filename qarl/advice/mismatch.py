@@ -37,7 +37,7 @@ from qarl.run.prompts import Prompter, open_prompter, score_groups
 from qarl.run.session import model_folder, open_policy, share_layers
 from qarl.sync.export import export_checkpoint
 from qarl.sync.publisher import Publisher
-from qarl.tasks import load_task
+from qarl.tasks import Task
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Investigation:
     pitfalls: list[Finding]
 
 
-def investigate(config: RunConfig) -> Investigation:
+def investigate(config: RunConfig, task: Task) -> Investigation:
     """Sample `rollout.prompts` prompts of the configuration's task, `rollout.samples` completions each, and score
     them."""
     folder = model_folder(config.model)
@@ -121,10 +121,10 @@ def investigate(config: RunConfig) -> Investigation:
     cache = config.quantization.kv_cache
     models = {name: learner_over(masters, *of_run, kind, config.layers, cache) for name, kind in LEARNERS.items()}
     if config.quantization.init:
-        codes = initial_codes(open_policy(config), config)
+        codes = initial_codes(open_policy(config, task=task), config)
         for name in ("fake-quant", "aligned"):
             start_from_codes(models[name], codes, keep_masters=True)
-    task = load_task(config.task).shortened(prompter.fits)
+    task = task.shortened(prompter.fits)
     problems = task.problems("train", 0, config.rollout.prompts, config.seed)
     prompts = [prompter.prompt(problem) for problem in problems]
     with ExitStack() as stack:

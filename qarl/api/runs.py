@@ -23,6 +23,7 @@ from qarl.report.startup import phase, phases_shown_on
 from qarl.run.check import check_files, check_schemes
 from qarl.run.evaluation_plan import Plan as EvaluationPlan
 from qarl.run.evaluation_plan import Suite, plan_evaluation
+from qarl.tasks import Task
 
 if TYPE_CHECKING:  # which import torch
     from qarl.evaluation.results import Evaluation
@@ -64,13 +65,13 @@ def train(
     assert config is not None
     shown, requested = console or Console(quiet=True), config
     config = planned(config, None, {}, None, shown.print)
-    check_files(config, new=folder is None)
-    config, into, processes = joined(config, requested, folder, shown)
-    return run(config, into, folder is not None, shown, processes)
+    task = check_files(config, new=folder is None)
+    config, into, processes = joined(config, requested, folder, shown, task)
+    return run(config, into, folder is not None, shown, processes, task)
 
 
 def joined(
-    config: RunConfig, requested: RunConfig, folder: RunFolder | None, console: Console
+    config: RunConfig, requested: RunConfig, folder: RunFolder | None, console: Console, task: Task
 ) -> tuple[RunConfig, RunFolder, "Processes"]:
     """With the processes that were launched with this one: the run's configuration (`agreed`), its folder, made anew
     where there is none, and they. Raises what `agreed` and `qarl.run.session.check_input` do."""
@@ -80,7 +81,7 @@ def joined(
             from qarl.run.session import check_input
         processes = join_processes(alone=config.learner.zero_stage is not None)
         config = agreed(config, requested, processes)
-        processes.first_does(lambda: check_input(config, processes.world))
+        processes.first_does(lambda: check_input(config, task, processes.world))
     return config, folder or processes.first_does(lambda: RunFolder.create(config)), processes
 
 
@@ -99,8 +100,12 @@ def resumed(run: str, overrides: Mapping[str, str]) -> tuple[RunConfig, RunFolde
     return config, folder
 
 
-def run(config: RunConfig, folder: RunFolder, resume: bool, console: Console, processes: "Processes") -> "Outcome":
-    """Train in a run's folder, which is locked meanwhile; a start that fails leaves no new folder behind."""
+def run(
+    config: RunConfig, folder: RunFolder, resume: bool, console: Console, processes: "Processes",
+    task: Task | None = None,
+) -> "Outcome":  # fmt: skip
+    """Train in a run's folder, which is locked meanwhile; a start that fails leaves no new folder behind. task: of the
+    configuration, where it is loaded already."""
     from qarl.loop import train
     from qarl.report.dashboard import Dashboard
 
@@ -110,7 +115,7 @@ def run(config: RunConfig, folder: RunFolder, resume: bool, console: Console, pr
         with phases_shown_on(console), lock, logger as log, Dashboard(config, console) as dashboard:
             if resume and processes.first:
                 folder.write_config(config)
-            return train(config, folder, dashboard, processes, resume, log)
+            return train(config, folder, dashboard, processes, resume, log, task)
     finally:
         if not resume and processes.first and not folder.has_begun():
             folder.discard()

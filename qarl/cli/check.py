@@ -16,6 +16,7 @@ from qarl.configs.load import chosen_config
 from qarl.configs.schema.run import RunConfig
 from qarl.report.startup import phase, phases_shown_on
 from qarl.run.check import check_files, check_processes
+from qarl.tasks import Task
 
 
 def add_check(commands: Any) -> None:
@@ -64,19 +65,20 @@ def _check(known: argparse.Namespace, console: Console) -> int:
 
 def _of_run(config: RunConfig, sample: bool, console: Console) -> tuple[list[Finding], str]:
     """What was seen, and in words what was tested on a sampled batch."""
-    findings = show(_previewed(config, console, new=not sample), console)
+    task, previewed = _previewed(config, console, new=not sample)
+    findings = show(previewed, console)
     if not sample:
         return findings, ""
-    investigation = investigated(config, console)
+    investigation = investigated(config, console, task)
     from qarl.advice.pitfalls import CHECKS
 
     findings += show(investigation.pitfalls, console)
     return findings, f"; {len(CHECKS)} tests on {int(investigation.batch.response_mask.sum()):,} tokens"
 
 
-def _previewed(config: RunConfig, console: Console, new: bool) -> list[Finding]:
-    """What `qarl.advice.preview` says of a configuration, with its phases on the console. new: whether a run's folder
-    is to be made."""
+def _previewed(config: RunConfig, console: Console, new: bool) -> tuple[Task, list[Finding]]:
+    """The task of a configuration, and what `qarl.advice.preview` says of it, with its phases on the console. new:
+    whether a run's folder is to be made."""
     quiet_libraries(config.learner.compile is True)
     with phases_shown_on(console):
         with phase("checking files, task and reward"):
@@ -88,4 +90,4 @@ def _previewed(config: RunConfig, console: Console, new: bool) -> list[Finding]:
         with phase("checking kernels"):
             require_schemes(config)
         with phase("checking tokenizer, prompts and reward"):
-            return list(preview(config, task, model_folder(config.model)))
+            return task, list(preview(config, task, model_folder(config.model)))

@@ -42,7 +42,7 @@ from qarl.report.startup import phase, phases_shown_on
 from qarl.run.check import check_files, check_new_folder, check_processes, check_schemes
 from qarl.run.export_note import is_finished
 from qarl.run.replay import replay_config
-from qarl.tasks import RewardError
+from qarl.tasks import RewardError, Task
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -134,20 +134,20 @@ def _train(known: argparse.Namespace, console: Console) -> int:
     quiet_libraries(config.learner.compile is True)  # before a user's reward may import one of them
     options = known.overrides if folder is None else {"resume": known.resume}
     config = planned(config, known.processes, options, known.config, partial(say, console), machine)
-    _check(config, folder is None, console)
     if launching:
-        return _launch(known, config)
+        return _launch(known, config, folder is None)
     if launched() and known.processes not in (None, world_size()):
         raise ConfigError(f"--processes {known.processes}, but the launcher started {world_size()}; leave it out")
     return _run(config, requested, folder, console)
 
 
-def _check(config: RunConfig, new: bool, console: Console) -> None:
-    """What can be seen of its input before torch is imported. new: whether the run's folder is to be made."""
+def _checked(config: RunConfig, new: bool, console: Console) -> Task:
+    """The task of a run whose input can be used. new: whether its folder is to be made."""
     with phases_shown_on(console), phase("checking input"):
-        check_files(config, new)
+        task = check_files(config, new)
         if config.quantization.init is not None and new:
             require_llmcompressor()
+    return task
 
 
 def _show(config: RunConfig, processes: int, new: bool, console: Console) -> int:
@@ -177,8 +177,9 @@ def _say_begun(known: argparse.Namespace, config: RunConfig, console: Console) -
         say(console, f"settings not given are the paper's: --config paper/{file.stem}{task}")
 
 
-def _launch(known: argparse.Namespace, config: RunConfig) -> int:
-    """The same command in processes of this machine."""
+def _launch(known: argparse.Namespace, config: RunConfig, new: bool) -> int:
+    """The same command in processes of this machine, once its input was checked here. new: as of `_checked`."""
+    _checked(config, new, Console(quiet=True))
     from qarl.cli.launch import check_count, launch
 
     check_count(known.processes)
@@ -224,14 +225,14 @@ def _configuration(known: argparse.Namespace, overrides: dict[str, str]) -> tupl
 
 def _run(config: RunConfig, requested: RunConfig, folder: RunFolder | None, console: Console) -> int:
     """In this process, one of those that were launched. folder: of a run that goes on."""
-    resumes = folder is not None
-    config, folder, processes = joined(config, requested, folder, console)
+    resumes, task = folder is not None, _checked(config, folder is None, console)
+    config, folder, processes = joined(config, requested, folder, console, task)
     from qarl.cli.outcome import say_outcome
     from qarl.learner.processes import LostProcessError, is_lost_process, leave_processes
 
     say(console, f"run folder: {folder.path}")
     try:
-        outcome = run(config, folder, resumes, console, processes)
+        outcome = run(config, folder, resumes, console, processes, task)
     except QarlError as error:
         if processes.first and not isinstance(error, RunInUseError):
             _say_what_is_left(error, config, folder, console)

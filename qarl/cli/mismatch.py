@@ -16,6 +16,7 @@ from qarl.configs.load import chosen_config
 from qarl.configs.schema.run import RunConfig
 from qarl.report.startup import phase, phases_shown_on
 from qarl.run.check import check_files
+from qarl.tasks import Task
 
 
 def add_mismatch(commands: Any) -> None:
@@ -62,18 +63,20 @@ def _mismatch(known: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def investigated(config: RunConfig, console: Console) -> Any:
-    """`qarl.advice.mismatch.investigate`, with its phases on the console."""
+def investigated(config: RunConfig, console: Console, task: Task | None = None) -> Any:
+    """`qarl.advice.mismatch.investigate`, with its phases on the console. task: of the configuration, where its files
+    were checked already."""
     quiet_libraries()
     with phases_shown_on(console):
-        with phase("checking files, task and reward"):
-            check_files(config, new=False)
+        if task is None:
+            with phase("checking files, task and reward"):
+                task = check_files(config, new=False)
         with phase("importing torch and vllm"):
             from qarl.advice.mismatch import investigate
             from qarl.run.session import check_input
-        check_input(config)
+        check_input(config, task)
         with phase("sampling, and scoring by three learners"):
-            return investigate(config)
+            return investigate(config, task)
 
 
 def show(findings: Iterable[Finding], console: Console) -> list[Finding]:

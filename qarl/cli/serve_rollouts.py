@@ -19,6 +19,7 @@ from qarl.configs.schema.run import RunConfig
 from qarl.report.startup import phase, phases_shown_on
 from qarl.rollout.open import serve_rollouts
 from qarl.rollout.servers.vllm.access import KEY_VARIABLE, server_key
+from qarl.tasks import load_task
 
 
 def add_serve_rollouts(commands: Any) -> None:
@@ -88,6 +89,7 @@ def _write_checkpoint(config: RunConfig, folder: Path) -> None:
         from qarl.sync.export import export_checkpoint
     with phase("writing the policy's checkpoint"):
         require_schemes(config)
-        check_prompts(config)
-        policy = open_policy(config)
+        task = load_task(config.task)
+        check_prompts(config, task)
+        policy = open_policy(config, task=task)
         export_checkpoint(policy.model, policy.folder, folder)

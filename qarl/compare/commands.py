@@ -13,6 +13,7 @@ from qarl.report.run_folder import RunFolder, with_absolute_paths
 from qarl.report.startup import phase
 from qarl.run.check import check_files, check_new_folder
 from qarl.run.export_note import is_finished, read_note
+from qarl.tasks import load_task
 
 _PLANNED = {
     ("rollout", "kv_cache_gib"): None,
@@ -129,7 +130,7 @@ def check(comparison: Comparison, processes: int | None) -> dict[Cell, list[list
         quantized, config = cell.variant.quantized, comparison.run_config(cell)
         with _named(cell):
             if quantized is None:
-                check_input(config, processes or 1)
+                check_input(config, load_task(config.task), processes or 1)
             else:
                 source = comparison.run_config(comparison.source(cell))
                 check_request(source, str(source.output), quantized.method, config.scheme, quantized.calibration)

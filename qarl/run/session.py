@@ -100,9 +100,9 @@ def require_schemes(config: RunConfig, model: PreTrainedModel | None = None) -> 
         require_support(get_scheme(name), dtype, of_experts)
 
 
-def check_input(config: RunConfig, processes: int = 1) -> None:
+def check_input(config: RunConfig, task: Task, processes: int = 1) -> None:
     """Everything that can be found wrong with schemes, objective, layer rules, model, prompts and the number of
-    processes before a run folder is made. Task and reward are `qarl.run.check.check_files`'.
+    processes before a run folder is made. task: of the configuration, as `qarl.run.check.check_files` returns it.
 
     Raises the error of the part that is wrong (`SchemeError`, `TaskError`, `ModelError`, `ConfigError`).
     """
@@ -114,15 +114,15 @@ def check_input(config: RunConfig, processes: int = 1) -> None:
     with phase("checking kernels"):
         require_schemes(config)
     with phase("checking tokenizer and prompts"):
-        described = check_prompts(config)
+        described = check_prompts(config, task)
     check_disk(config, model_folder(config.model))
     for line in filter(None, (described, untested_vllm())):
         say(line)
 
 
-def check_prompts(config: RunConfig) -> str | None:
-    """What a file of questions comes down to, in a line; None for a built-in task. Tried on one problem of every split
-    in use.
+def check_prompts(config: RunConfig, task: Task) -> str | None:
+    """What a file of questions comes down to, in a line; None for a built-in task. task: of the configuration, tried on
+    one problem of every split in use.
 
     Raises `ModelError` for a tokenizer or chat template that does not work, `ConfigError` for a prompt that is too
     long, `TaskError` where no question is short enough.
@@ -130,7 +130,7 @@ def check_prompts(config: RunConfig) -> str | None:
     folder = model_folder(config.model)
     check_folder(folder, config.rollout.longest)
     prompter = open_prompter(folder, config.rollout, config.task)
-    task = load_task(config.task).shortened(prompter.fits)
+    task = task.shortened(prompter.fits)
     splits: tuple[Split, ...] = ("train", "heldout") if config.eval.problems else ("train",)
     for split in splits:
         prompter.prompt(task.problems(split, 0, 1, config.seed)[0])
@@ -172,13 +172,13 @@ def wrap_masters(masters: PreTrainedModel, config: RunConfig, device: torch.devi
     return model
 
 
-def open_policy(config: RunConfig, processes: Processes | None = None) -> Policy:
+def open_policy(config: RunConfig, processes: Processes | None = None, task: Task | None = None) -> Policy:
     """Load masters and wrap them in the run's schemes. processes: all that were launched, which open theirs together;
-    None opens the policy in this process, to learn nothing."""
+    None opens the policy in this process, to learn nothing. task: of the configuration, where it is loaded already."""
     enable_batch_invariance(config)
     folder = model_folder(config.model)
     prompter = open_prompter(folder, config.rollout, config.task)
-    task = load_task(config.task).shortened(prompter.fits)
+    task = (task or load_task(config.task)).shortened(prompter.fits)
     together = processes or Processes()
     alone = {"zero_stage": None, "compile": False}
     learning = config.learner if processes else config.learner.model_copy(update=alone)

@@ -37,18 +37,16 @@ def load_task(config: TaskConfig) -> Task:
         return _of_verifiers(config)
     limits = config.time_limit, config.memory_limit
     judged = bool(config.environment) and open_environments(config.environment, config.time_limit).judges
-    shown = short_name(config.name)
-    own = reward_of(config.reward, shown, *limits) if config.reward is not None else None  # its faults before the rows'
+    if judged and config.reward is not None:
+        raise TaskError(
+            f"task.reward {config.reward!r} and get_reward of environment {config.environment!r} both give rewards; "
+            "leave one of them out"
+        )
+    shown, own = short_name(config.name), no_signal if judged else None
+    if config.reward is not None:  # whose faults are said before the rows'
+        own = tolerant(reward_of(config.reward, shown, *limits), config.on_error)
     source, reward, checker = _source(config, judged or ":" in f"{config.reward}")
-    if judged:
-        if config.reward is not None:
-            raise TaskError(
-                f"task.reward {config.reward!r} and get_reward of environment {config.environment!r} both give "
-                "rewards; leave one of them out"
-            )
-        reward = no_signal
-    if own is not None:
-        reward = tolerant(own, config.on_error)
+    reward = own or reward
     if config.correct is not None:
         checker = checker_of(config.correct, shown, *limits)
     elif isinstance(source, Table) and not source.answered:

@@ -24,6 +24,7 @@ from qarl.quant.checkpoint.load import load_masters
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.types import LowBitTensor
 from qarl.rollout.types import Completion, Group, Prompt
+from qarl.tasks import load_task
 from tests.support.learners import batch_of, make_groups, random_model
 from tests.support.models import low_bit, multiply_masters, same_stream, stream_bytes
 from tests.support.moe_models import CONFIGS, random_moe
@@ -42,8 +43,9 @@ def test_a_start_from_codes_is_what_is_measured(random_policy: Any, monkeypatch:
     monkeypatch.setattr(mismatch, "initial_codes", lambda policy, config: codes)
     monkeypatch.setattr(mismatch, "engine_of", lambda model, *of: opened.append(stream_bytes(model)))
     options = {"model": str(folder), "scheme": "w4a16", "quantization.scale": "kept", "quantization.init": "gptq"}
+    config = load_config(None, options)
     with pytest.raises(TypeError, match="context manager"):  # where it would begin to sample
-        mismatch.investigate(load_config(None, options))
+        mismatch.investigate(config, load_task(config.task))
     assert same_stream(other, opened[0])
 
 

@@ -187,7 +187,8 @@ def test_a_failing_reward_is_asked_again_or_left_out(questions: Path, monkeypatc
         rewards(own(questions, code.format(9), on_error="retry"), "a", "b")
     trial = {"name": "q.jsonl", "reward": "mine.py:f", "on_error": "none"}
     sizes = {"max_prompt_tokens": 64, "max_new_tokens": 8}
-    check_prompts(config_from_tree({"task": trial, "rollout": sizes, "eval": {"problems": 0}}))  # without the reward
+    config = config_from_tree({"task": trial, "rollout": sizes, "eval": {"problems": 0}})
+    check_prompts(config, load_task(config.task))
 
 
 def test_a_reward_may_not_take_more_memory_than_it_is_allowed(questions: Path):

@@ -155,7 +155,7 @@ def test_a_class_that_cannot_be_used(spec: str):
         with pytest.raises(TaskError, match=words):
             describe("mine.py:Mine", value)
     with pytest.raises(TaskError, match="both give rewards"):
-        load_task(TaskConfig(environment=spec, time_limit=0.5, reward="exact"))
+        load_task(TaskConfig(environment=spec, time_limit=0.5, reward="nowhere.py:f"))
     faults = {"both speak": {"rollout": "a:b", "environment": "a:B"}, "is for calls": {"tool_parser": "x"}}
     for words, fields in faults.items():
         with pytest.raises(ValueError, match=words):

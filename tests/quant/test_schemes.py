@@ -23,6 +23,7 @@ from qarl.quant.materialize import materialize
 from qarl.quant.schemes import COMPUTE_DTYPES, SCHEMES, SchemeError, get_scheme, write_quantization_config
 from qarl.run.session import check_input
 from qarl.sync.export import export_checkpoint
+from qarl.tasks import load_task
 from tests.support import Policies
 from tests.support.cases import cases
 from tests.support.kernels import AVX512, VLLM_CPU_KERNELS, no_cuda
@@ -72,7 +73,7 @@ def test_float32_is_refused_in_vllms_words_where_it_has_none():
     """vLLM's int4 kernel for CPUs has no float32; every scheme that does is named, and none that does not."""
     config = RunConfig.model_validate({"scheme": "w4a16", "dtype": "float32", "model": "./nowhere"})
     with pytest.raises(SchemeError, match=r"cannot run in the engine .*float32.*cpu_gemm_wna16.*'Float'") as raised:
-        check_input(config)
+        check_input(config, load_task(config.task))
     able = str(raised.value).rpartition("schemes that can: ")[2]
     assert able == "'bf16', 'w8a8', 'w4a8', 'fp8'"
 
