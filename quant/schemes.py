@@ -125,14 +125,6 @@ class Scheme:
             f"scheme {self.name!r}: layer {layer!r} has {has}; choose one that fits it ({fitting}) or another model"
         )
 
-    def quantization_config(self, ignored_layers: list[str]) -> dict[str, Any] | None:
-        """The `quantization_config` for config.json that vLLM and transformers read; None when unquantized.
-
-        ignored_layers: full names of the linear layers left alone, as the model has them.
-        """
-        groups = [] if self.quantization is None else [(self, ["Linear"])]
-        return write_quantization_config(groups, sorted(ignored_layers))
-
 
 def write_quantization_config(
     groups: Sequence[tuple[Scheme, Sequence[str]]], ignore: Sequence[str], kv_cache: str | None = None

@@ -31,7 +31,7 @@ from qarl.quant.materialize import LowBitWeight
 from qarl.quant.materialize.experts import LowBitExperts
 from qarl.quant.runtime.batch_invariance import kernel_arguments
 from qarl.quant.runtime.replaced import replaced
-from qarl.quant.schemes import Scheme
+from qarl.quant.schemes import Scheme, write_quantization_config
 
 _GROUPS = ("_TP", "_PP", "_DP", "_EP", "_EPLB", "_PCP", "_DCP")
 _ONE = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
@@ -127,7 +127,7 @@ class VllmFactory:
             yield
 
     def _quant_config(self, scheme: Scheme) -> QuantizationConfig | None:
-        written = scheme.quantization_config([])
+        written = write_quantization_config([(scheme, ["Linear"])] if scheme.quantization else [], [])
         if written is None:
             return None
         if scheme.name not in self._schemes:

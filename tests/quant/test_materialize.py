@@ -16,7 +16,16 @@ from qarl.quant.checkpoint.families import ExpertLayout
 from qarl.quant.materialize import LowBitWeight, materialize
 from qarl.quant.materialize.activations import quantize_activation
 from qarl.quant.materialize.experts import materialize_experts
-from qarl.quant.schemes import COMPUTE_DTYPES, MASTER_DTYPES, SCHEMES, Scheme, SchemeError, get_scheme, scheme_of_args
+from qarl.quant.schemes import (
+    COMPUTE_DTYPES,
+    MASTER_DTYPES,
+    SCHEMES,
+    Scheme,
+    SchemeError,
+    get_scheme,
+    scheme_of_args,
+    write_quantization_config,
+)
 from tests.support.cases import cases
 from tests.support.library import FP4, library, library_scale
 from tests.support.profiles import examples
@@ -217,7 +226,7 @@ def test_a_scheme_is_recognized_by_its_arguments(name: str):
     scheme = get_scheme(name)
     found = scheme_of_args(scheme.weights, scheme.activations)
     assert found is not None and found.name == name
-    written = scheme.quantization_config([])
+    written = write_quantization_config([(scheme, ["Linear"])] if scheme.quantization else [], [])
     if written is not None:
         group = QuantizationConfig.model_validate(written).config_groups["group_0"]
         found = scheme_of_args(group.weights, group.input_activations)  # pyright: ignore[reportAttributeAccessIssue]

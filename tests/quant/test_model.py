@@ -18,7 +18,7 @@ from qarl.learner.learner import Learner
 from qarl.learner.optim.loss_scale import PrecisionError
 from qarl.quant.checkpoint.load import load_masters
 from qarl.quant.layers.context import Forward, LayerContext
-from qarl.quant.schemes import COMPUTE_DTYPES, SCHEMES, SchemeError, get_scheme
+from qarl.quant.schemes import COMPUTE_DTYPES, SCHEMES, SchemeError, get_scheme, write_quantization_config
 from qarl.quant.types import LayerReport
 from qarl.sync.publisher import Publisher
 from tests.support import Policies, models
@@ -241,7 +241,7 @@ def test_layers_and_quantization_config_agree(tied: bool, scheme: str):
     expected.append(LayerReport("lm_head", "bf16", None, "torch.bfloat16", "dequantized"))
     assert model.layers() == expected
     config = model.plan.quantization_config()
-    assert config == (None if scheme == "bf16" else found.quantization_config(["lm_head"]))
+    assert config == (None if scheme == "bf16" else write_quantization_config([(found, ["Linear"])], ["lm_head"]))
 
 
 operators_of = pytest.mark.parametrize("operators", ["transformers", "engine"])

@@ -23,7 +23,7 @@ from qarl.ptq.methods import CALIBRATION, MAX_CALIBRATION_TOKENS, METHODS, calib
 from qarl.ptq.source import Source, open_source
 from qarl.quant.checkpoint.load import load_masters
 from qarl.quant.model.kept_scales import start_from_codes
-from qarl.quant.schemes import COMPUTE_DTYPES, SCHEMES, get_scheme
+from qarl.quant.schemes import COMPUTE_DTYPES, SCHEMES, get_scheme, write_quantization_config
 from qarl.report.run_folder import RunFolder
 from qarl.rollout.open import open_engine
 from qarl.sync.audit import AuditError
@@ -239,7 +239,7 @@ def test_the_export_command(run: Path, tmp_path: Path):
     assert not [word for word in ("it/s", "GPTQ", "INFO", "WARN") if word in done.stderr], done.stderr
     assert [p.name for p in (tmp_path / "cwd").iterdir()] == ["out"]
     ours, theirs = (json.loads((f / "config.json").read_text()) for f in (run / "export", tmp_path / "cwd" / "out"))
-    assert theirs["quantization_config"] == get_scheme("w4a16").quantization_config(["lm_head"])
+    assert theirs["quantization_config"] == write_quantization_config([(get_scheme("w4a16"), ["Linear"])], ["lm_head"])
     assert ours == theirs
     note = json.loads((tmp_path / "cwd" / "out" / "qarl.json").read_text())
     assert (note["scheme"], note["ptq"], note["step"], note["task"]["name"]) == ("w4a16", "gptq", 2, "chain_sum")

@@ -25,7 +25,7 @@ from vllm.plugins import load_general_plugins
 from qarl.quant.checkpoint.families import ExpertLayout, ExpertsShape
 from qarl.quant.kernels.vllm_cpu import register
 from qarl.quant.runtime.libraries import SETTLED
-from qarl.quant.schemes import Scheme, SchemeError
+from qarl.quant.schemes import Scheme, SchemeError, write_quantization_config
 
 CAPABILITIES = [(8, 0), (8, 9), (9, 0), (10, 0)]
 LAYOUT = ExpertLayout()
@@ -82,7 +82,7 @@ class StubCuda(CudaPlatformBase):
 
 def config_of(scheme: Scheme) -> CompressedTensorsConfig | None:
     """As a GPU's vLLM reads the checkpoint's; QaRL's own on CPUs multiplies experts one by one."""
-    written = scheme.quantization_config([])
+    written = write_quantization_config([(scheme, ["Linear"])] if scheme.quantization else [], [])
     return CompressedTensorsConfig.from_config(written) if written else None
 
 
