@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
-from qarl.configs.schema.base import Dtype, Section
+from qarl.configs.schema.base import Dtype, Section, refuse
 from qarl.configs.schema.lora import LoraChoice, LoraConfig, NoLora
 from qarl.configs.schema.objectives import (
     AggregationChoice,
@@ -181,57 +181,42 @@ class LearnerConfig(Section):
 
     @model_validator(mode="after")
     def _compatible(self) -> "LearnerConfig":
-        refuse_incompatible(self)
-        refuse_ignored_precision(self)
-        if self.reduce_dtype != "float32" and self.zero_stage != 3:
-            raise ValueError(
-                f"learner.reduce_dtype {self.reduce_dtype!r} with learner.zero_stage {self.zero_stage} has nothing to "
-                "do: ZeRO-3 alone sends them in a dtype of its own; set learner.zero_stage 3, or leave it out"
-            )
+        refuse(_contradictions(self))
+        refuse(_idle_precisions(self))
         return self
 
 
-def refuse_incompatible(learner: LearnerConfig) -> None:
-    """Raise `ValueError` where two settings of a learner contradict each other, or one would do nothing."""
+def _contradictions(learner: LearnerConfig) -> dict[str, bool]:
+    """What is wrong where two settings of a learner contradict each other, or one would do nothing."""
     name, denominator, updates = learner.objective.name, ratio_from(learner.correction), learner.mini_batches
-    if name == "on_policy" and updates != 1:
-        raise ValueError(
-            f"objective 'on_policy' has one update a batch, but learner.mini_batches is {updates}; set it to 1"
-        )
-    if not learner.objective.uses_ratio and denominator != "learner":
-        raise ValueError(
-            f"objective {name!r} has no ratio, so learner.correction.ratio_from {denominator!r} would do nothing; "
-            "leave it out"
-        )
-    if learner.ratio_fix == "shadow_forward" and not learner.objective.uses_ratio:
-        raise ValueError(f"learner.ratio_fix 'shadow_forward' is for objectives with a ratio; {name!r} has none")
-    if learner.base_on_host and learner.zero_stage == 3:
-        raise ValueError(
-            "learner.lora.base 'host' with learner.zero_stage 3, which shares the frozen matrices out over GPUs "
-            "already; leave one of them out"
-        )
-    if learner.ratio_fix == "shadow_forward" and learner.aligned:
-        raise ValueError(
-            "learner.ratio_fix 'shadow_forward' adds a forward in the engine's precision to one without, but with "
-            "learner.aligned true the forward has that precision already; set ratio_fix none, or aligned false"
-        )
+    uses_ratio, shadow = learner.objective.uses_ratio, learner.ratio_fix == "shadow_forward"
+    several, shared = name == "on_policy" and updates != 1, learner.base_on_host and learner.zero_stage == 3
+    return {
+        f"objective 'on_policy' has one update a batch, but learner.mini_batches is {updates}; set it to 1": several,
+        f"objective {name!r} has no ratio, so learner.correction.ratio_from {denominator!r} would do nothing; leave it "
+        "out": not uses_ratio and denominator != "learner",
+        f"learner.ratio_fix 'shadow_forward' is for objectives with a ratio; {name!r} has none": shadow
+        and not uses_ratio,
+        "learner.lora.base 'host' with learner.zero_stage 3, which shares the frozen matrices out over GPUs already; "
+        "leave one of them out": shared,
+        "learner.ratio_fix 'shadow_forward' adds a forward in the engine's precision to one without, but with "
+        "learner.aligned true the forward has that precision already; set ratio_fix none, or aligned false": shadow
+        and learner.aligned,
+    }
 
 
-def refuse_ignored_precision(learner: LearnerConfig) -> None:
-    """Raise `ValueError` for a precision option that the other options leave nothing to do."""
-    optimizer = learner.optimizer
-    if learner.aligned and learner.compute_dtype is not None:
-        raise ValueError(
-            f"learner.compute_dtype {learner.compute_dtype!r} with learner.aligned true: an aligned learner multiplies "
-            "the engine's codes in the engine's dtype; set dtype for both, or learner.aligned false"
-        )
-    if learner.lora.name == "lora" and optimizer.rounding is not None:
-        raise ValueError(
-            f"learner.optimizer.rounding {optimizer.rounding!r} is of 16-bit masters that are stepped; LoRA steps fp32 "
-            "adapters over a frozen base: leave it out"
-        )
-    if learner.master_dtype == "float32" and optimizer.rounding == "stochastic":
-        raise ValueError(
-            f"learner.optimizer.rounding {optimizer.rounding!r} is for 16-bit masters; learner.master_dtype 'float32' "
-            "holds the updates as they are: leave the rounding out, or choose master_dtype bfloat16 or float16"
-        )
+def _idle_precisions(learner: LearnerConfig) -> dict[str, bool]:
+    """What is wrong with a precision option that the other options leave nothing to do."""
+    rounding, reduced, stage = learner.optimizer.rounding, learner.reduce_dtype, learner.zero_stage
+    aligned, whole = learner.aligned and learner.compute_dtype is not None, learner.master_dtype == "float32"
+    return {
+        f"learner.compute_dtype {learner.compute_dtype!r} with learner.aligned true: an aligned learner multiplies the "
+        "engine's codes in the engine's dtype; set dtype for both, or learner.aligned false": aligned,
+        f"learner.optimizer.rounding {rounding!r} is of 16-bit masters that are stepped; LoRA steps fp32 adapters over "
+        "a frozen base: leave it out": learner.lora.name == "lora" and rounding is not None,
+        f"learner.optimizer.rounding {rounding!r} is for 16-bit masters; learner.master_dtype 'float32' holds the "
+        "updates as they are: leave the rounding out, or choose master_dtype bfloat16 or float16": whole
+        and rounding == "stochastic",
+        f"learner.reduce_dtype {reduced!r} with learner.zero_stage {stage} has nothing to do: ZeRO-3 alone sends them "
+        "in a dtype of its own; set learner.zero_stage 3, or leave it out": reduced != "float32" and stage != 3,
+    }

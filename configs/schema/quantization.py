@@ -1,10 +1,11 @@
 """Where a weight version's codes and scales come from: `quantization.*` of the configuration. docs/guide/scales.md"""
 
+from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import Field, model_validator
 
-from qarl.configs.schema.base import Section
+from qarl.configs.schema.base import Section, refuse
 from qarl.configs.schema.learner import LearnerConfig
 
 ScaleRule = Literal["minmax", "kept"]
@@ -30,28 +31,25 @@ class QuantizationConfig(Section):
 
     @model_validator(mode="after")
     def _keeps_what_it_starts_from(self) -> "QuantizationConfig":
-        if self.init is not None and self.scale != "kept":
-            raise ValueError(
-                f"quantization.init {self.init!r} needs quantization.scale 'kept', not {self.scale!r}, which would "
-                "replace the calibrated codes by rounded ones at the first step"
-            )
+        replaced = self.init is not None and self.scale != "kept"
+        fault = (
+            f"quantization.init {self.init!r} needs quantization.scale 'kept', not {self.scale!r}, which would replace "
+            "the calibrated codes by rounded ones at the first step"
+        )
+        refuse({fault: replaced})
         return self
 
 
-def refuse_calibrated_start(init: str, learner: LearnerConfig) -> None:
-    """Raise `ValueError` where a learner has no place for masters that are not the model folder's."""
-    if learner.lora.name != "none":
-        raise ValueError(
-            f"quantization.init {init!r} with learner.lora.name 'lora': a checkpoint of adapters holds no base, and "
-            "this one is not the model folder's; leave one of them out"
-        )
-    if learner.kl.name != "none":
-        raise ValueError(
-            f"quantization.init {init!r} with learner.kl.name {learner.kl.name!r}: the penalty's reference is rounded "
-            "from the model folder, and is not the policy that starts; leave one of them out"
-        )
-    if learner.zero_stage is not None:
-        raise ValueError(
-            f"quantization.init {init!r} is for one process without ZeRO, not for learner.zero_stage "
-            f"{learner.zero_stage}; leave one of them out"
-        )
+def refuse_calibrated_start(init: str, learner: LearnerConfig, layers: Sequence[object]) -> None:
+    """Raise `ValueError` where llmcompressor cannot quantize so, or a learner has no place for masters that are not the
+    model folder's. layers: the run's rules."""
+    rules, kl, stage = ", ".join(map(str, layers)), learner.kl.name, learner.zero_stage
+    faults = {
+        f"with layers {rules}: llmcompressor quantizes a model in one scheme": layers,
+        "with learner.lora.name 'lora': a checkpoint of adapters holds no base, and this one is not the model "
+        "folder's": learner.lora.name != "none",
+        f"with learner.kl.name {kl!r}: the penalty's reference is rounded from the model folder, and is not the policy "
+        "that starts": kl != "none",
+        f"is for one process without ZeRO, not for learner.zero_stage {stage}": stage is not None,
+    }
+    refuse({f"quantization.init {init!r} {fault}; leave one of them out": there for fault, there in faults.items()})

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from qarl.configs.schema.base import LARGEST_SEED, Dtype, Section, Text, pattern_fault
+from qarl.configs.schema.base import LARGEST_SEED, Dtype, Section, Text, pattern_fault, refuse
 from qarl.configs.schema.learner import LearnerConfig
 from qarl.configs.schema.quantization import QuantizationConfig, refuse_calibrated_start
 from qarl.configs.schema.servers import Servers
@@ -306,54 +306,31 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> "RunConfig":
-        if self.learner.mini_batches > self.rollout.prompts:
-            raise ValueError(
-                f"learner.mini_batches {self.learner.mini_batches} is more than rollout.prompts "
-                f"{self.rollout.prompts}; each mini-batch needs at least one prompt's group"
-            )
-        if self.rollout.router_replay and self.rollout.prefix_caching:
-            raise ValueError(
-                "rollout.router_replay true needs rollout.prefix_caching false: tokens found in the cache are not "
-                "routed again, so the engine cannot tell their experts"
-            )
-        warmup = self.learner.optimizer.warmup_steps
-        if warmup > self.steps:
-            raise ValueError(
-                f"learner.optimizer.warmup_steps {warmup} is more than steps {self.steps}, so the learning rate would "
-                "never be reached; lower the first or raise the second"
-            )
-        self._refuse_an_engine()
-        if not self.learner.keep_products and self.shares_engine:
-            raise ValueError(
-                "learner.keep_products false, but the learner has none of its own: it multiplies with its masters, or "
-                "with the layers of an engine in its process; give rollout.servers, or leave it out"
-            )
-        if self.quantization.kv_cache is not None and self.scheme == UNQUANTIZED and not self.layers:
-            raise ValueError(
-                f"quantization.kv_cache {self.quantization.kv_cache!r} with scheme {UNQUANTIZED!r}, whose checkpoint "
-                "has no quantization to say so in; choose a low-bit scheme, or leave it out"
-            )
-        if self.checkpoint.best and not self.eval.problems:
-            raise ValueError(
-                "checkpoint.best true with eval.problems 0: nothing says which is the best; give eval.problems, or "
-                "leave it out"
-            )
-        if self.bitwise:
-            self._refuse_other_bits()
-        init = self.quantization.init
-        if init is not None:
-            if self.layers:
-                raise ValueError(
-                    f"quantization.init {init!r} with layers {', '.join(map(str, self.layers))}: llmcompressor "
-                    "quantizes a model in one scheme; leave one of them out"
-                )
-            refuse_calibrated_start(init, self.learner)
-        if self.learner.micro_batch_tokens < self.rollout.longest:
-            raise ValueError(
-                f"learner.micro_batch_tokens {self.learner.micro_batch_tokens} is less than one longest sequence, "
-                f"rollout.max_prompt_tokens + rollout.max_new_tokens = {self.rollout.longest}; raise the first or "
-                "lower the others"
-            )
+        learner, rollout, warmup = self.learner, self.rollout, self.learner.optimizer.warmup_steps
+        cache, unquantized = self.quantization.kv_cache, self.scheme == UNQUANTIZED and not self.layers
+        no_products = not learner.keep_products and self.shares_engine
+        refuse(self._without_an_engine() if self.from_rollouts is not None else {})
+        faults = {
+            f"learner.mini_batches {learner.mini_batches} is more than rollout.prompts {rollout.prompts}; each "
+            "mini-batch needs at least one prompt's group": learner.mini_batches > rollout.prompts,
+            "rollout.router_replay true needs rollout.prefix_caching false: tokens found in the cache are not routed "
+            "again, so the engine cannot tell their experts": rollout.router_replay and rollout.prefix_caching,
+            f"learner.optimizer.warmup_steps {warmup} is more than steps {self.steps}, so the learning rate would "
+            "never be reached; lower the first or raise the second": warmup > self.steps,
+            "learner.keep_products false, but the learner has none of its own: it multiplies with its masters, or with "
+            "the layers of an engine in its process; give rollout.servers, or leave it out": no_products,
+            f"quantization.kv_cache {cache!r} with scheme {self.scheme!r}, whose checkpoint has no quantization to say "
+            "so in; choose a low-bit scheme, or leave it out": cache is not None and unquantized,
+            "checkpoint.best true with eval.problems 0: nothing says which is the best; give eval.problems, or leave "
+            "it out": self.checkpoint.best and not self.eval.problems,
+            f"learner.micro_batch_tokens {learner.micro_batch_tokens} is less than one longest sequence, "
+            f"rollout.max_prompt_tokens + rollout.max_new_tokens = {rollout.longest}; raise the first or lower the "
+            "others": learner.micro_batch_tokens < rollout.longest,
+        }
+        refuse(faults)
+        refuse(self._other_bits() if self.bitwise else {})
+        if self.quantization.init is not None:
+            refuse_calibrated_start(self.quantization.init, learner, self.layers)
         return self
 
     @property
@@ -368,33 +345,29 @@ class RunConfig(Section):
         engines = learner.kernel in ("auto", "vllm") and learner.operators != "transformers"
         return not learner.aligned or (engines and self.engine_here)
 
-    def _refuse_other_bits(self) -> None:
+    def _other_bits(self) -> dict[str, bool]:
         """What cannot be equal to the last bit."""
+        learner, sync = self.learner, self.sync
+        bounded = any((sync.gate_bound, sync.gate_k3_bound, sync.canary_bound))
         unequal = {
-            "learner.aligned false multiplies other weights than the sampler": not self.learner.aligned,
-            f"learner.kernel {self.learner.kernel!r} multiplies by other kernels": self.learner.kernel
-            not in ("auto", "vllm"),
-            "learner.operators 'transformers' rounds elsewhere": self.learner.operators == "transformers",
+            "learner.aligned false multiplies other weights than the sampler": not learner.aligned,
+            f"learner.kernel {learner.kernel!r} multiplies by other kernels": learner.kernel not in ("auto", "vllm"),
+            "learner.operators 'transformers' rounds elsewhere": learner.operators == "transformers",
             "rollout.servers samples in other processes": self.rollout.servers is not None,
             "rollout.router_replay true takes vLLM's other model runner": self.rollout.router_replay,
-            "sync.gate_bound, gate_k3_bound or canary_bound allows a difference": any(
-                (self.sync.gate_bound, self.sync.gate_k3_bound, self.sync.canary_bound)
-            ),
+            "sync.gate_bound, gate_k3_bound or canary_bound allows a difference": bounded,
         }
-        for reason, applies in unequal.items():
-            if applies:
-                raise ValueError(f"bitwise true: {reason}; leave one of them out")
+        return {f"bitwise true: {reason}; leave one of them out": applies for reason, applies in unequal.items()}
 
-    def _refuse_an_engine(self) -> None:
-        """What a replay has none for."""
-        requests = {
+    def _without_an_engine(self) -> dict[str, object]:
+        """What a replay cannot do."""
+        requests: dict[str, object] = {
             f"eval.problems {self.eval.problems}": self.eval.problems,
             "export true": self.export,
             f"quantization.init {self.quantization.init!r}": self.quantization.init,
         }
-        for field, needs_one in requests.items():
-            if self.from_rollouts is not None and needs_one:
-                raise ValueError(
-                    f"{field} needs an engine, and from_rollouts {self.from_rollouts!r} learns without one; leave one "
-                    "of them out (`qarl export` and `qarl eval` take a replay's folder as any run's)"
-                )
+        why = (
+            f"needs an engine, and from_rollouts {self.from_rollouts!r} learns without one; leave one of them out "
+            "(`qarl export` and `qarl eval` take a replay's folder as any run's)"
+        )
+        return {f"{field} {why}": asks for field, asks in requests.items()}

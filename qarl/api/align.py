@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from qarl.api.policy import Policy
 from qarl.configs.errors import ConfigError, ModelError
 from qarl.configs.load import config_from_tree
+from qarl.configs.schema.base import refuse
 from qarl.learner.gradient_gate import require_gradients
 from qarl.learner.processes import Processes
 from qarl.quant.checkpoint.load import check_finite
@@ -93,9 +94,7 @@ def _source_of(model: Any, tokenizer: str | Path | None) -> str:
             "has no values (meta device); load them first": parameter.is_meta,
             "is frozen, and every parameter is trained; call model.requires_grad_(True)": not parameter.requires_grad,
         }
-        for fault, applies in faults.items():
-            if applies:
-                raise ModelError(f"model's parameter {name!r} {fault}")
+        refuse({f"model's parameter {name!r} {fault}": applies for fault, applies in faults.items()}, ModelError)
     if not (tokenizer or model.name_or_path):
         raise ModelError(f"{kind.__name__} was built in memory; give align its tokenizer, a folder or hub id")
     return str(tokenizer or model.name_or_path)

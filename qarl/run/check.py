@@ -5,6 +5,7 @@ from pathlib import Path
 
 from qarl.configs.errors import ConfigError, InputError, SchemeError
 from qarl.configs.load import is_embedded, shipped_names
+from qarl.configs.schema.base import refuse
 from qarl.configs.schema.run import RunConfig
 from qarl.configs.schemes import check_scheme_name
 from qarl.configs.words import did_you_mean, quoted
@@ -47,21 +48,16 @@ def check_schemes(config: RunConfig) -> None:
 
 def check_processes(config: RunConfig, count: int) -> None:
     """Raise `ConfigError` for settings that do not go with this number of processes; nothing is loaded for it."""
-    if config.rollout.prompts % count:
-        raise ConfigError(
-            f"rollout.prompts {config.rollout.prompts} cannot be dealt to {count} processes, which sample as many "
-            f"each; take a multiple of {count}, or another number of processes"
-        )
-    if count > 1 and config.quantization.init is not None:
-        raise ConfigError(
-            f"quantization.init {config.quantization.init!r} is for one process, not {count}; leave --processes or the "
-            "calibrated start out"
-        )
-    if count > 1 and isinstance(config.rollout.servers, int):
-        raise ConfigError(
-            f"rollout.servers {config.rollout.servers} would be started by each of {count} processes; start them once, "
-            "with `qarl serve-rollouts`, and give their URLs"
-        )
+    prompts, servers, init = config.rollout.prompts, config.rollout.servers, config.quantization.init
+    faults = {
+        f"rollout.prompts {prompts} cannot be dealt to {count} processes, which sample as many each; take a multiple "
+        f"of {count}, or another number of processes": prompts % count,
+        f"quantization.init {init!r} is for one process, not {count}; leave --processes or the calibrated start "
+        "out": count > 1 and init is not None,
+        f"rollout.servers {servers} would be started by each of {count} processes; start them once, with `qarl "
+        "serve-rollouts`, and give their URLs": count > 1 and isinstance(servers, int),
+    }
+    refuse(faults, ConfigError)
 
 
 def check_new_folder(path: Path, what: str, option: str) -> None:

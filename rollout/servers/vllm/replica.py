@@ -7,6 +7,7 @@ from urllib.parse import urlencode
 
 from pydantic import TypeAdapter
 
+from qarl.configs.schema.base import refuse
 from qarl.quant.types import LayerReport
 from qarl.rollout.engine import AnswerError, EngineError, LoadReport, LostServerError
 from qarl.rollout.servers.versions import MANIFEST, Version, seconds_of
@@ -121,15 +122,12 @@ def _one(reports: list[Any], url: str, kind: str) -> LoadReport:
 
 
 def _require_settings(url: str, state: dict[str, Any], options: VllmOptions) -> None:
-    mode = options.logprobs_mode
-    if state["logprobs_mode"] != mode:
-        raise EngineError(
-            f"the server at {url} gives {state['logprobs_mode']}, and rollout.temperature needs {mode}; start it with "
-            f"--logprobs-mode {mode}"
-        )
-    longest = options.rollout.longest
-    if state["max_model_len"] < longest:
-        raise EngineError(
-            f"the server at {url} takes {state['max_model_len']} tokens, and rollout.max_prompt_tokens + "
-            f"rollout.max_new_tokens are {longest}; start it with --max-model-len {longest}"
-        )
+    mode, longest = options.logprobs_mode, options.rollout.longest
+    other_mode, too_short = state["logprobs_mode"] != mode, state["max_model_len"] < longest
+    faults = {
+        f"the server at {url} gives {state['logprobs_mode']}, and rollout.temperature needs {mode}; start it with "
+        f"--logprobs-mode {mode}": other_mode,
+        f"the server at {url} takes {state['max_model_len']} tokens, and rollout.max_prompt_tokens + "
+        f"rollout.max_new_tokens are {longest}; start it with --max-model-len {longest}": too_short,
+    }
+    refuse(faults, EngineError)
