@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from qarl.configs.errors import ConfigError
 from qarl.configs.flags import ELSEWHERE, FLAGS, flag_of
-from qarl.configs.schema.base import Choice, Section, Text, alternatives
+from qarl.configs.schema.base import Choice, PathText, Section, Text, alternatives, at_home
 from qarl.configs.schema.objectives import TbpoConfig
 from qarl.configs.schema.run import RunConfig
 from qarl.configs.validation_messages import validation_messages
@@ -35,6 +35,7 @@ def shipped_names() -> list[str]:
 
 def config_file(name: str) -> Path:
     """A YAML file by path, or a shipped one by name. Raises `ConfigError` where there is neither."""
+    name = at_home(name)
     if Path(name).is_file():
         return Path(name)
     if name in shipped_names():
@@ -271,7 +272,7 @@ def _parse(path: str, text: str, known: dict[str, Any]) -> Any:
     a text that ends a completion (`#` begins a comment).
     """
     annotation = known[path].annotation if path in known else Any
-    maybe = get_origin(annotation) is not tuple and Text in get_args(annotation)
+    maybe = get_origin(annotation) is not tuple and any(kind in get_args(annotation) for kind in (Text, PathText))
     if annotation in (str, Text) or (maybe and text != "null"):
         return text
     if path in _PATTERNS and not text.lstrip().startswith("["):

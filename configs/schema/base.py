@@ -1,21 +1,33 @@
 """What every configuration section is built from, and sections chosen by name. Imports neither torch nor vllm."""
 
+import os
 import re
 import typing
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from qarl.configs.words import did_you_mean, quoted
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 Text = Annotated[str, Field(min_length=1)]
+
 COMMA_SEPARATED = BeforeValidator(lambda v: [part.strip() for part in v.split(",")] if isinstance(v, str) else v)
 """Of a list that may be written `A,B`; where items hold commas it is given as a list."""
 
 LARGEST_SEED = 2**63 - 1
 """torch's generators take 64 bits."""
+
+
+def at_home(path: str) -> str:
+    """With the user's home for `~` where a path begins with it, each of several functions' files, or the part behind
+    hf:."""
+    return re.sub(r"((?:^|,)\s*(?:hf:)?)(~[^/,]*)(?=/|$)", lambda at: at[1] + os.path.expanduser(at[2]), path)
+
+
+PathText = Annotated[Text, AfterValidator(at_home)]
+"""A path, or what may be one: a name, or functions of files."""
 
 
 class Section(BaseModel):

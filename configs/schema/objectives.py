@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from qarl.configs.schema.base import Choice, Text, chooser
+from qarl.configs.schema.base import Choice, PathText, chooser
 
 _WHAT = "what is maximized; the default is the QaRL paper's tbpo"
 _WEIGHT = "weight for the gap between sampler and learner; the default is the objective's own"
@@ -120,7 +120,7 @@ class OwnConfig(Objective):
     """A function of your own, called as those in `learner/objectives/` are; see `learner.objectives.own`."""
 
     name: Literal["own"] = Field(default="own", description=_WHAT)
-    function: Text = Field(
+    function: PathText = Field(
         description="objective 'own': file.py:function or package.module:function(inputs, config) "
         "(docs/reference/objectives.md)"
     )

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from qarl.configs.schema.base import LARGEST_SEED, Dtype, Section, Text, pattern_fault, refuse
+from qarl.configs.schema.base import LARGEST_SEED, Dtype, PathText, Section, Text, pattern_fault, refuse
 from qarl.configs.schema.learner import LearnerConfig
 from qarl.configs.schema.quantization import QuantizationConfig, refuse_calibrated_start
 from qarl.configs.schema.servers import Servers
@@ -92,10 +92,10 @@ class RolloutConfig(Section):
         description="sample on vLLM servers (docs/guide/servers.md): their URLs, or how many to start on this machine; "
         "without it inside the run",
     )
-    server_key_file: Text | None = Field(
+    server_key_file: PathText | None = Field(
         default=None, description="file with the servers' API key; without it the environment's QARL_SERVER_KEY"
     )
-    server_folder: Text | None = Field(
+    server_folder: PathText | None = Field(
         default=None,
         description="folder where weight versions are written, in one of the run's own, and servers read them under "
         "the same path; without it in the run's folder",
@@ -251,7 +251,7 @@ def _rules_from_text(value: Any) -> Any:
 class RunConfig(Section):
     """A whole run."""
 
-    model: Text = Field(
+    model: PathText = Field(
         default="tiny-qwen3", description="an embedded policy's name, a transformers folder, or a hub id"
     )
     scheme: str = Field(
@@ -281,7 +281,7 @@ class RunConfig(Section):
         description="completions of least and of most reward whose tokens each step records for `qarl report`; all, or "
         "0 for none",
     )
-    from_rollouts: Text | None = Field(
+    from_rollouts: PathText | None = Field(
         default=None,
         description="run recorded with --record all, whose completions are learned from again, without an engine",
     )
@@ -292,7 +292,9 @@ class RunConfig(Section):
     log: Literal["none", "wandb"] = Field(
         default="none", description="where metrics go besides metrics.jsonl and TensorBoard (docs/reference/metrics.md)"
     )
-    output: Text | None = Field(default=None, description="run folder to make; without it runs/<model>-<scheme>-<time>")
+    output: PathText | None = Field(
+        default=None, description="run folder to make; without it runs/<model>-<scheme>-<time>"
+    )
     quantization: QuantizationConfig = Field(default_factory=lambda: QuantizationConfig())
     task: TaskConfig = Field(default_factory=lambda: TaskConfig())
     rollout: RolloutConfig = Field(default_factory=lambda: RolloutConfig())

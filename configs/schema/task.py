@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from qarl.configs.schema.base import Section, Text
+from qarl.configs.schema.base import PathText, Section, Text
 
 VERIFIERS = "verifiers:"
 
@@ -12,7 +12,7 @@ VERIFIERS = "verifiers:"
 class TaskConfig(Section):
     """Where prompts and rewards come from."""
 
-    name: Text = Field(
+    name: PathText = Field(
         default="chain_sum",
         description="built-in task (`qarl tasks` lists them), math, verifiers:ID, or your questions: a .jsonl, .csv, "
         ".tsv or .parquet file, or hf:ID or hf:FOLDER for a Hugging Face data set",
@@ -30,7 +30,7 @@ class TaskConfig(Section):
     answer: Text | None = Field(
         default=None, description="column with the reference answer, a dot leading into nested ones; without it answer"
     )
-    data: Text | None = Field(
+    data: PathText | None = Field(
         default=None,
         description="of task math: a file, or hf:ID or hf:FOLDER, with columns problem and answer; without it the "
         "paper's, hf:Elliott/Openr1-Math-46k-8192",
@@ -46,22 +46,22 @@ class TaskConfig(Section):
     template: dict[str, Any] = Field(
         default_factory=dict, description="arguments of the chat template, such as {enable_thinking: false}"
     )
-    reward: Text | None = Field(
+    reward: PathText | None = Field(
         default=None,
         description="exact, math, or your function as mine.py:name or package.module:name (docs/guide/tasks.md); "
         "several with weights: mine.py:a=1,mine.py:b=0.2. Without it the task's own",
     )
-    correct: Text | None = Field(
+    correct: PathText | None = Field(
         default=None,
         description="what accuracy counts: exact, math, or your function, true for a right answer; without it the "
         "task's own",
     )
-    rollout: Text | None = Field(
+    rollout: PathText | None = Field(
         default=None,
         description="your async function that speaks with the policy over several turns, as mine.py:name "
         "(docs/guide/conversations.md); without it one answer a prompt",
     )
-    environment: Text | None = Field(
+    environment: PathText | None = Field(
         default=None,
         description="your class whose public methods are tools that the policy may call, as mine.py:Name "
         "(docs/guide/conversations.md)",

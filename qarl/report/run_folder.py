@@ -187,11 +187,11 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     here, objective = Path.cwd(), config.learner.objective
     if isinstance(objective, OwnConfig):
         objective = objective.model_copy(update={"function": absolute_function(objective.function, here)})
-    model = Path(config.model).expanduser()
+    model = Path(config.model)
     local = model.is_dir() and not is_embedded(config.model)
     return config.model_copy(
         update={
-            "from_rollouts": config.from_rollouts and str(Path(config.from_rollouts).expanduser().absolute()),
+            "from_rollouts": config.from_rollouts and str(Path(config.from_rollouts).absolute()),
             "model": str(model.absolute()) if local else config.model,
             "task": absolute(config.task, here),
             "learner": config.learner.model_copy(update={"objective": objective}),

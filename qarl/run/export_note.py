@@ -32,7 +32,7 @@ def export_note(run: Path, config: RunConfig, step: int, export: Path, base: Pat
         "run": run.resolve().name,
         "step": step,
         # An id on the Hub, or the name of an embedded policy or of a folder, whose path is nobody's business.
-        "base": Path(config.model).name if Path(config.model).expanduser().is_dir() else config.model,
+        "base": Path(config.model).name if Path(config.model).is_dir() else config.model,
         "licence": _licence(base),
         "scheme": config.scheme,
         "layers": [str(rule) for rule in config.layers],

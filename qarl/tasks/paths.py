@@ -38,7 +38,7 @@ def _with_paths(task: TaskConfig, base: Path, change: Callable[[str], str]) -> T
 def _place(name: str | None, base: Path, change: Callable[[str], str]) -> str | None:
     if name is None or not is_table(name):
         return name
-    path = os.path.expanduser(name.removeprefix(HUB))
+    path = name.removeprefix(HUB)
     if not name.startswith(HUB):
         return change(path)
     return f"{HUB}{change(path)}" if (base / path).is_dir() else name  # else it is an id

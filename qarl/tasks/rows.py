@@ -130,7 +130,7 @@ def _split(name: str, subset: str | None, split: str) -> Iterator[tuple[int, dic
     import datasets
 
     place = name.removeprefix(HUB)
-    folder = Path(place).expanduser()
+    folder = Path(place)
     if not folder.is_dir() and (place.startswith((".", "/", "~")) or place.count("/") != 1):
         raise TaskError(f"{name!r}: there is no folder {place!r}; give one, or a data set's id, as in hf:owner/name")
     datasets.disable_progress_bars()

@@ -197,3 +197,12 @@ def test_a_resumed_run_keeps_what_fixes_it(path: str):
         resumed_config(load_config(file, both), load_config(file, both | {field: value}))
     longer = load_config(file, {"steps": "999", "task.time_limit": "9", "task.on_error": "none"})
     assert resumed_config(load_config(file, {}), longer) == longer
+
+
+def test_a_users_home_may_begin_a_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """In a file and in options, wherever a path is expected; what is text keeps its tilde."""
+    monkeypatch.setenv("HOME", "/me")
+    (tmp_path / "c.yaml").write_text("model: ~/m\noutput: ~/runs\ntask: {name: hf:~/d, system: ~/text}\n")
+    config = load_config(tmp_path / "c.yaml", {"task.reward": "~/a.py:f=0.5, ~/b~.py:g", "rollout.servers": "1"})
+    assert (config.model, config.output, config.task.name) == ("/me/m", "/me/runs", "hf:/me/d")
+    assert (config.task.reward, config.task.system) == ("/me/a.py:f=0.5, /me/b~.py:g", "~/text")
