@@ -49,7 +49,7 @@ def load_task(config: TaskConfig) -> Task:
     reward = own or reward
     if config.correct is not None:
         checker = checker_of(config.correct, shown, *limits)
-    elif isinstance(source, Table) and not source.answered:
+    elif isinstance(source, Table) and source.columns.answer is None:
         checker = rewarded if judged else by_reward(reward)
     return Task(
         source=source, reward=reward, checker=checker, system=config.system, template=config.template,
@@ -115,9 +115,10 @@ def _table(config: TaskConfig, name: str, usual: Columns, judged: bool) -> Table
     else:
         raise TaskError(f"task.data {name!r} must be a .jsonl, .csv, .tsv or .parquet file, or hf:DATASET")
     there = rows[0].values if rows else {}
-    prompt = config.prompt or next((name for name in (usual.prompt, "prompt") if name in there), usual.prompt)
+    missing = usual.prompt if config.prompt is None and usual.prompt not in there and "prompt" in there else None
+    prompt = config.prompt or ("prompt" if missing else usual.prompt)
     bare = judged and config.answer is None and not any(f"{usual.answer}".split(".")[0] in row.values for row in rows)
-    return make_table(name, rows, Columns(prompt, None if bare else config.answer or usual.answer))
+    return make_table(name, rows, Columns(prompt, None if bare else config.answer or usual.answer, missing))
 
 
 def _refuse(config: TaskConfig, fields: tuple[str, ...], why: str) -> None:

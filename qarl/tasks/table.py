@@ -18,10 +18,12 @@ ROLES = ("system", "user", "assistant")
 @dataclass(frozen=True)
 class Columns:
     """Names of a row's columns. They may lead into nested values, as in "reward_model.ground_truth", and into a list by
-    a number: "final_answer.0". answer: None where rows have none, and problems have ""."""
+    a number: "final_answer.0". answer: None where rows have none, and problems have "". missing: the column that
+    `prompt` stands in for."""
 
     prompt: str = "question"
     answer: str | None = "answer"
+    missing: str | None = None
 
 
 @dataclass(frozen=True)
@@ -42,14 +44,13 @@ class Table:
     """A finite source of problems. Every split repeats endlessly, in a new order each time round.
 
     A row is held out as its split says ("split": "train" or "heldout" in a file, the data set's own otherwise), else by
-    `is_heldout`. Columns other than question, answer and split become the problem's metadata. answered: whether they
-    have reference answers.
+    `is_heldout`. Columns other than question, answer and split become the problem's metadata.
     """
 
     name: str
     by_split: dict[Split, list[Problem]]
     counts: Counts = field(default_factory=Counts)
-    answered: bool = True
+    columns: Columns = Columns()
 
     def problems(self, split: Split, start: int, count: int, seed: int) -> list[Problem]:
         """Problems start, …, start + count - 1 of the split for this seed, reshuffled in every pass over it.
@@ -92,8 +93,10 @@ class Table:
     def describe(self) -> str:
         """One line: rows, what was left out and why, and the sizes of the splits."""
         train, heldout = (len(self.by_split[split]) for split in get_args(Split))
-        bare = "" if self.answered else ", prompts alone"
-        return f"{self.name}: {self.counts.rows} rows{bare}{self._left_out()}; {train} to train on, {heldout} held out"
+        missing, bare = self.columns.missing, "" if self.columns.answer else ", prompts alone"
+        column = f", column {self.columns.prompt!r} for the missing {missing!r}" if missing else ""
+        of_rows = f"{self.counts.rows} rows{column}{bare}{self._left_out()}"
+        return f"{self.name}: {of_rows}; {train} to train on, {heldout} held out"
 
     def _left_out(self) -> str:
         counts, parts = self.counts, []
@@ -148,7 +151,7 @@ def make_table(name: str, rows: Sequence[Row], columns: Columns) -> Table:
         repeated += 1
         contradicting += earlier.answer != problem.answer
     counts = Counts(rows=len(rows), unanswered=unanswered, repeated=repeated, contradicting=contradicting)
-    return Table(name, by_split, counts, answered=columns.answer is not None)
+    return Table(name, by_split, counts, columns)
 
 
 def _problem(row: Row, columns: Columns, hub: bool) -> tuple[Split, Problem]:

@@ -69,9 +69,8 @@ def test_prompts_alone_are_judged_by_a_function(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     bare = write(tmp_path / "q.jsonl", [{"prompt": row["question"], "kind": "sum"} for row in ROWS])
     task = load(bare, reward="mine.py:few")
-    assert task.describe() == "q.jsonl: 100 rows, prompts alone; 84 to train on, 16 held out".replace(
-        "q.jsonl", str(bare)
-    )
+    rows = "100 rows, column 'prompt' for the missing 'question', prompts alone"
+    assert task.describe() == f"{bare}: {rows}; 84 to train on, 16 held out"
     (problem,) = task.problems("train", 0, 1, 0)
     assert (problem.answer, problem.metadata) == ("", {"kind": "sum"})
     responses = [Response(problem, text) for text in ("", "a", "ab")]
