@@ -1,6 +1,7 @@
 """The loop: generate → score → advantages → learn → publish → log / checkpoint."""
 
 from qarl.configs.schema.run import RunConfig
+from qarl.evaluation.heldout import heldout
 from qarl.learner.batching import make_batch
 from qarl.learner.processes import Processes
 from qarl.learner.stopwatch import Stopwatch
@@ -15,10 +16,10 @@ from qarl.report.start_note import write_start
 from qarl.report.startup import phase, say
 from qarl.report.token_recorder import TokenRecorder
 from qarl.run.checkpoint import load_checkpoint
-from qarl.run.evaluate import answered
+from qarl.run.evaluate import heldout_of
 from qarl.run.interrupt import deferred_interrupt
 from qarl.run.rollouts import Rollouts
-from qarl.run.session import Position, Session, open_policy, open_session, trained_part
+from qarl.run.session import Position, open_policy, open_session, trained_part
 from qarl.run.step_checkpoints import StepCheckpoints
 from qarl.run.verify_export import Outcome, export_sampled, finish
 from qarl.tasks import Task
@@ -43,12 +44,14 @@ def train(
         trained = [f"learner multiplies with {session.multiplies}", *trained_part(policy, config)]
         dashboard.audited(session.audited, policy.model.materializers(), policy.learner.scorer.packed, trained)
         published = session.publisher.publish(at.version)
+        first = None
         if not resume and config.eval.problems:
             with phase("evaluating before step 1"):
-                at.first_accuracy = _accuracy(session, config)
-            dashboard.baseline(at.first_accuracy)
+                first = heldout_of(session, config)
+            at.first_accuracy, at.first_reward = first.accuracy, first.reward
+            dashboard.baseline(first)
         if not resume and processes.first:
-            write_start(folder, session.audited, published, at.first_accuracy)
+            write_start(folder, session.audited, published, first)
         rollouts, resume_step = Rollouts(session, config, at, Stopwatch(dashboard.entered)), at.step if resume else None
         recorder = TokenRecorder(folder.tokens, config.record, policy.prompter.tokenizer, resume_step, processes.first)
         signs = RunWatch(read_until(folder.metrics, at.step), config.steps if config.early_warning == "stop" else 0)
@@ -61,7 +64,7 @@ def train(
                 write(metrics)
                 dashboard.stepped(metrics, signs.add(metrics.flat()))
                 stopping = processes.any(bool(interrupted))
-                checkpoints.after_step(rollouts, metrics.accuracy, stopping)
+                checkpoints.after_step(rollouts, heldout(vars(metrics)), stopping)
         sampled = export_sampled(session, config, folder, at.step)
     return finish(policy, config, folder, at, sampled)
 
@@ -85,17 +88,13 @@ def _step(rollouts: Rollouts, at: Position, recorder: TokenRecorder) -> StepMetr
             published = session.publisher.publish(at.version)
     with watch("record"):
         recorder.write(at.step, groups if learned else sampled, log)
-    accuracy = None
+    measured = None
     if config.eval.problems and (at.step % config.eval.every == 0 or at.step == config.steps):
         with watch("evaluate"):
-            accuracy = _accuracy(session, config)
+            measured = heldout_of(session, config)
     return StepMetrics(
-        step=at.step, weight_version=at.version, skipped_batches=at.skipped_batches, learn=learned, accuracy=accuracy,
+        step=at.step, weight_version=at.version, skipped_batches=at.skipped_batches, learn=learned,
+        accuracy=measured and measured.accuracy, heldout_reward=measured and measured.reward,
         digest=published and published.digest, canary=published and published.canary and published.canary.mean_abs,
         seconds=watch.take(), staleness=rollouts.staleness, **batch_metrics(sampled),
     )  # fmt: skip
-
-
-def _accuracy(session: Session, config: RunConfig) -> float:
-    policy, asking, rollout = session.policy, config.eval, config.rollout
-    return answered(session.engine, policy.task, policy.prompter, asking, rollout, processes=policy.processes).accuracy

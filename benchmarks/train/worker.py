@@ -18,6 +18,7 @@ def run(tree: dict) -> Curve:
     from rich.console import Console
 
     from qarl.configs.load import config_from_tree
+    from qarl.evaluation.heldout import Heldout
     from qarl.learner.processes import Processes
     from qarl.loop import train
     from qarl.report.dashboard import Dashboard
@@ -36,9 +37,9 @@ def run(tree: dict) -> Curve:
             if phase == "evaluate":
                 clock.evaluate()
 
-        def baseline(self, accuracy: float) -> None:
-            super().baseline(accuracy)
-            clock.evaluated(0, accuracy)
+        def baseline(self, measured: Heldout) -> None:
+            super().baseline(measured)
+            clock.evaluated(0, measured.accuracy)
 
         def stepped(self, metrics: StepMetrics, warnings: Sequence[EarlyWarning] = ()) -> None:
             super().stepped(metrics, warnings)

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from qarl.cli.options import say
 from qarl.configs.schema.run import RunConfig
+from qarl.evaluation.heldout import heldout
 from qarl.page.runs import configurations, read_runs
 from qarl.page.verdict import verdict
 from qarl.report.metrics import read_metrics, read_until
@@ -32,12 +33,13 @@ def say_outcome(config: RunConfig, folder: Any, outcome: Any, console: Console) 
         say(console, headline.text)
     for warning in (remark for remark in remarks if remark.level == "warning"):
         say(console, warning.text)
-    if outcome.first_accuracy is not None and outcome.export_accuracy is not None:
-        gain = outcome.export_accuracy - outcome.first_accuracy
+    first = heldout({"accuracy": outcome.first_accuracy, "heldout_reward": outcome.first_reward})
+    exported = heldout({"accuracy": outcome.export_accuracy, "heldout_reward": outcome.export_reward})
+    if first is not None and exported is not None:
         say(
             console,
-            f"held-out accuracy, {config.scheme}: {outcome.first_accuracy:.1%} before, "
-            f"{outcome.export_accuracy:.1%} of the exported checkpoint in a fresh engine ({100 * gain:+.1f} points)",
+            f"held-out {first.name}, {config.scheme}: {first.figure} before, {exported.figure} of the exported "
+            f"checkpoint in a fresh engine ({exported.since(first)})",
         )
     if outcome.export is not None:
         run = shlex.quote(str(folder.path))

@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from qarl.configs.errors import ConfigError, QarlError
+from qarl.evaluation.heldout import heldout
 from qarl.report.run_folder import RunFolder
 from qarl.report.start_note import read_start
 from qarl.report.tables import PlainTable
@@ -50,14 +51,12 @@ def _cells(folder: RunFolder) -> tuple[str, str, str, str]:
     except (QarlError, ValueError) as error:
         return f"unreadable: {' '.join(str(error).split())[:80]}", "", "", ""
     steps = metrics[-1]["step"] if metrics else 0
-    measured = [line["accuracy"] for line in metrics if line.get("accuracy") is not None]
-    last = note.get("heldout_accuracy", measured[-1] if measured else None)
-    shown = [value for value in (start and start.accuracy, last) if value is not None]
+    last = heldout(note) or next(filter(None, map(heldout, reversed(metrics))), None)
     return (
         _state(folder, steps, config.steps),
         f"{steps}/{config.steps}",
         config.scheme if config.learner.aligned else f"{config.scheme}, plain learner",
-        " → ".join(f"{value:.1%}" for value in shown),
+        " → ".join(map(str, filter(None, (start and heldout(vars(start)), last)))),
     )
 
 

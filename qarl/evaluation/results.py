@@ -42,10 +42,11 @@ class Question:
 
 @dataclass(frozen=True)
 class Result:
-    """A benchmark's questions, each answered equally often."""
+    """A benchmark's questions, each answered equally often. reward: of `Heldout`."""
 
     name: str
     questions: tuple[Question, ...]
+    reward: float | None = None
 
     @property
     def samples(self) -> int:

@@ -85,7 +85,7 @@ def _data(kinds: Sequence[Configuration]) -> dict[str, Any]:
 def _run(run: RecordedRun, kind: int) -> dict[str, Any]:
     last, published = run.metrics[-1], [m for m in run.metrics if m.get("digest")]
     canaries = [m["canary"] for m in run.metrics if m.get("canary") is not None]
-    accuracies = run.accuracies()
+    measured = list(run.heldout().values())
     return {
         "of": kind,
         "name": run.name,
@@ -95,8 +95,8 @@ def _run(run: RecordedRun, kind: int) -> dict[str, Any]:
         "steps": last["step"],
         "asked": run.config.steps,
         "reward": digits(last["reward"]),
-        "accuracy": [digits(accuracies[0][1]), digits(accuracies[-1][1])] if accuracies else None,
-        "deployed": run.deployed and digits(run.deployed),
+        "heldout": f"{measured[0]} → {measured[-1]}" if measured else None,
+        "deployed": run.deployed and str(run.deployed),
         "publishes": len(published),
         "digest": published[-1]["digest"] if published else None,
         "canaries": len(canaries) + bool(run.start and run.start.canary is not None),

@@ -73,7 +73,7 @@ class LineChart {
     const { figure, height } = this;
     const lines = (this.lines = figure.lines.filter((line) => figure.fixed || !hidden.has(line.of)));
     const format = inUnit(figure.unit);
-    const smooth = figure.x === "step" && figure.id !== "accuracy" && figure.id !== "codes" ? smoothing : 1;
+    const smooth = figure.x === "step" && !["accuracy", "heldout", "codes"].includes(figure.id) ? smoothing : 1;
     const spanX = range(lines.flatMap((line) => line.x), figure.log_x);
     const values = lines.flatMap((line) => [...line.y, ...(line.low ?? []), ...(line.high ?? [])]).filter(Number.isFinite);
     const zeros = figure.log && values.length > 0 && values.every((value) => value === 0); // which no logarithm shows

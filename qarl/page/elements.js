@@ -32,7 +32,6 @@ function number(value) {
   return String(Number(value.toPrecision(3))).replace("-", "−");
 }
 const percent = (value) => (value === null || Number.isNaN(value) ? "–" : `${number(100 * value)} %`);
-const accuracyOf = (value) => (value === null ? "–" : `${(100 * value).toFixed(1)} %`);
 const inUnit = (unit) => (unit === "share" ? percent : number);
 
 function download(name, blob) {

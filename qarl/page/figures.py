@@ -34,6 +34,10 @@ CURVES = (
         lines={"accuracy": "accuracy"},
     ),
     Figure(
+        id="heldout", title="Held-out reward", unit="", help="Mean, on problems that are never trained on.",
+        lines={"reward": "heldout_reward"},
+    ),
+    Figure(
         id="mismatch", title="Mismatch of learner and sampler", unit="nats",
         help="|log π_learner − log π_sampler| on the same tokens, before the update. 0 is perfect.",
         lines={"mean": f"{_MISMATCH}mean_abs", "largest": f"{_MISMATCH}max_abs"}, logarithmic=True,
@@ -132,7 +136,7 @@ def _profile(
 def _line(number: int, kind: Configuration, name: str, field: str) -> dict[str, Any] | None:
     values = [_series(run.metrics, field) for run in kind.runs]
     if field == "accuracy":
-        values = [dict(run.accuracies()) for run in kind.runs]
+        values = [{step: each.accuracy for step, each in run.heldout().items()} for run in kind.runs]
     at_steps = {step: [each[step] for each in values if step in each] for series in values for step in series}
     return _spread(number, name, at_steps, len(kind.runs) > 1) if at_steps else None
 

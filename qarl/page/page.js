@@ -1,12 +1,11 @@
 // Puts the page together: summary, figures, browser, setup, theme and keys.
 
 function summary() {
-  const accuracy = (run) => (run.accuracy ? `${accuracyOf(run.accuracy[0])} → ${accuracyOf(run.accuracy[1])}` : "–");
   const rows = DATA.runs.map((run) => [
-    el("span", {}, swatch(run.of), run.name), KINDS[run.of], String(run.seed), `${number(run.steps)} of ${number(run.asked)}`, number(run.reward), accuracy(run),
-    accuracyOf(run.deployed), number(run.publishes),
+    el("span", {}, swatch(run.of), run.name), KINDS[run.of], String(run.seed), `${number(run.steps)} of ${number(run.asked)}`, number(run.reward), run.heldout ?? "–",
+    run.deployed ?? "–", number(run.publishes),
   ]);
-  document.getElementById("summary").append(table(["run", "configuration", "seed", "steps", "last reward", "held-out accuracy", "deployed", "publishes"], rows, [2, 3, 4, 5, 6, 7]));
+  document.getElementById("summary").append(table(["run", "configuration", "seed", "steps", "last reward", "held-out", "deployed", "publishes"], rows, [2, 3, 4, 5, 6, 7]));
 }
 
 function curves() {

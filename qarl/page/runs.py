@@ -11,6 +11,7 @@ from pydantic_core import to_jsonable_python
 from qarl.configs.errors import ConfigError
 from qarl.configs.schema.base import leaf_values
 from qarl.configs.schema.run import RunConfig
+from qarl.evaluation.heldout import Heldout, heldout
 from qarl.report.run_folder import RunFolder
 from qarl.report.start_note import StartNote, read_start
 from qarl.report.token_files import step_files
@@ -31,8 +32,8 @@ _MOST_NAMED = 4
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """One run. name: its folder's. metrics: a line a step. token_files: step → file. deployed: held-out accuracy of the
-    export in a fresh engine, None where there is none."""
+    """One run. name: its folder's. metrics: a line a step. token_files: step → file. deployed: what held-out
+    answers of the export in a fresh engine come to, None where there is none."""
 
     name: str
     config: RunConfig
@@ -40,17 +41,18 @@ class RecordedRun:
     start: StartNote | None
     environment: dict[str, Any]
     token_files: dict[int, Path]
-    deployed: float | None
+    deployed: Heldout | None
 
     @property
     def finished(self) -> bool:
         """Whether all steps are done."""
         return self.metrics[-1]["step"] >= self.config.steps
 
-    def accuracies(self) -> list[tuple[int, float]]:
-        """(step, held-out accuracy) where it was measured, before the first step too where that is on record."""
-        first = [(0, self.start.accuracy)] if self.start and self.start.accuracy is not None else []
-        return first + [(m["step"], m["accuracy"]) for m in self.metrics if m.get("accuracy") is not None]
+    def heldout(self) -> dict[int, Heldout]:
+        """Step → what held-out answers came to, where they were asked for; 0: before the first."""
+        measured = {0: heldout(vars(self.start)) if self.start else None}
+        measured |= {m["step"]: heldout(m) for m in self.metrics}
+        return {step: each for step, each in measured.items() if each is not None}
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def _read_run(path: Path) -> RecordedRun:
         start=read_start(folder),
         environment=facts,
         token_files=step_files(folder.tokens),
-        deployed=read_note(folder.export).get("heldout_accuracy"),
+        deployed=heldout(read_note(folder.export)),
     )
 
 

@@ -58,10 +58,10 @@ def _headline(kind: Configuration, of: str) -> Finding:
 
 
 def _outcome(runs: Sequence[RecordedRun]) -> tuple[Level, str]:
-    """By held-out accuracy where it was measured twice, else by reward."""
-    measured = [run.accuracies() for run in runs]
-    if all(len(accuracies) > 1 for accuracies in measured):
-        before, after = (sum(accuracies[place][1] for accuracies in measured) / len(runs) for place in (0, -1))
+    """By held-out accuracy where it was measured twice, and is what the policies are judged by; else by reward."""
+    measured = [list(run.heldout().values()) for run in runs]
+    if all(len(of_run) > 1 and of_run[-1].reward is None for of_run in measured):
+        before, after = (sum(of_run[place].accuracy for of_run in measured) / len(runs) for place in (0, -1))
         problems = runs[0].config.eval.problems * len(runs)
         error = math.sqrt((before * (1 - before) + after * (1 - after)) / max(problems, 1))
         words = f"held-out accuracy from {before:.1%} to {after:.1%}"

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from qarl.configs.schema.run import RunConfig
+from qarl.evaluation.heldout import Heldout, heldout
 from qarl.report.early_warning import EarlyWarning
 from qarl.report.metrics import StepMetrics
 from qarl.report.start_note import audit_table
@@ -35,7 +36,7 @@ class Dashboard:
         self._started = self._phase_started
         self._phase = "starting"
         self._steps: list[StepMetrics] = []
-        self._accuracies: list[tuple[int, float]] = []
+        self._heldout: list[tuple[int, Heldout]] = []
         # Redrawn by a thread of its own, so that time goes on while a step runs. Without a terminal it never starts.
         self._live = Live(console=console, refresh_per_second=2, get_renderable=self.panel)
 
@@ -67,20 +68,20 @@ class Dashboard:
         for line in trained:
             self._console.print(line, soft_wrap=True, markup=False)
 
-    def baseline(self, accuracy: float) -> None:
-        """Held-out accuracy before step 1."""
-        self._accuracies.append((0, accuracy))
-        self._console.print(f"before training: held-out accuracy {accuracy:.1%}")
+    def baseline(self, measured: Heldout) -> None:
+        """What held-out answers come to before step 1."""
+        self._heldout.append((0, measured))
+        self._console.print(f"before training: held-out {measured.name} {measured.figure}")
 
     def stepped(self, metrics: StepMetrics, warnings: Sequence[EarlyWarning] = ()) -> None:
         """Take in one step's metrics. warnings: what it showed, printed at once."""
         self._steps.append(metrics)
-        if metrics.accuracy is not None:
-            self._accuracies.append((metrics.step, metrics.accuracy))
+        if (measured := heldout(vars(metrics))) is not None:
+            self._heldout.append((metrics.step, measured))
         due = metrics.step == 1 or metrics.step % max(1, self._config.steps // 20) == 0
         if metrics.step == self._config.steps:
             self.finished()
-        if not self._console.is_terminal and (due or metrics.accuracy is not None):
+        if not self._console.is_terminal and (due or measured is not None):
             self._console.print(self._line(metrics), soft_wrap=True)
         for warning in warnings:
             self._console.print(f"[yellow]warning[/], step {warning.step}: {escape(warning.text)}", soft_wrap=True)
@@ -110,8 +111,8 @@ class Dashboard:
         grid.add_row("reward", f"[green]{sparkline(rewards)}[/]")
         scale = f"[dim]scale {min(rewards):.3f} … {max(rewards):.3f}[/]"
         grid.add_row("", f"{fmean(rewards[-10:]):.3f} of the last 10 steps   {scale}")
-        if self._accuracies:
-            grid.add_row("held-out", "  ".join(f"{a:.1%} [dim]@{s}[/]" for s, a in self._accuracies[-6:]))
+        if self._heldout:
+            grid.add_row("held-out", "  ".join(f"{each} [dim]@{step}[/]" for step, each in self._heldout[-6:]))
         rate = tokens / max(seconds.get("sample", 0), 1e-9)
         grid.add_row("completions", f"{last.response_tokens:,.1f} tokens   truncated {last.truncated:.1%}   "
                                     f"sampled at {rate:,.0f} tokens/s")  # fmt: skip
@@ -138,7 +139,7 @@ class Dashboard:
         return fmean(sum(m.seconds.values()) for m in self._steps[-max(10, self._config.eval.every) :])
 
     def _line(self, m: StepMetrics) -> str:
-        held_out = f"  held-out {m.accuracy:.1%}" if m.accuracy is not None else ""
+        held_out = f"  held-out {measured}" if (measured := heldout(vars(m))) else ""
         mismatch = f"  |Δ log p| {m.learn.mismatch.mean_abs:.2e}" if m.learn else "  skipped (all rewards equal)"
         left = _hours(self._pace() * (self._config.steps - m.step))
         times = f"  {sum(m.seconds.values()):.2f} s  ETA {left}"

@@ -27,12 +27,12 @@ class StepMetrics:
     """One step. prompts: sampled; reward, response_tokens: means over all their completions. reward_deviation: of the
     rewards within a group, mean over groups. rewards: mean and deviation of each of several, by its name. unscored:
     completions left out, for which the reward gave no signal. mixed_reward_groups: share of groups whose rewards differ
-    (the others teach nothing). error_tokens and the four that split it: `qarl.report.error_tokens`. accuracy: held-out
-    greedy, where evaluated. learn: None where every group's rewards were equal. digest: of the version that was
-    published; canary: mean |Δ log p| of the publish's, where it had one, nats. conversation: what happened in
-    conversations (`Completion.events`), means over them; None where prompts are answered once. staleness: versions
-    between the weights that sampled and those that learn, mean over completions; None in a run that samples none ahead.
-    seconds: wall time by phase, the only fields that two equal runs differ in.
+    (the others teach nothing). error_tokens and the four that split it: `qarl.report.error_tokens`. accuracy,
+    heldout_reward: held-out (`Heldout`), where evaluated. learn: None where every group's rewards were equal. digest:
+    of the version that was published; canary: mean |Δ log p| of the publish's, where it had one, nats. conversation:
+    what happened in conversations (`Completion.events`), means over them; None where prompts are answered once.
+    staleness: versions between the weights that sampled and those that learn, mean over completions; None in a run that
+    samples none ahead. seconds: wall time by phase, the only fields that two equal runs differ in.
     """
 
     step: int
@@ -54,6 +54,7 @@ class StepMetrics:
     skipped_batches: int
     learn: LearnStats | None
     accuracy: float | None
+    heldout_reward: float | None
     digest: str | None
     canary: float | None
     staleness: float | None

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qarl.configs.errors import ConfigError
+from qarl.evaluation.heldout import Heldout
 from qarl.learner.diagnostics.figure import Figure
 from qarl.report.run_folder import RunFolder
 from qarl.report.tables import PlainTable
@@ -19,23 +20,26 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class StartNote:
     """audit: the audit's table, its first row the columns' names. canary: mean |Δ log p| of the first publish, nats.
-    accuracy: held-out, of the policy the run started with; None where it was not measured. figures: of the learner's
-    diagnostics."""
+    accuracy, heldout_reward: of the policy the run started with (`Heldout`); None where not measured. figures: of the
+    learner's diagnostics."""
 
     audit: list[list[str]]
     canary: float | None
     accuracy: float | None
     figures: list[Figure]
+    heldout_reward: float | None = None
 
 
-def write_start(folder: RunFolder, rows: list[AuditRow], published: "Publish", accuracy: float | None) -> None:
-    """Write the note of a run that has not begun. published: the version it begins with."""
+def write_start(folder: RunFolder, rows: list[AuditRow], published: "Publish", first: Heldout | None) -> None:
+    """Write the note of a run that has not begun. published: the version it begins with. first:
+    what held-out answers come to."""
     from qarl.learner.diagnostics.observers import OBSERVERS
 
     note = StartNote(
         audit=audit_table(rows).texts(),
         canary=published.canary and published.canary.mean_abs,
-        accuracy=accuracy,
+        accuracy=first and first.accuracy,
+        heldout_reward=first and first.reward,
         figures=[figure for each in OBSERVERS for figure in each.figures],
     )
     folder.start.write_text(json.dumps(asdict(note), indent=1) + "\n")
@@ -47,7 +51,9 @@ def read_start(folder: RunFolder) -> StartNote | None:
         return None
     try:
         tree: dict[str, Any] = json.loads(folder.start.read_text())
-        numbers = {name: None if tree[name] is None else float(tree[name]) for name in ("canary", "accuracy")}
+        tree = {"heldout_reward": None, **tree}
+        measured = ("canary", "accuracy", "heldout_reward")
+        numbers = {name: None if tree[name] is None else float(tree[name]) for name in measured}
         figures = [Figure(**figure) for figure in tree["figures"]]
         return StartNote(audit=[[str(cell) for cell in row] for row in tree["audit"]], figures=figures, **numbers)
     except (ValueError, KeyError, TypeError) as error:

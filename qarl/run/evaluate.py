@@ -3,8 +3,10 @@
 import dataclasses
 from collections.abc import Mapping
 from contextlib import ExitStack
+from statistics import fmean
 
-from qarl.configs.schema.run import EvalConfig, RolloutConfig
+from qarl.configs.schema.run import EvalConfig, RolloutConfig, RunConfig
+from qarl.evaluation.heldout import Heldout
 from qarl.evaluation.results import Evaluation, Question, Result, final_answer
 from qarl.learner.processes import Processes
 from qarl.report.startup import phase, say
@@ -12,9 +14,11 @@ from qarl.rollout.engine import Engine
 from qarl.rollout.open import open_engine
 from qarl.rollout.types import Completion, Sampling
 from qarl.run.evaluation_plan import Plan
-from qarl.run.prompts import Prompter, open_prompter, sample
-from qarl.tasks import Problem, Response, Task
+from qarl.run.prompts import Prompter, open_prompter, responses_of, sample
+from qarl.run.session import Session
+from qarl.tasks import Problem, Task
 from qarl.tasks.load import load_rollout
+from qarl.tasks.task import rewarded
 
 
 def problems_once(task: Task, count: int, seed: int) -> list[Problem]:
@@ -45,18 +49,23 @@ def answered(
     prompts = [prompter.prompt(problem) for problem in share]
     speaker = prompter.speaker(task.rollout, task.time_limit)
     _, completions = sample(engine, speaker, share, prompts, sampling)
-    responses = [
-        Response(problem, completion.text, completion.token_ids, completion.reward)
-        for problem, own in zip(share, completions, strict=True)
-        for completion in own
-    ]
-    verdicts = task.correct(responses)
+    responses = responses_of(share, completions)
+    rewards = task.rewards(responses) if task.checker is None else []
+    verdicts = rewarded(rewards) if task.checker is None else task.correct(responses)
     starts = range(0, len(verdicts), asking.samples)
     questions = [
         _question(problem, own, verdicts[start : start + asking.samples])
         for problem, own, start in zip(share, completions, starts, strict=True)
     ]
-    return Result(task.name, tuple(together.concatenated(questions)))
+    signals = [reward for reward in together.concatenated(rewards) if reward is not None]
+    return Result(task.name, tuple(together.concatenated(questions)), fmean(signals) if signals else None)
+
+
+def heldout_of(session: Session, config: RunConfig) -> Heldout:
+    """What a run's policy comes to just now, through its engine; all processes come here."""
+    policy, how = session.policy, (config.eval, config.rollout)
+    result = answered(session.engine, policy.task, policy.prompter, *how, processes=policy.processes)
+    return Heldout(result.accuracy, result.reward)
 
 
 def _question(problem: Problem, completions: list[Completion], verdicts: list[bool]) -> Question:

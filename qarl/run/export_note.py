@@ -12,6 +12,7 @@ from qarl.configs.errors import ConfigError
 from qarl.configs.load import config_from_tree
 from qarl.configs.schema.run import RunConfig
 from qarl.configs.schema.task import TaskConfig
+from qarl.evaluation.heldout import heldout
 from qarl.quant.runtime.answers import versions
 from qarl.report.run_folder import RunFolder
 from qarl.tasks.paths import absolute, relative
@@ -129,7 +130,7 @@ def _what(note: dict[str, Any]) -> str:
 def _facts(note: dict[str, Any]) -> str:
     rows = {
         "task": short_name(note["task"]["name"]),
-        "held-out accuracy": _accuracy(note),
+        **_heldout(note),
         "scheme": ", ".join([note["scheme"], *note["layers"]]),
         "compute dtype": note["dtype"],
         "keys and values": note.get("kv_cache") or note["dtype"],
@@ -141,12 +142,13 @@ def _facts(note: dict[str, Any]) -> str:
     return "\n".join(["| | |", "|---|---|", *lines, ""])
 
 
-def _accuracy(note: dict[str, Any]) -> str | None:
-    if "heldout_accuracy" not in note:
-        return None
-    interval = note["heldout_interval"]
+def _heldout(note: dict[str, Any]) -> dict[str, str]:
+    measured = heldout(note)
+    if measured is None:
+        return {}
+    interval = note["heldout_interval"] if measured.reward is None else None
     between = f" [{100 * interval[0]:.1f}, {100 * interval[1]:.1f}]" if interval else ""
-    return f"{note['heldout_accuracy']:.1%}{between} of {note['heldout_problems']} problems"
+    return {f"held-out {measured.name}": f"{measured.figure}{between} of {note['heldout_problems']} problems"}
 
 
 _USE = """

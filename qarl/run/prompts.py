@@ -171,12 +171,20 @@ def score_groups(
 ) -> list[Group]:
     """One group a problem, of the completions that have a reward, their own or the task's. Raises
     `qarl.tasks.RewardError` where a reward is not a finite number."""
-    answered = [(problem, a) for problem, answers in zip(problems, completions, strict=True) for a in answers]
-    of_task = iter(task.rewards([Response(p, a.text, a.token_ids) for p, a in answered if a.reward is None]))
+    rewards = iter(task.rewards(responses_of(problems, completions)))
     groups = []
     for prompt, answers in zip(prompts, completions, strict=True):
-        rewards = [(a, next(of_task) if a.reward is None else a.reward) for a in answers]
-        scored = [(completion, reward) for completion, reward in rewards if reward is not None]
+        pairs = [(completion, next(rewards)) for completion in answers]
+        scored = [(completion, reward) for completion, reward in pairs if reward is not None]
         kept, numbers = tuple(completion for completion, _ in scored), tuple(reward for _, reward in scored)
         groups.append(Group(prompt=prompt, completions=kept, rewards=numbers, unscored=len(answers) - len(kept)))
     return groups
+
+
+def responses_of(problems: Sequence[Problem], completions: Sequence[Sequence[Completion]]) -> list[Response]:
+    """What is to be judged: every completion of each problem, in order."""
+    return [
+        Response(problem, completion.text, completion.token_ids, completion.reward)
+        for problem, own in zip(problems, completions, strict=True)
+        for completion in own
+    ]

@@ -222,14 +222,15 @@ class Position:
     """Where a run stands: what a checkpoint holds besides the learner.
 
     step: training steps done. version: of the weights in the engine. skipped_batches: whose rewards were all equal.
-    first_accuracy: held-out, before step 1; None where it was not measured. ahead: the batches of the next steps as
-    plain data, where they were sampled already (`qarl.run.rollouts`).
+    first_accuracy, first_reward: held-out, before step 1 (`Heldout`); None where not measured. ahead: the batches of
+    the next steps as plain data, where they were sampled already (`qarl.run.rollouts`).
     """
 
     step: int = 0
     version: int = 0
     skipped_batches: int = 0
     first_accuracy: float | None = None
+    first_reward: float | None = None
     ahead: list[dict[str, Any]] = field(default_factory=list)
 
 

@@ -1,10 +1,12 @@
 """Checkpoints of a run's steps: those that are due, one of what was learned before the run failed, and the best."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Self
 
 from qarl.configs.schema.run import RunConfig
+from qarl.evaluation.heldout import Heldout, heldout
 from qarl.report.metrics import read_until
 from qarl.report.run_folder import RunFolder
 from qarl.report.startup import say
@@ -19,16 +21,18 @@ class StepCheckpoints:
 
     def __init__(self, config: RunConfig, folder: RunFolder, policy: Policy, at: Position):
         self._config, self._folder, self._policy, self._at = config, folder, policy, at
-        earlier = [line["accuracy"] for line in read_until(folder.metrics, at.step) if "accuracy" in line]
-        self._best = max([at.first_accuracy or 0.0, *earlier])
+        first = heldout({"accuracy": at.first_accuracy, "heldout_reward": at.first_reward})
+        measured = [first, *map(heldout, read_until(folder.metrics, at.step))]
+        self._best = max((each.score for each in measured if each), default=-math.inf)
 
-    def after_step(self, rollouts: Rollouts, accuracy: float | None, stopping: bool) -> None:
+    def after_step(self, rollouts: Rollouts, measured: Heldout | None, stopping: bool) -> None:
         """Write one where it is due: every so many steps, of the last, and where the run stops; and with
-        `checkpoint.best`, where held-out accuracy is the highest so far, a deployable one. Raises `CheckpointError` or
+        `checkpoint.best`, where held-out answers are the best so far, a deployable one. Raises `CheckpointError` or
         `ExportError` where the disk refuses."""
-        if self._config.checkpoint.best and accuracy is not None and accuracy > self._best:
-            self._best, best = accuracy, self._folder.export.with_name("export-best")
-            write_export(self._policy, self._config, self._folder, self._at.step, best, heldout_accuracy=accuracy)
+        if self._config.checkpoint.best and measured is not None and measured.score > self._best:
+            self._best, best = measured.score, self._folder.export.with_name("export-best")
+            figures = {"heldout_accuracy": measured.accuracy, "heldout_reward": measured.reward}
+            write_export(self._policy, self._config, self._folder, self._at.step, best, **figures)
         if self._at.step % self._config.checkpoint.every == 0 or self._at.step == self._config.steps or stopping:
             self._write(rollouts.position())
 

@@ -1,7 +1,7 @@
 """The end of a run: export what was sampled from, and prove it in a fresh engine."""
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isnan
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,16 @@ from qarl.sync.export import ExportError, export_checkpoint
 @dataclass(frozen=True)
 class Outcome:
     """run: its folder. steps: done. export: folder of the deployable checkpoint, None if none was asked for or the run
-    was interrupted. accuracies: held-out, of the policy before training and of the export in a fresh engine."""
+    was interrupted. The others are held-out figures (`Heldout`), of the policy before training and of the export in a
+    fresh engine."""
 
     run: Path
     steps: int
     export: Path | None = None
     first_accuracy: float | None = None
     export_accuracy: float | None = None
+    first_reward: float | None = None
+    export_reward: float | None = None
 
 
 @dataclass(frozen=True)
@@ -71,9 +74,10 @@ def finish(
     any bit; on CUDA else beyond the canary's bound, for products there may add up in another order from one call to the
     next.
     """
+    begun = Outcome(folder.path, at.step, first_accuracy=at.first_accuracy, first_reward=at.first_reward)
     if sampled is None or not policy.processes.first:
-        return Outcome(folder.path, at.step, first_accuracy=at.first_accuracy)
-    accuracy = None
+        return begun
+    accuracy = reward = None
     with open_engine(folder.export, config.rollout, config.dtype) as engine:
         exact = config.bitwise or policy.model.device.type == "cpu"
         bound = None if exact else config.sync.canary_bound or policy.model.plan.bound
@@ -85,15 +89,13 @@ def finish(
             )
         if config.eval.problems:
             result = answered(engine, policy.task, policy.prompter, config.eval, config.rollout)
-            accuracy, average = result.accuracy, result.average()
+            accuracy, reward, average = result.accuracy, result.reward, result.average()
             interval = None if isnan(average.low) else [average.low, average.high]
-            problems = len(result.questions)
-            add_to_note(folder.export, heldout_accuracy=accuracy, heldout_interval=interval, heldout_problems=problems)
+            figures = {"heldout_accuracy": accuracy, "heldout_reward": reward, "heldout_interval": interval}
+            add_to_note(folder.export, **figures, heldout_problems=len(result.questions))
     write_card(folder.export)
     add_to_note(folder.export, verified=True)  # the last of all: a resumed run that finds it has nothing left to do
-    return Outcome(
-        folder.path, at.step, export=folder.export, first_accuracy=at.first_accuracy, export_accuracy=accuracy
-    )
+    return replace(begun, export=folder.export, export_accuracy=accuracy, export_reward=reward)
 
 
 def difference_beyond(bound: float | None, actual: list[list[float]], expected: list[list[float]]) -> str | None:

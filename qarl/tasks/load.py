@@ -12,12 +12,12 @@ from qarl.tasks.base import Scorer, Source, TaskError
 from qarl.tasks.environments import open_environments
 from qarl.tasks.math import INSTRUCTION, math_checker, math_scorer
 from qarl.tasks.procedural import ReasoningGymTask
-from qarl.tasks.rewards import by_reward, each, exact_answer, no_signal
+from qarl.tasks.rewards import each, exact_answer, no_signal
 from qarl.tasks.rows import HUB, file_rows, hub_rows, is_table, short_name
 from qarl.tasks.scorers import checker_of, reward_of, tolerant
 from qarl.tasks.table import Columns, Table, make_table
 from qarl.tasks.task import Task
-from qarl.tasks.verifiers import open_verifiers, rewarded
+from qarl.tasks.verifiers import open_verifiers
 
 MATH = "math"
 _ROLLOUT = "taking (policy, problem): async def rollout(policy, problem)"
@@ -50,7 +50,7 @@ def load_task(config: TaskConfig) -> Task:
     if config.correct is not None:
         checker = checker_of(config.correct, shown, *limits)
     elif isinstance(source, Table) and source.columns.answer is None:
-        checker = rewarded if judged else by_reward(reward)
+        checker = None
     return Task(
         source=source, reward=reward, checker=checker, system=config.system, template=config.template,
         rollout=load_rollout(config.rollout) if config.rollout else None, time_limit=config.time_limit,
@@ -65,7 +65,7 @@ def _of_verifiers(config: TaskConfig) -> Task:
             raise TaskError(f"task.{field} {value!r} is not for {config.name!r}, which brings its own; leave it out")
     host = open_verifiers(config.name, json.dumps(config.options, sort_keys=True), config.time_limit)
     limits = config.time_limit, config.memory_limit
-    checker = rewarded if config.correct is None else checker_of(config.correct, config.name, *limits)
+    checker = None if config.correct is None else checker_of(config.correct, config.name, *limits)
     return Task(
         source=host.table(), reward=no_signal, checker=checker, template=config.template,
         rollout=host.rollout, time_limit=None,
@@ -85,7 +85,7 @@ def load_rollout(spec: str) -> Callable[..., Any]:
     return function
 
 
-def _source(config: TaskConfig, judged: bool) -> tuple[Source, Scorer, Scorer]:
+def _source(config: TaskConfig, judged: bool) -> tuple[Source, Scorer, Scorer | None]:
     """Where problems come from, and what rewards and judges responses where the configuration names nothing else.
     judged: by a person's code, so that rows of a file or data set need no answers."""
     if config.name != MATH:

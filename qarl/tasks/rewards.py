@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from qarl.configs.functions import in_words
-from qarl.tasks.base import Failure, Problem, Response, Scorer, as_reward
+from qarl.tasks.base import Failure, Problem, Response, Scorer
 
 _BRACE = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 """What opens or closes a box or a group; an escaped brace does neither."""
@@ -53,15 +53,6 @@ def attempt(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
 def no_signal(responses: Sequence[Response]) -> list[Any]:
     """The reward of a task whose environment gives its own."""
     return [None] * len(responses)
-
-
-def by_reward(scorer: Scorer) -> Scorer:
-    """A checker where there are no answers: right is what the reward gives 1 or more."""
-
-    def verdict(outcome: Any) -> Any:
-        return outcome if isinstance(outcome, Failure) else (as_reward(outcome) or 0.0) >= 1
-
-    return lambda responses: [attempt(verdict, outcome) for outcome in scorer(responses)]
 
 
 def each(function: Callable[[Problem, str], Any]) -> Scorer:

@@ -16,7 +16,8 @@ class Task:
     """Problems, and what judges responses to them. Rewards train; verdicts are what accuracy counts, so the two may
     differ.
 
-    source: of problems. reward, checker: see `Scorer`. system: a system prompt before every question. template:
+    source: of problems. reward, checker: see `Scorer`; without a checker nothing says which responses are right, and
+    those count as such that are rewarded with 1 or more. system: a system prompt before every question. template:
     arguments of the model's chat template. rollout: speaks with the policy over several turns (`qarl.conversations`),
     None: each prompt is answered once. time_limit: seconds a rollout may take between two turns; None: it has its own.
     judges: what the configuration calls the "reward" and the "checker", for messages.
@@ -24,7 +25,7 @@ class Task:
 
     source: Source
     reward: Scorer
-    checker: Scorer
+    checker: Scorer | None
     system: str | None = None
     template: Mapping[str, Any] = field(default_factory=dict)
     rollout: Callable[..., Any] | None = None
@@ -58,16 +59,21 @@ class Task:
         return self.source.describe() if isinstance(self.source, Table) else None
 
     def rewards(self, responses: Sequence[Response]) -> list[float | None]:
-        """A reward each, in [0, 1] for the built-in tasks; None where there is no signal.
+        """A reward each, what a rollout or an environment gave already where it did; in [0, 1] for the built-in tasks,
+        None where there is no signal.
 
         Raises:
             RewardError: a function failed, or returned a non-number, NaN or an infinity; the message quotes the problem
                 and the completion.
         """
-        return self._read("reward", as_reward, responses, self.reward(responses))
+        unjudged = [response for response in responses if response.reward is None]
+        of_task = iter(self._read("reward", as_reward, unjudged, self.reward(unjudged)))
+        return [next(of_task) if response.reward is None else response.reward for response in responses]
 
     def correct(self, responses: Sequence[Response]) -> list[bool]:
         """Whether each is right. Raises `RewardError` where the checker failed or gave neither true nor false."""
+        if self.checker is None:
+            return rewarded(self.rewards(responses))
         return self._read("checker", as_verdict, responses, self.checker(responses))
 
     def _behind_system(self, problems: Sequence[Problem]) -> list[Problem]:
@@ -95,3 +101,8 @@ class Task:
                     f"  problem id: {problem.id}\n  question: {problem.question!r}\n  completion: {response.text!r}"
                 ) from None
         return values
+
+
+def rewarded(rewards: Sequence[float | None]) -> list[bool]:
+    """Which count as right where rewards alone say so."""
+    return [reward is not None and reward >= 1 for reward in rewards]

@@ -6,7 +6,6 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Sequence
 from multiprocessing import Pipe
 from multiprocessing.reduction import send_handle
 from typing import Any
@@ -87,8 +86,3 @@ class VerifiersHost:
 def open_verifiers(name: str, options: str, time_limit: float) -> VerifiersHost:
     """A process has one host of an environment. options: as JSON. Raises `TaskError` where it cannot be used."""
     return VerifiersHost(name, json.loads(options), time_limit)
-
-
-def rewarded(responses: Sequence[Any]) -> list[bool]:
-    """A checker: right is what the environment gave 1 or more."""
-    return [response.reward is not None and response.reward >= 1 for response in responses]

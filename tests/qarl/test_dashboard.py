@@ -17,6 +17,7 @@ from rich.text import Text
 from qarl.api.runs import run
 from qarl.configs.errors import ConfigError
 from qarl.configs.load import config_file, load_config
+from qarl.evaluation.heldout import Heldout, heldout
 from qarl.learner.learn_stats import LearnStats
 from qarl.learner.mismatch import Mismatch
 from qarl.learner.processes import Processes
@@ -48,7 +49,7 @@ def step(number: int, reward: float, learned: bool = True) -> StepMetrics:
         mixed_reward_groups=1.0, error_tokens=0.0, improbable_tokens=0.0, repeated_tokens=0.0,
         error_tokens_negative=None, error_tokens_positive=None, conversation=None, rewards=None, skipped_batches=0,
         learn=stats(5e-4) if learned else None, accuracy=0.5 if number == 2 else None, digest=None, canary=None,
-        staleness=None, seconds={"sample": 1.0, "learn": 2.0},
+        heldout_reward=None, staleness=None, seconds={"sample": 1.0, "learn": 2.0},
     )  # fmt: skip
 
 
@@ -73,7 +74,7 @@ def test_the_panel_and_its_lines_are_those_recorded(steps: int, terminal: bool, 
     )
     with patch("qarl.report.dashboard.Live"):
         dashboard = Dashboard(config, console, clock)
-    dashboard.baseline(0.123)
+    dashboard.baseline(Heldout(0.123))
     dashboard.audited(large_model(), {"w4a16": "a kernel", "bf16": "cast"}, terminal, ["a [line]"])
     for number in range(1, steps + 1):
         clock.return_value += 5.0 * number
@@ -87,6 +88,19 @@ def test_the_panel_and_its_lines_are_those_recorded(steps: int, terminal: bool, 
     dashboard.finished()
     assert isinstance(console.file, io.StringIO) and max(map(len, [*shown, ""])) <= 80
     assert_recorded(__file__, f"{steps} steps", [shown, drawn(dashboard, 120), console.file.getvalue().splitlines()])
+
+
+def test_a_run_that_rewards_alone_judge_shows_their_mean():
+    """Before training, in the lines of steps, and as a gain at the end."""
+    console = Console(file=io.StringIO(), width=120, color_system=None)
+    dashboard, first = Dashboard(load_config(None, {"steps": "2"}), console), Heldout(0.0, -1.5)
+    dashboard.baseline(first)
+    dashboard.stepped(replace(step(2, 0.5), accuracy=0.0, heldout_reward=-1.25))
+    assert isinstance(console.file, io.StringIO)
+    begun, line = console.file.getvalue().splitlines()
+    assert begun == "before training: held-out mean reward -1.5" and line.endswith("held-out reward -1.25")
+    assert heldout({"heldout_accuracy": 0.0, "heldout_reward": -1.25}) == Heldout(0.0, -1.25)
+    assert (Heldout(0.0, -1.25).since(first), Heldout(0.5).since(Heldout(0.25))) == ("+0.25", "+25.0 points")
 
 
 def test_sparklines_are_scaled_from_the_smallest_to_the_largest():

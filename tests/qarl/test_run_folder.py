@@ -27,6 +27,7 @@ from qarl.cli.parser import Parser
 from qarl.configs.errors import ConfigError
 from qarl.configs.load import config_file, load_config
 from qarl.configs.schema.run import RunConfig
+from qarl.evaluation.heldout import Heldout
 from qarl.learner.processes import Processes
 from qarl.report import run_folder
 from qarl.report.loggers import unlogged
@@ -208,7 +209,8 @@ def test_the_best_policy_by_accuracy_is_exported(random_policy: Policies, tmp_pa
         at.step += 1
         disturb(model, at.step)
         digests.append(stream_digest(model.low_bit_tensors()))
-        checkpoints.after_step(rollouts, accuracy, stopping=False)  # pyright: ignore[reportArgumentType]
+        measured = None if accuracy is None else Heldout(accuracy)
+        checkpoints.after_step(rollouts, measured, stopping=False)  # pyright: ignore[reportArgumentType]
         note = tmp_path / "export-best" / "qarl.json"
         best = {1: None, 2: 2, 3: 2, 4: 2, 5: 5}[at.step]
         written = json.loads(note.read_text()) if note.exists() else {"step": None}
