@@ -9,7 +9,7 @@ from qarl.ptq.export import initial_codes
 from qarl.quant.model.kept_scales import start_from_codes
 from qarl.report.dashboard import Dashboard
 from qarl.report.early_warning import RunWatch
-from qarl.report.loggers import Log, unlogged
+from qarl.report.loggers import Log
 from qarl.report.metrics import StepMetrics, batch_metrics, metrics_writer, read_until
 from qarl.report.run_folder import RunFolder
 from qarl.report.start_note import write_start
@@ -27,7 +27,7 @@ from qarl.tasks import Task
 
 def train(
     config: RunConfig, folder: RunFolder, dashboard: Dashboard, processes: Processes, resume: bool = False,
-    log: Log = unlogged, task: Task | None = None,
+    log: Log = lambda figures, step: None, task: Task | None = None,
 ) -> Outcome:  # fmt: skip
     """Run until `config.steps` or an interrupt; returns what the run ended with. All processes run the same loop on the
     same groups, of which each sampled its share; the first alone writes, also to `log`. task: of `config`, loaded."""

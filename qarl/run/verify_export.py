@@ -19,8 +19,7 @@ from qarl.sync.export import ExportError, export_checkpoint
 @dataclass(frozen=True)
 class Outcome:
     """run: its folder. steps: done. export: folder of the deployable checkpoint, None if none was asked for or the run
-    was interrupted. The others are held-out figures (`Heldout`), of the policy before training and of the export in a
-    fresh engine."""
+    was interrupted. accuracy, reward: held-out (`Heldout`), of the policy before training and of the loaded export."""
 
     run: Path
     steps: int

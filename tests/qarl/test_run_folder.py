@@ -30,7 +30,6 @@ from qarl.configs.schema.run import RunConfig
 from qarl.evaluation.heldout import Heldout
 from qarl.learner.processes import Processes
 from qarl.report import run_folder
-from qarl.report.loggers import unlogged
 from qarl.report.metrics import metrics_writer
 from qarl.report.run_folder import RunFolder
 from qarl.run.check import check_new_folder
@@ -227,7 +226,7 @@ def test_a_full_disk_under_tensorboard_is_said_once(number: int, tmp_path: Path,
     metrics: Any = SimpleNamespace(flat=lambda: {"step": 1, "reward": 0.5}, step=1)
 
     def write_on() -> None:
-        with metrics_writer(folder, None, True, unlogged) as write:
+        with metrics_writer(folder, None, True, lambda figures, step: None) as write:
             for _ in range(200):
                 write(metrics)
                 time.sleep(0.01)
