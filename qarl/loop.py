@@ -1,5 +1,7 @@
 """The loop: generate → score → advantages → learn → publish → log / checkpoint."""
 
+from dataclasses import astuple
+
 from qarl.configs.schema.run import RunConfig
 from qarl.evaluation.heldout import heldout
 from qarl.learner.batching import make_batch
@@ -44,14 +46,12 @@ def train(
         trained = [f"learner multiplies with {session.multiplies}", *trained_part(policy, config)]
         dashboard.audited(session.audited, policy.model.materializers(), policy.learner.scorer.packed, trained)
         published = session.publisher.publish(at.version)
-        first = None
         if not resume and config.eval.problems:
             with phase("evaluating before step 1"):
-                first = heldout_of(session, config)
-            at.first_accuracy, at.first_reward = first.accuracy, first.reward
+                at.first_accuracy, at.first_reward = astuple(first := heldout_of(session, config))
             dashboard.baseline(first)
         if not resume and processes.first:
-            write_start(folder, session.audited, published, first)
+            write_start(folder, session.audited, published, at.first_accuracy, at.first_reward)
         rollouts, resume_step = Rollouts(session, config, at, Stopwatch(dashboard.entered)), at.step if resume else None
         recorder = TokenRecorder(folder.tokens, config.record, policy.prompter.tokenizer, resume_step, processes.first)
         signs = RunWatch(read_until(folder.metrics, at.step), config.steps if config.early_warning == "stop" else 0)

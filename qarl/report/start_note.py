@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qarl.configs.errors import ConfigError
-from qarl.evaluation.heldout import Heldout
 from qarl.learner.diagnostics.figure import Figure
 from qarl.report.run_folder import RunFolder
 from qarl.report.tables import PlainTable
@@ -30,16 +29,17 @@ class StartNote:
     heldout_reward: float | None = None
 
 
-def write_start(folder: RunFolder, rows: list[AuditRow], published: "Publish", first: Heldout | None) -> None:
-    """Write the note of a run that has not begun. published: the version it begins with. first:
-    what held-out answers come to."""
+def write_start(
+    folder: RunFolder, rows: list[AuditRow], published: "Publish", accuracy: float | None, reward: float | None
+) -> None:
+    """Write the note of a run that has not begun. published: the version it begins with."""
     from qarl.learner.diagnostics.observers import OBSERVERS
 
     note = StartNote(
         audit=audit_table(rows).texts(),
         canary=published.canary and published.canary.mean_abs,
-        accuracy=first and first.accuracy,
-        heldout_reward=first and first.reward,
+        accuracy=accuracy,
+        heldout_reward=reward,
         figures=[figure for each in OBSERVERS for figure in each.figures],
     )
     folder.start.write_text(json.dumps(asdict(note), indent=1) + "\n")
