@@ -29,3 +29,8 @@ def literals(annotation: Any) -> list[str]:
     if typing.get_origin(annotation) is Literal:
         return [str(word) for word in typing.get_args(annotation)]
     return [word for part in typing.get_args(annotation) for word in literals(part)]
+
+
+def sized(count: int) -> str:
+    """ "1.50 GiB", and below one "512.00 MiB"."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"

@@ -7,7 +7,7 @@ from pathlib import Path
 from qarl.advice.finding import Finding
 from qarl.configs.errors import ConfigError
 from qarl.configs.schema.run import RunConfig
-from qarl.configs.words import quoted
+from qarl.configs.words import quoted, sized
 from qarl.planning.machine import this_machine
 from qarl.planning.plan import make_plan
 from qarl.planning.shapes import sizes_of
@@ -15,7 +15,7 @@ from qarl.planning.words import one_line
 from qarl.quant.checkpoint.folder import check_folder, read_config
 from qarl.quant.kernels.supported import kept_support
 from qarl.quant.schemes import COMPUTE_DTYPES
-from qarl.run.disk import checkpoint_bytes, free_disk, gib, parameters_of
+from qarl.run.disk import checkpoint_bytes, free_disk, parameters_of
 from qarl.run.prompts import Prompter, open_prompter
 from qarl.tasks import Problem, Response, Task, solution_of
 from qarl.tasks.rewards import no_signal
@@ -136,6 +136,6 @@ def _disk(config: RunConfig, folder: Path) -> Finding:
     """The checkpoint that is written is there beside those that are kept."""
     needed = checkpoint_bytes(config, folder) * (config.checkpoint.keep + 1) + 2 * parameters_of(folder) * 2
     place, free = free_disk(config)
-    text = f"{gib(needed)} for {config.checkpoint.keep} checkpoints, one more while it is written, and the export; "
+    text = f"{sized(needed)} for {config.checkpoint.keep} checkpoints, one more while it is written, and the export; "
     level = "warning" if needed > free else "note"
-    return Finding(level, "disk", f"{text}{gib(free)} free at {str(place)!r}")
+    return Finding(level, "disk", f"{text}{sized(free)} free at {str(place)!r}")

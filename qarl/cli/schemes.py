@@ -18,6 +18,7 @@ from qarl.cli.environment import quiet_libraries
 from qarl.cli.options import DTYPES, json_file, say, write_json
 from qarl.configs.errors import SchemeError
 from qarl.configs.schemes import SCHEME_SPECS
+from qarl.configs.words import sized
 from qarl.quant.runtime.answers import keep_answer, read_answer
 from qarl.report.startup import phase, phases_shown_on
 from qarl.report.tables import PlainTable
@@ -137,7 +138,7 @@ def _show(console: Console, rows: list[SchemeRow], model: str | None, verbose: b
     )  # fmt: skip
     for row in rows:
         per = "-" if row.bytes_per_parameter is None else f"{row.bytes_per_parameter:.4f}"
-        total = ["-" if row.checkpoint_bytes is None else _size(row.checkpoint_bytes)] if model else []
+        total = ["-" if row.checkpoint_bytes is None else sized(row.checkpoint_bytes)] if model else []
         runs = (row.kernel or "-",) if verbose else ("yes" if row.kernel else "no", _short_reason(row))
         table.add_row(row.name, row.weights, row.activations, per, *total, *runs)
     table.show(console)
@@ -168,10 +169,6 @@ def _reasons(rows: list[SchemeRow]) -> dict[str, list[str]]:
         for reason in filter(None, (row.shape_reason, row.reason and f"not here: {row.reason}")):
             by_reason.setdefault(reason, []).append(row.name)
     return by_reason
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"
 
 
 def _architecture(name: str) -> Any:

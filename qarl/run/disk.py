@@ -6,6 +6,7 @@ from pathlib import Path
 
 from qarl.configs.errors import ConfigError
 from qarl.configs.schema.run import RunConfig
+from qarl.configs.words import sized
 from qarl.planning.memory import ITEMSIZE
 from qarl.quant.checkpoint.folder import tensor_shapes
 from qarl.report.run_folder import new_path
@@ -16,8 +17,8 @@ def check_disk(config: RunConfig, folder: Path) -> None:
     needed, (place, free) = checkpoint_bytes(config, folder), free_disk(config)
     if needed > free:
         raise ConfigError(
-            f"a checkpoint of {config.model!r} takes {gib(needed)}, and {str(place)!r} has {gib(free)} free; make room "
-            "there, name another --output, or train adapters (--learner.lora.name lora)"
+            f"a checkpoint of {config.model!r} takes {sized(needed)}, and {str(place)!r} has {sized(free)} free; make "
+            "room there, name another --output, or train adapters (--learner.lora.name lora)"
         )
 
 
@@ -38,8 +39,3 @@ def free_disk(config: RunConfig) -> tuple[Path, int]:
     path = new_path(config).absolute()
     place = next(folder for folder in (path, *path.parents) if folder.exists())
     return place, shutil.disk_usage(place).free
-
-
-def gib(size: int) -> str:
-    """In words."""
-    return f"{size / 2**30:.2f} GiB"
