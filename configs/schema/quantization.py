@@ -31,12 +31,11 @@ class QuantizationConfig(Section):
 
     @model_validator(mode="after")
     def _keeps_what_it_starts_from(self) -> "QuantizationConfig":
-        replaced = self.init is not None and self.scale != "kept"
-        fault = (
-            f"quantization.init {self.init!r} needs quantization.scale 'kept', not {self.scale!r}, which would replace "
-            "the calibrated codes by rounded ones at the first step"
-        )
-        refuse({fault: replaced})
+        if self.init is not None and self.scale != "kept":
+            raise ValueError(
+                f"quantization.init {self.init!r} needs quantization.scale 'kept', not {self.scale!r}, which would "
+                "replace the calibrated codes by rounded ones at the first step"
+            )
         return self
 
 
