@@ -67,7 +67,7 @@ class Task:
                 and the completion.
         """
         unjudged = [response for response in responses if response.reward is None]
-        of_task = iter(self._read("reward", as_reward, unjudged, self.reward(unjudged)))
+        of_task = iter(self._read("reward", as_reward, unjudged, self.reward(unjudged)) if unjudged else ())
         return [next(of_task) if response.reward is None else response.reward for response in responses]
 
     def correct(self, responses: Sequence[Response]) -> list[bool]:
