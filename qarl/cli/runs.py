@@ -34,7 +34,7 @@ def _runs(known: argparse.Namespace, console: Console) -> int:
     if not runs:
         raise ConfigError(f"there is no run in {known.folder!r}; name the folder that run folders are in")
     now = time.time()
-    table = PlainTable("run", "state", "step", "scheme", "accuracy", "age", figures=("step", "age"))
+    table = PlainTable("run", "state", "step", "scheme", "held-out", "age", figures=("step", "age"))
     for path in sorted(runs, key=_written, reverse=True):
         table.add_row(path.name, *_cells(RunFolder(path)), _age(now - _written(path)))
     table.show(console)

@@ -76,7 +76,7 @@ def test_runs_are_a_table(run: RunFolder, monkeypatch: pytest.MonkeyPatch, capsy
     def table() -> dict[str, list[str]]:
         assert main(["runs"]) == 0
         rows = [re.split(r"  +", line.strip()) for line in capsys.readouterr().out.splitlines()]
-        assert rows[0] == ["run", "state", "step", "scheme", "accuracy", "age"]
+        assert rows[0] == ["run", "state", "step", "scheme", "held-out", "age"]
         return {row[0]: row[1:] for row in rows[1:]}
 
     shown = table()
