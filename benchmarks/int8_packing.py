@@ -18,7 +18,9 @@ from qarl.quant.schemes import get_scheme
 
 _SHAPES = ((1536, 768), (768, 768), (4608, 768), (768, 2304))
 """Output rows and input columns of q, k and v, of o, of gate and up, of down."""
-_ROUNDS, _NAMES = 7, 32
+_ROUNDS = 7
+_CACHED = 32
+"""Primitives that vLLM lets oneDNN keep of a weight, as its own layers ask for."""
 
 
 def nanoseconds(part: Callable[[], object], weights: int) -> float:
@@ -33,20 +35,18 @@ def nanoseconds(part: Callable[[], object], weights: int) -> float:
 
 def main() -> None:
     """Measure and print, a row a shape."""
-    scheme, torch_default = get_scheme("w8a8"), torch.bfloat16
+    scheme, dtype = get_scheme("w8a8"), torch.bfloat16
     Console().print("rows x columns: codes, sums, oneDNN's int8 layout, oneDNN's bfloat16 layout", highlight=False)
     for rows, columns in _SHAPES:
         master = torch.randn(rows, columns)
-        weight = materialize(master, scheme, torch_default, "layer")
+        weight = materialize(master, scheme, dtype, "layer")
         assert weight.scale is not None
-        codes, scale, plain = weight.codes, weight.scale.float(), master.to(torch_default)
+        codes, scale, plain = weight.codes, weight.scale.float(), master.to(dtype)
         parts = (
-            lambda master=master, weight=weight: materialize(master, scheme, torch_default, "layer", out=weight),
+            lambda master=master, weight=weight: materialize(master, scheme, dtype, "layer", out=weight),
             lambda codes=codes: codes.sum(1, dtype=torch.float32),
-            lambda codes=codes, scale=scale: ops.create_onednn_scaled_mm(
-                codes.t(), scale, torch_default, True, False, _NAMES
-            ),
-            lambda plain=plain: ops.create_onednn_mm(plain.t(), _NAMES),
+            lambda codes=codes, scale=scale: ops.create_onednn_scaled_mm(codes.t(), scale, dtype, True, False, _CACHED),
+            lambda plain=plain: ops.create_onednn_mm(plain.t(), _CACHED),
         )
         row = ", ".join(f"{nanoseconds(part, master.numel()):.2f}" for part in parts)
         Console().print(f"{rows} x {columns}: {row} ns", highlight=False)

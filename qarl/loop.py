@@ -1,7 +1,5 @@
 """The loop: generate → score → advantages → learn → publish → log / checkpoint."""
 
-from dataclasses import astuple
-
 from qarl.configs.schema.run import RunConfig
 from qarl.evaluation.heldout import heldout
 from qarl.learner.batching import make_batch
@@ -11,14 +9,14 @@ from qarl.ptq.export import initial_codes
 from qarl.quant.model.kept_scales import start_from_codes
 from qarl.report.dashboard import Dashboard
 from qarl.report.early_warning import RunWatch
-from qarl.report.loggers import Log
+from qarl.report.loggers import Log, unlogged
 from qarl.report.metrics import StepMetrics, batch_metrics, metrics_writer, read_until
 from qarl.report.run_folder import RunFolder
 from qarl.report.start_note import write_start
 from qarl.report.startup import phase, say
 from qarl.report.token_recorder import TokenRecorder
 from qarl.run.checkpoint import load_checkpoint
-from qarl.run.evaluate import heldout_of
+from qarl.run.evaluate import heldout_at_first, heldout_of
 from qarl.run.interrupt import deferred_interrupt
 from qarl.run.rollouts import Rollouts
 from qarl.run.session import Position, open_policy, open_session, trained_part
@@ -29,7 +27,7 @@ from qarl.tasks import Task
 
 def train(
     config: RunConfig, folder: RunFolder, dashboard: Dashboard, processes: Processes, resume: bool = False,
-    log: Log = lambda figures, step: None, task: Task | None = None,
+    log: Log = unlogged, task: Task | None = None,
 ) -> Outcome:  # fmt: skip
     """Run until `config.steps` or an interrupt; returns what the run ended with. All processes run the same loop on the
     same groups, of which each sampled its share; the first alone writes, also to `log`. task: of `config`, loaded."""
@@ -47,9 +45,7 @@ def train(
         dashboard.audited(session.audited, policy.model.materializers(), policy.learner.scorer.packed, trained)
         published = session.publisher.publish(at.version)
         if not resume and config.eval.problems:
-            with phase("evaluating before step 1"):
-                at.first_accuracy, at.first_reward = astuple(first := heldout_of(session, config))
-            dashboard.baseline(first)
+            dashboard.baseline(heldout_at_first(session, config, at))
         if not resume and processes.first:
             write_start(folder, session.audited, published, at.first_accuracy, at.first_reward)
         rollouts, resume_step = Rollouts(session, config, at, Stopwatch(dashboard.entered)), at.step if resume else None

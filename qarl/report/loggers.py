@@ -22,13 +22,17 @@ def require_logger(name: str) -> None:
         raise ConfigError(f"log {name!r} needs the package {name}: pip install {name}")
 
 
+def unlogged(figures: Mapping[str, float], step: int) -> None:
+    """A `Log` that sends nothing."""
+
+
 @contextmanager
 def step_logger(config: RunConfig, run: Path, first: bool = True) -> Iterator[Log]:
     """Yields what sends figures to where `log` says: the project `qarl`, a run named as the run's folder; a resumed run
     continues its own. Where sending fails, that is said once and the run goes on without. first: whether this is the
     first process; the others send nothing. Raises `ConfigError` where it cannot begin, as without a login."""
     if config.log == "none" or not first:
-        yield lambda figures, step: None
+        yield unlogged
         return
     name = run.resolve().name
     try:

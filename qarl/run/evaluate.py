@@ -15,7 +15,7 @@ from qarl.rollout.open import open_engine
 from qarl.rollout.types import Completion, Sampling
 from qarl.run.evaluation_plan import Plan
 from qarl.run.prompts import Prompter, open_prompter, responses_of, sample
-from qarl.run.session import Session
+from qarl.run.session import Position, Session
 from qarl.tasks import Problem, Task
 from qarl.tasks.load import load_rollout
 from qarl.tasks.task import rewarded
@@ -66,6 +66,14 @@ def heldout_of(session: Session, config: RunConfig) -> Heldout:
     policy, how = session.policy, (config.eval, config.rollout)
     result = answered(session.engine, policy.task, policy.prompter, *how, processes=policy.processes)
     return Heldout(result.accuracy, result.reward)
+
+
+def heldout_at_first(session: Session, config: RunConfig, at: Position) -> Heldout:
+    """The same before step 1, kept in `at`."""
+    with phase("evaluating before step 1"):
+        first = heldout_of(session, config)
+    at.first_accuracy, at.first_reward = first.accuracy, first.reward
+    return first
 
 
 def _question(problem: Problem, completions: list[Completion], verdicts: list[bool]) -> Question:

@@ -79,6 +79,10 @@ def test_a_reward_and_a_checker_may_differ(questions: Path):
     code = "def f(problem, text):\n    return -len(text)\ndef right(problem, text):\n    return problem.answer in text"
     task = own(questions, code, correct="mine.py:right")
     assert rewards(task, "it is 7") == [-7.0]
+    judged = Response(PLAIN, "it is 7", reward=0.5)
+    assert task.rewards([judged, Response(PLAIN, "8")]) == [0.5, -1.0]
+    fails = dataclasses.replace(task, reward=lambda responses: [1 / len(responses)])
+    assert fails.rewards([judged]) == [0.5]  # asked for nothing
     assert task.correct([Response(PLAIN, "it is 7"), Response(PLAIN, "8")]) == [True, False]
 
 
