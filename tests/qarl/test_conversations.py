@@ -173,7 +173,7 @@ def test_a_run_of_conversations(tmp_path: Path):
     settings["chat_template"] = "{% if tools %}{% endif %}" + settings["chat_template"]
     (copy / "tokenizer_config.json").write_text(json.dumps(settings))
     small = ("--config", "tiny-qwen3", "--model", str(copy), "--steps", "2", "--prompts", "4", "--samples", "4",
-             "--eval.problems", "8", "--max-new-tokens", "200", "--record", "all")  # fmt: skip
+             "--eval.problems", "8", "--max-new-tokens", "200", "--record", "all", "--export", "false")  # fmt: skip
     ways = {
         "plain": (), "once": ("--task.rollout", "mine.py:once"), "often": ("--task.rollout", "mine.py:often"),
         "tools": ("--task.environment", "mine.py:Tools"), "agent": ("--task.rollout", "mine.py:agent"),
@@ -189,8 +189,6 @@ def test_a_run_of_conversations(tmp_path: Path):
         assert step["conversation/turns"] == 10 and step["learn/mismatch/max_abs"] == 0
         (group, *_) = read_groups(tmp_path / "often" / "tokens" / f"step-{number:06d}.parquet")
         assert all(len(c.environment) == 9 and sum(c.sampled) <= 30 for c in group.completions)
-    same = ("plain", "once", "tools", "agent")
-    assert len({json.loads((tmp_path / way / "export" / "qarl.json").read_text())["digest"] for way in same}) == 1
 
 
 @pytest.mark.slow
@@ -200,7 +198,7 @@ def test_a_run_with_tools(tmp_path: Path):
     recipe = replace(RECIPES["tiny-qwen3-tools"], warm_start_steps=60, warm_start_batch=32)
     model = ensure_recipe("tools", recipe, tmp_path / "models")
     small = ("--model", str(model), "--prompts", "4", "--samples", "4", "--eval.problems", "0", "--record", "all",
-             "--reward", "qarl.tasks:short_reward")  # fmt: skip
+             "--reward", "qarl.tasks:short_reward", "--export", "false")  # fmt: skip
     for name, steps in (("whole", 2), ("half", 1)):
         options = ("--config", "tiny-qwen3-tools", *small, "--steps", str(steps), "--output", tmp_path / name)
         succeeded("train", *options, cwd=tmp_path)
