@@ -5,12 +5,10 @@ on every machine, and so are their digests: compared exactly. A trajectory goes 
 another order: compared within a tolerance, far below what a wrong bound, mask or scale does. Blind to what a real
 engine does (tests/engine) and to everything that needs more than three updates.
 
-Record anew, where a change is meant: python -m tests.learner.test_golden"""
+Record anew, where a change is meant: tests/support/records.py."""
 
 import dataclasses
 import hashlib
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,8 +20,8 @@ from tests.support.cases import cases
 from tests.support.learners import batch_of, logprobs_of, make_learner, random_model
 from tests.support.models import low_bit
 from tests.support.moe_models import CONFIGS, random_moe
+from tests.support.records import assert_recorded
 
-GOLDEN = Path(__file__).with_suffix(".json")
 DIGESTS = ["bf16", "w4a16", "w4a16-channel", "w8a8", "w4a8", "fp8", "fp8-block", "nvfp4", "mxfp4a16", "moe"]
 TRAJECTORIES = ["w4a16", "w8a8"]
 STATISTICS: dict[str, dict[str, Any]] = cases(__file__, "settings")
@@ -98,36 +96,20 @@ def numbers(value: Any, name: str = "") -> dict[str, float]:
     return {key: number for part in some for key, number in part.items()}
 
 
-def record() -> dict[str, Any]:
-    """Everything, as it is computed now."""
-    return {
-        "settings": cases(__file__, "settings"),
-        "digests": {name: digest(name) for name in DIGESTS},
-        "trajectories": {scheme: trajectory(scheme) for scheme in TRAJECTORIES},
-        "statistics": {name: statistics(name) for name in STATISTICS},
-    }
-
-
 @pytest.mark.parametrize("name", DIGESTS)
 def test_low_bit_tensors_are_those_recorded(name: str):
-    assert digest(name) == json.loads(GOLDEN.read_text())["digests"][name]
+    assert_recorded(__file__, f"digest of {name}", digest(name))
 
 
 @pytest.mark.parametrize("scheme", TRAJECTORIES)
 def test_a_short_trajectory_is_the_one_recorded(scheme: str):
-    recorded = json.loads(GOLDEN.read_text())["trajectories"][scheme]
-    for step, (now, then) in enumerate(zip(trajectory(scheme), recorded, strict=True)):
-        relative, absolute = LATER if step else FIRST
-        assert now == pytest.approx(then, relative, absolute), f"batch {step}"
+    for step, now in enumerate(trajectory(scheme)):
+        assert_recorded(__file__, f"{scheme}, batch {step}", now, within=LATER if step else FIRST)
 
 
 @pytest.mark.parametrize("name", STATISTICS)
 def test_every_statistic_is_the_one_recorded(name: str):
-    for now, then in zip(statistics(name), json.loads(GOLDEN.read_text())["statistics"][name], strict=True):
-        for key in ("lost_updates", "crossed_bfloat16"):
-            assert now.pop(f".records.{key}") == pytest.approx(then.pop(f".records.{key}"), rel=0.2, abs=3e-5)
-        assert now == pytest.approx(then, rel=5e-3, abs=1e-6)
-
-
-if __name__ == "__main__":
-    GOLDEN.write_text(json.dumps(record(), indent=1) + "\n")
+    for step, now in enumerate(statistics(name)):
+        few = {key: now.pop(f".records.{key}") for key in ("lost_updates", "crossed_bfloat16")}
+        assert_recorded(__file__, f"{name}, batch {step}, few", few, within=(0.2, 3e-5))
+        assert_recorded(__file__, f"{name}, batch {step}", now, within=(5e-3, 1e-6))

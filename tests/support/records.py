@@ -20,13 +20,14 @@ def plain(value: Any) -> Any:
     return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def assert_recorded(file: str, name: str, value: Any, within: float = 0) -> None:
-    """That `value` is what was recorded under `name` beside the test file. within: relative, of a flat mapping's
-    numbers, which products decide that other machines sum otherwise."""
+def assert_recorded(file: str, name: str, value: Any, within: float | tuple[float, float] = 0) -> None:
+    """That `value` is what was recorded under `name` beside the test file. within: relative, and absolute, of a flat
+    mapping's numbers, which products decide that other machines sum otherwise."""
     record, value = Path(file).with_suffix(".json"), plain(value)
     kept = json.loads(record.read_text()) if record.exists() else {}
     if os.environ.get("QARL_RECORD"):
         kept[name] = value
         lines = (f"{json.dumps(key)}: {json.dumps(kept[key], ensure_ascii=False)}" for key in sorted(kept))
         record.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-    assert value == (pytest.approx(kept.get(name), rel=within, abs=within / 100) if within else kept.get(name))
+    relative, absolute = within if isinstance(within, tuple) else (within, within / 100)
+    assert value == (pytest.approx(kept.get(name), rel=relative, abs=absolute) if within else kept.get(name))
