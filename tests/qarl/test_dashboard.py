@@ -170,20 +170,6 @@ def large_model() -> list[AuditRow]:
     return [*rows, *experts, audited("lm_head", "bf16")]
 
 
-@pytest.mark.parametrize(("columns", "terminal"), [(200, True), (80, False), (20, False)])
-def test_the_audit_has_a_line_for_layers_that_are_alike(columns: int, terminal: bool):
-    lines = [line.split("  ") for line in shown(audit_table(large_model()).show, columns, terminal)[2:]]
-    cells = [[cell.strip() for cell in line if cell] for line in lines]
-    same = ["bfloat16", "CPUWNA16LinearKernel"]
-    assert cells == [
-        ["0-27", "q_proj, k_proj, o_proj, gate_proj", "112", "w4a16", "128", *same],
-        ["0-1, 27", "down_proj", "3", "bf16", "-", *same],
-        ["2-26", "down_proj", "25", "w4a16", "128", *same],
-        ["0-27", "experts.*.up_proj", "84", "w4a16", "128", *same],
-        ["-", "lm_head", "1", "bf16", "-", *same],
-    ]
-
-
 def test_kernels_that_differ_have_a_column_each():
     lines = shown(audit_table([audited("lm_head", engine_kernel="MarlinLinearKernel")]).show, 200)
     assert lines[-1].split()[-2:] == ["CPUWNA16LinearKernel", "MarlinLinearKernel"]

@@ -122,18 +122,6 @@ def test_every_task_has_a_name_and_a_line(columns: int, monkeypatch, capsys):
     assert named == sorted(reasoning_gym_datasets())
 
 
-def test_one_task_shows_options_defaults_and_an_example_or_which_options_it_needs(capsys):
-    assert main(["tasks", "countdown"]) == 0
-    text = capsys.readouterr().out
-    for part in ("min_numbers [4]  Minimum numbers to provide", "question:\n", "answer:\n", "--task countdown"):
-        assert part in text
-    assert "seed [" not in text, "options that are QaRL's to choose"
-    assert main(["tasks", "composite"]) == 0
-    assert "no example without options" in capsys.readouterr().out
-    assert main(["tasks", "math"]) == 0
-    assert "the paper's data, or --task.data" in capsys.readouterr().out
-
-
 def test_light_commands_load_nothing_heavy():
     """Reports and tasks neither torch nor what brings it; a task's own library only where a task is shown."""
     code = (
