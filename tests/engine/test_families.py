@@ -4,21 +4,12 @@ import pytest
 import torch
 
 from benchmarks.families import measure
+from tests.support.cases import cases
 from tests.support.kernels import TRUNCATES
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "family",
-    [
-        "granite-moe-shared",  # scales of embedding, residual and logits; stacked experts, a router of another name
-        "cohere2",  # parallel blocks, LayerNorm by a compiled helper, a head that is the embedding
-        "glm4-moe",  # sigmoid routing in groups with a correction bias, a router in fp32, shared experts
-        "smollm3",  # by vLLM's Transformers backend, layers without positions
-        "glm4",  # a checkpoint that has stacked some of what vLLM stacks
-        "stablelm",  # a model without a list of what it stacks
-    ],
-)
+@pytest.mark.parametrize("family", cases(__file__, "families"))  # and what is odd about each
 def test_a_family_agrees_to_the_last_bit_and_learns(family: str):
     """Contract: in w8a8, whose activations amplify any other rounding, every token that is sampled after a publish has
     the learner's log-prob, by the engine's own layers and by layers of the learner's own; every master reached; all

@@ -28,6 +28,7 @@ from qarl.rollout.vllm.engine import VllmEngine
 from qarl.rollout.vllm.options import VllmOptions
 from qarl.sync.export import export_checkpoint
 from tests.support import Policies
+from tests.support.cases import cases
 from tests.support.gpu_schemes import need
 from tests.support.kernels import needs_cuda
 from tests.support.runs import ROOT, SMALL, environment, lines, qarl_alone
@@ -92,10 +93,7 @@ def test_a_run_and_its_resumption(tmp_path: Path, scheme: str):
     assert (run / "export" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("options", [
-    ["--learner.zero_stage", "3"], ["--learner.lora.name", "lora"], ["--learner.compile", "true"],
-    ["--learner.keep_codes", "false"], ["--rollout.enforce_eager", "true"],
-], ids=lambda options: options[0])  # fmt: skip
+@pytest.mark.parametrize("options", cases(__file__, "options"), ids=lambda options: options[0])
 def test_options_whose_paths_are_other_ones_on_a_gpu(tmp_path: Path, options: list[str]):
     """One process of ZeRO-3 is NCCL's of one."""
     completed(qarl_alone("train", *SMALL, "--steps", "2", *options, "--output", tmp_path / "run"))

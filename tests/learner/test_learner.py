@@ -27,8 +27,9 @@ from qarl.quant.layers.context import Forward
 from qarl.quant.model.add_lora import add_adapters
 from qarl.quant.model.kept_scales import keep_scales
 from qarl.quant.runtime.shards import Share, shard_parameters
-from qarl.quant.schemes import SCHEMES
+from qarl.quant.schemes import COMPUTE_DTYPES, SCHEMES
 from tests.support import learners
+from tests.support.cases import cases
 from tests.support.learners import SAMPLES, all_equal, batch_of, make_groups, make_learner, masters_of, poison
 from tests.support.models import multiply_masters, same_stream, stream_bytes
 
@@ -45,10 +46,7 @@ def gradients_of_learning(learner: Learner, batch: Batch) -> tuple[list[dict[str
     return seen, learner.learn(batch, step=3)
 
 
-@pytest.mark.parametrize(
-    ("objective", "aggregation"),
-    [("tbpo", "seq-mean-token-mean"), ("grpo", "seq-mean-token-mean"), ("dapo", "token-mean"), ("gspo", "seq-sum")],
-)
+@pytest.mark.parametrize(("objective", "aggregation"), cases(__file__, "accumulated"))
 @pytest.mark.parametrize("mini_batches", [1, 3])
 def test_accumulation_changes_nothing(objective: str, aggregation: str, mini_batches: int):
     """Contract: cutting a mini-batch into micro-batches, down to one sequence each, gives the gradients and the mean
@@ -167,19 +165,16 @@ def test_the_float16_loss_scale_cancels_out():
         assert (gradient - given[1][name]).norm() <= 2e-2 * gradient.norm(), name
 
 
-@pytest.mark.parametrize(("scheme", "special", "optimizer", "dtype"), [
-    ("w4a16", "", "muon", torch.bfloat16), ("w4a16", "", "adamw", torch.float16), ("w8a8", "", "muon", torch.float16),
-    ("w4a16", "kept scales", "adamw", torch.bfloat16), ("w4a16", "adapters", "muon", torch.bfloat16),
-    ("w4a16", "adapters", "adamw", torch.bfloat16),
-])  # fmt: skip
-def test_a_restored_learner_continues_bit_for_bit(scheme: str, special: str, optimizer: str, dtype: torch.dtype):
+@pytest.mark.parametrize(("scheme", "special", "optimizer", "dtype"), cases(__file__, "restored"))
+def test_a_restored_learner_continues_bit_for_bit(scheme: str, special: str, optimizer: str, dtype: str):
     """Contract: learn, save, learn on = learn, save, load into another learner, learn on: masters, published bytes,
     statistics and loss scale equal bit for bit, through torch.save and from other initial weights. Where scales are
     kept, a batch changes codes and no scale, and the other learner's scales become these. Of adapters, others of one
     base, the checkpoint holds no weight of the base."""
     options = {"optimizer": {"name": optimizer, "lr": 1e-2}, "loss_scale": 64.0}
     adapted = special == "adapters"
-    learner, other = (make_learner(scheme, dtype, seed=0 if adapted else seed, **options) for seed in (0, 5))
+    compute = COMPUTE_DTYPES[dtype]
+    learner, other = (make_learner(scheme, compute, seed=0 if adapted else seed, **options) for seed in (0, 5))
     for seed, each in enumerate((learner, other)):
         if special == "kept scales":
             keep_scales(each.model)
@@ -320,13 +315,7 @@ def forwards_without_gradient(learner: Learner) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize(("config", "share"), [
-    ({"mini_batches": 1}, 0.0), ({"mini_batches": 2}, 0.5), ({"mini_batches": 3}, 2 / 3),
-    ({"mini_batches": 3, "correction": BYPASS}, 0.0),
-    ({"mini_batches": 2, "correction": {"name": "token_mis", "ratio_from": "sampler"}}, 0.5),
-    ({"mini_batches": 2, "correction": BYPASS, "diagnostics_every": 1}, 2.0),
-    ({"mini_batches": 2, "aligned": False, "ratio_fix": "shadow_forward", "correction": BYPASS}, 2.0),
-])  # fmt: skip
+@pytest.mark.parametrize(("config", "share"), cases(__file__, "shares"))
 def test_forwards_without_gradient(config: dict[str, Any], share: float):
     """Share of the batch's rows that are computed without a gradient. The last group of `make_groups` teaches nothing,
     so the first mini-batch that is trained may not be the first. Steps that are measured score the last mini-batch once

@@ -29,6 +29,7 @@ from qarl.learner.scorer import Scorer
 from qarl.quant.runtime.shards import Share
 from qarl.quant.schemes import get_scheme
 from qarl.rollout.types import Completion, Group, Prompt
+from tests.support.cases import cases
 
 
 @given(st.integers(1, 5), st.integers(2, 9), st.integers(0, 2**32 - 1))
@@ -216,10 +217,7 @@ def test_micro_batches_are_dealt_out_to_processes(batch: Batch, world: int, budg
 
 def test_a_load_balance_loss_is_that_of_a_mixture_that_has_one():
     """By the setting; without one the model's own coefficient where its configuration switches the loss on."""
-    for setting, own, on, experts, expected in (
-        (None, 0.01, True, 1, 0.01), (0.5, 0.01, False, 1, 0.5), (None, 0.01, False, 1, 0.0), (0.0, None, True, 0, 0.0),
-        (None, 0.01, True, 0, 0.0), (None, None, True, 1, 0.0), (0.5, 0.01, True, 0, None), (0.5, None, True, 1, None),
-    ):  # fmt: skip
+    for setting, own, on, experts, expected in cases(__file__, "load balance"):
         config = SimpleNamespace(model_type="m", router_aux_loss_coef=own, output_router_logits=on)
         model: Any = SimpleNamespace(config=config, experts=[None] * experts)
         with nullcontext() if expected is not None else pytest.raises(ConfigError, match="has no load-balance loss"):

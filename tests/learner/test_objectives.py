@@ -92,23 +92,15 @@ def test_the_switch_has_every_objective_of_the_configuration():
     assert [*OBJECTIVES, "own"] == [name for section in get_args(AnyObjective) for name in section.names()]
 
 
-@pytest.mark.parametrize(
-    ("advantage", "mean_up", "banded", "inside"),
-    [
-        (1.5, 0.1, math.exp(0.1), True),  # below the upper bound 1.2
-        (1.5, 0.25, 1.2, False),  # e^0.25 = 1.284 > 1.2
-        (1.5, -0.7, math.exp(-0.7), True),  # positive: the lower bound is 0, nothing to cut
-        (-0.8, 0.2, math.exp(0.2), True),  # e^0.2 = 1.221 < 1.3
-        (-0.8, 0.3, 1.3, False),  # e^0.3 = 1.350 > 1.3
-        (-0.8, -0.1, math.exp(-0.1), True),  # e^-0.1 = 0.905 > 0.9
-        (-0.8, -0.2, 0.9, False),  # e^-0.2 = 0.819 < 0.9: cut below as well
-        (0.0, 0.5, 1.2, False),  # no advantage: no loss, whatever the ratio
-    ],
-)
+BANDS = cases(__file__, "bands")
+"""Why → an advantage, the mean of cur - old, and the bound that its ratio is cut to."""
+
+
+@pytest.mark.parametrize(("advantage", "mean_up", "bound"), BANDS.values(), ids=BANDS)
 @pytest.mark.parametrize(
     ("mean_low", "weight"), [(0.0, 1.0), (0.3, math.exp(0.3)), (-0.4, math.exp(-0.4)), (1.1, 2.0), (-0.9, 0.5)]
 )
-def test_tbpo_by_hand(advantage: float, mean_up: float, banded: float, inside: bool, mean_low: float, weight: float):
+def test_tbpo_by_hand(advantage: float, mean_up: float, bound: float | None, mean_low: float, weight: float):
     """QaRL: loss = -w̃ · r̃ · A, r = exp(mean_t(cur - old)), w̃ = clip(exp(mean_t(old - sampler)), 1/2, 2); r̃ clips r
     to [0, 1.2] where A ≥ 0 and to [0.9, 1.3] where A < 0. Derivation of the gradient: ∂r/∂cur_t = r/T, so inside the
     band each of the T tokens gets -w̃ · r · A / T and outside none does. Per-token differences are uneven on purpose:
@@ -116,12 +108,12 @@ def test_tbpo_by_hand(advantage: float, mean_up: float, banded: float, inside: b
     spread = [0.3, -0.5, 0.1, 0.1]  # sums to zero
     given_ = loss_input([[mean_up + s for s in spread]], [[mean_low - 2 * s for s in spread]], [advantage])
     share = policy_loss(given_, learner_config(TBPO), totals(given_))
-    assert share.loss.item() == pytest.approx(-weight * banded * advantage, rel=2e-6)
+    assert share.loss.item() == pytest.approx(-weight * (bound or math.exp(mean_up)) * advantage, rel=2e-6)
     metrics = share.metrics
-    assert metrics.clipped == (0.0 if inside else 1.0) and metrics.corrected == float(abs(mean_low) > math.log(2))
+    assert metrics.clipped == float(bound is not None) and metrics.corrected == float(abs(mean_low) > math.log(2))
     assert metrics.update_log_ratio == pytest.approx(abs(mean_up), abs=1e-6)
     assert metrics.phantom_clipped == metrics.kl == 0.0
-    slope = -weight * math.exp(mean_up) * advantage / 4 if inside else 0.0
+    slope = -weight * math.exp(mean_up) * advantage / 4 if bound is None else 0.0
     assert gradient(share.loss, given_)[0].tolist() == pytest.approx([slope] * 4, rel=5e-6, abs=1e-12)
 
 
@@ -150,39 +142,14 @@ def sapo_gate(r: float, tau: float) -> tuple[float, float]:
     return 4 / tau * gate, 4 * gate * (1 - gate)
 
 
-# One token of ratio r and advantage A: (r, A, value of J, its slope dJ/dr, 0 where cut).
-ONE_TOKEN: dict[str, list[tuple[float, float, float, float]]] = {
-    "tbpo": [
-        (1.0003, 2.0, 2 * 1.0003, 2.0), (1.0005, 2.0, 2 * 1.0004, 0.0), (0.5, 2.0, 1.0, 2.0),
-        (1.0006, -2.0, -2 * 1.0006, -2.0), (1.0008, -2.0, -2 * 1.0007, 0.0), (0.9998, -2.0, -2 * 0.9998, -2.0),
-        (0.9996, -2.0, -2 * 0.9997, 0.0),
-    ],
-    "dapo": [
-        (1.27, 2.0, 2 * 1.27, 2.0), (1.29, 2.0, 2 * 1.28, 0.0), (0.79, -2.0, -2 * 0.8, 0.0), (9.0, -2.0, -18.0, -2.0),
-    ],
-    "positive_grpo": [(1.1, 2.0, 2.2, 2.0), (1.3, 2.0, 2.4, 0.0), (0.1, 2.0, 0.2, 2.0), (1.1, -2.0, 0.0, 0.0)],
-    "dual_clip": [
-        (1.3, 2.0, 2.4, 0.0), (5.0, 2.0, 2.4, 0.0), (2.9, -2.0, -5.8, -2.0), (3.1, -2.0, -6.0, 0.0),
-        (0.7, -2.0, -1.6, 0.0),
-    ],
-    "gspo": [
-        (1.0003, 2.0, 2 * 1.0003, 2.0), (1.0005, 2.0, 2 * 1.0004, 0.0), (0.9998, -2.0, -2 * 0.9998, -2.0),
-        (0.9996, -2.0, -2 * 0.9997, 0.0), (50.0, -2.0, -100.0, -2.0),
-    ],
-    "gspo_dual_clip": [(1.0005, 2.0, 2 * 1.0004, 0.0), (2.9, -2.0, -5.8, -2.0), (3.1, -2.0, -6.0, 0.0)],
-    "sapo": [
-        (1.0, 2.0, 2 * 2 / 1.0, 2.0), (1.7, 2.0, 2 * sapo_gate(1.7, 1.0)[0], 2 * sapo_gate(1.7, 1.0)[1]),
-        (0.4, -3.0, -3 * sapo_gate(0.4, 1.05)[0], -3 * sapo_gate(0.4, 1.05)[1]),
-    ],
-    "cispo": [  # capped, but the gradient 5 A ∇log π stays
-        (4.9, 2.0, 9.8, 2.0), (8.0, 2.0, 10.0, 2 * 5 / 8), (0.01, -2.0, -0.02, -2.0),
-    ],
-    "on_policy": [(1.0, -2.0, -2.0, -2.0)],
-    "pg_seq_is": [(7.0, -2.0, -14.0, -2.0)],
-}  # fmt: skip
+ONE_TOKEN: dict[str, list[tuple[float, float, float, float]]] = cases(__file__, "one token")
+"""Objective → one token's ratio r and advantage A, the value of J, and its slope dJ/dr, 0 where cut."""
+for r, A, tau in ((1.7, 2.0, 1.0), (0.4, -3.0, 1.05)):
+    value, slope = sapo_gate(r, tau)
+    ONE_TOKEN["sapo"].append((r, A, A * value, A * slope))
 
 
-@pytest.mark.parametrize(("name", "case"), [(name, case) for name, cases in ONE_TOKEN.items() for case in cases])
+@pytest.mark.parametrize(("name", "case"), [(name, case) for name, some in ONE_TOKEN.items() for case in some])
 def test_objectives_of_one_token_by_hand(name: str, case: tuple[float, float, float, float]):
     """For a response of one token every ratio is r = π_cur/π_old. Without a correction the loss is -J, and its gradient
     to log π_cur is -r dJ/dr. It is clipped where it has a value and no slope, and where CISPO caps its weight."""
@@ -481,17 +448,14 @@ def test_a_ratio_of_the_whole_response_takes_one_advantage(name: str):
         policy_loss(replace(gapped, advantages=uneven), config, totals(gapped))
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [("grpo", (0.375, 0.0, 0.25)), ("dual_clip", (0.375, 0.25, 0.25)), ("tbpo", (0.25,) * 3), ("sapo", (0.0,) * 3)],
-)
-def test_clipped_shares_by_side(name: str, expected: tuple[float, float, float]):
+@pytest.mark.parametrize(("name", "expected"), cases(__file__, "clipped sides").items())
+def test_clipped_shares_by_side(name: str, expected: list[float]):
     """Rows of A = 1 and ratios above, A = -1 above all bounds, A = -1 below, and A = 1 with one token above and one as
     far below, whose sequence ratio is 1. An advantage of 0 is clipped by no side."""
     moved = [[2.0, 2.0], [2.0, 2.0], [-2.0, -2.0], [2.0, -2.0]]
     given_ = loss_input(moved, [[0.0, 0.0]] * 4, [1.0, -1.0, -1.0, 1.0])
     found = policy_loss(given_, learner_config(name), totals(given_)).metrics
-    assert (found.clipped_positive_above, found.clipped_negative_above, found.clipped_negative_below) == expected
+    assert [found.clipped_positive_above, found.clipped_negative_above, found.clipped_negative_below] == expected
     idle = replace(given_, advantages=given_.advantages * 0)
     found = policy_loss(idle, learner_config(name), totals(idle)).metrics
     assert (found.clipped_positive_above, found.clipped_negative_above, found.clipped_negative_below) == (0, 0, 0)

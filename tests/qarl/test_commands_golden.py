@@ -45,27 +45,9 @@ def test_every_option_of_every_command_and_every_field(capsys: Any, monkeypatch:
     assert_recorded(__file__, "fields", [line for line in lines if line.startswith("  -")] + lines[:12])
 
 
-ROWS = """
---lr -1e-3 | --lr=-.5 | --lr -inf | --lr | --lr= | --lr 1 --lr 2 | --lr 1 --learner.optimizer.lr 2 | --stpes 3
---learner.optimizer.lr 2 --learner.optimizer.lr 3 | --rollout.top_p 0.9 x | --rollout.top_p | --steps=7 --model a/b
---rollout.top_p=0.9 --task.system "a b" | --processes two | --processes -1 --dry-run | --resume a --config b | --a.b
---resume a --output b | --dry-run=1 | --config a --config b | train mine.yaml | train mine | --max_steps 7
---num_generations 4 | --temperature 1 | --task --steps | -- --x | --task.options "{a: 1}" | --layers a=b --layers c=d
---from-rollouts a --config b | --seed 3 --dry-run --steps 2 | --steps 2.5 | --no-such.field 1 | -V x | --scheme w4a17
-help | version x | trian | plan --gpus 8xP100 | plan --gpus 2x80GB --processes 3 --model qwen3-8b | plan --processes 0
-schemes --dtype half | eval x --suite y | eval x --data y | eval x --problems 0 | eval runs/a
-eval x --task.rewards 1 | eval x --seed -1 | compare | compare --vary a | compare --workers 0
-compare --vary steps=1,2 --vary steps=3,4 | compare --seeds 1,1 ptq | compare --seeds a | runs none | runs | export a
-export a -o b --scheme c | sample a | init | init a --gpus 1x24GB | check --machine --sample
-check --machine tiny-qwen3 | check --machine --steps 2 | tasks non | tasks a/b.json | report a -o b/c.html
-mismatch --page a/b | plan --json a/b | serve a b
-"""
-"""Command lines; those that begin with an option are of `qarl train`."""
-
-
-@pytest.mark.parametrize("row", ROWS.strip().splitlines())
+@pytest.mark.parametrize("row", cases(__file__, "rows"))
 def test_command_lines_and_what_they_come_to(row: str, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The overrides and own options of `qarl train`, else the refusal."""
+    """The overrides and own options of `qarl train`, whose lines begin with an option; else the refusal."""
     monkeypatch.chdir(tmp_path)
     shown: dict[str, Any] = {}
 

@@ -104,14 +104,9 @@ def test_options_hold_for_variants_that_do_not_set_them():
     assert product["bf16-lr-5e-4"].learner.optimizer.lr == 5e-4 and product["bf16-lr-5e-4"].rollout.prompts == 32
 
 
-def test_options_are_written_as_in_a_configuration_or_on_the_command_line():
-    nested = {"learner": {"aligned": False, "optimizer": {"lr": 5e-4}}, "task": {"options": {"min_terms": 2}}}
-    assert files.option_texts(nested) == {
-        "learner.aligned": "false", "learner.optimizer.lr": "0.0005", "task.options": "{min_terms: 2}",
-    }  # fmt: skip
-    assert files.option_texts({"aligned": True, "layers": ["first:1=bf16"]}) == {
-        "learner.aligned": "true", "layers": "['first:1=bf16']",
-    }  # fmt: skip
+@pytest.mark.parametrize(("tree", "texts"), cases(__file__, "texts"))
+def test_options_are_written_as_in_a_configuration_or_on_the_command_line(tree: dict[str, Any], texts: dict[str, str]):
+    assert files.option_texts(tree) == texts
 
 
 @pytest.mark.parametrize(("body", "arguments", "said"), cases(__file__, "refusals"))

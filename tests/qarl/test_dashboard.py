@@ -32,6 +32,7 @@ from qarl.report.start_note import audit_table
 from qarl.report.startup import phase, phases_shown_on
 from qarl.report.tables import PlainTable
 from qarl.sync.audit import AuditRow
+from tests.support.cases import cases
 from tests.support.records import assert_recorded
 
 
@@ -43,14 +44,9 @@ def stats(lr: float) -> LearnStats:
 
 
 def step(number: int, reward: float, learned: bool = True) -> StepMetrics:
-    return StepMetrics(
-        step=number, weight_version=number, prompts=4, unscored=0, reward=reward, reward_deviation=0.4,
-        response_tokens=5.25, truncated=0.125,
-        mixed_reward_groups=1.0, error_tokens=0.0, improbable_tokens=0.0, repeated_tokens=0.0,
-        error_tokens_negative=None, error_tokens_positive=None, conversation=None, rewards=None, skipped_batches=0,
-        learn=stats(5e-4) if learned else None, accuracy=0.5 if number == 2 else None, digest=None, canary=None,
-        heldout_reward=None, staleness=None, seconds={"sample": 1.0, "learn": 2.0},
-    )  # fmt: skip
+    seconds, learned_from = {"sample": 1.0, "learn": 2.0}, stats(5e-4) if learned else None
+    changing = {"step": number, "weight_version": number, "reward": reward, "accuracy": 0.5 if number == 2 else None}
+    return StepMetrics(**cases(__file__, "a step"), **changing, learn=learned_from, seconds=seconds)
 
 
 def shown(show: Callable[[Console], object], columns: int, terminal: bool = True) -> list[str]:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from qarl.report.error_tokens import IMPROBABLE, LONGEST_PERIOD, REPEATS, count_error_tokens, repeated_tokens
 from qarl.rollout.types import Completion, Group, Prompt
+from tests.support.cases import cases
 
 ROOT = Path(__file__).parents[2]
 SURE = math.log(0.5)
@@ -24,12 +25,7 @@ def group(*pairs: tuple[Completion, float]) -> Group:
     return Group(Prompt("0", "", (1,)), tuple(c for c, _ in pairs), tuple(r for _, r in pairs))
 
 
-@pytest.mark.parametrize(("tokens", "expected"), [
-    ([5, 5, 5], "..."),
-    ([9, 1, 2, 1, 2, 1, 2, 1, 2, 1, 7], ".xxxxxxxxx."),  # the broken-off fifth round is in the loop
-    ([1, 2, 3, 4, 5, 6, 7, 8] * 4, "x" * 32),
-    ([], ""),
-])  # fmt: skip
+@pytest.mark.parametrize(("tokens", "expected"), cases(__file__, "loops").values(), ids=cases(__file__, "loops"))
 def test_loops(tokens: list[int], expected: str):
     assert "".join("x" if hit else "." for hit in repeated_tokens([tokens])) == expected
 
@@ -77,17 +73,7 @@ def test_loops_are_those_of_the_definition_sequence_by_sequence(sequences: list[
     assert repeated_tokens(sequences).tolist() == expected
 
 
-COUNTED = [token for number in range(20) for token in (5, 6, 100 + number)]
-BLIND: dict[str, tuple[list[int], bool]] = {
-    "a phrase of nine tokens, over and over": (list(range(9)) * 10, True),
-    "a phrase three times": ([1, 2, 3] * 3, True),
-    "a list that counts on": (COUNTED, True),
-    "a loop that changes its period": ([1, 2, 3, 1, 2, 3, 4, 1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 6], True),
-    "fluent nonsense": (list(range(40)), True),
-    "a drawn line": ([7] * 30, False),
-    "ha ha ha ha": ([8] * 4, False),
-    "a column of zeros": ([3, 9] * 12, False),
-}
+BLIND: dict[str, tuple[list[int], bool]] = cases(__file__, "blind")
 
 
 @pytest.mark.parametrize("case", BLIND)

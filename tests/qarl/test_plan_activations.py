@@ -26,19 +26,14 @@ from qarl.quant.kernels import flash_attention as flash
 from qarl.quant.layers import gradients, grouped_backward
 from qarl.quant.materialize import scales
 from qarl.quant.runtime.shards import Shard, cut_rows
+from tests.support.cases import cases
 from tests.support.models import low_bit
 from tests.support.published import PUBLISHED
 
-LENGTHS, LAYERS, HIDDEN = (60, 70, 62), 3, 256
+LENGTHS = (60, 70, 62)
 TOKENS = sum(LENGTHS)
-DENSE = {
-    "model_type": "qwen3", "vocab_size": 512, "hidden_size": HIDDEN, "intermediate_size": 768, "head_dim": 64,
-    "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True,
-}  # fmt: skip
-EXPERTS = {
-    **DENSE, "model_type": "qwen3_moe", "moe_intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 2,
-    "norm_topk_prob": True, "tie_word_embeddings": False,
-}  # fmt: skip
+DENSE, EXPERTS = (cases(__file__, name) for name in ("dense", "experts"))
+LAYERS, HIDDEN = DENSE["num_hidden_layers"], DENSE["hidden_size"]
 
 
 @pytest.mark.parametrize("scheme", ["w4a16", "w8a8"])

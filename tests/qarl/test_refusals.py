@@ -23,21 +23,13 @@ from qarl.run.export_note import export_note
 from qarl.tasks.paths import absolute, relative
 from tests.support.cases import cases
 
-FINE = {"question": "1 + 1 =", "answer": "2"}
-
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty working folder with some files of questions, rewards and configurations in it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("QARL_SERVER_KEY", raising=False)
-    for name, text in {
-        "q.jsonl": "".join(json.dumps({**FINE, "split": s}) + "\n" for s in ("train",)),
-        "list.json": json.dumps([FINE]),
-        "raises.py": "def reward(problem, text):\n    return {}['score']\n",
-        "exits.py": "import sys\n\n\ndef reward(problem, text):\n    sys.exit(3)\n",
-        "model.gguf": "GGUF",
-    }.items():
+    for name, text in cases(__file__, "files").items():
         (tmp_path / name).write_text(text)
     (tmp_path / "latin.yaml").write_bytes(b"# \xe9\n")
     (tmp_path / "taken").mkdir()
@@ -125,12 +117,7 @@ def test_a_run_is_resumed_and_evaluated_in_any_folder(place: Path, random_policy
     names them from its own folder; ids, modules and built-in names stay. A folder that moves takes its files along."""
     shutil.copytree(random_policy(True), place / "model")
     (place / "data").mkdir()
-    overrides = {
-        "output": "run", "model": "model", "task.name": "q.jsonl", "learner.objective.name": "own",
-        "task.reward": "raises.py:reward=1, math", "task.correct": "tests.support.rewards:reward",
-        "learner.objective.function": "own.py:objective", "rollout.max_new_tokens": "8",
-    }  # fmt: skip
-    config = load_config(config_file("tiny-qwen3"), overrides)
+    config = load_config(config_file("tiny-qwen3"), cases(__file__, "a run of files"))
     run = RunFolder.create(config)
     shutil.copytree(place / "model", run.export)
     (run.export / "qarl.json").write_text(json.dumps(export_note(run.path, config, 3, run.export)))

@@ -33,6 +33,10 @@ from tests.support.records import assert_recorded
 HOSTILE = '<!--<script></script ><script >alert("x")</script><img src=x onerror=alert(1)>&amp;\u2028 {{script}} 🙂'
 
 
+LINE = cases(__file__, "a line")
+"""Of metrics, but for what changes from step to step."""
+
+
 def new_run(path: Path, steps: int | list[Any] = 4, of: int = 4, tokens: bool = True, fields: Any = ()) -> Path:
     """A run's folder with metrics of that many steps, or these, and two completions a step."""
     folder = RunFolder.create(load_config(None, {"output": str(path), "steps": str(of), **dict(fields)}))
@@ -45,15 +49,8 @@ def new_run(path: Path, steps: int | list[Any] = 4, of: int = 4, tokens: bool = 
 
 
 def line(step: int, **more: Any) -> dict[str, Any]:
-    mismatch = {"mean_abs": 1e-3, "max_abs": 0.1, "mean_log_w": 1e-4, "log_w_low": -0.01, "log_w_high": 0.02}
-    learned = {"clipped": 0.01, "phantom_clipped": None, "corrected": 0.0, "entropy": 0.5, "skipped": 0, "forward": 0.1}
-    return {
-        "step": step, "weight_version": step, "reward": step / 10, "response_tokens": 3.0, "error_tokens": 0.0,
-        "improbable_tokens": 0.0, "repeated_tokens": 0.0, "mixed_reward_groups": 0.8, "truncated": 0.0,
-        "skipped_batches": 0, "digest": f"{step:032x}", "seconds/sample": 1.0, "seconds/learn": 0.5,
-        **{f"learn/{name}": value for name, value in learned.items()},
-        **{f"learn/mismatch/{name}": value for name, value in mismatch.items()}, **more,
-    }  # fmt: skip
+    changing = {"step": step, "weight_version": step, "reward": step / 10, "digest": f"{step:032x}"}
+    return LINE | changing | more
 
 
 def rows(step: int, texts: tuple[str, str] = ("7", HOSTILE), length: int = 3) -> TokenRows:
@@ -273,26 +270,14 @@ def test_a_page_stays_small(tmp_path: Path, steps: int, length: int):
         assert sum(data["completions"]["length"]) * 12 > BUDGET / 4
 
 
-@pytest.mark.parametrize(
-    ("metrics", "level", "said"),
-    [
-        ([line(s, reward=0.2) for s in range(1, 30)], "note", "No change beyond noise: reward from 0.2 to 0.2"),
-        ([line(s, reward=(0.25, 0.3, 0.1, 0.2)[s % 4]) for s in range(16)], "note", "No change beyond noise: reward"),
-        ([line(s, reward=0.1 * s + (0.25, 0.3, 0.1, 0.2)[s % 4]) for s in range(16)], "good", "Learned: reward"),
-        ([line(s, accuracy=0.2 + 0.02 * s) for s in range(1, 30)], "good",
-         "Learned: held-out accuracy from 22.0% to 78.0"),
-        ([line(s, accuracy=0.8 - 0.02 * s) for s in range(1, 30)], "warning", "Got worse: held-out accuracy"),
-        ([line(s, accuracy=0.0, heldout_reward=-5 + s, reward=0.1 * s) for s in range(1, 30)], "good",
-         "Learned: reward from 0.2 to 2.8 (+2.6) in 29 steps"),  # nothing else says which answers are right
-        ([line(1, accuracy=0.2), line(2, accuracy=0.21)], "note", "No change beyond noise: held-out accuracy"),
-        ([line(1, accuracy=0.5), line(2, accuracy=0.575)], "note", "No change beyond noise: held-out"),  # 1.7 errors
-        ([line(s, reward=0.1 * (-1) ** s + 0.35 * (s > 9)) for s in range(20)], "good", "Learned: reward"),  # 2.1
-        ([line(s, accuracy=0.2, reward=0.1 * s + (0.25, 0.3, 0.1, 0.2)[s % 4]) for s in range(16)], "good",
-         "Learned: reward from 0.325 to 1.6 (+1.28), with no change of held-out accuracy from 20.0% to 20.0%, which"),
-        ([line(1, weight_version=0)], "warning", "Learned nothing in 1 step of 4; the run is not finished"),
-    ],
-)  # fmt: skip
-def test_the_headline_says_what_became_of_it(tmp_path: Path, metrics: list[Any], level: str, said: str):
+HEADLINES = cases(__file__, "headlines")
+"""What became of a run → its first step, the metrics of its steps, and what is said of it."""
+
+
+@pytest.mark.parametrize(("first", "values", "level", "said"), HEADLINES.values(), ids=HEADLINES)
+def test_the_headline_says_what_became_of_it(tmp_path: Path, first: int, values: Any, level: str, said: str):
+    steps = enumerate(zip(*values.values(), strict=True), first)
+    metrics = [line(step, **dict(zip(values, of_step, strict=True))) for step, of_step in steps]
     headline = findings_of(new_run(tmp_path / "run", metrics, tokens=False))[0]
     assert headline.level == level and headline.text.startswith(said), headline
 

@@ -12,24 +12,12 @@ from typing import Any
 import pytest
 
 from qarl.cli.main import main
+from tests.support.cases import cases
 from tests.support.records import assert_recorded
 from tests.support.transformers_engine import use_transformers_engine
 
-RUN = """train --config tiny-qwen3 --scheme bf16 --dtype float32 --steps 3 --prompts 4 --samples 3 --kernel reference
---learner.operators transformers --eval.problems 4 --eval-every 2 --checkpoint-every 2 --max-new-tokens 5
---mini-batches 2 --reward exact --learner.diagnostics_every 1 --record all --output runs/a"""
-KL = "--learner.kl.name k3 --learner.kl.coefficient 0.1"
-AHEAD = "--rollout.servers http://127.0.0.1:9 --rollout.max_staleness 1 --export false"
-LORA = "--learner.lora.name lora --optimizer adamw --checkpoint.best true --early_warning stop --checkpoint.keep 1"
-COMMANDS = {
-    "a run with a reference, resumed": [f"{RUN} {KL}", "train --resume runs/a --steps 5", "train --resume runs/a"],
-    "adapters, evaluated": [
-        f"{RUN} {LORA}",
-        "eval runs/a --problems 3",
-        "sample runs/a hi --samples 2 --temperature 1",
-    ],
-    "sampled ahead, replayed": [f"{RUN} {AHEAD}", "train --from-rollouts runs/a --output runs/b --export false"],
-}
+COMMANDS = cases(__file__, "commands")
+"""What is done → the commands, one after another."""
 NOISE = ("/mismatch/", "/log_ratio/", "/seconds/", "seconds/", "/lost", "digest", "advantage_corr", "/crossed", "slope")
 
 

@@ -140,10 +140,7 @@ class HummingKernel:
 
 
 @pytest.mark.parametrize("experts", [False, True])
-@pytest.mark.parametrize(("scheme", "quantizes", "said"), [
-    ("nvfp4a16", False, ""), ("nvfp4a16", True, "quantizes activations"), ("nvfp4", True, ""),
-    ("nvfp4", False, "leaves activations in the compute dtype"), ("mxfp4a16", False, ""), ("w4a16", False, ""),
-])  # fmt: skip
+@pytest.mark.parametrize(("scheme", "quantizes", "said"), cases(__file__, "humming"))
 def test_hummings_activations_are_read_from_its_configuration(scheme: str, quantizes: bool, said: str, experts: bool):
     kernel = HummingKernel(quantizes, experts)
     method = SimpleNamespace(moe_kernel=SimpleNamespace(fused_experts=kernel)) if experts else SimpleNamespace()

@@ -15,6 +15,7 @@ from qarl.quant.layers.context import LayerContext
 from qarl.quant.layers.linear import LowBitLinear
 from qarl.quant.materialize import materialize
 from qarl.quant.schemes import COMPUTE_DTYPES, SCHEMES, get_scheme
+from tests.support.cases import cases
 from tests.support.kernels import VLLM_CPU_KERNELS, no_cuda, products
 from tests.support.layers import collected, dequantized_activation, kept_tensors, layer_gradients, make_linear, unpacked
 from tests.support.profiles import examples
@@ -209,14 +210,7 @@ def test_gradients_in_a_low_compute_dtype_are_rounded_once(
         torch.testing.assert_close(given_.float(), expected, rtol=rtol, atol=1e-5 * float(expected.abs().max()))
 
 
-KEPT = {
-    "w8a8": [(torch.int8, 256), (torch.float32, 1)],
-    "w4a8": [(torch.int8, 256), (torch.float32, 1), (torch.float32, 1)],
-    "w4afp8": [(torch.float8_e4m3fn, 256), (torch.float32, 1)],
-    "fp8": [(torch.float8_e4m3fn, 256), (torch.float32, 1)],
-    "fp8-block": [(torch.float8_e4m3fn, 256), (torch.float32, 2)],
-    "nvfp4": [(torch.uint8, 128), (torch.float8_e4m3fn, 16)],
-}
+KEPT = cases(__file__, "kept")
 """dtype and count a token of 256 columns of every tensor kept for the backward."""
 
 
@@ -231,8 +225,8 @@ def test_the_activation_kept_for_backward_is_low_bit(scheme: str, kernel: str, d
         y = linear(x)
     y.float().sum().backward()
     assert x.grad is not None
-    expected = KEPT.get(scheme, [(dtype, 256)])
-    assert [(t.dtype, t.numel()) for t in saved] == [(kind, 24 * count) for kind, count in expected]
+    expected = KEPT.get(scheme, [(str(dtype).removeprefix("torch."), 256)])
+    assert [(t.dtype, t.numel()) for t in saved] == [(getattr(torch, kind), 24 * count) for kind, count in expected]
 
 
 @every_product

@@ -197,10 +197,7 @@ def test_weights_and_inputs_take_the_bytes_of_the_table(name: str, shape: tuple[
     assert spec.input_bytes(dtype.itemsize) * x.numel() == kept.nbytes
 
 
-PRESETS = {
-    "w4a16": "W4A16", "w8a16": "W8A16", "w8a8": "W8A8", "w4afp8": "W4AFP8", "fp8": "FP8_DYNAMIC",
-    "fp8-block": "FP8_BLOCK", "nvfp4a16": "NVFP4A16", "nvfp4": "NVFP4", "mxfp4a16": "MXFP4A16",
-}  # fmt: skip
+PRESETS = cases(__file__, "presets")
 
 
 @pytest.mark.parametrize("name", PRESETS)

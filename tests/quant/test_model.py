@@ -22,6 +22,7 @@ from qarl.quant.schemes import COMPUTE_DTYPES, SCHEMES, SchemeError, get_scheme,
 from qarl.quant.types import LayerReport
 from qarl.sync.publisher import Publisher
 from tests.support import Policies, models
+from tests.support.cases import cases
 from tests.support.engines import SEQUENCES, start_engine
 from tests.support.learners import batch_of
 from tests.support.models import all_logits, gradients, low_bit, qwen3, same_stream, some_tokens, stream_bytes
@@ -151,19 +152,9 @@ def test_an_error_in_a_published_forward_does_not_leave_the_model_aligned():
     assert torch.equal(all_logits(model, some_tokens()), before)
 
 
-KINDS = ("sliding_attention", "full_attention")
-ANGLES = {kind: {"rope_type": "default", "rope_theta": 10.0**power} for power, kind in enumerate(KINDS, 3)}
-WINDOWED = {"sliding_window": 5, "layer_types": list(KINDS), "rope_parameters": ANGLES, "query_pre_attn_scalar": 16}
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
-    "mistral": ("MistralConfig", {"sliding_window": None}),
-    "windowed": ("MistralConfig", {"sliding_window": 5}),
-    "qwen2": ("Qwen2Config", {"head_dim": 32}),  # it has no such field, and takes 128 / 4
-    "qwen3": ("Qwen3Config", {"tie_word_embeddings": True}),
-    "gemma": ("GemmaConfig", {}),
-    "gemma3": ("Gemma3TextConfig", WINDOWED),
-}
-"""Gemma 3: a layer with a window, one without; each with its own rotary embedding."""
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = cases(__file__, "families")
+"""Qwen2 has no field head_dim, and takes 128 / 4. Gemma 3: a layer with a window, one without; each with its own rotary
+embedding."""
 
 
 def random_of(config: str, **changes: Any) -> PreTrainedModel:

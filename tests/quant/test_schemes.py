@@ -127,9 +127,7 @@ def test_the_command_prints_and_writes(
     assert max(map(len, lines.values())) < 200, "a line a scheme, no longer than that"
 
 
-LLMCOMPRESSOR_PRESETS = {
-    "w8a16": "W8A16", "w4a8": "W4A8", "fp8-block": "FP8_BLOCK", "nvfp4a16": "NVFP4A16", "mxfp4a16": "MXFP4A16",
-}  # fmt: skip
+LLMCOMPRESSOR_PRESETS = cases(__file__, "presets")
 """Those that llmcompressor writes without calibration data; the baseline's schemes are tests/runs/test_ptq.py's."""
 restore_granite_experts = functools.cache(_restore_granite_experts)
 

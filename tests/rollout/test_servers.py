@@ -144,9 +144,7 @@ def test_nothing_but_health_is_answered_without_the_key(monkeypatch: pytest.Monk
     assert asked("/health", []) == [{"type": "inside"}]
 
 
-@pytest.mark.parametrize(
-    "body", [b'{"method": "__class__"}', b'{"method": "sleep"}', b'{"method": 1}', b"[]", b"", b"{"]
-)
+@pytest.mark.parametrize("body", map(str.encode, cases(__file__, "calls")))
 def test_calls_into_the_workers_are_of_our_methods_alone(body: bytes, monkeypatch: pytest.MonkeyPatch):
     """With the key, and where there is none: `__class__` ends the thread that answers, and a server hangs for good."""
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
@@ -321,10 +319,7 @@ def test_a_version_is_whole_or_absent_and_in_its_own_folder(tmp_path: Path):
     assert [folder.name for folder in tmp_path.iterdir()] == ["version-8"]
 
 
-@pytest.mark.parametrize(("release", "untested", "serves"), [
-    ("0.29.1", "vLLM 0.29 is not tested (0.30 to 0.32 are)", False), ("0.31.0", None, False),
-    ("0.32.0+cpu", None, True), ("1.0.0", "vLLM 1.0 is not tested", True), ("dev", None, True),
-])  # fmt: skip
+@pytest.mark.parametrize(("release", "untested", "serves"), cases(__file__, "releases"))
 def test_a_vllm_that_was_not_tested_is_named_and_one_without_spans_refused(
     release: str, untested: str | None, serves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -452,59 +447,40 @@ def test_a_version_that_was_written_to_is_refused_or_the_one_announced(whole: bo
     assert refused > 0.8 * MUTATIONS
 
 
-def damaged(there: Version, /, **fields: Any) -> None:
-    manifest = json.loads((there.folder / "manifest.json").read_text())
-    (there.folder / "manifest.json").write_text(json.dumps(manifest | fields))
-
-
-def tensors_are(kind: str) -> Callable[[Version], None]:
-    return lambda version: replace(version.folder / "tensors-0.safetensors", kind, random.Random(0))
-
-
-@pytest.mark.parametrize(("harm", "message"), [
-    (lambda v: damaged(v, files={"../x": ["a.weight_packed"]}), "no file of a weight version"),
-    (lambda v: damaged(v, files={"..": ["a.weight_packed"]}), "no file of a weight version"),
-    (lambda v: damaged(v, files={"manifest.json": ["a.weight_packed"]}), "no file of a weight version"),
-    (lambda v: damaged(v, tensor_bytes=2**50), "bytes of tensors, not"),
-    (lambda v: damaged(v, version=True), "no weight version can be read"),
-    (lambda v: (v.folder / "manifest.json").write_text("[" * 200_000), "no weight version can be read"),
-    (tensors_are("sparse"), "bytes, more than"),
-    (tensors_are("link"), "no plain file"),
-    (tensors_are("fifo"), "no plain file"),
-])  # fmt: skip
-def test_what_a_hostile_version_is_refused_for(harm: Callable[[Version], object], message: str, tmp_path: Path):
+@pytest.mark.parametrize(("harm", "message"), cases(__file__, "hostile"))
+def test_what_a_hostile_version_is_refused_for(harm: Any, message: str, tmp_path: Path):
+    """harm: other fields of the manifest, a deep one, or what is in the place of tensors."""
     version, held = written(tmp_path, whole=True)
-    harm(version)
+    if isinstance(harm, dict) or harm == "deep":
+        manifest = version.folder / "manifest.json"
+        manifest.write_text("[" * 200_000 if harm == "deep" else json.dumps(json.loads(manifest.read_text()) | harm))
+    else:
+        replace(version.folder / "tensors-0.safetensors", harm, random.Random(0))
     with pytest.raises(ValueError, match=message):
         received(version, held)
 
 
 def sent_by(bodies: list[Any]) -> Callable[[], Any]:
-    """A request's messages, one a body: bytes, "silence", or None where the sender is gone."""
+    """A request's messages, one a body: text, "silence", or None where the sender is gone."""
 
     async def next_message() -> dict[str, Any]:
         body = bodies.pop(0)
         if body == "silence":
             await asyncio.sleep(30)
         kind = "http.disconnect" if body is None else "http.request"
-        return {"type": kind, "body": body, "more_body": bool(bodies)}
+        return {"type": kind, "body": body and body.encode(), "more_body": bool(bodies)}
 
     return next_message
 
 
-@pytest.mark.parametrize(("bodies", "message"), [
-    ([b"abc", b"defg"], "6 bytes were announced, and more came"),
-    ([b"abc", b"de"], "6 bytes were announced, and fewer came"),
-    ([b"abc", None], "the connection broke off"),
-    ([b"abc", "silence"], "nothing came for"),
-])  # fmt: skip
+@pytest.mark.parametrize(("bodies", "message"), cases(__file__, "bodies"))
 def test_a_file_that_does_not_come_as_announced_is_refused(bodies: list[Any], message: str, tmp_path, monkeypatch):
     """Blind spot: HTTP itself, which is `tests/engine/test_servers.py`'s."""
     monkeypatch.setattr(receive, "_SILENCE_SECONDS", 0.05)
     request = Request({"type": "http"}, sent_by(bodies))
     with (tmp_path / "file").open("wb") as file, pytest.raises(HTTPException, match=message):
         asyncio.run(receive.copy(request, file, 6))
-    request = Request({"type": "http"}, sent_by([b"abc", b"def", b""]))
+    request = Request({"type": "http"}, sent_by(["abc", "def", ""]))
     with (tmp_path / "file").open("wb") as file:
         asyncio.run(receive.copy(request, file, 6))
     assert (tmp_path / "file").read_bytes() == b"abcdef"
@@ -513,7 +489,7 @@ def test_a_file_that_does_not_come_as_announced_is_refused(bodies: list[Any], me
 def test_a_file_that_is_refused_is_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """So its sender, who reads no answer before, finds the refusal and no broken connection."""
     monkeypatch.setenv(receive.RECEIVED, str(tmp_path))
-    bodies, answer = [b"abc", b"def", b""], AsyncMock()
+    bodies, answer = ["abc", "def", ""], AsyncMock()
     app = SimpleNamespace(state=SimpleNamespace(engine_client=AsyncMock(**{"collective_rpc.return_value": []})))
     scope = {"type": "http", "method": "POST", "path": f"{receive.VERSIONS}/1/delta", "headers": [], "app": app}
     asyncio.run(receive.ReceiveVersions(AsyncMock())(scope | {"query_string": b"run=a"}, sent_by(bodies), answer))

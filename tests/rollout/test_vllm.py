@@ -26,6 +26,7 @@ from qarl.rollout.vllm.engine import VllmEngine, vllm_requests
 from qarl.rollout.vllm.options import VllmOptions, llm_arguments, prepare_environment, refuse_unsupported
 from qarl.rollout.vllm.requests import sampling_arguments, scoring_arguments
 from qarl.rollout.vllm.worker import _scheme_of, compare_names
+from tests.support.cases import cases
 from tests.support.kernels import no_cuda
 
 SAMPLING = Sampling(samples=2, max_new_tokens=6, temperature=0.5, top_p=0.9, top_k=5, min_p=0.1, seed=3)
@@ -34,11 +35,8 @@ PROMPTS = [Prompt("a", "", (1, 2)), Prompt("b", "", (3,), max_new_tokens=4), Pro
 
 def test_a_completions_request():
     seed = int.from_bytes(hashlib.blake2b(b"3/6/1", digest_size=8).digest(), "big") >> 1
-    assert sampling_arguments(replace(SAMPLING, first_prompt=5), PROMPTS[0], 1, 1) == {
-        "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "max_tokens": 6, "logprobs": 0, "stop": None,
-        "repetition_detection": None, "ignore_eos": False, "seed": seed, "detokenize": False,
-        "flat_logprobs": True, "skip_clone": True,
-    }  # fmt: skip
+    asked = sampling_arguments(replace(SAMPLING, first_prompt=5), PROMPTS[0], 1, 1)
+    assert asked == cases(__file__, "request") | {"seed": seed}
     other = replace(SAMPLING, temperature=0.0, stop=("#", "##"), loop_limit=4, ignore_end=True)
     asked = sampling_arguments(other, PROMPTS[1], 0, 0)
     assert (asked["seed"], asked["stop"], asked["detokenize"], asked["ignore_eos"]) == (None, ["#", "##"], True, True)
@@ -55,18 +53,11 @@ def test_a_completions_request():
 @no_cuda
 def test_an_engines_arguments_on_a_cpu():
     rollout = RolloutConfig(max_prompt_tokens=5000, max_new_tokens=4000, max_num_seqs=7, temperature=0.5)
-    expected: dict[str, Any] = {
-        "dtype": "bfloat16", "enforce_eager": True, "max_model_len": 9000, "max_num_seqs": 7,
-        "kv_cache_memory_bytes": 2**30, "gpu_memory_utilization": 0.01, "enable_prefix_caching": True,
-        "distributed_executor_backend": "uni", "disable_log_stats": True, "use_tqdm_on_load": False,
-        "enable_return_routed_experts": False, "logprobs_mode": "processed_logprobs",
-        "enable_chunked_prefill": False, "max_num_batched_tokens": 9000,
-    }  # fmt: skip
+    expected = cases(__file__, "arguments")
     assert llm_arguments(VllmOptions(rollout)) == expected
     rollout = rollout.model_copy(update={"temperature": 1.0, "prefix_caching": False, "max_new_tokens": 8})
-    changed = {"max_model_len": 5008, "max_num_batched_tokens": 8192, "logprobs_mode": "raw_logprobs"}
-    changed |= {"dtype": "float16", "distributed_executor_backend": "external_launcher", "enable_prefix_caching": False}
-    assert llm_arguments(VllmOptions(rollout, "float16", multi_process=True)) == expected | changed
+    options = VllmOptions(rollout, "float16", multi_process=True)
+    assert llm_arguments(options) == expected | cases(__file__, "changed")
 
 
 @no_cuda

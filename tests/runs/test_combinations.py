@@ -17,11 +17,13 @@ from typing import Any
 import pytest
 
 from qarl.learner.objectives import OBJECTIVES
+from tests.support.cases import cases
 from tests.support.kernels import AVX512, CPU_SCHEMES
 from tests.support.profiles import thorough
 from tests.support.runs import Run, lines, qarl, qarl_alone
 
-CORRECTIONS = ("none", "token_tis", "sequence_tis", "token_mis", "sequence_mis", "geometric")
+FIRST, LAST = (cases(__file__, name) for name in ("first", "last"))
+"""The option → its values, and how often it has one; drawn before and after the objective."""
 
 
 @dataclass(frozen=True)
@@ -44,29 +46,18 @@ def draw(seed: int) -> Combination:
     """The combination of a seed; every option is left at its default about half of the time."""
     rng = random.Random(seed)
 
-    def maybe(options: dict[str, str], name: str, values: Any, often: float = 0.5) -> None:
-        if rng.random() < often:
-            options[name] = str(rng.choice(values))
+    def draw_some(of: dict[str, Any]) -> None:
+        for name, (values, often) in of.items():
+            if rng.random() < often:
+                options[name] = rng.choice(values)
 
     options = {"scheme": rng.choice(CPU_SCHEMES)}
-    maybe(options, "model", ["tiny-qwen3-moe"], 0.35)
-    maybe(options, "dtype", ["float16", "float32"])
-    maybe(options, "learner.master_dtype", ["bfloat16", "float16"], 0.4)
-    maybe(options, "learner.optimizer.name", ["adamw"], 0.4)
+    draw_some(FIRST)
     if options.get("learner.master_dtype") and rng.random() < 0.5:
         options["learner.optimizer.rounding"] = rng.choice(["nearest", "stochastic"])
-    maybe(options, "learner.objective.name", [*OBJECTIVES], 0.6)
+    draw_some({"learner.objective.name": ([*OBJECTIVES], 0.6)})
     options["learner.mini_batches"] = "1" if options.get("learner.objective.name") == "on_policy" else "2"
-    maybe(options, "learner.correction.name", CORRECTIONS)
-    maybe(options, "learner.advantage", ["dr_grpo", "rloo"], 0.3)
-    maybe(options, "learner.kl.name", ["k1", "k2", "k3"], 0.3)
-    maybe(options, "learner.lora.name", ["lora"], 0.25)
-    maybe(options, "learner.packing", ["false"], 0.3)
-    maybe(options, "learner.gradient_checkpointing", ["true"], 0.3)
-    maybe(options, "learner.aligned", ["false"], 0.2)
-    maybe(options, "learner.operators", ["transformers"], 0.2)
-    maybe(options, "learner.kernel", ["reference"], 0.2)
-    maybe(options, "layers", ["first:1=bf16", "*.down_proj=w8a8", "last:1=w4a16"], 0.3)
+    draw_some(LAST)
     processes = 2 if rng.random() < 0.2 else None
     if processes or rng.random() < 0.15:
         options["learner.zero_stage"] = str(rng.choice([0, 1, 2, 3]))

@@ -46,10 +46,7 @@ def unquantized(folder: Path, out: Path, dtype: str) -> Path:
     return out
 
 
-@pytest.mark.parametrize(
-    ("scheme", "methods"),
-    [("bf16", ""), ("w4a16", "rtn gptq awq"), ("w8a8", "rtn gptq smoothquant"), ("fp8", "rtn gptq")],
-)
+@pytest.mark.parametrize(("scheme", "methods"), cases(__file__, "methods"))
 def test_which_methods_are_for_a_scheme(scheme: str, methods: str):
     assert methods_for(SCHEMES[scheme]) == tuple(methods.split())
     for name in METHODS:

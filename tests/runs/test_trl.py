@@ -15,15 +15,12 @@ from datasets import Dataset
 
 import qarl
 from qarl.configs.errors import ConfigError
+from tests.support.cases import cases
 
 trl: Any = pytest.importorskip("trl", reason="an optional extra, in no lock: pip install 'qarl[cpu,trl]'")
 grpo: Any = importlib.import_module("qarl.integrations.trl.grpo")
 
-OPTIONS: dict[str, Any] = {
-    "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "num_generations": 4,
-    "max_completion_length": 6, "learning_rate": 1e-3, "report_to": "none", "logging_steps": 1, "use_cpu": True,
-    "disable_tqdm": True, "save_steps": 1, "max_steps": 2,
-}  # fmt: skip
+OPTIONS: dict[str, Any] = cases(__file__, "options")
 
 
 def reward(completions: list[Any], number: list[int], **_: Any) -> list[float]:

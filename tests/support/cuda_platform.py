@@ -26,6 +26,7 @@ from qarl.quant.checkpoint.families import ExpertLayout, ExpertsShape
 from qarl.quant.kernels.vllm_cpu import register
 from qarl.quant.runtime.libraries import SETTLED
 from qarl.quant.schemes import Scheme, SchemeError, write_quantization_config
+from tests.support.cases import cases
 
 CAPABILITIES = [(8, 0), (8, 9), (9, 0), (10, 0)]
 LAYOUT = ExpertLayout()
@@ -33,13 +34,7 @@ LAYOUT = ExpertLayout()
 _PACKAGES = ("has_humming", "has_deep_gemm")
 """What the CUDA lock installs or vLLM's wheel for CUDA bundles."""
 
-_WHEEL = {
-    "cutlass_scaled_mm_supports_fp8": 89,
-    "cutlass_scaled_mm_supports_block_fp8": 90,
-    "cutlass_scaled_mm_supports_fp4": 100,
-    "mxfp4_experts_quant_supported": 100,
-    "cutlass_group_gemm_supported": 90,
-}
+_WHEEL: dict[str, int] = cases(__file__, "wheel")
 """Questions that the wheel's operators answer, and the least capability they say yes to."""
 _LAZY = ("vllm.model_executor.layers.fused_moe.oracle", "vllm.model_executor.layers.fused_moe.experts")
 """Packages whose modules vLLM imports as it chooses: imported beforehand, else they would keep the stand-in."""

@@ -20,6 +20,7 @@ from qarl.quant.types import LowBitTensor
 from qarl.rollout.engine import LoadReport
 from qarl.sync.export import ExportError, checkpoint_config, write_checkpoint
 from qarl.sync.publisher import Publisher, PublishError
+from tests.support.cases import cases
 from tests.support.learners import make_learner
 
 SIZES = {"a": 4, "b.w": 1, "c": 4, "d": 1}
@@ -65,15 +66,9 @@ def test_a_publish_reports_what_was_sent():
     assert (published.tensors, published.bytes, published.canary) == (sent.tensors, sent.bytes, None)
 
 
-@pytest.mark.parametrize(
-    ("ends", "problem"),
-    [
-        (Ends(unconsumed=["x", "y"]), r"no engine layer took x, y; the run stops here"),
-        (Ends(unconsumed=["x", "y", "z"]), r"no engine layer took x, y, z; the run"),
-        (Ends(missing=["v", "w", "x", "y", "z"]), r"the engine expected more tensors for v, w, x and 2 more;"),
-    ],
-)
-def test_what_did_not_arrive_stops_the_run(ends: Ends, problem: str):
+@pytest.mark.parametrize(("unconsumed", "missing", "problem"), cases(__file__, "lost"))
+def test_what_did_not_arrive_stops_the_run(unconsumed: list[str], missing: list[str], problem: str):
+    ends = Ends(unconsumed, missing)
     with pytest.raises(PublishError, match=f"publish of weight version 3 failed: {problem}"):
         ends.publisher().publish(3)
     ends.unconsumed = ends.missing = ()
