@@ -3,16 +3,13 @@
 The processes are real, over gloo (`tests/support/shard_worker.py`). Whole trainings are in `test_zero.py`."""
 
 import itertools
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
 
 from qarl.quant.runtime.shards import cut_rows
-from tests.support.runs import ROOT
+from tests.support.runs import run_two_workers
 from tests.support.shard_worker import ROWS, gradient_of, row_steps
 from tests.support.tensors import normal
 
@@ -21,10 +18,7 @@ from tests.support.tensors import normal
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What two processes made of rows."""
     folder = tmp_path_factory.mktemp("sharded")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [*launch, "-m", "tests.support.shard_worker", str(folder)]
-    subprocess.run(command, env=environment, check=True, timeout=400)
+    run_two_workers("shard_worker", folder / "made.pt", folder / "log.txt")
     return torch.load(folder / "made.pt")
 
 

@@ -5,7 +5,6 @@ The processes are real, over gloo (`tests/support/zero_worker.py`); one launch d
 import functools
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,11 @@ from qarl.configs.schema.lora import LoraConfig
 from qarl.learner.learner import Learner
 from qarl.quant.checkpoint.load import load_masters
 from qarl.quant.model.add_lora import add_adapters
-from qarl.rollout.servers.vllm.start import free_ports
 from qarl.run.checkpoint import save_checkpoint
-from tests.support.forks import ROOT, Fork
 from tests.support.learners import assert_same_trajectory, batch_of, distances, make_learner, masters_of, random_model
 from tests.support.models import low_bit
 from tests.support.moe_models import CONFIGS, random_moe
+from tests.support.runs import run_two_workers
 
 pytestmark = pytest.mark.slow
 BATCHES = 10
@@ -101,14 +99,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
         read = {"read": str(written_by_two(folder / name, name)), "step_over": name == "followed"}
         jobs += [{**read, "save": str(folder / f"{name}.pt")}]
     (folder / "jobs.json").write_text(json.dumps(jobs))
-    log, port = folder / "log.txt", str(free_ports(1)[0])
-    group = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **group}
-    processes = [
-        Fork("zero", [str(folder / "jobs.json")], ROOT, {**environment, "RANK": rank, "LOCAL_RANK": rank}, log, log)
-        for rank in ("0", "1")
-    ]
-    assert [process.wait() for process in processes] == [0, 0], log.read_text()
+    run_two_workers("zero_worker", folder / "jobs.json", folder / "log.txt")
     found = {path.stem: torch.load(path) for path in folder.glob("*.pt") if path.stem not in ("half", "muon")}
     return {**found, "folder": folder}
 

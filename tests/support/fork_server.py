@@ -6,7 +6,7 @@ being files to append to, and is answered with two lines: "begun", with the chil
 and the exit status as `subprocess` gives it. Commands of several connections run at once. A child is a whole process,
 less what a fork cannot show: the cost of imports, another hash seed, the interpreter's end.
 
-Kinds: "qarl", the command; "zero", a process of `tests.support.zero_worker`; "compressor", what `qarl.ptq.compressor`
+Kinds: "qarl", the command; "worker", the `main` of a module here, with a path; "compressor", what `qarl.ptq.compressor`
 starts, served by a fork of the server that has imported llmcompressor, which no other kind is to have in its process.
 """
 
@@ -61,10 +61,8 @@ def _qarl(arguments: list[str]) -> int:
     return main(arguments)
 
 
-def _zero(_arguments: list[str]) -> int:
-    from tests.support import zero_worker
-
-    zero_worker.main()
+def _worker(arguments: list[str]) -> int:
+    importlib.import_module(f"tests.support.{arguments[0]}").main(Path(arguments[1]))
     return 0
 
 
@@ -76,7 +74,7 @@ def _compressor(_arguments: list[str]) -> int:
     return 0
 
 
-_MAINS = {"qarl": _qarl, "zero": _zero, "compressor": _compressor}
+_MAINS = {"qarl": _qarl, "worker": _worker, "compressor": _compressor}
 
 
 def _import_llmcompressor() -> None:

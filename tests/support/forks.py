@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
-KINDS = ("qarl", "zero", "compressor")
+KINDS = ("qarl", "worker", "compressor")
 
 sockets: Path | None = None
 """The folder of the server's sockets, named by kind; a forked command has it from its server."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from qarl.rollout.servers.vllm.start import free_ports
 from tests.support.forks import ROOT, Fork
 
 SMALL = ["--steps", "4", "--prompts", "8", "--samples", "4", "--eval.problems", "32", "--eval-every", "2",
@@ -74,6 +75,16 @@ def succeeded(*arguments: str | Path, **where: Any) -> subprocess.CompletedProce
 def qarl_alone(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """As `qarl`, by the real command: 15 s of CPU more. For what a fork cannot show."""
     return subprocess.run(command(*arguments), capture_output=True, text=True, env=environment(), timeout=600)
+
+
+def run_two_workers(module: str, argument: Path, log: Path) -> None:
+    """`main` of that module of tests.support in the two processes of a group, as torchrun would tell them of it."""
+    port, ranks = str(free_ports(1)[0]), []
+    for rank in "01":
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        ranks.append(Fork("worker", [module, str(argument)], ROOT, environment() | place, log, log))
+    assert [each.wait() for each in ranks] == [0, 0], log.read_text()
 
 
 def lines(run: Path) -> list[dict[str, Any]]:

@@ -1,8 +1,7 @@
-"""One process of `tests/learner/test_sharded.py`: python -m torch.distributed.run -m tests.support.shard_worker FOLDER.
+"""One process of `tests/learner/test_sharded.py`, forked in the environment that torchrun gives.
 
-What is made of rows here, without a model, goes to `FOLDER/made.pt`."""
+What is made of rows here, without a model, goes to a file."""
 
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -114,8 +113,8 @@ def reduced(processes: Processes) -> list[torch.Tensor]:
     return sums
 
 
-def main() -> None:
-    folder, processes = Path(sys.argv[1]), join_processes()
+def main(file: Path) -> None:
+    processes = join_processes()
     torch.set_num_threads(1)
     made: dict[str, Any] = {}
     for name in ROWS:
@@ -129,9 +128,5 @@ def main() -> None:
     if processes.first:
         made["sums"] = sums
         made["equal"] = {key: all(one[key] for one in told) for key in equal}
-        torch.save(made, folder / "made.pt")
+        torch.save(made, file)
     leave_processes()
-
-
-if __name__ == "__main__":
-    main()

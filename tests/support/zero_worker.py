@@ -1,9 +1,8 @@
-"""One process of `tests/learner/test_zero.py`, forked in the environment that torchrun gives: zero JOB.json.
+"""One process of `tests/learner/test_zero.py`, forked in the environment that torchrun gives.
 
 A job trains a random policy on `batch_of()` under one ZeRO stage and writes its whole state; see `run`."""
 
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -86,9 +85,9 @@ def read(job: dict[str, Any], processes: Processes) -> None:
         torch.save({"said": told}, job["save"])
 
 
-def main() -> None:
+def main(jobs: Path) -> None:
     processes = join_processes()
     torch.set_num_threads(1)
-    for job in json.loads(Path(sys.argv[1]).read_text()):
+    for job in json.loads(jobs.read_text()):
         (read if "read" in job else run)(job, processes)
     leave_processes()
