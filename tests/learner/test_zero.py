@@ -23,8 +23,8 @@ from tests.support.moe_models import CONFIGS, random_moe
 from tests.support.runs import run_two_workers
 
 pytestmark = pytest.mark.slow
-BATCHES = 10
-"""Of two updates each: 20 steps."""
+BATCHES = 4
+"""Of two updates each: 8 steps."""
 ADAMW = {"lr": 1e-4, "name": "adamw"}
 LEARNER: dict[str, Any] = {
     "mini_batches": 2,
@@ -106,7 +106,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_two_processes_learn_as_one(done: Done, stage: int):
-    """Contract: 20 updates by AdamW in fp32, each process computing its micro-batches alone, end at the masters of one
+    """Contract: 8 updates by AdamW in fp32, each process computing its micro-batches alone, end at the masters of one
     process; loss, gradient norm, clipped share and entropy of every batch agree. A loss averaged twice, a micro-batch
     counted twice, or a norm over a shard would be off at once."""
     masters, _, numbers = trained(BATCHES)

@@ -89,11 +89,12 @@ def distances(start: Tensors, expected: Tensors, found: Tensors) -> tuple[torch.
 
 
 def assert_same_trajectory(start: Tensors, expected: Tensors, found: Tensors) -> None:
-    """Of 20 updates by AdamW at 1e-4 in fp32, where only the order of sums differs: by a hundredth of what moved on
-    average, by a few learning rates where Adam divides a small sum by its own size."""
+    """Of 8 updates by AdamW at 1e-4 in fp32, where only the order of sums differs: by a hundredth of what moved on
+    average, by a few learning rates where Adam divides a small sum by its own size. Seen were less than 1e-4 of it,
+    of gradients with noise of a hundredth 0.0137, and no more after 20 updates."""
     moved, off = distances(start, expected, found)
     assert moved.mean() > 5e-5
-    assert off.mean() <= 0.01 * moved.mean() and off.max() <= 20e-4
+    assert off.mean() <= 0.01 * moved.mean() and off.max() <= 8e-4
 
 
 def poison(learner: Learner, name: str, value: float, only: int | None = None):
