@@ -2,6 +2,7 @@
 `qarl train` on servers equals `qarl train` alone, also with a fault (`scripts/server_faults.py` makes more)."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -17,8 +18,9 @@ from qarl.report.metrics import read_metrics
 from qarl.report.token_files import step_file
 from qarl.rollout.servers.vllm.start import free_ports
 from qarl.run.checkpoint import list_checkpoints, load_checkpoint
+from tests.support import forks
 from tests.support.profiles import thorough
-from tests.support.runs import ROOT, SMALL, command, environment, lines, succeeded
+from tests.support.runs import ROOT, SMALL, Run, command, environment, lines, succeeded, wait_for_lines
 
 SHORT = ("--rollout.prompts", "16", "--rollout.samples", "4", "--eval.problems", "0", "--export", "false")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -40,20 +42,22 @@ def wait_for_checkpoint(run: Path, process: subprocess.Popen[str], seconds: floa
 
 
 @pytest.mark.slow
-def test_two_processes_train_interrupt_and_go_on_in_one(tmp_path: Path):
+def test_two_processes_train_interrupt_and_go_on_in_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Contract: with ZeRO-3 and one engine a process the first batch is that of one process (the same prompts and
     seeds, wherever they are sampled), learner and sampler agree, an interrupt ends the step in hand with a checkpoint,
-    and one process without ZeRO goes on from it."""
+    and one process without ZeRO goes on from it. Forks; interpreters of their own are the next test's."""
     two, one = tmp_path / "two", tmp_path / "one"
     steady = ("--learner.optimizer.decay_steps", "0")  # a rate that does not depend on the number of steps
     adamw = ("--optimizer", "adamw", *SHORT, *steady, "--checkpoint-every", "1", "--record", "all")
     launched = ("--processes", "2", "--learner.zero_stage", "3", "--steps", "500")
-    process = started("train", *launched, "--output", str(two), *adamw)
-    wait_for_checkpoint(two, process)
-    process.send_signal(signal.SIGINT)
-    printed, _ = process.communicate(timeout=200)
-    assert process.returncode == 130, printed
-    assert "processes: 2, ZeRO stage 3" in printed and printed.count("run folder:") == 1
+    with monkeypatch.context() as patch:
+        patch.setenv("PYTHON_EXEC", str(forks.interpreter(tmp_path)))
+        process = Run("train", *launched, "--output", two, *adamw)
+    wait_for_lines(process, two / "metrics.jsonl", 1)
+    os.kill(process.pid, signal.SIGINT)
+    done = process.wait()
+    assert done.returncode == 130, done.stdout + done.stderr
+    assert "processes: 2, ZeRO stage 3" in done.stdout and done.stdout.count("run folder:") == 1
     step, state = load_checkpoint(two / "checkpoints")
     seen = read_metrics(two / "metrics.jsonl")
     assert [line["step"] for line in seen] == list(range(1, step + 1))
@@ -110,16 +114,19 @@ def test_where_the_launcher_is_killed_no_process_is_left(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_torchrun_starts_the_same(tmp_path: Path):
+def test_torchrun_starts_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The command is launched by torchrun as it is; input that is wrong is told once, and no run folder is made."""
+    monkeypatch.setenv("PYTHON_EXEC", str(forks.interpreter(tmp_path)))
     launch = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "qarl"]
     run = tmp_path / "run"
     given = ["train", "--output", str(run), "--steps", "1", *SHORT[2:], "--rollout.prompts"]
-    wrong = subprocess.run([*launch, *given, "15"], env=environment(), capture_output=True, text=True, timeout=300)
+    with (tmp_path / "log").open("a") as log:
+        wrong = subprocess.run([*launch, *given, "15"], env=environment(), stdout=log, stderr=log, timeout=300)
     assert wrong.returncode != 0 and not run.exists()
-    assert wrong.stderr.count("rollout.prompts 15 cannot be dealt to 2 processes") == 1
+    assert (tmp_path / "log").read_text().count("rollout.prompts 15 cannot be dealt to 2 processes") == 1
     if not thorough():  # `--processes 2` above starts processes by the same launcher
         return
+    monkeypatch.delenv("PYTHON_EXEC")
     right = subprocess.run([*launch, *given, "16"], env=environment(), capture_output=True, text=True, timeout=400)
     assert right.returncode == 0, right.stderr
     assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [1]

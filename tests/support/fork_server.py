@@ -6,8 +6,9 @@ being files to append to, and is answered with two lines: "begun", with the chil
 and the exit status as `subprocess` gives it. Commands of several connections run at once. A child is a whole process,
 less what a fork cannot show: the cost of imports, another hash seed, the interpreter's end.
 
-Kinds: "qarl", the command; "worker", the `main` of a module here, with a path; "compressor", what `qarl.ptq.compressor`
-starts, served by a fork of the server that has imported llmcompressor, which no other kind is to have in its process.
+Kinds: "qarl", the command, whose `sys.executable` is torchrun's `PYTHON_EXEC` if that is set; "worker", the `main` of a
+module here, with a path; "compressor", what `qarl.ptq.compressor` starts, served by a fork of the server that has
+imported llmcompressor, which no other kind is to have in its process.
 """
 
 import atexit
@@ -38,7 +39,7 @@ def _run(kind: str, request: dict[str, Any]) -> int:
     for descriptor, name in enumerate((os.devnull, request["stdout"], request["stderr"])):
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND if descriptor else os.O_RDONLY
         os.dup2(os.open(name, flags, 0o600), descriptor)
-    sys.argv = [kind, *request["arguments"]]
+    sys.argv, sys.executable = [kind, *request["arguments"]], os.environ.get("PYTHON_EXEC", sys.executable)
     try:
         status = _MAINS[kind](request["arguments"])
     except SystemExit as end:

@@ -92,19 +92,24 @@ def compress(work: Path, log: Path) -> int:
 
 
 def interpreter(folder: Path) -> Path:
-    """An executable in `folder` that stands for `sys.executable -m qarl`: its command runs in the fork server."""
+    """An executable in `folder` that stands for `sys.executable -m qarl`: its command runs in the fork server, and gets
+    the signals that may be passed on."""
     if sockets is None:
         start()
     file = folder / "python"
     file.write_text(
         f"#!{sys.executable}\n"
-        "import os, sys\nfrom pathlib import Path\n"
+        "import os, signal, sys\nfrom pathlib import Path\n"
         f"sys.path.insert(0, {str(ROOT)!r})\n"
-        f"os.environ['PYTHONPATH'] = {str(ROOT)!r}\n"
+        f"os.environ['PYTHONPATH'] = {str(ROOT)!r}\nos.environ.pop('PYTHON_EXEC', None)\n"
         "from tests.support import forks\n"
         f"forks.sockets = Path({str(sockets)!r})\n"
         "log = Path(os.readlink('/proc/self/fd/1'))\n"
-        "sys.exit(forks.Fork('qarl', sys.argv[3:], Path.cwd(), dict(os.environ), log, log).wait())\n"
+        "arguments = sys.argv[sys.argv.index('qarl') + 1 :]\n"
+        "fork = forks.Fork('qarl', arguments, Path.cwd(), dict(os.environ), log, log)\n"
+        "for number in (signal.SIGINT, signal.SIGTERM):\n"
+        "    signal.signal(number, lambda number, _: os.kill(fork.pid, number))\n"
+        "sys.exit(fork.wait())\n"
     )
     file.chmod(0o755)
     return file
