@@ -139,7 +139,7 @@ def test_a_dead_engine_leaves_a_resumable_run(tmp_path: Path, monkeypatch: pytes
     run = tmp_path / "run"
     with monkeypatch.context() as planted:
         planted.setenv(learner_faults.VARIABLE, json.dumps({"engine_dies_at": 3, "log": str(tmp_path / "log")}))
-        done = qarl("train", *SMALL, "--eval.problems", "0", "--output", run)
+        done = qarl("train", *SMALL, "--eval.problems", "0", "--export", "false", "--output", run)
     assert done.returncode == 1, done.stderr
     assert "vLLM failed in 'generate' at weight version 2: the device fell off" in done.stderr
     assert f"checkpoint step-000002 is intact: qarl train --resume {run}" in done.stdout
