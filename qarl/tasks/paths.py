@@ -30,7 +30,7 @@ def absolute_function(spec: str, base: Path) -> str:
 
 def _with_paths(task: TaskConfig, base: Path, change: Callable[[str], str]) -> TaskConfig:
     questions = {field: _place(getattr(task, field), base, change) for field in ("name", "data")}
-    specs = {"reward": task.reward, "correct": task.correct}
+    specs = {field: getattr(task, field) for field in ("reward", "correct", "rollout", "environment")}
     functions = {field: spec and _with_files(spec, change) for field, spec in specs.items()}
     return task.model_copy(update=questions | functions)
 

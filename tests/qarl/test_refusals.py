@@ -137,8 +137,9 @@ def test_a_run_is_resumed_and_evaluated_in_any_folder(place: Path, random_policy
         (place / name).rename(place / "moved" / name)
     moved = plan_evaluation(str(place / "moved" / "run" / "export"), {}).task
     assert moved.name == str(place / "moved" / "q.jsonl")
-    hub = absolute(TaskConfig(name="hf:model", data="hf:owner/name"), place)
-    assert (hub.name, hub.data) == (f"hf:{place / 'model'}", "hf:owner/name")
+    hub = absolute(TaskConfig(name="hf:model", data="hf:owner/name", rollout="talk.py:talk"), place)
+    assert (hub.name, hub.data, hub.rollout) == (f"hf:{place / 'model'}", "hf:owner/name", f"{place / 'talk.py'}:talk")
+    assert absolute(TaskConfig(environment="tools.py:Shop"), place).environment == f"{place / 'tools.py'}:Shop"
     assert relative(hub, place).name == "hf:model"
 
 
