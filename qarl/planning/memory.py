@@ -100,11 +100,13 @@ class _Count:
         kept, working = self.activations(), self.working()
         checkpointing = "layers computed again" if learner.gradient_checkpointing is True else "all layers' kept"
         codes = f"the learner's weights in {scheme}" if learner.keep_codes else f"{scheme} made when needed"
+        moves = 0 if learner.aligned or self.config.quantization.init is None else shapes.quantized * _FP32
         layout = 0 if self.config.shares_engine else self.own_products
         whose = "the learner's own" if learner.keep_products else "a layer's"
         cached = self.cache() // shapes.key_value_bytes(cache_itemsize(self.config))
         parts = (
             Part("masters", self.masters(), f"{of_masters} in {learner.master_dtype}{shared}"),
+            Part("moves", moves, "from masters to calibrated codes, float32"),
             Part("gradients", self.gradients(), f"{trained} in float32{shared}"),
             Part("moments", self.moments(), f"{learner.optimizer.name}, float32{shared}"),
             Part("codes", self.codes(), codes),

@@ -99,6 +99,8 @@ def test_parts_are_those_of_arithmetic_by_hand():
     assert small["activations"] == pytest.approx(28 * 18432 * 70 * 1024 / GIB, rel=0.01)
     assert "kernel layout" not in small
     assert gib("qwen3-1.7b", 1, learner__kernel="reference")["kernel layout"] == 3.2  # 2 bytes of 1.41B and of the head
+    calibrated = {"quantization__scale": "kept", "quantization__init": "gptq", "learner__aligned": "false"}
+    assert gib("qwen3-1.7b", 1, **calibrated)["moves"] == 5.2  # 4 bytes of 1.409B
     large = gib("qwen3-8b", 1)
     assert (large["masters"], large["gradients"], large["moments"]) == (30.5, 30.5, 35.1)
     assert large["activations"] == pytest.approx(22528 * (36 * 4 * 4096 + 70e3 * 2) / GIB, rel=0.1)
