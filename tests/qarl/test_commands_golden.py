@@ -19,6 +19,7 @@ from qarl.cli.mismatch import show
 from qarl.cli.options import text_width
 from qarl.cli.runs import _age
 from qarl.cli.schemes import SchemeRow, _show, checkpoint_bytes
+from qarl.configs.load import default_config, load_config
 from qarl.embedded.recipe import RECIPES, recipe_config
 from qarl.quant.checkpoint.load import empty_model
 from qarl.quant.schemes import SCHEMES
@@ -29,14 +30,15 @@ from tests.support.records import assert_recorded
 
 def test_every_option_of_every_command_and_every_field(capsys: Any, monkeypatch: pytest.MonkeyPatch):
     """Names, counts, choices, defaults and types; what --help makes of them is Python's."""
-    (commands,) = (each for each in cli._parser()._actions if isinstance(each, argparse._SubParsersAction))
+    whole = cli._parser()
+    (commands,) = (each for each in whole._actions if isinstance(each, argparse._SubParsersAction))
     options = {
         f"{name} {'/'.join(each.option_strings) or each.dest}": " ".join(
             map(str, (each.nargs, each.choices, each.default, getattr(each.type, "__name__", ""), each.metavar))
         )
-        for name, parser in commands.choices.items()
+        for name, parser in {"": whole, **commands.choices}.items()
         for each in parser._actions
-        if not each.dest.startswith("short:") or name == "train"
+        if each is not commands and (name == "train" or not each.dest.startswith("short:"))
     }
     assert_recorded(__file__, "options", options)
     monkeypatch.setenv("COLUMNS", "110")
@@ -71,7 +73,7 @@ def test_plans_with_their_remedies(line: str, capsys: pytest.CaptureFixture[str]
 
 
 def test_tables(capsys: pytest.CaptureFixture[str]):
-    """Schemes that run here and that do not; findings one by one; ages of runs; widths of text."""
+    """Schemes that run here and that do not; findings one by one; what is trained; ages of runs; widths of text."""
     console = Console(width=100)
     why = ["", "scheme 'b': too old. Else", "no (vLLM has it for GPUs)", "word " * 20]
     sizes = [(n / 3 or None, n * 2**29 or None) for n in range(6)]
@@ -80,6 +82,10 @@ def test_tables(capsys: pytest.CaptureFixture[str]):
     for model, verbose in ((None, False), ("m", False), ("m", True)):
         _show(console, rows, model, verbose)
     show([Finding("warning", "about", "text", "do"), Finding("note", "", "two\nlines")], console)
+    for file, resume, model, task in cases(__file__, "begun"):
+        config = load_config(default_config(model), {"model": model, "task.name": task})
+        with patch.object(cli, "installed", lambda name: "1.0"):
+            cli._say_begun(argparse.Namespace(config=file, resume=resume), config, console)
     ages = [_age(seconds) for seconds in (-1, 0, 59, 60, 89, 91, 3599, 3600, 86399, 86400, 10**6)]
     widths = [text_width(columns) for columns in (10, 50, 51, 119, 120, 300)]
     model = empty_model(recipe_config(RECIPES["tiny-qwen3-moe"]))

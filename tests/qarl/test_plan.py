@@ -218,6 +218,16 @@ def test_cpus_refuse_beyond_a_quarter_more_than_there_is(tmp_path: Path, monkeyp
     assert "GiB too much on this machine's CPUs; nothing was loaded" in capsys.readouterr().err
 
 
+def test_the_memory_is_what_a_control_group_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    files = {"memory.max": "3000\n", "memory.current": "2000\n", "memory.stat": "anon 5\ninactive_file 700\n"}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(machines, "Path", lambda _: tmp_path)
+    assert machines.available_memory() == 1700  # page cache is given up
+    (tmp_path / "memory.max").write_text("max\n")
+    assert machines.available_memory() > GIB
+
+
 def test_the_machine_is_what_the_driver_tells(driver: Callable[..., None], monkeypatch: pytest.MonkeyPatch):
     """Of unlike memory the smallest."""
     driver(81559)
