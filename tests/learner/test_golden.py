@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from qarl.learner.diagnostics.token_log import TokenLog
 from qarl.learner.objectives import OBJECTIVES
 from tests.support.cases import cases
 from tests.support.learners import batch_of, logprobs_of, make_learner, random_model
@@ -71,7 +72,8 @@ def trajectory(scheme: str) -> list[dict[str, float]]:
 
 
 def statistics(name: str) -> list[dict[str, float]]:
-    """Every number that two batches report, under a sampler that is off by up to 1 nat a token."""
+    """Every number that two batches report, and the second's log of tokens, some of them of versions before, under a
+    sampler that is off by up to 1 nat a token."""
     reference = low_bit(random_model(), "bf16", torch.float32) if "kl" in STATISTICS[name] else None
     config = {"mini_batches": 2, "diagnostics_every": 1, **STATISTICS[name]}
     learner = make_learner("bf16", torch.float32, reference=reference, **config)
@@ -83,8 +85,23 @@ def statistics(name: str) -> list[dict[str, float]]:
         batch = batch_of(step)
         own = logprobs_of(learner, batch).values
         noise = torch.sin(torch.arange(own.numel()) * 1.7).view(own.shape) * batch.response_mask
-        steps.append(numbers(learner.learn(dataclasses.replace(batch, sampler_logprobs=own + noise), step)))
+        behind = (torch.arange(own.shape[1]) % 3 * batch.response_mask).long() if step else None
+        batch = dataclasses.replace(batch, sampler_logprobs=own + noise, versions_behind=behind)
+        log = TokenLog(batch, [1, 5]) if step else None
+        steps.append(numbers(learner.learn(batch, step, log=log)) | ({} if log is None else of_log(log)))
     return steps
+
+
+def of_log(log: TokenLog) -> dict[str, float]:
+    """What a log of tokens comes to."""
+    clipped = dict(enumerate(log.clip.flatten().bincount().tolist()))
+    rows = {"updated": log.updated, "known": log.known, "age": log.age, "unquantized": log.unquantized.known}
+    sums = {
+        "old": log.old,
+        "log_ratio": log.log_ratio.abs(),
+        **{name: tensor.double() for name, tensor in rows.items()},
+    }
+    return numbers({**{name: float(tensor.sum()) for name, tensor in sums.items()}, "clip": clipped}, "log")
 
 
 def numbers(value: Any, name: str = "") -> dict[str, float]:

@@ -144,7 +144,7 @@ def sapo_gate(r: float, tau: float) -> tuple[float, float]:
 
 ONE_TOKEN: dict[str, list[tuple[float, float, float, float]]] = cases(__file__, "one token")
 """Objective → one token's ratio r and advantage A, the value of J, and its slope dJ/dr, 0 where cut."""
-for r, A, tau in ((1.7, 2.0, 1.0), (0.4, -3.0, 1.05)):
+for r, A, tau in ((1.7, 0.5, 1.0), (0.4, -3.0, 1.05)):
     value, slope = sapo_gate(r, tau)
     ONE_TOKEN["sapo"].append((r, A, A * value, A * slope))
 
