@@ -104,20 +104,16 @@ class Child:
         self._living.clear()
 
 
-class Worker:
-    """A child with a job's function.
+class Worker(Child):
+    """A child with a job's function; `start` says whether its outcomes come one by one.
 
     goes_on: whether a response that the function hangs or ends its process at leaves the others to be judged; else
     they fail with it, at once.
     """
 
     def __init__(self, job: Job, goes_on: bool = False):
-        self.job, self._goes_on = job, goes_on
-        self._child = Child(job)
-
-    def start(self) -> bool:
-        """Whether outcomes come one by one. Raises as `Child.start`."""
-        return self._child.start()
+        super().__init__(job)
+        self._goes_on = goes_on
 
     def outcomes(self, responses: Sequence[Response]) -> list[Any]:
         """What the function says of each, in order. What it is not done with in time, and what it ends its process at,
@@ -132,17 +128,17 @@ class Worker:
         limit = self.job.time_limit if one_by_one else self.job.time_limit + GRACE
         results: list[Any] = []
         try:
-            self._child.pipe.send(list(responses))
+            self.pipe.send(list(responses))
             while len(results) < len(responses):
-                if not self._child.pipe.poll(limit):
-                    self._child.stop()
+                if not self.pipe.poll(limit):
+                    self.stop()
                     words = too_long(self.job.time_limit)
                     break
-                results.append(self._child.pipe.recv())
+                results.append(self.pipe.recv())
             else:
                 return results
         except (EOFError, OSError):
-            words = f"ended its process ({self._child.ending()})"
+            words = f"ended its process ({self.ending()})"
         failed = 1 if one_by_one and self._goes_on else len(responses) - len(results)
         return results + [Failure(words)] * failed
 
