@@ -42,13 +42,16 @@ def register() -> None:
         settle()
     if not current_platform.is_cpu():
         return
-    from qarl.quant.kernels.vllm_cpu.attention import register_attention
-    from qarl.quant.kernels.vllm_cpu.experts import register_per_expert_products
+    from vllm.model_executor.layers.quantization import register_quantization_config
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    from qarl.quant.kernels.vllm_cpu.attention import AttentionBackend
+    from qarl.quant.kernels.vllm_cpu.experts import PerExpertConfig
     from qarl.quant.kernels.vllm_cpu.fp8 import CPUFp32FP8ScaledMMLinearKernel
     from qarl.quant.kernels.vllm_cpu.int4 import CPUWNA16Fp32LinearKernel, CPUWNA16NibbleKernel
 
-    register_attention()
-    register_per_expert_products()
+    register_backend(AttentionBackendEnum.CPU_ATTN)(AttentionBackend)
+    register_quantization_config("compressed-tensors")(PerExpertConfig)
     _replace(CPUFp32FP8ScaledMMLinearKernel, "fp8")
     has_int4 = hasattr(torch.ops._C, "cpu_gemm_wna16")  # where vLLM was compiled for AVX-512
     _replace(CPUWNA16NibbleKernel if has_int4 else CPUWNA16Fp32LinearKernel, "mp")

@@ -16,7 +16,6 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackendImpl,
     CPUAttentionMetadataBuilder,
 )
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from qarl.quant.materialize.fp8 import fp8_values
 
@@ -55,8 +54,3 @@ class AttentionBackend(CPUAttentionBackend):
     def get_builder_cls() -> type[CPUAttentionMetadataBuilder]:
         """vLLM's hook: what plans a batch's attention and names the kernel."""
         return Fp32AttentionMetadataBuilder
-
-
-def register_attention() -> None:
-    """Make vLLM use `AttentionBackend` wherever it would use its own backend for CPUs."""
-    register_backend(AttentionBackendEnum.CPU_ATTN)(AttentionBackend)

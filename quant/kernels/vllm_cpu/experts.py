@@ -18,7 +18,6 @@ from torch import nn
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts, UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.fused_moe.activation import apply_moe_activation
 from vllm.model_executor.layers.linear import ReplicatedLinear
-from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from vllm.utils.torch_utils import set_default_torch_dtype
@@ -28,11 +27,6 @@ from qarl.quant.kernels.vllm_layers import drop_loaders
 
 _PREFIXES = {"w13": ("w1", "w3"), "w2": ("w2",)}
 """vLLM's names of an expert's matrices → the checkpoint shards stacked in them (gate and up; down)."""
-
-
-def register_per_expert_products() -> None:
-    """Make vLLM read `compressed-tensors` checkpoints with `PerExpertConfig`."""
-    register_quantization_config("compressed-tensors")(PerExpertConfig)
 
 
 class PerExpertConfig(CompressedTensorsConfig):
