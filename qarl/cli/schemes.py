@@ -172,10 +172,10 @@ def _reasons(rows: list[SchemeRow]) -> dict[str, list[str]]:
 
 
 def _architecture(name: str) -> Any:
-    from qarl.embedded.recipe import RECIPES, recipe_config, tiny_names
+    from qarl.embedded.recipe import RECIPES, recipe_config
     from qarl.quant.checkpoint.load import load_config
 
-    return recipe_config(RECIPES[name]) if name in tiny_names() else load_config(name)
+    return recipe_config(RECIPES[name]) if name in RECIPES else load_config(name)
 
 
 def _row(scheme: "Scheme", model: "PreTrainedModel | None", dtype: str) -> SchemeRow:

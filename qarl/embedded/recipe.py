@@ -38,16 +38,7 @@ from qarl.configs.errors import ModelError
 from qarl.configs.files import written_aside
 from qarl.configs.functions import FunctionKind, load_function
 from qarl.configs.schema.task import TaskConfig
-from qarl.embedded.tokenizer import (
-    CHAT_TEMPLATE,
-    EOS,
-    PAD,
-    TOOL_RESULT,
-    TOOL_TEMPLATE,
-    token_id,
-    token_ids,
-    train_tokenizer,
-)
+from qarl.embedded.tokenizer import CHAT_TEMPLATE, EOS, TOOL_RESULT, TOOL_TEMPLATE, token_ids, train_tokenizer
 from qarl.learner.optim.optimizer import matrices_of
 from qarl.quant.runtime.answers import cache_folder
 from qarl.tasks import Problem, load_task, solution_of
@@ -118,21 +109,15 @@ RECIPES = {
 }
 
 
-def tiny_names() -> list[str]:
-    """The names `ensure_tiny` knows."""
-    return sorted(RECIPES)
-
-
 def to_stderr(message: str) -> None:
     """The default progress report: one line on stderr."""
     sys.stderr.write(message + "\n")
 
 
 def ensure_tiny(name: str) -> Path:
-    """The model folder of one of `tiny_names()`, built now if the cache lacks it. Raises `ValueError` for an unknown
-    name."""
+    """The model folder of one of `RECIPES`, built now if the cache lacks it. Raises `ValueError` for another name."""
     if name not in RECIPES:
-        raise ValueError(f"unknown embedded policy {name!r}; known: {', '.join(tiny_names())}")
+        raise ValueError(f"unknown embedded policy {name!r}; known: {', '.join(sorted(RECIPES))}")
     return ensure_recipe(name, RECIPES[name])
 
 
@@ -217,7 +202,7 @@ def recipe_config(recipe: TinyRecipe, **more: Any) -> Qwen3Config | Qwen3MoeConf
 
 def initial_model(recipe: TinyRecipe, tokenizer: PreTrainedTokenizerFast) -> TinyModel:
     """A randomly initialized fp32 Qwen3 of the recipe's sizes, drawing from torch's global generator."""
-    end, pad = token_id(tokenizer, EOS), token_id(tokenizer, PAD)
+    end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     kind = Qwen3MoeForCausalLM if recipe.num_experts else Qwen3ForCausalLM
     model = kind(recipe_config(recipe, eos_token_id=end, pad_token_id=pad, dtype="float32"))
     model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=pad)
@@ -268,7 +253,8 @@ def encode_problems(
         rows.append(torch.cat(encoded))
         learned = zip(encoded, parts, strict=True)
         labels.append(torch.cat([ids if own else torch.full_like(ids, IGNORED) for ids, (_, own) in learned]))
-    ids = pad_sequence(rows, batch_first=True, padding_value=token_id(tokenizer, PAD))
+    pad: Any = tokenizer.pad_token_id
+    ids = pad_sequence(rows, batch_first=True, padding_value=pad)
     return ids, pad_sequence(labels, batch_first=True, padding_value=IGNORED)
 
 

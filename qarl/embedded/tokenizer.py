@@ -61,11 +61,6 @@ def train_tokenizer(
     )
 
 
-def token_id(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
-    """The id of one token by its text."""
-    return tokenizer.get_vocab()[token]
-
-
 def token_ids(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[torch.Tensor]:
     """The ids of each text, int64 [T]; nothing is added."""
     encoded: Any = tokenizer(texts, add_special_tokens=False)["input_ids"]

@@ -54,9 +54,9 @@ _CANARY_SEQUENCES = 8
 
 def model_folder(name: str) -> Path:
     """The folder of an embedded policy (built now if needed), a local model, or a hub snapshot."""
-    from qarl.embedded.recipe import ensure_tiny, tiny_names
+    from qarl.embedded.recipe import RECIPES, ensure_tiny
 
-    return ensure_tiny(name) if name in tiny_names() else resolve_model(name)
+    return ensure_tiny(name) if name in RECIPES else resolve_model(name)
 
 
 def enable_batch_invariance(config: RunConfig) -> None:

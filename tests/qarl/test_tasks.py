@@ -6,6 +6,7 @@ import dataclasses
 import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,8 +15,7 @@ from hypothesis import strategies as st
 from qarl.cli.main import main
 from qarl.configs.load import config_file, default_config, load_config
 from qarl.configs.schema.task import TaskConfig
-from qarl.embedded.recipe import IGNORED, RECIPES, encode_problems, recipe_tokenizer, tiny_names
-from qarl.embedded.tokenizer import PAD, token_id
+from qarl.embedded.recipe import IGNORED, RECIPES, encode_problems, recipe_tokenizer
 from qarl.tasks import Problem, ReasoningGymTask, Response, RewardError, Task, TaskError, load_task, solution_of
 from qarl.tasks.procedural import reasoning_gym_datasets
 from qarl.tasks.rewards import each
@@ -134,7 +134,7 @@ def test_light_commands_load_nothing_heavy():
     assert done.returncode == 0, done.stderr
 
 
-LONG = [name for name in tiny_names() if RECIPES[name].task == "running_total"]
+LONG = [name for name in RECIPES if RECIPES[name].task == "running_total"]
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +182,7 @@ def test_terms_and_digits_are_options() -> None:
     assert all(10 <= abs(term) < 100 for chain in chains for term in chain)
 
 
-@pytest.mark.parametrize("name", tiny_names())
+@pytest.mark.parametrize("name", RECIPES)
 def test_an_embedded_policy_learns_what_it_was_warmed_up_on(name: str) -> None:
     config = load_config(default_config(name), {})
     assert (config.model, config.task.name) == (name, RECIPES[name].task)
@@ -191,9 +191,10 @@ def test_an_embedded_policy_learns_what_it_was_warmed_up_on(name: str) -> None:
 @pytest.mark.parametrize("name", LONG)
 def test_solutions_are_long_and_fit(name: str, task: Task) -> None:
     config, tokenizer = load_config(config_file(name), {}), recipe_tokenizer(RECIPES[name])
+    pad: Any = tokenizer.pad_token_id
     ids, labels = encode_problems(tokenizer, task.problems("train", 0, 1000, 0))
     lengths = labels.ne(IGNORED).sum(dim=1)
-    prompts = ids.ne(token_id(tokenizer, PAD)).sum(dim=1) - lengths
+    prompts = ids.ne(pad).sum(dim=1) - lengths
     assert int(lengths.min()) >= 40 and 64 <= float(lengths.double().mean()) <= 256
     assert int(lengths.max()) <= config.rollout.max_new_tokens
     assert int(prompts.max()) <= config.rollout.max_prompt_tokens
