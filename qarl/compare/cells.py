@@ -17,6 +17,7 @@ import yaml
 from rich.console import Console
 
 from qarl.compare.comparison import Cell, Comparison
+from qarl.planning.machine import visible_gpus
 from qarl.report.run_folder import with_absolute_paths
 from qarl.run.interrupt import handled
 
@@ -127,15 +128,10 @@ def _environment(place: int, workers: int) -> dict[str, str]:
         return environment
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
     environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    devices = [d for d in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if d] or _gpus()
+    devices = [d for d in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if d]
+    devices = devices or [gpu.index for gpu in visible_gpus()]
     share = max(1, len(devices) // workers)
     if devices:
         first = place * share % len(devices)
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices[first : first + share])
     return environment
-
-
-def _gpus() -> list[str]:
-    import torch
-
-    return [str(device) for device in range(torch.cuda.device_count())]
