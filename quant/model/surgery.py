@@ -107,8 +107,7 @@ def _engine_layers(model: PreTrainedModel, plan: Plan, context: LayerContext, en
             weight = parameters.get(f"{name}.weight", getattr(module, "weight", None))
             assert weight is not None, name
             bias = parameters.get(f"{name}.bias")
-            scheme = plan.schemes[name] if name in plan.schemes else get_scheme("bf16")
-            linears[name] = LowBitLinear(name, weight, bias, scheme, context)
+            linears[name] = LowBitLinear(name, weight, bias, plan.schemes.get(name, get_scheme("bf16")), context)
     stacks = {
         name: LinearStack(name, [linears[layer] for layer in layers], engine.unusual.get(name))
         for name, layers in engine.stacked.items()
@@ -124,8 +123,7 @@ def _engine_layers(model: PreTrainedModel, plan: Plan, context: LayerContext, en
         for name, parameter in model.named_parameters()
         if id(parameter) not in taken or parameter is embedding
     }
-    written = {family.checkpoint_name(name): name for name, _ in model.named_modules()}
-    routers = [written[name] for name in multiplied - ours]
+    routers = [name for name, _ in model.named_modules() if family.checkpoint_name(name) in multiplied - ours]
     return Layers(
         linears=linears,
         stacks=stacks,
