@@ -130,7 +130,7 @@ class VersionCache:
                 entries.append(
                     _Entry(
                         name=name,
-                        dtype=_short(previous.dtype),
+                        dtype=str(previous.dtype).removeprefix("torch."),
                         shape=tuple(previous.shape),
                         blocks=tuple(_Block(changes=changes, size=len(payload)) for changes, payload in blocks),
                     )
@@ -175,7 +175,7 @@ class VersionCache:
         previous = self._tensors.get(entry.name)
         if previous is None:
             raise DeltaError(f"it changes {entry.name!r}, which is not among the {len(self._tensors)} tensors held")
-        ours = (_short(previous.dtype), tuple(previous.shape))
+        ours = (str(previous.dtype).removeprefix("torch."), tuple(previous.shape))
         if (entry.dtype, entry.shape) != ours:
             raise DeltaError(
                 f"its {entry.name!r} is {entry.dtype!r} {list(entry.shape)}, and {ours[0]!r} {list(ours[1])} is held"
@@ -319,7 +319,3 @@ def _blocks(octets: Bytes) -> list[Bytes]:
 def _bytes(tensor: torch.Tensor) -> Bytes:
     """A contiguous CPU tensor's memory."""
     return tensor.reshape(-1).view(torch.uint8).numpy()
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -217,11 +217,6 @@ class LayerRule(Section):
     def __str__(self) -> str:
         return f"{self.match}={self.scheme}"
 
-    @property
-    def decoder_layers(self) -> bool:
-        """Whether the rule counts decoder layers (`first:K`, `last:K`) instead of matching names."""
-        return self.match.startswith(("first:", "last:"))
-
     @model_validator(mode="before")
     @classmethod
     def _from_text(cls, value: Any) -> Any:

@@ -62,7 +62,10 @@ class MasterStep:
         self.cut = cut
         self._optimizer: torch.optim.Optimizer
         if not indices:
-            self._optimizer = adamw(self._parts, config)
+            # Fused: one pass over master, gradient and moments, with no copy as large as them.
+            self._optimizer = torch.optim.AdamW(
+                self._parts, lr=config.lr, weight_decay=config.weight_decay, betas=config.betas, fused=True
+            )
         elif cut is None:
             stacked = len(self._parts) > 1 and master.is_cuda
             self._optimizer = muon(self._parts, config, StackedMuon if stacked else torch.optim.Muon)
@@ -187,11 +190,6 @@ def crossed_bfloat16(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
     for old, new in zip(before.flatten().split(_CHUNK), after.flatten().split(_CHUNK), strict=True):
         crossed += (old.to(torch.bfloat16) != new.to(torch.bfloat16)).count_nonzero()
     return crossed
-
-
-def adamw(parts: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """torch's AdamW as configured. Fused: one pass over master, gradient and moments, with no copy as large as them."""
-    return torch.optim.AdamW(parts, lr=config.lr, weight_decay=config.weight_decay, betas=config.betas, fused=True)
 
 
 def muon(

@@ -18,7 +18,7 @@ from qarl.cli.eval import add_eval
 from qarl.cli.help import EPILOG, add_flags
 from qarl.cli.init import add_init
 from qarl.cli.mismatch import add_mismatch
-from qarl.cli.options import dotted_overrides, refuse_rest, say
+from qarl.cli.options import dotted_overrides, say
 from qarl.cli.parser import Parser, PrintAndExit, normalized_argv
 from qarl.cli.plan import add_plan
 from qarl.cli.report import add_report
@@ -58,7 +58,10 @@ def run_command(parser: Parser, arguments: list[str]) -> int:
     try:
         cut = arguments.index("--") if "--" in arguments else len(arguments)
         known, rest = parser.parse_known_args(normalized_argv(arguments[:cut]))
-        refuse_rest([*([] if known.fields else rest), *([] if known.engine else arguments[cut:])])
+        unknown = [*([] if known.fields else rest), *([] if known.engine else arguments[cut:])]
+        if unknown:
+            name = unknown[0].partition("=")[0]
+            raise ConfigError(f"unknown argument {name!r}; this command's --help lists what it takes")
         known.arguments, known.to_vllm = arguments, arguments[cut + 1 :]
         known.overrides = dotted_overrides(known, rest)
         return known.run(known, console)

@@ -51,12 +51,6 @@ def dotted_overrides(known: argparse.Namespace, rest: list[str]) -> dict[str, st
     return overrides
 
 
-def refuse_rest(rest: list[str]) -> None:
-    """Raises `ConfigError` where argparse left anything over."""
-    if rest:
-        raise ConfigError(f"unknown argument {rest[0].partition('=')[0]!r}; this command's --help lists what it takes")
-
-
 def say(console: Console, text: str) -> None:
     """Print text as it is, on a line as long as it is."""
     console.print(text, soft_wrap=True, markup=False, highlight=False)

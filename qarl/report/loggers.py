@@ -4,7 +4,6 @@ own environment variables (WANDB_MODE=offline). It is in none of the locks."""
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,6 @@ from qarl.report.startup import say
 
 Log = Callable[[Mapping[str, float], int], None]
 """Sends a step's figures, by their names in metrics.jsonl."""
-
-
-def require_logger(name: str) -> None:
-    """Raise `ConfigError` where the library that `log` names is not installed."""
-    if name != "none" and find_spec(name) is None:
-        raise ConfigError(f"log {name!r} needs the package {name}: pip install {name}")
 
 
 def unlogged(figures: Mapping[str, float], step: int) -> None:

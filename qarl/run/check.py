@@ -1,6 +1,7 @@
 """What can be found wrong before anything heavy is imported and before a run folder exists."""
 
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 from qarl.configs.errors import ConfigError, InputError, SchemeError
@@ -10,7 +11,6 @@ from qarl.configs.schema.run import RunConfig
 from qarl.configs.schemes import check_scheme_name
 from qarl.configs.words import did_you_mean, quoted
 from qarl.quant.checkpoint.folder import check_folder, hub_config, local_folder
-from qarl.report.loggers import require_logger
 from qarl.report.run_folder import new_path
 from qarl.run.replay import check_rollouts
 from qarl.tasks import Response, RewardError, Task, load_task
@@ -30,7 +30,8 @@ def check_files(config: RunConfig, new: bool = True, dry: bool = False) -> Task:
     check_schemes(config)
     if new:
         check_new_folder(new_path(config), "run folder", "--output")
-    require_logger(config.log)
+    if config.log != "none" and find_spec(config.log) is None:
+        raise ConfigError(f"log {config.log!r} needs the package {config.log}: pip install {config.log}")
     check_rollouts(config)
     _check_model(config, dry)
     return check_task(config)

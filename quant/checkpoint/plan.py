@@ -110,7 +110,7 @@ def _apply(rules: Sequence[LayerRule], names: Sequence[str]) -> dict[str, LayerR
         except SchemeError as error:
             raise SchemeError(f"layer rule '{rule}': {error}") from error
         matched = matching(rule.match, names)
-        if rule.decoder_layers:  # these count decoder layers; what a scheme protects in them stays protected
+        if rule.match.startswith(("first:", "last:")):  # what a scheme protects in decoder layers stays protected
             matched = [n for n in matched if scheme.quantization is None or not scheme.leaves_alone(n)]
         if not matched:
             raise SchemeError(f"layer rule '{rule}' matches no layer of the model; {nearest_names(rule.match, names)}")

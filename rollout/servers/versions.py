@@ -98,7 +98,11 @@ class Version(_Manifest, frozen=True):
             return VersionCache(self.version, self.tensors(), reuse=cached)
         if cached is None:
             raise DeltaError(f"it is from version {self.base}, and none is held here; send the whole version")
-        cached.apply(read_delta(self), self.version, self.digest)
+        try:
+            delta = _read(self.folder / _DELTA, self.bytes)
+        except OSError as error:
+            raise ValueError(f"the delta in {str(self.folder)!r} cannot be read: {error}") from error
+        cached.apply(delta, self.version, self.digest)
         return cached
 
 
@@ -153,14 +157,6 @@ def read_version(folder: Path) -> Version:
         if not _TENSORS.fullmatch(file):
             raise ValueError(f"the manifest in {str(folder)!r} names {file!r}, which is no file of a weight version")
     return Version(folder=folder, **dict(manifest))
-
-
-def read_delta(version: Version) -> bytes:
-    """From the version of digest `version.base` to this one. Raises `ValueError` where it cannot be read."""
-    try:
-        return _read(version.folder / _DELTA, version.bytes)
-    except OSError as error:
-        raise ValueError(f"the delta in {str(version.folder)!r} cannot be read: {error}") from error
 
 
 def _read(file: Path, most: int) -> bytes:
