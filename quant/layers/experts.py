@@ -23,7 +23,6 @@ from qarl.quant.kernels.experts_loop import ExpertsLoop
 from qarl.quant.kernels.reference import PlainMatmul
 from qarl.quant.layers import grouped_backward
 from qarl.quant.layers.context import LayerContext
-from qarl.quant.layers.lora import Adapter
 from qarl.quant.layers.low_bit_layer import LowBitLayer, multiplied_input
 from qarl.quant.layers.straight_through import add_weight_gradient
 from qarl.quant.materialize import LowBitWeight
@@ -40,7 +39,7 @@ class RoutedLowBitExperts(LowBitLayer[LowBitExperts, ExpertsMatmul]):
     """Replaces a module of fused experts.
 
     layer: checkpoint name ("model.layers.0.mlp.experts"). gate_up, down: masters [E, 2I, H] and [E, H, I], gate rows
-    first. gate_up_adapter, down_adapter: what is trained instead of the masters, or None.
+    first.
     """
 
     def __init__(
@@ -52,24 +51,12 @@ class RoutedLowBitExperts(LowBitLayer[LowBitExperts, ExpertsMatmul]):
         scheme: Scheme,
         context: LayerContext,
     ):
-        super().__init__(layer, scheme, context)
+        super().__init__(layer, scheme, context, gate_up, down)
         self.gate_up_proj = gate_up
         self.down_proj = down
         self.shape = shape
         self.activation: nn.Module = ACT2FN[shape.activation]
-        self.gate_up_adapter: Adapter | None = None
-        self.down_adapter: Adapter | None = None
         self._casts: list[Tensor] = []
-
-    @property
-    def masters(self) -> tuple[nn.Parameter, ...]:
-        """Gate and up [E, 2I, H], down [E, H, I]."""
-        return self.gate_up_proj, self.down_proj
-
-    @property
-    def adapters(self) -> tuple[Adapter | None, ...]:
-        """Of gate and up, and of down."""
-        return self.gate_up_adapter, self.down_adapter
 
     def _materialize(self, out: LowBitExperts | None) -> LowBitExperts:
         gate_up, down = self.to_round()

@@ -28,7 +28,6 @@ from torch import nn
 from qarl.quant.kernels.base import LowBitMatmul
 from qarl.quant.kernels.reference import PlainMatmul
 from qarl.quant.layers.context import LayerContext
-from qarl.quant.layers.lora import Adapter
 from qarl.quant.layers.low_bit_layer import LowBitLayer, multiplied_input
 from qarl.quant.layers.straight_through import add_weight_gradient, input_gradient
 from qarl.quant.materialize import LowBitWeight, materialize
@@ -41,29 +40,17 @@ class LowBitLinear(LowBitLayer[LowBitWeight, LowBitMatmul]):
     """Replaces one `nn.Linear`.
 
     master: fp32, bf16 or fp16 [O, I], what the optimizer steps. bias: [O], or None. fused: the layers the engine
-    multiplies together with this one (`quant.layers.stack.fuse_scales`). adapter: None, or what is trained instead of
-    the master.
+    multiplies together with this one (`quant.layers.stack.fuse_scales`).
     """
 
     def __init__(
         self, layer: str, master: nn.Parameter, bias: nn.Parameter | None, scheme: Scheme, context: LayerContext
     ):
-        super().__init__(layer, scheme, context)
+        super().__init__(layer, scheme, context, master)
         self.master = master
         self.bias = bias
         self.fused: tuple[LowBitLinear, ...] = ()
-        self.adapter: Adapter | None = None
         self.low_bit_bias: torch.Tensor | None = None
-
-    @property
-    def masters(self) -> tuple[nn.Parameter, ...]:
-        """[O, I]."""
-        return (self.master,)
-
-    @property
-    def adapters(self) -> tuple[Adapter | None, ...]:
-        """See `LowBitLayer.adapters`."""
-        return (self.adapter,)
 
     def refresh(self) -> None:
         """See `LowBitLayer.refresh`."""
@@ -83,10 +70,6 @@ class LowBitLinear(LowBitLayer[LowBitWeight, LowBitMatmul]):
         dtype, (merged,) = self.context.forward_dtype, self.merged()
         weight = whole_value(self.master, dtype, merged)
         return PlainMatmul(weight, None if self.bias is None else whole_value(self.bias, dtype))
-
-    def adapt(self, adapter: Adapter) -> None:
-        """Train these factors in place of the master."""
-        self.adapter = adapter
 
     def fuse_with(self, others: "Sequence[LowBitLinear]") -> None:
         """Share one scale with these, which the engine stacks with this one."""
@@ -168,7 +151,8 @@ def _part_gradients(
         assert part.bias is not None
         db = gradients.delivered(part.bias, gradients.unscaled(dy.sum(0, dtype=torch.float32)))
     dfactors: tuple[torch.Tensor, ...] = ()
-    if part.adapter is not None:
+    (adapter,) = part.adapters
+    if adapter is not None:
         used = x.dequantized(torch.float32) if isinstance(x, LowBitActivation) else x.to(torch.float32)
-        dfactors = part.adapter.gradients(dy.to(torch.float32), used)
+        dfactors = adapter.gradients(dy.to(torch.float32), used)
     return [dw, db, *(gradients.unscaled(dfactor) for dfactor in dfactors)]

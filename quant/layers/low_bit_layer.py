@@ -23,18 +23,22 @@ Kernel = TypeVar("Kernel", LowBitMatmul, ExpertsMatmul)
 class LowBitLayer(nn.Module, Generic[Codes, Kernel]):
     """A layer that multiplies one weight version of its masters.
 
-    layer: checkpoint name. scheme: of this layer, `bf16` where it is left alone. context: the model's. low_bit: codes
-    and scales of this version, None before the first `refresh`; where codes are not kept, shapes, and the scales of the
-    version that they were let go of with. keeps_scales: whether versions are made with the scales of the one before
-    (`quant.model.kept_scales`). moves: by a master's place, what is added to it before it is rounded (an unaligned
-    learner's `start_from_codes`). version: how many there were.
+    layer: checkpoint name. scheme: of this layer, `bf16` where it is left alone. context: the model's. masters: what is
+    materialized, and trained unless it has an adapter. adapters: what is trained instead of each master
+    (`quant.model.add_lora.add_adapters`), or None. low_bit: codes and scales of this version, None before the first
+    `refresh`; where codes are not kept, shapes, and the scales of the version that they were let go of with.
+    keeps_scales: whether versions are made with the scales of the one before (`quant.model.kept_scales`). moves: by a
+    master's place, what is added to it before it is rounded (an unaligned learner's `start_from_codes`). version: how
+    many there were.
     """
 
-    def __init__(self, layer: str, scheme: Scheme, context: LayerContext):
+    def __init__(self, layer: str, scheme: Scheme, context: LayerContext, *masters: nn.Parameter):
         super().__init__()
         self.layer = layer
         self.scheme = scheme
         self.context = context
+        self.masters = masters
+        self.adapters: list[Adapter | None] = [None] * len(masters)
         self.low_bit: Codes | None = None
         self.version = 0
         self.keeps_scales = False
@@ -42,15 +46,10 @@ class LowBitLayer(nn.Module, Generic[Codes, Kernel]):
         self._kernel: Kernel | None = None
         self._plain: Kernel | None = None
 
-    @property
-    def masters(self) -> tuple[nn.Parameter, ...]:
-        """What is materialized, and trained unless it has an adapter."""
-        raise NotImplementedError
-
-    @property
-    def adapters(self) -> tuple[Adapter | None, ...]:
-        """What is trained instead of each master (`quant.model.add_lora.add_adapters`), or None."""
-        raise NotImplementedError
+    def adapt(self, place: int, adapter: Adapter) -> None:
+        """Train these factors instead of the master at that place."""
+        self.adapters[place] = adapter
+        self.add_module(f"adapter_{place}", adapter)
 
     def _materialize(self, out: Codes | None) -> Codes:
         """Codes of the masters' present values, in the buffers of `out` where it is given."""

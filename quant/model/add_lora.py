@@ -100,15 +100,12 @@ def add_adapters(model: LowBitModel, config: LoraConfig, seed: int) -> None:
 
 def _attach(model: LowBitModel, name: str, config: LoraConfig, generator: torch.Generator) -> Adapter:
     """Give a weight its adapter, by a name of `adapted_weights`."""
-    if name in model.linears:
-        linear = model.linears[name]
-        adapter = Adapter(linear.master, config.rank, config.alpha, generator)
-        linear.adapt(adapter.to(model.device))
-        return adapter
-    layer, _, stack = name.rpartition(".")
-    experts = model.experts[layer]
-    adapter = Adapter(getattr(experts, stack), config.rank, config.alpha, generator)
-    setattr(experts, f"{stack.removesuffix('_proj')}_adapter", adapter.to(model.device))
+    module, _, stack = name.rpartition(".")
+    layer, place = model.linears.get(name), 0
+    if layer is None:
+        layer, place = model.experts[module], ("gate_up_proj", "down_proj").index(stack)
+    adapter = Adapter(layer.masters[place], config.rank, config.alpha, generator)
+    layer.adapt(place, adapter.to(model.device))
     return adapter
 
 

@@ -70,8 +70,9 @@ def test_experts_gradients_by_grouped_products(scheme: str, monkeypatch: pytest.
 def test_experts_adapters_by_grouped_products(monkeypatch: pytest.MonkeyPatch):
     experts = make_experts("w4a16-g32")
     generator = torch.Generator().manual_seed(0)
-    experts.gate_up_adapter, experts.down_adapter = (Adapter(m, 8, 16.0, generator) for m in experts.masters)
-    for adapter in (experts.gate_up_adapter, experts.down_adapter):
+    adapters = [Adapter(master, 8, 16.0, generator) for master in experts.masters]
+    for place, adapter in enumerate(adapters):
+        experts.adapt(place, adapter)
         torch.nn.init.normal_(adapter.lora_B, std=0.02, generator=generator)
     for master in experts.masters:
         master.requires_grad_(False)

@@ -102,18 +102,20 @@ def test_an_adapted_layer_is_one_with_the_merged_master(scheme: str, aligned: bo
     linear, partner = make_linear(scheme, aligned=aligned), make_linear(scheme, aligned=aligned, seed=5)
     x = heavy(6, 256, seed=2).bfloat16()
     base = linear(x)
-    linear.adapter, partner.adapter = adapter_for(linear.master, zero=True), adapter_for(partner.master)
+    adapter = adapter_for(partner.master)
+    linear.adapt(0, adapter_for(linear.master, zero=True))
+    partner.adapt(0, adapter)
     linear.refresh()
     assert torch.equal(linear(x), base)
     with torch.no_grad():
-        partner.adapter.lora_B.mul_(1e4)
+        adapter.lora_B.mul_(1e4)
     largest = max(float(master.detach().abs().max()) for master in (linear.master, partner.master))
     assert partner.merged()[0].abs().max() > 2 * largest  # so that a tensor-wide scale is that of its merged weight
     fuse_scales([[partner, linear]])
-    linear.adapter = adapter_for(linear.master)
+    linear.adapt(0, adapter_for(linear.master))
     linear.refresh()
     full, full_partner = make_linear(scheme, aligned=aligned), make_linear(scheme, aligned=aligned)
-    full.master, full_partner.master = (nn.Parameter(each.merged()[0]) for each in (linear, partner))
+    full.master.data, full_partner.master.data = (each.merged()[0] for each in (linear, partner))
     fuse_scales([[full_partner, full]])
     full.refresh()
     assert same_bits(linear.codes().tensors(), full.codes().tensors())
@@ -126,7 +128,8 @@ def test_factor_gradients_are_autograds_through_the_merged_weight(scheme: str):
     """Contract: dA, dB and dx equal autograd's, float64, of y = x̂ · (Ŵ + s·BA - sg(s·BA))ᵀ: the value the codes stand
     for, the gradient of the merged weight. The base and the bias get none."""
     linear = make_linear(scheme, dtype=torch.float32)
-    adapter = linear.adapter = adapter_for(linear.master)
+    adapter = adapter_for(linear.master)
+    linear.adapt(0, adapter)
     linear.master.requires_grad_(False)
     assert linear.bias is not None
     linear.bias.requires_grad_(False)
@@ -155,7 +158,8 @@ def test_factor_gradients_of_experts(scheme: str, aligned: bool):
     experts = make_experts(scheme, "reference", torch.float32, aligned=aligned)
     for master in experts.masters:
         master.requires_grad_(False)
-    experts.gate_up_adapter, experts.down_adapter = (adapter_for(m, seed=i) for i, m in enumerate(experts.masters))
+    for place, master in enumerate(experts.masters):
+        experts.adapt(place, adapter_for(master, seed=place))
     experts.refresh()
     experts.context.gradients.scale = 8.0
     weights, index = routed(11)
@@ -163,7 +167,7 @@ def test_factor_gradients_of_experts(scheme: str, aligned: bool):
     x, dy = heavy(11, experts.shape.hidden, seed=9), normal(11, experts.shape.hidden, seed=11)
     experts(x, index, weights).backward(dy * 8.0)
     full = make_experts(scheme, "reference", torch.float32, aligned=aligned)
-    full.gate_up_proj, full.down_proj = (nn.Parameter(m.clone()) for m in experts.merged())
+    full.gate_up_proj.data, full.down_proj.data = (m.clone() for m in experts.merged())
     full.refresh()
     assert torch.equal(experts(x, index, weights), full(x, index, weights))
     _, _, *dense = textbook_gradients(full, x, weights, index, dy)
@@ -215,7 +219,8 @@ def test_training_moves_adapters_alone(scheme: str, optimizer: str):
     for name, linear in model.linears.items():
         if name == "lm_head":
             continue
-        assert linear.adapter is not None and linear.adapter.lora_B.any() and linear.low_bit is not None
+        (adapter,) = linear.adapters
+        assert adapter is not None and adapter.lora_B.any() and linear.low_bit is not None
         fused = tuple(other.merged()[0] for other in linear.fused)
         expected = materialize(linear.merged()[0], linear.scheme, torch.bfloat16, name, fused)
         assert same_bits(linear.low_bit.tensors(), expected.tensors()), name
