@@ -3,7 +3,7 @@
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,7 +27,7 @@ AnyPrompt = str | Sequence[int] | Sequence[Mapping[str, str]] | Problem | Prompt
 _CANARY_SEQUENCES, _CANARY_TOKENS = 8, 32
 
 
-class Engine:
+class Engine(AbstractContextManager["Engine"]):
     """What samples from one policy; `qarl.engine` opens it, `close` or the end of a `with` closes it.
 
     policy: whose versions it takes. audited: layers and kernels that both sides agreed on. multiplies: what the policy
@@ -48,9 +48,6 @@ class Engine:
             self.published, self._version = connection.publisher.publish(0), policy.version
             policy.alone, policy.gate = self._while_idle, gate_of(settings, policy.low_bit)
             self._stack = stack.pop_all()
-
-    def __enter__(self) -> "Engine":
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

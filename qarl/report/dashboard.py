@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from itertools import pairwise
 from statistics import fmean
 
@@ -25,7 +26,7 @@ _DONE = "done"
 _WIDTH = 48
 
 
-class Dashboard:
+class Dashboard(AbstractContextManager["Dashboard"]):
     """Shows a run. Use as a context manager around `train`. clock: seconds."""
 
     def __init__(self, config: RunConfig, console: Console, clock: Callable[[], float] = time.monotonic):
@@ -39,9 +40,6 @@ class Dashboard:
         self._heldout: list[tuple[int, Heldout]] = []
         # Redrawn by a thread of its own, so that time goes on while a step runs. Without a terminal it never starts.
         self._live = Live(console=console, refresh_per_second=2, get_renderable=self.panel)
-
-    def __enter__(self) -> "Dashboard":
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.finished()
