@@ -130,7 +130,7 @@ class Publisher:
         with torch.no_grad(), self._model.forward_as(Forward.PUBLISHED), self._model.context.own_products():
             device = self._model.device
             learner, _ = token_logprobs(self._model, tokens.to(device), response_mask.to(device))
-        farthest: Mismatch | None = None
+        mismatches: list[Mismatch] = []
         for scored in self._engine.logprobs_of_each(self._sequences):
             sampler = pad_sequence([torch.tensor(logprobs) for logprobs in scored], batch_first=True)
             mismatch = measure_mismatch(learner.cpu(), sampler, response_mask)
@@ -140,9 +140,8 @@ class Publisher:
                 f"the canary's mean |Δ log p| between learner and engine is {mismatch.mean_abs:.4g} nats, above the "
                 f"bound {self._bound:.4g} ({'sync.canary_bound' if self._bound else 'bitwise'})",
             )
-            farthest = mismatch if farthest is None or mismatch.mean_abs > farthest.mean_abs else farthest
-        assert farthest is not None, "an engine has a replica"
-        return farthest
+            mismatches.append(mismatch)
+        return max(mismatches, key=lambda mismatch: mismatch.mean_abs)
 
     def _check(self, holds: bool, version: int, problem: str) -> None:
         if not holds:
