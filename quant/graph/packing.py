@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from qarl.quant.layers.gradients import add_rows
+
 
 @dataclass(frozen=True)
 class Sequences:
@@ -86,6 +88,6 @@ class Pick(torch.autograd.Function):
 
 
 def _summed(gradients: torch.Tensor, places: torch.Tensor, count: int) -> torch.Tensor:
-    """[n, …] → [count, …] in the same dtype. Always in one order, which `index_add_` does not keep on GPUs."""
+    """[n, …] → [count, …] in the same dtype."""
     total = gradients.new_zeros(count, *gradients.shape[1:], dtype=torch.float32)
-    return total.index_put_((places,), gradients.float(), accumulate=True).to(gradients.dtype)
+    return add_rows(total, places, gradients.float()).to(gradients.dtype)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from qarl.quant.layers.context import LayerContext
-from qarl.quant.layers.gradients import Gradients
+from qarl.quant.layers.gradients import Gradients, add_rows
 from qarl.quant.runtime.shards import fill, shard_of, whole_shape
 
 
@@ -115,7 +115,7 @@ class _Lookup(torch.autograd.Function):
         total = gradients.into(ctx.master)
         if total is not None:
             taught = tokens != ctx.padding
-            total.index_put_((tokens[taught],), gradients.unscaled(dy[taught]), accumulate=True)
+            add_rows(total, tokens[taught], gradients.unscaled(dy[taught]))
             return None, None, None, None
         rows = ctx.copy.read.shape[0]
         gradients.make_way(ctx.master)

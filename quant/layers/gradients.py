@@ -113,3 +113,9 @@ class Gradients:
     def unscaled(self, gradient: torch.Tensor) -> torch.Tensor:
         """gradient: fp32, overwritten without the scale and returned; autograd casts it to a master's `grad_dtype`."""
         return gradient if self.scale == 1.0 else gradient.mul_(1.0 / self.scale)
+
+
+def add_rows(total: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Add rows, fp32 [n, …], to those of `total`, fp32 [N, …], at `places`, int64 [n]; returns `total`. In one order
+    for any number of threads: CPUs add by atomics in `index_put_`, GPUs in `index_add_`."""
+    return total.index_put_((places,), rows, accumulate=True) if total.is_cuda else total.index_add_(0, places, rows)

@@ -35,6 +35,20 @@ def test_packed_log_probs_and_gradients_are_those_of_padded_sequences(lengths: l
     assert largest <= 1e-2 and mean <= 1e-4
 
 
+@pytest.mark.parametrize("share_prompts", [False, True])
+def test_gradients_by_two_threads_are_the_same_again(share_prompts: bool):
+    """Contract: a run repeats to the bit with as many threads as it had. Sums by atomics differ in nearly every try."""
+    model, batch, threads = policy(), random_batch([24] * 100, learners.VOCABULARY), torch.get_num_threads()
+    model.gradients.configure(in_place=True, reduce_dtype=torch.float32)
+    packed = batch.packed(share_prompts=share_prompts)
+    torch.set_num_threads(2)
+    try:
+        first, *others = [logprob_gradients(model, batch, packed=packed)[1] for _ in range(4)]
+    finally:
+        torch.set_num_threads(threads)
+    assert all(learners.all_equal(first, other) for other in others)
+
+
 def test_packed_experts_are_those_replayed_and_padding_reaches_no_router():
     """Contract: packed, a token goes to the experts named for it, and router logits are of real tokens alone."""
     model = experts_policy(torch.float32)
@@ -79,6 +93,8 @@ def test_what_differs_is_not_shared():
     shared = batch.packed(share_prompts=True).sequences
     whole = [row for row, (own, seen) in enumerate(zip(shared.lengths, shared.seen, strict=True)) if own == seen]
     assert whole == [0, 1, 4, 5, 8, 12, 16, 20]
+    batch.response_mask[2] = False
+    assert batch.prompt_length()[2] == 0, "nothing of it is learned from"
 
 
 def test_a_shared_prompts_routers_count_for_every_sequence():
