@@ -251,6 +251,13 @@ def test_steps_that_asked_the_unquantized_policy_are_shown_first():
     assert [each.completions["step"][0] for each in _within(steps, 10**6)] == [1, 2, 3, 4, 5, 6]
 
 
+def test_completions_that_take_more_than_was_thought_go(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("qarl.page.tokens._A_TOKEN", 1)
+    monkeypatch.setattr("qarl.page.tokens.BUDGET", 20_000)
+    tokens = packed_tokens([[rows(step, length=100) for step in range(1, 61)]])
+    assert 10_000 < len(json.dumps(tokens, ensure_ascii=False).encode()) <= 20_000
+
+
 @pytest.mark.parametrize(("steps", "length"), [(50, 1000), (60, 2000), (2, 100_000)])
 def test_a_page_stays_small(tmp_path: Path, steps: int, length: int):
     """100,000 tokens fit; of more than fits, steps spread evenly, the last among them."""
