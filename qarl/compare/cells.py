@@ -69,8 +69,8 @@ class _Children:
 
     def run(self, left: Mapping[Cell, Commands]) -> list[Failed]:
         with ThreadPoolExecutor(self._workers) as pool:
-            futures = [pool.submit(self._run_cell, cell, commands) for cell, commands in left.items()]
-            try:
+            try:  # from the first on, whose child may run before the last is submitted
+                futures = [pool.submit(self._run_cell, cell, commands) for cell, commands in left.items()]
                 return [failed for future in futures if (failed := future.result()) is not None]
             except KeyboardInterrupt:
                 with self._lock:

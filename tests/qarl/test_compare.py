@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -236,9 +237,11 @@ def test_workers_have_their_share_of_cores_and_gpus(monkeypatch: pytest.MonkeyPa
         assert {each.get("OMP_NUM_THREADS") for each in workers} == {threads}
 
 
+@pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_comparison_that_is_stopped_leaves_no_child(number: signal.Signals, tmp_path: Path, monkeypatch):
-    """Begun with SIGINT ignored, as a shell begins what is put in the background."""
+def test_a_comparison_that_is_stopped_leaves_no_child(number: signal.Signals, early: bool, tmp_path: Path, monkeypatch):
+    """Begun with SIGINT ignored, as a shell begins what is put in the background. early: before its second cell is
+    submitted."""
     child = tmp_path / "child"
     child.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 60\n")
     child.chmod(0o755)
@@ -249,9 +252,17 @@ def test_a_comparison_that_is_stopped_leaves_no_child(number: signal.Signals, tm
             time.sleep(0.01)
         os.kill(os.getpid(), number)
 
+    class Pool(ThreadPoolExecutor):
+        def submit(self, *job):  # pyright: ignore[reportIncompatibleMethodOverride]
+            future = super().submit(*job)
+            stop()
+            return future
+
     comparison = shipped("schemes", tmp_path / "runs")
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    thread = threading.Thread(target=stop)
+    thread = threading.Thread(target=(lambda: None) if early else stop)
+    if early:
+        monkeypatch.setattr("qarl.compare.cells.ThreadPoolExecutor", Pool)
     try:
         thread.start()
         with pytest.raises(KeyboardInterrupt):
