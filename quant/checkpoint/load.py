@@ -31,8 +31,10 @@ def resolve_model(name: str) -> Path:
         return folder
     from huggingface_hub import snapshot_download
 
+    read = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]))
+        with hub_or_cache():
+            return Path(snapshot_download(name, allow_patterns=read))
     except Exception as error:
         raise not_in_hub(name, error) from error
 
