@@ -190,11 +190,13 @@ def _failing(names: list[str], clone: Path, tests: dict[str, dict[str, Any]]) ->
     output = clone / "output.txt"
     process = FORKS.Process(target=_pytest, args=(clone, names))
     process.start()
-    process.join(120 + 4 * sum(tests[name]["seconds"] for name in names))
-    late = process.is_alive()
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid or 0, signal.SIGKILL)  # it, and what it started
-    process.join()
+    try:
+        process.join(120 + 4 * sum(tests[name]["seconds"] for name in names))
+        late = process.is_alive()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid or 0, signal.SIGKILL)  # it, and what it started
+        process.join()
     if late:
         return "time limit"
     failed = [text for text in output.read_text().splitlines() if text.startswith(("FAILED ", "ERROR "))]
@@ -240,6 +242,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=math.inf, help="of tests tried on a mutation (default: all)")
     parser.add_argument("--tests", nargs="+", help="files or folders instead of tests/ROOM")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what it runs ends with it
     paths = options.tests or [f"tests/{options.room}"]
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     same = {"commit": commit.strip(), "room": options.room, "tests": paths}
