@@ -49,6 +49,11 @@ def test_a_model_is_described_by_its_files(tmp_path: Path):
     model.save_pretrained(tmp_path)
     assert type(load_config(str(tmp_path))) is type(model.config)
     assert tensor_shapes(tmp_path) == {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="has no weights"):
+        tensor_shapes(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_text("in another format")
+    assert tensor_shapes(tmp_path) == {}
     (tmp_path / "config.json").write_text('{"model_type": "none_such"}')
     with pytest.raises(ModelError, match=r"its config\.json could not be read: .*none_such"):
         load_config(str(tmp_path))

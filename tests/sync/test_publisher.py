@@ -136,7 +136,7 @@ def test_shared_layers_get_a_version_as_it_is_made(monkeypatch: pytest.MonkeyPat
     assert multiplied == ["layers", None] and hooks[1:] == [None]
 
 
-@pytest.mark.parametrize("most", [20, 1 << 20])
+@pytest.mark.parametrize("most", [20, 40, 1 << 20])
 def test_an_exports_files_are_those_that_transformers_looks_for(most: int, tmp_path: Path, monkeypatch):
     """Contract: tensors in as many files as it takes, a file ends with the tensor that fills it, an index where there
     are several; companions of the source; a note with the digest. A folder that is there is left alone."""
