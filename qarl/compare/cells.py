@@ -1,6 +1,7 @@
 """Runs what is left of all cells, each command in a process of its own, some at a time."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -26,6 +27,8 @@ Commands = list[list[str]]
 
 _LAST_WORDS = 6
 """Lines of a failed cell's output that are shown; all of it is in its log."""
+_SILENT = 60.0
+"""Seconds after which a running cell's last step is shown."""
 
 
 @dataclass(frozen=True)
@@ -114,11 +117,21 @@ class _Children:
                 stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
             self._running.add(child)
-        status = child.wait()
+        status = self._wait(child, Path(output.name))
         with self._lock:
             self._running.discard(child)
             self._places.append(place)
         return status
+
+    def _wait(self, child: subprocess.Popen[bytes], log: Path) -> int:
+        """Its exit status, once it ends; until then its last step, now and then."""
+        while True:
+            try:
+                return child.wait(_SILENT)
+            except subprocess.TimeoutExpired:
+                steps = re.findall("^step .*", log.read_text(errors="replace"), re.MULTILINE)
+                if steps:
+                    self._console.print(f"{log.stem}: {steps[-1]}", highlight=False, soft_wrap=True)
 
 
 def _environment(place: int, workers: int) -> dict[str, str]:

@@ -237,6 +237,19 @@ def test_workers_have_their_share_of_cores_and_gpus(monkeypatch: pytest.MonkeyPa
         assert {each.get("OMP_NUM_THREADS") for each in workers} == {threads}
 
 
+def test_a_running_cell_shows_its_last_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    child = tmp_path / "child"
+    child.write_text("#!/bin/sh\necho step 1/9\necho 'step  2/9  ETA 0:09'\nexec sleep 0.5\n")
+    child.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(child))
+    monkeypatch.setattr("qarl.compare.cells._SILENT", 0.3)
+    comparison, console = shipped("schemes", tmp_path / "runs"), Console(record=True, width=60)
+    cell, commands = next(iter(left(comparison).items()))
+    assert not run_cells(comparison, {cell: commands[:1]}, 1, console)
+    lines = console.export_text().splitlines()
+    assert lines[2] == f"{cell.name}: step  2/9  ETA 0:09" and lines[3].startswith(f"{cell.name}: done in")
+
+
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_comparison_that_is_stopped_leaves_no_child(number: signal.Signals, early: bool, tmp_path: Path, monkeypatch):
