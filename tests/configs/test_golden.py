@@ -10,9 +10,10 @@ import pytest
 
 from qarl.configs import errors
 from qarl.configs.load import load_config
+from qarl.configs.schema.base import pattern_fault
 from qarl.configs.schema.run import RunConfig
 from qarl.configs.schemes import SCHEME_SPECS
-from qarl.configs.words import quoted
+from qarl.configs.words import few, quoted, sized
 from tests.support.records import assert_recorded
 
 WORDS = ("description", "title")
@@ -50,3 +51,15 @@ def test_a_long_value_is_quoted_in_eighty_characters():
     assert quoted("x" * 78) == f"'{'x' * 78}'"
     assert quoted("x" * 79) == f"'{'x' * 78}…"
     assert len(quoted("x" * 79)) == 80
+
+
+def test_what_is_just_allowed():
+    load_config(
+        None, {"steps": "5", "learner.optimizer.warmup_steps": "5", "learner.mini_batches": "8", "rollout.prompts": "8"}
+    )
+
+
+def test_counts_and_sizes_in_words():
+    assert [few("abcde"[:n]) for n in (3, 4, 5)] == ["a, b, c", "a, b, c and 1 more", "a, b, c and 2 more"]
+    assert [sized(n) for n in (2**30 - 2**20, 2**30, 3 * 2**29)] == ["1023.00 MiB", "1.00 GiB", "1.50 GiB"]
+    assert pattern_fault("first:1") is None and "decoder layers with '0'" in f"{pattern_fault('last:0')}"

@@ -17,7 +17,7 @@ from qarl.configs.errors import ModelError
 from qarl.configs.hub import hub_or_cache
 from qarl.configs.schema.task import TaskConfig
 from qarl.planning.shapes import sizes_of
-from qarl.quant.checkpoint.load import load_config
+from qarl.quant.checkpoint.load import load_config, resolve_model
 from qarl.tasks import Problem, Response, RewardError, Table, Task, TaskError, load_task
 from tests.support.cases import cases, pattern
 
@@ -117,7 +117,7 @@ def test_a_local_data_set(tmp_path: Path):
 
 @pytest.mark.usefixtures("hub_cache")
 def test_without_a_network_nothing_waits_for_the_hub(monkeypatch: pytest.MonkeyPatch):
-    """Contract: a data set says how to copy it; a model's config is refused as soon. Afterwards the Hub is asked again,
+    """Contract: a data set says how to copy it; a model is refused as soon. Afterwards the Hub is asked again,
     and where there is a host it is asked as ever."""
 
     def waited(seconds: float):
@@ -127,7 +127,7 @@ def test_without_a_network_nothing_waits_for_the_hub(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("time.sleep", waited)
     with pytest.raises(TaskError, match=r"'hf:no/such' cannot be loaded.*`hf download --repo-type dataset no/such"):
         load("hf:no/such")
-    for config_of in (load_config, sizes_of):
+    for config_of in (load_config, sizes_of, resolve_model):
         with pytest.raises(ModelError, match=r"no connection to http://127.0.0.1:9, and not in the cache"):
             config_of("no/such")
     assert not constants.HF_HUB_OFFLINE
