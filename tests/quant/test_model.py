@@ -73,6 +73,13 @@ def test_the_stream_is_the_storage_the_forward_uses(tied: bool, scheme: str):
     assert not torch.equal(all_logits(model, some_tokens()), before)
 
 
+@pytest.mark.parametrize("scheme", ["w4a16", "nvfp4", "fp8"])
+def test_the_stream_is_the_same_with_either_operators(scheme: str):
+    """Contract: layers that an engine stacks share a scale, also where the learner's graph is the engine's own."""
+    engines, others = (low_bit(qwen3(), scheme, operators=operators) for operators in ("engine", "transformers"))
+    assert same_stream(engines, stream_bytes(others))
+
+
 @tied_or_not
 @pytest.mark.parametrize(("scheme", "aligned"), [("bf16", True), ("w4a16", False)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
