@@ -123,7 +123,8 @@ def _engine_layers(model: PreTrainedModel, plan: Plan, context: LayerContext, en
         for name, parameter in model.named_parameters()
         if id(parameter) not in taken or parameter is embedding
     }
-    routers = [name for name, _ in model.named_modules() if family.checkpoint_name(name) in multiplied - ours]
+    others = multiplied - ours
+    routers = [name for name, _ in model.named_modules() if family.checkpoint_name(name) in others]
     return Layers(
         linears=linears,
         stacks=stacks,
