@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsW4A8Int
-from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
@@ -154,7 +154,7 @@ def _abandon_reload(model: nn.Module) -> None:
 def _prepare_heads(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
-            dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+            utils.dispatch_cpu_unquantized_gemm(module, remove_weight=False)  # the plugin's, by now
 
 
 def _scheme_of(module: nn.Module, name: str, config: VllmConfig) -> tuple[str, int | None]:

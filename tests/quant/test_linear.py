@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -9,12 +10,15 @@ import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from qarl.quant.kernels.vllm_cpu.unquantized import ROWS, multiply_in_blocks
+from qarl.quant.kernels.vllm_cpu import register
+from qarl.quant.kernels.vllm_cpu.unquantized import ROWS, in_blocks, in_pairs, multiply_alike
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.layers.linear import LowBitLinear
 from qarl.quant.materialize import materialize
 from qarl.quant.schemes import COMPUTE_DTYPES, SCHEMES, get_scheme
+from qarl.rollout.vllm.worker import _prepare_heads
 from tests.support.cases import cases
 from tests.support.kernels import VLLM_CPU_KERNELS, no_cuda, products
 from tests.support.layers import collected, dequantized_activation, kept_tensors, layer_gradients, make_linear, unpacked
@@ -286,8 +290,8 @@ def test_unquantized_products_in_blocks_know_nothing_of_other_rows(monkeypatch: 
         return F.linear(x, weight, bias) + len(x)  # a kernel that rounds by the number of rows
 
     monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", lambda layer, _: setattr(layer, "cpu_linear", counted))
-    multiply_in_blocks()
-    multiply_in_blocks()
+    multiply_alike(in_blocks)
+    multiply_alike(in_pairs)
     layer, x, bias = (
         nn.Linear(16, 24, dtype=torch.bfloat16),
         normal(150, 16, seed=0).bfloat16(),
@@ -304,3 +308,22 @@ def test_unquantized_products_in_blocks_know_nothing_of_other_rows(monkeypatch: 
     for other in (nn.Linear(16, 24), nn.Conv1d(4, 4, 1, dtype=torch.bfloat16), nn.Linear(1, 1, device="meta")):
         utils.dispatch_cpu_unquantized_gemm(other, True)
         assert other.cpu_linear is counted
+    head: Any = object.__new__(ParallelLMHead)
+    nn.Module.__init__(head)
+    vars(head).update(cpu_linear=None, weight=layer.weight)
+    _prepare_heads(head)  # as after a publish, in a process that had the worker's module before the plugin
+    assert torch.equal(head.cpu_linear(x[:1], layer.weight, bias), expected[:1])
+
+
+@no_cuda
+@dtypes
+def test_an_unquantized_row_alone_is_that_row_among_others(dtype: torch.dtype):
+    """vLLM's own products, as its plugin leaves them: bfloat16 where the CPU has no units for it differs in 1 of 30,000
+    values where one row is multiplied alone, and in a token of hundreds."""
+    from vllm.model_executor.layers import utils
+
+    register()
+    layer, x = nn.Linear(256, 1024, bias=False, dtype=dtype), normal(128, 256, seed=0).to(dtype)
+    utils.dispatch_cpu_unquantized_gemm(layer, False)
+    whole, alone = (torch.cat([layer.cpu_linear(rows, layer.weight, None) for rows in x.split(n)]) for n in (128, 1))  # type: ignore[operator]
+    assert torch.equal(whole, alone)

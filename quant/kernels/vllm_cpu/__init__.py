@@ -59,13 +59,15 @@ def register() -> None:
 
     if not torch.cpu._is_vnni_supported():
         _replace(CPUInt8ScaledMMFp32Kernel, "int8")
-    if torch.cpu._is_amx_tile_supported():
-        from qarl.quant.kernels.vllm_cpu.unquantized import multiply_in_blocks
+    from qarl.quant.kernels.vllm_cpu.unquantized import in_blocks, in_pairs, multiply_alike
 
-        multiply_in_blocks()
+    if torch.cpu._is_amx_tile_supported():
+        multiply_alike(in_blocks)
         torch.cpu._init_amx()
         os.environ.setdefault("VLLM_CPU_INT4_W4A8", "0")
         _replace(CPUInt8ScaledMMAnyDtypeKernel, "int8")
+    elif not torch.cpu._is_avx512_bf16_supported():
+        multiply_alike(in_pairs)
 
 
 def _leave_transformers_classes() -> None:
