@@ -85,11 +85,11 @@ def test_a_shared_prompt_changes_no_log_prob(scheme: str, kernel: str):
 
 def test_what_differs_is_not_shared():
     """A prompt is taken from the group's first sequence where it has it to the token, and to the replayed expert."""
-    batch = dataclasses.replace(batch_of(), experts=torch.zeros(24, 32, 1, 1, dtype=torch.int32))
+    batch = dataclasses.replace(batch_of(), experts=torch.zeros(24, 32, 2, 3, dtype=torch.int32))
     longest = int(batch.length.max())
     batch = dataclasses.replace(batch, experts=batch.experts[:, :longest])  # type: ignore[index]
     batch.tokens[1, 0] += 1
-    batch.experts[5, 0] = 3  # type: ignore[index]
+    batch.experts[5, 0, 1, 2] = batch.experts[6, -1] = 3  # type: ignore[index]
     shared = batch.packed(share_prompts=True).sequences
     whole = [row for row, (own, seen) in enumerate(zip(shared.lengths, shared.seen, strict=True)) if own == seen]
     assert whole == [0, 1, 4, 5, 8, 12, 16, 20]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from qarl.configs.errors import ConfigError
-from qarl.configs.schema.learner import OptimizerConfig
+from qarl.configs.schema.learner import LearnerConfig, OptimizerConfig
 from qarl.configs.schema.lora import LoraConfig
 from qarl.learner.batching import Batch, make_batch
 from qarl.learner.diagnostics.ages import MismatchByAge
@@ -30,7 +30,16 @@ from qarl.quant.runtime.shards import Share, shard_parameters
 from qarl.quant.schemes import COMPUTE_DTYPES, SCHEMES
 from tests.support import learners
 from tests.support.cases import cases
-from tests.support.learners import SAMPLES, all_equal, batch_of, make_groups, make_learner, masters_of, poison
+from tests.support.learners import (
+    SAMPLES,
+    all_equal,
+    batch_of,
+    experts_policy,
+    make_groups,
+    make_learner,
+    masters_of,
+    poison,
+)
 from tests.support.models import multiply_masters, same_stream, stream_bytes
 
 
@@ -264,6 +273,16 @@ def test_a_reference_is_needed_exactly_where_a_penalty_is(given_one: bool):
     config: dict[str, Any] = {} if given_one else {"kl": {"name": "k3"}}
     with pytest.raises(ConfigError, match=r"learner\.kl\.name is .* reference policy"):
         make_learner(reference=make_learner().model if given_one else None, **config)
+
+
+@pytest.mark.parametrize("coefficient", [0.0, 0.01])
+def test_a_load_balance_loss_is_computed_where_it_counts(coefficient: float):
+    """That of routers that are balanced is the number of experts a token goes to."""
+    model = experts_policy(torch.bfloat16)
+    settings = {"mini_batches": 1, "router_aux_loss": coefficient, "diagnostics_every": 0}
+    stats = Learner(model, LearnerConfig.model_validate(settings)).learn(batch_of(), 0)
+    expected = model.config.num_experts_per_tok if coefficient else 0.0
+    assert stats.load_balance == pytest.approx(expected, rel=0.5)
 
 
 def test_a_shadow_forward_takes_ratios_from_the_published_codes():

@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qarl.configs.errors import ConfigError
+from qarl.configs.schema.learner import LearnerConfig
 from qarl.learner import gradients
-from qarl.learner.gradients import compiles, rounds_weights
+from qarl.learner.gradients import compiles, configure_backward, rounds_weights
 from qarl.learner.logprobs import _Normalized, token_logprobs
 from qarl.quant.layers import straight_through as backward
 from qarl.quant.layers.gradients import Gradients
@@ -83,6 +84,9 @@ def test_auto_rounds_where_the_device_multiplies_the_dtype():
         model = policy(dtype=dtype)
         assert rounds_weights(model, "compute") and not rounds_weights(model, "exact")
         assert rounds_weights(model, "auto") == multiplies_natively(dtype, CPU)
+        for setting in ("exact", "compute"):
+            configure_backward(model, LearnerConfig(input_gradients=setting))
+            assert model.gradients.fp32_input_grad == (setting == "exact")
     experts = experts_policy(BFLOAT16)
     assert not rounds_weights(experts, "exact")
     with pytest.raises(ConfigError, match=r"input_gradients is 'compute', but gradients through experts"):
