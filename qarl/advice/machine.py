@@ -15,9 +15,9 @@ import psutil
 
 from qarl.advice.finding import Finding
 from qarl.planning.machine import DriverGpu, available_memory, driver_gpus, torch_is_for_cpus, visible_gpus
+from qarl.planning.memory import GIB
 from qarl.quant.runtime.answers import cache_folder, installed, versions
 
-GIB = 2**30
 LEAST_DRIVER = 580
 """That CUDA 13's runtime asks for, with which torch is built here."""
 _LEAST_DISK, _LEAST_MEMORY = 10 * GIB, 4 * GIB

@@ -18,6 +18,7 @@ from qarl.configs.schema.learner import LearnerConfig, OptimizerConfig
 from qarl.learner.batching import Batch, make_batch, micro_batches, mini_batches
 from qarl.learner.clip_reasons import CLIP_REASONS
 from qarl.learner.load_balance import load_balance_coefficient
+from qarl.learner.logprobs import _in_chunks
 from qarl.learner.loss.tokens import clip_reasons, clipped_sides
 from qarl.learner.mismatch import measure_mismatch
 from qarl.learner.objectives.advantages import group_advantages
@@ -213,6 +214,16 @@ def test_micro_batches_are_dealt_out_to_processes(batch: Batch, world: int, budg
     for turn in turns if world > 1 else ():
         most = max(int(batch.response_mask[part.index].sum()) for part in turn)
         assert [part.chunks for part in turn] == [math.ceil(most / 7)] * world
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 4, 7])
+def test_as_many_chunks_as_agreed_on(chunks: int):
+    """Where there are fewer positions the first stands in again, behind them all."""
+    hidden, targets = torch.arange(6.0).view(3, 2), torch.tensor([5, 6, 7])
+    parts = _in_chunks(hidden, targets, 2, chunks)
+    repeated = max(0, chunks - 3)
+    assert len(parts) == chunks and torch.cat([chosen for _, chosen in parts]).tolist() == [5, 6, 7] + [5] * repeated
+    assert torch.equal(torch.cat([x for x, _ in parts]), torch.cat([hidden, hidden[:1].repeat(repeated, 1)]))
 
 
 def test_a_load_balance_loss_is_that_of_a_mixture_that_has_one():
