@@ -316,14 +316,13 @@ def test_unquantized_products_in_blocks_know_nothing_of_other_rows(monkeypatch: 
 
 
 @no_cuda
-@dtypes
-def test_an_unquantized_row_alone_is_that_row_among_others(dtype: torch.dtype):
-    """vLLM's own products, as its plugin leaves them: bfloat16 where the CPU has no units for it differs in 1 of 30,000
-    values where one row is multiplied alone, and in a token of hundreds."""
+def test_an_unquantized_row_alone_is_that_row_among_others():
+    """vLLM's own products, as its plugin leaves them. Of bfloat16, where the CPU has no units for it, a value in 30,000
+    would differ if a row were multiplied alone, and with them a token of hundreds."""
     from vllm.model_executor.layers import utils
 
     register()
-    layer, x = nn.Linear(256, 1024, bias=False, dtype=dtype), normal(128, 256, seed=0).to(dtype)
+    layer, x = nn.Linear(256, 1024, bias=False).bfloat16(), normal(128, 256, seed=0).bfloat16()
     utils.dispatch_cpu_unquantized_gemm(layer, False)
     whole, alone = (torch.cat([layer.cpu_linear(rows, layer.weight, None) for rows in x.split(n)]) for n in (128, 1))  # type: ignore[operator]
     assert torch.equal(whole, alone)
