@@ -23,7 +23,7 @@ FAULTY = 5.0
 _WORTH: tuple[tuple[float, Level, str, str], ...] = (
     (10.0, "note", "in runs that began so near, alignment was worth 1 to 16 points.", ""),
     (
-        100.0, "note", "in runs that began far apart (20 to 28 nats), an aligned learner ended 42 to 86 points above "
+        100.0, "note", "in runs that began far apart (18 to 28 nats), an aligned learner ended 42 to 86 points above "
         "plain GRPO, and 3 to 9 above plain TBPO.",
         "train aligned, as is the default; calibrated codes (--scale kept --init gptq) begin nearer",
     ),
