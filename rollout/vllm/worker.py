@@ -154,7 +154,8 @@ def _abandon_reload(model: nn.Module) -> None:
 def _prepare_heads(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
-            utils.dispatch_cpu_unquantized_gemm(module, remove_weight=False)  # the plugin's, by now
+            # Not imported by name: the plugin may replace it after this module is imported.
+            utils.dispatch_cpu_unquantized_gemm(module, remove_weight=False)
 
 
 def _scheme_of(module: nn.Module, name: str, config: VllmConfig) -> tuple[str, int | None]:

@@ -308,6 +308,11 @@ def test_unquantized_products_in_blocks_know_nothing_of_other_rows(monkeypatch: 
     for other in (nn.Linear(16, 24), nn.Conv1d(4, 4, 1, dtype=torch.bfloat16), nn.Linear(1, 1, device="meta")):
         utils.dispatch_cpu_unquantized_gemm(other, True)
         assert other.cpu_linear is counted
+    for shape in ((1,), (1, 1), (2,), (5,), (0,)):
+        rows = math.prod(shape)
+        result = in_pairs(counted)(x[:rows].unflatten(0, shape), layer.weight, bias)
+        computed = 2 if rows == 1 else len(result)
+        assert torch.equal(result, (F.linear(x[:rows], layer.weight, bias) + computed).unflatten(0, shape))
     head: Any = object.__new__(ParallelLMHead)
     nn.Module.__init__(head)
     vars(head).update(cpu_linear=None, weight=layer.weight)
@@ -317,7 +322,7 @@ def test_unquantized_products_in_blocks_know_nothing_of_other_rows(monkeypatch: 
 
 @no_cuda
 def test_an_unquantized_row_alone_is_that_row_among_others():
-    """vLLM's own products, as its plugin leaves them. Of bfloat16, where the CPU has no units for it, a value in 30,000
+    """vLLM's own products, as its plugin leaves them. Of bfloat16, where the CPU has no units for it, a value in 20,000
     would differ if a row were multiplied alone, and with them a token of hundreds."""
     from vllm.model_executor.layers import utils
 

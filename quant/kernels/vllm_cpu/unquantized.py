@@ -21,7 +21,9 @@ ROWS = 64
 
 
 def multiply_alike(alike: Callable[[Product], Product]) -> None:
-    """Have vLLM multiply by bfloat16 weights so, in layers built from now on. alike: `in_blocks` or `in_pairs`."""
+    """Have vLLM multiply by bfloat16 weights as `alike` has it, in layers built from now on; once a process.
+
+    alike: `in_blocks` or `in_pairs`."""
     from vllm.model_executor.layers import utils
 
     dispatch = utils.dispatch_cpu_unquantized_gemm
