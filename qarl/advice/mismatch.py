@@ -136,20 +136,22 @@ def investigate(config: RunConfig, task: Task) -> Investigation:
         multiplies = share_layers(Publisher(models["aligned"], engine, (), bound=0.0, canary_every=1), stack)
         learners = {name: scored(model, batch) for name, model in models.items()}
         layers = layer_errors(models["plain"], models["fake-quant"], models["aligned"], batch)
-        pitfalls = find_pitfalls(evidence_of(models["aligned"], groups, batch, prompter, config.learner))
+        aligned = models["aligned"], learners["aligned"]
+        pitfalls = find_pitfalls(evidence_of(*aligned, groups, batch, prompter, config.learner))
     return Investigation(batch=batch, learners=learners, layers=layers, multiplies=multiplies, pitfalls=pitfalls)
 
 
 @torch.no_grad()
 def evidence_of(
-    model: LowBitModel, groups: Sequence[Group], batch: Batch, prompter: Prompter, config: LearnerConfig
-) -> Evidence:
-    """What pitfalls are looked for in. model: the learner's, aligned."""
+    model: LowBitModel, logprobs: torch.Tensor, groups: Sequence[Group], batch: Batch, prompter: Prompter,
+    config: LearnerConfig,
+) -> Evidence:  # fmt: skip
+    """What pitfalls are looked for in. model: the learner's, aligned; logprobs: its own of the batch, [B, T-1]."""
     first = torch.arange(min(FIRST, len(batch.tokens)))
     alone = torch.zeros(len(first), batch.response_mask.shape[1])
     for row in first.tolist():
-        logprobs = scored(model, batch.rows(first[row : row + 1]))
-        alone[row, : logprobs.shape[1]] = logprobs[0]
+        of_row = scored(model, batch.rows(first[row : row + 1]))
+        alone[row, : of_row.shape[1]] = of_row[0]
     packed = None
     if model.operators == "engine":
         rows = batch.to(model.device)
@@ -158,7 +160,7 @@ def evidence_of(
     return Evidence(
         groups=groups,
         batch=batch,
-        learner=scored(model, batch),
+        learner=logprobs,
         alone=alone,
         packed=packed,
         begin_token=tokenizer.bos_token_id,
