@@ -6,7 +6,7 @@
 A mutation changes one comparison, constant, operator, min or max, or drops one statement. It is drawn from the syntax
 tree of HEAD: a seed draws the same ones from the same commit. Each is planted alone in a scratch clone. The tests that
 run the changed function go first, the quickest in front, then those that run others of its file; where none is seen to
-run it (it is compiled, of other processes, or read at import), those that run files that import it, and then all. Files
+run it (it is compiled, of other processes, or read at import), then those that run files that import it, and all. Files
 whose tests share a fixture, such as an engine, keep their order.
 With --seconds the first ones alone that take so long together: a survivor is then one of those, and the score a bound
 from below. What runs what is recorded once a commit. Tests that fail on the sound code are left out. --tests names
@@ -137,7 +137,7 @@ def run(mutation: Mutation, clone: Path, tests: dict[str, dict[str, Any]], secon
     file, started, key = clone / mutation.file, time.monotonic(), f"{mutation.file}:{mutation.function}"
     near = [name for name in tests if key in tests[name]["functions"]]
     unseen = [] if near else [running(importers(mutation.file, clone), tests), list(tests)]
-    tiers = [near, *unseen[:1], running([mutation.file], tests), *unseen[1:]]
+    tiers = [near, running([mutation.file], tests), *unseen]
     sound = file.read_bytes()
     file.write_bytes(mutation.planted(sound))
     try:

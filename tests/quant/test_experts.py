@@ -3,6 +3,7 @@
 import gc
 import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,6 +36,17 @@ ROUTINGS = {
     "weights that do not sum to one": (SHAPE, lambda: (routed(6)[0] * 2.5, routed(6)[1])),
 }
 routings = pytest.mark.parametrize("routing", ROUTINGS)
+
+
+@no_cuda
+def test_experts_of_other_forms_are_refused_one_by_one():
+    from qarl.quant.kernels.vllm_cpu.experts import PerExpertMethod
+
+    usual = {"has_bias": False, "is_act_and_mul": True, "use_ep": False, "apply_router_weight_on_input": False}
+    for name in usual:
+        form = SimpleNamespace(**usual | {name: not usual[name]})
+        with pytest.raises(ValueError, match="mlp: per-expert products cover gated experts without bias"):
+            PerExpertMethod(Any, SimpleNamespace(**vars(form), moe_config=form), "mlp", False)  # type: ignore[arg-type]
 
 
 @no_cuda

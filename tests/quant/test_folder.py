@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 
 from qarl.configs.errors import ModelError
-from qarl.quant.checkpoint.folder import check_context, check_rotary, has_chat_template, local_folder, tensor_shapes
+from qarl.quant.checkpoint.folder import (
+    check_context,
+    check_folder,
+    check_rotary,
+    has_chat_template,
+    local_folder,
+    tensor_shapes,
+)
 from qarl.quant.checkpoint.load import load_config
 from tests.support.cases import cases
 from tests.support.learners import random_model
@@ -57,6 +64,28 @@ def test_a_model_is_described_by_its_files(tmp_path: Path):
     (tmp_path / "config.json").write_text('{"model_type": "none_such"}')
     with pytest.raises(ModelError, match=r"its config\.json could not be read: .*none_such"):
         load_config(str(tmp_path))
+
+
+def test_each_of_a_folders_files_is_checked(tmp_path: Path):
+    random_model().save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="has no tokenizer"):
+        check_folder(tmp_path, 8)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    check_folder(tmp_path, 8)
+    with pytest.raises(ModelError, match="positions"):
+        check_folder(tmp_path, 10**9)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for key, value, words in (
+        ("quantization_config", {"quant_method": "awq"}, "awq"),
+        ("rope_scaling", {"type": "dynamic"}, "rotary"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config | {key: value}))
+        with pytest.raises(ModelError, match=words):
+            check_folder(tmp_path, 8)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="has no weights"):
+        check_folder(tmp_path, 8)
 
 
 def test_whether_a_tokenizer_has_a_chat_template(tmp_path: Path):

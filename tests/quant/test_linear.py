@@ -291,7 +291,9 @@ def test_unquantized_products_in_blocks_know_nothing_of_other_rows(monkeypatch: 
 
     monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", lambda layer, _: setattr(layer, "cpu_linear", counted))
     multiply_alike(in_blocks)
+    once = utils.dispatch_cpu_unquantized_gemm
     multiply_alike(in_pairs)
+    assert utils.dispatch_cpu_unquantized_gemm is once
     layer, x, bias = (
         nn.Linear(16, 24, dtype=torch.bfloat16),
         normal(150, 16, seed=0).bfloat16(),

@@ -14,10 +14,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from qarl.configs.errors import ConfigError, GraphError
 from qarl.configs.load import config_from_tree
 from qarl.configs.schema.learner import LearnerConfig
+from qarl.configs.schema.run import LayerRule
 from qarl.learner.learner import Learner
 from qarl.learner.optim.loss_scale import PrecisionError
 from qarl.quant.checkpoint.load import load_masters
 from qarl.quant.layers.context import Forward, LayerContext
+from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.schemes import COMPUTE_DTYPES, SCHEMES, SchemeError, get_scheme, write_quantization_config
 from qarl.quant.types import LayerReport
 from qarl.sync.publisher import Publisher
@@ -226,6 +228,14 @@ def test_logits_changed_after_the_head_are_the_engines_matter():
     logits = all_logits(low_bit(model, "bf16"), some_tokens())
     expected = model(input_ids=some_tokens()).logits
     assert 1.5 < float(logits.abs().max()) <= 2 and relative_error(logits, expected) < 2.5e-2
+
+
+def test_a_rule_for_a_router_is_the_engines_matter():
+    """Contract: transformers' own operators multiply routers by their masters, and would not train what is sampled."""
+    model, context = random_moe(CONFIGS["qwen3_moe"]), LayerContext(torch.bfloat16, "reference")
+    rules = [LayerRule(match="model.layers.1.mlp.gate", scheme="w8a8")]
+    with pytest.raises(SchemeError, match=r"quantizes the router 'model\.layers\.1\.mlp\.gate', which transformers'"):
+        LowBitModel(model, get_scheme("w4a16"), context, "transformers", rules)
 
 
 @tied_or_not
