@@ -30,6 +30,7 @@ def open_servers(checkpoint: Path, options: VllmOptions) -> ServerEngine:
     gc.collect()
     gc.freeze()
     started: list[ServerProcess] = []
+    before = torch.get_num_threads()
     if isinstance(servers, tuple):
         urls, key = servers, server_key(rollout.server_key_file)
     elif torch.cuda.is_available():
@@ -39,11 +40,23 @@ def open_servers(checkpoint: Path, options: VllmOptions) -> ServerEngine:
         )
     else:
         key, ports = secrets.token_urlsafe(32), free_ports(servers)
-        started = start_replicas(checkpoint, options, ports, key, run / "servers", rollout.server_seconds)
+        threads = threads_each(1 + servers) if rollout.max_staleness else None
+        start = checkpoint, options, ports, key, run / "servers", rollout.server_seconds
+        started = start_replicas(*start, threads=threads)
         urls = [server.url for server in started]
-    return ServerEngine(
-        urls, key, folder, checkpoint, options, learner, publishes, at_end=lambda: stop_replicas(started)
-    )
+        torch.set_num_threads(threads or before)
+
+    def end() -> None:
+        stop_replicas(started)
+        torch.set_num_threads(before)
+
+    return ServerEngine(urls, key, folder, checkpoint, options, learner, publishes, at_end=end)
+
+
+def threads_each(working: int) -> int | None:
+    """Of one machine's CPUs, where so many processes work at the same time, which would wait for one another's threads;
+    None where OMP_NUM_THREADS says it."""
+    return None if "OMP_NUM_THREADS" in os.environ else max(1, torch.get_num_threads() // working)
 
 
 def run_name(run: Path) -> str:

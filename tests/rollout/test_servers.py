@@ -254,11 +254,12 @@ def test_replicas_are_waited_for_and_ended(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(start, "_PATIENCE", 0.3)
     ports, logs, others = start.free_ports(2), tmp_path / "below" / "logs", psutil.Process().children()
     arguments = (tmp_path, VllmOptions(), ports, "the key", logs)
-    replicas = start_replicas(*arguments, 30.0, more=["ready"])
+    replicas = start_replicas(*arguments, 30.0, more=["ready"], threads=3)
     assert [r.url for r in replicas] == [f"http://127.0.0.1:{port}" for port in ports]
     monkeypatch.setattr(start, "_PORTS", range(ports[0], ports[0] + 1))
     with pytest.raises(EngineError, match=f"1 servers need .*, and of {ports[0]} to {ports[0]} 0 are"):
         start.free_ports(1)
+    assert {psutil.Process(r.process.pid).environ().get("OMP_NUM_THREADS") for r in replicas} == {"3"}
     for number, replica in enumerate(replicas):
         assert (replica.log, replica.received) == (logs / f"server-{number}.log", logs / f"received-{number}")
         assert os.getsid(replica.process.pid) == replica.process.pid
@@ -277,7 +278,7 @@ def test_the_engine_that_a_run_asks_for_is_opened_and_closed(tmp_path: Path, mon
     calls, engine = list[Any](), SimpleNamespace(close=lambda: calls.append("closed") or 1 / 0)
     monkeypatch.setattr("qarl.rollout.vllm.engine.VllmEngine", lambda *_: calls.append("own") or engine)
     monkeypatch.setattr(opening, "ServerEngine", lambda *fields, **end: calls.append(fields) or engine)
-    monkeypatch.setattr(opening, "start_replicas", lambda *fields: [SimpleNamespace(url=str(fields[4]))])
+    monkeypatch.setattr(opening, "start_replicas", lambda *fields, **_: [SimpleNamespace(url=str(fields[4]))])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     own, there = dict[str, Any](servers=2), dict[str, Any](servers=("http://a",), server_folder="/x")
     for fields, use in (({}, True), (own, False), (own, True), (there, True)):
@@ -292,6 +293,26 @@ def test_the_engine_that_a_run_asks_for_is_opened_and_closed(tmp_path: Path, mon
     with pytest.raises(ZeroDivisionError), open_engine(tmp_path / "a", RolloutConfig(), "half"):
         calls.clear()
     assert calls == ["closed"]
+
+
+@pytest.mark.parametrize(("ahead", "limit", "each"), [(0, None, None), (1, None, 2), (1, "4", None)])
+def test_learner_and_servers_share_cores_where_they_work_at_once(
+    ahead: int, limit: str | None, each: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Unless OMP_NUM_THREADS says it; all are the run's again when its servers have ended."""
+    counts, of_servers = [8], list[Any]()
+    monkeypatch.setattr(opening, "start_replicas", lambda *_, threads: of_servers.append(threads) or [])
+    monkeypatch.setattr(opening, "ServerEngine", lambda *_, at_end: at_end)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: counts[-1])
+    monkeypatch.setattr(torch, "set_num_threads", counts.append)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if limit:
+        monkeypatch.setenv("OMP_NUM_THREADS", limit)
+    end: Any = opening.open_servers(tmp_path / "a", VllmOptions(RolloutConfig(servers=3, max_staleness=ahead)))
+    assert (of_servers, counts[-1]) == ([each], each or 8)
+    end()
+    assert counts[-1] == 8
 
 
 def test_replicas_have_devices_of_their_own():

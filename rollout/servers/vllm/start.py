@@ -99,11 +99,12 @@ def start_replicas(
     host: str = LOOPBACK,
     more: Sequence[str] = (),
     devices: int = 1,
+    threads: int | None = None,
 ) -> list[ServerProcess]:
     """Start a replica on each port, and wait until all answer; they end with this process. key: that they are to ask
     for, None for none. logs: folder for what they print, and for versions that they are sent. more: options of vLLM's,
-    which win. devices: GPUs each has to itself. Raises `EngineError` where one ends or does not answer within
-    `seconds`."""
+    which win. devices: GPUs each has to itself; threads: on CPUs, None for as many as torch takes. Raises `EngineError`
+    where one ends or does not answer within `seconds`."""
     if () < vllm_release() < SERVES_FROM:
         raise EngineError(
             f"servers of vLLM {'.'.join(map(str, vllm_release()))} do not say which weights sampled a token; install "
@@ -111,13 +112,18 @@ def start_replicas(
         )
     started: list[ServerProcess] = []
     logs.mkdir(parents=True, exist_ok=True)
+    limited = {"OMP_NUM_THREADS": str(threads)} if threads else {}
     try:
         for number, port in enumerate(ports):
             log, received = logs / f"server-{number}.log", logs / f"received-{number}"
             with log.open("wb") as file:
                 process = subprocess.Popen(
                     replica_command(checkpoint, options, host, port, more),
-                    env={**replica_environment(key, received), **visible_devices(number, devices, os.environ)},
+                    env={
+                        **replica_environment(key, received),
+                        **visible_devices(number, devices, os.environ),
+                        **limited,
+                    },
                     stdin=subprocess.DEVNULL,
                     stdout=file,
                     stderr=subprocess.STDOUT,
