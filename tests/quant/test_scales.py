@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from qarl.quant.checkpoint.shapes import plan_layers
 from qarl.quant.materialize import by_operators, materialize
-from qarl.quant.materialize.code_changes import quantized_weights
+from qarl.quant.materialize.code_changes import Changed, quantized_weights
 from qarl.quant.materialize.integer import integer_range
 from qarl.quant.model.kept_scales import (
     check_scale_rule,
@@ -213,3 +213,11 @@ def test_codes_that_are_not_kept_are_made_again_to_the_same_bits(scheme: str, ki
                     master.grad = None
             model.refresh()
         assert all_equal(*streams) and all_equal(*grads)
+
+
+def test_a_share_of_codes_counts_what_was_added():
+    codes = Changed()
+    assert codes.share is None
+    codes.add(1, 4)
+    codes.add(2, 4)
+    assert codes.share == 3 / 8
