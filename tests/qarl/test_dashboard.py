@@ -29,7 +29,7 @@ from qarl.report.loggers import step_logger
 from qarl.report.metrics import StepMetrics
 from qarl.report.run_folder import RunFolder
 from qarl.report.start_note import audit_table
-from qarl.report.startup import phase, phases_shown_on
+from qarl.report.startup import phase, phases_shown_on, say
 from qarl.report.tables import PlainTable
 from qarl.sync.audit import AuditRow
 from tests.support.cases import cases
@@ -114,6 +114,9 @@ def test_a_phase_of_the_start_is_shown_at_once_and_its_seconds_at_its_end():
             assert file.getvalue() == "loading … "
         with pytest.raises(ValueError, match="lost"), phase("failing"):
             raise ValueError("lost")
+    with phases_shown_on(Console(file=(plain := io.StringIO()), width=12, force_terminal=True)):
+        say("[bold]1[/bold] of 'some' long words")
+    assert plain.getvalue() == "[bold]1[/bold] of 'some' long words\n", "no markup, color or break"
     loading, failing = file.getvalue().splitlines()
     assert loading.startswith("loading … 0.") and loading.endswith(" s") and failing == "failing … "
 
@@ -169,6 +172,12 @@ def large_model() -> list[AuditRow]:
 def test_kernels_that_differ_have_a_column_each():
     lines = shown(audit_table([audited("lm_head", engine_kernel="MarlinLinearKernel")]).show, 200)
     assert lines[-1].split()[-2:] == ["CPUWNA16LinearKernel", "MarlinLinearKernel"]
+
+
+def test_a_table_too_narrow_for_its_words_is_a_block_a_row():
+    table = PlainTable("a name", "b")
+    table.add_row("longer than", "twelve-letters")
+    assert shown(table.show, 12) == ["a name  longer", "        than", "b       twelve-letters", ""]
 
 
 _CELLS = st.text("abcde [/]…×", max_size=40).map(str.strip)

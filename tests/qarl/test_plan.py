@@ -23,8 +23,8 @@ from qarl.embedded.recipe import RECIPES, recipe_config
 from qarl.planning import machine as machines
 from qarl.planning.choice import choose, fitting, helping
 from qarl.planning.machine import Machine, parse_machine, this_machine
-from qarl.planning.memory import GIB, Memory, count_memory
-from qarl.planning.plan import make_plan
+from qarl.planning.memory import GIB, Memory, _Count, count_memory
+from qarl.planning.plan import changed_config, make_plan
 from qarl.planning.shapes import EMBEDDED, NAMED, shapes_of, sizes_of
 from qarl.quant.checkpoint.load import empty_model
 from qarl.quant.checkpoint.shapes import plan_layers, weight_shapes
@@ -113,6 +113,20 @@ def test_parts_are_those_of_arithmetic_by_hand():
     adapted = gib("qwen3-8b", 1, learner__lora__name="lora", learner__optimizer__name="adamw")
     rank_16 = 36 * 16 * (2 * (4096 + 4096) + 2 * (1024 + 4096) + 3 * (4096 + 12288))
     assert adapted["moments"] == round(2 * 4 * rank_16 / GIB, 1)
+
+
+def test_what_saving_a_checkpoint_takes_by_hand():
+    """At stage 3 the largest module whole: embeddings' master and moments, two of AdamW's, less gradients of 1/8."""
+    shapes, kinds = NAMED["qwen3-1.7b"], {"adamw": 2, "muon": 1}
+    for name, moments in kinds.items():
+        of = _Count(shapes, config(learner__zero_stage=3, learner__optimizer__name=name), "cuda", 8)
+        assert of.saving() == 151936 * 2048 * 4 * (1 + moments) - of.gradients()
+
+
+def test_another_choice_leaves_the_fields_of_the_one_before():
+    before = config(learner__kl__name="k3", learner__kl__coefficient=0.1)
+    assert changed_config(before, {"learner.kl.name": "k3"}).learner.kl == before.learner.kl
+    assert changed_config(before, {"learner.kl.name": "none"}).learner.kl.name == "none"
 
 
 def test_a_learner_apart_from_its_servers_has_no_engine_and_may_keep_no_weights():

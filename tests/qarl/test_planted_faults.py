@@ -3,6 +3,7 @@ reward, template and model, planted in it one at a time, are found and named."""
 
 import ast
 import json
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from qarl.configs.load import load_config
 from qarl.starter import FILES
 from qarl.tasks import Response, load_task
 from tests.support.cases import cases
+from tests.support.records import assert_recorded
 
 Tree = dict[str, Any]
 
@@ -121,6 +123,15 @@ def test_a_fault_of_the_model_is_named(folder: Path, capsys, damage: Callable[[P
     set_field("model", "./model")
     damage(Path("model"))
     assert said in said_of(capsys)
+
+
+@pytest.mark.parametrize("options", cases(__file__, "looked at"))
+def test_what_check_says_is_what_was_recorded(folder: Path, options: str, capsys: pytest.CaptureFixture[str]):
+    """Level, subject and words of each finding, but those that are the machine's or name the model's folder."""
+    status = main(["check", "run.yaml", "--json", "check.json", *shlex.split(options)])
+    said = [list(each.values()) for each in json.loads(Path("check.json").read_text())]
+    apart = ("model", "kernels", "memory", "disk")
+    assert_recorded(__file__, f"check {options}", [status, [each for each in said if each[1] not in apart]])
 
 
 def test_init_writes_what_is_healthy(starter: Path, capsys: pytest.CaptureFixture[str]):

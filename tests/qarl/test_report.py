@@ -212,6 +212,12 @@ def test_seeds_share_a_curve_with_a_band(tmp_path: Path):
     assert "learner.objective.name" not in [row[0] for row in alone]
 
 
+def test_configurations_that_a_label_cannot_tell_apart_have_their_runs_names(tmp_path: Path):
+    far = {"scheme": "w8a8", "learner.aligned": "false", "learner.objective.name": "grpo", "dtype": "float16"}
+    fields = {"a": {}, "b": {"learner.mini_batches": "8"}, "c": far}
+    assert data_of(*(new_run(tmp_path / name, fields=each) for name, each in fields.items()))["kinds"] == [*"abc"]
+
+
 def test_long_runs_are_thinned_and_numbers_are_short(tmp_path: Path):
     assert [digits(value) for value in (0.123456, 12345.6, 3.0, -1e-9, 0.0)] == [0.1235, 12346, 3, -1e-9, 0]
     run = new_run(tmp_path / "run", steps=2 * MOST_POINTS + 1, of=5000, tokens=False)

@@ -99,6 +99,7 @@ def test_trls_chats_are_messages(questions: Path):
     code = "def f(prompts, completions, **_):\n    assert prompts[0][0] == {'role': 'system', 'content': 'Add.'}\n"
     code += "    return [float(c[0]['content'] == '7') for c in completions]"
     assert rewards(here(questions, code), "7", "8", problem=CHAT) == [1.0, 0.0]
+    assert rewards(here(questions, code), "7", problem=CHAT) == [1.0]
 
 
 def test_several_rewards_with_weights(questions: Path):

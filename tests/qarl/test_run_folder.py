@@ -19,9 +19,11 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from rich.console import Console
 from safetensors import SafetensorError
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from qarl.api import runs
 from qarl.cli.main import main, run_command
 from qarl.cli.parser import Parser
 from qarl.configs.errors import ConfigError
@@ -84,6 +86,26 @@ def test_a_discarded_run_takes_the_folders_made_for_it_along(tmp_path: Path):
     assert not run.has_begun()
     run.discard()
     assert list(tmp_path.rglob("*")) == [tmp_path / "kept"]
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_only_a_new_run_that_could_not_start_goes(resume: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run = new_run(tmp_path / "run")
+    monkeypatch.setattr("qarl.loop.train", Mock(side_effect=ConfigError("no")))
+    with pytest.raises(ConfigError, match="no"):
+        runs.run(run.config(), run, resume, Console(quiet=True), Mock(first=True))
+    assert run.path.exists() is resume
+
+
+def test_metrics_are_added_to_what_is_there_of_steps_before(tmp_path: Path):
+    """Also where a folder that is resumed has lost its metrics, and where a new run's has some."""
+    for resumed, before, after in ((2, "", [9]), (None, "1", [1, 9]), (2, "123", [1, 2, 9])):
+        folder = new_run(tmp_path / f"{resumed}{before}")
+        if before:
+            folder.metrics.write_text("".join(f'{{"step": {step}}}\n' for step in before))
+        with metrics_writer(folder, resumed, True, lambda figures, step: None) as write:
+            write(Mock(flat=lambda: {"step": 9}, step=9))
+        assert [json.loads(line)["step"] for line in folder.metrics.read_text().splitlines()] == after
 
 
 def test_trying_a_folder_makes_none_that_another_run_may_be_making(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
