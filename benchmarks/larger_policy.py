@@ -11,11 +11,10 @@ import sys
 from pathlib import Path
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from qarl.embedded.recipe import RECIPES, TinyRecipe, initial_model, to_stderr, warm_start, widen_columns
-from qarl.embedded.tokenizer import CHAT_TEMPLATE, EOS, PAD, START
+from qarl.embedded.tokenizer import train_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 PHASES = ((6, 64, 90), (12, 32, 40), (24, 24, 60), (24, 24, 90))
@@ -40,28 +39,9 @@ QWEN_WORDS = (
 
 def text_tokenizer(recipe: TinyRecipe) -> PreTrainedTokenizerFast:
     """Byte-level BPE as Qwen3's, trained on the project's pages and code."""
-    tokenizer = Tokenizer(models.BPE())
-    cut = pre_tokenizers.Split(Regex(QWEN_WORDS), behavior="isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=recipe.vocab_size,
-        special_tokens=[PAD, START, EOS],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
     files = sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("*/**/*.py")])
-    tokenizer.train_from_iterator((file.read_text() for file in files if ".venv" not in file.parts), trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=EOS,
-        pad_token=PAD,
-        chat_template=CHAT_TEMPLATE,
-        model_max_length=recipe.max_position_embeddings,
-        clean_up_tokenization_spaces=False,
-    )
+    texts = (file.read_text() for file in files if ".venv" not in file.parts)
+    return train_tokenizer(texts, recipe.vocab_size, recipe.max_position_embeddings, words=QWEN_WORDS)
 
 
 def build(folder: Path, factors: list[float]) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 PAD, START, EOS = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -29,19 +29,19 @@ TOOL_TEMPLATE = (
 
 
 def train_tokenizer(
-    texts: Iterable[str], vocab_size: int, longest: int, template: str = CHAT_TEMPLATE
+    texts: Iterable[str], vocab_size: int, longest: int, template: str = CHAT_TEMPLATE, words: str | None = None
 ) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer of `vocab_size` tokens, trained on `texts`, for sequences of at most `longest` tokens.
 
     Any text can be encoded. Every digit is a token of its own; everything else may merge, across spaces too,
-    so that a question's fixed wording becomes one token and prompts stay short.
+    so that a question's fixed wording becomes one token and prompts stay short. words: what merges at most, as a
+    regular expression, instead.
     """
     tokenizer = Tokenizer(models.BPE())
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    cut = digits if words is None else pre_tokenizers.Split(Regex(words), behavior="isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
+        [cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(

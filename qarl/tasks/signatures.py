@@ -89,7 +89,7 @@ def outcomes(
         yield from _batch(function, responses, time_limit)
     elif inspect.iscoroutinefunction(function):
         calls = [_arguments(kind, function, task, response) for response in responses]
-        yield from asyncio.run(_together(calls, function, time_limit))
+        yield from (_judged(kind, outcome) for outcome in asyncio.run(_together(calls, function, time_limit)))
     else:
         for response in responses:
             yield _judged(kind, attempt(function, **_arguments(kind, function, task, response)))
@@ -103,8 +103,7 @@ def _judged(kind: Kind, outcome: Any) -> Any:
 async def _together(calls: Sequence[dict[str, Any]], function: Callable[..., Any], time_limit: float) -> list[Any]:
     async def one(arguments: dict[str, Any]) -> Any:
         try:
-            outcome = await asyncio.wait_for(function(**arguments), time_limit)
-            return outcome["score"] if isinstance(outcome, dict) and "score" in outcome else outcome
+            return await asyncio.wait_for(function(**arguments), time_limit)
         except TimeoutError:
             return Failure(too_long(time_limit))
         except (Exception, SystemExit) as error:

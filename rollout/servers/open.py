@@ -30,7 +30,7 @@ def open_servers(checkpoint: Path, options: VllmOptions) -> ServerEngine:
     gc.collect()
     gc.freeze()
     started: list[ServerProcess] = []
-    before = torch.get_num_threads()
+    before, threads = torch.get_num_threads(), None
     if isinstance(servers, tuple):
         urls, key = servers, server_key(rollout.server_key_file)
     elif torch.cuda.is_available():
@@ -44,13 +44,14 @@ def open_servers(checkpoint: Path, options: VllmOptions) -> ServerEngine:
         start = checkpoint, options, ports, key, run / "servers", rollout.server_seconds
         started = start_replicas(*start, threads=threads)
         urls = [server.url for server in started]
-        torch.set_num_threads(threads or before)
 
     def end() -> None:
         stop_replicas(started)
         torch.set_num_threads(before)
 
-    return ServerEngine(urls, key, folder, checkpoint, options, learner, publishes, at_end=end)
+    engine = ServerEngine(urls, key, folder, checkpoint, options, learner, publishes, at_end=end)
+    torch.set_num_threads(threads or before)
+    return engine
 
 
 def threads_each(working: int) -> int | None:

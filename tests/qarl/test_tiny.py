@@ -2,7 +2,7 @@
 
 import string
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from qarl.quant.runtime.answers import cache_folder
 from qarl.quant.schemes import is_protected
 from qarl.tasks import load_task
 from tests.support.profiles import examples
+from tests.support.records import assert_recorded
 
 SMALL = TinyRecipe(num_hidden_layers=1, intermediate_size=128, warm_start_steps=2, warm_start_batch=8)
 
@@ -81,8 +82,13 @@ def test_a_built_folder_is_an_fp32_qwen3_tied_as_the_recipe_says(tied, tmp_path)
 def test_warm_start_lowers_the_loss(tmp_path) -> None:
     messages: list[str] = []
     build_tiny(replace(SMALL, warm_start_steps=21, warm_start_batch=32), tmp_path, messages.append)
+    assert [message.split()[3] for message in messages] == ["1/21,", "21/21,"]
     first, last = (float(message.split("loss ")[1].split()[0]) for message in messages)
     assert last < first - 1.0
+
+
+def test_the_recipes_are_those_recorded() -> None:
+    assert_recorded(__file__, "recipes", {name: asdict(recipe) for name, recipe in RECIPES.items()})
 
 
 @pytest.mark.parametrize("name", RECIPES)
