@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -63,6 +64,22 @@ def test_answers_for_eyes(run: RunFolder, random_policy, monkeypatch: pytest.Mon
     for option, value in (("--temperature", "-1"), ("--samples", "0")):
         assert main(["sample", str(run.path), "x", option, value]) == 2
         assert f"eval.{option[2:]} {value} must be" in capsys.readouterr().err
+
+
+def test_what_an_export_says(run: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Of exports that tests/runs makes."""
+    (run.checkpoints / "step-000003").mkdir(parents=True)
+    (run.checkpoints / "step-000003" / "manifest.json").touch()
+    written = SimpleNamespace(tensors=9, bytes=3 * 2**19, hexdigest=lambda: "0123456789abcdef" * 4)
+    exported = SimpleNamespace(step=3, moved=0.0125, calibration=[[1, 2], [3]], written=written)
+    proof = "9 tensors, 1.5 MiB, digest 0123456789abcdef…; loaded in a fresh engine, mean |Δ log p| against"
+    monkeypatch.setattr("qarl.run.export.export_run", lambda *_: exported)
+    assert main(["export", str(run.path), "-o", "out"]) == 0
+    assert capsys.readouterr().out == f"wrote step 3 to out: {proof} the learner 1.25e-02 nats\n"
+    monkeypatch.setattr("qarl.ptq.export.export_ptq", lambda *_: exported)
+    assert main(["export", str(run.path), "-o", "out", "--ptq", "gptq", "--scheme", "w8a8"]) == 0
+    quantized = "quantized step 3 by gptq to w8a8 on 2 sequences (3 tokens); wrote out:"
+    assert capsys.readouterr().out == f"{quantized} {proof} the unquantized policy 1.25e-02 nats\n"
 
 
 def test_runs_are_a_table(run: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

@@ -140,6 +140,14 @@ def test_what_a_finished_run_answers(tmp_path: Path, capsys, arguments: str, sta
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_one_of_several_processes_speaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    run = new_run(tmp_path / "run", 4, 8, verified=True)
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", "--resume", str(run.path)]) == 0
+    assert capsys.readouterr().out == ""
+
+
 @pytest.mark.parametrize("noted", [{"digest": "d1ce"}, {"verified": True, "step": 4}], ids=["unproven", "earlier"])
 def test_a_run_whose_export_is_not_proven_goes_on(tmp_path: Path, monkeypatch, capsys, noted: dict[str, Any]):
     """Contract: it exports and proves again, whether the proof was missing or failed, or is of fewer steps."""

@@ -2,6 +2,7 @@
 process is the environment's word to the policy."""
 
 import asyncio
+import copy
 import json
 import os
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from qarl.configs.errors import ConfigError, ModelError
 from qarl.configs.schema.task import TaskConfig
@@ -179,9 +181,14 @@ def test_a_template_goes_on_from_what_was_sampled(tokenizer: Any, mine: Environm
     before = tokenizer.apply_chat_template(chat[:1], tools=tools, tokenize=False, add_generation_prompt=True)
     chat += [{"role": "tool", "name": "add", "content": result} for result in results]
     whole = tokenizer.apply_chat_template(chat, tools=tools, tokenize=False, add_generation_prompt=True)
+    begins = copy.deepcopy(tokenizer)  # every text with a token, as Llama's does
+    first = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
+    begins.backend_tokenizer.post_processor = first
     for ended in (True, False):  # by its end token, or by a stop text
         turn = completion([*sampled, tokenizer.eos_token_id] if ended else sampled)
-        reply = turns.reply(turn, [ToolCall("add", {})] * count, [Said(r, call) for call, r in enumerate(results)])
+        answers = [ToolCall("add", {})] * count, [Said(r, call) for call, r in enumerate(results)]
+        reply = turns.reply(turn, *answers)
+        assert tool_turns(begins, mine, template).reply(turn, *answers) == reply
         assert before + tokenizer.decode([*turn.token_ids, *reply], skip_special_tokens=False) == whole
         special = sum(token in (0, 1, 2) for token in (*turn.token_ids, *reply))
         assert special == 2 + (2 if template == MERGED else 2 * count)
