@@ -48,6 +48,14 @@ def test_a_cpu_machine_is_well_without_gpu_and_compiler(tmp_path: Path, monkeypa
     assert "versions: python " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("flags", "said"), [("avx2", "in bfloat16"), ("avx2 avx512f", "avx512f"), ("sse", "no AVX2")])
+def test_what_a_processor_lacks_is_said(flags: str, said: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: f"model name\t: One\nflags\t\t: fpu {flags}\n")
+    processor = advice._processor()
+    assert processor.text.startswith("One, ") and said in processor.text
+    assert bool(processor.remedy) == (flags == "sse") and ("in bfloat16" in processor.text) == (flags == "avx2")
+
+
 def test_a_gpu_machine_is_told_what_it_lacks(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(advice, "torch_is_for_cpus", lambda: False)
     none = lines(monkeypatch, str(tmp_path / "empty"))
