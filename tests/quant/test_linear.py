@@ -85,14 +85,22 @@ def test_forward_is_the_kernels_product_of_the_published_codes(
 @dtypes
 def test_cpus_without_avx512_multiply_in_fp32(scheme: str, kernel: str, dtype: torch.dtype, monkeypatch):
     """Their kernels, wherever this runs: within rounding of the exact product, of columns whose int8 products are
-    beyond fp32's integers together; a row is the same whatever stands beside it."""
+    beyond fp32's integers together; a row is the same whatever stands beside it. oneDNN has parts of rows copied: as
+    they lie 512 rows by 768 × 2304 take 41 s."""
     from vllm.model_executor.kernels import linear as tables
     from vllm.platforms.interface import PlatformEnum
 
+    from qarl.quant.kernels.vllm_cpu import int8
     from qarl.quant.kernels.vllm_cpu.int4 import CPUWNA16Fp32LinearKernel
     from qarl.quant.kernels.vllm_cpu.int8 import CPUInt8ScaledMMFp32Kernel
     from qarl.quant.kernels.vllm_gpu import load_plugins
 
+    def product(part: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+        assert part.is_contiguous() and codes.is_contiguous()
+        return fp32_product(part, codes)
+
+    fp32_product = int8.fp32_product
+    monkeypatch.setattr(int8, "fp32_product", product)
     load_plugins()  # into the tables as they are
     table, own = {
         "mp": (tables._POSSIBLE_KERNELS, CPUWNA16Fp32LinearKernel),
