@@ -69,7 +69,7 @@ def _processor() -> Finding:
     units = [unit for unit in _UNITS if unit in flags.split()]
     text = f"{model or platform.processor()}, {psutil.cpu_count() or 1} cores; {', '.join(units) or 'no AVX2'}"
     if units == ["avx2"]:  # docs/lab/bench-speed.md
-        text += ", by which a product in bfloat16 takes some 15 times one in float32"
+        text += ", by which products of many rows take 9 to 16 times as long in bfloat16 as in float32"
     return _line("CPU", text, "" if "avx2" in units else "vLLM's CPU kernels need AVX2: use another machine")
 
 

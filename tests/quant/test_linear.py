@@ -90,17 +90,16 @@ def test_cpus_without_avx512_multiply_in_fp32(scheme: str, kernel: str, dtype: t
     from vllm.model_executor.kernels import linear as tables
     from vllm.platforms.interface import PlatformEnum
 
-    from qarl.quant.kernels.vllm_cpu import int8
     from qarl.quant.kernels.vllm_cpu.int4 import CPUWNA16Fp32LinearKernel
     from qarl.quant.kernels.vllm_cpu.int8 import CPUInt8ScaledMMFp32Kernel
     from qarl.quant.kernels.vllm_gpu import load_plugins
 
-    def product(part: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    def product(part: torch.Tensor, codes: torch.Tensor, *more: Any) -> torch.Tensor:
         assert part.is_contiguous() and codes.is_contiguous()
-        return fp32_product(part, codes)
+        return one_dnn(part, codes, *more)
 
-    fp32_product = int8.fp32_product
-    monkeypatch.setattr(int8, "fp32_product", product)
+    one_dnn = torch.ops.mkldnn._linear_pointwise
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", product)
     load_plugins()  # into the tables as they are
     table, own = {
         "mp": (tables._POSSIBLE_KERNELS, CPUWNA16Fp32LinearKernel),

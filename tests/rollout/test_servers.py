@@ -313,6 +313,10 @@ def test_learner_and_servers_share_cores_where_they_work_at_once(
     assert (of_servers, counts[-1]) == ([each], each or 8)
     end()
     assert counts[-1] == 8
+    monkeypatch.setattr(opening, "ServerEngine", lambda *_, at_end: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        opening.open_servers(tmp_path / "a", VllmOptions(RolloutConfig(servers=3, max_staleness=ahead)))
+    assert counts[-1] == 8, "a start that fails"
 
 
 def test_replicas_have_devices_of_their_own():

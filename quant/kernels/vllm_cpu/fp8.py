@@ -43,9 +43,10 @@ class CPUFp32FP8ScaledMMLinearKernel(ChannelWiseTorchFP8ScaledMMLinearKernel):
 def fp32_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x: fp32 [N, I]; weight: fp32 [O, I] → fp32 [N, O], every row the same whatever N is."""
     # By oneDNN. MKL, which torch takes for `@`, adds up few rows in another order, on some CPUs up to 128: sequences
-    # decoded would differ from what the learner scores. oneDNN has another order for one row alone.
-    rows = x if len(x) > 1 else nn.functional.pad(x, (0, 0, 0, 1))
-    return torch.ops.mkldnn._linear_pointwise(rows, weight, None, "none", [], "")[: len(x)]
+    # decoded would differ from what the learner scores. oneDNN has another order for one row alone, and takes a
+    # thousand times as long for parts of wider rows as they lie.
+    rows = (x if len(x) > 1 else nn.functional.pad(x, (0, 0, 0, 1))).contiguous()
+    return torch.ops.mkldnn._linear_pointwise(rows, weight.contiguous(), None, "none", [], "")[: len(x)]
 
 
 def decoded(codes: torch.Tensor) -> torch.Tensor:

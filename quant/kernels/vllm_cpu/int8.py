@@ -63,8 +63,7 @@ class CPUInt8ScaledMMFp32Kernel(CPUInt8ScaledMMLinearKernel):
         codes, scale, *_ = self._get_layer_params(layer)
         rows, row_scale, _ = ops.onednn_scaled_int8_quant(x.flatten(0, -2), None, None, True)
         parts = zip(rows.float().split(_EXACT, 1), codes.split(_EXACT, 1), strict=True)
-        # Copied, for oneDNN takes a thousand times as long for parts of wider rows as they lie.
-        total: Any = sum(fp32_product(part.contiguous(), weight.contiguous()).int() for part, weight in parts)
+        total: Any = sum(fp32_product(part, weight).int() for part, weight in parts)
         output = total.float().mul_(row_scale).mul_(scale.t())
         output = output if bias is None else output + bias
         return output.to(x.dtype).unflatten(0, x.shape[:-1])
