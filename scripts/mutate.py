@@ -10,7 +10,8 @@ run it (it is compiled, of other processes, or read at import), then those that 
 whose tests share a fixture, such as an engine, keep their order.
 With --seconds the first ones alone that take so long together: a survivor is then one of those, and the score a bound
 from below. What runs what is recorded once a commit. Tests that fail on the sound code are left out. --tests names
-others than the room's: `--tests tests/learner tests/engine`.
+others than the room's: `--tests tests/learner tests/engine`. --survivors plants those alone that survived in an earlier
+--json, of the same commit and room: so what a room's tests let through meets the rest of the suite.
 
 A mutation may change nothing that the code does, so not every survivor is a gap: read them. Tests over the time limit
 count as a catch, listed apart. --json keeps the outcomes, of any seeds; the same command goes on from there.
@@ -241,6 +242,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="keep the outcomes here, and go on from what it holds")
     parser.add_argument("--seconds", type=float, default=math.inf, help="of tests tried on a mutation (default: all)")
     parser.add_argument("--tests", nargs="+", help="files or folders instead of tests/ROOM")
+    parser.add_argument("--survivors", type=Path, metavar="JSON", help="plant what survived there, drawing nothing")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what it runs ends with it
     paths = options.tests or [f"tests/{options.room}"]
@@ -249,6 +251,9 @@ def main() -> int:
     kept = json.loads(options.json.read_text()) if options.json and options.json.exists() else {**same, "outcomes": []}
     if {name: kept.get(name) for name in same} != same:
         parser.error(f"{options.json} holds outcomes of another commit, room or tests; name another file")
+    earlier = json.loads(options.survivors.read_text()) if options.survivors else {**same, "outcomes": []}
+    if any(earlier[name] != same[name] for name in ("commit", "room")):
+        parser.error(f"{options.survivors} holds survivors of another commit or room; check that commit out")
     from qarl.cli.environment import quiet_libraries  # not above: forks run this file's top, and are to import theirs
 
     quiet_libraries()
@@ -260,6 +265,8 @@ def main() -> int:
         if "ran" not in kept:
             kept["ran"] = record(paths, clone)
         drawn = [asdict(mutation) for mutation in draw(options.room, options.count, options.seed, clone)]
+        if options.survivors:
+            drawn = [outcome["mutation"] for outcome in earlier["outcomes"] if not outcome["caught_by"]]
         for mutation in drawn:
             if all(outcome["mutation"] != mutation for outcome in kept["outcomes"]):
                 kept["outcomes"].append(asdict(run(Mutation(**mutation), clone, kept["ran"], options.seconds)))
