@@ -131,7 +131,7 @@ def _stack_experts(chosen: Sequence[Any], longest: int) -> torch.Tensor | None:
 def mini_batches(batch: Batch, count: int, seed: int) -> list[torch.Tensor]:
     """Row indices of `count` mini-batches: whole groups, shuffled by `seed`, sizes as equal as possible."""
     groups = int(batch.group.max()) + 1
-    order = torch.randperm(groups, generator=torch.Generator().manual_seed(seed))
+    order = torch.randperm(groups, generator=torch.Generator().manual_seed(seed)).to(batch.group.device)
     return [torch.isin(batch.group, part).nonzero().flatten() for part in order.tensor_split(count) if len(part)]
 
 

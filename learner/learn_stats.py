@@ -50,7 +50,7 @@ def batch_stats(
         **vars(replace(mean([update.metrics for update in updates]), update_log_ratio=last)),
         mismatch=old.mismatch(),
         lr=lr,
-        grad_norm=sum(update.grad_norm for update in updates) / max(len(updates), 1),
+        grad_norm=sum(update.grad_norm for update in updates) / max(taken, 1),  # 0 where skipped
         entropy=old.entropy,
         updates=taken,
         skipped=len(updates) - taken,

@@ -110,7 +110,7 @@ class Learner:
         if gate is not None:
             gate(old.mismatch())
         if self._reference is not None and learning.reference is not None:
-            self.scorer.add(learning.reference, self._reference, torch.arange(len(batch.tokens)))
+            self.scorer.add_ratio_side(learning.reference, torch.arange(len(batch.tokens)), self._reference)
         self.whole = False
         updates = [self._update(learning, watching, number) for number in range(len(trained))]
         self.whole = True

@@ -67,7 +67,7 @@ class Scorer:
         for start in range(0, len(parts), world):
             dealt = parts[start : start + world]
             most = max(int(batch.response_mask[part].sum()) for part in dealt)
-            chunks = None if world == 1 else -(-most // self._config.logprob_chunk_tokens)
+            chunks = None if world == 1 else max(1, -(-most // self._config.logprob_chunk_tokens))
             yield Part(dealt[rank if rank < len(dealt) else 0], rank < len(dealt), chunks)
 
     def token_logprobs(
@@ -81,8 +81,8 @@ class Scorer:
         """How these rows are packed into one; None where they are padded."""
         return rows.packed(self._shares_prompts) if self.packed else None
 
-    def add_ratio_side(self, to: RowLogprobs, index: torch.Tensor) -> None:
-        """The log-probs of the published codes, where ratios are made of those (`learner.ratio_fix`), else as above."""
-        published = self._config.ratio_fix == "shadow_forward"
-        with self._model.forward_as(Forward.PUBLISHED) if published else nullcontext():
-            self.add(to, self._model, index)
+    def add_ratio_side(self, to: RowLogprobs, index: torch.Tensor, model: LowBitModel | None = None) -> None:
+        """The log-probs of the published codes, where ratios are of those (`learner.ratio_fix`), else as above."""
+        published, model = self._config.ratio_fix == "shadow_forward", model or self._model
+        with model.forward_as(Forward.PUBLISHED) if published else nullcontext():
+            self.add(to, model, index)

@@ -50,8 +50,10 @@ class Loss:
                 f"missing are {[name for name, is_so in lacking.items() if is_so]}; give all as [B, T-1], the mask bool"
             )
         of_tokens = advantages if advantages.ndim == 2 else advantages[:, None].expand(mask.shape)
+        old, reference = (t if t is None else torch.where(mask, t, 0.0) for t in (old_logprobs, reference_logprobs))
         terms = LossInput(
-            current=logprobs, old=old_logprobs, sampler=sampler_logprobs, reference=reference_logprobs,
+            current=torch.where(mask, logprobs, 0.0), old=old,
+            sampler=torch.where(mask, sampler_logprobs, 0.0), reference=reference,
             response_mask=mask, advantages=torch.where(mask, of_tokens, 0.0),
         )  # fmt: skip
         return policy_loss(terms, config, BatchSize(*(totals or (len(mask), int(mask.sum())))))
@@ -71,8 +73,8 @@ class Loss:
         tree = {"objective": {"name": self.name, **options}, "mini_batches": 1}
         section = config_from_tree({"learner": tree}).learner.objective
         terms = ObjectiveInput(
-            current=logprobs, proximal=proximal_logprobs, weight=torch.ones_like(logprobs), response_mask=mask,
-            advantages=torch.where(mask, advantages, 0.0),
+            current=torch.where(mask, logprobs, 0.0), proximal=torch.where(mask, proximal_logprobs, 0.0),
+            weight=torch.ones_like(logprobs), response_mask=mask, advantages=torch.where(mask, advantages, 0.0),
         )  # fmt: skip
         result = find_objective(section)(terms, section)
         loss = result.loss if weight is None else result.loss * weight

@@ -30,7 +30,7 @@ from qarl.configs.schemes import SCHEME_SPECS, Codes, SchemeSpec, check_scheme_n
 COMPUTE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 MASTER_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-_PROTECTED = re.compile(r"lm_head|.*embed_tokens|.*\.(gate|router(\.(layer|proj|gate))?|shared_expert_gate)")
+_PROTECTED = re.compile(r"lm_head|.*embed_tokens|.*\.(gate(\.wg)?|router(\.\w+)?|shared_expert_gate)")
 """Layers every scheme leaves in the compute dtype: embeddings, output head, expert routers."""
 
 FP8_MAX = float(torch.finfo(torch.float8_e4m3fn).max)

@@ -17,8 +17,8 @@ from qarl.quant.tensor_files import write_tensors
 from qarl.quant.types import LowBitTensor
 
 _COMPANIONS = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt",
-    "tokenizer.model", "added_tokens.json", "chat_template.jinja", "generation_config.json",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt", "spiece.model",
+    "tokenizer.model", "vocab.txt", "tekken.json", "added_tokens.json", "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
 
 

@@ -38,7 +38,7 @@ def aggregate(
     sums = (values * response_mask).sum(-1)
     if isinstance(config, SeqSumAggregation):
         return sums.sum() / (totals.sequences * config.constant)
-    return sums.sum() / totals.tokens
+    return sums.sum() / max(totals.tokens, 1)
 
 
 def over_tokens(values: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:

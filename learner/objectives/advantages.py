@@ -25,5 +25,5 @@ def group_advantages(rewards: torch.Tensor, estimator: str = "grpo") -> torch.Te
         scaled = centered / std.clamp_min(_STD_FLOOR)
     else:
         samples = rewards.shape[-1]
-        scaled = centered * (samples / (samples - 1)) if estimator == "rloo" else centered
+        scaled = centered * (samples / max(samples - 1, 1)) if estimator == "rloo" else centered
     return torch.where(std > _STD_FLOOR, scaled, torch.zeros_like(centered))

@@ -52,6 +52,6 @@ def _fault(result: Any, inputs: ObjectiveInput) -> str:
             )
     if result.clipped.dtype != torch.bool:
         return f"clipped of {result.clipped.dtype}; allowed is torch.bool"
-    if inputs.current.requires_grad and not result.loss.requires_grad:
+    if torch.is_grad_enabled() and inputs.current.requires_grad and not result.loss.requires_grad:
         return "a loss without gradient; it must depend on inputs.current"
     return ""

@@ -182,7 +182,7 @@ class Policy(nn.Module):
             values.append(nn.functional.pad(own, (0, width - own.shape[1])))
         result = torch.cat(values)[torch.cat(order).argsort().to(self.device)]
         if self.gate is not None:
-            self.gate(measure_mismatch(result.detach().cpu(), batch.sampler_logprobs, batch.response_mask))
+            self.gate(measure_mismatch(result.detach().cpu(), batch.sampler_logprobs.cpu(), batch.response_mask.cpu()))
             self.gate = None
         return result
 

@@ -7,7 +7,6 @@ import signal
 import socket
 import sys
 import time
-import urllib.request
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,7 +18,7 @@ from qarl.configs.errors import InputError
 from qarl.quant.checkpoint.folder import has_chat_template, read_config, weight_files
 from qarl.quant.runtime.libraries import SERVED
 from qarl.report.run_folder import RunFolder
-from qarl.rollout.servers.vllm.start import server_command
+from qarl.rollout.servers.vllm.start import is_ready, server_command
 from qarl.rollout.types import ServerSpec
 from qarl.run.export_note import read_note
 
@@ -65,12 +64,10 @@ def _announce(url: str, name: str, server: int) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     start = time.monotonic()
     while os.getppid() == server:
-        try:
-            with urllib.request.urlopen(f"{url}/health", timeout=5):
-                os.write(1, f"ready after {time.monotonic() - start:.0f} s: {url}/v1, model {name!r}\n".encode())
-                break
-        except OSError:
-            time.sleep(0.5)
+        if is_ready(url):
+            os.write(1, f"ready after {time.monotonic() - start:.0f} s: {url}/v1, model {name!r}\n".encode())
+            break
+        time.sleep(0.5)
     os._exit(0)
 
 

@@ -46,6 +46,8 @@ def add_serve_rollouts(commands: Any) -> None:
 def _serve_rollouts(known: argparse.Namespace, console: Console) -> int:
     config = chosen_config(known.config, known.overrides)
     key = server_key(known.key_file or config.rollout.server_key_file)
+    if behind := {"--host", "--port", "--api-key"} & {word.partition("=")[0] for word in known.to_vllm}:
+        raise ServeError(f"{min(behind)} behind -- would pass by the key; give --host, --port and --key-file before it")
     require_key(known.host, key)
     ports = range(known.port, known.port + known.replicas)
     for port in ports:

@@ -90,9 +90,13 @@ class Conversation:
         before = (*self.prompt.token_ids, *self.token_ids, *tokens)
         limit = left if max_new_tokens is None else max(1, min(left, max_new_tokens))
         draws = (number, sample, len(self._turns))
+        if self.waiting:
+            raise ValueError("asked for a turn while the one before is sampled; await policy.generate() first")
         self.waiting = True
-        turn = await self._ask(replace(self.prompt, token_ids=before, draws=draws, max_new_tokens=limit))
-        self.waiting = False
+        try:
+            turn = await self._ask(replace(self.prompt, token_ids=before, draws=draws, max_new_tokens=limit))
+        finally:
+            self.waiting = False
         self._said.append(tokens)
         self._turns.append(turn)
         self.events["empty_turns"] += not turn.text.strip()

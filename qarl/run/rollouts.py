@@ -14,7 +14,7 @@ several versions, none more than S before those that learn from it, and which to
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from qarl.rollout.types import Group, Prompt, Sampling
 from qarl.run.prompts import Sampled, Speaker, sample, score_groups
 from qarl.run.session import Position, Session
 from qarl.tasks import Problem, RewardError
+from qarl.tasks.base import WeightedSum
 
 Batch = tuple[list[Group], list[Group]]
 """As `sample_step` gives it: all groups, and those to learn from."""
@@ -55,7 +56,7 @@ class Rollouts:
         """The batch of the step to be done; those after it are begun, where they are sampled ahead."""
         self._next = max(self._next, self._at.step + 1)
         if self._ready:
-            batch, self._at.ahead = self._ready.popleft(), self._at.ahead[1:]
+            batch = self._ready.popleft()  # still in `ahead`, of whose step a late fault writes a checkpoint
         elif self._begun:
             batch = self._next_pending()
         else:
@@ -68,7 +69,8 @@ class Rollouts:
         return batch
 
     def finish_pending(self) -> None:
-        """With staleness 1, wait for the request in flight: a publish must not overlap it."""
+        """Keep what was not taken. With staleness 1, wait for the request in flight: a publish must not overlap it."""
+        self._at.ahead = self._at.ahead[len(self._at.ahead) - len(self._ready) :]
         if self._ahead == 1:
             self._collect_pending()
 
@@ -101,7 +103,8 @@ def _plain(batch: Batch) -> dict[str, Any]:
     sampled, to_learn_from = batch
     place = {id(group): number for number, group in enumerate(sampled)}
     return {
-        "sampled": [asdict(group) for group in sampled],
+        "sampled": [{**asdict(group), "rewards": [float(reward) for reward in group.rewards]} for group in sampled],
+        "terms": [[getattr(reward, "terms", None) for reward in group.rewards] for group in sampled],
         "to_learn_from": [place[id(group)] for group in to_learn_from],
     }
 
@@ -109,6 +112,9 @@ def _plain(batch: Batch) -> dict[str, Any]:
 def _batch(plain: dict[str, Any]) -> Batch:
     """The inverse of `_plain`."""
     sampled = TypeAdapter(list[Group]).validate_python(plain["sampled"])
+    for number, terms in enumerate(plain["terms"]):
+        rewards = (WeightedSum(r, t) if t else r for r, t in zip(sampled[number].rewards, terms, strict=True))
+        sampled[number] = replace(sampled[number], rewards=tuple(rewards))
     return sampled, [sampled[number] for number in plain["to_learn_from"]]
 
 

@@ -102,7 +102,8 @@ def _source(config: TaskConfig, judged: bool) -> tuple[Source, Scorer, Scorer | 
         return _table(config, config.name, Columns(), judged), each(exact_answer), each(exact_answer)
     _refuse(config, ("prompt", "answer", "subset", "split", "heldout"), "names part of a file or data set")
     built_in = ReasoningGymTask(config.name, config.options)
-    return built_in, each(built_in.score), each(built_in.correct)
+    scores = built_in.scorer()
+    return built_in, scores, lambda responses: [score == 1.0 for score in scores(responses)]
 
 
 def _table(config: TaskConfig, name: str, usual: Columns, judged: bool) -> Table:

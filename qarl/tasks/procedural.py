@@ -2,13 +2,19 @@
 
 import dataclasses
 import difflib
+import json
+import sys
 import warnings
 from functools import lru_cache
 from typing import Any
 
 from qarl.configs.seeds import stable_hash
 from qarl.configs.words import did_you_mean
-from qarl.tasks.base import Problem, Split, TaskError, check_request, is_heldout
+from qarl.tasks.base import Failure, Problem, Scorer, Split, TaskError, check_request, is_heldout
+from qarl.tasks.math import TIME_LIMIT
+from qarl.tasks.rewards import each
+from qarl.tasks.worker import Job
+from qarl.tasks.workers import Workers
 
 DEFAULT_OPTIONS: dict[str, dict[str, Any]] = {
     "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
@@ -23,6 +29,9 @@ BLOCK = 256
 
 MAX_DRAWS = 256
 """Candidates drawn for one problem before its split counts as empty; by chance, (7/8)^256 ≈ 1e-15."""
+
+
+IN_PROCESS = ("chain_sum", "running_total", "lookup_sum")  # which compare texts and evaluate none
 
 
 class ReasoningGymTask:
@@ -60,9 +69,16 @@ class ReasoningGymTask:
         entry = {"question": problem.question, "answer": problem.answer, "metadata": problem.metadata}
         return self._scorer.score_answer(text.strip(), entry)
 
-    def correct(self, problem: Problem, text: str) -> bool:
-        """Whether the stripped completion text earns the full score."""
-        return self.score(problem, text) == 1.0
+    def scorer(self) -> Scorer:
+        """`score`, 0.0 where it raises; in a process, and as long as `math`: sympy evaluates the text for many."""
+        if self.name in IN_PROCESS:
+            return each(self.score)
+        options, spec = {"name": self.name, "options": json.dumps(self.options)}, "qarl.tasks.procedural:score_of"
+        job = Job(
+            word="reward", spec=spec, task=self.name, time_limit=TIME_LIMIT, path=tuple(sys.path), options=options
+        )
+        judge = Workers(job, goes_on=True)
+        return lambda responses: [0.0 if isinstance(each, Failure) else each for each in judge(responses)]
 
     def _problem(self, split: Split, seed: int, index: int) -> Problem:
         block, row = divmod(index, BLOCK)
@@ -82,6 +98,16 @@ class ReasoningGymTask:
             return self._dataset_class(config=self._config_class(**self.options, seed=seed, size=BLOCK))
         except Exception as error:  # reasoning-gym validates with assertions
             raise TaskError(f"task {self.name!r} refuses the options {self.options}: {error}") from error
+
+
+@lru_cache
+def _task(name: str, options: str) -> ReasoningGymTask:
+    return ReasoningGymTask(name, json.loads(options))
+
+
+def score_of(problem: Problem, text: str, name: str = "", options: str = "{}") -> float:
+    """`ReasoningGymTask.score`, in a process of its own. options: as JSON."""
+    return _task(name, options).score(problem, text)
 
 
 def reasoning_gym_datasets() -> dict[str, tuple[type, type]]:

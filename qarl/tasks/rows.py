@@ -4,6 +4,7 @@ A row is a mapping of columns to values with the place it came from, such as "q.
 """
 
 import csv
+import io
 import json
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -64,7 +65,7 @@ def _jsonl(path: Path) -> Iterator[Row]:
 
 
 def _csv(path: Path) -> Iterator[Row]:
-    reader = csv.DictReader(_text(path).splitlines(keepends=True), delimiter="\t" if path.suffix == ".tsv" else ",")
+    reader = csv.DictReader(io.StringIO(_text(path)), delimiter="\t" if path.suffix == ".tsv" else ",")
     try:
         for values in reader:
             where = f"{path}:{reader.line_num}"

@@ -7,13 +7,14 @@ in words by why the function cannot be used; and then lists of responses, each a
 """
 
 import fcntl
+import marshal
 import os
-import pickle
 import resource
 import signal
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -24,7 +25,8 @@ from qarl.tasks.signatures import call_one_by_one, load_judge, outcomes
 @dataclass(frozen=True)
 class Job:
     """word: "reward", "checker" or "environment", for messages. spec: what names the function or class. task: the
-    task's name. time_limit: seconds for a call. path: the parent's sys.path. options: of an environment of verifiers.
+    task's name. time_limit: seconds for a call. path: the parent's sys.path. options: of an environment of verifiers,
+    or further arguments of the function.
     memory_limit: GiB each of its processes may allocate, None for any number.
     """
 
@@ -46,6 +48,7 @@ def serve(fd: int) -> None:
         except TaskError as error:
             return connection.send(str(error))
         connection.send(call_one_by_one(kind, function))
+        function = partial(function, **job.options)
         while True:
             for outcome in outcomes(kind, function, job.task, connection.recv(), job.time_limit):
                 connection.send(sendable(outcome))
@@ -72,14 +75,15 @@ def begin(fd: int) -> tuple[Connection, Job]:
 
 
 def sendable(outcome: Any) -> Any:
-    """Numbers of numpy and torch as Python's, and what cannot be sent as words."""
+    """Numbers of numpy, torch and enumerations as Python's, and what is not Python's own as words."""
     if hasattr(outcome, "item") and getattr(outcome, "shape", None) == ():
         outcome = outcome.item()
-    if isinstance(outcome, bool | int | float | str | Failure) or outcome is None:
-        return outcome
+    if isinstance(outcome, int | float) and not isinstance(outcome, bool):
+        return outcome + 0
     try:
-        pickle.dumps(outcome)
-    except Exception:
+        if not isinstance(outcome, Failure):
+            marshal.dumps(outcome)  # the parent has none of the classes that a person's module defines
+    except ValueError:
         return Failure(f"returned {outcome!r:.80} ({type(outcome).__name__}), which is no number")
     return outcome
 

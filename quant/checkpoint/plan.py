@@ -149,16 +149,13 @@ def _refuse_split(schemes: Mapping[str, Scheme], taken: Mapping[str, LayerRule])
         for part in parts:
             first.setdefault(schemes[part].name, part)
         if len(first) > 1:
-            conflicts = ", ".join(f"{part!r} takes {name!r} {_by(taken.get(part))}" for name, part in first.items())
+            rules = {part: f"by rule '{taken[part]}'" if part in taken else "by no rule" for part in first.values()}
+            conflicts = ", ".join(f"{part!r} takes {name!r} {rules[part]}" for name, part in first.items())
             leaves = "|".join(dict.fromkeys(re.escape(part.rpartition(".")[2]) for part in parts))
             raise SchemeError(
                 f"the engine multiplies {fused!r} as one, so its {len(parts)} layers need one scheme, but {conflicts}; "
                 rf"match all of them (for example re:.*\.({leaves})$) or none"
             )
-
-
-def _by(rule: LayerRule | None) -> str:
-    return f"by rule '{rule}'" if rule else "by no rule"
 
 
 def stacked_name(layer: str) -> str:

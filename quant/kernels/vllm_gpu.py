@@ -7,6 +7,7 @@
 - No kernel quantizes a layer's input before it. In vLLM's Llama the gate's would, whose product is not rounded then.
 """
 
+import os
 import sys
 
 from vllm.platforms import current_platform
@@ -31,5 +32,6 @@ def settle() -> None:
         assert hasattr(holder, name), f"vLLM no longer has the {name} that is set here"
     LinearBase.requires_unquantized_input = True
     setattr(int_wna16, "prioritize_humming", list)  # noqa: B010  # leaves their order
+    os.environ["VLLM_USE_DEEP_GEMM"] = "0"  # it quantizes block scales, and codes with them, again, to powers of two
     sys.modules["flashinfer"] = None  # type: ignore[assignment]  # as if it were not installed
     has_flashinfer.cache_clear()

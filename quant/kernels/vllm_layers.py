@@ -32,9 +32,9 @@ def _name(layer: Any) -> str:
         return type(fused.fused_experts).__name__ + _activations(fused.fused_experts)
     if chosen is not None:  # experts of which nothing is loaded
         return chosen.__name__
-    expert = getattr(method, "expert_layer", None)
-    if expert is not None:
-        return f"{_name(expert)}, per expert"
+    dense = getattr(method, "dense", None)
+    if dense is not None:
+        return f"{_name(dense['w13'][0])}, per expert"
     kernel = _kernel(layer)
     if kernel is not None:
         name = type(kernel).__name__ + _activations(kernel)

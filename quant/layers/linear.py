@@ -99,7 +99,7 @@ def multiply(parts: "Sequence[LowBitLinear]", product: LowBitMatmul, x: torch.Te
     kept = parts[0].kept_input(flat.detach()) if torch.is_grad_enabled() else ()
     tensors = [t for part in parts for t in (part.master, part.bias, *part.factors)]
     y = _StraightThrough.apply(flat, parts, product, kept, *tensors)
-    return y.view(*x.shape[:-1], -1)
+    return y.view(*x.shape[:-1], y.shape[-1])
 
 
 class _StraightThrough(torch.autograd.Function):

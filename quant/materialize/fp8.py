@@ -27,4 +27,4 @@ def quantize(
 
 def fp8_values(values: torch.Tensor) -> torch.Tensor:
     """The nearest e4m3 of each value, those beyond its range at its ends, in the dtype they came in."""
-    return values.float().clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).to(values.dtype)
+    return values.float().clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).to(values.dtype)

@@ -40,7 +40,8 @@ def open_servers(checkpoint: Path, options: VllmOptions) -> ServerEngine:
         )
     else:
         key, ports = secrets.token_urlsafe(32), free_ports(servers)
-        threads = threads_each(1 + servers) if rollout.max_staleness else None
+        divides = rollout.max_staleness and "OMP_NUM_THREADS" not in os.environ  # of processes that work at one time
+        threads = max(1, before // (1 + servers)) if divides else None
         start = checkpoint, options, ports, key, run / "servers", rollout.server_seconds
         started = start_replicas(*start, threads=threads)
         urls = [server.url for server in started]
@@ -52,12 +53,6 @@ def open_servers(checkpoint: Path, options: VllmOptions) -> ServerEngine:
     engine = ServerEngine(urls, key, folder, checkpoint, options, learner, publishes, at_end=end)
     torch.set_num_threads(threads or before)
     return engine
-
-
-def threads_each(working: int) -> int | None:
-    """Of one machine's CPUs, where so many processes work at the same time, which would wait for one another's threads;
-    None where OMP_NUM_THREADS says it."""
-    return None if "OMP_NUM_THREADS" in os.environ else max(1, torch.get_num_threads() // working)
 
 
 def run_name(run: Path) -> str:

@@ -50,7 +50,8 @@ def put_back(before: Beside, model: nn.Module, graphs: bool) -> None:
         holder, key, new = after.get(path, ((), None, None))
         if new is old:
             continue
-        if new is not None and _fits(new, old) and not isinstance(holder, tuple):
+        alike = new is not None and (new.shape, new.stride(), new.dtype) == (old.shape, old.stride(), old.dtype)
+        if new is not None and alike and 0 not in old.stride() and not isinstance(holder, tuple):
             old.copy_(new)
             holder[key] = old
         elif graphs:
@@ -58,7 +59,3 @@ def put_back(before: Beside, model: nn.Module, graphs: bool) -> None:
                 f"CUDA graphs read {path}, {tuple(old.shape)} {old.dtype}, which a publish replaces and cannot refill; "
                 "set rollout.enforce_eager true"
             )
-
-
-def _fits(new: torch.Tensor, old: torch.Tensor) -> bool:
-    return (new.shape, new.stride(), new.dtype) == (old.shape, old.stride(), old.dtype) and 0 not in old.stride()

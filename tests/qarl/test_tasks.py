@@ -67,7 +67,7 @@ def test_chain_sum_defaults_to_two_terms_of_at_most_two_digits(chain_sum) -> Non
 def test_chain_sum_gives_partial_credit_that_is_not_accuracy(text, score, correct, chain_sum) -> None:
     problem = Problem("p", "3 + 4 =", "7")
     assert chain_sum.score(problem, text) == score
-    assert chain_sum.correct(problem, text) is correct
+    assert (chain_sum.scorer()([Response(problem, text)]) == [1.0]) is correct
 
 
 def test_a_task_too_small_to_set_questions_aside_says_so(chain_sum, monkeypatch) -> None:
@@ -198,3 +198,10 @@ def test_solutions_are_long_and_fit(name: str, task: Task) -> None:
     assert int(lengths.min()) >= 40 and 64 <= float(lengths.double().mean()) <= 256
     assert int(lengths.max()) <= config.rollout.max_new_tokens
     assert int(prompts.max()) <= config.rollout.max_prompt_tokens
+
+
+@pytest.mark.parametrize("name", ["countdown", "prime_factorization"])
+def test_what_a_data_set_cannot_read_or_is_never_done_with_is_wrong(name: str) -> None:
+    task = load_task(TaskConfig(name=name))
+    texts = ("abc", "print(1)")
+    assert all(reward < 0.1 for reward in task.rewards([Response(*task.problems("train", 0, 1, 0), t) for t in texts]))

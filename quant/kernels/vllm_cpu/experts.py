@@ -67,12 +67,7 @@ class PerExpertMethod(FusedMoEMethodBase):
             "w13": f"{prefix}.{{}}.{layer.ckpt_gate_proj_name}",
             "w2": f"{prefix}.{{}}.{layer.ckpt_down_proj_name}",
         }
-        self._experts: dict[str, list[ReplicatedLinear]] = {}
-
-    @property
-    def expert_layer(self) -> ReplicatedLinear:
-        """One of the dense layers that multiply."""
-        return self._experts["w13"][0]
+        self.dense: dict[str, list[ReplicatedLinear]] = {}
 
     def create_weights(
         self,
@@ -103,11 +98,11 @@ class PerExpertMethod(FusedMoEMethodBase):
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Build each expert's dense layers from the loaded tensors, which are then freed."""
         loaded = dict(layer.named_parameters(recurse=False))
-        self._experts = {}  # those of the version before, which go first
+        self.dense = {}  # those of the version before, which go first
         for prefix in _PREFIXES:
             mine = {n.removeprefix(f"{prefix}_"): p for n, p in loaded.items() if n.startswith(f"{prefix}_")}
             experts = len(next(iter(mine.values())))
-            self._experts[prefix] = [self._filled(prefix, e, mine) for e in range(experts)]
+            self.dense[prefix] = [self._filled(prefix, e, mine) for e in range(experts)]
         for name in loaded:
             delattr(layer, name)
 
@@ -129,10 +124,10 @@ class PerExpertMethod(FusedMoEMethodBase):
         """
 
         def one(expert: int, inputs: torch.Tensor) -> torch.Tensor:
-            merged = self._experts["w13"][expert](inputs)
+            merged = self.dense["w13"][expert](inputs)
             hidden = torch.empty(len(inputs), merged.shape[1] // 2, dtype=merged.dtype)
             apply_moe_activation(layer.activation, hidden, merged)
-            return self._experts["w2"][expert](hidden)
+            return self.dense["w2"][expert](hidden)
 
         return sum_over_experts(x, topk_weights, topk_ids, one)
 

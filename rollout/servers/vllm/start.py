@@ -10,12 +10,12 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.request import ProxyHandler, build_opener
 
 from qarl.quant.runtime.libraries import ON_CPU, RECEIVED, SERVES_FROM, vllm_release
 from qarl.quant.runtime.parent import end_with_the_parent
@@ -158,10 +158,17 @@ def visible_devices(number: int, devices: int, environment: Mapping[str, str]) -
     return {"CUDA_VISIBLE_DEVICES": ",".join(names[device] for device in own)}
 
 
+def is_ready(url: str) -> bool:
+    """Whether a server answers; asked past any proxy."""
+    with suppress(OSError), build_opener(ProxyHandler({})).open(f"{url}/health", timeout=5):
+        return True
+    return False
+
+
 def wait_until_ready(replica: ServerProcess, deadline: float) -> None:
     """Return when it answers. Raises `EngineError` with the end of its log where it ends first, or at the deadline."""
     while True:
-        with suppress(OSError), urllib.request.urlopen(f"{replica.url}/health", timeout=5):
+        if is_ready(replica.url):
             return
         ended = replica.process.poll() is not None
         if ended or time.monotonic() > deadline:
