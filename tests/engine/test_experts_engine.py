@@ -40,7 +40,7 @@ def routed_experts(model: torch.nn.Module, layer: str) -> Any:
 def held(experts: Any) -> dict[str, torch.Tensor]:
     """Every tensor a RoutedExperts module multiplies with: its own, or those of its experts' dense layers."""
     found = dict(experts.named_parameters())
-    for prefix, linears in getattr(experts.quant_method, "_experts", {}).items():
+    for prefix, linears in getattr(experts.quant_method, "dense", {}).items():
         for number, linear in enumerate(linears):
             tensors = [*linear.named_parameters(), *linear.named_buffers()]
             found |= {f"{prefix}.{number}.{name}": tensor for name, tensor in tensors if tensor.numel()}
