@@ -67,7 +67,7 @@ class Scorer:
         for start in range(0, len(parts), world):
             dealt = parts[start : start + world]
             most = max(int(batch.response_mask[part].sum()) for part in dealt)
-            chunks = None if world == 1 else max(1, -(-most // self._config.logprob_chunk_tokens))
+            chunks = None if world == 1 else -(-most // self._config.logprob_chunk_tokens)
             yield Part(dealt[rank if rank < len(dealt) else 0], rank < len(dealt), chunks)
 
     def token_logprobs(

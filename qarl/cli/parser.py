@@ -128,12 +128,14 @@ def normalized_argv(arguments: Sequence[str]) -> list[str]:
     for item in arguments:
         option = joined[-1] if joined else ""
         open_option = len(option) > 2 and option.startswith("--") and "=" not in option
-        name = option[2:]
-        field = "." in name or name.replace("_", "-") in {*ELSEWHERE, *FLAGS, "config"} or name in field_paths()
-        if open_option and (_NEGATIVE.match(item) or (field and not item.startswith("--"))):
+        if open_option and (_NEGATIVE.match(item) or (_is_field(option[2:]) and not item.startswith("--"))):
             joined[-1] = f"{option}={item}"
         else:
             joined.append(item)
     if joined[:1] == ["help"]:
         return [*joined[1:], "--help"]
     return ["--version", *joined[1:]] if joined[:1] in (["version"], ["-V"]) else joined
+
+
+def _is_field(name: str) -> bool:
+    return "." in name or name.replace("_", "-") in ELSEWHERE | FLAGS or name in field_paths() or name == "config"

@@ -30,8 +30,8 @@ def add_serve_rollouts(commands: Any) -> None:
         usage="qarl serve-rollouts [--replicas N] [OPTIONS OF qarl train] [-- VLLM OPTIONS]",
         description="Start vLLM servers on a configuration's policy for runs of that configuration to sample on, until "
         "Ctrl-C or SIGTERM. Runs publish their weights to them (docs/guide/servers.md).",
-        epilog="Whatever follows -- goes to vLLM, and wins: qarl serve-rollouts --replicas 4 --devices 2 -- "
-        "--tensor-parallel-size 2",
+        epilog="What follows -- goes to vLLM, and wins; address and key may not: qarl serve-rollouts --replicas 4 "
+        "--devices 2 -- --tensor-parallel-size 2",
     )
     serve.add_argument("--config", metavar="FILE", help="YAML file, or a shipped name; default: as `qarl train`")
     serve.add_argument("--replicas", type=whole(1), default=1, metavar="N", help="servers to start (default 1)")
@@ -46,8 +46,10 @@ def add_serve_rollouts(commands: Any) -> None:
 def _serve_rollouts(known: argparse.Namespace, console: Console) -> int:
     config = chosen_config(known.config, known.overrides)
     key = server_key(known.key_file or config.rollout.server_key_file)
-    if behind := {"--host", "--port", "--api-key"} & {word.partition("=")[0] for word in known.to_vllm}:
-        raise ServeError(f"{min(behind)} behind -- would pass by the key; give --host, --port and --key-file before it")
+    for word in (word for word in known.to_vllm if word[:2] == "--"):
+        option = word.partition("=")[0].replace("_", "-")  # of which vLLM takes a beginning, too
+        if any(ours.startswith(option) for ours in ("--host", "--port", "--api-key")):
+            raise ServeError(f"{word} behind -- would pass by the key; give --host, --port and --key-file before it")
     require_key(known.host, key)
     ports = range(known.port, known.port + known.replicas)
     for port in ports:

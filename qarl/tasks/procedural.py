@@ -30,7 +30,6 @@ BLOCK = 256
 MAX_DRAWS = 256
 """Candidates drawn for one problem before its split counts as empty; by chance, (7/8)^256 ≈ 1e-15."""
 
-
 IN_PROCESS = ("chain_sum", "running_total", "lookup_sum")  # which compare texts and evaluate none
 
 
@@ -73,12 +72,11 @@ class ReasoningGymTask:
         """`score`, 0.0 where it raises; in a process, and as long as `math`: sympy evaluates the text for many."""
         if self.name in IN_PROCESS:
             return each(self.score)
-        options, spec = {"name": self.name, "options": json.dumps(self.options)}, "qarl.tasks.procedural:score_of"
-        job = Job(
-            word="reward", spec=spec, task=self.name, time_limit=TIME_LIMIT, path=tuple(sys.path), options=options
-        )
+        spec, path = "qarl.tasks.procedural:score_of", tuple(sys.path)
+        options = {"name": self.name, "options": json.dumps(self.options)}
+        job = Job(word="reward", spec=spec, task=self.name, time_limit=TIME_LIMIT, path=path, options=options)
         judge = Workers(job, goes_on=True)
-        return lambda responses: [0.0 if isinstance(each, Failure) else each for each in judge(responses)]
+        return lambda responses: [0.0 if isinstance(score, Failure) else score for score in judge(responses)]
 
     def _problem(self, split: Split, seed: int, index: int) -> Problem:
         block, row = divmod(index, BLOCK)

@@ -26,8 +26,7 @@ from qarl.tasks.signatures import call_one_by_one, load_judge, outcomes
 class Job:
     """word: "reward", "checker" or "environment", for messages. spec: what names the function or class. task: the
     task's name. time_limit: seconds for a call. path: the parent's sys.path. options: of an environment of verifiers,
-    or further arguments of the function.
-    memory_limit: GiB each of its processes may allocate, None for any number.
+    or more arguments of the function. memory_limit: GiB each of its processes may allocate, None for any number.
     """
 
     word: str
@@ -80,12 +79,11 @@ def sendable(outcome: Any) -> Any:
         outcome = outcome.item()
     if isinstance(outcome, int | float) and not isinstance(outcome, bool):
         return outcome + 0
-    try:
+    with suppress(ValueError):
         if not isinstance(outcome, Failure):
             marshal.dumps(outcome)  # the parent has none of the classes that a person's module defines
-    except ValueError:
-        return Failure(f"returned {outcome!r:.80} ({type(outcome).__name__}), which is no number")
-    return outcome
+        return outcome
+    return Failure(f"returned {outcome!r:.80} ({type(outcome).__name__}), which is no number")
 
 
 def end_with(pipe: int) -> None:

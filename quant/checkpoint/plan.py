@@ -149,11 +149,11 @@ def _refuse_split(schemes: Mapping[str, Scheme], taken: Mapping[str, LayerRule])
         for part in parts:
             first.setdefault(schemes[part].name, part)
         if len(first) > 1:
-            rules = {part: f"by rule '{taken[part]}'" if part in taken else "by no rule" for part in first.values()}
-            conflicts = ", ".join(f"{part!r} takes {name!r} {rules[part]}" for name, part in first.items())
+            by = {part: f"rule '{rule}'" for part, rule in taken.items()}
+            clash = ", ".join(f"{part!r} takes {name!r} by {by.get(part, 'no rule')}" for name, part in first.items())
             leaves = "|".join(dict.fromkeys(re.escape(part.rpartition(".")[2]) for part in parts))
             raise SchemeError(
-                f"the engine multiplies {fused!r} as one, so its {len(parts)} layers need one scheme, but {conflicts}; "
+                f"the engine multiplies {fused!r} as one, so its {len(parts)} layers need one scheme, but {clash}; "
                 rf"match all of them (for example re:.*\.({leaves})$) or none"
             )
 

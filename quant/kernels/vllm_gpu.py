@@ -5,6 +5,7 @@
 - Experts of integer weights are multiplied by Marlin where vLLM 0.32 prefers Humming (9.0), which compiles at start and
   has no version of a publish proven. `moe_backend` would choose for all experts of a model, whatever their scheme.
 - No kernel quantizes a layer's input before it. In vLLM's Llama the gate's would, whose product is not rounded then.
+- DeepGEMM is left out. It quantizes block scales to powers of two, and the published codes again with them.
 """
 
 import os
@@ -32,6 +33,6 @@ def settle() -> None:
         assert hasattr(holder, name), f"vLLM no longer has the {name} that is set here"
     LinearBase.requires_unquantized_input = True
     setattr(int_wna16, "prioritize_humming", list)  # noqa: B010  # leaves their order
-    os.environ["VLLM_USE_DEEP_GEMM"] = "0"  # it quantizes block scales, and codes with them, again, to powers of two
+    os.environ["VLLM_USE_DEEP_GEMM"] = "0"
     sys.modules["flashinfer"] = None  # type: ignore[assignment]  # as if it were not installed
     has_flashinfer.cache_clear()

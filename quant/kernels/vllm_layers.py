@@ -32,8 +32,7 @@ def _name(layer: Any) -> str:
         return type(fused.fused_experts).__name__ + _activations(fused.fused_experts)
     if chosen is not None:  # experts of which nothing is loaded
         return chosen.__name__
-    dense = getattr(method, "dense", None)
-    if dense is not None:
+    if dense := getattr(method, "dense", None):
         return f"{_name(dense['w13'][0])}, per expert"
     kernel = _kernel(layer)
     if kernel is not None:

@@ -201,8 +201,8 @@ def test_solutions_are_long_and_fit(name: str, task: Task) -> None:
 
 
 @pytest.mark.parametrize("name", ["countdown", "prime_factorization"])
-def test_what_a_data_set_cannot_read_or_is_never_done_with_is_wrong(name: str) -> None:
+def test_what_a_data_set_cannot_read_is_wrong_and_what_it_evaluates_ends_no_run(name: str) -> None:
     task = load_task(TaskConfig(name=name))
     (problem,) = task.problems("train", 0, 1, 0)
-    rewards = task.rewards([Response(problem, "abc"), Response(problem, "print(1)")])
+    rewards = task.rewards([Response(problem, "abc"), Response(problem, '__import__("os")._exit(3)')])
     assert all(reward is not None and reward < 0.1 for reward in rewards), rewards
