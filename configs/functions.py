@@ -31,8 +31,7 @@ class FunctionKind:
 def load_function(kind: FunctionKind, spec: str) -> Callable[..., Any]:
     """The function that `spec` names; modules are looked for in the working folder first.
 
-    Raises `kind.error` for a spec that cannot be read, and for a module that is missing, raises, or has no such
-    function.
+    Raises `kind.error` for a spec that cannot be read, and a module that is missing, raises, or lacks the function.
     """
     place, _, name = spec.rpartition(":")
     if not (place and name.isidentifier()):

@@ -19,15 +19,14 @@ from qarl.rollout.types import Group
 class Batch:
     """Sequences padded on the right.
 
-    tokens: int64 [B, T], prompt then response then padding. length: int64 [B], prompt + response.
-    response_mask: bool [B, T-1], True where tokens[:, 1:] is a token to learn from: the response's, but for what an
-    environment wrote between the turns of a conversation.
-    sampler_logprobs: fp32 [B, T-1], the sampler's, and advantages: fp32 [B, T-1]; both zero outside the mask.
-    group: int64 [B], which prompt each sequence answers. experts: int32 [B, T, L, K], those the sampler routed each
-    token to in each decoder layer, -1 where it did not tell; None where routing is not replayed. ended: bool [B], whose
-    last token is the end token, none of them where it was cut off; None where that is not known. versions_behind: int64
-    [B, T-1], weight versions published since each token was sampled, 0 outside the mask; None where all are of the
-    present weights.
+    tokens: int64 [B, T], prompt then response then padding. length: int64 [B], prompt + response. response_mask: bool
+    [B, T-1], True where tokens[:, 1:] is a token to learn from: the response's, but for what an environment wrote
+    between the turns of a conversation. sampler_logprobs: fp32 [B, T-1], the sampler's, and advantages: fp32 [B, T-1];
+    both zero outside the mask. group: int64 [B], which prompt each sequence answers. experts: int32 [B, T, L, K], those
+    the sampler routed each token to in each decoder layer, -1 where it did not tell; None where routing is not
+    replayed. ended: bool [B], whose last token is the end token, none of them where it was cut off; None where that is
+    not known. versions_behind: int64 [B, T-1], weight versions published since each token was sampled, 0 outside the
+    mask; None where all are current.
     """
 
     tokens: torch.Tensor

@@ -39,8 +39,7 @@ def token_logprobs(
     no gradient and is zero throughout where it is not asked for. Logits are rounded to the compute dtype by the output
     head and normalized in fp32, as in vLLM. chunks: call the output head on this many parts instead, which processes
     that compute different rows have to agree on (where codes are not kept, all make the head's together each time).
-    temperature: that tokens were sampled at; log-probs and entropy are of logits / temperature, divided in fp32, as in
-    vLLM.
+    temperature: of sampling; log-probs and entropy are of logits / temperature, divided in fp32, as in vLLM.
     """
     hidden = model.hidden(tokens, nn.functional.pad(response_mask, (0, 1)), experts, packed)
     targets = tokens[:, 1:][response_mask]
@@ -70,8 +69,7 @@ def _in_chunks(hidden: Tensor, targets: Tensor, chunk_tokens: int, chunks: int |
 
 
 def packs(model: LowBitModel, setting: bool | Literal["auto"]) -> bool:
-    """Whether sequences are packed (`learner.packing`). Raises `ConfigError` where that is asked for and the model
-    cannot do it."""
+    """Whether sequences are packed (`learner.packing`). Raises `ConfigError` where the model cannot do it."""
     if setting is True and model.operators != "engine":
         raise ConfigError(
             "learner.packing is true, but this model has transformers' operators, which would build a mask over all "

@@ -72,8 +72,7 @@ class Engine(Protocol):
         ...
 
     def shared_layers(self) -> "EngineLayers | None":
-        """The engine's own layers, to multiply the weight version it holds with; None where they are in another
-        process."""
+        """The engine's own layers, to multiply its weight version with; None where they are in another process."""
         ...
 
     def close(self) -> None:

@@ -97,8 +97,7 @@ class ShardedOptimizer:
         return {"masters": masters, "optimizer": {"masters": steps, "generator": generators}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over the `state_dict`s of all processes, put together; raises `ConfigError` where they are of other
-        masters."""
+        """Take over the `state_dict`s of all processes, put together; `ConfigError` where they are of other masters."""
         require_same_masters(state["optimizer"], self._model.masters)
         steps = {}
         for name, master in self._model.masters.items():

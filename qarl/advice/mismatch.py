@@ -112,8 +112,7 @@ class Investigation:
 
 
 def investigate(config: RunConfig, task: Task) -> Investigation:
-    """Sample `rollout.prompts` prompts of the configuration's task, `rollout.samples` completions each, and score
-    them."""
+    """Sample and score `rollout.samples` completions of `rollout.prompts` prompts of the configuration's task."""
     folder = model_folder(config.model)
     prompter = open_prompter(folder, config.rollout, config.task)
     masters = load_masters(folder, torch.float32, Processes().device)

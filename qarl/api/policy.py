@@ -85,8 +85,7 @@ class PolicyEngine(Protocol):
 
 
 class Policy(nn.Module):
-    """A causal LM whose forward multiplies low-bit tensors, and whose parameters are their masters. `qarl.align` makes
-    it.
+    """A causal LM whose forward multiplies low-bit tensors, and whose parameters are their masters (`qarl.align`).
 
     low_bit: the model itself. settings: what `align` was asked for, as a configuration. folder: whose tokenizer exports
     take. device: of masters and forwards. dtype: of activations and logits; masters have their own. version: weight

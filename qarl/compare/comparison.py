@@ -14,8 +14,7 @@ from qarl.configs.schemes import UNQUANTIZED
 
 @dataclass(frozen=True)
 class Figure:
-    """One number a run, from a metric of its steps (docs/reference/metrics.md; "seconds" is a step's, without
-    evaluation).
+    """One number a run, from a metric of its steps (docs/reference/metrics.md; "seconds": a step's, no evaluation).
 
     over: "first" or "last", the mean over so many steps that measured it; "mean", over all of them; "reaches", the
     first step at which it is at least `number`.

@@ -76,8 +76,7 @@ def shipped_comparisons() -> list[str]:
 
 
 def read_comparison(name: str) -> ComparisonFile:
-    """A YAML file by path, or a shipped one by name. Raises `ConfigError` where there is neither, or for what is wrong
-    in it."""
+    """A YAML file by path, or a shipped one by name. Raises `ConfigError` where there is neither, or it is wrong."""
     path = Path(name)
     if not path.is_file():
         if name not in shipped_comparisons():

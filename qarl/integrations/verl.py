@@ -18,8 +18,7 @@ def tbpo(
 
     old_log_prob, log_prob, advantages, rollout_is_weights: fp32 [B, T], of responses, nats; the weights are verl's own
     rollout correction. response_mask: [B, T]. config: verl's actor, whose clip_ratio_low is δ_l, clip_ratio_high ε_h
-    and clip_ratio_c 1 + δ_h. Raises `ConfigError` for bounds out of range, and for advantages that differ within a
-    response.
+    and clip_ratio_c 1 + δ_h. Raises `ConfigError` for bounds out of range, and advantages that differ in a response.
     """
     bounds = {"delta_low": config.clip_ratio_low, "epsilon_high": config.clip_ratio_high}
     bounds["delta_high"] = config.clip_ratio_c - 1

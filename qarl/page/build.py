@@ -49,8 +49,7 @@ def report_page(runs: Sequence[RecordedRun], refresh: int = 0) -> str:
 
 
 def filled(sections: str, scripts: Sequence[str], parts: dict[str, str]) -> str:
-    """A page in one file: page.html with its parts and sections, and the styles and scripts of all pages and its
-    own."""
+    """A page in one file: page.html with its parts and sections, with all pages' styles and scripts and its own."""
 
     def asset(name: str) -> str:
         return (files("qarl.page") / name).read_text(encoding="utf-8")

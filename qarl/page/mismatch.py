@@ -1,5 +1,4 @@
-"""`qarl mismatch`'s page: probabilities, where they part, layers. Axes: n response tokens of all sequences, B
-sequences."""
+"""`qarl mismatch`'s page: probabilities, where they part, layers. Axes: n response tokens, B sequences."""
 
 import html
 import math

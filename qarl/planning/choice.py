@@ -92,8 +92,7 @@ def choose(
 
 
 def _dealt(config: RunConfig, requested: int | None, machine: Machine) -> tuple[int, list[str]]:
-    """As many processes as asked for, else one a GPU, as far as prompts can be dealt to them evenly; and what is said
-    of that."""
+    """As many processes as asked for, else one a GPU, as far as prompts are dealt evenly; and what is said of that."""
     if requested or machine.count == 1:
         return requested or 1, []
     count = next(n for n in range(machine.count, 0, -1) if config.rollout.prompts % n == 0)
@@ -199,8 +198,7 @@ def fitting(plan: Plan) -> list[Fitting]:
 
 
 def smallest_fit(plan: Plan, machine: Machine, allowed: Callable[[Set[str]], bool]) -> Fitting | None:
-    """The least changes that make it fit a machine; None where there are none. allowed: whether such fields may be
-    changed."""
+    """The least changes that make it fit a machine; None where there are none. allowed: whether a field may change."""
     processes = plan.processes if machine is plan.machine else min(plan.processes, machine.count)
     changes = [change for change in _changes(plan.config, machine, processes) if allowed(change.fields.keys())]
     masks = product((False, True), repeat=len(changes))

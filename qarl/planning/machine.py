@@ -126,9 +126,14 @@ def driver_gpus() -> list[DriverGpu]:
         return []
     rows = [row for row in csv.reader(done.stdout.splitlines(), skipinitialspace=True) if len(row) == len(_QUERY)]
     return [
-        DriverGpu(*names, memory=int(memory) * 2**20, free=int(free) * 2**20, capability=float(compute), driver=driver)
+        DriverGpu(*names, memory=_bytes(memory), free=_bytes(free), capability=float(compute), driver=driver)
         for *names, memory, free, compute, driver in rows
     ]
+
+
+def _bytes(mebibytes: str) -> int:
+    """ "[N/A]" is of a GPU with the host's memory."""
+    return int(mebibytes) * 2**20 if mebibytes.isdigit() else available_memory()
 
 
 def torch_is_for_cpus() -> bool:

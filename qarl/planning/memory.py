@@ -144,7 +144,7 @@ class _Count:
         lora = self.config.learner.lora
         if not isinstance(lora, LoraConfig):
             return 0
-        return sum(lora.rank * (rows + columns) for rows, columns in targeted(self.shapes, lora.targets))
+        return lora.rank * targeted(self.shapes, lora.targets)
 
     @property
     def trained(self) -> int:
@@ -177,16 +177,21 @@ class _Count:
     @cached_property
     def low_bit(self) -> int:
         """Of all quantized matrices as they are published."""
-        if not self.config.layers:
-            return self.shapes.quantized_bytes(self.config.scheme, self.itemsize)
-        schemes = schemes_of(self.shapes, self.config.scheme, self.config.layers)
-        return sum(SCHEME_SPECS[scheme].weight_bytes(shape, self.itemsize) for scheme, shape in schemes)
+        return self._stored(())
 
-    @property
+    @cached_property
     def in_kernels(self) -> int:
         """The same in the layout that is multiplied."""
-        in_fp32 = self.device == "cpu" and self.config.scheme in _WIDE
-        return self.shapes.quantized * _FP32 if in_fp32 else self.low_bit
+        return self._stored(_WIDE if self.device == "cpu" else ())
+
+    def _stored(self, in_fp32: tuple[str, ...]) -> int:
+        shapes, scheme, rules = self.shapes, self.config.scheme, self.config.layers
+        if not rules:
+            return shapes.quantized * _FP32 if scheme in in_fp32 else shapes.quantized_bytes(scheme, self.itemsize)
+        parts = ((name, shape, SCHEME_SPECS[name].weight_bytes) for name, shape in schemes_of(shapes, scheme, rules))
+        return sum(
+            o * i * _FP32 if name in in_fp32 else stored((o, i), self.itemsize) for name, (o, i), stored in parts
+        )
 
     @property
     def outside(self) -> int:

@@ -1,12 +1,11 @@
-"""A decoder's sizes, of its config.json or as published, and the bytes of its weights. Imports neither torch nor
-transformers.
+"""A decoder's sizes, of its config.json or as published, and the bytes of its weights. Imports no torch.
 
 Axes of a weight: O output rows, I input columns.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from qarl.configs.errors import ConfigError
@@ -21,6 +20,13 @@ Matrix = tuple[int, int]
 _ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 _PUBLISHER = "Qwen/"
 _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+COUNTED = (
+    "llama", "mistral", "ministral", "ministral3", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "granite",
+    "phi3", "glm", "glm4", "exaone4", "ernie4_5", "cohere", "cohere2", "smollm3", "olmo", "olmo2", "olmo3", "stablelm",
+    "seed_oss", "helium", "hunyuan_v1_dense", "cwm", "vaultgemma", "bitnet", "qwen3_moe", "mixtral", "phimoe", "olmoe",
+    "flex_olmo", "granitemoe", "gpt_oss", "minimax_m2",
+)  # fmt: skip
+"""Model types that have `Shapes`' layers and no others."""
 
 
 @dataclass(frozen=True)
@@ -106,14 +112,17 @@ def schemes_of(shapes: Shapes, scheme: str, rules: Sequence[LayerRule]) -> Itera
     return ((taken[name], shape) for name, shape in sizes.items())
 
 
-def targeted(shapes: Shapes, patterns: Sequence[str]) -> Iterator[Matrix]:
-    """(O, I) of the matrices that get an adapter, all where no pattern is given; an expert's gate and up as one."""
-    sizes = dict(matrices(shapes))
-    chosen = set(sizes) if not patterns else {name for pattern in patterns for name in matching(pattern, list(sizes))}
+@cache
+def targeted(shapes: Shapes, patterns: tuple[str, ...]) -> int:
+    """Rows and columns, added up, of the matrices that get an adapter: all without patterns, or where these are names
+    of another family than Llama's. An expert's gate and up count as one matrix."""
+    sizes, total = dict(matrices(shapes)), 0
+    chosen = {name for pattern in patterns for name in matching(pattern, list(sizes))} or set(sizes)
     for name, (rows, columns) in sizes.items():
         if name in chosen and not (shapes.experts and name.endswith(".up_proj")):
             merged = shapes.experts and name.endswith(".gate_proj")
-            yield (2 * rows if merged else rows), columns
+            total += (2 * rows if merged else rows) + columns
+    return total
 
 
 def shapes_of(config: Mapping[str, Any], name: str) -> Shapes:
@@ -122,14 +131,16 @@ def shapes_of(config: Mapping[str, Any], name: str) -> Shapes:
     Raises `ConfigError` for a decoder that is not the usual one: every layer alike, attention with keys and values a
     head group, and one gated MLP or routed experts.
     """
+    kind = config.get("model_type")
+    if kind not in COUNTED:
+        raise ConfigError(f"model {name!r}: model_type {kind!r} is not counted here; those of Llama's layers are")
     missing = [field for field in _NEEDED if not config.get(field)]
     if missing:
         raise ConfigError(f"model {name!r}: its config.json has no {', '.join(missing)}; its sizes cannot be counted")
-    odd = next(_unusual(config), "")
-    if odd:
-        raise ConfigError(f"model {name!r}: {odd}, which is not counted here; give a model whose layers are all alike")
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
-    experts = _experts(config)
+    experts = _first(config, ("num_experts", "num_local_experts"))
+    if experts and (config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1):
+        raise ConfigError(f"model {name!r}: some of its layers have experts and some have none, which is not counted")
     return Shapes(
         hidden=hidden,
         layers=config["num_hidden_layers"],
@@ -144,24 +155,9 @@ def shapes_of(config: Mapping[str, Any], name: str) -> Shapes:
     )
 
 
-def _experts(config: Mapping[str, Any]) -> int:
-    return _first(config, ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"))
-
-
 def _first(config: Mapping[str, Any], names: Sequence[str]) -> int:
     """Of what families call differently; 0 where it is nowhere."""
     return next((config[name] for name in names if config.get(name)), 0)
-
-
-def _unusual(config: Mapping[str, Any]) -> Iterator[str]:
-    """What a config.json says that `Shapes` has no place for."""
-    if config.get("kv_lora_rank"):
-        yield f"it has latent attention (kv_lora_rank {config['kv_lora_rank']})"
-    shared = config.get("shared_expert_intermediate_size") or config.get("n_shared_experts")
-    if shared:
-        yield f"it has a shared expert beside the routed ones ({shared})"
-    if _experts(config) and (config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1):
-        yield "some of its layers have experts and some have none"
 
 
 def _elements(matrices: tuple[Matrix, ...]) -> int:

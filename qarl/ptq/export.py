@@ -78,8 +78,7 @@ def quantize(source: Source, method: str, output: Path) -> StreamDigest:
 
 
 def quantized_tensors(source: Source, method: str, work: Path) -> Iterator[LowBitTensor]:
-    """What llmcompressor makes of the unquantized checkpoint. work: folder for its output, which the tensors are read
-    from."""
+    """What llmcompressor makes of the unquantized checkpoint. work: the folder of its output."""
     compressed = work / "compressed"
     job = Job(
         model=str(source.folder),

@@ -17,8 +17,7 @@ from qarl.sync.publisher import Publisher
 @dataclass(frozen=True)
 class Exported:
     """step: of the checkpoint exported. written: the stream. moved: mean |Δ log p| of fixed sequences between a fresh
-    engine and the policy that was exported, nats. calibration: of a quantization after training, token ids of each
-    sequence."""
+    engine and the policy that was exported, nats. calibration: of quantization after training, token ids."""
 
     step: int
     written: StreamDigest

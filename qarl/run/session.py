@@ -236,8 +236,7 @@ class Position:
 
 @dataclass(kw_only=True)
 class Connection:
-    """A running engine. audited: the layer table both sides agreed on. multiplies: what the learner multiplies with, in
-    words."""
+    """A running engine. audited: the layer table both sides agreed on. multiplies: the learner's products, in words."""
 
     engine: Engine
     publisher: Publisher

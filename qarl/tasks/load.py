@@ -73,8 +73,7 @@ def _of_verifiers(config: TaskConfig) -> Task:
 
 
 def load_rollout(spec: str) -> Callable[..., Any]:
-    """The function that `spec` names. Raises `TaskError` for one that is missing, is not async or takes something
-    else."""
+    """The function that `spec` names. Raises `TaskError` for one that is missing, not async or takes something else."""
     function = load_function(FunctionKind("rollout", _ROLLOUT, TaskError), spec)
     try:
         inspect.signature(function).bind(None, None)

@@ -13,8 +13,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Task:
-    """Problems, and what judges responses to them. Rewards train; verdicts are what accuracy counts, so the two may
-    differ.
+    """Problems, and what judges responses to them. Rewards train, accuracy counts verdicts: the two may differ.
 
     source: of problems. reward, checker: see `Scorer`; without a checker nothing says which responses are right, and
     those count as such that are rewarded with 1 or more. system: a system prompt before every question. template:

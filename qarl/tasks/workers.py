@@ -116,8 +116,7 @@ class Worker(Child):
         self._goes_on = goes_on
 
     def outcomes(self, responses: Sequence[Response]) -> list[Any]:
-        """What the function says of each, in order. What it is not done with in time, and what it ends its process at,
-        is a `Failure`."""
+        """What the function says of each, in order. What is not done in time, or ends its process, is a `Failure`."""
         results: list[Any] = []
         while len(results) < len(responses):
             results += self._outcomes(responses[len(results) :], self.start())

@@ -50,8 +50,7 @@ class Plan:
         return max((scheme.k3_bound for scheme in self.schemes.values()), default=self.main.k3_bound)
 
     def quantization_config(self, kv_cache: str | None = None) -> dict[str, Any] | None:
-        """The `quantization_config` for config.json; None where nothing is quantized. kv_cache: "fp8" for keys and
-        values in e4m3.
+        """The `quantization_config` for config.json; None where nothing is quantized. kv_cache: "fp8" (e4m3), or None.
 
         One group a scheme, the main scheme's first; `ignore` holds exactly the layers in the compute dtype. A main
         scheme alone targets every "Linear", and an output head that takes it by name: vLLM's is none. Where schemes are

@@ -38,8 +38,7 @@ _AT_ONCE = 16
 class RoutedLowBitExperts(LowBitLayer[LowBitExperts, ExpertsMatmul]):
     """Replaces a module of fused experts.
 
-    layer: checkpoint name ("model.layers.0.mlp.experts"). gate_up, down: masters [E, 2I, H] and [E, H, I], gate rows
-    first.
+    layer: checkpoint name ("model.layers.0.mlp.experts"). gate_up, down: masters [E, 2I, H], gate first, and [E, H, I].
     """
 
     def __init__(

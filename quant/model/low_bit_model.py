@@ -123,8 +123,7 @@ class LowBitModel(nn.Module):
             layer.release_codes()
 
     def drop_products(self) -> None:
-        """Prepare kernels again at every use of a layer, whose forwards all processes then run together where they
-        share the codes."""
+        """Prepare kernels again at every use of a layer, whose forwards processes that share codes run together."""
         self.context.drop_products()
         self.release_products()
 

@@ -18,8 +18,7 @@ _EXACT: dict[str, Any] = {
 
 @functools.cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.compile of a function of tensors and constants, for every shape at once. Sums may be added up in another
-    order.
+    """torch.compile of a function of tensors and constants, for every shape at once. Sums may have another order.
 
     Each combination of dtypes, numbers of axes and constants is compiled apart: torch gives up a function that was
     compiled for the eighth time.

@@ -41,8 +41,7 @@ class Shard:
         return len({stop - start for start, stop in itertools.pairwise(self.edges)}) == 1
 
     def gather(self, whole: Tensor) -> Tensor:
-        """Fill in the others' parts of a contiguous tensor whose own part is written; returns it. All processes come
-        here together."""
+        """Fill in the others' parts of a contiguous tensor whose own part is written; returns it. A collective call."""
         sent = whole.view(torch.uint8)  # which every backend sends; gloo knows no float8
         world = len(self.edges) - 1
         if self.even and len(whole) % world == 0:
@@ -96,8 +95,7 @@ def whole_shape(parameter: Tensor) -> torch.Size:
 
 @torch.no_grad()
 def fill(whole: Tensor, rows: Tensor, shard: Shard | None) -> Tensor:
-    """Write every process's rows into a tensor of the whole shape, cast to its dtype; returns it. All processes come
-    here together."""
+    """Write every process's rows into a tensor of the whole shape, cast to its dtype; returns it. A collective call."""
     if shard is None:
         return whole.copy_(rows)
     shard.rows(whole).copy_(rows)

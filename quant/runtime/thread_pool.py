@@ -20,8 +20,7 @@ _RANGES_A_THREAD = 4
 def in_threads(work: Callable[[int, int], T], count: int, at_least: int) -> list[T]:
     """[work(start, stop), ...] over contiguous ranges that cover 0 … count-1, in order.
 
-    at_least: items of a range below which handing it to a thread costs more than it saves. The first exception is
-    raised.
+    at_least: items of a range below which a thread costs more than it saves. The first exception is raised.
     """
     threads = torch.get_num_threads()
     ranges = min(_RANGES_A_THREAD * threads, count // max(1, at_least))

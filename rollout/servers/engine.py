@@ -249,8 +249,7 @@ class ServerEngine:
             raise EngineError("the last publish did not reach all servers, or there was none; publish again")
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """What a coroutine returns, run in the background's loop. Raises `EngineError` where the engine is closed
-        meanwhile."""
+        """What a coroutine returns, run in the background's loop. Raises `EngineError` where it is closed meanwhile."""
         try:
             return asyncio.run_coroutine_threadsafe(work, self._loop).result()
         except CancelledError as error:

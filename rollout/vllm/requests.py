@@ -40,14 +40,12 @@ def sampling_arguments(sampling: Sampling, prompt: Prompt, j: int, k: int) -> di
 
 
 def scoring_arguments() -> dict[str, Any]:
-    """Of a request for the log-probs of its prompt's tokens, which need no labels; a token is sampled because vLLM asks
-    for one."""
+    """Of a request for the log-probs of its prompt's tokens, without labels; vLLM asks for one sampled token."""
     return {"temperature": 0, "max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
 
 
 def _stream(seed: int, prompt: int, sample: int, turn: int) -> int:
-    """A 63-bit seed for one completion; mixes (seed, prompt, sample), and a later turn, so that streams do not
-    overlap."""
+    """A 63-bit seed for one completion; mixes (seed, prompt, sample), and a later turn, so streams do not overlap."""
     later = f"/{turn}" if turn else ""
     digest = hashlib.blake2b(f"{seed}/{prompt}/{sample}{later}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

@@ -5,6 +5,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +33,7 @@ from qarl.quant.model.add_lora import adapted_weights
 from qarl.quant.schemes import get_scheme
 from qarl.run.check import check_processes
 from tests.support.cases import cases
-from tests.support.published import PUBLISHED
+from tests.support.models import PUBLISHED
 
 PAPER = config_file("paper/qwen3-8b-base")
 H100 = "0, GPU-aaaa, NVIDIA H100 80GB HBM3, 81559, 81000, 9.0, 580.65.06"
@@ -60,7 +61,7 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Non
     monkeypatch.setattr(machines, "available_memory", lambda: 2000 * GIB)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
-    def tell(*mebibytes: int) -> None:
+    def tell(*mebibytes: int | str) -> None:
         rows = [H100.replace("0, GPU-a", f"{n}, GPU-{n}").replace("81559", str(m)) for n, m in enumerate(mebibytes)]
         tool.write_text("#!/bin/sh\n" + "".join(f"echo '{row}'\n" for row in rows))
         tool.chmod(0o755)
@@ -79,8 +80,8 @@ def test_sizes_come_from_config_json_or_from_what_is_published(tmp_path: Path):
     assert {name: shapes_of(recipe_config(recipe).to_dict(), name) for name, recipe in RECIPES.items()} == EMBEDDED
 
 
-def gib(name: str, processes: int, **overrides: object) -> dict[str, float]:
-    memory = count_memory(NAMED[name], config(**overrides), "cuda", processes)
+def gib(name: str, processes: int, device: str = "cuda", **overrides: object) -> dict[str, float]:
+    memory = count_memory(NAMED[name], config(**overrides), device, processes)
     return {name: round(count / GIB, 1) for name, count in bytes_of(memory).items()}
 
 
@@ -159,7 +160,12 @@ def test_layer_rules_and_targets_count_by_name():
     down = 36 * 4096 * 12288
     plain, mixed = (gib("qwen3-8b", 1, layers=rule)["codes"] for rule in ("nothing=w8a8", "*.down_proj=bf16"))
     assert mixed - plain == pytest.approx(down * (2 - 0.516) / GIB, abs=0.1)
-    assert gib("qwen3-8b", 1, learner__lora__name="lora", learner__lora__targets="*.q_proj")["gradients"] == 0.0
+    on_cpus = partial(gib, "qwen3-8b", 1, device="cpu", scheme="fp8", rollout__servers=1)  # fp8's products are in fp32
+    plain, mixed = (on_cpus(layers=rule)["kernel layout"] for rule in ("nothing=w8a8", "*.down_proj=bf16"))
+    assert plain - mixed == pytest.approx(down * (4 - 2) / GIB, abs=0.1)
+    lora = partial(gib, "qwen3-8b", 1, learner__lora__name="lora", learner__lora__rank=256)
+    q, all_, others = (lora(learner__lora__targets=t)["gradients"] for t in ("*.q_proj", "*", "*.qkv_proj"))
+    assert q < all_ == others, "names of another family stand for all"
 
 
 def test_what_is_open_is_decided_and_what_is_given_is_kept():
@@ -248,6 +254,8 @@ def test_the_machine_is_what_the_driver_tells(driver: Callable[..., None], monke
     found = this_machine()
     assert (found.name, found.device, found.count) == ("1 × NVIDIA H100 80GB HBM3", "cuda", 1)
     assert (found.memory, found.taken) == (81559 * 2**20, 559 * 2**20) and found.host
+    driver("[N/A]")
+    assert this_machine().memory == 2000 * GIB  # the host's
     driver(81559, 24576)
     assert this_machine().memory == 24576 * 2**20
     assert this_machine().name.startswith("2 GPUs, of which the smallest, NVIDIA H100")

@@ -27,8 +27,7 @@ from qarl.quant.layers import gradients, grouped_backward
 from qarl.quant.materialize import scales
 from qarl.quant.runtime.shards import Shard, cut_rows
 from tests.support.cases import cases
-from tests.support.models import low_bit
-from tests.support.published import PUBLISHED
+from tests.support.models import PUBLISHED, low_bit
 
 LENGTHS = (60, 70, 62)
 TOKENS = sum(LENGTHS)

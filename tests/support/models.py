@@ -8,6 +8,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.schemes import get_scheme
+from tests.support.cases import cases
 from tests.support.tensors import as_bytes
 
 VOCABULARY = 96
@@ -15,6 +16,7 @@ SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 64,
 }  # fmt: skip
+PUBLISHED = cases(__file__, "published")  # fields of a config.json
 
 
 def randomize(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:

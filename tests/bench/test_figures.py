@@ -1,0 +1,143 @@
+"""Figures of `python -m benchmarks learner`, `train` and `speed`, their counts and refusals: by hand."""
+
+import json
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from benchmarks.families import FAMILIES
+from benchmarks.learner import measure as learner
+from benchmarks.learner import table as learner_table
+from benchmarks.learner.job import Steps
+from benchmarks.models import MODELS
+from benchmarks.random_policy import SIZES
+from benchmarks.speed.figures import Spread, engine_rows, kept, step_rows
+from benchmarks.speed.job import PHASES, Answer, Cell
+from benchmarks.train import measure as train
+from benchmarks.train import table as train_table
+from benchmarks.train.job import Point, reached
+from qarl.configs.errors import ConfigError
+from qarl.planning.shapes import COUNTED, shapes_of
+
+OPTIONS = train.TrainOptions(
+    schemes=("bf16",), seeds=(0,), trl=(), trl_python=Path("python"), trl_lr=2e-4, every=5, targets=(0.5,), overrides={}
+)
+
+
+def point(step: int, accuracy: float) -> Point:
+    """Steps of 2 s, 3 CPU s and 8 completions."""
+    return Point(step, 8 * step, 2.0 * step, 3.0 * step, accuracy)
+
+
+def training(trainer: str, setting: str, seed: int, *accuracies: float, pace: float = 1.0) -> train.Training:
+    """Evaluated every 10 steps; pace: times the seconds of `point`."""
+    points = [point(10 * i, accuracy) for i, accuracy in enumerate(accuracies)]
+    timed = [Point(p.step, p.samples, pace * p.seconds, pace * p.cpu_seconds, p.accuracy) for p in points]
+    return train.Training(trainer, setting, seed, 5.0, tuple(timed))
+
+
+def test_an_accuracy_is_reached_on_the_line_to_the_first_evaluation_that_has_it():
+    """By hand: from 40 % at step 10 to 60 % at step 20, 50 % lies half-way, at step 15; a later fall below it, or an
+    evaluation that has exactly as much, changes nothing."""
+    points = [point(0, 0.3), point(10, 0.4), point(20, 0.6), point(30, 0.45), point(40, 0.7)]
+    assert reached(points, 0.5) == Point(15, 120, 30.0, 45.0, 0.5)
+    assert reached(points, 0.6) == points[2] and reached(points, 0.65) == Point(38, 304, 76.0, 114.0, 0.65)
+    assert reached(points, 0.3) == reached(points, 0.2) == points[0]
+    assert reached(points, 0.71) is None and reached([], 0.5) is None
+
+
+def test_ratios_are_to_the_quickest_setting_of_trl_with_the_same_seed(tmp_path: Path):
+    """By hand, seconds to 50 %: QaRL 10 with seed 0 and 20 with seed 1, TRL fp32 40 and 30, default 60 with seed 1 and
+    never with seed 0. So 10/40 and 20/30, and the median of two is their mean."""
+    trainings = [
+        training("trl", "fp32", 0, 0.3, 0.4, 0.5), training("trl", "fp32", 1, 0.3, 0.5, pace=1.5),
+        training("trl", "default", 0, 0.3, 0.4, 0.4), training("trl", "default", 1, 0.3, 0.5, pace=3),
+        training("qarl", "bf16", 0, 0.3, 0.7), training("qarl", "bf16", 1, 0.3, 0.5),
+    ]  # fmt: skip
+    rows = {(row.trainer, row.setting): row for row in train.summary(trainings, (0.5,))}
+    qarl, never = rows["qarl", "bf16"], rows["trl", "default"]
+    assert (qarl.seconds, qarl.cpu_seconds, qarl.samples) == (15, 22.5, 60)
+    assert qarl.of_trl == qarl.cpu_of_trl == pytest.approx((10 / 40 + 20 / 30) / 2)
+    assert never.seconds is never.samples is never.of_trl is None
+    assert rows["trl", "fp32"].of_trl == 1
+    assert train_table.table(trainings, (0.5, 0.6)).texts()[6:]
+    assert all(file.stat().st_size for file in train_table.plot(trainings, tmp_path / "curves"))
+    assert json.loads(json.dumps(train.as_data(trainings, OPTIONS)))["reached"][0]["trainer"] == "trl"
+
+
+def step(sample: float, forward: float) -> dict[str, float]:
+    return dict.fromkeys(PHASES, 0.0) | {"sample": sample, "forward": forward, "backward": 1.0}
+
+
+def answer(decode: float, steps: dict[str, list[dict[str, float]]]) -> Answer:
+    return Answer([Cell(10, 4, 2 * decode, decode)], steps)
+
+
+ROUNDS = {
+    "bf16": [answer(1.0, {"bf16": [step(8, 1), step(9, 2)]}), answer(4.0, {"bf16": [step(16, 3)]})],
+    "w8a8": [
+        answer(0.5, {"plain": [step(5, 1)], "qarl": [step(4, 2), step(6, 1.5)]}),
+        answer(2.0, {"qarl": [step(8, 3)], "plain": [step(9, 3)]}),
+    ],
+}
+
+
+def test_ratios_are_of_one_round_and_a_step_is_its_quickest_phases():
+    """By hand. Round 1: bf16 takes 8 + 2 s, w8a8 samples in 4 s whichever learner there is and the rest takes 2 and
+    2.5 s: 0.6 and 0.65 of bf16, 4 + 2 over 4 + 2.5 of the gain kept. Round 2: 16 + 4 and 8 + 4 s: all is kept.
+    In the engine 4 sequences a step of 1 and 4 s are 4 and 1 tokens a second; w8a8 takes half as long in both."""
+    rows = {(row.scheme, row.kind): row for row in step_rows(ROUNDS)}
+    qarl, plain = rows["w8a8", "qarl"], rows["w8a8", "plain"]
+    assert qarl.of_bf16 == Spread.of([0.65, 0.6]) and plain.of_bf16 == Spread.of([0.6, 0.6])
+    assert qarl.kept == Spread.of([6 / 6.5, 1.0]) and plain.kept == Spread.of([1.0, 1.0])
+    assert qarl.over_plain is not None and plain.over_plain is None
+    assert qarl.over_plain.high == pytest.approx(0.5 / 6) and qarl.over_plain.low == 0
+    # Sampling 70 % of bf16's step halves: 0.35 + 0.3 over 0.35 + 0.3 · 2.5/2; of the plain step 30 % grow by a quarter.
+    assert qarl.kept_at_share is not None and qarl.kept_at_share.low == pytest.approx(0.65 / 0.725)
+    assert qarl.over_plain_at_share is not None and qarl.over_plain_at_share.high == pytest.approx(0.3 * 0.25)
+    assert qarl.sampling_speedup == Spread.of([2.0, 2.0]) and rows["bf16", "bf16"].kept is None
+    assert kept(4, 2, 2) == 1.0 and kept(4, 6, 2) == 0.6
+
+    bf16, low = engine_rows(ROUNDS)
+    assert bf16.decode == Spread(2.5, 1.0, 4.0) and low.decode_over_bf16 == Spread(2.0, 2.0, 2.0)
+    assert bf16.prefill == Spread(12.5, 5.0, 20.0)
+
+
+def test_decoders_are_counted_to_the_last_parameter_or_refused():
+    """But for norms, biases and Cohere's norms of heads."""
+    counted = set()
+    for name, options in FAMILIES.values():
+        config = getattr(transformers, name)(**{"pad_token_id": 0, **SIZES, **options})
+        with torch.device("meta"):
+            weights = dict(transformers.AutoModelForCausalLM.from_config(config).named_parameters())
+        small = ("bias", "_norm.weight")
+        matrices = sum(w.numel() for at, w in weights.items() if w.ndim > 1 and not at.endswith(small))
+        with suppress(ConfigError):
+            assert shapes_of(config.to_dict(), "m").parameters == matrices, name
+            counted.add(config.model_type)
+    assert counted == set(COUNTED)
+    for odd in ({"vocab_size": None}, {"num_experts": 4, "mlp_only_layers": [0]}):
+        with pytest.raises(ConfigError, match=f"{next(iter(odd))}|some have none"):
+            shapes_of({**MODELS["150m"].config, "model_type": "qwen3_moe", **odd}, "m")
+
+
+def test_ratios_of_learners_are_between_processes_of_one_round():
+    """Contract: medians of each round's own ratio. By hand: rounds of 1, 2 and 8 s for bf16 and of 2, 2 and 4 s for
+    w4a16 have the ratios 2, 1 and 1/2; TRL's quickest settings take 4, 1 and 2 s, so w4a16 has 1/2, 2 and 2."""
+
+    def steps(*seconds: float) -> list[Steps]:
+        return [Steps([{"total": s, "cpu": 2 * s, "old": s / 4, "materialize": s / 50}], 400, 800, "") for s in seconds]
+
+    found = {
+        ("qarl", "bf16"): steps(1, 2, 8), ("qarl", "w4a16"): steps(2, 2, 4),
+        ("trl", "default"): steps(4, 3, 2), ("trl", "no-checkpointing"): steps(8, 1, 3),
+    }  # fmt: skip
+    rows = {(r.trainer, r.setting): r for r in learner._rows("tiny", 10, 100, found)}
+    low = rows["qarl", "w4a16"]
+    assert (low.seconds, low.against_bf16, low.against_trl) == (2, 1, 2)
+    assert low.cpu_seconds == 4 and low.tokens_per_second == 50 and low.materialize_share == pytest.approx(0.02)
+    assert rows["trl", "default"].phases == {} and rows["trl", "default"].against_trl == 1
+    assert learner_table.table(list(rows.values()), "bfloat16").texts()[4:]
