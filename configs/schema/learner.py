@@ -209,7 +209,10 @@ def _idle_precisions(learner: LearnerConfig) -> dict[str, bool]:
     """What is wrong with a precision option that the other options leave nothing to do."""
     rounding, reduced, stage = learner.optimizer.rounding, learner.reduce_dtype, learner.zero_stage
     aligned, whole = learner.aligned and learner.compute_dtype is not None, learner.master_dtype == "float32"
+    momentum, of_adamw = learner.optimizer.momentum, learner.optimizer.name == "adamw"
     return {
+        f"learner.optimizer.momentum {momentum} is Muon's, and adamw has betas: leave it out": of_adamw
+        and momentum != OptimizerConfig.model_fields["momentum"].default,
         f"learner.compute_dtype {learner.compute_dtype!r} with learner.aligned true: an aligned learner multiplies the "
         "engine's codes in the engine's dtype; set dtype for both, or learner.aligned false": aligned,
         f"learner.optimizer.rounding {rounding!r} is of 16-bit masters that are stepped; LoRA steps fp32 adapters over "

@@ -304,6 +304,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _consistent(self) -> "RunConfig":
         learner, rollout, warmup = self.learner, self.rollout, self.learner.optimizer.warmup_steps
+        decay = min(learner.optimizer.decay_steps, self.steps)
         cache, unquantized = self.quantization.kv_cache, self.scheme == UNQUANTIZED and not self.layers
         no_products = not learner.keep_products and self.shares_engine
         refuse(self._without_an_engine() if self.from_rollouts is not None else {})
@@ -312,8 +313,8 @@ class RunConfig(Section):
             "mini-batch needs at least one prompt's group": learner.mini_batches > rollout.prompts,
             "rollout.router_replay true needs rollout.prefix_caching false: tokens found in the cache are not routed "
             "again, so the engine cannot tell their experts": rollout.router_replay and rollout.prefix_caching,
-            f"learner.optimizer.warmup_steps {warmup} is more than steps {self.steps}, so the learning rate would "
-            "never be reached; lower the first or raise the second": warmup > self.steps,
+            f"learner.optimizer.warmup_steps {warmup} and decay_steps {decay} are more than steps {self.steps}, so the "
+            "learning rate would never be reached; lower them or raise it": warmup + max(decay, 1) > self.steps + 1,
             "learner.keep_products false, but the learner has none of its own: it multiplies with its masters, or with "
             "the layers of an engine in its process; give rollout.servers, or leave it out": no_products,
             f"quantization.kv_cache {cache!r} with scheme {self.scheme!r}, whose checkpoint has no quantization to say "

@@ -29,6 +29,7 @@ from qarl.quant.checkpoint.load import load_masters
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.kept_scales import start_from_codes
 from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.model.surgery import changed_logits
 from qarl.quant.schemes import COMPUTE_DTYPES, get_scheme
 from qarl.rollout.engine import Engine
 from qarl.rollout.open import open_engine
@@ -174,12 +175,13 @@ def learner_over(
     kv_cache: str | None = None,
 ) -> LowBitModel:  # fmt: skip
     """Over modules of its own and the very tensors of `masters`, which nothing here writes. kv_cache: the engine's,
-    which a learner with the engine's operators alone reads."""
+    which a learner with the engine's operators alone reads: those are also for models that change their logits."""
     tensors = (*masters.parameters(), *masters.buffers())
     modules = copy.deepcopy(masters, {id(tensor): tensor for tensor in tensors})
-    read = None if kind.operators == "transformers" else kv_cache
+    operators = "engine" if changed_logits(masters.config) else kind.operators
+    read = None if operators == "transformers" else kv_cache
     context = LayerContext(COMPUTE_DTYPES[dtype], kind.kernel, kind.aligned, kv_cache=read)
-    return LowBitModel(modules, get_scheme(scheme), context, kind.operators, rules)
+    return LowBitModel(modules, get_scheme(scheme), context, operators, rules)
 
 
 @torch.no_grad()

@@ -41,7 +41,7 @@ def preview(config: RunConfig, task: Task, folder: Path) -> Iterator[Finding]:
     yield Finding("note", "kernels", _kernels(config))
     yield Finding("note", "task", task.describe() or f"{task.name}: built in, without end")
     if (size := task.size("train")) is not None and size < config.rollout.prompts:
-        text = f"a step asks {config.rollout.prompts} prompts, and there are {size}: some come twice (--prompts)"
+        text = f"a step asks {config.rollout.prompts} prompts, and there are {size}: they come again in it (--prompts)"
         yield Finding("note", "task", text)
     yield from _prompt(prompter, problems[0])
     yield from _judged(task, problems)

@@ -85,8 +85,10 @@ def _previewed(config: RunConfig, console: Console, new: bool) -> tuple[Task, li
             task = check_files(config, new)
         with phase("importing torch and transformers"):
             from qarl.advice.preview import preview
+            from qarl.learner.objectives import find_objective
             from qarl.run.session import model_folder, require_schemes
         check_processes(config, 1)
+        find_objective(config.learner.objective)
         with phase("checking kernels"):
             require_schemes(config)
         with phase("checking tokenizer, prompts and reward"):

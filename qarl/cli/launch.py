@@ -29,9 +29,8 @@ _PATIENCE = 20.0
 def check_count(count: int) -> None:
     """Raise `ConfigError` for a number of processes that this machine cannot run."""
     gpus = torch.cuda.device_count()
-    if count < 1 or (gpus and count > gpus):
-        limit = f"1 to {gpus}, one a GPU" if gpus else "1 or more"
-        raise ConfigError(f"--processes {count} cannot run on this machine; allowed are {limit}")
+    if gpus and count > gpus:
+        raise ConfigError(f"--processes {count} cannot run on this machine; allowed are 1 to {gpus}, one a GPU")
 
 
 def launch(arguments: Sequence[str], count: int) -> int:

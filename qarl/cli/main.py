@@ -18,7 +18,7 @@ from qarl.cli.eval import add_eval
 from qarl.cli.help import EPILOG, add_flags
 from qarl.cli.init import add_init
 from qarl.cli.mismatch import add_mismatch
-from qarl.cli.options import dotted_overrides, say
+from qarl.cli.options import dotted_overrides, say, whole
 from qarl.cli.parser import Parser, PrintAndExit, normalized_argv
 from qarl.cli.plan import add_plan
 from qarl.cli.report import add_report
@@ -111,7 +111,7 @@ def _add_train(commands: Any) -> None:
     train.add_argument("--resume", metavar="RUN", help="continue a run from its newest checkpoint")
     train.add_argument(
         "--processes",
-        type=int,
+        type=whole(1),
         metavar="N",
         help="learn and sample in N processes of this machine, one a GPU; on several machines start this command with "
         "torchrun or deepspeed instead",
@@ -156,8 +156,8 @@ def _checked(config: RunConfig, new: bool, console: Console) -> Task:
 def _show(config: RunConfig, processes: int, new: bool, console: Console) -> int:
     """`--dry-run`: the configuration, and what is wrong with it."""
     check_processes(config, processes)
-    say(console, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False).rstrip())
     check_files(config, new=new, dry=True)
+    say(console, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False).rstrip())
     return 0
 
 

@@ -1,6 +1,5 @@
 """Problems → chat-templated prompts for one tokenizer, and completions → groups with rewards."""
 
-import asyncio
 import copy
 import re
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,7 @@ from qarl.conversations.tools import ToolTurns
 from qarl.rollout.engine import Engine
 from qarl.rollout.types import Completion, Group, Prompt, Sampling
 from qarl.tasks import Problem, Response, Task
-from qarl.tasks.environments import Environments, open_environments
+from qarl.tasks.environments import Environments, completed, open_environments
 
 Sampled = tuple[list[Prompt], list[list[Completion]]]
 """Prompts, and completions of each."""
@@ -163,7 +162,7 @@ def sample(
     begun otherwise. Raises what the engine and `qarl.conversations.converse` do."""
     if speaker is None:
         return list(prompts), engine.generate(prompts, sampling)
-    return asyncio.run(converse(engine, speaker, problems, prompts, sampling))
+    return completed(converse(engine, speaker, problems, prompts, sampling))
 
 
 def score_groups(

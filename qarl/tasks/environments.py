@@ -7,12 +7,13 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from qarl.tasks.base import Failure, Problem, RewardError
@@ -20,6 +21,8 @@ from qarl.tasks.environment_host import RESET, REWARD, Call, Description
 from qarl.tasks.signatures import too_long
 from qarl.tasks.worker import Job
 from qarl.tasks.workers import GRACE, Child
+
+Result = TypeVar("Result")
 
 _AT_ONCE = 4 * (os.cpu_count() or 1)
 """Calls that run together; the others wait, and their time has not begun."""
@@ -64,7 +67,7 @@ class Environments:
             finally:
                 environment.close()
 
-        return asyncio.run(reset()) if RESET in self.description.methods else ""
+        return completed(reset()) if RESET in self.description.methods else ""
 
     @property
     def turns(self) -> asyncio.Semaphore:
@@ -113,6 +116,16 @@ class Environment:
         with suppress(ProcessLookupError):
             os.killpg(self._pid, signal.SIGKILL)
         self._pipe.close()
+
+
+def completed(work: Coroutine[Any, Any, Result]) -> Result:
+    """What a coroutine returns, in a thread of its own where this one runs a loop already, as a notebook does."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, work).result()
 
 
 async def readable(pipe: Connection, seconds: float) -> None:

@@ -46,6 +46,8 @@ def reward_of(words: str, task: str, time_limit: float, memory_limit: float | No
     scorers = [_scorer("reward", spec, task, time_limit, memory_limit) for spec in specs]
     if weights == (1.0,):
         return scorers[0]
+    if len(set(specs)) < len(specs):
+        raise TaskError(f"task.reward {words!r} names a reward twice; add its weights up")
     short = [spec.rpartition(":")[2] for spec in specs]
     names = short if len(set(short)) == len(short) else specs
     return lambda responses: [

@@ -51,7 +51,7 @@ def load(name: str, options: dict[str, Any]) -> Any:
         from verifiers import v1 as vf  # pyright: ignore[reportAttributeAccessIssue]
         from verifiers.v1.configs.agent import agent_config_fields  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise TaskError(f"verifiers cannot be imported: {error}; pip install 'qarl[verifiers]'") from error
+        raise TaskError(f"verifiers cannot be imported: {error}; pip install 'verifiers>=0.4,<0.5'") from error
     config = vf.resolve_env_config({**options, "taskset": {**options.get("taskset", {}), "id": name}})
     if len(agents := agent_config_fields(config)) != 1:
         raise TaskError(f"it has {len(agents)} agents, {', '.join(agents)}, but a conversation has one policy")

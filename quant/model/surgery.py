@@ -8,7 +8,7 @@ from collections import defaultdict
 
 from torch import nn
 from torch.nn.utils import parametrize
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from qarl.configs.errors import GraphError
 from qarl.quant.checkpoint.families import ExpertsShape, Family, experts_per_token, family_of, fused_experts
@@ -208,10 +208,15 @@ def _refuse_quantized_routers(plan: Plan, routers: list[str]) -> None:
 
 def _refuse_changed_logits(model: PreTrainedModel, why_not: str) -> None:
     """Raise `GraphError` for models that change logits after the output head: transformers' forward is left before."""
-    for key in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
-        if getattr(model.config, key, None) not in (None, 1, 1.0):
-            remedy = f", which cannot be: {why_not}" if why_not else "; set learner.operators to 'engine'"
-            raise GraphError(
-                f"model config has {key} = {getattr(model.config, key)}: logits that change after the output head need "
-                f"the engine's operators{remedy}"
-            )
+    if key := changed_logits(model.config):
+        remedy = f", which cannot be: {why_not}" if why_not else "; set learner.operators to 'engine'"
+        raise GraphError(
+            f"model config has {key} = {getattr(model.config, key)}: logits that change after the output head need "
+            f"the engine's operators{remedy}"
+        )
+
+
+def changed_logits(config: PreTrainedConfig) -> str | None:
+    """The field of a model's config by which logits change after the output head."""
+    keys = ("final_logit_softcapping", "logits_scaling", "logit_scale")
+    return next((key for key in keys if getattr(config, key, None) not in (None, 1)), None)

@@ -17,7 +17,7 @@ import qarl
 from qarl.configs.errors import ConfigError
 from tests.support.cases import cases
 
-trl: Any = pytest.importorskip("trl", reason="an optional extra, in no lock: pip install 'qarl[cpu,trl]'")
+trl: Any = pytest.importorskip("trl", reason="an optional extra, in no lock: pip install 'trl>=1.16,<1.17'")
 grpo: Any = importlib.import_module("qarl.integrations.trl.grpo")
 
 OPTIONS: dict[str, Any] = cases(__file__, "options")

@@ -23,7 +23,7 @@ from qarl.tasks import RewardError, Task, TaskError, load_task
 from tests.support.conversations import Script
 from tests.support.runs import succeeded
 
-pytest.importorskip("verifiers", reason="an optional extra, in no lock: pip install 'qarl[cpu,verifiers]'")
+pytest.importorskip("verifiers", reason="an optional extra, in no lock: pip install 'verifiers>=0.4,<0.5'")
 
 MODULE = """
 import asyncio, os
