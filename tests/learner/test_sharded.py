@@ -1,6 +1,5 @@
-"""Masters of which each process has some rows: materialized and stepped as whole ones are, bit for bit.
-
-The processes are real, over gloo (`tests/support/shard_worker.py`). Whole trainings are in `test_zero.py`."""
+"""Masters of which each process has some rows: materialized and stepped as whole ones are, bit for bit, by processes
+over gloo (`tests/support/shard_worker.py`). Whole trainings are in `test_zero.py`."""
 
 import itertools
 from typing import Any
