@@ -88,12 +88,11 @@ def tool_turns(tokenizer: Any, environments: Environments, template: str = TOOL_
 
 
 def after(environments: Environments, *calls: tuple[str, dict[str, Any]], problem: Problem = PROBLEM) -> list[Any]:
-    """What one instance answers."""
-
     async def one() -> list[Any]:
         environment = environments.open()
         try:
             said = await environment.reset(problem)
+            assert said == environments.opening(problem)  # in a loop that runs, as a notebook's does
             return [said, *[await environment.call(*call, str(n)) for n, call in enumerate(calls)]]
         finally:
             environment.close()
