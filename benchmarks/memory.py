@@ -98,11 +98,12 @@ def _measure_model(
             )
 
 
-def planned(model: str, scheme: str, fields: dict[str, str]) -> Memory:
-    """What the plan says of a cell."""
-    config = load_config(config_file("tiny-qwen3"), {**settings(scheme), **fields})
+def planned(model: str, scheme: str, options: dict[str, str]) -> Memory:
+    """What the plan says of a cell. options: of its run, by dotted path."""
+    config = load_config(config_file("tiny-qwen3"), {**settings(scheme), **options})
     ample = Machine("CPUs", "cpu", 1, 2**50)
-    return make_plan(config, shapes_of(model_config(model), model), "", ample, 1).memory
+    fields = {**model_config(model), "model_type": "qwen3_moe"}  # of which a Qwen3 is the case without experts
+    return make_plan(config, shapes_of(fields, model), "", ample, 1).memory
 
 
 def settings(scheme: str) -> dict[str, str]:

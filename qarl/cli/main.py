@@ -156,8 +156,8 @@ def _checked(config: RunConfig, new: bool, console: Console) -> Task:
 def _show(config: RunConfig, processes: int, new: bool, console: Console) -> int:
     """`--dry-run`: the configuration, and what is wrong with it."""
     check_processes(config, processes)
-    check_files(config, new=new, dry=True)
     say(console, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False).rstrip())
+    check_files(config, new=new, dry=True)  # last, for a model may be on no hub here
     return 0
 
 
