@@ -1,7 +1,7 @@
 """That a backward reaches every master, before a run learns from it.
 
 A forward through the engine's own model can be exact while its gradient is cut: by a weight read outside autograd, a
-`no_grad` within, a compiled helper, an operator nobody knew. No log-prob tells, and a still master too late.
+`no_grad` within, a compiled helper, an operator nobody knew. No log-prob tells; a master that stands still does, late.
 """
 
 import torch

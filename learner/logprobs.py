@@ -69,7 +69,7 @@ def _in_chunks(hidden: Tensor, targets: Tensor, chunk_tokens: int, chunks: int |
 
 
 def packs(model: LowBitModel, setting: bool | Literal["auto"]) -> bool:
-    """Whether sequences are packed (`learner.packing`). Raises `ConfigError` where the model cannot do it."""
+    """Whether sequences are packed (`learner.packing`). Raises `ConfigError` for true where the model cannot."""
     if setting is True and model.operators != "engine":
         raise ConfigError(
             "learner.packing is true, but this model has transformers' operators, which would build a mask over all "

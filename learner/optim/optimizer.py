@@ -57,7 +57,7 @@ class MasterOptimizer:
         processes: Processes | None = None,
     ):
         """masters: name → parameter; gradients of 16-bit ones are accumulated in fp32 from here on. matrices: names of
-        the weights that Muon may take, [O, I] or stacked experts. Raises `ConfigError` for an idle offload."""
+        the weights that Muon may take, [O, I] or stacked experts. Raises `ConfigError` where offload moves nothing."""
         self._config = config
         self.lr = config.lr
         self._masters = masters

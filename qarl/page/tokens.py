@@ -83,7 +83,7 @@ def packed_tokens(runs: Sequence[Sequence[TokenRows]]) -> dict[str, Any]:
 
 def _within(steps: Sequence[TokenRows], budget: int) -> list[TokenRows]:
     """The last step, and of every n steps before it one, with the smallest n that fits: one whose completions the
-    unquantized policy was asked about, where there is one. Of the last alone, as many completions as fit."""
+    unquantized policy was asked about, where there is one. Where the last alone does not fit, a part of it."""
     costs = [_cost(rows) for rows in steps]
     scored = [bool(np.isfinite(rows.tokens["unquantized_logprob"]).any()) for rows in steps]
     for every in range(1, len(steps) + 1):

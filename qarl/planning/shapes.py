@@ -133,7 +133,8 @@ def shapes_of(config: Mapping[str, Any], name: str) -> Shapes:
     """
     kind = config.get("model_type")
     if kind not in COUNTED:
-        raise ConfigError(f"model {name!r}: model_type {kind!r} is not counted here; those of Llama's layers are")
+        known = f"none of the {len(COUNTED)} whose sizes are counted (llama, qwen3, …)"
+        raise ConfigError(f"model {name!r}: model_type {kind!r} is {known}; a run of it starts without a plan")
     missing = [field for field in _NEEDED if not config.get(field)]
     if missing:
         raise ConfigError(f"model {name!r}: its config.json has no {', '.join(missing)}; its sizes cannot be counted")

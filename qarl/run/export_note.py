@@ -86,7 +86,7 @@ def read_note(export: Path) -> dict[str, Any]:
 
 
 def is_finished(folder: RunFolder, config: RunConfig) -> bool:
-    """Whether a run has all its steps and, where it is to have one, their export, proven to be what was sampled."""
+    """Whether a run has all its steps and, where it is to have one, their export, proven to be the policy sampled."""
     if config.steps not in folder.steps():
         return False
     note = read_note(folder.export) if config.export else {}

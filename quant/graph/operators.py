@@ -104,7 +104,7 @@ class _Norm(torch.autograd.Function):
 
 
 def _norm_gradients(dx: Tensor, dy: Tensor, x: Tensor, *rest: Tensor | float | None) -> Tensor | None:
-    """rest: the gradient of x as such, [N, C], where its sum is passed on; the weight, fp32 [C] or None; epsilon.
+    """rest: the gradient of x as such, [N, C], where x is a sum passed on; the weight, fp32 [C] or None; epsilon.
 
     With n = x / rms(x): dn = dy · weight, dx = (dn - n · mean(dn · n)) / rms(x). Returns dweight = Σ dy · n.
     """
