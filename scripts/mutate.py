@@ -6,7 +6,7 @@
 A mutation changes one comparison, constant, operator, min or max, or drops one statement. It is drawn from the syntax
 tree of HEAD: a seed draws the same ones from the same commit. Each is planted alone in a scratch clone. The tests that
 run the changed function go first, the quickest in front, then those that run others of its file; where none is seen to
-run it (it is compiled, of other processes, or read at import), then those that run files that import it, and all. Files
+run it (it is compiled, or read at import), then those that run files that import it, and all. Files
 whose tests share a fixture, such as an engine, keep their order.
 With --seconds the first ones alone that take so long together: a survivor is then one of those, and the score a bound
 from below. What runs what is recorded once a commit. Tests that fail on the sound code are left out. --tests names
@@ -31,18 +31,18 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
 import pytest
+from calls import Calls
 from mutations import Mutation, draw
 
-ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = Path(__file__).resolve().parent
+ROOT = SCRIPTS.parent
 ROOMS = ("configs", "quant", "rollout", "learner", "sync", "qarl")
 FORKS = multiprocessing.get_context("forkserver")
 THREADS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
@@ -61,31 +61,21 @@ class Outcome:
 
 
 class Recorder:
-    """A plugin of pytest: for each test that passes, its seconds and the functions of ours that it ran. Those that a
-    fixture of a module or session ran are every test's that uses it; other processes' are not seen."""
+    """A plugin of pytest: for each test that passes, its seconds and the functions of ours that it ran, in processes of
+    its own too. Those that a fixture of a module or session ran are every test's that uses it."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, calls: Calls) -> None:
         self.tests: dict[str, dict[str, Any]] = {}
-        self._root, self._files, self._now, self._fixtures = f"{root}/", {}, set[str](), dict[str, set[str]]()
+        self._calls, self._now, self._fixtures = calls, set[str](), dict[str, set[str]]()
         self._passed = False
         self._sharing = set[str]()
-
-    def _call(self, frame: Any, event: str, argument: object) -> None:
-        code: CodeType = frame.f_code
-        if code not in self._files:
-            file = os.path.realpath(code.co_filename)
-            room = file.removeprefix(self._root).partition("/")[0]
-            ours = file.startswith(self._root) and room in ROOMS
-            function = code.co_qualname.replace(".<locals>", "").partition(".<")[0]
-            self._files[code] = f"{file.removeprefix(self._root)}:{function}" if ours else ""
-        if self._files[code]:
-            self._now.add(self._files[code])
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: Any) -> Iterator[None]:
         """Keep what a fixture of several tests ran."""
-        before, self._now = self._now, set()
+        before, self._now = self._now | self._calls.taken(), set()
         result = yield
+        self._now |= self._calls.taken()
         if fixturedef.scope in ("class", "module"):
             self._sharing.add(fixturedef.baseid)
         if fixturedef.scope != "function":
@@ -97,10 +87,11 @@ class Recorder:
     def pytest_runtest_protocol(self, item: Any) -> Iterator[None]:
         """Watch one test from its fixtures on."""
         self._now, self._passed, started = set(), True, time.monotonic()
-        threading.settrace(self._call)
-        sys.settrace(self._call)
+        self._calls.taken()
+        self._calls.watch()
         result = yield
         sys.settrace(None)
+        self._now |= self._calls.taken()
         shared = [self._fixtures.get(name, set()) for name in item.fixturenames]
         if self._passed:
             ran = sorted(self._now.union(*shared))
@@ -218,7 +209,12 @@ def _pytest(clone: Path, names: list[str], ran: Path | None = None) -> None:
     file = os.open(clone / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    recorder = Recorder(clone.resolve())
+    calls = Calls(clone.resolve(), clone.parent / "called", ROOMS)
+    if ran:
+        start = f"from calls import Calls\nCalls({str(calls.root)!r}, {str(calls.file)!r}, {ROOMS}).watch()\n"
+        (clone.parent / "sitecustomize.py").write_text(f"import sys; sys.path.append({str(SCRIPTS)!r})\n{start}")
+        os.environ["PYTHONPATH"] = f"{clone.parent}:{os.environ['PYTHONPATH']}"
+    recorder = Recorder(calls)
     command = ["-q", "-n", "0", "-p", "no:cacheprovider", *(names if ran else ["-x", *names])]
     status = pytest.main(command, plugins=[recorder] if ran else [])
     if ran:
