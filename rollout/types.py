@@ -44,7 +44,7 @@ class Completion:
     switches: tuple[tuple[int, int], ...] = ()
     environment: tuple[tuple[int, int], ...] = ()
     reward: float | None = None
-    events: tuple[tuple[str, int], ...] = ()
+    events: tuple[tuple[str, float], ...] = ()
 
     @property
     def sampled(self) -> list[bool]:

@@ -72,6 +72,7 @@ class TaskConfig(Section):
     time_limit: float = Field(
         default=60.0,
         gt=0,
+        le=10**6,
         description="seconds for a call of your reward or environment, and for your rollout between turns",
     )
     memory_limit: float | None = Field(

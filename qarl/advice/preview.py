@@ -10,7 +10,7 @@ from qarl.configs.schema.run import RunConfig
 from qarl.configs.words import quoted, sized
 from qarl.planning.machine import this_machine
 from qarl.planning.plan import make_plan
-from qarl.planning.shapes import sizes_of
+from qarl.planning.shapes import counted_parameters, sizes_of
 from qarl.planning.words import one_line
 from qarl.quant.checkpoint.folder import check_folder, read_config
 from qarl.quant.kernels.supported import kept_support
@@ -37,7 +37,7 @@ def preview(config: RunConfig, task: Task, folder: Path) -> Iterator[Finding]:
     task = task.shortened(prompter.fits)
     drawn = task.problems("train", 0, _LOOKED_AT, config.seed)
     problems = list({problem.id: problem for problem in drawn}.values())  # a small table comes round again
-    yield _model(config, folder)
+    yield from _model(config, folder)
     yield Finding("note", "kernels", _kernels(config))
     yield Finding("note", "task", task.describe() or f"{task.name}: built in, without end")
     if (size := task.size("train")) is not None and size < config.rollout.prompts:
@@ -50,12 +50,15 @@ def preview(config: RunConfig, task: Task, folder: Path) -> Iterator[Finding]:
     yield _disk(config, folder)
 
 
-def _model(config: RunConfig, folder: Path) -> Finding:
+def _model(config: RunConfig, folder: Path) -> Iterator[Finding]:
     tree, longest = read_config(folder), config.rollout.longest
     positions = tree.get("max_position_embeddings")
     room = f"; {longest} of its {positions} positions are asked for" if isinstance(positions, int) else ""
-    parameters = f"{parameters_of(folder):,} parameters"
-    return Finding("note", "model", f"{config.model}: {tree.get('model_type')}, {parameters}{room}")
+    stored, counted = parameters_of(folder), counted_parameters(folder)
+    yield Finding("note", "model", f"{config.model}: {tree.get('model_type')}, {stored:,} parameters{room}")
+    if stored < counted:
+        text = f"its files have {stored:,} parameters, and its config.json asks for {counted:,} at least"
+        yield Finding("warning", "model", text, "copy it again")
 
 
 def _kernels(config: RunConfig) -> str:

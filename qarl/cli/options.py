@@ -3,7 +3,6 @@
 import argparse
 import os
 from argparse import ArgumentTypeError
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
@@ -20,25 +19,22 @@ DTYPES = get_args(Dtype)
 
 
 def dotted_overrides(known: argparse.Namespace, rest: list[str]) -> dict[str, str]:
-    """Dotted overrides from the short flags and from what argparse left over: `--a.b VALUE`, `--a.b=VALUE`, and of
-    benchmarks, whose own options go first, short flags too. Raises `ConfigError` for an option given twice, also where
-    once by its short flag and once by its name."""
+    """Dotted overrides from the short flags and from what argparse left over: `--a.b=VALUE`, and of benchmarks, whose
+    own options go first, short flags too. Raises `ConfigError` for an option given twice, also where once by its short
+    flag and once by its name."""
     short = {k.removeprefix("short:"): v for k, v in vars(known).items() if k.startswith("short:") and v is not None}
     overrides = dict(short)
-    waiting = deque(rest)
-    while waiting:
-        item = waiting.popleft()
+    for item in rest:
         if not item.startswith("--"):
             file = f"; a configuration is --config {item}" if item.endswith((".yaml", ".yml")) else ""
             raise ConfigError(f"unexpected argument {item!r}; options read --name VALUE{file}")
         name, equals, value = item[2:].partition("=")
         name = FLAGS.get(name, name)
-        if not equals and (not waiting or waiting[0].startswith("--")):
-            if is_option(name):
-                raise ConfigError(f"option --{name} needs a value")
-        elif not equals:
-            value = waiting.popleft()
-        if name == "config" and vars(known).get(name, "") is None:
+        if not equals and is_option(name):
+            raise ConfigError(f"option --{name} needs a value")
+        if name == "config" and name in known:
+            if known.config is not None:
+                raise ConfigError(f"--config {value} is a second one, beside {known.config!r}; give one of them")
             known.config = value
             continue
         if name in short:

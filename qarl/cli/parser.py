@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from qarl.configs.errors import InputError
-from qarl.configs.flags import ELSEWHERE, FLAGS
-from qarl.configs.load import field_paths
 from qarl.configs.words import did_you_mean
 
 _NEGATIVE = re.compile(r"-(\d|\.\d|\.?inf|\.?nan)", re.IGNORECASE)
@@ -41,16 +39,30 @@ class Parser(argparse.ArgumentParser):
     ) -> tuple[Any, list[str]]:
         """As argparse's. Raises `UsageError`."""
         try:
-            return super().parse_known_args(args, namespace)
+            return super().parse_known_args(args if self._subparsers else self._joined(args or ()), namespace)
         except argparse.ArgumentError as error:
             name = error.argument_name
             if any(action.nargs == 0 and _name(action) == name for action in self._actions):
                 self.error(f"option {name} takes no value")
             self.error(f"{name} {error.message}" if name else str(error))
 
+    def _joined(self, arguments: Sequence[str]) -> list[str]:
+        """`--rollout.top_p 0.9` as `--rollout.top_p=0.9`: argparse does not know fields of the configuration, and takes
+        what follows for CONFIG or another positional argument. Raises `UsageError` where the command has no fields."""
+        joined, waiting = list[str](), False
+        for item in arguments:
+            name, equals, _ = item.partition("=")
+            field = name.startswith("--") and name not in self._option_string_actions
+            if field and not self.get_default("fields"):
+                self.error(f"unknown option {name}{did_you_mean(name, self._option_string_actions)}")
+            joined[-1:] = [f"{joined[-1]}={item}"] if waiting and not item.startswith("--") else [*joined[-1:], item]
+            waiting = field and not equals
+        return joined
+
     def _parse_optional(self, arg_string: str) -> Any:
         name = arg_string.partition("=")[0]  # of a field, whose value with a space argparse takes for an argument
-        return super()._parse_optional(name if name.startswith("--") and "." in name else arg_string)
+        own = name in self._option_string_actions or not name.startswith("--")
+        return super()._parse_optional(arg_string if own else name)
 
     def error(self, message: str) -> NoReturn:
         """Raise it as a `UsageError`."""
@@ -122,20 +134,14 @@ class PrintAndExit(argparse.Action):
 
 def normalized_argv(arguments: Sequence[str]) -> list[str]:
     """The command line as argparse reads it: `--lr -1e-3` as `--lr=-1e-3` (argparse takes what follows for a flag),
-    `--rollout.top_p 0.9` as `--rollout.top_p=0.9` (it does not know fields of the configuration, and takes what follows
-    for CONFIG or another positional argument), `help` and `version` as options."""
+    `help` and `version` as options."""
     joined: list[str] = []
     for item in arguments:
         option = joined[-1] if joined else ""
-        open_option = len(option) > 2 and option.startswith("--") and "=" not in option
-        if open_option and (_NEGATIVE.match(item) or (_is_field(option[2:]) and not item.startswith("--"))):
+        if _NEGATIVE.match(item) and len(option) > 2 and option.startswith("--") and "=" not in option:
             joined[-1] = f"{option}={item}"
         else:
             joined.append(item)
     if joined[:1] == ["help"]:
         return [*joined[1:], "--help"]
     return ["--version", *joined[1:]] if joined[:1] in (["version"], ["-V"]) else joined
-
-
-def _is_field(name: str) -> bool:
-    return "." in name or name.replace("_", "-") in ELSEWHERE | FLAGS or name in field_paths() or name == "config"

@@ -53,7 +53,8 @@ class SchemeRow:
 
 def add_schemes(commands: Any) -> None:
     """Add `qarl schemes` to the commands."""
-    schemes = commands.add_parser("schemes", help="the low-bit schemes: sizes, and which run on this machine")
+    words = "the low-bit schemes: sizes, and which run on this machine"
+    schemes = commands.add_parser("schemes", help=words, description=words)
     schemes.add_argument("--model", metavar="MODEL", help="folder, hub id or embedded name; only its config is read")
     schemes.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="compute dtype")
     schemes.add_argument("-v", "--verbose", action="store_true", help="kernels, and vLLM's reasons in full")

@@ -119,11 +119,12 @@ class Conversation:
             logprobs += [0.0] * len(said) + list(turn.logprobs)
         last, steps = self._turns[-1], enumerate(pairwise(versions), 1)
         counts = {"turns": len(self._turns), "environment_tokens": sum(end - start for start, end in spans)}
+        happened = {name: float(count) for name, count in (counts | self.events).items()}  # of NumPy's too
         return replace(
             last, token_ids=self.token_ids, logprobs=tuple(logprobs), weight_version=versions[0],
             switches=tuple((place, later) for place, (earlier, later) in steps if later != earlier),
             finish_reason="length" if self._out_of_room else last.finish_reason, environment=tuple(spans),
-            reward=reward, events=tuple(sorted((counts | self.events).items())),
+            reward=reward, events=tuple(sorted(happened.items())),
         )  # fmt: skip
 
 

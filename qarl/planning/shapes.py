@@ -4,8 +4,10 @@ Axes of a weight: O output rows, I input columns.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 from qarl.configs.errors import ConfigError
@@ -206,6 +208,13 @@ def sizes_of(model: str) -> tuple[Shapes, str]:
         return shapes_of(read_config(folder), model), "its config.json"
     published = _published(model)
     return published or (shapes_of(read_config(hub_config(model).parent), model), "its config.json on the hub")
+
+
+def counted_parameters(folder: Path) -> int:
+    """Of a model's folder by its config.json, without norms and biases; 0 for a family that is not counted."""
+    with suppress(ConfigError):
+        return sizes_of(str(folder))[0].parameters
+    return 0
 
 
 def _published(model: str) -> tuple[Shapes, str] | None:

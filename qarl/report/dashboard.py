@@ -1,7 +1,7 @@
 """What a person sees while a run goes on: a live panel in a terminal, plain lines elsewhere."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from itertools import pairwise
 from statistics import fmean
@@ -27,14 +27,12 @@ _WIDTH = 48
 
 
 class Dashboard(AbstractContextManager["Dashboard"]):
-    """Shows a run. Use as a context manager around `train`. clock: seconds."""
+    """Shows a run. Use as a context manager around `train`."""
 
-    def __init__(self, config: RunConfig, console: Console, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, config: RunConfig, console: Console):
         self._config = config
         self._console = console
-        self._clock = clock
-        self._phase_started = clock()
-        self._started = self._phase_started
+        self._started = self._phase_started = time.monotonic()
         self._phase = "starting"
         self._steps: list[StepMetrics] = []
         self._heldout: list[tuple[int, Heldout]] = []
@@ -52,7 +50,7 @@ class Dashboard(AbstractContextManager["Dashboard"]):
     def entered(self, phase: str) -> None:
         """A phase of a step begins: "sample", "score", "learn", "publish", "record" or "evaluate". The first starts the
         live panel, below what start-up printed."""
-        self._phase, self._phase_started = phase, self._clock()
+        self._phase, self._phase_started = phase, time.monotonic()
         if self._console.is_terminal and not self._live.is_started and phase != _DONE:
             self._live.start()
 
@@ -94,7 +92,7 @@ class Dashboard(AbstractContextManager["Dashboard"]):
         bar = ProgressBar(total=config.steps, completed=done, width=_WIDTH)
         grid.add_row("step", Group(Text(f"{done} / {config.steps}   {self._times(done)}"), bar))
         if self._phase != _DONE:
-            grid.add_row("now", f"{self._phase} [dim]for {self._clock() - self._phase_started:.0f} s[/]")
+            grid.add_row("now", f"{self._phase} [dim]for {time.monotonic() - self._phase_started:.0f} s[/]")
         if self._steps:
             self._add_measured(grid, self._steps)
         title = f"[bold]QaRL[/]  {escape(config.model)}  {config.scheme}  {config.dtype}"
@@ -127,7 +125,7 @@ class Dashboard(AbstractContextManager["Dashboard"]):
 
     def _times(self, done: int) -> str:
         """Elapsed, seconds a step and what is left, by the last steps' mean."""
-        elapsed = f"{_hours(self._clock() - self._started)} elapsed"
+        elapsed = f"{_hours(time.monotonic() - self._started)} elapsed"
         if not self._steps:
             return elapsed
         return f"{elapsed}   {self._pace():.2f} s/step   ETA {_hours(self._pace() * (self._config.steps - done))}"

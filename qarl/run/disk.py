@@ -8,6 +8,7 @@ from qarl.configs.errors import ConfigError
 from qarl.configs.schema.run import RunConfig
 from qarl.configs.words import sized
 from qarl.planning.memory import ITEMSIZE
+from qarl.planning.shapes import counted_parameters
 from qarl.quant.checkpoint.folder import tensor_shapes
 from qarl.report.run_folder import new_path
 
@@ -30,8 +31,8 @@ def checkpoint_bytes(config: RunConfig, folder: Path) -> int:
 
 
 def parameters_of(folder: Path) -> int:
-    """Of a model's folder."""
-    return sum(math.prod(shape) for shape in tensor_shapes(folder).values())
+    """Of a model's folder, by its files' headers; by its config.json where they are of another format."""
+    return sum(math.prod(shape) for shape in tensor_shapes(folder).values()) or counted_parameters(folder)
 
 
 def free_disk(config: RunConfig) -> tuple[Path, int]:

@@ -57,7 +57,8 @@ def _jsonl(path: Path) -> Iterator[Row]:
         where = f"{path}:{number}"
         try:
             values: Any = json.loads(line)
-        except json.JSONDecodeError as error:
+            json.dumps(values, ensure_ascii=False).encode()  # half a surrogate pair is no text
+        except ValueError as error:
             raise TaskError(f"{where}: not valid JSON: {error}") from error
         if not isinstance(values, dict):
             raise TaskError(f"{where}: expected a JSON object, got {type(values).__name__}")

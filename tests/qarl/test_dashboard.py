@@ -61,15 +61,16 @@ def drawn(dashboard: Dashboard, columns: int) -> list[str]:
 
 
 @pytest.mark.parametrize(("steps", "terminal", "every"), [(5, True, 2), (150, True, 20), (45, False, 100)])
-def test_the_panel_and_its_lines_are_those_recorded(steps: int, terminal: bool, every: int):
+def test_the_panel_and_its_lines_are_those_recorded(steps: int, terminal: bool, every: int, monkeypatch):
     """What goes on and how long, of a terminal after some of its steps, and elsewhere of all; at most 80 columns."""
     clock, shown, warnings = Mock(return_value=100.0), [], [EarlyWarning("reward", 3, "the reward fell [sic]")]
     console = Console(file=io.StringIO(), width=120, color_system=None, force_terminal=terminal)
     config = load_config(
         config_file("tiny-qwen3"), {"steps": str(steps), "eval.every": str(every), "model": "a/[model]"}
     )
+    monkeypatch.setattr("qarl.report.dashboard.time.monotonic", clock)
     with patch("qarl.report.dashboard.Live"):
-        dashboard = Dashboard(config, console, clock)
+        dashboard = Dashboard(config, console)
     dashboard.baseline(Heldout(0.123))
     dashboard.audited(large_model(), {"w4a16": "a kernel", "bf16": "cast"}, terminal, ["a [line]"])
     for number in range(1, steps + 1):

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from safetensors.torch import load_file, save_file
 
 from qarl.cli.main import main
 from qarl.configs.load import load_config
@@ -106,6 +107,10 @@ def test_a_fault_of_the_reward_is_named(folder: Path, capsys, code: str, said: s
 MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no tokenizer": (lambda model: (model / "tokenizer.json").unlink(), "has no tokenizer"),
     "no weights": (lambda model: (model / "model.safetensors").unlink(), "has no weights"),
+    "a tensor short": (
+        lambda model: save_file(dict([*load_file(file := model / "model.safetensors").items()][1:]), file),
+        "and its config.json asks for",
+    ),
     "a template that raises": (
         lambda model: (model / "chat_template.jinja").write_text("{{ raise_exception('no user') }}"),
         "cannot be applied: TemplateError: no user",
