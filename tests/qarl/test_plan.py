@@ -118,9 +118,8 @@ def test_parts_are_those_of_arithmetic_by_hand():
 
 def test_what_saving_a_checkpoint_takes_by_hand():
     """At stage 3 the largest module whole: embeddings' master and moments, two of AdamW's, less gradients of 1/8."""
-    shapes, kinds = NAMED["qwen3-1.7b"], {"adamw": 2, "muon": 1}
-    for name, moments in kinds.items():
-        of = _Count(shapes, config(learner__zero_stage=3, learner__optimizer__name=name), "cuda", 8)
+    for name, moments in (("adamw", 2), ("muon", 1)):
+        of = _Count(NAMED["qwen3-1.7b"], config(learner__zero_stage=3, learner__optimizer__name=name), "cuda", 8)
         assert of.saving() == 151936 * 2048 * 4 * (1 + moments) - of.gradients()
 
 
@@ -169,8 +168,7 @@ def test_layer_rules_and_targets_count_by_name():
 
 
 def test_what_is_open_is_decided_and_what_is_given_is_kept():
-    gpu, shapes = parse_machine("1xH100"), NAMED["qwen3-1.7b"]
-    open_ = load_config(None, {"model": "m"})
+    open_, shapes = load_config(None, {"model": "m"}), NAMED["qwen3-1.7b"]
     decided = make_plan(open_, shapes, "", parse_machine("1xB200"), 1)
     assert decided.config.learner.gradient_checkpointing is False and decided.share <= 0.9
     assert decided.config.rollout.kv_cache_gib == bytes_of(decided.memory)["KV cache"] / GIB == 56  # all 256 sequences
@@ -181,8 +179,6 @@ def test_what_is_open_is_decided_and_what_is_given_is_kept():
     assert (cpu.config.learner.compile, decided.config.learner.compile) == (False, "auto")
     given = load_config(None, {"rollout.kv_cache_gib": "7", "learner.gradient_checkpointing": "false"})
     assert make_plan(given, shapes, "", parse_machine("1x24GB"), 1).config == given
-    with pytest.raises(ConfigError, match="1 × H100 has 1; one process takes one GPU"):
-        make_plan(open_, shapes, "", gpu, 2)
 
 
 def test_every_help_saves_and_the_command_fits(tmp_path: Path):
@@ -249,7 +245,6 @@ def test_the_memory_is_what_a_control_group_leaves(tmp_path: Path, monkeypatch: 
 
 
 def test_the_machine_is_what_the_driver_tells(driver: Callable[..., None], monkeypatch: pytest.MonkeyPatch):
-    """Of unlike memory the smallest."""
     driver(81559)
     found = this_machine()
     assert (found.name, found.device, found.count) == ("1 × NVIDIA H100 80GB HBM3", "cuda", 1)
@@ -269,9 +264,6 @@ def test_the_machine_is_what_the_driver_tells(driver: Callable[..., None], monke
             this_machine()
     monkeypatch.setenv("PATH", "")
     assert machines.driver_gpus() == [] and this_machine().device == "cpu"
-    for text in ("80GB", "0xH100", "8xP100", "8 H100"):
-        with pytest.raises(ConfigError, match="known are A100"):
-            parse_machine(text)
 
 
 LITERAL = ["train", "--scheme", "w4a16", "--model", "Qwen/Qwen3-30B-A3B-Base", "--dry-run"]

@@ -12,6 +12,7 @@ from qarl.configs.errors import ConfigError
 from qarl.configs.load import config_file, load_config
 from qarl.planning.choice import helping
 from qarl.planning.machine import Machine, parse_machine
+from qarl.planning.memory import _Count
 from qarl.planning.plan import make_plan
 from qarl.planning.shapes import EMBEDDED, NAMED
 from qarl.planning.words import as_data, one_line, table, verdict
@@ -21,6 +22,12 @@ from tests.support.records import assert_recorded
 CPU = Machine("CPUs", "cpu", 1, 64 * 2**30)
 DRAWN = cases(__file__, "drawn")
 """The field → its values."""
+
+
+def counted(count: _Count) -> dict[str, Any]:
+    """Each number by its name, also those that the sums leave out as the smaller."""
+    names = [name for name in vars(_Count) if not name.startswith("_") and name != "memory"]
+    return {name: value() if callable(value := getattr(count, name)) else value for name in names}
 
 
 @mock.patch("qarl.planning.memory._WIDE", ("fp8",))  # as on CPUs with AVX-512, whichever this is
@@ -41,7 +48,9 @@ def plans(part: int = 0, parts: int = 1, count: int = 80) -> dict[str, Any]:
             all_plans[said] = str(error)[:60]
             continue
         words = [one_line(plan), verdict(plan), *table(plan)]
-        all_plans[said] = {**as_data(plan), "helping": helping(plan) if number % 4 == 0 else {}, "words": words}
+        counts = counted(_Count(plan.shapes, plan.config, machine.device, processes))
+        helps = helping(plan) if number % 4 == 0 else {}
+        all_plans[said] = {**as_data(plan), "helping": helps, "words": words, "counts": counts}
     return all_plans
 
 
