@@ -94,13 +94,13 @@ def test_tables(capsys: pytest.CaptureFixture[str]):
     assert_recorded(__file__, "tables", [widths, capsys.readouterr().out.splitlines(), ages, stored])
 
 
-@pytest.mark.parametrize("name", ["running_total", "lookup_sum", "chain_sum", "math", "countdown", "composite"])
+@pytest.mark.parametrize("name", cases(__file__, "tasks"))
 def test_built_in_tasks_and_their_problems(name: str, capsys: Any, monkeypatch: pytest.MonkeyPatch):
     """What `qarl tasks NAME` says: options that QaRL leaves to choose, and an example if it needs none of them."""
     monkeypatch.setenv("COLUMNS", "90")
     assert main(["tasks", name]) == 0
     more = {"running_total": {"digits": 2, "min_terms": 2, "max_terms": 5}, "lookup_sum": {"max_terms": 9}}.get(name)
-    tasks = [] if name in ("math", "countdown", "composite") else [ReasoningGymTask(name), ReasoningGymTask(name, more)]
+    tasks = [ReasoningGymTask(name, options) for options in (None, more) if "_sum" in name or more]
     problems = [vars(problem) for task in tasks for n in (0, 250, 512) for problem in task.problems("heldout", n, 8, 3)]
     problems = [[p["id"], p["question"], p["answer"], p["metadata"].get("worked_solution", "")[-60:]] for p in problems]
     assert_recorded(__file__, name, [capsys.readouterr().out.splitlines(), problems])
