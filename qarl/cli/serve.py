@@ -81,8 +81,8 @@ def find_served(target: Path) -> ServerSpec:
         RunFolder(target).require_checkpoint()
         quoted = shlex.quote(str(target))
         raise ServeError(
-            f"run {str(target)!r} has no export yet; finish it (qarl train --resume {quoted}), or write one of its "
-            f"newest checkpoint (qarl export {quoted} -o DIR) and serve that"
+            f"run {str(target)!r} has no export; write one of its newest checkpoint (qarl export {quoted} -o DIR) and "
+            f"serve that, or, where steps are left, finish it (qarl train --resume {quoted})"
         )
     dtype, name = read_config(folder).get("dtype"), target.resolve().name
     if dtype is None or not weight_files(folder):
