@@ -167,7 +167,7 @@ def test_equal_runs_give_equal_bytes(tmp_path: Path):
     shutil.copytree(run, tmp_path / "there" / "run")
     page = page_of(run)
     assert page == page_of(run) == page_of(tmp_path / "there" / "run")
-    assert page.startswith(MARK) and str(tmp_path) not in page and page.count(' headline">') == 1
+    assert page.startswith(MARK) and str(tmp_path) not in page
 
 
 def test_text_stays_text(tmp_path: Path):
