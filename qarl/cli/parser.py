@@ -47,16 +47,21 @@ class Parser(argparse.ArgumentParser):
             self.error(f"{name} {error.message}" if name else str(error))
 
     def _joined(self, arguments: Sequence[str]) -> list[str]:
-        """`--rollout.top_p 0.9` as `--rollout.top_p=0.9`: argparse does not know fields of the configuration, and takes
-        what follows for CONFIG or another positional argument. Raises `UsageError` where the command has no fields."""
-        joined, waiting = list[str](), False
+        """`--lr -1e-3` as `--lr=-1e-3` (argparse takes what follows for a flag), `--rollout.top_p 0.9` as
+        `--rollout.top_p=0.9` (it does not know fields of the configuration, and takes what follows for CONFIG or
+        another positional argument). Raises `UsageError` for a field where the command has none."""
+        joined, option, field = list[str](), False, False  # of the item before, while it has no value
         for item in arguments:
+            if option and (_NEGATIVE.match(item) or (field and not item.startswith("--"))):
+                joined[-1] += f"={item}"
+                option = False
+                continue
             name, equals, _ = item.partition("=")
+            option = name.startswith("--") and not equals
             field = name.startswith("--") and name not in self._option_string_actions
             if field and not self.get_default("fields"):
                 self.error(f"unknown option {name}{did_you_mean(name, self._option_string_actions)}")
-            joined[-1:] = [f"{joined[-1]}={item}"] if waiting and not item.startswith("--") else [*joined[-1:], item]
-            waiting = field and not equals
+            joined.append(item)
         return joined
 
     def _parse_optional(self, arg_string: str) -> Any:
@@ -133,15 +138,7 @@ class PrintAndExit(argparse.Action):
 
 
 def normalized_argv(arguments: Sequence[str]) -> list[str]:
-    """The command line as argparse reads it: `--lr -1e-3` as `--lr=-1e-3` (argparse takes what follows for a flag),
-    `help` and `version` as options."""
-    joined: list[str] = []
-    for item in arguments:
-        option = joined[-1] if joined else ""
-        if _NEGATIVE.match(item) and len(option) > 2 and option.startswith("--") and "=" not in option:
-            joined[-1] = f"{option}={item}"
-        else:
-            joined.append(item)
-    if joined[:1] == ["help"]:
-        return [*joined[1:], "--help"]
-    return ["--version", *joined[1:]] if joined[:1] in (["version"], ["-V"]) else joined
+    """The command line with `help` and `version` as options."""
+    if arguments[:1] == ["help"]:
+        return [*arguments[1:], "--help"]
+    return ["--version", *arguments[1:]] if arguments[:1] in (["version"], ["-V"]) else list(arguments)
