@@ -6,6 +6,7 @@ import json
 import shlex
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -168,5 +169,6 @@ def test_the_starters_reward_is_what_it_says(starter: Path):
     task = load_task(load_config(starter / "run.yaml", {}).task)
     (problem,) = task.problems("heldout", 0, 1, 0)
     near = str(int(problem.answer) + 1)
-    responses = [Response(problem, text) for text in (problem.answer, near, "many")]
-    assert task.rewards(responses) == [1.0, 0.5, 0.0] and task.correct(responses) == [True, False, False]
+    said = [*((problem, text) for text in (problem.answer, near, "many")), (replace(problem, metadata={}), near)]
+    responses = [Response(*each) for each in said]
+    assert task.rewards(responses) == [1.0, 0.5, 0.0, 0.0] and task.correct(responses) == [True, *[False] * 3]

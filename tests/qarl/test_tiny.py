@@ -79,9 +79,9 @@ def test_a_built_folder_is_an_fp32_qwen3_tied_as_the_recipe_says(tied, tmp_path)
     assert model.generation_config.eos_token_id == model.config.eos_token_id
 
 
-def test_warm_start_lowers_the_loss(tmp_path) -> None:
-    messages: list[str] = []
-    build_tiny(replace(SMALL, warm_start_steps=21, warm_start_batch=32), tmp_path, messages.append)
+def test_warm_start_lowers_the_loss(tmp_path, capsys) -> None:
+    build_tiny(replace(SMALL, warm_start_steps=21, warm_start_batch=32), tmp_path, embedded.to_stderr)
+    messages = capsys.readouterr().err.splitlines()
     assert [message.split()[3] for message in messages] == ["1/21,", "21/21,"]
     first, last = (float(message.split("loss ")[1].split()[0]) for message in messages)
     assert last < first - 1.0
@@ -130,6 +130,8 @@ def test_only_answers_and_end_tokens_are_trained_on(tokenizer) -> None:
         kept = label != IGNORED
         assert tokenizer.decode(label[kept]) == problem.answer + "<|im_end|>"
         assert torch.equal(row[kept], label[kept])
+    ids, labels = encode_problems(tokenizer, [replace(problems[0], metadata={"values_by_name": {"a": 7}})])
+    assert "7".join(embedded.TOOL_RESULT) in tokenizer.decode(ids[labels == IGNORED])
 
 
 def test_two_at_once_build_once_where_an_earlier_build_died(built, tmp_path) -> None:
@@ -141,11 +143,6 @@ def test_two_at_once_build_once_where_an_earlier_build_died(built, tmp_path) -> 
         folders = list(racers.map(lambda _: ensure_recipe("small", SMALL, tmp_path, messages.append), range(2)))
     assert folders[0] == folders[1] and contents(folders[0]) == contents(built) and not leftover.exists()
     assert [message.split()[0] for message in messages] == ["building", "warm", "warm"]
-
-
-def test_progress_is_a_line_of_stderr(capsys) -> None:
-    embedded.to_stderr("building")
-    assert capsys.readouterr().err == "building\n"
 
 
 def test_the_cache_folder_follows_the_environment(tmp_path, monkeypatch) -> None:
