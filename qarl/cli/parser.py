@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from qarl.configs.errors import InputError
+from qarl.configs.load import is_option
 from qarl.configs.words import did_you_mean
 
 _NEGATIVE = re.compile(r"-(\d|\.\d|\.?inf|\.?nan)", re.IGNORECASE)
@@ -59,8 +60,10 @@ class Parser(argparse.ArgumentParser):
             name, equals, _ = item.partition("=")
             option = name.startswith("--") and not equals
             field = name.startswith("--") and name not in self._option_string_actions
-            if field and not self.get_default("fields"):
-                self.error(f"unknown option {name}{did_you_mean(name, self._option_string_actions)}")
+            if field and not (self.get_default("fields") and is_option(name[2:])):
+                near = did_you_mean(name, self._option_string_actions, 0.8 if self.get_default("fields") else 0.6)
+                if near or not self.get_default("fields"):  # else the configuration knows what is near
+                    self.error(f"unknown option {name}{near}")
             joined.append(item)
         return joined
 
