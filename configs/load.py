@@ -1,6 +1,8 @@
 """From YAML files and dotted overrides to a `RunConfig`: shipped files, unknown keys, nearest names."""
 
 import difflib
+import os
+import re
 from collections.abc import Callable, Mapping
 from importlib.resources import files
 from pathlib import Path
@@ -196,14 +198,16 @@ def _names_another_objective(tree: dict[str, Any], name: Any) -> bool:
 
 
 def _forget_unchosen(tree: dict[str, Any], section: str, name: Any) -> None:
-    """Empty a section of the file that was for another `name` than the chosen one."""
+    """Empty a section of the file that was for another `name` than the chosen one; a file's name is its path."""
     *parents, leaf = section.split(".")
     for key in parents:
         tree = tree.get(key) or {}
         if not isinstance(tree, dict):
             return
-    if name is not None and isinstance(tree.get(leaf), dict) and tree[leaf].get("name") != name:
-        tree[leaf] = {}
+    if name is not None and isinstance(tree.get(leaf), dict):
+        written = tree[leaf].get("name", field_paths()[f"{section}.name"].default)
+        if len({os.path.abspath(at_home(str(each))) for each in (written, name)}) > 1:
+            tree[leaf] = {}
 
 
 def _leaf_paths(tree: dict[str, Any], known: dict[str, Any], prefix: str = "") -> list[str]:
@@ -237,8 +241,7 @@ def _as_key(path: str) -> str:
 
 
 def _suggestion(name: str, written: Callable[[str], str], listing: str) -> str:
-    """What follows a name that is no field's: the nearest field as `written` has it, else in words why there is none,
-    else `listing`."""
+    """What follows a name of no field: the nearest field as `written` has it, or why there is none, or `listing`."""
     known = field_paths()
     leaf = name.rpartition(".")[2]
     elsewhere = ELSEWHERE | FLAGS
@@ -276,6 +279,8 @@ def _parse(path: str, text: str, known: dict[str, Any]) -> Any:
     if annotation in (str, Text) or (maybe and text != "null"):
         return text
     if path in _PATTERNS and not text.lstrip().startswith("["):
+        return text
+    if path == "rollout.stop" and not re.search("[,'\"]", text):  # [INST] is a text, ['[INST]'] a list
         return text
     if not text.strip():
         raise ConfigError(f"option --{path} {text!r} is empty; give a value, or leave it out")

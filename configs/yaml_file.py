@@ -1,5 +1,9 @@
 """Reading YAML as a person means it: every key once, 1e-6 a number, and faults said in one line."""
 
+import json
+import re
+from collections.abc import Mapping
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +13,18 @@ from qarl.configs.errors import ConfigError
 
 
 class _OnceLoader(yaml.SafeLoader):
-    """Refuses a key that a mapping has twice; YAML's own loader lets the last win in silence."""
+    """Refuses a key that a mapping has twice; YAML's own loader lets the last win in silence. Digits are decimal, with
+    zeros in front too, and 1:30 is no number."""
+
+    def construct_yaml_int(self, node: Any) -> Any:
+        text = str(self.construct_scalar(node)).replace("_", "")
+        return int(text) if text.lstrip("+-").isdecimal() else text if ":" in text else super().construct_yaml_int(node)
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen: dict[Any, int] = {}
         for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue  # its keys may be given again
             key, line = self.construct_object(key_node, deep=deep), key_node.start_mark.line + 1  # pyright: ignore
             if isinstance(key, str | int) and key in seen:
                 raise yaml.MarkedYAMLError(
@@ -22,6 +33,13 @@ class _OnceLoader(yaml.SafeLoader):
             if isinstance(key, str | int):
                 seen[key] = line
         return super().construct_mapping(node, deep)
+
+
+_OnceLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)  # YAML 1.1 wants a dot and a sign
+
+_OnceLoader.add_constructor("tag:yaml.org,2002:int", _OnceLoader.construct_yaml_int)
 
 
 def read_yaml(file: Path) -> dict[str, Any]:
@@ -50,8 +68,15 @@ def read_yaml(file: Path) -> dict[str, Any]:
 
 
 def parse_value(text: str) -> Any:
-    """A YAML scalar or flow collection, with 1e-6 read as a number (YAML 1.1 wants a dot). Raises `yaml.YAMLError`."""
-    try:
-        return float(text) if "e" in text.lower() else yaml.load(text, _OnceLoader)
-    except ValueError:
-        return yaml.load(text, _OnceLoader)
+    """A YAML scalar or flow collection. Raises `yaml.YAMLError`."""
+    return yaml.load(text, _OnceLoader)
+
+
+def as_text(value: Any) -> str:
+    """A value as an option has it, for `parse_value`: text and paths as they are, others as JSON, which is YAML."""
+    return str(value) if isinstance(value, str | PathLike) else json.dumps(value)
+
+
+def as_texts(values: Mapping[str, Any]) -> dict[str, str]:
+    """Options → `as_text` of each."""
+    return {name: as_text(value) for name, value in values.items()}

@@ -11,9 +11,10 @@ from rich.console import Console
 from qarl.cli.options import say
 from qarl.configs.errors import ConfigError
 from qarl.configs.load import chosen_config, config_file, set_field
+from qarl.configs.schema.base import at_home
 from qarl.configs.schemes import SCHEME_SPECS
-from qarl.configs.yaml_file import read_yaml
-from qarl.planning.choice import as_text, choose, option, smallest_fit
+from qarl.configs.yaml_file import as_texts, read_yaml
+from qarl.planning.choice import choose, option, smallest_fit
 from qarl.planning.machine import Machine, planned_machine
 from qarl.planning.plan import make_plan
 from qarl.planning.shapes import Shapes, sizes_of
@@ -71,11 +72,11 @@ def _suited(model: str, shapes: Shapes) -> dict[str, Any]:
 def _fitted(model: str, machine: Machine) -> str:
     """A run.yaml for a model: shipped settings, and the least changes with which its memory fits the machine. Raises
     `ConfigError` where none do."""
-    local = Path(model)
+    local = Path(at_home(model))
     model = str(local.resolve()) if local.is_dir() else model
     shapes, source = sizes_of(model)
     suited = _suited(model, shapes)
-    config = chosen_config("small", {"model": model, **{path: as_text(value) for path, value in suited.items()}})
+    config = chosen_config("small", {"model": model, **as_texts(suited)})
     plan = make_plan(config, shapes, source, machine, choose(config, {}, "small", None, machine).processes)
     whole = smallest_fit(plan, machine, lambda fields: "learner.lora.name" not in fields)
     works = whole or smallest_fit(plan, machine, lambda _: True)

@@ -7,7 +7,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
 
-import yaml
 from pydantic import BeforeValidator, Field, ValidationError
 
 from qarl.compare.comparison import Comparison, Figure, Quantized, Variant
@@ -17,7 +16,7 @@ from qarl.configs.load import field_paths, overridden
 from qarl.configs.schema.base import LARGEST_SEED, Section, Text
 from qarl.configs.validation_messages import validation_messages
 from qarl.configs.words import did_you_mean, quoted
-from qarl.configs.yaml_file import read_yaml
+from qarl.configs.yaml_file import as_text, as_texts, read_yaml
 from qarl.evaluation.suites import SUITES
 
 EVALUATION = ("suite", "data", "problems", "samples", "temperature", "top_p", "top_k")
@@ -136,8 +135,7 @@ def make_comparison(
 
 
 def option_texts(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Options of a mapping, by dotted path, as a command line has them. Keys: short flags, dotted paths, or sections
-    with keys of their own."""
+    """Options of a mapping, by dotted path, as a command line has them. Keys: short flags, dotted paths, sections."""
     fields, texts = field_paths(), {}
     for key, value in tree.items():
         path = f"{prefix}{key}"
@@ -150,13 +148,6 @@ def option_texts(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
                 raise ConfigError(f"option {name} is given twice, with {texts[name]!r} and {text!r}; give it once")
             texts[name] = text
     return texts
-
-
-def as_text(value: Any) -> str:
-    """A YAML value as a person would type it behind an option."""
-    if isinstance(value, str):
-        return value
-    return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("...\n").strip()
 
 
 def _chosen(file: ComparisonFile, variants: Sequence[str]) -> list[str]:
@@ -219,7 +210,7 @@ def _evaluation(options: Mapping[str, Any]) -> dict[str, str]:
         word = str(value) if name == "suite" else name
         if word not in names:
             raise ConfigError(f"evaluate: {word!r} must be one of {', '.join(names)}{did_you_mean(word, names)}")
-    texts = {name: as_text(value) for name, value in options.items()}
+    texts = as_texts(options)
     overridden({}, {f"eval.{name}": text for name, text in texts.items() if name not in ("suite", "data")})
     return texts
 

@@ -13,6 +13,7 @@ from qarl.configs.errors import ConfigError, ModelError
 from qarl.configs.flags import flag_of
 from qarl.configs.load import config_file, is_embedded, load_config, shipped_names, written_fields
 from qarl.configs.schema.run import RunConfig
+from qarl.configs.yaml_file import as_text, as_texts
 from qarl.planning.machine import Machine, parse_machine
 from qarl.planning.memory import GIB
 from qarl.planning.plan import SPARE, Plan, changed_config, make_plan
@@ -42,7 +43,7 @@ class Choice:
 
     def overrides(self, by_hand: Mapping[str, str]) -> dict[str, str]:
         """The fields as a command's, beside those given."""
-        return {**by_hand, **{path: as_text(value) for path, value in self.fields.items()}}
+        return {**by_hand, **as_texts(self.fields)}
 
     def arguments(self, file: str | None) -> list[str]:
         """What is to be added to a command that was given `file`, so that nothing is left to choose."""
@@ -117,11 +118,6 @@ class Change:
     def words(self, processes: int) -> str:
         """As options of `qarl train`."""
         return " ".join([*([f"--processes {processes}"] if self.spreads else []), *map(option, self.fields.items())])
-
-
-def as_text(value: object) -> str:
-    """A field's value as a command line has it."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def option(field: tuple[str, object]) -> str:

@@ -5,7 +5,8 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from qarl.planning.choice import as_text, fitting, helping, option
+from qarl.configs.yaml_file import as_texts
+from qarl.planning.choice import fitting, helping, option
 from qarl.planning.memory import GIB, counted
 from qarl.planning.plan import SPARE, Plan
 
@@ -71,7 +72,7 @@ def remedies(plan: Plan, overrides: Mapping[str, str], file: str | None) -> list
         lines += ["", f"no combination of these fits {plan.machine.name}"]
     for works, fields in proposed:
         lines += ["", f"fits {works.machine.name}, {works.memory.total / GIB:.1f} of {works.there / GIB:.1f} GiB:"]
-        options = {**overrides, **{path: as_text(value) for path, value in fields.items()}}
+        options = {**overrides, **as_texts(fields)}
         lines += _command(works.processes, options, file)
     return lines
 

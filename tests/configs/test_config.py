@@ -70,9 +70,9 @@ def test_names_of_other_trainers_lead_to_fields():
     assert {path for path in ELSEWHERE.values() if " " not in path} <= {*field_paths()} and not {*ELSEWHERE} & {*FLAGS}
 
 
-@pytest.mark.parametrize(("text", "stop"), [("###", ("###",)), ("a # b", ("a # b",)), ("['#', b]", ("#", "b"))])
-def test_a_text_that_ends_a_completion_may_stand_by_itself(text: str, stop: tuple[str, ...]):
-    assert load_config(None, {"rollout.stop": text}).rollout.stop == stop
+@pytest.mark.parametrize(("text", "stop"), cases(__file__, "stops"))
+def test_a_text_that_ends_a_completion_may_stand_by_itself(text: str, stop: list[str]):
+    assert load_config(None, {"rollout.stop": text}).rollout.stop == tuple(stop)
 
 
 def test_objectives_bring_their_own_defaults():
@@ -149,6 +149,14 @@ def test_numbers_are_text_where_text_is_meant(tmp_path: Path):
     config = load_config(tmp_path / "c.yaml", {"task.name": "1e3"})
     assert (config.output, config.model, config.task.name) == ("2026", "7", "1e3")
     assert load_config(None, {"output": "null"}).output is None
+
+
+@pytest.mark.parametrize("named", [{}, {"task.name": "./q.csv", "learner.objective.name": "tbpo"}])
+def test_numbers_are_a_persons_and_the_files_own_name_keeps_its_options(tmp_path: Path, named: dict[str, str]):
+    (tmp_path / "c.yaml").write_text("\n".join(cases(__file__, "numbers")))
+    config = load_config(tmp_path / "c.yaml", {**named, "seed": "010"})
+    assert config.task.options == {"p": 1e-3, "q": 10, "r": "1:30"} and config.task.system == "a" and config.seed == 10
+    assert config.learner.objective.model_dump()["epsilon_high"] == 0.1
 
 
 def test_the_default_file_follows_the_model():
