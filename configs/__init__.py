@@ -1,4 +1,4 @@
-"""Shipped run configurations: YAML files only, installed next to the code as package data.
+"""Configuration: its schema and how it is read, and the shipped runs as YAML files beside the code.
 
-Reached the same way from a checkout and from a wheel: `importlib.resources.files("qarl.configs") / "<name>.yaml"`.
+The files are reached alike from a checkout and a wheel: `importlib.resources.files("qarl.configs") / "<name>.yaml"`.
 """

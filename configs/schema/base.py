@@ -21,8 +21,7 @@ LARGEST_SEED = 2**63 - 1
 
 
 def at_home(path: str) -> str:
-    """With the user's home for `~` where a path begins with it, each of several functions' files, or the part behind
-    hf:."""
+    """With the user's home for a leading `~`, also of each of several functions' files, and of the part behind hf:."""
     return re.sub(r"((?:^|,)\s*(?:hf:)?)(~[^/,]*)(?=/|$)", lambda at: at[1] + os.path.expanduser(at[2]), path)
 
 
@@ -31,8 +30,7 @@ PathText = Annotated[Text, AfterValidator(at_home)]
 
 
 class Section(BaseModel):
-    """A frozen group of fields; unknown keys, infinities and NaN are errors. Text may be written as YAML reads as a
-    number (`model: 7`)."""
+    """A frozen group of fields; unknown keys, infinities and NaN are errors. Text may look like a number."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, coerce_numbers_to_str=True)
 
@@ -62,6 +60,13 @@ def leaf_values(section: Section, prefix: str = "") -> dict[str, Any]:
         value = getattr(section, name)
         values |= leaf_values(value, f"{prefix}{name}.") if isinstance(value, Section) else {prefix + name: value}
     return values
+
+
+def differing(one: Section, other: Section) -> dict[str, tuple[Any, Any]]:
+    """Dotted path → both values of every field in which they differ; None in a section that lacks it."""
+    before, after = leaf_values(one), leaf_values(other)
+    paths = [path for path in {**before, **after} if before.get(path) != after.get(path)]
+    return {path: (before.get(path), after.get(path)) for path in paths}
 
 
 def alternatives(annotation: Any) -> tuple[type[Section], ...]:
@@ -110,8 +115,7 @@ def chooser(kind: str, path: str, union: Any, default: str | None = None) -> Cal
 
 
 def pattern_fault(pattern: str) -> str | None:
-    """What is wrong with a pattern over layer names (`quant.checkpoint.patterns.matching`), to follow its quotation;
-    None if nothing."""
+    """What is wrong with a pattern over layer names (`quant.checkpoint.patterns`), after its quotation; or None."""
     kind, _, count = pattern.partition(":")
     if not pattern:
         return "is empty; write a layer's name, a shell pattern, re:EXPRESSION, first:K or last:K"

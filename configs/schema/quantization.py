@@ -1,12 +1,10 @@
 """Where a weight version's codes and scales come from: `quantization.*` of the configuration. docs/guide/scales.md"""
 
-from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import Field, model_validator
 
-from qarl.configs.schema.base import Section, refuse
-from qarl.configs.schema.learner import LearnerConfig
+from qarl.configs.schema.base import Section
 
 ScaleRule = Literal["minmax", "kept"]
 
@@ -37,18 +35,3 @@ class QuantizationConfig(Section):
                 "replace the calibrated codes by rounded ones at the first step"
             )
         return self
-
-
-def refuse_calibrated_start(init: str, learner: LearnerConfig, layers: Sequence[object]) -> None:
-    """Raise `ValueError` where llmcompressor cannot quantize so, or a learner has no place for masters that are not the
-    model folder's. layers: the run's rules."""
-    rules, kl, stage = ", ".join(map(str, layers)), learner.kl.name, learner.zero_stage
-    faults = {
-        f"with layers {rules}: llmcompressor quantizes a model in one scheme": layers,
-        "with learner.lora.name 'lora': a checkpoint of adapters holds no base, and this one is not the model "
-        "folder's": learner.lora.name != "none",
-        f"with learner.kl.name {kl!r}: the penalty's reference is rounded from the model folder, and is not the policy "
-        "that starts": kl != "none",
-        f"is for one process without ZeRO, not for learner.zero_stage {stage}": stage is not None,
-    }
-    refuse({f"quantization.init {init!r} {fault}; leave one of them out": there for fault, there in faults.items()})

@@ -11,12 +11,12 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from qarl.configs.schema.base import LARGEST_SEED, Dtype, PathText, Section, Text, pattern_fault, refuse
 from qarl.configs.schema.learner import LearnerConfig
-from qarl.configs.schema.quantization import QuantizationConfig, refuse_calibrated_start
+from qarl.configs.schema.quantization import QuantizationConfig
 from qarl.configs.schema.servers import Servers
 from qarl.configs.schema.task import TaskConfig
 from qarl.configs.schemes import UNQUANTIZED
 
-_MOST_PROMPTS, _LONGEST = 10**6, 2**24
+_MOST_PROMPTS, LONGEST = 10**6, 2**24
 """Prompts, sequences or problems at once, and tokens of a sequence: bounds that only slips of the hand exceed."""
 
 
@@ -38,12 +38,12 @@ class RolloutConfig(Section):
     max_prompt_tokens: int = Field(
         default=1024,
         ge=1,
-        le=_LONGEST,
+        le=LONGEST,
         description="tokens a prompt may have; longer questions of a file or data set are left out, and of a built-in "
         "task an error",
     )
     max_new_tokens: int = Field(
-        default=1024, ge=1, le=_LONGEST, description="tokens a completion may have; raise it where many are truncated"
+        default=1024, ge=1, le=LONGEST, description="tokens a completion may have; raise it where many are truncated"
     )
     temperature: float = Field(
         default=1.0, gt=0, le=10, description="of completions; the learner's log-probs are of the same distribution"
@@ -238,8 +238,7 @@ class LayerRule(Section):
 
 
 def _rules_from_text(value: Any) -> Any:
-    """`PATTERN=SCHEME,PATTERN=SCHEME` → its parts. A comma ends a rule only after a scheme's name, since patterns may
-    hold commas themselves."""
+    """`PATTERN=SCHEME,PATTERN=SCHEME` → its parts. A comma ends a rule after a scheme alone: patterns have some."""
     return re.sub(r"(=[\w.-]+)\s*,\s*", r"\1\n", value).splitlines() if isinstance(value, str) else value
 
 
@@ -328,7 +327,7 @@ class RunConfig(Section):
         refuse(faults)
         refuse(self._other_bits() if self.bitwise else {})
         if self.quantization.init is not None:
-            refuse_calibrated_start(self.quantization.init, learner, self.layers)
+            refuse(self._from_other_codes(self.quantization.init))
         return self
 
     @property
@@ -356,6 +355,19 @@ class RunConfig(Section):
             "sync.gate_bound, gate_k3_bound or canary_bound allows a difference": bounded,
         }
         return {f"bitwise true: {reason}; leave one of them out": applies for reason, applies in unequal.items()}
+
+    def _from_other_codes(self, init: str) -> dict[str, object]:
+        """Where llmcompressor cannot quantize so, or a learner has no place for masters of another origin."""
+        rules, kl, stage = ", ".join(map(str, self.layers)), self.learner.kl.name, self.learner.zero_stage
+        faults: dict[str, object] = {
+            f"with layers {rules}: llmcompressor quantizes a model in one scheme": self.layers,
+            "with learner.lora.name 'lora': a checkpoint of adapters holds no base, and this one is not the model "
+            "folder's": self.learner.lora.name != "none",
+            f"with learner.kl.name {kl!r}: the penalty's reference is rounded from the model folder, and is not the "
+            "policy that starts": kl != "none",
+            f"is for one process without ZeRO, not for learner.zero_stage {stage}": stage is not None,
+        }
+        return {f"quantization.init {init!r} {fault}; leave one of them out": there for fault, there in faults.items()}
 
     def _without_an_engine(self) -> dict[str, object]:
         """What a replay cannot do."""

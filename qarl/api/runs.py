@@ -1,6 +1,5 @@
 """Whole runs, plans and evaluations, as the commands have them."""
 
-import json
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -10,8 +9,9 @@ from rich.console import Console
 
 from qarl.configs.errors import ConfigError, ModelError
 from qarl.configs.load import chosen_config, load_config
-from qarl.configs.schema.base import leaf_values
+from qarl.configs.schema.base import differing
 from qarl.configs.schema.run import RunConfig
+from qarl.configs.yaml_file import as_texts
 from qarl.planning.machine import Machine, planned_machine, this_machine
 from qarl.planning.plan import MemoryPlanError, Plan, make_plan
 from qarl.planning.shapes import sizes_of
@@ -35,13 +35,15 @@ def config(source: str | Path | None = None, overrides: Mapping[str, Any] | None
     """A run's configuration, checked. source: a YAML file, or a shipped one's name; without it the model's own, else
     the embedded default's. overrides: fields by dotted name, such as {"learner.optimizer.lr": 1e-4}; those of another
     task or objective than the file's start from its defaults. Raises `ConfigError` naming the field."""
-    return chosen_config(None if source is None else str(source), _texts(overrides))
+    return chosen_config(None if source is None else str(source), as_texts(overrides or {}))
 
 
 def plan(config: RunConfig, gpus: str | None = None, processes: int | None = None) -> Plan:
     """The memory that a run would take, in bytes, against a machine's, and the configuration with what it left open
     decided; no weight is loaded. gpus: "8xH100" or "8x80GB", without it this machine. processes: by default one a GPU
     of `gpus`, else one. Raises `SchemeError`, `ModelError`, and `ConfigError` for more processes than GPUs."""
+    if processes is not None and processes < 1:
+        raise ConfigError(f"processes {processes} must be at least 1")
     check_schemes(config)
     machine = planned_machine(gpus)
     return make_plan(config, *sizes_of(config.model), machine, processes or (machine.count if gpus else 1))
@@ -152,15 +154,14 @@ def planned(
 def agreed(config: RunConfig, requested: RunConfig, processes: "Processes") -> RunConfig:
     """What the first process decided of a run, for all of them, whose machines may have had other memory free.
     requested: what this one was started with; raises `ConfigError` where that is another configuration."""
-    first, *others = (leaf_values(each) for each in processes.gathered(requested))
+    first, *others = processes.gathered(requested)
 
     def of_all() -> RunConfig:
         for index, other in enumerate(others, 1):
-            path = next((path for path in {**first, **other} if first.get(path) != other.get(path)), None)
-            if path is not None:
+            for path, (of_first, of_other) in differing(first, other).items():
                 raise ConfigError(
-                    f"process {index} was started with {path} {other.get(path)!r}, process 0 with {first.get(path)!r}; "
-                    "start all of a run's processes with one configuration"
+                    f"process {index} was started with {path} {of_other!r}, process 0 with {of_first!r}; start all of "
+                    "a run's processes with one configuration"
                 )
         return config
 
@@ -179,9 +180,11 @@ def evaluate(
     them the run's. seed: of problems and sampling. Raises `ConfigError`, `ModelError` or `TaskError` for what cannot
     be asked, `EngineError` where vLLM does not start.
     """
+    if data is not None and suite is None:
+        raise ConfigError(f"data {str(data)!r} is a suite's; name one, or leave it out")
     benchmarks = Suite(suite, None if data is None else Path(data)) if suite else None
     limits = max_new_tokens, max_prompt_tokens
-    return evaluated(plan_evaluation(str(target), _texts(overrides), *limits, dtype, benchmarks), seed)
+    return evaluated(plan_evaluation(str(target), as_texts(overrides or {}), *limits, dtype, benchmarks), seed)
 
 
 def evaluated(plan: EvaluationPlan, seed: int) -> "Evaluation":
@@ -190,8 +193,3 @@ def evaluated(plan: EvaluationPlan, seed: int) -> "Evaluation":
     with phase("importing torch and transformers"):
         from qarl.run.evaluate import evaluate
     return evaluate(plan, tasks, seed)
-
-
-def _texts(overrides: Mapping[str, Any] | None) -> dict[str, str]:
-    """As options of a command are given: JSON is YAML."""
-    return {key: v if isinstance(v, str) else json.dumps(v) for key, v in (overrides or {}).items()}

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from qarl.compare.comparison import Cell, Comparison, Quantized
 from qarl.configs.errors import ConfigError, QarlError
+from qarl.configs.schema.base import differing
 from qarl.configs.schema.run import RunConfig
 from qarl.configs.schemes import UNQUANTIZED, check_scheme_name
 from qarl.evaluation.suites import suite_tasks
@@ -15,11 +16,7 @@ from qarl.run.check import check_files, check_new_folder
 from qarl.run.export_note import is_finished, read_note
 from qarl.tasks import load_task
 
-_PLANNED = {
-    ("rollout", "kv_cache_gib"): None,
-    ("learner", "gradient_checkpointing"): "auto",
-    ("learner", "compile"): "auto",
-}
+_PLANNED = {"rollout.kv_cache_gib": None, "learner.gradient_checkpointing": "auto", "learner.compile": "auto"}
 """Fields that `qarl.planning` decides where they have this value; `qarl train` records what it decided."""
 
 
@@ -32,16 +29,10 @@ def existing_run(config: RunConfig) -> RunFolder | None:
     if not path.exists():
         return None
     folder = RunFolder.open(path)
-    here, there = (
-        with_absolute_paths(each).model_dump(mode="json", exclude={"output"}) for each in (config, folder.config())
-    )
-    for (section, field), undecided in _PLANNED.items():
-        if here[section][field] == undecided:
-            there[section][field] = undecided
-    for key, value in here.items():
-        if there[key] != value:
+    for field, (recorded, wanted) in differing(*map(with_absolute_paths, (folder.config(), config))).items():
+        if field != "output" and wanted != _PLANNED.get(field, recorded):
             raise ConfigError(
-                f"run {str(path)!r} has {key} {there[key]!r} where {value!r} is wanted; choose another --output, or "
+                f"run {str(path)!r} has {field} {recorded!r} where {wanted!r} is wanted; choose another --output, or "
                 "remove that one"
             )
     return folder

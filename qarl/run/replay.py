@@ -10,7 +10,7 @@ from typing import Any
 from qarl.configs.errors import ConfigError
 from qarl.configs.flags import shown
 from qarl.configs.load import overridden
-from qarl.configs.schema.base import leaf_values
+from qarl.configs.schema.base import differing
 from qarl.configs.schema.run import RunConfig
 from qarl.report.run_folder import RunFolder, with_absolute_paths
 
@@ -37,13 +37,11 @@ def check_rollouts(config: RunConfig) -> None:
     from qarl.report.token_files import counts, step_files
 
     folder = RunFolder.open(Path(config.from_rollouts))
-    before, after = (leaf_values(with_absolute_paths(c)) for c in (folder.config(), config))
-    for path in dict.fromkeys([*before, *after]):
-        fixed = path.split(".")[0] in _SAMPLED_WITH and path != "rollout.kv_cache_gib"  # which the plan fills in
-        if fixed and before.get(path) != after.get(path):
+    for path, (before, after) in differing(*map(with_absolute_paths, (folder.config(), config))).items():
+        if path.split(".")[0] in _SAMPLED_WITH and path != "rollout.kv_cache_gib":  # which the plan fills in
             raise ConfigError(
-                f"run {config.from_rollouts!r} was sampled with {path} {before.get(path)!r}, and {shown(path)} "
-                f"{after.get(path)!r} would do nothing to its completions; leave it out, or train without from_rollouts"
+                f"run {config.from_rollouts!r} was sampled with {path} {before!r}, and {shown(path)} {after!r} would "
+                "do nothing to its completions; leave it out, or train without from_rollouts"
             )
     files = step_files(folder.tokens)
     for step in range(1, config.steps + 1):
