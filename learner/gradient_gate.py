@@ -6,10 +6,10 @@ A forward through the engine's own model can be exact while its gradient is cut:
 
 import torch
 
-from qarl.configs.errors import GraphError
+from qarl.configs.errors import GraphError, QarlError
 from qarl.configs.words import few
 from qarl.learner.logprobs import token_logprobs
-from qarl.learner.processes import Processes
+from qarl.learner.processes import Processes, is_lost_process
 from qarl.quant.model.low_bit_model import LowBitModel
 
 _TOKENS = 8
@@ -24,7 +24,11 @@ def require_gradients(model: LowBitModel, processes: Processes) -> None:
     """
     try:
         _differentiate(model)
+    except (QarlError, torch.OutOfMemoryError):
+        raise
     except Exception as error:  # vLLM's Python, for a model nobody tried: whatever it raises, the run cannot learn
+        if is_lost_process(error):
+            raise
         raise GraphError(
             f"the engine's model could not be run and differentiated: {type(error).__name__}: {error}; set "
             "learner.operators to 'transformers', and report the model"

@@ -211,13 +211,12 @@ class Learner:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a `state_dict` and materialize it. Raises `ConfigError` for adapters of another base, and for kept
-        scales of other weights."""
-        self._require_base(state.get("base"))
-        load_scales_state(self.model, state.get("scales", {}))
+        """Take over a `state_dict` and materialize it. Raises `ConfigError` for one of other frozen weights."""
+        self._require_base(state["base"])
+        load_scales_state(self.model, state["scales"])
         self.sharded.load_state_dict(state)
         self.loss_scale.load_state_dict(state["scale"])
-        self._start.load_state_dict(state.get("start", {}))
+        self._start.load_state_dict(state["start"])
         self.model.refresh()
 
     def _require_base(self, saved: str | None) -> None:

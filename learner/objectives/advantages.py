@@ -10,6 +10,8 @@ it differs from dr_grpo by that constant alone.
 
 import torch
 
+from qarl.configs.errors import ConfigError
+
 _STD_FLOOR = 1e-6
 
 
@@ -17,8 +19,11 @@ def group_advantages(rewards: torch.Tensor, estimator: str = "grpo") -> torch.Te
     """Advantages within each group.
 
     rewards: fp32 [G, S], one row per prompt's group of S ≥ 2 samples. estimator: "grpo", "dr_grpo" or "rloo". Returns
-    fp32 [G, S]; a group whose rewards are all equal teaches nothing and gets zeros.
+    fp32 [G, S]; a group whose rewards are all equal teaches nothing and gets zeros. Raises `ConfigError` for another
+    estimator.
     """
+    if estimator not in ("grpo", "dr_grpo", "rloo"):
+        raise ConfigError(f"advantage {estimator!r} must be one of grpo, dr_grpo, rloo")
     centered = rewards - rewards.mean(dim=-1, keepdim=True)
     std = rewards.std(dim=-1, keepdim=True, unbiased=False)
     if estimator == "grpo":

@@ -18,7 +18,9 @@ class Schedule:
 
     def rate(self, step: int) -> float:
         """Of training step `step`, from 0."""
-        left = 1.0 if self.steps is None else (self.steps - step) / max(min(self.decay, self.steps), 1)
+        left = 1.0
+        if self.steps is not None and self.decay:
+            left = max(0.0, (self.steps - step) / min(self.decay, self.steps))
         return self.lr * min(1.0, (step + 1) / max(self.warmup, 1), left)
 
 

@@ -39,14 +39,18 @@ _NOTES = {
     "nvfp4a16": "vLLM has it for NVIDIA GPUs alone",
     "mxfp4a16": "vLLM has it for GPUs alone",
 }
+_REFUSALS = (ValueError, NotImplementedError, RuntimeError, AssertionError)
+"""What vLLM refuses a scheme with."""
 
 
 @dataclass(frozen=True)
 class Support:
-    """kernel: what multiplies, as the audit names it; "" where nothing can. reason: why not; "" where it can."""
+    """kernel: what multiplies, as the audit names it; "" where nothing can. reason: why not; "" where it can. lasting:
+    until machine or software change, not for want of memory just now."""
 
     kernel: str
     reason: str
+    lasting: bool = True
 
 
 @functools.cache
@@ -68,10 +72,11 @@ def support(scheme: str, dtype: torch.dtype, experts: bool = False) -> Support:
             kernel, y = (_multiply_experts if experts else _multiply)(x, resolved)
     except KernelError as error:
         return Support("", str(error))
-    except (ValueError, NotImplementedError, RuntimeError, AssertionError) as error:  # what vLLM refuses with
-        return Support("", _in_words(resolved, error))
-    except Exception as error:  # what nobody foresaw: one scheme's reason, never the end of the question
-        return Support("", f"{type(error).__name__}: {_in_words(resolved, error)}")
+    except Exception as error:  # what nobody foresaw, too: one scheme's reason, never the end of the question
+        words = _in_words(resolved, error)
+        if isinstance(error, _REFUSALS) and not isinstance(error, torch.OutOfMemoryError):
+            return Support("", words)
+        return Support("", f"{type(error).__name__}: {words}", lasting=False)
     if not torch.isfinite(y).all():
         return Support("", f"{kernel} returned NaN or infinity for a small layer")
     reason = _other_arithmetic(resolved, kernel)
@@ -84,10 +89,11 @@ def kept_support(scheme: str, dtype: torch.dtype, experts: bool = False) -> Supp
     if batch_invariant():
         question["mode"] = BATCH_INVARIANT
     kept = read_answer("support", question)
-    if isinstance(kept, dict) and kept.keys() == {"kernel", "reason"}:
+    if isinstance(kept, dict) and kept.keys() == {"kernel", "reason", "lasting"}:
         return Support(**kept)
     result = support(scheme, dtype, experts)
-    keep_answer("support", question, dataclasses.asdict(result))
+    if result.lasting:
+        keep_answer("support", question, dataclasses.asdict(result))
     return result
 
 

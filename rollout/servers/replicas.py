@@ -103,8 +103,7 @@ class Replicas:
         return await all_of(one(number, request) for number, request in requests)
 
     async def readmit(self, *steps: Callable[[VllmReplica], Awaitable[None]]) -> None:
-        """Readmit lost servers that pass every step. They receive the next publish and sample only after it
-        (`all_are_current`)."""
+        """Readmit lost servers that pass every step; they sample after the next publish alone (`all_are_current`)."""
 
         async def back(server: VllmReplica) -> None:
             try:

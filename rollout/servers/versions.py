@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, Field
+from safetensors import SafetensorError
 
 from qarl.configs.files import written_aside
 from qarl.quant.delta import Count, DeltaError, Digest, VersionCache
@@ -139,7 +140,7 @@ def _write(parent: Path, version: int, write: Callable[[Path], dict[str, object]
             building.mkdir(parents=True)
             manifest = {"version": version, **write(building)}
             (building / MANIFEST).write_text(json.dumps(manifest) + "\n")
-    except Exception as error:  # of the disk by way of safetensors too, which has errors of its own
+    except (OSError, SafetensorError) as error:  # safetensors' own is what a full disk raises while it writes
         raise EngineError(
             f"cannot write weight version {version} for the servers to {str(parent)!r}: {error}; free space, or give "
             "another folder as rollout.server_folder"

@@ -46,9 +46,7 @@ class WorkerExtension:
 
     def qarl_load(self, stream: Iterable[LowBitTensor]) -> LoadReport:
         """Load a published stream into the running model and report what was consumed."""
-        report = load_stream(self.model_runner.get_model(), self.vllm_config, stream)
-        self.model_runner.reset_encoder_cache()
-        return report
+        return load_stream(self.model_runner.get_model(), self.vllm_config, stream)
 
     def qarl_layers(self) -> list[LayerReport]:
         """Every linear layer of the model, fused ones by their checkpoint names, and every layer's experts as one."""

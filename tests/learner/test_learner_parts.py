@@ -268,6 +268,7 @@ def test_the_learning_rate_rises_holds_and_falls():
     assert [Schedule(3e-4, 0, 0, 3).rate(s) for s in range(3)] == [3e-4] * 3
     assert [Schedule(1.0, 4, 4, 4).rate(s) for s in range(4)] == [0.25, 0.5, 0.5, 0.25]
     assert [Schedule(1.0, 0, 100, 4).rate(s) for s in range(4)] == [1, 0.75, 0.5, 0.25], "a short run begins at lr too"
+    assert [Schedule(1.0, 0, decay, 3).rate(4) for decay in (0, 2)] == [1.0, 0.0]
     assert [Schedule(1.0, 2, 0, None).rate(s) for s in (0, 1, 10**6)] == [0.5, 1, 1]
     with pytest.raises(ConfigError, match=r"decay_steps is 3.*how many steps"):
         make_schedule(OptimizerConfig(decay_steps=3), None)

@@ -127,7 +127,7 @@ def asked(path: str, headers: list[Any], kind: str = "http", body: bytes = b'{"m
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
 
-    scope = {"type": kind, "path": path, "headers": headers}
+    scope = {"type": kind} | ({} if kind == "lifespan" else {"path": path, "headers": headers})
     asyncio.run(RequireKey(application)(scope, receive, send))
     return sent
 
@@ -141,7 +141,7 @@ def test_nothing_but_health_is_answered_without_the_key(monkeypatch: pytest.Monk
             assert asked(path, wrong)[0]["status"] == 401
         assert asked(path, right) == [{"type": "inside"}]
     assert asked("/v1/realtime", [], "websocket") == [{"type": "websocket.close", "code": 1008}]
-    assert asked("/health", []) == [{"type": "inside"}]
+    assert asked("/health", []) == asked("", [], "lifespan") == [{"type": "inside"}], "where vLLM starts and ends"
 
 
 @pytest.mark.parametrize("body", map(str.encode, cases(__file__, "calls")))

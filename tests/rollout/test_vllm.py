@@ -171,8 +171,7 @@ def test_a_publish_that_breaks_off_is_not_sampled_from():
 
 
 def test_a_server_whose_load_broke_off_has_no_version(monkeypatch: pytest.MonkeyPatch):
-    """Contract: what it answers is what it loaded last, whole; nothing after a load that ended half way, which another
-    mends."""
+    """Contract: it answers what it loaded last, whole; nothing after half a load, until another mends it."""
     monkeypatch.setattr(server_worker, "trace_names", Mock())
     monkeypatch.setattr(server_worker, "load_stream", loads := Mock())
     report = LoadReport("digest", 0, (), ())

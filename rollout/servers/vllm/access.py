@@ -47,9 +47,11 @@ class RequireKey:
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         """Pass on, or refuse."""
+        if scope["type"] == "lifespan":  # the application's start and end, without a path
+            await self._app(scope, receive, send)
+            return
         credentials = dict(scope.get("headers", ())).get(b"authorization", b"")
-        open_to_all = scope["type"] == "lifespan" or self._expected is None or scope["path"] in _OPEN
-        if open_to_all or hmac.compare_digest(credentials, self._expected or b""):
+        if self._expected is None or scope["path"] in _OPEN or hmac.compare_digest(credentials, self._expected or b""):
             await (self._call if scope["path"] == _CALLS else self._app)(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})

@@ -59,8 +59,7 @@ def read_completion(answer: Any, url: str, labels: Mapping[str, int]) -> Complet
 
 
 def read_logprobs(answer: Any, sequence: Sequence[int], url: str, labels: Mapping[str, int]) -> list[float]:
-    """Log-probs of tokens 1… of a sequence, in nats. labels: of the weights that may have given them. Raises as
-    `read_completion` does."""
+    """Log-probs of tokens 1… in nats. labels: of weights that may have given them. Raises as `read_completion`."""
     try:
         entries = answer["prompt_logprobs"][1:]
         logprobs = [float(entry[str(token)]["logprob"]) for token, entry in zip(sequence[1:], entries, strict=True)]

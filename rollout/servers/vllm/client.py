@@ -38,8 +38,7 @@ class Server:
         self._pulse: asyncio.Task[None] | None = None
 
     def allow_pause(self, seconds: float) -> None:
-        """Not to be taken for lost where it is paused no longer than that while it samples: by a publish that waits for
-        no request."""
+        """Not lost where it is paused no longer than that while it samples: by a publish that waits for no request."""
         self._pause_seconds = seconds
 
     async def post(self, path: str, body: dict[str, Any] | None = None, seconds: float = CONTROL_SECONDS) -> Any:
@@ -103,13 +102,13 @@ class Server:
                 if answer.status == 200:
                     return json.loads(body)
                 raise self._refused(base, answer.status, body.decode(errors="replace"))
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            raise LostServerError(f"no server answers at {self.url}: {error}; {REMEDY}") from error
         except TimeoutError as error:
             remedy = ", or raise rollout.server_seconds" if seconds == self.seconds else ""
             raise LostServerError(
                 f"the server at {self.url} did not answer {base} within {seconds:g} s; look at its log{remedy}"
             ) from error
-        except aiohttp.ClientConnectorError as error:
-            raise LostServerError(f"no server answers at {self.url}: {error}; {REMEDY}") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
             problem = str(error) or type(error).__name__
             raise BrokenAnswerError(f"the server at {self.url} broke off its answer to {base}: {problem}") from error

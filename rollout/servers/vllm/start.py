@@ -143,8 +143,7 @@ def start_replicas(
 
 
 def visible_devices(number: int, devices: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """What leaves replica `number` so many GPUs of its own, of those the environment names, or of all; nothing where
-    there are none."""
+    """What leaves replica `number` so many GPUs of its own, of those the environment names, or all; {} on CPUs."""
     named = environment.get("CUDA_VISIBLE_DEVICES")
     if ON_CPU in environment:
         return {}
