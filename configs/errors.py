@@ -5,7 +5,7 @@ import errno
 import os
 from typing import ClassVar
 
-_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 class QarlError(Exception):
@@ -52,7 +52,7 @@ class PrecisionError(QarlError, ValueError, heading="precision"):
 
 
 class DiskError(QarlError, heading="disk"):
-    """The system takes no more bytes where something is to be written."""
+    """The system takes no bytes where something is to be written."""
 
 
 class InstallError(QarlError, heading="installation", exit_status=2):
@@ -74,8 +74,8 @@ def install_error(error: BaseException) -> InstallError | None:
 
 
 def disk_error(error: BaseException) -> DiskError | None:
-    """An error that a full or read-only disk caused, in words; None for others. Libraries written in Rust
-    raise their own, with the system's number in the text."""
+    """An error that a full disk, or one that is not for this user to write, caused, in words; None for others.
+    Libraries written in Rust raise their own, with the system's number in the text."""
     number = error.errno if isinstance(error, OSError) else None
     number = number or next((each for each in _DISK if f"(os error {each})" in str(error)), None)
     if number not in _DISK:
@@ -83,6 +83,6 @@ def disk_error(error: BaseException) -> DiskError | None:
     file = getattr(error, "filename", None)
     where = f" at {str(file)!r}" if file else ""
     return DiskError(
-        f"cannot write{where}: {os.strerror(number)}; make room there, or name another place. Checkpoints that were "
-        "written stay; a run that has one goes on with --resume RUN"
+        f"cannot write{where}: {os.strerror(number)}; make room or change permissions there, or name another place. "
+        "Checkpoints that were written stay; a run that has one goes on with --resume RUN"
     )

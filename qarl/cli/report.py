@@ -59,8 +59,7 @@ def _report(known: argparse.Namespace, console: Console) -> int:
 
 
 def _follow(runs: Any, read: Callable[[], Any], write: Callable[..., None]) -> None:
-    """Write while a run is going on, whenever there are further steps. Of a core's time the page takes a tenth at most:
-    the rest is the runs'."""
+    """Write while a run goes on, whenever it has further steps; in a tenth of a core's time at most."""
     done: list[int] = []
     while not all(run.finished for run in runs):
         began = time.monotonic()

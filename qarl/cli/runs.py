@@ -48,10 +48,10 @@ def _cells(folder: RunFolder) -> tuple[str, str, str, str]:
         lines = folder.metrics.read_text(encoding="utf-8").split("\n") if folder.metrics.is_file() else [""]
         metrics = [json.loads(line) for line in lines[:-1]]  # the last may be cut short, of a run that goes on
         start, note = read_start(folder), read_note(folder.export)
-    except (QarlError, ValueError) as error:
+        steps = metrics[-1]["step"] if metrics else 0
+        last = heldout(note) or next(filter(None, map(heldout, reversed(metrics))), None)
+    except (QarlError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         return f"unreadable: {' '.join(str(error).split())[:80]}", "", "", ""
-    steps = metrics[-1]["step"] if metrics else 0
-    last = heldout(note) or next(filter(None, map(heldout, reversed(metrics))), None)
     return (
         _state(folder, steps, config.steps),
         f"{steps}/{config.steps}",

@@ -86,15 +86,18 @@ class _Children:
     def _run_cell(self, cell: Cell, commands: Commands) -> Failed | None:
         start, log = time.monotonic(), self._comparison.output / f"{cell.name}.log"
         self._console.print(f"{cell.name}: begins; its output: {log}", highlight=False, soft_wrap=True)
-        with log.open("wb") as output:
-            for command in commands:
-                self._make_room(cell, command)
-                status = self._run_command(command, output)
-                if status != 0:
-                    outcome = "stopped" if self._stopped else f"failed with exit status {status}"
-                    self._console.print(f"{cell.name}: {outcome}", highlight=False)
-                    words = log.read_text(errors="replace").strip().splitlines()[-_LAST_WORDS:]
-                    return Failed(cell, "\n".join(words), log)
+        try:
+            with log.open("wb") as output:
+                for command in commands:
+                    self._make_room(cell, command)
+                    status = self._run_command(command, output)
+                    if status != 0:
+                        outcome = "stopped" if self._stopped else f"failed with exit status {status}"
+                        self._console.print(f"{cell.name}: {outcome}", highlight=False)
+                        words = log.read_text(errors="replace").strip().splitlines()[-_LAST_WORDS:]
+                        return Failed(cell, "\n".join(words), log)
+        except OSError as error:  # a full disk, no further process: this cell's fault, and the rest goes on
+            return Failed(cell, str(error), log)
         self._console.print(f"{cell.name}: done in {time.monotonic() - start:.0f} s", highlight=False)
         return None
 
@@ -110,12 +113,12 @@ class _Children:
         with self._lock:
             if self._stopped:
                 return 130
-            place = self._places.pop()
             # A session of its own: a terminal's Ctrl-C reaches the children once, through `run`.
             child = subprocess.Popen(
-                [sys.executable, "-m", "qarl", *command], env=_environment(place, self._workers),
+                [sys.executable, "-m", "qarl", *command], env=_environment(self._places[-1], self._workers),
                 stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
+            place = self._places.pop()
             self._running.add(child)
         status = self._wait(child, Path(output.name))
         with self._lock:

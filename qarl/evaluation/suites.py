@@ -7,7 +7,9 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
+from qarl.configs.errors import ConfigError
 from qarl.configs.schema.task import TaskConfig
+from qarl.configs.words import did_you_mean
 from qarl.tasks import Task, TaskError
 from qarl.tasks.math import INSTRUCTION, math_checker, math_scorer
 from qarl.tasks.rows import FILES, HUB, Row, file_rows, hub_rows
@@ -16,8 +18,7 @@ from qarl.tasks.table import Columns, make_table
 
 @dataclass(frozen=True)
 class Benchmark:
-    """name: in results, and of a local copy. dataset: its id on the Hub. split: all of which is asked. columns: of
-    question and answer."""
+    """name: in results and local copies. dataset: its Hub id. split: all is asked. columns: of question and answer."""
 
     name: str
     dataset: str
@@ -46,8 +47,11 @@ def suite_tasks(name: str, folder: Path | None, config: TaskConfig) -> dict[str,
     prompt the suite has `--task math`'s.
 
     Raises:
+        ConfigError: an unknown suite.
         TaskError: copies that are missing, all of them named with how to get them, or that cannot be read.
     """
+    if name not in SUITES:
+        raise ConfigError(f"suite {name!r} must be one of {', '.join(SUITES)}{did_you_mean(name, SUITES)}")
     suite = SUITES[name]
     places = {benchmark.name: None if folder is None else _copy(folder, benchmark.name) for benchmark in suite}
     if folder is not None:

@@ -2,6 +2,7 @@
 
 import html
 import json
+import os
 import re
 from collections.abc import Sequence
 from importlib.resources import files
@@ -27,6 +28,8 @@ def check_output(file: Path, option: str = "-o") -> None:
         raise ConfigError(f"{option} {file} is a folder; name a file, such as {file / 'report.html'}")
     if not file.parent.is_dir():
         raise ConfigError(f"{option} {file}: there is no folder {str(file.parent)!r}; make it first, or name another")
+    if not os.access(file.parent, os.W_OK):
+        raise ConfigError(f"{option} {file}: {str(file.parent)!r} cannot be written to; name a file elsewhere")
     if file.exists():
         with file.open("rb") as stream:
             if stream.read(len(MARK)) != MARK.encode():

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from qarl.configs.errors import ConfigError
-from qarl.quant.runtime.answers import installed
+from qarl.quant.runtime.answers import cpu_facts, installed
 
 GPUS = {"a100": 80, "l40s": 48, "h100": 80, "h200": 141, "b200": 180}
 """Lower-case name → memory, 10⁹ bytes as data sheets count. A100 of 80 GB."""
@@ -38,8 +38,8 @@ class Machine:
 
 def has_avx512() -> bool:
     """Whether the CPU has; so where nobody can tell."""
-    cpu = Path("/proc/cpuinfo")
-    return not cpu.is_file() or "avx512f" in cpu.read_text()
+    facts = cpu_facts()
+    return not facts or "avx512f" in facts.get("flags", "")
 
 
 @dataclass(frozen=True)

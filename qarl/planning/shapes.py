@@ -21,7 +21,9 @@ Matrix = tuple[int, int]
 
 _ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 _PUBLISHER = "Qwen/"
-_NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+_NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+_TIED = ("gemma", "gemma2", "gemma3_text", "ernie4_5", "cohere", "cohere2", "smollm3", "vaultgemma")
+"""Model types whose head is the embeddings where config.json does not say so: transformers' defaults."""
 COUNTED = (
     "llama", "mistral", "ministral", "ministral3", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "granite",
     "phi3", "glm", "glm4", "exaone4", "ernie4_5", "cohere", "cohere2", "smollm3", "olmo", "olmo2", "olmo3", "stablelm",
@@ -152,7 +154,7 @@ def shapes_of(config: Mapping[str, Any], name: str) -> Shapes:
         head_dim=config.get("head_dim") or hidden // heads,
         intermediate=(config.get("moe_intermediate_size") if experts else None) or config["intermediate_size"],
         vocabulary=config["vocab_size"],
-        tied=bool(config.get("tie_word_embeddings", False)),
+        tied=bool(config.get("tie_word_embeddings", kind in _TIED)),
         experts=experts,
         experts_a_token=_first(config, EXPERTS_A_TOKEN) if experts else 0,
     )

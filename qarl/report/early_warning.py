@@ -48,8 +48,7 @@ class EarlyWarningError(QarlError, heading="early warning"):
 
 
 class _Series:
-    """A metric's first and last `WINDOW` values, of the steps that have it. best: largest mean of as many consecutive
-    ones before the present."""
+    """A metric's first and last `WINDOW` values, where it has them. best: largest mean of as many before."""
 
     def __init__(self) -> None:
         self.first: list[float] = []

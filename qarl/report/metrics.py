@@ -31,7 +31,7 @@ class StepMetrics:
     heldout_reward: held-out (`Heldout`), where evaluated. learn: None where every group's rewards were equal. digest:
     of the version that was published; canary: mean |Δ log p| of the publish's, where it had one, nats. conversation:
     what happened in conversations (`Completion.events`), means over them; None where prompts are answered once.
-    staleness: versions between the weights that sampled and those that learn, mean over completions; None in a run that
+    staleness: versions between the weights that sampled and those that learn, mean over tokens; None in a run that
     samples none ahead. seconds: wall time by phase, the only fields that two equal runs differ in.
     """
 

@@ -102,8 +102,7 @@ def _kind(row: AuditRow) -> _Kind:
 
 
 def _place(name: str) -> tuple[str, str]:
-    """A layer's decoder layer ("" outside) and its name in there: model.layers.3.mlp.experts.7.up_proj → "3",
-    experts.*.up_proj."""
+    """A layer's decoder layer, "" outside, and name in it: layers.3.mlp.experts.7.up_proj → "3", experts.*.up_proj."""
     parts = name.split(".")
     first = next((i for i, part in enumerate(parts) if part.isdigit()), None)
     if first is None:

@@ -24,10 +24,13 @@ def check_disk(config: RunConfig, folder: Path) -> None:
 
 
 def checkpoint_bytes(config: RunConfig, folder: Path) -> int:
-    """Of one checkpoint: masters, and their moments in fp32; of adapters next to nothing."""
-    moments = 1 if config.learner.optimizer.name == "muon" else 2
-    trained = parameters_of(folder) if config.learner.lora.name == "none" else 0
-    return trained * (ITEMSIZE[config.learner.master_dtype] + 4 * moments)
+    """Of one checkpoint: masters, and their moments in fp32, of Muon's matrices one; of adapters next to nothing."""
+    if config.learner.lora.name != "none":
+        return 0
+    trained = second = parameters_of(folder)
+    if config.learner.optimizer.name == "muon":
+        second = sum(math.prod(shape) for name, shape in tensor_shapes(folder).items() if "_proj" not in name)
+    return trained * (ITEMSIZE[config.learner.master_dtype] + 4) + second * 4
 
 
 def parameters_of(folder: Path) -> int:

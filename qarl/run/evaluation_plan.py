@@ -8,7 +8,7 @@ from typing import Any
 
 from qarl.configs.errors import ConfigError
 from qarl.configs.load import overridden
-from qarl.configs.schema.run import EvalConfig, RolloutConfig
+from qarl.configs.schema.run import LONGEST, EvalConfig, RolloutConfig
 from qarl.configs.schema.task import TaskConfig
 from qarl.configs.words import did_you_mean
 from qarl.evaluation.suites import suite_tasks
@@ -80,8 +80,8 @@ def plan_evaluation(
     own_limits = {"max_prompt_tokens": max_prompt_tokens, "max_new_tokens": max_new_tokens}
     own_limits = {name: value for name, value in own_limits.items() if value is not None}
     for name, value in own_limits.items():
-        if value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least 1")
+        if not 1 <= value <= LONGEST:
+            raise ConfigError(f"--{name.replace('_', '-')} {value} must be from 1 to {LONGEST}")
     checkpoint, note = _export_of(target, dtype)
     if suite is not None and max_new_tokens is None and not note:
         raise ConfigError(
@@ -113,10 +113,9 @@ def _check_overrides(overrides: Mapping[str, str]) -> None:
             raise ConfigError(
                 f"unknown option --{field} of qarl eval; it takes --task.FIELD, --eval.FIELD and what --help lists"
             )
-    if overrides.get("eval.problems") == "0":
-        raise ConfigError("--problems 0 must be at least 1")
     # Ranges alone; whether they go together is said when the run's own are known.
-    overridden({}, {"eval.temperature": "1", **overrides})
+    if not overridden({}, {"eval.temperature": "1", **overrides}).eval.problems:
+        raise ConfigError("--problems 0 must be at least 1")
 
 
 def plan_same(plan: Plan, target: str, dtype: str | None = None) -> Plan:

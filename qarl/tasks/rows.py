@@ -42,8 +42,8 @@ def file_rows(path: Path) -> list[Row]:
     if not path.is_file():
         if path.is_dir():
             raise TaskError(f"task file {path} is a folder")
-        here = "" if path.is_absolute() else f" in {Path.cwd()}, where relative paths begin; change to its folder, or"
-        raise TaskError(f"task file {path} does not exist{here or ';'} give its whole path")
+        here = f" in {Path.cwd()}, where relative paths begin; change to its folder, or give its whole path"
+        raise TaskError(f"task file {path} does not exist{'; check its name' if path.is_absolute() else here}")
     try:
         return list(_READERS[path.suffix](path))
     except OSError as error:

@@ -102,12 +102,12 @@ def _judged(kind: Kind, outcome: Any) -> Any:
 
 async def _together(calls: Sequence[dict[str, Any]], function: Callable[..., Any], time_limit: float) -> list[Any]:
     async def one(arguments: dict[str, Any]) -> Any:
+        limit = asyncio.timeout(time_limit)
         try:
-            return await asyncio.wait_for(function(**arguments), time_limit)
-        except TimeoutError:
-            return Failure(too_long(time_limit))
-        except (Exception, SystemExit) as error:
-            return Failure(f"raised {in_words(error)}")
+            async with limit:
+                return await function(**arguments)
+        except (Exception, SystemExit) as error:  # a TimeoutError may be the function's own
+            return Failure(too_long(time_limit) if limit.expired() else f"raised {in_words(error)}")
 
     return list(await asyncio.gather(*map(one, calls)))
 

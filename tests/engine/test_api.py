@@ -119,7 +119,7 @@ def test_what_is_refused_while_an_engine_runs(random_policy: Callable[[bool], Pa
         for fault, refused in (
             ("call policy.publish", lambda: engine.generate([prompt])),
             ("opened for the policy", lambda: other.publish(engine)),
-            ("its end token", lambda: policy.check(tokenizer=foreign)),
+            ("its EOS token", lambda: policy.check(tokenizer=foreign)),
             ("has 9 tokens; allowed are 1 to", lambda: engine.generate([[5] * 9])),
         ):  # fmt: skip
             with pytest.raises(qarl.PolicyError, match=fault):

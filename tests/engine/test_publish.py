@@ -157,7 +157,7 @@ def test_a_tensor_left_out_is_named(running: Running):
 
 def test_the_canary_sees_an_engine_with_other_weights(running: Running):
     model, engine = running
-    publisher = Publisher(model, engine, SEQUENCES, model.scheme.bound, 50)
+    publisher = Publisher(model, engine, SEQUENCES, model.plan.main.bound, 50)
     assert publisher.canary(1).mean_abs < 1e-3
     masters = {name: master.detach().clone() for name, master in model.masters.items()}
     disturb(model, 3)
@@ -174,7 +174,7 @@ def test_the_canary_sees_an_engine_with_other_weights(running: Running):
 def shared(running: Running) -> Iterator[Shared]:
     """The running engine's layers are the learner's within the test."""
     model, engine = running
-    publisher = Publisher(model, engine, SEQUENCES, model.scheme.bound, 50)
+    publisher = Publisher(model, engine, SEQUENCES, model.plan.main.bound, 50)
     publisher.share_layers()
     yield model, engine, publisher
     publisher.unshare()
@@ -280,8 +280,7 @@ def test_the_canary_sees_shared_layers_that_hold_other_weights(shared: Shared):
 
 
 def test_a_tensor_too_many_is_refused(shared: Shared, monkeypatch: pytest.MonkeyPatch):
-    """vLLM finds the surplus in mid-stream; an engine that took half a publish then refuses to answer, until the next
-    is whole."""
+    """vLLM finds the surplus in mid-stream; what took half a publish refuses to answer until the next is whole."""
     model, engine, publisher = shared
     extra = LowBitTensor("model.layers.7.mlp.up_proj.weight_packed", torch.zeros(2, 2, dtype=torch.int32))
     stream = [*model.low_bit_tensors(), extra]

@@ -253,8 +253,7 @@ def test_a_running_cell_shows_its_last_step(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_comparison_that_is_stopped_leaves_no_child(number: signal.Signals, early: bool, tmp_path: Path, monkeypatch):
-    """Begun with SIGINT ignored, as a shell begins what is put in the background. early: before its second cell is
-    submitted."""
+    """Begun with SIGINT ignored, as in a shell's background. early: before its second cell is submitted."""
     child = tmp_path / "child"
     child.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 60\n")
     child.chmod(0o755)

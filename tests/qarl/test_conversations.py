@@ -192,8 +192,7 @@ def test_a_run_of_conversations(tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_run_with_tools(tmp_path: Path):
-    """A policy that has seen a little of its tool calls it, and is learned from to the last bit; a run that was stopped
-    goes on as it would have."""
+    """A policy that has seen a little of its tool calls it, and learns to the last bit; a stopped run goes on alike."""
     recipe = replace(RECIPES["tiny-qwen3-tools"], warm_start_steps=60, warm_start_batch=32)
     model = ensure_recipe("tools", recipe, tmp_path / "models")
     small = ("--model", str(model), "--prompts", "4", "--samples", "4", "--eval.problems", "0", "--record", "all",

@@ -83,9 +83,10 @@ def test_what_an_export_says(run: RunFolder, monkeypatch: pytest.MonkeyPatch, ca
 
 
 def test_runs_are_a_table(run: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    nine = {"steps": "9", "scheme": "w8a8"}
-    two, broken = (RunFolder.create(load_config(None, {"output": f"runs/{n}", **nine})) for n in ("two", "broken"))
-    (broken.path / "config.yaml").write_text("stpes: 5\n")
+    own = {"steps": "9", "scheme": "w8a8"}
+    two, bad, odd = (RunFolder.create(load_config(None, {"output": f"runs/{n}", **own})) for n in ("two", "bad", "odd"))
+    odd.metrics.write_text("null\n")
+    (bad.path / "config.yaml").write_text("stpes: 5\n")
     two.metrics.write_text('{"step": 4, "reward": 1}\n{"step": 5, "rew')
     (two.checkpoints / "step-000004").mkdir(parents=True)
     (two.checkpoints / "step-000004" / "manifest.json").touch()
@@ -99,6 +100,6 @@ def test_runs_are_a_table(run: RunFolder, monkeypatch: pytest.MonkeyPatch, capsy
     shown = table()
     assert shown["one"][:4] == ["exported", "3/3", "w4a16", "12.5% → 50.0%"]
     assert shown["two"][:3] == ["stopped", "4/9", "w8a8"]
-    assert shown["broken"][0].startswith("unreadable: unknown key 'stpes'")
+    assert shown["bad"][0].startswith("unreadable: unknown key 'stpes'") and "unreadable" in shown["odd"][0]
     with two.locked():
         assert table()["two"][0] == "running"

@@ -116,6 +116,7 @@ def test_calls_out_of_turn(aligned: qarl.Policy, tmp_path: Path):
         ("from 0 to 95", lambda: aligned(ids + VOCABULARY)),
         ("begin anew", lambda: aligned(ids, position_ids=torch.arange(8).view(2, 4))),
         ("give each as", lambda: aligned(ids, cu_seqlens=torch.tensor([0, 8]))),
+        ("must begin with 0", lambda: aligned(ids[:1], cu_seqlens=torch.tensor([2, 6]))),
         ("mask .* must be bool", lambda: aligned.logprobs(ids, torch.ones(2, 4))),
         ("temperature 0", lambda: aligned.logprobs(ids, temperature=0)),
         ("masters stay on", lambda: aligned.half()),
@@ -124,16 +125,20 @@ def test_calls_out_of_turn(aligned: qarl.Policy, tmp_path: Path):
     ):  # fmt: skip
         with pytest.raises(qarl.PolicyError, match=fault):
             refused()
+    assert {*nn.ModuleDict({"a": aligned}).state_dict()} == {f"a.{name}" for name in aligned.state_dict()}
+    (aligned.logprobs(ids)[0].sum() * 0).backward()  # of equal rewards: a step that moves nothing is one, too
+    torch.optim.SGD(aligned.parameters(), lr=0.1).step()
+    aligned.refresh()
     aligned.logprobs(ids)[0].sum().backward()
     with pytest.raises(qarl.PolicyError, match="none has moved"):  # an optimizer made before `align`
         aligned.refresh()
     torch.optim.AdamW(aligned.parameters(), fused=True).step()  # whose writes torch does not count
-    with pytest.raises(qarl.PolicyError, match="masters moved since version 0"):
+    with pytest.raises(qarl.PolicyError, match="masters moved since version 1"):
         aligned.export(tmp_path / "export")
     aligned.refresh()
     digest, state = aligned.export(tmp_path / "export"), {n: p.clone() for n, p in aligned.state_dict().items()}
     torch.optim.SGD(aligned.parameters(), lr=0.5).step()
-    with pytest.raises(qarl.PolicyError, match="masters moved since version 1"):
+    with pytest.raises(qarl.PolicyError, match="masters moved since version 2"):
         aligned(ids)
     aligned.load_state_dict(state)
     assert aligned.export(tmp_path / "again") == digest

@@ -60,8 +60,7 @@ def change_json(file: Path, **fields: object) -> None:
 
 @pytest.mark.parametrize(("name", "content", "said"), cases(__file__, "models"))
 def test_models_are_refused(place: Path, random_policy, capsys, monkeypatch, name: str, content: Any, said: str):
-    """Before a run folder is made. Kernels are not asked: the model is at fault. content: of the file; fields that it
-    has otherwise; or the length to which it is cut."""
+    """Before a run folder is made; kernels are not asked. content: of the file; other fields; its cut length."""
     monkeypatch.setattr("qarl.run.session.require_support", lambda *_, **__: None)
     file = Path(shutil.copytree(random_policy(True), place / "model")) / name
     if isinstance(content, dict):

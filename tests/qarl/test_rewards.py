@@ -197,8 +197,7 @@ def test_a_failing_reward_is_asked_again_or_left_out(questions: Path, monkeypatc
 
 
 def test_a_reward_may_not_take_more_memory_than_it_is_allowed(questions: Path):
-    """What it allocates beyond is a failure like any other, and where the machine has no more its process ends first.
-    A task that is evaluated without its reward loads."""
+    """What it allocates beyond is a failure like any other, or ends its process; a task loads without its reward."""
     own_score = "int(open('/proc/self/oom_score_adj').read())"
     code = f"def f(problem, text):\n    return len(bytearray(int(text) << 20)) / 2**20 + {own_score}"
     task = own(questions, code, on_error="none", memory_limit=0.75)

@@ -201,16 +201,16 @@ def test_packages_that_do_not_fit_are_one_line(capsys: pytest.CaptureFixture[str
 
 
 def test_a_disk_without_room_for_one_checkpoint_is_refused(random_policy: Policies, monkeypatch: pytest.MonkeyPatch):
-    """Contract: what a checkpoint takes is masters and Muon's one moment or AdamW's two; adapters pass. Blind spot:
-    moments of embeddings, which Muon leaves to AdamW."""
+    """Contract: what a checkpoint takes is masters, one moment of Muon's matrices, else AdamW's two; adapters pass."""
     folder = random_policy(True)
-    count = sum(p.numel() for p in make_model(folder, "bf16", kernel="reference").masters.values())
-    for name, each in (("muon", 8), ("adamw", 12)):
+    sizes = {n: p.numel() for n, p in make_model(folder, "bf16", kernel="reference").masters.items()}
+    matrices = sum(size for name, size in sizes.items() if "_proj" in name)
+    for name, needed in (("muon", 12 * sum(sizes.values()) - 4 * matrices), ("adamw", 12 * sum(sizes.values()))):
         options = {"model": str(folder), "learner.optimizer.name": name}
-        for free in (each * count - 1, each * count):
+        for free in (needed - 1, needed):
             monkeypatch.setattr("shutil.disk_usage", lambda _, free=free: SimpleNamespace(free=free))
             refused = pytest.raises(ConfigError, match=r"takes \d\.\d\d MiB, and .* free; make room")
-            with refused if free < each * count else contextlib.nullcontext():
+            with refused if free < needed else contextlib.nullcontext():
                 check_disk(load_config(None, options), folder)
             check_disk(load_config(None, options | {"learner.lora.name": "lora"}), folder)
 

@@ -78,8 +78,7 @@ def test_without_it_a_step_is_one_round_and_keeps_everything():
 
 
 def test_rounds_are_repeated_until_the_batch_is_full():
-    """Step 1 with two extra rounds owns problems 12–23. Three of the first four teach, so one more round is sampled;
-    the batch is then cut to four groups, in order."""
+    """Step 1 with two extra rounds owns problems 12–23. Of the first four three teach: one more round, cut to four."""
     recorder, sampled, kept = run(2, 1, {12, 13, 15, 16, 18, 20})
     assert recorder.asked == [(12, PROMPTS, 5), (16, PROMPTS, 5)]
     assert sampled == [str(n) for n in range(12, 20)] and kept == ["12", "13", "15", "16"]

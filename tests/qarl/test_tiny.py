@@ -80,7 +80,7 @@ def test_a_built_folder_is_an_fp32_qwen3_tied_as_the_recipe_says(tied, tmp_path)
 
 
 def test_warm_start_lowers_the_loss(tmp_path, capsys) -> None:
-    build_tiny(replace(SMALL, warm_start_steps=21, warm_start_batch=32), tmp_path, embedded.to_stderr)
+    build_tiny(replace(SMALL, warm_start_steps=21, warm_start_batch=32), tmp_path)
     messages = capsys.readouterr().err.splitlines()
     assert [message.split()[3] for message in messages] == ["1/21,", "21/21,"]
     first, last = (float(message.split("loss ")[1].split()[0]) for message in messages)
@@ -134,14 +134,14 @@ def test_only_answers_and_end_tokens_are_trained_on(tokenizer) -> None:
     assert "7".join(embedded.TOOL_RESULT) in tokenizer.decode(ids[labels == IGNORED])
 
 
-def test_two_at_once_build_once_where_an_earlier_build_died(built, tmp_path) -> None:
+def test_two_at_once_build_once_where_an_earlier_build_died(built, tmp_path, capsys) -> None:
     """Threads stand in for processes: flock excludes by open file, whichever process or thread opened it."""
     (leftover := tmp_path / f"{built.name}.part").mkdir()
     (leftover / "junk").touch()
-    messages: list[str] = []
     with ThreadPoolExecutor(2) as racers:
-        folders = list(racers.map(lambda _: ensure_recipe("small", SMALL, tmp_path, messages.append), range(2)))
+        folders = list(racers.map(lambda _: ensure_recipe("small", SMALL, tmp_path), range(2)))
     assert folders[0] == folders[1] and contents(folders[0]) == contents(built) and not leftover.exists()
+    messages = capsys.readouterr().err.splitlines()
     assert [message.split()[0] for message in messages] == ["building", "warm", "warm"]
 
 
