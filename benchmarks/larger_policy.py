@@ -56,7 +56,7 @@ def build(folder: Path, factors: list[float]) -> None:
             phase = dataclasses.replace(
                 RECIPE, task_options=options, warm_start_batch=rows, warm_start_steps=steps, seed=seed
             )
-            warm_start(model, tokenizer, phase, to_stderr)
+            warm_start(model, tokenizer, phase)
     for factor in factors:
         wide = copy.deepcopy(model)
         widen_columns(dict(wide.named_parameters()), factor)

@@ -1,5 +1,4 @@
-"""A user's function: found by `package.module:function` or `path/to/file.py:function`; its faults told with file and
-line."""
+"""A user's function, by `package.module:function` or `path/to/file.py:function`; its faults with file and line."""
 
 import importlib
 import importlib.util

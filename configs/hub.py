@@ -1,5 +1,4 @@
-"""The Hugging Face Hub where it cannot be reached: its libraries ask six times over, for 23 seconds, before they look
-into their caches."""
+"""The Hugging Face Hub out of reach: its libraries ask six times over, for 23 s, before they look into their caches."""
 
 import sys
 from collections.abc import Iterator

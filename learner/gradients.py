@@ -10,8 +10,7 @@ from qarl.quant.runtime.compile import compiler_missing
 
 
 def configure_backward(model: LowBitModel, config: LearnerConfig) -> None:
-    """Set the model's backward as a `learner` section says. Raises `ConfigError` for what the model or the machine
-    cannot do."""
+    """Set the model's backward as a `learner` section says. Raises `ConfigError` for what cannot be done here."""
     model.checkpoint_layers(config.gradient_checkpointing is True)
     exact = not rounds_weights(model, config.input_gradients)
     model.gradients.configure(fp32_input_grad=exact, compiled=compiles(model, config.compile))

@@ -87,8 +87,7 @@ class Processes:
         self.gathered(None)
 
     def first_does(self, work: Callable[[], T]) -> T:
-        """The first process does it, and all return its picklable result. What it raises the others answer with
-        `FailedElsewhereError`."""
+        """The first process does it, all return its picklable result; where it raises, `FailedElsewhereError`."""
         if self.world == 1:
             return work()
         failure: Exception | None = None

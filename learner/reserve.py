@@ -38,8 +38,7 @@ def step_bytes(model: LowBitModel, config: LearnerConfig, processes: int) -> int
 
 @contextmanager
 def reserved(model: LowBitModel, config: LearnerConfig, processes: int) -> Iterator[None]:
-    """Hold `step_bytes` on the masters' GPU within this context; nothing on CPUs. Raises `OutOfMemoryError` where there
-    are not as many."""
+    """Hold `step_bytes` of the masters' GPU within this context; none on CPUs. Raises `OutOfMemoryError`."""
     if model.device.type == "cpu":
         yield
         return

@@ -10,7 +10,7 @@ Layout, integers little-endian:
 
     b"qarl-dlt" | bytes of the header, uint32 | header, JSON (`_Header`) | payloads of its tensors, one after the other
 
-Only tensors that changed are listed, each with its blocks of 16 MiB. Where N of a block's bytes changed, fewer than
+Only tensors that changed are listed, each with its blocks of 16 MiB. Where N of a block's bytes changed, at most
 half, its payload is five planes of N bytes, compressed together by zstd: the four bytes, lowest first, of each one's
 distance to the changed byte before, less one (uint32), then the XOR of each one's values. Otherwise it is the bytes.
 """

@@ -216,7 +216,7 @@ def scheme_of_args(weights: QuantizationArgs | None, activations: QuantizationAr
 
 
 def is_integer(args: QuantizationArgs) -> bool:
-    """Whether codes are integers (else float8 e4m3)."""
+    """Whether codes are integers, else floating-point."""
     return args.type == QuantizationType.INT
 
 

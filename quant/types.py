@@ -17,8 +17,7 @@ class LowBitTensor:
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One linear layer, or all experts of one layer, as one side of the audit sees it. group_size None: a scale per
-    row, or unquantized."""
+    """A linear layer or a layer's experts as one side of the audit has it. group_size None: by rows, or unquantized."""
 
     name: str
     scheme: str

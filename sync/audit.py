@@ -27,7 +27,7 @@ def audit(
     """Pair the reports by layer name.
 
     same_kernels: whether a different kernel is a disagreement (it is when the learner claims the engine's kernels).
-    same_bits: whether a kernel is one whose sums may depend on the batch (on GPUs, with `bitwise`).
+    same_bits: whether a kernel whose sums may depend on the batch is a disagreement (on GPUs, with `bitwise`).
     """
     ours, theirs = ({layer.name: layer for layer in side} for side in (learner, engine))
     names = list(ours) + [name for name in theirs if name not in ours]

@@ -1,5 +1,4 @@
-"""Publish into a folder: a deployable checkpoint, of config, tokenizer and the published tensors, that vLLM and
-transformers load."""
+"""Publish into a folder: a deployable checkpoint for vLLM and transformers, of config, tokenizer, published tensors."""
 
 import json
 import shutil

@@ -122,8 +122,7 @@ class Publisher:
         )
 
     def canary(self, version: int) -> Mismatch:
-        """Compare log-probs of the fixed sequences, every replica's; returns the farthest. Raises `PublishError` where
-        one is beyond the bound."""
+        """Compare all replicas' log-probs of fixed sequences; the farthest. Raises `PublishError` beyond the bound."""
         tokens = pad_sequence([torch.tensor(s) for s in self._sequences], batch_first=True)
         lengths = torch.tensor([len(s) for s in self._sequences])
         response_mask = torch.arange(1, tokens.shape[1])[None] < lengths[:, None]  # of tokens[:, 1:]

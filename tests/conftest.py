@@ -71,7 +71,7 @@ def tokenizer() -> Any:
 def random_recipe(name: str) -> Policies:
     def build(tied: bool) -> Path:
         recipe = dataclasses.replace(RECIPES[name], warm_start_steps=0, tie_word_embeddings=tied)
-        return ensure_recipe("tied" if tied else "untied", recipe, cache_folder(), progress=lambda message: None)
+        return ensure_recipe("tied" if tied else "untied", recipe, cache_folder())
 
     return build
 

@@ -58,8 +58,7 @@ def test_imports_follow_the_arrows(room: str):
 
 
 def test_the_rooms_are_one_package():
-    """What is imported is `qarl.quant`, through a link: `quant` alone is anybody's name. Nor is a room's top-level name
-    stated where Python looks for a module by text."""
+    """What is imported is `qarl.quant`, through a link: `quant` alone is anybody's name, also where it is text."""
     rooms = [room for room in ROOMS if room != "qarl"]
     for room in rooms:
         assert (ROOT / "qarl" / room).readlink() == Path("..") / room

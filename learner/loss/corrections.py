@@ -27,8 +27,7 @@ from qarl.learner.objectives.ratios import sequence_log_ratio
 
 @dataclass(frozen=True)
 class Correction:
-    """weight: fp32, of each token [B, T-1] or of each sequence [B, 1]. truncated: bool, same shape: cut to a
-    cap, or to 0."""
+    """weight: fp32, of tokens [B, T-1] or sequences [B, 1]. truncated: bool, same shape: cut to a cap, or to 0."""
 
     weight: torch.Tensor
     truncated: torch.Tensor

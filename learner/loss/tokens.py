@@ -12,8 +12,7 @@ from qarl.learner.objectives.ratios import sequence_mean
 
 @dataclass(frozen=True)
 class LossTokens:
-    """Without gradient. log_ratio: log π_cur - log π_proximal, fp32 [B, T-1]. clip: place in `CLIP_REASONS`, int32
-    [B, T-1]."""
+    """Without gradient, [B, T-1]. log_ratio: log π_cur - log π_proximal, fp32. clip: place in `CLIP_REASONS`, int32."""
 
     log_ratio: Tensor
     clip: Tensor

@@ -88,8 +88,7 @@ class MasterOptimizer:
         return math.sqrt(whole**2 + float(squares))
 
     def clipped_step(self, diagnose: bool = False) -> Step:
-        """Clip the gradients to `grad_clip`, to the bit as `torch.nn.utils.clip_grad_norm_` does, and step, unless they
-        are not finite."""
+        """Clip to `grad_clip`, bit for bit as torch's `clip_grad_norm_`, and step, where gradients are finite."""
         norm = self.gradient_norm()
         taken = math.isfinite(norm)
         if not taken:
@@ -188,8 +187,7 @@ def _home(config: OptimizerConfig, device: torch.device) -> torch.device | None:
 
 
 def muon_masters(masters: Mapping[str, nn.Parameter], matrices: Collection[str], config: OptimizerConfig) -> list[str]:
-    """Names of the masters that Muon takes, in their order. matrices: of the weights that it may take; vectors among
-    them are AdamW's."""
+    """Names of the masters that Muon takes, in order. matrices: of weights it may take; vectors in them are AdamW's."""
     by_muon = config.name == "muon"
     return [name for name, master in masters.items() if by_muon and name in matrices and master.ndim > 1]
 

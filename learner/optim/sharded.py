@@ -81,8 +81,7 @@ class ShardedOptimizer:
         self._model.gradients.delivered(rows, gradient)
 
     def state_dict(self) -> dict[str, Any]:
-        """masters and optimizer, by name; each name in one process alone. The same whatever the stage and the number of
-        processes."""
+        """masters and optimizer, by name, each in one process alone. Independent of the stage and of `processes`."""
         mine = self.optimizer.state_dict()
         generators = torch.stack(self._processes.gathered(mine["generator"]))
         stepped = set().union(*self._processes.gathered({n for n, s in mine["masters"].items() if any(s["moments"])}))

@@ -44,8 +44,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Quantized:
-    """Post-training quantization by `method` of another variant's runs, `of`. calibration: sequences; None is the
-    default."""
+    """Post-training quantization of the runs of another variant, `of`. calibration: sequences; None: the default."""
 
     of: str
     method: str
@@ -91,8 +90,7 @@ class Comparison:
     figures: Mapping[str, Figure]
 
     def cells(self) -> list[Cell]:
-        """Seeds outermost, so that with the first seed done there is one run of everything; quantized checkpoints come
-        after what is trained."""
+        """Seeds outermost: the first gives one run of everything; quantized checkpoints after what is trained."""
         cells = [Cell(variant, seed) for seed in self.seeds for variant in self.variants]
         return sorted(cells, key=lambda cell: cell.variant.quantized is not None)
 

@@ -72,8 +72,7 @@ class ChatServer:
             await self._runner.cleanup()
 
     def prompt(self, messages: list[dict[str, Any]], tools: list[Any]) -> list[int]:
-        """What a conversation begins with. Raises `ModelError` for what the template cannot write, and `ConfigError`
-        for what is too long."""
+        """What a conversation begins with. Raises `ModelError` where the template fails, `ConfigError` if too long."""
         arguments = {**self._template, "tools": tools or None, "tokenize": False, "add_generation_prompt": True}
         try:
             text = self._tokenizer.apply_chat_template(messages, **arguments)

@@ -15,7 +15,7 @@ import fcntl
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -44,7 +44,6 @@ from qarl.quant.runtime.answers import cache_folder
 from qarl.tasks import Problem, load_task, solution_of
 from qarl.tasks.environment_host import describe
 
-Progress = Callable[[str], None]
 TinyModel = Qwen3ForCausalLM | Qwen3MoeForCausalLM
 
 OWN_PROBLEMS = 2000
@@ -110,7 +109,7 @@ RECIPES = {
 
 
 def to_stderr(message: str) -> None:
-    """The default progress report: one line on stderr."""
+    """Report progress in one line."""
     sys.stderr.write(message + "\n")
 
 
@@ -121,11 +120,11 @@ def ensure_tiny(name: str) -> Path:
     return ensure_recipe(name, RECIPES[name])
 
 
-def ensure_recipe(name: str, recipe: TinyRecipe, cache: Path | None = None, progress: Progress = to_stderr) -> Path:
+def ensure_recipe(name: str, recipe: TinyRecipe, cache: Path | None = None) -> Path:
     """As `ensure_tiny`, for any recipe: the folder `<cache>/<name>-<hash of recipe and versions>`.
 
-    cache: where folders are kept; default $QARL_CACHE, else ~/.cache/qarl. progress: told in one line what is being
-    built. Processes that ask at the same time wait for one another, and a folder appears complete or not at all.
+    cache: where folders are kept; default $QARL_CACHE, else ~/.cache/qarl. What is being built is said on stderr.
+    Processes that ask at the same time wait for one another, and a folder appears complete or not at all.
     Raises `ModelError` where the cache lacks it and cannot be written.
     """
     cache = cache or cache_folder()
@@ -137,9 +136,9 @@ def ensure_recipe(name: str, recipe: TinyRecipe, cache: Path | None = None, prog
         with folder.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # which the system releases should the process die
             if not folder.exists():
-                progress(f"building {name} in {folder}")
+                to_stderr(f"building {name} in {folder}")
                 with written_aside(folder) as building:
-                    build_tiny(recipe, building, progress)
+                    build_tiny(recipe, building)
     except OSError as error:
         raise ModelError(
             f"cannot keep {name} in the cache {str(cache)!r}: {error.strerror or error}; name another folder in "
@@ -148,7 +147,7 @@ def ensure_recipe(name: str, recipe: TinyRecipe, cache: Path | None = None, prog
     return folder
 
 
-def build_tiny(recipe: TinyRecipe, directory: Path, progress: Progress = to_stderr) -> None:
+def build_tiny(recipe: TinyRecipe, directory: Path) -> None:
     """Write the recipe's model folder into `directory` (created if missing).
 
     Leaves the caller's random state and thread count as they were.
@@ -158,7 +157,7 @@ def build_tiny(recipe: TinyRecipe, directory: Path, progress: Progress = to_stde
         tokenizer = recipe_tokenizer(recipe)
         model = initial_model(recipe, tokenizer)
         if recipe.warm_start_steps:
-            warm_start(model, tokenizer, recipe, progress)
+            warm_start(model, tokenizer, recipe)
         widen_columns(dict(model.named_parameters()), recipe.outliers)
     tokenizer.save_pretrained(directory, save_jinja_files=False)  # the template inside tokenizer_config.json
     model.save_pretrained(directory)
@@ -209,7 +208,7 @@ def initial_model(recipe: TinyRecipe, tokenizer: PreTrainedTokenizerFast) -> Tin
     return model
 
 
-def warm_start(model: TinyModel, tokenizer: PreTrainedTokenizerFast, recipe: TinyRecipe, progress: Progress) -> None:
+def warm_start(model: TinyModel, tokenizer: PreTrainedTokenizerFast, recipe: TinyRecipe) -> None:
     """Supervised training in place, in fp32, on the solutions (and end tokens) of fresh training problems.
 
     Weight matrices are trained by Muon, which needs about half of AdamW's steps for this task, embeddings
@@ -231,7 +230,7 @@ def warm_start(model: TinyModel, tokenizer: PreTrainedTokenizerFast, recipe: Tin
         model.zero_grad(set_to_none=False)
         if step % 20 == 0 or step == recipe.warm_start_steps - 1:
             done = f"{step + 1}/{recipe.warm_start_steps}"
-            progress(f"warm start: step {done}, loss {loss.item():.3f} nats/token")
+            to_stderr(f"warm start: step {done}, loss {loss.item():.3f} nats/token")
     model.eval()
 
 

@@ -171,8 +171,7 @@ def digits(value: float) -> float:
 
 
 def time_split(kinds: Sequence[Configuration]) -> list[dict[str, Any]]:
-    """Per configuration: median seconds a step by phase, that of an evaluation spread over its steps, and those within
-    learning."""
+    """Per configuration: median seconds a step by phase, evaluations spread over steps; those within learning."""
     splits = []
     for number, kind in enumerate(kinds):
         metrics = [m for run in kind.runs for m in run.metrics]

@@ -56,8 +56,7 @@ def mismatch_page(
 
 
 def findings(learners: Sequence[ScoredLearner], layers: Sequence[LayerDeviation], multiplies: str) -> list[Finding]:
-    """How far each learner is from the sampler, and which layers cause it. multiplies: what the aligned learner
-    multiplied with."""
+    """How far each learner is from the sampler, and by which layers. multiplies: what the aligned learner uses."""
     lines = [_apart(each) for each in learners] + [_worth(each) for each in learners if each.name == "plain"]
     lines.append(Finding("note", "", f"The aligned learner multiplied with {multiplies}."))
     faulty = faulty_layers(layers)

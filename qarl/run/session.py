@@ -109,7 +109,6 @@ def check_input(config: RunConfig, task: Task, processes: int = 1) -> None:
     check_processes(config, processes)
     if config.learner.compile is True:
         require_compiler("cuda" if torch.cuda.is_available() else "cpu")
-    get_scheme(config.scheme)
     find_objective(config.learner.objective)
     with phase("checking kernels"):
         require_schemes(config)
@@ -246,8 +245,7 @@ class Connection:
 
 @dataclass(kw_only=True)
 class Session(Connection):
-    """A policy with its running engine. gate: refuses a first batch whose mismatch is beyond the bounds; None for an
-    unaligned learner, whose mismatch is intended."""
+    """A policy with its running engine. gate: see `gate_of`."""
 
     policy: Policy
     gate: Callable[[Mismatch], None] | None

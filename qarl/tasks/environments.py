@@ -29,8 +29,7 @@ _AT_ONCE = 4 * (os.cpu_count() or 1)
 
 
 class Environments:
-    """A class's host. spec: names the class. time_limit: seconds for a call of a method. Raises `TaskError` where the
-    class cannot be used."""
+    """A class's host. spec: its name. time_limit: seconds of a method's call. Raises `TaskError` where unusable."""
 
     def __init__(self, spec: str, time_limit: float):
         self.time_limit = time_limit

@@ -143,8 +143,7 @@ class Worker(Child):
 
 
 class Workers:
-    """Several children for one function, which then must be free of state: each has a share of the responses.
-    goes_on: see `Worker`."""
+    """Several children for one function free of state: each has a share of the responses. goes_on: see `Worker`."""
 
     def __init__(self, job: Job, count: int = 1, goes_on: bool = False):
         self._workers = [Worker(job, goes_on) for _ in range(count)]

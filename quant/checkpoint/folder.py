@@ -147,8 +147,7 @@ def has_chat_template(folder: Path) -> bool:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that make up the checkpoint; none where it has another format. Raises `ModelError` for one
-    that is missing."""
+    """The checkpoint's safetensors files; none of another format. Raises `ModelError` for one that is missing."""
     index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if not index.is_file():
         return [whole] if whole.is_file() else []

@@ -48,7 +48,7 @@ def load_config(name: str) -> PreTrainedConfig:
         with nullcontext() if folder else hub_or_cache():
             return AutoConfig.from_pretrained(folder or name)
     except Exception as error:
-        raise ModelError(f"model {name!r}: its config.json could not be read: {_first_line(error)}") from error
+        raise ModelError(f"model {name!r}: its config.json could not be read: {_first_lines(error)}") from error
 
 
 def empty_model(config: PreTrainedConfig) -> PreTrainedModel:
@@ -66,16 +66,15 @@ def model_skeleton(folder: Path) -> PreTrainedModel:
     check_model(folder)
     try:
         config = AutoConfig.from_pretrained(folder)
-        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-            raise ModelError(
-                f"model {str(folder)!r} is a {config.model_type!r}, no causal language model; give one that writes "
-                "text from left to right (Qwen3, Llama, Mistral, …)"
-            )
-        model = empty_model(config)
-    except ModelError:
-        raise
+        model = empty_model(config) if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else None
     except Exception as error:
-        raise ModelError(f"model {str(folder)!r} cannot be built from its config.json: {_first_line(error)}") from error
+        words = _first_lines(error)
+        raise ModelError(f"model {str(folder)!r} cannot be built from its config.json: {words}") from error
+    if model is None:
+        raise ModelError(
+            f"model {str(folder)!r} is a {config.model_type!r}, no causal language model; give one that writes text "
+            "from left to right (Qwen3, Llama, Mistral, …)"
+        )
     stored = tensor_shapes(folder) if weight_files(folder) else {}
     _check_experts(folder, model, stored)
     _check_shapes(folder, model, stored)
@@ -94,7 +93,7 @@ def _check_shapes(folder: Path, model: PreTrainedModel, stored: dict[str, list[i
         raise ModelError(f"model {str(folder)!r}: {wrong[0]}{more}; the two are of different models")
 
 
-def _first_line(error: Exception) -> str:
+def _first_lines(error: Exception) -> str:
     """What a library says, without its lists of everything it knows."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = " ".join(lines[:2]) or type(error).__name__
@@ -140,7 +139,7 @@ def load_masters(
             loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
         model, info = loaded
     except Exception as error:
-        raise ModelError(f"model {str(folder)!r} could not be loaded: {_first_line(error)}") from error
+        raise ModelError(f"model {str(folder)!r} could not be loaded: {_first_lines(error)}") from error
     if info["missing_keys"] or info.get("mismatched_keys"):
         missing = sorted(info["missing_keys"]) or [str(k) for k in info["mismatched_keys"]]
         raise ModelError(

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, core_model_loading
 
+from qarl.quant.runtime.replaced import replaced
 from qarl.quant.runtime.shards import Share, cut, cut_rows, kept
 
 _IN_TURN = "HF_DEACTIVATE_ASYNC_LOAD"  # else threads read parameters ahead
@@ -21,8 +22,8 @@ _IN_TURN = "HF_DEACTIVATE_ASYNC_LOAD"  # else threads read parameters ahead
 def reading_rows(share: Share, experts: int) -> Iterator[None]:
     """Within this context `from_pretrained` leaves of each matrix and stack a process's rows, with their `shard`.
     Vectors stay whole, and embeddings and heads, which transformers compares and ties. experts: of each stack, or 0."""
-    library = core_model_loading
-    set_whole, read, ahead = library.set_param_for_module, library.spawn_materialize, os.environ.get(_IN_TURN)
+    set_whole, read = core_model_loading.set_param_for_module, core_model_loading.spawn_materialize
+    ahead = os.environ.get(_IN_TURN)
     mine = range(*cut_rows(torch.Size((experts, 1, 1)), *share, turn=0).edges[share.rank :][:2])
 
     def read_mine(pool: Any, tensor: Any, *others: Any, tensor_idx: int | None = None, **more: Any) -> Any:
@@ -46,11 +47,10 @@ def reading_rows(share: Share, experts: int) -> Iterator[None]:
         rows._is_hf_initialized = True  # type: ignore[attr-defined]  # else it would be, anew
         module._parameters[key] = rows
 
-    library.set_param_for_module, library.spawn_materialize = set_rows, read_mine
     os.environ[_IN_TURN] = "1"
     try:
-        yield
+        with replaced(core_model_loading, set_param_for_module=set_rows, spawn_materialize=read_mine):
+            yield
     finally:
-        library.set_param_for_module, library.spawn_materialize = set_whole, read
         del os.environ[_IN_TURN]
         os.environ |= {} if ahead is None else {_IN_TURN: ahead}

@@ -55,7 +55,7 @@ class _Attention(torch.autograd.Function):
             operands = q, sequences.visible(k), sequences.visible(v)
             y, sums = of_flash
             dq, dk, dv = flash_attention.flash_gradients(
-                grad_outputs[0], operands, y, sums, scoring.scale, sequences.lengths, sequences.seen, scoring.window
+                grad_outputs[0], operands, y, sums, scoring, sequences.lengths, sequences.seen
             )
             return dq, sequences.summed(dk), sequences.summed(dv), None, None, None
         q, k, v, *of_sinks = inputs = [t.detach().requires_grad_() for t in (q, k, v, sinks) if t is not None]

@@ -72,18 +72,17 @@ def flash_gradients(
     operands: Sequence[Tensor],
     y: Tensor,
     sums: Tensor,
-    scale: float,
+    scoring: Scoring,
     lengths: Sequence[int],
     seen: Sequence[int],
-    window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of q, k and v (`operands`), each in its dtype and shape. dy, y: [N, H, D]; sums: the log Σ exp, fp32 [H, N]."""
     starts, longest = _starts(tuple(lengths), y.device), max(lengths)
     starts_k, longest_k = _starts(tuple(seen), y.device), max(seen)
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=y.device)
     return torch.ops.torch_attn._varlen_attn_backward(
-        dy.contiguous(), *operands, y, sums, starts, starts_k, longest, longest_k, True, no_dropout, scale,
-        _sides(window),
+        dy.contiguous(), *operands, y, sums, starts, starts_k, longest, longest_k, True, no_dropout,
+        scoring.scale, _sides(scoring.window),
     )  # fmt: skip
 
 

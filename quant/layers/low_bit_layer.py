@@ -126,8 +126,7 @@ class LowBitLayer(nn.Module, Generic[Codes, Kernel]):
         return kernel
 
     def release_product(self) -> None:
-        """Give the kernel's copy back; the next forward builds it again. An unaligned layer's cast stays: it is its
-        weight."""
+        """Give the kernel's copy back; the next forward builds it. An unaligned layer's cast, its weight, stays."""
         self._kernel = None
 
     def merged(self) -> tuple[torch.Tensor, ...]:

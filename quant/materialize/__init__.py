@@ -14,9 +14,7 @@ nor engine rounds again. One file a kind of code:
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -140,23 +138,21 @@ def by_operators(
     """`materialize` by torch's operators, through torch.compile where asked and where one pass makes all."""
     args, shape = scheme.weights, (weight.shape[0], weight.shape[1])
     assert args is not None
-    if is_integer(args) or args.num_bits == 8:
-        quantize: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-        how: tuple[Any, ...]
-        if is_integer(args):
-            columns = scheme.group_size or shape[1]
-            quantize, how = integer.quantize, (args.num_bits, columns, scheme.packs_integers, dtype, scale)
-        else:
-            quantize, how = fp8.quantize, (*(scheme.block or (1, shape[1])), dtype)
-        quantize = compiled(quantize) if compiles else quantize
-        codes, stored, absmax = quantize(weight, *how)
-        check_scale(absmax, stored, layer)
+    if args.num_bits == 4 and not is_integer(args):
+        fp4.check_master(weight, scheme.name, layer)
+        fp4.check_range(weight, dtype, layer)
+        if args.strategy == QuantizationStrategy.TENSOR_GROUP:
+            absmax = torch.stack([finite_absmax(w.detach().flatten(), layer) for w in (weight, *fused)]).amax()
+            codes, stored, global_scale = fp4.quantize_nvfp4(weight, scheme, absmax)
+            return LowBitWeight(scheme=scheme, codes=codes, scale=stored, shape=shape, global_scale=global_scale)
+        codes, stored = fp4.quantize_mxfp4(weight, scheme, layer)
         return LowBitWeight(scheme, codes, stored, shape)
-    fp4.check_master(weight, scheme.name, layer)
-    fp4.check_range(weight, dtype, layer)
-    if args.strategy == QuantizationStrategy.TENSOR_GROUP:
-        absmax = torch.stack([finite_absmax(w.detach().flatten(), layer) for w in (weight, *fused)]).amax()
-        codes, stored, global_scale = fp4.quantize_nvfp4(weight, scheme, absmax)
-        return LowBitWeight(scheme=scheme, codes=codes, scale=stored, shape=shape, global_scale=global_scale)
-    codes, stored = fp4.quantize_mxfp4(weight, scheme, layer)
+    if is_integer(args):
+        quantize = compiled(integer.quantize) if compiles else integer.quantize
+        columns = scheme.group_size or shape[1]
+        codes, stored, absmax = quantize(weight, args.num_bits, columns, scheme.packs_integers, dtype, scale)
+    else:
+        quantize = compiled(fp8.quantize) if compiles else fp8.quantize
+        codes, stored, absmax = quantize(weight, *(scheme.block or (1, shape[1])), dtype)
+    check_scale(absmax, stored, layer)
     return LowBitWeight(scheme, codes, stored, shape)

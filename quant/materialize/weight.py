@@ -82,14 +82,13 @@ class LowBitWeight:
         assert self.scale is not None
         return _wide(self.scale, self.global_scale)
 
-    def dequantized(self, dtype: torch.dtype = torch.float32, compiles: bool | None = None) -> torch.Tensor:
-        """code · scale in fp32 (exact but for NVFP4's two-level scale), rounded once to `dtype`, [O, I]. compiles: in
-        one pass, by torch.compile, to the same bits; None: on GPUs that have a compiler."""
+    def dequantized(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """code · scale in fp32 (exact but for NVFP4's two-level scale), rounded once to `dtype`, [O, I]; on GPUs that
+        have a compiler in one pass, by torch.compile, to the same bits."""
         if self.scale is None:
             return self.codes.to(dtype)
-        if compiles is None:
-            compiles = self.codes.is_cuda and compiler_missing("cuda") is None
         height = self.scheme.block[0] if self.scheme.block else 1
+        compiles = self.codes.is_cuda and compiler_missing("cuda") is None
         multiply = compiled(_multiplied) if compiles else _multiplied
         return multiply(self.codes, self.scale, self.global_scale, self._bits, height, dtype)
 

@@ -61,7 +61,6 @@ class LowBitModel(nn.Module):
         super().__init__()
         self.plan = plan_layers(model, scheme, rules)
         self.shapes = weight_shapes(model)
-        self.scheme = scheme
         self.context = context
         self.config = model.config
         self.loaded: dict[str, nn.Parameter] = dict(model.named_parameters())
@@ -285,6 +284,5 @@ class LowBitModel(nn.Module):
 
     @functools.cached_property
     def base_digest(self) -> str | None:
-        """The digest of the frozen weights under adapters, which no checkpoint of the adapters holds; None where every
-        master is trained."""
+        """The digest of the frozen weights under adapters, which no checkpoint of these has; None without adapters."""
         return parameters_digest(self.loaded) if self.adapted else None

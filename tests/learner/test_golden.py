@@ -72,8 +72,7 @@ def trajectory(scheme: str) -> list[dict[str, float]]:
 
 
 def statistics(name: str) -> list[dict[str, float]]:
-    """Every number that two batches report, and the second's log of tokens, some of them of versions before, under a
-    sampler that is off by up to 1 nat a token."""
+    """Every number that two batches report, and the second's log of tokens; the sampler is off by up to 1 nat."""
     reference = low_bit(random_model(), "bf16", torch.float32) if "kl" in STATISTICS[name] else None
     config = {"mini_batches": 2, "diagnostics_every": 1, **STATISTICS[name]}
     learner = make_learner("bf16", torch.float32, reference=reference, **config)

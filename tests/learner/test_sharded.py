@@ -38,8 +38,7 @@ def test_rows_are_stepped_as_the_whole_is(made: dict[str, Any], name: str):
 
 
 def test_rows_are_materialized_as_the_whole_is(made: dict[str, Any]):
-    """Codes, scales and tensor-wide scales of every scheme, of matrices and of experts, kept scales included;
-    also where a process has no row."""
+    """Codes, scales, tensor-wide and kept ones too, of every scheme, matrices and experts; also without a row."""
     assert len(made["equal"]) > 30
     assert [name for name, equal in made["equal"].items() if not equal] == []
 

@@ -220,8 +220,7 @@ def test_16_bit_masters_are_rounded_in_every_process(done: Done, stage: int):
 
 
 def test_muon_steps_partitioned_experts_one_by_one(done: Done):
-    """Gate, up and down of every expert have a momentum of their own, as in one process, whose masters these are up to
-    the noise of the orthogonalization."""
+    """Each expert's gate, up and down have momentum of their own, as in one process, up to orthogonalization."""
     state, folder = done["muon experts stage 3"]["state"], done["folder"]
     start, expected = (
         masters_of(alone_on(folder / "experts", "bf16", torch.float32, {**EXPERTS, **MUON}, batches))

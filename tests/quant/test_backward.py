@@ -56,8 +56,7 @@ def test_a_rounded_weight_moves_dx_by_its_own_rounding_alone(dtype: torch.dtype,
 
 @pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8"])
 def test_rounded_inputs_change_dx_alone(scheme: str):
-    """dW and db are the same bits; dx differs where the compute dtype does not hold code · scale, and by no more than
-    fp32's order of sums where it does (unquantized)."""
+    """dW and db are the same bits; dx differs where the dtype lacks code · scale, within fp32's order of sums."""
     linear = make_linear(scheme)
     x, dy = heavy(13, 256, seed=3).to(BFLOAT16), normal(13, 128, seed=6).to(BFLOAT16)
     exact = layer_gradients(linear, x, dy)

@@ -81,8 +81,7 @@ def small_blocks() -> Iterator[None]:
 )  # fmt: skip
 @settings(max_examples=examples(200))
 def test_a_delta_makes_the_version_it_is_of(tensors: list[tuple[torch.dtype, list[int], float]], seed: int):
-    """Of any dtypes and shapes, empty ones too, with any share of bytes changed, over several versions; it lists the
-    tensors that changed, and no more than those."""
+    """Of any dtypes, shapes, empty ones too, and share of changed bytes, over versions; it lists what changed alone."""
     generator = torch.Generator().manual_seed(seed)
     version = {f"t{n}": random_bytes(dtype, tuple(shape), generator) for n, (dtype, shape, _) in enumerate(tensors)}
     sender, receiver = (VersionCache(0, stream(version)) for _ in range(2))
@@ -371,8 +370,7 @@ def test_it_does_not_depend_on_the_device():
 
 
 def test_a_gpus_tensors_are_read_many_at_once(monkeypatch: pytest.MonkeyPatch):
-    """As many copies as the stream has bytes for, the same digest, and none for a receiver of the same tensors. The
-    copies themselves have run on no GPU."""
+    """As many copies as the stream has bytes, the same digest, none for a receiver of the same. Not run on GPUs."""
     items = [LowBitTensor(f"T{n}", tensor(size, n)) for n, size in enumerate((300, 0, 20, 700, 1, 64))]
     items.append(LowBitTensor("m", tensor(96).view(torch.bfloat16).view(2, -1).T))
     expected = hashing.digested(items).hexdigest()

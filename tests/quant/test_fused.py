@@ -152,8 +152,7 @@ def test_threads_and_strides_change_no_bit(name: str, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("name", SCHEMES)
 @masters
 def test_a_buffer_is_written_again(name: str, master: torch.dtype):
-    """Contract: with `out`, the result is `out` at its old addresses, and its bits are those of a fresh result; every
-    stored tensor is overwritten, for every scheme."""
+    """Contract: with `out`, the result is `out` at its addresses, a fresh result's bits; of every scheme and tensor."""
     scheme, generator = get_scheme(name), torch.Generator().manual_seed(0)
     first, second = ((torch.randn(128, 384, generator=generator) * s).to(master) for s in (1.0, 0.1))
     made = materialize(first, scheme, torch.bfloat16)

@@ -234,8 +234,7 @@ def test_a_scheme_is_recognized_by_its_arguments(name: str):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("master", MASTER_DTYPES.values())
 def test_non_finite_weights_are_refused(name: str, bad: float, master: torch.dtype):
-    """One NaN or infinity anywhere raises; it would be published as an ordinary-looking code otherwise. Of fp4 float16
-    masters are refused whatever they hold."""
+    """One NaN or infinity anywhere raises: its code would look ordinary. Of fp4 float16 masters are refused."""
     weight = torch.randn(128, 256, generator=torch.Generator().manual_seed(0)).to(master)
     weight[2, 200] = bad
     said = r"'a\.b': .*NaN or infinity .* resume from a checkpoint"

@@ -135,8 +135,7 @@ def test_bfloat16_masters_and_float16_compute(master: torch.dtype, dtype: torch.
 @pytest.mark.parametrize(("kind", "aligned"), [("tied", True), ("untied", True), ("experts", True), ("experts", False)])
 @schemes
 def test_a_new_weight_version_is_made_by_refresh_alone(kind: str, aligned: bool, scheme: str):
-    """Contract: masters may move, forward and stream stay at the version of the last refresh; after refresh both are
-    those of a model built from the new masters."""
+    """Contract: forward and stream stay at the last refresh's version; after it they are a newly built model's."""
     model, other = (low_bit(policy(kind, seed), scheme, aligned=aligned) for seed in range(2))
     tokens = some_tokens()
     before = all_logits(model, tokens).detach()

@@ -72,8 +72,7 @@ PATTERNS = [*COUNTED, "*.down_proj", "*.o_proj", "*.self_attn.*", "re:.*mlp", "m
     main=st.sampled_from(SCHEMES),
 )
 def test_rules_resolve_as_a_plain_loop_would(chosen: list[tuple[str, str]], main: str):
-    """Patterns that never split a fused module, so every list is a plan unless a rule or the main scheme is idle. A
-    plan's bounds are its widest scheme's."""
+    """Patterns that split no fused module: a plan unless a rule or the main scheme is idle, with the widest bounds."""
 
     def hits(pattern: str, layer: str) -> bool:
         if pattern in COUNTED:

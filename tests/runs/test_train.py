@@ -56,8 +56,7 @@ def test_a_run_from_start_to_export(tmp_path: Path, scheme: str, dtype: str, mor
 
 @pytest.mark.parametrize("kind", ["dense", "experts"])
 def test_kill_and_resume_gives_the_uninterrupted_run(kind: str, random_experts: Policies, tmp_path: Path):
-    """kill -9 in the middle of a step; after --resume every metric but wall time, experts' digests included, equals, to
-    the last bit, those of a run that was never killed."""
+    """kill -9 in the middle of a step; after --resume every metric but wall time is a whole run's to the last bit."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     flags: list[str | Path] = [*SMALL, "--steps", "6", "--export", "false"]
     if kind == "experts":

@@ -36,8 +36,7 @@ _PHASE_OF = {
 
 @dataclass(frozen=True)
 class Fault:
-    """kind: of `NETWORK` or `ANSWERS`, `SENDING`, or a name of `act`'s. number: of the phase's requests, from 1. act:
-    done before the request is passed on."""
+    """kind: of `NETWORK`, `ANSWERS`, `SENDING` or `act`. number: of the phase's requests, from 1. act: done before."""
 
     kind: str
     phase: str

@@ -92,8 +92,7 @@ def compress(work: Path, log: Path) -> int:
 
 
 def interpreter(folder: Path) -> Path:
-    """An executable in `folder` that stands for `sys.executable -m qarl`: its command runs in the fork server, and gets
-    the signals that may be passed on."""
+    """An executable for `sys.executable -m qarl`: its command runs in the fork server, and gets signals passed on."""
     if sockets is None:
         start()
     file = folder / "python"

@@ -28,8 +28,7 @@ from tests.support.learners import batch_of
 
 
 def run(job: dict[str, Any], processes: Processes) -> None:
-    """job: folder (of the model), scheme, dtype, learner (configuration), batches [first, last), resume (state file or
-    None), save (state file)."""
+    """job: folder (model), scheme, dtype, learner (configuration), batches [first, last), resume (or None), save."""
     config = LearnerConfig.model_validate(job["learner"])
     dtype: torch.dtype = getattr(torch, job["dtype"])
 
