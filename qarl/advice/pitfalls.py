@@ -124,8 +124,8 @@ def _template(evidence: Evidence) -> Iterator[Finding]:
     doubled = sum(begin is not None and tuple(ids[:2]) == (begin, begin) for ids in prompts)
     if doubled:
         yield _pitfall(
-            "begin token twice",
-            f"{doubled} of {len(prompts)} prompts begin with the begin token twice",
+            "BOS token twice",
+            f"{doubled} of {len(prompts)} prompts begin with the BOS token twice",
             "the chat template writes it already: tokenize its text without special tokens",
         )
 

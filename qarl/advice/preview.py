@@ -109,7 +109,7 @@ def _judged(task: Task, problems: list[Problem]) -> Iterator[Finding]:
 def _lengths(config: RunConfig, folder: Path, prompter: Prompter, problems: list[Problem]) -> Iterator[Finding]:
     prompts = sorted(prompter.lengths(problems))
     if prompter.tokenizer.eos_token_id is read_config(folder).get("eos_token_id") is None and not config.rollout.stop:
-        yield Finding("warning", "end", "without an end token every completion is cut off", "give one, or rollout.stop")
+        yield Finding("warning", "end", "without an EOS token every completion is cut off", "give one, or rollout.stop")
     answers = sorted(len(prompter.tokenizer(solution_of(p), add_special_tokens=False)["input_ids"]) for p in problems)
     for what, lengths, option in (
         ("prompts", prompts, "rollout.max_prompt_tokens"),

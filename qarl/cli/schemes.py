@@ -97,7 +97,7 @@ def scheme_rows(model: str | None, dtype: str) -> list[SchemeRow]:
 
 _LEVELS = {
     "exact": "learner and sampler agree to the last bit: the learner computes through vLLM's own model",
-    "floor": "learner and sampler agree within the floor of two implementations, by transformers' operators",
+    "floor": "learner and sampler agree up to rounding: transformers' operators add up in another order",
     "refused": "a learner would not be the sampler's policy",
 }
 

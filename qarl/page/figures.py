@@ -57,7 +57,7 @@ CURVES = (
         lines={"improbable": "improbable_tokens", "repeated": "repeated_tokens"},
     ),
     Figure(
-        id="length", title="Response length", unit="tokens", help="Mean over completions, the end token included.",
+        id="length", title="Response length", unit="tokens", help="Mean over completions, the EOS token included.",
         lines={"length": "response_tokens"},
     ),
     Figure(

@@ -67,13 +67,13 @@ def choose(
     try:
         shapes, source = sizes_of(config.model)
     except (ModelError, ConfigError):  # of which the plan, or the checks of files, say more
-        count, words = _dealt(config, processes, machine)
+        count, words = _process_count(config, processes, machine)
         return Choice(file, count, {}, tuple(words))
     for name in shipped_names() if file is None else []:
         shipped = load_config(config_file(name), {}) if name.startswith("recipes/") else None
         if shipped is not None and shipped.model == config.model and shipped.learner.lora.name == "none":
             recipe = load_config(config_file(name), dict(by_hand))
-            count, about = _dealt(recipe, processes, machine)
+            count, about = _process_count(recipe, processes, machine)
             plan = make_plan(recipe, shapes, source, machine, count, here)
             if plan.fits:
                 words.append(
@@ -82,7 +82,7 @@ def choose(
                 return Choice(name, count, {}, (*words, *about))
             needs = f"{plan.memory.total / GIB:.1f} of {plan.there / GIB:.1f} GiB"
             words.append(f"recipe {name} does not fit {machine.name}: {needs}")
-    count, about = _dealt(config, processes, machine)
+    count, about = _process_count(config, processes, machine)
     words += about
     plan = make_plan(config, shapes, source, machine, count, here)
     kept = {*by_hand, *(written_fields(config_file(file)) if file is not None else ())}
@@ -92,12 +92,12 @@ def choose(
     return Choice(file, count, fields, tuple(words))
 
 
-def _dealt(config: RunConfig, requested: int | None, machine: Machine) -> tuple[int, list[str]]:
-    """As many processes as asked for, else one a GPU, as far as prompts are dealt evenly; and what is said of that."""
+def _process_count(config: RunConfig, requested: int | None, machine: Machine) -> tuple[int, list[str]]:
+    """As many processes as asked for, else one a GPU, as far as prompts are a multiple; and what is said of that."""
     if requested or machine.count == 1:
         return requested or 1, []
     count = next(n for n in range(machine.count, 0, -1) if config.rollout.prompts % n == 0)
-    uneven = f"; rollout.prompts {config.rollout.prompts} cannot be dealt to {machine.count}"
+    uneven = f"; rollout.prompts {config.rollout.prompts} is no multiple of {machine.count}"
     return count, [f"--processes {count}: one a GPU{uneven if count < machine.count else ''}"]
 
 

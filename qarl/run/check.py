@@ -51,7 +51,7 @@ def check_processes(config: RunConfig, count: int) -> None:
     """Raise `ConfigError` for settings that do not go with this number of processes; nothing is loaded for it."""
     prompts, servers, init = config.rollout.prompts, config.rollout.servers, config.quantization.init
     faults = {
-        f"rollout.prompts {prompts} cannot be dealt to {count} processes, which sample as many each; take a multiple "
+        f"rollout.prompts {prompts} is no multiple of {count} processes, which sample as many each; take a multiple "
         f"of {count}, or another number of processes": prompts % count,
         f"quantization.init {init!r} is for one process, not {count}; leave --processes or the calibrated start "
         "out": count > 1 and init is not None,

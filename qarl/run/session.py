@@ -204,8 +204,8 @@ def trained_part(policy: Policy, config: RunConfig) -> list[str]:
     lines = [describe_adapters(policy.model, lora)] if isinstance(lora, LoraConfig) else []
     if policy.model.why_not_engine:
         lines.append(
-            "the learner computes norms, rotary embeddings and attention as transformers does, within the floor of the "
-            f"engine's log-probs: {policy.model.why_not_engine}"
+            "the learner computes norms, rotary embeddings and attention as transformers does, so its log-probs are "
+            f"the engine's up to rounding: {policy.model.why_not_engine}"
         )
     if policy.model.context.compute_dtype != policy.model.context.dtype:
         lines.append(f"the learner computes in {config.learner.compute_dtype}, the engine in {config.dtype}")

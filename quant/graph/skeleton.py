@@ -75,7 +75,7 @@ def build_skeleton(
     except Exception as error:
         raise GraphError(
             f"vLLM builds no model of {architecture} to learn through: {_reason(error)}; set learner.operators to "
-            "'transformers', whose log-probs agree within the floor, or take a model that vLLM runs"
+            "'transformers', whose log-probs agree up to rounding, or take a model that vLLM runs"
         ) from error
     if not ir.ops.rms_norm.get_priority():  # an engine in this process has chosen already
         skeleton.config.kernel_config.ir_op_priority.set_default()

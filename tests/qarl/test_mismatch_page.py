@@ -204,7 +204,7 @@ PLANTED: dict[str, Callable[[Evidence], Evidence]] = {
     "positions, packed against padded": lambda e: dataclasses.replace(e, packed=e.learner.roll(1, 0)),
     "log-probs that depend on the batch": lambda e: dataclasses.replace(e, alone=e.alone * 1.02),
     "template round trip": lambda e: dataclasses.replace(e, encode=lambda ids: [9, *ids]),
-    "begin token twice": lambda e: with_groups(e, lambda _: {"prompt": Prompt("", "", (2, 2, 5))}, begin_token=2),
+    "BOS token twice": lambda e: with_groups(e, lambda _: {"prompt": Prompt("", "", (2, 2, 5))}, begin_token=2),
     "learning rate below the masters' resolution": lambda e: dataclasses.replace(e, config=COARSE),
     "group deviation": lambda e: with_groups(e, lambda _: {"rewards": (1.0,) * 8}),
 }

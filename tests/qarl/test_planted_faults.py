@@ -118,7 +118,7 @@ MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "no end": (
         lambda model: [f.write_text(f.read_text().replace('"eos_token', '"x')) for f in model.glob("*config.json")],
-        "warning: end: without an end token every completion is cut off -> give one, or rollout.stop",
+        "warning: end: without an EOS token every completion is cut off -> give one, or rollout.stop",
     ),
 }
 

@@ -123,7 +123,7 @@ def test_torchrun_starts_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with (tmp_path / "log").open("a") as log:
         wrong = subprocess.run([*launch, *given, "15"], env=environment(), stdout=log, stderr=log, timeout=300)
     assert wrong.returncode != 0 and not run.exists()
-    assert (tmp_path / "log").read_text().count("rollout.prompts 15 cannot be dealt to 2 processes") == 1
+    assert (tmp_path / "log").read_text().count("rollout.prompts 15 is no multiple of 2 processes") == 1
     if not thorough():  # `--processes 2` above starts processes by the same launcher
         return
     monkeypatch.delenv("PYTHON_EXEC")
