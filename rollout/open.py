@@ -23,18 +23,7 @@ def open_engine(
     process group is open. use_servers: connect to `rollout.servers` if set; else start an engine in this process.
     Raises `EngineError` where it cannot start.
     """
-    from qarl.rollout.vllm.options import VllmOptions
-
-    options = VllmOptions(rollout, dtype, multi_process)
-    engine: Engine
-    if use_servers and rollout.servers is not None:
-        from qarl.rollout.servers.open import open_servers
-
-        engine = open_servers(checkpoint, options)
-    else:
-        from qarl.rollout.vllm.engine import VllmEngine
-
-        engine = VllmEngine(checkpoint, options)
+    engine = _start(checkpoint, rollout, dtype, multi_process, rollout.servers is not None and use_servers)
     try:
         yield engine
     except BaseException:
@@ -67,3 +56,16 @@ def serve_rollouts(
         yield replicas
     finally:
         stop_replicas(replicas)
+
+
+def _start(checkpoint: Path, rollout: RolloutConfig, dtype: str, multi_process: bool, on_servers: bool) -> Engine:
+    from qarl.rollout.vllm.options import VllmOptions
+
+    options = VllmOptions(rollout, dtype, multi_process)
+    if on_servers:
+        from qarl.rollout.servers.open import open_servers
+
+        return open_servers(checkpoint, options)
+    from qarl.rollout.vllm.engine import VllmEngine
+
+    return VllmEngine(checkpoint, options)
