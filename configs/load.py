@@ -280,7 +280,7 @@ def _parse(path: str, text: str, known: dict[str, Any]) -> Any:
         return text
     if path in _PATTERNS and not text.lstrip().startswith("["):
         return text
-    if path == "rollout.stop" and not re.search("[,'\"]", text):  # [INST] is a text, ['[INST]'] a list
+    if path == "rollout.stop" and not re.search(r"[,'\"]|\[\]", text):  # [INST] is a text, ['[INST]'] a list
         return text
     if not text.strip():
         raise ConfigError(f"option --{path} {text!r} is empty; give a value, or leave it out")

@@ -39,6 +39,7 @@ _OnceLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
 )  # YAML 1.1 wants a dot and a sign
 
+_OnceLoader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"[-+]?0\d+$"), list("-+0"))  # 08, as 07
 _OnceLoader.add_constructor("tag:yaml.org,2002:int", _OnceLoader.construct_yaml_int)
 
 
@@ -74,7 +75,7 @@ def parse_value(text: str) -> Any:
 
 def as_text(value: Any) -> str:
     """A value as an option has it, for `parse_value`: text and paths as they are, others as JSON, which is YAML."""
-    return str(value) if isinstance(value, str | PathLike) else json.dumps(value)
+    return str(value) if isinstance(value, str | PathLike) else json.dumps(value, default=str)
 
 
 def as_texts(values: Mapping[str, Any]) -> dict[str, str]:

@@ -211,7 +211,7 @@ class Learner:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a `state_dict` and materialize it. Raises `ConfigError` for one of other frozen weights."""
+        """Take over a `state_dict`, materialized. Raises `ConfigError` for another base, or kept scales of others."""
         self._require_base(state["base"])
         load_scales_state(self.model, state["scales"])
         self.sharded.load_state_dict(state)

@@ -87,7 +87,7 @@ class Processes:
         self.gathered(None)
 
     def first_does(self, work: Callable[[], T]) -> T:
-        """The first process does it, all return its picklable result; where it raises, `FailedElsewhereError`."""
+        """The first process does it, all return its picklable result; if it raises, others `FailedElsewhereError`."""
         if self.world == 1:
             return work()
         failure: Exception | None = None

@@ -155,8 +155,8 @@ def test_numbers_are_text_where_text_is_meant(tmp_path: Path):
 def test_numbers_are_a_persons_and_the_files_own_name_keeps_its_options(tmp_path: Path, named: dict[str, str]):
     (tmp_path / "c.yaml").write_text("\n".join(cases(__file__, "numbers")))
     config = load_config(tmp_path / "c.yaml", {**named, "seed": "010"})
-    assert config.task.options == {"p": 1e-3, "q": 10, "r": "1:30"} and config.task.system == "a" and config.seed == 10
-    assert config.learner.objective.model_dump()["epsilon_high"] == 0.1
+    assert config.task.options == {"p": 1e-3, "q": 10, "s": -8, "r": "1:30"} and config.seed == 10
+    assert config.task.system == "a" and config.learner.objective.model_dump()["epsilon_high"] == 0.1
 
 
 def test_the_default_file_follows_the_model():
