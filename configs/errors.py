@@ -83,6 +83,6 @@ def disk_error(error: BaseException) -> DiskError | None:
     file = getattr(error, "filename", None)
     where = f" at {str(file)!r}" if file else ""
     return DiskError(
-        f"cannot write{where}: {os.strerror(number)}; make room or change permissions there, or name another place. "
-        "Checkpoints that were written stay; a run that has one goes on with --resume RUN"
+        f"cannot write or open{where}: {os.strerror(number)}; make room or give permission there, or name another "
+        "place. Checkpoints that were written stay; a run that has one goes on with --resume RUN"
     )

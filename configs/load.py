@@ -278,9 +278,8 @@ def _parse(path: str, text: str, known: dict[str, Any]) -> Any:
     maybe = get_origin(annotation) is not tuple and any(kind in get_args(annotation) for kind in (Text, PathText))
     if annotation in (str, Text) or (maybe and text != "null"):
         return text
-    if path in _PATTERNS and not text.lstrip().startswith("["):
-        return text
-    if path == "rollout.stop" and not re.search(r"[,'\"]|\[\]", text):  # [INST] is a text, ['[INST]'] a list
+    is_list = path != "rollout.stop" or re.search(r"[,'\"]|\[\]", text)  # [INST] is a text, ['[INST]'] a list
+    if path in _PATTERNS and not (text.lstrip().startswith("[") and is_list):
         return text
     if not text.strip():
         raise ConfigError(f"option --{path} {text!r} is empty; give a value, or leave it out")

@@ -18,7 +18,9 @@ class _OnceLoader(yaml.SafeLoader):
 
     def construct_yaml_int(self, node: Any) -> Any:
         text = str(self.construct_scalar(node)).replace("_", "")
-        return int(text) if text.lstrip("+-").isdecimal() else text if ":" in text else super().construct_yaml_int(node)
+        if text.lstrip("+-").isdecimal():
+            return int(text)
+        return text if ":" in text else super().construct_yaml_int(node)
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen: dict[Any, int] = {}

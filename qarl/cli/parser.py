@@ -51,8 +51,8 @@ class Parser(argparse.ArgumentParser):
         """`--lr -1e-3` as `--lr=-1e-3` (argparse takes what follows for a flag), `--rollout.top_p 0.9` as
         `--rollout.top_p=0.9` (it does not know fields of the configuration, and takes what follows for CONFIG or
         another positional argument). Raises `UsageError` for a field where the command has none."""
-        joined, option, field = list[str](), False, False  # of the item before, while it has no value
-        for item in arguments:
+        joined, option, field, fields = list[str](), False, False, self.get_default("fields")
+        for item in arguments:  # option, field: of the item before, while it has no value
             if option and (_NEGATIVE.match(item) or (field and not item.startswith("--"))):
                 joined[-1] += f"={item}"
                 option = False
@@ -60,9 +60,9 @@ class Parser(argparse.ArgumentParser):
             name, equals, _ = item.partition("=")
             option = name.startswith("--") and not equals
             field = name.startswith("--") and name not in self._option_string_actions
-            if field and not (self.get_default("fields") and is_option(name[2:])):
-                near = did_you_mean(name, self._option_string_actions, 0.8 if self.get_default("fields") else 0.6)
-                if near or not self.get_default("fields"):  # else the configuration knows what is near
+            if field and not (fields and is_option(name[2:])):
+                near = did_you_mean(name, self._option_string_actions, 0.8 if fields else 0.6)
+                if near or not fields:  # else the configuration knows what is near
                     self.error(f"unknown option {name}{near}")
             joined.append(item)
         return joined

@@ -29,7 +29,8 @@ def checkpoint_bytes(config: RunConfig, folder: Path) -> int:
         return 0
     trained = second = parameters_of(folder)
     if config.learner.optimizer.name == "muon":
-        second = sum(math.prod(shape) for name, shape in tensor_shapes(folder).items() if "_proj" not in name)
+        sizes = ((name, shape) for name, shape in tensor_shapes(folder).items() if len(shape) < 2 or "embed" in name)
+        second = sum(math.prod(shape) for _, shape in sizes)
     return trained * (ITEMSIZE[config.learner.master_dtype] + 4) + second * 4
 
 
