@@ -88,9 +88,7 @@ class Recorder:
         """Watch one test from its fixtures on."""
         self._now, self._passed, started = set(), True, time.monotonic()
         self._calls.taken()
-        self._calls.watch()
         result = yield
-        sys.settrace(None)
         self._now |= self._calls.taken()
         shared = [self._fixtures.get(name, set()) for name in item.fixturenames]
         if self._passed:
@@ -211,6 +209,7 @@ def _pytest(clone: Path, names: list[str], ran: Path | None = None) -> None:
     os.dup2(file, 2)
     calls = Calls(clone.resolve(), clone.parent / "called", ROOMS)
     if ran:
+        calls.watch()
         start = f"from calls import Calls\nCalls({str(calls.root)!r}, {str(calls.file)!r}, {ROOMS}).watch()\n"
         (clone.parent / "sitecustomize.py").write_text(f"import sys; sys.path.append({str(SCRIPTS)!r})\n{start}")
         os.environ["PYTHONPATH"] = f"{clone.parent}:{os.environ['PYTHONPATH']}"
