@@ -83,7 +83,7 @@ def load_stream(model: nn.Module, config: VllmConfig, stream: Iterable[LowBitTen
     with set_current_vllm_config(config), torch.no_grad():
         if current_platform.is_cpu():
             _name_w4a8_weights_once(model)
-        initialize_layerwise_reload(model)
+        _begin_reload(model)
         keep = _keep_new_tensors(model) if current_platform.is_cpu() else []
         beside = {} if current_platform.is_cpu() else tensors_beside(model)
         try:
@@ -115,6 +115,21 @@ def _name_w4a8_weights_once(model: nn.Module) -> None:
         if isinstance(scheme, CompressedTensorsW4A8Int):
             get_layerwise_info(module).restore_metadata[0].pop("weight_packed", None)
             scheme.kernel.w_q_name = "weight"
+
+
+def _begin_reload(model: nn.Module) -> None:
+    """vLLM's, but on GPUs biases, too, are loaded into tensors of their own and copied back. It loads them in place:
+    Marlin's permuting then moves them from where CUDA graphs read, and Humming's have lost what loads them."""
+    linear = [module for module in model.modules() if isinstance(module, LinearBase) and not current_platform.is_cpu()]
+    biased = [layer for layer in linear if layer.bias is not None]
+    for layer in biased:
+        if not hasattr(layer.bias, "weight_loader"):
+            vars(layer.bias).update(output_dim=0, weight_loader=layer.weight_loader)
+    initialize_layerwise_reload(model)
+    for layer in biased:
+        before, rows = layer.bias, sum(layer.output_partition_sizes)
+        layer.bias = nn.Parameter(before.new_empty(rows, dtype=layer.params_dtype), requires_grad=False)
+        vars(layer.bias).update(vars(before))
 
 
 def _keep_new_tensors(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -37,14 +37,14 @@ Stream = Iterator[tuple[str, Any]]
 def stacked(scheme: Scheme, quantized: CompressedTensorsConfig | None, name: str) -> tuple[nn.Module, Stream]:
     """A layer of the least rows, where miscounting weighs most, and how each tensor of a version goes into it."""
     layer = QKVParallelLinear(
-        HIDDEN, HEAD, 2, 1, bias=False, params_dtype=torch.bfloat16, quant_config=quantized, prefix=name,
+        HIDDEN, HEAD, 2, 1, bias=True, params_dtype=torch.bfloat16, quant_config=quantized, prefix=name,
         disable_tp=True,
     )  # fmt: skip
 
     def stream() -> Stream:
         for part, rows in ROWS.items():
             weight = materialize(normal(rows, HIDDEN, seed=rows), scheme, torch.bfloat16)
-            for key, tensor in weight.tensors():
+            for key, tensor in (*weight.tensors(), ("bias", torch.arange(rows) / 8)):
                 parameter = getattr(layer, key)
                 yield key, lambda p=parameter, t=tensor, part=part: p.weight_loader(p, t, part)
 
@@ -85,22 +85,39 @@ def test_a_publish_refills_one_layer_object(kind: Any):
 
 
 def refill(layer: nn.Module, stream: Any, name: str) -> None:
+    """Two versions: of a kernel that permutes a bias into another storage, as Marlin does, and of one that registers
+    another parameter, as Humming does."""
     before = {key: (p, p.data_ptr(), p.shape, p.dtype) for key, p in layer.named_parameters(recurse=False)}
+    version, bias = list(stream), getattr(layer, "bias", None)
     loaded: list[str] = []
     seen: list[list[str]] = []
-    layer.quant_method.process_weights_after_loading = lambda module: seen.append(list(loaded))  # type: ignore
+
+    def prepare(module: Any) -> None:
+        seen.append(list(loaded))
+        if bias is not None and len(seen) == 1:
+            module.bias.data = module.bias.flip(0)
+        elif bias is not None:
+            module.bias = nn.Parameter(module.bias * 2, requires_grad=False)
+
+    layer.quant_method.process_weights_after_loading = prepare  # type: ignore
     reloading.record_metadata_for_reloading(layer)
-    reloading.initialize_layerwise_reload(layer)
-    for key, load in stream:
-        loaded.append(key)
-        load()
-    reloading.finalize_layerwise_reload(layer, SimpleNamespace(dtype=torch.bfloat16))
-    count = [len([key for key in keys if key != "weight_shape"]) for keys in (*seen, loaded)]
-    assert len(count) == 2 and count[0] == count[1], name
-    after = {key: (p, p.data_ptr(), p.shape, p.dtype) for key, p in layer.named_parameters(recurse=False)}
-    assert before.keys() == after.keys(), name
-    for key, (parameter, *place) in before.items():
-        assert after[key][0] is parameter and list(after[key][1:]) == place, (name, key)
+    for number in (1, 2):
+        loaded.clear()
+        worker._begin_reload(layer)
+        for key, load in version:
+            loaded.append(key)
+            load()
+        reloading.finalize_layerwise_reload(layer, SimpleNamespace(dtype=torch.bfloat16))
+        count = [len([key for key in keys if key != "weight_shape"]) for keys in (*seen, loaded)]
+        assert len(count) == number + 1 and count[number - 1] == count[-1], name
+        after = {key: (p, p.data_ptr(), p.shape, p.dtype) for key, p in layer.named_parameters(recurse=False)}
+        assert before.keys() == after.keys(), name
+        for key, (parameter, *place) in before.items():
+            assert after[key][0] is parameter and list(after[key][1:]) == place, (name, key)
+        if bias is not None:
+            values = torch.cat([torch.arange(rows) / 8 for rows in ROWS.values()])
+            assert torch.equal(bias.float(), values.flip(0) if number == 1 else values * 2), name
+            vars(bias).clear()
 
 
 @no_cuda
