@@ -34,6 +34,7 @@ _ACTIVATION_KERNELS = ("MxFp4", "Mxfp4", "NvFp4", "CPUExpertsInt4")
 """Of those that quantize activations, unless `_WEIGHT_ONLY_KERNELS` says otherwise."""
 
 _NOTES = {
+    "w4a8": "vLLM has it for CPUs alone",
     "w4afp8": "vLLM has it for GPUs of compute capability 9.0 alone",
     "nvfp4": "vLLM has it for NVIDIA GPUs alone",
     "nvfp4a16": "vLLM has it for NVIDIA GPUs alone",

@@ -22,7 +22,7 @@ from qarl.quant.materialize import materialize
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.schemes import SCHEMES, get_scheme
 from tests.support import Policies
-from tests.support.gpu_schemes import RUNS_EXPERTS, need
+from tests.support.gpu_schemes import RUNS_EXPERTS, bound, need
 from tests.support.kernels import needs_cuda
 from tests.support.tensors import relative_error, same_bits
 
@@ -53,12 +53,12 @@ PRODUCTS = [
 @schemes
 @pytest.mark.parametrize(("tokens", "rows", "columns"), PRODUCTS)
 def test_products_agree_with_the_dequantized_one(scheme: str, tokens: int, rows: int, columns: int):
-    """vLLM's and the reference: relative error below 2 %, far below a wrong scale or code order, above rounding."""
+    """vLLM's and the reference: relative error below a bound far below a wrong scale or code order, above rounding."""
     need(scheme)
     weight = materialize(values(rows, columns).cuda(), get_scheme(scheme), DTYPE)
     x = values(tokens, columns, seed=1).cuda().to(DTYPE)
     expected = make_factory("reference", DTYPE).linear("layer", [weight], [None])(x)
-    assert relative_error(make_factory("vllm", DTYPE).linear("layer", [weight], [None])(x), expected) < 0.02
+    assert relative_error(make_factory("vllm", DTYPE).linear("layer", [weight], [None])(x), expected) < bound(scheme)
 
 
 @schemes
@@ -78,7 +78,7 @@ def test_outputs_and_straight_through_gradients_are_those_of_the_cpu(scheme: str
         return y.detach().cpu(), x.grad.cpu(), master.grad.cpu()
 
     for ours, expected in zip(run("cuda", family), run("cpu", "reference"), strict=True):
-        assert relative_error(ours, expected) < 0.02
+        assert relative_error(ours, expected) < bound(scheme)
 
 
 REAL = (128, 8, 2048, 768)
@@ -90,7 +90,7 @@ REAL = (128, 8, 2048, 768)
     [(name, (8, 2, 256, 256), 64) for name in SCHEMES] + [(name, REAL, n) for name in RUNS_EXPERTS for n in (1, 4096)],
 )
 def test_experts_agree_with_the_dequantized_ones(scheme: str, sizes: tuple[int, int, int, int], tokens: int):
-    """vLLM's output and gradients within 3 % of the dequantized product's."""
+    """vLLM's output and gradients within one and a half times the bound of a product from the dequantized one's."""
     need(scheme, experts=True)
     experts, top_k, hidden, inner = sizes
     shape = ExpertsShape(experts, top_k, hidden, inner, "silu", ExpertLayout())
@@ -112,7 +112,7 @@ def test_experts_agree_with_the_dequantized_ones(scheme: str, sizes: tuple[int, 
 
     ours, expected = run("vllm"), run("reference")
     assert len(ours) == len(expected) == 4
-    assert all(relative_error(a, b) < 0.03 for a, b in zip(ours, expected, strict=True))
+    assert all(relative_error(a, b) < 1.5 * bound(scheme) for a, b in zip(ours, expected, strict=True))
 
 
 @pytest.mark.slow

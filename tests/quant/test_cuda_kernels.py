@@ -255,7 +255,7 @@ def test_learner_and_engine_choose_one_kernel_for_experts(capability: tuple[int,
 BF16 = torch.bfloat16
 QKV = ([2048, 1024, 1024], 2048)
 _BOTH = {"bf16", "w4a16", "w4a16-g64", "w4a16-g32", "w4a16-channel", "w8a16", "w4a8", "w8a8", "fp8"}
-KEEP = {(9, 0): _BOTH | {"fp8-block", "w4afp8", "mxfp4a16"}, (10, 0): _BOTH | {"fp8-block", "nvfp4"}}
+KEEP = {(9, 0): _BOTH | {"w4afp8", "mxfp4a16"}, (10, 0): _BOTH | {"nvfp4"}}
 """Schemes whose kernels for Qwen3-1.7B's qkv keep the mode."""
 
 

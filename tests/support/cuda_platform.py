@@ -107,7 +107,8 @@ def stub_cuda(capability: tuple[int, int]) -> Iterator[None]:
                 places.append((module, "current_platform", stub))
             places += [(module, key, lambda: True) for key in _PACKAGES if key in attributes]
             places += [(module, _SCHEMAS, lambda key: None)] if _SCHEMAS in attributes else []
-            places += [(module, key, _from(least, number)) for key, least in _WHEEL.items() if key in attributes]
+            wheel = {key: number >= least if key.isupper() else _from(least, number) for key, least in _WHEEL.items()}
+            places += [(module, key, answer) for key, answer in wheel.items() if key in attributes]
     _forget(places)
     patches = [patch.object(module, key, value) for module, key, value in places]
     with ExitStack() as stack:
