@@ -71,7 +71,7 @@ def measure(
     say: Callable[[str], None],
 ) -> list[Traffic]:
     """Rows by processes, scheme, optimizer and stage. moe: of a mixture of 7 million parameters, `keep_codes` and
-    `keep_products` false at stage 3 as well. Raises `InputError`s for values that cannot be, `WorkerError`
+    `keep_kernel_layout` false at stage 3 as well. Raises `InputError`s for values that cannot be, `WorkerError`
     with the end of its output where a measurement fails."""
     for scheme in schemes:
         get_scheme(scheme)

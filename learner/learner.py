@@ -64,7 +64,7 @@ class Learner:
         self.config = config
         self.processes = processes or Processes()
         self.sharded = ShardedOptimizer(model, config, self.processes)
-        self.loss_scale = LossScale(model.context.compute_dtype == torch.float16, config.loss_scale)
+        self.loss_scale = LossScale(model.context.compute_dtype == torch.float16)
         self._balance = load_balance_coefficient(model, config.router_aux_loss)
         model.router_log.enable(self._balance > 0)
         self._reference = reference

@@ -6,7 +6,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from qarl.configs.words import did_you_mean, quoted
 
@@ -33,6 +33,15 @@ class Section(BaseModel):
     """A frozen group of fields; unknown keys, infinities and NaN are errors. Text may look like a number."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, coerce_numbers_to_str=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _numbers(cls, data: Any) -> Any:
+        for name, field in cls.model_fields.items() if isinstance(data, dict) else ():
+            kinds = {field.annotation, *typing.get_args(field.annotation)}
+            if isinstance(data.get(name), bool) and kinds & {int, float} and bool not in kinds:
+                raise ValueError(f"{name} {str(data[name]).lower()} must be a number")  # Python takes True for 1
+        return data
 
 
 class Choice(Section):

@@ -111,7 +111,7 @@ class LearnerConfig(Section):
         description="false: make low-bit codes again from the masters for every publish and backward; less memory, "
         "more time, and no flipped codes are counted",
     )
-    keep_products: bool = Field(
+    keep_kernel_layout: bool = Field(
         default=True,
         description="false: lay codes out for the kernel again at every forward of a layer, where the engine is "
         "elsewhere (rollout.servers); with keep_codes false, a process holds one layer's",
@@ -153,9 +153,6 @@ class LearnerConfig(Section):
         ge=0,
         description="steps between measurements of lost updates, codes and bfloat16 roundings that change, where the "
         "log-ratio comes from and, with ratio_from sampler, the update's size; 0: never, saves a little time",
-    )
-    loss_scale: float = Field(
-        default=65536.0, gt=0, description="initial, for float16 gradients; grows and backs off by itself"
     )
 
     @property

@@ -305,7 +305,7 @@ class RunConfig(Section):
         learner, rollout, warmup = self.learner, self.rollout, self.learner.optimizer.warmup_steps
         decay = min(learner.optimizer.decay_steps, self.steps)
         cache, unquantized = self.quantization.kv_cache, self.scheme == UNQUANTIZED and not self.layers
-        no_products = not learner.keep_products and self.shares_engine
+        no_layout = not learner.keep_kernel_layout and self.shares_engine
         refuse(self._without_an_engine() if self.from_rollouts is not None else {})
         faults = {
             f"learner.mini_batches {learner.mini_batches} is more than rollout.prompts {rollout.prompts}; each "
@@ -314,8 +314,8 @@ class RunConfig(Section):
             "again, so the engine cannot tell their experts": rollout.router_replay and rollout.prefix_caching,
             f"learner.optimizer.warmup_steps {warmup} and decay_steps {decay} are more than steps {self.steps}, so the "
             "learning rate would never be reached; lower them or raise it": warmup + max(decay, 1) > self.steps + 1,
-            "learner.keep_products false, but the learner has none of its own: it multiplies with its masters, or with "
-            "the layers of an engine in its process; give rollout.servers, or leave it out": no_products,
+            "learner.keep_kernel_layout false, but the learner has none of its own: it multiplies with its masters, or "
+            "with the layers of an engine in its process; give rollout.servers, or leave it out": no_layout,
             f"quantization.kv_cache {cache!r} with scheme {self.scheme!r}, whose checkpoint has no quantization to say "
             "so in; choose a low-bit scheme, or leave it out": cache is not None and unquantized,
             "checkpoint.best true with eval.problems 0: nothing says which is the best; give eval.problems, or leave "

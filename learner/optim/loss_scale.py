@@ -36,7 +36,7 @@ class LossScale:
     """
 
     active: bool
-    scale: float
+    scale: float = 65536.0
     growth_every: int = 200
     good_steps: int = 0
     skipped: int = 0

@@ -64,8 +64,7 @@ def _mismatch(known: argparse.Namespace, console: Console) -> int:
 
 
 def investigated(config: RunConfig, console: Console, task: Task | None = None) -> Any:
-    """`qarl.advice.mismatch.investigate`, with its phases on the console. task: of the configuration, where its files
-    were checked already."""
+    """`qarl.advice.mismatch.investigate`, its phases on the console. task: the configuration's, if checked already."""
     quiet_libraries()
     with phases_shown_on(console):
         if task is None:

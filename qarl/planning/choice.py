@@ -27,7 +27,7 @@ _WHY = {
     "learner.gradient_checkpointing": "activations are computed again in the backward",
     "learner.micro_batch_tokens": "as many as a longest sequence has",
     "learner.keep_codes": "codes are made anew where they are needed",
-    "learner.keep_products": "and so is what kernels multiply",
+    "learner.keep_kernel_layout": "and so is what kernels multiply",
 }
 
 
@@ -80,7 +80,7 @@ def choose(
                     f"--config {name}: for this model, and fits {machine.name}; give --config for other settings"
                 )
                 return Choice(name, count, {}, (*words, *about))
-            needs = f"{plan.memory.total / GIB:.1f} of {plan.there / GIB:.1f} GiB"
+            needs = f"{plan.memory.total / GIB:.1f} of {plan.capacity / GIB:.1f} GiB"
             words.append(f"recipe {name} does not fit {machine.name}: {needs}")
     count, about = _process_count(config, processes, machine)
     words += about
@@ -140,7 +140,7 @@ def _changes(config: RunConfig, machine: Machine, processes: int) -> list[Change
         (shares, Change({"learner.zero_stage": 3}, 2, spreads)),
         (on_gpus and learner.optimizer.offload == "none", Change({"learner.optimizer.offload": "cpu"}, 4)),
         (learner.keep_codes, Change({"learner.keep_codes": False}, 6)),
-        (learner.keep_products and not config.shares_engine, Change({"learner.keep_products": False}, 6)),
+        (learner.keep_kernel_layout and not config.shares_engine, Change({"learner.keep_kernel_layout": False}, 6)),
         (learner.master_dtype == "float32", Change({"learner.master_dtype": "bfloat16"}, 5)),
         (rollout.max_new_tokens > _SHORT_ANSWERS, Change(shorter, 8)),
         (learner.lora.name == "none", Change({"learner.lora.name": "lora"}, 9)),
@@ -153,7 +153,7 @@ def _changed(plan: Plan, changes: list[Change], machine: Machine, processes: int
     """The plan with changes, or None where they do not go together."""
     fields = {path: value for change in changes for path, value in change.fields.items()}
     spreads = any(change.spreads for change in changes)
-    here = plan.here if machine is plan.machine else processes
+    here = plan.local if machine is plan.machine else processes
     processes, here = (machine.count, machine.count) if spreads else (processes, here)
     if plan.config.rollout.prompts % processes:
         return None

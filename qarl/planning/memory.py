@@ -102,7 +102,7 @@ class _Count:
         codes = f"the learner's weights in {scheme}" if learner.keep_codes else f"{scheme} made when needed"
         moves = 0 if learner.aligned or self.config.quantization.init is None else shapes.quantized * _FP32
         layout = 0 if self.config.shares_engine else self.own_products
-        whose = "the learner's own" if learner.keep_products else "a layer's"
+        whose = "the learner's own" if learner.keep_kernel_layout else "a layer's"
         cached = self.cache() // shapes.key_value_bytes(cache_itemsize(self.config))
         parts = (
             Part("masters", self.masters(), f"{of_masters} in {learner.master_dtype}{shared}"),
@@ -212,7 +212,7 @@ class _Count:
         """Of a model that multiplies with layers of its own; the reference dequantizes its matrices."""
         dequantizes = self.config.learner.kernel == "reference"
         matrices = self.shapes.quantized * self.itemsize if dequantizes else self.in_kernels
-        at_once = matrices if self.config.learner.keep_products else matrices // self.shapes.layers
+        at_once = matrices if self.config.learner.keep_kernel_layout else matrices // self.shapes.layers
         return at_once + self.shapes.head * self.itemsize
 
     def reference(self) -> int:

@@ -30,7 +30,7 @@ class MemoryPlanError(InputError, heading="memory"):
 @dataclass(frozen=True)
 class Plan:
     """requested: the configuration; config: with what was open decided. source: of the model's sizes, in words.
-    processes: all of them; here: those on this machine. decided: what the plan decided, in words."""
+    processes: all of them; local: those on this machine. decided: what the plan decided, in words."""
 
     requested: RunConfig
     config: RunConfig
@@ -38,19 +38,19 @@ class Plan:
     source: str
     machine: Machine
     processes: int
-    here: int
+    local: int
     memory: Memory
     decided: tuple[str, ...]
 
     @property
-    def there(self) -> int:
+    def capacity(self) -> int:
         """Bytes one process may take of its device."""
-        return self.machine.a_process(self.here)
+        return self.machine.a_process(self.local)
 
     @property
     def share(self) -> float:
         """Of what is there, that the run takes."""
-        return self.memory.total / max(1, self.there)
+        return self.memory.total / max(1, self.capacity)
 
     @property
     def fits(self) -> bool:
@@ -65,7 +65,7 @@ class Plan:
     @property
     def host(self) -> int:
         """Bytes of the host's memory that the processes of one machine take."""
-        return self.memory.host * self.here
+        return self.memory.host * self.local
 
     @property
     def refused(self) -> bool:
@@ -76,7 +76,7 @@ class Plan:
 def make_plan(
     config: RunConfig, shapes: Shapes, source: str, machine: Machine, processes: int, here: int | None = None
 ) -> Plan:
-    """Decide what is open, and count. processes: one a device on GPUs; here: those on this machine, without it all.
+    """Decide what is open, and count. processes: one a device on GPUs; local: those on this machine, without it all.
 
     Raises `ConfigError` for more processes than GPUs.
     """
@@ -98,7 +98,7 @@ def make_plan(
         source=source,
         machine=machine,
         processes=processes,
-        here=here,
+        local=here,
         memory=count_memory(shapes, filled, machine.device, processes),
         decided=tuple(decided),
     )

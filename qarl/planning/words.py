@@ -19,13 +19,13 @@ def one_line(plan: Plan) -> str:
     """The sum against what is there, and the larger parts."""
     parts = [f"{part.name} {part.bytes / GIB:.1f}" for part in plan.memory.parts if part.bytes >= _SHOWN]
     a_process = " a process" if plan.processes > 1 else ""
-    line = f"{plan.memory.total / GIB:.1f} of {plan.there / GIB:.1f} GiB{a_process} on {plan.machine.name}"
+    line = f"{plan.memory.total / GIB:.1f} of {plan.capacity / GIB:.1f} GiB{a_process} on {plan.machine.name}"
     line += f" ({', '.join(parts)})"
     if plan.decided:
         line += f"; decided by the plan: {', '.join(plan.decided)}"
     if not plan.fits:
         line += f"; {verdict(plan)}: it may run out"
-    elif plan.memory.total > plan.there - plan.machine.taken:
+    elif plan.memory.total > plan.capacity - plan.machine.taken:
         line += f"; other processes have {plan.machine.taken / GIB:.1f} GiB there now: it may run out"
     return line
 
@@ -41,7 +41,7 @@ def table(plan: Plan) -> list[str]:
         "",
         f"{'part':<15}{'GiB':>7}  of what",
         *(f"{part.name:<15}{part.bytes / GIB:>7.1f}  {part.note}" for part in plan.memory.parts),
-        f"{'sum':<15}{plan.memory.total / GIB:>7.1f}  of {plan.there / GIB:.1f}: {verdict(plan)}",
+        f"{'sum':<15}{plan.memory.total / GIB:>7.1f}  of {plan.capacity / GIB:.1f}: {verdict(plan)}",
     ]
     if plan.memory.host:
         there = f" of {plan.machine.host / GIB:.1f}" if plan.machine.host is not None else ""
@@ -55,7 +55,7 @@ def table(plan: Plan) -> list[str]:
 def verdict(plan: Plan) -> str:
     """Whether it fits, in words."""
     if plan.share > 1:
-        return f"{(plan.memory.total - plan.there) / GIB:.1f} GiB too much"
+        return f"{(plan.memory.total - plan.capacity) / GIB:.1f} GiB too much"
     if plan.lacks_host:
         there = (plan.machine.host or 0) / GIB
         return f"fits, but loading and checkpoints take {plan.host / GIB:.1f} of the host's {there:.1f} GiB"
@@ -71,7 +71,7 @@ def remedies(plan: Plan, overrides: Mapping[str, str], file: str | None) -> list
     if not any(works.machine == plan.machine for works, _ in proposed):
         lines += ["", f"no combination of these fits {plan.machine.name}"]
     for works, fields in proposed:
-        lines += ["", f"fits {works.machine.name}, {works.memory.total / GIB:.1f} of {works.there / GIB:.1f} GiB:"]
+        lines += ["", f"fits {works.machine.name}, {works.memory.total / GIB:.1f} of {works.capacity / GIB:.1f} GiB:"]
         options = {**overrides, **as_texts(fields)}
         lines += _command(works.processes, options, file)
     return lines
@@ -86,7 +86,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
         "processes": plan.processes,
         "parts": {part.name: part.bytes for part in plan.memory.parts},
         "total": plan.memory.total,
-        "there": plan.there,
+        "capacity": plan.capacity,
         "host": plan.host,
         "fits": plan.fits,
         "gradient_checkpointing": plan.config.learner.gradient_checkpointing,

@@ -272,7 +272,7 @@ def let_go(model: LowBitModel, learner: LearnerConfig) -> None:
     """Of what the configuration does not have a process keep of a version."""
     if not learner.keep_codes:
         model.release_codes()
-    if not learner.keep_products:
+    if not learner.keep_kernel_layout:
         model.drop_products()
 
 
@@ -333,8 +333,7 @@ def share_layers(publisher: Publisher, stack: ExitStack) -> str:
 
 
 def gate_of(config: RunConfig, model: LowBitModel) -> Callable[[Mismatch], None] | None:
-    """What refuses a first batch whose mismatch is beyond the bounds; None for an unaligned learner, whose mismatch is
-    intended."""
+    """What refuses a first batch whose mismatch is out of bounds; None unaligned, where mismatch is intended."""
     if not config.learner.aligned:
         return None
     if config.bitwise:

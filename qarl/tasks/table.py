@@ -73,8 +73,7 @@ class Table:
         return chosen
 
     def shortened(self, fits: Callable[[Sequence[Problem]], list[bool]]) -> "Table":
-        """Without the problems whose prompts are too long. fits: which of them are not. Raises `TaskError` where none
-        is left to train on."""
+        """Those whose prompts are short enough. fits: whether each is. Raises `TaskError` where none is left."""
         kept: dict[Split, list[Problem]] = {
             split: [problem for problem, fit in zip(rows, fits(rows), strict=True) if fit]
             for split, rows in self.by_split.items()

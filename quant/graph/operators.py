@@ -122,8 +122,7 @@ def _norm_gradients(dx: Tensor, dy: Tensor, x: Tensor, *rest: Tensor | float | N
 
 
 class _Rotation(torch.autograd.Function):
-    """Rotary embedding of queries and keys. Kept: positions. Backward: the engine's rotation by the angles' negatives,
-    in fp32, rounded once."""
+    """Rotary embedding of queries and keys. Backward: the engine's rotation by the negatives, in fp32, rounded once."""
 
     @staticmethod
     def forward(ctx: Any, operator: Operator, positions: Tensor, *turned: Tensor | None) -> Any:

@@ -92,8 +92,7 @@ def _sides(window: int | None) -> list[int]:
 
 
 def _engine_version(head_size: int, scoring: Scoring, sinks: Tensor | None) -> int | None:
-    """Of FlashAttention in vLLM's engine on this device; None where it has none that scores so: its second has no
-    sinks."""
+    """Of FlashAttention in vLLM's engine on this device; None where none scores so: version 2 has no sinks."""
     from vllm.v1.attention.backends import fa_utils
 
     version = fa_utils.get_flash_attn_version(

@@ -41,8 +41,7 @@ class Replicas:
         return [server for server in self._servers if server not in self._lost]
 
     async def on_all(self, step: Callable[[VllmReplica], Awaitable[T]]) -> dict[VllmReplica, T]:
-        """What the step returns of each present server, all at once. Raises `EngineError` naming those that failed at
-        it, each try of all."""
+        """What the step returns of each present server, all at once. Raises `EngineError` naming each that failed."""
         servers = self._some()
         outcomes = await asyncio.gather(
             *(self.with_retries(server, step) for server in servers), return_exceptions=True

@@ -108,8 +108,7 @@ class Version(_Manifest, frozen=True):
 
 
 def write_version(stream: Iterable[LowBitTensor], parent: Path, version: int) -> Version:
-    """Write a stream whole into a folder under `parent`, which is complete or not there. Raises `EngineError` where the
-    disk refuses."""
+    """Write a stream into a folder under `parent`, complete or not there. `EngineError` where the disk refuses."""
 
     def write(folder: Path) -> dict[str, object]:
         digest = StreamDigest()

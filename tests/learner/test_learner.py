@@ -132,8 +132,8 @@ def test_learning_raises_what_was_rewarded(scheme: str):
 def test_a_non_finite_gradient_is_skipped(value: float, dtype: torch.dtype):
     """Contract: masters, optimizer state and weight version stay as they were, bit for bit; the skip is counted and
     the loss scale (float16 only) halves for each. The next batch learns as if nothing had been."""
-    spoiled = make_learner(dtype=dtype, loss_scale=1024.0)
-    clean = make_learner(dtype=dtype, loss_scale=256.0)
+    spoiled = make_learner(dtype=dtype, scale=1024.0)
+    clean = make_learner(dtype=dtype, scale=256.0)
     batch = batch_of()
     before, stream = masters_of(spoiled), [i.tensor.clone() for i in spoiled.model.low_bit_tensors()]
     handle = poison(spoiled, "model.layers.1.mlp.down_proj.weight", value)
@@ -166,7 +166,7 @@ def test_the_float16_loss_scale_cancels_out():
     powers of two scale exactly in every dtype in between."""
     given = []
     for scale in (64.0, 1024.0):
-        learner = make_learner(dtype=torch.float16, loss_scale=scale, optimizer={"grad_clip": 1e9})
+        learner = make_learner(dtype=torch.float16, scale=scale, optimizer={"grad_clip": 1e9})
         (first, *_), stats = gradients_of_learning(learner, batch_of())
         assert stats.loss_scale == scale
         given.append(first)
@@ -180,7 +180,7 @@ def test_a_restored_learner_continues_bit_for_bit(scheme: str, special: str, opt
     statistics and loss scale equal bit for bit, through torch.save and from other initial weights. Where scales are
     kept, a batch changes codes and no scale, and the other learner's scales become these. Of adapters, others of one
     base, the checkpoint holds no weight of the base."""
-    options = {"optimizer": {"name": optimizer, "lr": 1e-2}, "loss_scale": 64.0}
+    options = {"optimizer": {"name": optimizer, "lr": 1e-2}}
     adapted = special == "adapters"
     compute = COMPUTE_DTYPES[dtype]
     learner, other = (make_learner(scheme, compute, seed=0 if adapted else seed, **options) for seed in (0, 5))
@@ -414,7 +414,7 @@ def test_log_probs_of_the_engine_that_are_not_finite_are_an_error():
 
 def test_a_loss_scale_too_high_for_float16_is_lowered_until_gradients_fit():
     """No gradient is spoiled by hand: 2^40 overflows float16 for real, is halved for each skip, and learning begins."""
-    learner = make_learner("w4a16", torch.float16, loss_scale=2.0**40)
+    learner = make_learner("w4a16", torch.float16, scale=2.0**40)
     skipped = updates = 0
     for seed in range(20):
         stats = learner.learn(batch_of(), step=seed)
@@ -428,7 +428,7 @@ def test_a_loss_scale_too_high_for_float16_is_lowered_until_gradients_fit():
 def test_gradients_that_stay_infinite_end_the_run(dtype: torch.dtype, skips: int):
     """Contract: `skips` updates are left out and counted, the next raises, and the masters are those before them all.
     float16 starts from a scale of 4 here, so two halvings reach 1."""
-    learner = make_learner(dtype=dtype, loss_scale=4.0, mini_batches=1)
+    learner = make_learner(dtype=dtype, scale=4.0, mini_batches=1)
     before = masters_of(learner)
     poison(learner, "model.layers.1.mlp.down_proj.weight", math.inf)
     for seed in range(skips):

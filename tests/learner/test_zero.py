@@ -34,7 +34,7 @@ LEARNER: dict[str, Any] = {
 }
 MUON: dict[str, Any] = {**LEARNER, "optimizer": {"lr": 1e-4, "name": "muon"}}
 LORA: dict[str, Any] = {**LEARNER, "lora": {"name": "lora", "rank": 4, "alpha": 8.0}}
-KEEPS_NONE = {"keep_codes": False, "keep_products": False}
+KEEPS_NONE = {"keep_codes": False, "keep_kernel_layout": False}
 EXPERTS: dict[str, Any] = {**LEARNER, "router_aux_loss": 0.01}
 KL: dict[str, Any] = {**LEARNER, "kl": {"name": "k3", "coefficient": 0.5}}
 PLAIN: dict[str, Any] = {**LEARNER, "aligned": False}

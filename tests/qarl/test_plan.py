@@ -135,14 +135,14 @@ def test_a_learner_apart_from_its_servers_has_no_engine_and_may_keep_no_weights(
     apart = {"rollout__servers": "http://a:1", "learner__zero_stage": 3}
     parts = gib("qwen3-30b-a3b", 8, **apart)
     assert not {"engine", "KV cache"} & parts.keys() and parts["kernel layout"] == pytest.approx(14.4 + 0.6, abs=0.2)
-    none = gib("qwen3-30b-a3b", 8, **apart, learner__keep_codes="false", learner__keep_products="false")
+    none = gib("qwen3-30b-a3b", 8, **apart, learner__keep_codes="false", learner__keep_kernel_layout="false")
     head = 151936 * 2048 * 2 / GIB
     assert none["kernel layout"] == pytest.approx(14.4 / 48 + head, abs=0.06)
     assert none["codes"] == pytest.approx(14.4 / 48 + 2 * head, abs=0.06)
     local = [count_memory(NAMED["qwen3-1.7b"], config(rollout__servers=n), "cpu", 1) for n in (1, 2)]
     assert bytes_of(local[1])["engine"] == 2 * bytes_of(local[0])["engine"]
     plan = make_plan(config(**apart, model="m"), NAMED["qwen3-30b-a3b"], "", parse_machine("8x48GB"), 8)
-    assert helping(plan)["--learner.keep_products false"] == pytest.approx(14.4 * 47 / 48 * GIB, rel=0.02)
+    assert helping(plan)["--learner.keep_kernel_layout false"] == pytest.approx(14.4 * 47 / 48 * GIB, rel=0.02)
 
 
 def test_a_process_reads_its_share_into_the_hosts_memory():
@@ -207,7 +207,7 @@ def test_the_command_plans_without_torch_in_80_columns(tmp_path: Path):
     lines = done.stdout.splitlines()
     assert max(len(line) for line in lines if str(tmp_path) not in line) <= 80
     written = json.loads(file.read_text())
-    assert sum(written["parts"].values()) == written["total"] > written["there"] and not written["fits"]
+    assert sum(written["parts"].values()) == written["total"] > written["capacity"] and not written["fits"]
     start = next(number for number, line in enumerate(lines) if line.startswith("  qarl train"))
     works = shlex.split(" ".join(line.rstrip("\\") for line in lines[start:]).split("fits ")[0])
     assert main(["plan", "--gpus", "8x80GB", *works[2:]]) == 0

@@ -10,6 +10,7 @@ from qarl.configs.schema.learner import LearnerConfig
 from qarl.learner.batching import Batch, make_batch
 from qarl.learner.learner import Learner
 from qarl.learner.logprobs import token_logprobs
+from qarl.learner.optim.loss_scale import LossScale
 from qarl.learner.row_logprobs import RowLogprobs
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.rollout.types import Completion, Group, Prompt
@@ -34,12 +35,15 @@ def random_model(tied: bool = True, seed: int = 0) -> Qwen3ForCausalLM:
 def make_learner(
     scheme="w4a16", dtype=torch.bfloat16, seed=0, operators="auto", reference=None, temperature=1.0, **config: Any
 ) -> Learner:
-    """config: of the learner; reference: the model of its KL."""
+    """config: of the learner, and scale, float16's first; reference: the model of its KL."""
+    scale = float(config.pop("scale", 2**16))
     aligned = config.get("aligned", True)
     model = low_bit(random_model(seed=seed), scheme, dtype, operators=operators, aligned=aligned)
     optimizer = {"lr": 1e-3, **config.pop("optimizer", {})}
     settings = {"mini_batches": 2, "diagnostics_every": 0, "optimizer": optimizer, **config}
-    return Learner(model, LearnerConfig.model_validate(settings), reference, temperature=temperature)
+    learner = Learner(model, LearnerConfig.model_validate(settings), reference, temperature=temperature)
+    learner.loss_scale = LossScale(learner.loss_scale.active, scale)
+    return learner
 
 
 def make_groups(seed: int = 0) -> list[Group]:

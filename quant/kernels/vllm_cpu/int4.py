@@ -61,8 +61,7 @@ class CPUWNA16Fp32LinearKernel(CPUWNA16LinearKernel):
 
 
 def unpacked(words: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """words: int32 [O, I/8] as of `repacked`, of codes from 0 that stand for -8; scale: floating [O, G] → their values,
-    fp32 [O, I]."""
+    """words: int32 [O, I/8] as of `repacked`, code 0 for -8; scale: floating [O, G] → their values, fp32 [O, I]."""
     nibbles = (words.unsqueeze(-1) >> torch.arange(0, 32, 4, dtype=torch.int32)).bitwise_and_(15)
     groups = nibbles.view(*scale.shape, -1).float().sub_(8)
     return groups.mul_(scale.float().unsqueeze(-1)).view(len(words), -1)
