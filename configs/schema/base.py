@@ -38,10 +38,17 @@ class Section(BaseModel):
     @classmethod
     def _numbers(cls, data: Any) -> Any:
         for name, field in cls.model_fields.items() if isinstance(data, dict) else ():
-            kinds = {field.annotation, *typing.get_args(field.annotation)}
-            if isinstance(data.get(name), bool) and kinds & {int, float} and bool not in kinds:
-                raise ValueError(f"{name} {str(data[name]).lower()} must be a number")  # Python takes True for 1
+            kinds, value = _leaves(field.annotation), data.get(name)
+            numeric = bool not in kinds and any(kind in (int, float) or type(kind) is int for kind in kinds)
+            if numeric and any(type(part) is bool for part in (value if isinstance(value, list | tuple) else [value])):
+                raise ValueError(f"{name} {str(value).lower()} must be a number")  # Python takes True for 1
         return data
+
+
+def _leaves(annotation: Any) -> list[Any]:
+    """What it is made of: classes, and the values of literals."""
+    parts = typing.get_args(annotation)
+    return [leaf for part in parts for leaf in _leaves(part)] if parts else [annotation]
 
 
 class Choice(Section):

@@ -29,20 +29,10 @@ class OptimizerConfig(Section):
         default="muon", description="muon: matrices by Muon, the rest by AdamW; adamw: the usual choice elsewhere"
     )
     lr: float = Field(default=1e-6, gt=0, le=1, description="learning rate (Muon's is scaled to AdamW's update size)")
-    weight_decay: float = Field(
-        default=0.01, ge=0, le=1, description="decoupled weight decay, a step and unit of learning rate"
-    )
-    grad_clip: float = Field(
-        default=1.0,
-        gt=0,
-        description="bound on the global gradient norm; lower it where single batches upset the policy",
-    )
-    warmup_steps: int = Field(
-        default=0, ge=0, description="first steps, over which the rate rises linearly; for unstable starts"
-    )
-    decay_steps: int = Field(
-        default=0, ge=0, description="last steps, over which the rate falls linearly to settle; all in a shorter run"
-    )
+    weight_decay: float = Field(default=0.01, ge=0, le=1, description="decoupled, a step and unit of learning rate")
+    grad_clip: float = Field(default=1.0, gt=0, description="bound on the global gradient norm")
+    warmup_steps: int = Field(default=0, ge=0, description="first steps, over which the rate rises linearly")
+    decay_steps: int = Field(default=0, ge=0, description="last steps, over which the rate falls linearly")
     betas: tuple[_Beta, _Beta] = Field(default=(0.9, 0.95), description="AdamW: decay of its two moving averages")
     momentum: float = Field(default=0.95, ge=0, lt=1, description="Muon: decay of its moving average")
     rounding: Literal["nearest", "stochastic"] | None = Field(
@@ -50,10 +40,7 @@ class OptimizerConfig(Section):
         description="of 16-bit masters after their step (docs/guide/precision.md); without it stochastic, "
         "nearest for fp32",
     )
-    offload: Literal["none", "cpu"] = Field(
-        default="none",
-        description="cpu: the optimizer's state in the host's memory between steps, where a GPU's is short",
-    )
+    offload: Literal["none", "cpu"] = Field(default="none", description="cpu: state in the host's memory between steps")
 
     def rounding_of(self, master_dtype: str) -> Literal["nearest", "stochastic"]:
         """How masters of that dtype are rounded."""
@@ -63,10 +50,7 @@ class OptimizerConfig(Section):
 class LearnerConfig(Section):
     """How the policy is learned."""
 
-    aligned: bool = Field(
-        default=True,
-        description="multiply the sampler's own low-bit codes; false: a plain 16-bit learner, the baseline",
-    )
+    aligned: bool = Field(default=True, description="multiply the sampler's own codes; false: a plain 16-bit learner")
     objective: ObjectiveChoice = Field(default_factory=TbpoConfig)
     correction: CorrectionChoice = Field(default_factory=TruncatedConfig)
     aggregation: AggregationChoice = Field(default_factory=MeanAggregation)
@@ -98,9 +82,7 @@ class LearnerConfig(Section):
         description="compute a prompt once for all its completions in a forward; auto: packed on CPUs "
         "(docs/explain/learner.md)",
     )
-    logprob_chunk_tokens: int = Field(
-        default=512, ge=1, description="response tokens whose logits are held at once; lower it for large vocabularies"
-    )
+    logprob_chunk_tokens: int = Field(default=512, ge=1, description="tokens whose logits are in memory at once")
     gradient_checkpointing: bool | Literal["auto"] = Field(
         default="auto",
         description="compute decoder layers again in the backward: less memory, more time; auto: on GPUs where "
@@ -131,12 +113,8 @@ class LearnerConfig(Section):
         description="torch.compile the backwards of norms and gated MLPs; start-up takes longer; auto: on GPUs with "
         "the engine's operators",
     )
-    master_dtype: Dtype = Field(
-        default="float32", description="of the master weights; bfloat16 halves their memory (docs/guide/precision.md)"
-    )
-    compute_dtype: Dtype | None = Field(
-        default=None, description="of an unaligned learner's forward, for comparisons; without it the run's dtype"
-    )
+    master_dtype: Dtype = Field(default="float32", description="bfloat16 halves their memory (docs/guide/precision.md)")
+    compute_dtype: Dtype | None = Field(default=None, description="an unaligned learner's; without it the run's dtype")
     kernel: Literal["auto", "vllm", "reference"] = Field(
         default="auto", description="the learner's products; auto: vLLM's, without vLLM reference: of dequantized codes"
     )

@@ -23,18 +23,8 @@ _MOST_PROMPTS, LONGEST = 10**6, 2**24
 class RolloutConfig(Section):
     """Sampling."""
 
-    prompts: int = Field(
-        default=32,
-        ge=1,
-        le=_MOST_PROMPTS,
-        description="prompts a step; more for a steadier gradient, at the price of sampling",
-    )
-    samples: int = Field(
-        default=8,
-        ge=2,
-        le=10_000,
-        description="completions a prompt, the group whose rewards are compared; more for rare successes",
-    )
+    prompts: int = Field(default=32, ge=1, le=_MOST_PROMPTS, description="prompts a step; more for a steadier gradient")
+    samples: int = Field(default=8, ge=2, le=10_000, description="completions a prompt, whose rewards are compared")
     max_prompt_tokens: int = Field(
         default=1024,
         ge=1,
@@ -70,9 +60,7 @@ class RolloutConfig(Section):
         description="the engine's key/value cache, GiB; without it one longest sequence's, on GPUs what `qarl plan` "
         "finds free",
     )
-    prefix_caching: bool = Field(
-        default=True, description="reuse key/values of shared prefixes within a weight version; false to rule it out"
-    )
+    prefix_caching: bool = Field(default=True, description="reuse keys and values of shared prefixes within a version")
     dynamic_sampling: int | None = Field(
         default=None,
         ge=0,
@@ -142,20 +130,14 @@ class RolloutConfig(Section):
 class SyncConfig(Section):
     """Publishing and its proofs."""
 
-    canary_every: int = Field(
-        default=50,
-        ge=1,
-        description="publishes between canaries (log-probs of fixed sequences compared); the first has one",
-    )
+    canary_every: int = Field(default=50, ge=1, description="publishes between comparisons of fixed sequences")
     canary_bound: float | None = Field(
         default=None, gt=0, description="mean |Δ log p| in nats that stops a run; without it the scheme's"
     )
     gate_bound: float | None = Field(
         default=None, gt=0, description="bound on the first batch's mean |log w|, nats; without it the scheme's"
     )
-    gate_k3_bound: float | None = Field(
-        default=None, gt=0, description="the same of the k3 KL, nats; without it the scheme's"
-    )
+    gate_k3_bound: float | None = Field(default=None, gt=0, description="the same of k3; without it the scheme's")
 
 
 class EvalConfig(Section):
@@ -199,13 +181,8 @@ class CheckpointConfig(Section):
     """Checkpoints to resume from."""
 
     every: int = Field(default=50, ge=1, description="steps between checkpoints to resume from; the last step has one")
-    keep: int = Field(
-        default=2, ge=1, description="newest checkpoints kept; each takes masters and optimizer state on disk"
-    )
-    best: bool = Field(
-        default=False,
-        description="write RUN/export-best, deployable as it is, where held-out accuracy is the highest so far",
-    )
+    keep: int = Field(default=2, ge=1, description="newest checkpoints kept: masters and optimizer state")
+    best: bool = Field(default=False, description="write RUN/export-best where held-out accuracy is the highest so far")
 
 
 class LayerRule(Section):
@@ -245,31 +222,19 @@ def _rules_from_text(value: Any) -> Any:
 class RunConfig(Section):
     """A whole run."""
 
-    model: PathText = Field(
-        default="tiny-qwen3", description="an embedded policy's name, a transformers folder, or a hub id"
-    )
-    scheme: str = Field(
-        default="w4a16", description="low-bit scheme of sampler and learner; `qarl schemes` lists what runs here"
-    )
+    model: PathText = Field(default="tiny-qwen3", description="an embedded policy, a transformers folder, or a hub id")
+    scheme: str = Field(default="w4a16", description="of sampler and learner; `qarl schemes` lists what runs here")
     layers: Annotated[tuple[LayerRule, ...], BeforeValidator(_rules_from_text)] = Field(
         default=(), description="layers in other schemes (docs/guide/layers.md), first match wins: PATTERN=SCHEME,…"
     )
-    dtype: Dtype = Field(
-        default="bfloat16",
-        description="compute dtype of activations in learner and engine; float16 lowers the mismatch",
-    )
+    dtype: Dtype = Field(default="bfloat16", description="of activations on both sides; float16 lowers mismatch")
     bitwise: bool = Field(
         default=False,
         description="learner's and sampler's log-probs equal to the last bit, or the run stops; on GPUs by vLLM's "
         "batch-invariant kernels, which are slower (docs/explain/cuda.md)",
     )
     steps: int = Field(default=200, ge=1, le=10**9, description="training steps")
-    seed: int = Field(
-        default=0,
-        ge=0,
-        le=LARGEST_SEED,
-        description="of problems, sampling and mini-batches; another for an independent run",
-    )
+    seed: int = Field(default=0, ge=0, le=LARGEST_SEED, description="of problems, sampling and mini-batches")
     record: Annotated[int, Field(ge=0, le=_MOST_PROMPTS)] | Literal["all"] = Field(
         default=4,
         description="completions of least and of most reward whose tokens each step records for `qarl report`; all, or "
@@ -286,9 +251,7 @@ class RunConfig(Section):
     log: Literal["none", "wandb"] = Field(
         default="none", description="where metrics go besides metrics.jsonl and TensorBoard (docs/reference/metrics.md)"
     )
-    output: PathText | None = Field(
-        default=None, description="run folder to make; without it runs/<model>-<scheme>-<time>"
-    )
+    output: PathText | None = Field(default=None, description="run folder to make; without it runs/MODEL-SCHEME-TIME")
     quantization: QuantizationConfig = Field(default_factory=lambda: QuantizationConfig())
     task: TaskConfig = Field(default_factory=lambda: TaskConfig())
     rollout: RolloutConfig = Field(default_factory=lambda: RolloutConfig())
@@ -296,9 +259,7 @@ class RunConfig(Section):
     sync: SyncConfig = Field(default_factory=lambda: SyncConfig())
     eval: EvalConfig = Field(default_factory=lambda: EvalConfig())
     checkpoint: CheckpointConfig = Field(default_factory=lambda: CheckpointConfig())
-    export: bool = Field(
-        default=True, description="export the deployable checkpoint at the end and verify it; false saves that time"
-    )
+    export: bool = Field(default=True, description="export the checkpoint at the end and verify it")
 
     @model_validator(mode="after")
     def _consistent(self) -> "RunConfig":

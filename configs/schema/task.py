@@ -36,12 +36,8 @@ class TaskConfig(Section):
         "paper's, hf:Elliott/Openr1-Math-46k-8192",
     )
     subset: Text | None = Field(default=None, description="configuration of a Hugging Face data set that has several")
-    split: Text | None = Field(
-        default=None, description="split of a Hugging Face data set to train on; without it train"
-    )
-    heldout: Text | None = Field(
-        default=None, description="its split to evaluate on; without it one question in eight of the training split"
-    )
+    split: Text | None = Field(default=None, description="of a Hugging Face data set, to train on; without it train")
+    heldout: Text | None = Field(default=None, description="the split to evaluate on; without it a part of `split`")
     system: Text | None = Field(default=None, description="system prompt before every question")
     template: dict[str, Any] = Field(
         default_factory=dict, description="arguments of the chat template, such as {enable_thinking: false}"
@@ -66,18 +62,14 @@ class TaskConfig(Section):
         description="your class whose public methods are tools that the policy may call, as mine.py:Name "
         "(docs/guide/conversations.md)",
     )
-    tool_parser: Text = Field(
-        default="hermes", description="how the model writes calls of tools: a name of vLLM's parsers"
-    )
+    tool_parser: Text = Field(default="hermes", description="how the model writes calls: one of vLLM's parsers")
     time_limit: float = Field(
         default=60.0,
         gt=0,
         le=10**6,
         description="seconds for a call of your reward or environment, and for your rollout between turns",
     )
-    memory_limit: float | None = Field(
-        default=None, gt=0, description="GiB your reward may allocate in its process; without it no limit"
-    )
+    memory_limit: float | None = Field(default=None, gt=0, description="GiB a reward may allocate; without it no limit")
     on_error: Literal["stop", "retry", "none"] = Field(
         default="stop",
         description="where your reward fails: stop the run; ask twice more before that; or leave the completion out",

@@ -55,11 +55,6 @@ def test_paper_files_hold_table_2(model: str):
     assert "--processes 8" in file.read_text() and "seq_clip_ratio_low" in file.read_text()
 
 
-def test_fields_are_described():
-    """That they are bounded: tests/configs/test_golden.py, which has their defaults too."""
-    assert all(info.description for info in field_paths().values())
-
-
 @pytest.mark.parametrize(("overrides", "named"), cases(__file__, "wrong values"))
 def test_wrong_values_are_quoted(overrides: dict[str, str], named: str):
     with pytest.raises(ConfigError, match=pattern(named)):
