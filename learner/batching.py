@@ -6,10 +6,13 @@ is token t + 1's.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import isfinite
+from numbers import Real
 from typing import Any
 
 import torch
 
+from qarl.configs.errors import PolicyError
 from qarl.learner.objectives.advantages import group_advantages
 from qarl.quant.graph.packing import Packed, pack
 from qarl.rollout.types import Group
@@ -82,7 +85,16 @@ def make_batch(
     groups: Sequence[Group], pad_token: int = 0, advantage: str = "grpo", version: int | None = None
 ) -> Batch:
     """Every completion of every group as one row, in order. advantage: estimator, see `learner.objectives.advantages`;
-    all tokens of a response have its advantage. version: of the weights that learn; None: those that sampled."""
+    all tokens of a response have its advantage. version: of the weights that learn; None: those that sampled. Raises
+    `PolicyError` for rewards that are not one finite number a completion, log-probs not one a token, and no rows."""
+    for number, group in enumerate(groups):
+        answers, rewards = group.completions, group.rewards
+        if len(rewards) != len(answers) or not all(isinstance(r, Real) and isfinite(r) for r in rewards):
+            raise PolicyError(f"group {number}: rewards {rewards} must be a finite number for each of {len(answers)}")
+        if any(len(answer.logprobs) != len(answer.token_ids) for answer in answers):
+            raise PolicyError(f"group {number}: a completion must have a log-prob for each of its tokens")
+    if not any(group.completions for group in groups):
+        raise PolicyError("make_batch: no group has a completion; sample some, or skip the step")
     of_sequences = _advantages([g.rewards for g in groups], advantage)
     pairs = [(i, g.prompt.token_ids, c) for i, g in enumerate(groups) for c in g.completions]
     length = torch.tensor([len(p) + len(c.token_ids) for _, p, c in pairs])

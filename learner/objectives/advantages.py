@@ -31,4 +31,5 @@ def group_advantages(rewards: torch.Tensor, estimator: str = "grpo") -> torch.Te
     else:
         samples = rewards.shape[-1]
         scaled = centered * (samples / max(samples - 1, 1)) if estimator == "rloo" else centered
-    return torch.where(std > _STD_FLOOR, scaled, torch.zeros_like(centered))
+    differ = std > _STD_FLOOR if estimator == "grpo" else (rewards != rewards[..., :1]).any(-1, keepdim=True)
+    return torch.where(differ, scaled, torch.zeros_like(centered))

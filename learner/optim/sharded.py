@@ -50,7 +50,7 @@ class ShardedOptimizer:
             self._rows = rows_of(model.masters, processes.rank, processes.world)
             for name, master in model.masters.items():
                 master.grad_dtype = torch.float32
-                if config.zero_stage == 2:
+                if config.zero_stage == 2 and master.requires_grad:
                     master.register_post_accumulate_grad_hook(partial(self._let_go, self._rows[name]))
         self.optimizer = MasterOptimizer(self._rows, model.matrices(), config.optimizer, processes)
         alone = processes.world == 1 and config.zero_stage is None

@@ -8,6 +8,7 @@ from typing import Any
 
 from qarl.configs.files import written_aside
 from qarl.configs.schema.run import RunConfig
+from qarl.learner.processes import leave_processes
 from qarl.report.run_folder import RunFolder
 from qarl.rollout.open import open_engine
 from qarl.run.evaluate import answered
@@ -47,7 +48,7 @@ def export_sampled(session: Session, config: RunConfig, folder: RunFolder, steps
     write_export(policy, config, folder, steps, folder.export)
     sequences = canary_sequences(policy, config)
     sampled = ExportReference(sequences, session.engine.logprobs(sequences))
-    policy.processes.wait()  # closing the engine closes the process group: from there on the first process is alone
+    policy.processes.wait()  # from here on the first process is alone
     return sampled
 
 
@@ -74,6 +75,7 @@ def finish(
     next.
     """
     begun = Outcome(folder.path, at.step, first_accuracy=at.first_accuracy, first_reward=at.first_reward)
+    leave_processes()  # open still where servers sampled; an engine here would wait in it for those that are done
     if sampled is None or not policy.processes.first:
         return begun
     accuracy = reward = None

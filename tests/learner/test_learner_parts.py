@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qarl.configs.errors import ConfigError
+from qarl.configs.errors import ConfigError, PolicyError
 from qarl.configs.schema.learner import LearnerConfig, OptimizerConfig
 from qarl.learner.batching import Batch, make_batch, micro_batches, mini_batches
 from qarl.learner.clip_reasons import CLIP_REASONS
@@ -239,6 +239,13 @@ def test_a_process_reads_its_share_at_stage_3_alone():
     schemes = [get_scheme(name) for name in ("w4a16", "fp8-block")]
     shares = [share_of(LearnerConfig(zero_stage=stage), Processes(1, 4), schemes) for stage in (0, 1, 2, 3)]
     assert shares == [None, None, None, Share(1, 4, 128)]
+
+
+@pytest.mark.parametrize(("rewards", "logprobs"), [((1.0,), 2), ((1.0, math.nan), 2), ((1.0, 0.0), 1)])
+def test_a_batch_has_a_reward_an_answer_and_a_logprob_a_token(rewards: Any, logprobs: int):
+    answer = Completion((1, 2), (-0.5,) * logprobs, "", 0, "stop")
+    with pytest.raises(PolicyError, match=r"must (be a finite number for each of 2|have a log-prob for each)"):
+        make_batch([Group(Prompt("", "", (1,)), (answer, answer), rewards)])
 
 
 def test_loss_scale_doubles_after_good_steps_and_halves_after_a_bad_one():
