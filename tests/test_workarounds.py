@@ -12,7 +12,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.support.cases import cases
 
@@ -42,13 +41,6 @@ def test_upstream_still_has(fault: str):
     library, _, rest = name.partition("/")
     file = installed(library) / rest
     assert file.is_file() and text in file.read_text(encoding="utf-8"), mended(f"test_upstream_still_has[{fault}]")
-
-
-def test_cpu_generators_have_no_offset():
-    runner = installed("vllm") / "v1/worker/gpu_model_runner.py"
-    assert "gen.set_offset(gen.get_offset() - 4)" in runner.read_text(), mended("test_cpu_generators_have_no_offset")
-    with pytest.raises(RuntimeError, match="does not use offset"):
-        torch.Generator().get_offset()
 
 
 def test_vllm_does_not_ask_for_amx():

@@ -129,9 +129,11 @@ def investigate(config: RunConfig, task: Task) -> Investigation:
     prompts = [prompter.prompt(problem) for problem in problems]
     with ExitStack() as stack:
         engine = stack.enter_context(engine_of(models["aligned"], folder, config.rollout, config.dtype))
-        sampling = Sampling(config.rollout.samples, config.rollout.max_new_tokens, seed=config.seed)
-        completions = engine.generate(prompts, sampling)
+        completions = engine.generate(prompts, Sampling.of(config.rollout, config.seed))
         groups = [group for group in score_groups(task, problems, prompts, completions) if group.completions]
+        if not groups:  # an environment's own reward comes with its last turn
+            pairs = zip(prompts, completions, strict=True)
+            groups = [Group(prompt, tuple(answers), (0.0,) * len(answers)) for prompt, answers in pairs]
         batch = make_batch(groups, prompter.pad_token, config.learner.advantage)
         multiplies = share_layers(Publisher(models["aligned"], engine, (), bound=0.0, canary_every=1), stack)
         learners = {name: scored(model, batch) for name, model in models.items()}

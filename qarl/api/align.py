@@ -54,9 +54,10 @@ def align(
     for name in learner.keys() - {*_OPTIONS}:
         raise ConfigError(f"align has no option {name!r}; of learner.* a policy takes {', '.join(_OPTIONS)}")
     source = _source_of(model, tokenizer) if isinstance(model, torch.nn.Module) else str(model)
+    rules = layers if isinstance(layers, str) else list(layers)
     settings = config_from_tree(
         {
-            "model": source, "scheme": scheme, "layers": list(layers), "dtype": str(dtype).removeprefix("torch."),
+            "model": source, "scheme": scheme, "layers": rules, "dtype": str(dtype).removeprefix("torch."),
             "learner": {"master_dtype": str(master_dtype).removeprefix("torch."), **learner},
         }
     )  # fmt: skip

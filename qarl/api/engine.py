@@ -16,6 +16,7 @@ from qarl.configs.load import config_from_tree
 from qarl.configs.schema.run import RunConfig
 from qarl.configs.words import quoted
 from qarl.learner.processes import Processes
+from qarl.quant.checkpoint.folder import check_context
 from qarl.rollout.types import Completion, Prompt, Sampling
 from qarl.run.prompts import open_prompter
 from qarl.run.session import connected, gate_of
@@ -38,7 +39,7 @@ class Engine(AbstractContextManager["Engine"]):
     def __init__(self, policy: Policy, settings: RunConfig, folder: Path | None):
         self.policy, self.settings = policy, settings
         self.prompter = open_prompter(policy.folder, settings.rollout, settings.task)
-        self._lock, self._running = threading.RLock(), 0
+        self._lock, self._running, self._closed = threading.RLock(), 0, False
         with ExitStack() as stack:
             place = folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="qarl-engine-")))
             start, canary = place / "engine-start", _canary(len(self.prompter.tokenizer), settings)
@@ -57,6 +58,11 @@ class Engine(AbstractContextManager["Engine"]):
         """Free the engine, or let go of the servers; the policy makes layers of its own where it needs any."""
         self.policy.alone, self.policy.gate = at_once, None
         self._stack.close()
+        self._closed = True
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise PolicyError("the engine is closed; open one: qarl.engine(policy)")
 
     def prompt(self, prompt: AnyPrompt, name: str = "") -> Prompt:
         """Token ids as they are; all else by the model's chat template, plainly where there is none, as `qarl train`
@@ -89,6 +95,7 @@ class Engine(AbstractContextManager["Engine"]):
         inputs = [self.prompt(prompt, str(first_prompt + j)) for j, prompt in enumerate(prompts)]
         sampling = replace(Sampling.of(self.settings.rollout, seed, first_prompt), samples=samples)
         with self._lock:
+            self._refuse_closed()
             if self._shares and self.policy.version != self._version:
                 raise PolicyError(
                     f"generate: the engine's layers hold version {self.policy.version} of the policy, and version "
@@ -105,6 +112,7 @@ class Engine(AbstractContextManager["Engine"]):
         """Do it while nothing is sampled; raises `PolicyError` where something is. Servers sample on through a publish
         with max_staleness 2 or more, and through any refresh."""
         with self._lock:
+            self._refuse_closed()
             apart = not self._shares and (what == "refresh" or self.settings.rollout.max_staleness > 1)
             if self._running and not apart:
                 raise PolicyError(
@@ -146,9 +154,10 @@ def engine(
         raise ConfigError(f"engine has no option {name!r}: each call of generate says what it samples")
     policy.check(tokenizer=tokenizer)
     limits = {"max_prompt_tokens": max_prompt_tokens, "max_new_tokens": max_new_tokens, "temperature": temperature}
-    rollout = {**limits, **({"servers": list(urls)} if urls else {}), **options}
+    rollout = {**limits, **({"servers": urls if isinstance(urls, str) else list(urls)} if urls else {}), **options}
     learner = {"micro_batch_tokens": max_prompt_tokens + max_new_tokens}  # a rule of runs, whose micro-batches are long
     checked = config_from_tree({"rollout": rollout, "learner": learner}).rollout
+    check_context(policy.folder, checked.longest)
     return Engine(policy, policy.settings.model_copy(update={"rollout": checked}), Path(folder) if folder else None)
 
 

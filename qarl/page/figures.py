@@ -30,7 +30,7 @@ CURVES = (
         id="reward", title="Reward", unit="", help="Mean over all completions of a step.", lines={"reward": "reward"},
     ),
     Figure(
-        id="accuracy", title="Held-out accuracy", unit="share", help="Greedy, on problems that are never trained on.",
+        id="accuracy", title="Held-out accuracy", unit="share", help="On problems that are never trained on.",
         lines={"accuracy": "accuracy"},
     ),
     Figure(

@@ -62,7 +62,7 @@ def _outcome(runs: Sequence[RecordedRun]) -> tuple[Level, str]:
     measured = [list(run.heldout().values()) for run in runs]
     if all(len(of_run) > 1 and of_run[-1].reward is None for of_run in measured):
         before, after = (sum(of_run[place].accuracy for of_run in measured) / len(runs) for place in (0, -1))
-        problems = runs[0].config.eval.problems * len(runs)
+        problems = sum((run.deployed and run.deployed.problems) or run.config.eval.problems for run in runs)
         error = math.sqrt((before * (1 - before) + after * (1 - after)) / max(problems, 1))
         words = f"held-out accuracy from {before:.1%} to {after:.1%}"
         moved = _moved(before, after, error, words, f"{100 * (after - before):+.1f} points")

@@ -72,7 +72,11 @@ def choose(
     for name in shipped_names() if file is None else []:
         shipped = load_config(config_file(name), {}) if name.startswith("recipes/") else None
         if shipped is not None and shipped.model == config.model and shipped.learner.lora.name == "none":
-            recipe = load_config(config_file(name), dict(by_hand))
+            try:
+                recipe = load_config(config_file(name), dict(by_hand))
+            except ConfigError as error:
+                words.append(f"recipe {name} does not go with these options: {error}")
+                continue
             count, about = _process_count(recipe, processes, machine)
             plan = make_plan(recipe, shapes, source, machine, count, here)
             if plan.fits:
@@ -165,9 +169,9 @@ def _changed(plan: Plan, changes: list[Change], machine: Machine, processes: int
 
 def helping(plan: Plan) -> dict[str, int]:
     """Every single change that would make it smaller on its machine, as options → bytes a process takes less."""
-    saved = {}
+    saved, same_cache = {}, Change({"rollout.kv_cache_gib": plan.config.rollout.kv_cache_gib}, 0)
     for change in _changes(plan.config, plan.machine, plan.processes):
-        changed = _changed(plan, [change], plan.machine, plan.processes)
+        changed = _changed(plan, [change, same_cache], plan.machine, plan.processes)
         if changed is not None and changed.memory.total < plan.memory.total:
             saved[change.words(changed.processes)] = plan.memory.total - changed.memory.total
     return saved

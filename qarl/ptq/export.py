@@ -53,7 +53,12 @@ def export_ptq(run: Path, output: Path, method: str, scheme: str, calibration: i
         with phase("verifying it in a fresh engine"), engine_of as engine:
             moved = verify(source, engine)
     note = export_note(run, source.config, source.step, output, model_folder(source.config.model))
-    add_to_note(output, **note | {"scheme": scheme, "ptq": method}, digest=written.hexdigest(), moved=moved)
+    add_to_note(
+        output,
+        **note | {"scheme": scheme, "ptq": method, "calibration": count},
+        digest=written.hexdigest(),
+        moved=moved,
+    )
     write_card(output)
     return Exported(source.step, written, moved, source.calibration)
 

@@ -1,6 +1,5 @@
 """What is quantized after training: a run's masters, unquantized, with sequences to calibrate on."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,8 +12,9 @@ from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.report.run_folder import RunFolder
 from qarl.rollout.engine import Engine
 from qarl.rollout.open import open_engine
-from qarl.rollout.types import Prompt, Sampling
+from qarl.rollout.types import Sampling
 from qarl.run.checkpoint import load_checkpoint
+from qarl.run.prompts import sample
 from qarl.run.session import Policy, canary_sequences, open_policy
 from qarl.sync.export import export_checkpoint
 
@@ -24,7 +24,7 @@ class Source:
     """An unquantized policy, ready to be quantized to one scheme by several methods.
 
     step: of the checkpoint. folder: its deployable checkpoint, unquantized; layout: what that becomes in `scheme`.
-    calibration: token ids of each sequence, a prompt and its completion. canary: fixed sequences; logprobs: what the
+    calibration: token ids of each sequence, a prompt and what followed. canary: fixed sequences; logprobs: what the
     unquantized engine gives them, nats.
     """
 
@@ -59,11 +59,10 @@ def sample_source(
     folder = (work / "unquantized").resolve()
     export_checkpoint(model, policy.folder, folder)
     layout = checkpoint_layout(folder, scheme, config.dtype)
-    prompts = [policy.prompter.prompt(p) for p in policy.task.problems("train", 0, count, config.seed)]
     canary = canary_sequences(policy, config)
     with open_engine(folder, config.rollout, config.dtype) as engine:
         logprobs = engine.logprobs(canary)
-        calibration = _calibration_sequences(engine, prompts, config)
+        calibration = _calibration(engine, policy, count, config)
     return Source(
         config=config,
         step=step,
@@ -76,10 +75,11 @@ def sample_source(
     )
 
 
-def _calibration_sequences(engine: Engine, prompts: Sequence[Prompt], config: RunConfig) -> tuple[tuple[int, ...], ...]:
-    """Each prompt followed by one completion the policy samples now, as in training."""
-    if not prompts:
-        return ()
-    sampling = Sampling.of(config.rollout, stable_hash("calibration", config.seed) >> 1)
-    answers = engine.generate(prompts, replace(sampling, samples=1))
-    return tuple((*p.token_ids, *a[0].token_ids) for p, a in zip(prompts, answers, strict=True))
+def _calibration(engine: Engine, policy: Policy, count: int, config: RunConfig) -> tuple[tuple[int, ...], ...]:
+    """Each prompt followed by one completion the policy samples now, or its whole conversation, as in training."""
+    problems = policy.task.problems("train", 0, count, config.seed)
+    prompts = [policy.prompter.prompt(problem) for problem in problems]
+    speaker = policy.prompter.speaker(policy.task.rollout, policy.task.time_limit) if prompts else None
+    sampling = replace(Sampling.of(config.rollout, stable_hash("calibration", config.seed) >> 1), samples=1)
+    asked, answers = sample(engine, speaker, problems, prompts, sampling)
+    return tuple((*p.token_ids, *a[0].token_ids) for p, a in zip(asked, answers, strict=True))

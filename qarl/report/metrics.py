@@ -77,7 +77,7 @@ def batch_metrics(groups: list[Group]) -> dict[str, Any]:
         "prompts": len(groups),
         "unscored": sum(g.unscored for g in groups),
         "reward": sum(rewards) / len(rewards),
-        "reward_deviation": sum(pstdev(g.rewards) for g in groups if g.rewards) / len(groups),
+        "reward_deviation": fmean(pstdev(g.rewards) for g in groups if g.rewards),
         "rewards": _of_each(rewards),
         "response_tokens": sum(sum(c.sampled) for c in completions) / len(completions),
         "truncated": sum(c.truncated for c in completions) / len(completions),

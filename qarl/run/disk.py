@@ -10,6 +10,7 @@ from qarl.configs.words import sized
 from qarl.planning.memory import ITEMSIZE
 from qarl.planning.shapes import counted_parameters
 from qarl.quant.checkpoint.folder import tensor_shapes
+from qarl.quant.schemes import is_protected
 from qarl.report.run_folder import new_path
 
 
@@ -29,8 +30,8 @@ def checkpoint_bytes(config: RunConfig, folder: Path) -> int:
         return 0
     trained = second = parameters_of(folder)
     if config.learner.optimizer.name == "muon":
-        sizes = ((name, shape) for name, shape in tensor_shapes(folder).items() if len(shape) < 2 or "embed" in name)
-        second = sum(math.prod(shape) for _, shape in sizes)
+        sizes = tensor_shapes(folder).items()
+        second = sum(math.prod(s) for n, s in sizes if len(s) < 2 or is_protected(n.removesuffix(".weight")))
     return trained * (ITEMSIZE[config.learner.master_dtype] + 4) + second * 4
 
 

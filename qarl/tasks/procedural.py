@@ -21,6 +21,7 @@ DEFAULT_OPTIONS: dict[str, dict[str, Any]] = {
 }
 """Options of a task when the user gives none: two-term sums and differences of 1- to 2-digit numbers."""
 
+_KINDS = {"int": ((int,), "a whole number"), "float": ((int, float), "a number"), "bool": ((bool,), "true or false")}
 OWN_OPTIONS = ("seed", "size")
 """Dataset fields that are QaRL's to choose, so that problems stay a pure function of (split, seed, k)."""
 
@@ -82,7 +83,11 @@ class ReasoningGymTask:
         block, row = divmod(index, BLOCK)
         for draw in range(MAX_DRAWS):
             # 31 bits: datasets seed generators, some of them 32-bit, with seed + row.
-            entry = self._dataset(stable_hash(self.name, split, seed, block, draw) % 2**31)[row]
+            dataset = self._dataset(stable_hash(self.name, split, seed, block, draw) % 2**31)
+            try:
+                entry = dataset[row]
+            except Exception as error:  # what its own checks let through
+                raise TaskError(f"task {self.name!r} fails with the options {self.options}: {error}") from error
             if is_heldout(entry["question"]) == (split == "heldout"):
                 problem_id = f"{self.name}/{split}/{seed}/{index}"
                 return Problem(problem_id, entry["question"], str(entry["answer"]), entry["metadata"])
@@ -148,6 +153,6 @@ def _check_option_names(name: str, options: dict[str, Any], config_class: Any) -
             near = did_you_mean(option, allowed)
             raise TaskError(f"unknown option {option!r} of task {name!r}; allowed: {', '.join(allowed)}{near}")
     for field in dataclasses.fields(config_class):
-        kind, value = field.type, options.get(field.name)
-        if field.name in options and kind in (int, "int", float, "float") and not isinstance(value, int | float):
-            raise TaskError(f"option {field.name!r} of task {name!r} is {value!r}; it must be a number")
+        kind, value = getattr(field.type, "__name__", field.type), options.get(field.name)
+        if field.name in options and kind in _KINDS and type(value) not in _KINDS[kind][0]:
+            raise TaskError(f"option {field.name!r} of task {name!r} is {value!r}; it must be {_KINDS[kind][1]}")

@@ -68,9 +68,11 @@ def _jsonl(path: Path) -> Iterator[Row]:
 def _csv(path: Path) -> Iterator[Row]:
     reader = csv.DictReader(io.StringIO(_text(path)), delimiter="\t" if path.suffix == ".tsv" else ",")
     try:
+        columns = reader.fieldnames or ()
+        if len({*columns}) < len(columns):
+            raise TaskError(f"{path}:1: a column is there twice: {', '.join(columns)}; rename one")
         for values in reader:
             where = f"{path}:{reader.line_num}"
-            columns = reader.fieldnames or ()
             if None in values:
                 raise TaskError(f"{where}: more fields than the {len(columns)} columns; quote fields that hold commas")
             if None in values.values():

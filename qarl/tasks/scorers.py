@@ -5,6 +5,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from qarl.configs.words import did_you_mean
@@ -104,12 +105,12 @@ def _term(text: str) -> tuple[str, float]:
     assert parts is not None
     if parts["weight"] is None:
         return text, 1.0
-    try:
-        return parts["spec"].strip(), float(parts["weight"])
-    except ValueError:
-        raise TaskError(
-            f"reward {text!r}: the weight {parts['weight']!r} must be a number, as in mine.py:reward=0.5"
-        ) from None
+    with suppress(ValueError):
+        if weight := float(parts["weight"]):
+            return parts["spec"].strip(), weight
+    raise TaskError(
+        f"reward {text!r}: the weight {parts['weight']!r} must be a number that is not 0, as in mine.py:reward=0.5"
+    )
 
 
 def _scorer(word: str, spec: str, task: str, time_limit: float, memory: float | None) -> Scorer:

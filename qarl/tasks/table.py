@@ -221,7 +221,7 @@ def _answer(row: Row, column: str) -> str:
     """A reference answer as text; a whole number is written one way, so it may be one, also where a column of fractions
     has it (27.0)."""
     answer = _value(row, column, "--task.answer")
-    if isinstance(answer, int | float) and not isinstance(answer, bool) and float(answer).is_integer():
+    if isinstance(answer, int | float) and not isinstance(answer, bool) and answer % 1 == 0:
         return str(int(answer))
     if not isinstance(answer, str) or not answer.strip():
         raise TaskError(

@@ -121,7 +121,7 @@ def _begin_reload(model: nn.Module) -> None:
     """vLLM's, but on GPUs biases, too, are loaded into tensors of their own and copied back. It loads them in place:
     Marlin's permuting then moves them from where CUDA graphs read, and Humming's have lost what loads them."""
     linear = [module for module in model.modules() if isinstance(module, LinearBase) and not current_platform.is_cpu()]
-    biased = [layer for layer in linear if layer.bias is not None]
+    biased: list[Any] = [layer for layer in linear if layer.bias is not None]
     for layer in biased:
         if not hasattr(layer.bias, "weight_loader"):
             vars(layer.bias).update(output_dim=0, weight_loader=layer.weight_loader)

@@ -75,8 +75,7 @@ def test_rounded_inputs_change_dx_alone(scheme: str):
 
 
 def test_auto_rounds_where_the_device_multiplies_the_dtype():
-    """float16 has no fast product on CPUs, fp32 nothing to round to; what is asked for is never overruled, and refused
-    where experts would not heed it."""
+    """float16 has no fast product on CPUs, fp32 nothing to round to; a choice is obeyed, or refused by experts."""
     assert not multiplies_natively(torch.float16, CPU) and multiplies_natively(torch.float16, torch.device("cuda"))
     assert multiplies_natively(torch.float32, CPU)
     for dtype in (torch.float16, BFLOAT16):

@@ -326,8 +326,7 @@ def test_any_flipped_bit_changes_it(data: st.DataObject, sizes: list[int]):
 @pytest.mark.usefixtures("small_pieces")
 @given(st.data(), SIZES, NAMES)
 def test_names_order_dtype_shape_and_tensor_boundaries_count(data: st.DataObject, sizes: list[int], name: str):
-    """Same bytes in the same order throughout but for swaps: all else differs in what the header says, or in where one
-    tensor ends and the next begins."""
+    """Same bytes in the same order but for swaps: all else differs in the header, or in where a tensor ends."""
     items = [(f"T{i}", tensor(size, i)) for i, size in enumerate(sizes)]
     at = data.draw(st.integers(0, len(items) - 2))
     (first, a), (second, b) = items[at : at + 2]

@@ -1,5 +1,4 @@
-"""vLLM's operators in the graph: the engine's bits, inputs left alone, the formula's gradients, and what is kept. Blind
-spot: CUDA's kernels (tests/gpu)."""
+"""vLLM's operators in the graph: bits, inputs left alone, gradients, what is kept. Blind spot: CUDA's (tests/gpu)."""
 
 from collections.abc import Callable
 from functools import partial

@@ -89,15 +89,13 @@ def refill(layer: nn.Module, stream: Any, name: str) -> None:
     another parameter, as Humming does."""
     before = {key: (p, p.data_ptr(), p.shape, p.dtype) for key, p in layer.named_parameters(recurse=False)}
     version, bias = list(stream), getattr(layer, "bias", None)
-    loaded: list[str] = []
-    seen: list[list[str]] = []
+    loaded, seen = list[str](), list[list[str]]()
 
     def prepare(module: Any) -> None:
         seen.append(list(loaded))
-        if bias is not None and len(seen) == 1:
+        if bias is not None:
             module.bias.data = module.bias.flip(0)
-        elif bias is not None:
-            module.bias = nn.Parameter(module.bias * 2, requires_grad=False)
+            module.bias = module.bias if len(seen) == 1 else nn.Parameter(module.bias, requires_grad=False)
 
     layer.quant_method.process_weights_after_loading = prepare  # type: ignore
     reloading.record_metadata_for_reloading(layer)
@@ -115,8 +113,8 @@ def refill(layer: nn.Module, stream: Any, name: str) -> None:
         for key, (parameter, *place) in before.items():
             assert after[key][0] is parameter and list(after[key][1:]) == place, (name, key)
         if bias is not None:
-            values = torch.cat([torch.arange(rows) / 8 for rows in ROWS.values()])
-            assert torch.equal(bias.float(), values.flip(0) if number == 1 else values * 2), name
+            assert torch.equal(bias.flip(0).float(), torch.cat([torch.arange(n) / 8 for n in ROWS.values()])), name
+            bias.fill_(0)
             vars(bias).clear()
 
 
