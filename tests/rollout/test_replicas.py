@@ -205,7 +205,7 @@ def test_a_paused_server_is_waited_for_as_long_as_a_publish_may_take():
 def test_a_server_may_miss_some_signs_of_life():
     """Contract: fewer than three in a row, however often."""
     network = sampling_for(0.6)
-    network.beats = itertools.cycle([broken_off, broken_off, sound])
+    network.beats = itertools.cycle([failing, failing, sound])
     assert len(sampled(network)) == 6
     network = sampling_for(30)
     network.beats = itertools.repeat(broken_off)
