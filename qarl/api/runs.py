@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from qarl.configs.errors import ConfigError, ModelError
+from qarl.configs.flags import FLAGS
 from qarl.configs.load import chosen_config, load_config
 from qarl.configs.schema.base import differing
 from qarl.configs.schema.run import RunConfig
@@ -33,9 +34,10 @@ if TYPE_CHECKING:  # which import torch
 
 def config(source: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> RunConfig:
     """A run's configuration, checked. source: a YAML file, or a shipped one's name; without it the model's own, else
-    the embedded default's. overrides: fields by dotted name, such as {"learner.optimizer.lr": 1e-4}; those of another
-    task or objective than the file's start from its defaults. Raises `ConfigError` naming the field."""
-    return chosen_config(None if source is None else str(source), as_texts(overrides or {}))
+    the default's. overrides: fields by name, such as {"learner.optimizer.lr": 1e-4} or {"lr": 1e-4}; those of
+    another task or objective than the file's start from its defaults. Raises `ConfigError` naming the field."""
+    by_field = {FLAGS.get(name.replace("_", "-"), name): value for name, value in (overrides or {}).items()}
+    return chosen_config(None if source is None else str(source), as_texts(by_field))
 
 
 def plan(config: RunConfig, gpus: str | None = None, processes: int | None = None) -> Plan:

@@ -28,8 +28,7 @@ ERRORS = 6.0
 
 @dataclass(frozen=True)
 class EarlyWarning:
-    """sign: mismatch, entropy, length, deviation, reward or groups. step: that it was seen at. text: what, how big, and
-    what to look at."""
+    """sign: mismatch, entropy, length, deviation, reward or groups. step: of it. text: what, how big, where to look."""
 
     sign: str
     step: int
