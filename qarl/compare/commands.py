@@ -90,8 +90,8 @@ def _quantizing(comparison: Comparison, cell: Cell, config: RunConfig, quantized
         before, number = (note["scheme"], note["ptq"], note.get("calibration")), quantized.calibration
         if before[:2] != (config.scheme, quantized.method) or number not in (None, before[2]):
             raise ConfigError(
-                f"{str(folder)!r} was quantized to {before[0]} by {before[1]}, calibration {before[2]}, not to "
-                f"{config.scheme} by {quantized.method}, calibration {number}; choose another --output, or remove it"
+                f"{str(folder)!r} was quantized to {before[0]} by {before[1]}, not to {config.scheme} by "
+                f"{quantized.method} (its calibration: {before[2]}); choose another --output, or remove it"
             )
         return []
     calibration = [] if quantized.calibration is None else ["--calibration", str(quantized.calibration)]
