@@ -81,5 +81,5 @@ def _calibration(engine: Engine, policy: Policy, count: int, config: RunConfig) 
     prompts = [policy.prompter.prompt(problem) for problem in problems]
     speaker = policy.prompter.speaker(policy.task.rollout, policy.task.time_limit) if prompts else None
     sampling = replace(Sampling.of(config.rollout, stable_hash("calibration", config.seed) >> 1), samples=1)
-    asked, answers = sample(engine, speaker, problems, prompts, sampling)
-    return tuple((*p.token_ids, *a[0].token_ids) for p, a in zip(asked, answers, strict=True))
+    begun, answers = sample(engine, speaker, problems, prompts, sampling)
+    return tuple((*p.token_ids, *a[0].token_ids) for p, a in zip(begun, answers, strict=True))
