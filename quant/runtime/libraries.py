@@ -45,3 +45,7 @@ ON_CPU = "QARL_ON_CPU"
 """Variable of the environment: "1" in processes of a machine without GPUs, asked for without importing torch."""
 SETTLED = "QARL_SETTLES_VLLM"
 """Variable of the environment, set in processes whose vLLM a learner has to follow (`quant.kernels.vllm_gpu`)."""
+SPLIT_KEYS = "VLLM_CPU_ATTN_SPLIT_KV"
+"""vLLM's variable that has its attention split a sequence's keys over threads when few sequences are decoded. Its sums
+then depend on the number of threads and of sequences, so it is off (`quant.kernels.vllm_cpu`); a value the user set is
+kept, and `rollout.vllm.options` refuses it."""

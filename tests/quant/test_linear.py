@@ -13,7 +13,7 @@ from torch import nn
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from qarl.quant.kernels.vllm_cpu import register
-from qarl.quant.kernels.vllm_cpu.unquantized import ROWS, in_blocks, in_pairs, multiply_alike
+from qarl.quant.kernels.vllm_cpu.unquantized import ROWS, in_pairs, multiply_alike
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.layers.linear import LowBitLinear
 from qarl.quant.materialize import materialize
@@ -287,7 +287,7 @@ def test_a_layer_never_materialized_raises_with_its_name():
 @no_cuda
 def test_unquantized_products_in_blocks_know_nothing_of_other_rows(monkeypatch: pytest.MonkeyPatch):
     """What is done for CPUs with AMX, in vLLM's own dispatch: as many rows whatever is multiplied, each as in a block
-    of its own; other dtypes and what is no matrix stay as they are."""
+    of its own; of other dtypes where pairs of rows do not suffice, as here; what is no matrix stays as it is."""
     from vllm.model_executor.layers import utils
 
     calls: list[int] = []
@@ -297,9 +297,9 @@ def test_unquantized_products_in_blocks_know_nothing_of_other_rows(monkeypatch: 
         return F.linear(x, weight, bias) + len(x)  # a kernel that rounds by the number of rows
 
     monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", lambda layer, _: setattr(layer, "cpu_linear", counted))
-    multiply_alike(in_blocks)
+    multiply_alike(amx=True)
     once = utils.dispatch_cpu_unquantized_gemm
-    multiply_alike(in_pairs)
+    multiply_alike(amx=False)
     assert utils.dispatch_cpu_unquantized_gemm is once
     layer, x, bias = (
         nn.Linear(16, 24, dtype=torch.bfloat16),
@@ -314,9 +314,13 @@ def test_unquantized_products_in_blocks_know_nothing_of_other_rows(monkeypatch: 
         assert torch.equal(result, expected[:rows].unflatten(0, shape))
         assert {*calls} <= {ROWS, 0} and sum(calls) == -(-rows // ROWS) * ROWS, "blocks"
         calls.clear()
-    for other in (nn.Linear(16, 24), nn.Conv1d(4, 4, 1, dtype=torch.bfloat16), nn.Linear(1, 1, device="meta")):
+    for other in (nn.Conv1d(4, 4, 1, dtype=torch.bfloat16), nn.Linear(1, 1, device="meta")):
         utils.dispatch_cpu_unquantized_gemm(other, True)
         assert other.cpu_linear is counted
+    wide = nn.Linear(16, 24)
+    utils.dispatch_cpu_unquantized_gemm(wide, True)
+    alone = wide.cpu_linear(x[:1].float(), wide.weight, wide.bias)  # type: ignore[operator]
+    torch.testing.assert_close(alone, F.linear(x[:1].float(), wide.weight, wide.bias) + ROWS)
     for shape in ((1,), (1, 1), (2,), (5,), (0,)):
         rows = math.prod(shape)
         result = in_pairs(counted)(x[:rows].unflatten(0, shape), layer.weight, bias)

@@ -79,6 +79,10 @@ def test_what_the_environment_says_is_kept_or_refused(monkeypatch: pytest.Monkey
                 refuse_unsupported(VllmOptions())
         else:
             refuse_unsupported(VllmOptions())
+    monkeypatch.setenv("VLLM_CPU_ATTN_SPLIT_KV", "1")
+    with pytest.raises(InputError, match=r"SPLIT_KV=1: vLLM's attention would split .* unset it or set it to 0"):
+        refuse_unsupported(VllmOptions())
+    monkeypatch.setenv("VLLM_CPU_ATTN_SPLIT_KV", "0")
     with pytest.raises(EngineError, match=r"router_replay: .* set it to false on this machine"):
         refuse_unsupported(VllmOptions(RolloutConfig(router_replay=True)))
 

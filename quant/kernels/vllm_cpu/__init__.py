@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from multiprocessing import parent_process
 from typing import Any
 
-from qarl.quant.runtime.libraries import RECEIVED, SERVED, SETTLED
+from qarl.quant.runtime.libraries import RECEIVED, SERVED, SETTLED, SPLIT_KEYS
 from qarl.quant.runtime.parent import end_group_with_the_parent, end_with_the_parent
 
 
@@ -59,15 +59,15 @@ def register() -> None:
 
     if not torch.cpu._is_vnni_supported():
         _replace(CPUInt8ScaledMMFp32Kernel, "int8")
-    from qarl.quant.kernels.vllm_cpu.unquantized import in_blocks, in_pairs, multiply_alike
+    from qarl.quant.kernels.vllm_cpu.unquantized import multiply_alike
 
-    if torch.cpu._is_amx_tile_supported():
-        multiply_alike(in_blocks)
+    os.environ.setdefault(SPLIT_KEYS, "0")
+    has_amx = torch.cpu._is_amx_tile_supported()
+    multiply_alike(has_amx)
+    if has_amx:
         torch.cpu._init_amx()
         os.environ.setdefault("VLLM_CPU_INT4_W4A8", "0")
         _replace(CPUInt8ScaledMMAnyDtypeKernel, "int8")
-    elif not torch.cpu._is_avx512_bf16_supported():
-        multiply_alike(in_pairs)
 
 
 def _leave_transformers_classes() -> None:
