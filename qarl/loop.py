@@ -41,7 +41,7 @@ def train(
         with phase(f"calibrating codes by {config.quantization.init}"):
             start_from_codes(policy.model, initial_codes(policy, config), keep_masters=not config.learner.aligned)
     with open_session(config, folder, policy) as session:
-        trained = [f"learner multiplies with {session.multiplies}", *trained_part(policy, config)]
+        trained = [*session.describe(), *trained_part(policy, config)]
         dashboard.audited(session.audited, policy.model.materializers(), policy.learner.scorer.packed, trained)
         published = session.publisher.publish(at.version)
         if not resume and config.eval.problems:

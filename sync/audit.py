@@ -1,10 +1,14 @@
 """Before step 0: what the learner will multiply with, against what the engine reports, layer by layer."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from qarl.configs.errors import QarlError
 from qarl.quant.runtime.batch_invariance import BATCH_INVARIANT
 from qarl.quant.types import LayerReport
+
+if TYPE_CHECKING:
+    from qarl.quant.model.row_check import RowCheck  # imports torch, which a reader of audits does without
 
 
 class AuditError(QarlError, heading="audit"):
@@ -44,6 +48,15 @@ def require_agreement(rows: list[AuditRow]) -> None:
             f"learner and engine disagree about {len(wrong)} of {len(rows)} layers:\n{shown}{more}\n"
             "check that both were given the same scheme and layer rules, and that vLLM did not fall back for these "
             "shapes"
+        )
+
+
+def require_equal_rows(checked: "RowCheck") -> None:
+    """Raise `AuditError` where a kernel computes a row otherwise beside other rows, as `bitwise` forbids."""
+    if checked.dependent:
+        raise AuditError(
+            f"bitwise, and {checked}; choose another dtype or scheme (float16 and the int8 schemes depend on the rows "
+            "beside a row least), or leave bitwise out"
         )
 
 

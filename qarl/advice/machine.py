@@ -37,7 +37,7 @@ def machine_findings() -> Iterator[Finding]:
     yield from _gpus(gpus, on_gpus)
     yield _memory()
     yield from _disks()
-    for check in (_compiler, _torch, _triton, _operators):
+    for check in (_compiler, _torch, _triton, _operators, _rows):
         yield _guarded(check, on_gpus)
 
 
@@ -167,3 +167,14 @@ def _operators(on_gpus: bool) -> Finding:
     runner = "V2" if VllmConfig().use_v2_model_runner else "V1"
     text = f"its compiled operators on {current_platform.device_name}, attention {attention}, model runner {runner}"
     return _line("vLLM", text, "" if bool(((out - 1).abs() < 0.01).all()) else "a norm of ones is wrong: make env")
+
+
+def _rows(on_gpus: bool) -> Finding:
+    """Whether kernels compute a row alike beside any others, without which log-probs are not equal to the last bit."""
+    if on_gpus:
+        return _line("rows", "not asked on GPUs; `--bitwise true` takes kernels that compute a row alike")
+    from qarl.quant.model.row_check import check_machine_rows
+
+    checked = check_machine_rows()
+    remedy = "train in a scheme and dtype that is not named, or without --bitwise" if checked.dependent else ""
+    return _line("rows", str(checked), remedy)

@@ -140,6 +140,8 @@ def investigate(config: RunConfig, task: Task) -> Investigation:
         layers = layer_errors(models["plain"], models["fake-quant"], models["aligned"], batch)
         aligned = models["aligned"], learners["aligned"]
         pitfalls = find_pitfalls(evidence_of(*aligned, groups, batch, prompter, config.learner))
+        rows = models["aligned"].check_rows()
+        pitfalls.append(Finding("warning" if rows.dependent else "good", "rows", str(rows)))
     return Investigation(batch=batch, learners=learners, layers=layers, multiplies=multiplies, pitfalls=pitfalls)
 
 

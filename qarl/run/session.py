@@ -32,6 +32,7 @@ from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.add_lora import adapted_weights, add_adapters, describe_adapters
 from qarl.quant.model.kept_scales import check_scale_rule, keep_scales
 from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.model.row_check import RowCheck
 from qarl.quant.runtime.batch_invariance import FIRST_CAPABILITY, batch_invariant, turn_on
 from qarl.quant.runtime.libraries import has_vllm, untested_vllm
 from qarl.quant.schemes import COMPUTE_DTYPES, MASTER_DTYPES, get_scheme
@@ -43,7 +44,7 @@ from qarl.rollout.open import open_engine
 from qarl.run.check import check_processes
 from qarl.run.disk import check_disk
 from qarl.run.prompts import Prompter, open_prompter
-from qarl.sync.audit import AuditRow, audit, require_agreement
+from qarl.sync.audit import AuditRow, audit, require_agreement, require_equal_rows
 from qarl.sync.export import export_checkpoint
 from qarl.sync.gate import require_equal, require_same_policy
 from qarl.sync.publisher import Publisher
@@ -235,12 +236,18 @@ class Position:
 
 @dataclass(kw_only=True)
 class Connection:
-    """A running engine. audited: the layer table both sides agreed on. multiplies: the learner's products, in words."""
+    """A running engine. audited: the layer table both sides agreed on. multiplies: the learner's products, in words.
+    rows: what the self-test of its kernels found; None where the learner does not multiply as the engine does."""
 
     engine: Engine
     publisher: Publisher
     audited: list[AuditRow]
     multiplies: str
+    rows: RowCheck | None = None
+
+    def describe(self) -> list[str]:
+        """Return a line on the learner's products, and one on the self-test of their kernels."""
+        return [f"learner multiplies with {self.multiplies}", *([] if self.rows is None else [str(self.rows)])]
 
 
 @dataclass(kw_only=True)
@@ -319,7 +326,10 @@ def connected(
         same_bits = config.bitwise and model.device.type == "cuda"
         rows = audit(model.layers(), engine.layers(), same_kernels, same_bits)
         require_agreement(rows)
-        yield Connection(engine=engine, publisher=publisher, audited=rows, multiplies=multiplies)
+        checked = model.check_rows() if same_kernels else None
+        if checked is not None and config.bitwise:
+            require_equal_rows(checked)
+        yield Connection(engine=engine, publisher=publisher, audited=rows, multiplies=multiplies, rows=checked)
 
 
 def share_layers(publisher: Publisher, stack: ExitStack) -> str:

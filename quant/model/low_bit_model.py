@@ -27,6 +27,7 @@ from qarl.quant.layers.linear import LowBitLinear
 from qarl.quant.materialize import materializer
 from qarl.quant.materialize.code_changes import FlipCount
 from qarl.quant.materialize.scales import checked_together
+from qarl.quant.model.row_check import RowCheck, check_rows
 from qarl.quant.model.stream import checkpoint_tensors, layer_reports
 from qarl.quant.model.surgery import replace_layers
 from qarl.quant.schemes import Scheme
@@ -257,6 +258,10 @@ class LowBitModel(nn.Module):
     def layers(self) -> list[LayerReport]:
         """The learner's side of the audit: every layer with the kernel that multiplies it."""
         return layer_reports(self._layers, self.context)
+
+    def check_rows(self) -> RowCheck:
+        """Ask every distinct kernel of the forward whether it computes a row alike beside any others (`row_check`)."""
+        return check_rows(self._layers, self.context, self.graph if self.operators == "engine" else None)
 
     def materializers(self) -> dict[str, str]:
         """Scheme → what makes its low-bit tensors here (`quant.materialize.materializer`), for all schemes in use."""
