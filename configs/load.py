@@ -20,7 +20,8 @@ from qarl.configs.validation_messages import validation_messages
 from qarl.configs.words import did_you_mean
 from qarl.configs.yaml_file import parse_value, read_yaml
 
-_EMBEDDED = "tiny-"
+_EMBEDDED = ("tiny-", "smollm2-")
+"""What the names of embedded models begin with."""
 _PAPER = "paper/qwen3-8b-base"
 _PATTERNS = ("layers", "learner.lora.targets", "rollout.stop")
 """Lists whose one item may be written as it is, in words that YAML would read in its own way."""
@@ -51,13 +52,13 @@ def config_file(name: str) -> Path:
 
 
 def is_embedded(name: str) -> bool:
-    """Whether `name` is an embedded policy's: those have a configuration of their name."""
+    """Return whether `name` is an embedded model's: those have a configuration of their name."""
     return name.startswith(_EMBEDDED) and name in shipped_names()
 
 
 def default_config(model: str | None) -> Path:
-    """Where a run without --config starts: the embedded policy's own file, else the paper's settings, of the model of
-    that name where the paper has it."""
+    """Return the file that a run without --config starts from: an embedded model's own, else the paper's settings, of
+    the model of that name where the paper has it."""
     if model is None:
         return config_file("tiny-qwen3")
     if is_embedded(model):

@@ -222,7 +222,10 @@ def _rules_from_text(value: Any) -> Any:
 class RunConfig(Section):
     """A whole run."""
 
-    model: PathText = Field(default="tiny-qwen3", description="an embedded policy, a transformers folder, or a hub id")
+    model: PathText = Field(
+        default="tiny-qwen3",
+        description="an embedded model (tiny-qwen3, smollm2-135m), a transformers folder, or a hub id",
+    )
     scheme: str = Field(default="w4a16", description="of sampler and learner; `qarl schemes` lists what runs here")
     layers: Annotated[tuple[LayerRule, ...], BeforeValidator(_rules_from_text)] = Field(
         default=(), description="layers in other schemes (docs/guide/layers.md), first match wins: PATTERN=SCHEME,…"

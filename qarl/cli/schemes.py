@@ -173,9 +173,12 @@ def _reasons(rows: list[SchemeRow]) -> dict[str, list[str]]:
 
 
 def _architecture(name: str) -> Any:
+    from qarl.embedded.real_model import REAL_MODEL, ensure_real_model
     from qarl.embedded.recipe import RECIPES, recipe_config
     from qarl.quant.checkpoint.load import load_config
 
+    if name == REAL_MODEL:
+        return load_config(str(ensure_real_model()))
     return recipe_config(RECIPES[name]) if name in RECIPES else load_config(name)
 
 

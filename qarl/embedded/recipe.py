@@ -11,13 +11,11 @@ shared). Other CPU models may sum in another order and give other bits, hence a 
 """
 
 import dataclasses
-import fcntl
-import hashlib
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -35,12 +33,11 @@ from transformers import (
 )
 
 from qarl.configs.errors import ModelError
-from qarl.configs.files import written_aside
 from qarl.configs.functions import FunctionKind, load_function
 from qarl.configs.schema.task import TaskConfig
+from qarl.embedded.cache import cached_path, ensure_cached, to_stderr
 from qarl.embedded.tokenizer import CHAT_TEMPLATE, EOS, TOOL_RESULT, TOOL_TEMPLATE, token_ids, train_tokenizer
 from qarl.learner.optim.optimizer import matrices_of
-from qarl.quant.runtime.answers import cache_folder
 from qarl.tasks import Problem, load_task, solution_of
 from qarl.tasks.environment_host import describe
 
@@ -108,11 +105,6 @@ RECIPES = {
 }
 
 
-def to_stderr(message: str) -> None:
-    """Report progress in one line."""
-    sys.stderr.write(message + "\n")
-
-
 def ensure_tiny(name: str) -> Path:
     """The model folder of one of `RECIPES`, built now if the cache lacks it. Raises `ValueError` for another name."""
     if name not in RECIPES:
@@ -127,24 +119,7 @@ def ensure_recipe(name: str, recipe: TinyRecipe, cache: Path | None = None) -> P
     Processes that ask at the same time wait for one another, and a folder appears complete or not at all.
     Raises `ModelError` where the cache lacks it and cannot be written.
     """
-    cache = cache or cache_folder()
-    folder = cache / f"{name}-{_recipe_hash(recipe)}"
-    if folder.exists():
-        return folder
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with folder.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # which the system releases should the process die
-            if not folder.exists():
-                to_stderr(f"building {name} in {folder}")
-                with written_aside(folder) as building:
-                    build_tiny(recipe, building)
-    except OSError as error:
-        raise ModelError(
-            f"cannot keep {name} in the cache {str(cache)!r}: {error.strerror or error}; name another folder in "
-            "QARL_CACHE"
-        ) from error
-    return folder
+    return ensure_cached(name, _recipe_folder(name, recipe, cache), partial(build_tiny, recipe))
 
 
 def build_tiny(recipe: TinyRecipe, directory: Path) -> None:
@@ -322,8 +297,7 @@ def _deterministic(seed: int) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _recipe_hash(recipe: TinyRecipe) -> str:
+def _recipe_folder(name: str, recipe: TinyRecipe, cache: Path | None) -> Path:
     libraries = ("torch", "transformers", "tokenizers", "reasoning-gym")
     fields = {name: value for name, value in dataclasses.asdict(recipe).items() if value is not None}
-    facts = {**fields, "versions": {library: version(library) for library in libraries}}
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
+    return cached_path(name, {**fields, "versions": {library: version(library) for library in libraries}}, cache)

@@ -190,8 +190,11 @@ EMBEDDED = {
     **dict.fromkeys(("tiny-qwen3", "tiny-qwen3-long"), _TINY),
     **dict.fromkeys(("tiny-qwen3-moe", "tiny-qwen3-moe-long"), _TINY_MOE),
     "tiny-qwen3-tools": _TINY,
+    "smollm2-135m": Shapes(
+        hidden=576, layers=30, heads=9, kv_heads=3, head_dim=64, intermediate=1536, vocabulary=49152, tied=True
+    ),
 }
-"""The embedded policies', whose recipes (`qarl.embedded.recipe`) take torch to read."""
+"""The embedded models', whose recipes (`qarl.embedded.recipe`) take torch to read, or which are yet to download."""
 
 
 def sizes_of(model: str) -> tuple[Shapes, str]:

@@ -54,9 +54,12 @@ _CANARY_SEQUENCES = 8
 
 
 def model_folder(name: str) -> Path:
-    """The folder of an embedded policy (built now if needed), a local model, or a hub snapshot."""
+    """Return the folder of an embedded model (built now if needed), a local model, or a hub snapshot."""
+    from qarl.embedded.real_model import REAL_MODEL, ensure_real_model
     from qarl.embedded.recipe import RECIPES, ensure_tiny
 
+    if name == REAL_MODEL:
+        return ensure_real_model()
     return ensure_tiny(name) if name in RECIPES else resolve_model(name)
 
 
