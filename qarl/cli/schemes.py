@@ -17,8 +17,10 @@ from rich.console import Console
 from qarl.cli.environment import quiet_libraries
 from qarl.cli.options import DTYPES, json_file, say, write_json
 from qarl.configs.errors import SchemeError
+from qarl.configs.load import is_embedded
 from qarl.configs.schemes import SCHEME_SPECS
 from qarl.configs.words import sized
+from qarl.quant.checkpoint.folder import check_model, local_folder
 from qarl.quant.runtime.answers import keep_answer, read_answer
 from qarl.report.startup import phase, phases_shown_on
 from qarl.report.tables import PlainTable
@@ -81,6 +83,7 @@ def scheme_rows(model: str | None, dtype: str) -> list[SchemeRow]:
     dtype: compute dtype, a key of COMPUTE_DTYPES.
     Raises `ModelError` for a model whose configuration cannot be read.
     """
+    _check_folder(model)
     question = {"model": model, "config": _config_digest(model), "dtype": dtype}
     kept = read_answer("schemes", question)
     if kept:
@@ -119,6 +122,15 @@ def agreement_line(model: str | None, dtype: str) -> str:
             kept = dataclasses.asdict(agreement(empty_model(_architecture(model)), COMPUTE_DTYPES[dtype]))
         keep_answer("agreement", question, kept)
     return f"{_LEVELS[kept['level']]}{': ' if kept['reason'] else ''}{kept['reason']}"
+
+
+def _check_folder(model: str | None) -> None:
+    """Raise `ModelError` for a model whose files tell that it cannot be read, before torch is imported."""
+    if model is None or is_embedded(model):
+        return
+    folder = local_folder(model)
+    if folder is not None:
+        check_model(folder)
 
 
 def _config_digest(model: str | None) -> str:

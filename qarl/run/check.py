@@ -101,6 +101,8 @@ def _check_model(config: RunConfig, dry: bool) -> None:
     try:
         folder = local_folder(config.model)
     except InputError as error:
+        if Path(config.model).expanduser().exists():
+            raise
         embedded = [name for name in shipped_names() if is_embedded(name)]
         near, name = did_you_mean(config.model, embedded), config.model
         sized = "/" not in name and "." not in name[:1] and any(c.isdigit() for c in name) and "-" in name

@@ -16,6 +16,7 @@ from qarl.configs.hub import hub_or_cache
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+_GGUF = ".gguf"
 _CHANGING_ROTATIONS = ("dynamic", "longrope", "su")
 
 EXPERTS_A_TOKEN = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
@@ -23,10 +24,13 @@ EXPERTS_A_TOKEN = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
 
 
 def local_folder(name: str) -> Path | None:
-    """The folder `name`, or None where it reads as a hub id (owner/name). Raises `ModelError` for anything else."""
+    """Return the folder `name`, or None if it reads as a hub id (owner/name). Raises `ModelError` for anything else,
+    a GGUF file among it."""
     path = Path(name).expanduser()
     if path.is_dir():
         return path
+    if path.is_file() and path.suffix.lower() == _GGUF:
+        raise ModelError(f"model {name!r} is a GGUF file; {_gguf_remedy(path)}")
     if path.is_file():
         raise ModelError(
             f"model {name!r} is a file; give the folder of a model in transformers' format (config.json, tokenizer and "
@@ -84,6 +88,10 @@ def read_config(folder: Path) -> dict[str, Any]:
             raise ModelError(
                 f"{str(folder)!r} is a run, no model; give the model it was trained from (`model` in its config.yaml), "
                 f"or, of an unquantized run, {str(folder / 'export')!r}"
+            )
+        if gguf := _gguf_files(folder):
+            raise ModelError(
+                f"model folder {str(folder)!r} holds a GGUF file and no config.json; {_gguf_remedy(gguf[0])}"
             )
         runs = sorted(file.parent for file in folder.glob("*/config.yaml"))
         instead = f"one of the runs in it, such as {str(runs[-1])!r}" if runs else "a transformers model folder"
@@ -171,6 +179,8 @@ def tensor_shapes(folder: Path) -> dict[str, list[int]]:
     """
     files = weight_files(folder)
     if not files and not any(folder.glob("*.bin")):
+        if gguf := _gguf_files(folder):
+            raise ModelError(f"model folder {str(folder)!r} has its weights in a GGUF file; {_gguf_remedy(gguf[0])}")
         raise ModelError(
             f"model folder {str(folder)!r} has no weights (model.safetensors, or model.safetensors.index.json and the "
             "files it lists)"
@@ -183,6 +193,23 @@ def tensor_shapes(folder: Path) -> dict[str, list[int]]:
         except SafetensorError as error:
             raise ModelError(f"{str(file)!r} is no safetensors file, or cut short: {error}; copy it again") from error
     return shapes
+
+
+def _gguf_files(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.glob("*") if file.suffix.lower() == _GGUF)
+
+
+def _gguf_remedy(file: Path) -> str:
+    """Return how a GGUF file becomes a folder that can be trained in: a line of words and three of Python."""
+    folder, target = str(file.absolute().parent), file.stem
+    return (
+        "give the original checkpoint, whose weights were not rounded. If there is none, this Python makes a "
+        f"transformers folder of the file (pip install gguf first), for --model {target}:\n"
+        f"  from transformers import AutoModelForCausalLM, AutoTokenizer; folder, file = {folder!r}, {file.name!r}\n"
+        f"  AutoTokenizer.from_pretrained(folder, gguf_file=file).save_pretrained({target!r})\n"
+        "  model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file); "
+        f"model.hf_quantizer.remove_quantization_config(model); model.save_pretrained({target!r})"
+    )
 
 
 def _read_object(file: Path) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """A model's folder before anything is loaded: what its files alone tell against training in it."""
 
 import json
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from qarl.configs.errors import ModelError
 from qarl.quant.checkpoint.folder import (
     check_context,
     check_folder,
+    check_model,
     check_rotary,
     has_chat_template,
     local_folder,
@@ -27,6 +29,26 @@ def test_what_is_neither_a_folder_nor_a_hub_id_is_refused(name: str, tmp_path: P
     with pytest.raises(ModelError, match="is a file; give the folder"):
         local_folder(__file__)
     assert local_folder("owner/name") is None and local_folder(str(tmp_path)) == tmp_path
+
+
+@pytest.mark.parametrize("config", [None, "{}"])
+@pytest.mark.parametrize("name", ["model.Q4_1.gguf", "MODEL.GGUF"])
+def test_a_gguf_file_is_refused_with_the_python_that_makes_a_folder_of_it(
+    name: str, config: str | None, tmp_path: Path
+):
+    """Given itself, or the folder that holds it. The Python is compiled here; it was run by hand on one real file."""
+    file = tmp_path / name
+    file.touch()
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ModelError, match="is a GGUF file; give the original checkpoint") as of_file:
+        local_folder(str(file))
+    with pytest.raises(ModelError, match="GGUF file") as of_folder:
+        tensor_shapes(tmp_path) if config else check_model(tmp_path)
+    for raised in (of_file, of_folder):
+        script = str(raised.value).split("\n", 1)[1]
+        compile(textwrap.dedent(script), "script", "exec")
+        assert f"folder, file = {str(tmp_path)!r}, {name!r}" in script
 
 
 @pytest.mark.parametrize(("config", "longest"), cases(__file__, "positions"))
