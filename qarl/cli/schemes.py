@@ -52,6 +52,11 @@ class SchemeRow:
     kernel: str
     reason: str
 
+    @property
+    def runs(self) -> bool:
+        """Whether this machine has a kernel and the model's layers fit the scheme."""
+        return bool(self.kernel) and not self.shape_reason
+
 
 def add_schemes(commands: Any) -> None:
     """Add `qarl schemes` to the commands."""
@@ -152,26 +157,41 @@ def _show(console: Console, rows: list[SchemeRow], model: str | None, verbose: b
     for row in rows:
         per = "-" if row.bytes_per_parameter is None else f"{row.bytes_per_parameter:.4f}"
         total = ["-" if row.checkpoint_bytes is None else sized(row.checkpoint_bytes)] if model else []
-        runs = (row.kernel or "-",) if verbose else ("yes" if row.kernel else "no", _short_reason(row))
+        kernel = row.kernel if row.runs else "-"
+        runs = (kernel,) if verbose else ("yes" if row.runs else "no", _short_reason(row))
         table.add_row(row.name, row.weights, row.activations, per, *total, *runs)
     table.show(console)
     if verbose:
         for reason, names in _reasons(rows).items():
             say(console, f"{', '.join(names)}: {reason}")
+    if remedy := _remedy(rows, model):
+        say(console, remedy)
 
 
 _HINT = "runs: whether on this machine, in learner and engine; kernels and reasons in full with -v"
+
+
+def _remedy(rows: list[SchemeRow], model: str | None) -> str:
+    """Return which schemes to take in place of those that the model's layers do not fit; "" if they fit all."""
+    misfits = [row.name for row in rows if row.shape_reason]
+    if not misfits:
+        return ""
+    running = [row.name for row in rows if row.runs and row.format != "unquantized"]
+    instead = f"take one that does and runs here: {', '.join(running)}" if running else "none that does runs here"
+    return f"{model or 'the layer'} does not fit {', '.join(misfits)}; {instead}"
+
 
 _SHORT = 60
 """Characters of a reason that the table shows."""
 
 
 def _short_reason(row: SchemeRow) -> str:
-    """Why a scheme cannot run here, in a few words; "" where it can. What is known beyond vLLM's own words stands after
-    them in brackets ("vLLM has it for …") and is the shorter."""
+    """Return why a scheme cannot run here, in a few words; "" if it can. What is known beyond vLLM's own words stands
+    after them in brackets ("vLLM has it for …") and is the shorter. Of a layer that does not fit, its shape is said."""
     reason = row.shape_reason or row.reason
     known = re.search(r"\((vLLM has [^()]*)\)$", reason)
     words = known[1] if known else re.split(r"[;:.] ", reason.removeprefix(f"scheme {row.name!r}: "))[0]
+    words = re.sub(r"^layer '[^']*' has ", "", words)
     return textwrap.shorten(words, _SHORT, placeholder=" …")
 
 

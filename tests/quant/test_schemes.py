@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
-from transformers import Qwen3ForCausalLM
+from transformers import LlamaConfig, Qwen3ForCausalLM
 
 import qarl.quant.kernels as kernels_module
 from qarl.cli.main import main
+from qarl.cli.schemes import _show, scheme_rows
 from qarl.configs.schema.run import RunConfig
 from qarl.ptq.compressor import _restore_granite_experts
 from qarl.quant.kernels import KernelError, make_factory
@@ -125,6 +127,32 @@ def test_the_command_prints_and_writes(
     assert lines["w4a16-g32"].split()[-1] == "yes"
     assert "  no  " in lines["nvfp4"] and "vLLM has it for NVIDIA GPUs alone" in lines["nvfp4"]
     assert max(map(len, lines.values())) < 200, "a line a scheme, no longer than that"
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_a_scheme_whose_groups_do_not_divide_the_models_width_does_not_run(
+    verbose: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """A hidden size of 576 is 4.5 groups of 128 and nine of 64. The line of a scheme says that alone, and the last
+    line what to take instead."""
+    monkeypatch.setenv("QARL_CACHE", str(tmp_path / "cache"))
+    config = LlamaConfig(hidden_size=576, intermediate_size=1536, num_hidden_layers=1, num_attention_heads=9)
+    config.save_pretrained(tmp_path)
+    rows = scheme_rows(str(tmp_path), "bfloat16")
+    _show(Console(width=100), rows, str(tmp_path), verbose)
+    printed = capsys.readouterr().out.splitlines()
+    lines = {line.split()[0]: line for line in printed}
+    by_name = {row.name: row for row in rows}
+    assert by_name["w4a16"].kernel
+    assert not by_name["w4a16"].runs
+    assert by_name["w4a16-g64"].runs
+    assert by_name["w4a16"].kernel not in lines["w4a16"]
+    (remedy,) = [line for line in printed if "does not fit" in line]
+    assert remedy.startswith(f"{tmp_path} does not fit w4a16, w8a16, w4a8, w4afp8, fp8-block; take one that does")
+    assert "runs here: w4a16-g64, w4a16-g32, w4a16-channel" in remedy
+    if not verbose:
+        assert lines["w4a16"].endswith("-  no    576 input columns, no multiple of the group size 128")
+        assert lines["w4a16-g64"].split()[-1] == "yes"
 
 
 LLMCOMPRESSOR_PRESETS = cases(__file__, "presets")
