@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from qarl.configs.errors import ConfigError
-from qarl.configs.load import overridden
+from qarl.configs.load import is_embedded, overridden
 from qarl.configs.schema.run import LONGEST, EvalConfig, RolloutConfig
 from qarl.configs.schema.task import TaskConfig
 from qarl.configs.words import did_you_mean
 from qarl.evaluation.suites import suite_tasks
-from qarl.quant.checkpoint.folder import check_context, read_config
+from qarl.quant.checkpoint.folder import check_context, local_folder, read_config
 from qarl.report.run_folder import RunFolder
 from qarl.run.export_note import LIMITS, export_note, noted_task, read_note
 from qarl.tasks import Task, load_task
@@ -128,6 +128,9 @@ def plan_same(plan: Plan, target: str, dtype: str | None = None) -> Plan:
 
 
 def _model_folder(name: str) -> Path:
+    folder = None if is_embedded(name) else local_folder(name)
+    if folder is not None:
+        return folder
     from qarl.run.session import model_folder
 
     return model_folder(name)
