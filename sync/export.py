@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 
 from qarl.configs.errors import QarlError
 from qarl.configs.files import written_aside
+from qarl.quant.checkpoint.load import empty_model
 from qarl.quant.digest import StreamDigest
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.tensor_files import write_tensors
@@ -31,6 +32,22 @@ def export_checkpoint(
     """Write the model's present weight version to `folder`; `source` gives tokenizer and generation config. note: what
     qarl.json is to say, besides the digest; None writes none."""
     return write_checkpoint(model.low_bit_tensors(), checkpoint_config(model), source, folder, note)
+
+
+def export_masters(model: LowBitModel, source: Path, folder: Path) -> None:
+    """Write the model's masters to `folder` as transformers writes them, in the master dtype: a model to train on from.
+
+    source: folder whose tokenizer and generation config are copied. The folder appears complete or not at all. Raises
+    `ExportError` where it exists.
+    """
+    if folder.exists():
+        raise ExportError(f"folder {str(folder)!r} exists; choose another or remove it")
+    whole = empty_model(model.config)
+    whole.load_state_dict(model.loaded_state(), strict=False, assign=True)
+    whole.tie_weights()
+    with written_aside(folder) as building:
+        whole.save_pretrained(building)
+        copy_companions(source, building)
 
 
 def checkpoint_config(model: LowBitModel) -> dict[str, Any]:
@@ -69,13 +86,18 @@ def write_checkpoint(
             if note is not None:
                 note = {**note, "digest": digest.hexdigest()}
                 (building / "qarl.json").write_text(json.dumps(note, indent=2) + "\n")
-            for name in _COMPANIONS:
-                if (source / name).is_file():
-                    shutil.copyfile(source / name, building / name)
+            copy_companions(source, building)
     except (OSError, SafetensorError) as error:  # safetensors' own is what a full disk raises while it writes
         reason = getattr(error, "strerror", None) or error
         raise ExportError(f"cannot write checkpoint {str(folder)!r}: {reason}") from error
     return digest
+
+
+def copy_companions(source: Path, folder: Path) -> None:
+    """Copy a model folder's tokenizer and generation config, whichever files it has, into another folder."""
+    for name in _COMPANIONS:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
 
 
 def _name_files(folder: Path, files: dict[str, list[str]], total: int) -> None:

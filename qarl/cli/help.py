@@ -6,7 +6,7 @@ Defaults are those of the command without options (configs/tiny-qwen3.yaml), whe
 import argparse
 import shutil
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
@@ -46,20 +46,26 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Make every field of the configuration an option of a command: short flags by group, and `--help-all`."""
     parser.set_defaults(fields=True)
-    fields, defaults = field_paths(), default_values()
+    defaults = default_values()
     parser.add_argument(
         "--help-all", action=PrintAndExit, text=lambda: all_fields(shutil.get_terminal_size().columns),
         help="every field of the configuration, with its default",
     )  # fmt: skip
     for title, names in GROUPS.items():
-        group = parser.add_argument_group(title)
-        for name in names:
-            path = FLAGS[name]
-            default = written(defaults[path])
-            text = f"{describe(path, fields[path])}{f' [{default}]' if default else ''}"
-            group.add_argument(
-                f"--{name}", metavar=metavar(path, fields[path]), dest=f"short:{path}", help=text.replace("%", "%%")
-            )
+        add_group(parser, title, names, defaults)
+
+
+def add_group(parser: argparse.ArgumentParser, title: str, names: Sequence[str], defaults: Mapping[str, Any]) -> None:
+    """Add a group of short flags. names: of `FLAGS`. defaults: dotted path → what the help shows as its default."""
+    fields = field_paths()
+    group = parser.add_argument_group(title)
+    for name in names:
+        path = FLAGS[name]
+        default = written(defaults[path])
+        text = f"{describe(path, fields[path])}{f' [{default}]' if default else ''}"
+        group.add_argument(
+            f"--{name}", metavar=metavar(path, fields[path]), dest=f"short:{path}", help=text.replace("%", "%%")
+        )
 
 
 def default_values() -> dict[str, Any]:

@@ -28,6 +28,7 @@ from qarl.cli.sample import add_sample
 from qarl.cli.schemes import add_schemes
 from qarl.cli.serve import add_serve
 from qarl.cli.serve_rollouts import add_serve_rollouts
+from qarl.cli.sft import add_sft
 from qarl.cli.tasks import add_tasks
 from qarl.configs.errors import ConfigError, QarlError, disk_error, install_error
 from qarl.configs.load import chosen_config, default_config
@@ -88,7 +89,7 @@ def _parser() -> Parser:
     parser.add_argument("-V", "--version", action=PrintAndExit, text=_describe_version, help="what is installed here")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for add in (
-        _add_train, add_check, add_init, _add_export, add_eval, add_report, add_mismatch, add_serve,
+        _add_train, add_sft, add_check, add_init, _add_export, add_eval, add_report, add_mismatch, add_serve,
         add_serve_rollouts, add_sample, add_runs, add_compare, add_plan, add_schemes, add_tasks,
     ):  # fmt: skip
         add(commands)

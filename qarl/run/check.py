@@ -33,7 +33,7 @@ def check_files(config: RunConfig, new: bool = True, dry: bool = False) -> Task:
     if config.log != "none" and find_spec(config.log) is None:
         raise ConfigError(f"log {config.log!r} needs the package {config.log}: pip install {config.log}")
     check_rollouts(config)
-    _check_model(config, dry)
+    check_named_model(config, dry)
     return check_task(config)
 
 
@@ -95,7 +95,9 @@ def check_task(config: RunConfig) -> Task:
     return task
 
 
-def _check_model(config: RunConfig, dry: bool) -> None:
+def check_named_model(config: RunConfig, dry: bool = False) -> None:
+    """Raise `ModelError` for a model that is neither embedded, nor a folder that can be trained, nor on the Hub. dry:
+    whether the Hub is left alone."""
     if is_embedded(config.model):
         return
     try:

@@ -110,12 +110,15 @@ def _front_matter(note: dict[str, Any]) -> str:
         **note["licence"],
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
-        "tags": ["qarl", "reinforcement-learning", *low_bit],
+        "tags": ["qarl", "supervised-fine-tuning" if "sft" in note else "reinforcement-learning", *low_bit],
     }
     return f"---\n{yaml.safe_dump(tree, sort_keys=False)}---\n"
 
 
 def _what(note: dict[str, Any]) -> str:
+    if "sft" in note:
+        how = f"fine-tuned on {note['sft']['pairs']} pairs with QaRL as the {note['scheme']} policy it is"
+        return f"`{note['base']}`, {how}: step {note['step']}."
     how = (
         f"quantized to {note['scheme']} by {note['ptq']} after reinforcement learning in bf16"
         if "ptq" in note

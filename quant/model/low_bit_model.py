@@ -255,6 +255,12 @@ class LowBitModel(nn.Module):
         buffers = ((name, self.module.get_buffer(name)) for name in self._buffers_kept)
         return checkpoint_tensors(self._layers, self.loaded, buffers)
 
+    def loaded_state(self) -> dict[str, Tensor]:
+        """Return every parameter the model came with, and the buffers that checkpoints keep, by transformers' names. A
+        tied output head is not among them; nothing is copied."""
+        buffers = {name: self.module.get_buffer(name) for name in self._buffers_kept}
+        return {**{name: parameter.detach() for name, parameter in self.loaded.items()}, **buffers}
+
     def layers(self) -> list[LayerReport]:
         """The learner's side of the audit: every layer with the kernel that multiplies it."""
         return layer_reports(self._layers, self.context)

@@ -1,0 +1,137 @@
+"""`qarl sft`: supervised fine-tuning of the low-bit policy on pairs of a prompt and a completion."""
+
+import argparse
+import shlex
+from argparse import ArgumentTypeError
+from collections.abc import Callable
+from math import ceil
+from typing import Any
+
+from rich.console import Console
+
+from qarl.cli.environment import quiet_libraries
+from qarl.cli.help import add_group
+from qarl.cli.options import say, whole
+from qarl.configs.errors import ConfigError
+from qarl.configs.load import is_embedded
+from qarl.configs.schema.base import leaf_values
+from qarl.quant.runtime.answers import installed
+from qarl.quant.runtime.parent import world_size
+from qarl.report.startup import phases_shown_on
+from qarl.sft.run import SftOutcome, SftPlan, plan_sft, run_sft, sft_config
+
+_GROUPS = {
+    "what is trained": ("model", "scheme", "layers", "dtype"),
+    "how it is learned": ("optimizer", "lr", "master-dtype", "kernel"),
+}
+_LINES = 20
+"""About as many steps are printed."""
+
+
+def add_sft(commands: Any) -> None:
+    """Add `qarl sft` to the commands."""
+    parser = commands.add_parser(
+        "sft",
+        help="supervised fine-tuning of the low-bit policy on prompt-completion pairs",
+        usage="qarl sft --data FILE [OPTIONS] [--ANY.FIELD VALUE …]",
+        description="Fine-tune a policy on pairs of a prompt and a completion, where it cannot begin reinforcement "
+        "learning yet. The loss is the completions' cross-entropy through the low-bit codes that are deployed. Written "
+        "are export/, the codes, and masters/, the model that `qarl train --model` goes on with.",
+        epilog="Other fields of a run's configuration are options by their dotted names where they apply, such as "
+        "--learner.optimizer.warmup_steps 10 or --task.system TEXT (docs/guide/sft.md).",
+    )
+    data = parser.add_argument_group("what is learned from")
+    data.add_argument(
+        "--data",
+        required=True,
+        metavar="FILE",
+        help="pairs, a row each, with columns prompt and completion, question and answer, or messages: a .jsonl, .csv, "
+        ".tsv or .parquet file, or hf:ID of a Hugging Face data set",
+    )
+    data.add_argument(
+        "--heldout",
+        type=fraction,
+        default=0.125,
+        metavar="X",
+        help="fraction of the pairs to measure the loss on, before and after, instead of learning from them; 0 for "
+        'none; a row\'s own "split" comes first [0.125]',
+    )
+    data.add_argument("--batch", type=whole(1), default=32, metavar="N", help="pairs a step [32]")
+    data.add_argument("--seed", dest="short:seed", metavar="N", help="of the order of the pairs [0]")
+    data.add_argument("--epochs", type=whole(1), metavar="N", help="passes over the pairs [1]")
+    data.add_argument("--steps", type=whole(1), metavar="N", help="steps, instead of --epochs")
+    defaults = leaf_values(sft_config("pairs.jsonl", {}))
+    for title, names in _GROUPS.items():
+        add_group(parser, title, names, defaults)
+    written = parser.add_argument_group("where it is written")
+    text = "folder to make; without it runs/MODEL-SCHEME-sft-TIME"
+    written.add_argument("--output", dest="short:output", metavar="DIR", help=text)
+    parser.set_defaults(run=_sft, fields=True)
+
+
+def fraction(text: str) -> float:
+    """Return the number of an option that takes 0 to below 1. Raises `ArgumentTypeError` for anything else."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise ArgumentTypeError(f"{text!r} must be a number from 0 to below 1")
+    return value
+
+
+def _sft(known: argparse.Namespace, console: Console) -> int:
+    if known.steps and known.epochs:
+        raise ConfigError(f"--steps {known.steps} and --epochs {known.epochs} both say how long; leave one of them out")
+    if world_size() > 1:
+        raise ConfigError(f"qarl sft runs in one process, and a launcher started {world_size()}; start it alone")
+    overrides = {**known.overrides, **({"steps": str(known.steps)} if known.steps else {})}
+    epochs = None if known.steps else known.epochs or 1
+    quiet_libraries(overrides.get("learner.compile") == "true")
+    with phases_shown_on(console):
+        plan = plan_sft(known.data, overrides, known.batch, epochs, known.heldout)
+        _say_plan(plan, console)
+        outcome = run_sft(plan, _step_printer(plan, console))
+    _say_outcome(plan, outcome, console)
+    return 0
+
+
+def _say_plan(plan: SftPlan, console: Console) -> None:
+    config = plan.config
+    tokens = sum(len(group.completions[0].token_ids) for group in plan.learned)
+    say(console, f"qarl {installed('qarl')}: {config.model}, {config.scheme}, {config.dtype}")
+    say(
+        console,
+        f"{config.task.name}: {len(plan.learned)} pairs to learn from, with {tokens} completion tokens; "
+        f"{len(plan.heldout)} held out; {config.steps} steps of {plan.batch} pairs",
+    )
+
+
+def _step_printer(plan: SftPlan, console: Console) -> Callable[[Any], None]:
+    """Return what prints a step's loss, of the first, the last, and some between."""
+    steps = plan.config.steps
+    every = ceil(steps / _LINES)
+
+    def show(done: Any) -> None:
+        if done.step in (1, steps) or done.step % every == 0:
+            skipped = "" if done.updated else "; skipped: its gradient is not finite"
+            figures = f"loss {done.loss:.4f} nats a token, lr {done.lr:.2e}, {done.seconds:.2f} s"
+            say(console, f"step {done.step}/{steps}: {figures}{skipped}")
+
+    return show
+
+
+def _say_outcome(plan: SftPlan, outcome: SftOutcome, console: Console) -> None:
+    config = plan.config
+    if outcome.before is not None:
+        change = f"{outcome.before:.4f} nats a token before, {outcome.after:.4f} after"
+        say(console, f"held-out loss, {config.scheme}: {change} ({len(plan.heldout)} pairs)")
+    file = f"--config {config.model} " if is_embedded(config.model) else ""
+    layers = f" --layers {shlex.quote(','.join(map(str, config.layers)))}" if config.layers else ""
+    say(console, f"deployable checkpoint: {outcome.export}")
+    say(console, f"masters, {config.learner.master_dtype}: {outcome.masters}")
+    say(
+        console,
+        f"go on by reinforcement learning: qarl train {file}--model {shlex.quote(str(outcome.masters))} "
+        f"--scheme {config.scheme}{layers}",
+    )

@@ -1,0 +1,1 @@
+"""`qarl sft`: supervised fine-tuning of the low-bit policy, before reinforcement learning."""

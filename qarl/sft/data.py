@@ -1,0 +1,168 @@
+"""Pairs of a prompt and a completion: the rows of a file or data set, and their tokens.
+
+Imports neither torch nor transformers: a wrong row is told in milliseconds.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from qarl.configs.errors import ModelError
+from qarl.configs.schema.task import TaskConfig
+from qarl.configs.seeds import stable_hash
+from qarl.configs.words import few, quoted
+from qarl.rollout.types import Completion, Group, Prompt
+from qarl.tasks.base import HELDOUT_ONE_IN, Message, Problem, Split, TaskError
+from qarl.tasks.rows import FILES, HUB, Row, file_rows, hub_rows, is_table
+from qarl.tasks.table import ROLES
+
+COLUMNS = (("messages",), ("prompt", "completion"), ("question", "answer"))
+"""The forms of a row, by the columns that it needs."""
+_HASHES = 2**64
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One example. problem: the prompt, with the completion's text as its answer. heldout: not learned from."""
+
+    problem: Problem
+    heldout: bool
+
+
+def read_pairs(task: TaskConfig, heldout: float) -> list[Pair]:
+    """Return the pairs of the file, or of the Hugging Face data set, that the task names.
+
+    task: its name, subset and split say which rows; its system prompt goes before prompts that are text. heldout: the
+    fraction of the questions that is set aside, chosen by a hash of their text, where a row of a file does not say so
+    itself ("split": "train" or "heldout"). At 1/8 they are those that `qarl train` sets aside. Raises `TaskError` for a
+    file that is missing or empty, for a row of none of the forms in `COLUMNS`, and where no pair is left to learn from,
+    or to measure on.
+    """
+    rows = _rows(task)
+    if not rows:
+        raise TaskError(f'--data {task.name} is empty; give lines like {{"prompt": "1 + 1 =", "completion": "2"}}')
+    pairs = []
+    for row in rows:
+        problem = _problem(row)
+        is_heldout = _is_heldout(row, problem.question, heldout, task.name.startswith(HUB))
+        if task.system is not None and not problem.messages:
+            problem = problem.behind(task.system)
+        pairs.append(Pair(problem, is_heldout))
+    aside = sum(pair.heldout for pair in pairs)
+    if aside == len(pairs) or (heldout and not aside):
+        part = "all" if aside else "none"
+        raise TaskError(
+            f"--heldout {heldout:g} sets {part} of the {len(pairs)} pairs of {task.name} aside; give another fraction "
+            "(0: none), or more pairs"
+        )
+    return pairs
+
+
+def encode(prompter: Any, pairs: Sequence[Pair], longest: float | None) -> list[Group]:
+    """Return the tokens of each pair as a group of one completion, for `learner.batching.make_batch`.
+
+    prompter: a `qarl.run.prompts.Prompter`; prompts are tokenized as `qarl train` does it. The tokenizer's end token
+    follows a completion, as a sampler's completion ends. longest: positions of the model, None where it does not say.
+    Raises `TaskError` for a completion without a token and for a pair longer than that, `ModelError` for a tokenizer
+    without an end token, and what `Prompter.prompt` does.
+    """
+    tokenizer = prompter.tokenizer
+    end = tokenizer.eos_token_id
+    if end is None:
+        raise ModelError(
+            "the tokenizer has no end token (eos_token), so that no completion would end; name one in its "
+            "tokenizer_config.json"
+        )
+    groups = []
+    too_long = []
+    for problem in (pair.problem for pair in pairs):
+        prompt = prompter.prompt(problem)
+        answer = tuple(tokenizer(problem.answer, add_special_tokens=False)["input_ids"])
+        if not answer:
+            raise TaskError(f"{problem.id}: the completion {problem.answer!r} has no token; write one, or drop the row")
+        total = len(prompt.token_ids) + len(answer) + 1
+        if longest is not None and total > longest:
+            too_long.append(f"{problem.id} ({total} tokens)")
+        groups.append(_group(prompt, (*answer, end), problem.answer))
+    if too_long:
+        count = f"{len(too_long)} of {len(pairs)} pairs"
+        raise TaskError(
+            f"{count} are longer than the model's {longest:g} positions: {few(too_long)}; shorten or drop them"
+        )
+    return groups
+
+
+def _group(prompt: Prompt, tokens: tuple[int, ...], text: str) -> Group:
+    nothing_sampled = (0.0,) * len(tokens)
+    completion = Completion(tokens, nothing_sampled, text, weight_version=0, finish_reason="stop")
+    return Group(prompt, (completion,), rewards=(0.0,))
+
+
+def _rows(task: TaskConfig) -> list[Row]:
+    if task.name.startswith(HUB):
+        return hub_rows(task.name, task.subset, task.split or "train", None)
+    if not is_table(task.name):
+        raise TaskError(
+            f"--data {task.name!r} must be a {', '.join(FILES)} file, or {HUB}ID of a Hugging Face data set"
+        )
+    for field in ("subset", "split"):
+        if (value := getattr(task, field)) is not None:
+            raise TaskError(f"--task.{field} {value} is for a Hugging Face data set (hf:…), not for {task.name}")
+    return file_rows(Path(task.name))
+
+
+def _problem(row: Row) -> Problem:
+    """Return the row's prompt, with the last turn of the assistant as its answer."""
+    columns = _form(row)
+    turns: list[Message] = []
+    for column, role in zip(columns, ("user", "assistant"), strict=False):
+        turns += _turns(row, column, role)
+    *before, last = turns
+    if last["role"] != "assistant" or not before:
+        raise TaskError(
+            f"{row.where}: {columns[-1]!r} must end with a message of the assistant, after another one; got "
+            f"{quoted(last)}"
+        )
+    is_text = len(before) == 1 and isinstance(row.values[columns[0]], str)
+    return Problem(row.where, before[-1]["content"], last["content"], messages=() if is_text else tuple(before))
+
+
+def _form(row: Row) -> tuple[str, ...]:
+    """Return the columns that the row is read from, one of `COLUMNS`."""
+    forms = [columns for columns in COLUMNS if all(column in row.values for column in columns)]
+    if len(forms) != 1:
+        wanted = ", or ".join(" and ".join(columns) for columns in COLUMNS)
+        columns = ", ".join(map(str, row.values)) or "none"
+        raise TaskError(f"{row.where}: a row needs the columns {wanted}, one of these alone; it has {columns}")
+    if row.values.get("tools"):
+        raise TaskError(f"{row.where}: column 'tools' would not be shown to the model; drop the column, or the row")
+    return forms[0]
+
+
+def _turns(row: Row, column: str, role: str) -> list[Message]:
+    """Return a column's messages; text, or a whole number, is one of that role."""
+    value = row.values[column]
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = str(value)
+    if isinstance(value, str) and (value.strip() or role == "assistant"):
+        return [{"role": role, "content": value}]
+    shape = f'{column!r} must be text, or a list of messages such as {{"role": "user", "content": "1 + 1"}}'
+    if not isinstance(value, list) or not value:
+        raise TaskError(f"{row.where}: {shape}; got {quoted(value)}")
+    for message in value:
+        speaker, content = map(message.get, ("role", "content")) if isinstance(message, dict) else (None, None)
+        if speaker not in ROLES or not isinstance(content, str):
+            raise TaskError(f"{row.where}: {shape}, of role {', '.join(ROLES)}; got {quoted(message)}")
+    return [{"role": message["role"], "content": message["content"]} for message in value]
+
+
+def _is_heldout(row: Row, question: str, fraction: float, hub: bool) -> bool:
+    """Whether a row is set aside. Its hash is read so that 1/`HELDOUT_ONE_IN` gives `qarl.tasks.base.is_heldout`."""
+    written = None if hub else row.values.get("split")
+    if written and written not in get_args(Split):
+        raise TaskError(f"{row.where}: unknown split {written!r}; allowed: {', '.join(get_args(Split))}")
+    if written:
+        return written == "heldout"
+    high, low = stable_hash(question) % HELDOUT_ONE_IN, stable_hash(question) // HELDOUT_ONE_IN
+    return high + low * HELDOUT_ONE_IN / _HASHES < fraction * HELDOUT_ONE_IN
