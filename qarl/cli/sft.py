@@ -15,6 +15,7 @@ from qarl.cli.options import say, whole
 from qarl.configs.errors import ConfigError
 from qarl.configs.load import is_embedded
 from qarl.configs.schema.base import leaf_values
+from qarl.configs.schema.run import RunConfig
 from qarl.quant.runtime.answers import installed
 from qarl.quant.runtime.parent import world_size
 from qarl.report.startup import phases_shown_on
@@ -127,11 +128,12 @@ def _say_outcome(plan: SftPlan, outcome: SftOutcome, console: Console) -> None:
         change = f"{outcome.before:.4f} nats a token before, {outcome.after:.4f} after"
         say(console, f"held-out loss, {config.scheme}: {change} ({len(plan.heldout)} pairs)")
     file = f"--config {config.model} " if is_embedded(config.model) else ""
+    dtype = f" --dtype {config.dtype}" if config.dtype != RunConfig.model_fields["dtype"].default else ""
     layers = f" --layers {shlex.quote(','.join(map(str, config.layers)))}" if config.layers else ""
     say(console, f"deployable checkpoint: {outcome.export}")
     say(console, f"masters, {config.learner.master_dtype}: {outcome.masters}")
     say(
         console,
         f"go on by reinforcement learning: qarl train {file}--model {shlex.quote(str(outcome.masters))} "
-        f"--scheme {config.scheme}{layers}",
+        f"--scheme {config.scheme}{dtype}{layers}",
     )

@@ -93,6 +93,11 @@ def read_config(folder: Path) -> dict[str, Any]:
             raise ModelError(
                 f"model folder {str(folder)!r} holds a GGUF file and no config.json; {_gguf_remedy(gguf[0])}"
             )
+        if (folder / "sft.yaml").is_file():
+            raise ModelError(
+                f"{str(folder)!r} was written by `qarl sft`; give {str(folder / 'masters')!r} to train on, and "
+                f"{str(folder / 'export')!r} to serve or evaluate"
+            )
         runs = sorted(file.parent for file in folder.glob("*/config.yaml"))
         instead = f"one of the runs in it, such as {str(runs[-1])!r}" if runs else "a transformers model folder"
         raise ModelError(f"model folder {str(folder)!r} has no config.json; give {instead}")
