@@ -1,6 +1,7 @@
 """Seconds that are a phase's work, and not its launch."""
 
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -10,7 +11,16 @@ from qarl.learner.stopwatch import Stopwatch
 class SynchronizedStopwatch(Stopwatch):
     """Waits for the CUDA device at both ends of a phase, which costs time of its own; on CPUs it changes nothing."""
 
-    def _now(self) -> float:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return time.perf_counter()
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Time a phase. Phases do not nest."""
+        synchronize()
+        with super().__call__(phase):
+            yield
+            synchronize()
+
+
+def synchronize() -> None:
+    """Wait until the CUDA device has done all that was launched; return at once where there is none."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
