@@ -13,7 +13,6 @@ from benchmarks.options import (
     precision,
     publish,
     soak,
-    speed,
     step_time,
     train,
 )
@@ -25,7 +24,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one benchmark; returns the exit status, as `qarl` does."""
     parser = Parser(prog=PROGRAM, description="What developers measure of QaRL, from a checkout.")
     names = parser.add_subparsers(title="benchmarks", required=True, metavar="NAME")
-    for benchmark in (communication, delivery, delta, learner, mismatch, precision, publish, soak, speed):
+    for benchmark in (communication, delivery, delta, learner, mismatch, precision, publish, soak):
         runs(benchmark.add_options(names), benchmark.measure)
     for benchmark in (memory, step_time, train):
         runs(benchmark.add_options(names), benchmark.measure, fields=True)

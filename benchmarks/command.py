@@ -1,16 +1,14 @@
 """What the benchmarks' commands share: types of options, and the end of each: its tables, and the same as JSON."""
 
 import argparse
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 from rich.console import Console
 
 from qarl.cli.environment import quiet_libraries
-from qarl.cli.options import json_file, split, write_json
+from qarl.cli.options import json_file, write_json
 from qarl.configs.schema.learner import LearnerConfig
-from qarl.configs.schemes import SCHEME_NAMES
-from qarl.configs.words import did_you_mean
 from qarl.report.tables import PlainTable
 
 PROGRAM = "python -m benchmarks"
@@ -20,24 +18,6 @@ Shown = PlainTable | Sequence[PlainTable]
 Measured = tuple[Shown, Any] | tuple[Shown, Any, int]
 """What a benchmark returns: the table or tables for a person, the same JSON-ready, and an exit status where it is not
 0."""
-
-
-def words(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
-    """The `type` of an option that takes one or more words of `known` with commas between, each once. As those below it
-    refuses others while the command line is read, before anything heavy is imported."""
-
-    def parse(text: str) -> tuple[str, ...]:
-        for word in split(text) or ("",):
-            if word not in known:
-                near = did_you_mean(word, known)
-                raise argparse.ArgumentTypeError(f"{word!r} must be one of {', '.join(known)}{near}")
-        return split(text)
-
-    return parse
-
-
-scheme_names = words(SCHEME_NAMES)
-"""The `type` of `--schemes`."""
 
 
 def runs(parser: argparse.ArgumentParser, measure: Callable[..., Measured], fields: bool = False) -> None:

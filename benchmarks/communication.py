@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.learner.batch import draw_sequences
 from benchmarks.learner.worker import groups_of
 from benchmarks.models import PAD, BenchModel, qwen3, write_model, write_tokenizer
-from benchmarks.process import WorkerError
 from benchmarks.publish import moe_config, random_masters
+from qarl.bench.process import WorkerError
 from qarl.configs.schema.learner import LearnerConfig
 from qarl.learner.batching import make_batch
 from qarl.learner.learner import Learner

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.process import run_worker
+from qarl.bench.process import run_worker
 from qarl.configs.errors import ConfigError
 from qarl.quant.schemes import get_scheme
 from qarl.report.tables import PlainTable

@@ -19,8 +19,8 @@ import torch
 
 from benchmarks.models import MODELS as LEARNER_MODELS
 from benchmarks.models import PAD, write_model
-from benchmarks.process import WorkerError
 from benchmarks.publish import moe_config
+from qarl.bench.process import WorkerError
 from qarl.configs.errors import ConfigError
 from qarl.configs.load import config_file, load_config
 from qarl.planning.machine import Machine

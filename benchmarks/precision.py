@@ -18,7 +18,7 @@ import torch
 from benchmarks.learner.batch import draw_sequences
 from benchmarks.learner.worker import groups_of
 from benchmarks.models import MODELS, PAD, write_model
-from benchmarks.stopwatch import SynchronizedStopwatch
+from qarl.bench.stopwatch import SynchronizedStopwatch
 from qarl.configs.load import load_config
 from qarl.configs.schema.learner import LearnerConfig
 from qarl.learner.batching import Batch, make_batch

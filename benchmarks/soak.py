@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.process import WorkerError
+from qarl.bench.process import WorkerError
 from qarl.report.tables import PlainTable
 
 _BLOCKS = 20

@@ -83,7 +83,7 @@ def low_bit_trl(rows: list[dict[str, Any]]) -> str:
 
 
 def speed(data: dict[str, Any]) -> str:
-    """Of `python -m benchmarks speed`: the engine's rates over bf16's, the training step and where its time goes."""
+    """Of `qarl bench speed`: the engine's rates over bf16's, the training step and where its time goes."""
     options = data["options"]
     of_step = (
         f"{options['prompts'] * options['samples']} completions of {options['tokens']} tokens after "

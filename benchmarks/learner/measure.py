@@ -16,8 +16,8 @@ import torch
 from benchmarks.learner.batch import digest, draw_sequences
 from benchmarks.learner.job import Job, Steps
 from benchmarks.models import MODELS, BenchModel, write_model
-from benchmarks.process import WorkerError, run_worker
 from benchmarks.trl_environment import require_trl
+from qarl.bench.process import WorkerError, run_worker
 from qarl.configs.errors import ConfigError
 from qarl.quant.kernels.supported import require_support
 from qarl.quant.runtime.compile import compiler_missing

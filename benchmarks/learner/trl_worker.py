@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.learner.batch import Sequences, digest
 from benchmarks.learner.job import Job, Steps
 from benchmarks.learner.step_memory import StepMemory
-from benchmarks.process import answer_line
+from qarl.bench.process import answer_line
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "default": {},

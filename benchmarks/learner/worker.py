@@ -15,7 +15,7 @@ from benchmarks.learner.batch import Sequences, digest
 from benchmarks.learner.job import Job, Steps
 from benchmarks.learner.step_memory import StepMemory
 from benchmarks.models import PAD
-from benchmarks.process import answer_line
+from qarl.bench.process import answer_line
 
 
 def run(job: Job) -> Steps:
@@ -25,7 +25,7 @@ def run(job: Job) -> Steps:
     sequences = Sequences.load(Path(job.batch))
     import torch
 
-    from benchmarks.stopwatch import SynchronizedStopwatch
+    from qarl.bench.stopwatch import SynchronizedStopwatch
     from qarl.configs.schema.learner import LearnerConfig
     from qarl.learner.batching import make_batch
     from qarl.learner.learner import Learner

@@ -5,9 +5,8 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.command import scheme_names, words
 from benchmarks.names import OPTIMIZERS
-from qarl.cli.options import numbers
+from qarl.cli.options import numbers, scheme_names, words
 from qarl.report.tables import PlainTable
 
 

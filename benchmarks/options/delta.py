@@ -5,9 +5,8 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.command import scheme_names, words
 from benchmarks.names import DELTA_SHAPES, OPTIMIZERS
-from qarl.cli.options import split
+from qarl.cli.options import scheme_names, split, words
 from qarl.configs.errors import ConfigError
 from qarl.configs.load import load_config
 from qarl.report.tables import PlainTable

@@ -5,10 +5,10 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.command import KERNELS, scheme_names, words
+from benchmarks.command import KERNELS
 from benchmarks.names import LEARNER_MODELS
 from benchmarks.options.trl import add_trl, trl_settings
-from qarl.cli.options import DTYPES, whole
+from qarl.cli.options import DTYPES, scheme_names, whole, words
 from qarl.report.tables import PlainTable
 
 

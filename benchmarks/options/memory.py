@@ -6,8 +6,8 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.command import scheme_names, words
 from benchmarks.names import MEMORY_MODELS
+from qarl.cli.options import scheme_names, words
 from qarl.report.tables import PlainTable
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.command import Measured, scheme_names, words
-from qarl.cli.options import DTYPES, whole
+from benchmarks.command import Measured
+from qarl.cli.options import DTYPES, scheme_names, whole, words
 
 
 def add_options(names: Any) -> argparse.ArgumentParser:

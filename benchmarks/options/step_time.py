@@ -5,9 +5,8 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.command import scheme_names
 from benchmarks.names import STEP_TIME_GPUS
-from qarl.cli.options import whole
+from qarl.cli.options import scheme_names, whole
 from qarl.report.tables import PlainTable
 
 

@@ -5,9 +5,8 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.command import scheme_names
 from benchmarks.options.trl import add_trl, trl_settings
-from qarl.cli.options import seeds, split, whole
+from qarl.cli.options import scheme_names, seeds, split, whole
 from qarl.report.tables import PlainTable
 
 

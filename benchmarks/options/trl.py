@@ -3,9 +3,8 @@
 import argparse
 from pathlib import Path
 
-from benchmarks.command import words
 from benchmarks.names import TRL_SETTINGS
-from qarl.cli.options import split
+from qarl.cli.options import split, words
 from qarl.configs.errors import ConfigError
 
 

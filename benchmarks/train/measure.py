@@ -14,9 +14,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.process import run_worker
 from benchmarks.train.job import Curve, Point, TrlJob, reached, write_problems
 from benchmarks.trl_environment import require_trl
+from qarl.bench.process import run_worker
 from qarl.configs.errors import ConfigError
 from qarl.configs.load import default_config, load_config
 from qarl.configs.schema.run import RunConfig

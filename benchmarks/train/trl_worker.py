@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.learner.trl_worker import SETTINGS
-from benchmarks.process import answer_line
 from benchmarks.train.clock import Clock
 from benchmarks.train.job import Curve, TrlJob
+from qarl.bench.process import answer_line
 
 
 def rows_a_forward(prompt_tokens: int, job: TrlJob) -> int:

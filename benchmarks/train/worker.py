@@ -7,9 +7,9 @@ import json
 import sys
 from collections.abc import Sequence
 
-from benchmarks.process import answer_line
 from benchmarks.train.clock import Clock
 from benchmarks.train.job import Curve
+from qarl.bench.process import answer_line
 
 
 def run(tree: dict) -> Curve:

@@ -12,6 +12,7 @@ import yaml
 from rich.console import Console
 
 from qarl.api.runs import joined, planned, resumed, run
+from qarl.cli.bench import add_bench
 from qarl.cli.check import add_check
 from qarl.cli.compare import add_compare
 from qarl.cli.environment import quiet_libraries, write_in_any_encoding
@@ -90,7 +91,7 @@ def _parser() -> Parser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for add in (
         _add_train, add_sft, add_check, add_init, _add_export, add_eval, add_report, add_mismatch, add_serve,
-        add_serve_rollouts, add_sample, add_runs, add_compare, add_plan, add_schemes, add_tasks,
+        add_serve_rollouts, add_sample, add_runs, add_compare, add_bench, add_plan, add_schemes, add_tasks,
     ):  # fmt: skip
         add(commands)
     return parser

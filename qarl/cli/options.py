@@ -3,7 +3,7 @@
 import argparse
 import os
 from argparse import ArgumentTypeError
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,6 +14,8 @@ from qarl.configs.errors import ConfigError
 from qarl.configs.flags import FLAGS
 from qarl.configs.load import is_option
 from qarl.configs.schema.base import Dtype
+from qarl.configs.schemes import SCHEME_NAMES
+from qarl.configs.words import did_you_mean
 
 DTYPES = get_args(Dtype)
 
@@ -79,6 +81,24 @@ def write_json(file: str | None, data: Any) -> None:
 def split(text: str) -> tuple[str, ...]:
     """Words with commas between, each once."""
     return tuple(dict.fromkeys(word for word in text.split(",") if word))
+
+
+def words(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
+    """Return the `type` of an option that takes one or more words of `known` with commas between, each once. It refuses
+    others while the command line is read, before anything heavy is imported."""
+
+    def parse(text: str) -> tuple[str, ...]:
+        for word in split(text) or ("",):
+            if word not in known:
+                near = did_you_mean(word.lower(), known)
+                raise ArgumentTypeError(f"{word!r} must be one of {', '.join(known)}{near}")
+        return split(text)
+
+    return parse
+
+
+scheme_names = words(SCHEME_NAMES)
+"""The `type` of `--schemes`."""
 
 
 def numbers(example: str, least: int = 0) -> Callable[[str], tuple[int, ...]]:

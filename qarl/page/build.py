@@ -21,19 +21,25 @@ MARK = "<!doctype html><!-- qarl report -->"
 """What a report begins with, and nothing else is overwritten for."""
 
 
-def check_output(file: Path, option: str = "-o") -> None:
+def check_output(
+    file: Path, option: str = "-o", mark: str = MARK, kind: str = "report", example: str = "report.html"
+) -> None:
     """Raise `ConfigError` where a report cannot be written to `file`, or something else would be lost by it; before the
-    runs are read. option: that names it."""
+    runs are read.
+
+    option: that names the file. mark: what a file begins with that may be overwritten. kind: what such a file is.
+    example: a name for one.
+    """
     if file.is_dir():
-        raise ConfigError(f"{option} {file} is a folder; name a file, such as {file / 'report.html'}")
+        raise ConfigError(f"{option} {file} is a folder; name a file, such as {file / example}")
     if not file.parent.is_dir():
         raise ConfigError(f"{option} {file}: there is no folder {str(file.parent)!r}; make it first, or name another")
     if not os.access(file.parent, os.W_OK):
         raise ConfigError(f"{option} {file}: {str(file.parent)!r} cannot be written to; name a file elsewhere")
     if file.exists():
         with file.open("rb") as stream:
-            if stream.read(len(MARK)) != MARK.encode():
-                raise ConfigError(f"{option} {file} exists and is no report; name another file, or remove it")
+            if stream.read(len(mark)) != mark.encode():
+                raise ConfigError(f"{option} {file} exists and is no {kind}; name another file, or remove it")
 
 
 def report_page(runs: Sequence[RecordedRun], refresh: int = 0) -> str:

@@ -8,12 +8,13 @@ from typing import Any
 from qarl.report.run_folder import describe_environment
 
 _ROOT = Path(__file__).resolve().parents[2]
-_FILES = ("--json", "--plot")
+_FILES = ("--json", "--plot", "--picture")
 
 
 def record(arguments: list[str], data: Any, program: str = "qarl") -> dict[str, Any]:
     """command, commit ("… with changes" where files differ from it; None outside a checkout), machine and versions,
-    data: the benchmark's own. arguments: of `program`; where it wrote to (`--json`, `--plot`) is left out."""
+    data: the benchmark's own. arguments: of `program`; where it wrote to (`--json`, `--plot`, `--picture`) is
+    left out."""
     return {
         "command": f"{program} {shlex.join(_without_files(arguments))}",
         "commit": _commit(),

@@ -5,6 +5,7 @@ Record anew, where a change is meant: tests/support/records.py."""
 
 import argparse
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -28,17 +29,24 @@ from tests.support.cases import cases
 from tests.support.records import assert_recorded
 
 
+def commands(parser: argparse.ArgumentParser, name: str = "") -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    """The parser and those of its commands, each with its name, such as "bench speed"."""
+    yield name, parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command, other in action.choices.items():
+                yield from commands(other, f"{name} {command}".strip())
+
+
 def test_every_option_of_every_command_and_every_field(capsys: Any, monkeypatch: pytest.MonkeyPatch):
     """Names, counts, choices, defaults and types; what --help makes of them is Python's."""
-    whole = cli._parser()
-    (commands,) = (each for each in whole._actions if isinstance(each, argparse._SubParsersAction))
     options = {
         f"{name} {'/'.join(each.option_strings) or each.dest}": " ".join(
             map(str, (each.nargs, each.choices, each.default, getattr(each.type, "__name__", ""), each.metavar))
         )
-        for name, parser in {"": whole, **commands.choices}.items()
+        for name, parser in commands(cli._parser())
         for each in parser._actions
-        if each is not commands and (name == "train" or not each.dest.startswith("short:"))
+        if not isinstance(each, argparse._SubParsersAction) and (name == "train" or not each.dest.startswith("short:"))
     }
     assert_recorded(__file__, "options", options)
     monkeypatch.setenv("COLUMNS", "110")

@@ -100,8 +100,8 @@ RECORDS = sorted((ROOT / "benchmarks/records").glob("*.json"))
 def test_a_record_says_how_to_measure_it_again():
     made = record(["compare", "schemes", "--seeds", "0,1", "--json", "a b.json"], [{"x": 1}])
     assert made["command"] == "qarl compare schemes --seeds 0,1"
-    speed = record(["speed", "--json=x", "--rounds", "1"], [], "python -m benchmarks")
-    assert speed["command"] == "python -m benchmarks speed --rounds 1"
+    publish = record(["publish", "--json=x", "--rounds", "1"], [], "python -m benchmarks")
+    assert publish["command"] == "python -m benchmarks publish --rounds 1"
     assert made["data"] == [{"x": 1}]
     assert made["environment"]["device"].endswith("AMX") or "NVIDIA" in made["environment"]["device"]
     assert {"python", "torch", "transformers", "compressed-tensors"} <= made["environment"].keys()

@@ -1,5 +1,5 @@
-"""What a benchmark measures, each in a process of its own, whose answer is one marked line of JSON among what libraries
-print. Imports nothing heavy."""
+"""Measure in a process of its own, which answers by one marked line of JSON among what libraries print. Imports
+neither torch nor vLLM."""
 
 import dataclasses
 import json
@@ -16,21 +16,21 @@ from qarl.configs.errors import QarlError
 T = TypeVar("T")
 
 _MARK = "QARL-ANSWER "
+_LINES = 12
+"""Lines of a failed process's output that its error shows."""
 
 
-class WorkerError(QarlError):
-    """A trainer's process failed, or trained on something else."""
-
-    heading = "bench"
+class WorkerError(QarlError, heading="bench"):
+    """A process that measures failed, or measured something else."""
 
 
 def answer_line(answer: Any) -> str:
-    """What a worker prints. answer: a dataclass of what JSON holds."""
+    """Return the text that a process prints to answer. answer: a dataclass of what JSON holds."""
     return f"\n{_MARK}{json.dumps(dataclasses.asdict(answer))}\n"
 
 
 def last_answer(output: str) -> Any:
-    """The last answer's JSON in a worker's output; None without one."""
+    """Return the last answer's JSON in a process's output, or None where there is no answer."""
     lines = [line for line in output.splitlines() if line.startswith(_MARK)]
     return json.loads(lines[-1].removeprefix(_MARK)) if lines else None
 
@@ -43,9 +43,10 @@ def run_worker(
     python: Path | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> T:
-    """The answer of `python -m module argument`, as `parse` reads its JSON. python: this one unless another
-    environment's; that finds this package, and nothing else of ours, by PYTHONPATH. environment: variables besides.
+    """Run `python -m module argument` and return its answer, as `parse` reads its JSON.
 
+    python: an interpreter of another environment, which finds this package by PYTHONPATH. Default: this process's.
+    environment: variables that are set besides this process's.
     Raises `WorkerError`, naming `what` ran, with the end of what it printed.
     """
     assert qarl.__file__ is not None
@@ -55,6 +56,7 @@ def run_worker(
     ended = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     answer = last_answer(ended.stdout)
     if ended.returncode or answer is None:
-        said = "\n".join((ended.stderr.strip() or ended.stdout.strip()).splitlines()[-12:])
-        raise WorkerError(f"{what} ended with status {ended.returncode}:\n{said}")
+        lines = (ended.stderr.strip() or ended.stdout.strip()).splitlines()
+        end = "\n".join(lines[-_LINES:])
+        raise WorkerError(f"{what} ended with status {ended.returncode}:\n{end}")
     return parse(answer)

@@ -1,4 +1,4 @@
-"""Seconds that are a phase's work, and not its launch."""
+"""Seconds that a phase's work takes, not its launch."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from qarl.learner.stopwatch import Stopwatch
 
 
 class SynchronizedStopwatch(Stopwatch):
-    """Waits for the CUDA device at both ends of a phase, which costs time of its own; on CPUs it changes nothing."""
+    """Waits for the CUDA device at both ends of a phase, which takes time itself. On CPUs it is a `Stopwatch`."""
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:

@@ -1,0 +1,1 @@
+"""`qarl bench`: what this machine makes of the schemes. `qarl bench speed` measures sampling, learning and memory."""
