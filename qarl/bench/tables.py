@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from qarl.bench.figures import SAMPLING_SHARE, EngineRow, MemoryRow, SpeedReport, Spread, StepRow
+from qarl.bench.figures import EngineRow, MemoryRow, SpeedReport, Spread, StepRow
 from qarl.bench.job import PHASES
 from qarl.configs.schemes import UNQUANTIZED
 from qarl.report.tables import PlainTable
@@ -74,13 +74,11 @@ def _engine_cell(row: EngineRow, what: str) -> str:
 
 
 def _step_table(report: SpeedReport) -> PlainTable:
-    share = f"at {SAMPLING_SHARE:.0%}"
-    columns = ("s/step", "of bf16", "sampling", "rest of bf16", "gain kept", share, "over plain", f"plain {share}")
+    columns = ("s/step", "of bf16", "sampling", "rest of bf16", "gain kept", "over plain")
     caption = (
         "of bf16: the step's seconds over bf16's; rest of bf16: the same without sampling\n"
         "gain kept: the step's speed-up over what its sampling alone would give\n"
-        "over plain: seconds more than with a 16-bit learner under the same sampler\n"
-        f"{share}: if sampling were {SAMPLING_SHARE:.0%} of the bf16 step, or of the plain one"
+        "over plain: seconds more than with a 16-bit learner under the same sampler"
     )
     table = PlainTable("learner", *columns, figures=columns, title="training step", caption=caption)
     for row in report.steps:
@@ -91,9 +89,7 @@ def _step_table(report: SpeedReport) -> PlainTable:
             f"{row.sampling:.0%}",
             f"{row.rest_of_bf16.median:.2f}",
             _percent(row.kept, ".0%"),
-            _percent(row.kept_at_share, ".0%"),
             _percent(row.over_plain, "+.1%"),
-            _percent(row.over_plain_at_share, "+.1%"),
         )
     return table
 
