@@ -38,16 +38,12 @@ class Codes:
 @dataclass(frozen=True)
 class SchemeSpec:
     """One scheme. weights, activations: None where they stay in the compute dtype. format: of codes in a checkpoint, by
-    compressed-tensors' name. bound: on the mean |Δ log p| a token (canary) and the mean |log w| a sequence (step-0
-    gate) between learner and engine, in nats; k3_bound: on the k3 estimate of KL(sampler ‖ learner). Beyond them a run
-    stops (docs/explain/mismatch.md says how they were chosen)."""
+    compressed-tensors' name."""
 
     name: str
     weights: Codes | None = None
     activations: Codes | None = None
     format: str = "pack-quantized"
-    bound: float = 0.05
-    k3_bound: float = 0.005
 
     def weight_bytes(self, shape: tuple[int, int], itemsize: int) -> int:
         """Bytes of a stored matrix of `shape` (O, I) with its scales. itemsize: of the compute dtype."""
@@ -91,11 +87,11 @@ SCHEME_SPECS: dict[str, SchemeSpec] = {
         SchemeSpec("w8a8", _INT8, _INT8, "int-quantized"),
         # What vLLM's kernel computes whatever a checkpoint says: activations with a zero point.
         SchemeSpec("w4a8", _INT4, Codes("int", 8, symmetric=False), "int-quantized"),
-        SchemeSpec("w4afp8", _INT4, _FP8, bound=0.1, k3_bound=0.01),
-        SchemeSpec("fp8", _FP8, _FP8, "float-quantized", bound=0.1, k3_bound=0.01),
-        SchemeSpec("fp8-block", _FP8_BLOCK, _FP8_GROUP, "float-quantized", bound=0.1, k3_bound=0.01),
+        SchemeSpec("w4afp8", _INT4, _FP8),
+        SchemeSpec("fp8", _FP8, _FP8, "float-quantized"),
+        SchemeSpec("fp8-block", _FP8_BLOCK, _FP8_GROUP, "float-quantized"),
         SchemeSpec("nvfp4a16", _NVFP4, None, "nvfp4-pack-quantized"),
-        SchemeSpec("nvfp4", _NVFP4, _NVFP4, "nvfp4-pack-quantized", bound=0.2, k3_bound=0.04),
+        SchemeSpec("nvfp4", _NVFP4, _NVFP4, "nvfp4-pack-quantized"),
         SchemeSpec("mxfp4a16", Codes("float", 4, columns=32, scale="power"), None, "mxfp4-pack-quantized"),
     )
 }

@@ -22,7 +22,7 @@ from qarl.learner.load_balance import load_balance_coefficient, load_balance_los
 from qarl.learner.loss.aggregation import BatchSize
 from qarl.learner.loss.loss import LossInput, LossShare, needs_old, policy_loss
 from qarl.learner.loss.metrics import LossMetrics
-from qarl.learner.mismatch import Mismatch
+from qarl.learner.mismatch import Mismatch, measure_mismatch
 from qarl.learner.objectives.ratios import shadowed
 from qarl.learner.optim.loss_scale import LossScale, require_finite_sampler
 from qarl.learner.optim.schedule import make_schedule
@@ -33,6 +33,9 @@ from qarl.learner.scorer import Part, Scorer
 from qarl.learner.stopwatch import Stopwatch
 from qarl.quant.model.kept_scales import load_scales_state, scales_state
 from qarl.quant.model.low_bit_model import LowBitModel
+
+FirstBatchGate = Callable[[Mismatch, Callable[[], Mismatch]], None]
+"""Given the first batch's mismatch, and what measures the floor of one on the same batch."""
 
 
 class Learner:
@@ -77,12 +80,13 @@ class Learner:
         self.whole = True
 
     def learn(
-        self, batch: Batch, step: int, gate: Callable[[Mismatch], None] | None = None, log: TokenLog | None = None
+        self, batch: Batch, step: int, gate: FirstBatchGate | None = None, log: TokenLog | None = None
     ) -> LearnStats:
         """Step over the batch in shuffled mini-batches, materializing a weight version after each.
 
         step: of the training, from 0; it decides the learning rate, the shuffle, and whether lost updates and flipped
-        codes are measured. gate: called with the batch's mismatch before anything is updated; it may raise. A
+        codes are measured. gate: called before anything is updated, with the batch's mismatch and what
+        measures how far two right implementations are apart on it; it may raise. A
         mini-batch with a non-finite gradient is skipped and counted; masters then stay as they were. log:
         filled in for this batch. Pass it on every rank or on none (collective).
 
@@ -108,7 +112,7 @@ class Learner:
         with self.stopwatch("old"):
             self.scorer.add_ratio_side(old, self._beforehand(learning, gate is not None))
         if gate is not None:
-            gate(old.mismatch())
+            gate(old.mismatch(), lambda: self._rounding_floor(old))
         if self._reference is not None and learning.reference is not None:
             self.scorer.add_ratio_side(learning.reference, torch.arange(len(batch.tokens)), self._reference)
         self.whole = False
@@ -116,6 +120,13 @@ class Learner:
         self.whole = True
         records = {name: value for observer in watching for name, value in observer.record().items()}
         return batch_stats(updates, old, lr, self.loss_scale.scale, self.stopwatch.take(), records)
+
+    def _rounding_floor(self, old: RowLogprobs) -> Mismatch:
+        """Return how far log-probs with other roundings are from `old`'s, over the rows that it knows."""
+        rows, moved = old.known.nonzero().flatten(), RowLogprobs(old.batch)
+        with self.model.context.other_roundings(self._seed):
+            self.scorer.add_ratio_side(moved, rows)
+        return measure_mismatch(moved.values[rows], old.values[rows], old.batch.response_mask[rows])
 
     def _beforehand(self, learning: Learning, all_of_them: bool) -> torch.Tensor:
         """The rows whose old log-probs are computed before anything is updated, int64 [n]."""

@@ -54,15 +54,13 @@ _GROUPED = (QuantizationStrategy.GROUP, QuantizationStrategy.TENSOR_GROUP)
 class Scheme:
     """How weights and activations of a model's linear layers are represented.
 
-    name, format, bound, k3_bound: as in `configs.schemes.SchemeSpec`. quantization, format: None for the unquantized
+    name, format: as in `configs.schemes.SchemeSpec`. quantization, format: None for the unquantized
     `bf16` scheme.
     """
 
     name: str
     quantization: QuantizationScheme | None
     format: CompressionFormat | None = None
-    bound: float = SchemeSpec.bound
-    k3_bound: float = SchemeSpec.k3_bound
 
     @property
     def weights(self) -> QuantizationArgs | None:
@@ -173,8 +171,6 @@ def _scheme(spec: SchemeSpec) -> Scheme:
             targets=["Linear"], weights=_arguments(spec.weights, dynamic=False), input_activations=activations
         ),
         format=CompressionFormat(spec.format),
-        bound=spec.bound,
-        k3_bound=spec.k3_bound,
     )
 
 

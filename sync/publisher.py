@@ -18,14 +18,13 @@ from torch.nn.utils.rnn import pad_sequence
 
 from qarl.configs.errors import QarlError
 from qarl.configs.words import few
-from qarl.learner.logprobs import token_logprobs
 from qarl.learner.mismatch import Mismatch, measure_mismatch
 from qarl.learner.processes import Processes
 from qarl.quant.digest import StreamDigest
 from qarl.quant.kernels import KernelError
-from qarl.quant.layers.context import Forward
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.rollout.engine import Engine
+from qarl.sync.floor import ROUNDED, FixedSequences, describe_tolerance
 
 
 class PublishError(QarlError, heading="publish"):
@@ -49,7 +48,8 @@ class Publisher:
     """Publishes one model into one engine.
 
     sequences: token ids of the canary's fixed sequences, at least two tokens each; without any there is no canary.
-    bound: on the canary's mean |Δ log p|, in nats; 0 where all are to be equal (`bitwise`). canary_every: publishes
+    bound: on the canary's mean |Δ log p|, in nats; 0 where all are to be equal (`bitwise`); None: twice what two right
+    implementations of the model are apart (`sync.floor`), or as many times as `tolerate` says. canary_every: publishes
     between canaries. processes: those that publish together, each into its own engine.
     """
 
@@ -58,14 +58,15 @@ class Publisher:
         model: LowBitModel,
         engine: Engine,
         sequences: Sequence[Sequence[int]],
-        bound: float,
+        bound: float | None,
         canary_every: int,
         processes: Processes | None = None,
     ):
         self._model = model
         self._engine = engine
         self._sequences = [list(s) for s in sequences]
-        self._bound = bound
+        self._fixed = FixedSequences(model, sequences) if sequences else None
+        self._bound, self._tolerance = bound, ROUNDED
         self._canary_every = canary_every
         self._processes = processes or Processes()
         self._published = 0
@@ -81,6 +82,10 @@ class Publisher:
             raise KernelError("the engine's layers are in another process")
         self._model.multiply_with(layers)
         self._model.on_refresh(self._write_ahead)
+
+    def tolerate(self, tolerance: float) -> None:
+        """Hold canaries to so many times the floor from here on, where no bound was given."""
+        self._tolerance = tolerance
 
     def unshare(self) -> None:
         """Let the engine's layers go; the learner makes its own again where it needs any."""
@@ -123,24 +128,31 @@ class Publisher:
 
     def canary(self, version: int) -> Mismatch:
         """Compare all replicas' log-probs of fixed sequences; the farthest. Raises `PublishError` beyond the bound."""
-        tokens = pad_sequence([torch.tensor(s) for s in self._sequences], batch_first=True)
-        lengths = torch.tensor([len(s) for s in self._sequences])
-        response_mask = torch.arange(1, tokens.shape[1])[None] < lengths[:, None]  # of tokens[:, 1:]
-        with torch.no_grad(), self._model.forward_as(Forward.PUBLISHED), self._model.context.own_products():
-            device = self._model.device
-            learner, _ = token_logprobs(self._model, tokens.to(device), response_mask.to(device))
+        assert self._fixed is not None
+        learner, mask = self._fixed.logprobs(), self._fixed.response_mask
         mismatches: list[Mismatch] = []
-        for scored in self._engine.logprobs_of_each(self._sequences):
-            sampler = pad_sequence([torch.tensor(logprobs) for logprobs in scored], batch_first=True)
-            mismatch = measure_mismatch(learner.cpu(), sampler, response_mask)
+        for logprobs in self._engine.logprobs_of_each(self._sequences):
+            sampler = pad_sequence([torch.tensor(row) for row in logprobs], batch_first=True)
+            mismatches.append(measure_mismatch(learner, sampler, mask))
+        # One process measures the floor only if all do: they may share codes.
+        differs = self._processes.any(any(mismatch.max_abs != 0 for mismatch in mismatches))
+        bound, explained = self._canary_bound() if differs else (0.0, "")
+        for mismatch in mismatches:
             self._check(
-                mismatch.mean_abs <= self._bound,  # False for NaN too
+                mismatch.mean_abs <= bound,  # False for NaN too
                 version,
                 f"the canary's mean |Δ log p| between learner and engine is {mismatch.mean_abs:.4g} nats, above the "
-                f"bound {self._bound:.4g} ({'sync.canary_bound' if self._bound else 'bitwise'})",
+                f"bound {bound:.4g} ({explained})",
             )
-            mismatches.append(mismatch)
         return max(mismatches, key=lambda mismatch: mismatch.mean_abs)
+
+    def _canary_bound(self) -> tuple[float, str]:
+        """The bound in nats, and what it is, in words."""
+        if self._bound is not None:
+            return self._bound, "sync.canary_bound" if self._bound else "bitwise"
+        assert self._fixed is not None
+        words = f"{describe_tolerance(self._tolerance)}; sync.canary_bound sets another"
+        return self._tolerance * self._fixed.floor().mean_abs, words
 
     def _check(self, holds: bool, version: int, problem: str) -> None:
         if not holds:

@@ -49,6 +49,12 @@ def test_vllm_does_not_ask_for_amx():
     assert not any("_init_amx" in source for source in sources), mended("test_vllm_does_not_ask_for_amx")
 
 
+def test_attention_still_has_tiles_of_several_widths(monkeypatch: pytest.MonkeyPatch):
+    from tests.quant import test_row_independence
+
+    test_row_independence.test_attention_in_requests_of_any_length_depends_on_them(monkeypatch)
+
+
 def test_llvmlite_still_claims_a_dict():
     """In a process of its own, since the repair may have been made in this one."""
     code = "from llvmlite.binding import ffi; print(hasattr(ffi.lib, '__dict__') and ffi.lib.__dict__)"

@@ -132,12 +132,21 @@ class SyncConfig(Section):
 
     canary_every: int = Field(default=50, ge=1, description="publishes between comparisons of fixed sequences")
     canary_bound: float | None = Field(
-        default=None, gt=0, description="mean |Δ log p| in nats that stops a run; without it the scheme's"
+        default=None,
+        gt=0,
+        description="mean |Δ log p| in nats, of fixed sequences by learner and engine, beyond which the run stops; "
+        "without it the run measures what two right implementations of its model are apart, and stops beyond 2 times "
+        "that, or 0.1 times where both have the same exact kernels",
     )
     gate_bound: float | None = Field(
-        default=None, gt=0, description="bound on the first batch's mean |log w|, nats; without it the scheme's"
+        default=None,
+        gt=0,
+        description="mean |log w| of the first batch in nats, beyond which the run stops; without it measured of the "
+        "batch, as canary_bound is",
     )
-    gate_k3_bound: float | None = Field(default=None, gt=0, description="the same of k3; without it the scheme's")
+    gate_k3_bound: float | None = Field(
+        default=None, gt=0, description="the same of k3, an estimate of KL(sampler ‖ learner)"
+    )
 
 
 class EvalConfig(Section):

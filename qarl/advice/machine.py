@@ -172,9 +172,9 @@ def _operators(on_gpus: bool) -> Finding:
 def _rows(on_gpus: bool) -> Finding:
     """Whether kernels compute a row alike beside any others, without which log-probs are not equal to the last bit."""
     if on_gpus:
-        return _line("rows", "not asked on GPUs; `--bitwise true` takes kernels that compute a row alike")
+        return _line("self-test", "not asked on GPUs; `--bitwise true` takes kernels that compute a row alike")
     from qarl.quant.model.row_check import check_machine_rows
 
     checked = check_machine_rows()
     remedy = "train in a scheme and dtype that is not named, or without --bitwise" if checked.dependent else ""
-    return _line("rows", str(checked), remedy)
+    return _line("self-test", str(checked), remedy)

@@ -141,7 +141,7 @@ def investigate(config: RunConfig, task: Task) -> Investigation:
         aligned = models["aligned"], learners["aligned"]
         pitfalls = find_pitfalls(evidence_of(*aligned, groups, batch, prompter, config.learner))
         rows = models["aligned"].check_rows()
-        pitfalls.append(Finding("warning" if rows.dependent else "good", "rows", str(rows)))
+        pitfalls.append(Finding("warning" if rows.dependent else "good", "self-test", str(rows)))
     return Investigation(batch=batch, learners=learners, layers=layers, multiplies=multiplies, pitfalls=pitfalls)
 
 

@@ -33,7 +33,8 @@ class Engine(AbstractContextManager["Engine"]):
     """What samples from one policy; `qarl.engine` opens it, `close` or the end of a `with` closes it.
 
     policy: whose versions it takes. audited: layers and kernels that both sides agreed on. multiplies: what the policy
-    multiplies with, in words. published: the version it samples from, with its proofs.
+    multiplies with, in words. rows: the self-test of these kernels, None where the engine has others. published: the
+    version it samples from, with its proofs.
     """
 
     def __init__(self, policy: Policy, settings: RunConfig, folder: Path | None):
@@ -46,9 +47,10 @@ class Engine(AbstractContextManager["Engine"]):
             opened = connected(policy.low_bit, policy.folder, start, settings, canary, Processes())
             self._connection = connection = stack.enter_context(opened)
             self.audited, self.multiplies = connection.audited, connection.multiplies
+            self.rows = connection.rows
             self._shares = policy.low_bit.context.engine is not None
             self.published, self._version = connection.publisher.publish(0), policy.version
-            policy.alone, policy.gate = self._while_idle, gate_of(settings, policy.low_bit)
+            policy.alone, policy.gate = self._while_idle, gate_of(settings, policy.low_bit, connection.rows)
             self._stack = stack.pop_all()
 
     def __exit__(self, *error: object) -> None:

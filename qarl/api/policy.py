@@ -20,6 +20,7 @@ from qarl.configs.schema.run import RunConfig
 from qarl.configs.words import quoted
 from qarl.learner.batching import Batch
 from qarl.learner.gradients import configure_backward
+from qarl.learner.learner import FirstBatchGate
 from qarl.learner.logprobs import token_logprobs
 from qarl.learner.mismatch import Mismatch, measure_mismatch
 from qarl.learner.processes import Processes
@@ -28,6 +29,7 @@ from qarl.quant.graph.packing import Packed, Sequences
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.types import LowBitTensor
 from qarl.sync.export import export_checkpoint
+from qarl.sync.floor import OTHER_ROUNDINGS_SEED
 from qarl.sync.publisher import Publish
 
 
@@ -108,7 +110,7 @@ class Policy(nn.Module):
         self.settings, self.folder, self.config = settings, folder, model.config
         self.device, self.dtype, self.version = model.device, model.dtype, 0
         self.alone: Callable[[str, Callable[[], Any]], Any] = at_once
-        self.gate: Callable[[Mismatch], None] | None = None
+        self.gate: FirstBatchGate | None = None
         configure_backward(model, settings.learner)
         model.gradients.configure(in_place=True)
         for master in self.parameters():
@@ -180,16 +182,26 @@ class Policy(nn.Module):
         """
         self._require_fresh(by_value=False)
         scorer = Scorer(self.low_bit, self.settings.learner, Processes(), _positive(temperature))
+        result = self._scored(scorer, batch)
+        if self.gate is not None:
+            learner, mask = result.detach().cpu(), batch.response_mask.cpu()
+
+            def floor() -> Mismatch:
+                with torch.no_grad(), self.low_bit.context.other_roundings(OTHER_ROUNDINGS_SEED):
+                    return measure_mismatch(self._scored(scorer, batch).cpu(), learner, mask)
+
+            self.gate(measure_mismatch(learner, batch.sampler_logprobs.cpu(), mask), floor)
+            self.gate = None
+        return result
+
+    def _scored(self, scorer: Scorer, batch: Batch) -> torch.Tensor:
+        """fp32 [B, T-1], with gradient where that is enabled."""
         order, values, width = [], [], batch.response_mask.shape[1]
         for part in scorer.share(batch, torch.arange(len(batch.tokens))):
             own, _ = scorer.token_logprobs(self.low_bit, batch.rows(part.index).to(self.device), part.chunks, False)
             order.append(part.index)
             values.append(nn.functional.pad(own, (0, width - own.shape[1])))
-        result = torch.cat(values)[torch.cat(order).argsort().to(self.device)]
-        if self.gate is not None:
-            self.gate(measure_mismatch(result.detach().cpu(), batch.sampler_logprobs.cpu(), batch.response_mask.cpu()))
-            self.gate = None
-        return result
+        return torch.cat(values)[torch.cat(order).argsort().to(self.device)]
 
     def refresh(self) -> None:
         """Make a weight version of the masters' present values, for forwards, publish and export: after every step.

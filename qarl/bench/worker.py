@@ -136,7 +136,7 @@ def _steps(engine: Engine, kind: str, job: Job, vocabulary: int) -> list[dict[st
     learner.stopwatch = SynchronizedStopwatch()
     draw = random.Random(job.options.seed + 1)
     sequences = [list(prompt.token_ids) for prompt in _prompts(2, 16, draw, vocabulary)]
-    publisher = Publisher(model, engine, sequences, get_scheme(job.scheme).bound, canary_every=10**9)
+    publisher = Publisher(model, engine, sequences, None, canary_every=10**9)
     if model.context.aligned:  # as a run does
         publisher.share_layers()
     numbers = range(1 + job.options.steps)

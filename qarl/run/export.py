@@ -27,7 +27,7 @@ class Exported:
 
 def export_run(run: Path, output: Path) -> Exported:
     """Write `output` through the publish stream, load it in a fresh engine, and compare its log-probs with the
-    learner's; raises `PublishError` beyond the bound of the schemes in use."""
+    learner's; raises `PublishError` beyond what two right implementations are apart (`sync.floor`)."""
     folder = RunFolder.open(run)
     config = folder.config()
     require_schemes(config)
@@ -40,7 +40,7 @@ def export_run(run: Path, output: Path) -> Exported:
     with phase("writing the deployable checkpoint"):
         written = export_checkpoint(policy.model, policy.folder, output, note)
         write_card(output)
-    bound = config.sync.canary_bound or policy.model.plan.bound
     with phase("verifying it in a fresh engine"), open_engine(output, config.rollout, config.dtype) as engine:
-        canary = Publisher(policy.model, engine, canary_sequences(policy, config), bound, 1).canary(step)
+        sequences, bound = canary_sequences(policy, config), config.sync.canary_bound
+        canary = Publisher(policy.model, engine, sequences, bound, canary_every=1).canary(step)
     return Exported(step, written, canary.mean_abs)

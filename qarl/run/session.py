@@ -1,7 +1,7 @@
 """Assembling a run: model, learner, engine, publisher, and the audit that lets it start."""
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +16,7 @@ from qarl.configs.schema.lora import LoraConfig
 from qarl.configs.schema.run import RunConfig
 from qarl.learner.gradient_gate import require_gradients
 from qarl.learner.gradients import require_compiler
-from qarl.learner.learner import Learner
-from qarl.learner.mismatch import Mismatch
+from qarl.learner.learner import FirstBatchGate, Learner
 from qarl.learner.objectives import find_objective
 from qarl.learner.optim.sharded import share_of
 from qarl.learner.processes import Processes
@@ -46,7 +45,8 @@ from qarl.run.disk import check_disk
 from qarl.run.prompts import Prompter, open_prompter
 from qarl.sync.audit import AuditRow, audit, require_agreement, require_equal_rows
 from qarl.sync.export import export_checkpoint
-from qarl.sync.gate import require_equal, require_same_policy
+from qarl.sync.floor import tolerance
+from qarl.sync.gate import Gate, require_equal
 from qarl.sync.publisher import Publisher
 from qarl.tasks import Split, Task, load_task
 
@@ -258,7 +258,7 @@ class Session(Connection):
     """A policy with its running engine. gate: see `gate_of`."""
 
     policy: Policy
-    gate: Callable[[Mismatch], None] | None
+    gate: FirstBatchGate | None
 
 
 @contextmanager
@@ -275,7 +275,7 @@ def open_session(config: RunConfig, folder: RunFolder, policy: Policy) -> Iterat
     sequences = canary_sequences(policy, config)
     start = folder.engine_start
     with connected(policy.model, policy.folder, start, config, sequences, policy.processes) as connection:
-        yield Session(policy=policy, gate=gate_of(config, policy.model), **vars(connection))
+        yield Session(policy=policy, gate=gate_of(config, policy.model, connection.rows), **vars(connection))
 
 
 def let_go(model: LowBitModel, learner: LearnerConfig) -> None:
@@ -291,9 +291,7 @@ def _replay_session(config: RunConfig, policy: Policy) -> Session:
     return Session(
         policy=policy,
         engine=engine,
-        publisher=Publisher(
-            policy.model, engine, (), policy.model.plan.bound, config.sync.canary_every, policy.processes
-        ),
+        publisher=Publisher(policy.model, engine, (), None, config.sync.canary_every, policy.processes),
         audited=[AuditRow(layer.name, layer, None, "") for layer in policy.model.layers()],
         multiplies="layers of its own: a replay has no engine",
         gate=gate_of(config, policy.model),
@@ -322,7 +320,7 @@ def connected(
         with phase("starting the engine"), room:
             opened = open_engine(start, config.rollout, config.dtype, processes.world > 1, use_servers=True)
             engine = stack.enter_context(opened)
-        bound = 0.0 if config.bitwise else config.sync.canary_bound or model.plan.bound
+        bound = 0.0 if config.bitwise else config.sync.canary_bound
         publisher = Publisher(model, engine, sequences, bound, config.sync.canary_every, processes)
         same_kernels = config.learner.aligned and config.learner.kernel in ("auto", "vllm")
         multiplies = share_layers(publisher, stack) if same_kernels else "layers of its own"
@@ -332,6 +330,7 @@ def connected(
         checked = model.check_rows() if same_kernels else None
         if checked is not None and config.bitwise:
             require_equal_rows(checked)
+        publisher.tolerate(tolerance(model, checked))
         yield Connection(engine=engine, publisher=publisher, audited=rows, multiplies=multiplies, rows=checked)
 
 
@@ -345,14 +344,15 @@ def share_layers(publisher: Publisher, stack: ExitStack) -> str:
     return "the engine's own layers"
 
 
-def gate_of(config: RunConfig, model: LowBitModel) -> Callable[[Mismatch], None] | None:
-    """What refuses a first batch whose mismatch is out of bounds; None unaligned, where mismatch is intended."""
+def gate_of(config: RunConfig, model: LowBitModel, rows: RowCheck | None = None) -> FirstBatchGate | None:
+    """What refuses a first batch whose mismatch is out of bounds; None unaligned, where mismatch is intended. rows: the
+    self-test of the kernels, see `tolerance`."""
     if not config.learner.aligned:
         return None
     if config.bitwise:
         return require_equal
-    bound, k3_bound = config.sync.gate_bound or model.plan.bound, config.sync.gate_k3_bound or model.plan.k3_bound
-    return lambda mismatch: require_same_policy(mismatch, bound, k3_bound)
+    sync = config.sync
+    return Gate(bound=sync.gate_bound, k3_bound=sync.gate_k3_bound, tolerance=tolerance(model, rows))
 
 
 def canary_sequences(policy: Policy, config: RunConfig) -> list[list[int]]:

@@ -15,6 +15,7 @@ from qarl.run.evaluate import answered
 from qarl.run.export_note import add_to_note, export_note, write_card
 from qarl.run.session import Policy, Position, Session, canary_sequences
 from qarl.sync.export import ExportError, export_checkpoint
+from qarl.sync.floor import ROUNDED, FixedSequences
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,14 @@ class Outcome:
 
 @dataclass(frozen=True)
 class ExportReference:
-    """What the engine that sampled gave fixed sequences, fp32 log-probs in nats: what an export is held to."""
+    """What the engine that sampled gave fixed sequences, fp32 log-probs in nats: what an export is held to.
+
+    bound: on the mean |Δ log p| that a fresh engine may be off, in nats; None: not by a bit.
+    """
 
     sequences: list[list[int]]
     logprobs: list[list[float]]
+    bound: float | None
 
 
 def export_sampled(session: Session, config: RunConfig, folder: RunFolder, steps: int) -> ExportReference | None:
@@ -47,7 +52,11 @@ def export_sampled(session: Session, config: RunConfig, folder: RunFolder, steps
         return None
     write_export(policy, config, folder, steps, folder.export)
     sequences = canary_sequences(policy, config)
-    sampled = ExportReference(sequences, session.engine.logprobs(sequences))
+    bound = None
+    if policy.model.device.type != "cpu" and not config.bitwise:
+        # Products on GPUs may add up in another order from one call to the next.
+        bound = config.sync.canary_bound or ROUNDED * FixedSequences(policy.model, sequences).floor().mean_abs
+    sampled = ExportReference(sequences, session.engine.logprobs(sequences), bound)
     policy.processes.wait()  # from here on the first process is alone
     return sampled
 
@@ -71,8 +80,7 @@ def finish(
     """Load the export in a fresh engine, hold it to `sampled`, and evaluate it.
 
     Raises `ExportError` where it gives other log-probs than the engine that sampled: on CPUs, and with `bitwise`, in
-    any bit; on CUDA else beyond the canary's bound, for products there may add up in another order from one call to the
-    next.
+    any bit; on CUDA else beyond the bound of `sampled`.
     """
     begun = Outcome(folder.path, at.step, first_accuracy=at.first_accuracy, first_reward=at.first_reward)
     leave_processes()  # open still where servers sampled; an engine here would wait in it for those that are done
@@ -80,9 +88,7 @@ def finish(
         return begun
     accuracy = reward = None
     with open_engine(folder.export, config.rollout, config.dtype) as engine:
-        exact = config.bitwise or policy.model.device.type == "cpu"
-        bound = None if exact else config.sync.canary_bound or policy.model.plan.bound
-        difference = difference_beyond(bound, engine.logprobs(sampled.sequences), sampled.logprobs)
+        difference = difference_beyond(sampled.bound, engine.logprobs(sampled.sequences), sampled.logprobs)
         if difference is not None:
             raise ExportError(
                 f"the export {str(folder.export)!r}, loaded in a fresh engine, gives other log-probs than the engine "

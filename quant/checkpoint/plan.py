@@ -39,16 +39,6 @@ class Plan:
                 by_scheme.setdefault(scheme.name, []).append(layer)
         return {name: layers for name, layers in by_scheme.items() if layers}
 
-    @property
-    def bound(self) -> float:
-        """`Scheme.bound` of the loosest scheme in use, in nats."""
-        return max((scheme.bound for scheme in self.schemes.values()), default=self.main.bound)
-
-    @property
-    def k3_bound(self) -> float:
-        """`Scheme.k3_bound` of the loosest scheme in use, in nats."""
-        return max((scheme.k3_bound for scheme in self.schemes.values()), default=self.main.k3_bound)
-
     def quantization_config(self, kv_cache: str | None = None) -> dict[str, Any] | None:
         """The `quantization_config` for config.json; None where nothing is quantized. kv_cache: "fp8" (e4m3), or None.
 

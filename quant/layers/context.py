@@ -65,6 +65,7 @@ class LayerContext:
         self.keeps_codes = True
         self._own = make_factory(kernel, dtype)
         self.forward = Forward.LEARNER
+        self._roundings: torch.Generator | None = None
 
     def drop_codes(self) -> None:
         """Have layers make a version's codes again at every use."""
@@ -100,6 +101,19 @@ class LayerContext:
     def forward_as(self, forward: Forward) -> AbstractContextManager[None]:
         """Within this context every layer multiplies that."""
         return replaced(self, forward=forward)
+
+    def other_roundings(self, seed: int) -> AbstractContextManager[None]:
+        """Within this context every product's results are moved at random, by up to one unit in their last place: what
+        another right implementation may give, which adds up in another order."""
+        return replaced(self, _roundings=torch.Generator().manual_seed(seed))
+
+    def rounded(self, product: torch.Tensor) -> torch.Tensor:
+        """Return a product's results as they are, or moved where `other_roundings` says so."""
+        if self._roundings is None:
+            return product
+        moves = torch.rand(product.shape, generator=self._roundings, dtype=torch.float32).to(product.device)
+        unit = torch.finfo(product.dtype).eps / 2  # of a value between 1 and 2, half of which rounds away
+        return (product.float() * (1.0 + (2.0 * moves - 1.0) * unit)).to(product.dtype)
 
     def own_products(self) -> AbstractContextManager[None]:
         """Within this context layers multiply with kernels of their own, not the engine's, each gone after its use."""

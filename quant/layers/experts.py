@@ -120,7 +120,7 @@ class _StraightThrough(torch.autograd.Function):
     ) -> Tensor:
         ctx.experts = experts
         ctx.save_for_backward(weights, index, *kept)
-        return experts.product(x, weights, index).data  # see `quant.layers.linear`
+        return experts.context.rounded(experts.product(x, weights, index)).data  # see `quant.layers.linear`
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:

@@ -115,7 +115,9 @@ class _StraightThrough(torch.autograd.Function):
         """tensors: master, bias and factors of every part."""
         ctx.parts = parts
         ctx.save_for_backward(*kept)
-        return product(x).data  # no view, whatever the kernel returned: some models scale it in place
+        return (
+            parts[0].context.rounded(product(x)).data
+        )  # no view, whatever the kernel returned: some models scale it in place
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:

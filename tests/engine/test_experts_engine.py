@@ -82,7 +82,7 @@ def publish_and_compare(
             if name != "lm_head" or name in reported:
                 assert reported[name if name in reported else name.rsplit(".", 2)[0]] == found.name, name
         check_every_layer_is_the_engines(model, engine)
-        publisher = Publisher(model, engine, SEQUENCES, bound or model.plan.bound, canary_every=publishes)
+        publisher = Publisher(model, engine, SEQUENCES, bound, canary_every=publishes)
         if model.operators == "engine":
             publisher.share_layers()
         before = engine.logprobs(SEQUENCES)
@@ -132,7 +132,7 @@ def test_deepseek_is_published_right_and_refused(random_experts, tmp_path: Path,
     engine = start_engine(model, folder, tmp_path / "start", "bfloat16")
     try:
         with pytest.raises(PublishError, match="canary's mean"):
-            Publisher(model, engine, SEQUENCES, model.plan.bound, 1).publish(0)
+            Publisher(model, engine, SEQUENCES, None, 1).publish(0)
     except BaseException:
         engine.close()
         raise

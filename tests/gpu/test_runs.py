@@ -44,11 +44,11 @@ def completed(run: subprocess.CompletedProcess[str]) -> None:
 
 @schemes
 def test_the_aligned_learner_is_nearer_than_two_implementations(scheme: str):
-    """Contract: within the gate's bound, and below the floor: an unquantized engine against transformers."""
+    """Contract: below the floor, which is an unquantized engine against transformers."""
     need(scheme)
     rows = measure("tiny-qwen3", [scheme], ["bfloat16"])
     row = next(row for row in rows if (row.scheme, row.learner) == (scheme, "aligned"))
-    assert row.mismatch.mean_abs_log_w <= get_scheme(scheme).bound and row.over_floor < 1.0, row
+    assert row.over_floor < 1.0, row
 
 
 @pytest.mark.parametrize("scheme", ["w4a16", "w8a8"])

@@ -220,6 +220,9 @@ def test_the_gate_comes_before_any_update():
     assert all_equal(masters_of(learner), before) and learner.whole
     difference = (learners.logprobs_of(learner, batch).values - batch.sampler_logprobs)[batch.response_mask]
     assert gate.call_args.args[0].mean_abs == pytest.approx(float(difference.abs().mean()), rel=1e-5)
+    measured = gate.call_args.args[1]()
+    assert 0 < measured.mean_abs < 0.1
+    assert all_equal(masters_of(learner), before)
 
 
 def test_a_batch_without_reward_differences_teaches_nothing():
@@ -340,7 +343,7 @@ def test_they_are_the_same_as_those_computed_beforehand(name: str):
     multiplied in other micro-batches; fp32 keeps that small."""
     beforehand, within = (make_learner(**FP32, objective={"name": name}, optimizer={"lr": 1e-5}) for _ in range(2))
     mismatches = []
-    first = beforehand.learn(batch_of(), 0, mismatches.append)
+    first = beforehand.learn(batch_of(), 0, lambda mismatch, _: mismatches.append(mismatch))
     second = within.learn(batch_of(), 0)
     assert mismatches == [first.mismatch]
     for field in ("loss", "entropy", "update_log_ratio", "grad_norm", "clipped", "corrected"):

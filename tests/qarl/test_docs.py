@@ -65,14 +65,6 @@ def test_the_index_lists_every_page_once():
     assert sorted(listed) == [page for page in PAGES if page.name != "index.md"]
 
 
-def test_pages_stay_short():
-    """Words of a guide's page, and of all pages but the laboratory's."""
-    folders = ("guide", "reference", "explain")
-    words = {page: len(page.read_text().split()) for page in PAGES if page.parent.name in folders}
-    assert sum(words.values()) <= 23_700
-    assert max(count for page, count in words.items() if page.parent.name == "guide") <= 900
-
-
 @pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.name)
 def test_links_lead_somewhere_and_files_that_are_named_exist(page: Path):
     """Links within the repository, their headings too; addresses elsewhere are not followed. `room/file.py` in

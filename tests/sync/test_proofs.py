@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from qarl.learner.mismatch import measure_mismatch
+from qarl.learner.mismatch import Mismatch, measure_mismatch
 from qarl.quant.runtime.batch_invariance import BATCH_INVARIANT
 from qarl.quant.types import LayerReport
 from qarl.run.verify_export import difference_beyond
 from qarl.sync.audit import AuditError, audit, require_agreement
-from qarl.sync.gate import GateError, require_equal, require_same_policy
+from qarl.sync.gate import Gate, GateError, require_equal
 
 LAYER = LayerReport(name="a", scheme="w4a16", group_size=128, dtype="torch.bfloat16", kernel="Marlin")
 OTHER: dict[str, Any] = {"scheme": "w8a8", "group_size": 32, "dtype": "torch.float16", "kernel": "Machete"}
@@ -58,21 +58,42 @@ def test_different_ignore_lists_are_told_in_these_words(sides: tuple[str, str], 
         require_agreement(audit(ours, theirs, same_kernels=True))
 
 
+EQUAL = measure_mismatch(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool))
+DIFFERENT = replace(EQUAL, max_abs=1.0)
+
+
+def never() -> Mismatch:
+    raise AssertionError("nothing is to be measured")
+
+
 @pytest.mark.parametrize("field", ["mean_abs_log_w", "k3"])
-def test_the_gate_passes_its_bound_and_no_more(field: str):
-    equal = measure_mismatch(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool))
-    require_same_policy(replace(equal, **{field: 0.5}), 0.5, 0.5)
+def test_the_gate_passes_bounds_that_are_set_and_no_more(field: str):
+    gate = Gate(bound=0.5, k3_bound=0.5, tolerance=2.0)
+    gate(replace(DIFFERENT, **{field: 0.5}), never)
     for value in (0.51, math.nan, math.inf):
-        with pytest.raises(GateError, match=f"is {value:.4g}, above the bound 0.5"):
-            require_same_policy(replace(equal, **{field: value}), 0.5, 0.5)
+        with pytest.raises(GateError, match=f"is {value:.4g}, above the bound 0.5; they"):
+            gate(replace(DIFFERENT, **{field: value}), never)
+
+
+@pytest.mark.parametrize(("field", "limit"), [("mean_abs_log_w", 0.06), ("k3", 0.009)])
+def test_the_gate_measures_the_bounds_that_are_not_set(field: str, limit: float):
+    """Three times a floor of 0.02, and nine times that of k3, which is quadratic."""
+    gate, floor = Gate(tolerance=3.0), replace(DIFFERENT, mean_abs_log_w=0.02, k3=-0.001)
+    gate(replace(DIFFERENT, **{field: 0.999 * limit}), lambda: floor)
+    with pytest.raises(GateError, match=rf"above the bound {limit:g} \(3 times what two right implementations"):
+        gate(replace(DIFFERENT, **{field: 1.001 * limit}), lambda: floor)
+
+
+def test_the_gate_measures_nothing_of_a_batch_that_is_equal():
+    Gate(tolerance=0.1)(EQUAL, never)
 
 
 def test_bitwise_is_equality():
     sampler, mask = torch.full((1, 2), -0.75), torch.ones(1, 2, dtype=torch.bool)
-    require_equal(measure_mismatch(sampler, sampler, mask))
+    require_equal(measure_mismatch(sampler, sampler, mask), never)
     for first in (torch.nextafter(sampler, torch.zeros(1, 2))[0, 0].item(), math.nan):
         with pytest.raises(GateError, match=r"bitwise, and 50.00% of the sampled tokens .* (5.96e-08|nan) nats apart"):
-            require_equal(measure_mismatch(torch.tensor([[first, -0.75]]), sampler, mask))
+            require_equal(measure_mismatch(torch.tensor([[first, -0.75]]), sampler, mask), never)
 
 
 def test_an_export_is_held_to_bits_on_cpus_and_to_a_bound_on_cuda():

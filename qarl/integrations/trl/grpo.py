@@ -29,8 +29,9 @@ from qarl.learner.batching import Batch
 from qarl.learner.load_balance import load_balance_loss
 from qarl.learner.logprobs import shares_prompts, token_logprobs
 from qarl.learner.loss.corrections import correction
-from qarl.learner.mismatch import measure_mismatch
+from qarl.learner.mismatch import Mismatch, measure_mismatch
 from qarl.run.session import gate_of
+from qarl.sync.floor import OTHER_ROUNDINGS_SEED
 
 _log = logging.getLogger(__name__)
 _LONGEST = 2048  # tokens of prompt and completion, where vllm_max_model_length does not say
@@ -80,7 +81,7 @@ class LowBitGRPOTrainer(GRPOTrainer):
             limits = {"max_prompt_tokens": prompt, "max_new_tokens": answer, "temperature": args.temperature}
             engine = open_engine(model, tokenizer=self.processing_class, **limits)
         self.engine = engine
-        self._gate = gate_of(self.engine.settings, model.low_bit)
+        self._gate = gate_of(self.engine.settings, model.low_bit, self.engine.rows)
         self.use_vllm, self._last_loaded_step, self._round = True, -1, (0, -1)
         self.vllm_generation: Any = self
         config = SimpleNamespace(max_model_len=opened_for(args, self.engine).max_prompt_tokens + 1)
@@ -112,10 +113,21 @@ class LowBitGRPOTrainer(GRPOTrainer):
         if old is not None and sampler is not None:
             mask = (output["completion_mask"] * output.get("tool_mask", 1)).bool()
             if self._gate:
-                self._gate(measure_mismatch(old.cpu(), sampler.cpu(), mask.cpu()))
+                mismatch = measure_mismatch(old.cpu(), sampler.cpu(), mask.cpu())
+                self._gate(mismatch, lambda: self._rounding_floor(output, old, mask))
             if self._geometric:
                 output["importance_sampling_ratio"] = correction(old, sampler, mask, self._geometric).weight
         return output
+
+    @torch.no_grad()
+    def _rounding_floor(self, output: dict[str, Any], old: torch.Tensor, mask: torch.Tensor) -> Mismatch:
+        """Return how far log-probs with other roundings are from `old`'s, [B, T], where `mask` is true."""
+        tokens = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
+        attended = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
+        length = output["completion_ids"].shape[1]
+        with self.policy.low_bit.context.other_roundings(OTHER_ROUNDINGS_SEED):
+            moved = self._get_per_token_logps_and_entropies(self.model, tokens, attended, length)[0]
+        return measure_mismatch(moved.cpu(), old.cpu(), mask.cpu())
 
 
 class _Refresh(TrainerCallback):

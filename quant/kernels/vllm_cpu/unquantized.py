@@ -11,6 +11,7 @@ Axes: N tokens, O output rows, I input columns.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,7 +38,7 @@ def multiply_alike(amx: bool) -> None:
     forms: dict[tuple[torch.Size, torch.dtype], Callable[[Product], Product]] = {}
 
     def dispatch_alike(layer: nn.Module, remove_weight: bool) -> None:
-        weight = layer.weight
+        weight: Any = layer.weight
         dispatch(layer, remove_weight)
         if weight.ndim != 2 or weight.is_meta:
             return
