@@ -18,6 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import tests.support.profiles  # noqa: E402, F401  (registers them, before hypothesis' plugin loads one)
+from qarl.embedded.real_model import ensure_real_model  # noqa: E402
 from qarl.embedded.recipe import RECIPES, ensure_recipe, recipe_tokenizer  # noqa: E402  (libraries are quieted before)
 from qarl.quant.runtime.answers import cache_folder  # noqa: E402
 from tests.support import Policies, forks  # noqa: E402
@@ -30,6 +31,7 @@ LONGEST = ("runs", "engine", "learner", "quant")
 def pytest_configure(config: pytest.Config) -> None:
     """Embedded policies of this session are built in a folder of its own, not taken from the user's cache."""
     if "QARL_TEST_CACHE" not in os.environ:
+        os.environ["QARL_USERS_CACHE"] = str(cache_folder())
         folder = tempfile.mkdtemp(prefix="qarl-tests-")
         os.environ["QARL_TEST_CACHE"] = os.environ["QARL_CACHE"] = folder
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
@@ -74,6 +76,12 @@ def random_recipe(name: str) -> Policies:
         return ensure_recipe("tied" if tied else "untied", recipe, cache_folder())
 
     return build
+
+
+@pytest.fixture(scope="session")
+def real_model() -> Path:
+    """SmolLM2-135M-Instruct, from the user's cache: making it takes a download of 93 MB and half a minute."""
+    return ensure_real_model(Path(os.environ["QARL_USERS_CACHE"]))
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cases import cases
+from tests.support.kernels import attention_depends_on_requests
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/lab/workarounds.md").read_text()
@@ -49,10 +50,8 @@ def test_vllm_does_not_ask_for_amx():
     assert not any("_init_amx" in source for source in sources), mended("test_vllm_does_not_ask_for_amx")
 
 
-def test_attention_still_has_tiles_of_several_widths(monkeypatch: pytest.MonkeyPatch):
-    from tests.quant import test_row_independence
-
-    test_row_independence.test_attention_in_requests_of_any_length_depends_on_them(monkeypatch)
+def test_attention_still_has_tiles_of_several_widths():
+    assert attention_depends_on_requests(), mended("test_attention_still_has_tiles_of_several_widths")
 
 
 def test_llvmlite_still_claims_a_dict():

