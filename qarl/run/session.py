@@ -33,7 +33,7 @@ from qarl.quant.model.kept_scales import check_scale_rule, keep_scales
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.model.row_check import RowCheck
 from qarl.quant.runtime.batch_invariance import FIRST_CAPABILITY, batch_invariant, turn_on
-from qarl.quant.runtime.libraries import has_vllm, untested_vllm
+from qarl.quant.runtime.libraries import has_vllm, refuse_split_keys, untested_vllm
 from qarl.quant.schemes import COMPUTE_DTYPES, MASTER_DTYPES, get_scheme
 from qarl.report.run_folder import RunFolder
 from qarl.report.startup import phase, say
@@ -84,6 +84,8 @@ def require_schemes(config: RunConfig, model: PreTrainedModel | None = None) -> 
     model's config.json is read. model: one that is loaded already, in place of the configuration's."""
     enable_batch_invariance(config)
     dtype = COMPUTE_DTYPES[config.dtype]
+    if not torch.cuda.is_available():
+        refuse_split_keys()
     require_cache(config.quantization.kv_cache)
     require_support(get_scheme(config.scheme), dtype)  # before the model is looked for
     skeleton = model_skeleton(model_folder(config.model)) if model is None else model

@@ -1,9 +1,12 @@
 """Which optional libraries there are, asked once."""
 
 import functools
+import os
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+
+from qarl.configs.errors import InputError
 
 _TESTED = ((0, 30), (0, 31), (0, 32))
 """Releases of vLLM that learner and engine agree in to the last bit (docs/lab/vllm-versions.md)."""
@@ -48,4 +51,14 @@ SETTLED = "QARL_SETTLES_VLLM"
 SPLIT_KEYS = "VLLM_CPU_ATTN_SPLIT_KV"
 """vLLM's variable that has its attention split a sequence's keys over threads when few sequences are decoded. Its sums
 then depend on the number of threads and of sequences, so it is off (`quant.kernels.vllm_cpu`); a value the user set is
-kept, and `rollout.vllm.options` refuses it."""
+kept, and refused (`refuse_split_keys`)."""
+
+
+def refuse_split_keys() -> None:
+    """Raise `InputError` where the environment has vLLM's CPU attention split keys over threads; imports nothing."""
+    value = os.environ.get(SPLIT_KEYS, "0")
+    if value != "0":
+        raise InputError(
+            f"{SPLIT_KEYS}={value}: vLLM's attention would split a sequence's keys over threads when few are left, and "
+            "add them up in another order than the learner does; unset it or set it to 0"
+        )

@@ -8,7 +8,7 @@ from typing import Any
 from qarl.configs.errors import InputError
 from qarl.configs.schema.run import RolloutConfig
 from qarl.quant.runtime.batch_invariance import batch_invariant, kernel_arguments
-from qarl.quant.runtime.libraries import SETTLED, SPLIT_KEYS
+from qarl.quant.runtime.libraries import SETTLED, refuse_split_keys
 from qarl.rollout.engine import EngineError
 
 _SMALLEST_SHARE = 0.01
@@ -53,12 +53,8 @@ def refuse_unsupported(options: VllmOptions) -> None:
             f"VLLM_CPU_INT4_W4A8={int4_as_w4a8}: on this CPU, which has AMX, vLLM would multiply int4 weights with "
             "int8 activations, which the w4a16 schemes do not say; unset it or set it to 0"
         )
-    split_keys = os.environ.get(SPLIT_KEYS, "0")
-    if split_keys != "0" and not torch.cuda.is_available():
-        raise InputError(
-            f"{SPLIT_KEYS}={split_keys}: vLLM's attention would split a sequence's keys over threads when few are "
-            "left, and add them up in another order than the learner does; unset it or set it to 0"
-        )
+    if not torch.cuda.is_available():
+        refuse_split_keys()
     if options.rollout.router_replay and not torch.cuda.is_available():
         raise EngineError(
             "rollout.router_replay: vLLM returns expert choices through its V2 model runner alone, which needs "

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.request import ProxyHandler, build_opener
 
-from qarl.quant.runtime.libraries import ON_CPU, RECEIVED, SERVES_FROM, vllm_release
+from qarl.quant.runtime.libraries import ON_CPU, RECEIVED, SERVES_FROM, refuse_split_keys, vllm_release
 from qarl.quant.runtime.parent import end_with_the_parent
 from qarl.rollout.engine import EngineError
 from qarl.rollout.types import ServerSpec
@@ -55,6 +55,8 @@ class ServerProcess:
 
 def server_command(served: ServerSpec, host: str, port: int, more: list[str]) -> list[str]:
     """The server's command line, for an environment that this prepares. more: options of vLLM's, which win."""
+    if ON_CPU in os.environ:
+        refuse_split_keys()
     prepare_environment()
     length = [] if served.max_model_len is None else ["--max-model-len", str(served.max_model_len)]
     eager = ["--enforce-eager", "--kv-cache-memory-bytes", str(served.kv_cache_gib * 2**30)]
