@@ -8,8 +8,8 @@ at the very shape, with inputs that show it.
 Axes: N rows, O output rows of a weight, I input columns.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -75,8 +75,7 @@ def dependence(
                 return difference
     if x.device.type != "cpu" or torch.get_num_threads() == 1:
         return None
-    with _threads(1):
-        return _difference("on 1 thread", product(x)[:, rows], together)
+    return _difference("on 1 thread", on_threads(1, lambda: product(x)[:, rows]), together)
 
 
 def _difference(when: str, values: torch.Tensor, expected: torch.Tensor) -> Dependence | None:
@@ -87,12 +86,21 @@ def _difference(when: str, values: torch.Tensor, expected: torch.Tensor) -> Depe
     return Dependence(when, float(differs.float().mean()), float(largest))
 
 
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """Within this context torch, and kernels that ask OpenMP, compute on so many threads."""
+def on_threads(count: int, call: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Return what `call` returns, computed on so many OpenMP threads, without gradient.
+
+    It runs in a thread of its own, whose number of OpenMP threads is its own too: those of the caller, which vLLM binds
+    to cores, stay as they are. vLLM also replaces `torch.set_num_threads` by a function that does nothing.
+    """
     before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+
+    @torch.no_grad()
+    def run() -> torch.Tensor:
+        torch._C.set_num_threads(count)
+        try:
+            return call()
+        finally:
+            torch._C.set_num_threads(before)  # MKL's number is the process's
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(run).result()

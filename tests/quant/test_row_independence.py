@@ -3,9 +3,6 @@
 Layers are drawn here, not models, so that it stays quick; a whole real model is in tests/runs/test_real_model.py.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -14,7 +11,7 @@ from hypothesis import strategies as st
 from qarl.configs.schemes import SCHEME_SPECS
 from qarl.quant.kernels import cpu_attention as attention
 from qarl.quant.kernels.base import Scoring
-from qarl.quant.kernels.row_independence import ROWS_ASKED, cancelling_inputs, dependence
+from qarl.quant.kernels.row_independence import ROWS_ASKED, cancelling_inputs, dependence, on_threads
 from qarl.quant.kernels.vllm import VllmFactory
 from qarl.quant.materialize import materialize
 from qarl.quant.model.low_bit_model import LowBitModel
@@ -40,16 +37,6 @@ HEADS = ((9, 3, 64), (12, 2, 128), (14, 2, 64), (16, 16, 64), (28, 4, 128), (4, 
 DTYPES = ("bfloat16", "float16", "float32")
 
 
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 @given(st.sampled_from(CPU_SCHEMES), st.sampled_from(DTYPES), st.sampled_from(COLUMNS), st.sampled_from(ROWS_OUT))
 @settings(max_examples=examples(48))
 def test_a_row_is_multiplied_alike_beside_any_rows_and_on_any_threads(scheme: str, dtype: str, columns: int, rows: int):
@@ -60,15 +47,12 @@ def test_a_row_is_multiplied_alike_beside_any_rows_and_on_any_threads(scheme: st
     weight = materialize(heavy(rows, columns, seed=columns, rows=False) * 0.05, get_scheme(scheme), compute)
     product = VllmFactory(compute).linear("layer", [weight], [None])
     x = cancelling_inputs(weight.dequantized(torch.float32)[:16], compute, rows=400)
-    with threads(2):
-        together = product(x)
-    with threads(1):
-        assert torch.equal(product(x), together)
+    together = on_threads(2, lambda: product(x))
+    assert torch.equal(on_threads(1, lambda: product(x)), together)
     for count in (1, 2, 4):
-        with threads(count):
-            for few in (1, 2, 3, 7, 64):
-                part = x[5 * few : 6 * few].contiguous()
-                assert torch.equal(product(part), together[5 * few : 6 * few])
+        for few in (1, 2, 3, 7, 64):
+            part = x[5 * few : 6 * few].contiguous()
+            assert torch.equal(on_threads(count, lambda part=part: product(part)), together[5 * few : 6 * few])
 
 
 @pytest.mark.parametrize("words", WORDS)
@@ -82,11 +66,9 @@ def test_a_log_prob_is_computed_alike_beside_any_rows_and_on_any_threads(words: 
     def logprobs(rows: torch.Tensor) -> torch.Tensor:
         return head(rows).log_softmax(-1, dtype=torch.float32)
 
-    with threads(2):
-        together = logprobs(x)
+    together = on_threads(2, lambda: logprobs(x))
     for count in (1, 2):
-        with threads(count):
-            alone = torch.cat([logprobs(x[row : row + 1]) for row in range(3)])
+        alone = on_threads(count, lambda: torch.cat([logprobs(x[row : row + 1]) for row in range(3)]))
         assert torch.equal(alone, together[:3])
 
 
@@ -114,15 +96,17 @@ def test_a_token_attends_alike_prefilled_and_decoded_on_any_threads(
 
     whole = attend(0, keys)
     decoded = sorted({0, 15, keys // 2, keys - 2, keys - 1})
+    seen_k, seen_v = (torch.cat([t[: at + 1] for at in decoded]) for t in (k, v))
+    ones, seen = [1] * len(decoded), [at + 1 for at in decoded]
+
+    def beside() -> torch.Tensor:
+        return attention.cpu_attention(q[decoded], seen_k, seen_v, scoring, ones, seen)
+
     for count in (1, 2, 4):
-        with threads(count):
-            assert torch.equal(attend(0, keys), whole)
-            assert torch.equal(attend(keys - 1, keys), whole[keys - 1 :])
-            assert torch.equal(attend(keys - 20, keys), whole[keys - 20 :])
-            seen_k, seen_v = (torch.cat([t[: at + 1] for at in decoded]) for t in (k, v))
-            ones, seen = [1] * len(decoded), [at + 1 for at in decoded]
-            beside = attention.cpu_attention(q[decoded], seen_k, seen_v, scoring, ones, seen)
-            assert torch.equal(beside, whole[decoded])
+        assert torch.equal(on_threads(count, lambda: attend(0, keys)), whole)
+        assert torch.equal(on_threads(count, lambda: attend(keys - 1, keys)), whole[keys - 1 :])
+        assert torch.equal(on_threads(count, lambda: attend(keys - 20, keys)), whole[keys - 20 :])
+        assert torch.equal(on_threads(count, beside), whole[decoded])
 
 
 def test_attention_in_requests_of_any_length_depends_on_them():
@@ -181,11 +165,24 @@ def test_a_product_that_adds_up_otherwise_on_one_thread_is_found():
     def product(x: torch.Tensor) -> torch.Tensor:
         return summed_in_halves(x, weight) if torch.get_num_threads() == 1 else summed_row_by_row(x, weight)
 
-    with threads(2):
-        difference = dependence(product, cancelling_inputs(weight.float(), torch.bfloat16))
-        assert torch.get_num_threads() == 2
+    differences = []
+
+    def ask() -> torch.Tensor:
+        differences.append(dependence(product, cancelling_inputs(weight.float(), torch.bfloat16)))
+        return torch.tensor(torch.get_num_threads())
+
+    assert int(on_threads(2, ask)) == 2
+    (difference,) = differences
     assert difference is not None
     assert difference.when == "on 1 thread"
+
+
+def test_threads_are_those_asked_for_where_vllm_has_bound_them(monkeypatch: pytest.MonkeyPatch):
+    """Its worker replaces `torch.set_num_threads` by a function that does nothing."""
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    before = torch.get_num_threads()
+    assert int(on_threads(3, lambda: torch.tensor(torch.get_num_threads()))) == 3
+    assert torch.get_num_threads() == before
 
 
 def test_a_product_that_computes_rows_alike_passes():
