@@ -5,6 +5,7 @@ Layers are drawn here, not models, so that it stays quick; a whole real model is
 
 import pytest
 import torch
+import vllm.envs
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -13,6 +14,7 @@ from qarl.quant.kernels import cpu_attention as attention
 from qarl.quant.kernels.base import Scoring
 from qarl.quant.kernels.row_independence import ROWS_ASKED, cancelling_inputs, dependence, on_threads
 from qarl.quant.kernels.vllm import VllmFactory
+from qarl.quant.kernels.vllm_cpu import register
 from qarl.quant.materialize import materialize
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.schemes import get_scheme
@@ -35,6 +37,12 @@ HEADS = ((9, 3, 64), (12, 2, 128), (14, 2, 64), (16, 16, 64), (28, 4, 128), (4, 
 
 
 DTYPES = ("bfloat16", "float16", "float32")
+
+
+def test_keys_are_not_split_over_threads():
+    """What vLLM's builder of every batch reads; tests/runs/test_real_model.py shows that it matters."""
+    register()
+    assert vllm.envs.VLLM_CPU_ATTN_SPLIT_KV is False
 
 
 @given(st.sampled_from(CPU_SCHEMES), st.sampled_from(DTYPES), st.sampled_from(COLUMNS), st.sampled_from(ROWS_OUT))

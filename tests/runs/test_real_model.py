@@ -23,7 +23,13 @@ from tests.support.serving import request, server
 
 pytestmark = [no_cuda, pytest.mark.slow]
 
-QUESTIONS = ("Tell me something about tea.", "Name three rivers.", "What is glass made of?", "Why do cats purr?")
+STORY = (
+    "On Monday the baker lit the oven at five, as he had done for thirty years, and the street smelled of bread. " * 4
+)
+"""Some hundred tokens: vLLM would split the keys of sequences from about that length on over threads."""
+QUESTIONS = tuple(
+    STORY + end for end in ("What did he do?", "Name a bread.", "What is flour made of?", "Who came first?")
+)
 NEW_TOKENS = 24
 REWARD = '''
 import json
@@ -57,7 +63,8 @@ def run(real_model: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder
         "--task", folder / "questions.jsonl", "--reward", f"{folder / 'judge.py'}:reward",
         "--task.correct", f"{folder / 'judge.py'}:correct", "--output", folder / "run", "--steps", "2",
         "--prompts", "3", "--samples", "2", "--rollout.max_num_seqs", "5", "--max-new-tokens", str(NEW_TOKENS),
-        "--eval.problems", "1", "--mini-batches", "1", "--optimizer", "adamw", "--lr", "2e-5",
+        "--rollout.max_prompt_tokens", "256", "--eval.problems", "1",
+        "--mini-batches", "1", "--optimizer", "adamw", "--lr", "2e-5",
     )  # fmt: skip
     cores = {"OMP_NUM_THREADS": str(psutil.cpu_count()), "OMP_WAIT_POLICY": "PASSIVE"}
     done = subprocess.run(arguments, env=environment() | cores, capture_output=True, text=True, timeout=600)
