@@ -3,7 +3,7 @@
 vLLM 0.32 multiplies large weights by oneDNN and small ones by a kernel of its own. oneDNN adds up one row alone in
 another order than the same row among others: in bfloat16 and float32 from 1,025 input columns up, and in bfloat16 at
 every width on CPUs without AVX512-BF16. So one row alone is multiplied beside one of zeros, on every CPU and in every
-dtype, which takes such a product 15 to 50 % longer. With AMX oneDNN takes another kernel for up to 36 bfloat16 rows than
+dtype, which takes it 15 to 50 % longer. With AMX oneDNN takes another kernel for up to 36 bfloat16 rows than
 for more, large weights several, and vLLM's own kernel another for up to four: every bfloat16 product takes the same
 number of rows there. Remove this when vLLM's products are batch-invariant on CPUs.
 
