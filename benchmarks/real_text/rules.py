@@ -1,4 +1,4 @@
-"""Write questions that each set a rule for the form of their answer, for the comparison on real text (docs/lab/real.md).
+"""Write questions that each set a rule for the form of their answer, for docs/lab/real.md.
 
 python -m benchmarks.real_text.rules FILE.jsonl
 
@@ -11,11 +11,48 @@ import random
 import sys
 from pathlib import Path
 
-SUBJECTS = """
-owls, snow, bakeries, the violin, rivers, clouds, ants, candles, the moon, islands, ferries, pepper, wool, castles,
-storms, roses, mushrooms, pianos, camels, harbours, silk, thunder, wells, sparrows, honey, railways, ice, attics,
-meadows, sand, lanterns, orchards, whales, mountains, ink, tides, bells, olives, foxes, the sun
-""".replace("\n", " ").strip().split(", ")
+SUBJECTS = [
+    "owls",
+    "snow",
+    "bakeries",
+    "the violin",
+    "rivers",
+    "clouds",
+    "ants",
+    "candles",
+    "the moon",
+    "islands",
+    "ferries",
+    "pepper",
+    "wool",
+    "castles",
+    "storms",
+    "roses",
+    "mushrooms",
+    "pianos",
+    "camels",
+    "harbours",
+    "silk",
+    "thunder",
+    "wells",
+    "sparrows",
+    "honey",
+    "railways",
+    "ice",
+    "attics",
+    "meadows",
+    "sand",
+    "lanterns",
+    "orchards",
+    "whales",
+    "mountains",
+    "ink",
+    "tides",
+    "bells",
+    "olives",
+    "foxes",
+    "the sun",
+]
 
 RULES = [
     ("lowercase", "-", "Use lowercase letters only."),
