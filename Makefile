@@ -68,4 +68,4 @@ lock: ## compile all locks again (newer releases: make lock LOCK_ARGS=--upgrade)
 
 clean: ## remove caches and build products (environments, runs/ and exports/ stay)
 	@rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
-	@find qarl quant rollout learner sync configs tests scripts -type d -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+	@find qarl tests scripts -type d -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true

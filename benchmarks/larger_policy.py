@@ -39,7 +39,7 @@ QWEN_WORDS = (
 
 def text_tokenizer(recipe: TinyRecipe) -> PreTrainedTokenizerFast:
     """Byte-level BPE as Qwen3's, trained on the project's pages and code."""
-    files = sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("*/**/*.py")])
+    files = sorted([*ROOT.glob("docs/**/*.md"), *(path for path in ROOT.glob("*/**/*.py") if path.resolve() == path)])
     texts = (file.read_text() for file in files if ".venv" not in file.parts)
     return train_tokenizer(texts, recipe.vocab_size, recipe.max_position_embeddings, words=QWEN_WORDS)
 

@@ -13,10 +13,10 @@ the seconds."""
 
 
 class Calls:
-    """file: where other processes than this one append theirs, a line each. rooms: the folders of root that count."""
+    """file: where other processes than this one append theirs, a line each. Functions of root/qarl count."""
 
-    def __init__(self, root: Path | str, file: Path | str, rooms: tuple[str, ...]) -> None:
-        self.root, self.file, self._rooms = Path(root), Path(file), rooms
+    def __init__(self, root: Path | str, file: Path | str) -> None:
+        self.root, self.file = Path(root), Path(file)
         self._ran = set[str]()
         self._writes = os.environ.get("MUTATE_PID") not in (None, str(os.getpid()))
         os.register_at_fork(after_in_child=self._in_child)
@@ -29,7 +29,7 @@ class Calls:
 
         def source_to_code(loader: Any, data: Any, path: Any, **options: Any) -> Any:
             place = os.path.realpath(path).removeprefix(f"{self.root}/") if isinstance(path, str) else ""
-            counts = place.split("/")[0] in self._rooms and b"import njit" not in data  # numba compiles what it reads
+            counts = place.startswith("qarl/") and b"import njit" not in data  # numba compiles what it reads
             return as_it_is(loader, noting(bytes(data), place) if counts else data, path, **options)
 
         SourceFileLoader.source_to_code = source_to_code  # type: ignore[method-assign]

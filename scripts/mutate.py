@@ -148,9 +148,9 @@ def running(files: list[str], tests: dict[str, dict[str, Any]]) -> list[str]:
 
 def importers(file: str, clone: Path) -> list[str]:
     """The files of ours that import this one: whose tests run it, where compiled code is not seen running."""
-    package, _, module = f"qarl.{file.removesuffix('.py').removeprefix('qarl/')}".replace("/", ".").rpartition(".")
+    package, _, module = file.removesuffix(".py").replace("/", ".").rpartition(".")
     imported = re.compile(rf"{re.escape(package)}\.{module}\b|from {re.escape(package)} import [^\n]*\b{module}\b")
-    sources = (path for room in ROOMS for path in (clone / room).rglob("*.py"))
+    sources = (path for path in (clone / "qarl").rglob("*.py"))
     return [str(path.relative_to(clone)) for path in sources if imported.search(path.read_text())]
 
 
@@ -207,10 +207,10 @@ def _pytest(clone: Path, names: list[str], ran: Path | None = None) -> None:
     file = os.open(clone / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    calls = Calls(clone.resolve(), clone.parent / "called", ROOMS)
+    calls = Calls(clone.resolve(), clone.parent / "called")
     if ran:
         calls.watch()
-        start = f"from calls import Calls\nCalls({str(calls.root)!r}, {str(calls.file)!r}, {ROOMS}).watch()\n"
+        start = f"from calls import Calls\nCalls({str(calls.root)!r}, {str(calls.file)!r}).watch()\n"
         (clone.parent / "sitecustomize.py").write_text(f"import sys; sys.path.append({str(SCRIPTS)!r})\n{start}")
         os.environ["PYTHONPATH"] = f"{clone.parent}:{os.environ['PYTHONPATH']}"
     recorder = Recorder(calls)

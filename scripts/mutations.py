@@ -141,7 +141,10 @@ def _is_said(node: ast.AST) -> bool:
 
 def draw(room: str, count: int, seed: int, root: Path) -> list[Mutation]:
     """`count` of the room's mutations without replacement; those that do not compile are passed over."""
-    files = subprocess.run(["git", "ls-files", f"{room}/*.py"], cwd=root, check=True, capture_output=True, text=True)
+    others = [f":!qarl/{name}" for name in ("configs", "quant", "rollout", "learner", "sync")] if room == "qarl" else []
+    folder = "qarl" if room == "qarl" else f"qarl/{room}"
+    command = ["git", "ls-files", f"{folder}/*.py", *others]
+    files = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True)
     sources = {file: (root / file).read_bytes() for file in sorted(files.stdout.split())}
     sites = [site for file, source in sources.items() for site in Sites(file, source).sites]
     random.Random(f"{room} {seed}").shuffle(sites)
