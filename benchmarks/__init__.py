@@ -1,1 +1,3 @@
-"""What developers measure: `python -m benchmarks NAME`, from the checkout. Nothing in the package imports this."""
+"""What developers measure: `python -m benchmarks NAME`, from the checkout. Nothing in the package
+imports this.
+"""

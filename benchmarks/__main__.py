@@ -1,4 +1,6 @@
-"""`python -m benchmarks NAME`: each measures, prints a table, and writes the same as JSON with --json."""
+"""`python -m benchmarks NAME`: each measures, prints a table, and writes the same as JSON with
+--json.
+"""
 
 import sys
 
@@ -24,7 +26,16 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one benchmark; returns the exit status, as `qarl` does."""
     parser = Parser(prog=PROGRAM, description="What developers measure of QaRL, from a checkout.")
     names = parser.add_subparsers(title="benchmarks", required=True, metavar="NAME")
-    for benchmark in (communication, delivery, delta, learner, mismatch, precision, publish, soak):
+    for benchmark in (
+        communication,
+        delivery,
+        delta,
+        learner,
+        mismatch,
+        precision,
+        publish,
+        soak,
+    ):
         runs(benchmark.add_options(names), benchmark.measure)
     for benchmark in (memory, step_time, train):
         runs(benchmark.add_options(names), benchmark.measure, fields=True)

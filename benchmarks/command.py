@@ -1,4 +1,6 @@
-"""What the benchmarks' commands share: types of options, and the end of each: its tables, and the same as JSON."""
+"""What the benchmarks' commands share: types of options, and the end of each: its tables, and the
+same as JSON.
+"""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -16,20 +18,28 @@ KERNELS = get_args(LearnerConfig.model_fields["kernel"].annotation)
 
 Shown = PlainTable | Sequence[PlainTable]
 Measured = tuple[Shown, Any] | tuple[Shown, Any, int]
-"""What a benchmark returns: the table or tables for a person, the same JSON-ready, and an exit status where it is not
-0."""
+"""What a benchmark returns: the table or tables for a person, the same JSON-ready, and an exit
+status where it is not
+0.
+"""
 
 
-def runs(parser: argparse.ArgumentParser, measure: Callable[..., Measured], fields: bool = False) -> None:
+def runs(
+    parser: argparse.ArgumentParser,
+    measure: Callable[..., Measured],
+    fields: bool = False,
+) -> None:
     """The parser's last lines: `--json`, and `measure(known, console)` as what runs.
 
-    fields: every field of the configuration is an option too, and `measure` gets the overrides as a third argument;
-    without it, unknown options are refused.
+    fields: every field of the configuration is an option too, and `measure` gets the overrides as a
+    third argument; without it, unknown options are refused.
     """
     parser.add_argument(
-        "--json", type=json_file, metavar="FILE", help="write every figure as JSON too, with the command, commit, "
-        "machine and versions",
-    )  # fmt: skip
+        "--json",
+        type=json_file,
+        metavar="FILE",
+        help="write every figure as JSON too, with the command, commit, machine and versions",
+    )
 
     def run(known: argparse.Namespace, console: Console) -> int:
         quiet_libraries(getattr(known, "compile", False))

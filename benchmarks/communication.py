@@ -1,10 +1,13 @@
-"""`python -m benchmarks communication`: the bytes that learner processes send in a step, by ZeRO stage and scheme.
+"""`python -m benchmarks communication`: the bytes that learner processes send in a step, by ZeRO
+stage and scheme.
 
-    python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.communication FOLDER     (one of its processes)
+    python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.communication FOLDER     (one
+    of its processes)
 
-Counted are torch's collectives themselves, whoever calls them (DeepSpeed, Muon, QaRL), as one process sends them in a
-ring: (n - 1) / n of what n processes gather, scatter or reduce, twice that for an all-reduce; of a message its bytes.
-A ring's bytes are the least that any algorithm needs, so a real network sees as many or more.
+Counted are torch's collectives themselves, whoever calls them (DeepSpeed, Muon, QaRL), as one
+process sends them in a ring: (n - 1) / n of what n processes gather, scatter or reduce, twice that
+for an all-reduce; of a message its bytes. A ring's bytes are the least that any algorithm needs, so
+a real network sees as many or more.
 """
 
 import dataclasses
@@ -40,17 +43,22 @@ from qarl.quant.schemes import get_scheme
 from qarl.report.tables import PlainTable
 
 MODEL = BenchModel(qwen3(2048, 512, 1536, 4, 8, 64), prompts=4, samples=8, tokens=32)
-"""14 million parameters, no matrix so small that DeepSpeed would keep it whole (100,000 elements)."""
+"""14 million parameters, no matrix so small that DeepSpeed would keep it whole (100,000
+elements).
+"""
 
 UPDATES = 2
-"""Of one micro-batch or two in every process: few, so that what an update sends shows beside what forwards do."""
+"""Of one micro-batch or two in every process: few, so that what an update sends shows beside what
+forwards do.
+"""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """A step of `UPDATES` updates by so many processes. reduce_dtype: in which gradients are sent. keeps: codes and
-    products, or gathers them at each use. sent: bytes that one process sends, on average; share: over the fp32 masters'
-    bytes."""
+    """A step of `UPDATES` updates by so many processes. reduce_dtype: in which gradients are sent.
+    keeps: codes and products, or gathers them at each use. sent: bytes that one process sends, on
+    average; share: over the fp32 masters' bytes.
+    """
 
     scheme: str
     optimizer: str
@@ -70,9 +78,10 @@ def measure(
     moe: bool,
     say: Callable[[str], None],
 ) -> list[Traffic]:
-    """Rows by processes, scheme, optimizer and stage. moe: of a mixture of 7 million parameters, `keep_codes` and
-    `keep_kernel_layout` false at stage 3 as well. Raises `InputError`s for values that cannot be, `WorkerError`
-    with the end of its output where a measurement fails."""
+    """Rows by processes, scheme, optimizer and stage. moe: of a mixture of 7 million parameters,
+    `keep_codes` and `keep_kernel_layout` false at stage 3 as well. Raises `InputError`s for values
+    that cannot be, `WorkerError` with the end of its output where a measurement fails.
+    """
     for scheme in schemes:
         get_scheme(scheme)
     rows = []
@@ -85,7 +94,13 @@ def measure(
         for count in processes:
             say(f"{count} processes")
             jobs = [
-                {"scheme": scheme, "stage": stage, "optimizer": optimizer, "reduce_dtype": dtype, "keeps": keeps}
+                {
+                    "scheme": scheme,
+                    "stage": stage,
+                    "optimizer": optimizer,
+                    "reduce_dtype": dtype,
+                    "keeps": keeps,
+                }
                 for scheme in schemes
                 for optimizer in optimizers
                 for stage in stages
@@ -98,9 +113,20 @@ def measure(
 
 def _launch(folder: Path, count: int, jobs: list[dict[str, Any]]) -> list[Traffic]:
     (folder / "jobs.json").write_text(json.dumps(jobs))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(count),
+    ]
     ended = subprocess.run(
-        [*command, "-m", __name__, str(folder)], capture_output=True, text=True, check=False, cwd=Path.cwd()
+        [*command, "-m", __name__, str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path.cwd(),
     )
     if ended.returncode:
         said = "\n".join(ended.stderr.strip().splitlines()[-12:])
@@ -112,13 +138,29 @@ def table(rows: Sequence[Traffic]) -> PlainTable:
     """For people."""
     figures = ("processes", "stage", "KiB", "x masters")
     shown = PlainTable(
-        "scheme", "optimizer", "gradients", "codes", *figures, figures=figures,
-        title=f"what one process sends in a step of {UPDATES} updates, and over the fp32 masters' bytes",
-    )  # fmt: skip
+        "scheme",
+        "optimizer",
+        "gradients",
+        "codes",
+        *figures,
+        figures=figures,
+        title=(
+            f"what one process sends in a step of {UPDATES} updates, and over the fp32 masters'"
+            " bytes"
+        ),
+    )
     for row in rows:
         codes = "kept" if row.keeps else "gathered"
         sizes = f"{row.sent / 1024:,.0f}", f"{row.share:.2f}"
-        shown.add_row(row.scheme, row.optimizer, row.reduce_dtype, codes, str(row.processes), str(row.stage), *sizes)
+        shown.add_row(
+            row.scheme,
+            row.optimizer,
+            row.reduce_dtype,
+            codes,
+            str(row.processes),
+            str(row.stage),
+            *sizes,
+        )
     return shown
 
 
@@ -146,7 +188,11 @@ class Sent(TorchDispatchMode):
         if name.startswith("alltoall_base"):
             args = args[1:]  # of parts of any sizes, what goes out
         largest = max(
-            (sum(t.nbytes for t in tree_leaves(arg) if isinstance(t, torch.Tensor)) for arg in args), default=0
+            (
+                sum(t.nbytes for t in tree_leaves(arg) if isinstance(t, torch.Tensor))
+                for arg in args
+            ),
+            default=0,
         )
         if name in ("recv_", "barrier", "monitored_barrier_"):
             return 0.0
@@ -161,7 +207,9 @@ def _bytes(argument: Any) -> int:
 
 
 def _worker(folder: Path) -> None:
-    """One process: every job's learner takes a step to warm up and one that is counted; the first process writes."""
+    """One process: every job's learner takes a step to warm up and one that is counted; the first
+    process writes.
+    """
     torch.set_num_threads(1)
     processes = join_processes()
     batch, rows = make_batch(groups_of(draw_sequences(MODEL, seed=0)), PAD), []
@@ -173,7 +221,9 @@ def _worker(folder: Path) -> None:
         assert stats.updates == UPDATES
         mean = sum(processes.gathered(sent.bytes)) / processes.world
         masters = 4 * sum(whole_shape(p).numel() for p in learner.model.masters.values())
-        rows.append(Traffic(**job, processes=processes.world, sent=round(mean), share=mean / masters))
+        rows.append(
+            Traffic(**job, processes=processes.world, sent=round(mean), share=mean / masters)
+        )
     if processes.first:
         (folder / "rows.json").write_text(json.dumps(as_data(rows)))
     leave_processes()
@@ -194,7 +244,9 @@ def _learner(folder: Path, job: dict[str, Any], processes: Processes, tokens: in
     scheme = get_scheme(job["scheme"])
     masters = load_masters(folder, torch.float32, share=share_of(config, processes, [scheme]))
     learner = Learner(
-        LowBitModel(masters, scheme, LayerContext(torch.bfloat16, "reference")), config, processes=processes
+        LowBitModel(masters, scheme, LayerContext(torch.bfloat16, "reference")),
+        config,
+        processes=processes,
     )
     if not job["keeps"]:
         learner.model.release_codes()

@@ -1,9 +1,11 @@
-"""`python -m benchmarks delivery`: weight versions to a running vLLM server, whole, as deltas, and bf16 from disk.
+"""`python -m benchmarks delivery`: weight versions to a running vLLM server, whole, as deltas, and
+bf16 from disk.
 
-Each scheme has a process with a random model and a server on its export, to which versions are published as a run's
-are. write: files of a version, or of its difference from the one before. send: the server gets them, with `--transfer
-http`. stage: it reads, hashes and applies them; it may sample. pause: it loads them; it samples nothing. bf16, in the
-same rounds: the checkpoint is saved, and vLLM reloads it from disk in that process, as one does without QaRL.
+Each scheme has a process with a random model and a server on its export, to which versions are
+published as a run's are. write: files of a version, or of its difference from the one before. send:
+the server gets them, with `--transfer http`. stage: it reads, hashes and applies them; it may
+sample. pause: it loads them; it samples nothing. bf16, in the same rounds: the checkpoint is saved,
+and vLLM reloads it from disk in that process, as one does without QaRL.
 """
 
 import dataclasses
@@ -20,32 +22,56 @@ from qarl.report.tables import PlainTable
 
 
 def measure(
-    shape: str, schemes: Sequence[str], lr: float, rounds: int, folder: str | None, transfer: str,
+    shape: str,
+    schemes: Sequence[str],
+    lr: float,
+    rounds: int,
+    folder: str | None,
+    transfer: str,
     say: Callable[[str], None],
-) -> dict[str, Any]:  # fmt: skip
-    """Figures of every scheme. folder: where versions are written; None: memory where /dev/shm is, else
-    temporary files. transfer: how they reach the server. Raises before anything is measured."""
+) -> dict[str, Any]:
+    """Figures of every scheme. folder: where versions are written; None: memory where /dev/shm is,
+    else temporary files. transfer: how they reach the server. Raises before anything is measured.
+    """
     if not lr > 0:
         raise ConfigError(f"--lr {lr:g} must be above 0")
     for scheme in schemes:
         get_scheme(scheme)
-    where = folder or next((place for place in ("/dev/shm", "/tmp") if os.access(place, os.W_OK)), ".")
+    where = folder or next(
+        (place for place in ("/dev/shm", "/tmp") if os.access(place, os.W_OK)), "."
+    )
     if not Path(where).is_dir():
         raise ConfigError(f"--folder {where!r} is no folder; give one that exists")
     rows = []
     for scheme in dict.fromkeys(schemes):
         say(f"{scheme} …")
-        job = {"scheme": scheme, "shape": shape, "lr": lr, "rounds": rounds, "folder": where, "transfer": transfer}
-        rows.append(run_worker("benchmarks.delivery_worker", json.dumps(job), dict, f"the engine in {scheme}"))
+        job = {
+            "scheme": scheme,
+            "shape": shape,
+            "lr": lr,
+            "rounds": rounds,
+            "folder": where,
+            "transfer": transfer,
+        }
+        rows.append(
+            run_worker(
+                "benchmarks.delivery_worker",
+                json.dumps(job),
+                dict,
+                f"the engine in {scheme}",
+            )
+        )
     told = {"shape": shape, "lr": lr, "rounds": rounds, "transfer": transfer}
     return {**told, "in_memory": where.startswith("/dev/shm"), "rows": rows}
 
 
 @dataclasses.dataclass(frozen=True)
 class Ratios:
-    """full_bytes, full_seconds, delta_seconds: over bf16's from disk. quantized_bytes: `full_bytes` without embedding
-    and output head. delta_bytes: over the whole version's. full_pause, delta_pause: over bf16's reload. copies: a whole
-    version's seconds over those of copying its bytes once."""
+    """full_bytes, full_seconds, delta_seconds: over bf16's from disk. quantized_bytes: `full_bytes`
+    without embedding and output head. delta_bytes: over the whole version's. full_pause,
+    delta_pause: over bf16's reload. copies: a whole version's seconds over those of copying its
+    bytes once.
+    """
 
     full_bytes: float
     quantized_bytes: float
@@ -62,9 +88,12 @@ def ratios(row: dict[str, Any]) -> Ratios:
     seconds = row["seconds"]
     reload = seconds["bf16: load, paused"]
     disk, whole, delta = (
-        sum(s for name, s in seconds.items() if name.startswith(kind)) for kind in ("bf16:", "whole:", "delta:")
+        sum(s for name, s in seconds.items() if name.startswith(kind))
+        for kind in ("bf16:", "whole:", "delta:")
     )
-    quantized, unquantized = (row[name] - row["unquantized_bytes"] for name in ("full_bytes", "bf16_bytes"))
+    quantized, unquantized = (
+        row[name] - row["unquantized_bytes"] for name in ("full_bytes", "bf16_bytes")
+    )
     return Ratios(
         full_bytes=row["full_bytes"] / row["bf16_bytes"],
         quantized_bytes=quantized / unquantized,
@@ -84,21 +113,42 @@ def table(data: dict[str, Any]) -> list[PlainTable]:
     where = "memory" if data["in_memory"] else "disk"
     where = f"{where} and HTTP" if data["transfer"] == "http" else where
     seconds = PlainTable(
-        "work", *schemes, figures=schemes,
-        title=f"Seconds of a publish to a running vLLM server, {data['shape']}, by way of {where}; medians",
-    )  # fmt: skip
+        "work",
+        *schemes,
+        figures=schemes,
+        title=(
+            f"Seconds of a publish to a running vLLM server, {data['shape']}, by way of {where};"
+            " medians"
+        ),
+    )
     for name in rows[0]["seconds"]:
         seconds.add_row(name, *(f"{row['seconds'][name]:.4f}" for row in rows))
     figures = (
-        "whole", "of bf16's bytes", "without embedding", "of bf16's time", "× a copy", "delta", "of whole",
-        "of bf16's time, delta", "pause of bf16's", "delta's",
-    )  # fmt: skip
+        "whole",
+        "of bf16's bytes",
+        "without embedding",
+        "of bf16's time",
+        "× a copy",
+        "delta",
+        "of whole",
+        "of bf16's time, delta",
+        "pause of bf16's",
+        "delta's",
+    )
     shown = PlainTable("scheme", *figures, figures=figures, title=f"A step at {data['lr']:g}")
     for row in rows:
         r = ratios(row)
         shown.add_row(
-            row["scheme"], f"{row['full_bytes'] / 1e6:.0f} MB", f"{r.full_bytes:.2f}", f"{r.quantized_bytes:.2f}",
-            f"{r.full_seconds:.2f}", f"{r.copies:.1f}", f"{row['delta_bytes'] / 1e6:.2f} MB", f"{r.delta_bytes:.2%}",
-            f"{r.delta_seconds:.2f}", f"{r.full_pause:.1%}", f"{r.delta_pause:.1%}",
-        )  # fmt: skip
+            row["scheme"],
+            f"{row['full_bytes'] / 1e6:.0f} MB",
+            f"{r.full_bytes:.2f}",
+            f"{r.quantized_bytes:.2f}",
+            f"{r.full_seconds:.2f}",
+            f"{r.copies:.1f}",
+            f"{row['delta_bytes'] / 1e6:.2f} MB",
+            f"{r.delta_bytes:.2%}",
+            f"{r.delta_seconds:.2f}",
+            f"{r.full_pause:.1%}",
+            f"{r.delta_pause:.1%}",
+        )
     return [seconds, shown]

@@ -1,8 +1,10 @@
-"""One scheme's process of `python -m benchmarks delivery`: versions to a running vLLM server, whole and as deltas.
+"""One scheme's process of `python -m benchmarks delivery`: versions to a running vLLM server, whole
+and as deltas.
 
     python -m benchmarks.delivery_worker '{"scheme": NAME, …}'     (see `Job`)
 
-prints one line of JSON (`Delivered`) last. A process of its own, for vLLM allows one engine in each.
+prints one line of JSON (`Delivered`) last. A process of its own, for vLLM allows one engine in
+each.
 """
 
 import json
@@ -49,13 +51,16 @@ _WORKS = (
 )
 """What a publish does, and the name of its seconds."""
 _MOVED = 0.3
-"""Root mean square of AdamW's updates over the learning rate, once its averages have settled over unlike gradients."""
+"""Root mean square of AdamW's updates over the learning rate, once its averages have settled over
+unlike gradients.
+"""
 
 
 @dataclass(frozen=True)
 class Job:
-    """shape: one of `delivery.SHAPES`. lr: of the step between two versions. folder: where versions are written.
-    transfer: as `rollout.server_transfer`."""
+    """shape: one of `delivery.SHAPES`. lr: of the step between two versions. folder: where versions
+    are written. transfer: as `rollout.server_transfer`.
+    """
 
     scheme: str
     shape: str
@@ -67,8 +72,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Delivered:
-    """Of one scheme: bytes of a whole version, of a delta and of bf16's, and seconds by the name of the work, medians
-    of all rounds. unquantized_bytes: of a whole version's embedding and output head."""
+    """Of one scheme: bytes of a whole version, of a delta and of bf16's, and seconds by the name of
+    the work, medians of all rounds. unquantized_bytes: of a whole version's embedding and output
+    head.
+    """
 
     scheme: str
     full_bytes: int
@@ -115,25 +122,37 @@ class _Clock:
 
 
 def run(job: Job) -> Delivered:
-    """Start a server on a random model's export and an engine in bf16 here, then hand them version after version."""
-    with tempfile.TemporaryDirectory(prefix="qarl-bench-", dir=job.folder) as temporary, ExitStack() as engines:
+    """Start a server on a random model's export and an engine in bf16 here, then hand them version
+    after version.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="qarl-bench-", dir=job.folder) as temporary,
+        ExitStack() as engines,
+    ):
         folder = Path(temporary)
         config = _config(job.shape)
         write_tokenizer(config.vocab_size, folder)
 
         def started(scheme: str, **servers: Any) -> tuple[LowBitModel, Any]:
             masters = random_masters(config, torch.bfloat16)
-            model = LowBitModel(masters, get_scheme(scheme), LayerContext(torch.bfloat16, "reference"))
+            model = LowBitModel(
+                masters, get_scheme(scheme), LayerContext(torch.bfloat16, "reference")
+            )
             start = folder / ("served" if servers else "bf16") / "start"
             export_checkpoint(model, folder, start)
-            rollout = RolloutConfig(max_prompt_tokens=32, max_new_tokens=32, max_num_seqs=4, **servers)
-            engine = engines.enter_context(open_engine(start, rollout, "bfloat16", use_servers=True))
+            rollout = RolloutConfig(
+                max_prompt_tokens=32, max_new_tokens=32, max_num_seqs=4, **servers
+            )
+            engine = engines.enter_context(
+                open_engine(start, rollout, "bfloat16", use_servers=True)
+            )
             shutil.rmtree(start)  # which may be in memory
             return model, engine
 
         served = started(job.scheme, servers=1, server_full_every=2, server_transfer=job.transfer)
         plain = started("bf16")
-        for name, master in plain[0].masters.items():  # its codes are a copy: one model's masters are enough
+        # its codes are a copy: one model's masters are enough
+        for name, master in plain[0].masters.items():
             master.data = served[0].masters[name].data
         return _measured(*served, *plain, folder, job)
 
@@ -147,7 +166,14 @@ def _config(shape: str) -> PretrainedConfig:
     return config
 
 
-def _measured(model: LowBitModel, server: Any, plain: LowBitModel, engine: Any, folder: Path, job: Job) -> Delivered:
+def _measured(
+    model: LowBitModel,
+    server: Any,
+    plain: LowBitModel,
+    engine: Any,
+    folder: Path,
+    job: Job,
+) -> Delivered:
     """Rounds of one publish each way."""
     clock, generator = _Clock(), torch.Generator().manual_seed(1)
     sizes: dict[str, list[int]] = {"bf16": [], "whole": [], "delta": []}
@@ -161,9 +187,13 @@ def _measured(model: LowBitModel, server: Any, plain: LowBitModel, engine: Any, 
                 for owner, method, work in _WORKS:
                     timed.enter_context(clock.of_calls(owner, method, f"{kind}: {work}"))
                 report = server.load(model.low_bit_tensors(), version)
-            assert not report.missing + report.unconsumed, f"version {version} was refused: {report}"
+            assert not report.missing + report.unconsumed, (
+                f"version {version} was refused: {report}"
+            )
             written = read_version(server._sender._folder / f"version-{version}")
-            assert (written.base is None) == (kind == "whole"), f"version {version} was sent as {written}"
+            assert (written.base is None) == (kind == "whole"), (
+                f"version {version} was sent as {written}"
+            )
             sizes[kind].append(written.bytes)
     return Delivered(
         scheme=job.scheme,
@@ -176,7 +206,9 @@ def _measured(model: LowBitModel, server: Any, plain: LowBitModel, engine: Any, 
 
 
 def _from_disk(model: LowBitModel, engine: Any, folder: Path, clock: _Clock) -> int:
-    """What there is without QaRL: the checkpoint is saved, and vLLM reloads it, here in this process; its bytes."""
+    """What there is without QaRL: the checkpoint is saved, and vLLM reloads it, here in this
+    process; its bytes.
+    """
     saved = folder / "saved"
     with clock.of("bf16: write"):
         digest = export_checkpoint(model, folder, saved)
@@ -198,12 +230,17 @@ def _copy_once(model: LowBitModel, clock: _Clock) -> None:
         octets.fill(1)  # pages of its own
     with clock.of("copy once"):
         for item, octets in zip(items, target, strict=True):
-            np.copyto(octets, item.tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+            np.copyto(
+                octets,
+                item.tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy(),
+            )
 
 
 @torch.no_grad()
 def _step(model: LowBitModel, lr: float, generator: torch.Generator) -> None:
-    """Masters in bfloat16, moved as by AdamW and rounded stochastically, and a version made of them."""
+    """Masters in bfloat16, moved as by AdamW and rounded stochastically, and a version made of
+    them.
+    """
     for master in model.masters.values():
         for part in master.view(-1).split(1 << 22):
             moved = part.float() + lr * _MOVED * torch.randn(part.shape, generator=generator)

@@ -1,8 +1,10 @@
-"""`python -m benchmarks delta`: what a step changes of codes and scales, and how many bytes a delta of it has.
+"""`python -m benchmarks delta`: what a step changes of codes and scales, and how many bytes a delta
+of it has.
 
-No model runs. One decoder layer's matrices, two of its experts and 4,096 rows of the embedding (and of an output head
-of its own) get random normal weights of spread 0.02 and gradients of random tokens, are stepped as a run steps them,
-and materialized before and after. Sizes are added up over the whole model, each kind as often as it is there.
+No model runs. One decoder layer's matrices, two of its experts and 4,096 rows of the embedding (and
+of an output head of its own) get random normal weights of spread 0.02 and gradients of random
+tokens, are stepped as a run steps them, and materialized before and after. Sizes are added up over
+the whole model, each kind as often as it is there.
 """
 
 import dataclasses
@@ -29,7 +31,9 @@ SHAPES: dict[str, Callable[[], PretrainedConfig]] = {
     "1b-moe": lambda: moe_config(1e9),
 }
 STEPS = 8
-"""AdamW's first step moves every weight by the learning rate; later ones move less, where gradients differ."""
+"""AdamW's first step moves every weight by the learning rate; later ones move less, where gradients
+differ.
+"""
 
 _SPREAD, _TOKENS, _ROWS, _EXPERTS = 0.02, 512, 4096, 2
 _DTYPE = torch.bfloat16
@@ -37,9 +41,11 @@ _DTYPE = torch.bfloat16
 
 @dataclass(frozen=True)
 class Change:
-    """What one step changes. step: from 1. codes, scales: the shares that change; None where there are none.
-    full_bytes, delta_bytes: of the whole model's version, and of its delta; quantized_full_bytes,
-    quantized_delta_bytes: of these, the quantized matrices', without embedding and output head."""
+    """What one step changes. step: from 1. codes, scales: the shares that change; None where there
+    are none. full_bytes, delta_bytes: of the whole model's version, and of its delta;
+    quantized_full_bytes, quantized_delta_bytes: of these, the quantized matrices', without
+    embedding and output head.
+    """
 
     shape: str
     scheme: str
@@ -67,8 +73,9 @@ class Change:
 
 @dataclass(frozen=True)
 class Kind:
-    """A matrix [rows, columns] that stands for `count` of the model's. quantized: else published in the compute dtype,
-    and stepped by AdamW."""
+    """A matrix [rows, columns] that stands for `count` of the model's. quantized: else published in
+    the compute dtype, and stepped by AdamW.
+    """
 
     rows: int
     columns: int
@@ -77,12 +84,21 @@ class Kind:
 
 
 def measure(
-    shapes: Sequence[str], schemes: Sequence[str], optimizers: Sequence[str], rates: Sequence[float]
+    shapes: Sequence[str],
+    schemes: Sequence[str],
+    optimizers: Sequence[str],
+    rates: Sequence[float],
 ) -> list[Change]:
-    """Every combination, of the first step and of the last of `STEPS`, with scales of every version's extremes and,
-    where codes are integers, with kept ones. Raises before anything is measured."""
+    """Every combination, of the first step and of the last of `STEPS`, with scales of every
+    version's extremes and, where codes are integers, with kept ones. Raises before anything is
+    measured.
+    """
     found = [get_scheme(name) for name in schemes]
-    configs = [OptimizerConfig.model_validate({"name": name, "lr": lr}) for name in optimizers for lr in rates]
+    configs = [
+        OptimizerConfig.model_validate({"name": name, "lr": lr})
+        for name in optimizers
+        for lr in rates
+    ]
     changes = []
     for shape in shapes:
         for config in configs:
@@ -90,22 +106,37 @@ def measure(
             for number, kind in enumerate(kinds(SHAPES[shape]())):
                 for step, before, after in _stepped(kind, config, number):
                     for scheme in found:
-                        rules = ("minmax", "kept") if scheme.weights and is_integer(scheme.weights) else ("minmax",)
+                        rules = (
+                            ("minmax", "kept")
+                            if scheme.weights and is_integer(scheme.weights)
+                            else ("minmax",)
+                        )
                         for rule in rules:
                             named = scheme.name if kind.quantized else "bf16"
                             total = totals.setdefault((scheme.name, rule, step), _Total())
                             total.add(kind, before, after, named, rule == "kept")
             changes += [
-                total.change(shape, scheme, rule, config, step) for (scheme, rule, step), total in totals.items()
+                total.change(shape, scheme, rule, config, step)
+                for (scheme, rule, step), total in totals.items()
             ]
     return changes
 
 
 def kinds(config: PretrainedConfig) -> list[Kind]:
-    """The matrices of a Qwen3, or a Qwen3-MoE; norms and routers, thousandths of it, are left out."""
+    """The matrices of a Qwen3, or a Qwen3-MoE; norms and routers, thousandths of it, are left
+    out.
+    """
     hidden, layers = config.hidden_size, config.num_hidden_layers
-    queries, values = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
-    attention = [(queries, hidden), (values, hidden), (values, hidden), (hidden, queries)]
+    queries, values = (
+        heads * config.head_dim
+        for heads in (config.num_attention_heads, config.num_key_value_heads)
+    )
+    attention = [
+        (queries, hidden),
+        (values, hidden),
+        (values, hidden),
+        (hidden, queries),
+    ]
     experts = getattr(config, "num_experts", None)
     wide = config.moe_intermediate_size if experts else config.intermediate_size
     mlp = [(wide, hidden), (wide, hidden), (hidden, wide)]
@@ -113,7 +144,10 @@ def kinds(config: PretrainedConfig) -> list[Kind]:
     outside = config.vocab_size / _ROWS * (1 if config.tie_word_embeddings else 2)
     return [
         *(Kind(rows, columns, layers) for rows, columns in attention),
-        *(Kind(rows, columns, layers * (experts or 1) / sampled) for rows, columns in mlp * sampled),
+        *(
+            Kind(rows, columns, layers * (experts or 1) / sampled)
+            for rows, columns in mlp * sampled
+        ),
         Kind(_ROWS, hidden, outside, quantized=False),
     ]
 
@@ -125,39 +159,68 @@ class _Total:
         self.codes = self.changed = self.scales = self.moved = 0.0
         self.full, self.delta = {True: 0.0, False: 0.0}, {True: 0.0, False: 0.0}
 
-    def add(self, kind: Kind, before: torch.Tensor, after: torch.Tensor, scheme: str, kept: bool) -> None:
+    def add(
+        self,
+        kind: Kind,
+        before: torch.Tensor,
+        after: torch.Tensor,
+        scheme: str,
+        kept: bool,
+    ) -> None:
         """One kind: masters before and after a step. kept: with the scales of before."""
         old = materialize(before, get_scheme(scheme), _DTYPE)
-        new = materialize(after, get_scheme(scheme), _DTYPE, scale=old.scale if kept and kind.quantized else None)
+        new = materialize(
+            after,
+            get_scheme(scheme),
+            _DTYPE,
+            scale=old.scale if kept and kind.quantized else None,
+        )
         if old.scale is not None and new.scale is not None:
             self.codes += kind.count * kind.rows * kind.columns
             self.changed += kind.count * changed_codes(old.codes, new)
             self.scales += kind.count * old.scale.numel()
             self.moved += kind.count * int((old.scale != new.scale).sum())
         held = VersionCache(0, _stream(old))
-        nothing = len(held.make_delta(0, _stream(old)))  # the header of a delta is in every one of them
+        # the header of a delta is in every one of them
+        nothing = len(held.make_delta(0, _stream(old)))
         self.full[kind.quantized] += kind.count * held.bytes
         self.delta[kind.quantized] += kind.count * (len(held.make_delta(0, _stream(new))) - nothing)
 
-    def change(self, shape: str, scheme: str, rule: str, config: OptimizerConfig, step: int) -> Change:
+    def change(
+        self, shape: str, scheme: str, rule: str, config: OptimizerConfig, step: int
+    ) -> Change:
         """The sums, under what they are of."""
         return Change(
-            shape=shape, scheme=scheme, scale=rule, optimizer=config.name, lr=config.lr, step=step,
+            shape=shape,
+            scheme=scheme,
+            scale=rule,
+            optimizer=config.name,
+            lr=config.lr,
+            step=step,
             codes=self.changed / self.codes if self.codes else None,
             scales=self.moved / self.scales if self.scales else None,
-            full_bytes=round(sum(self.full.values())), delta_bytes=round(sum(self.delta.values())),
-            quantized_full_bytes=round(self.full[True]), quantized_delta_bytes=round(self.delta[True]),
-        )  # fmt: skip
+            full_bytes=round(sum(self.full.values())),
+            delta_bytes=round(sum(self.delta.values())),
+            quantized_full_bytes=round(self.full[True]),
+            quantized_delta_bytes=round(self.delta[True]),
+        )
 
 
 def _stream(weight: LowBitWeight) -> Iterator[LowBitTensor]:
     """Under a name as long as most."""
-    return (LowBitTensor(f"model.layers.10.mlp.gate_proj.{suffix}", tensor) for suffix, tensor in weight.tensors())
+    return (
+        LowBitTensor(f"model.layers.10.mlp.gate_proj.{suffix}", tensor)
+        for suffix, tensor in weight.tensors()
+    )
 
 
-def _stepped(kind: Kind, config: OptimizerConfig, seed: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """(step, master before, master after) of the first and the last of `STEPS`, fp32. A gradient is a sum over tokens
-    of outer products, some tokens weighing many times others, as advantages have it."""
+def _stepped(
+    kind: Kind, config: OptimizerConfig, seed: int
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """(step, master before, master after) of the first and the last of `STEPS`, fp32. A gradient is
+    a sum over tokens of outer products, some tokens weighing many times others, as advantages have
+    it.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*size: int) -> torch.Tensor:
@@ -165,10 +228,14 @@ def _stepped(kind: Kind, config: OptimizerConfig, seed: int) -> Iterator[tuple[i
 
     master = nn.Parameter(normal(kind.rows, kind.columns) * _SPREAD)
     muon = kind.quantized and config.name == "muon"
-    stepped = MasterStep(master, [(slice(None), slice(None))] if muon else [], config, "nearest", None)
+    stepped = MasterStep(
+        master, [(slice(None), slice(None))] if muon else [], config, "nearest", None
+    )
     for step in range(1, STEPS + 1):
         weights = normal(_TOKENS, 1).exp() * normal(_TOKENS, 1).sign()
-        master.grad = (normal(_TOKENS, kind.rows) * weights).T @ normal(_TOKENS, kind.columns) * 1e-4
+        master.grad = (
+            (normal(_TOKENS, kind.rows) * weights).T @ normal(_TOKENS, kind.columns) * 1e-4
+        )
         wanted = step in (1, STEPS)
         before = master.detach().clone() if wanted else None
         stepped.step(config.lr)
@@ -180,14 +247,31 @@ def table(changes: Sequence[Change]) -> PlainTable:
     """A row a combination; shares in percent."""
     figures = ("lr", "step", "codes", "scales", "delta", "of full", "of the quantized")
     shown = PlainTable(
-        "shape", "scheme", "scales are", "optimizer", *figures, figures=figures,
-        title="What one step changes: codes and scales, and the delta's bytes against the full version's",
-    )  # fmt: skip
+        "shape",
+        "scheme",
+        "scales are",
+        "optimizer",
+        *figures,
+        figures=figures,
+        title=(
+            "What one step changes: codes and scales, and the delta's bytes against the full"
+            " version's"
+        ),
+    )
     for row in changes:
         shown.add_row(
-            row.shape, row.scheme, row.scale, row.optimizer, f"{row.lr:g}", str(row.step), _percent(row.codes),
-            _percent(row.scales), f"{row.delta_bytes / 1e6:.2f} MB", _percent(row.share), _percent(row.quantized_share),
-        )  # fmt: skip
+            row.shape,
+            row.scheme,
+            row.scale,
+            row.optimizer,
+            f"{row.lr:g}",
+            str(row.step),
+            _percent(row.codes),
+            _percent(row.scales),
+            f"{row.delta_bytes / 1e6:.2f} MB",
+            _percent(row.share),
+            _percent(row.quantized_share),
+        )
     return shown
 
 
@@ -197,4 +281,7 @@ def _percent(share: float | None) -> str:
 
 def as_data(changes: Sequence[Change]) -> list[dict]:
     """JSON-ready."""
-    return [dataclasses.asdict(row) | {"share": row.share, "quantized_share": row.quantized_share} for row in changes]
+    return [
+        dataclasses.asdict(row) | {"share": row.share, "quantized_share": row.quantized_share}
+        for row in changes
+    ]

@@ -1,7 +1,8 @@
-"""`python -m benchmarks.exactness`: what it costs on a CPU that a token's bits depend on its own past alone.
+"""`python -m benchmarks.exactness`: what it costs on a CPU that a token's bits depend on its own
+past alone.
 
-Attention in short requests against whole sequences, and one row beside one of zeros against the row by itself. Single
-layers of random values; of each the quickest of several repeats, taken in turn.
+Attention in short requests against whole sequences, and one row beside one of zeros against the row
+by itself. Single layers of random values; of each the quickest of several repeats, taken in turn.
 """
 
 import argparse
@@ -40,7 +41,9 @@ def quickest(calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
 
 
 def attention_rows() -> list[dict[str, float | str]]:
-    """Return a row for each of `ATTENTION`: milliseconds of whole sequences, and of short requests over that."""
+    """Return a row for each of `ATTENTION`: milliseconds of whole sequences, and of short requests
+    over that.
+    """
     from qarl.quant.kernels import cpu_attention as attention
     from qarl.quant.kernels.base import Scoring
     from qarl.quant.runtime.replaced import replaced
@@ -59,12 +62,20 @@ def attention_rows() -> list[dict[str, float | str]]:
 
         taken = quickest({"whole": whole, "short": short})
         layer = f"{H} heads ({G} of keys) of {D}, {dtype}, {tokens} tokens"
-        rows.append({"layer": layer, "ms": taken["whole"], "ratio": taken["short"] / taken["whole"]})
+        rows.append(
+            {
+                "layer": layer,
+                "ms": taken["whole"],
+                "ratio": taken["short"] / taken["whole"],
+            }
+        )
     return rows
 
 
 def product_rows() -> list[dict[str, float | str]]:
-    """Return a row for each of `PRODUCTS`: milliseconds of one row by itself, and beside one of zeros over that."""
+    """Return a row for each of `PRODUCTS`: milliseconds of one row by itself, and beside one of
+    zeros over that.
+    """
     from vllm import _custom_ops as ops
 
     rows: list[dict[str, float | str]] = []
@@ -82,7 +93,13 @@ def product_rows() -> list[dict[str, float | str]]:
 
         taken = quickest({"alone": alone, "paired": paired})
         layer = f"{columns:,} columns to {outputs:,}, bfloat16"
-        rows.append({"layer": layer, "ms": taken["alone"] / 20, "ratio": taken["paired"] / taken["alone"]})
+        rows.append(
+            {
+                "layer": layer,
+                "ms": taken["alone"] / 20,
+                "ratio": taken["paired"] / taken["alone"],
+            }
+        )
     return rows
 
 
@@ -92,7 +109,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
     quiet_libraries()
-    figures = {"attention": attention_rows(), "one row": product_rows(), "threads": torch.get_num_threads()}
+    figures = {
+        "attention": attention_rows(),
+        "one row": product_rows(),
+        "threads": torch.get_num_threads(),
+    }
     for name in ("attention", "one row"):
         for row in figures[name]:
             print(f"{name}: {row['layer']:48s} {row['ms']:8.2f} ms, x {row['ratio']:.2f}")

@@ -1,9 +1,11 @@
-"""What a publish costs by the number of a mixture's tensors: each expert's goes through vLLM's loader by itself.
+"""What a publish costs by the number of a mixture's tensors: each expert's goes through vLLM's
+loader by itself.
 
 python -m benchmarks.expert_loads
 
-Layers are as small as can be, so that copies and kernels take next to nothing and what is left is vLLM's and ours in
-Python. A line for each number of experts: tensors, the fastest of the rounds in seconds, and microseconds a tensor.
+Layers are as small as can be, so that copies and kernels take next to nothing and what is left is
+vLLM's and ours in Python. A line for each number of experts: tensors, the fastest of the rounds in
+seconds, and microseconds a tensor.
 """
 
 import argparse
@@ -31,7 +33,9 @@ _LAYERS, _ROUNDS = 4, 5
 
 
 def seconds_of_publish(folder: Path, scheme: str, experts: int) -> tuple[int, float]:
-    """Tensors of a version, and the fastest publish of it into a running engine. folder: to work in."""
+    """Tensors of a version, and the fastest publish of it into a running engine. folder: to work
+    in.
+    """
     sizes = {**SIZES, "num_hidden_layers": _LAYERS, "moe_intermediate_size": 128}
     masters, export = folder / "masters", folder / "export"
     shutil.copytree(ensure_tiny("tiny-qwen3-moe"), masters)
@@ -54,8 +58,14 @@ def seconds_of_publish(folder: Path, scheme: str, experts: int) -> tuple[int, fl
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--schemes", default="bf16,w4a16", help="with commas between (default bf16,w4a16)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--schemes",
+        default="bf16,w4a16",
+        help="with commas between (default bf16,w4a16)",
+    )
     parser.add_argument("--experts", default="16,128", help="with commas between (default 16,128)")
     options = parser.parse_args()
     for scheme in options.schemes.split(","):
@@ -63,7 +73,10 @@ def main() -> None:
             with TemporaryDirectory() as folder:
                 tensors, seconds = seconds_of_publish(Path(folder), scheme, experts)
             per = f"{seconds:.3f} s, {1e6 * seconds / tensors:.0f} µs"
-            Console().print(f"{scheme}, {experts} experts: {tensors} tensors, {per}", highlight=False)
+            Console().print(
+                f"{scheme}, {experts} experts: {tensors} tensors, {per}",
+                highlight=False,
+            )
 
 
 if __name__ == "__main__":

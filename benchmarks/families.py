@@ -1,13 +1,14 @@
-"""Tiny random models of many families: does the learner agree with the sampler to the last bit, and is its gradient
-right?
+"""Tiny random models of many families: does the learner agree with the sampler to the last bit, and
+is its gradient right?
 
 python -m benchmarks.families [NAME …] [--schemes w4a16,w8a8] [--dtype bfloat16] [--json FILE]
 
-For each family and scheme vLLM starts on the exported codes, is audited, takes another version of them, and samples.
-Three things are measured: the share of sampled tokens whose log-prob the learner has to the last bit; over all masters'
-gradients of a policy-gradient loss the cosine with, and the error relative to, transformers' in float32 on the weights
-that the codes stand for (which has no low-bit activations: with those it bounds the error from above); and whether
-every master is reached.
+For each family and scheme vLLM starts on the exported codes, is audited, takes another version of
+them, and samples. Three things are measured: the share of sampled tokens whose log-prob the learner
+has to the last bit; over all masters' gradients of a policy-gradient loss the cosine with, and the
+error relative to, transformers' in float32 on the weights that the codes stand for (which has no
+low-bit activations: with those it bounds the error from above); and whether every master is
+reached.
 """
 
 import argparse
@@ -43,32 +44,83 @@ from qarl.sync.publisher import Publisher
 _TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _HEADS = {"head_dim": 32}
 _MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
-_LATENT = {**_MOE, "num_key_value_heads": 4, "n_routed_experts": 8, "kv_lora_rank": 512, "q_lora_rank": 64,
-           "qk_rope_head_dim": 64, "qk_nope_head_dim": 16, "v_head_dim": 32}  # fmt: skip
-_SLIDING = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+_LATENT = {
+    **_MOE,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 64,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 32,
+}
+_SLIDING = {
+    "sliding_window": 24,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", _HEADS),
-    "llama3-rope": ("LlamaConfig", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0,
-                                     "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                                     "original_max_position_embeddings": 64}, "attention_bias": True}),
+    "llama3-rope": (
+        "LlamaConfig",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+            "attention_bias": True,
+        },
+    ),
     "mistral": ("MistralConfig", {**_HEADS, "sliding_window": 24}),
     "qwen2": ("Qwen2Config", {}),
     "qwen3": ("Qwen3Config", _HEADS),
     "qwen3-tied": ("Qwen3Config", {**_HEADS, "tie_word_embeddings": True}),
     "gemma": ("GemmaConfig", {**_HEADS, "tie_word_embeddings": True}),
-    "gemma2": ("Gemma2Config", {**_HEADS, **_SLIDING, "query_pre_attn_scalar": 32, "tie_word_embeddings": True}),
-    "gemma3": ("Gemma3TextConfig", {**_HEADS, **_SLIDING, "query_pre_attn_scalar": 32, "tie_word_embeddings": True}),
-    "granite": ("GraniteConfig", {"embedding_multiplier": 6.0, "logits_scaling": 0.5, "residual_multiplier": 0.5,
-                                  "attention_multiplier": 0.2}),
+    "gemma2": (
+        "Gemma2Config",
+        {
+            **_HEADS,
+            **_SLIDING,
+            "query_pre_attn_scalar": 32,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {
+            **_HEADS,
+            **_SLIDING,
+            "query_pre_attn_scalar": 32,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "granite": (
+        "GraniteConfig",
+        {
+            "embedding_multiplier": 6.0,
+            "logits_scaling": 0.5,
+            "residual_multiplier": 0.5,
+            "attention_multiplier": 0.2,
+        },
+    ),
     "phi": ("PhiConfig", {}),
     "phi3": ("Phi3Config", {}),
     "glm": ("GlmConfig", _HEADS),
     "glm4": ("Glm4Config", _HEADS),
     "exaone4": ("Exaone4Config", {**_SLIDING, "sliding_window_pattern": 2}),
     "ernie4.5": ("Ernie4_5Config", _HEADS),
-    "cohere": ("CohereConfig", {"tie_word_embeddings": True, "logit_scale": 0.25, "use_qk_norm": True}),
-    "cohere2": ("Cohere2Config", {**_HEADS, **_SLIDING, "tie_word_embeddings": True, "logit_scale": 0.25}),
+    "cohere": (
+        "CohereConfig",
+        {"tie_word_embeddings": True, "logit_scale": 0.25, "use_qk_norm": True},
+    ),
+    "cohere2": (
+        "Cohere2Config",
+        {**_HEADS, **_SLIDING, "tie_word_embeddings": True, "logit_scale": 0.25},
+    ),
     "smollm3": ("SmolLM3Config", {}),
     "olmo": ("OlmoConfig", {}),
     "olmo2": ("Olmo2Config", {}),
@@ -80,14 +132,37 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "seed-oss": ("SeedOssConfig", _HEADS),
     "helium": ("HeliumConfig", _HEADS),
     "hunyuan": ("HunYuanDenseV1Config", _HEADS),
-    "gpt2": ("GPT2Config", {"n_embd": 128, "n_layer": 3, "n_head": 4, "n_positions": 512}),
+    "gpt2": (
+        "GPT2Config",
+        {"n_embd": 128, "n_layer": 3, "n_head": 4, "n_positions": 512},
+    ),
     "gpt-neox": ("GPTNeoXConfig", {"num_key_value_heads": 4}),
-    "gptj": ("GPTJConfig", {"n_embd": 128, "n_layer": 3, "n_head": 4, "n_positions": 512, "rotary_dim": 16}),
-    "gpt-bigcode": ("GPTBigCodeConfig", {"n_embd": 128, "n_layer": 3, "n_head": 4, "n_positions": 512,
-                                         "num_key_value_heads": 1}),
+    "gptj": (
+        "GPTJConfig",
+        {
+            "n_embd": 128,
+            "n_layer": 3,
+            "n_head": 4,
+            "n_positions": 512,
+            "rotary_dim": 16,
+        },
+    ),
+    "gpt-bigcode": (
+        "GPTBigCodeConfig",
+        {
+            "n_embd": 128,
+            "n_layer": 3,
+            "n_head": 4,
+            "n_positions": 512,
+            "num_key_value_heads": 1,
+        },
+    ),
     "opt": ("OPTConfig", {"ffn_dim": 256, "word_embed_proj_dim": 128}),
     "bloom": ("BloomConfig", {"n_layer": 3, "n_head": 4, "tie_word_embeddings": True}),
-    "falcon": ("FalconConfig", {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False}),
+    "falcon": (
+        "FalconConfig",
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False},
+    ),
     "persimmon": ("PersimmonConfig", {"num_key_value_heads": 4}),
     "minicpm3": ("MiniCPM3Config", {"num_key_value_heads": 4}),
     "apertus": ("ApertusConfig", _HEADS),
@@ -98,46 +173,153 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phimoe": ("PhimoeConfig", {"num_local_experts": 8, "num_experts_per_tok": 2}),
     "olmoe": ("OlmoeConfig", {**_MOE, "intermediate_size": 128}),
     "flex-olmo": ("FlexOlmoConfig", {**_MOE, "intermediate_size": 128}),
-    "glm4-moe": ("Glm4MoeConfig", {**_HEADS, **_MOE, "n_routed_experts": 8, "n_shared_experts": 1, "n_group": 2,
-                                   "topk_group": 1, "first_k_dense_replace": 1, "use_qk_norm": True}),
-    "ernie4.5-moe": ("Ernie4_5_MoeConfig", {**_MOE, "moe_num_experts": 8, "moe_k": 2, "moe_num_shared_experts": 1}),
-    "dots1": ("Dots1Config", {**_HEADS, **_MOE, "n_routed_experts": 8, "n_shared_experts": 1, "n_group": 2,
-                              "topk_group": 1, "first_k_dense_replace": 1}),
-    "hunyuan-moe": ("HunYuanMoEV1Config", {**_HEADS, **_MOE, "moe_topk": 2, "moe_intermediate_size": 256}),
-    "granite-moe": ("GraniteMoeConfig", {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 128,
-                                         "attention_multiplier": 0.2}),
-    "granite-moe-shared": ("GraniteMoeSharedConfig", {"num_local_experts": 8, "num_experts_per_tok": 2,
-                                                      "intermediate_size": 128, "shared_intermediate_size": 128,
-                                                      "attention_multiplier": 0.2}),
-    "exaone-moe": ("ExaoneMoeConfig", {**_HEADS, **_MOE, **_SLIDING, "num_shared_experts": 1,
-                                       "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}),
-    "gemma4": ("Gemma4TextConfig", {**_HEADS, **_SLIDING, "num_kv_shared_layers": 1, "global_head_dim": 64,
-                                    "hidden_size_per_layer_input": 128, "vocab_size_per_layer_input": 512}),
-    "gemma4-moe": ("Gemma4TextConfig", {**_HEADS, **_SLIDING, "num_kv_shared_layers": 0, "global_head_dim": 64,
-                                        "hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 8,
-                                        "top_k_experts": 2, "moe_intermediate_size": 128}),
-    "gpt-oss": ("GptOssConfig", {**_HEADS, "num_local_experts": 8, "num_experts_per_tok": 2,
-                                 "sliding_window": 24}),
-    "minimax-m2": ("MiniMaxM2Config", {**_HEADS, "num_local_experts": 8, "num_experts_per_tok": 2, "rotary_dim": 16}),
+    "glm4-moe": (
+        "Glm4MoeConfig",
+        {
+            **_HEADS,
+            **_MOE,
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "use_qk_norm": True,
+        },
+    ),
+    "ernie4.5-moe": (
+        "Ernie4_5_MoeConfig",
+        {**_MOE, "moe_num_experts": 8, "moe_k": 2, "moe_num_shared_experts": 1},
+    ),
+    "dots1": (
+        "Dots1Config",
+        {
+            **_HEADS,
+            **_MOE,
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "hunyuan-moe": (
+        "HunYuanMoEV1Config",
+        {**_HEADS, **_MOE, "moe_topk": 2, "moe_intermediate_size": 256},
+    ),
+    "granite-moe": (
+        "GraniteMoeConfig",
+        {
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 128,
+            "attention_multiplier": 0.2,
+        },
+    ),
+    "granite-moe-shared": (
+        "GraniteMoeSharedConfig",
+        {
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 128,
+            "shared_intermediate_size": 128,
+            "attention_multiplier": 0.2,
+        },
+    ),
+    "exaone-moe": (
+        "ExaoneMoeConfig",
+        {
+            **_HEADS,
+            **_MOE,
+            **_SLIDING,
+            "num_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
+    "gemma4": (
+        "Gemma4TextConfig",
+        {
+            **_HEADS,
+            **_SLIDING,
+            "num_kv_shared_layers": 1,
+            "global_head_dim": 64,
+            "hidden_size_per_layer_input": 128,
+            "vocab_size_per_layer_input": 512,
+        },
+    ),
+    "gemma4-moe": (
+        "Gemma4TextConfig",
+        {
+            **_HEADS,
+            **_SLIDING,
+            "num_kv_shared_layers": 0,
+            "global_head_dim": 64,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 8,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 128,
+        },
+    ),
+    "gpt-oss": (
+        "GptOssConfig",
+        {
+            **_HEADS,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "sliding_window": 24,
+        },
+    ),
+    "minimax-m2": (
+        "MiniMaxM2Config",
+        {**_HEADS, "num_local_experts": 8, "num_experts_per_tok": 2, "rotary_dim": 16},
+    ),
     "deepseek-v2": ("DeepseekV2Config", _LATENT),
     "deepseek-v3": ("DeepseekV3Config", _LATENT),
-    "afmoe": ("AfmoeConfig", {**_HEADS, **_MOE, "num_dense_layers": 1, "score_func": "sigmoid", "n_group": 1,
-                         "topk_group": 1, "route_norm": True, "route_scale": 1.0, "mup_enabled": False}),
+    "afmoe": (
+        "AfmoeConfig",
+        {
+            **_HEADS,
+            **_MOE,
+            "num_dense_layers": 1,
+            "score_func": "sigmoid",
+            "n_group": 1,
+            "topk_group": 1,
+            "route_norm": True,
+            "route_scale": 1.0,
+            "mup_enabled": False,
+        },
+    ),
     "cwm": ("CwmConfig", {**_HEADS, **_SLIDING}),
     "nanochat": ("NanoChatConfig", {}),
-    "vaultgemma": ("VaultGemmaConfig", {**_HEADS, **_SLIDING, "query_pre_attn_scalar": 32}),
+    "vaultgemma": (
+        "VaultGemmaConfig",
+        {**_HEADS, **_SLIDING, "query_pre_attn_scalar": 32},
+    ),
     "ministral3": ("Ministral3Config", _HEADS),
-    "solar-open": ("SolarOpenConfig", {**_HEADS, **_MOE, "n_routed_experts": 8, "n_shared_experts": 1}),
+    "solar-open": (
+        "SolarOpenConfig",
+        {**_HEADS, **_MOE, "n_routed_experts": 8, "n_shared_experts": 1},
+    ),
     "biogpt": ("BioGptConfig", {}),
     "bitnet": ("BitNetConfig", {}),
     "jetmoe": ("JetMoeConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "doge": ("DogeConfig", {}),
-    "gemma3n": ("Gemma3nTextConfig", {**_HEADS, "tie_word_embeddings": True, "num_kv_shared_layers": 1,
-                                      "vocab_size_per_layer_input": 512, "hidden_size_per_layer_input": 32,
-                                      "laurel_rank": 8}),
+    "gemma3n": (
+        "Gemma3nTextConfig",
+        {
+            **_HEADS,
+            "tie_word_embeddings": True,
+            "num_kv_shared_layers": 1,
+            "vocab_size_per_layer_input": 512,
+            "hidden_size_per_layer_input": 32,
+            "laurel_rank": 8,
+        },
+    ),
     "lfm2": ("Lfm2Config", {}),
     "falcon-h1": ("FalconH1Config", {}),
-}  # fmt: skip
+}
 """Name → transformers' configuration class, and what differs from `SIZES` and `_TOKENS`."""
 
 _PEAK = 3.0
@@ -147,9 +329,15 @@ _PEAK = 3.0
 def write_model(name: str, folder: Path, seed: int = 0) -> None:
     """A random model of the family, every parameter drawn, and a tokenizer that is not its own."""
     kind, changes = FAMILIES[name]
-    untrained = dataclasses.replace(RECIPES["tiny-qwen3"], warm_start_steps=0, tie_word_embeddings=False, seed=0)
+    untrained = dataclasses.replace(
+        RECIPES["tiny-qwen3"], warm_start_steps=0, tie_word_embeddings=False, seed=0
+    )
     shutil.copytree(ensure_recipe("random-qwen3", untrained), folder, dirs_exist_ok=True)
-    for file in (*folder.glob("*.safetensors*"), folder / "config.json", folder / "generation_config.json"):
+    for file in (
+        *folder.glob("*.safetensors*"),
+        folder / "config.json",
+        folder / "generation_config.json",
+    ):
         file.unlink(missing_ok=True)
     config = getattr(transformers, kind)(**{**SIZES, **_TOKENS, **changes})
     torch.manual_seed(seed)
@@ -202,10 +390,17 @@ def measure(name: str, scheme: str, dtype: str, samples: int, tokens: int) -> di
         expected, plain = _reference(model, reference, batch)
         cosine, error = _compare(gradients, expected)
         return {
-            "family": name, "scheme": scheme, "dtype": dtype, "equal": by_engine.equal, "equal_own": found.equal,
-            "mean_abs": by_engine.mean_abs, "reference": plain, "cosine": cosine, "relative": error,
+            "family": name,
+            "scheme": scheme,
+            "dtype": dtype,
+            "equal": by_engine.equal,
+            "equal_own": found.equal,
+            "mean_abs": by_engine.mean_abs,
+            "reference": plain,
+            "cosine": cosine,
+            "relative": error,
             "unreached": missing[:4],
-        }  # fmt: skip
+        }
 
 
 def _publish_another(model: LowBitModel, engine: Any, sequences: list[list[int]]) -> None:
@@ -219,11 +414,16 @@ def _publish_another(model: LowBitModel, engine: Any, sequences: list[list[int]]
 
 
 def _scores(model: Any, batch: Batch) -> torch.Tensor:
-    return token_logprobs(model, batch.tokens, batch.response_mask, packed=batch.packed(), entropy=False)[0]
+    return token_logprobs(
+        model, batch.tokens, batch.response_mask, packed=batch.packed(), entropy=False
+    )[0]
 
 
 def _weights(batch: Batch) -> torch.Tensor:
-    return torch.linspace(-1, 1, batch.response_mask.numel()).view_as(batch.response_mask) * batch.response_mask
+    return (
+        torch.linspace(-1, 1, batch.response_mask.numel()).view_as(batch.response_mask)
+        * batch.response_mask
+    )
 
 
 def _gradients(model: LowBitModel, batch: Batch) -> dict[str, torch.Tensor]:
@@ -231,11 +431,21 @@ def _gradients(model: LowBitModel, batch: Batch) -> dict[str, torch.Tensor]:
     return {n: p.grad for n, p in model.masters.items() if p.grad is not None}
 
 
-def _reference(model: LowBitModel, reference: Any, batch: Batch) -> tuple[dict[str, torch.Tensor], float]:
-    """Gradients by transformers in float32, on what the codes stand for, and its mean |Δ log p| to the sampler."""
+def _reference(
+    model: LowBitModel, reference: Any, batch: Batch
+) -> tuple[dict[str, torch.Tensor], float]:
+    """Gradients by transformers in float32, on what the codes stand for, and its mean |Δ log p| to
+    the sampler.
+    """
     values = {id(layer.master): layer.weight_used() for layer in model.linears.values()}
     for experts in model.experts.values():
-        values |= dict(zip(map(id, experts.masters), experts.stacks_used(torch.float32), strict=True))
+        values |= dict(
+            zip(
+                map(id, experts.masters),
+                experts.stacks_used(torch.float32),
+                strict=True,
+            )
+        )
     names = {name: values.get(id(parameter)) for name, parameter in model.loaded.items()}
     parameters = dict(reference.named_parameters())
     with torch.no_grad():
@@ -244,7 +454,9 @@ def _reference(model: LowBitModel, reference: Any, batch: Batch) -> tuple[dict[s
     logits = reference(input_ids=batch.tokens, use_cache=False).logits[:, :-1].float()
     logp = logits.log_softmax(-1).gather(-1, batch.tokens[:, 1:, None])[..., 0]
     (logp * _weights(batch)).sum().backward()
-    off = measure_mismatch(logp.detach() * batch.response_mask, batch.sampler_logprobs, batch.response_mask).mean_abs
+    off = measure_mismatch(
+        logp.detach() * batch.response_mask, batch.sampler_logprobs, batch.response_mask
+    ).mean_abs
     return {n: p.grad for n, p in parameters.items() if p.grad is not None}, off
 
 
@@ -256,7 +468,9 @@ def _compare(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> 
 
 def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--schemes", default="bf16,w4a16,w8a8")
     parser.add_argument("--dtype", default="bfloat16", choices=tuple(COMPUTE_DTYPES))
@@ -270,10 +484,17 @@ def main() -> int:
         for scheme in options.schemes.split(","):
             try:
                 row = measure(name, scheme, options.dtype, options.samples, options.tokens)
-                text = (f"equal {row['equal']:.3f} own {row['equal_own']:.3f} ref {row['reference']:.3f} "
-                        f"cos {row['cosine']:.4f} rel {row['relative']:.3f} {row['unreached'] or ''}")  # fmt: skip
+                text = (
+                    f"equal {row['equal']:.3f} own {row['equal_own']:.3f} ref"
+                    f" {row['reference']:.3f} cos {row['cosine']:.4f} rel {row['relative']:.3f}"
+                    f" {row['unreached'] or ''}"
+                )
             except Exception as error:
-                row = {"family": name, "scheme": scheme, "refused": f"{type(error).__name__}: {error}"}
+                row = {
+                    "family": name,
+                    "scheme": scheme,
+                    "refused": f"{type(error).__name__}: {error}",
+                }
                 text = row["refused"][:300]
                 if options.trace:
                     traceback.print_exc()

@@ -1,7 +1,9 @@
-"""`python -m benchmarks.floor`: how far right and faulty learners are from the engine, beside the floor of the bounds.
+"""`python -m benchmarks.floor`: how far right and faulty learners are from the engine, beside the
+floor of the bounds.
 
-One engine samples from the right codes. The aligned learner and one with transformers' operators, both right, and
-learners with one planted fault each score a few fixed sequences (the canary's) and the sampled batch (the gate's).
+One engine samples from the right codes. The aligned learner and one with transformers' operators,
+both right, and learners with one planted fault each score a few fixed sequences (the canary's) and
+the sampled batch (the gate's).
 """
 
 import argparse
@@ -34,12 +36,16 @@ from qarl.tasks import load_task
 
 RIGHT, ROUNDINGS = LEARNERS["fake-quant"], LEARNERS["aligned"]
 STEP = 2e-5
-"""By which a stale version's masters are moved, up or down, as by one step of AdamW at that rate."""
+"""By which a stale version's masters are moved, up or down, as by one step of AdamW at that
+rate.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One learner. canary, gate: mean |Δ log p| of fixed sequences, and mean |log w| of a batch, nats."""
+    """One learner. canary, gate: mean |Δ log p| of fixed sequences, and mean |log w| of a batch,
+    nats.
+    """
 
     learner: str
     canary: float
@@ -48,20 +54,29 @@ class Row:
     gate_over_floor: float
 
 
-def faulty(masters: PreTrainedModel, config: RunConfig, kind: LearnerKind) -> Iterator[tuple[str, LowBitModel]]:
+def faulty(
+    masters: PreTrainedModel, config: RunConfig, kind: LearnerKind
+) -> Iterator[tuple[str, LowBitModel]]:
     """Yield a name and a learner of each planted fault. kind: how they multiply otherwise."""
     names = [name for name, _ in masters.named_modules()]
     values = [name for name in names if name.endswith("v_proj")][1]
     down = [name for name in names if name.endswith("down_proj")]
     middle = down[len(down) // 2]
 
-    def learner(model: PreTrainedModel, scheme: str = config.scheme, rules: tuple[LayerRule, ...] = ()) -> LowBitModel:
+    def learner(
+        model: PreTrainedModel,
+        scheme: str = config.scheme,
+        rules: tuple[LayerRule, ...] = (),
+    ) -> LowBitModel:
         return learner_over(model, scheme, config.dtype, kind, rules, None)
 
     if config.scheme.startswith("w4a16-g64"):
         yield "groups of 32 for 64", learner(masters, "w4a16-g32")
     if config.scheme != "bf16":
-        yield "one layer unquantized", learner(masters, rules=(LayerRule(match=middle, scheme="bf16"),))
+        yield (
+            "one layer unquantized",
+            learner(masters, rules=(LayerRule(match=middle, scheme="bf16"),)),
+        )
     moved, generator = copy.deepcopy(masters), torch.Generator().manual_seed(1)
     for parameter in moved.parameters():
         parameter.data.add_(STEP * torch.randn(parameter.shape, generator=generator).sign())
@@ -82,7 +97,9 @@ def measure(config: RunConfig) -> list[Row]:
     prompter = open_prompter(folder, config.rollout, config.task)
     task = load_task(config.task).shortened(prompter.fits)
     masters = load_masters(folder, torch.float32, Processes().device)
-    aligned = learner_over(masters, config.scheme, config.dtype, LEARNERS["aligned"], config.layers, None)
+    aligned = learner_over(
+        masters, config.scheme, config.dtype, LEARNERS["aligned"], config.layers, None
+    )
     problems = task.problems("train", 0, config.rollout.prompts, config.seed)
     prompts = [prompter.prompt(problem) for problem in problems]
     sequences = []
@@ -116,13 +133,23 @@ def _rows(
     rows = [Row("the floor", floor, 1.0, gate_floor, 1.0)]
 
     def add(name: str, model: LowBitModel) -> None:
-        canary = measure_mismatch(FixedSequences(model, sequences).logprobs(), expected, fixed.response_mask).mean_abs
-        gate = measure_mismatch(scored(model, batch), batch.sampler_logprobs, batch.response_mask).mean_abs_log_w
+        canary = measure_mismatch(
+            FixedSequences(model, sequences).logprobs(), expected, fixed.response_mask
+        ).mean_abs
+        gate = measure_mismatch(
+            scored(model, batch), batch.sampler_logprobs, batch.response_mask
+        ).mean_abs_log_w
         rows.append(Row(name, canary, canary / floor, gate, gate / gate_floor))
 
     add("right: the engine's kernels", aligned)
-    add("right: transformers' operators", learner_over(masters, config.scheme, config.dtype, RIGHT, (), None))
-    for words, kind in (("the engine's kernels", LEARNERS["aligned"]), ("transformers' operators", RIGHT)):
+    add(
+        "right: transformers' operators",
+        learner_over(masters, config.scheme, config.dtype, RIGHT, (), None),
+    )
+    for words, kind in (
+        ("the engine's kernels", LEARNERS["aligned"]),
+        ("transformers' operators", RIGHT),
+    ):
         for name, model in faulty(masters, config, kind):
             add(f"fault, {words}: {name}", model)
     return rows
@@ -153,7 +180,10 @@ def main() -> None:
         },
     )
     rows = measure(config)
-    print(f"{config.model}, {config.scheme}, {config.dtype}; bounds: {EXACT:g} and {ROUNDED:g} times the floor")
+    print(
+        f"{config.model}, {config.scheme}, {config.dtype}; bounds: {EXACT:g} and {ROUNDED:g} times"
+        " the floor"
+    )
     for row in rows:
         print(
             f"{row.learner:62s} canary {row.canary:8.5f} = {row.canary_over_floor:6.2f} floors, "
@@ -161,7 +191,10 @@ def main() -> None:
         )
     if arguments.json:
         figures = [dataclasses.asdict(row) for row in rows]
-        write_json(str(arguments.json), record(sys.argv[1:], figures, "python -m benchmarks.floor"))
+        write_json(
+            str(arguments.json),
+            record(sys.argv[1:], figures, "python -m benchmarks.floor"),
+        )
 
 
 if __name__ == "__main__":

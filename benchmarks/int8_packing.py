@@ -1,9 +1,11 @@
-"""What writing a version of w8a8 takes on a CPU, by part: codes, sums of columns, and oneDNN's own layout.
+"""What writing a version of w8a8 takes on a CPU, by part: codes, sums of columns, and oneDNN's own
+layout.
 
 OMP_NUM_THREADS=1 python -m benchmarks.int8_packing
 
-Nanoseconds of CPU time a weight, the fastest of the rounds, of the four matrices that a layer of the model of 149
-million parameters multiplies (`benchmarks/models.py`); beside them the layout of unquantized bfloat16.
+Nanoseconds of CPU time a weight, the fastest of the rounds, of the four matrices that a layer of
+the model of 149 million parameters multiplies (`benchmarks/models.py`); beside them the layout of
+unquantized bfloat16.
 """
 
 import time
@@ -36,16 +38,23 @@ def nanoseconds(part: Callable[[], object], weights: int) -> float:
 def main() -> None:
     """Measure and print, a row a shape."""
     scheme, dtype = get_scheme("w8a8"), torch.bfloat16
-    Console().print("rows x columns: codes, sums, oneDNN's int8 layout, oneDNN's bfloat16 layout", highlight=False)
+    Console().print(
+        "rows x columns: codes, sums, oneDNN's int8 layout, oneDNN's bfloat16 layout",
+        highlight=False,
+    )
     for rows, columns in _SHAPES:
         master = torch.randn(rows, columns)
         weight = materialize(master, scheme, dtype, "layer")
         assert weight.scale is not None
         codes, scale, plain = weight.codes, weight.scale.float(), master.to(dtype)
         parts = (
-            lambda master=master, weight=weight: materialize(master, scheme, dtype, "layer", out=weight),
+            lambda master=master, weight=weight: materialize(
+                master, scheme, dtype, "layer", out=weight
+            ),
             lambda codes=codes: codes.sum(1, dtype=torch.float32),
-            lambda codes=codes, scale=scale: ops.create_onednn_scaled_mm(codes.t(), scale, dtype, True, False, _CACHED),
+            lambda codes=codes, scale=scale: ops.create_onednn_scaled_mm(
+                codes.t(), scale, dtype, True, False, _CACHED
+            ),
             lambda plain=plain: ops.create_onednn_mm(plain.t(), _CACHED),
         )
         row = ", ".join(f"{nanoseconds(part, master.numel()):.2f}" for part in parts)

@@ -1,8 +1,11 @@
-"""The policies of 30 million parameters of docs/lab/map.md: answers of 200 tokens, by a BPE tokenizer of ordinary text.
+"""The policies of 30 million parameters of docs/lab/map.md: answers of 200 tokens, by a BPE
+tokenizer of ordinary text.
 
-python -m benchmarks.larger_policy FOLDER [OUTLIERS …]     # 50 minutes of a core with bfloat16 units
+python -m benchmarks.larger_policy FOLDER [OUTLIERS …]     # 50 minutes of a core with bfloat16
+units
 
-Writes FOLDER/outliers-F for each factor F, all of one warm start: they are one function, with weights of other widths.
+Writes FOLDER/outliers-F for each factor F, all of one warm start: they are one function, with
+weights of other widths.
 """
 
 import copy
@@ -13,13 +16,22 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from qarl.embedded.recipe import RECIPES, TinyRecipe, initial_model, to_stderr, warm_start, widen_columns
+from qarl.embedded.recipe import (
+    RECIPES,
+    TinyRecipe,
+    initial_model,
+    to_stderr,
+    warm_start,
+    widen_columns,
+)
 from qarl.embedded.tokenizer import train_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 PHASES = ((6, 64, 90), (12, 32, 40), (24, 24, 60), (24, 24, 90))
-"""Of the warm start: terms of a question, rows and steps. Of the longest alone it had learned the form after 80 steps
-and nothing else; after the third phase it was at 0.139 nats a token, after the last at 0.002."""
+"""Of the warm start: terms of a question, rows and steps. Of the longest alone it had learned the
+form after 80 steps and nothing else; after the third phase it was at 0.139 nats a token, after the
+last at 0.002.
+"""
 RECIPE: TinyRecipe = dataclasses.replace(
     RECIPES["tiny-qwen3-long"],
     hidden_size=512,
@@ -32,16 +44,24 @@ RECIPE: TinyRecipe = dataclasses.replace(
     warm_start_lr=3e-3,
 )
 QWEN_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 """Where Qwen2's and Qwen3's tokenizers cut text before they merge bytes."""
 
 
 def text_tokenizer(recipe: TinyRecipe) -> PreTrainedTokenizerFast:
     """Byte-level BPE as Qwen3's, trained on the project's pages and code."""
-    files = sorted([*ROOT.glob("docs/**/*.md"), *(path for path in ROOT.glob("*/**/*.py") if path.resolve() == path)])
+    files = sorted(
+        [
+            *ROOT.glob("docs/**/*.md"),
+            *(path for path in ROOT.glob("*/**/*.py") if path.resolve() == path),
+        ]
+    )
     texts = (file.read_text() for file in files if ".venv" not in file.parts)
-    return train_tokenizer(texts, recipe.vocab_size, recipe.max_position_embeddings, words=QWEN_WORDS)
+    return train_tokenizer(
+        texts, recipe.vocab_size, recipe.max_position_embeddings, words=QWEN_WORDS
+    )
 
 
 def build(folder: Path, factors: list[float]) -> None:
@@ -50,11 +70,16 @@ def build(folder: Path, factors: list[float]) -> None:
     tokenizer = text_tokenizer(RECIPE)
     model = initial_model(RECIPE, tokenizer)
     to_stderr(f"{sum(p.numel() for p in model.parameters()):,} parameters")
-    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):  # which would keep the first weights
+    # which would keep the first weights
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         for seed, (terms, rows, steps) in enumerate(PHASES):
             options = {"min_terms": terms, "max_terms": terms}
             phase = dataclasses.replace(
-                RECIPE, task_options=options, warm_start_batch=rows, warm_start_steps=steps, seed=seed
+                RECIPE,
+                task_options=options,
+                warm_start_batch=rows,
+                warm_start_steps=steps,
+                seed=seed,
             )
             warm_start(model, tokenizer, phase)
     for factor in factors:

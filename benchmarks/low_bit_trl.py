@@ -1,10 +1,12 @@
-"""TRL's GRPOTrainer on an exact low-bit policy, beside TRL by itself and `qarl train`: seconds a step and accuracy.
+"""TRL's GRPOTrainer on an exact low-bit policy, beside TRL by itself and `qarl train`: seconds a
+step and accuracy.
 
-python -m benchmarks.low_bit_trl [--steps 100] [--seeds 1] [--json FILE]     (with TRL: pip install 'trl>=1.16,<1.17')
+python -m benchmarks.low_bit_trl [--steps 100] [--seeds 1] [--json FILE]     (with TRL: pip install
+'trl>=1.16,<1.17')
 
-The embedded default's policy, task and sizes, TBPO by TRL's options (docs/guide/trl.md), AdamW. Each learner has a
-process of its own, one after the other. A step's seconds are the median of those after the third, of the first seed;
-accuracy is the seeds' mean.
+The embedded default's policy, task and sizes, TBPO by TRL's options (docs/guide/trl.md), AdamW.
+Each learner has a process of its own, one after the other. A step's seconds are the median of those
+after the third, of the first seed; accuracy is the seeds' mean.
 """
 
 import argparse
@@ -34,12 +36,25 @@ def trained_by_qarl(steps: int, seed: int) -> dict[str, Any]:
     adamw = {"name": "adamw", "lr": _LR, "weight_decay": 0.0, "decay_steps": 0}
     options = {f"learner.optimizer.{key}": value for key, value in adamw.items()}
     with tempfile.TemporaryDirectory() as folder:
-        run = {"steps": steps, "seed": seed, "output": f"{folder}/run", "eval.every": steps, "eval.problems": _HELD_OUT}
+        run = {
+            "steps": steps,
+            "seed": seed,
+            "output": f"{folder}/run",
+            "eval.every": steps,
+            "eval.problems": _HELD_OUT,
+        }
         outcome = qarl.train(qarl.config(_MODEL, {**run, **options}))
         lines = read_metrics(Path(folder) / "run" / "metrics.jsonl")
-    seconds = [sum(v for k, v in line.items() if k.startswith("seconds/") and k.count("/") == 1) for line in lines]
+    seconds = [
+        sum(v for k, v in line.items() if k.startswith("seconds/") and k.count("/") == 1)
+        for line in lines
+    ]
     off = max(line["learn/mismatch/max_abs"] for line in lines)
-    return {"seconds": median(seconds[_WARM:-1]), "accuracy": outcome.export_accuracy, "max_abs": off}
+    return {
+        "seconds": median(seconds[_WARM:-1]),
+        "accuracy": outcome.export_accuracy,
+        "max_abs": off,
+    }
 
 
 def trained_by_trl(low_bit: bool, steps: int, seed: int) -> dict[str, Any]:
@@ -51,14 +66,22 @@ def trained_by_trl(low_bit: bool, steps: int, seed: int) -> dict[str, Any]:
     from qarl.integrations.trl import LowBitGRPOTrainer
 
     settings = qarl.config(_MODEL)
-    task, prompts, folder = qarl.load_task(settings.task), settings.rollout.prompts, model_folder(_MODEL)
-    problems = [p for step in range(steps) for p in task.problems("train", step * prompts, prompts, seed)]
+    task, prompts, folder = (
+        qarl.load_task(settings.task),
+        settings.rollout.prompts,
+        model_folder(_MODEL),
+    )
+    problems = [
+        p for step in range(steps) for p in task.problems("train", step * prompts, prompts, seed)
+    ]
     chats = [[{"role": "user", "content": problem.question}] for problem in problems]
     tokenizer, ended = AutoTokenizer.from_pretrained(folder), []
 
     def reward(completions: Any, number: Any, **_: Any) -> list[float]:
         texts = [completion[0]["content"] for completion in completions]
-        return [float(text.strip() == problems[n].answer) for n, text in zip(number, texts, strict=True)]
+        return [
+            float(text.strip() == problems[n].answer) for n, text in zip(number, texts, strict=True)
+        ]
 
     class Clock(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -67,17 +90,40 @@ def trained_by_trl(low_bit: bool, steps: int, seed: int) -> dict[str, Any]:
 
     samples = settings.rollout.samples
     args = GRPOConfig(
-        tempfile.mkdtemp(), per_device_train_batch_size=prompts * samples // _UPDATES, steps_per_generation=_UPDATES,
-        num_generations=samples, max_completion_length=settings.rollout.max_new_tokens, max_steps=steps * _UPDATES,
-        learning_rate=_LR, lr_scheduler_type="constant", loss_type="grpo", importance_sampling_level="sequence",
-        epsilon=0.1, epsilon_high=0.1, delta=1.1, shuffle_dataset=False, report_to="none", use_cpu=True, bf16=False,
-        gradient_checkpointing=False, logging_steps=1, save_strategy="no", disable_tqdm=True, seed=seed,
-    )  # fmt: skip
+        tempfile.mkdtemp(),
+        per_device_train_batch_size=prompts * samples // _UPDATES,
+        steps_per_generation=_UPDATES,
+        num_generations=samples,
+        max_completion_length=settings.rollout.max_new_tokens,
+        max_steps=steps * _UPDATES,
+        learning_rate=_LR,
+        lr_scheduler_type="constant",
+        loss_type="grpo",
+        importance_sampling_level="sequence",
+        epsilon=0.1,
+        epsilon_high=0.1,
+        delta=1.1,
+        shuffle_dataset=False,
+        report_to="none",
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        logging_steps=1,
+        save_strategy="no",
+        disable_tqdm=True,
+        seed=seed,
+    )
     data = Dataset.from_dict({"prompt": chats, "number": list(range(len(chats)))})
-    options: dict[str, Any] = {"train_dataset": data, "processing_class": tokenizer, "callbacks": [Clock()]}
+    options: dict[str, Any] = {
+        "train_dataset": data,
+        "processing_class": tokenizer,
+        "callbacks": [Clock()],
+    }
     if low_bit:
         policy = qarl.align(_MODEL, settings.scheme)
-        options["engine"] = qarl.engine(policy, max_prompt_tokens=64, max_new_tokens=8, max_num_seqs=512)
+        options["engine"] = qarl.engine(
+            policy, max_prompt_tokens=64, max_new_tokens=8, max_num_seqs=512
+        )
         trainer = LowBitGRPOTrainer(policy, reward, args, **options)
     else:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -89,15 +135,32 @@ def trained_by_trl(low_bit: bool, steps: int, seed: int) -> dict[str, Any]:
         answers = [answer.text for (answer,) in trainer.engine.generate(held_out, greedy=True)]
     else:
         asked = [[{"role": "user", "content": problem.question}] for problem in held_out]
-        texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in asked]
-        inputs = tokenizer(texts, add_special_tokens=False, padding=True, padding_side="left", return_tensors="pt")
-        tokens = trainer.model.generate(**inputs, do_sample=False, max_new_tokens=8)[:, inputs["input_ids"].shape[1] :]
+        texts = [
+            tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+            for chat in asked
+        ]
+        inputs = tokenizer(
+            texts,
+            add_special_tokens=False,
+            padding=True,
+            padding_side="left",
+            return_tensors="pt",
+        )
+        tokens = trainer.model.generate(**inputs, do_sample=False, max_new_tokens=8)[
+            :, inputs["input_ids"].shape[1] :
+        ]
         answers = tokenizer.batch_decode(tokens, skip_special_tokens=True)
-    right = sum(text.strip() == problem.answer for problem, text in zip(held_out, answers, strict=True))
+    right = sum(
+        text.strip() == problem.answer for problem, text in zip(held_out, answers, strict=True)
+    )
     name, history = "sampling/sampling_logp_difference/max", trainer.state.log_history
     seconds = [after - before for before, after in pairwise(ended)]
     off = max((entry[name] for entry in history if name in entry), default=None)
-    return {"seconds": median(seconds[_WARM:]), "accuracy": right / len(held_out), "max_abs": off}
+    return {
+        "seconds": median(seconds[_WARM:]),
+        "accuracy": right / len(held_out),
+        "max_abs": off,
+    }
 
 
 LEARNERS = {
@@ -109,7 +172,9 @@ LEARNERS = {
 
 def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seeds", type=int, default=1, help="so many, from 0")
     parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
@@ -121,16 +186,31 @@ def main() -> int:
         return 0
     rows = []
     for learner in LEARNERS:
-        command = [sys.executable, "-m", "benchmarks.low_bit_trl", "--steps", str(options.steps), "--one", learner]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.low_bit_trl",
+            "--steps",
+            str(options.steps),
+            "--one",
+            learner,
+        ]
         seeds = []
         for seed in range(options.seeds):
             of_seed = [*command, "--seed", str(seed)]
             output = subprocess.run(of_seed, stdout=subprocess.PIPE, text=True, check=True).stdout
             seeds.append(json.loads(output.splitlines()[-1]))
             print(learner, seed, seeds[-1], flush=True)
-        accuracies, off = [row["accuracy"] for row in seeds], [row["max_abs"] for row in seeds]
+        accuracies, off = (
+            [row["accuracy"] for row in seeds],
+            [row["max_abs"] for row in seeds],
+        )
         most = None if None in off else max(off)
-        means = {"accuracy": fmean(accuracies), "accuracies": accuracies, "max_abs": most}
+        means = {
+            "accuracy": fmean(accuracies),
+            "accuracies": accuracies,
+            "max_abs": most,
+        }
         rows.append({"learner": learner, "seconds": seeds[0]["seconds"], **means})
     write_json(options.json, record(sys.argv[1:], rows, "python -m benchmarks.low_bit_trl"))
     return 0

@@ -11,18 +11,25 @@ matplotlib.use("svg")
 from matplotlib import pyplot
 
 _PAGE = Path(__file__).resolve().parents[1] / "docs/lab/map.md"
-_LINES = {"plain, GRPO with token-TIS": 4, "the same, by GPTQ afterwards": 5, "QaRL, GRPO": 6}
+_LINES = {
+    "plain, GRPO with token-TIS": 4,
+    "the same, by GPTQ afterwards": 5,
+    "QaRL, GRPO": 6,
+}
 """What is drawn, and its column; nats are in column 3."""
 
 
 def rows(page: str) -> list[list[str]]:
     """The cells of the table whose fourth column is nats, by line; the order of nats."""
     tables = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("|")
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in page.splitlines()
+        if line.startswith("|")
     ]
     start = next(index for index, cells in enumerate(tables) if "nats" in cells)
     return sorted(
-        (cells for cells in tables[start + 2 :] if len(cells) == len(tables[start])), key=lambda c: float(c[3])
+        (cells for cells in tables[start + 2 :] if len(cells) == len(tables[start])),
+        key=lambda c: float(c[3]),
     )
 
 
@@ -33,9 +40,14 @@ def draw(page: str, file: Path) -> None:
     matplotlib.rcParams.update({"svg.hashsalt": "qarl", "font.size": 9})
     figure, axes = pyplot.subplots(figsize=(7.2, 3.4))
     for (label, column), marker in zip(_LINES.items(), "osD", strict=True):
-        points = [(x, float(row[column])) for x, row in zip(nats, cells, strict=True) if row[column]]
+        points = [
+            (x, float(row[column])) for x, row in zip(nats, cells, strict=True) if row[column]
+        ]
         axes.plot(*zip(*points, strict=True), marker, label=label, markersize=5)
-    axes.set(xscale="log", xlabel="nats an answer between a plain learner and its sampler, before training")
+    axes.set(
+        xscale="log",
+        xlabel="nats an answer between a plain learner and its sampler, before training",
+    )
     axes.set(ylabel="deployed accuracy, %", ylim=(0, 102))
     axes.grid(alpha=0.3)
     axes.legend(loc="lower left")

@@ -1,6 +1,8 @@
-"""The policies of docs/lab/map.md: running totals with answers of other lengths, and weights with other outliers.
+"""The policies of docs/lab/map.md: running totals with answers of other lengths, and weights with
+other outliers.
 
-python -m benchmarks.map_policies FOLDER     # about twenty minutes of a core; prints each policy's folder
+python -m benchmarks.map_policies FOLDER     # about twenty minutes of a core; prints each policy's
+folder
 """
 
 import dataclasses
@@ -17,10 +19,13 @@ POLICIES = {
     "outliers-8": dataclasses.replace(_LONG, outliers=8.0),
     "terms-5": dataclasses.replace(_LONG, task_options={"min_terms": 5, "max_terms": 5}),
     "terms-40": dataclasses.replace(_LONG, task_options={"min_terms": 40, "max_terms": 40}),
-    "width-256": dataclasses.replace(_LONG, hidden_size=256, intermediate_size=512, num_hidden_layers=4, head_dim=64),
+    "width-256": dataclasses.replace(
+        _LONG, hidden_size=256, intermediate_size=512, num_hidden_layers=4, head_dim=64
+    ),
 }
-"""By name. `tiny-qwen3-long` itself has outliers of 4 and 16 terms, some 110 tokens; 5 are some 27, 40 some 290.
-`width-256` has 2.5 million parameters for 0.36."""
+"""By name. `tiny-qwen3-long` itself has outliers of 4 and 16 terms, some 110 tokens; 5 are some 27,
+40 some 290. `width-256` has 2.5 million parameters for 0.36.
+"""
 
 
 def map_policies(folder: Path, policies: dict[str, TinyRecipe]) -> list[Path]:

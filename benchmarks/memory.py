@@ -1,8 +1,10 @@
-"""`python -m benchmarks memory`: the plan's sum against the peak of a real run, per model and scheme.
+"""`python -m benchmarks memory`: the plan's sum against the peak of a real run, per model and
+scheme.
 
-Each cell is a `qarl train` of its own, of one step with two updates, on a random model: after the second update's
-backward all that the plan counts is there. The peak is the kernel's, of the process's resident memory. Random policies
-never end an answer, so sequences are as long as the plan takes them to be.
+Each cell is a `qarl train` of its own, of one step with two updates, on a random model: after the
+second update's backward all that the plan counts is there. The peak is the kernel's, of the
+process's resident memory. Random policies never end an answer, so sequences are as long as the plan
+takes them to be.
 """
 
 import dataclasses
@@ -32,25 +34,49 @@ from qarl.quant.schemes import COMPUTE_DTYPES, get_scheme
 from qarl.report.tables import PlainTable
 
 _MOE_FIELDS = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "head_dim", "max_position_embeddings", "tie_word_embeddings", "num_experts", "num_experts_per_tok",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+    "num_experts",
+    "num_experts_per_tok",
     "moe_intermediate_size",
-)  # fmt: skip
+)
 
-_REWARD = '"""Differs within a group."""\n\n\ndef reward(problem, text):\n    return sum(text.encode()) % 97 / 97\n'
+_REWARD = (
+    '"""Differs within a group."""\n\n\ndef reward(problem, text):\n    return sum(text.encode()) %'
+    " 97 / 97\n"
+)
 _SETTINGS = {
-    "task.name": "chain_sum", "task.options": "{}", "steps": "1", "record": "0", "export": "false",
-    "eval.problems": "0", "rollout.prompts": "4", "rollout.samples": "4", "rollout.max_prompt_tokens": "32",
-    "rollout.max_new_tokens": "96", "rollout.max_num_seqs": "32", "learner.mini_batches": "2",
-    "learner.micro_batch_tokens": "2048", "learner.optimizer.name": "adamw", "learner.optimizer.decay_steps": "0",
+    "task.name": "chain_sum",
+    "task.options": "{}",
+    "steps": "1",
+    "record": "0",
+    "export": "false",
+    "eval.problems": "0",
+    "rollout.prompts": "4",
+    "rollout.samples": "4",
+    "rollout.max_prompt_tokens": "32",
+    "rollout.max_new_tokens": "96",
+    "rollout.max_num_seqs": "32",
+    "learner.mini_batches": "2",
+    "learner.micro_batch_tokens": "2048",
+    "learner.optimizer.name": "adamw",
+    "learner.optimizer.decay_steps": "0",
     "learner.optimizer.lr": "1e-6",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
 class Row:
-    """planned, measured: bytes, the process's peak. parts: the plan's, bytes. fields: of the configuration, that were
-    set besides the benchmark's own."""
+    """planned, measured: bytes, the process's peak. parts: the plan's, bytes. fields: of the
+    configuration, that were set besides the benchmark's own.
+    """
 
     model: str
     scheme: str
@@ -66,19 +92,29 @@ class Row:
 
 
 def measure(
-    models: tuple[str, ...], schemes: tuple[str, ...], say: Callable[[str], None], fields: dict[str, str] | None = None
+    models: tuple[str, ...],
+    schemes: tuple[str, ...],
+    say: Callable[[str], None],
+    fields: dict[str, str] | None = None,
 ) -> list[Row]:
-    """Rows by model. say: gets a line before each run. fields: of the configuration, by dotted path. Raises
-    `ConfigError` and `SchemeError` for what cannot be measured, before anything is; `WorkerError` where a run fails."""
+    """Rows by model. say: gets a line before each run. fields: of the configuration, by dotted
+    path. Raises `ConfigError` and `SchemeError` for what cannot be measured, before anything is;
+    `WorkerError` where a run fails.
+    """
     for scheme in schemes:
         require_support(get_scheme(scheme), COMPUTE_DTYPES["bfloat16"])
     if torch.cuda.is_available():
-        raise ConfigError("a GPU works here, whose memory the kernel does not count; measure where there is none")
+        raise ConfigError(
+            "a GPU works here, whose memory the kernel does not count; measure where there is none"
+        )
     return [row for model in models for row in _measure_model(model, schemes, say, fields or {})]
 
 
 def _measure_model(
-    model: str, schemes: tuple[str, ...], say: Callable[[str], None], fields: dict[str, str]
+    model: str,
+    schemes: tuple[str, ...],
+    say: Callable[[str], None],
+    fields: dict[str, str],
 ) -> Iterator[Row]:
     with tempfile.TemporaryDirectory(prefix="qarl-bench-") as place:
         folder, reward = Path(place) / "model", Path(place) / "mine.py"
@@ -86,7 +122,11 @@ def _measure_model(
         reward.write_text(_REWARD)
         for scheme in schemes:
             say(f"{model} {scheme}")
-            places = {"model": str(folder), "task.reward": f"{reward}:reward", "output": f"{place}/{scheme}"}
+            places = {
+                "model": str(folder),
+                "task.reward": f"{reward}:reward",
+                "output": f"{place}/{scheme}",
+            }
             memory = planned(model, scheme, fields)
             yield Row(
                 model=model,
@@ -102,7 +142,8 @@ def planned(model: str, scheme: str, options: dict[str, str]) -> Memory:
     """What the plan says of a cell. options: of its run, by dotted path."""
     config = load_config(config_file("tiny-qwen3"), {**settings(scheme), **options})
     ample = Machine("CPUs", "cpu", 1, 2**50)
-    fields = {**model_config(model), "model_type": "qwen3_moe"}  # of which a Qwen3 is the case without experts
+    # of which a Qwen3 is the case without experts
+    fields = {**model_config(model), "model_type": "qwen3_moe"}
     return make_plan(config, shapes_of(fields, model), "", ample, 1).memory
 
 
@@ -115,14 +156,20 @@ def _peak(overrides: dict[str, str]) -> int:
     """Bytes resident at most in a `qarl train` of its own."""
     command = [sys.executable, "-m", "qarl", "train", "--config", "tiny-qwen3"]
     command += [word for path, text in overrides.items() for word in (f"--{path}", text)]
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}  # else glibc keeps much of what is freed
+    # else glibc keeps much of what is freed
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
     with tempfile.TemporaryFile("w+") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=environment
+        )
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         output.seek(0)
         if process.returncode:
-            raise WorkerError(f"{' '.join(command)} ended with status {process.returncode}:\n{output.read()[-2000:]}")
+            raise WorkerError(
+                f"{' '.join(command)} ended with status"
+                f" {process.returncode}:\n{output.read()[-2000:]}"
+            )
     return usage.ru_maxrss * 1024
 
 
@@ -134,11 +181,25 @@ def model_config(model: str) -> dict[str, Any]:
         known = moe_config(1e9)
         return {name: getattr(known, name) for name in _MOE_FIELDS}
     small = {
-        "vocab_size": 16384, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8,
-        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
-    }  # fmt: skip
-    experts = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 384, "num_hidden_layers": 6}
-    return {**LEARNER_MODELS["150m"].config, **small, **(experts if model == "70m-moe" else {})}
+        "vocab_size": 16384,
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+    }
+    experts = {
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 384,
+        "num_hidden_layers": 6,
+    }
+    return {
+        **LEARNER_MODELS["150m"].config,
+        **small,
+        **(experts if model == "70m-moe" else {}),
+    }
 
 
 def _write(model: str, folder: Path) -> None:
@@ -146,11 +207,15 @@ def _write(model: str, folder: Path) -> None:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = model_config(model)
-    dense = {name: value for name, value in config.items() if not name.startswith(("num_expert", "moe_"))}
+    dense = {
+        name: value for name, value in config.items() if not name.startswith(("num_expert", "moe_"))
+    }
     write_model(dataclasses.replace(LEARNER_MODELS["150m"], config=dense), folder, seed=0)
     if "num_experts" in config:
         torch.manual_seed(0)
-        made = Qwen3MoeForCausalLM(Qwen3MoeConfig(**config, pad_token_id=PAD, eos_token_id=1, dtype="float32"))
+        made = Qwen3MoeForCausalLM(
+            Qwen3MoeConfig(**config, pad_token_id=PAD, eos_token_id=1, dtype="float32")
+        )
         made.save_pretrained(folder)
 
 
@@ -158,10 +223,20 @@ def table(rows: list[Row]) -> PlainTable:
     """MiB."""
     columns = ("planned", "measured", "off")
     fields = {f"--{path} {value}": None for row in rows for path, value in row.fields.items()}
-    shown = PlainTable("model", "scheme", *columns, figures=columns, title=" ".join(["peak of a run, MiB", *fields]))
+    shown = PlainTable(
+        "model",
+        "scheme",
+        *columns,
+        figures=columns,
+        title=" ".join(["peak of a run, MiB", *fields]),
+    )
     for row in rows:
         shown.add_row(
-            row.model, row.scheme, f"{row.planned / 2**20:,.0f}", f"{row.measured / 2**20:,.0f}", f"{row.off:+.1%}"
+            row.model,
+            row.scheme,
+            f"{row.planned / 2**20:,.0f}",
+            f"{row.measured / 2**20:,.0f}",
+            f"{row.off:+.1%}",
         )
     return shown
 

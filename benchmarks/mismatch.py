@@ -1,9 +1,10 @@
-"""`python -m benchmarks mismatch`: how far learner and sampler are apart, per scheme and compute dtype.
+"""`python -m benchmarks mismatch`: how far learner and sampler are apart, per scheme and compute
+dtype.
 
-One engine a scheme and dtype samples completions; three learners score the same tokens: plain (the master cast to
-the compute dtype), fake-quant (dequantized product) and aligned (the engine's kernels on the published codes, the
-engine's rounding in norms, rotary embedding and attention). The floor is an unquantized engine against an unquantized
-transformers model, same run, same dtype.
+One engine a scheme and dtype samples completions; three learners score the same tokens: plain (the
+master cast to the compute dtype), fake-quant (dequantized product) and aligned (the engine's
+kernels on the published codes, the engine's rounding in norms, rotary embedding and attention). The
+floor is an unquantized engine against an unquantized transformers model, same run, same dtype.
 """
 
 import math
@@ -13,7 +14,14 @@ from pathlib import Path
 
 import torch
 
-from qarl.advice.mismatch import FLOOR, LEARNERS, LearnerKind, engine_of, learner_over, scored
+from qarl.advice.mismatch import (
+    FLOOR,
+    LEARNERS,
+    LearnerKind,
+    engine_of,
+    learner_over,
+    scored,
+)
 from qarl.configs.schema.run import RolloutConfig
 from qarl.learner.batching import make_batch
 from qarl.learner.mismatch import Mismatch, measure_mismatch
@@ -29,7 +37,9 @@ PROMPT_TOKENS = 16
 
 @dataclass(frozen=True)
 class MismatchRow:
-    """One learner on one scheme's completions. over_floor: mean |Δ log p| over that of the dtype's floor."""
+    """One learner on one scheme's completions. over_floor: mean |Δ log p| over that of the dtype's
+    floor.
+    """
 
     dtype: str
     scheme: str
@@ -39,21 +49,36 @@ class MismatchRow:
 
 
 def measure(
-    model: str, schemes: Sequence[str], dtypes: Sequence[str], prompts: int = 32, tokens: int = 64, seed: int = 0
+    model: str,
+    schemes: Sequence[str],
+    dtypes: Sequence[str],
+    prompts: int = 32,
+    tokens: int = 64,
+    seed: int = 0,
 ) -> list[MismatchRow]:
-    """All rows, floor rows first within each dtype. model: a folder, hub id or embedded name. schemes: bf16 is always
-    run, as the floor. prompts, tokens: completions, one a prompt, and their length."""
+    """All rows, floor rows first within each dtype. model: a folder, hub id or embedded name.
+    schemes: bf16 is always run, as the floor. prompts, tokens: completions, one a prompt, and their
+    length.
+    """
     quantized = [get_scheme(scheme).name for scheme in schemes if scheme != "bf16"]
     rows: list[MismatchRow] = []
     folder = model_folder(model)
     for dtype in dtypes:
         floor = math.nan
         for scheme in ("bf16", *quantized):
-            learners = LEARNERS if scheme != "bf16" else {"floor": FLOOR, "aligned": LEARNERS["aligned"]}
+            learners = (
+                LEARNERS if scheme != "bf16" else {"floor": FLOOR, "aligned": LEARNERS["aligned"]}
+            )
             mismatches = _measure_scheme(folder, dtype, scheme, learners, prompts, tokens, seed)
             floor = mismatches["floor"].mean_abs if scheme == "bf16" else floor
             rows += [
-                MismatchRow(dtype=dtype, scheme=scheme, learner=k, mismatch=m, over_floor=m.mean_abs / floor)
+                MismatchRow(
+                    dtype=dtype,
+                    scheme=scheme,
+                    learner=k,
+                    mismatch=m,
+                    over_floor=m.mean_abs / floor,
+                )
                 for k, m in mismatches.items()
             ]
     return rows
@@ -61,21 +86,41 @@ def measure(
 
 def table(rows: list[MismatchRow]) -> PlainTable:
     """Rows for a person."""
-    figures = ("mean |Δ log p|", "max |Δ log p|", "equal", "k3-KL", "sequence weight", "× floor")
+    figures = (
+        "mean |Δ log p|",
+        "max |Δ log p|",
+        "equal",
+        "k3-KL",
+        "sequence weight",
+        "× floor",
+    )
     title = "learner against sampler, nats"
     shown = PlainTable("dtype", "engine", "learner", *figures, figures=figures, title=title)
     for row in rows:
         m = row.mismatch
         weights = f"{math.exp(m.log_w_low):.4f} … {math.exp(m.log_w_high):.4f}"
         shown.add_row(
-            row.dtype, row.scheme, row.learner, f"{m.mean_abs:.2e}", f"{m.max_abs:.2e}", f"{m.equal:.1%}",
-            f"{m.k3:.1e}", weights, f"{row.over_floor:.2f}",
-        )  # fmt: skip
+            row.dtype,
+            row.scheme,
+            row.learner,
+            f"{m.mean_abs:.2e}",
+            f"{m.max_abs:.2e}",
+            f"{m.equal:.1%}",
+            f"{m.k3:.1e}",
+            weights,
+            f"{row.over_floor:.2f}",
+        )
     return shown
 
 
 def _measure_scheme(
-    folder: Path, dtype: str, scheme: str, learners: dict[str, LearnerKind], prompts: int, tokens: int, seed: int
+    folder: Path,
+    dtype: str,
+    scheme: str,
+    learners: dict[str, LearnerKind],
+    prompts: int,
+    tokens: int,
+    seed: int,
 ) -> dict[str, Mismatch]:
     masters = load_masters(folder, torch.float32, Processes().device)
     model = learner_over(masters, scheme, dtype, LEARNERS["fake-quant"])
@@ -87,7 +132,9 @@ def _measure_scheme(
     batch = make_batch(groups, pad_token=0)
     return {
         name: measure_mismatch(
-            scored(learner_over(masters, scheme, dtype, kind), batch), batch.sampler_logprobs, batch.response_mask
+            scored(learner_over(masters, scheme, dtype, kind), batch),
+            batch.sampler_logprobs,
+            batch.response_mask,
         )
         for name, kind in learners.items()
     }
@@ -95,6 +142,7 @@ def _measure_scheme(
 
 def _prompts(count: int, vocabulary: int, seed: int) -> list[Prompt]:
     generator = torch.Generator().manual_seed(seed)
-    low = min(16, vocabulary // 2)  # special tokens sit at the start of most vocabularies
+    # special tokens sit at the start of most vocabularies
+    low = min(16, vocabulary // 2)
     drawn = torch.randint(low, vocabulary, (count, PROMPT_TOKENS), generator=generator)
     return [Prompt(str(i), "", tuple(row)) for i, row in enumerate(drawn.tolist())]

@@ -1,5 +1,6 @@
-"""What benchmarks measure, by name. Importing this imports neither torch nor vLLM; a test compares the names with what
-is measured."""
+"""What benchmarks measure, by name. Importing this imports neither torch nor vLLM; a test compares
+the names with what is measured.
+"""
 
 OPTIMIZERS = ("adamw", "muon")
 
@@ -12,4 +13,5 @@ DELTA_SHAPES = ("150m", "1b-moe")
 STEP_TIME_GPUS = ("a100", "l40s", "h100", "h200", "b200")
 MEMORY_MODELS = ("40m", "150m", "70m-moe", "1b-moe")
 """Random Qwen3s, one of 16 experts of which 4 a token, and one of layers as in Qwen3-30B-A3B
-(`benchmarks.publish.moe_config`)."""
+(`benchmarks.publish.moe_config`).
+"""

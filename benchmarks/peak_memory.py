@@ -9,10 +9,11 @@ _EVERY_SECONDS = 0.002
 
 
 class PeakMemory:
-    """`with PeakMemory() as peak: …`, then `peak.bytes`: the largest resident set above that at entry, in bytes.
+    """`with PeakMemory() as peak: …`, then `peak.bytes`: the largest resident set above that at
+    entry, in bytes.
 
-    A thread reads the kernel's count of resident pages every 2 ms, so allocations of any library count; what lives
-    shorter than that, or is never touched, may be missed.
+    A thread reads the kernel's count of resident pages every 2 ms, so allocations of any library
+    count; what lives shorter than that, or is never touched, may be missed.
     """
 
     def __init__(self) -> None:
@@ -26,7 +27,12 @@ class PeakMemory:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ):
         self._stop.set()
         self._thread.join()
         self._read()

@@ -1,8 +1,8 @@
 """Benchmarks' figures as pictures: lines with bands, each picture as SVG and as PNG.
 
-A label has one colour in all panels of a picture: eight that colour-blind readers tell apart (Okabe and Ito's, the
-yellow darkened), the next eight dashed. The SVG is a function of what is drawn: no dates, no
-random names.
+A label has one colour in all panels of a picture: eight that colour-blind readers tell apart (Okabe
+and Ito's, the yellow darkened), the next eight dashed. The SVG is a function of what is drawn: no
+dates, no random names.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,16 @@ from typing import Any
 from qarl.configs.errors import ConfigError
 
 SUFFIXES = (".svg", ".png")
-_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#8C8C00", "#000000")
+_COLOURS = (
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#D55E00",
+    "#CC79A7",
+    "#56B4E9",
+    "#8C8C00",
+    "#000000",
+)
 _PANEL_INCHES = (5.2, 3.4)
 _STYLE: Any = {
     "axes.axisbelow": True,
@@ -34,7 +43,9 @@ _STYLE: Any = {
 
 @dataclass(frozen=True)
 class Line:
-    """One curve: y over x, of one length. low, high: edges of the band around it, both or neither. NaN is a gap."""
+    """One curve: y over x, of one length. low, high: edges of the band around it, both or neither.
+    NaN is a gap.
+    """
 
     label: str
     x: Sequence[float]
@@ -45,8 +56,9 @@ class Line:
 
 @dataclass(frozen=True)
 class LinePanel:
-    """reference: a dashed horizontal line, such as 1.0 where ratios are drawn. logarithmic_x: the axis then has a tick
-    at each of its values where they are few (batch sizes)."""
+    """reference: a dashed horizontal line, such as 1.0 where ratios are drawn. logarithmic_x: the
+    axis then has a tick at each of its values where they are few (batch sizes).
+    """
 
     title: str
     x_label: str
@@ -57,8 +69,9 @@ class LinePanel:
 
 
 def plot_stem(option: str, file: str) -> Path:
-    """`NAME`, `NAME.svg` or `NAME.png`, as a person gave it to `option` → the path without that suffix. Raises
-    `ConfigError` where neither file could be written; before the work, not after it."""
+    """`NAME`, `NAME.svg` or `NAME.png`, as a person gave it to `option` → the path without that
+    suffix. Raises `ConfigError` where neither file could be written; before the work, not after it.
+    """
     path = Path(file)
     if path.suffix in SUFFIXES:
         path = path.with_suffix("")
@@ -67,13 +80,15 @@ def plot_stem(option: str, file: str) -> Path:
         raise ConfigError(f"{option} {file}: {folders[0]!r} is a folder; name a file elsewhere")
     if not path.name or not path.parent.is_dir():
         raise ConfigError(
-            f"{option} {file}: {str(path.parent)!r} is no folder; name a file in one that is there, such as plot.svg"
+            f"{option} {file}: {str(path.parent)!r} is no folder; name a file in one that is there,"
+            " such as plot.svg"
         )
     return path
 
 
 def draw(panels: Sequence[LinePanel], stem: Path, title: str = "", columns: int = 2) -> list[Path]:
-    """Write `stem`.svg and `stem`.png (150 dots an inch), the panels row by row; returns both paths.
+    """Write `stem`.svg and `stem`.png (150 dots an inch), the panels row by row; returns both
+    paths.
 
     Raises `ValueError` where lengths of what belongs together differ, or there is nothing to draw.
     """
@@ -86,7 +101,10 @@ def draw(panels: Sequence[LinePanel], stem: Path, title: str = "", columns: int 
         _require_lengths(panel)
     columns = min(columns, len(panels))
     labels = dict.fromkeys(line.label for panel in panels for line in panel.lines)
-    looks = {label: _Look(_COLOURS[i % len(_COLOURS)], i >= len(_COLOURS)) for i, label in enumerate(labels)}
+    looks = {
+        label: _Look(_COLOURS[i % len(_COLOURS)], i >= len(_COLOURS))
+        for i, label in enumerate(labels)
+    }
     rows = -(-len(panels) // columns)
     with rc_context(_STYLE):
         figure = Figure((columns * _PANEL_INCHES[0], rows * _PANEL_INCHES[1]), layout="constrained")
@@ -99,9 +117,16 @@ def draw(panels: Sequence[LinePanel], stem: Path, title: str = "", columns: int 
     return files
 
 
-def _draw_panels(figure: Any, panels: Sequence[LinePanel], rows: int, columns: int, looks: dict[str, "_Look"]) -> None:
-    """Legends are outside, where they cover nothing: one above all panels where one names every series, else beside
-    the first panel of each set of series."""
+def _draw_panels(
+    figure: Any,
+    panels: Sequence[LinePanel],
+    rows: int,
+    columns: int,
+    looks: dict[str, "_Look"],
+) -> None:
+    """Legends are outside, where they cover nothing: one above all panels where one names every
+    series, else beside the first panel of each set of series.
+    """
     drawn = []
     for number, panel in enumerate(panels):
         axes = figure.add_subplot(rows, columns, number + 1)
@@ -110,7 +135,12 @@ def _draw_panels(figure: Any, panels: Sequence[LinePanel], rows: int, columns: i
     most, names = max(drawn, key=lambda item: len(item[1]))
     if len(names) > 1 and all(set(own) <= set(names) for _, own in drawn):
         handles, shown = most.get_legend_handles_labels()
-        figure.legend(handles, shown, loc="outside upper center", ncols=min(len(shown), 2 * columns))
+        figure.legend(
+            handles,
+            shown,
+            loc="outside upper center",
+            ncols=min(len(shown), 2 * columns),
+        )
         return
     explained: list[list[str]] = []
     for axes, names in drawn:
@@ -130,10 +160,14 @@ class _Look:
 def _require_lengths(panel: LinePanel) -> None:
     for line in panel.lines:
         if (line.low is None) != (line.high is None):
-            raise ValueError(f"{panel.title!r}: {line.label!r} has one of low and high; give both or neither")
+            raise ValueError(
+                f"{panel.title!r}: {line.label!r} has one of low and high; give both or neither"
+            )
         lengths = [len(part) for part in (line.x, line.y, line.low, line.high) if part is not None]
         if len(set(lengths)) > 1:
-            raise ValueError(f"{panel.title!r}: {line.label!r} has lengths {lengths} of what belongs together")
+            raise ValueError(
+                f"{panel.title!r}: {line.label!r} has lengths {lengths} of what belongs together"
+            )
 
 
 def _draw_panel(axes: Any, panel: LinePanel, looks: dict[str, _Look]) -> None:
@@ -150,11 +184,19 @@ def _draw_lines(axes: Any, panel: LinePanel, looks: dict[str, _Look]) -> None:
     for line in panel.lines:
         look = looks[line.label]
         axes.plot(
-            line.x, line.y, color=look.colour, linestyle="--" if look.second else "-", label=line.label,
-            marker="o" if few else "", markersize=4, linewidth=1.4,
-        )  # fmt: skip
+            line.x,
+            line.y,
+            color=look.colour,
+            linestyle="--" if look.second else "-",
+            label=line.label,
+            marker="o" if few else "",
+            markersize=4,
+            linewidth=1.4,
+        )
         if line.low is not None:
-            axes.fill_between(line.x, line.low, line.high, color=look.colour, alpha=0.2, linewidth=0)
+            axes.fill_between(
+                line.x, line.low, line.high, color=look.colour, alpha=0.2, linewidth=0
+            )
     axes.set_xlabel(panel.x_label)
     if panel.logarithmic_x:
         axes.set_xscale("log")
@@ -162,4 +204,5 @@ def _draw_lines(axes: Any, panel: LinePanel, looks: dict[str, _Look]) -> None:
             axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
             axes.set_xticks([], minor=True)
     if axes.get_xscale() == "linear":
-        axes.locator_params(axis="x", nbins=6)  # numbers of six digits would run into one another
+        # numbers of six digits would run into one another
+        axes.locator_params(axis="x", nbins=6)

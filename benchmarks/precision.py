@@ -1,8 +1,10 @@
-"""`python -m benchmarks precision`: what each precision of masters keeps of updates at a small learning rate.
+"""`python -m benchmarks precision`: what each precision of masters keeps of updates at a small
+learning rate.
 
-One random policy of the embedded size, the same batches for everyone. Its weights are rounded to numbers that float32,
-bfloat16 and float16 all hold, so every trajectory starts from the same masters, and whatever apart they are later is
-their steps' doing. The reference is the trajectory of float32 masters.
+One random policy of the embedded size, the same batches for everyone. Its weights are rounded to
+numbers that float32, bfloat16 and float16 all hold, so every trajectory starts from the same
+masters, and whatever apart they are later is their steps' doing. The reference is the trajectory of
+float32 masters.
 """
 
 import contextlib
@@ -32,15 +34,20 @@ from qarl.quant.schemes import COMPUTE_DTYPES, MASTER_DTYPES, get_scheme
 from qarl.report.tables import PlainTable
 
 MASTERS = (
-    ("float32", "nearest"), ("bfloat16", "nearest"), ("bfloat16", "stochastic"), ("float16", "nearest"),
+    ("float32", "nearest"),
+    ("bfloat16", "nearest"),
+    ("bfloat16", "stochastic"),
+    ("float16", "nearest"),
     ("float16", "stochastic"),
-)  # fmt: skip
+)
 """master_dtype and rounding; the first is the reference."""
 
 
 @dataclass(frozen=True)
 class PrecisionOptions:
-    """scheme, dtype: of the policy. steps: of two updates each. lr, optimizer, kernel, seed: of weights and batches."""
+    """scheme, dtype: of the policy. steps: of two updates each. lr, optimizer, kernel, seed: of
+    weights and batches.
+    """
 
     scheme: str = "w4a16"
     dtype: str = "bfloat16"
@@ -55,11 +62,11 @@ class PrecisionOptions:
 class PrecisionRow:
     """One precision of masters, after all steps.
 
-    lost_updates: share of the weights meant to move whose master did not, mean over the measured steps. arrived: of the
-    reference's movement W₃₂ - W₀, the component that is in this one's, ⟨W - W₀, W₃₂ - W₀⟩/‖W₃₂ - W₀‖². drift_mean,
-    drift_max: mean and maximum |W - W₃₂| over those of |W₃₂ - W₀|.
-    flipped_codes: share of low-bit codes that are not what they were at the start; None without any. measuring: seconds
-    that measuring a step adds, over those of a step without.
+    lost_updates: share of the weights meant to move whose master did not, mean over the measured
+    steps. arrived: of the reference's movement W₃₂ - W₀, the component that is in this one's, ⟨W -
+    W₀, W₃₂ - W₀⟩/‖W₃₂ - W₀‖². drift_mean, drift_max: mean and maximum |W - W₃₂| over those of |W₃₂
+    - W₀|. flipped_codes: share of low-bit codes that are not what they were at the start; None
+    without any. measuring: seconds that measuring a step adds, over those of a step without.
     """
 
     master_dtype: str
@@ -72,11 +79,18 @@ class PrecisionRow:
     measuring: float
 
 
-def measure(options: PrecisionOptions, masters: tuple[tuple[str, str], ...] = MASTERS) -> list[PrecisionRow]:
-    """A row for each of `masters`, of which the first is the reference. Raises before anything is measured."""
+def measure(
+    options: PrecisionOptions, masters: tuple[tuple[str, str], ...] = MASTERS
+) -> list[PrecisionRow]:
+    """A row for each of `masters`, of which the first is the reference. Raises before anything is
+    measured.
+    """
     _check(options)
     sizes, rows = MODELS["tiny"], []
-    batches = [make_batch(groups_of(draw_sequences(sizes, options.seed + i)), PAD) for i in range(options.steps)]
+    batches = [
+        make_batch(groups_of(draw_sequences(sizes, options.seed + i)), PAD)
+        for i in range(options.steps)
+    ]
     with tempfile.TemporaryDirectory() as temporary:
         write_model(sizes, Path(temporary), options.seed)
         start, reference = _start(Path(temporary)), None
@@ -84,7 +98,10 @@ def measure(options: PrecisionOptions, masters: tuple[tuple[str, str], ...] = MA
             learner = _learner(Path(temporary), options, dtype, rounding)
             flips = FlipCount()
             with contextlib.ExitStack() as layers:
-                for layer in (*learner.model.linears.values(), *learner.model.experts.values()):
+                for layer in (
+                    *learner.model.linears.values(),
+                    *learner.model.experts.values(),
+                ):
                     layers.enter_context(flips.over(layer.low_bit))
                 lost, measuring = _learn(learner, batches)
             reference = reference or learner
@@ -107,16 +124,22 @@ def measure(options: PrecisionOptions, masters: tuple[tuple[str, str], ...] = MA
 def table(rows: list[PrecisionRow], options: PrecisionOptions) -> PlainTable:
     """A row a precision; the columns are `PrecisionRow`'s, in its order."""
     title = (
-        f"masters after {options.steps} steps of {options.optimizer} at {options.lr:g}, against {rows[0].master_dtype}"
+        f"masters after {options.steps} steps of {options.optimizer} at {options.lr:g}, against"
+        f" {rows[0].master_dtype}"
     )
     figures = ("lost", "arrived", "drift", "max", "codes", "measuring")
     shown = PlainTable("masters", *figures, figures=figures, title=title)
     for row in rows:
         codes = "-" if row.flipped_codes is None else f"{row.flipped_codes:.3%}"
         shown.add_row(
-            f"{row.master_dtype} {row.rounding}", f"{row.lost_updates:.2%}", f"{row.arrived:.1%}",
-            f"{row.drift_mean:.2f}", f"{row.drift_max:.2f}", codes, f"{row.measuring:+.1%}",
-        )  # fmt: skip
+            f"{row.master_dtype} {row.rounding}",
+            f"{row.lost_updates:.2%}",
+            f"{row.arrived:.1%}",
+            f"{row.drift_mean:.2f}",
+            f"{row.drift_max:.2f}",
+            codes,
+            f"{row.measuring:+.1%}",
+        )
     return shown
 
 
@@ -126,14 +149,18 @@ def as_data(rows: list[PrecisionRow]) -> list[dict[str, Any]]:
 
 
 def _check(options: PrecisionOptions) -> None:
-    load_config(None, {"learner.optimizer.lr": str(options.lr)})  # refuses what is no learning rate
+    # refuses what is no learning rate
+    load_config(None, {"learner.optimizer.lr": str(options.lr)})
     require_support(get_scheme(options.scheme), COMPUTE_DTYPES[options.dtype])
 
 
 def _start(folder: Path) -> dict[str, torch.Tensor]:
     """The first masters, fp32: bfloat16 numbers that are float16 ones as well."""
     loaded = load_masters(folder, torch.float32).named_parameters()
-    return {name: p.detach().to(torch.bfloat16).to(torch.float16).to(torch.float32) for name, p in loaded}
+    return {
+        name: p.detach().to(torch.bfloat16).to(torch.float16).to(torch.float32)
+        for name, p in loaded
+    }
 
 
 def _learner(folder: Path, options: PrecisionOptions, dtype: str, rounding: str) -> Learner:
@@ -145,20 +172,30 @@ def _learner(folder: Path, options: PrecisionOptions, dtype: str, rounding: str)
             loaded.get_parameter(name).copy_(values)
     context = LayerContext(compute, options.kernel)
     model = LowBitModel(loaded, get_scheme(options.scheme), context)
-    optimizer = {"name": options.optimizer, "lr": options.lr, "weight_decay": 0.0, "rounding": rounding}
+    optimizer = {
+        "name": options.optimizer,
+        "lr": options.lr,
+        "weight_decay": 0.0,
+        "rounding": rounding,
+    }
     config = {
-        "objective": {"name": "grpo"}, "mini_batches": 2, "master_dtype": dtype, "optimizer": optimizer,
+        "objective": {"name": "grpo"},
+        "mini_batches": 2,
+        "master_dtype": dtype,
+        "optimizer": optimizer,
         "diagnostics_every": 2,
-    }  # fmt: skip
+    }
     return Learner(model, LearnerConfig.model_validate(config))
 
 
 def _learn(learner: Learner, batches: list[Batch]) -> tuple[float, float]:
-    """Step over all batches, measuring every second one. Returns the mean share of lost updates, and what measuring
-    adds to a step: of medians, since the machine has other work."""
+    """Step over all batches, measuring every second one. Returns the mean share of lost updates,
+    and what measuring adds to a step: of medians, since the machine has other work.
+    """
     learner.stopwatch = SynchronizedStopwatch()
     lost, phases, totals = [], ([], []), []
-    for number, batch in enumerate(batches, start=1):  # the first has more to do, and is not measured
+    # the first has more to do, and is not measured
+    for number, batch in enumerate(batches, start=1):
         stats = learner.learn(batch, number)
         measured = stats.records["lost_updates"] is not None
         phases[measured].append(stats.seconds["optimizer"] + stats.seconds["materialize"])
@@ -170,14 +207,24 @@ def _learn(learner: Learner, batches: list[Batch]) -> tuple[float, float]:
     return statistics.mean(lost), added / statistics.median(totals)
 
 
-def _distances(learner: Learner, reference: Learner, start: dict[str, torch.Tensor]) -> tuple[float, float, float]:
-    """arrived, drift_mean and drift_max of `PrecisionRow`, over all masters. start: their first values."""
+def _distances(
+    learner: Learner, reference: Learner, start: dict[str, torch.Tensor]
+) -> tuple[float, float, float]:
+    """arrived, drift_mean and drift_max of `PrecisionRow`, over all masters. start: their first
+    values.
+    """
     now, exact = (_values(one) for one in (learner, reference))
     device = next(iter(now.values())).device
-    moved = torch.cat([(exact[name] - values.to(device)).flatten() for name, values in start.items()]).double()
+    moved = torch.cat(
+        [(exact[name] - values.to(device)).flatten() for name, values in start.items()]
+    ).double()
     away = torch.cat([(now[name] - exact[name]).flatten() for name in start]).double()
     arrived = 1.0 + float(away @ moved / (moved @ moved))
-    return arrived, float(away.abs().mean() / moved.abs().mean()), float(away.abs().max() / moved.abs().max())
+    return (
+        arrived,
+        float(away.abs().mean() / moved.abs().mean()),
+        float(away.abs().max() / moved.abs().max()),
+    )
 
 
 def _values(learner: Learner) -> dict[str, torch.Tensor]:

@@ -1,8 +1,10 @@
-"""`python -m benchmarks publish`: making a weight version and handing it over, against memory-copy bandwidth.
+"""`python -m benchmarks publish`: making a weight version and handing it over, against memory-copy
+bandwidth.
 
-A random Qwen3-MoE is materialized and its stream consumed as an engine consumes it: each tensor copied once into memory
-that was there before. No engine runs, so what an engine does with the tensors afterwards is not in the figures. Each
-round starts with plain copies, and shares are of the fastest one's bandwidth: other processes on the machine slow both.
+A random Qwen3-MoE is materialized and its stream consumed as an engine consumes it: each tensor
+copied once into memory that was there before. No engine runs, so what an engine does with the
+tensors afterwards is not in the figures. Each round starts with plain copies, and shares are of the
+fastest one's bandwidth: other processes on the machine slow both.
 """
 
 import dataclasses
@@ -32,8 +34,9 @@ _RANDOM_VALUES = 1 << 22
 
 @dataclass(frozen=True)
 class Work:
-    """One kind of work. bytes: that must be read and written. seconds: of each round. shares: of the copy bandwidth
-    measured in the same round."""
+    """One kind of work. bytes: that must be read and written. seconds: of each round. shares: of
+    the copy bandwidth measured in the same round.
+    """
 
     name: str
     bytes: int
@@ -48,11 +51,12 @@ class Work:
 
 @dataclass(frozen=True)
 class PublishFigures:
-    """What was measured. All sizes in bytes. copy_bandwidth: read and written by a plain copy, bytes a second, median.
+    """What was measured. All sizes in bytes. copy_bandwidth: read and written by a plain copy,
+    bytes a second, median.
 
-    materializers: what made the low-bit tensors, by scheme. master_bytes: read by a materialization. low_bit_bytes: of
-    the stream. largest_layer: of the largest matrix or stack of experts, as master. peak_extra: resident memory beyond
-    the masters, at its highest.
+    materializers: what made the low-bit tensors, by scheme. master_bytes: read by a
+    materialization. low_bit_bytes: of the stream. largest_layer: of the largest matrix or stack of
+    experts, as master. peak_extra: resident memory beyond the masters, at its highest.
     """
 
     model: str
@@ -70,15 +74,20 @@ class PublishFigures:
     work: tuple[Work, ...]
 
 
-def measure(scheme: str, parameters: float, dtype: str, master_dtype: str, repeats: int) -> PublishFigures:
-    """Everything, on one random model of about that many parameters. Raises `ConfigError` for unusable values."""
+def measure(
+    scheme: str, parameters: float, dtype: str, master_dtype: str, repeats: int
+) -> PublishFigures:
+    """Everything, on one random model of about that many parameters. Raises `ConfigError` for
+    unusable values.
+    """
     found = get_scheme(scheme)
     if parameters < 1e6:
         raise ConfigError(f"--parameters {parameters:g} must be at least 1e6")
     compute, master = COMPUTE_DTYPES[dtype], MASTER_DTYPES[master_dtype]
     config = moe_config(parameters)
     masters = random_masters(config, master)
-    materialize(torch.ones(128, 256, dtype=master), found, compute)  # compiles: neither time nor memory of a version
+    # compiles: neither time nor memory of a version
+    materialize(torch.ones(128, 256, dtype=master), found, compute)
     with PeakMemory() as building:
         model = LowBitModel(masters, found, LayerContext(compute, "reference"))
     sink = [torch.zeros_like(item.tensor) for item in model.low_bit_tensors()]
@@ -86,9 +95,15 @@ def measure(scheme: str, parameters: float, dtype: str, master_dtype: str, repea
         bandwidths, work = _rounds(model, sink, repeats)
     low_bit_bytes = sum(tensor.nbytes for tensor in sink)
     return PublishFigures(
-        model=f"Qwen3-MoE, {config.num_hidden_layers} layers, hidden {config.hidden_size}, {config.num_experts} "
-        f"experts of {config.moe_intermediate_size}, vocabulary {config.vocab_size}",
-        scheme=scheme, dtype=dtype, master_dtype=master_dtype, threads=torch.get_num_threads(),
+        model=(
+            f"Qwen3-MoE, {config.num_hidden_layers} layers, hidden {config.hidden_size},"
+            f" {config.num_experts} experts of {config.moe_intermediate_size}, vocabulary"
+            f" {config.vocab_size}"
+        ),
+        scheme=scheme,
+        dtype=dtype,
+        master_dtype=master_dtype,
+        threads=torch.get_num_threads(),
         materializers=model.materializers(),
         parameters=sum(p.numel() for p in model.masters.values()),
         master_bytes=sum(p.nbytes for p in model.masters.values()),
@@ -97,22 +112,31 @@ def measure(scheme: str, parameters: float, dtype: str, master_dtype: str, repea
         peak_extra=max(building.bytes, low_bit_bytes + running.bytes - 2 * _COPIED_BYTES),
         copy_bandwidth=statistics.median(bandwidths),
         work=work,
-    )  # fmt: skip
+    )
 
 
 def moe_config(parameters: float) -> Qwen3MoeConfig:
-    """Layers as in Qwen3-30B-A3B, with 16 of its 128 experts and a fifth of its vocabulary, as many as make up the
-    parameters; below 2.5e8, layers an eighth as wide."""
+    """Layers as in Qwen3-30B-A3B, with 16 of its 128 experts and a fifth of its vocabulary, as many
+    as make up the parameters; below 2.5e8, layers an eighth as wide.
+    """
     large = parameters >= 2.5e8
     hidden, intermediate, experts = (2048, 768, 16) if large else (256, 128, 4)
     heads, head_dim, vocabulary = (32, 128, 32768) if large else (4, 64, 2048)
     layer = 3 * experts * hidden * intermediate + hidden * head_dim * (2 * heads + 2 * 2)
     layers = max(1, round((parameters - 2 * vocabulary * hidden) / layer))
     sizes: dict[str, Any] = {
-        "hidden_size": hidden, "moe_intermediate_size": intermediate, "intermediate_size": intermediate,
-        "num_experts": experts, "num_experts_per_tok": 2, "num_attention_heads": heads, "num_key_value_heads": 2,
-        "head_dim": head_dim, "vocab_size": vocabulary, "num_hidden_layers": layers, "tie_word_embeddings": False,
-    }  # fmt: skip
+        "hidden_size": hidden,
+        "moe_intermediate_size": intermediate,
+        "intermediate_size": intermediate,
+        "num_experts": experts,
+        "num_experts_per_tok": 2,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 2,
+        "head_dim": head_dim,
+        "vocab_size": vocabulary,
+        "num_hidden_layers": layers,
+        "tie_word_embeddings": False,
+    }
     return Qwen3MoeConfig(**sizes)
 
 
@@ -121,8 +145,11 @@ def random_masters(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedMo
     model: Any = empty_model(config)
     model = model.to(dtype).to_empty(device="cpu").eval()
     model.tie_weights()
-    model.config.architectures = [type(model).__name__]  # without it vLLM takes an export for a model of embeddings
-    values = torch.randn(_RANDOM_VALUES, generator=torch.Generator().manual_seed(0)).mul_(0.02).to(dtype)
+    # without it vLLM takes an export for a model of embeddings
+    model.config.architectures = [type(model).__name__]
+    values = (
+        torch.randn(_RANDOM_VALUES, generator=torch.Generator().manual_seed(0)).mul_(0.02).to(dtype)
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             for part in parameter.view(-1).split(_RANDOM_VALUES):
@@ -130,10 +157,14 @@ def random_masters(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedMo
     return model
 
 
-def _rounds(model: LowBitModel, sink: list[torch.Tensor], repeats: int) -> tuple[list[float], tuple[Work, ...]]:
+def _rounds(
+    model: LowBitModel, sink: list[torch.Tensor], repeats: int
+) -> tuple[list[float], tuple[Work, ...]]:
     """Copy bandwidth of each round, and the work of all; a first round, not counted, warms up."""
     source, target = (torch.full((_COPIED_BYTES,), value, dtype=torch.uint8) for value in (1, 2))
-    master_bytes, low_bit_bytes = (sum(t.nbytes for t in found) for found in (model.masters.values(), sink))
+    master_bytes, low_bit_bytes = (
+        sum(t.nbytes for t in found) for found in (model.masters.values(), sink)
+    )
     seconds: list[tuple[float, ...]] = []
     for _ in range(repeats + 1):
         copy = min(_seconds(lambda: target.copy_(source)) for _ in range(3))
@@ -152,7 +183,9 @@ def _rounds(model: LowBitModel, sink: list[torch.Tensor], repeats: int) -> tuple
     }
     work = []
     for (name, moved), times in zip(named.items(), others, strict=True):
-        shares = tuple(moved / t / bandwidth for t, bandwidth in zip(times, bandwidths, strict=True))
+        shares = tuple(
+            moved / t / bandwidth for t, bandwidth in zip(times, bandwidths, strict=True)
+        )
         work.append(Work(name, moved, times, shares))
     return bandwidths, tuple(work)
 
@@ -172,8 +205,9 @@ def _publish_proven(model: LowBitModel, sink: list[torch.Tensor]) -> None:
 
 
 def _consume(tensor: torch.Tensor, target: torch.Tensor) -> None:
-    """A plain memory copy in this thread: with OpenMP's barrier for every tensor, another process on the machine costs
-    a scheduler's time slice each, a hundred times the copy."""
+    """A plain memory copy in this thread: with OpenMP's barrier for every tensor, another process
+    on the machine costs a scheduler's time slice each, a hundred times the copy.
+    """
     np.copyto(target.view(torch.uint8).numpy(), tensor.detach().view(torch.uint8).numpy())
 
 
@@ -193,17 +227,20 @@ def table(found: PublishFigures) -> PlainTable:
         f"masters {found.master_dtype}, {found.threads} threads\nmade by {made}"
     )
     caption = (
-        f"copy bandwidth {found.copy_bandwidth / 1e9:.1f} GB/s, read and written; all figures are medians of "
-        f"{len(found.work[0].seconds)} rounds\nmemory beyond the masters at its peak: {_mib(found.peak_extra)} = "
-        f"low-bit tensors {_mib(found.low_bit_bytes)} + {_mib(over)} (the largest layer's master is "
-        f"{_mib(found.largest_layer)})"
+        f"copy bandwidth {found.copy_bandwidth / 1e9:.1f} GB/s, read and written; all figures are"
+        f" medians of {len(found.work[0].seconds)} rounds\nmemory beyond the masters at its peak:"
+        f" {_mib(found.peak_extra)} = low-bit tensors {_mib(found.low_bit_bytes)} + {_mib(over)}"
+        f" (the largest layer's master is {_mib(found.largest_layer)})"
     )
     shown = PlainTable("work", *figures, figures=figures, title=title, caption=caption)
     for work in found.work:
         shown.add_row(
-            work.name, f"{work.bytes / 1e9:.2f} GB", f"{statistics.median(work.seconds):.3f}",
-            f"{work.gigabytes_a_second:.1f}", f"{statistics.median(work.shares):.0%}",
-        )  # fmt: skip
+            work.name,
+            f"{work.bytes / 1e9:.2f} GB",
+            f"{statistics.median(work.seconds):.3f}",
+            f"{work.gigabytes_a_second:.1f}",
+            f"{statistics.median(work.shares):.0%}",
+        )
     return shown
 
 

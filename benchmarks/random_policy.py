@@ -1,6 +1,8 @@
-"""Untrained policies of several families with a peaky output head, to compare kernels on where no weights are at hand:
+"""Untrained policies of several families with a peaky output head, to compare kernels on where no
+weights are at hand:
 
-python -m benchmarks.random_policy random-gemma3 FOLDER && python -m benchmarks mismatch --model FOLDER
+python -m benchmarks.random_policy random-gemma3 FOLDER && python -m benchmarks mismatch --model
+FOLDER
 """
 
 import argparse
@@ -13,7 +15,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, MistralConfig, PretrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+)
 
 from qarl.embedded.recipe import RECIPES, ensure_recipe
 
@@ -36,7 +44,9 @@ _LAYERS = ["sliding_attention", "sliding_attention", "full_attention"]
 _WINDOW = 24
 """Tokens: shorter than what benchmarks sample."""
 _PEAK = 12.0
-"""Factor on the output head: distributions of untrained weights are flat, and hide what mismatch does to peaks."""
+"""Factor on the output head: distributions of untrained weights are flat, and hide what mismatch
+does to peaks.
+"""
 
 _CONFIGS: dict[str, PretrainedConfig] = {
     "random-llama": LlamaConfig(**_HEADED),
@@ -47,7 +57,11 @@ _CONFIGS: dict[str, PretrainedConfig] = {
         layer_types=_LAYERS,
         rope_parameters={
             "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
-            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1_000_000.0},
+            "full_attention": {
+                "rope_type": "linear",
+                "factor": 8.0,
+                "rope_theta": 1_000_000.0,
+            },
         },
         query_pre_attn_scalar=32,
     ),
@@ -67,7 +81,9 @@ def random_policy(name: str, seed: int) -> Iterator[Path]:
 def write_policy(name: str, folder: Path, seed: int) -> None:
     """Write the model folder of a policy in `NAMES`."""
     config, like = _CONFIGS.get(name), name if name in _LIKE else "random-qwen3"
-    untrained = dataclasses.replace(RECIPES[_LIKE[like]], warm_start_steps=0, tie_word_embeddings=False, seed=seed)
+    untrained = dataclasses.replace(
+        RECIPES[_LIKE[like]], warm_start_steps=0, tie_word_embeddings=False, seed=seed
+    )
     source = ensure_recipe(like, untrained)
     shutil.copytree(source, folder, dirs_exist_ok=True)
     torch.manual_seed(seed)
@@ -75,14 +91,17 @@ def write_policy(name: str, folder: Path, seed: int) -> None:
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     else:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        for parameter in model.parameters():  # norms as initialized would hide how they are multiplied
+        # norms as initialized would hide how they are multiplied
+        for parameter in model.parameters():
             parameter.data += 0.2 * torch.randn_like(parameter) if parameter.ndim == 1 else 0.0
     model.get_parameter("lm_head.weight").data *= _PEAK  # untied in all of them
     model.save_pretrained(folder)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("name", choices=NAMES)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)

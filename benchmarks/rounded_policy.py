@@ -1,10 +1,11 @@
-"""A policy whose weights lie where a scheme's codes are: what a checkpoint is that was rounded before it is trained.
+"""A policy whose weights lie where a scheme's codes are: what a checkpoint is that was rounded
+before it is trained.
 
-    python -m benchmarks.rounded_policy SOURCE SCHEME FOLDER
-    qarl compare precision-gap --model FOLDER --variants w4a16-unaligned,w4a16-aligned --lr 5e-5 --steps 100
+    python -m benchmarks.rounded_policy SOURCE SCHEME FOLDER qarl compare precision-gap --model
+    FOLDER --variants w4a16-unaligned,w4a16-aligned --lr 5e-5 --steps 100
 
-A master in the middle of its code's interval has half a step to go before the sampler sees anything of it, as float32
-masters of a bfloat16 checkpoint have at a small learning rate.
+A master in the middle of its code's interval has half a step to go before the sampler sees anything
+of it, as float32 masters of a bfloat16 checkpoint have at a small learning rate.
 """
 
 import shutil
@@ -22,13 +23,17 @@ from qarl.run.session import model_folder
 
 
 def rounded_policy(source: Path, scheme: str, folder: Path) -> Path:
-    """Write the model folder `source` with every linear weight replaced by the value of its code, fp32, to `folder`,
-    which is left as it is where it exists. The scales of these weights are made anew by whoever rounds them again."""
+    """Write the model folder `source` with every linear weight replaced by the value of its code,
+    fp32, to `folder`, which is left as it is where it exists. The scales of these weights are made
+    anew by whoever rounds them again.
+    """
     if folder.exists():
         return folder
     plain = load_masters(source, torch.float32)
     low_bit = LowBitModel(
-        load_masters(source, torch.float32), get_scheme(scheme), LayerContext(torch.bfloat16, "reference")
+        load_masters(source, torch.float32),
+        get_scheme(scheme),
+        LayerContext(torch.bfloat16, "reference"),
     )
     with torch.no_grad():
         for name, linear in low_bit.linears.items():

@@ -1,9 +1,11 @@
-"""`python -m benchmarks soak`: a long run on a server of its own, and whether memory grows on either side.
+"""`python -m benchmarks soak`: a long run on a server of its own, and whether memory grows on
+either side.
 
-A `qarl train` of the embedded default with a version published in every step. Resident memory that no file backs is
-read of the learner's process and of the server's, and a line is fitted to its means over blocks of steps: the first
-tenth is left out, in which caches fill. The run's own end holds the log-probs of the server to a fresh engine's, bit
-for bit on CPUs, so a run that finishes has shown that too.
+A `qarl train` of the embedded default with a version published in every step. Resident memory that
+no file backs is read of the learner's process and of the server's, and a line is fitted to its
+means over blocks of steps: the first tenth is left out, in which caches fill. The run's own end
+holds the log-probs of the server to a fresh engine's, bit for bit on CPUs, so a run that finishes
+has shown that too.
 """
 
 import math
@@ -28,20 +30,44 @@ _EVERY_SECONDS = 0.1
 _CANARY_EVERY = 50
 
 
-def measure(steps: int, prompts: int, samples: int, scheme: str, say: Callable[[str], None]) -> dict[str, Any]:
+def measure(
+    steps: int, prompts: int, samples: int, scheme: str, say: Callable[[str], None]
+) -> dict[str, Any]:
     """Both sides' memory over a run. Raises `WorkerError` where the run fails."""
     with tempfile.TemporaryDirectory(prefix="qarl-bench-") as temporary:
         folder = Path(temporary) / "run"
         command = [
-            sys.executable, "-m", "qarl", "train", "--scheme", scheme, "--steps", str(steps), "--prompts",
-            str(prompts), "--samples", str(samples), "--rollout.servers", "1", "--eval.problems", "0",
-            "--sync.canary_every", str(_CANARY_EVERY), "--checkpoint-every", str(steps), "--mini-batches", "1",
-            "--output", str(folder),
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "qarl",
+            "train",
+            "--scheme",
+            scheme,
+            "--steps",
+            str(steps),
+            "--prompts",
+            str(prompts),
+            "--samples",
+            str(samples),
+            "--rollout.servers",
+            "1",
+            "--eval.problems",
+            "0",
+            "--sync.canary_every",
+            str(_CANARY_EVERY),
+            "--checkpoint-every",
+            str(steps),
+            "--mini-batches",
+            "1",
+            "--output",
+            str(folder),
+        ]
         log = Path(temporary) / "log"
         begun = time.perf_counter()
         with log.open("wb") as output:
-            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ})
+            process = subprocess.Popen(
+                command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ}
+            )
         try:
             points = _watched(process, folder, steps, say)
         finally:
@@ -52,16 +78,28 @@ def measure(steps: int, prompts: int, samples: int, scheme: str, say: Callable[[
             raise WorkerError(f"the run ended with status {process.returncode}:\n{last}")
         seconds = time.perf_counter() - begun
     return {
-        "steps": steps, "scheme": scheme, "prompts": prompts, "samples": samples, "seconds": seconds,
-        "deltas": sum(point["delta"] for point in points), "publishes": len(points),
-        "sides": {side: fitted([(p["step"], p[side]) for p in points], steps) for side in ("learner", "server")},
+        "steps": steps,
+        "scheme": scheme,
+        "prompts": prompts,
+        "samples": samples,
+        "seconds": seconds,
+        "deltas": sum(point["delta"] for point in points),
+        "publishes": len(points),
+        "sides": {
+            side: fitted([(p["step"], p[side]) for p in points], steps)
+            for side in ("learner", "server")
+        },
         "points": points[:: max(1, len(points) // 100)],
-    }  # fmt: skip
+    }
 
 
-def _watched(process: subprocess.Popen, folder: Path, steps: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Of every step seen but the last, which is followed by the server's end and a fresh engine: both sides' memory in
-    MiB, in the mean over the times it was looked at, and whether its version was sent as a delta."""
+def _watched(
+    process: subprocess.Popen, folder: Path, steps: int, say: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """Of every step seen but the last, which is followed by the server's end and a fresh engine:
+    both sides' memory in MiB, in the mean over the times it was looked at, and whether its version
+    was sent as a delta.
+    """
     looked: dict[int, list[tuple[float, float]]] = {}
     deltas: dict[int, bool] = {}
     while process.poll() is None:
@@ -92,7 +130,9 @@ def _lines(file: Path) -> int:
 
 
 def _memory(pid: int) -> tuple[float, float] | None:
-    """Of a process, and of all its children together, in MiB; None where it has none, or ends meanwhile."""
+    """Of a process, and of all its children together, in MiB; None where it has none, or ends
+    meanwhile.
+    """
     try:
         learner = psutil.Process(pid)
         servers = learner.children(recursive=True)
@@ -107,8 +147,9 @@ def _anonymous(process: psutil.Process) -> float:
 
 
 def fitted(points: Sequence[tuple[int, float]], steps: int) -> dict[str, float]:
-    """Of (step, MiB): the first and last block's mean, and the slope over the blocks' means in MiB a hundred steps,
-    with its standard error, by least squares."""
+    """Of (step, MiB): the first and last block's mean, and the slope over the blocks' means in MiB
+    a hundred steps, with its standard error, by least squares.
+    """
     blocks: dict[int, list[float]] = {}
     first = _WARM_UP * steps
     for step, value in points:
@@ -117,19 +158,38 @@ def fitted(points: Sequence[tuple[int, float]], steps: int) -> dict[str, float]:
     x = [(first + (block + 0.5) * (steps - first) / _BLOCKS) / 100 for block in blocks]
     y = [statistics.fmean(values) for values in blocks.values()]
     slope, intercept = statistics.linear_regression(x, y)
-    residual = sum((b - intercept - slope * a) ** 2 for a, b in zip(x, y, strict=True)) / (len(x) - 2)
+    residual = sum((b - intercept - slope * a) ** 2 for a, b in zip(x, y, strict=True)) / (
+        len(x) - 2
+    )
     spread = sum((a - statistics.fmean(x)) ** 2 for a in x)
-    return {"first": y[0], "last": y[-1], "slope": slope, "error": math.sqrt(residual / spread)}
+    return {
+        "first": y[0],
+        "last": y[-1],
+        "slope": slope,
+        "error": math.sqrt(residual / spread),
+    }
 
 
 def table(data: dict[str, Any]) -> PlainTable:
     """Memory of both sides."""
     title = (
-        f"{data['steps']} steps in {data['scheme']}, {data['seconds']:.0f} s; of {data['publishes']} versions seen "
-        f"{data['deltas']} were deltas; log-probs at the end equal a fresh engine's"
+        f"{data['steps']} steps in {data['scheme']}, {data['seconds']:.0f} s; of"
+        f" {data['publishes']} versions seen {data['deltas']} were deltas; log-probs at the end"
+        " equal a fresh engine's"
     )
-    figures = ("first block, MiB", "last block", "MiB a hundred steps", "standard error")
+    figures = (
+        "first block, MiB",
+        "last block",
+        "MiB a hundred steps",
+        "standard error",
+    )
     shown = PlainTable("side", *figures, figures=figures, title=title)
     for side, fit in data["sides"].items():
-        shown.add_row(side, f"{fit['first']:.1f}", f"{fit['last']:.1f}", f"{fit['slope']:+.3f}", f"{fit['error']:.3f}")
+        shown.add_row(
+            side,
+            f"{fit['first']:.1f}",
+            f"{fit['last']:.1f}",
+            f"{fit['slope']:+.3f}",
+            f"{fit['error']:.3f}",
+        )
     return shown

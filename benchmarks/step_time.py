@@ -1,9 +1,11 @@
-"""`python -m benchmarks step-time`: seconds of a training step on GPUs by arithmetic, per scheme. No GPU is asked.
+"""`python -m benchmarks step-time`: seconds of a training step on GPUs by arithmetic, per scheme.
+No GPU is asked.
 
-Rates are data sheets', times the share of them that kernels reach; launches, copies and calls cost what is assumed
-below. Three learners: bf16 everywhere; "plain", which learns in bf16 and publishes low-bit tensors; and QaRL's. Passes
-of a micro-batch and sums between GPUs overlap; nothing else does. Left out: rewards, evaluation, checkpoints, prompts
-that several completions share, and old log-probs that a first update does not bring along.
+Rates are data sheets', times the share of them that kernels reach; launches, copies and calls cost
+what is assumed below. Three learners: bf16 everywhere; "plain", which learns in bf16 and publishes
+low-bit tensors; and QaRL's. Passes of a micro-batch and sums between GPUs overlap; nothing else
+does. Left out: rewards, evaluation, checkpoints, prompts that several completions share, and old
+log-probs that a first update does not bring along.
 """
 
 import math
@@ -20,8 +22,10 @@ from qarl.report.tables import PlainTable
 
 @dataclass(frozen=True)
 class Rates:
-    """Of one GPU, by its data sheet. memory, link: bytes/s, of its own memory and to other GPUs, one way. flops: bf16
-    products, dense. int8, fp8: how many times faster those are; 1 where there are none."""
+    """Of one GPU, by its data sheet. memory, link: bytes/s, of its own memory and to other GPUs,
+    one way. flops: bf16 products, dense. int8, fp8: how many times faster those are; 1 where there
+    are none.
+    """
 
     memory: float
     link: float
@@ -40,11 +44,15 @@ GPUS = {
 READING, MULTIPLYING, SENDING = 0.75, 0.5, 0.7
 """Shares of those rates that large kernels and collectives reach."""
 LAYER_SECONDS = {"eager": (400e-6, 560e-6), "graphs": (40e-6, 80e-6)}
-"""Least of a decoder layer's step of the engine, dense and of experts: its launches, without and with CUDA graphs."""
+"""Least of a decoder layer's step of the engine, dense and of experts: its launches, without and
+with CUDA graphs.
+"""
 MICRO_BATCH_LAYER_SECONDS = 2.5e-3
 """The same of a learner's micro-batch, forward and backward."""
 DEQUANTIZING = 20.0
-"""Bytes of traffic for each weight that a backward dequantizes, by torch's operators one after another."""
+"""Bytes of traffic for each weight that a backward dequantizes, by torch's operators one after
+another.
+"""
 HOST_LINK, PAGEABLE = 20e9, 8e9
 """Bytes/s to pinned memory of the host, and to other."""
 A_CALL, A_COPY = 20e-6, 15e-6
@@ -55,8 +63,9 @@ ITERATIONS = 5
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens, on average. at_once: sequences sampled together, whatever room the plan leaves for their cache; None: as
-    many as it leaves."""
+    """Tokens, on average. at_once: sequences sampled together, whatever room the plan leaves for
+    their cache; None: as many as it leaves.
+    """
 
     prompt: int
     answer: int
@@ -65,8 +74,9 @@ class Lengths:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step by part. learner: "bf16", "plain" or "QaRL". at_once: sequences that the cache and the engine
-    let be sampled together."""
+    """Seconds of one step by part. learner: "bf16", "plain" or "QaRL". at_once: sequences that the
+    cache and the engine let be sampled together.
+    """
 
     scheme: str
     learner: str
@@ -80,15 +90,18 @@ class StepTime:
 
 
 def measure(plan: Plan, schemes: Sequence[str], lengths: Lengths, gpu: str) -> list[StepTime]:
-    """bf16 first, then each scheme's plain learner and QaRL's, each with the cache and checkpointing of its own plan.
-    Raises `ConfigError` for answers that are longer than allowed."""
+    """bf16 first, then each scheme's plain learner and QaRL's, each with the cache and
+    checkpointing of its own plan. Raises `ConfigError` for answers that are longer than allowed.
+    """
     rollout = plan.requested.rollout
     for name, mean, most in (
         ("prompt", lengths.prompt, rollout.max_prompt_tokens),
         ("answer", lengths.answer, rollout.max_new_tokens),
     ):
         if mean > most:
-            raise ConfigError(f"--{name}-tokens {mean}: above what the configuration allows, {most}")
+            raise ConfigError(
+                f"--{name}-tokens {mean}: above what the configuration allows, {most}"
+            )
     kinds = [
         ("bf16", "bf16"),
         *((scheme, kind) for scheme in schemes for kind in ("plain", "QaRL") if scheme != "bf16"),
@@ -98,10 +111,17 @@ def measure(plan: Plan, schemes: Sequence[str], lengths: Lengths, gpu: str) -> l
 
 def _step(plan: Plan, scheme: str, kind: str, lengths: Lengths, rates: Rates) -> StepTime:
     changes = {"scheme": scheme, "learner.aligned": kind == "QaRL", "layers": ()}
-    config = changed_config(plan.requested, changes if kind != "bf16" else {**changes, "learner.aligned": True})
+    config = changed_config(
+        plan.requested,
+        changes if kind != "bf16" else {**changes, "learner.aligned": True},
+    )
     own = make_plan(config, plan.shapes, plan.source, plan.machine, plan.processes)
     count = _Count(own, lengths, rates)
-    parts = {"sampling": count.sampling(), "learner": count.learner(), "optimizer": count.optimizer()}
+    parts = {
+        "sampling": count.sampling(),
+        "learner": count.learner(),
+        "optimizer": count.optimizer(),
+    }
     return StepTime(scheme, kind, count.at_once, {**parts, "publish": count.publish()})
 
 
@@ -109,12 +129,19 @@ class _Count:
     """Of one process."""
 
     def __init__(self, plan: Plan, lengths: Lengths, rates: Rates):
-        self.plan, self.config, self.shapes, self.lengths = plan, plan.config, plan.shapes, lengths
+        self.plan, self.config, self.shapes, self.lengths = (
+            plan,
+            plan.config,
+            plan.shapes,
+            lengths,
+        )
         self.reads, self.flops = rates.memory * READING, rates.flops * MULTIPLYING
         self.sends, self.rates = rates.link * SENDING, rates
         self.spec = SCHEME_SPECS[self.config.scheme]
         self.processes = plan.processes
-        self.sequences = -(-self.config.rollout.prompts // self.processes) * self.config.rollout.samples
+        self.sequences = (
+            -(-self.config.rollout.prompts // self.processes) * self.config.rollout.samples
+        )
         s = self.shapes
         expert = sum(rows * columns for rows, columns in s.mlp_matrices) * s.layers
         self.attention = sum(rows * columns for rows, columns in s.attention_matrices) * s.layers
@@ -123,9 +150,12 @@ class _Count:
 
     @property
     def gain(self) -> float:
-        """How many times faster than bf16 the scheme's products are, where they are bound by arithmetic."""
+        """How many times faster than bf16 the scheme's products are, where they are bound by
+        arithmetic.
+        """
         inputs = self.spec.activations
-        if inputs is None or inputs.bits < 8:  # 4-bit inputs are not counted as faster than 8-bit ones
+        # 4-bit inputs are not counted as faster than 8-bit ones
+        if inputs is None or inputs.bits < 8:
             return 1.0 if inputs is None else self.rates.fp8
         return self.rates.int8 if inputs.kind == "int" else self.rates.fp8
 
@@ -136,12 +166,16 @@ class _Count:
             return min(self.lengths.at_once, self.sequences)
         held = self.lengths.prompt + self.lengths.answer // 2
         cache = (
-            (self.config.rollout.kv_cache_gib or 1) * GIB // self.shapes.key_value_bytes(cache_itemsize(self.config))
+            (self.config.rollout.kv_cache_gib or 1)
+            * GIB
+            // self.shapes.key_value_bytes(cache_itemsize(self.config))
         )
         return max(1, min(self.config.rollout.max_num_seqs, self.sequences, cache // held))
 
     def sampling(self) -> float:
-        """Decoding wave after wave, each step the larger of what it reads, multiplies and launches; and prefill."""
+        """Decoding wave after wave, each step the larger of what it reads, multiplies and launches;
+        and prefill.
+        """
         s, batch = self.shapes, self.at_once
         touched = 1.0
         if s.experts:
@@ -154,18 +188,28 @@ class _Count:
         graphs = "eager" if self.config.rollout.enforce_eager else "graphs"
         launches = s.layers * LAYER_SECONDS[graphs][bool(s.experts)]
         decode = max(read / self.reads, products / self.flops) + launches
-        prefill = 2 * self.sequences / self.config.rollout.samples * self.lengths.prompt * self.active / self.flops
+        prefill = (
+            2
+            * self.sequences
+            / self.config.rollout.samples
+            * self.lengths.prompt
+            * self.active
+            / self.flops
+        )
         return self.sequences / batch * self.lengths.answer * decode + prefill
 
     def learner(self) -> float:
-        """Forward, twice where layers are computed again, and backward; under ZeRO what is sent meanwhile, if longer.
-        With `learner.keep_codes false` the weights come three times a micro-batch, a plain learner's in bf16."""
+        """Forward, twice where layers are computed again, and backward; under ZeRO what is sent
+        meanwhile, if longer. With `learner.keep_codes false` the weights come three times a
+        micro-batch, a plain learner's in bf16.
+        """
         s, learner = self.shapes, self.config.learner
         length = self.lengths.prompt + self.lengths.answer
         tokens = self.sequences * length
         forwards = 2 if learner.gradient_checkpointing is True else 1
         gain = self.gain if learner.aligned else 1.0
-        scores = 2 * tokens * length * s.layers * s.heads * s.head_dim  # causal: half of 4
+        # causal: half of 4
+        scores = 2 * tokens * length * s.layers * s.heads * s.head_dim
         products = 2 * tokens * (forwards * self.active / gain + 2 * self.active + 3 * s.head)
         work = (products + scores * (forwards + 2.5)) / self.flops
         micro = math.ceil(tokens / learner.micro_batch_tokens)
@@ -196,7 +240,11 @@ class _Count:
             flops = ITERATIONS * sum(4 * m * m * n + 2 * m**3 for m, n in short) * s.layers
             seconds += flops / (self.processes if self.stage else 1) / self.flops
         if self.stage and self.processes > 1:
-            sent = s.quantized_bytes(self.config.scheme, 2) if self.stage == 3 else master * s.parameters
+            sent = (
+                s.quantized_bytes(self.config.scheme, 2)
+                if self.stage == 3
+                else master * s.parameters
+            )
             seconds += sent * (1 - 1 / self.processes) / self.sends
         return seconds * learner.mini_batches
 
@@ -206,22 +254,30 @@ class _Count:
         kinds = 1 if self.spec.weights is None else 2 + (self.spec.format == "pack-quantized")
         matrices = s.layers * (len(s.attention_matrices) + len(s.mlp_matrices) * max(s.experts, 1))
         stored = s.quantized_bytes(self.config.scheme, 2) + 4 * s.head
-        copies = matrices * min(kinds, 2) * A_COPY + stored / PAGEABLE  # shapes lie on the host
-        return (matrices * kinds * A_CALL + copies + 2 * stored / self.reads) * self.config.learner.mini_batches
+        # shapes lie on the host
+        copies = matrices * min(kinds, 2) * A_COPY + stored / PAGEABLE
+        return (
+            matrices * kinds * A_CALL + copies + 2 * stored / self.reads
+        ) * self.config.learner.mini_batches
 
 
 def table(rows: list[StepTime], title: str) -> PlainTable:
-    """Seconds of each part, and the whole against bf16 and against the plain learner of the same scheme."""
+    """Seconds of each part, and the whole against bf16 and against the plain learner of the same
+    scheme.
+    """
     columns = ("at once", *rows[0].parts, "step, s", "of bf16", "of plain")
     shown = PlainTable("learner", *columns, figures=columns, title=title)
     whole = {(row.scheme, row.learner): row.total for row in rows}
     for row in rows:
         plain = whole.get((row.scheme, "plain")) if row.learner == "QaRL" else None
         shown.add_row(
-            row.scheme if row.learner == "bf16" else f"{row.scheme} {row.learner}", str(row.at_once),
-            *(f"{seconds:,.1f}" for seconds in row.parts.values()), f"{row.total:,.0f}",
-            f"{row.total / rows[0].total:.2f}", f"{row.total / plain:.2f}" if plain else "-",
-        )  # fmt: skip
+            row.scheme if row.learner == "bf16" else f"{row.scheme} {row.learner}",
+            str(row.at_once),
+            *(f"{seconds:,.1f}" for seconds in row.parts.values()),
+            f"{row.total:,.0f}",
+            f"{row.total / rows[0].total:.2f}",
+            f"{row.total / plain:.2f}" if plain else "-",
+        )
     return shown
 
 

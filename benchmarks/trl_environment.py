@@ -13,6 +13,6 @@ def require_trl(python: Path) -> None:
     """Raise `ConfigError` where there is no interpreter for TRL."""
     if not os.access(python, os.X_OK):
         raise ConfigError(
-            f"no interpreter {str(python)!r} for TRL; make its environment with `make trl-env`, or name another one "
-            "with --trl-python"
+            f"no interpreter {str(python)!r} for TRL; make its environment with `make trl-env`, or"
+            " name another one with --trl-python"
         )

@@ -1,4 +1,6 @@
-"""A loop of one's own, to the same bits as `qarl train` with the embedded default: python examples/own_loop.py STEPS"""
+"""A loop of one's own, to the same bits as `qarl train` with the embedded default: python
+examples/own_loop.py STEPS
+"""
 
 import sys
 
@@ -14,14 +16,23 @@ def reward(problem, answer):
 
 
 def train(steps, model="tiny-qwen3", prompts=128):
-    policy, task = qarl.align(model, "w4a16"), qarl.load_task(qarl.TaskConfig(name="chain_sum", options=SUMS))
+    policy, task = (
+        qarl.align(model, "w4a16"),
+        qarl.load_task(qarl.TaskConfig(name="chain_sum", options=SUMS)),
+    )
     matrices, others = policy.muon_groups()
     muon = torch.optim.Muon(matrices, lr=8e-4, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
     adamw = torch.optim.AdamW(others, lr=8e-4, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
     with qarl.engine(policy, max_prompt_tokens=64, max_new_tokens=8, max_num_seqs=512) as engine:
         for step in range(steps):
-            problems, seed, groups = task.problems("train", step * prompts, prompts, 0), qarl.step_seed(0, step), []
-            for problem, answers in zip(problems, engine.generate(problems, samples=8, seed=seed), strict=True):
+            problems, seed, groups = (
+                task.problems("train", step * prompts, prompts, 0),
+                qarl.step_seed(0, step),
+                [],
+            )
+            for problem, answers in zip(
+                problems, engine.generate(problems, samples=8, seed=seed), strict=True
+            ):
                 scores = tuple(reward(problem, answer) for answer in answers)
                 groups.append(qarl.Group(engine.prompt(problem), tuple(answers), scores))
             batch = qarl.make_batch(groups).to(policy.device)
@@ -30,16 +41,25 @@ def train(steps, model="tiny-qwen3", prompts=128):
             for rows in qarl.mini_batches(batch, 2, seed):
                 part = batch.rows(rows)
                 loss = qarl.losses.tbpo(
-                    policy.batch_logprobs(part), old[rows][:, : part.tokens.shape[1] - 1], part.sampler_logprobs,
-                    part.advantages, part.response_mask, epsilon_high=0.1, delta_high=0.1, delta_low=0.1,
-                )  # fmt: skip
+                    policy.batch_logprobs(part),
+                    old[rows][:, : part.tokens.shape[1] - 1],
+                    part.sampler_logprobs,
+                    part.advantages,
+                    part.response_mask,
+                    epsilon_high=0.1,
+                    delta_high=0.1,
+                    delta_low=0.1,
+                )
                 loss.loss.backward()
                 torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
                 for optimizer in (muon, adamw):
                     optimizer.step()
                     optimizer.zero_grad()
                 policy.refresh()
-            yield sum(sum(group.rewards) for group in groups) / len(batch.tokens), policy.publish(engine).digest
+            yield (
+                sum(sum(group.rewards) for group in groups) / len(batch.tokens),
+                policy.publish(engine).digest,
+            )
 
 
 if __name__ == "__main__":

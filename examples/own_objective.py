@@ -4,9 +4,10 @@ qarl train --objective own --learner.objective.function examples/own_objective.p
 
     J = mean over tokens of w_t · max(A_t, 0) · log π_cur
 
-`inputs` holds what every objective gets, fp32 [B, T-1] each: `current` (log-probs of the policy being stepped, with
-gradient), `proximal` (the older ones, for a ratio), `weight` (of the correction for the sampler's mismatch),
-`advantages`, and `response_mask` (bool). Return losses to be minimized, and where a bound was reached.
+`inputs` holds what every objective gets, fp32 [B, T-1] each: `current` (log-probs of the policy
+being stepped, with gradient), `proximal` (the older ones, for a ratio), `weight` (of the correction
+for the sampler's mismatch), `advantages`, and `response_mask` (bool). Return losses to be
+minimized, and where a bound was reached.
 """
 
 import torch

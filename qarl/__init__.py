@@ -1,10 +1,11 @@
 """QaRL: reinforcement learning where sampler and learner share one low-bit tensor.
 
-    policy = qarl.align("tiny-qwen3", "w4a16")      a transformers model whose forward multiplies low-bit tensors
-    engine = qarl.engine(policy)                    vLLM, sampling from the same tensors
-    policy.refresh(); policy.publish(engine)        after every step of an optimizer
+    policy = qarl.align("tiny-qwen3", "w4a16")      a transformers model whose forward multiplies
+    low-bit tensors engine = qarl.engine(policy)                    vLLM, sampling from the same
+    tensors policy.refresh(); policy.publish(engine)        after every step of an optimizer
 
-docs/reference/api.md has every name. Each is imported at its first use: `import qarl` alone costs nothing.
+docs/reference/api.md has every name. Each is imported at its first use: `import qarl` alone costs
+nothing.
 """
 
 from importlib import import_module
@@ -24,17 +25,40 @@ if TYPE_CHECKING:
     from qarl.tasks import load_task
 
 __all__ = [
-    "Batch", "Completion", "Engine", "Group", "Policy", "PolicyError", "Prompt", "QarlError", "TaskConfig", "align",
-    "config", "engine", "evaluate", "load_task", "losses", "make_batch", "mini_batches", "plan", "step_seed", "train",
-]  # fmt: skip
+    "Batch",
+    "Completion",
+    "Engine",
+    "Group",
+    "Policy",
+    "PolicyError",
+    "Prompt",
+    "QarlError",
+    "TaskConfig",
+    "align",
+    "config",
+    "engine",
+    "evaluate",
+    "load_task",
+    "losses",
+    "make_batch",
+    "mini_batches",
+    "plan",
+    "step_seed",
+    "train",
+]
 
 _HOMES = {
-    "api.align": "align", "api.engine": "Engine engine", "api.policy": "Policy",
+    "api.align": "align",
+    "api.engine": "Engine engine",
+    "api.policy": "Policy",
     "api.runs": "config evaluate plan train",
-    "configs.errors": "PolicyError QarlError", "configs.schema.task": "TaskConfig", "configs.seeds": "step_seed",
-    "learner.batching": "Batch make_batch mini_batches", "rollout.types": "Completion Group Prompt",
+    "configs.errors": "PolicyError QarlError",
+    "configs.schema.task": "TaskConfig",
+    "configs.seeds": "step_seed",
+    "learner.batching": "Batch make_batch mini_batches",
+    "rollout.types": "Completion Group Prompt",
     "tasks": "load_task",
-}  # fmt: skip
+}
 """Modules → the public names that are made there."""
 
 

@@ -26,11 +26,18 @@ from qarl.tasks import Task
 
 
 def train(
-    config: RunConfig, folder: RunFolder, dashboard: Dashboard, processes: Processes, resume: bool = False,
-    log: Log = unlogged, task: Task | None = None,
-) -> Outcome:  # fmt: skip
-    """Run until `config.steps` or an interrupt; returns what the run ended with. All processes run the same loop on the
-    same groups, of which each sampled its share; the first alone writes, also to `log`. task: of `config`, loaded."""
+    config: RunConfig,
+    folder: RunFolder,
+    dashboard: Dashboard,
+    processes: Processes,
+    resume: bool = False,
+    log: Log = unlogged,
+    task: Task | None = None,
+) -> Outcome:
+    """Run until `config.steps` or an interrupt; returns what the run ended with. All processes run
+    the same loop on the same groups, of which each sampled its share; the first alone writes, also
+    to `log`. task: of `config`, loaded.
+    """
     with phase("loading the model"):
         policy, at = open_policy(config, processes, task), Position()
     if resume:
@@ -39,21 +46,46 @@ def train(
         at = Position(**state["position"])
     elif config.quantization.init is not None:
         with phase(f"calibrating codes by {config.quantization.init}"):
-            start_from_codes(policy.model, initial_codes(policy, config), keep_masters=not config.learner.aligned)
+            start_from_codes(
+                policy.model,
+                initial_codes(policy, config),
+                keep_masters=not config.learner.aligned,
+            )
     with open_session(config, folder, policy) as session:
         trained = [*session.describe(), *trained_part(policy, config)]
-        dashboard.audited(session.audited, policy.model.materializers(), policy.learner.scorer.packed, trained)
+        dashboard.audited(
+            session.audited,
+            policy.model.materializers(),
+            policy.learner.scorer.packed,
+            trained,
+        )
         published = session.publisher.publish(at.version)
         if not resume and config.eval.problems:
             dashboard.baseline(heldout_at_first(session, config, at))
         if not resume and processes.first:
             write_start(folder, session.audited, published, at.first_accuracy, at.first_reward)
-        rollouts, resume_step = Rollouts(session, config, at, Stopwatch(dashboard.entered)), at.step if resume else None
-        recorder = TokenRecorder(folder.tokens, config.record, policy.prompter.tokenizer, resume_step, processes.first)
-        signs = RunWatch(read_until(folder.metrics, at.step), config.steps if config.early_warning == "stop" else 0)
+        rollouts, resume_step = (
+            Rollouts(session, config, at, Stopwatch(dashboard.entered)),
+            at.step if resume else None,
+        )
+        recorder = TokenRecorder(
+            folder.tokens,
+            config.record,
+            policy.prompter.tokenizer,
+            resume_step,
+            processes.first,
+        )
+        signs = RunWatch(
+            read_until(folder.metrics, at.step),
+            config.steps if config.early_warning == "stop" else 0,
+        )
         keeping = StepCheckpoints(config, folder, policy, at).last_step_kept()
         writing = metrics_writer(folder, resume_step, processes.first, log)
-        with keeping as checkpoints, writing as write, deferred_interrupt() as interrupted:
+        with (
+            keeping as checkpoints,
+            writing as write,
+            deferred_interrupt() as interrupted,
+        ):
             stopping = False
             while at.step < config.steps and not stopping:
                 metrics = _step(rollouts, at, recorder)
@@ -67,14 +99,25 @@ def train(
 
 def _step(rollouts: Rollouts, at: Position, recorder: TokenRecorder) -> StepMetrics:
     """One step of the loop; moves `at` forward."""
-    session, config, watch, policy = rollouts.session, rollouts.config, rollouts.watch, rollouts.session.policy
+    session, config, watch, policy = (
+        rollouts.session,
+        rollouts.config,
+        rollouts.watch,
+        rollouts.session.policy,
+    )
     sampled, groups = rollouts.take()
-    batch = make_batch(groups, policy.prompter.pad_token, config.learner.advantage, at.version) if groups else None
+    batch = (
+        make_batch(groups, policy.prompter.pad_token, config.learner.advantage, at.version)
+        if groups
+        else None
+    )
     learned = published = log = None
     if batch is not None and batch.advantages.any():
         log = recorder.log(batch, groups)
         with watch("learn"):
-            learned = policy.learner.learn(batch, at.step, session.gate if at.version == 0 else None, log)
+            learned = policy.learner.learn(
+                batch, at.step, session.gate if at.version == 0 else None, log
+            )
     at.skipped_batches += learned is None
     at.version += learned is not None
     at.step += 1  # learned: whatever fails from here on, a checkpoint is of this step
@@ -89,8 +132,15 @@ def _step(rollouts: Rollouts, at: Position, recorder: TokenRecorder) -> StepMetr
         with watch("evaluate"):
             measured = heldout_of(session, config)
     return StepMetrics(
-        step=at.step, weight_version=at.version, skipped_batches=at.skipped_batches, learn=learned,
-        accuracy=measured and measured.accuracy, heldout_reward=measured and measured.reward,
-        digest=published and published.digest, canary=published and published.canary and published.canary.mean_abs,
-        seconds=watch.take(), staleness=rollouts.staleness, **batch_metrics(sampled),
-    )  # fmt: skip
+        step=at.step,
+        weight_version=at.version,
+        skipped_batches=at.skipped_batches,
+        learn=learned,
+        accuracy=measured and measured.accuracy,
+        heldout_reward=measured and measured.reward,
+        digest=published and published.digest,
+        canary=published and published.canary and published.canary.mean_abs,
+        seconds=watch.take(),
+        staleness=rollouts.staleness,
+        **batch_metrics(sampled),
+    )

@@ -1,10 +1,11 @@
-"""Generate bad inputs of every kind, give each to `qarl` in process, and hold it to the contract: one message, exit
-status 2 (1 where something had begun), nothing left behind.
+"""Generate bad inputs of every kind, give each to `qarl` in process, and hold it to the contract:
+one message, exit status 2 (1 where something had begun), nothing left behind.
 
     python scripts/bad_inputs.py [--count 300] [--seed 0]
 
-Prints a table by kind and every input that breaks the contract; exit status 1 where one does. Nothing is trained: what
-needs an engine, or a model's weights in memory, is tests/qarl/test_refusals.py's.
+Prints a table by kind and every input that breaks the contract; exit status 1 where one does.
+Nothing is trained: what needs an engine, or a model's weights in memory, is
+tests/qarl/test_refusals.py's.
 """
 
 import argparse
@@ -83,7 +84,22 @@ def _wrong_value(rng: random.Random) -> list[str]:
         value = rng.choice(("[2, 3]", "0.9", "[0.9]", "[0.1, 0.2, 0.3]", "[a, b]", "[.inf, 0.1]"))
     else:
         value = rng.choice(
-            ("ten", "-1e30", "-7", ".inf", "-.inf", ".nan", "1e400", "[1]", "{a: 1}", "1,5", "", " ", "0x", "~5")
+            (
+                "ten",
+                "-1e30",
+                "-7",
+                ".inf",
+                "-.inf",
+                ".nan",
+                "1e400",
+                "[1]",
+                "{a: 1}",
+                "1,5",
+                "",
+                " ",
+                "0x",
+                "~5",
+            )
         )
     return _train(f"--{path}", value)
 
@@ -158,12 +174,30 @@ def _broken_line(rng: random.Random) -> list[str]:
 def _configuration_file(rng: random.Random) -> list[str]:
     text = rng.choice(
         (
-            b"steps: 1\nsteps: 2\n", b"learner: 5\n", b"learner:\n", b"- 1\n", b"a: [\n", b"\xe9: 1\n", b"steps: ten\n",
-            b"learner:\n  optimiser: {}\n", b"task: chain_sum\n", b"rollout: {prompts: -1}\n", b"\x00", b"a: &a [*a]\n",
-            b"learner: {objective: grpo}\n", b"steps: {1: 2}\n", b"? [1]\n: 2\n", b"model: [a]\n", b"export: maybe\n",
-            b"learner: {objective: {name: ppo}}\n", b"eval: null\n", b"layers: [5]\n", b"layers: [a=w9]\n", b"!!python/x 1",  # noqa: E501
+            b"steps: 1\nsteps: 2\n",
+            b"learner: 5\n",
+            b"learner:\n",
+            b"- 1\n",
+            b"a: [\n",
+            b"\xe9: 1\n",
+            b"steps: ten\n",
+            b"learner:\n  optimiser: {}\n",
+            b"task: chain_sum\n",
+            b"rollout: {prompts: -1}\n",
+            b"\x00",
+            b"a: &a [*a]\n",
+            b"learner: {objective: grpo}\n",
+            b"steps: {1: 2}\n",
+            b"? [1]\n: 2\n",
+            b"model: [a]\n",
+            b"export: maybe\n",
+            b"learner: {objective: {name: ppo}}\n",
+            b"eval: null\n",
+            b"layers: [5]\n",
+            b"layers: [a=w9]\n",
+            b"!!python/x 1",
         )
-    )  # fmt: skip
+    )
     Path("bad.yaml").write_bytes(text)
     return (
         _train("--config", rng.choice(("bad.yaml", "./bad.yaml")))
@@ -175,34 +209,59 @@ def _configuration_file(rng: random.Random) -> list[str]:
 def _scheme(rng: random.Random) -> list[str]:
     made = typo(rng.choice(SCHEME_NAMES), rng)
     made = made if made not in SCHEME_NAMES else made + "x"
-    return _train("--scheme", made) if rng.random() < 0.5 else _train("--layers", f"*.q_proj={made}")
+    return (
+        _train("--scheme", made) if rng.random() < 0.5 else _train("--layers", f"*.q_proj={made}")
+    )
 
 
 def _output(rng: random.Random) -> list[str]:
-    return _train("--output", rng.choice(("taken", "file/run", "/proc/no/run", "", "taken/", "x" * 300, "file")))
+    return _train(
+        "--output",
+        rng.choice(("taken", "file/run", "/proc/no/run", "", "taken/", "x" * 300, "file")),
+    )
 
 
 def _model(rng: random.Random) -> list[str]:
     folder = Path("model")
     damages: tuple[Callable[[], object], ...] = (
-        lambda: (folder / "config.json").write_text(rng.choice(("", "[]", "{", "5", "null", '"text"'))),
+        lambda: (folder / "config.json").write_text(
+            rng.choice(("", "[]", "{", "5", "null", '"text"'))
+        ),
         lambda: (folder / "config.json").unlink(),
         lambda: (folder / "tokenizer.json").unlink(),
         lambda: (folder / "tokenizer.json").write_text(rng.choice(("", "[]", "{"))),
-        lambda: (folder / "model.safetensors").write_bytes(rng.choice((b"", b"\0" * 8, b"\xff" * 99, b"garbage"))),
+        lambda: (folder / "model.safetensors").write_bytes(
+            rng.choice((b"", b"\0" * 8, b"\xff" * 99, b"garbage"))
+        ),
         lambda: (folder / "model.safetensors").unlink(),
         lambda: (folder / "model.safetensors").write_bytes(_tensors()[: -rng.randrange(1, 60)]),
-        lambda: (folder / "model.safetensors.index.json").write_text(rng.choice(("{}", "[", '{"weight_map": {"a": "b"}}'))),  # noqa: E501
-        lambda: (folder / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}'),
-        lambda: (folder / "config.json").write_text(json.dumps({"max_position_embeddings": rng.randrange(1, 70)})),
-    )  # fmt: skip
+        lambda: (folder / "model.safetensors.index.json").write_text(
+            rng.choice(("{}", "[", '{"weight_map": {"a": "b"}}'))
+        ),
+        lambda: (folder / "config.json").write_text(
+            '{"quantization_config": {"quant_method": "gptq"}}'
+        ),
+        lambda: (folder / "config.json").write_text(
+            json.dumps({"max_position_embeddings": rng.randrange(1, 70)})
+        ),
+    )
     if rng.random() < 0.7:
         rng.choice(damages)()
         return _train("--config", "tiny-qwen3", "--model", "model")
     return _train(
         "--model",
         rng.choice(
-            (typo("tiny-qwen3", rng) + "x", "file", "taken", "./nope", "/nope", "a/b/c", "Qwen3-8B", "", "~/nope")
+            (
+                typo("tiny-qwen3", rng) + "x",
+                "file",
+                "taken",
+                "./nope",
+                "/nope",
+                "a/b/c",
+                "Qwen3-8B",
+                "",
+                "~/nope",
+            )
         ),
     )
 
@@ -211,13 +270,22 @@ def _task(rng: random.Random) -> list[str]:
     fine = {"question": "1 + 1 =", "answer": "2"}
     lines = rng.choice(
         (
-            b"", b"\n\n", b"{\n", b"[1]\n", b"5\n", b'{"question": "1"}\n', b'{"answer": "1"}\n', b"\xff\xfe\n",
-            json.dumps({**fine, "answer": 0.5}).encode(), json.dumps({**fine, "split": "test"}).encode(),
-            json.dumps({**fine, "split": "train"}).encode(), json.dumps({**fine, "split": "heldout"}).encode(),
+            b"",
+            b"\n\n",
+            b"{\n",
+            b"[1]\n",
+            b"5\n",
+            b'{"question": "1"}\n',
+            b'{"answer": "1"}\n',
+            b"\xff\xfe\n",
+            json.dumps({**fine, "answer": 0.5}).encode(),
+            json.dumps({**fine, "split": "test"}).encode(),
+            json.dumps({**fine, "split": "train"}).encode(),
+            json.dumps({**fine, "split": "heldout"}).encode(),
             b"\n".join(json.dumps({**fine, "split": s}).encode() for s in ("train", "heldout")),
             json.dumps({**fine, "question": ["a"]}).encode(),
         )
-    )  # fmt: skip
+    )
     Path("bad.jsonl").write_bytes(lines)
     other = ("nope.jsonl", "x.csv", "x.json", "owner/name", "taken", "gsm8k!", "")
     return _train("--task", "bad.jsonl" if rng.random() < 0.6 else rng.choice(other))
@@ -226,18 +294,40 @@ def _task(rng: random.Random) -> list[str]:
 def _reward(rng: random.Random) -> list[str]:
     body = rng.choice(
         (
-            "def reward(problem, text):\n    return []\n", "def reward(problem, text):\n    return 'x'\n", "def reward(problem, text):\n    1 / 0\n",  # noqa: E501
-            "def reward(problem, text):\n    raise SystemExit(3)\n", "def reward(p):\n    return 1.0\n", "def reward(:\n", "reward = 5\n",  # noqa: E501
-            "def reward(problem, text):\n    return float('nan')\n", "def reward(problem, text):\n    return 1e300\n", "import no_such_thing\n",  # noqa: E501
-            "import sys\nsys.exit(4)\n", "raise KeyError('x')\n", "def other(problem, text):\n    return 1.0\n", "\0",
+            "def reward(problem, text):\n    return []\n",
+            "def reward(problem, text):\n    return 'x'\n",
+            "def reward(problem, text):\n    1 / 0\n",
+            "def reward(problem, text):\n    raise SystemExit(3)\n",
+            "def reward(p):\n    return 1.0\n",
+            "def reward(:\n",
+            "reward = 5\n",
+            "def reward(problem, text):\n    return float('nan')\n",
+            "def reward(problem, text):\n    return 1e300\n",
+            "import no_such_thing\n",
+            "import sys\nsys.exit(4)\n",
+            "raise KeyError('x')\n",
+            "def other(problem, text):\n    return 1.0\n",
+            "\0",
         )
-    )  # fmt: skip
+    )
     Path("bad_reward.py").write_text(body)
     good = ("--task", "good.jsonl", "--reward")
     if rng.random() < 0.75:
         return _train(*good, "bad_reward.py:reward")
     return _train(
-        *good, rng.choice(("nope:f", "nope.py:f", "bad_reward", ":", "a:b:c", "", "bad_reward.py:", "json:dumps:"))
+        *good,
+        rng.choice(
+            (
+                "nope:f",
+                "nope.py:f",
+                "bad_reward",
+                ":",
+                "a:b:c",
+                "",
+                "bad_reward.py:",
+                "json:dumps:",
+            )
+        ),
     )
 
 
@@ -264,9 +354,20 @@ def _run_folder(rng: random.Random) -> list[str]:
 
 
 KINDS: tuple[Kind, ...] = (
-    _unknown_option, _wrong_value, _wrong_choice, _misplaced_option, _said_twice, _broken_line, _configuration_file, _scheme,  # noqa: E501
-    _output, _model, _task, _reward, _run_folder,
-)  # fmt: skip
+    _unknown_option,
+    _wrong_value,
+    _wrong_choice,
+    _misplaced_option,
+    _said_twice,
+    _broken_line,
+    _configuration_file,
+    _scheme,
+    _output,
+    _model,
+    _task,
+    _reward,
+    _run_folder,
+)
 
 
 def _tensors() -> bytes:
@@ -275,7 +376,9 @@ def _tensors() -> bytes:
 
 
 def furnish(place: Path) -> None:
-    """What inputs refer to: a model's files, good questions, a finished run, runs with a damaged or a newer config."""
+    """What inputs refer to: a model's files, good questions, a finished run, runs with a damaged or
+    a newer config.
+    """
     (place / "taken").mkdir()
     (place / "file").write_text("")
     (place / "model").mkdir()
@@ -284,7 +387,11 @@ def furnish(place: Path) -> None:
     (place / "model" / "model.safetensors").write_bytes(_tensors())
     questions = ({"question": f"{i} + 1 =", "answer": str(i + 1)} for i in range(64))
     (place / "good.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
-    for name, text in (("run", "steps: 8\n"), ("broken", "steps: [\n"), ("newer", "future: 1\n")):
+    for name, text in (
+        ("run", "steps: 8\n"),
+        ("broken", "steps: [\n"),
+        ("newer", "future: 1\n"),
+    ):
         checkpoint = place / name / "checkpoints" / "step-000008"
         checkpoint.mkdir(parents=True)
         (checkpoint / "manifest.json").write_text('{"step": 8, "sha256": {}}')
@@ -307,8 +414,17 @@ def faults(arguments: list[str], place: Path) -> list[str]:
     message = err.getvalue().strip()
     found = [] if status in (1, 2) else [f"exit status {status}"]
     if not message or len(message.splitlines()) > LONGEST_MESSAGE or len(message) > 2000:
-        found.append(f"a message of {len(message.splitlines())} lines and {len(message)} characters")
-    foreign = ("Traceback", "validation error", "Input should", "usage: qarl [", "expected one argument", "pydantic")
+        found.append(
+            f"a message of {len(message.splitlines())} lines and {len(message)} characters"
+        )
+    foreign = (
+        "Traceback",
+        "validation error",
+        "Input should",
+        "usage: qarl [",
+        "expected one argument",
+        "pydantic",
+    )
     found += [f"speaks of {word!r}" for word in foreign if word in message]
     if _listing(place) != before:
         found.append("leaves something behind")
@@ -316,7 +432,9 @@ def faults(arguments: list[str], place: Path) -> list[str]:
 
 
 def try_all(count: int, seed: int) -> dict[str, list[tuple[list[str], list[str]]]]:
-    """Kind → (input, how it breaks the contract) of `count` inputs, dealt over the kinds in turn."""
+    """Kind → (input, how it breaks the contract) of `count` inputs, dealt over the kinds in
+    turn.
+    """
     tried: dict[str, list[tuple[list[str], list[str]]]] = {kind.__name__[1:]: [] for kind in KINDS}
     home = Path.cwd()
     for index in range(count):
@@ -333,12 +451,16 @@ def try_all(count: int, seed: int) -> dict[str, list[tuple[list[str], list[str]]
 
 
 def _report() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--count", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     known = parser.parse_args()
     tried = try_all(known.count, known.seed)
-    broken = Counter({kind: sum(bool(found) for _, found in inputs) for kind, inputs in tried.items()})
+    broken = Counter(
+        {kind: sum(bool(found) for _, found in inputs) for kind, inputs in tried.items()}
+    )
     print(f"{'kind':<20} {'inputs':>6} {'refused well':>12}")
     for kind, inputs in tried.items():
         print(f"{kind:<20} {len(inputs):>6} {len(inputs) - broken[kind]:>12}")

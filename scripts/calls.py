@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 NOTE = "_ran_by_a_test"
-"""The builtin that every function calls first. A tracer would be asked of every library's functions too: three times
-the seconds."""
+"""The builtin that every function calls first. A tracer would be asked of every library's functions
+too: three times the seconds.
+"""
 
 
 class Calls:
-    """file: where other processes than this one append theirs, a line each. Functions of root/qarl count."""
+    """file: where other processes than this one append theirs, a line each. Functions of root/qarl
+    count.
+    """
 
     def __init__(self, root: Path | str, file: Path | str) -> None:
         self.root, self.file = Path(root), Path(file)
@@ -22,20 +25,29 @@ class Calls:
         os.register_at_fork(after_in_child=self._in_child)
 
     def watch(self) -> None:
-        """From now on, in all threads: the modules imported from here on note which of their functions run."""
+        """From now on, in all threads: the modules imported from here on note which of their
+        functions run.
+        """
         os.environ.setdefault("MUTATE_PID", str(os.getpid()))
         setattr(builtins, NOTE, self._note)
         as_it_is = SourceFileLoader.source_to_code
 
         def source_to_code(loader: Any, data: Any, path: Any, **options: Any) -> Any:
-            place = os.path.realpath(path).removeprefix(f"{self.root}/") if isinstance(path, str) else ""
-            counts = place.startswith("qarl/") and b"import njit" not in data  # numba compiles what it reads
+            place = (
+                os.path.realpath(path).removeprefix(f"{self.root}/")
+                if isinstance(path, str)
+                else ""
+            )
+            # numba compiles what it reads
+            counts = place.startswith("qarl/") and b"import njit" not in data
             return as_it_is(loader, noting(bytes(data), place) if counts else data, path, **options)
 
         SourceFileLoader.source_to_code = source_to_code  # type: ignore[method-assign]
 
     def taken(self) -> set[str]:
-        """What ran since the last time, as "file:function", here and in the processes that this one started."""
+        """What ran since the last time, as "file:function", here and in the processes that this one
+        started.
+        """
         ran, self._ran = self._ran, set()
         if self.file.exists():
             ran |= set(self.file.read_text().split("\n")) - {""}
@@ -55,7 +67,9 @@ class Calls:
 
 
 def noting(source: bytes, place: str) -> ast.Module:
-    """The module with a call of `NOTE` at the start of each function, after its docstring, and of each lambda."""
+    """The module with a call of `NOTE` at the start of each function, after its docstring, and of
+    each lambda.
+    """
     tree = ast.parse(source)
     _Noting(place).visit(tree)
     return ast.fix_missing_locations(tree)
@@ -78,7 +92,10 @@ class _Noting(ast.NodeTransformer):
     def visit_FunctionDef(self, node: Any) -> ast.AST:
         self._scope.append(node.name)
         node.body = [self.visit(statement) for statement in node.body]
-        node.body.insert(int(ast.get_docstring(node, clean=False) is not None), ast.Expr(self._call()))
+        node.body.insert(
+            int(ast.get_docstring(node, clean=False) is not None),
+            ast.Expr(self._call()),
+        )
         self._scope.pop()
         return node
 
@@ -87,5 +104,9 @@ class _Noting(ast.NodeTransformer):
 
     def visit_Lambda(self, node: ast.Lambda) -> ast.AST:
         self.generic_visit(node)
-        node.body = ast.Subscript(ast.Tuple([self._call(), node.body], ast.Load()), ast.Constant(1), ast.Load())
+        node.body = ast.Subscript(
+            ast.Tuple([self._call(), node.body], ast.Load()),
+            ast.Constant(1),
+            ast.Load(),
+        )
         return node

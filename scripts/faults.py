@@ -1,16 +1,19 @@
 #!/usr/bin/env python3
-"""Break runs at random moments, and see that nothing is lost, no process left, no traceback shown, nothing opened.
+"""Break runs at random moments, and see that nothing is lost, no process left, no traceback shown,
+nothing opened.
 
     scripts/faults.py --kills 25 --disks 10 --servers 10 --combinations 110 --seed S [--json FILE]
 
-kills: SIGKILL at a random moment of a run, half of the time to the process started, else to any other of its tree.
-Of kills, disks and servers every second trial is broken after its first checkpoint, so that it resumes from one.
-disks: the run's folder on a file system of its own that is full from a random moment on (needs `unshare -rm`).
-servers: SIGKILL to any process of a run's two servers. combinations: random options, of `tests.runs.test_combinations`.
+kills: SIGKILL at a random moment of a run, half of the time to the process started, else to any
+other of its tree. Of kills, disks and servers every second trial is broken after its first
+checkpoint, so that it resumes from one. disks: the run's folder on a file system of its own that is
+full from a random moment on (needs `unshare -rm`). servers: SIGKILL to any process of a run's two
+servers. combinations: random options, of `tests.runs.test_combinations`.
 
-A broken run either ends by itself with a line or goes on; what ended is resumed, and metrics and exported tensors must
-equal those of a run left alone, to the last bit. Every process seen below the run must be gone 20 s after it, and no
-socket may listen beyond loopback. Exit status: 0 all right, 1 something not. --json keeps the outcomes and goes on.
+A broken run either ends by itself with a line or goes on; what ended is resumed, and metrics and
+exported tensors must equal those of a run left alone, to the last bit. Every process seen below the
+run must be gone 20 s after it, and no socket may listen beyond loopback. Exit status: 0 all right,
+1 something not. --json keeps the outcomes and goes on.
 """
 
 import argparse
@@ -34,11 +37,30 @@ import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from tests.runs.test_combinations import SIZES, draw, refusals, stopped_by_other_experts  # noqa: E402
+from tests.runs.test_combinations import (  # noqa: E402
+    SIZES,
+    draw,
+    refusals,
+    stopped_by_other_experts,
+)
 from tests.support.runs import Run, lines  # noqa: E402
 
-SMALL = ["--steps", "4", "--prompts", "8", "--samples", "4", "--eval.problems", "16", "--eval-every", "2",
-         "--checkpoint-every", "2", "--mini-batches", "2"]  # fmt: skip
+SMALL = [
+    "--steps",
+    "4",
+    "--prompts",
+    "8",
+    "--samples",
+    "4",
+    "--eval.problems",
+    "16",
+    "--eval-every",
+    "2",
+    "--checkpoint-every",
+    "2",
+    "--mini-batches",
+    "2",
+]
 RUNS = {
     "default": "",
     "w8a8, LoRA": "--scheme w8a8 --learner.lora.name lora",
@@ -66,7 +88,9 @@ class Outcome:
 
 
 class Watch:
-    """The processes below a run, seen five times a second, and every second what listens beyond loopback."""
+    """The processes below a run, seen five times a second, and every second what listens beyond
+    loopback.
+    """
 
     def __init__(self, pid: int) -> None:
         self.seen: dict[tuple[int, float], psutil.Process] = {}
@@ -82,8 +106,13 @@ class Watch:
             for process in alive if looks % 5 == 0 else ():
                 with suppress(psutil.Error):
                     for socket in process.net_connections("inet"):
-                        if socket.status == psutil.CONN_LISTEN and socket.laddr.ip not in ("127.0.0.1", "::1"):
-                            self.listening.add(f"{socket.laddr.ip} of {' '.join(process.cmdline())[:80]}")
+                        if socket.status == psutil.CONN_LISTEN and socket.laddr.ip not in (
+                            "127.0.0.1",
+                            "::1",
+                        ):
+                            self.listening.add(
+                                f"{socket.laddr.ip} of {' '.join(process.cmdline())[:80]}"
+                            )
 
     def alive(self) -> list[psutil.Process]:
         """Those of the tree now, the run itself first."""
@@ -146,7 +175,10 @@ def _ended(run: Run, outcome: Outcome) -> tuple[int, str]:
 
 def _kill_late(run: Run, outcome: Outcome) -> None:
     outcome.faults.append("did not end in 400 s")
-    for process in [*psutil.Process(run.pid).children(recursive=True), psutil.Process(run.pid)]:
+    for process in [
+        *psutil.Process(run.pid).children(recursive=True),
+        psutil.Process(run.pid),
+    ]:
         with suppress(psutil.Error):
             process.kill()
 
@@ -169,7 +201,11 @@ def resumed(outcome: Outcome, run: Path, arguments: list[str]) -> int:
 def compared(outcome: Outcome, run: Path, sound: dict[str, Any]) -> None:
     """With the run left alone."""
     mine = result(run)
-    outcome.faults += [f"{name} differ from those of a run left alone" for name in sound if mine[name] != sound[name]]
+    outcome.faults += [
+        f"{name} differ from those of a run left alone"
+        for name in sound
+        if mine[name] != sound[name]
+    ]
     if not mine["export"]:
         outcome.faults.append("nothing exported")
 
@@ -185,7 +221,9 @@ class Alone:
 
 @dataclass(frozen=True)
 class Moment:
-    """When a run is broken: `seconds` after its start or, `resumable`, after its first checkpoint."""
+    """When a run is broken: `seconds` after its start or, `resumable`, after its first
+    checkpoint.
+    """
 
     resumable: bool
     seconds: float
@@ -195,7 +233,11 @@ class Moment:
     def drawn(cls, rng: random.Random, number: int, alone: Alone) -> "Moment":
         """Every second trial's is after the first checkpoint."""
         resumable = number % 2 == 1
-        return cls(resumable, rng.uniform(0, alone.seconds - alone.checkpointed * resumable), alone)
+        return cls(
+            resumable,
+            rng.uniform(0, alone.seconds - alone.checkpointed * resumable),
+            alone,
+        )
 
     def wait(self, run: Path, watch: Watch) -> None:
         """Until then, or until the run has ended."""
@@ -226,7 +268,9 @@ class Trials:
             run, began = self._folder / "alone", time.time()
             done = Run("train", *SMALL, *RUNS[name].split(), "--output", run).wait()
             if done.returncode:
-                raise RuntimeError(f"{name}, left alone, ended with status {done.returncode}:\n{done.stderr}")
+                raise RuntimeError(
+                    f"{name}, left alone, ended with status {done.returncode}:\n{done.stderr}"
+                )
             first = min(manifest.stat().st_mtime for manifest in checkpoints(run))
             self._sound[name] = Alone(result(run), time.time() - began, first - began)
             shutil.rmtree(run)
@@ -234,7 +278,11 @@ class Trials:
 
     def run(self, kind: str, number: int) -> Outcome:
         """One trial, drawn from seed, kind and number."""
-        began, run, rng = time.monotonic(), self._folder / "run", random.Random(f"{self._seed} {kind} {number}")
+        began, run, rng = (
+            time.monotonic(),
+            self._folder / "run",
+            random.Random(f"{self._seed} {kind} {number}"),
+        )
         outcome = getattr(self, f"_{kind}")(number, run, rng)
         outcome.seed = self._seed
         outcome.seconds = round(time.monotonic() - began, 1)
@@ -255,7 +303,9 @@ class Trials:
         def kill(watch: Watch) -> str:
             moment.wait(run, watch)
             tree = watch.alive()
-            others = [process for process in tree[1:] if outcome.kind != "servers" or _serves(process)]
+            others = [
+                process for process in tree[1:] if outcome.kind != "servers" or _serves(process)
+            ]
             with suppress(psutil.Error, IndexError):  # no process is left
                 victim = tree[0] if root or not others else others[int(pick * len(others))]
                 name = " ".join(victim.cmdline())[:80]
@@ -286,7 +336,13 @@ class Trials:
             os.truncate(ballast, max(0, ballast.stat().st_size - spare))
             return f"full but for {spare} bytes {moment}"
 
-        arguments = ["train", *SMALL, *RUNS[name].split(), "--output", str(place / "run")]
+        arguments = [
+            "train",
+            *SMALL,
+            *RUNS[name].split(),
+            "--output",
+            str(place / "run"),
+        ]
         try:
             status = broken(outcome, arguments, fill)
             ballast.unlink()
@@ -298,8 +354,19 @@ class Trials:
 
     def _combinations(self, number: int, run: Path, rng: random.Random) -> Outcome:
         combination = draw(rng.randrange(10**9))
-        outcome, reasons = Outcome("combinations", number, str(combination)), refusals(combination)
-        arguments = ["train", *combination.arguments(), *SIZES, "--steps", "2", "--output", str(run)]
+        outcome, reasons = (
+            Outcome("combinations", number, str(combination)),
+            refusals(combination),
+        )
+        arguments = [
+            "train",
+            *combination.arguments(),
+            *SIZES,
+            "--steps",
+            "2",
+            "--output",
+            str(run),
+        ]
         moment = rng.uniform(0, 8) if number % 3 == 0 else None
 
         def kill(watch: Watch) -> str:
@@ -322,7 +389,9 @@ class Trials:
             status = resumed(outcome, run, arguments)
         if status == 0 and reasons:
             outcome.faults.append(f"not refused: {reasons}")
-        if status == 0 and ([line["step"] for line in lines(run)] != [1, 2] or not (run / "export").is_dir()):
+        if status == 0 and (
+            [line["step"] for line in lines(run)] != [1, 2] or not (run / "export").is_dir()
+        ):
             outcome.faults.append("two steps and an export expected")
         return outcome
 
@@ -335,11 +404,15 @@ def _serves(process: psutil.Process) -> bool:
 
 def main() -> int:
     """Run the trials; print each, then what was wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for kind in KINDS:
         parser.add_argument(f"--{kind}", type=int, default=0, metavar="COUNT")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="keep the outcomes here, and go on from what it holds")
+    parser.add_argument(
+        "--json", type=Path, help="keep the outcomes here, and go on from what it holds"
+    )
     options = parser.parse_args()
     kept = json.loads(options.json.read_text()) if options.json and options.json.exists() else []
     if any(row["seed"] != options.seed for row in kept):
@@ -347,8 +420,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         trials = Trials(Path(folder), options.seed)
         counts = {kind: getattr(options, kind) for kind in KINDS}
-        planned = [(number / count, kind, number) for kind, count in counts.items() for number in range(count)]
-        for _, kind, number in sorted(planned):  # kinds in turn, so that what is cut short is of all
+        planned = [
+            (number / count, kind, number)
+            for kind, count in counts.items()
+            for number in range(count)
+        ]
+        # kinds in turn, so that what is cut short is of all
+        for _, kind, number in sorted(planned):
             if any((row["kind"], row["number"]) == (kind, number) for row in kept):
                 continue
             kept.append(asdict(trials.run(kind, number)))
@@ -356,7 +434,11 @@ def main() -> int:
             if options.json:
                 options.json.write_text(json.dumps(kept, indent=1) + "\n")
     wrong = [row for row in kept if row["faults"]]
-    print(f"{len(kept)} trials, {len(wrong)} with faults", *(json.dumps(row, indent=1) for row in wrong), sep="\n")
+    print(
+        f"{len(kept)} trials, {len(wrong)} with faults",
+        *(json.dumps(row, indent=1) for row in wrong),
+        sep="\n",
+    )
     return 1 if wrong else 0
 
 

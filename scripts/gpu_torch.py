@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""What a GPU shows with torch and transformers alone, before vLLM is there: the first piece of scripts/gpu_bringup.sh.
+"""What a GPU shows with torch and transformers alone, before vLLM is there: the first piece of
+scripts/gpu_bringup.sh.
 
     python scripts/gpu_torch.py FOLDER [--device cuda] [--only PIECE] [--small]
 
-Each piece compares the device with the CPU, or two ways on the device, and writes FOLDER/torch-PIECE.json: status 0
-where all agree, seconds, figures, the error. One that passed is not run again. torch 2.11 or later. Has run on no GPU
-yet. Exit status: how many pieces failed. Axes: O output rows, I input columns, N tokens, H heads, D head size.
+Each piece compares the device with the CPU, or two ways on the device, and writes
+FOLDER/torch-PIECE.json: status 0 where all agree, seconds, figures, the error. One that passed is
+not run again. torch 2.11 or later. Has run on no GPU yet. Exit status: how many pieces failed.
+Axes: O output rows, I input columns, N tokens, H heads, D head size.
 """
 
 import argparse
@@ -57,12 +59,17 @@ def within(bound: float, **errors: float) -> Figures:
 
 
 def codes(device: str, small: bool) -> Figures:
-    """Every scheme's codes and scales, of float32 and bfloat16 masters, are the CPU's to the last bit."""
+    """Every scheme's codes and scales, of float32 and bfloat16 masters, are the CPU's to the last
+    bit.
+    """
     different = []
     for scheme in SCHEMES:
         for dtype in (torch.float32, BF16):
             weight = values(256, 512 if small else 4096).to(dtype)
-            sides = [materialize(w, get_scheme(scheme), BF16).tensors() for w in (weight, weight.to(device))]
+            sides = [
+                materialize(w, get_scheme(scheme), BF16).tensors()
+                for w in (weight, weight.to(device))
+            ]
             for (name, ours), (_, theirs) in zip(*sides, strict=True):
                 if not torch.equal(ours.view(torch.uint8), theirs.cpu().view(torch.uint8)):
                     different.append(f"{scheme} {dtype} {name}")
@@ -71,16 +78,23 @@ def codes(device: str, small: bool) -> Figures:
 
 
 def linear(device: str, small: bool) -> Figures:
-    """Product and straight-through gradients of a dense layer, by the reference product: near the CPU's."""
+    """Product and straight-through gradients of a dense layer, by the reference product: near the
+    CPU's.
+    """
     rows, columns, tokens = (128, 256, 40) if small else (2048, 2048, 4096)
 
     def run(at: str, scheme: str) -> list[torch.Tensor]:
         master = nn.Parameter(values(rows, columns).to(at))
-        layer = LowBitLinear("layer", master, None, get_scheme(scheme), LayerContext(BF16, "reference"))
+        layer = LowBitLinear(
+            "layer", master, None, get_scheme(scheme), LayerContext(BF16, "reference")
+        )
         layer.refresh()
         x = values(tokens, columns, seed=1).to(at, BF16).requires_grad_()
         y = layer(x)
-        return [y, *torch.autograd.grad(y, [x, master], values(tokens, rows, seed=2).to(at, BF16))]
+        return [
+            y,
+            *torch.autograd.grad(y, [x, master], values(tokens, rows, seed=2).to(at, BF16)),
+        ]
 
     errors: Figures = {}
     for scheme in SCHEMES:
@@ -90,15 +104,28 @@ def linear(device: str, small: bool) -> Figures:
 
 
 def attention(device: str, small: bool) -> Figures:
-    """torch's attention of sequences of differing lengths in one call, and its backward, against each alone in fp32."""
+    """torch's attention of sequences of differing lengths in one call, and its backward, against
+    each alone in fp32.
+    """
     from qarl.quant.kernels.flash_attention import flash_gradients
 
     if device == "cpu":
         return {"skipped": "torch has it on GPUs alone"}
-    heads, groups, size, lengths = 16, 8, 128, [5, 64, 1, 130] if small else [1000, 3000, 1, 95]
+    heads, groups, size, lengths = (
+        16,
+        8,
+        128,
+        [5, 64, 1, 130] if small else [1000, 3000, 1, 95],
+    )
     starts = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
-    q, k, v = (values(sum(lengths), n, size, seed=n).to(device, BF16) for n in (heads, groups, groups))
-    dy, scale, longest = values(sum(lengths), heads, size, seed=9).to(device, BF16), size**-0.5, max(lengths)
+    q, k, v = (
+        values(sum(lengths), n, size, seed=n).to(device, BF16) for n in (heads, groups, groups)
+    )
+    dy, scale, longest = (
+        values(sum(lengths), heads, size, seed=9).to(device, BF16),
+        size**-0.5,
+        max(lengths),
+    )
     y, sums, _ = torch.ops.torch_attn._varlen_attn(
         q, k, v, starts, starts, longest, longest, True, scale, [-1, 0], True
     )
@@ -113,21 +140,35 @@ def attention(device: str, small: bool) -> Figures:
     expected = torch.cat([part.transpose(0, 1) for part in parts])
     exact_gradients = torch.autograd.grad(expected, exact, dy.float())
     names = ("y", "dq", "dk", "dv")
-    return within(0.02, **{n: error(a, b) for n, a, b in zip(names, ours, (expected, *exact_gradients), strict=True)})
+    return within(
+        0.02,
+        **{
+            n: error(a, b)
+            for n, a, b in zip(names, ours, (expected, *exact_gradients), strict=True)
+        },
+    )
 
 
 def experts(device: str, small: bool) -> Figures:
-    """Gradients of all experts at once (grouped products) against the loop over them, one expert without a token; the
-    full size is a layer of Qwen3-30B-A3B."""
+    """Gradients of all experts at once (grouped products) against the loop over them, one expert
+    without a token; the full size is a layer of Qwen3-30B-A3B.
+    """
     count, k, hidden, inner, tokens = (8, 2, 256, 128, 96) if small else (128, 8, 2048, 768, 16384)
     shape = ExpertsShape(count, k, hidden, inner, "silu", ExpertLayout())
     sizes = (count, 2 * inner, hidden), (count, hidden, inner)
-    masters = [nn.Parameter((values(*size, seed=s) * 0.3).to(device)) for s, size in enumerate(sizes)]
+    masters = [
+        nn.Parameter((values(*size, seed=s) * 0.3).to(device)) for s, size in enumerate(sizes)
+    ]
     gate_up, down = masters
     context = LayerContext(BF16, "reference")
-    layer = RoutedLowBitExperts("model.layers.0.mlp.experts", gate_up, down, shape, get_scheme("w4a16"), context)
+    layer = RoutedLowBitExperts(
+        "model.layers.0.mlp.experts", gate_up, down, shape, get_scheme("w4a16"), context
+    )
     layer.refresh()
-    x, scores = values(tokens, hidden, seed=3).to(device, BF16).requires_grad_(), values(tokens, count, seed=4)
+    x, scores = (
+        values(tokens, hidden, seed=3).to(device, BF16).requires_grad_(),
+        values(tokens, count, seed=4),
+    )
     scores[:, 5] = -100.0
     weights, index = scores.to(device).softmax(-1).topk(k)
     dy, found, seconds = values(tokens, hidden, seed=5).to(device, BF16), [], []
@@ -139,43 +180,70 @@ def experts(device: str, small: bool) -> Figures:
             synchronize(device)
         found.append(gradients)
         seconds.append(time.perf_counter() - start)
-    errors = within(0.02, **{n: error(a, b) for n, a, b in zip(("dx", "gate_up", "down"), *found, strict=True)})
+    errors = within(
+        0.02,
+        **{n: error(a, b) for n, a, b in zip(("dx", "gate_up", "down"), *found, strict=True)},
+    )
     return {**errors, "grouped_seconds": seconds[0], "loop_seconds": seconds[1]}
 
 
 def step(device: str, small: bool) -> Figures:
-    """An update of a whole learner by AdamW: masters near the CPU's; the seconds of a second one, and memory."""
+    """An update of a whole learner by AdamW: masters near the CPU's; the seconds of a second one,
+    and memory.
+    """
     from tests.support.learners import batch_of, random_model
 
     ends: list[torch.Tensor] = []
     for at in ("cpu", device):
         model: Any = random_model()
-        low_bit = LowBitModel(model.to(at), get_scheme("w4a16"), LayerContext(BF16, "reference"), "transformers")
-        config = {"mini_batches": 1, "diagnostics_every": 0, "optimizer": {"name": "adamw", "lr": 1e-3}}
+        low_bit = LowBitModel(
+            model.to(at),
+            get_scheme("w4a16"),
+            LayerContext(BF16, "reference"),
+            "transformers",
+        )
+        config = {
+            "mini_batches": 1,
+            "diagnostics_every": 0,
+            "optimizer": {"name": "adamw", "lr": 1e-3},
+        }
         learner = Learner(low_bit, LearnerConfig.model_validate(config))
         learner.learn(batch_of(), step=0)
-        ends.append(torch.cat([master.detach().flatten().cpu() for master in low_bit.masters.values()]))
+        ends.append(
+            torch.cat([master.detach().flatten().cpu() for master in low_bit.masters.values()])
+        )
         start = time.perf_counter()
         learner.learn(batch_of(), step=1)
         synchronize(at)
     seconds = time.perf_counter() - start
     peak = torch.cuda.max_memory_allocated() / 2**30 if device != "cpu" else 0.0
-    return {**within(0.02, masters=error(ends[1], ends[0])), "seconds": seconds, "peak_gib": peak}
+    return {
+        **within(0.02, masters=error(ends[1], ends[0])),
+        "seconds": seconds,
+        "peak_gib": peak,
+    }
 
 
 def silu_gradients(dx: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
-    """Of silu(gate) · up, x = (gate, up), into dx: what `quant.graph.operators`, which needs vLLM, has compiled."""
+    """Of silu(gate) · up, x = (gate, up), into dx: what `quant.graph.operators`, which needs vLLM,
+    has compiled.
+    """
     (dgate, dup), (gate, up) = dx.chunk(2, dim=-1), x.chunk(2, dim=-1)
     dup.copy_(dy * torch.nn.functional.silu(gate))
     dgate.copy_(torch.ops.aten.silu_backward(dy * up, gate))
 
 
 def compiled(device: str, small: bool) -> Figures:
-    """A backward compiled as the learner's are, against itself without, to the last bit, and the seconds of both."""
+    """A backward compiled as the learner's are, against itself without, to the last bit, and the
+    seconds of both.
+    """
     if "isolate_recompiles" not in inspect.signature(torch.compile).parameters:
         return {"skipped": f"torch {torch.__version__} cannot compile variants apart; 2.13 can"}
     rows, columns = (64, 256) if small else (32768, 6144)
-    dy, x = values(rows, columns, seed=1).to(device, BF16), values(rows, 2 * columns, seed=2).to(device, BF16)
+    dy, x = (
+        values(rows, columns, seed=1).to(device, BF16),
+        values(rows, 2 * columns, seed=2).to(device, BF16),
+    )
     found, seconds = [], []
     for function in (compile_.compiled(silu_gradients), silu_gradients):
         for _ in range(2):  # the first one compiles
@@ -190,7 +258,14 @@ def compiled(device: str, small: bool) -> Figures:
     return {"compiled_seconds": seconds[0], "eager_seconds": seconds[1]}
 
 
-PIECES: tuple[Callable[[str, bool], Figures], ...] = (codes, linear, attention, experts, step, compiled)
+PIECES: tuple[Callable[[str, bool], Figures], ...] = (
+    codes,
+    linear,
+    attention,
+    experts,
+    step,
+    compiled,
+)
 
 
 def synchronize(device: str) -> None:
@@ -201,7 +276,9 @@ def synchronize(device: str) -> None:
 
 def main() -> int:
     """Run the pieces that have not passed; returns how many failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--only", choices=[piece.__name__ for piece in PIECES])
@@ -216,13 +293,20 @@ def main() -> int:
             continue
         start, record = (
             time.perf_counter(),
-            {"step": f"torch-{piece.__name__}", "status": 0, "torch": torch.__version__},
+            {
+                "step": f"torch-{piece.__name__}",
+                "status": 0,
+                "torch": torch.__version__,
+            },
         )
         try:
             record["figures"] = piece(options.device, options.small)
         except Exception as raised:
             failed += 1
-            record |= {"status": 1, "error": "".join(traceback.format_exception(raised)[-3:])}
+            record |= {
+                "status": 1,
+                "error": "".join(traceback.format_exception(raised)[-3:]),
+            }
         record["seconds"] = round(time.perf_counter() - start, 1)
         file.write_text(json.dumps(record, indent=1) + "\n")
         said = "failed" if record["status"] else "passed"

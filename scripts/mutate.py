@@ -1,20 +1,24 @@
 #!/usr/bin/env python3
-"""Draw small faults at random from a room's code, plant them one at a time, and see whether its tests catch them.
+"""Draw small faults at random from a room's code, plant them one at a time, and see whether its
+tests catch them.
 
-    scripts/mutate.py --room learner --count 100 --seed 1 [--json FILE] [--seconds S] [--tests PATH …]
+    scripts/mutate.py --room learner --count 100 --seed 1 [--json FILE] [--seconds S] [--tests PATH
+    …]
 
-A mutation changes one comparison, constant, operator, min or max, or drops one statement. It is drawn from the syntax
-tree of HEAD: a seed draws the same ones from the same commit. Each is planted alone in a scratch clone. The tests that
-run the changed function go first, the quickest in front, then those that run others of its file; where none is seen to
-run it (it is compiled, or read at import), then those that run files that import it, and all. Files
-whose tests share a fixture, such as an engine, keep their order.
-With --seconds the first ones alone that take so long together: a survivor is then one of those, and the score a bound
-from below. What runs what is recorded once a commit. Tests that fail on the sound code are left out. --tests names
-others than the room's: `--tests tests/learner tests/engine`. --survivors plants those alone that survived in an earlier
+A mutation changes one comparison, constant, operator, min or max, or drops one statement. It is
+drawn from the syntax tree of HEAD: a seed draws the same ones from the same commit. Each is planted
+alone in a scratch clone. The tests that run the changed function go first, the quickest in front,
+then those that run others of its file; where none is seen to run it (it is compiled, or read at
+import), then those that run files that import it, and all. Files whose tests share a fixture, such
+as an engine, keep their order. With --seconds the first ones alone that take so long together: a
+survivor is then one of those, and the score a bound from below. What runs what is recorded once a
+commit. Tests that fail on the sound code are left out. --tests names others than the room's:
+`--tests tests/learner tests/engine`. --survivors plants those alone that survived in an earlier
 --json, of the same commit and room: so what a room's tests let through meets the rest of the suite.
 
-A mutation may change nothing that the code does, so not every survivor is a gap: read them. Tests over the time limit
-count as a catch, listed apart. --json keeps the outcomes, of any seeds; the same command goes on from there.
+A mutation may change nothing that the code does, so not every survivor is a gap: read them. Tests
+over the time limit count as a catch, listed apart. --json keeps the outcomes, of any seeds; the
+same command goes on from there.
 
 Exit status: 0 all caught, 1 some not.
 """
@@ -52,7 +56,9 @@ LIBRARIES = ("torch", "transformers", "vllm", "datasets", "hypothesis")
 
 @dataclass(frozen=True)
 class Outcome:
-    """caught_by: the first failing test, "time limit", or "" for a survivor. tests: how many ran the function."""
+    """caught_by: the first failing test, "time limit", or "" for a survivor. tests: how many ran
+    the function.
+    """
 
     mutation: Mutation
     caught_by: str
@@ -61,12 +67,18 @@ class Outcome:
 
 
 class Recorder:
-    """A plugin of pytest: for each test that passes, its seconds and the functions of ours that it ran, in processes of
-    its own too. Those that a fixture of a module or session ran are every test's that uses it."""
+    """A plugin of pytest: for each test that passes, its seconds and the functions of ours that it
+    ran, in processes of its own too. Those that a fixture of a module or session ran are every
+    test's that uses it.
+    """
 
     def __init__(self, calls: Calls) -> None:
         self.tests: dict[str, dict[str, Any]] = {}
-        self._calls, self._now, self._fixtures = calls, set[str](), dict[str, set[str]]()
+        self._calls, self._now, self._fixtures = (
+            calls,
+            set[str](),
+            dict[str, set[str]](),
+        )
         self._passed = False
         self._sharing = set[str]()
 
@@ -93,7 +105,10 @@ class Recorder:
         shared = [self._fixtures.get(name, set()) for name in item.fixturenames]
         if self._passed:
             ran = sorted(self._now.union(*shared))
-            self.tests[item.nodeid] = {"seconds": time.monotonic() - started, "functions": ran}
+            self.tests[item.nodeid] = {
+                "seconds": time.monotonic() - started,
+                "functions": ran,
+            }
         return result
 
     def pytest_sessionfinish(self) -> None:
@@ -122,9 +137,15 @@ def record(paths: list[str], clone: Path) -> dict[str, dict[str, Any]]:
     return tests
 
 
-def run(mutation: Mutation, clone: Path, tests: dict[str, dict[str, Any]], seconds: float) -> Outcome:
+def run(
+    mutation: Mutation, clone: Path, tests: dict[str, dict[str, Any]], seconds: float
+) -> Outcome:
     """Plant, test, take out again. seconds: of the tests tried, as recorded, together."""
-    file, started, key = clone / mutation.file, time.monotonic(), f"{mutation.file}:{mutation.function}"
+    file, started, key = (
+        clone / mutation.file,
+        time.monotonic(),
+        f"{mutation.file}:{mutation.function}",
+    )
     near = [name for name in tests if key in tests[name]["functions"]]
     unseen = [] if near else [running(importers(mutation.file, clone), tests), list(tests)]
     tiers = [near, running([mutation.file], tests), *unseen]
@@ -133,7 +154,9 @@ def run(mutation: Mutation, clone: Path, tests: dict[str, dict[str, Any]], secon
     try:
         chosen = in_turn(tiers, tests)
         ends = itertools.accumulate(tests[name]["seconds"] for name in chosen)
-        in_time = [name for name, end in zip(chosen, ends, strict=True) if end <= seconds] or chosen[:1]
+        in_time = [
+            name for name, end in zip(chosen, ends, strict=True) if end <= seconds
+        ] or chosen[:1]
         caught = failing(in_time, clone, tests)
     finally:
         file.write_bytes(sound)
@@ -143,36 +166,53 @@ def run(mutation: Mutation, clone: Path, tests: dict[str, dict[str, Any]], secon
 def running(files: list[str], tests: dict[str, dict[str, Any]]) -> list[str]:
     """The tests that ran a function of these files."""
     starts = tuple(f"{file}:" for file in files)
-    return [name for name, test in tests.items() if any(ran.startswith(starts) for ran in test["functions"])]
+    return [
+        name
+        for name, test in tests.items()
+        if any(ran.startswith(starts) for ran in test["functions"])
+    ]
 
 
 def importers(file: str, clone: Path) -> list[str]:
-    """The files of ours that import this one: whose tests run it, where compiled code is not seen running."""
+    """The files of ours that import this one: whose tests run it, where compiled code is not seen
+    running.
+    """
     package, _, module = file.removesuffix(".py").replace("/", ".").rpartition(".")
-    imported = re.compile(rf"{re.escape(package)}\.{module}\b|from {re.escape(package)} import [^\n]*\b{module}\b")
+    imported = re.compile(
+        rf"{re.escape(package)}\.{module}\b|from {re.escape(package)} import [^\n]*\b{module}\b"
+    )
     sources = (path for path in (clone / "qarl").rglob("*.py"))
     return [str(path.relative_to(clone)) for path in sources if imported.search(path.read_text())]
 
 
 def in_turn(tiers: list[list[str]], tests: dict[str, dict[str, Any]]) -> list[str]:
-    """Each once, tier by tier, the quickest first; but those of a file that stay together where their seconds together
-    put them, in the file's own order."""
+    """Each once, tier by tier, the quickest first; but those of a file that stay together where
+    their seconds together put them, in the file's own order.
+    """
     chosen: dict[str, None] = {}
     for tier in tiers:
         groups: dict[str, list[str]] = {}
         for name in tier:
-            groups.setdefault(name.partition("::")[0] if tests[name]["together"] else name, []).append(name)
-        quickest = sorted(groups.values(), key=lambda names: sum(tests[name]["seconds"] for name in names))
+            groups.setdefault(
+                name.partition("::")[0] if tests[name]["together"] else name, []
+            ).append(name)
+        quickest = sorted(
+            groups.values(),
+            key=lambda names: sum(tests[name]["seconds"] for name in names),
+        )
         chosen |= dict.fromkeys(itertools.chain(*quickest))
     return list(chosen)
 
 
 def failing(names: list[str], clone: Path, tests: dict[str, dict[str, Any]]) -> str:
-    """The first of these tests that fails; "" where all pass. Files that keep their order have a process each: a
-    process has one engine."""
+    """The first of these tests that fails; "" where all pass. Files that keep their order have a
+    process each: a process has one engine.
+    """
     groups: dict[str, list[str]] = {}
     for name in names:
-        groups.setdefault(name.partition("::")[0] if tests[name]["together"] else "", []).append(name)
+        groups.setdefault(name.partition("::")[0] if tests[name]["together"] else "", []).append(
+            name
+        )
     return next(filter(None, (_failing(group, clone, tests) for group in groups.values())), "")
 
 
@@ -189,7 +229,9 @@ def _failing(names: list[str], clone: Path, tests: dict[str, dict[str, Any]]) ->
         process.join()
     if late:
         return "time limit"
-    failed = [text for text in output.read_text().splitlines() if text.startswith(("FAILED ", "ERROR "))]
+    failed = [
+        text for text in output.read_text().splitlines() if text.startswith(("FAILED ", "ERROR "))
+    ]
     if failed:
         return failed[0].split(" - ")[0].partition(" ")[2]
     if process.exitcode == 1:  # of pytest, only beside a failure
@@ -198,7 +240,9 @@ def _failing(names: list[str], clone: Path, tests: dict[str, dict[str, Any]]) ->
 
 
 def _pytest(clone: Path, names: list[str], ran: Path | None = None) -> None:
-    """In a fork of a process that has imported the libraries, none of ours. ran: the file for what each test ran."""
+    """In a fork of a process that has imported the libraries, none of ours. ran: the file for what
+    each test ran.
+    """
     os.setsid()
     os.chdir(clone)
     os.environ.update(alone(clone))
@@ -210,11 +254,22 @@ def _pytest(clone: Path, names: list[str], ran: Path | None = None) -> None:
     calls = Calls(clone.resolve(), clone.parent / "called")
     if ran:
         calls.watch()
-        start = f"from calls import Calls\nCalls({str(calls.root)!r}, {str(calls.file)!r}).watch()\n"
-        (clone.parent / "sitecustomize.py").write_text(f"import sys; sys.path.append({str(SCRIPTS)!r})\n{start}")
+        start = (
+            f"from calls import Calls\nCalls({str(calls.root)!r}, {str(calls.file)!r}).watch()\n"
+        )
+        (clone.parent / "sitecustomize.py").write_text(
+            f"import sys; sys.path.append({str(SCRIPTS)!r})\n{start}"
+        )
         os.environ["PYTHONPATH"] = f"{clone.parent}:{os.environ['PYTHONPATH']}"
     recorder = Recorder(calls)
-    command = ["-q", "-n", "0", "-p", "no:cacheprovider", *(names if ran else ["-x", *names])]
+    command = [
+        "-q",
+        "-n",
+        "0",
+        "-p",
+        "no:cacheprovider",
+        *(names if ran else ["-x", *names]),
+    ]
     status = pytest.main(command, plugins=[recorder] if ran else [])
     if ran:
         ran.write_text(json.dumps(recorder.tests))
@@ -225,31 +280,69 @@ def _pytest(clone: Path, names: list[str], ran: Path | None = None) -> None:
 def alone(clone: Path) -> dict[str, str]:
     """The environment in which the clone's code is what is imported."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return {**os.environ, "PYTHONPATH": str(clone), "PATH": path, **THREADS, "PYTHONDONTWRITEBYTECODE": "1"}
+    return {
+        **os.environ,
+        "PYTHONPATH": str(clone),
+        "PATH": path,
+        **THREADS,
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
 
 
 def main() -> int:
     """Plant every drawn mutation; print the survivors and the score."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--room", required=True, choices=ROOMS)
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="keep the outcomes here, and go on from what it holds")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="of tests tried on a mutation (default: all)")
+    parser.add_argument(
+        "--json", type=Path, help="keep the outcomes here, and go on from what it holds"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=math.inf,
+        help="of tests tried on a mutation (default: all)",
+    )
     parser.add_argument("--tests", nargs="+", help="files or folders instead of tests/ROOM")
-    parser.add_argument("--survivors", type=Path, metavar="JSON", help="plant what survived there, drawing nothing")
+    parser.add_argument(
+        "--survivors",
+        type=Path,
+        metavar="JSON",
+        help="plant what survived there, drawing nothing",
+    )
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what it runs ends with it
+    # what it runs ends with it
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     paths = options.tests or [f"tests/{options.room}"]
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
     same = {"commit": commit.strip(), "room": options.room, "tests": paths}
-    kept = json.loads(options.json.read_text()) if options.json and options.json.exists() else {**same, "outcomes": []}
+    kept = (
+        json.loads(options.json.read_text())
+        if options.json and options.json.exists()
+        else {**same, "outcomes": []}
+    )
     if {name: kept.get(name) for name in same} != same:
-        parser.error(f"{options.json} holds outcomes of another commit, room or tests; name another file")
-    earlier = json.loads(options.survivors.read_text()) if options.survivors else {**same, "outcomes": []}
+        parser.error(
+            f"{options.json} holds outcomes of another commit, room or tests; name another file"
+        )
+    earlier = (
+        json.loads(options.survivors.read_text()) if options.survivors else {**same, "outcomes": []}
+    )
     if any(earlier[name] != same[name] for name in ("commit", "room")):
-        parser.error(f"{options.survivors} holds survivors of another commit or room; check that commit out")
-    from qarl.cli.environment import quiet_libraries  # not above: forks run this file's top, and are to import theirs
+        parser.error(
+            f"{options.survivors} holds survivors of another commit or room; check that commit out"
+        )
+    # not above: forks run this file's top, and are to import theirs
+    from qarl.cli.environment import quiet_libraries
 
     quiet_libraries()
     os.environ.update(THREADS)
@@ -259,32 +352,55 @@ def main() -> int:
         subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
         if "ran" not in kept:
             kept["ran"] = record(paths, clone)
-        drawn = [asdict(mutation) for mutation in draw(options.room, options.count, options.seed, clone)]
+        drawn = [
+            asdict(mutation) for mutation in draw(options.room, options.count, options.seed, clone)
+        ]
         if options.survivors:
-            drawn = [outcome["mutation"] for outcome in earlier["outcomes"] if not outcome["caught_by"]]
+            drawn = [
+                outcome["mutation"] for outcome in earlier["outcomes"] if not outcome["caught_by"]
+            ]
         for mutation in drawn:
             if all(outcome["mutation"] != mutation for outcome in kept["outcomes"]):
-                kept["outcomes"].append(asdict(run(Mutation(**mutation), clone, kept["ran"], options.seconds)))
+                kept["outcomes"].append(
+                    asdict(run(Mutation(**mutation), clone, kept["ran"], options.seconds))
+                )
                 print(line(kept["outcomes"][-1]), flush=True)
             if options.json:
                 options.json.write_text(json.dumps(kept, indent=1) + "\n")
-    return report([outcome for outcome in kept["outcomes"] if outcome["mutation"] in drawn], options.room)
+    return report(
+        [outcome for outcome in kept["outcomes"] if outcome["mutation"] in drawn],
+        options.room,
+    )
 
 
 def line(outcome: dict[str, Any]) -> str:
     """One row: where, before → after, what caught it."""
     mutation = outcome["mutation"]
     before, after = (" ".join(mutation[side].split()) for side in ("before", "after"))
-    verdict = f"caught by {outcome['caught_by']}" if outcome["caught_by"] else f"SURVIVED {outcome['tests']} tests"
-    return f"{mutation['file']}:{mutation['line']}  {before}  →  {after}  [{verdict}, {outcome['seconds']} s]"
+    verdict = (
+        f"caught by {outcome['caught_by']}"
+        if outcome["caught_by"]
+        else f"SURVIVED {outcome['tests']} tests"
+    )
+    return (
+        f"{mutation['file']}:{mutation['line']}  {before}  →  {after}  [{verdict},"
+        f" {outcome['seconds']} s]"
+    )
 
 
 def report(outcomes: list[dict[str, Any]], room: str) -> int:
     """Survivors, time limits and the score; 1 where one survived."""
     survivors = [outcome for outcome in outcomes if not outcome["caught_by"]]
     late = [outcome for outcome in outcomes if outcome["caught_by"] == "time limit"]
-    for title, some in (("survivors", survivors), ("caught by the time limit alone", late)):
-        print(f"\n{len(some)} {title}", *(f"  {line(outcome)}" for outcome in some), sep="\n")
+    for title, some in (
+        ("survivors", survivors),
+        ("caught by the time limit alone", late),
+    ):
+        print(
+            f"\n{len(some)} {title}",
+            *(f"  {line(outcome)}" for outcome in some),
+            sep="\n",
+        )
     print(f"\n{room}: {len(outcomes) - len(survivors)} of {len(outcomes)} caught")
     return 1 if survivors else 0
 

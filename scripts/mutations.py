@@ -30,7 +30,13 @@ SWAPS: dict[type[ast.AST], type[Any]] = {
     ast.LShift: ast.RShift,
     ast.RShift: ast.LShift,
 }
-EXTREMES = {"min": "max", "amin": "amax", "minimum": "maximum", "clamp_min": "clamp_max", "clamp_min_": "clamp_max_"}
+EXTREMES = {
+    "min": "max",
+    "amin": "amax",
+    "minimum": "maximum",
+    "clamp_min": "clamp_max",
+    "clamp_min_": "clamp_max_",
+}
 EXTREMES |= {high: low for low, high in EXTREMES.items()}
 TALK = {"print", "logger", "logging", "warnings", "warn", "log", "progress", "say"}
 """What is only said to a person is left alone."""
@@ -38,8 +44,9 @@ TALK = {"print", "logger", "logging", "warnings", "warn", "log", "progress", "sa
 
 @dataclass(frozen=True)
 class Mutation:
-    """file: from the root. line: from 1. start, end: bytes of the file replaced by `after`. function: its qualified
-    name; "" at the top of a module or class."""
+    """file: from the root. line: from 1. start, end: bytes of the file replaced by `after`.
+    function: its qualified name; "" at the top of a module or class.
+    """
 
     file: str
     line: int
@@ -73,9 +80,12 @@ class Sites(ast.NodeVisitor):
         self.sites.append(Mutation(self._file, node.lineno, start, end, function, before, text))
 
     def visit(self, node: ast.AST) -> None:
-        """Leaves alone imports, annotations, decorators, messages of errors, texts with fields; zip's `strict`, which
-        changes nothing where lengths are equal."""
-        if isinstance(node, (ast.Import, ast.ImportFrom, ast.Raise, ast.JoinedStr)) or _is_said(node):
+        """Leaves alone imports, annotations, decorators, messages of errors, texts with fields;
+        zip's `strict`, which changes nothing where lengths are equal.
+        """
+        if isinstance(node, (ast.Import, ast.ImportFrom, ast.Raise, ast.JoinedStr)) or _is_said(
+            node
+        ):
             return
         if isinstance(node, ast.keyword) and node.arg == "strict":
             return
@@ -83,7 +93,11 @@ class Sites(ast.NodeVisitor):
             return
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             self._scope.append((node.name, True))
-            for part in [*node.args.defaults, *filter(None, node.args.kw_defaults), *node.body]:
+            for part in [
+                *node.args.defaults,
+                *filter(None, node.args.kw_defaults),
+                *node.body,
+            ]:
                 self.visit(part)
             self._scope.pop()
             return
@@ -102,7 +116,11 @@ class Sites(ast.NodeVisitor):
         """The changes of one node, its children apart."""
         if isinstance(node, ast.Compare):
             for place, operator in enumerate(node.ops):
-                operators = [*node.ops[:place], SWAPS[type(operator)](), *node.ops[place + 1 :]]
+                operators = [
+                    *node.ops[:place],
+                    SWAPS[type(operator)](),
+                    *node.ops[place + 1 :],
+                ]
                 self._add(node, ast.Compare(node.left, operators, node.comparators))
         elif isinstance(node, ast.BoolOp):
             self._add(node, ast.BoolOp(SWAPS[type(node.op)](), node.values))
@@ -120,10 +138,14 @@ class Sites(ast.NodeVisitor):
                 before = ast.unparse(node.func)
                 self._add(node.func, before[: len(before) - len(name)] + EXTREMES[name])
         elif isinstance(node, (ast.Expr, ast.AugAssign, ast.Assign, ast.AnnAssign)):
-            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            targets = (
+                node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            )
             plain = isinstance(node, (ast.Assign, ast.AnnAssign))
             docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-            if not docstring and (not plain or all(isinstance(target, ast.Attribute) for target in targets)):
+            if not docstring and (
+                not plain or all(isinstance(target, ast.Attribute) for target in targets)
+            ):
                 self._add(node, "pass")
 
 
@@ -135,20 +157,37 @@ def _is_said(node: ast.AST) -> bool:
             function = function.value
         return isinstance(function, ast.Name) and function.id in TALK
     if isinstance(node, ast.Assign):
-        return any(isinstance(target, ast.Name) and target.id == "__all__" for target in node.targets)
-    return isinstance(node, ast.If) and any(word in ast.unparse(node.test) for word in ("TYPE_CHECKING", "__main__"))
+        return any(
+            isinstance(target, ast.Name) and target.id == "__all__" for target in node.targets
+        )
+    return isinstance(node, ast.If) and any(
+        word in ast.unparse(node.test) for word in ("TYPE_CHECKING", "__main__")
+    )
 
 
 def draw(room: str, count: int, seed: int, root: Path) -> list[Mutation]:
-    """`count` of the room's mutations without replacement; those that do not compile are passed over."""
-    others = [f":!qarl/{name}" for name in ("configs", "quant", "rollout", "learner", "sync")] if room == "qarl" else []
+    """`count` of the room's mutations without replacement; those that do not compile are passed
+    over.
+    """
+    others = (
+        [f":!qarl/{name}" for name in ("configs", "quant", "rollout", "learner", "sync")]
+        if room == "qarl"
+        else []
+    )
     folder = "qarl" if room == "qarl" else f"qarl/{room}"
     command = ["git", "ls-files", f"{folder}/*.py", *others]
     files = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True)
     sources = {file: (root / file).read_bytes() for file in sorted(files.stdout.split())}
     sites = [site for file, source in sources.items() for site in Sites(file, source).sites]
     random.Random(f"{room} {seed}").shuffle(sites)
-    return [site for site, _ in zip(filter(lambda one: _compiles(one, sources), sites), range(count), strict=False)]
+    return [
+        site
+        for site, _ in zip(
+            filter(lambda one: _compiles(one, sources), sites),
+            range(count),
+            strict=False,
+        )
+    ]
 
 
 def _compiles(mutation: Mutation, sources: dict[str, bytes]) -> bool:

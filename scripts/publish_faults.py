@@ -1,4 +1,6 @@
-"""What goes wrong in a learner's publish, planted for `scripts/server_faults.py` by `tests.support.learner_faults`."""
+"""What goes wrong in a learner's publish, planted for `scripts/server_faults.py` by
+`tests.support.learner_faults`.
+"""
 
 import os
 import resource
@@ -16,13 +18,19 @@ _PUBLISH = ("sync/publisher.py", "rollout/servers/")
 
 
 def plant(fault: dict[str, Any]) -> None:
-    """fault: {"log"; "die_at": line of a publish at which the process is killed, "count": file for how many lines a
-    publish has, "version": which publish, by the weight version it makes; "full_disk": version whose files have no
-    room}."""
+    """fault: {"log"; "die_at": line of a publish at which the process is killed, "count": file for
+    how many lines a publish has, "version": which publish, by the weight version it makes;
+    "full_disk": version whose files have no room}.
+    """
     if "full_disk" in fault:
         _fill_disk(fault["full_disk"], Path(fault["log"]))
     if "die_at" in fault or "count" in fault:
-        _trace(fault["version"], fault.get("die_at"), fault.get("count"), Path(fault["log"]))
+        _trace(
+            fault["version"],
+            fault.get("die_at"),
+            fault.get("count"),
+            Path(fault["log"]),
+        )
 
 
 def _fill_disk(version: int, log: Path) -> None:
@@ -46,7 +54,9 @@ def _fill_disk(version: int, log: Path) -> None:
 
 
 def _trace(version: int, die_at: int | None, count: str | None, log: Path) -> None:
-    """Count the lines run in `Publisher.publish` of `version`, on all threads, and die at one of them."""
+    """Count the lines run in `Publisher.publish` of `version`, on all threads, and die at one of
+    them.
+    """
     from qarl.sync.publisher import Publisher
 
     publish, lines, within = Publisher.publish, [0], [False]
@@ -55,7 +65,10 @@ def _trace(version: int, die_at: int | None, count: str | None, log: Path) -> No
         if event == "line" and within[0]:
             lines[0] += 1
             if lines[0] == die_at:
-                note(log, f"PLANTED at {Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
+                note(
+                    log,
+                    f"PLANTED at {Path(frame.f_code.co_filename).name}:{frame.f_lineno}",
+                )
                 os.kill(os.getpid(), signal.SIGKILL)
         return on_line
 
@@ -74,4 +87,5 @@ def _trace(version: int, die_at: int | None, count: str | None, log: Path) -> No
             within[0] = False
 
     Publisher.publish = traced  # type: ignore[method-assign]
-    threading.settrace(on_call)  # of the thread whose loop speaks to servers, which begins after this
+    # of the thread whose loop speaks to servers, which begins after this
+    threading.settrace(on_call)

@@ -1,5 +1,7 @@
-"""A model of a real one's shape with random weights and the embedded policy's tokenizer, to try memory and speed with
-where nothing can be downloaded: python scripts/random_model.py SHAPE FOLDER [--layers N]"""
+"""A model of a real one's shape with random weights and the embedded policy's tokenizer, to try
+memory and speed with where nothing can be downloaded: python scripts/random_model.py SHAPE FOLDER
+[--layers N]
+"""
 
 import argparse
 import shutil
@@ -12,15 +14,31 @@ from qarl.embedded.recipe import ensure_tiny
 
 SHAPES = {
     "qwen3-1.7b": Qwen3Config(
-        vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=28, num_attention_heads=16,
-        num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, tie_word_embeddings=True,
+        vocab_size=151936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=40960,
+        tie_word_embeddings=True,
     ),
     "qwen3-30b-a3b": Qwen3MoeConfig(
-        vocab_size=151936, hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_experts=128,
-        num_experts_per_tok=8, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
-        max_position_embeddings=40960, norm_topk_prob=True,
+        vocab_size=151936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        moe_intermediate_size=768,
+        num_experts=128,
+        num_experts_per_tok=8,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        max_position_embeddings=40960,
+        norm_topk_prob=True,
     ),
-}  # fmt: skip
+}
 """From those models' config.json."""
 
 

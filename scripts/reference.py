@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Write what docs/reference/ has from the code: the options, from the schema. scripts/reference.py [--check]
+"""Write what docs/reference/ has from the code: the options, from the schema. scripts/reference.py
+[--check]
 
 --check changes nothing and exits with 1 where a page differs.
 """
@@ -33,9 +34,16 @@ def pages() -> dict[str, str]:
 def main(arguments: list[str]) -> int:
     """Write the pages, or say which would change."""
     files = {REFERENCE / name: text for name, text in pages().items()}
-    different = [file for file, text in files.items() if not file.exists() or file.read_text(encoding="utf-8") != text]
+    different = [
+        file
+        for file, text in files.items()
+        if not file.exists() or file.read_text(encoding="utf-8") != text
+    ]
     for file in different:
-        print(f"{file.relative_to(ROOT)} {'differs from the code' if '--check' in arguments else 'was written'}")
+        print(
+            f"{file.relative_to(ROOT)}"
+            f" {'differs from the code' if '--check' in arguments else 'was written'}"
+        )
         if "--check" not in arguments:
             file.write_text(files[file], encoding="utf-8")
     return int("--check" in arguments and bool(different))

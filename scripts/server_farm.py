@@ -24,8 +24,9 @@ KEY = "the servers' key"
 
 
 class Farm:
-    """Two servers, each behind a proxy, that outlive runs. Work of the main thread is put into `todo`: what starts a
-    process has to be the thread that lives as long as it."""
+    """Two servers, each behind a proxy, that outlive runs. Work of the main thread is put into
+    `todo`: what starts a process has to be the thread that lives as long as it.
+    """
 
     def __init__(self, checkpoint: Path, options: VllmOptions, logs: Path):
         self.checkpoint, self.options, self._logs = checkpoint, options, logs
@@ -53,7 +54,9 @@ class Farm:
         stop_replicas([dead])
         port = int(dead.url.rpartition(":")[2])
         logs = self._logs / f"{number}-{time.time():.0f}"
-        (self.servers[number],) = start_replicas(self.checkpoint, self.options, [port], KEY, logs, seconds=300)
+        (self.servers[number],) = start_replicas(
+            self.checkpoint, self.options, [port], KEY, logs, seconds=300
+        )
         warm(dead.url)
 
     def make_sound(self) -> None:
@@ -80,12 +83,22 @@ class Farm:
 
 def warm(url: str) -> None:
     """The first requests of each kind compile, for longer than a run here waits for an answer."""
-    for parameters in ({"max_tokens": 8, "logprobs": 0}, {"max_tokens": 1, "prompt_logprobs": 0}):
-        _post(url, GENERATE, {"token_ids": list(range(16, 40)), "sampling_params": parameters}, 240)
+    for parameters in (
+        {"max_tokens": 8, "logprobs": 0},
+        {"max_tokens": 1, "prompt_logprobs": 0},
+    ):
+        _post(
+            url,
+            GENERATE,
+            {"token_ids": list(range(16, 40)), "sampling_params": parameters},
+            240,
+        )
 
 
 def _post(url: str, path: str, body: dict[str, Any] | None = None, seconds: float = 20) -> None:
-    request = urllib.request.Request(f"{url}{path}", data=json.dumps(body or {}).encode(), method="POST")
+    request = urllib.request.Request(
+        f"{url}{path}", data=json.dumps(body or {}).encode(), method="POST"
+    )
     request.add_header("Authorization", f"Bearer {KEY}")
     request.add_header("Content-Type", "application/json")
     urllib.request.urlopen(request, timeout=seconds).read()

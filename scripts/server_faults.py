@@ -1,13 +1,16 @@
 #!/usr/bin/env python3
-"""Runs of `qarl train` on two servers, each with a fault: what was noticed, when, and whether anything was lost.
+"""Runs of `qarl train` on two servers, each with a fault: what was noticed, when, and whether
+anything was lost.
 
-    python scripts/server_faults.py [--runs 100] [--seed 0] [--transfer http] [--only TEXT] [--minutes 5] [--keep FILE]
+    python scripts/server_faults.py [--runs 100] [--seed 0] [--transfer http] [--only TEXT]
+    [--minutes 5] [--keep FILE]
                                     [--json FILE]
 
-Every fault at every phase once, then drawn ones. Network faults and bad answers come from a proxy before each server;
-servers are killed, stopped, restarted or short of memory themselves, learners killed at a line of a publish or out of
-disk. A run goes on and is the run without a fault, in every metric and digest; or it stops with one line, and the run
-that is resumed is. Finished runs are kept in FILE: the same command continues where it stopped.
+Every fault at every phase once, then drawn ones. Network faults and bad answers come from a proxy
+before each server; servers are killed, stopped, restarted or short of memory themselves, learners
+killed at a line of a publish or out of disk. A run goes on and is the run without a fault, in every
+metric and digest; or it stops with one line, and the run that is resumed is. Finished runs are kept
+in FILE: the same command continues where it stopped.
 
 Exit status: 0 where all came out so, 1 where one did not.
 """
@@ -58,7 +61,15 @@ SERVER_FAULTS = {
     "no memory": ("stage",),
     "second learner": ("stage", "commit", "sample"),
 }
-SENT = [*NETWORK, SENDING, "server killed", "server restarted", "engine killed", "engine stopped", "second learner"]
+SENT = [
+    *NETWORK,
+    SENDING,
+    "server killed",
+    "server restarted",
+    "engine killed",
+    "engine stopped",
+    "second learner",
+]
 """What happens where versions are sent over HTTP, in that phase."""
 
 
@@ -76,9 +87,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """result: "went on", "resumed", "started again" (before the first checkpoint) or "FAILED". noticed: seconds from
-    the fault to the first line about it, None where there was nothing to notice. line: that line. equal: to the run
-    without a fault, in metrics and digests. lost: finished completions that are not in it."""
+    """result: "went on", "resumed", "started again" (before the first checkpoint) or "FAILED".
+    noticed: seconds from the fault to the first line about it, None where there was nothing to
+    notice. line: that line. equal: to the run without a fault, in metrics and digests. lost:
+    finished completions that are not in it.
+    """
 
     case: Case
     result: str
@@ -92,14 +105,23 @@ class Outcome:
 def cases(count: int, seed: int, transfer: str) -> list[Case]:
     """Every fault at every phase, in an order drawn by `seed`, then drawn ones again."""
     chance = random.Random(seed)
-    every = [(kind, phase) for kind in NETWORK for phase in PHASES] + [(kind, "sample") for kind in ANSWERS]
+    every = [(kind, phase) for kind in NETWORK for phase in PHASES] + [
+        (kind, "sample") for kind in ANSWERS
+    ]
     every += [(kind, phase) for kind, phases in SERVER_FAULTS.items() for phase in phases]
     every += [("learner killed", "publish")] * DYING + [("disk full", "publish")] * 2
     every += [(kind, "send") for kind in SENT] if transfer == "http" else []
     chance.shuffle(every)
     every += [chance.choice(every) for _ in range(count - len(every))]
     return [
-        Case(number, kind, phase, chance.random(), chance.randrange(2), chance.randrange(2))
+        Case(
+            number,
+            kind,
+            phase,
+            chance.random(),
+            chance.randrange(2),
+            chance.randrange(2),
+        )
         for number, (kind, phase) in enumerate(every[:count])
     ]
 
@@ -107,16 +129,33 @@ def cases(count: int, seed: int, transfer: str) -> list[Case]:
 class Trial:
     """One case: the fault is armed, the run made, and compared."""
 
-    def __init__(self, case: Case, farm: Farm, options: list[str], folder: Path, counts: dict[str, Any]):
-        self._case, self._farm, self._options, self._counts = case, farm, options, counts
-        self._folder, self._log = folder / f"run-{case.number}", folder / f"log-{case.number}"
+    def __init__(
+        self,
+        case: Case,
+        farm: Farm,
+        options: list[str],
+        folder: Path,
+        counts: dict[str, Any],
+    ):
+        self._case, self._farm, self._options, self._counts = (
+            case,
+            farm,
+            options,
+            counts,
+        )
+        self._folder, self._log = (
+            folder / f"run-{case.number}",
+            folder / f"log-{case.number}",
+        )
         self._second: list[str] = []
         self._learner: Run | None = None
 
     def run(self, whole: list[dict[str, Any]]) -> Outcome:
         """whole: metrics of the run without a fault."""
         begun = time.monotonic()
-        os.environ[VARIABLE] = json.dumps({**PLANTED, "log": str(self._log), **self._learners_fault()})
+        os.environ[VARIABLE] = json.dumps(
+            {**PLANTED, "log": str(self._log), **self._learners_fault()}
+        )
         if self._case.kind in (*NETWORK, *ANSWERS, *SERVER_FAULTS, SENDING):
             self._farm.proxies[self._case.server].reset(self._servers_fault())
         done = self._made("train", *self._options, "--output", str(self._folder))
@@ -136,7 +175,9 @@ class Trial:
         outcome = Outcome(
             case=self._case,
             result=result if equal else "FAILED",
-            noticed=None if first is None or struck is None else round(max(first[0] - struck, 0.0), 1),
+            noticed=(
+                None if first is None or struck is None else round(max(first[0] - struck, 0.0), 1)
+            ),
             line=" ".join(first[1].split())[:300] if first else "",
             equal=equal,
             lost=lost,
@@ -152,7 +193,9 @@ class Trial:
         self._farm.make_sound()
         os.environ[VARIABLE] = json.dumps({"log": str(self._log)})
         if any((self._folder / "checkpoints").glob("step-*")):
-            return "resumed", problem or _problem(self._made("train", "--resume", str(self._folder)), ended=True)
+            return "resumed", problem or _problem(
+                self._made("train", "--resume", str(self._folder)), ended=True
+            )
         shutil.rmtree(self._folder, ignore_errors=True)
         done = self._made("train", *self._options, "--output", str(self._folder))
         return "started again", problem or _problem(done, ended=True)
@@ -169,7 +212,10 @@ class Trial:
         version = 1 + int(case.at * 3)
         if case.kind == "learner killed":
             count = self._counts["lines"]
-            return {"version": version, "die_at": 1 + int(random.Random(case.number).random() * count)}
+            return {
+                "version": version,
+                "die_at": 1 + int(random.Random(case.number).random() * count),
+            }
         return {"full_disk": version} if case.kind == "disk full" else {}
 
     def _servers_fault(self) -> Fault:
@@ -223,7 +269,9 @@ class Trial:
 
         def ask() -> None:
             try:
-                options = VllmOptions(farm.options.rollout.model_copy(update={"server_seconds": SECONDS}))
+                options = VllmOptions(
+                    farm.options.rollout.model_copy(update={"server_seconds": SECONDS})
+                )
                 ServerEngine([url], KEY, folder, farm.checkpoint, options, "another run").close()
                 self._second.append("a second learner was not refused")
             except EngineError as error:
@@ -250,43 +298,85 @@ def _last_line(done: "subprocess.CompletedProcess[str]") -> str:
 def set_up(
     folder: Path, transfer: str
 ) -> Iterator[tuple[Farm, Callable[[Case], list[str]], dict[int, Any], dict[str, Any]]]:
-    """Servers, a run's options, what the runs without a fault come to by staleness, and how many requests of each phase
-    and lines of a publish they have."""
+    """Servers, a run's options, what the runs without a fault come to by staleness, and how many
+    requests of each phase and lines of a publish they have.
+    """
     os.environ["QARL_SERVER_KEY"] = KEY
     prepare_environment()
     with random_policy("random-qwen3", 0) as policy:
         base = [
-            *SMALL, "--model", str(policy), "--scheme", "w4a16", "--layers", "lm_head=w8a8", "--task", "chain_sum",
-            "--reward", "tests.support.rewards:reward", "--rollout.max_prompt_tokens", "64", "--max-new-tokens", "8",
-            "--learner.micro_batch_tokens", "512", "--export", "false", "--sync.canary_every", "1",
-            "--checkpoint-every", "1", "--eval.problems", "0",
-        ]  # fmt: skip
+            *SMALL,
+            "--model",
+            str(policy),
+            "--scheme",
+            "w4a16",
+            "--layers",
+            "lm_head=w8a8",
+            "--task",
+            "chain_sum",
+            "--reward",
+            "tests.support.rewards:reward",
+            "--rollout.max_prompt_tokens",
+            "64",
+            "--max-new-tokens",
+            "8",
+            "--learner.micro_batch_tokens",
+            "512",
+            "--export",
+            "false",
+            "--sync.canary_every",
+            "1",
+            "--checkpoint-every",
+            "1",
+            "--eval.problems",
+            "0",
+        ]
         base = base[: base.index("--eval-every")] + base[base.index("--eval-every") + 2 :]
         inside = Run("train", *base, "--output", str(folder / "inside")).wait()
         assert inside.returncode == 0, inside.stderr
-        config = load_config(None, {"rollout.max_prompt_tokens": "64", "rollout.max_new_tokens": "8"})
+        config = load_config(
+            None, {"rollout.max_prompt_tokens": "64", "rollout.max_new_tokens": "8"}
+        )
         options = VllmOptions(config.rollout, config.dtype)
         farm = Farm(folder / "inside" / "engine-start", options, folder / "servers")
-        served = [*base, "--rollout.servers", farm.urls(), "--rollout.server_transfer", transfer]
+        served = [
+            *base,
+            "--rollout.servers",
+            farm.urls(),
+            "--rollout.server_transfer",
+            transfer,
+        ]
 
         def options_of(case: Case, seconds: float = SECONDS) -> list[str]:
             return [
-                *served, "--rollout.max_staleness", str(case.staleness), "--rollout.server_seconds", str(seconds)
-            ]  # fmt: skip
+                *served,
+                "--rollout.max_staleness",
+                str(case.staleness),
+                "--rollout.server_seconds",
+                str(seconds),
+            ]
 
         try:
             whole, counts = {}, {}
             for staleness in (0, 1):
                 output, count = folder / f"whole-{staleness}", folder / "count"
-                planted = {**PLANTED, "log": str(folder / "log"), "version": 2, "count": str(count)}
+                planted = {
+                    **PLANTED,
+                    "log": str(folder / "log"),
+                    "version": 2,
+                    "count": str(count),
+                }
                 os.environ[VARIABLE] = json.dumps(planted)
-                options_alone = options_of(Case(0, "", "", 0, 0, staleness), 120.0)  # the first requests compile
+                # the first requests compile
+                options_alone = options_of(Case(0, "", "", 0, 0, staleness), 120.0)
                 done = Run("train", *options_alone, "--output", str(output)).wait()
                 assert done.returncode == 0, done.stderr
                 whole[staleness] = lines(output)
                 counts = {**farm.proxies[0].counts, "lines": int(count.read_text())}
                 farm.make_sound()
-            assert whole[0] == [{**line} for line in lines(folder / "inside")], "servers alone change a run"
+            assert whole[0] == [{**line} for line in lines(folder / "inside")], (
+                "servers alone change a run"
+            )
             yield farm, options_of, whole, counts
         finally:
             farm.close()
@@ -302,7 +392,10 @@ def summary(outcomes: list[Outcome]) -> str:
             for result in ("went on", "resumed", "started again", "FAILED")
             if any(outcome.result == result for outcome in of_kind)
         )
-        latest = max((outcome.noticed for outcome in of_kind if outcome.noticed is not None), default=None)
+        latest = max(
+            (outcome.noticed for outcome in of_kind if outcome.noticed is not None),
+            default=None,
+        )
         seconds = "nothing noticed" if latest is None else f"noticed within {latest:.1f} s"
         rows.append(f"{kind:24} {len(of_kind):3} runs: {results}; {seconds}")
     return "\n".join(rows)
@@ -310,17 +403,31 @@ def summary(outcomes: list[Outcome]) -> str:
 
 def main() -> int:
     """Make the runs and say what came of them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--transfer", choices=["files", "http"], default="files", help="rollout.server_transfer")
+    parser.add_argument(
+        "--transfer",
+        choices=["files", "http"],
+        default="files",
+        help="rollout.server_transfer",
+    )
     parser.add_argument("--only", default="", help="faults with this text in them")
-    parser.add_argument("--minutes", type=float, default=600, help="to stop after; the same command goes on")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=600,
+        help="to stop after; the same command goes on",
+    )
     parser.add_argument("--keep", type=Path, help="file of the runs that were made")
     parser.add_argument("--json", type=Path, help="write a record")
     known = parser.parse_args()
     chosen = [
-        case for case in cases(known.runs, known.seed, known.transfer) if known.only in f"{case.kind} {case.phase}"
+        case
+        for case in cases(known.runs, known.seed, known.transfer)
+        if known.only in f"{case.kind} {case.phase}"
     ]
     kept = _kept(known.keep)
     begun = time.monotonic()
@@ -332,10 +439,15 @@ def main() -> int:
         ):
             farm, options_of, whole, counts = parts
             for case in left:
-                outcome = Trial(case, farm, options_of(case), Path(folder), counts).run(whole[case.staleness])
+                outcome = Trial(case, farm, options_of(case), Path(folder), counts).run(
+                    whole[case.staleness]
+                )
                 farm.make_sound()
                 kept[case.number] = outcome
-                print(f"{outcome.result:13} {outcome.seconds:5.1f} s  {case.kind} at {case.phase}: {outcome.line}")
+                print(
+                    f"{outcome.result:13} {outcome.seconds:5.1f} s  {case.kind} at {case.phase}:"
+                    f" {outcome.line}"
+                )
                 sys.stdout.flush()
                 if known.keep:
                     with known.keep.open("a") as file:
@@ -350,7 +462,9 @@ def main() -> int:
         asked = ["--runs", str(known.runs), "--seed", str(known.seed)]
         asked += ["--transfer", known.transfer] if known.transfer != "files" else []
         written = record([*asked, *(["--only", known.only] if known.only else [])], data)
-        written["command"] = written["command"].replace("qarl", "python scripts/server_faults.py", 1)
+        written["command"] = written["command"].replace(
+            "qarl", "python scripts/server_faults.py", 1
+        )
         known.json.write_text(json.dumps(written, indent=2) + "\n")
     return int(any(outcome.result == "FAILED" for outcome in outcomes))
 

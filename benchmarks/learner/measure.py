@@ -1,7 +1,9 @@
-"""`python -m benchmarks learner`: a learner step per scheme against the bf16 step, and against TRL's training step.
+"""`python -m benchmarks learner`: a learner step per scheme against the bf16 step, and against
+TRL's training step.
 
-Every trainer runs in a process of its own, one after the other; rounds are interleaved, and all ratios are between
-processes of the same round. Each takes the same batch and proves by a digest that it trained on those tokens.
+Every trainer runs in a process of its own, one after the other; rounds are interleaved, and all
+ratios are between processes of the same round. Each takes the same batch and proves by a digest
+that it trained on those tokens.
 """
 
 import dataclasses
@@ -24,18 +26,21 @@ from qarl.quant.runtime.compile import compiler_missing
 from qarl.quant.schemes import COMPUTE_DTYPES, get_scheme
 
 VARIANTS = ("checkpointing", "compile")
-"""Options of QaRL's learner that its schemes are measured with besides; a setting is a scheme and one of them, or none:
-`w4a16`, `w4a16 checkpointing`."""
+"""Options of QaRL's learner that its schemes are measured with besides; a setting is a scheme and
+one of them, or none: `w4a16`, `w4a16 checkpointing`.
+"""
 
 PHASES = ("old", "forward", "backward", "optimizer", "materialize")
 
 
 @dataclass(frozen=True)
 class Options:
-    """models: names of `MODELS`. schemes: QaRL's; bf16 is measured in any case. trl: TRL's settings to measure, none
-    without `--against trl`. updates: optimizer steps a batch. steps: timed steps a process. rounds: of all processes.
-    tokens: median completion instead of the models' own; micro_batch_tokens: padded tokens a forward. variants: of
-    `VARIANTS`, to measure QaRL's schemes with, too."""
+    """models: names of `MODELS`. schemes: QaRL's; bf16 is measured in any case. trl: TRL's settings
+    to measure, none without `--against trl`. updates: optimizer steps a batch. steps: timed steps a
+    process. rounds: of all processes. tokens: median completion instead of the models' own;
+    micro_batch_tokens: padded tokens a forward. variants: of `VARIANTS`, to measure QaRL's schemes
+    with, too.
+    """
 
     models: tuple[str, ...]
     schemes: tuple[str, ...]
@@ -54,11 +59,13 @@ class Options:
 
 @dataclass(frozen=True)
 class Row:
-    """One trainer on one model. trainer: qarl or trl. setting: scheme, or TRL's. parameters, tokens: of the model and
-    of the batch. seconds, cpu_seconds: of a step, median over rounds of the medians of their steps; of the clock, and
-    of the process's threads, which other processes disturb less. against_bf16, against_trl:
-    that, as a multiple of the bf16 step's and of the quickest TRL setting's, medians of the rounds' own ratios. phases:
-    median seconds, `rest` among them, empty for TRL. step_bytes, total_bytes: see `StepMemory`. rounds: all seconds."""
+    """One trainer on one model. trainer: qarl or trl. setting: scheme, or TRL's. parameters,
+    tokens: of the model and of the batch. seconds, cpu_seconds: of a step, median over rounds of
+    the medians of their steps; of the clock, and of the process's threads, which other processes
+    disturb less. against_bf16, against_trl: that, as a multiple of the bf16 step's and of the
+    quickest TRL setting's, medians of the rounds' own ratios. phases: median seconds, `rest` among
+    them, empty for TRL. step_bytes, total_bytes: see `StepMemory`. rounds: all seconds.
+    """
 
     model: str
     parameters: int
@@ -86,11 +93,14 @@ class Row:
 
 
 def check(options: Options) -> None:
-    """Raise `ConfigError`, `SchemeError` or `KernelError` for what could not be measured, before anything is."""
+    """Raise `ConfigError`, `SchemeError` or `KernelError` for what could not be measured, before
+    anything is.
+    """
     for model in options.models:
         if MODELS[model].prompts % options.updates:
             raise ConfigError(
-                f"--updates {options.updates} does not divide the {MODELS[model].prompts} prompts of model {model!r}"
+                f"--updates {options.updates} does not divide the {MODELS[model].prompts} prompts"
+                f" of model {model!r}"
             )
     if options.trl and options.dtype != "bfloat16":
         raise ConfigError(f"--against trl is measured in bfloat16, not in --dtype {options.dtype}")
@@ -114,7 +124,9 @@ def _measure_model(name: str, options: Options, say: Callable[[str], None]) -> I
     if options.tokens is not None:
         model = dataclasses.replace(model, tokens=options.tokens)
     schemes = list(dict.fromkeys(("bf16", *options.schemes)))
-    settings = schemes + [f"{scheme} {variant}" for variant in options.variants for scheme in schemes]
+    settings = schemes + [
+        f"{scheme} {variant}" for variant in options.variants for scheme in schemes
+    ]
     trainers = [("qarl", s) for s in settings] + [("trl", s) for s in options.trl]
     with tempfile.TemporaryDirectory(prefix="qarl-bench-") as folder:
         parameters, tokens, wanted = _write(model, Path(folder), options.seed)
@@ -124,10 +136,24 @@ def _measure_model(name: str, options: Options, say: Callable[[str], None]) -> I
                 say(f"{name}, round {number + 1} of {options.rounds}: {trainer} {setting}")
                 memory = None
                 if number == 0:
-                    memory = _run(trainer, _job(Path(folder), setting, True, options), options.trl_python, wanted)
-                steps = _run(trainer, _job(Path(folder), setting, False, options), options.trl_python, wanted)
+                    memory = _run(
+                        trainer,
+                        _job(Path(folder), setting, True, options),
+                        options.trl_python,
+                        wanted,
+                    )
+                steps = _run(
+                    trainer,
+                    _job(Path(folder), setting, False, options),
+                    options.trl_python,
+                    wanted,
+                )
                 if memory is not None:
-                    steps = dataclasses.replace(steps, step_bytes=memory.step_bytes, total_bytes=memory.total_bytes)
+                    steps = dataclasses.replace(
+                        steps,
+                        step_bytes=memory.step_bytes,
+                        total_bytes=memory.total_bytes,
+                    )
                 found[trainer, setting].append(steps)
     yield from _rows(name, parameters, tokens, found)
 
@@ -138,7 +164,8 @@ def _write(model: BenchModel, folder: Path, seed: int) -> tuple[int, int, str]:
     sequences.save(folder / "batch.json")
     parameters = write_model(model, folder, seed)
     whole = [
-        [*sequences.prompts[i // sequences.samples], *completion] for i, completion in enumerate(sequences.completions)
+        [*sequences.prompts[i // sequences.samples], *completion]
+        for i, completion in enumerate(sequences.completions)
     ]
     return parameters, sequences.tokens, digest(whole)
 
@@ -167,14 +194,21 @@ def _run(trainer: str, job: Job, trl_python: Path, wanted: str) -> Steps:
     # glibc's heap would count what it keeps of freed memory
     environment = {"MALLOC_MMAP_THRESHOLD_": "65536"} if job.memory else {}
     steps = run_worker(
-        f"benchmarks.learner.{module}", job.as_argument(), lambda data: Steps(**data), what, python, environment
+        f"benchmarks.learner.{module}",
+        job.as_argument(),
+        lambda data: Steps(**data),
+        what,
+        python,
+        environment,
     )
     if steps.digest != wanted:
         raise WorkerError(f"{what} did not train on the batch's own tokens")
     return steps
 
 
-def _rows(model: str, parameters: int, tokens: int, found: dict[tuple[str, str], list[Steps]]) -> Iterator[Row]:
+def _rows(
+    model: str, parameters: int, tokens: int, found: dict[tuple[str, str], list[Steps]]
+) -> Iterator[Row]:
     seconds = {who: [_median(s.seconds, "total") for s in rounds] for who, rounds in found.items()}
     trl = [times for (trainer, _), times in seconds.items() if trainer == "trl"]
     quickest = [min(times) for times in zip(*trl, strict=True)] if trl else None

@@ -2,9 +2,10 @@
 
 Imports nothing heavy, for TRL's worker reads it too.
 
-On Linux CPUs the mark is VmHWM of /proc/self/status, set back by writing 5 to /proc/self/clear_refs: exact, and free
-while the step runs. Memory that the allocator kept from earlier steps would hide the step's own use, so it is handed
-back to the system first (malloc_trim). On CUDA it is torch's count of allocated bytes.
+On Linux CPUs the mark is VmHWM of /proc/self/status, set back by writing 5 to
+/proc/self/clear_refs: exact, and free while the step runs. Memory that the allocator kept from
+earlier steps would hide the step's own use, so it is handed back to the system first (malloc_trim).
+On CUDA it is torch's count of allocated bytes.
 """
 
 import ctypes
@@ -15,8 +16,9 @@ from pathlib import Path
 class StepMemory:
     """`begin()` just before a step, `end()` right after; then `step` and `total`.
 
-    baseline: bytes resident when this object was made, before any model was built. step: highest use above that at
-    `begin()`. total: highest use above the baseline, so masters, optimizer state and low-bit tensors count. Both bytes.
+    baseline: bytes resident when this object was made, before any model was built. step: highest
+    use above that at `begin()`. total: highest use above the baseline, so masters, optimizer state
+    and low-bit tensors count. Both bytes.
     """
 
     def __init__(self, cuda: bool) -> None:

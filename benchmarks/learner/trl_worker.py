@@ -1,10 +1,13 @@
-"""TRL's side of `python -m benchmarks learner --against trl`: its training step on QaRL's batch, in TRL's environment.
+"""TRL's side of `python -m benchmarks learner --against trl`: its training step on QaRL's batch, in
+TRL's environment.
 
-    TRL-PYTHON -m benchmarks.learner.trl_worker '{"model": FOLDER, "batch": FILE, …}'     (see `Job`)
+    TRL-PYTHON -m benchmarks.learner.trl_worker '{"model": FOLDER, "batch": FILE, …}'     (see
+    `Job`)
 
-`GRPOTrainer.train` runs unchanged. Completions enter through its public `rollout_func`; the clock starts when that
-hands them over, and stops at the callback after the batch's last optimizer step. In between lies everything TRL does
-with completions: decoding, rewards and advantages, padding, log-probs before the update, loss, backward, AdamW.
+`GRPOTrainer.train` runs unchanged. Completions enter through its public `rollout_func`; the clock
+starts when that hands them over, and stops at the callback after the batch's last optimizer step.
+In between lies everything TRL does with completions: decoding, rewards and advantages, padding,
+log-probs before the update, loss, backward, AdamW.
 """
 
 import json
@@ -24,8 +27,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "no-checkpointing": {"gradient_checkpointing": False},
     "fp32": {"gradient_checkpointing": False, "bf16": False},
 }
-"""What differs from TRL's defaults (gradient checkpointing, log-probs chunked over the output head, fp32 masters under
-bf16 autocast). fp32 computes in float32, which CPUs without bf16 units do faster."""
+"""What differs from TRL's defaults (gradient checkpointing, log-probs chunked over the output head,
+fp32 masters under bf16 autocast). fp32 computes in float32, which CPUs without bf16 units do
+faster.
+"""
 
 
 class Clock:
@@ -45,7 +50,10 @@ class Clock:
     def end(self) -> None:
         """The batch's last update is done."""
         self._synchronize()
-        seconds = {"total": time.perf_counter() - self._start, "cpu": time.process_time() - self._cpu}
+        seconds = {
+            "total": time.perf_counter() - self._start,
+            "cpu": time.process_time() - self._cpu,
+        }
         if 1 < self.batches <= 1 + self._job.steps:
             self.seconds.append(seconds)
         if self._job.memory and self.batches == 1 + self._job.steps + 1:
@@ -54,9 +62,22 @@ class Clock:
     def look(self, inputs: dict[str, Any]) -> None:
         """Remember the sequences of a micro-batch, while warming up."""
         if self.batches == 1:
-            parts = (inputs[k] for k in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask"))
+            parts = (
+                inputs[k]
+                for k in (
+                    "prompt_ids",
+                    "prompt_mask",
+                    "completion_ids",
+                    "completion_mask",
+                )
+            )
             for prompt, prompt_mask, completion, mask in zip(*parts, strict=True):
-                self.seen.append([*prompt[prompt_mask.bool()].tolist(), *completion[mask.bool()].tolist()])
+                self.seen.append(
+                    [
+                        *prompt[prompt_mask.bool()].tolist(),
+                        *completion[mask.bool()].tolist(),
+                    ]
+                )
 
     @staticmethod
     def _synchronize() -> None:
@@ -67,30 +88,51 @@ class Clock:
 
 
 def rows_a_forward(sequences: Sequences, updates: int, budget: int) -> int:
-    """Sequences a forward: as many as divide an update's and stay within `budget` tokens when padded, at least 1.
+    """Sequences a forward: as many as divide an update's and stay within `budget` tokens when
+    padded, at least 1.
 
-    TRL pads prompts and completions each to their longest, and takes the same number of sequences every time.
+    TRL pads prompts and completions each to their longest, and takes the same number of sequences
+    every time.
     """
     an_update = len(sequences.completions) // updates
     padded = max(map(len, sequences.prompts)) + max(map(len, sequences.completions))
-    return max(n for n in range(1, an_update + 1) if an_update % n == 0 and (n == 1 or n * padded <= budget))
+    return max(
+        n
+        for n in range(1, an_update + 1)
+        if an_update % n == 0 and (n == 1 or n * padded <= budget)
+    )
 
 
 def arguments(job: Job, sequences: Sequences, output: str, cuda: bool) -> dict[str, Any]:
     """Of `GRPOConfig`: GRPO with clip 0.2, no KL penalty, AdamW, bound 1 on the gradient's norm."""
     rows, an_update = (
-        rows_a_forward(sequences, job.updates, job.micro_batch_tokens), len(sequences.completions) // job.updates,
-    )  # fmt: skip
+        rows_a_forward(sequences, job.updates, job.micro_batch_tokens),
+        len(sequences.completions) // job.updates,
+    )
     batches = 1 + job.steps + job.memory
     return {
-        "output_dir": output, "per_device_train_batch_size": rows, "gradient_accumulation_steps": an_update // rows,
-        "steps_per_generation": job.updates * (an_update // rows), "num_generations": sequences.samples,
-        "max_completion_length": max(map(len, sequences.completions)), "max_steps": batches * job.updates,
-        "learning_rate": job.lr, "lr_scheduler_type": "constant", "weight_decay": 0.0, "max_grad_norm": 1.0,
-        "loss_type": "grpo", "epsilon": 0.2, "beta": 0.0, "shuffle_dataset": False, "report_to": "none",
-        "use_cpu": not cuda, "logging_strategy": "no", "save_strategy": "no", "disable_tqdm": True,
+        "output_dir": output,
+        "per_device_train_batch_size": rows,
+        "gradient_accumulation_steps": an_update // rows,
+        "steps_per_generation": job.updates * (an_update // rows),
+        "num_generations": sequences.samples,
+        "max_completion_length": max(map(len, sequences.completions)),
+        "max_steps": batches * job.updates,
+        "learning_rate": job.lr,
+        "lr_scheduler_type": "constant",
+        "weight_decay": 0.0,
+        "max_grad_norm": 1.0,
+        "loss_type": "grpo",
+        "epsilon": 0.2,
+        "beta": 0.0,
+        "shuffle_dataset": False,
+        "report_to": "none",
+        "use_cpu": not cuda,
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "disable_tqdm": True,
         **SETTINGS[job.setting],
-    }  # fmt: skip
+    }
 
 
 def run(job: Job) -> Steps:
@@ -135,7 +177,9 @@ def run(job: Job) -> Steps:
             model=AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float32),
             reward_funcs=reward,
             args=GRPOConfig(**arguments(job, sequences, output, cuda)),
-            train_dataset=Dataset.from_dict({"prompt": [str(i) for i in range(len(sequences.prompts))]}),
+            train_dataset=Dataset.from_dict(
+                {"prompt": [str(i) for i in range(len(sequences.prompts))]}
+            ),
             processing_class=tokenizer,
             callbacks=[AtEnd()],
             rollout_func=rollout,

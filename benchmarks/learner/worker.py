@@ -1,8 +1,10 @@
-"""QaRL's side of `python -m benchmarks learner`: a process, a model in one scheme, steps on a batch.
+"""QaRL's side of `python -m benchmarks learner`: a process, a model in one scheme, steps on a
+batch.
 
     python -m benchmarks.learner.worker '{"model": FOLDER, "batch": FILE, …}'     (see `Job`)
 
-prints one line of JSON (`Steps`) last. A process of its own, so that one trainer's memory is not another's.
+prints one line of JSON (`Steps`) last. A process of its own, so that one trainer's memory is not
+another's.
 """
 
 import json
@@ -19,9 +21,12 @@ from qarl.bench.process import answer_line
 
 
 def run(job: Job) -> Steps:
-    """Warm up with one step, time `job.steps` more, and take the memory of a last one where it is asked for."""
+    """Warm up with one step, time `job.steps` more, and take the memory of a last one where it is
+    asked for.
+    """
     if job.variant != "compile":
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # as in a run without learner.compile
+        # as in a run without learner.compile
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     sequences = Sequences.load(Path(job.batch))
     import torch
 
@@ -45,7 +50,10 @@ def run(job: Job) -> Steps:
     def step(number: int) -> dict[str, float]:
         start, cpu = time.perf_counter(), time.process_time()
         stats = learner.learn(make_batch(groups, PAD), number)
-        seconds = {"total": time.perf_counter() - start, "cpu": time.process_time() - cpu}
+        seconds = {
+            "total": time.perf_counter() - start,
+            "cpu": time.process_time() - cpu,
+        }
         assert stats.updates == job.updates, f"{stats.updates} of {job.updates} updates were taken"
         return {**stats.seconds, **seconds}
 
@@ -61,10 +69,17 @@ def run(job: Job) -> Steps:
 
 
 def learner_options(job: Job) -> dict:
-    """GRPO with clip 0.2 and the mean over each sequence's tokens, AdamW: what TRL is set to as well."""
+    """GRPO with clip 0.2 and the mean over each sequence's tokens, AdamW: what TRL is set to as
+    well.
+    """
     return {
         "objective": {"name": "grpo"},
-        "optimizer": {"name": "adamw", "lr": job.lr, "weight_decay": 0.0, "betas": (0.9, 0.999)},
+        "optimizer": {
+            "name": "adamw",
+            "lr": job.lr,
+            "weight_decay": 0.0,
+            "betas": (0.9, 0.999),
+        },
         "mini_batches": job.updates,
         "diagnostics_every": 0,
         "micro_batch_tokens": job.micro_batch_tokens,
@@ -91,7 +106,13 @@ def groups_of(sequences: Sequences) -> list:
             )
             for r in rows
         )
-        groups.append(Group(Prompt(str(i), "", tuple(prompt)), completions, tuple(sequences.rewards[r] for r in rows)))
+        groups.append(
+            Group(
+                Prompt(str(i), "", tuple(prompt)),
+                completions,
+                tuple(sequences.rewards[r] for r in rows),
+            )
+        )
     return groups
 
 

@@ -16,18 +16,39 @@ def add_options(names: Any) -> argparse.ArgumentParser:
         "communication",
         help="bytes that learner processes send in a step, by ZeRO stage",
         description=(
-            "Count what several learner processes on this machine send in a step of two updates, by ZeRO stage, over "
-            "the bytes of the fp32 masters (docs/guide/processes.md)."
+            "Count what several learner processes on this machine send in a step of two updates, by"
+            " ZeRO stage, over the bytes of the fp32 masters (docs/guide/processes.md)."
         ),
     )
-    parser.add_argument("--processes", type=numbers("2,4", 2), default="2,4", help="comma-separated (default 2,4)")
-    parser.add_argument("--stages", type=_stages, default="0,1,2,3", help="of ZeRO, comma-separated (default 0,1,2,3)")
-    parser.add_argument("--schemes", type=scheme_names, default="w4a16", help="comma-separated (default w4a16)")
     parser.add_argument(
-        "--optimizers", type=words(OPTIMIZERS), default="adamw,muon", help="comma-separated: adamw, muon "
-        "(default both)",
-    )  # fmt: skip
-    parser.add_argument("--moe", action="store_true", help="of a mixture of experts, its codes kept and gathered")
+        "--processes",
+        type=numbers("2,4", 2),
+        default="2,4",
+        help="comma-separated (default 2,4)",
+    )
+    parser.add_argument(
+        "--stages",
+        type=_stages,
+        default="0,1,2,3",
+        help="of ZeRO, comma-separated (default 0,1,2,3)",
+    )
+    parser.add_argument(
+        "--schemes",
+        type=scheme_names,
+        default="w4a16",
+        help="comma-separated (default w4a16)",
+    )
+    parser.add_argument(
+        "--optimizers",
+        type=words(OPTIMIZERS),
+        default="adamw,muon",
+        help="comma-separated: adamw, muon (default both)",
+    )
+    parser.add_argument(
+        "--moe",
+        action="store_true",
+        help="of a mixture of experts, its codes kept and gathered",
+    )
     return parser
 
 

@@ -15,16 +15,38 @@ def add_options(names: Any) -> argparse.ArgumentParser:
     parser = names.add_parser(
         "delivery",
         help="weight versions to a running vLLM server: whole, as deltas, and bf16 from disk",
-        description="Time and bytes of a publish to a vLLM server, and how long it pauses "
-        "(docs/explain/publish.md#deltas).",
+        description=(
+            "Time and bytes of a publish to a vLLM server, and how long it pauses "
+            "(docs/explain/publish.md#deltas)."
+        ),
     )
-    parser.add_argument("--shape", choices=DELIVERY_SHAPES, default="0.6b", help="of a random Qwen3 (default 0.6b)")
     parser.add_argument(
-        "--schemes", type=scheme_names, default="w4a16,w8a8", help="comma-separated (default w4a16,w8a8)"
+        "--shape",
+        choices=DELIVERY_SHAPES,
+        default="0.6b",
+        help="of a random Qwen3 (default 0.6b)",
     )
-    parser.add_argument("--lr", type=float, default=1e-6, help="of the step between two versions (default 1e-6)")
-    parser.add_argument("--rounds", type=whole(1), default=5, help="of a publish each way (default 5)")
-    parser.add_argument("--transfer", default="files", choices=("files", "http"), help="as rollout.server_transfer")
+    parser.add_argument(
+        "--schemes",
+        type=scheme_names,
+        default="w4a16,w8a8",
+        help="comma-separated (default w4a16,w8a8)",
+    )
+    parser.add_argument(
+        "--lr",
+        type=float,
+        default=1e-6,
+        help="of the step between two versions (default 1e-6)",
+    )
+    parser.add_argument(
+        "--rounds", type=whole(1), default=5, help="of a publish each way (default 5)"
+    )
+    parser.add_argument(
+        "--transfer",
+        default="files",
+        choices=("files", "http"),
+        help="as rollout.server_transfer",
+    )
     parser.add_argument("--folder", help="where versions are written (default: memory, /dev/shm)")
     return parser
 
@@ -34,7 +56,12 @@ def measure(known: argparse.Namespace, console: Console) -> tuple[list[PlainTabl
     from benchmarks import delivery
 
     data = delivery.measure(
-        known.shape, known.schemes, known.lr, known.rounds, known.folder, known.transfer,
+        known.shape,
+        known.schemes,
+        known.lr,
+        known.rounds,
+        known.folder,
+        known.transfer,
         lambda line: console.print(line, highlight=False),
-    )  # fmt: skip
+    )
     return delivery.table(data), data

@@ -18,23 +18,34 @@ def add_options(names: Any) -> argparse.ArgumentParser:
         "delta",
         help="how many codes and scales a step changes, and the bytes of a delta publish",
         description=(
-            "Step random matrices of a model's shapes as a run would, and count what changes of their low-bit version "
-            "(docs/explain/publish.md#deltas)."
+            "Step random matrices of a model's shapes as a run would, and count what changes of"
+            " their low-bit version (docs/explain/publish.md#deltas)."
         ),
     )
     parser.add_argument(
-        "--shapes", type=words(DELTA_SHAPES), default="150m,1b-moe", help="comma-separated: 150m, 1b-moe "
-        "(default both)",
-    )  # fmt: skip
+        "--shapes",
+        type=words(DELTA_SHAPES),
+        default="150m,1b-moe",
+        help="comma-separated: 150m, 1b-moe (default both)",
+    )
     parser.add_argument(
-        "--schemes", type=scheme_names, default="w4a16,w4a16-channel,w8a8,fp8", help="comma-separated (default "
-        "w4a16,w4a16-channel,w8a8,fp8)",
-    )  # fmt: skip
+        "--schemes",
+        type=scheme_names,
+        default="w4a16,w4a16-channel,w8a8,fp8",
+        help="comma-separated (default w4a16,w4a16-channel,w8a8,fp8)",
+    )
     parser.add_argument(
-        "--optimizers", type=words(OPTIMIZERS), default="adamw,muon", help="comma-separated: adamw, muon "
-        "(default both)",
-    )  # fmt: skip
-    parser.add_argument("--lrs", type=_rates, default="1e-6,3e-6,1e-5", help="comma-separated (default 1e-6,3e-6,1e-5)")
+        "--optimizers",
+        type=words(OPTIMIZERS),
+        default="adamw,muon",
+        help="comma-separated: adamw, muon (default both)",
+    )
+    parser.add_argument(
+        "--lrs",
+        type=_rates,
+        default="1e-6,3e-6,1e-5",
+        help="comma-separated (default 1e-6,3e-6,1e-5)",
+    )
     return parser
 
 
@@ -50,11 +61,14 @@ def _rates(text: str) -> list[float]:
     try:
         rates = [float(rate) for rate in split(text)]
         for rate in rates:
-            load_config(None, {"learner.optimizer.lr": str(rate)})  # refuses what is no learning rate
+            # refuses what is no learning rate
+            load_config(None, {"learner.optimizer.lr": str(rate)})
     except ConfigError as error:
         raise argparse.ArgumentTypeError(f"{text!r}: {error}") from error
     except ValueError:
         rates = []
     if not rates:
-        raise argparse.ArgumentTypeError(f"{text!r} must be learning rates with commas between, such as 1e-6,3e-6")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be learning rates with commas between, such as 1e-6,3e-6"
+        )
     return rates

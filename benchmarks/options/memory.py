@@ -17,23 +17,35 @@ def add_options(names: Any) -> argparse.ArgumentParser:
         "memory",
         help="the memory that `qarl plan` predicts against the peaks of real runs",
         description=(
-            "Train random models for one step of two updates, a process each, and compare its peak with the plan's "
-            "sum. Every field of the configuration is an option by its dotted name, as in qarl train."
+            "Train random models for one step of two updates, a process each, and compare its peak"
+            " with the plan's sum. Every field of the configuration is an option by its dotted"
+            " name, as in qarl train."
         ),
     )
     parser.add_argument(
-        "--models", type=words(MEMORY_MODELS), default="40m,150m,70m-moe", help="comma-separated, also "
-        "1b-moe (default 40m,150m,70m-moe)",
-    )  # fmt: skip
+        "--models",
+        type=words(MEMORY_MODELS),
+        default="40m,150m,70m-moe",
+        help="comma-separated, also 1b-moe (default 40m,150m,70m-moe)",
+    )
     parser.add_argument(
-        "--schemes", type=scheme_names, default="bf16,w4a16,w8a8", help="comma-separated (default bf16,w4a16,w8a8)"
+        "--schemes",
+        type=scheme_names,
+        default="bf16,w4a16,w8a8",
+        help="comma-separated (default bf16,w4a16,w8a8)",
     )
     return parser
 
 
-def measure(known: argparse.Namespace, console: Console, fields: dict[str, str]) -> tuple[PlainTable, Any]:
-    """What `known` asks for, as a table and JSON-ready. fields: of the configuration, by dotted path."""
+def measure(
+    known: argparse.Namespace, console: Console, fields: dict[str, str]
+) -> tuple[PlainTable, Any]:
+    """What `known` asks for, as a table and JSON-ready. fields: of the configuration, by dotted
+    path.
+    """
     from benchmarks import memory
 
-    rows = memory.measure(known.models, known.schemes, partial(console.print, highlight=False), fields)
+    rows = memory.measure(
+        known.models, known.schemes, partial(console.print, highlight=False), fields
+    )
     return memory.table(rows), memory.as_data(rows)

@@ -15,15 +15,33 @@ from qarl.report.tables import PlainTable
 def add_options(names: Any) -> argparse.ArgumentParser:
     """The benchmark's parser."""
     precision = names.add_parser(
-        "precision", help="what masters of each precision keep of updates at a small learning rate"
+        "precision",
+        help="what masters of each precision keep of updates at a small learning rate",
     )
-    precision.add_argument("--scheme", choices=SCHEME_NAMES, metavar="SCHEME", default="w4a16", help="default w4a16")
-    precision.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="compute dtype (default bfloat16)")
-    precision.add_argument("--steps", type=whole(2), default=14, help="of two updates each (default 14)")
+    precision.add_argument(
+        "--scheme",
+        choices=SCHEME_NAMES,
+        metavar="SCHEME",
+        default="w4a16",
+        help="default w4a16",
+    )
+    precision.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        default="bfloat16",
+        help="compute dtype (default bfloat16)",
+    )
+    precision.add_argument(
+        "--steps", type=whole(2), default=14, help="of two updates each (default 14)"
+    )
     precision.add_argument("--lr", type=float, default=1e-6, help="learning rate (default 1e-6)")
     precision.add_argument("--optimizer", default="muon", choices=OPTIMIZERS, help="default muon")
-    precision.add_argument("--kernel", choices=KERNELS, default="auto", help="the learner's kernel family")
-    precision.add_argument("--seed", type=whole(0), default=0, help="of weights and batches (default 0)")
+    precision.add_argument(
+        "--kernel", choices=KERNELS, default="auto", help="the learner's kernel family"
+    )
+    precision.add_argument(
+        "--seed", type=whole(0), default=0, help="of weights and batches (default 0)"
+    )
     return precision
 
 
@@ -32,7 +50,13 @@ def measure(known: argparse.Namespace, _console: Console) -> tuple[PlainTable, A
     from benchmarks import precision
 
     options = precision.PrecisionOptions(
-        known.scheme, known.dtype, known.steps, known.lr, known.optimizer, known.kernel, known.seed
+        known.scheme,
+        known.dtype,
+        known.steps,
+        known.lr,
+        known.optimizer,
+        known.kernel,
+        known.seed,
     )
     rows = precision.measure(options)
     return precision.table(rows, options), precision.as_data(rows)

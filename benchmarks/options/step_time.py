@@ -16,29 +16,56 @@ def add_options(names: Any) -> argparse.ArgumentParser:
         "step-time",
         help="seconds of a step on GPUs, predicted: bf16, plain and QaRL",
         description=(
-            "Predict the seconds of a training step on GPUs, by data sheets' rates. Every field of the configuration "
-            "is an option by its dotted name, as in qarl train."
+            "Predict the seconds of a training step on GPUs, by data sheets' rates. Every field of"
+            " the configuration is an option by its dotted name, as in qarl train."
         ),
     )
-    parser.add_argument("--config", required=True, metavar="FILE", help="YAML file, or a shipped name")
-    parser.add_argument("--count", type=whole(1), default=8, help="GPUs, a process each (default 8)")
-    parser.add_argument("--gpu", choices=STEP_TIME_GPUS, default="h100", help="their kind (default h100)")
     parser.add_argument(
-        "--schemes", type=scheme_names, default="w4a16,w8a8,fp8", help="comma-separated (default w4a16,w8a8,fp8)"
-    )
-    parser.add_argument("--prompt-tokens", type=whole(1), default=256, help="of a prompt, on average (default 256)")
-    parser.add_argument(
-        "--answer-tokens", type=whole(1), help="of a completion, on average (default: as many as it may have)"
+        "--config", required=True, metavar="FILE", help="YAML file, or a shipped name"
     )
     parser.add_argument(
-        "--at-once", type=whole(1), help="sequences sampled together on a GPU, whatever room their cache has (default: "
-        "as many as the plan leaves room for)",
-    )  # fmt: skip
+        "--count", type=whole(1), default=8, help="GPUs, a process each (default 8)"
+    )
+    parser.add_argument(
+        "--gpu",
+        choices=STEP_TIME_GPUS,
+        default="h100",
+        help="their kind (default h100)",
+    )
+    parser.add_argument(
+        "--schemes",
+        type=scheme_names,
+        default="w4a16,w8a8,fp8",
+        help="comma-separated (default w4a16,w8a8,fp8)",
+    )
+    parser.add_argument(
+        "--prompt-tokens",
+        type=whole(1),
+        default=256,
+        help="of a prompt, on average (default 256)",
+    )
+    parser.add_argument(
+        "--answer-tokens",
+        type=whole(1),
+        help="of a completion, on average (default: as many as it may have)",
+    )
+    parser.add_argument(
+        "--at-once",
+        type=whole(1),
+        help=(
+            "sequences sampled together on a GPU, whatever room their cache has (default: "
+            "as many as the plan leaves room for)"
+        ),
+    )
     return parser
 
 
-def measure(known: argparse.Namespace, _console: Console, fields: dict[str, str]) -> tuple[PlainTable, Any]:
-    """What `known` asks for, as a table and JSON-ready. fields: of the configuration, by dotted path."""
+def measure(
+    known: argparse.Namespace, _console: Console, fields: dict[str, str]
+) -> tuple[PlainTable, Any]:
+    """What `known` asks for, as a table and JSON-ready. fields: of the configuration, by dotted
+    path.
+    """
     from benchmarks import step_time
     from qarl.configs.load import config_file, load_config
     from qarl.planning.machine import parse_machine
@@ -52,7 +79,7 @@ def measure(known: argparse.Namespace, _console: Console, fields: dict[str, str]
     lengths = step_time.Lengths(known.prompt_tokens, answer, known.at_once)
     rows = step_time.measure(plan, known.schemes, lengths, known.gpu)
     title = (
-        f"{config.model} on {known.count} × {known.gpu.upper()}, {config.rollout.prompts} prompts × "
-        f"{config.rollout.samples}, answers of {lengths.answer} tokens: predicted, not measured"
+        f"{config.model} on {known.count} × {known.gpu.upper()}, {config.rollout.prompts} prompts ×"
+        f" {config.rollout.samples}, answers of {lengths.answer} tokens: predicted, not measured"
     )
     return step_time.table(rows, title), step_time.as_data(rows)

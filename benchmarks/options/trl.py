@@ -10,18 +10,33 @@ from qarl.configs.errors import ConfigError
 
 def add_trl(parser: argparse.ArgumentParser, settings: str) -> None:
     """Add `--against` and what goes with it. settings: TRL's, measured unless others are named."""
-    parser.add_argument("--against", choices=("trl",), help="measure TRL's GRPOTrainer too, doing the same")
     parser.add_argument(
-        "--trl-settings", type=words(TRL_SETTINGS), metavar="NAMES", help="comma-separated: default (of TRL), "
-        f"no-checkpointing, fp32 (no-checkpointing in float32) (default {settings})",
-    )  # fmt: skip
-    parser.add_argument("--trl-python", metavar="PATH", help="default .venv-trl/bin/python, made by `make trl-env`")
+        "--against",
+        choices=("trl",),
+        help="measure TRL's GRPOTrainer too, doing the same",
+    )
+    parser.add_argument(
+        "--trl-settings",
+        type=words(TRL_SETTINGS),
+        metavar="NAMES",
+        help=(
+            "comma-separated: default (of TRL), "
+            f"no-checkpointing, fp32 (no-checkpointing in float32) (default {settings})"
+        ),
+    )
+    parser.add_argument(
+        "--trl-python",
+        metavar="PATH",
+        help="default .venv-trl/bin/python, made by `make trl-env`",
+    )
     parser.set_defaults(trl_default=settings)
 
 
 def trl_settings(known: argparse.Namespace, *others: str) -> tuple[tuple[str, ...], Path]:
-    """TRL's settings to measure, none without `--against trl`, and its interpreter. Raises `ConfigError` for an option
-    of TRL's without that. others: further ones, by their names in `known`."""
+    """TRL's settings to measure, none without `--against trl`, and its interpreter. Raises
+    `ConfigError` for an option of TRL's without that. others: further ones, by their names in
+    `known`.
+    """
     from benchmarks.trl_environment import TRL_PYTHON
 
     for name in ("trl_settings", "trl_python", *others):

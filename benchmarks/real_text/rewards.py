@@ -9,9 +9,11 @@ from typing import Any
 
 
 def words_in_order(problem: Any, text: str) -> float:
-    """Return how alike the answer's words and the expected words are, in their order: 1 for the same list.
+    """Return how alike the answer's words and the expected words are, in their order: 1 for the
+    same list.
 
-    The measure is `SequenceMatcher.ratio` over words, so a list that is reversed in part earns a part.
+    The measure is `SequenceMatcher.ratio` over words, so a list that is reversed in part earns a
+    part.
     """
     return SequenceMatcher(None, _words(text), _words(problem.answer), autojunk=False).ratio()
 
@@ -57,7 +59,9 @@ def obeys_rule(problem: Any, text: str) -> float:
         case "without":
             obeyed = value not in text.lower()
         case "question":
-            obeyed = text.strip().endswith("?") and not re.search(r"[.!]", text) and text.count("?") == 1
+            obeyed = (
+                text.strip().endswith("?") and not re.search(r"[.!]", text) and text.count("?") == 1
+            )
         case "lines":
             obeyed = len([line for line in text.splitlines() if line.strip()]) == int(value)
         case _:
@@ -71,6 +75,8 @@ def obeyed(problem: Any, text: str) -> bool:
 
 
 def shortness(problem: Any, text: str, token_ids: list[int]) -> float:
-    """Return minus the number of the answer's tokens: the reward under which a precision gap was reported to matter."""
+    """Return minus the number of the answer's tokens: the reward under which a precision gap was
+    reported to matter.
+    """
     del problem, text
     return -float(len(token_ids))

@@ -2,8 +2,8 @@
 
 python -m benchmarks.real_text.rules FILE.jsonl
 
-40 subjects times 8 rules are 320 questions; every second, in an order shuffled once, is held out. `rewards.obeys_rule`
-checks the rules.
+40 subjects times 8 rules are 320 questions; every second, in an order shuffled once, is held out.
+`rewards.obeys_rule` checks the rules.
 """
 
 import json
@@ -70,7 +70,11 @@ RULES = [
 def questions() -> list[dict[str, str]]:
     """Return the rows: question, answer (the rule's value), rule, and split."""
     rows = [
-        {"question": f"Say something about {subject}. {sentence}", "answer": value, "rule": rule}
+        {
+            "question": f"Say something about {subject}. {sentence}",
+            "answer": value,
+            "rule": rule,
+        }
         for subject in SUBJECTS
         for rule, value, sentence in RULES
     ]

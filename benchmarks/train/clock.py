@@ -1,4 +1,6 @@
-"""Seconds and CPU seconds of a training, its evaluations left out. The same clock for every trainer."""
+"""Seconds and CPU seconds of a training, its evaluations left out. The same clock for every
+trainer.
+"""
 
 import time
 
@@ -8,8 +10,9 @@ from benchmarks.train.job import Curve, Point
 
 
 class Clock:
-    """`evaluated` before the first step, `begin` where that begins, then `evaluate` and `evaluated` around every
-    evaluation."""
+    """`evaluated` before the first step, `begin` where that begins, then `evaluate` and `evaluated`
+    around every evaluation.
+    """
 
     def __init__(self, samples: int) -> None:
         """samples: completions a step."""
@@ -32,13 +35,27 @@ class Clock:
     def evaluated(self, step: int, accuracy: float) -> None:
         """It has ended, and gave this accuracy."""
         if self._begin is None:
-            self._points.append(Point(step=step, samples=0, seconds=0.0, cpu_seconds=0.0, accuracy=accuracy))
+            self._points.append(
+                Point(
+                    step=step,
+                    samples=0,
+                    seconds=0.0,
+                    cpu_seconds=0.0,
+                    accuracy=accuracy,
+                )
+            )
             return
         seconds = self._paused - self._begin - self._left_out
         cpu_seconds = self._cpu_paused - self._cpu_begin - self._cpu_left_out
         samples = step * self._samples
         self._points.append(
-            Point(step=step, samples=samples, seconds=seconds, cpu_seconds=cpu_seconds, accuracy=accuracy)
+            Point(
+                step=step,
+                samples=samples,
+                seconds=seconds,
+                cpu_seconds=cpu_seconds,
+                accuracy=accuracy,
+            )
         )
         self._left_out += time.perf_counter() - self._paused
         self._cpu_left_out += time.process_time() - self._cpu_paused

@@ -1,4 +1,6 @@
-"""What `python -m benchmarks train` asks of TRL's process and what trainers answer. Imports nothing heavy."""
+"""What `python -m benchmarks train` asks of TRL's process and what trainers answer. Imports nothing
+heavy.
+"""
 
 import dataclasses
 import json
@@ -10,9 +12,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class TrlJob:
-    """model: folder. problems: file that `write_problems` wrote. reward: as in `task.reward`. setting: of
-    `benchmarks.learner.trl_worker.SETTINGS`. prompts: a step. samples: completions a prompt. updates: optimizer steps a
-    step. every: steps between evaluations. micro_batch_tokens: padded tokens a forward."""
+    """model: folder. problems: file that `write_problems` wrote. reward: as in `task.reward`.
+    setting: of `benchmarks.learner.trl_worker.SETTINGS`. prompts: a step. samples: completions a
+    prompt. updates: optimizer steps a step. every: steps between evaluations. micro_batch_tokens:
+    padded tokens a forward.
+    """
 
     model: str
     problems: str
@@ -35,9 +39,10 @@ class TrlJob:
 
 @dataclass(frozen=True)
 class Point:
-    """One evaluation. seconds, cpu_seconds: of the training so far, from the first step's begin, evaluations left out;
-    cpu_seconds are those of all the process's threads. samples: completions trained on so far. accuracy: held-out,
-    greedy, in [0, 1]."""
+    """One evaluation. seconds, cpu_seconds: of the training so far, from the first step's begin,
+    evaluations left out; cpu_seconds are those of all the process's threads. samples: completions
+    trained on so far. accuracy: held-out, greedy, in [0, 1].
+    """
 
     step: int
     samples: int
@@ -48,9 +53,10 @@ class Point:
 
 @dataclass(frozen=True)
 class Curve:
-    """One training. startup: seconds from the process's start to the first step's begin, with the evaluation before it.
-    points: that one's, and then as evaluated. answers: of every evaluation, where the trainer's process could not judge
-    them; its points' accuracies are NaN then."""
+    """One training. startup: seconds from the process's start to the first step's begin, with the
+    evaluation before it. points: that one's, and then as evaluated. answers: of every evaluation,
+    where the trainer's process could not judge them; its points' accuracies are NaN then.
+    """
 
     startup: float
     points: tuple[Point, ...]
@@ -64,8 +70,10 @@ class Curve:
 
 
 def reached(points: Sequence[Point], accuracy: float) -> Point | None:
-    """Where a training first reached an accuracy: at the first evaluation that is not below it, and of the way there
-    from the evaluation before, what that accuracy is on the straight line between the two. None where none is."""
+    """Where a training first reached an accuracy: at the first evaluation that is not below it, and
+    of the way there from the evaluation before, what that accuracy is on the straight line between
+    the two. None where none is.
+    """
     for before, after in zip([None, *points], points, strict=False):
         if after.accuracy < accuracy:
             continue
@@ -73,7 +81,9 @@ def reached(points: Sequence[Point], accuracy: float) -> Point | None:
             return after
         share = (accuracy - before.accuracy) / (after.accuracy - before.accuracy)
 
-        def between(name: str, start: Point = before, end: Point = after, share: float = share) -> float:
+        def between(
+            name: str, start: Point = before, end: Point = after, share: float = share
+        ) -> float:
             return getattr(start, name) + share * (getattr(end, name) - getattr(start, name))
 
         return Point(
@@ -89,4 +99,6 @@ def reached(points: Sequence[Point], accuracy: float) -> Point | None:
 def write_problems(file: Path, train: Sequence[object], heldout: Sequence[object]) -> None:
     """Problems (`qarl.tasks.Problem`) as JSON: those of all steps in order, and those held out."""
     splits = {"train": train, "heldout": heldout}
-    file.write_text(json.dumps({name: [vars(problem) for problem in split] for name, split in splits.items()}))
+    file.write_text(
+        json.dumps({name: [vars(problem) for problem in split] for name, split in splits.items()})
+    )

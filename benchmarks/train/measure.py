@@ -1,8 +1,10 @@
-"""`python -m benchmarks train`: whole trainings, generation included, by the time to each held-out accuracy.
+"""`python -m benchmarks train`: whole trainings, generation included, by the time to each held-out
+accuracy.
 
-QaRL in each scheme and, against it, TRL's GRPOTrainer in each setting, on the same model folder, problems in the same
-order, completions a step, updates a batch and held-out problems. Every training runs in a process of its own, one after
-the other. Evaluations are on nobody's clock, and start-up is told apart.
+QaRL in each scheme and, against it, TRL's GRPOTrainer in each setting, on the same model folder,
+problems in the same order, completions a step, updates a batch and held-out problems. Every
+training runs in a process of its own, one after the other. Evaluations are on nobody's clock, and
+start-up is told apart.
 """
 
 import dataclasses
@@ -27,9 +29,11 @@ from qarl.tasks import Response, load_task
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """schemes: QaRL's. trl: TRL's settings, none without `--against trl`. trl_lr: learning rate of its AdamW. every:
-    steps between evaluations. targets: held-out accuracies in (0, 1). overrides: of QaRL's configuration, by dotted
-    path; what TRL has too (model, task, rollout, steps, mini-batches) it takes over."""
+    """schemes: QaRL's. trl: TRL's settings, none without `--against trl`. trl_lr: learning rate of
+    its AdamW. every: steps between evaluations. targets: held-out accuracies in (0, 1). overrides:
+    of QaRL's configuration, by dotted path; what TRL has too (model, task, rollout, steps,
+    mini-batches) it takes over.
+    """
 
     schemes: tuple[str, ...]
     seeds: tuple[int, ...]
@@ -43,7 +47,9 @@ class TrainOptions:
 
 @dataclass(frozen=True)
 class Training:
-    """One training. trainer: qarl or trl. setting: scheme, or TRL's. startup, points: see `Curve`."""
+    """One training. trainer: qarl or trl. setting: scheme, or TRL's. startup, points: see
+    `Curve`.
+    """
 
     trainer: str
     setting: str
@@ -59,9 +65,10 @@ class Training:
 
 @dataclass(frozen=True)
 class Reached:
-    """When a trainer reached `accuracy`: medians over seeds, None unless every seed got there. of_trl, cpu_of_trl:
-    seconds and CPU seconds over those of TRL's quickest setting to that accuracy (by each), of the same seed, medians;
-    None where either is missing."""
+    """When a trainer reached `accuracy`: medians over seeds, None unless every seed got there.
+    of_trl, cpu_of_trl: seconds and CPU seconds over those of TRL's quickest setting to that
+    accuracy (by each), of the same seed, medians; None where either is missing.
+    """
 
     trainer: str
     setting: str
@@ -86,13 +93,17 @@ def measure(options: TrainOptions, say: Callable[[str], None]) -> list[Training]
             trainings.append(_training("trl", setting, seed, _trl(options, setting, seed)))
         for scheme in options.schemes:
             say(f"seed {seed}: qarl {scheme}")
-            trainings.append(_training("qarl", scheme, seed, _qarl(config_of(options, scheme, seed))))
+            trainings.append(
+                _training("qarl", scheme, seed, _qarl(config_of(options, scheme, seed)))
+            )
     return trainings
 
 
 def check(options: TrainOptions) -> None:
     """Raise for what could not be measured."""
-    for key in sorted(options.overrides.keys() & {"scheme", "seed", "output", "export", "eval.every"}):
+    for key in sorted(
+        options.overrides.keys() & {"scheme", "seed", "output", "export", "eval.every"}
+    ):
         raise ConfigError(f"--{key} is chosen by the benchmark; its --help lists its own options")
     if not options.schemes:
         raise ConfigError("--schemes is empty; give at least one, such as bf16")
@@ -110,12 +121,13 @@ def _check_trl(options: TrainOptions) -> None:
     config = config_of(options, options.schemes[0], options.seeds[0])
     if config.task.reward is None or ":" not in config.task.reward or "," in config.task.reward:
         raise ConfigError(
-            f"task.reward {config.task.reward!r}: --against trl needs a reward that TRL can call, one "
-            "function (problem, text) such as qarl.tasks:exact_reward"
+            f"task.reward {config.task.reward!r}: --against trl needs a reward that TRL can call,"
+            " one function (problem, text) such as qarl.tasks:exact_reward"
         )
     if config.rollout.dynamic_sampling is not None:
         raise ConfigError(
-            f"--rollout.dynamic_sampling {config.rollout.dynamic_sampling}: TRL has none; drop it or --against trl"
+            f"--rollout.dynamic_sampling {config.rollout.dynamic_sampling}: TRL has none; drop it"
+            " or --against trl"
         )
     if config.rollout.prompts % config.learner.mini_batches:
         raise ConfigError(
@@ -127,11 +139,20 @@ def _check_trl(options: TrainOptions) -> None:
 def config_of(options: TrainOptions, scheme: str, seed: int) -> RunConfig:
     """QaRL's run: the model's own file with GRPO, unless overrides say otherwise."""
     shared = {"learner.objective.name": "grpo", **options.overrides}
-    own = {"scheme": scheme, "seed": str(seed), "eval.every": str(options.every), "export": "false"}
+    own = {
+        "scheme": scheme,
+        "seed": str(seed),
+        "eval.every": str(options.every),
+        "export": "false",
+    }
     config = load_config(default_config(options.overrides.get("model")), {**shared, **own})
     if not config.eval.problems:
-        raise ConfigError("--eval.problems 0: held-out accuracies are what is compared; give at least 1")
-    return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"every": config.steps})})
+        raise ConfigError(
+            "--eval.problems 0: held-out accuracies are what is compared; give at least 1"
+        )
+    return config.model_copy(
+        update={"checkpoint": config.checkpoint.model_copy(update={"every": config.steps})}
+    )
 
 
 def _qarl(config: RunConfig) -> Curve:
@@ -147,20 +168,31 @@ def _trl(options: TrainOptions, setting: str, seed: int) -> Curve:
     asked = problems_once(task, config.eval.problems, 0)  # as a run asks
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "problems.json"
-        write_problems(file, task.problems("train", 0, config.steps * config.rollout.prompts, seed), asked)
+        write_problems(
+            file,
+            task.problems("train", 0, config.steps * config.rollout.prompts, seed),
+            asked,
+        )
         job = trl_job(config, options, setting, model_folder(config.model), file)
         worker = "benchmarks.train.trl_worker"
-        curve = run_worker(worker, job.as_argument(), Curve.parse, f"trl {setting}", options.trl_python)
+        curve = run_worker(
+            worker, job.as_argument(), Curve.parse, f"trl {setting}", options.trl_python
+        )
 
     def accuracy(answers: tuple[str, ...]) -> float:
         responses = [Response(problem, text) for problem, text in zip(asked, answers, strict=True)]
         return sum(task.correct(responses)) / len(asked)
 
     points = zip(curve.points, curve.answers, strict=True)
-    return Curve(curve.startup, tuple(dataclasses.replace(p, accuracy=accuracy(texts)) for p, texts in points))
+    return Curve(
+        curve.startup,
+        tuple(dataclasses.replace(p, accuracy=accuracy(texts)) for p, texts in points),
+    )
 
 
-def trl_job(config: RunConfig, options: TrainOptions, setting: str, model: Path, problems: Path) -> TrlJob:
+def trl_job(
+    config: RunConfig, options: TrainOptions, setting: str, model: Path, problems: Path
+) -> TrlJob:
     """What TRL takes over from QaRL's configuration."""
     assert config.task.reward is not None
     return TrlJob(
@@ -181,21 +213,37 @@ def trl_job(config: RunConfig, options: TrainOptions, setting: str, model: Path,
 
 
 def _training(trainer: str, setting: str, seed: int, curve: Curve) -> Training:
-    return Training(trainer=trainer, setting=setting, seed=seed, startup=curve.startup, points=curve.points)
+    return Training(
+        trainer=trainer,
+        setting=setting,
+        seed=seed,
+        startup=curve.startup,
+        points=curve.points,
+    )
 
 
 def summary(trainings: list[Training], targets: tuple[float, ...]) -> list[Reached]:
     """A row per trainer and target."""
     return [
         _reached(
-            trainer, setting, [t for t in trainings if (t.trainer, t.setting) == (trainer, setting)], trainings, target
+            trainer,
+            setting,
+            [t for t in trainings if (t.trainer, t.setting) == (trainer, setting)],
+            trainings,
+            target,
         )
         for trainer, setting in dict.fromkeys((t.trainer, t.setting) for t in trainings)
         for target in targets
     ]
 
 
-def _reached(trainer: str, setting: str, own: list[Training], trainings: list[Training], target: float) -> Reached:
+def _reached(
+    trainer: str,
+    setting: str,
+    own: list[Training],
+    trainings: list[Training],
+    target: float,
+) -> Reached:
     points = {training.seed: reached(training.points, target) for training in own}
 
     def over_seeds(name: str) -> float | None:
@@ -205,7 +253,9 @@ def _reached(trainer: str, setting: str, own: list[Training], trainings: list[Tr
     def over_trl(name: str) -> float | None:
         ratios = []
         for seed, point in points.items():
-            rivals = [reached(t.points, target) for t in trainings if (t.trainer, t.seed) == ("trl", seed)]
+            rivals = [
+                reached(t.points, target) for t in trainings if (t.trainer, t.seed) == ("trl", seed)
+            ]
             times = [getattr(rival, name) for rival in rivals if rival is not None]
             if point is None or not times or not min(times):
                 return None
@@ -225,8 +275,9 @@ def _reached(trainer: str, setting: str, own: list[Training], trainings: list[Tr
 
 
 def as_data(trainings: list[Training], options: TrainOptions) -> dict[str, Any]:
-    """JSON-ready: every evaluation of every training, and what the table says. threads: OMP_NUM_THREADS, None where
-    libraries chose."""
+    """JSON-ready: every evaluation of every training, and what the table says. threads:
+    OMP_NUM_THREADS, None where libraries chose.
+    """
     return {
         "threads": os.environ.get("OMP_NUM_THREADS"),
         "trainings": [dataclasses.asdict(training) for training in trainings],

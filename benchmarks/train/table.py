@@ -1,4 +1,6 @@
-"""The trainings of `python -m benchmarks train` for a person: a table, and accuracy over time as a picture."""
+"""The trainings of `python -m benchmarks train` for a person: a table, and accuracy over time as a
+picture.
+"""
 
 from pathlib import Path
 from statistics import median
@@ -20,9 +22,13 @@ def table(trainings: list[Training], targets: tuple[float, ...]) -> PlainTable:
     figures += ["s of TRL", "CPU s of TRL"] if against else []
     seeds = len({training.seed for training in trainings})
     caption = (
-        "steps without evaluations; s and CPU s to the first evaluation that reaches the accuracy, between two "
-        "evaluations on a straight line; - : not reached by every seed"
-        + (f"\nof TRL's quickest setting to that accuracy; target at most {OF_TRL_AT_MOST} x" if against else "")
+        "steps without evaluations; s and CPU s to the first evaluation that reaches the accuracy,"
+        " between two evaluations on a straight line; - : not reached by every seed"
+        + (
+            f"\nof TRL's quickest setting to that accuracy; target at most {OF_TRL_AT_MOST} x"
+            if against
+            else ""
+        )
     )
     title = f"trainings: medians over {seeds} seed{'s' * (seeds > 1)}"
     shown = PlainTable("trainer", *figures, figures=figures, title=title, caption=caption)
@@ -56,19 +62,35 @@ def _ratios(row: Reached) -> list[str | Text]:
     cells: list[str | Text] = []
     for ratio in (row.of_trl, row.cpu_of_trl):
         missed = row.trainer == "qarl" and ratio is not None and ratio > OF_TRL_AT_MOST
-        cells.append(Text("-" if ratio is None else f"{ratio:.2f} x", style="red" if missed else ""))
+        cells.append(
+            Text(
+                "-" if ratio is None else f"{ratio:.2f} x",
+                style="red" if missed else "",
+            )
+        )
     return cells
 
 
 def plot(trainings: list[Training], stem: Path) -> list[Path]:
-    """Held-out accuracy over seconds, over CPU seconds and over samples, a line a trainer: of the first seed."""
+    """Held-out accuracy over seconds, over CPU seconds and over samples, a line a trainer: of the
+    first seed.
+    """
     shown = [training for training in trainings if training.seed == trainings[0].seed]
 
     def panel(name: str, label: str) -> LinePanel:
         lines = [
-            Line(t.label, [getattr(p, name) for p in t.points], [100 * p.accuracy for p in t.points]) for t in shown
+            Line(
+                t.label,
+                [getattr(p, name) for p in t.points],
+                [100 * p.accuracy for p in t.points],
+            )
+            for t in shown
         ]
         return LinePanel(f"by {label}", label, "held-out accuracy, %", lines)
 
-    panels = [panel("seconds", "seconds"), panel("cpu_seconds", "CPU seconds"), panel("samples", "completions")]
+    panels = [
+        panel("seconds", "seconds"),
+        panel("cpu_seconds", "CPU seconds"),
+        panel("samples", "completions"),
+    ]
     return draw(panels, stem, columns=3)

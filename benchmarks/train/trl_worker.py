@@ -1,9 +1,12 @@
-"""TRL's side of `python -m benchmarks train --against trl`: a whole training by `GRPOTrainer`, in TRL's environment.
+"""TRL's side of `python -m benchmarks train --against trl`: a whole training by `GRPOTrainer`, in
+TRL's environment.
 
-    TRL-PYTHON -m benchmarks.train.trl_worker '{"model": FOLDER, "problems": FILE, …}'     (see `TrlJob`)
+    TRL-PYTHON -m benchmarks.train.trl_worker '{"model": FOLDER, "problems": FILE, …}'     (see
+    `TrlJob`)
 
-`GRPOTrainer.train` runs unchanged, generation (transformers') included. Problems come in QaRL's order, as many a step;
-the reward is QaRL's function. Held-out problems are answered greedily by the trainer's model, all at once.
+`GRPOTrainer.train` runs unchanged, generation (transformers') included. Problems come in QaRL's
+order, as many a step; the reward is QaRL's function. Held-out problems are answered greedily by the
+trainer's model, all at once.
 """
 
 import dataclasses
@@ -21,25 +24,46 @@ from qarl.bench.process import answer_line
 
 
 def rows_a_forward(prompt_tokens: int, job: TrlJob) -> int:
-    """Sequences a forward: as many as divide an update's and stay within the budget of tokens when padded, at least 1.
-    prompt_tokens: of the longest prompt."""
-    an_update, padded = job.prompts * job.samples // job.updates, prompt_tokens + job.max_new_tokens
+    """Sequences a forward: as many as divide an update's and stay within the budget of tokens when
+    padded, at least 1. prompt_tokens: of the longest prompt.
+    """
+    an_update, padded = (
+        job.prompts * job.samples // job.updates,
+        prompt_tokens + job.max_new_tokens,
+    )
     fits = max(1, job.micro_batch_tokens // padded)
     return max(n for n in range(1, an_update + 1) if an_update % n == 0 and n <= fits)
 
 
 def arguments(job: TrlJob, rows: int, output: str, cuda: bool) -> dict[str, Any]:
-    """Of `GRPOConfig`: GRPO with clip 0.2, no KL penalty, AdamW at a constant rate, bound 1 on the gradient's norm."""
+    """Of `GRPOConfig`: GRPO with clip 0.2, no KL penalty, AdamW at a constant rate, bound 1 on the
+    gradient's norm.
+    """
     an_update = job.prompts * job.samples // job.updates
     return {
-        "output_dir": output, "per_device_train_batch_size": rows, "gradient_accumulation_steps": an_update // rows,
-        "steps_per_generation": job.updates * (an_update // rows), "num_generations": job.samples,
-        "max_completion_length": job.max_new_tokens, "max_steps": job.steps * job.updates,
-        "learning_rate": job.lr, "lr_scheduler_type": "constant", "weight_decay": 0.0, "max_grad_norm": 1.0,
-        "loss_type": "grpo", "epsilon": 0.2, "beta": 0.0, "seed": job.seed, "shuffle_dataset": False,
-        "report_to": "none", "use_cpu": not cuda, "logging_strategy": "no", "save_strategy": "no",
-        "disable_tqdm": True, **SETTINGS[job.setting],
-    }  # fmt: skip
+        "output_dir": output,
+        "per_device_train_batch_size": rows,
+        "gradient_accumulation_steps": an_update // rows,
+        "steps_per_generation": job.updates * (an_update // rows),
+        "num_generations": job.samples,
+        "max_completion_length": job.max_new_tokens,
+        "max_steps": job.steps * job.updates,
+        "learning_rate": job.lr,
+        "lr_scheduler_type": "constant",
+        "weight_decay": 0.0,
+        "max_grad_norm": 1.0,
+        "loss_type": "grpo",
+        "epsilon": 0.2,
+        "beta": 0.0,
+        "seed": job.seed,
+        "shuffle_dataset": False,
+        "report_to": "none",
+        "use_cpu": not cuda,
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        **SETTINGS[job.setting],
+    }
 
 
 def run(job: TrlJob) -> Curve:
@@ -53,11 +77,17 @@ def run(job: TrlJob) -> Curve:
     from qarl.configs.functions import FunctionKind, load_function
     from qarl.tasks.base import Problem, TaskError
 
-    splits = {name: [Problem(**p) for p in split] for name, split in json.loads(Path(job.problems).read_text()).items()}
+    splits = {
+        name: [Problem(**p) for p in split]
+        for name, split in json.loads(Path(job.problems).read_text()).items()
+    }
     score = load_function(FunctionKind("reward", "taking (problem, text)", TaskError), job.reward)
     tokenizer = AutoTokenizer.from_pretrained(job.model)
     chat = tokenizer.chat_template is not None
-    longest = max(len(ids) for ids in _encode(tokenizer, [p.question for p in splits["train"]], chat)["input_ids"])
+    longest = max(
+        len(ids)
+        for ids in _encode(tokenizer, [p.question for p in splits["train"]], chat)["input_ids"]
+    )
     cuda = torch.cuda.is_available()
 
     def prompt(problem: Problem) -> Any:
@@ -72,9 +102,13 @@ def run(job: TrlJob) -> Curve:
         tokens = {name: values.to(trainer.model.device) for name, values in asked.items()}
         trainer.model.eval()
         with torch.no_grad():
-            found = trainer.model.generate(**tokens, do_sample=False, max_new_tokens=job.max_new_tokens)
+            found = trainer.model.generate(
+                **tokens, do_sample=False, max_new_tokens=job.max_new_tokens
+            )
         trainer.model.train()
-        return tokenizer.batch_decode(found[:, tokens["input_ids"].shape[1] :], skip_special_tokens=True)
+        return tokenizer.batch_decode(
+            found[:, tokens["input_ids"].shape[1] :], skip_special_tokens=True
+        )
 
     def evaluate(step: int) -> None:
         clock.evaluate()
@@ -93,7 +127,10 @@ def run(job: TrlJob) -> Curve:
                 evaluate(step)
 
     with tempfile.TemporaryDirectory() as output:
-        rows = {"prompt": [prompt(p) for p in splits["train"]], "number": list(range(len(splits["train"])))}
+        rows = {
+            "prompt": [prompt(p) for p in splits["train"]],
+            "number": list(range(len(splits["train"]))),
+        }
         trainer: Any = GRPOTrainer(
             model=AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float32),
             reward_funcs=reward,
@@ -110,7 +147,10 @@ def _encode(tokenizer: Any, questions: list[str], chat: bool, padded: bool = Fal
     """As TRL does with prompts. padded: on the left, as tensors."""
     if chat:
         template = {"tokenize": False, "add_generation_prompt": True}
-        questions = [tokenizer.apply_chat_template([{"role": "user", "content": q}], **template) for q in questions]
+        questions = [
+            tokenizer.apply_chat_template([{"role": "user", "content": q}], **template)
+            for q in questions
+        ]
     padding = {"padding": True, "padding_side": "left", "return_tensors": "pt"} if padded else {}
     return tokenizer(questions, add_special_tokens=not chat, **padding)
 

@@ -1,4 +1,5 @@
-"""QaRL's side of `python -m benchmarks train`: one run of `qarl train`, with a clock that leaves evaluations out.
+"""QaRL's side of `python -m benchmarks train`: one run of `qarl train`, with a clock that leaves
+evaluations out.
 
 python -m benchmarks.train.worker '{"model": "tiny-qwen3", …}'     (a run's configuration)
 """
@@ -13,8 +14,9 @@ from qarl.bench.process import answer_line
 
 
 def run(tree: dict) -> Curve:
-    """tree: the configuration; its `output` must be a new folder. The environment is that of the benchmark's process,
-    which is set as `qarl train` sets its own."""
+    """tree: the configuration; its `output` must be a new folder. The environment is that of the
+    benchmark's process, which is set as `qarl train` sets its own.
+    """
     from rich.console import Console
 
     from qarl.configs.load import config_from_tree

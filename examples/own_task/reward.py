@@ -2,7 +2,9 @@
 
 
 def reward(problem, text: str) -> float:
-    """problem: .question, .answer, .metadata (other keys of its line). text: the completion, without special tokens."""
+    """problem: .question, .answer, .metadata (other keys of its line). text: the completion,
+    without special tokens.
+    """
     try:
         off = abs(int(text.strip()) - int(problem.answer))
     except ValueError:

@@ -8,8 +8,10 @@ Level = Literal["good", "note", "warning"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at. level: a warning will likely spoil a run, or has spoilt it. about: what was looked
-    at, or the configuration of several; "" where there is one. text: sentences. remedy: what to change, or ""."""
+    """One thing that was looked at. level: a warning will likely spoil a run, or has spoilt it.
+    about: what was looked at, or the configuration of several; "" where there is one. text:
+    sentences. remedy: what to change, or "".
+    """
 
     level: Level
     about: str

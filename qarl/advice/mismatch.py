@@ -1,4 +1,5 @@
-"""Learner against sampler, without training: one policy's completions scored by several learners, and layer by layer.
+"""Learner against sampler, without training: one policy's completions scored by several learners,
+and layer by layer.
 
 Axes: B sequences, T tokens, of which T-1 are predicted; n response tokens of all sequences.
 """
@@ -62,7 +63,9 @@ LEARNERS = {
 
 
 @contextmanager
-def engine_of(model: LowBitModel, folder: Path, rollout: RolloutConfig, dtype: str) -> Iterator[Engine]:
+def engine_of(
+    model: LowBitModel, folder: Path, rollout: RolloutConfig, dtype: str
+) -> Iterator[Engine]:
     """An engine on the model's present codes. folder: of its tokenizer and architecture."""
     with tempfile.TemporaryDirectory() as temporary:
         checkpoint = Path(temporary) / "checkpoint"
@@ -80,8 +83,9 @@ def scored(model: LowBitModel, batch: Batch) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class ScoredLearner:
-    """sampler, learner: log-probs of the same tokens, [n]; lengths: tokens of each response, [B]. measured: the fields
-    of `learner.mismatch.Mismatch`."""
+    """sampler, learner: log-probs of the same tokens, [n]; lengths: tokens of each response, [B].
+    measured: the fields of `learner.mismatch.Mismatch`.
+    """
 
     name: str
     sampler: np.ndarray
@@ -92,8 +96,10 @@ class ScoredLearner:
 
 @dataclass(frozen=True)
 class LayerDeviation:
-    """What a layer makes of the input it has in an unquantized forward, relative L2 errors: scheme, of the codes'
-    values against the master; kernel, of the aligned learner's product against those values."""
+    """What a layer makes of the input it has in an unquantized forward, relative L2 errors: scheme,
+    of the codes' values against the master; kernel, of the aligned learner's product against those
+    values.
+    """
 
     layer: str
     scheme: float
@@ -102,8 +108,10 @@ class LayerDeviation:
 
 @dataclass(frozen=True)
 class Investigation:
-    """batch: sampled by the engine. learners: name → log-probs, fp32 [B, T-1]. layers: in the model's order.
-    multiplies: what the aligned learner multiplied with, in words. pitfalls: that were found on the way."""
+    """batch: sampled by the engine. learners: name → log-probs, fp32 [B, T-1]. layers: in the
+    model's order. multiplies: what the aligned learner multiplied with, in words. pitfalls: that
+    were found on the way.
+    """
 
     batch: Batch
     learners: dict[str, torch.Tensor]
@@ -113,13 +121,18 @@ class Investigation:
 
 
 def investigate(config: RunConfig, task: Task) -> Investigation:
-    """Sample and score `rollout.samples` completions of `rollout.prompts` prompts of the configuration's task."""
+    """Sample and score `rollout.samples` completions of `rollout.prompts` prompts of the
+    configuration's task.
+    """
     folder = model_folder(config.model)
     prompter = open_prompter(folder, config.rollout, config.task)
     masters = load_masters(folder, torch.float32, Processes().device)
     of_run = config.scheme, config.dtype
     cache = config.quantization.kv_cache
-    models = {name: learner_over(masters, *of_run, kind, config.layers, cache) for name, kind in LEARNERS.items()}
+    models = {
+        name: learner_over(masters, *of_run, kind, config.layers, cache)
+        for name, kind in LEARNERS.items()
+    }
     if config.quantization.init:
         codes = initial_codes(open_policy(config, task=task), config)
         for name in ("fake-quant", "aligned"):
@@ -128,29 +141,51 @@ def investigate(config: RunConfig, task: Task) -> Investigation:
     problems = task.problems("train", 0, config.rollout.prompts, config.seed)
     prompts = [prompter.prompt(problem) for problem in problems]
     with ExitStack() as stack:
-        engine = stack.enter_context(engine_of(models["aligned"], folder, config.rollout, config.dtype))
+        engine = stack.enter_context(
+            engine_of(models["aligned"], folder, config.rollout, config.dtype)
+        )
         completions = engine.generate(prompts, Sampling.of(config.rollout, config.seed))
-        groups = [group for group in score_groups(task, problems, prompts, completions) if group.completions]
+        groups = [
+            group
+            for group in score_groups(task, problems, prompts, completions)
+            if group.completions
+        ]
         if not groups:  # an environment's own reward comes with its last turn
             pairs = zip(prompts, completions, strict=True)
-            groups = [Group(prompt, tuple(answers), (0.0,) * len(answers)) for prompt, answers in pairs]
+            groups = [
+                Group(prompt, tuple(answers), (0.0,) * len(answers)) for prompt, answers in pairs
+            ]
         batch = make_batch(groups, prompter.pad_token, config.learner.advantage)
-        multiplies = share_layers(Publisher(models["aligned"], engine, (), bound=0.0, canary_every=1), stack)
+        multiplies = share_layers(
+            Publisher(models["aligned"], engine, (), bound=0.0, canary_every=1), stack
+        )
         learners = {name: scored(model, batch) for name, model in models.items()}
         layers = layer_errors(models["plain"], models["fake-quant"], models["aligned"], batch)
         aligned = models["aligned"], learners["aligned"]
         pitfalls = find_pitfalls(evidence_of(*aligned, groups, batch, prompter, config.learner))
         rows = models["aligned"].check_rows()
         pitfalls.append(Finding("warning" if rows.dependent else "good", "self-test", str(rows)))
-    return Investigation(batch=batch, learners=learners, layers=layers, multiplies=multiplies, pitfalls=pitfalls)
+    return Investigation(
+        batch=batch,
+        learners=learners,
+        layers=layers,
+        multiplies=multiplies,
+        pitfalls=pitfalls,
+    )
 
 
 @torch.no_grad()
 def evidence_of(
-    model: LowBitModel, logprobs: torch.Tensor, groups: Sequence[Group], batch: Batch, prompter: Prompter,
+    model: LowBitModel,
+    logprobs: torch.Tensor,
+    groups: Sequence[Group],
+    batch: Batch,
+    prompter: Prompter,
     config: LearnerConfig,
-) -> Evidence:  # fmt: skip
-    """What pitfalls are looked for in. model: the learner's, aligned; logprobs: its own of the batch, [B, T-1]."""
+) -> Evidence:
+    """What pitfalls are looked for in. model: the learner's, aligned; logprobs: its own of the
+    batch, [B, T-1].
+    """
     first = torch.arange(min(FIRST, len(batch.tokens)))
     alone = torch.zeros(len(first), batch.response_mask.shape[1])
     for row in first.tolist():
@@ -159,7 +194,9 @@ def evidence_of(
     packed = None
     if model.operators == "engine":
         rows = batch.to(model.device)
-        packed = token_logprobs(model, rows.tokens, rows.response_mask, packed=rows.packed(), entropy=False)[0].cpu()
+        packed = token_logprobs(
+            model, rows.tokens, rows.response_mask, packed=rows.packed(), entropy=False
+        )[0].cpu()
     tokenizer = prompter.tokenizer
     return Evidence(
         groups=groups,
@@ -175,11 +212,17 @@ def evidence_of(
 
 
 def learner_over(
-    masters: PreTrainedModel, scheme: str, dtype: str, kind: LearnerKind, rules: Sequence[LayerRule] = (),
+    masters: PreTrainedModel,
+    scheme: str,
+    dtype: str,
+    kind: LearnerKind,
+    rules: Sequence[LayerRule] = (),
     kv_cache: str | None = None,
-) -> LowBitModel:  # fmt: skip
-    """Over modules of its own and the very tensors of `masters`, which nothing here writes. kv_cache: the engine's,
-    which a learner with the engine's operators alone reads: those are also for models that change their logits."""
+) -> LowBitModel:
+    """Over modules of its own and the very tensors of `masters`, which nothing here writes.
+    kv_cache: the engine's, which a learner with the engine's operators alone reads: those are also
+    for models that change their logits.
+    """
     tensors = (*masters.parameters(), *masters.buffers())
     modules = copy.deepcopy(masters, {id(tensor): tensor for tensor in tensors})
     operators = "engine" if changed_logits(masters.config) else kind.operators
@@ -192,15 +235,19 @@ def learner_over(
 def layer_errors(
     plain: LowBitModel, dequantized: LowBitModel, aligned: LowBitModel, batch: Batch
 ) -> list[LayerDeviation]:
-    """Over one forward of `plain`, whose layers' inputs the other two are given. plain: unaligned, with transformers'
-    operators, which call each layer alone. dequantized: whose products are the codes' values."""
+    """Over one forward of `plain`, whose layers' inputs the other two are given. plain: unaligned,
+    with transformers' operators, which call each layer alone. dequantized: whose products are the
+    codes' values.
+    """
     sums: dict[str, list[float]] = {}
 
     def hook(name: str) -> Callable[..., None]:
         def compare(module: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
             values, product = (model.multiplied(name, *inputs) for model in (dequantized, aligned))
             pairs = ((output, values), (values, product))
-            squares = [_square(expected - actual) for expected, actual in pairs] + [_square(e) for e, _ in pairs]
+            squares = [_square(expected - actual) for expected, actual in pairs] + [
+                _square(e) for e, _ in pairs
+            ]
             sums[name] = [a + b for a, b in zip(sums.get(name, [0.0] * 4), squares, strict=True)]
 
         return compare
@@ -236,7 +283,9 @@ def scored_learners(investigation: Investigation) -> list[ScoredLearner]:
             sampler=sampler[mask].numpy(),
             learner=logprobs[mask].numpy(),
             lengths=mask.sum(-1).numpy(),
-            measured=dataclasses.asdict(measure_mismatch(logprobs, sampler, mask, batch.advantages, batch.ended)),
+            measured=dataclasses.asdict(
+                measure_mismatch(logprobs, sampler, mask, batch.advantages, batch.ended)
+            ),
         )
         for name, logprobs in investigation.learners.items()
     ]

@@ -1,8 +1,9 @@
-"""Known pitfalls of training with one engine and learning with another, looked for in one batch before any update.
+"""Known pitfalls of training with one engine and learning with another, looked for in one batch
+before any update.
 
-Each check takes what was measured, not what a configuration says. Sources: verl-omni's common pitfalls; "Defeating the
-trainer-generator precision mismatch in TRL" (Hugging Face, 2026).
-Axes: B sequences, T tokens, of which T-1 are predicted.
+Each check takes what was measured, not what a configuration says. Sources: verl-omni's common
+pitfalls; "Defeating the trainer-generator precision mismatch in TRL" (Hugging Face, 2026). Axes: B
+sequences, T tokens, of which T-1 are predicted.
 """
 
 import math
@@ -25,14 +26,18 @@ ERRORS = 5.0
 """Standard errors, beyond which a mean is not what it should be."""
 
 OUTSIDE, ONE_SIDE, FEW = 0.1, 0.95, 20
-"""Nats of a log-ratio that a clip would cut; share of those on one side; tokens that are too few to say."""
+"""Nats of a log-ratio that a clip would cut; share of those on one side; tokens that are too few to
+say.
+"""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """One batch before any update. groups: that `batch` was made of. learner: log-probs of it, fp32 [B, T-1], its rows
-    together; alone: of the first rows, each by itself, [b, T-1]; packed: as `learner`, with sequences packed, None
-    where the learner does not. encode: the ids of a prompt's decoded text. masters: name → weights."""
+    """One batch before any update. groups: that `batch` was made of. learner: log-probs of it, fp32
+    [B, T-1], its rows together; alone: of the first rows, each by itself, [b, T-1]; packed: as
+    `learner`, with sequences packed, None where the learner does not. encode: the ids of a prompt's
+    decoded text. masters: name → weights.
+    """
 
     groups: Sequence[Group]
     batch: Batch
@@ -54,7 +59,9 @@ def _difference(evidence: Evidence) -> torch.Tensor:
 
 
 def _apart(evidence: Evidence, logprobs: torch.Tensor) -> torch.Tensor:
-    """|Δ log p| of the learner's, and of other log-probs of all or of its first rows; one value a token."""
+    """|Δ log p| of the learner's, and of other log-probs of all or of its first rows; one value a
+    token.
+    """
     rows = len(logprobs)
     return (logprobs - evidence.learner[:rows])[evidence.batch.response_mask[:rows]].abs()
 
@@ -66,9 +73,10 @@ def _ratio_mean(evidence: Evidence) -> Iterator[Finding]:
     if abs(off) > max(1e-5, ERRORS * error):
         yield _pitfall(
             "ratio mean before any update",
-            f"mean π_learner/π_sampler is {1 + off:.5f}, {abs(off) / max(error, 1e-12):.0f} standard errors from 1",
-            "a bias that rounding both ways does not make: compare temperatures, and dtypes of logits, log-softmax "
-            "and stored values of sampler and learner",
+            f"mean π_learner/π_sampler is {1 + off:.5f}, {abs(off) / max(error, 1e-12):.0f}"
+            " standard errors from 1",
+            "a bias that rounding both ways does not make: compare temperatures, and dtypes of"
+            " logits, log-softmax and stored values of sampler and learner",
         )
 
 
@@ -80,8 +88,8 @@ def _one_sided(evidence: Evidence) -> Iterator[Finding]:
         side = "above" if above > 0.5 else "below"
         yield _pitfall(
             "one-sided clipping",
-            f"{max(above, 1 - above):.0%} of the {len(outside)} tokens whose ratio is off by more than 10 % are {side} "
-            "1, before anything was learned",
+            f"{max(above, 1 - above):.0%} of the {len(outside)} tokens whose ratio is off by more"
+            f" than 10 % are {side} 1, before anything was learned",
             "see the ratio's mean; a policy's own movement is on both sides",
         )
 
@@ -93,10 +101,10 @@ def _positions(evidence: Evidence) -> Iterator[Finding]:
     if float(apart.mean()) > APART:
         yield _pitfall(
             "positions, packed against padded",
-            f"a sequence's log-probs are {float(apart.mean()):.2g} nats a token apart ({float(apart.max()):.2g} at "
-            "most) between packed and padded batches",
-            "positions have to begin at 0 for every packed sequence, and rotary frequencies not to depend on the "
-            "longest; learner.packing false avoids it",
+            f"a sequence's log-probs are {float(apart.mean()):.2g} nats a token apart"
+            f" ({float(apart.max()):.2g} at most) between packed and padded batches",
+            "positions have to begin at 0 for every packed sequence, and rotary frequencies not to"
+            " depend on the longest; learner.packing false avoids it",
         )
 
 
@@ -105,8 +113,8 @@ def _company(evidence: Evidence) -> Iterator[Finding]:
     if float(apart.mean()) > APART:
         yield _pitfall(
             "log-probs that depend on the batch",
-            f"a sequence alone and the same among others are {float(apart.mean()):.2g} nats a token apart "
-            f"({float(apart.max()):.2g} at most)",
+            f"a sequence alone and the same among others are {float(apart.mean()):.2g} nats a token"
+            f" apart ({float(apart.max()):.2g} at most)",
             "look for padding that is attended to, and for operators over the whole batch",
         )
 
@@ -117,7 +125,8 @@ def _template(evidence: Evidence) -> Iterator[Finding]:
     if changed:
         yield _pitfall(
             "template round trip",
-            f"{changed} of {len(prompts)} prompts are other tokens when their text is tokenized again",
+            f"{changed} of {len(prompts)} prompts are other tokens when their text is tokenized"
+            " again",
             "train on the ids that were sampled from, never on text that is tokenized again",
         )
     begin = evidence.begin_token
@@ -134,7 +143,8 @@ def _resolution(evidence: Evidence) -> Iterator[Finding]:
     optimizer, master = evidence.config.optimizer, evidence.config.master_dtype
     if master == "float32" or optimizer.rounding_of(master) != "nearest":
         return
-    step = torch.finfo({"bfloat16": torch.bfloat16, "float16": torch.float16}[master]).eps / 4  # half of one, at least
+    # half of one, at least
+    step = torch.finfo({"bfloat16": torch.bfloat16, "float16": torch.float16}[master]).eps / 4
     lost = total = 0
     for weights in evidence.masters.values():
         lost += int((weights.detach().abs().float() * step > optimizer.lr).sum())
@@ -142,7 +152,8 @@ def _resolution(evidence: Evidence) -> Iterator[Finding]:
     if lost > total / 2:
         yield _pitfall(
             "learning rate below the masters' resolution",
-            f"an update of {optimizer.lr:g} is rounded away in {lost / total:.0%} of the {master} masters",
+            f"an update of {optimizer.lr:g} is rounded away in {lost / total:.0%} of the {master}"
+            " masters",
             "learner.optimizer.rounding stochastic, or learner.master_dtype float32",
         )
 
@@ -161,13 +172,21 @@ def _deviation(evidence: Evidence) -> Iterator[Finding]:
     if evidence.config.advantage == "grpo" and len(small) > 0.5 * len(deviations):
         yield _pitfall(
             "group deviation",
-            f"rewards within {len(small)} of {len(deviations)} groups differ by {fmean(small):.0e} of their size, and "
-            "advantages divide by that",
+            f"rewards within {len(small)} of {len(deviations)} groups differ by {fmean(small):.0e}"
+            " of their size, and advantages divide by that",
             "round the reward to what it means, or learner.advantage dr_grpo",
         )
 
 
-CHECKS = (_ratio_mean, _one_sided, _positions, _company, _template, _resolution, _deviation)
+CHECKS = (
+    _ratio_mean,
+    _one_sided,
+    _positions,
+    _company,
+    _template,
+    _resolution,
+    _deviation,
+)
 
 
 def find_pitfalls(evidence: Evidence) -> list[Finding]:

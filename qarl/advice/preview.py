@@ -1,5 +1,6 @@
-"""What `qarl check` shows of a run before it begins: the model, one prompt as the model sees it, what the reward makes
-of a right and a wrong answer, lengths, disk, kernels."""
+"""What `qarl check` shows of a run before it begins: the model, one prompt as the model sees it,
+what the reward makes of a right and a wrong answer, lengths, disk, kernels.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +29,8 @@ _JUDGED = ("reference answer", "the same in a box", "a wrong answer", "that in a
 
 
 def preview(config: RunConfig, task: Task, folder: Path) -> Iterator[Finding]:
-    """All findings, in the order a person reads them. task: of the configuration. folder: the model's.
+    """All findings, in the order a person reads them. task: of the configuration. folder: the
+    model's.
 
     Raises what a run would: `ModelError`, `ConfigError`, `TaskError`, `RewardError`.
     """
@@ -36,12 +38,16 @@ def preview(config: RunConfig, task: Task, folder: Path) -> Iterator[Finding]:
     prompter = open_prompter(folder, config.rollout, config.task)
     task = task.shortened(prompter.fits)
     drawn = task.problems("train", 0, _LOOKED_AT, config.seed)
-    problems = list({problem.id: problem for problem in drawn}.values())  # a small table comes round again
+    # a small table comes round again
+    problems = list({problem.id: problem for problem in drawn}.values())
     yield from _model(config, folder)
     yield Finding("note", "kernels", _kernels(config))
     yield Finding("note", "task", task.describe() or f"{task.name}: built in, without end")
     if (size := task.size("train")) is not None and size < config.rollout.prompts:
-        text = f"a step asks {config.rollout.prompts} prompts, and there are {size}: they come again in it (--prompts)"
+        text = (
+            f"a step asks {config.rollout.prompts} prompts, and there are {size}: they come again"
+            " in it (--prompts)"
+        )
         yield Finding("note", "task", text)
     yield from _prompt(prompter, problems[0])
     yield from _judged(task, problems)
@@ -53,25 +59,47 @@ def preview(config: RunConfig, task: Task, folder: Path) -> Iterator[Finding]:
 def _model(config: RunConfig, folder: Path) -> Iterator[Finding]:
     tree, longest = read_config(folder), config.rollout.longest
     positions = tree.get("max_position_embeddings")
-    room = f"; {longest} of its {positions} positions are asked for" if isinstance(positions, int) else ""
+    room = (
+        f"; {longest} of its {positions} positions are asked for"
+        if isinstance(positions, int)
+        else ""
+    )
     stored, counted = parameters_of(folder), counted_parameters(folder)
-    yield Finding("note", "model", f"{config.model}: {tree.get('model_type')}, {stored:,} parameters{room}")
+    yield Finding(
+        "note",
+        "model",
+        f"{config.model}: {tree.get('model_type')}, {stored:,} parameters{room}",
+    )
     if stored < counted:
-        text = f"its files have {stored:,} parameters, and its config.json asks for {counted:,} at least"
+        text = (
+            f"its files have {stored:,} parameters, and its config.json asks for {counted:,} at"
+            " least"
+        )
         yield Finding("warning", "model", text, "copy it again")
 
 
 def _kernels(config: RunConfig) -> str:
     names = dict.fromkeys((config.scheme, *(rule.scheme for rule in config.layers)))
     dtype = COMPUTE_DTYPES[config.dtype]
-    cache = f"; keys and values in {config.quantization.kv_cache}" if config.quantization.kv_cache else ""
-    return "; ".join(f"{name} in {config.dtype}: {kept_support(name, dtype).kernel}" for name in names) + cache
+    cache = (
+        f"; keys and values in {config.quantization.kv_cache}"
+        if config.quantization.kv_cache
+        else ""
+    )
+    return (
+        "; ".join(f"{name} in {config.dtype}: {kept_support(name, dtype).kernel}" for name in names)
+        + cache
+    )
 
 
 def _prompt(prompter: Prompter, problem: Problem) -> Iterator[Finding]:
     tokens, text = len(prompter.prompt(problem).token_ids), prompter.text(problem)
     cut = "…" if len(text) > _LONGEST_SHOWN else ""
-    yield Finding("note", f"problem {problem.id}, as the model sees it ({tokens} tokens)", text[:_LONGEST_SHOWN] + cut)
+    yield Finding(
+        "note",
+        f"problem {problem.id}, as the model sees it ({tokens} tokens)",
+        text[:_LONGEST_SHOWN] + cut,
+    )
 
 
 def _judged(task: Task, problems: list[Problem]) -> Iterator[Finding]:
@@ -83,21 +111,40 @@ def _judged(task: Task, problems: list[Problem]) -> Iterator[Finding]:
     if not problem.answer:
         empty = [Response(problem, "")]
         counted = "right" if task.correct(empty)[0] else "wrong"
-        yield Finding("note", "reward", f"of an empty completion: {task.rewards(empty)[0]}, which counts as {counted}")
+        yield Finding(
+            "note",
+            "reward",
+            f"of an empty completion: {task.rewards(empty)[0]}, which counts as {counted}",
+        )
         return
     apart = next((p for p in problems if p.answer.strip() != problem.answer.strip()), None)
     wrong = f"{problem.answer}0" if apart is None else apart.answer
-    texts = [solution_of(problem), f"\\boxed{{{problem.answer}}}", wrong, f"\\boxed{{{wrong}}}"]
+    texts = [
+        solution_of(problem),
+        f"\\boxed{{{problem.answer}}}",
+        wrong,
+        f"\\boxed{{{wrong}}}",
+    ]
     responses = [Response(problem, text) for text in texts]
     rewards, verdicts = task.rewards(responses), task.correct(responses)
     for kind, response, reward, verdict in zip(_JUDGED, responses, rewards, verdicts, strict=True):
         signal = "no signal" if reward is None else f"reward {reward:g}"
-        yield Finding("note", kind, f"{quoted(response.text)}: {signal}, counts as {'right' if verdict else 'wrong'}")
-    right, other = ([r for r in rewards[part] if r is not None] for part in (slice(0, 2), slice(2, 4)))
+        yield Finding(
+            "note",
+            kind,
+            f"{quoted(response.text)}: {signal}, counts as {'right' if verdict else 'wrong'}",
+        )
+    right, other = (
+        [r for r in rewards[part] if r is not None] for part in (slice(0, 2), slice(2, 4))
+    )
     if not right or (other and max(right) <= max(other)):
         elsewhere = [] if apart is None else task.rewards([Response(apart, text) for text in texts])
         if len(set(rewards)) > 1 and rewards == elsewhere:
-            yield Finding("note", "reward", "does not look at the answer: the same text gets the same anywhere")
+            yield Finding(
+                "note",
+                "reward",
+                "does not look at the answer: the same text gets the same anywhere",
+            )
         else:
             text = "gives the reference answer no more than a wrong one"
             yield Finding("warning", "reward", text, "look at --reward")
@@ -106,11 +153,24 @@ def _judged(task: Task, problems: list[Problem]) -> Iterator[Finding]:
         yield Finding("warning", "accuracy", text, "look at --task.correct")
 
 
-def _lengths(config: RunConfig, folder: Path, prompter: Prompter, problems: list[Problem]) -> Iterator[Finding]:
+def _lengths(
+    config: RunConfig, folder: Path, prompter: Prompter, problems: list[Problem]
+) -> Iterator[Finding]:
     prompts = sorted(prompter.lengths(problems))
-    if prompter.tokenizer.eos_token_id is read_config(folder).get("eos_token_id") is None and not config.rollout.stop:
-        yield Finding("warning", "end", "without an EOS token every completion is cut off", "give one, or rollout.stop")
-    answers = sorted(len(prompter.tokenizer(solution_of(p), add_special_tokens=False)["input_ids"]) for p in problems)
+    if (
+        prompter.tokenizer.eos_token_id is read_config(folder).get("eos_token_id") is None
+        and not config.rollout.stop
+    ):
+        yield Finding(
+            "warning",
+            "end",
+            "without an EOS token every completion is cut off",
+            "give one, or rollout.stop",
+        )
+    answers = sorted(
+        len(prompter.tokenizer(solution_of(p), add_special_tokens=False)["input_ids"])
+        for p in problems
+    )
     for what, lengths, option in (
         ("prompts", prompts, "rollout.max_prompt_tokens"),
         ("reference answers", answers, "rollout.max_new_tokens"),
@@ -118,10 +178,18 @@ def _lengths(config: RunConfig, folder: Path, prompter: Prompter, problems: list
         if not any(lengths):
             continue  # prompts alone
         limit = getattr(config.rollout, option.partition(".")[2])
-        spread = f"{lengths[0]} to {lengths[-1]} tokens, {lengths[len(lengths) // 2]} at the median; {limit} allowed"
+        spread = (
+            f"{lengths[0]} to {lengths[-1]} tokens, {lengths[len(lengths) // 2]} at the median;"
+            f" {limit} allowed"
+        )
         beyond = sum(length > limit for length in lengths)
         if beyond:
-            yield Finding("warning", what, f"{spread}, which {beyond} of {len(lengths)} exceed", f"raise --{option}")
+            yield Finding(
+                "warning",
+                what,
+                f"{spread}, which {beyond} of {len(lengths)} exceed",
+                f"raise --{option}",
+            )
         else:
             yield Finding("note", what, spread)
 
@@ -137,8 +205,14 @@ def _memory(config: RunConfig) -> Finding:
 
 def _disk(config: RunConfig, folder: Path) -> Finding:
     """The checkpoint that is written is there beside those that are kept."""
-    needed = checkpoint_bytes(config, folder) * (config.checkpoint.keep + 1) + 2 * parameters_of(folder) * 2
+    needed = (
+        checkpoint_bytes(config, folder) * (config.checkpoint.keep + 1)
+        + 2 * parameters_of(folder) * 2
+    )
     place, free = free_disk(config)
-    text = f"{sized(needed)} for {config.checkpoint.keep} checkpoints, one more while it is written, and the export; "
+    text = (
+        f"{sized(needed)} for {config.checkpoint.keep} checkpoints, one more while it is written,"
+        " and the export; "
+    )
     level = "warning" if needed > free else "note"
     return Finding(level, "disk", f"{text}{sized(free)} free at {str(place)!r}")

@@ -1,1 +1,3 @@
-"""What `import qarl` offers: a policy over low-bit tensors, its engine, and whole runs. docs/reference/api.md"""
+"""What `import qarl` offers: a policy over low-bit tensors, its engine, and whole runs.
+docs/reference/api.md
+"""

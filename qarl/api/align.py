@@ -19,54 +19,87 @@ from qarl.quant.schemes import MASTER_DTYPES
 from qarl.run.session import load_model, model_folder, require_schemes, wrap_masters
 
 _WRAPPERS = {
-    "peft": "merge its adapters (merge_and_unload()) or give the base; QaRL's own are learner.lora of `qarl train`",
-    "torch.nn.parallel": "give the model inside it (.module); several processes are `qarl train --processes N`",
-    "torch.distributed": "align the model before it is sharded; several processes are `qarl train --processes N`",
+    "peft": (
+        "merge its adapters (merge_and_unload()) or give the base; QaRL's own are learner.lora of"
+        " `qarl train`"
+    ),
+    "torch.nn.parallel": (
+        "give the model inside it (.module); several processes are `qarl train --processes N`"
+    ),
+    "torch.distributed": (
+        "align the model before it is sharded; several processes are `qarl train --processes N`"
+    ),
     "deepspeed": "align the model first, and give the policy to deepspeed.initialize",
     "torch._dynamo": "align the model before torch.compile",
     "qarl": "it is aligned already; load the model anew to align it otherwise",
 }
 """Where a wrapper's class comes from → what to do instead."""
 _OPTIONS = (
-    "operators", "kernel", "gradient_checkpointing", "keep_codes", "compile", "input_gradients", "packing",
-    "share_prompts", "micro_batch_tokens", "logprob_chunk_tokens",
-)  # fmt: skip
+    "operators",
+    "kernel",
+    "gradient_checkpointing",
+    "keep_codes",
+    "compile",
+    "input_gradients",
+    "packing",
+    "share_prompts",
+    "micro_batch_tokens",
+    "logprob_chunk_tokens",
+)
 """Of `learner.*`, what is a policy's."""
 
 
 def align(
-    model: str | Path | PreTrainedModel, scheme: str = "w4a16", *, dtype: str | torch.dtype = "bfloat16",
-    master_dtype: str | torch.dtype = "float32", layers: Sequence[str] = (), tokenizer: str | Path | None = None,
+    model: str | Path | PreTrainedModel,
+    scheme: str = "w4a16",
+    *,
+    dtype: str | torch.dtype = "bfloat16",
+    master_dtype: str | torch.dtype = "float32",
+    layers: Sequence[str] = (),
+    tokenizer: str | Path | None = None,
     **learner: Any,
-) -> Policy:  # fmt: skip
+) -> Policy:
     """Make a policy whose forward multiplies the low-bit tensors that its engine samples from.
 
-    model: an embedded policy's name, a folder in transformers' format, a hub id, or a transformers causal LM, whose
-    parameters become the masters in place. scheme: one of `qarl schemes`. dtype: of activations in policy and engine;
-    master_dtype: of what is trained; "bfloat16", "float16", "float32" or torch's. layers: some in other schemes,
-    "PATTERN=SCHEME" (docs/guide/layers.md). tokenizer: its folder or hub id, of a model built in memory. learner:
-    the fields of `learner.*` that are a policy's (docs/reference/options.md), such as gradient_checkpointing.
+    model: an embedded policy's name, a folder in transformers' format, a hub id, or a transformers
+    causal LM, whose parameters become the masters in place. scheme: one of `qarl schemes`. dtype:
+    of activations in policy and engine; master_dtype: of what is trained; "bfloat16", "float16",
+    "float32" or torch's. layers: some in other schemes, "PATTERN=SCHEME" (docs/guide/layers.md).
+    tokenizer: its folder or hub id, of a model built in memory. learner: the fields of `learner.*`
+    that are a policy's (docs/reference/options.md), such as gradient_checkpointing.
 
-    Raises `ModelError` for a model that is missing, quantized, wrapped (PEFT, FSDP, DDP, DeepSpeed, compiled) or frozen
-    in part; `SchemeError` for a scheme it cannot take; `ConfigError` for options that cannot be; `KernelError` and
-    `GraphError` where this machine cannot run it, or no gradient would reach a master.
+    Raises `ModelError` for a model that is missing, quantized, wrapped (PEFT, FSDP, DDP, DeepSpeed,
+    compiled) or frozen in part; `SchemeError` for a scheme it cannot take; `ConfigError` for
+    options that cannot be; `KernelError` and `GraphError` where this machine cannot run it, or no
+    gradient would reach a master.
     """
     for name in learner.keys() - {*_OPTIONS}:
-        raise ConfigError(f"align has no option {name!r}; of learner.* a policy takes {', '.join(_OPTIONS)}")
+        raise ConfigError(
+            f"align has no option {name!r}; of learner.* a policy takes {', '.join(_OPTIONS)}"
+        )
     source = _source_of(model, tokenizer) if isinstance(model, torch.nn.Module) else str(model)
     rules = layers if isinstance(layers, str) else list(layers)
     settings = config_from_tree(
         {
-            "model": source, "scheme": scheme, "layers": rules, "dtype": str(dtype).removeprefix("torch."),
-            "learner": {"master_dtype": str(master_dtype).removeprefix("torch."), **learner},
+            "model": source,
+            "scheme": scheme,
+            "layers": rules,
+            "dtype": str(dtype).removeprefix("torch."),
+            "learner": {
+                "master_dtype": str(master_dtype).removeprefix("torch."),
+                **learner,
+            },
         }
-    )  # fmt: skip
+    )
     folder, processes = model_folder(source), Processes()
     if isinstance(model, PreTrainedModel):
         require_schemes(settings, model)
         check_finite(source, model.eval())
-        for parameter in model.parameters():  # buffers stay: rotary frequencies are fp32
-            parameter.data = parameter.data.to(processes.device, MASTER_DTYPES[settings.learner.master_dtype])
+        # buffers stay: rotary frequencies are fp32
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(
+                processes.device, MASTER_DTYPES[settings.learner.master_dtype]
+            )
         low_bit = wrap_masters(model, settings)
     else:
         require_schemes(settings)
@@ -86,16 +119,26 @@ def _source_of(model: Any, tokenizer: str | Path | None) -> str:
         if any(origin.startswith(module) for origin in origins):
             raise ModelError(f"model is a {kind.__name__} ({module}); {remedy}")
     if not isinstance(model, PreTrainedModel):
-        raise ModelError(f"model is a {kind.__name__}; give a transformers causal LM, a folder, or a hub id")
+        raise ModelError(
+            f"model is a {kind.__name__}; give a transformers causal LM, a folder, or a hub id"
+        )
     quantization = getattr(model.config, "quantization_config", None)
     for name, parameter in model.named_parameters():
         faults = {
-            f"is quantized already ({getattr(quantization, 'quant_method', quantization)}); load it without "
-            "quantization_config, from its original checkpoint": quantization or not parameter.is_floating_point(),
+            f"is quantized already ({getattr(quantization, 'quant_method', quantization)}); load it without quantization_config, from its original checkpoint": (
+                quantization or not parameter.is_floating_point()
+            ),
             "has no values (meta device); load them first": parameter.is_meta,
-            "is frozen, and every parameter is trained; call model.requires_grad_(True)": not parameter.requires_grad,
+            "is frozen, and every parameter is trained; call model.requires_grad_(True)": (
+                not parameter.requires_grad
+            ),
         }
-        refuse({f"model's parameter {name!r} {fault}": applies for fault, applies in faults.items()}, ModelError)
+        refuse(
+            {f"model's parameter {name!r} {fault}": applies for fault, applies in faults.items()},
+            ModelError,
+        )
     if not (tokenizer or model.name_or_path):
-        raise ModelError(f"{kind.__name__} was built in memory; give align its tokenizer, a folder or hub id")
+        raise ModelError(
+            f"{kind.__name__} was built in memory; give align its tokenizer, a folder or hub id"
+        )
     return str(tokenizer or model.name_or_path)

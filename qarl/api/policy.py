@@ -1,4 +1,5 @@
-"""A policy for any training loop: called like a transformers model, over the low-bit tensors its engine samples from.
+"""A policy for any training loop: called like a transformers model, over the low-bit tensors its
+engine samples from.
 
 Axes: B rows, T tokens of a row, of which T-1 are predicted, V vocabulary.
 """
@@ -35,8 +36,10 @@ from qarl.sync.publisher import Publish
 
 @dataclass(frozen=True)
 class TokenRows:
-    """tokens: int64 [B, T]. real: bool [B, T], those that belong to a sequence. lengths: of the sequences, in row-major
-    order. predicted: bool [B, T-1], where the next token of the row is of the same sequence."""
+    """tokens: int64 [B, T]. real: bool [B, T], those that belong to a sequence. lengths: of the
+    sequences, in row-major order. predicted: bool [B, T-1], where the next token of the row is of
+    the same sequence.
+    """
 
     tokens: torch.Tensor
     real: torch.Tensor
@@ -50,35 +53,56 @@ class TokenRows:
 
     def padded(self, values: torch.Tensor) -> torch.Tensor:
         """Values of tokens, [B, T] → one sequence a row, padded with zeros on the right."""
-        return nn.utils.rnn.pad_sequence(list(values[self.real].split(self.lengths)), batch_first=True)
+        return nn.utils.rnn.pad_sequence(
+            list(values[self.real].split(self.lengths)), batch_first=True
+        )
 
 
 def token_rows(
-    input_ids: torch.Tensor, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None, vocabulary: int,
-) -> TokenRows:  # fmt: skip
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    vocabulary: int,
+) -> TokenRows:
     """See `Policy.forward`. Raises `PolicyError` for tensors that contradict each other."""
-    real = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+    real = (
+        torch.ones_like(input_ids, dtype=torch.bool)
+        if attention_mask is None
+        else attention_mask.bool()
+    )
     if cu_seqlens is not None:
         counted = Sequences.apart(cu_seqlens.diff().tolist()).positions(input_ids.device)[None]
-        if cu_seqlens[0] != 0 or (position_ids is not None and position_ids.tolist() != counted.tolist()):
-            raise PolicyError(f"cu_seqlens {quoted(cu_seqlens.tolist())} must begin with 0 and agree with position_ids")
+        if cu_seqlens[0] != 0 or (
+            position_ids is not None and position_ids.tolist() != counted.tolist()
+        ):
+            raise PolicyError(
+                f"cu_seqlens {quoted(cu_seqlens.tolist())} must begin with 0 and agree with"
+                " position_ids"
+            )
         position_ids = counted
     positions = real.cumsum(-1) - 1 if position_ids is None else position_ids
     if input_ids.ndim != 2 or not input_ids.shape == real.shape == positions.shape:
         shapes = ", ".join(str(list(tensor.shape)) for tensor in (input_ids, real, positions))
-        raise PolicyError(f"input_ids, attention_mask and positions are {shapes}; give each as [B, T]")
+        raise PolicyError(
+            f"input_ids, attention_mask and positions are {shapes}; give each as [B, T]"
+        )
     flat, tokens = positions[real], input_ids[real]
     lengths = [*(flat == 0).nonzero().flatten().tolist(), len(flat)]
     lengths = torch.tensor(lengths).diff().tolist()
     if not len(flat) or tokens.min() < 0 or tokens.max() >= vocabulary:
         raise PolicyError(
-            f"input_ids must hold a token, and ids from 0 to {vocabulary - 1} alone, not {quoted(tokens.tolist())}"
+            f"input_ids must hold a token, and ids from 0 to {vocabulary - 1} alone, not"
+            f" {quoted(tokens.tolist())}"
         )
-    if not torch.equal(flat, Sequences.apart(lengths).positions(flat.device)) or (positions * real)[:, 0].any():
+    if (
+        not torch.equal(flat, Sequences.apart(lengths).positions(flat.device))
+        or (positions * real)[:, 0].any()
+    ):
         raise PolicyError(
-            f"position_ids {quoted(flat.tolist())} must count each sequence's tokens from 0 one by one (cu_seqlens: "
-            "from 0 to the tokens of one row), and begin anew in every row; leave them out for rows of one sequence"
+            f"position_ids {quoted(flat.tolist())} must count each sequence's tokens from 0 one by"
+            " one (cu_seqlens: from 0 to the tokens of one row), and begin anew in every row;"
+            " leave them out for rows of one sequence"
         )
     predicted = real[:, 1:] & real[:, :-1] & (positions[:, 1:] == positions[:, :-1] + 1)
     return TokenRows(input_ids.long(), real, tuple(lengths), predicted)
@@ -93,17 +117,19 @@ class PolicyEngine(Protocol):
 
 
 class Policy(nn.Module):
-    """A causal LM whose forward multiplies low-bit tensors, and whose parameters are their masters (`qarl.align`).
+    """A causal LM whose forward multiplies low-bit tensors, and whose parameters are their masters
+    (`qarl.align`).
 
-    low_bit: the model itself. settings: what `align` was asked for, as a configuration. folder: whose tokenizer exports
-    take. device: of masters and forwards. dtype: of activations and logits; masters have their own. version: weight
-    versions made so far, 0 of the first. alone, gate: of its engine, what does a thing while nothing is sampled, and
-    what the first batch has to pass.
+    low_bit: the model itself. settings: what `align` was asked for, as a configuration. folder:
+    whose tokenizer exports take. device: of masters and forwards. dtype: of activations and logits;
+    masters have their own. version: weight versions made so far, 0 of the first. alone, gate: of
+    its engine, what does a thing while nothing is sampled, and what the first batch has to pass.
     """
 
     def __init__(self, model: LowBitModel, settings: RunConfig, folder: Path):
         super().__init__()
-        self.__dict__["low_bit"] = model  # no submodule: each master has one name, transformers'
+        # no submodule: each master has one name, transformers'
+        self.__dict__["low_bit"] = model
         self.low_bit: LowBitModel
         for name, child in model.module.named_children():
             self.add_module(name, child)
@@ -117,24 +143,35 @@ class Policy(nn.Module):
             master.grad_dtype = torch.float32
         self._counted, self._hashed = self._counts(), self._hashes()
         if model.why_not_engine:
-            warnings.warn(f"log-probs are near the engine's, not equal: {model.why_not_engine}", stacklevel=3)
+            warnings.warn(
+                f"log-probs are near the engine's, not equal: {model.why_not_engine}",
+                stacklevel=3,
+            )
 
     def forward(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None, cu_seqlens: torch.Tensor | None = None, *,
-        logits_to_keep: int = 0, use_cache: bool = False,
-    ) -> CausalLMOutput:  # fmt: skip
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        *,
+        logits_to_keep: int = 0,
+        use_cache: bool = False,
+    ) -> CausalLMOutput:
         """Next-token logits, with gradient to the masters.
 
-        input_ids: int64 [B, T], a sequence a row, padded on either side where attention_mask [B, T] is 0; or several a
-        row: position_ids [B, T] begin anew at 0, or cu_seqlens [S + 1] says where they begin in the only row, and its
-        length. logits_to_keep: of the last so many tokens of each row; 0: of all. Returns `.logits`, compute dtype
-        [B, T or logits_to_keep, V], zero at padding. Raises `PolicyError` for tensors that contradict each other, for
-        use_cache, which there is none of, and for masters that moved since `refresh`, as far as torch counts writes (a
-        fused optimizer's it does not; `publish` sees all).
+        input_ids: int64 [B, T], a sequence a row, padded on either side where attention_mask [B, T]
+        is 0; or several a row: position_ids [B, T] begin anew at 0, or cu_seqlens [S + 1] says
+        where they begin in the only row, and its length. logits_to_keep: of the last so many tokens
+        of each row; 0: of all. Returns `.logits`, compute dtype [B, T or logits_to_keep, V], zero
+        at padding. Raises `PolicyError` for tensors that contradict each other, for use_cache,
+        which there is none of, and for masters that moved since `refresh`, as far as torch counts
+        writes (a fused optimizer's it does not; `publish` sees all).
         """
         if use_cache:
-            raise PolicyError("use_cache true: a policy keeps no cache; leave it out, and sample with qarl.engine")
+            raise PolicyError(
+                "use_cache true: a policy keeps no cache; leave it out, and sample with qarl.engine"
+            )
         rows = self._rows(input_ids, attention_mask, position_ids, cu_seqlens)
         width = min(logits_to_keep, rows.real.shape[1]) or rows.real.shape[1]
         kept = rows.real & (torch.arange(-rows.real.shape[1], 0, device=self.device) >= -width)
@@ -143,28 +180,41 @@ class Policy(nn.Module):
         else:
             hidden = self.low_bit.hidden(rows.padded(rows.tokens), rows.padded(kept))
         logits, kept = self.low_bit.head(hidden), kept[:, -width:]
-        whole = logits.new_zeros(*kept.shape, logits.shape[-1]).masked_scatter(kept[..., None], logits)
+        whole = logits.new_zeros(*kept.shape, logits.shape[-1]).masked_scatter(
+            kept[..., None], logits
+        )
         return CausalLMOutput(logits=whole)  # type: ignore[arg-type]
 
     def logprobs(
-        self, input_ids: torch.Tensor, mask: torch.Tensor | None = None, attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None, cu_seqlens: torch.Tensor | None = None, *, temperature: float = 1.0,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Log-probs of input_ids[:, 1:], each given what is before it, with gradient to the masters, and entropies of
-        the distributions they are from, without: fp32 [B, T-1], nats, zero elsewhere. To the bits of the engine's
-        sampler, where no warning of `align` said otherwise.
+        self,
+        input_ids: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        *,
+        temperature: float = 1.0,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs of input_ids[:, 1:], each given what is before it, with gradient to the
+        masters, and entropies of the distributions they are from, without: fp32 [B, T-1], nats,
+        zero elsewhere. To the bits of the engine's sampler, where no warning of `align` said
+        otherwise.
 
-        mask: bool [B, T-1], the tokens wanted; without it all that have one before them. temperature: that they were
-        sampled at. The others and errors: see `forward`. Few logits are held at once.
+        mask: bool [B, T-1], the tokens wanted; without it all that have one before them.
+        temperature: that they were sampled at. The others and errors: see `forward`. Few logits are
+        held at once.
         """
         rows = self._rows(input_ids, attention_mask, position_ids, cu_seqlens)
         mask = rows.predicted if mask is None else mask.to(self.device).bool()
         if mask.shape != rows.predicted.shape or (mask & ~rows.predicted).any():
             raise PolicyError(
-                f"mask {list(mask.shape)} must be bool {list(rows.predicted.shape)}, true at column t only where "
-                "tokens t and t + 1 are of one sequence"
+                f"mask {list(mask.shape)} must be bool {list(rows.predicted.shape)}, true at column"
+                " t only where tokens t and t + 1 are of one sequence"
             )
-        chunk, engine = self.settings.learner.logprob_chunk_tokens, self.low_bit.operators == "engine"
+        chunk, engine = (
+            self.settings.learner.logprob_chunk_tokens,
+            self.low_bit.operators == "engine",
+        )
         tokens = rows.tokens if engine else rows.padded(rows.tokens)
         wanted = mask if engine else rows.padded(nn.functional.pad(mask, (0, 1)))[:, :-1]
         packed, at = rows.packed() if engine else None, _positive(temperature)
@@ -174,11 +224,12 @@ class Policy(nn.Module):
         return values, entropies
 
     def batch_logprobs(self, batch: Batch, *, temperature: float = 1.0) -> torch.Tensor:
-        """Log-probs of a batch's responses as `qarl train` computes them, with gradient to the masters: fp32 [B, T-1],
-        nats, zero elsewhere. On CPUs a prompt is computed once for all its completions.
+        """Log-probs of a batch's responses as `qarl train` computes them, with gradient to the
+        masters: fp32 [B, T-1], nats, zero elsewhere. On CPUs a prompt is computed once for all its
+        completions.
 
-        The first batch after an engine was opened, before a `refresh`, passes the gate: `GateError` where the engine
-        sampled with other log-probs.
+        The first batch after an engine was opened, before a `refresh`, passes the gate: `GateError`
+        where the engine sampled with other log-probs.
         """
         self._require_fresh(by_value=False)
         scorer = Scorer(self.low_bit, self.settings.learner, Processes(), _positive(temperature))
@@ -187,7 +238,10 @@ class Policy(nn.Module):
             learner, mask = result.detach().cpu(), batch.response_mask.cpu()
 
             def floor() -> Mismatch:
-                with torch.no_grad(), self.low_bit.context.other_roundings(OTHER_ROUNDINGS_SEED):
+                with (
+                    torch.no_grad(),
+                    self.low_bit.context.other_roundings(OTHER_ROUNDINGS_SEED),
+                ):
                     return measure_mismatch(self._scored(scorer, batch).cpu(), learner, mask)
 
             self.gate(measure_mismatch(learner, batch.sampler_logprobs.cpu(), mask), floor)
@@ -198,22 +252,26 @@ class Policy(nn.Module):
         """fp32 [B, T-1], with gradient where that is enabled."""
         order, values, width = [], [], batch.response_mask.shape[1]
         for part in scorer.share(batch, torch.arange(len(batch.tokens))):
-            own, _ = scorer.token_logprobs(self.low_bit, batch.rows(part.index).to(self.device), part.chunks, False)
+            own, _ = scorer.token_logprobs(
+                self.low_bit, batch.rows(part.index).to(self.device), part.chunks, False
+            )
             order.append(part.index)
             values.append(nn.functional.pad(own, (0, width - own.shape[1])))
         return torch.cat(values)[torch.cat(order).argsort().to(self.device)]
 
     def refresh(self) -> None:
-        """Make a weight version of the masters' present values, for forwards, publish and export: after every step.
+        """Make a weight version of the masters' present values, for forwards, publish and export:
+        after every step.
 
-        Raises `PolicyError` while the engine in this process samples, whose layers it writes, and where gradients wait
-        and no master was stepped: the optimizer steps other parameters.
+        Raises `PolicyError` while the engine in this process samples, whose layers it writes, and
+        where gradients wait and no master was stepped: the optimizer steps other parameters.
         """
         unmoved = self._counts() == self._counted and torch.equal(self._hashes(), self._hashed)
         if unmoved and any(m.grad is not None and m.grad.any() for m in self.parameters()):
             raise PolicyError(
-                "refresh: gradients wait at the policy's masters, and none has moved since the last refresh; step an "
-                "optimizer of policy.parameters(), made after qarl.align (policy.check tells which it steps)"
+                "refresh: gradients wait at the policy's masters, and none has moved since the last"
+                " refresh; step an optimizer of policy.parameters(), made after qarl.align"
+                " (policy.check tells which it steps)"
             )
         self.alone("refresh", self._refresh)
 
@@ -223,29 +281,35 @@ class Policy(nn.Module):
         self.gate, self.version = None, self.version + 1
 
     def publish(self, engine: PolicyEngine) -> Publish:
-        """Let the engine sample from the present weight version; returns what was proven: digest, tensors, bytes,
-        seconds and, at intervals, the canary.
+        """Let the engine sample from the present weight version; returns what was proven: digest,
+        tensors, bytes, seconds and, at intervals, the canary.
 
-        Raises `PolicyError` for masters that moved since `refresh`, for another policy's engine and one that samples
-        just now; `PublishError` where it does not hold what was sent.
+        Raises `PolicyError` for masters that moved since `refresh`, for another policy's engine and
+        one that samples just now; `PublishError` where it does not hold what was sent.
         """
         self._require_fresh()
         return engine.admit(self)
 
     def export(self, folder: str | Path) -> str:
-        """Write the present weight version as a checkpoint for vLLM and transformers; returns the digest of its
-        tensors. Raises `PolicyError` for masters that moved since `refresh`, `ExportError` for a folder that exists."""
+        """Write the present weight version as a checkpoint for vLLM and transformers; returns the
+        digest of its tensors. Raises `PolicyError` for masters that moved since `refresh`,
+        `ExportError` for a folder that exists.
+        """
         self._require_fresh()
         return export_checkpoint(self.low_bit, self.folder, Path(folder)).hexdigest()
 
     def low_bit_tensors(self) -> Iterator[LowBitTensor]:
-        """Every tensor of the checkpoint by its name there: the very buffers that are multiplied, to be read before the
-        next `refresh`, which writes them. Raises `PolicyError` for masters that moved since the last."""
+        """Every tensor of the checkpoint by its name there: the very buffers that are multiplied,
+        to be read before the next `refresh`, which writes them. Raises `PolicyError` for masters
+        that moved since the last.
+        """
         self._require_fresh()
         return self.low_bit.low_bit_tensors()
 
     def muon_groups(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """The masters that are matrices of the decoder, which Muon is for, and all others (embeddings, norms, …)."""
+        """The masters that are matrices of the decoder, which Muon is for, and all others
+        (embeddings, norms, …).
+        """
         names = self.low_bit.matrices()
         matrices: list[nn.Parameter] = []
         others: list[nn.Parameter] = []
@@ -254,48 +318,79 @@ class Policy(nn.Module):
         return matrices, others
 
     def check(self, *optimizers: torch.optim.Optimizer, tokenizer: Any = None) -> None:
-        """Raise `PolicyError` for optimizers that together step other parameters than the policy's masters, and for a
-        tokenizer with other tokens or another EOS token than the engine's."""
-        stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        """Raise `PolicyError` for optimizers that together step other parameters than the policy's
+        masters, and for a tokenizer with other tokens or another EOS token than the engine's.
+        """
+        stepped = {
+            id(p)
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+            for p in group["params"]
+        }
         missing = [name for name, master in self.named_parameters() if id(master) not in stepped]
         foreign = len(stepped) - len(self.low_bit.masters) + len(missing)
         if optimizers and (missing or foreign):
             raise PolicyError(
-                f"the optimizer leaves out {len(missing)} masters of the policy {missing[:1]}, and steps {foreign} "
-                "other parameters; make it of policy.parameters(), after qarl.align"
+                f"the optimizer leaves out {len(missing)} masters of the policy {missing[:1]}, and"
+                f" steps {foreign} other parameters; make it of policy.parameters(), after"
+                " qarl.align"
             )
         if tokenizer is not None:
             ours = AutoTokenizer.from_pretrained(self.folder)
-            sides = [{**each.get_vocab(), "its EOS token": each.eos_token_id} for each in (tokenizer, ours)]
+            sides = [
+                {**each.get_vocab(), "its EOS token": each.eos_token_id}
+                for each in (tokenizer, ours)
+            ]
             differing = sorted({token for token, _ in sides[0].items() ^ sides[1].items()})
             if differing:
                 ids = " and ".join(str(side.get(differing[0])) for side in sides)
                 raise PolicyError(
-                    f"the tokenizer is not that of {str(self.folder)!r}: {len(differing)} tokens differ, "
-                    f"{differing[0]!r} is {ids}; take the model's own, or save the model with yours"
+                    f"the tokenizer is not that of {str(self.folder)!r}: {len(differing)} tokens"
+                    f" differ, {differing[0]!r} is {ids}; take the model's own, or save the model"
+                    " with yours"
                 )
 
-    def named_parameters(self, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The masters, each once, by transformers' names; `parameters()` are the same, for any optimizer."""
-        return ((f"{prefix}.{name}" if prefix else name, master) for name, master in self.low_bit.masters.items())
+    def named_parameters(
+        self, prefix: str = "", *args: Any, **kwargs: Any
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The masters, each once, by transformers' names; `parameters()` are the same, for any
+        optimizer.
+        """
+        return (
+            (f"{prefix}.{name}" if prefix else name, master)
+            for name, master in self.low_bit.masters.items()
+        )
 
-    def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
-        """The masters by name, in the master dtype: all else follows from them. destination: to add them to, of a
-        module that has this policy as a part."""
+    def state_dict(
+        self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """The masters by name, in the master dtype: all else follows from them. destination: to add
+        them to, of a module that has this policy as a part.
+        """
         destination = {} if destination is None else destination
-        destination.update({f"{prefix}{n}": p if keep_vars else p.detach() for n, p in self.low_bit.masters.items()})
+        destination.update(
+            {
+                f"{prefix}{n}": p if keep_vars else p.detach()
+                for n, p in self.low_bit.masters.items()
+            }
+        )
         return destination
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Copy masters in and `refresh`. Raises `PolicyError`, and changes nothing, for other names or shapes."""
+        """Copy masters in and `refresh`. Raises `PolicyError`, and changes nothing, for other names
+        or shapes.
+        """
         masters = self.low_bit.masters
-        shapes = [{name: tuple(p.shape) for name, p in side.items()} for side in (state_dict, masters)]
+        shapes = [
+            {name: tuple(p.shape) for name, p in side.items()} for side in (state_dict, masters)
+        ]
         differing = sorted({name for name, _ in shapes[0].items() ^ shapes[1].items()})
         if differing:
             raise PolicyError(
-                f"{len(differing)} entries are not this policy's masters, the first being {differing[0]!r}: "
-                f"{shapes[0].get(differing[0])} instead of {shapes[1].get(differing[0])}; see policy.state_dict()"
+                f"{len(differing)} entries are not this policy's masters, the first being"
+                f" {differing[0]!r}: {shapes[0].get(differing[0])} instead of"
+                f" {shapes[1].get(differing[0])}; see policy.state_dict()"
             )
         for name, master in masters.items():
             master.copy_(state_dict[name])
@@ -314,8 +409,9 @@ class Policy(nn.Module):
         after = fn(before)
         if (after.device, after.dtype) != (before.device, before.dtype):
             raise PolicyError(
-                f"a policy's masters stay on {before.device} in {before.dtype}, not {after.device} in {after.dtype}; "
-                "give qarl.align another master_dtype, or set CUDA_VISIBLE_DEVICES"
+                f"a policy's masters stay on {before.device} in {before.dtype}, not {after.device}"
+                f" in {after.dtype}; give qarl.align another master_dtype, or set"
+                " CUDA_VISIBLE_DEVICES"
             )
         return self
 
@@ -332,13 +428,20 @@ class Policy(nn.Module):
     def _hashes(self) -> torch.Tensor:
         """Of each master's bits, uint64 [masters]: one pass, which sees whoever wrote them."""
         bits = {4: torch.int32, 2: torch.int16}
-        return torch.stack([torch.hash_tensor(m.detach().view(bits[m.itemsize])) for m in self.parameters()])
+        return torch.stack(
+            [torch.hash_tensor(m.detach().view(bits[m.itemsize])) for m in self.parameters()]
+        )
 
     def _require_fresh(self, by_value: bool = True) -> None:
-        """Raise `PolicyError` for masters that moved since `refresh`: by torch's count alone, or by their bits."""
-        if self._counts() != self._counted or (by_value and not torch.equal(self._hashes(), self._hashed)):
+        """Raise `PolicyError` for masters that moved since `refresh`: by torch's count alone, or by
+        their bits.
+        """
+        if self._counts() != self._counted or (
+            by_value and not torch.equal(self._hashes(), self._hashed)
+        ):
             raise PolicyError(
-                f"masters moved since version {self.version} was made of them; policy.refresh() after every step"
+                f"masters moved since version {self.version} was made of them; policy.refresh()"
+                " after every step"
             )
 
 
@@ -349,5 +452,7 @@ def at_once(_what: str, work: Callable[[], Any]) -> Any:
 
 def _positive(temperature: float) -> float:
     if not temperature > 0:
-        raise PolicyError(f"temperature {temperature} must be above 0, for log-probs are of what is sampled at it")
+        raise PolicyError(
+            f"temperature {temperature} must be above 0, for log-probs are of what is sampled at it"
+        )
     return temperature

@@ -1,4 +1,6 @@
-"""From what the processes answered to the report: medians over rounds, of ratios that are taken within a round."""
+"""From what the processes answered to the report: medians over rounds, of ratios that are taken
+within a round.
+"""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -35,8 +37,9 @@ class Spread:
 
 @dataclass(frozen=True)
 class EngineRow:
-    """One scheme's engine for one context and batch: tokens a second of decoding and of prefill, and the same as
-    multiples of bf16's in the same round."""
+    """One scheme's engine for one context and batch: tokens a second of decoding and of prefill,
+    and the same as multiples of bf16's in the same round.
+    """
 
     scheme: str
     context: int
@@ -51,14 +54,13 @@ class EngineRow:
 class StepRow:
     """A training step of one scheme and kind (`qarl.bench.job.KINDS`).
 
-    seconds: of the step. phases: median seconds of each of `PHASES`.
-    of_bf16: the step's seconds over bf16's. rest_of_bf16: the same without sampling.
-    sampling: its fraction of the step. sampling_speedup: bf16's seconds of sampling over this scheme's.
-    kept: the step's speed-up over what the sampling alone would give it.
-    over_plain: seconds of QaRL's step over the plain one's, minus 1.
-    kept_at_share, over_plain_at_share: the same if sampling had `SAMPLING_SHARE` of bf16's step, or of the plain step,
-    and all else took as long as it did.
-    None where the kind has no such figure.
+    seconds: of the step. phases: median seconds of each of `PHASES`. of_bf16: the step's seconds
+    over bf16's. rest_of_bf16: the same without sampling. sampling: its fraction of the step.
+    sampling_speedup: bf16's seconds of sampling over this scheme's. kept: the step's speed-up over
+    what the sampling alone would give it. over_plain: seconds of QaRL's step over the plain one's,
+    minus 1. kept_at_share, over_plain_at_share: the same if sampling had `SAMPLING_SHARE` of bf16's
+    step, or of the plain step, and all else took as long as it did. None where the kind has no such
+    figure.
     """
 
     scheme: str
@@ -77,8 +79,9 @@ class StepRow:
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """The peak of memory of one scheme's processes whose first learner was of `kind`: bytes, and as a multiple of
-    bf16's in the same rounds."""
+    """The peak of memory of one scheme's processes whose first learner was of `kind`: bytes, and as
+    a multiple of bf16's in the same rounds.
+    """
 
     scheme: str
     kind: str
@@ -90,7 +93,8 @@ class MemoryRow:
 class SpeedReport:
     """What was measured.
 
-    parameters: of the model. skipped: scheme → why it was left out. rounds: scheme → what its processes answered.
+    parameters: of the model. skipped: scheme → why it was left out. rounds: scheme → what its
+    processes answered.
     """
 
     model: str
@@ -109,22 +113,36 @@ def engine_rows(rounds: Rounds) -> list[EngineRow]:
     for scheme, answers in rounds.items():
         for number, cell in enumerate(answers[0].cells):
             cells = [answer.cells[number] for answer in answers]
-            pairs = list(zip(cells, (answer.cells[number] for answer in rounds[UNQUANTIZED]), strict=True))
+            pairs = list(
+                zip(
+                    cells,
+                    (answer.cells[number] for answer in rounds[UNQUANTIZED]),
+                    strict=True,
+                )
+            )
             row = EngineRow(
                 scheme=scheme,
                 context=cell.context,
                 batch=cell.batch,
                 decode=Spread.of([cell.batch / each.decode_seconds for each in cells]),
-                decode_over_bf16=Spread.of([bf16.decode_seconds / each.decode_seconds for each, bf16 in pairs]),
-                prefill=Spread.of([cell.batch * cell.context / each.prefill_seconds for each in cells]),
-                prefill_over_bf16=Spread.of([bf16.prefill_seconds / each.prefill_seconds for each, bf16 in pairs]),
+                decode_over_bf16=Spread.of(
+                    [bf16.decode_seconds / each.decode_seconds for each, bf16 in pairs]
+                ),
+                prefill=Spread.of(
+                    [cell.batch * cell.context / each.prefill_seconds for each in cells]
+                ),
+                prefill_over_bf16=Spread.of(
+                    [bf16.prefill_seconds / each.prefill_seconds for each, bf16 in pairs]
+                ),
             )
             rows.append(row)
     return rows
 
 
 def memory_rows(rounds: Rounds) -> list[MemoryRow]:
-    """Return a row for each scheme and kind that was the first of a process. A later kind has no peak of its own."""
+    """Return a row for each scheme and kind that was the first of a process. A later kind has no
+    peak of its own.
+    """
     rows = []
     for scheme, answers in rounds.items():
         pairs: dict[str, list[tuple[int, int]]] = {}
@@ -155,13 +173,15 @@ class _Step:
 
 
 def step_rows(rounds: Rounds) -> list[StepRow]:
-    """Return a row for each scheme and kind. The engine samples alike for a plain learner and for QaRL, so both have
-    the quicker of its times."""
+    """Return a row for each scheme and kind. The engine samples alike for a plain learner and for
+    QaRL, so both have the quicker of its times.
+    """
     bf16 = [_step(answer, UNQUANTIZED) for answer in rounds[UNQUANTIZED]]
     return [
         _row(scheme, kind, answers, bf16)
         for scheme, answers in rounds.items()
-        for kind in sorted(answers[0].steps)  # plain before qarl, whatever was measured first
+        # plain before qarl, whatever was measured first
+        for kind in sorted(answers[0].steps)
     ]
 
 
@@ -181,19 +201,33 @@ def _row(scheme: str, kind: str, answers: Sequence[Answer], bf16: Sequence[_Step
         rest_of_bf16=Spread.of([step.rest / other.rest for step, other in pairs]),
         sampling=statistics.median(step.sample / step.seconds for step in steps),
         sampling_speedup=Spread.of([other.sample / step.sample for step, other in pairs]),
-        kept=Spread.of([kept(step.sample, step.rest, other.rest) for step, other in pairs]) if low_bit else None,
-        kept_at_share=Spread.of([_kept_at_share(step, other) for step, other in pairs]) if low_bit else None,
-        over_plain=Spread.of([step.seconds / other.seconds - 1 for step, other in plain_pairs]) if plain else None,
-        over_plain_at_share=Spread.of([_over_at_share(step, other) for step, other in plain_pairs]) if plain else None,
+        kept=(
+            Spread.of([kept(step.sample, step.rest, other.rest) for step, other in pairs])
+            if low_bit
+            else None
+        ),
+        kept_at_share=(
+            Spread.of([_kept_at_share(step, other) for step, other in pairs]) if low_bit else None
+        ),
+        over_plain=(
+            Spread.of([step.seconds / other.seconds - 1 for step, other in plain_pairs])
+            if plain
+            else None
+        ),
+        over_plain_at_share=(
+            Spread.of([_over_at_share(step, other) for step, other in plain_pairs])
+            if plain
+            else None
+        ),
     )
 
 
 def kept(sample: float, rest: float, rest_bf16: float) -> float:
     """Return the fraction of the engine's gain that a step keeps.
 
-    It is the step's speed-up over that of a step whose sampling alone is quicker: (b + r₀) / (s + r) over
-    (b + r₀) / (s + r₀), where bf16's sampling b cancels. sample s, rest r: seconds of the low-bit step, of sampling and
-    of all else. rest_bf16 r₀: seconds of all else of bf16's.
+    It is the step's speed-up over that of a step whose sampling alone is quicker: (b + r₀) / (s +
+    r) over (b + r₀) / (s + r₀), where bf16's sampling b cancels. sample s, rest r: seconds of the
+    low-bit step, of sampling and of all else. rest_bf16 r₀: seconds of all else of bf16's.
     """
     return (sample + rest_bf16) / (sample + rest)
 
@@ -214,8 +248,9 @@ def _step(answer: Answer, kind: str) -> _Step:
 
 
 def _phases(answer: Answer, kind: str) -> dict[str, float]:
-    """Return the seconds of each phase, of the quickest step, which was disturbed least. Sampling is the quickest over
-    all kinds, because one engine samples for them."""
+    """Return the seconds of each phase, of the quickest step, which was disturbed least. Sampling
+    is the quickest over all kinds, because one engine samples for them.
+    """
     phases = {phase: min(step[phase] for step in answer.steps[kind]) for phase in PHASES}
     sampling = [step["sample"] for steps in answer.steps.values() for step in steps]
     return phases | {"sample": min(sampling)}

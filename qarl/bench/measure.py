@@ -1,7 +1,7 @@
 """`qarl bench speed`: every scheme's engine and training step against bf16's, on one model.
 
-Each scheme runs in a process of its own, one after the other, and rounds interleave them. Ratios are between processes
-of one round.
+Each scheme runs in a process of its own, one after the other, and rounds interleave them. Ratios
+are between processes of one round.
 """
 
 import dataclasses
@@ -21,7 +21,12 @@ from qarl.configs.errors import ConfigError, GraphError, SchemeError
 from qarl.configs.load import is_embedded
 from qarl.configs.schemes import UNQUANTIZED, check_scheme_name
 from qarl.planning.shapes import Shapes, shapes_of
-from qarl.quant.checkpoint.folder import check_folder, local_folder, positions, read_config
+from qarl.quant.checkpoint.folder import (
+    check_folder,
+    local_folder,
+    positions,
+    read_config,
+)
 from qarl.quant.checkpoint.load import model_skeleton
 from qarl.quant.checkpoint.shapes import expert_modules, plan_layers
 from qarl.quant.kernels.supported import kept_support, require_support
@@ -39,7 +44,8 @@ _CONTEXTS_OF_GPUS = (512, 4096)
 class SpeedPlan:
     """What is measured, once everything was checked.
 
-    folder: of the model. schemes: bf16 first. skipped: scheme → why this machine or the model cannot run it.
+    folder: of the model. schemes: bf16 first. skipped: scheme → why this machine or the model
+    cannot run it.
     """
 
     folder: Path
@@ -52,12 +58,13 @@ class SpeedPlan:
 def check(options: SpeedOptions) -> SpeedPlan:
     """Return what `measure` is to do. Starts no process.
 
-    Raises `ConfigError`, `SchemeError`, `ModelError` and `GraphError` for what cannot be measured here.
+    Raises `ConfigError`, `SchemeError`, `ModelError` and `GraphError` for what cannot be measured
+    here.
     """
     if options.prompts % options.updates:
         raise ConfigError(
-            f"--updates {options.updates} does not divide --prompts {options.prompts}; each update takes as many "
-            "prompts as the next: choose --prompts as a multiple of --updates"
+            f"--updates {options.updates} does not divide --prompts {options.prompts}; each update"
+            " takes as many prompts as the next: choose --prompts as a multiple of --updates"
         )
     for name in options.schemes:
         check_scheme_name(name)
@@ -65,7 +72,9 @@ def check(options: SpeedOptions) -> SpeedPlan:
         local_folder(options.model)
     dtype = COMPUTE_DTYPES[options.dtype]
     if reason := kept_support(UNQUANTIZED, dtype).reason:
-        raise SchemeError(f"nothing can be compared with bf16 on this machine ({options.dtype}): {reason}")
+        raise SchemeError(
+            f"nothing can be compared with bf16 on this machine ({options.dtype}): {reason}"
+        )
     for name in options.schemes:  # before a model is built or downloaded
         require_support(get_scheme(name), dtype)
     folder = model_folder(options.model)
@@ -76,15 +85,19 @@ def check(options: SpeedOptions) -> SpeedPlan:
     learner = agreement(skeleton, dtype)
     if learner.level != "exact":
         raise GraphError(
-            f"model {options.model!r} has no learner with the engine's operators, so another step would be timed than "
-            f"a run's: {learner.reason}; give another model, `qarl schemes --model` says which are exact"
+            f"model {options.model!r} has no learner with the engine's operators, so another step"
+            f" would be timed than a run's: {learner.reason}; give another model, `qarl schemes"
+            " --model` says which are exact"
         )
-    return SpeedPlan(folder=folder, shapes=shapes, options=options, schemes=schemes, skipped=skipped)
+    return SpeedPlan(
+        folder=folder, shapes=shapes, options=options, schemes=schemes, skipped=skipped
+    )
 
 
 def _checked_lengths(folder: Path, options: SpeedOptions) -> SpeedOptions:
-    """Return the options with contexts. Raise `ModelError` for an unusable folder, `ConfigError` for sequences that are
-    longer than the model's positions."""
+    """Return the options with contexts. Raise `ModelError` for an unusable folder, `ConfigError`
+    for sequences that are longer than the model's positions.
+    """
     available = positions(read_config(folder))
     if not options.contexts:
         contexts = _CONTEXTS_OF_GPUS if torch.cuda.is_available() else _CONTEXTS
@@ -94,9 +107,10 @@ def _checked_lengths(folder: Path, options: SpeedOptions) -> SpeedOptions:
     longest = options.prompt_limit + options.completion_limit
     if available is not None and longest > available:
         raise ConfigError(
-            f"a sequence of {longest} tokens is to be sampled: {options.prompt_limit} of a prompt (the largest of "
-            f"--contexts and --prompt-tokens), {options.completion_limit} after it (the larger of --tokens and "
-            f"--decode-tokens + 1); the model {options.model!r} has {int(available)} positions: lower these options"
+            f"a sequence of {longest} tokens is to be sampled: {options.prompt_limit} of a prompt"
+            f" (the largest of --contexts and --prompt-tokens), {options.completion_limit} after it"
+            f" (the larger of --tokens and --decode-tokens + 1); the model {options.model!r} has"
+            f" {int(available)} positions: lower these options"
         )
     check_folder(folder, longest)
     return options
@@ -105,8 +119,8 @@ def _checked_lengths(folder: Path, options: SpeedOptions) -> SpeedOptions:
 def runnable_schemes(skeleton: Any, options: SpeedOptions) -> tuple[list[str], dict[str, str]]:
     """Return the schemes to measure, bf16 first, and why each of the others is left out.
 
-    skeleton: the model on the meta device. Raises `SchemeError` for a scheme of `options.schemes` that cannot run on
-    this machine, or cannot hold the model's layers.
+    skeleton: the model on the meta device. Raises `SchemeError` for a scheme of `options.schemes`
+    that cannot run on this machine, or cannot hold the model's layers.
     """
     dtype = COMPUTE_DTYPES[options.dtype]
     experts = bool(expert_modules(skeleton))
@@ -126,8 +140,8 @@ def runnable_schemes(skeleton: Any, options: SpeedOptions) -> tuple[list[str], d
 def measure(plan: SpeedPlan, say: Callable[[str], None]) -> SpeedReport:
     """Run all rounds and return their figures.
 
-    say: gets a line for each scheme that is left out, and one before each process. Raises `WorkerError` where a process
-    fails.
+    say: gets a line for each scheme that is left out, and one before each process. Raises
+    `WorkerError` where a process fails.
     """
     for name, reason in plan.skipped.items():
         say(f"{name} is left out: {reason}")
@@ -150,19 +164,35 @@ def measure(plan: SpeedPlan, say: Callable[[str], None]) -> SpeedReport:
 
 
 def job(plan: SpeedPlan, scheme: str, number: int) -> Job:
-    """Return the job of a scheme's process in round `number`, counted from 0. A scheme's two learners change places
-    from round to round; QaRL's is first in the first, so that its peak of memory is known after one round."""
+    """Return the job of a scheme's process in round `number`, counted from 0. A scheme's two
+    learners change places from round to round; QaRL's is first in the first, so that its peak of
+    memory is known after one round.
+    """
     kinds = (UNQUANTIZED,)
     if scheme != UNQUANTIZED:
         kinds = ("qarl", "plain") if number % 2 == 0 else ("plain", "qarl")
-    return Job(str(plan.folder), scheme, kinds, cache_gib=_cache_gib(plan.options, plan.shapes), options=plan.options)
+    return Job(
+        str(plan.folder),
+        scheme,
+        kinds,
+        cache_gib=_cache_gib(plan.options, plan.shapes),
+        options=plan.options,
+    )
 
 
 def _cache_gib(options: SpeedOptions, shapes: Shapes) -> int:
-    """Return the GiB of keys and values that the largest cell and the step take, a block a sequence to spare."""
-    cells = [(batch, context + options.decode_tokens) for batch in options.batches for context in options.contexts]
+    """Return the GiB of keys and values that the largest cell and the step take, a block a sequence
+    to spare.
+    """
+    cells = [
+        (batch, context + options.decode_tokens)
+        for batch in options.batches
+        for context in options.contexts
+    ]
     cells.append((options.prompts * options.samples, options.prompt_tokens + options.tokens))
-    tokens = max(sequences * _CACHE_BLOCK * (2 + length // _CACHE_BLOCK) for sequences, length in cells)
+    tokens = max(
+        sequences * _CACHE_BLOCK * (2 + length // _CACHE_BLOCK) for sequences, length in cells
+    )
     return -(-tokens * shapes.key_value_bytes(COMPUTE_DTYPES[options.dtype].itemsize) // 2**30)
 
 
@@ -173,5 +203,7 @@ def _answer(job: Job) -> Answer:
 
 
 def as_data(report: SpeedReport) -> dict[str, Any]:
-    """Return the report JSON-ready, with every cell and step of every round and the number of threads."""
+    """Return the report JSON-ready, with every cell and step of every round and the number of
+    threads.
+    """
     return dataclasses.asdict(report) | {"threads": torch.get_num_threads()}

@@ -1,6 +1,8 @@
-"""The picture of `qarl bench speed`, as SVG: a function of the report, without dates or random names.
+"""The picture of `qarl bench speed`, as SVG: a function of the report, without dates or random
+names.
 
-Decoding and prefill as multiples of bf16's over the batch, the training step by phases, and memory. Units are pixels.
+Decoding and prefill as multiples of bf16's over the batch, the training step by phases, and memory.
+Units are pixels.
 """
 
 import math
@@ -29,9 +31,29 @@ _NAMES, _VALUES = 140, 170
 """Room left of the bars for learners' names, and right of them for values."""
 _LETTER = 6.6
 """Width of a letter of 12 pixels, on average."""
-_COLOURS = ("#0072b2", "#c65400", "#008763", "#a8467f", "#8f6b00", "#2586c2", "#6b6b00", "#555555")
-"""Those of `qarl report`, which colour-blind readers tell apart; the next eight schemes are dashed."""
-_PHASE_COLOURS = ("#0072b2", "#7fb9dc", "#008763", "#c65400", "#a8467f", "#d9a400", "#444444", "#bbbbbb")
+_COLOURS = (
+    "#0072b2",
+    "#c65400",
+    "#008763",
+    "#a8467f",
+    "#8f6b00",
+    "#2586c2",
+    "#6b6b00",
+    "#555555",
+)
+"""Those of `qarl report`, which colour-blind readers tell apart; the next eight schemes are
+dashed.
+"""
+_PHASE_COLOURS = (
+    "#0072b2",
+    "#7fb9dc",
+    "#008763",
+    "#c65400",
+    "#a8467f",
+    "#d9a400",
+    "#444444",
+    "#bbbbbb",
+)
 _STYLE = (
     "text{font:12px system-ui,sans-serif;fill:#16202b}.title{font-size:15px;font-weight:600}"
     ".panel{font-weight:600}.soft{fill:#55606d}.grid{stroke:#e8ebef}.one{stroke:#55606d;stroke-dasharray:4 3}"
@@ -39,10 +61,13 @@ _STYLE = (
 
 
 def check_picture(file: Path, option: str) -> None:
-    """Raise `ConfigError` where the picture cannot be written to `file`, or something else would be lost by it. option:
-    that names the file."""
+    """Raise `ConfigError` where the picture cannot be written to `file`, or something else would be
+    lost by it. option: that names the file.
+    """
     if file.suffix != ".svg" and not file.is_dir():
-        raise ConfigError(f"{option} {file}: the picture is drawn as SVG; name a file that ends in .svg")
+        raise ConfigError(
+            f"{option} {file}: the picture is drawn as SVG; name a file that ends in .svg"
+        )
     check_output(file, option, MARK, "picture of qarl bench speed", "bench-speed.svg")
 
 
@@ -54,8 +79,17 @@ def speed_picture(report: SpeedReport) -> str:
         panel_parts, y = panel(report, y)
         parts += panel_parts
     size = f'width="{_WIDTH}" height="{y}" viewBox="0 0 {_WIDTH} {y}"'
-    head = f'{MARK}\n<svg xmlns="http://www.w3.org/2000/svg" {size} role="img"><style>{_STYLE}</style>'
-    return "\n".join([head, f'<rect width="{_WIDTH}" height="{y}" fill="#ffffff"/>', *parts, "</svg>\n"])
+    head = (
+        f'{MARK}\n<svg xmlns="http://www.w3.org/2000/svg" {size} role="img"><style>{_STYLE}</style>'
+    )
+    return "\n".join(
+        [
+            head,
+            f'<rect width="{_WIDTH}" height="{y}" fill="#ffffff"/>',
+            *parts,
+            "</svg>\n",
+        ]
+    )
 
 
 Drawn = tuple[list[str], float]
@@ -63,27 +97,42 @@ Drawn = tuple[list[str], float]
 
 
 def _heading(report: SpeedReport) -> Iterator[str]:
-    model = f"{report.model}, {report.parameters / 1e6:,.1f} million parameters, {report.options.dtype}"
+    model = (
+        f"{report.model}, {report.parameters / 1e6:,.1f} million parameters, {report.options.dtype}"
+    )
     yield _text(_MARGIN, 32, f"qarl bench speed: {model}", "title")
     yield _text(_MARGIN, 52, describe_rounds(report), "soft")
 
 
 def _engine_panels(report: SpeedReport, y: float) -> Drawn:
     """Draw decoding on the left and prefill on the right, a row of panels for each context."""
-    schemes = [name for name in dict.fromkeys(row.scheme for row in report.engine) if name != UNQUANTIZED]
+    schemes = [
+        name for name in dict.fromkeys(row.scheme for row in report.engine) if name != UNQUANTIZED
+    ]
     if not schemes:
         return [], y
     colours = {name: _COLOURS[number % len(_COLOURS)] for number, name in enumerate(schemes)}
     dashed = set(schemes[len(_COLOURS) :])
     parts, y = _legend(colours, y)
     for context in report.options.contexts:
-        rows = [row for row in report.engine if row.context == context and row.scheme != UNQUANTIZED]
-        bf16 = [row for row in report.engine if row.context == context and row.scheme == UNQUANTIZED]
+        rows = [
+            row for row in report.engine if row.context == context and row.scheme != UNQUANTIZED
+        ]
+        bf16 = [
+            row for row in report.engine if row.context == context and row.scheme == UNQUANTIZED
+        ]
         for number, what in enumerate(("decoding", "prefill")):
             x = _MARGIN + number * (_PLOT_WIDTH + _GAP)
-            title = f"{what} after {context} tokens" if what == "decoding" else f"prefill of {context} tokens"
+            title = (
+                f"{what} after {context} tokens"
+                if what == "decoding"
+                else f"prefill of {context} tokens"
+            )
             parts.append(_text(x, y + 12, f"{title}, times as fast as bf16", "panel"))
-            curves = [_Curve(name, colours[name], name in dashed, _ratios(rows, name, what)) for name in schemes]
+            curves = [
+                _Curve(name, colours[name], name in dashed, _ratios(rows, name, what))
+                for name in schemes
+            ]
             labels = [_batch_label(row, what) for row in bf16]
             parts += _plot(x + _AXIS, y + 24, curves, labels)
         y += _PLOT_HEIGHT + 2 * _AXIS + 16
@@ -102,7 +151,9 @@ class _Curve:
 
 def _ratios(rows: Sequence[EngineRow], scheme: str, what: str) -> list[Spread]:
     of_scheme = [row for row in rows if row.scheme == scheme]
-    return [row.decode_over_bf16 if what == "decoding" else row.prefill_over_bf16 for row in of_scheme]
+    return [
+        row.decode_over_bf16 if what == "decoding" else row.prefill_over_bf16 for row in of_scheme
+    ]
 
 
 def _batch_label(bf16: EngineRow, what: str) -> tuple[str, str]:
@@ -111,9 +162,12 @@ def _batch_label(bf16: EngineRow, what: str) -> tuple[str, str]:
     return f"batch {bf16.batch}", f"bf16 {rate.median:,.0f}/s"
 
 
-def _plot(x: float, y: float, curves: Sequence[_Curve], labels: Sequence[tuple[str, str]]) -> Iterator[str]:
-    """Draw curves over equally spaced batches, with a line from the smallest to the largest round at each point. x, y:
-    of the plot's upper left corner."""
+def _plot(
+    x: float, y: float, curves: Sequence[_Curve], labels: Sequence[tuple[str, str]]
+) -> Iterator[str]:
+    """Draw curves over equally spaced batches, with a line from the smallest to the largest round
+    at each point. x, y: of the plot's upper left corner.
+    """
     width = _PLOT_WIDTH - _AXIS
     largest = max(1.0, *(ratio.high for curve in curves for ratio in curve.ratios))
     tick = _tick(largest)
@@ -132,26 +186,47 @@ def _plot(x: float, y: float, curves: Sequence[_Curve], labels: Sequence[tuple[s
     yield _line(x, height(1), x + width, height(1), 'class="one"')
     for number, lines in enumerate(labels):
         for place, line in enumerate(lines):
-            yield _text(centre(number), y + _PLOT_HEIGHT + 16 + 15 * place, line, "soft", "middle")
+            yield _text(
+                centre(number),
+                y + _PLOT_HEIGHT + 16 + 15 * place,
+                line,
+                "soft",
+                "middle",
+            )
     for shift, curve in enumerate(curves):
-        offset = 5 * (shift - (len(curves) - 1) / 2)  # so that points of one height do not hide each other
+        # so that points of one height do not hide each other
+        offset = 5 * (shift - (len(curves) - 1) / 2)
         xs = [centre(number) + offset for number in range(len(labels))]
         yield from _curve(curve, xs, [height(ratio.median) for ratio in curve.ratios])
         for at, ratio in zip(xs, curve.ratios, strict=True):
-            yield _line(at, height(ratio.low), at, height(ratio.high), f'stroke="{curve.colour}"')
+            yield _line(
+                at,
+                height(ratio.low),
+                at,
+                height(ratio.high),
+                f'stroke="{curve.colour}"',
+            )
 
 
 def _curve(curve: _Curve, xs: Sequence[float], ys: Sequence[float]) -> Iterator[str]:
     points = " ".join(f"{x:.1f},{y:.1f}" for x, y in zip(xs, ys, strict=True))
     dashes = ' stroke-dasharray="6 4"' if curve.dashed else ""
-    yield f'<polyline points="{points}" fill="none" stroke="{curve.colour}" stroke-width="1.6"{dashes}/>'
+    yield (
+        f'<polyline points="{points}" fill="none" stroke="{curve.colour}"'
+        f' stroke-width="1.6"{dashes}/>'
+    )
     for x, y, ratio in zip(xs, ys, curve.ratios, strict=True):
         tip = f"{curve.name}: {ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
-        yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{curve.colour}"><title>{escape(tip)}</title></circle>'
+        yield (
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5"'
+            f' fill="{curve.colour}"><title>{escape(tip)}</title></circle>'
+        )
 
 
 def _tick(largest: float) -> float:
-    """Return the distance of ticks, of which up to six reach `largest`: 1, 2, 2.5 or 5 times a power of ten."""
+    """Return the distance of ticks, of which up to six reach `largest`: 1, 2, 2.5 or 5 times a
+    power of ten.
+    """
     power = 10 ** math.floor(math.log10(largest / 5))
     return next(step * power for step in (1, 2, 2.5, 5, 10) if step * power * 6 >= largest)
 
@@ -160,7 +235,14 @@ def _step_panel(report: SpeedReport, y: float) -> Drawn:
     """Draw the training step's seconds: a bar for each learner, a part for each phase."""
     options = report.options
     completions = f"{options.prompts * options.samples} completions of {options.tokens} tokens"
-    parts = [_text(_MARGIN, y + 12, f"training step, seconds: {completions}, {options.updates} updates", "panel")]
+    parts = [
+        _text(
+            _MARGIN,
+            y + 12,
+            f"training step, seconds: {completions}, {options.updates} updates",
+            "panel",
+        )
+    ]
     legend, y = _legend(dict(zip(PHASES, _PHASE_COLOURS, strict=True)), y + 22)
     parts += legend
     most = max(sum(row.phases.values()) for row in report.steps)
@@ -193,9 +275,16 @@ def _of_bf16(scheme: str, ratio: Spread) -> str:
 
 
 def _bar(
-    y: float, name: str, lengths: Sequence[float], colours: Sequence[str], tips: Sequence[str], end: str
+    y: float,
+    name: str,
+    lengths: Sequence[float],
+    colours: Sequence[str],
+    tips: Sequence[str],
+    end: str,
 ) -> Iterator[str]:
-    """Draw a bar of parts. lengths: of the parts, as fractions of the longest bar. end: the text right of it."""
+    """Draw a bar of parts. lengths: of the parts, as fractions of the longest bar. end: the text
+    right of it.
+    """
     x = _MARGIN + _NAMES
     yield _text(x - 8, y + 14, name, "", "end")
     for length, colour, tip in zip(lengths, colours, tips, strict=False):
@@ -223,7 +312,10 @@ def _legend(colours: dict[str, str], y: float) -> Drawn:
 
 
 def _text(x: float, y: float, text: str, style: str = "", anchor: str = "start") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" class="{style}" text-anchor="{anchor}">{escape(text)}</text>'
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" class="{style}"'
+        f' text-anchor="{anchor}">{escape(text)}</text>'
+    )
 
 
 def _line(x: float, y: float, x_end: float, y_end: float, look: str) -> str:

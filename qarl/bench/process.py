@@ -1,5 +1,6 @@
-"""Measure in a process of its own, which answers by one marked line of JSON among what libraries print. Imports
-neither torch nor vLLM."""
+"""Measure in a process of its own, which answers by one marked line of JSON among what libraries
+print. Imports neither torch nor vLLM.
+"""
 
 import dataclasses
 import json
@@ -45,12 +46,15 @@ def run_worker(
 ) -> T:
     """Run `python -m module argument` and return its answer, as `parse` reads its JSON.
 
-    python: an interpreter of another environment, which finds this package by PYTHONPATH. Default: this process's.
-    environment: variables that are set besides this process's.
-    Raises `WorkerError`, naming `what` ran, with the end of what it printed.
+    python: an interpreter of another environment, which finds this package by PYTHONPATH. Default:
+    this process's. environment: variables that are set besides this process's. Raises
+    `WorkerError`, naming `what` ran, with the end of what it printed.
     """
     assert qarl.__file__ is not None
-    ours = {"PYTHONPATH": str(Path(qarl.__file__).parent.parent), "TRL_EXPERIMENTAL_SILENCE": "1"}
+    ours = {
+        "PYTHONPATH": str(Path(qarl.__file__).parent.parent),
+        "TRL_EXPERIMENTAL_SILENCE": "1",
+    }
     command = [str(python or sys.executable), "-m", module, argument]
     variables = {**os.environ, **ours, **(environment or {})}
     ended = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)

@@ -9,7 +9,9 @@ from qarl.learner.stopwatch import Stopwatch
 
 
 class SynchronizedStopwatch(Stopwatch):
-    """Waits for the CUDA device at both ends of a phase, which takes time itself. On CPUs it is a `Stopwatch`."""
+    """Waits for the CUDA device at both ends of a phase, which takes time itself. On CPUs it is a
+    `Stopwatch`.
+    """
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -21,6 +23,8 @@ class SynchronizedStopwatch(Stopwatch):
 
 
 def synchronize() -> None:
-    """Wait until the CUDA device has done all that was launched; return at once where there is none."""
+    """Wait until the CUDA device has done all that was launched; return at once where there is
+    none.
+    """
     if torch.cuda.is_available():
         torch.cuda.synchronize()

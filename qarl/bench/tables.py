@@ -23,7 +23,9 @@ def tables(report: SpeedReport) -> list[PlainTable]:
 
 
 def learner_name(row: StepRow | MemoryRow) -> str:
-    """Return what a table and a picture call the learner of a row: "bf16", "w4a16 plain", "w4a16 qarl"."""
+    """Return what a table and a picture call the learner of a row: "bf16", "w4a16 plain", "w4a16
+    qarl".
+    """
     return UNQUANTIZED if row.kind == UNQUANTIZED else f"{row.scheme} {row.kind}"
 
 
@@ -32,7 +34,10 @@ def describe_rounds(report: SpeedReport) -> str:
     if report.options.rounds == 1:
         return "one round; the default of three shows how far rounds differ"
     widest = max(spread.relative for spread in _ratios(report))
-    return f"medians of {report.options.rounds} rounds; ratios of single rounds differ from them by up to {widest:.0%}"
+    return (
+        f"medians of {report.options.rounds} rounds; ratios of single rounds differ from them by up"
+        f" to {widest:.0%}"
+    )
 
 
 def _ratios(report: SpeedReport) -> Iterator[Spread]:
@@ -43,7 +48,9 @@ def _ratios(report: SpeedReport) -> Iterator[Spread]:
 
 
 def _engine_table(report: SpeedReport, what: str) -> PlainTable:
-    """Return the rates of decoding or prefill: a row for each scheme and context, a column for each batch."""
+    """Return the rates of decoding or prefill: a row for each scheme and context, a column for each
+    batch.
+    """
     batches = [f"batch {batch}" for batch in report.options.batches]
     table = PlainTable(
         "scheme",
@@ -60,7 +67,9 @@ def _engine_table(report: SpeedReport, what: str) -> PlainTable:
 
 
 def _describe_model(report: SpeedReport) -> str:
-    parameters = f"{report.model}, {report.parameters / 1e6:,.1f} million parameters, {report.options.dtype}"
+    parameters = (
+        f"{report.model}, {report.parameters / 1e6:,.1f} million parameters, {report.options.dtype}"
+    )
     return f"{parameters}\n{describe_rounds(report)}"
 
 
@@ -74,7 +83,14 @@ def _engine_cell(row: EngineRow, what: str) -> str:
 
 
 def _step_table(report: SpeedReport) -> PlainTable:
-    columns = ("s/step", "of bf16", "sampling", "rest of bf16", "gain kept", "over plain")
+    columns = (
+        "s/step",
+        "of bf16",
+        "sampling",
+        "rest of bf16",
+        "gain kept",
+        "over plain",
+    )
     caption = (
         "of bf16: the step's seconds over bf16's; rest of bf16: the same without sampling\n"
         "gain kept: the step's speed-up over what its sampling alone would give\n"
@@ -96,8 +112,8 @@ def _step_table(report: SpeedReport) -> PlainTable:
 
 def _parts_table(report: SpeedReport) -> PlainTable:
     caption = (
-        "old: log-probs before the update; materialize: making a weight version, of bf16 and QaRL also writing it into "
-        "the engine; rest: making the batch"
+        "old: log-probs before the update; materialize: making a weight version, of bf16 and QaRL"
+        " also writing it into the engine; rest: making the batch"
     )
     table = PlainTable(
         "learner",
@@ -107,7 +123,10 @@ def _parts_table(report: SpeedReport) -> PlainTable:
         caption=caption,
     )
     for row in report.steps:
-        table.add_row(learner_name(row), *(seconds_text(row.phases[phase]) for phase in LEARNER_PHASES))
+        table.add_row(
+            learner_name(row),
+            *(seconds_text(row.phases[phase]) for phase in LEARNER_PHASES),
+        )
     return table
 
 
@@ -118,10 +137,16 @@ def _memory_table(report: SpeedReport) -> PlainTable:
         *columns,
         figures=columns,
         title="memory of engine and learner",
-        caption="the peak of the process; libraries and the key/value cache, alike in all, are in it",
+        caption=(
+            "the peak of the process; libraries and the key/value cache, alike in all, are in it"
+        ),
     )
     for row in report.memory:
-        table.add_row(learner_name(row), f"{row.peak_bytes.median / 2**20:,.0f}", f"{row.over_bf16.median:.2f}")
+        table.add_row(
+            learner_name(row),
+            f"{row.peak_bytes.median / 2**20:,.0f}",
+            f"{row.over_bf16.median:.2f}",
+        )
     return table
 
 

@@ -1,8 +1,10 @@
-"""One scheme's process of `qarl bench speed`: its engine's speed, then whole training steps with its learners.
+"""One scheme's process of `qarl bench speed`: its engine's speed, then whole training steps with
+its learners.
 
     python -m qarl.bench.worker '{"folder": FOLDER, "scheme": NAME, …}'     (see `Job`)
 
-prints one line of JSON (`Answer`) last. Each scheme has a process of its own, because vLLM allows one engine in each.
+prints one line of JSON (`Answer`) last. Each scheme has a process of its own, because vLLM allows
+one engine in each.
 """
 
 import gc
@@ -37,7 +39,9 @@ from qarl.sync.export import export_checkpoint
 from qarl.sync.publisher import Publisher
 
 _FIRST_WORD = 16
-"""Token id of the first word that prompts are made of; special tokens are at the start of most vocabularies."""
+"""Token id of the first word that prompts are made of; special tokens are at the start of most
+vocabularies.
+"""
 _REPEATS = 3
 """Repeats of a cell, at most."""
 _FEWEST_STEPS = 3
@@ -49,8 +53,9 @@ _LONG_SECONDS = 1.5
 def run(job: Job) -> Answer:
     """Measure the engine, then steps of each kind.
 
-    Raises `GraphError` for a model that the engine's operators do not fit, because with others another step than a
-    run's would be timed, and `WorkerError` where the key/value cache is too small.
+    Raises `GraphError` for a model that the engine's operators do not fit, because with others
+    another step than a run's would be timed, and `WorkerError` where the key/value cache is too
+    small.
     """
     with tempfile.TemporaryDirectory(prefix="qarl-bench-") as folder:
         model = _model(job, "qarl")
@@ -62,7 +67,9 @@ def run(job: Job) -> Answer:
         with open_engine(checkpoint, _rollout(job), job.options.dtype) as engine:
             draw = random.Random(job.options.seed)
             sizes = itertools.product(job.options.contexts, job.options.batches)
-            cells = [_cell(engine, context, batch, job, draw, vocabulary) for context, batch in sizes]
+            cells = [
+                _cell(engine, context, batch, job, draw, vocabulary) for context, batch in sizes
+            ]
             first, *others = job.kinds
             steps = {first: _steps(engine, first, job, vocabulary)}
             peak = peak_bytes()
@@ -71,11 +78,13 @@ def run(job: Job) -> Answer:
 
 
 def peak_bytes() -> int:
-    """Return the peak of this process's memory up to now, in bytes: what torch allocated on the GPU, or, where there
-    is none, resident memory."""
+    """Return the peak of this process's memory up to now, in bytes: what torch allocated on the
+    GPU, or, where there is none, resident memory.
+    """
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # which Linux counts in KiB
+    # which Linux counts in KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _rollout(job: Job) -> RolloutConfig:
@@ -88,8 +97,9 @@ def _rollout(job: Job) -> RolloutConfig:
 
 
 def _model(job: Job, kind: str) -> LowBitModel:
-    """Return the learner's model. A plain run takes transformers' operators, which are slower; here it has the
-    engine's, so that it differs in what it multiplies alone."""
+    """Return the learner's model. A plain run takes transformers' operators, which are slower; here
+    it has the engine's, so that it differs in what it multiplies alone.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     masters = load_masters(Path(job.folder), torch.float32, device)
     context = LayerContext(COMPUTE_DTYPES[job.options.dtype], "auto", aligned=kind != "plain")
@@ -99,14 +109,25 @@ def _model(job: Job, kind: str) -> LowBitModel:
 def _prompts(count: int, tokens: int, draw: random.Random, vocabulary: int) -> list[Prompt]:
     """Return prompts of random words, so that no two share a prefix the engine could keep."""
     first = min(_FIRST_WORD, vocabulary // 2)
-    return [Prompt(str(n), "", tuple(draw.randrange(first, vocabulary) for _ in range(tokens))) for n in range(count)]
+    return [
+        Prompt(str(n), "", tuple(draw.randrange(first, vocabulary) for _ in range(tokens)))
+        for n in range(count)
+    ]
 
 
-def _cell(engine: Engine, context: int, batch: int, job: Job, draw: random.Random, vocabulary: int) -> Cell:
+def _cell(
+    engine: Engine,
+    context: int,
+    batch: int,
+    job: Job,
+    draw: random.Random,
+    vocabulary: int,
+) -> Cell:
     """Return the engine's seconds for one context and batch.
 
-    Prefill ends with the engine's first step that gives every sequence a token. Each later step that does so again is
-    a decoding step. The median step of a repeat counts, and the quickest repeat.
+    Prefill ends with the engine's first step that gives every sequence a token. Each later step
+    that does so again is a decoding step. The median step of a repeat counts, and the quickest
+    repeat.
     """
     sampling = Sampling(1, 1 + job.options.decode_tokens, seed=job.options.seed, ignore_end=True)
     prefills, decodes = [], []
@@ -116,22 +137,30 @@ def _cell(engine: Engine, context: int, batch: int, job: Job, draw: random.Rando
         ends = [step.end for step in steps if step.sequences == batch]
         if len(ends) < _FEWEST_STEPS:
             raise WorkerError(
-                f"the engine decoded {batch} sequences of {context} tokens together in {len(ends)} of {len(steps)} "
-                "steps: its key/value cache is too small; lower --batches or --contexts"
+                f"the engine decoded {batch} sequences of {context} tokens together in {len(ends)}"
+                f" of {len(steps)} steps: its key/value cache is too small; lower --batches or"
+                " --contexts"
             )
         prefills.append(ends[0])
-        decodes.append(statistics.median(after - before for before, after in itertools.pairwise(ends)))
+        decodes.append(
+            statistics.median(after - before for before, after in itertools.pairwise(ends))
+        )
         if steps[-1].end > _LONG_SECONDS:
             break
     return Cell(context, batch, min(prefills), min(decodes))
 
 
 def _steps(engine: Engine, kind: str, job: Job, vocabulary: int) -> list[dict[str, float]]:
-    """Return the seconds of each phase of the timed steps of one kind. A step before them warms up, and proves that
-    the published policy is the learner's."""
+    """Return the seconds of each phase of the timed steps of one kind. A step before them warms up,
+    and proves that the published policy is the learner's.
+    """
     model = _model(job, kind)
     optimizer = {"name": job.options.optimizer, "lr": 1e-6}
-    options = {"optimizer": optimizer, "mini_batches": job.options.updates, "diagnostics_every": 0}
+    options = {
+        "optimizer": optimizer,
+        "mini_batches": job.options.updates,
+        "diagnostics_every": 0,
+    }
     learner = Learner(model, LearnerConfig.model_validate(options))
     learner.stopwatch = SynchronizedStopwatch()
     draw = random.Random(job.options.seed + 1)
@@ -140,25 +169,38 @@ def _steps(engine: Engine, kind: str, job: Job, vocabulary: int) -> list[dict[st
     if model.context.aligned:  # as a run does
         publisher.share_layers()
     numbers = range(1 + job.options.steps)
-    seconds = [_step(engine, learner, publisher, number, job, draw, vocabulary) for number in numbers]
+    seconds = [
+        _step(engine, learner, publisher, number, job, draw, vocabulary) for number in numbers
+    ]
     publisher.unshare()
     return seconds[1:]
 
 
 def _step(
-    engine: Engine, learner: Learner, publisher: Publisher, number: int, job: Job, draw: random.Random, vocabulary: int
+    engine: Engine,
+    learner: Learner,
+    publisher: Publisher,
+    number: int,
+    job: Job,
+    draw: random.Random,
+    vocabulary: int,
 ) -> dict[str, float]:
     """Sample, learn and publish as a run does, and return the seconds of each of `PHASES`.
 
-    Half of each group is rewarded, so every sequence teaches. All completions have one length, so every scheme learns
-    from as many tokens.
+    Half of each group is rewarded, so every sequence teaches. All completions have one length, so
+    every scheme learns from as many tokens.
     """
     prompts = _prompts(job.options.prompts, job.options.prompt_tokens, draw, vocabulary)
     watch = SynchronizedStopwatch()
     gc.collect()
     start = time.perf_counter()
     with watch("sample"):
-        sampling = Sampling(job.options.samples, job.options.tokens, seed=job.options.seed + number, ignore_end=True)
+        sampling = Sampling(
+            job.options.samples,
+            job.options.tokens,
+            seed=job.options.seed + number,
+            ignore_end=True,
+        )
         completions = engine.generate(prompts, sampling)
     rewards = tuple(float(n % 2) for n in range(job.options.samples))
     groups = [Group(p, tuple(c), rewards) for p, c in zip(prompts, completions, strict=True)]
@@ -167,7 +209,9 @@ def _step(
         publisher.publish(number + 1)
     synchronize()
     total = time.perf_counter() - start
-    assert stats.updates == job.options.updates, f"{stats.updates} of {job.options.updates} updates were taken"
+    assert stats.updates == job.options.updates, (
+        f"{stats.updates} of {job.options.updates} updates were taken"
+    )
     phases = dict.fromkeys(PHASES, 0.0) | watch.take() | stats.seconds
     return phases | {"rest": total - sum(phases.values())}
 

@@ -23,25 +23,37 @@ def add_check(commands: Any) -> None:
     """Add `qarl check` to the commands."""
     check = commands.add_parser(
         "check",
-        help="look at a configuration before it runs: model, one prompt, the reward, lengths, disk, kernels",
+        help=(
+            "look at a configuration before it runs: model, one prompt, the reward, lengths, disk,"
+            " kernels"
+        ),
         usage="qarl check [CONFIG] [OPTIONS] [--ANY.FIELD VALUE …]\n       qarl check --machine",
-        description="Look at everything a run needs, without an engine or training. CONFIG is a YAML file, or the "
-        "name of a shipped one; options are those of `qarl train`. Exit status 1 where something looks wrong.",
+        description=(
+            "Look at everything a run needs, without an engine or training. CONFIG is a YAML file,"
+            " or the name of a shipped one; options are those of `qarl train`. Exit status 1 where"
+            " something looks wrong."
+        ),
     )
     add_config(check)
     check.add_argument(
         "--sample",
         action="store_true",
-        help="sample one batch too, and test on it that learner and sampler are one policy: ratios, positions, "
-        "prompts, embeddings and more",
+        help=(
+            "sample one batch too, and test on it that learner and sampler are one policy: ratios,"
+            " positions, prompts, embeddings and more"
+        ),
     )
     check.add_argument(
         "--machine",
         action="store_true",
-        help="look at the machine instead: driver, GPUs, memory, disk, compiler, vLLM's operators; no model is needed "
-        "(`qarl schemes` has every scheme's kernel)",
+        help=(
+            "look at the machine instead: driver, GPUs, memory, disk, compiler, vLLM's operators;"
+            " no model is needed (`qarl schemes` has every scheme's kernel)"
+        ),
     )
-    check.add_argument("--json", type=json_file, metavar="FILE", help="write the findings as JSON too")
+    check.add_argument(
+        "--json", type=json_file, metavar="FILE", help="write the findings as JSON too"
+    )
     add_flags(check)
     check.set_defaults(run=_check)
 
@@ -49,16 +61,23 @@ def add_check(commands: Any) -> None:
 def _check(known: argparse.Namespace, console: Console) -> int:
     if known.machine and (known.config or known.overrides or known.sample):
         other = known.config or ("--sample" if known.sample else f"--{next(iter(known.overrides))}")
-        raise ConfigError(f"{other} with --machine, which looks at the machine alone; leave one of them out")
+        raise ConfigError(
+            f"{other} with --machine, which looks at the machine alone; leave one of them out"
+        )
     if known.machine:
         quiet_libraries()
         from qarl.advice.machine import machine_findings
 
         findings, tested = show(machine_findings(), console), ""
     else:
-        findings, tested = _of_run(chosen_config(known.config, known.overrides), known.sample, console)
+        findings, tested = _of_run(
+            chosen_config(known.config, known.overrides), known.sample, console
+        )
     warnings = sum(finding.level == "warning" for finding in findings)
-    say(console, f"{warnings} warning{'s' * (warnings != 1)}{tested}" if warnings else f"all well{tested}")
+    say(
+        console,
+        f"{warnings} warning{'s' * (warnings != 1)}{tested}" if warnings else f"all well{tested}",
+    )
     write_json(known.json, [dataclasses.asdict(finding) for finding in findings])
     return 1 if warnings else 0
 
@@ -73,12 +92,16 @@ def _of_run(config: RunConfig, sample: bool, console: Console) -> tuple[list[Fin
     from qarl.advice.pitfalls import CHECKS
 
     findings += show(investigation.pitfalls, console)
-    return findings, f"; {len(CHECKS)} tests on {int(investigation.batch.response_mask.sum()):,} tokens"
+    return (
+        findings,
+        f"; {len(CHECKS)} tests on {int(investigation.batch.response_mask.sum()):,} tokens",
+    )
 
 
 def _previewed(config: RunConfig, console: Console, new: bool) -> tuple[Task, list[Finding]]:
-    """The task of a configuration, and what `qarl.advice.preview` says of it, with its phases on the console. new:
-    whether a run's folder is to be made."""
+    """The task of a configuration, and what `qarl.advice.preview` says of it, with its phases on
+    the console. new: whether a run's folder is to be made.
+    """
     quiet_libraries(config.learner.compile is True)
     with phases_shown_on(console):
         with phase("checking files, task and reward"):

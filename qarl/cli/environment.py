@@ -1,5 +1,6 @@
-"""What a command does to the process it runs in: libraries' start-up chatter is kept off a person's terminal (their
-errors still come through), and text can be written in any encoding."""
+"""What a command does to the process it runs in: libraries' start-up chatter is kept off a person's
+terminal (their errors still come through), and text can be written in any encoding.
+"""
 
 import io
 import logging
@@ -29,23 +30,29 @@ def write_in_any_encoding() -> None:
 
 
 def quiet_libraries(compiles: bool = False) -> None:
-    """Call before torch, transformers or vllm are imported. Values the user set in the environment are kept.
+    """Call before torch, transformers or vllm are imported. Values the user set in the environment
+    are kept.
 
     compiles: leave torch.compile on, which the learner is to use (`learner.compile`).
     """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if any(Path("/dev").glob("nvidia[0-9]*")):
-        # Engine and learner, whose micro-batches differ in size, share one allocator; page-locked moments are not
-        # rounded up to powers of two. torch reads it at the first tensor on a GPU.
+        # Engine and learner, whose micro-batches differ in size, share one allocator; page-locked
+        # moments are not rounded up to powers of two. torch reads it at the first tensor on a GPU.
         if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-            os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True,pinned_max_round_threshold_mb:1")
+            os.environ.setdefault(
+                "PYTORCH_ALLOC_CONF",
+                "expandable_segments:True,pinned_max_round_threshold_mb:1",
+            )
     else:
         os.environ.setdefault(ON_CPU, "1")
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # transformers' save_pretrained imports DeepSpeed, which warns
+        # transformers' save_pretrained imports DeepSpeed, which warns
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
         if not compiles:
-            # On CPUs vLLM's sampler compiles one tiny function at the first generate: 10 s and a C++ compiler for
-            # nothing measurable. torch reads this when the function is decorated, so before vLLM is imported.
+            # On CPUs vLLM's sampler compiles one tiny function at the first generate: 10 s and a
+            # C++ compiler for nothing measurable. torch reads this when the function is decorated,
+            # so before vLLM is imported.
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     if os.environ["VLLM_LOGGING_LEVEL"] == "ERROR":
         for name in ("vllm", "torch", "transformers"):

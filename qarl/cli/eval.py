@@ -1,4 +1,6 @@
-"""`qarl eval`: held-out questions and benchmarks, answered by a run, an export or any checkpoint."""
+"""`qarl eval`: held-out questions and benchmarks, answered by a run, an export or any
+checkpoint.
+"""
 
 import argparse
 from collections.abc import Iterator
@@ -25,55 +27,114 @@ def add_eval(commands: Any) -> None:
         "eval",
         help="held-out accuracy of a run, an export or any checkpoint, through vLLM",
         usage="qarl eval TARGET [OPTIONS] [--task.FIELD VALUE …] [--eval.FIELD VALUE …]",
-        description="Held-out accuracy of a run, an export or any checkpoint, through vLLM: what the task's checker "
-        "counts, with a 95 % bootstrap interval over questions. What is not given is the run's, which its export "
-        "records. Every field of task and eval is an option by its dotted name, as --task.correct mine.py:correct.",
+        description=(
+            "Held-out accuracy of a run, an export or any checkpoint, through vLLM: what the task's"
+            " checker counts, with a 95 % bootstrap interval over questions. What is not given is"
+            " the run's, which its export records. Every field of task and eval is an option by its"
+            " dotted name, as --task.correct mine.py:correct."
+        ),
     )
     add = evaluate.add_argument
-    add("target", metavar="TARGET", help="run folder (its export), checkpoint folder, hub id, or embedded name")
-    add("--task", dest="short:task.name", metavar="NAME", help="task name or file (default: the run's, else chain_sum)")
-    suites = "; ".join(f"{name} ({', '.join(b.name for b in suite)})" for name, suite in SUITES.items())
+    add(
+        "target",
+        metavar="TARGET",
+        help="run folder (its export), checkpoint folder, hub id, or embedded name",
+    )
+    add(
+        "--task",
+        dest="short:task.name",
+        metavar="NAME",
+        help="task name or file (default: the run's, else chain_sum)",
+    )
+    suites = "; ".join(
+        f"{name} ({', '.join(b.name for b in suite)})" for name, suite in SUITES.items()
+    )
     add("--suite", choices=tuple(SUITES), help=f"benchmarks instead of a task: {suites}")
-    add("--data", metavar="DIR", help="local copies of the suite's benchmarks (default: from the Hub)")
-    add("--against", metavar="OTHER", help="another target, or what --json wrote of one: the difference by question")
+    add(
+        "--data",
+        metavar="DIR",
+        help="local copies of the suite's benchmarks (default: from the Hub)",
+    )
+    add(
+        "--against",
+        metavar="OTHER",
+        help="another target, or what --json wrote of one: the difference by question",
+    )
     add_sampling(evaluate)
     for name, metavar, text in (
-        ("problems", "N", "held-out problems (default: the run's, else 512; of a suite all)"),
+        (
+            "problems",
+            "N",
+            "held-out problems (default: the run's, else 512; of a suite all)",
+        ),
         ("samples", "N", "answers to each (default: the run's, else 1)"),
         ("top-k", "K", "from so many of the likeliest tokens (default 0, all)"),
     ):
-        add(f"--{name}", dest=f"short:eval.{name.replace('-', '_')}", metavar=metavar, help=text)
+        add(
+            f"--{name}",
+            dest=f"short:eval.{name.replace('-', '_')}",
+            metavar=metavar,
+            help=text,
+        )
     add(
         "--max-prompt-tokens",
         type=int,
         metavar="N",
         help="others are left out (default: the run's, else 448, of a suite 2048)",
     )
-    add("--dtype", choices=DTYPES, help="default: the run's, else the checkpoint's, and bfloat16 for float32")
-    add("--json", type=json_file, metavar="FILE", help="write all figures, and every question's answers, too")
+    add(
+        "--dtype",
+        choices=DTYPES,
+        help="default: the run's, else the checkpoint's, and bfloat16 for float32",
+    )
+    add(
+        "--json",
+        type=json_file,
+        metavar="FILE",
+        help="write all figures, and every question's answers, too",
+    )
     evaluate.set_defaults(run=_eval, fields=True)
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
     """How a policy answers: options of `qarl eval` and `qarl sample`."""
     add = parser.add_argument
-    add("--temperature", dest="short:eval.temperature", metavar="T", help="of the answers (default: the run's, else 0, "
-        "greedy)")  # fmt: skip
+    add(
+        "--temperature",
+        dest="short:eval.temperature",
+        metavar="T",
+        help="of the answers (default: the run's, else 0, greedy)",
+    )
     add(
         "--top-p",
         dest="short:eval.top_p",
         metavar="P",
         help="from the likeliest tokens of this probability (default 1)",
     )
-    add("--max-new-tokens", type=int, metavar="N", help="of an answer (default: the run's, else 64)")
-    add("--seed", type=whole(0), default=0, metavar="N", help="of problems and sampling (default 0)")
+    add(
+        "--max-new-tokens",
+        type=int,
+        metavar="N",
+        help="of an answer (default: the run's, else 64)",
+    )
+    add(
+        "--seed",
+        type=whole(0),
+        default=0,
+        metavar="N",
+        help="of problems and sampling (default 0)",
+    )
 
 
 def _eval(known: argparse.Namespace, console: Console) -> int:
     overrides = known.overrides
     suite = _suite(known)
     quiet_libraries()
-    from qarl.evaluation.results import read_evaluation, require_same_settings, write_evaluation
+    from qarl.evaluation.results import (
+        read_evaluation,
+        require_same_settings,
+        write_evaluation,
+    )
 
     with phases_shown_on(Console(stderr=True)):
         limits = known.max_new_tokens, known.max_prompt_tokens
@@ -87,7 +148,10 @@ def _eval(known: argparse.Namespace, console: Console) -> int:
         evaluation = evaluated(plan, known.seed)
         write_json(known.json, write_evaluation(evaluation))
         reference = evaluated(other, known.seed) if isinstance(other, Plan) else other
-    for line in (*_lines(evaluation), *(_compared(evaluation, reference) if reference is not None else ())):
+    for line in (
+        *_lines(evaluation),
+        *(_compared(evaluation, reference) if reference is not None else ()),
+    ):
         say(console, line)
     return 0
 
@@ -95,16 +159,20 @@ def _eval(known: argparse.Namespace, console: Console) -> int:
 def _suite(known: argparse.Namespace) -> Suite | None:
     if known.suite is None:
         if known.data is not None:
-            raise ConfigError(f"--data {known.data} goes with --suite, whose copies it holds; leave it out")
+            raise ConfigError(
+                f"--data {known.data} goes with --suite, whose copies it holds; leave it out"
+            )
         return None
     for field, value in known.overrides.items():
         if field.startswith("task.") and not field.startswith(("task.system", "task.template")):
             raise ConfigError(
-                f"--{field} {value} does not go with --suite {known.suite}, which has its own problems and "
-                "checker; leave one of them out"
+                f"--{field} {value} does not go with --suite {known.suite}, which has its own"
+                " problems and checker; leave one of them out"
             )
     if known.data is not None and not Path(known.data).is_dir():
-        raise ConfigError(f"--data {known.data}: there is no such folder; give that with the suite's local copies")
+        raise ConfigError(
+            f"--data {known.data}: there is no such folder; give that with the suite's local copies"
+        )
     return Suite(known.suite, None if known.data is None else Path(known.data))
 
 
@@ -112,7 +180,11 @@ def _lines(evaluation: "Evaluation") -> Iterator[str]:
     from qarl.evaluation.results import describe, percent
 
     settings = evaluation.settings
-    how = f"{settings['samples']} samples at {settings['temperature']:g}" if settings["temperature"] else "greedy"
+    how = (
+        f"{settings['samples']} samples at {settings['temperature']:g}"
+        if settings["temperature"]
+        else "greedy"
+    )
     for result in evaluation.results:
         yield f"{result.name}, {how}: {'; '.join(describe(result))}"
     if len(evaluation.results) > 1:
@@ -125,6 +197,11 @@ def _compared(evaluation: "Evaluation", reference: "Evaluation") -> Iterator[str
 
     compared = differences(evaluation, reference)
     for name, values in compared.items():
-        yield f"{name}: {points(estimate_of_means([values]))} against {reference.target}, by question"
+        yield (
+            f"{name}: {points(estimate_of_means([values]))} against {reference.target}, by question"
+        )
     if len(compared) > 1:
-        yield f"mean of {len(compared)} benchmarks: {points(estimate_of_means(list(compared.values())))}"
+        yield (
+            f"mean of {len(compared)} benchmarks:"
+            f" {points(estimate_of_means(list(compared.values())))}"
+        )

@@ -1,6 +1,8 @@
-"""The help of `qarl train`: the common flags by group on one or two screens, every field with `--help-all`.
+"""The help of `qarl train`: the common flags by group on one or two screens, every field with
+`--help-all`.
 
-Defaults are those of the command without options (configs/tiny-qwen3.yaml), where they differ from the schema's.
+Defaults are those of the command without options (configs/tiny-qwen3.yaml), where they differ from
+the schema's.
 """
 
 import argparse
@@ -15,22 +17,52 @@ import yaml
 from qarl.cli.options import text_width
 from qarl.cli.parser import PrintAndExit
 from qarl.configs.flags import FLAGS
-from qarl.configs.load import choice_sections, default_config, field_paths, load_config, sections
+from qarl.configs.load import (
+    choice_sections,
+    default_config,
+    field_paths,
+    load_config,
+    sections,
+)
 from qarl.configs.schema.base import Section, leaf_values
 from qarl.configs.schema.run import RunConfig
 
 GROUPS = {
-    "what is trained": ("model", "scheme", "scale", "init", "layers", "dtype", "task", "reward"),
-    "how long, and where it is written": ("steps", "seed", "eval-every", "checkpoint-every", "record", "output"),
+    "what is trained": (
+        "model",
+        "scheme",
+        "scale",
+        "init",
+        "layers",
+        "dtype",
+        "task",
+        "reward",
+    ),
+    "how long, and where it is written": (
+        "steps",
+        "seed",
+        "eval-every",
+        "checkpoint-every",
+        "record",
+        "output",
+    ),
     "sampling": ("from-rollouts", "prompts", "samples", "max-new-tokens"),
-    "learning": ("objective", "optimizer", "lr", "mini-batches", "master-dtype", "aligned", "kernel"),
+    "learning": (
+        "objective",
+        "optimizer",
+        "lr",
+        "mini-batches",
+        "master-dtype",
+        "aligned",
+        "kernel",
+    ),
 }
 """Title → short flags. Every short flag is in one group (tests/test_help.py)."""
 
 EPILOG = (
-    "Defaults in brackets are those of `qarl train` alone; with --model or --config the paper's or the file's count, "
-    "which --dry-run prints. Every field of the configuration is an option by its dotted name, such as "
-    "--learner.lora.name lora: --help-all lists them."
+    "Defaults in brackets are those of `qarl train` alone; with --model or --config the paper's or"
+    " the file's count, which --dry-run prints. Every field of the configuration is an option by"
+    " its dotted name, such as --learner.lora.name lora: --help-all lists them."
 )
 
 _FEW = 4
@@ -44,19 +76,30 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Make every field of the configuration an option of a command: short flags by group, and `--help-all`."""
+    """Make every field of the configuration an option of a command: short flags by group, and
+    `--help-all`.
+    """
     parser.set_defaults(fields=True)
     defaults = default_values()
     parser.add_argument(
-        "--help-all", action=PrintAndExit, text=lambda: all_fields(shutil.get_terminal_size().columns),
+        "--help-all",
+        action=PrintAndExit,
+        text=lambda: all_fields(shutil.get_terminal_size().columns),
         help="every field of the configuration, with its default",
-    )  # fmt: skip
+    )
     for title, names in GROUPS.items():
         add_group(parser, title, names, defaults)
 
 
-def add_group(parser: argparse.ArgumentParser, title: str, names: Sequence[str], defaults: Mapping[str, Any]) -> None:
-    """Add a group of short flags. names: of `FLAGS`. defaults: dotted path → what the help shows as its default."""
+def add_group(
+    parser: argparse.ArgumentParser,
+    title: str,
+    names: Sequence[str],
+    defaults: Mapping[str, Any],
+) -> None:
+    """Add a group of short flags. names: of `FLAGS`. defaults: dotted path → what the help shows as
+    its default.
+    """
     fields = field_paths()
     group = parser.add_argument_group(title)
     for name in names:
@@ -64,7 +107,10 @@ def add_group(parser: argparse.ArgumentParser, title: str, names: Sequence[str],
         default = written(defaults[path])
         text = f"{describe(path, fields[path])}{f' [{default}]' if default else ''}"
         group.add_argument(
-            f"--{name}", metavar=metavar(path, fields[path]), dest=f"short:{path}", help=text.replace("%", "%%")
+            f"--{name}",
+            metavar=metavar(path, fields[path]),
+            dest=f"short:{path}",
+            help=text.replace("%", "%%"),
         )
 
 
@@ -81,7 +127,11 @@ def written(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, float):
         digits, _, exponent = f"{value:e}".partition("e")
-        return f"{value:g}" if value >= 1e-2 or value == 0 else f"{digits.rstrip('0').rstrip('.')}e{int(exponent)}"
+        return (
+            f"{value:g}"
+            if value >= 1e-2 or value == 0
+            else f"{digits.rstrip('0').rstrip('.')}e{int(exponent)}"
+        )
     if isinstance(value, dict):
         return yaml.safe_dump(value, default_flow_style=True, width=1000).strip()
     return ",".join(map(written, value)) if isinstance(value, tuple) else str(value)
@@ -96,15 +146,26 @@ def describe(path: str, info: Any) -> str:
 
 
 def metavar(path: str, info: Any) -> str:
-    """What stands for an option's value: its few alternatives, N for a whole number, X for a number, or VALUE."""
+    """What stands for an option's value: its few alternatives, N for a whole number, X for a
+    number, or VALUE.
+    """
     section, _, leaf = path.rpartition(".")
     if leaf == "name" and section in choice_sections():
         return "NAME"
-    kinds = [kind for kind in get_args(info.annotation) or (info.annotation,) if kind is not NoneType]
+    kinds = [
+        kind for kind in get_args(info.annotation) or (info.annotation,) if kind is not NoneType
+    ]
     words = list(get_args(info.annotation)) if get_origin(info.annotation) is Literal else []
     for kind in kinds:
-        words += get_args(kind) if get_origin(kind) is Literal else ("true", "false") if kind is bool else ()
-    if words and any(int in get_args(kind) for kind in kinds):  # a whole number within bounds
+        words += (
+            get_args(kind)
+            if get_origin(kind) is Literal
+            else ("true", "false")
+            if kind is bool
+            else ()
+        )
+    # a whole number within bounds
+    if words and any(int in get_args(kind) for kind in kinds):
         words.insert(0, "N")
     words = [str(word) for word in dict.fromkeys(words)]
     if words:
@@ -115,7 +176,11 @@ def metavar(path: str, info: Any) -> str:
 def all_fields(columns: int) -> str:
     """Every field by section, with default and description, wrapped to `columns` (`text_width`)."""
     width = text_width(columns)
-    fields, defaults, lines = field_paths(), default_values(), textwrap.wrap(EPILOG, width)
+    fields, defaults, lines = (
+        field_paths(),
+        default_values(),
+        textwrap.wrap(EPILOG, width),
+    )
     for section, parts in {"": (RunConfig,), **sections()}.items():
         lines += _heading(section or "run", parts, width)
         for leaf in dict.fromkeys(leaf for part in parts for leaf in part.model_fields):
@@ -123,7 +188,13 @@ def all_fields(columns: int) -> str:
             if path in fields:
                 default = [written(defaults[path])] if path in defaults else []
                 default += [_alternatives(parts, leaf)] if len(parts) > 1 and leaf != "name" else []
-                lines += _field(path, metavar(path, fields[path]), "; ".join(default), fields[path].description, width)
+                lines += _field(
+                    path,
+                    metavar(path, fields[path]),
+                    "; ".join(default),
+                    fields[path].description,
+                    width,
+                )
     return "\n".join(lines)
 
 
@@ -140,7 +211,9 @@ def _alternatives(parts: Sequence[Any], leaf: str) -> str:
 def _heading(path: str, sections: Any, width: int) -> Iterator[str]:
     yield ""
     if len(sections) == 1:
-        yield from textwrap.wrap(f"{path}: {_first_line(sections[0])}", width, subsequent_indent="  ")
+        yield from textwrap.wrap(
+            f"{path}: {_first_line(sections[0])}", width, subsequent_indent="  "
+        )
         return
     yield f"{path}:"
     for section in sections:
@@ -154,5 +227,11 @@ def _first_line(section: type[Section]) -> str:
 
 def _field(path: str, value: str, default: str, text: str | None, width: int) -> Iterator[str]:
     shown = f"--{path} {value}{f'  [{default}]' if default else ''}"
-    yield from textwrap.wrap(shown, width, initial_indent="  ", subsequent_indent="      ", break_long_words=False)
+    yield from textwrap.wrap(
+        shown,
+        width,
+        initial_indent="  ",
+        subsequent_indent="      ",
+        break_long_words=False,
+    )
     yield from textwrap.wrap(text or "", width, initial_indent="      ", subsequent_indent="      ")

@@ -1,4 +1,6 @@
-"""`qarl`: its commands, of which train and export are here. Heavy imports wait until a command needs them."""
+"""`qarl`: its commands, of which train and export are here. Heavy imports wait until a command
+needs them.
+"""
 
 import argparse
 import platform
@@ -48,20 +50,29 @@ from qarl.tasks import RewardError, Task
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns the exit status (0 done, 1 a run failed, 2 unusable input, 130 interrupted)."""
+    """Run one command; returns the exit status (0 done, 1 a run failed, 2 unusable input, 130
+    interrupted).
+    """
     return run_command(_parser(), sys.argv[1:] if argv is None else argv)
 
 
 def run_command(parser: Parser, arguments: list[str]) -> int:
-    """Run the command that `arguments` name; errors are printed, and become the exit status of `main`."""
+    """Run the command that `arguments` name; errors are printed, and become the exit status of
+    `main`.
+    """
     write_in_any_encoding()
     console = Console()
     errors = Console(stderr=True)
     try:
         cut = arguments.index("--") if "--" in arguments else len(arguments)
         known, rest = parser.parse_known_args(normalized_argv(arguments[:cut]))
-        if unexpected := [*([] if known.fields else rest), *([] if known.engine else arguments[cut:])]:
-            raise ConfigError(f"unexpected argument {unexpected[0]!r}; this command's --help lists what it takes")
+        if unexpected := [
+            *([] if known.fields else rest),
+            *([] if known.engine else arguments[cut:]),
+        ]:
+            raise ConfigError(
+                f"unexpected argument {unexpected[0]!r}; this command's --help lists what it takes"
+            )
         known.arguments, known.to_vllm = arguments, arguments[cut + 1 :]
         known.overrides = dotted_overrides(known, rest)
         return known.run(known, console)
@@ -71,7 +82,9 @@ def run_command(parser: Parser, arguments: list[str]) -> int:
         errors.print("interrupted")
         return 130
     except Exception as raised:
-        error = raised if isinstance(raised, QarlError) else disk_error(raised) or install_error(raised)
+        error = (
+            raised if isinstance(raised, QarlError) else disk_error(raised) or install_error(raised)
+        )
         if error is None:
             raise
         if error.heading:
@@ -87,21 +100,54 @@ def _parser() -> Parser:
         description="Reinforcement learning where sampler and learner share one low-bit tensor.",
         epilog="Pages named docs/… lie in the folder that `qarl --version` names last.",
     )
-    parser.add_argument("-V", "--version", action=PrintAndExit, text=_describe_version, help="what is installed here")
+    parser.add_argument(
+        "-V",
+        "--version",
+        action=PrintAndExit,
+        text=_describe_version,
+        help="what is installed here",
+    )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for add in (
-        _add_train, add_sft, add_check, add_init, _add_export, add_eval, add_report, add_mismatch, add_serve,
-        add_serve_rollouts, add_sample, add_runs, add_compare, add_bench, add_plan, add_schemes, add_tasks,
-    ):  # fmt: skip
+        _add_train,
+        add_sft,
+        add_check,
+        add_init,
+        _add_export,
+        add_eval,
+        add_report,
+        add_mismatch,
+        add_serve,
+        add_serve_rollouts,
+        add_sample,
+        add_runs,
+        add_compare,
+        add_bench,
+        add_plan,
+        add_schemes,
+        add_tasks,
+    ):
         add(commands)
     return parser
 
 
 def _describe_version() -> str:
-    """QaRL's version, and on the lines below Python's, those of the libraries a run computes with, and docs/."""
+    """QaRL's version, and on the lines below Python's, those of the libraries a run computes with,
+    and docs/.
+    """
     libraries = (f"{name} {release}" for name, release in versions().items() if name != "qarl")
-    qarl, docs = installed("qarl") or "not installed as a package", Path(__file__).resolve().parents[1] / "docs"
-    return "\n".join([f"qarl {qarl}", f"python {platform.python_version()}", *libraries, f"docs in {docs}"])
+    qarl, docs = (
+        installed("qarl") or "not installed as a package",
+        Path(__file__).resolve().parents[1] / "docs",
+    )
+    return "\n".join(
+        [
+            f"qarl {qarl}",
+            f"python {platform.python_version()}",
+            *libraries,
+            f"docs in {docs}",
+        ]
+    )
 
 
 def _add_train(commands: Any) -> None:
@@ -109,21 +155,31 @@ def _add_train(commands: Any) -> None:
         "train",
         help="train a policy",
         usage="qarl train [OPTIONS] [--ANY.FIELD VALUE …]",
-        description="Train a policy. Without --model and --config: the embedded default, minutes on a CPU.",
+        description=(
+            "Train a policy. Without --model and --config: the embedded default, minutes on a CPU."
+        ),
         epilog=EPILOG,
     )
     train.add_argument(
-        "--config", metavar="FILE", help="YAML file, or a shipped name (tiny-qwen3, paper/qwen3-8b-base)"
+        "--config",
+        metavar="FILE",
+        help="YAML file, or a shipped name (tiny-qwen3, paper/qwen3-8b-base)",
     )
     train.add_argument("--resume", metavar="RUN", help="continue a run from its newest checkpoint")
     train.add_argument(
         "--processes",
         type=whole(1),
         metavar="N",
-        help="learn and sample in N processes of this machine, one a GPU; on several machines start this command with "
-        "torchrun or deepspeed instead",
+        help=(
+            "learn and sample in N processes of this machine, one a GPU; on several machines start"
+            " this command with torchrun or deepspeed instead"
+        ),
     )
-    train.add_argument("--dry-run", action="store_true", help="print the resolved configuration and exit")
+    train.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print the resolved configuration and exit",
+    )
     add_flags(train)
     train.set_defaults(run=_train)
 
@@ -132,7 +188,8 @@ def _train(known: argparse.Namespace, console: Console) -> int:
     requested, folder = _configuration(known, known.overrides)
     config, machine = requested, this_machine()
     console.quiet = rank() > 0  # one of several processes speaks
-    if folder is None and not (launched() and known.processes):  # whoever started them by --processes has chosen
+    # whoever started them by --processes has chosen
+    if folder is None and not (launched() and known.processes):
         config = _choose(known, config, machine, console)
     if known.dry_run:
         return _show(config, known.processes or 1, folder is None, console)
@@ -141,13 +198,16 @@ def _train(known: argparse.Namespace, console: Console) -> int:
     launching = known.processes not in (None, 1) and not launched()
     console.quiet = console.quiet or launching
     _say_begun(known, config, console)
-    quiet_libraries(config.learner.compile is True)  # before a user's reward may import one of them
+    # before a user's reward may import one of them
+    quiet_libraries(config.learner.compile is True)
     options = known.overrides if folder is None else {"resume": known.resume}
     config = planned(config, known.processes, options, known.config, partial(say, console), machine)
     if launching:
         return _launch(known, config, folder is None)
     if launched() and known.processes not in (None, world_size()):
-        raise ConfigError(f"--processes {known.processes}, but the launcher started {world_size()}; leave it out")
+        raise ConfigError(
+            f"--processes {known.processes}, but the launcher started {world_size()}; leave it out"
+        )
     return _run(config, requested, folder, console)
 
 
@@ -163,7 +223,10 @@ def _checked(config: RunConfig, new: bool, console: Console) -> Task:
 def _show(config: RunConfig, processes: int, new: bool, console: Console) -> int:
     """`--dry-run`: the configuration, and what is wrong with it."""
     check_processes(config, processes)
-    say(console, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False).rstrip())
+    say(
+        console,
+        yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False).rstrip(),
+    )
     check_files(config, new=new, dry=True)  # last, for a model may be on no hub here
     return 0
 
@@ -172,23 +235,39 @@ def _say_finished(folder: RunFolder, config: RunConfig, console: Console) -> int
     export = f", and {folder.export} holds its export" if config.export else ""
     say(
         console,
-        f"run {folder.path} is finished: {config.steps} of {config.steps} steps are done{export}; nothing was left to "
-        f"do. To go on: qarl train --resume {folder.path} --steps N",
+        f"run {folder.path} is finished: {config.steps} of {config.steps} steps are done{export};"
+        f" nothing was left to do. To go on: qarl train --resume {folder.path} --steps N",
     )
     return 0
 
 
 def _say_begun(known: argparse.Namespace, config: RunConfig, console: Console) -> None:
-    """What is trained; of a model alone, without a file, also that it takes the paper's settings and task."""
-    say(console, f"qarl {installed('qarl')}: {config.model}, {config.scheme}, {config.dtype}, {config.steps} steps")
+    """What is trained; of a model alone, without a file, also that it takes the paper's settings
+    and task.
+    """
+    say(
+        console,
+        f"qarl {installed('qarl')}: {config.model}, {config.scheme}, {config.dtype}, {config.steps}"
+        " steps",
+    )
     file = default_config(config.model)
-    if known.config is None and known.resume is None and config.from_rollouts is None and file.parent.name == "paper":
+    if (
+        known.config is None
+        and known.resume is None
+        and config.from_rollouts is None
+        and file.parent.name == "paper"
+    ):
         task = "" if config.task.name != "math" else "; task math, the paper's (another: --task)"
-        say(console, f"settings not given are the paper's: --config paper/{file.stem}{task}")
+        say(
+            console,
+            f"settings not given are the paper's: --config paper/{file.stem}{task}",
+        )
 
 
 def _launch(known: argparse.Namespace, config: RunConfig, new: bool) -> int:
-    """The same command in processes of this machine, once its input was checked here. new: as of `_checked`."""
+    """The same command in processes of this machine, once its input was checked here. new: as of
+    `_checked`.
+    """
     _checked(config, new, Console(quiet=True))
     from qarl.cli.launch import check_count, launch
 
@@ -197,9 +276,12 @@ def _launch(known: argparse.Namespace, config: RunConfig, new: bool) -> int:
     return launch(known.arguments, known.processes)
 
 
-def _choose(known: argparse.Namespace, config: RunConfig, machine: Machine, console: Console) -> RunConfig:
-    """How the run uses this machine's GPUs, where that was not given; it is said, and is part of the command that other
-    processes are started with."""
+def _choose(
+    known: argparse.Namespace, config: RunConfig, machine: Machine, console: Console
+) -> RunConfig:
+    """How the run uses this machine's GPUs, where that was not given; it is said, and is part of
+    the command that other processes are started with.
+    """
     check_schemes(config)
     world, here = known.processes, None
     if launched():
@@ -213,32 +295,43 @@ def _choose(known: argparse.Namespace, config: RunConfig, machine: Machine, cons
     return chosen_config(known.config, known.overrides) if choice.words else config
 
 
-def _configuration(known: argparse.Namespace, overrides: dict[str, str]) -> tuple[RunConfig, RunFolder | None]:
+def _configuration(
+    known: argparse.Namespace, overrides: dict[str, str]
+) -> tuple[RunConfig, RunFolder | None]:
     """The configuration asked for, and the run that is to be continued in it, or None."""
     if known.resume is None and "from_rollouts" in overrides:
         if known.config is not None:
             raise ConfigError(
-                f"--from-rollouts has the recorded run's configuration; --config {known.config} does not apply: leave "
-                "it out, and change single fields"
+                f"--from-rollouts has the recorded run's configuration; --config {known.config}"
+                " does not apply: leave it out, and change single fields"
             )
         return replay_config(overrides), None
     if known.resume is None:
         return chosen_config(known.config, overrides), None
-    for option, value in (("config", known.config), ("output", overrides.get("output"))):
+    for option, value in (
+        ("config", known.config),
+        ("output", overrides.get("output")),
+    ):
         if value is not None:
             raise ConfigError(
-                f"--resume continues a run with its own configuration, in its own folder; --{option} {value} does not "
-                "apply: leave it out"
+                "--resume continues a run with its own configuration, in its own folder;"
+                f" --{option} {value} does not apply: leave it out"
             )
     return resumed(known.resume, overrides)
 
 
-def _run(config: RunConfig, requested: RunConfig, folder: RunFolder | None, console: Console) -> int:
+def _run(
+    config: RunConfig, requested: RunConfig, folder: RunFolder | None, console: Console
+) -> int:
     """In this process, one of those that were launched. folder: of a run that goes on."""
     resumes, task = folder is not None, _checked(config, folder is None, console)
     config, folder, processes = joined(config, requested, folder, console, task)
     from qarl.cli.outcome import say_outcome
-    from qarl.learner.processes import LostProcessError, is_lost_process, leave_processes
+    from qarl.learner.processes import (
+        LostProcessError,
+        is_lost_process,
+        leave_processes,
+    )
 
     say(console, f"run folder: {folder.path}")
     try:
@@ -261,14 +354,22 @@ def _run(config: RunConfig, requested: RunConfig, folder: RunFolder | None, cons
     return 130 if stopped else 0
 
 
-def _say_what_is_left(error: QarlError, config: RunConfig, folder: RunFolder, console: Console) -> None:
+def _say_what_is_left(
+    error: QarlError, config: RunConfig, folder: RunFolder, console: Console
+) -> None:
     """Of a run that failed: how to go on from its newest checkpoint that can be read."""
     from qarl.run.checkpoint import intact_checkpoint
 
     intact = intact_checkpoint(folder.checkpoints)
     if intact is not None:
-        left_out = isinstance(error, RewardError) and config.task.reward and config.task.on_error == "stop"
-        more = " --task.on_error none, which leaves out completions whose reward fails" if left_out else ""
+        left_out = (
+            isinstance(error, RewardError) and config.task.reward and config.task.on_error == "stop"
+        )
+        more = (
+            " --task.on_error none, which leaves out completions whose reward fails"
+            if left_out
+            else ""
+        )
         resumed_by = f"qarl train --resume {shlex.quote(str(folder.path))}"
         say(console, f"checkpoint {intact.name} is intact: {resumed_by}{more}")
     elif not folder.path.exists():
@@ -280,22 +381,40 @@ def _add_export(commands: Any) -> None:
         "export",
         help="write a run's deployable checkpoint and prove it in a fresh engine",
         description=(
-            "Write a run's deployable checkpoint and prove it in a fresh engine. A run trained in a low-bit scheme is "
-            "exported as the policy it is. With --ptq, a run's masters, whatever sampled them, are quantized by "
-            "llmcompressor afterwards: the baseline, not QaRL."
+            "Write a run's deployable checkpoint and prove it in a fresh engine. A run trained in a"
+            " low-bit scheme is exported as the policy it is. With --ptq, a run's masters, whatever"
+            " sampled them, are quantized by llmcompressor afterwards: the baseline, not QaRL."
         ),
         epilog=(
-            "rtn rounds to nearest, without data, for any scheme; gptq is for weight-only schemes and those with "
-            "dynamic activations; awq for weight-only int4; smoothquant for int8 weights with int8 activations. "
-            "Calibration sequences are prompts of the run's own task, each with a completion sampled from the policy."
+            "rtn rounds to nearest, without data, for any scheme; gptq is for weight-only schemes"
+            " and those with dynamic activations; awq for weight-only int4; smoothquant for int8"
+            " weights with int8 activations. Calibration sequences are prompts of the run's own"
+            " task, each with a completion sampled from the policy."
         ),
     )
-    export.add_argument("folder", metavar="RUN", help="run folder; its newest checkpoint is exported")
-    export.add_argument("-o", "--output", required=True, metavar="DIR", help="folder to write (must not exist)")
+    export.add_argument(
+        "folder", metavar="RUN", help="run folder; its newest checkpoint is exported"
+    )
+    export.add_argument(
+        "-o",
+        "--output",
+        required=True,
+        metavar="DIR",
+        help="folder to write (must not exist)",
+    )
     ptq = export.add_argument_group("post-training quantization of a run's masters")
     ptq.add_argument("--ptq", metavar="METHOD", help="rtn, gptq, awq or smoothquant")
-    ptq.add_argument("--scheme", metavar="NAME", help="low-bit scheme to quantize to; `qarl schemes` lists them")
-    ptq.add_argument("--calibration", type=int, metavar="N", help="calibration sequences to sample (default 256)")
+    ptq.add_argument(
+        "--scheme",
+        metavar="NAME",
+        help="low-bit scheme to quantize to; `qarl schemes` lists them",
+    )
+    ptq.add_argument(
+        "--calibration",
+        type=int,
+        metavar="N",
+        help="calibration sequences to sample (default 256)",
+    )
     export.set_defaults(run=_export)
 
 
@@ -308,29 +427,44 @@ def _export(known: argparse.Namespace, console: Console) -> int:
         return _export_ptq(known, console)
     for option in ("scheme", "calibration"):
         if getattr(known, option) is not None:
-            raise ConfigError(f"--{option} goes with --ptq; without it a run is exported in the scheme it has")
+            raise ConfigError(
+                f"--{option} goes with --ptq; without it a run is exported in the scheme it has"
+            )
     folder.require_checkpoint()
     with phases_shown_on(Console(stderr=True)):
         with phase("importing torch and transformers"):
             from qarl.run.export import export_run
         exported = export_run(Path(known.folder), Path(known.output))
-    say(console, f"wrote step {exported.step} to {known.output}: {_loaded(exported, 'the learner')}")
+    say(
+        console,
+        f"wrote step {exported.step} to {known.output}: {_loaded(exported, 'the learner')}",
+    )
     return 0
 
 
 def _export_ptq(known: argparse.Namespace, console: Console) -> int:
     if known.scheme is None:
-        raise ConfigError("--ptq needs --scheme, the low-bit scheme to quantize to; `qarl schemes` lists them")
+        raise ConfigError(
+            "--ptq needs --scheme, the low-bit scheme to quantize to; `qarl schemes` lists them"
+        )
     with phases_shown_on(Console(stderr=True)):
         with phase("importing torch and transformers"):
             from qarl.ptq.export import export_ptq
-        exported = export_ptq(Path(known.folder), Path(known.output), known.ptq, known.scheme, known.calibration)
+        exported = export_ptq(
+            Path(known.folder),
+            Path(known.output),
+            known.ptq,
+            known.scheme,
+            known.calibration,
+        )
     sequences = exported.calibration
-    data = f" on {len(sequences)} sequences ({sum(map(len, sequences))} tokens)" if sequences else ""
+    data = (
+        f" on {len(sequences)} sequences ({sum(map(len, sequences))} tokens)" if sequences else ""
+    )
     say(
         console,
-        f"quantized step {exported.step} by {known.ptq} to {known.scheme}{data}; wrote {known.output}: "
-        f"{_loaded(exported, 'the unquantized policy')}",
+        f"quantized step {exported.step} by {known.ptq} to {known.scheme}{data}; wrote"
+        f" {known.output}: {_loaded(exported, 'the unquantized policy')}",
     )
     return 0
 
@@ -339,6 +473,7 @@ def _loaded(exported: Any, reference: str) -> str:
     """exported: a `qarl.run.export.Exported`."""
     written = exported.written
     return (
-        f"{written.tensors} tensors, {written.bytes / 2**20:.1f} MiB, digest {written.hexdigest()[:16]}…; loaded in a "
-        f"fresh engine, mean |Δ log p| against {reference} {exported.moved:.2e} nats"
+        f"{written.tensors} tensors, {written.bytes / 2**20:.1f} MiB, digest"
+        f" {written.hexdigest()[:16]}…; loaded in a fresh engine, mean |Δ log p| against"
+        f" {reference} {exported.moved:.2e} nats"
     )

@@ -1,4 +1,6 @@
-"""`qarl mismatch`: where learner and sampler part, of any checkpoint in any scheme, without training."""
+"""`qarl mismatch`: where learner and sampler part, of any checkpoint in any scheme, without
+training.
+"""
 
 import argparse
 import textwrap
@@ -25,13 +27,18 @@ def add_mismatch(commands: Any) -> None:
         "mismatch",
         help="where learner and sampler part, of any checkpoint and scheme: a page, layer by layer",
         usage="qarl mismatch [CONFIG] [OPTIONS] [--ANY.FIELD VALUE …]",
-        description="Sample a configuration's prompts once, score the completions by three learners (unquantized, "
-        "codes dequantized, aligned), compare every layer's output, and write what parts them as a page. Nothing is "
-        "trained. CONFIG is a YAML file, or the name of a shipped one; options are those of `qarl train`.",
+        description=(
+            "Sample a configuration's prompts once, score the completions by three learners"
+            " (unquantized, codes dequantized, aligned), compare every layer's output, and write"
+            " what parts them as a page. Nothing is trained. CONFIG is a YAML file, or the name of"
+            " a shipped one; options are those of `qarl train`."
+        ),
     )
     add_config(mismatch)
     mismatch.add_argument("--page", default="mismatch.html", metavar="FILE", help="page to write")
-    mismatch.add_argument("--json", type=json_file, metavar="FILE", help="write the figures as JSON too")
+    mismatch.add_argument(
+        "--json", type=json_file, metavar="FILE", help="write the figures as JSON too"
+    )
     add_flags(mismatch)
     mismatch.set_defaults(run=_mismatch)
 
@@ -52,19 +59,32 @@ def _mismatch(known: argparse.Namespace, console: Console) -> int:
     lines += investigation.pitfalls
     if config.task.speaks:
         text = (
-            "sampled were first turns alone; over a whole conversation a plain learner parts from the sampler by more."
+            "sampled were first turns alone; over a whole conversation a plain learner parts from"
+            " the sampler by more."
         )
-        lines = [*(line for line in lines if line.about != "aligned or not"), Finding("warning", "several turns", text)]
+        lines = [
+            *(line for line in lines if line.about != "aligned or not"),
+            Finding("warning", "several turns", text),
+        ]
     page.write_text(mismatch_page(title, lines, learners, investigation.layers), encoding="utf-8")
     show(lines, console)
     measured = {each.name: each.measured for each in learners}
-    write_json(known.json, {"learners": measured, "layers": investigation.layers, "pitfalls": investigation.pitfalls})
+    write_json(
+        known.json,
+        {
+            "learners": measured,
+            "layers": investigation.layers,
+            "pitfalls": investigation.pitfalls,
+        },
+    )
     say(console, f"wrote {page}")
     return 0
 
 
 def investigated(config: RunConfig, console: Console, task: Task | None = None) -> Any:
-    """`qarl.advice.mismatch.investigate`, its phases on the console. task: the configuration's, if checked already."""
+    """`qarl.advice.mismatch.investigate`, its phases on the console. task: the configuration's, if
+    checked already.
+    """
     quiet_libraries()
     with phases_shown_on(console):
         if task is None:
@@ -82,8 +102,12 @@ def show(findings: Iterable[Finding], console: Console) -> list[Finding]:
     """Print each as it comes; returns all."""
     shown = []
     for finding in findings:
-        mark = ("warning: " if finding.level == "warning" else "") + (f"{finding.about}: " if finding.about else "")
-        body = "\n" + textwrap.indent(finding.text, "  | ") if "\n" in finding.text else finding.text
+        mark = ("warning: " if finding.level == "warning" else "") + (
+            f"{finding.about}: " if finding.about else ""
+        )
+        body = (
+            "\n" + textwrap.indent(finding.text, "  | ") if "\n" in finding.text else finding.text
+        )
         remedy = f"\n  -> {finding.remedy}" if finding.remedy else ""
         say(console, f"{mark}{body}{remedy}")
         shown.append(finding)

@@ -1,4 +1,6 @@
-"""What the commands of `qarl` share: fields of the configuration as options, types of options, lines, and JSON."""
+"""What the commands of `qarl` share: fields of the configuration as options, types of options,
+lines, and JSON.
+"""
 
 import argparse
 import os
@@ -21,14 +23,21 @@ DTYPES = get_args(Dtype)
 
 
 def dotted_overrides(known: argparse.Namespace, rest: list[str]) -> dict[str, str]:
-    """Dotted overrides from the short flags and from what argparse left over: `--a.b=VALUE`, and of benchmarks, whose
-    own options go first, short flags too. Raises `ConfigError` for an option given twice, also where once by its short
-    flag and once by its name."""
-    short = {k.removeprefix("short:"): v for k, v in vars(known).items() if k.startswith("short:") and v is not None}
+    """Dotted overrides from the short flags and from what argparse left over: `--a.b=VALUE`, and of
+    benchmarks, whose own options go first, short flags too. Raises `ConfigError` for an option
+    given twice, also where once by its short flag and once by its name.
+    """
+    short = {
+        k.removeprefix("short:"): v
+        for k, v in vars(known).items()
+        if k.startswith("short:") and v is not None
+    }
     overrides = dict(short)
     for item in rest:
         if not item.startswith("--"):
-            file = f"; a configuration is --config {item}" if item.endswith((".yaml", ".yml")) else ""
+            file = (
+                f"; a configuration is --config {item}" if item.endswith((".yaml", ".yml")) else ""
+            )
             raise ConfigError(f"unexpected argument {item!r}; options read --name VALUE{file}")
         name, equals, value = item[2:].partition("=")
         name = FLAGS.get(name, name)
@@ -36,15 +45,21 @@ def dotted_overrides(known: argparse.Namespace, rest: list[str]) -> dict[str, st
             raise ConfigError(f"option --{name} needs a value")
         if name == "config" and name in known:
             if known.config is not None:
-                raise ConfigError(f"--config {value} is a second one, beside {known.config!r}; give one of them")
+                raise ConfigError(
+                    f"--config {value} is a second one, beside {known.config!r}; give one of them"
+                )
             known.config = value
             continue
         if name in short:
             raise ConfigError(
-                f"--{name} {value} is also given by its short flag, with {short[name]!r}; give it once, by either"
+                f"--{name} {value} is also given by its short flag, with {short[name]!r}; give it"
+                " once, by either"
             )
         if name in overrides:
-            raise ConfigError(f"option --{name} is given twice, with {overrides[name]!r} and {value!r}; give it once")
+            raise ConfigError(
+                f"option --{name} is given twice, with {overrides[name]!r} and {value!r}; give it"
+                " once"
+            )
         overrides[name] = value
     return overrides
 
@@ -60,7 +75,9 @@ def text_width(columns: int) -> int:
 
 
 def json_file(text: str) -> str:
-    """The `type` of `--json`: refuses what `write_json` could not write, before the work and not after it."""
+    """The `type` of `--json`: refuses what `write_json` could not write, before the work and not
+    after it.
+    """
     file = Path(text)
     place = file if file.exists() else file.parent
     if file.is_dir() or not os.access(place, os.W_OK):
@@ -70,9 +87,15 @@ def json_file(text: str) -> str:
 
 
 def write_json(file: str | None, data: Any) -> None:
-    """Write `data` to `file`, if there is one: a line for each key, NaN and infinities, which JSON has not, as null."""
+    """Write `data` to `file`, if there is one: a line for each key, NaN and infinities, which JSON
+    has not, as null.
+    """
     if file:
-        items = [{key: value} for key, value in data.items()] if isinstance(data, dict) else [[item] for item in data]
+        items = (
+            [{key: value} for key, value in data.items()]
+            if isinstance(data, dict)
+            else [[item] for item in data]
+        )
         begin, end = "{}" if isinstance(data, dict) else "[]"
         lines = ",\n".join(to_json(item, inf_nan_mode="null").decode()[1:-1] for item in items)
         Path(file).write_text(f"{begin}\n{lines}\n{end}\n", encoding="utf-8")
@@ -84,8 +107,9 @@ def split(text: str) -> tuple[str, ...]:
 
 
 def words(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
-    """Return the `type` of an option that takes one or more words of `known` with commas between, each once. It refuses
-    others while the command line is read, before anything heavy is imported."""
+    """Return the `type` of an option that takes one or more words of `known` with commas between,
+    each once. It refuses others while the command line is read, before anything heavy is imported.
+    """
 
     def parse(text: str) -> tuple[str, ...]:
         for word in split(text) or ("",):
@@ -102,13 +126,18 @@ scheme_names = words(SCHEME_NAMES)
 
 
 def numbers(example: str, least: int = 0) -> Callable[[str], tuple[int, ...]]:
-    """The `type` of an option that takes different whole numbers from `least` up, with commas between."""
+    """The `type` of an option that takes different whole numbers from `least` up, with commas
+    between.
+    """
 
     def parse(text: str) -> tuple[int, ...]:
         items = text.split(",")
-        if not all(item.isdecimal() and int(item) >= least for item in items) or len(set(items)) < len(items):
+        if not all(item.isdecimal() and int(item) >= least for item in items) or len(
+            set(items)
+        ) < len(items):
             raise ArgumentTypeError(
-                f"{text!r} must be different whole numbers from {least} up with commas between, such as {example}"
+                f"{text!r} must be different whole numbers from {least} up with commas between,"
+                f" such as {example}"
             )
         return tuple(map(int, items))
 

@@ -22,24 +22,30 @@ def say_outcome(config: RunConfig, folder: Any, outcome: Any, console: Console) 
     headline, *remarks = verdict(configurations(read_runs([folder.path])))
     if config.from_rollouts is not None:
         recorded = RunFolder(Path(config.from_rollouts))
-        say(console, comparison(recorded.path, read_until(recorded.metrics, config.steps), metrics))
+        say(
+            console,
+            comparison(recorded.path, read_until(recorded.metrics, config.steps), metrics),
+        )
     elif metrics[-1]["weight_version"] == 0:
         say(
             console,
-            "no step taught anything: the rewards of every group were equal, so the policy is the one the run started "
-            f"with; to see what the reward was given: qarl report {shlex.quote(str(folder.path))} -o report.html",
+            "no step taught anything: the rewards of every group were equal, so the policy is the"
+            " one the run started with; to see what the reward was given: qarl report"
+            f" {shlex.quote(str(folder.path))} -o report.html",
         )
     elif headline.level != "good":
         say(console, headline.text)
     for warning in (remark for remark in remarks if remark.level == "warning"):
         say(console, warning.text)
     first = heldout({"accuracy": outcome.first_accuracy, "heldout_reward": outcome.first_reward})
-    exported = heldout({"accuracy": outcome.export_accuracy, "heldout_reward": outcome.export_reward})
+    exported = heldout(
+        {"accuracy": outcome.export_accuracy, "heldout_reward": outcome.export_reward}
+    )
     if first is not None and exported is not None:
         say(
             console,
-            f"held-out {first.name}, {config.scheme}: {first.figure} before, {exported.figure} of the exported "
-            f"checkpoint in a fresh engine ({exported.since(first)})",
+            f"held-out {first.name}, {config.scheme}: {first.figure} before, {exported.figure} of"
+            f" the exported checkpoint in a fresh engine ({exported.since(first)})",
         )
     if outcome.export is not None:
         run = shlex.quote(str(folder.path))

@@ -1,4 +1,6 @@
-"""argparse, in our words: one line that names the value, what is allowed and the nearest, as an error of ours."""
+"""argparse, in our words: one line that names the value, what is allowed and the nearest, as an
+error of ours.
+"""
 
 import argparse
 import re
@@ -20,16 +22,24 @@ class UsageError(InputError, heading="usage"):
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises `UsageError` where argparse would print its usage and exit, and for an option that is given twice.
+    """Raises `UsageError` where argparse would print its usage and exit, and for an option that is
+    given twice.
 
-    What went wrong is taken from the action and its value, not from argparse's sentences, which change with Python's
-    releases. A command says by `set_defaults` what runs it (`run`), whether fields of the configuration are options of
-    it too (`fields`), and whether what follows -- is for vLLM (`engine`).
+    What went wrong is taken from the action and its value, not from argparse's sentences, which
+    change with Python's releases. A command says by `set_defaults` what runs it (`run`), whether
+    fields of the configuration are options of it too (`fields`), and whether what follows -- is for
+    vLLM (`engine`).
     """
 
     def __init__(self, *arguments: Any, **settings: Any):
         super().__init__(
-            *arguments, **{"formatter_class": _Formatter, "exit_on_error": False, "allow_abbrev": False, **settings}
+            *arguments,
+            **{
+                "formatter_class": _Formatter,
+                "exit_on_error": False,
+                "allow_abbrev": False,
+                **settings,
+            },
         )
         self.set_defaults(fields=False, engine=False)
         self.register("action", None, _Once)
@@ -40,7 +50,9 @@ class Parser(argparse.ArgumentParser):
     ) -> tuple[Any, list[str]]:
         """As argparse's. Raises `UsageError`."""
         try:
-            return super().parse_known_args(args if self._subparsers else self._joined(args or ()), namespace)
+            return super().parse_known_args(
+                args if self._subparsers else self._joined(args or ()), namespace
+            )
         except argparse.ArgumentError as error:
             name = error.argument_name
             if any(action.nargs == 0 and _name(action) == name for action in self._actions):
@@ -48,11 +60,19 @@ class Parser(argparse.ArgumentParser):
             self.error(f"{name} {error.message}" if name else str(error))
 
     def _joined(self, arguments: Sequence[str]) -> list[str]:
-        """`--lr -1e-3` as `--lr=-1e-3` (argparse takes what follows for a flag), `--rollout.top_p 0.9` as
-        `--rollout.top_p=0.9` (it does not know fields of the configuration, and takes what follows for CONFIG or
-        another positional argument). Raises `UsageError` for a field where the command has none."""
-        joined, option, field, fields = list[str](), False, False, self.get_default("fields")
-        for item in arguments:  # option, field: of the item before, while it has no value
+        """`--lr -1e-3` as `--lr=-1e-3` (argparse takes what follows for a flag), `--rollout.top_p
+        0.9` as `--rollout.top_p=0.9` (it does not know fields of the configuration, and takes what
+        follows for CONFIG or another positional argument). Raises `UsageError` for a field where
+        the command has none.
+        """
+        joined, option, field, fields = (
+            list[str](),
+            False,
+            False,
+            self.get_default("fields"),
+        )
+        # option, field: of the item before, while it has no value
+        for item in arguments:
             if option and (_NEGATIVE.match(item) or (field and not item.startswith("--"))):
                 joined[-1] += f"={item}"
                 option = False
@@ -68,7 +88,8 @@ class Parser(argparse.ArgumentParser):
         return joined
 
     def _parse_optional(self, arg_string: str) -> Any:
-        name = arg_string.partition("=")[0]  # of a field, whose value with a space argparse takes for an argument
+        # of a field, whose value with a space argparse takes for an argument
+        name = arg_string.partition("=")[0]
         own = name in self._option_string_actions or not name.startswith("--")
         return super()._parse_optional(arg_string if own else name)
 
@@ -92,7 +113,9 @@ class Parser(argparse.ArgumentParser):
         choices = list(action.choices or ())
         if choices and value not in choices:
             near = did_you_mean(str(value), choices)
-            self.error(f"{_name(action)} {value!r} must be one of {', '.join(map(str, choices))}{near}")
+            self.error(
+                f"{_name(action)} {value!r} must be one of {', '.join(map(str, choices))}{near}"
+            )
 
     def _match_argument(self, action: argparse.Action, arg_strings_pattern: str) -> int:
         try:
@@ -109,7 +132,12 @@ class _Formatter(argparse.HelpFormatter):
     """Wraps between words alone: argparse would part `--max-model-len` at a hyphen."""
 
     def _split_lines(self, text: str, width: int) -> list[str]:
-        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False, break_long_words=False)
+        return textwrap.wrap(
+            " ".join(text.split()),
+            width,
+            break_on_hyphens=False,
+            break_long_words=False,
+        )
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return "\n".join(indent + line for line in self._split_lines(text, width - len(indent)))
@@ -118,11 +146,20 @@ class _Formatter(argparse.HelpFormatter):
 class _Once(argparse.Action):
     """Stores one value; a second one is an error, where argparse lets the last win."""
 
-    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: str | None = None):
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: Any,
+        values: Any,
+        option_string: str | None = None,
+    ):
         """See the class."""
         seen = vars(namespace).setdefault("_given", set())
         if option_string and self.dest in seen:
-            raise UsageError(f"option {option_string} is given twice, the second time with {values!r}; give it once")
+            raise UsageError(
+                f"option {option_string} is given twice, the second time with {values!r}; give it"
+                " once"
+            )
         seen.add(self.dest)
         setattr(namespace, self.dest, values)
 
@@ -144,4 +181,6 @@ def normalized_argv(arguments: Sequence[str]) -> list[str]:
     """The command line with `help` and `version` as options."""
     if arguments[:1] == ["help"]:
         return [*arguments[1:], "--help"]
-    return ["--version", *arguments[1:]] if arguments[:1] in (["version"], ["-V"]) else list(arguments)
+    return (
+        ["--version", *arguments[1:]] if arguments[:1] in (["version"], ["-V"]) else list(arguments)
+    )

@@ -1,4 +1,6 @@
-"""`qarl plan`: the memory a run would take, part by part, against a machine's. `qarl train` begins with its sum."""
+"""`qarl plan`: the memory a run would take, part by part, against a machine's. `qarl train` begins
+with its sum.
+"""
 
 import argparse
 from typing import Any
@@ -25,12 +27,19 @@ def add_plan(commands: Any) -> None:
         "plan",
         help="the memory a run would take, before anything is loaded",
         usage="qarl plan [--gpus 8xH100] [OPTIONS] [--ANY.FIELD VALUE …]",
-        description="The memory a run would take, part by part, from the model's config.json alone; options are those "
-        "of `qarl train`. Exit status 2 where it does not fit, with what would help and a command that works.",
+        description=(
+            "The memory a run would take, part by part, from the model's config.json alone; options"
+            " are those of `qarl train`. Exit status 2 where it does not fit, with what would help"
+            " and a command that works."
+        ),
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file, or a shipped name")
     parser.add_argument(
-        "--gpus", help="plan for these instead of this machine: 8xH100 (A100, L40S, H100, H200, B200), or 8x80GB"
+        "--gpus",
+        help=(
+            "plan for these instead of this machine: 8xH100 (A100, L40S, H100, H200, B200), or"
+            " 8x80GB"
+        ),
     )
     parser.add_argument("--processes", type=whole(1), metavar="N", help="without it one a GPU")
     parser.add_argument("--json", type=json_file, metavar="FILE", help="write the plan as JSON too")
@@ -46,8 +55,16 @@ def _plan(known: argparse.Namespace, console: Console) -> int:
     overrides = choice.overrides(known.overrides)
     planned = chosen_config(choice.file, overrides)
     memory = make_plan(planned, *sizes_of(planned.model), machine, choice.processes)
-    chosen = ["chosen, as `qarl train` would:", *(f"  {line}" for line in choice.words), ""] if choice.words else []
-    lines = [*chosen, *table(memory), *([] if memory.fits else remedies(memory, overrides, choice.file))]
+    chosen = (
+        ["chosen, as `qarl train` would:", *(f"  {line}" for line in choice.words), ""]
+        if choice.words
+        else []
+    )
+    lines = [
+        *chosen,
+        *table(memory),
+        *([] if memory.fits else remedies(memory, overrides, choice.file)),
+    ]
     say(console, "\n".join(lines))
     write_json(known.json, as_data(memory))
     return 0 if memory.fits else DOES_NOT_FIT

@@ -20,18 +20,32 @@ def add_report(commands: Any) -> None:
     report = commands.add_parser(
         "report",
         help="one page about one run or several: curves, mismatch, completions token by token",
-        description="Write one self-contained page about one run or several, side by side; runs that differ in their "
-        "seed alone share a curve with a band. It needs a browser and nothing else.",
+        description=(
+            "Write one self-contained page about one run or several, side by side; runs that differ"
+            " in their seed alone share a curve with a band. It needs a browser and nothing else."
+        ),
     )
-    report.add_argument("runs", nargs="+", metavar="RUN", help="run folder, whole or still being written")
     report.add_argument(
-        "-o", "--output", default="report.html", metavar="FILE", help="page to write (default report.html); an older "
-        "report there is replaced",
-    )  # fmt: skip
+        "runs",
+        nargs="+",
+        metavar="RUN",
+        help="run folder, whole or still being written",
+    )
     report.add_argument(
-        "--watch", action="store_true", help="write the page again as steps are done, until the runs are; a browser "
-        "that has it open follows",
-    )  # fmt: skip
+        "-o",
+        "--output",
+        default="report.html",
+        metavar="FILE",
+        help="page to write (default report.html); an older report there is replaced",
+    )
+    report.add_argument(
+        "--watch",
+        action="store_true",
+        help=(
+            "write the page again as steps are done, until the runs are; a browser "
+            "that has it open follows"
+        ),
+    )
     report.set_defaults(run=_report)
 
 
@@ -44,9 +58,12 @@ def _report(known: argparse.Namespace, console: Console) -> int:
 
     def write(runs: list[RecordedRun], refresh: int = 0) -> None:
         page = report_page(runs, refresh).encode("utf-8", errors="replace")
-        with written_aside(output) as building:  # a browser loads a whole page or the one before
+        # a browser loads a whole page or the one before
+        with written_aside(output) as building:
             building.write_bytes(page)
-        steps = ", ".join(f"{run.name} {run.metrics[-1]['step']} of {run.config.steps} steps" for run in runs)
+        steps = ", ".join(
+            f"{run.name} {run.metrics[-1]['step']} of {run.config.steps} steps" for run in runs
+        )
         size = f"{len(page) / 2**20:.2f} MiB"
         say(console, f"wrote {output}: {size}; {steps}")
 
@@ -59,7 +76,9 @@ def _report(known: argparse.Namespace, console: Console) -> int:
 
 
 def _follow(runs: Any, read: Callable[[], Any], write: Callable[..., None]) -> None:
-    """Write while a run goes on, whenever it has further steps; in a tenth of a core's time at most."""
+    """Write while a run goes on, whenever it has further steps; in a tenth of a core's time at
+    most.
+    """
     done: list[int] = []
     while not all(run.finished for run in runs):
         began = time.monotonic()

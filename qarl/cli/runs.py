@@ -21,10 +21,19 @@ def add_runs(commands: Any) -> None:
     runs = commands.add_parser(
         "runs",
         help="the runs in a folder: state, step, scheme, accuracy, age",
-        description="A line for every run, the one last written to first. Accuracy: before step 1, and the last "
-        "measured, which is the export's where there is one. Exit status 2 where there is no run.",
+        description=(
+            "A line for every run, the one last written to first. Accuracy: before step 1, and the"
+            " last measured, which is the export's where there is one. Exit status 2 where there is"
+            " no run."
+        ),
     )
-    runs.add_argument("folder", nargs="?", default="runs", metavar="DIR", help="folder of run folders (default runs)")
+    runs.add_argument(
+        "folder",
+        nargs="?",
+        default="runs",
+        metavar="DIR",
+        help="folder of run folders (default runs)",
+    )
     runs.set_defaults(run=_runs)
 
 
@@ -32,7 +41,9 @@ def _runs(known: argparse.Namespace, console: Console) -> int:
     folder = Path(known.folder)
     runs = sorted(file.parent for file in folder.glob("*/config.yaml")) if folder.is_dir() else []
     if not runs:
-        raise ConfigError(f"there is no run in {known.folder!r}; name the folder that run folders are in")
+        raise ConfigError(
+            f"there is no run in {known.folder!r}; name the folder that run folders are in"
+        )
     now = time.time()
     table = PlainTable("run", "state", "step", "scheme", "held-out", "age", figures=("step", "age"))
     for path in sorted(runs, key=_written, reverse=True):
@@ -45,12 +56,24 @@ def _cells(folder: RunFolder) -> tuple[str, str, str, str]:
     """State, step, scheme, accuracy. A run that cannot be read has its reason for a state."""
     try:
         config = folder.config()
-        lines = folder.metrics.read_text(encoding="utf-8").split("\n") if folder.metrics.is_file() else [""]
-        metrics = [json.loads(line) for line in lines[:-1]]  # the last may be cut short, of a run that goes on
+        lines = (
+            folder.metrics.read_text(encoding="utf-8").split("\n")
+            if folder.metrics.is_file()
+            else [""]
+        )
+        # the last may be cut short, of a run that goes on
+        metrics = [json.loads(line) for line in lines[:-1]]
         start, note = read_start(folder), read_note(folder.export)
         steps = metrics[-1]["step"] if metrics else 0
         last = heldout(note) or next(filter(None, map(heldout, reversed(metrics))), None)
-    except (QarlError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (
+        QarlError,
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+    ) as error:
         return f"unreadable: {' '.join(str(error).split())[:80]}", "", "", ""
     return (
         _state(folder, steps, config.steps),

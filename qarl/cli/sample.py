@@ -17,14 +17,29 @@ def add_sample(commands: Any) -> None:
     sample = commands.add_parser(
         "sample",
         help="what a run, an export or any checkpoint answers to a question",
-        description="Answers to one question, behind the run's system prompt and in its chat template and limits.",
+        description=(
+            "Answers to one question, behind the run's system prompt and in its chat template and"
+            " limits."
+        ),
     )
     sample.add_argument(
-        "target", metavar="TARGET", help="run folder (its export), checkpoint, hub id, or embedded name"
+        "target",
+        metavar="TARGET",
+        help="run folder (its export), checkpoint, hub id, or embedded name",
     )
     sample.add_argument("question", metavar="QUESTION", help="text of the user's turn")
-    sample.add_argument("--beside", metavar="OTHER", help="another target, asked the same: where the run started")
-    sample.add_argument("--samples", dest="short:eval.samples", default="1", metavar="N", help="answers (default 1)")
+    sample.add_argument(
+        "--beside",
+        metavar="OTHER",
+        help="another target, asked the same: where the run started",
+    )
+    sample.add_argument(
+        "--samples",
+        dest="short:eval.samples",
+        default="1",
+        metavar="N",
+        help="answers (default 1)",
+    )
     add_sampling(sample)
     sample.set_defaults(run=_sample)
 

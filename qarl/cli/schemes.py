@@ -1,6 +1,7 @@
 """`qarl schemes`: every scheme, what it costs in bytes, and what would multiply it on this machine.
 
-Rows are remembered on disk, so that only the first list imports torch and vLLM and asks its kernels.
+Rows are remembered on disk, so that only the first list imports torch and vLLM and asks its
+kernels.
 """
 
 import argparse
@@ -36,10 +37,12 @@ REFERENCE_SHAPE = (4096, 4096)
 
 @dataclass(frozen=True)
 class SchemeRow:
-    """One scheme. bytes_per_parameter: of the layers it quantizes, scales included; checkpoint_bytes: of all of the
-    model's tensors, None without a model; both None where the model's shapes do not fit, as shape_reason says.
+    """One scheme. bytes_per_parameter: of the layers it quantizes, scales included;
+    checkpoint_bytes: of all of the model's tensors, None without a model; both None where the
+    model's shapes do not fit, as shape_reason says.
 
-    kernel: what would multiply in learner and engine, as the audit names it, "" where nothing can, for the reason.
+    kernel: what would multiply in learner and engine, as the audit names it, "" where nothing can,
+    for the reason.
     """
 
     name: str
@@ -62,10 +65,21 @@ def add_schemes(commands: Any) -> None:
     """Add `qarl schemes` to the commands."""
     words = "the low-bit schemes: sizes, and which run on this machine"
     schemes = commands.add_parser("schemes", help=words, description=words)
-    schemes.add_argument("--model", metavar="MODEL", help="folder, hub id or embedded name; only its config is read")
+    schemes.add_argument(
+        "--model",
+        metavar="MODEL",
+        help="folder, hub id or embedded name; only its config is read",
+    )
     schemes.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="compute dtype")
-    schemes.add_argument("-v", "--verbose", action="store_true", help="kernels, and vLLM's reasons in full")
-    schemes.add_argument("--json", type=json_file, metavar="FILE", help="write the rows as JSON too")
+    schemes.add_argument(
+        "-v",
+        "--verbose",
+        action="store_true",
+        help="kernels, and vLLM's reasons in full",
+    )
+    schemes.add_argument(
+        "--json", type=json_file, metavar="FILE", help="write the rows as JSON too"
+    )
     schemes.set_defaults(run=_schemes)
 
 
@@ -84,9 +98,9 @@ def _schemes(known: argparse.Namespace, console: Console) -> int:
 def scheme_rows(model: str | None, dtype: str) -> list[SchemeRow]:
     """A row per scheme.
 
-    model: folder, hub id or embedded name, of which only config.json is read; None: a layer of `REFERENCE_SHAPE`.
-    dtype: compute dtype, a key of COMPUTE_DTYPES.
-    Raises `ModelError` for a model whose configuration cannot be read.
+    model: folder, hub id or embedded name, of which only config.json is read; None: a layer of
+    `REFERENCE_SHAPE`. dtype: compute dtype, a key of COMPUTE_DTYPES. Raises `ModelError` for a
+    model whose configuration cannot be read.
     """
     _check_folder(model)
     question = {"model": model, "config": _config_digest(model), "dtype": dtype}
@@ -104,14 +118,20 @@ def scheme_rows(model: str | None, dtype: str) -> list[SchemeRow]:
 
 
 _LEVELS = {
-    "exact": "learner and sampler agree to the last bit: the learner computes through vLLM's own model",
-    "floor": "learner and sampler agree up to rounding: transformers' operators add up in another order",
+    "exact": (
+        "learner and sampler agree to the last bit: the learner computes through vLLM's own model"
+    ),
+    "floor": (
+        "learner and sampler agree up to rounding: transformers' operators add up in another order"
+    ),
     "refused": "a learner would not be the sampler's policy",
 }
 
 
 def agreement_line(model: str | None, dtype: str) -> str:
-    """How near a learner of this model comes to its sampler, and why not nearer; "" without a model or without vLLM."""
+    """How near a learner of this model comes to its sampler, and why not nearer; "" without a model
+    or without vLLM.
+    """
     from qarl.quant.runtime.libraries import has_vllm
 
     if model is None or not has_vllm():
@@ -124,13 +144,17 @@ def agreement_line(model: str | None, dtype: str) -> str:
             from qarl.quant.model.agreement import agreement
             from qarl.quant.schemes import COMPUTE_DTYPES
 
-            kept = dataclasses.asdict(agreement(empty_model(_architecture(model)), COMPUTE_DTYPES[dtype]))
+            kept = dataclasses.asdict(
+                agreement(empty_model(_architecture(model)), COMPUTE_DTYPES[dtype])
+            )
         keep_answer("agreement", question, kept)
     return f"{_LEVELS[kept['level']]}{': ' if kept['reason'] else ''}{kept['reason']}"
 
 
 def _check_folder(model: str | None) -> None:
-    """Raise `ModelError` for a model whose files tell that it cannot be read, before torch is imported."""
+    """Raise `ModelError` for a model whose files tell that it cannot be read, before torch is
+    imported.
+    """
     if model is None or is_embedded(model):
         return
     folder = local_folder(model)
@@ -139,24 +163,38 @@ def _check_folder(model: str | None) -> None:
 
 
 def _config_digest(model: str | None) -> str:
-    """SHA-256 of a local model's config.json; "" without one (an embedded model's is our code, a hub id's its name)."""
+    """SHA-256 of a local model's config.json; "" without one (an embedded model's is our code, a
+    hub id's its name).
+    """
     file = Path(model or ".").expanduser() / "config.json"
     return hashlib.sha256(file.read_bytes()).hexdigest() if model and file.is_file() else ""
 
 
-def _show(console: Console, rows: list[SchemeRow], model: str | None, verbose: bool = False) -> None:
-    """The table: what a scheme stores and in how many bytes, whether it runs here, and in short why not. verbose: the
-    kernels and, below, the reasons in full."""
+def _show(
+    console: Console, rows: list[SchemeRow], model: str | None, verbose: bool = False
+) -> None:
+    """The table: what a scheme stores and in how many bytes, whether it runs here, and in short why
+    not. verbose: the kernels and, below, the reasons in full.
+    """
     shapes = f"the layers of {model}" if model else "a layer of {}×{}".format(*REFERENCE_SHAPE)
     size = ("checkpoint",) if model else ()
     runs = ("kernel",) if verbose else ("runs", "why not")
     table = PlainTable(
-        "scheme", "weights", "activations", "bytes/param", *size, *runs, figures=("bytes/param", "checkpoint"),
-        title=f"bytes per parameter: {shapes}, scales included", caption="" if verbose else _HINT,
-    )  # fmt: skip
+        "scheme",
+        "weights",
+        "activations",
+        "bytes/param",
+        *size,
+        *runs,
+        figures=("bytes/param", "checkpoint"),
+        title=f"bytes per parameter: {shapes}, scales included",
+        caption="" if verbose else _HINT,
+    )
     for row in rows:
         per = "-" if row.bytes_per_parameter is None else f"{row.bytes_per_parameter:.4f}"
-        total = ["-" if row.checkpoint_bytes is None else sized(row.checkpoint_bytes)] if model else []
+        total = (
+            ["-" if row.checkpoint_bytes is None else sized(row.checkpoint_bytes)] if model else []
+        )
         kernel = row.kernel if row.runs else "-"
         runs = (kernel,) if verbose else ("yes" if row.runs else "no", _short_reason(row))
         table.add_row(row.name, row.weights, row.activations, per, *total, *runs)
@@ -172,12 +210,18 @@ _HINT = "runs: whether on this machine, in learner and engine; kernels and reaso
 
 
 def _remedy(rows: list[SchemeRow], model: str | None) -> str:
-    """Return which schemes to take in place of those that the model's layers do not fit; "" if they fit all."""
+    """Return which schemes to take in place of those that the model's layers do not fit; "" if they
+    fit all.
+    """
     misfits = [row.name for row in rows if row.shape_reason]
     if not misfits:
         return ""
     running = [row.name for row in rows if row.runs and row.format != "unquantized"]
-    instead = f"take one that does and runs here: {', '.join(running)}" if running else "none that does runs here"
+    instead = (
+        f"take one that does and runs here: {', '.join(running)}"
+        if running
+        else "none that does runs here"
+    )
     return f"{model or 'the layer'} does not fit {', '.join(misfits)}; {instead}"
 
 
@@ -186,11 +230,15 @@ _SHORT = 60
 
 
 def _short_reason(row: SchemeRow) -> str:
-    """Return why a scheme cannot run here, in a few words; "" if it can. What is known beyond vLLM's own words stands
-    after them in brackets ("vLLM has it for …") and is the shorter. Of a layer that does not fit, its shape is said."""
+    """Return why a scheme cannot run here, in a few words; "" if it can. What is known beyond
+    vLLM's own words stands after them in brackets ("vLLM has it for …") and is the shorter. Of a
+    layer that does not fit, its shape is said.
+    """
     reason = row.shape_reason or row.reason
     known = re.search(r"\((vLLM has [^()]*)\)$", reason)
-    words = known[1] if known else re.split(r"[;:.] ", reason.removeprefix(f"scheme {row.name!r}: "))[0]
+    words = (
+        known[1] if known else re.split(r"[;:.] ", reason.removeprefix(f"scheme {row.name!r}: "))[0]
+    )
     words = re.sub(r"^layer '[^']*' has ", "", words)
     return textwrap.shorten(words, _SHORT, placeholder=" …")
 
@@ -217,7 +265,11 @@ def _architecture(name: str) -> Any:
 def _row(scheme: "Scheme", model: "PreTrainedModel | None", dtype: str) -> SchemeRow:
     from qarl.quant.checkpoint.shapes import expert_modules
     from qarl.quant.kernels.supported import kept_support
-    from qarl.quant.schemes import COMPUTE_DTYPES, describe_activations, describe_weights
+    from qarl.quant.schemes import (
+        COMPUTE_DTYPES,
+        describe_activations,
+        describe_weights,
+    )
 
     experts = model is not None and bool(expert_modules(model))
     support = kept_support(scheme.name, COMPUTE_DTYPES[dtype], experts)
@@ -239,17 +291,25 @@ def _row(scheme: "Scheme", model: "PreTrainedModel | None", dtype: str) -> Schem
     )
 
 
-def checkpoint_bytes(scheme: "Scheme", model: "PreTrainedModel | None", itemsize: int) -> tuple[float, int | None]:
-    """Bytes per parameter of the quantized layers, of `bf16` those any other scheme would quantize, and of the whole
-    checkpoint. itemsize: of the compute dtype. Raises `SchemeError` for shapes."""
+def checkpoint_bytes(
+    scheme: "Scheme", model: "PreTrainedModel | None", itemsize: int
+) -> tuple[float, int | None]:
+    """Bytes per parameter of the quantized layers, of `bf16` those any other scheme would quantize,
+    and of the whole checkpoint. itemsize: of the compute dtype. Raises `SchemeError` for shapes.
+    """
     from qarl.quant.checkpoint.shapes import plan_layers, weight_shapes
     from qarl.quant.schemes import get_scheme
 
     if model is None:
         rows, columns = REFERENCE_SHAPE
-        return SCHEME_SPECS[scheme.name].weight_bytes(REFERENCE_SHAPE, itemsize) / (rows * columns), None
+        return (
+            SCHEME_SPECS[scheme.name].weight_bytes(REFERENCE_SHAPE, itemsize) / (rows * columns),
+            None,
+        )
     plan = plan_layers(model, scheme if scheme.quantization else get_scheme("w8a8"))
-    shapes = [shape for name, shape in weight_shapes(model).items() if plan.schemes[name].quantization]
+    shapes = [
+        shape for name, shape in weight_shapes(model).items() if plan.schemes[name].quantization
+    ]
     quantized = sum(SCHEME_SPECS[scheme.name].weight_bytes(shape, itemsize) for shape in shapes)
     parameters = sum(rows * columns for rows, columns in shapes)
     others = sum(p.numel() for p in model.parameters()) - parameters

@@ -1,4 +1,6 @@
-"""`qarl serve`: vLLM's OpenAI-compatible server on a run's export, with the settings of the engine that proved it."""
+"""`qarl serve`: vLLM's OpenAI-compatible server on a run's export, with the settings of the engine
+that proved it.
+"""
 
 import argparse
 import os
@@ -33,13 +35,34 @@ def add_serve(commands: Any) -> None:
         "serve",
         help="serve a run's export through vLLM's OpenAI-compatible API",
         usage="qarl serve TARGET [--host HOST] [--port N] [-- VLLM OPTIONS]",
-        description="Serve a run's export through vLLM's OpenAI-compatible API, until Ctrl-C or SIGTERM.",
-        epilog="Whatever follows -- goes to vLLM, and wins: qarl serve runs/NAME -- --max-model-len 4096 --api-key KEY",
+        description=(
+            "Serve a run's export through vLLM's OpenAI-compatible API, until Ctrl-C or SIGTERM."
+        ),
+        epilog=(
+            "Whatever follows -- goes to vLLM, and wins: qarl serve runs/NAME -- --max-model-len"
+            " 4096 --api-key KEY"
+        ),
     )
-    serve.add_argument("target", metavar="TARGET", help="run folder (its export), or an exported checkpoint")
-    serve.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0: all, for others to reach it "
-                       "(default 127.0.0.1, this machine alone)")  # fmt: skip
-    serve.add_argument("--port", type=int, default=8000, metavar="N", help="port to listen at (default 8000)")
+    serve.add_argument(
+        "target",
+        metavar="TARGET",
+        help="run folder (its export), or an exported checkpoint",
+    )
+    serve.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help=(
+            "address to listen at; 0.0.0.0: all, for others to reach it "
+            "(default 127.0.0.1, this machine alone)"
+        ),
+    )
+    serve.add_argument(
+        "--port",
+        type=int,
+        default=8000,
+        metavar="N",
+        help="port to listen at (default 8000)",
+    )
     serve.set_defaults(run=_serve, engine=True)
 
 
@@ -47,53 +70,82 @@ def _serve(known: argparse.Namespace, console: Console) -> int:
     served = find_served(Path(known.target))
     require_free(known.host, known.port)
     url = f"http://{f'[{known.host}]' if ':' in known.host else known.host}:{known.port}"
-    length = f", {served.max_model_len} tokens of prompt and answer" if served.max_model_len is not None else ""
+    length = (
+        f", {served.max_model_len} tokens of prompt and answer"
+        if served.max_model_len is not None
+        else ""
+    )
     say(console, f"starting vLLM on {served.folder}{length}; Ctrl-C ends it")
     if not has_chat_template(served.folder):
-        say(console, "it has no chat template: ask /v1/completions, not /v1/chat/completions")
+        say(
+            console,
+            "it has no chat template: ask /v1/completions, not /v1/chat/completions",
+        )
     quiet_libraries()
     command = server_command(served, known.host, known.port, known.to_vllm)
     sys.stdout.flush()
     if os.fork() == 0:
         _announce(url, served.name, os.getppid())
-    os.execve(command[0], command, {**os.environ, SERVED: "1"})  # its engine ends with it
+    # its engine ends with it
+    os.execve(command[0], command, {**os.environ, SERVED: "1"})
 
 
 def _announce(url: str, name: str, server: int) -> NoReturn:
-    """What a child process does beside the server: say when it answers, and end. server: its process id."""
+    """What a child process does beside the server: say when it answers, and end. server: its
+    process id.
+    """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     start = time.monotonic()
     while os.getppid() == server:
         if is_ready(url):
-            os.write(1, f"ready after {time.monotonic() - start:.0f} s: {url}/v1, model {name!r}\n".encode())
+            os.write(
+                1,
+                f"ready after {time.monotonic() - start:.0f} s: {url}/v1, model {name!r}\n".encode(),
+            )
             break
         time.sleep(0.5)
     os._exit(0)
 
 
 def find_served(target: Path) -> ServerSpec:
-    """What a run folder or an exported checkpoint is served with. Raises `ServeError` for what is neither."""
+    """What a run folder or an exported checkpoint is served with. Raises `ServeError` for what is
+    neither.
+    """
     if not target.is_dir():
-        raise ServeError(f"there is no folder {str(target)!r}; give a run folder, or a checkpoint `qarl export` wrote")
+        raise ServeError(
+            f"there is no folder {str(target)!r}; give a run folder, or a checkpoint `qarl export`"
+            " wrote"
+        )
     run = (target / "config.yaml").is_file()
     folder = RunFolder(target).export if run else target
     if run and not folder.is_dir():
         RunFolder(target).require_checkpoint()
         quoted = shlex.quote(str(target))
         raise ServeError(
-            f"run {str(target)!r} has no export; write one of its newest checkpoint (qarl export {quoted} -o DIR) and "
-            f"serve that, or, where steps are left, finish it (qarl train --resume {quoted})"
+            f"run {str(target)!r} has no export; write one of its newest checkpoint (qarl export"
+            f" {quoted} -o DIR) and serve that, or, where steps are left, finish it (qarl train"
+            f" --resume {quoted})"
         )
     dtype, name = read_config(folder).get("dtype"), target.resolve().name
     if dtype is None or not weight_files(folder):
-        lacks = "names no dtype in its config.json" if dtype is None else "has no weights (*.safetensors)"
-        raise ServeError(f"{str(folder)!r} {lacks}; give a run folder, or a checkpoint `qarl export` wrote")
+        lacks = (
+            "names no dtype in its config.json"
+            if dtype is None
+            else "has no weights (*.safetensors)"
+        )
+        raise ServeError(
+            f"{str(folder)!r} {lacks}; give a run folder, or a checkpoint `qarl export` wrote"
+        )
     note = read_note(folder)
     if not note:
         return ServerSpec(folder=folder, name=name, dtype=dtype)
     length = note["max_prompt_tokens"] + note["max_new_tokens"]
     return ServerSpec(
-        folder=folder, name=name, dtype=note["dtype"], max_model_len=length, kv_cache_gib=note["kv_cache_gib"] or 1
+        folder=folder,
+        name=name,
+        dtype=note["dtype"],
+        max_model_len=length,
+        kv_cache_gib=note["kv_cache_gib"] or 1,
     )
 
 
@@ -102,9 +154,13 @@ def require_free(host: str, port: int) -> None:
     if not 1 <= port <= 65535:
         raise ServeError(f"--port {port} is no port; allowed are 1 to 65535")
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM
+        )[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except OSError as error:
-        raise ServeError(f"cannot listen at {host}:{port}: {error}; give another --port or --host") from error
+        raise ServeError(
+            f"cannot listen at {host}:{port}: {error}; give another --port or --host"
+        ) from error

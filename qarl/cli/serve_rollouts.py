@@ -1,4 +1,6 @@
-"""`qarl serve-rollouts`: servers that runs sample on, with the settings of the engine that such a run would have."""
+"""`qarl serve-rollouts`: servers that runs sample on, with the settings of the engine that such a
+run would have.
+"""
 
 import argparse
 import ipaddress
@@ -28,17 +30,50 @@ def add_serve_rollouts(commands: Any) -> None:
         "serve-rollouts",
         help="start vLLM servers that runs sample on (rollout.servers)",
         usage="qarl serve-rollouts [--replicas N] [OPTIONS OF qarl train] [-- VLLM OPTIONS]",
-        description="Start vLLM servers on a configuration's policy for runs of that configuration to sample on, until "
-        "Ctrl-C or SIGTERM. Runs publish their weights to them (docs/guide/servers.md).",
-        epilog="What follows -- goes to vLLM, and wins; address and key may not: qarl serve-rollouts --replicas 4 "
-        "--devices 2 -- --tensor-parallel-size 2",
+        description=(
+            "Start vLLM servers on a configuration's policy for runs of that configuration to"
+            " sample on, until Ctrl-C or SIGTERM. Runs publish their weights to them"
+            " (docs/guide/servers.md)."
+        ),
+        epilog=(
+            "What follows -- goes to vLLM, and wins; address and key may not: qarl serve-rollouts"
+            " --replicas 4 --devices 2 -- --tensor-parallel-size 2"
+        ),
     )
-    serve.add_argument("--config", metavar="FILE", help="YAML file, or a shipped name; default: as `qarl train`")
-    serve.add_argument("--replicas", type=whole(1), default=1, metavar="N", help="servers to start (default 1)")
-    serve.add_argument("--devices", type=whole(1), default=1, metavar="N", help="GPUs of each server (default 1)")
-    serve.add_argument("--host", default="127.0.0.1", help="address to listen at (default 127.0.0.1)")
-    serve.add_argument("--port", type=int, default=8100, metavar="N", help="the first's; others follow (default 8100)")
-    serve.add_argument("--key-file", metavar="FILE", help=f"holds the API key they ask for (default {KEY_VARIABLE})")
+    serve.add_argument(
+        "--config",
+        metavar="FILE",
+        help="YAML file, or a shipped name; default: as `qarl train`",
+    )
+    serve.add_argument(
+        "--replicas",
+        type=whole(1),
+        default=1,
+        metavar="N",
+        help="servers to start (default 1)",
+    )
+    serve.add_argument(
+        "--devices",
+        type=whole(1),
+        default=1,
+        metavar="N",
+        help="GPUs of each server (default 1)",
+    )
+    serve.add_argument(
+        "--host", default="127.0.0.1", help="address to listen at (default 127.0.0.1)"
+    )
+    serve.add_argument(
+        "--port",
+        type=int,
+        default=8100,
+        metavar="N",
+        help="the first's; others follow (default 8100)",
+    )
+    serve.add_argument(
+        "--key-file",
+        metavar="FILE",
+        help=f"holds the API key they ask for (default {KEY_VARIABLE})",
+    )
     add_flags(serve)
     serve.set_defaults(run=_serve_rollouts, engine=True)
 
@@ -47,29 +82,55 @@ def _serve_rollouts(known: argparse.Namespace, console: Console) -> int:
     config = chosen_config(known.config, known.overrides)
     key = server_key(known.key_file or config.rollout.server_key_file)
     for word in (word for word in known.to_vllm if word[:2] == "--"):
-        option = word.partition("=")[0].replace("_", "-")  # of which vLLM takes a beginning, too
+        # of which vLLM takes a beginning, too
+        option = word.partition("=")[0].replace("_", "-")
         if any(ours.startswith(option) for ours in ("--host", "--port", "--api-key")):
-            raise ServeError(f"{word} behind -- would pass by the key; give --host, --port and --key-file before it")
+            raise ServeError(
+                f"{word} behind -- would pass by the key; give --host, --port and --key-file"
+                " before it"
+            )
     require_key(known.host, key)
     ports = range(known.port, known.port + known.replicas)
     for port in ports:
         require_free(known.host, port)
     quiet_libraries()
-    with tempfile.TemporaryDirectory(prefix="qarl-servers-") as folder, phases_shown_on(console):
+    with (
+        tempfile.TemporaryDirectory(prefix="qarl-servers-") as folder,
+        phases_shown_on(console),
+    ):
         checkpoint = Path(folder) / "checkpoint"
         _write_checkpoint(config, checkpoint)
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        say(console, f"starting {known.replicas} of vLLM's servers; what they print is in {folder}")
+        say(
+            console,
+            f"starting {known.replicas} of vLLM's servers; what they print is in {folder}",
+        )
         with serve_rollouts(
-            checkpoint, config.rollout, config.dtype, ports, known.host, key, known.to_vllm, known.devices
+            checkpoint,
+            config.rollout,
+            config.dtype,
+            ports,
+            known.host,
+            key,
+            known.to_vllm,
+            known.devices,
         ) as replicas:
-            with_key, urls = "" if key is None else " (with the key)", ",".join(replica.url for replica in replicas)
-            say(console, f"ready{with_key}: qarl train … --rollout.servers {urls}; Ctrl-C ends them")
+            with_key, urls = (
+                "" if key is None else " (with the key)",
+                ",".join(replica.url for replica in replicas),
+            )
+            say(
+                console,
+                f"ready{with_key}: qarl train … --rollout.servers {urls}; Ctrl-C ends them",
+            )
             while all(replica.process.poll() is None for replica in replicas):
                 time.sleep(0.5)
             ended = next(replica for replica in replicas if replica.process.poll() is not None)
             last = "\n".join(ended.log.read_text(errors="replace").splitlines()[-8:])
-            say(console, f"the server at {ended.url} ended, so do all; its log ends:\n{last}")
+            say(
+                console,
+                f"the server at {ended.url} ended, so do all; its log ends:\n{last}",
+            )
             return 1
 
 
@@ -81,8 +142,8 @@ def require_key(host: str, key: str | None) -> None:
         alone = host == "localhost"
     if key is None and not alone:
         raise ServeError(
-            f"--host {host} is reached from other machines, and whoever can ask a server can load weights into it; "
-            f"give it a key (--key-file, or {KEY_VARIABLE} in the environment)"
+            f"--host {host} is reached from other machines, and whoever can ask a server can load"
+            f" weights into it; give it a key (--key-file, or {KEY_VARIABLE} in the environment)"
         )
 
 

@@ -1,4 +1,6 @@
-"""`qarl sft`: supervised fine-tuning of the low-bit policy on pairs of a prompt and a completion."""
+"""`qarl sft`: supervised fine-tuning of the low-bit policy on pairs of a prompt and a
+completion.
+"""
 
 import argparse
 import shlex
@@ -35,30 +37,42 @@ def add_sft(commands: Any) -> None:
         "sft",
         help="supervised fine-tuning of the low-bit policy on prompt-completion pairs",
         usage="qarl sft --data FILE [OPTIONS] [--ANY.FIELD VALUE …]",
-        description="Fine-tune a policy on pairs of a prompt and a completion, where it cannot begin reinforcement "
-        "learning yet. The loss is the completions' cross-entropy through the low-bit codes that are deployed. Written "
-        "are export/, the codes, and masters/, the model that `qarl train --model` goes on with.",
-        epilog="Other fields of a run's configuration are options by their dotted names where they apply, such as "
-        "--learner.optimizer.warmup_steps 10 or --task.system TEXT (docs/guide/sft.md).",
+        description=(
+            "Fine-tune a policy on pairs of a prompt and a completion, where it cannot begin"
+            " reinforcement learning yet. The loss is the completions' cross-entropy through the"
+            " low-bit codes that are deployed. Written are export/, the codes, and masters/, the"
+            " model that `qarl train --model` goes on with."
+        ),
+        epilog=(
+            "Other fields of a run's configuration are options by their dotted names where they"
+            " apply, such as --learner.optimizer.warmup_steps 10 or --task.system TEXT"
+            " (docs/guide/sft.md)."
+        ),
     )
     data = parser.add_argument_group("what is learned from")
     data.add_argument(
         "--data",
         required=True,
         metavar="FILE",
-        help="pairs, a row each, with columns prompt and completion, question and answer, or messages: a .jsonl, .csv, "
-        ".tsv or .parquet file, or hf:ID of a Hugging Face data set",
+        help=(
+            "pairs, a row each, with columns prompt and completion, question and answer, or"
+            " messages: a .jsonl, .csv, .tsv or .parquet file, or hf:ID of a Hugging Face data set"
+        ),
     )
     data.add_argument(
         "--heldout",
         type=fraction,
         default=0.125,
         metavar="X",
-        help="fraction of the pairs to measure the loss on, before and after, instead of learning from them; 0 for "
-        'none; a row\'s own "split" comes first [0.125]',
+        help=(
+            "fraction of the pairs to measure the loss on, before and after, instead of learning"
+            ' from them; 0 for none; a row\'s own "split" comes first [0.125]'
+        ),
     )
     data.add_argument("--batch", type=whole(1), default=32, metavar="N", help="pairs a step [32]")
-    data.add_argument("--seed", dest="short:seed", metavar="N", help="of the order of the pairs [0]")
+    data.add_argument(
+        "--seed", dest="short:seed", metavar="N", help="of the order of the pairs [0]"
+    )
     data.add_argument("--epochs", type=whole(1), metavar="N", help="passes over the pairs [1]")
     data.add_argument("--steps", type=whole(1), metavar="N", help="steps, instead of --epochs")
     defaults = leaf_values(sft_config("pairs.jsonl", {}))
@@ -71,7 +85,9 @@ def add_sft(commands: Any) -> None:
 
 
 def fraction(text: str) -> float:
-    """Return the number of an option that takes 0 to below 1. Raises `ArgumentTypeError` for anything else."""
+    """Return the number of an option that takes 0 to below 1. Raises `ArgumentTypeError` for
+    anything else.
+    """
     try:
         value = float(text)
     except ValueError:
@@ -83,10 +99,18 @@ def fraction(text: str) -> float:
 
 def _sft(known: argparse.Namespace, console: Console) -> int:
     if known.steps and known.epochs:
-        raise ConfigError(f"--steps {known.steps} and --epochs {known.epochs} both say how long; leave one of them out")
+        raise ConfigError(
+            f"--steps {known.steps} and --epochs {known.epochs} both say how long; leave one of"
+            " them out"
+        )
     if world_size() > 1:
-        raise ConfigError(f"qarl sft runs in one process, and a launcher started {world_size()}; start it alone")
-    overrides = {**known.overrides, **({"steps": str(known.steps)} if known.steps else {})}
+        raise ConfigError(
+            f"qarl sft runs in one process, and a launcher started {world_size()}; start it alone"
+        )
+    overrides = {
+        **known.overrides,
+        **({"steps": str(known.steps)} if known.steps else {}),
+    }
     epochs = None if known.steps else known.epochs or 1
     quiet_libraries(overrides.get("learner.compile") == "true")
     with phases_shown_on(console):
@@ -100,11 +124,14 @@ def _sft(known: argparse.Namespace, console: Console) -> int:
 def _say_plan(plan: SftPlan, console: Console) -> None:
     config = plan.config
     tokens = sum(len(group.completions[0].token_ids) for group in plan.learned)
-    say(console, f"qarl {installed('qarl')}: {config.model}, {config.scheme}, {config.dtype}")
     say(
         console,
-        f"{config.task.name}: {len(plan.learned)} pairs to learn from, with {tokens} completion tokens; "
-        f"{len(plan.heldout)} held out; {config.steps} steps of {plan.batch} pairs",
+        f"qarl {installed('qarl')}: {config.model}, {config.scheme}, {config.dtype}",
+    )
+    say(
+        console,
+        f"{config.task.name}: {len(plan.learned)} pairs to learn from, with {tokens} completion"
+        f" tokens; {len(plan.heldout)} held out; {config.steps} steps of {plan.batch} pairs",
     )
 
 
@@ -126,14 +153,21 @@ def _say_outcome(plan: SftPlan, outcome: SftOutcome, console: Console) -> None:
     config = plan.config
     if outcome.before is not None:
         change = f"{outcome.before:.4f} nats a token before, {outcome.after:.4f} after"
-        say(console, f"held-out loss, {config.scheme}: {change} ({len(plan.heldout)} pairs)")
+        say(
+            console,
+            f"held-out loss, {config.scheme}: {change} ({len(plan.heldout)} pairs)",
+        )
     file = f"--config {config.model} " if is_embedded(config.model) else ""
-    dtype = f" --dtype {config.dtype}" if config.dtype != RunConfig.model_fields["dtype"].default else ""
+    dtype = (
+        f" --dtype {config.dtype}"
+        if config.dtype != RunConfig.model_fields["dtype"].default
+        else ""
+    )
     layers = f" --layers {shlex.quote(','.join(map(str, config.layers)))}" if config.layers else ""
     say(console, f"deployable checkpoint: {outcome.export}")
     say(console, f"masters, {config.learner.master_dtype}: {outcome.masters}")
     say(
         console,
-        f"go on by reinforcement learning: qarl train {file}--model {shlex.quote(str(outcome.masters))} "
-        f"--scheme {config.scheme}{dtype}{layers}",
+        f"go on by reinforcement learning: qarl train {file}--model"
+        f" {shlex.quote(str(outcome.masters))} --scheme {config.scheme}{dtype}{layers}",
     )

@@ -1,4 +1,6 @@
-"""`qarl tasks`: the built-in tasks, and one task's options with an example. Loads reasoning-gym (2 s), no torch."""
+"""`qarl tasks`: the built-in tasks, and one task's options with an example. Loads reasoning-gym (2
+s), no torch.
+"""
 
 import argparse
 import dataclasses
@@ -25,8 +27,10 @@ def add_tasks(commands: Any) -> None:
         "tasks",
         help="the built-in tasks; with a name, its options and an example",
         description="List the built-in tasks, or show one's options, defaults and an example.",
-        epilog="Questions of your own: qarl train --task FILE, a .jsonl, .csv, .tsv or .parquet with columns question "
-        "and answer, or hf:DATASET (docs/guide/tasks.md).",
+        epilog=(
+            "Questions of your own: qarl train --task FILE, a .jsonl, .csv, .tsv or .parquet with"
+            " columns question and answer, or hf:DATASET (docs/guide/tasks.md)."
+        ),
     )
     tasks.add_argument("name", nargs="?", metavar="NAME", help="a task's name")
     tasks.set_defaults(run=_tasks)
@@ -51,19 +55,30 @@ def _all(width: int) -> Iterator[str]:
 
 
 def _one(name: str, width: int) -> Iterator[str]:
-    """What a task asks, its options with their defaults, and an example. Raises `TaskError` for an unknown name."""
+    """What a task asks, its options with their defaults, and an example. Raises `TaskError` for an
+    unknown name.
+    """
     if name == MATH:
-        yield f"{_MATH} (docs/guide/tasks.md); it has no other options, and its questions are not read here"
+        yield (
+            f"{_MATH} (docs/guide/tasks.md); it has no other options, and its questions are not"
+            " read here"
+        )
         return
     dataset, config = dataset_of(name)
     yield f"{name}: {_summary(dataset)}"
     yield ""
     yield "options, as --task.options.NAME VALUE:"
     # What an option's line in reasoning-gym's source says about it, where it does.
-    comments = dict(re.findall(r"^ {4}(\w+): [^#\n]*#[ ]*(.+)$", inspect.getsource(config), re.MULTILINE))
+    comments = dict(
+        re.findall(r"^ {4}(\w+): [^#\n]*#[ ]*(.+)$", inspect.getsource(config), re.MULTILINE)
+    )
     fields = [field for field in dataclasses.fields(config) if field.name not in OWN_OPTIONS]
     for field in fields:
-        default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+        default = (
+            field.default_factory()
+            if field.default_factory is not dataclasses.MISSING
+            else field.default
+        )
         text = f"{field.name} [{default}]  {comments.get(field.name, '')}"
         yield from textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="      ")
     if not fields:

@@ -40,22 +40,35 @@ class Failed:
     log: Path
 
 
-def run_cells(comparison: Comparison, left: Mapping[Cell, Commands], workers: int, console: Console) -> list[Failed]:
-    """Run what is left of each cell, `workers` at a time, a CPU core or a GPU each; those that failed.
+def run_cells(
+    comparison: Comparison,
+    left: Mapping[Cell, Commands],
+    workers: int,
+    console: Console,
+) -> list[Failed]:
+    """Run what is left of each cell, `workers` at a time, a CPU core or a GPU each; those that
+    failed.
 
-    What is quantized waits for all that is trained. Raises `KeyboardInterrupt` once every child has saved a checkpoint
-    and ended; the same command goes on from there.
+    What is quantized waits for all that is trained. Raises `KeyboardInterrupt` once every child has
+    saved a checkpoint and ended; the same command goes on from there.
     """
     comparison.output.mkdir(parents=True, exist_ok=True)
     todo = {cell: commands for cell, commands in left.items() if commands}
     done = len(left) - len(todo)
-    console.print(f"{len(left)} cells, {done} of them finished before, {workers} at a time", highlight=False)
+    console.print(
+        f"{len(left)} cells, {done} of them finished before, {workers} at a time",
+        highlight=False,
+    )
     failed: list[Failed] = []
-    # SIGTERM is as Ctrl-C, and both count where a shell started this in the background, with SIGINT ignored: no child
-    # is left behind.
+    # SIGTERM is as Ctrl-C, and both count where a shell started this in the background, with SIGINT
+    # ignored: no child is left behind.
     with handled(dict.fromkeys((signal.SIGINT, signal.SIGTERM), signal.default_int_handler)):
         for quantized in (False, True):
-            part = {cell: commands for cell, commands in todo.items() if bool(cell.variant.quantized) == quantized}
+            part = {
+                cell: commands
+                for cell, commands in todo.items()
+                if bool(cell.variant.quantized) == quantized
+            }
             failed += _Children(comparison, workers, console).run(part)
     return failed
 
@@ -73,7 +86,9 @@ class _Children:
     def run(self, left: Mapping[Cell, Commands]) -> list[Failed]:
         with ThreadPoolExecutor(self._workers) as pool:
             try:  # from the first on, whose child may run before the last is submitted
-                futures = [pool.submit(self._run_cell, cell, commands) for cell, commands in left.items()]
+                futures = [
+                    pool.submit(self._run_cell, cell, commands) for cell, commands in left.items()
+                ]
                 return [failed for future in futures if (failed := future.result()) is not None]
             except KeyboardInterrupt:
                 with self._lock:
@@ -85,24 +100,33 @@ class _Children:
 
     def _run_cell(self, cell: Cell, commands: Commands) -> Failed | None:
         start, log = time.monotonic(), self._comparison.output / f"{cell.name}.log"
-        self._console.print(f"{cell.name}: begins; its output: {log}", highlight=False, soft_wrap=True)
+        self._console.print(
+            f"{cell.name}: begins; its output: {log}", highlight=False, soft_wrap=True
+        )
         try:
             with log.open("wb") as output:
                 for command in commands:
                     self._make_room(cell, command)
                     status = self._run_command(command, output)
                     if status != 0:
-                        outcome = "stopped" if self._stopped else f"failed with exit status {status}"
+                        outcome = (
+                            "stopped" if self._stopped else f"failed with exit status {status}"
+                        )
                         self._console.print(f"{cell.name}: {outcome}", highlight=False)
                         words = log.read_text(errors="replace").strip().splitlines()[-_LAST_WORDS:]
                         return Failed(cell, "\n".join(words), log)
-        except OSError as error:  # a full disk, no further process: this cell's fault, and the rest goes on
+        # a full disk, no further process: this cell's fault, and the rest goes on
+        except OSError as error:
             return Failed(cell, str(error), log)
-        self._console.print(f"{cell.name}: done in {time.monotonic() - start:.0f} s", highlight=False)
+        self._console.print(
+            f"{cell.name}: done in {time.monotonic() - start:.0f} s", highlight=False
+        )
         return None
 
     def _make_room(self, cell: Cell, command: list[str]) -> None:
-        """Remove what a killed command left, where this one begins again, and write the configuration it names."""
+        """Remove what a killed command left, where this one begins again, and write the
+        configuration it names.
+        """
         if command[0] == "export" or command[:2] == ["train", "--config"]:
             shutil.rmtree(self._comparison.folder(cell), ignore_errors=True)
         if command[:2] == ["train", "--config"]:
@@ -115,9 +139,13 @@ class _Children:
                 return 130
             # A session of its own: a terminal's Ctrl-C reaches the children once, through `run`.
             child = subprocess.Popen(
-                [sys.executable, "-m", "qarl", *command], env=_environment(self._places[-1], self._workers),
-                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
+                [sys.executable, "-m", "qarl", *command],
+                env=_environment(self._places[-1], self._workers),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
             place = self._places.pop()
             self._running.add(child)
         status = self._wait(child, Path(output.name))
@@ -138,7 +166,9 @@ class _Children:
 
 
 def _environment(place: int, workers: int) -> dict[str, str]:
-    """Of one of several workers: its share of the cores and of the GPUs. One alone has all of them."""
+    """Of one of several workers: its share of the cores and of the GPUs. One alone has all of
+    them.
+    """
     environment = dict(os.environ)
     if workers == 1:
         return environment

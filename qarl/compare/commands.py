@@ -1,4 +1,6 @@
-"""What is left to run of a cell, as commands of `qarl`; what of a comparison is refused before its first cell runs."""
+"""What is left to run of a cell, as commands of `qarl`; what of a comparison is refused before its
+first cell runs.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,8 +18,14 @@ from qarl.run.check import check_files, check_new_folder
 from qarl.run.export_note import is_finished, read_note
 from qarl.tasks import load_task
 
-_PLANNED = {"rollout.kv_cache_gib": None, "learner.gradient_checkpointing": "auto", "learner.compile": "auto"}
-"""Fields that `qarl.planning` decides where they have this value; `qarl train` records what it decided."""
+_PLANNED = {
+    "rollout.kv_cache_gib": None,
+    "learner.gradient_checkpointing": "auto",
+    "learner.compile": "auto",
+}
+"""Fields that `qarl.planning` decides where they have this value; `qarl train` records what it
+decided.
+"""
 
 
 def existing_run(config: RunConfig) -> RunFolder | None:
@@ -29,11 +37,13 @@ def existing_run(config: RunConfig) -> RunFolder | None:
     if not path.exists():
         return None
     folder = RunFolder.open(path)
-    for field, (recorded, wanted) in differing(*map(with_absolute_paths, (folder.config(), config))).items():
+    for field, (recorded, wanted) in differing(
+        *map(with_absolute_paths, (folder.config(), config))
+    ).items():
         if field != "output" and wanted != _PLANNED.get(field, recorded):
             raise ConfigError(
-                f"run {str(path)!r} has {field} {recorded!r} where {wanted!r} is wanted; choose another --output, or "
-                "remove that one"
+                f"run {str(path)!r} has {field} {recorded!r} where {wanted!r} is wanted; choose"
+                " another --output, or remove that one"
             )
     return folder
 
@@ -50,14 +60,20 @@ def evaluation_options(comparison: Comparison) -> list[str]:
     return [word for pair in pairs for word in pair]
 
 
-def commands_left(comparison: Comparison, cell: Cell, processes: int | None = None) -> list[list[str]]:
+def commands_left(
+    comparison: Comparison, cell: Cell, processes: int | None = None
+) -> list[list[str]]:
     """The arguments of `qarl` that are left to run of a cell, in order; none of a finished one.
 
     Raises `ConfigError` for a folder in the cell's place that holds something else.
     """
     config, folder = comparison.run_config(cell), comparison.folder(cell)
     quantized = cell.variant.quantized
-    left = _quantizing(comparison, cell, config, quantized) if quantized else _training(config, processes)
+    left = (
+        _quantizing(comparison, cell, config, quantized)
+        if quantized
+        else _training(config, processes)
+    )
     evaluations = []
     if quantized and config.eval.problems:
         evaluations.append([])
@@ -75,33 +91,49 @@ def _training(config: RunConfig, processes: int | None = None) -> list[list[str]
     together = [] if processes is None else ["--processes", str(processes)]
     folder = existing_run(config)
     if folder is not None and folder.is_held():
-        raise ConfigError(f"run {path!r} is written by another process; wait for it to end, or stop it")
+        raise ConfigError(
+            f"run {path!r} is written by another process; wait for it to end, or stop it"
+        )
     if folder is None or not folder.steps():
         return [["train", "--config", f"{path}.yaml", *together]]
     return [] if is_finished(folder, config) else [["train", "--resume", path, *together]]
 
 
-def _quantizing(comparison: Comparison, cell: Cell, config: RunConfig, quantized: Quantized) -> list[list[str]]:
+def _quantizing(
+    comparison: Comparison, cell: Cell, config: RunConfig, quantized: Quantized
+) -> list[list[str]]:
     source, folder = comparison.source(cell), comparison.folder(cell)
     if folder.exists() and not (folder / "config.json").is_file():
-        raise ConfigError(f"{str(folder)!r} is no checkpoint; choose another --output, or remove it")
+        raise ConfigError(
+            f"{str(folder)!r} is no checkpoint; choose another --output, or remove it"
+        )
     note = read_note(folder)
     if "moved" in note and not _training(comparison.run_config(source)):
-        before, number = (note["scheme"], note["ptq"], note.get("calibration")), quantized.calibration
-        if before[:2] != (config.scheme, quantized.method) or number not in (None, before[2]):
+        before, number = (
+            (note["scheme"], note["ptq"], note.get("calibration")),
+            quantized.calibration,
+        )
+        if before[:2] != (config.scheme, quantized.method) or number not in (
+            None,
+            before[2],
+        ):
             raise ConfigError(
-                f"{str(folder)!r} was quantized to {before[0]} by {before[1]}, not to {config.scheme} by "
-                f"{quantized.method} (its calibration: {before[2]}); choose another --output, or remove it"
+                f"{str(folder)!r} was quantized to {before[0]} by {before[1]}, not to"
+                f" {config.scheme} by {quantized.method} (its calibration: {before[2]}); choose"
+                " another --output, or remove it"
             )
         return []
-    calibration = [] if quantized.calibration is None else ["--calibration", str(quantized.calibration)]
+    calibration = (
+        [] if quantized.calibration is None else ["--calibration", str(quantized.calibration)]
+    )
     how = ["--ptq", quantized.method, "--scheme", config.scheme, *calibration]
     return [["export", str(comparison.folder(source)), "-o", str(folder), *how]]
 
 
 def check(comparison: Comparison, processes: int | None) -> dict[Cell, list[list[str]]]:
-    """What is left to run of each cell (`commands_left`). Raises the error of the part that is wrong, with the cell's
-    name; first what is seen without torch. What does not depend on the seed is checked once a variant.
+    """What is left to run of each cell (`commands_left`). Raises the error of the part that is
+    wrong, with the cell's name; first what is seen without torch. What does not depend on the seed
+    is checked once a variant.
 
     processes: of each run, as of `commands_left`.
     """
@@ -125,7 +157,13 @@ def check(comparison: Comparison, processes: int | None) -> dict[Cell, list[list
                 check_input(config, load_task(config.task), processes or 1)
             else:
                 source = comparison.run_config(comparison.source(cell))
-                check_request(source, str(source.output), quantized.method, config.scheme, quantized.calibration)
+                check_request(
+                    source,
+                    str(source.output),
+                    quantized.method,
+                    config.scheme,
+                    quantized.calibration,
+                )
     return left
 
 
@@ -135,7 +173,9 @@ def _check_files(comparison: Comparison, cell: Cell) -> None:
     if cell.variant.quantized is None:
         check_files(config, new=False)
     elif config.scheme == UNQUANTIZED:
-        raise ConfigError(f"ptq {cell.variant.quantized.method} to scheme 'bf16'; give a low-bit --scheme")
+        raise ConfigError(
+            f"ptq {cell.variant.quantized.method} to scheme 'bf16'; give a low-bit --scheme"
+        )
     if "suite" in comparison.evaluate:
         suite_tasks(comparison.evaluate["suite"], Path(data) if data else None, config.task)
 

@@ -14,10 +14,11 @@ from qarl.configs.schemes import UNQUANTIZED
 
 @dataclass(frozen=True)
 class Figure:
-    """One number a run, from a metric of its steps (docs/reference/metrics.md; "seconds": a step's, no evaluation).
+    """One number a run, from a metric of its steps (docs/reference/metrics.md; "seconds": a step's,
+    no evaluation).
 
-    over: "first" or "last", the mean over so many steps that measured it; "mean", over all of them; "reaches", the
-    first step at which it is at least `number`.
+    over: "first" or "last", the mean over so many steps that measured it; "mean", over all of them;
+    "reaches", the first step at which it is at least `number`.
     """
 
     metric: str
@@ -37,14 +38,16 @@ class Figure:
         except ValueError:
             pass
         raise ConfigError(
-            f"figures: {name}: {text!r} must be METRIC mean, METRIC first N, METRIC last N or METRIC reaches X, such "
-            "as 'reward last 10'"
+            f"figures: {name}: {text!r} must be METRIC mean, METRIC first N, METRIC last N or"
+            " METRIC reaches X, such as 'reward last 10'"
         )
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """Post-training quantization of the runs of another variant, `of`. calibration: sequences; None: the default."""
+    """Post-training quantization of the runs of another variant, `of`. calibration: sequences;
+    None: the default.
+    """
 
     of: str
     method: str
@@ -53,8 +56,9 @@ class Quantized:
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """options: what it sets, dotted path → text. quantized: None where it is trained. reference, baseline: names of the
-    variants it is compared with; None without one."""
+    """options: what it sets, dotted path → text. quantized: None where it is trained. reference,
+    baseline: names of the variants it is compared with; None without one.
+    """
 
     name: str
     options: Mapping[str, str]
@@ -78,8 +82,9 @@ class Cell:
 
 @dataclass(frozen=True)
 class Comparison:
-    """output: folder of all runs. config: file or shipped name, None for `qarl train`'s. options: of all runs, dotted
-    path → text. evaluate: options of `qarl eval`, none to leave that out."""
+    """output: folder of all runs. config: file or shipped name, None for `qarl train`'s. options:
+    of all runs, dotted path → text. evaluate: options of `qarl eval`, none to leave that out.
+    """
 
     output: Path
     config: str | None
@@ -90,7 +95,9 @@ class Comparison:
     figures: Mapping[str, Figure]
 
     def cells(self) -> list[Cell]:
-        """Seeds outermost: the first gives one run of everything; quantized checkpoints after what is trained."""
+        """Seeds outermost: the first gives one run of everything; quantized checkpoints after what
+        is trained.
+        """
         cells = [Cell(variant, seed) for seed in self.seeds for variant in self.variants]
         return sorted(cells, key=lambda cell: cell.variant.quantized is not None)
 
@@ -99,18 +106,24 @@ class Comparison:
         quantized = cell.variant.quantized
         if quantized is None:
             return cell
-        return Cell(next(variant for variant in self.variants if variant.name == quantized.of), cell.seed)
+        return Cell(
+            next(variant for variant in self.variants if variant.name == quantized.of),
+            cell.seed,
+        )
 
     def folder(self, cell: Cell) -> Path:
         """The run's; of a quantized checkpoint, the checkpoint's."""
         return self.output / cell.name
 
     def run_config(self, cell: Cell) -> RunConfig:
-        """The cell's configuration, its folder included. Options of `quantization` pass unquantized runs by, which have
-        none. Raises `ConfigError`."""
+        """The cell's configuration, its folder included. Options of `quantization` pass unquantized
+        runs by, which have none. Raises `ConfigError`.
+        """
         options = {**self.options, **cell.variant.options}
         file = config_file(self.config) if self.config else default_config(options.get("model"))
         if (options.get("scheme") or load_config(file, {}).scheme) == UNQUANTIZED:
-            options = {path: text for path, text in options.items() if not path.startswith("quantization.")}
+            options = {
+                path: text for path, text in options.items() if not path.startswith("quantization.")
+            }
         config = load_config(file, {**options, "seed": str(cell.seed)})
         return config.model_copy(update={"output": str(self.folder(cell)), "export": True})

@@ -1,4 +1,6 @@
-"""What finished cells measured, and what each variant comes to over its seeds, for a person and as JSON."""
+"""What finished cells measured, and what each variant comes to over its seeds, for a person and as
+JSON.
+"""
 
 import dataclasses
 import itertools
@@ -24,10 +26,12 @@ _STEP = ("seconds/sample", "seconds/score", "seconds/learn", "seconds/publish")
 
 @dataclass(frozen=True)
 class Measured:
-    """accuracy: held-out, of the deployed checkpoint in a fresh engine, by the run's own `eval`; evaluated: by the
-    comparison's `evaluate`; None where it was not measured. moved: mean |Δ log p| of fixed sequences between a
-    quantized checkpoint and the unquantized policy, nats. figures: by name, None where no step measured it. curves:
-    their metrics, step by step, empty of a quantized checkpoint. environment: where it was trained."""
+    """accuracy: held-out, of the deployed checkpoint in a fresh engine, by the run's own `eval`;
+    evaluated: by the comparison's `evaluate`; None where it was not measured. moved: mean |Δ log p|
+    of fixed sequences between a quantized checkpoint and the unquantized policy, nats. figures: by
+    name, None where no step measured it. curves: their metrics, step by step, empty of a quantized
+    checkpoint. environment: where it was trained.
+    """
 
     accuracy: float | None
     evaluated: float | None
@@ -40,7 +44,9 @@ class Measured:
 def measured_cells(comparison: Comparison) -> dict[Cell, Measured]:
     """Of all finished cells, in their order."""
     cells = comparison.cells()
-    return {cell: _measured(comparison, cell) for cell in cells if not commands_left(comparison, cell)}
+    return {
+        cell: _measured(comparison, cell) for cell in cells if not commands_left(comparison, cell)
+    }
 
 
 def _measured(comparison: Comparison, cell: Cell) -> Measured:
@@ -53,7 +59,10 @@ def _measured(comparison: Comparison, cell: Cell) -> Measured:
         accuracy = read_evaluation(file).mean().mean if file.is_file() else None
         return Measured(accuracy=accuracy, evaluated=evaluated, moved=read_note(folder)["moved"])
     run = RunFolder.open(folder)
-    steps = [{**step, "seconds": sum(step.get(phase, 0.0) for phase in _STEP)} for step in read_metrics(run.metrics)]
+    steps = [
+        {**step, "seconds": sum(step.get(phase, 0.0) for phase in _STEP)}
+        for step in read_metrics(run.metrics)
+    ]
     metrics = dict.fromkeys(figure.metric for figure in comparison.figures.values())
     return Measured(
         accuracy=read_note(run.export).get("heldout_accuracy"),
@@ -66,7 +75,9 @@ def _measured(comparison: Comparison, cell: Cell) -> Measured:
 
 def value_of(figure: Figure, steps: Sequence[Mapping[str, Any]]) -> float | None:
     """Of the steps that measured its metric; None where none did, or none reached it."""
-    values = [(step["step"], step[figure.metric]) for step in steps if step.get(figure.metric) is not None]
+    values = [
+        (step["step"], step[figure.metric]) for step in steps if step.get(figure.metric) is not None
+    ]
     if figure.over == "reaches":
         return next((step for step, value in values if value >= figure.number), None)
     if figure.over != "mean":
@@ -76,49 +87,66 @@ def value_of(figure: Figure, steps: Sequence[Mapping[str, Any]]) -> float | None
 
 
 def rows(cells: Mapping[Cell, Measured]) -> list[dict[str, Any]]:
-    """JSON-ready: a row a variant. Of accuracies the mean over seeds with its standard error and bootstrap interval;
-    against reference and baseline, over the seeds that both have; every other figure's mean and standard error."""
+    """JSON-ready: a row a variant. Of accuracies the mean over seeds with its standard error and
+    bootstrap interval; against reference and baseline, over the seeds that both have; every other
+    figure's mean and standard error.
+    """
     by_variant: dict[Variant, dict[int, Measured]] = {}
     for cell, measured in cells.items():
         by_variant.setdefault(cell.variant, {})[cell.seed] = measured
-    accuracies = {variant.name: _of_seeds(seeds, "accuracy") for variant, seeds in by_variant.items()}
+    accuracies = {
+        variant.name: _of_seeds(seeds, "accuracy") for variant, seeds in by_variant.items()
+    }
     table = []
     for variant, seeds in by_variant.items():
         own = accuracies[variant.name]
-        reference, baseline = (accuracies.get(name or "", {}) for name in (variant.reference, variant.baseline))
-        table.append({
-            "variant": variant.name, "seeds": list(seeds), "accuracies": own,
-            "deployed": _estimate(list(own.values())),
-            "evaluated": _estimate(list(_of_seeds(seeds, "evaluated").values())),
-            "reference": variant.reference, "to_reference": _difference(own, reference),
-            "baseline": variant.baseline, "to_baseline": _difference(own, baseline),
-            "gap_closed": gap_closed(own, baseline, reference),
-            "moved": _mean([each.moved for each in seeds.values()]),
-            "figures": {
-                name: _mean([each.figures[name] for each in seeds.values()])
-                for name in next(iter(seeds.values())).figures
-            },
-        })  # fmt: skip
+        reference, baseline = (
+            accuracies.get(name or "", {}) for name in (variant.reference, variant.baseline)
+        )
+        table.append(
+            {
+                "variant": variant.name,
+                "seeds": list(seeds),
+                "accuracies": own,
+                "deployed": _estimate(list(own.values())),
+                "evaluated": _estimate(list(_of_seeds(seeds, "evaluated").values())),
+                "reference": variant.reference,
+                "to_reference": _difference(own, reference),
+                "baseline": variant.baseline,
+                "to_baseline": _difference(own, baseline),
+                "gap_closed": gap_closed(own, baseline, reference),
+                "moved": _mean([each.moved for each in seeds.values()]),
+                "figures": {
+                    name: _mean([each.figures[name] for each in seeds.values()])
+                    for name in next(iter(seeds.values())).figures
+                },
+            }
+        )
     return table
 
 
 def gap_closed(
-    values: Mapping[int, float], baseline: Mapping[int, float], reference: Mapping[int, float]
+    values: Mapping[int, float],
+    baseline: Mapping[int, float],
+    reference: Mapping[int, float],
 ) -> float | None:
-    """Share of the gap from baseline to reference that is closed: of the means over the seeds all three have. None
-    where they share none, or where there is no gap: the baseline does not trail, or the interval of its distance has 0
-    in it."""
+    """Share of the gap from baseline to reference that is closed: of the means over the seeds all
+    three have. None where they share none, or where there is no gap: the baseline does not trail,
+    or the interval of its distance has 0 in it.
+    """
     shared = sorted(values.keys() & baseline.keys() & reference.keys())
     if not shared:
         return None
     own, low, high = (fmean(of[seed] for seed in shared) for of in (values, baseline, reference))
     trailing = estimate([baseline[seed] - reference[seed] for seed in shared])
-    return None if low >= high or trailing.high >= 0 else (own - low) / (high - low)  # of one seed `high` is NaN
+    # of one seed `high` is NaN
+    return None if low >= high or trailing.high >= 0 else (own - low) / (high - low)
 
 
 def remarks(cells: Mapping[Cell, Measured]) -> list[str]:
-    """What a reader of the figures should know: metrics that no step has, and runs of unlike machines or versions,
-    which may differ for that alone."""
+    """What a reader of the figures should know: metrics that no step has, and runs of unlike
+    machines or versions, which may differ for that alone.
+    """
     curves = [measured.curves for measured in cells.values() if measured.curves]
     environments = [measured.environment for measured in cells.values() if measured.environment]
     lines = [
@@ -138,14 +166,20 @@ def as_data(cells: Mapping[Cell, Measured]) -> dict[str, Any]:
     return {
         "rows": rows(cells),
         "cells": [
-            {"variant": cell.variant.name, "seed": cell.seed, **dataclasses.asdict(measured)}
+            {
+                "variant": cell.variant.name,
+                "seed": cell.seed,
+                **dataclasses.asdict(measured),
+            }
             for cell, measured in cells.items()
         ],
     }
 
 
 def _of_seeds(seeds: Mapping[int, Measured], name: str) -> dict[int, float]:
-    return {seed: value for seed, each in seeds.items() if (value := getattr(each, name)) is not None}
+    return {
+        seed: value for seed, each in seeds.items() if (value := getattr(each, name)) is not None
+    }
 
 
 def _estimate(values: Sequence[float]) -> dict[str, Any] | None:
@@ -163,7 +197,11 @@ def _mean(values: Sequence[float | None]) -> dict[str, Any] | None:
     present = [value for value in values if value is not None]
     if not present:
         return None
-    return {"mean": fmean(present), "error": _standard_error(present), "count": len(present)}
+    return {
+        "mean": fmean(present),
+        "error": _standard_error(present),
+        "count": len(present),
+    }
 
 
 def _standard_error(values: Sequence[float]) -> float:
@@ -179,7 +217,10 @@ def table(cells: Mapping[Cell, Measured]) -> PlainTable:
     shown = PlainTable(
         *columns,
         figures=[name for name in columns if name != "variant"],
-        title="means over seeds ± standard error [95 % bootstrap interval]; accuracies %, differences in points",
+        title=(
+            "means over seeds ± standard error [95 % bootstrap interval]; accuracies %, differences"
+            " in points"
+        ),
         caption="\n".join(remarks(cells)),
     )
     for line in lines:

@@ -44,7 +44,9 @@ _REMEDIES = {
 
 def _bodies(variants: Any) -> dict[str, Any]:
     if not isinstance(variants, dict) or not variants:
-        raise ValueError(f"{quoted(variants)} must be named options, such as {{plain: {{aligned: false}}}}")
+        raise ValueError(
+            f"{quoted(variants)} must be named options, such as {{plain: {{aligned: false}}}}"
+        )
     bodies = {str(name): {} if body is None else body for name, body in variants.items()}
     for name, body in bodies.items():
         if not isinstance(body, dict):
@@ -55,17 +57,32 @@ def _bodies(variants: Any) -> dict[str, Any]:
 class ComparisonFile(Section):
     """A comparison as its YAML file has it."""
 
-    config: Text | None = Field(default=None, description="configuration of all runs: a YAML file or a shipped name")
+    config: Text | None = Field(
+        default=None,
+        description="configuration of all runs: a YAML file or a shipped name",
+    )
     options: dict[str, Any] = Field(default={}, description="of `qarl train`, for all runs")
-    seeds: tuple[Annotated[int, Field(ge=0, le=LARGEST_SEED)], ...] = Field(default=(0, 1, 2), description="of runs")
+    seeds: tuple[Annotated[int, Field(ge=0, le=LARGEST_SEED)], ...] = Field(
+        default=(0, 1, 2), description="of runs"
+    )
     variants: Annotated[dict[str, dict[str, Any]], BeforeValidator(_bodies)] = Field(
         description="name → options of `qarl train`, or of a quantized run"
     )
-    vary: dict[str, list[Any]] = Field(default={}, description="option → values; variants that do not set it have each")
-    reference: Text | None = Field(default=None, description="variant that others are compared with, or the first")
-    baseline: Text | None = Field(default=None, description="variant whose gap to the reference is to be closed")
-    evaluate: dict[str, Any] = Field(default={}, description="options of `qarl eval`, asked besides the run's own")
-    figures: dict[str, str] = Field(default=DEFAULT_FIGURES, description="column → METRIC mean, first N, last N, …")
+    vary: dict[str, list[Any]] = Field(
+        default={}, description="option → values; variants that do not set it have each"
+    )
+    reference: Text | None = Field(
+        default=None, description="variant that others are compared with, or the first"
+    )
+    baseline: Text | None = Field(
+        default=None, description="variant whose gap to the reference is to be closed"
+    )
+    evaluate: dict[str, Any] = Field(
+        default={}, description="options of `qarl eval`, asked besides the run's own"
+    )
+    figures: dict[str, str] = Field(
+        default=DEFAULT_FIGURES, description="column → METRIC mean, first N, last N, …"
+    )
 
 
 def shipped_comparisons() -> list[str]:
@@ -75,25 +92,31 @@ def shipped_comparisons() -> list[str]:
 
 
 def read_comparison(name: str) -> ComparisonFile:
-    """A YAML file by path, or a shipped one by name. Raises `ConfigError` where there is neither, or it is wrong."""
+    """A YAML file by path, or a shipped one by name. Raises `ConfigError` where there is neither,
+    or it is wrong.
+    """
     path = Path(name)
     if not path.is_file():
         if name not in shipped_comparisons():
             raise ConfigError(
-                f"no comparison file {name!r}, and no shipped one of that name ({', '.join(shipped_comparisons())})"
-                f"{did_you_mean(name, shipped_comparisons())}"
+                f"no comparison file {name!r}, and no shipped one of that name"
+                f" ({', '.join(shipped_comparisons())}){did_you_mean(name, shipped_comparisons())}"
             )
         path = Path(str(files("qarl.configs") / "compare" / f"{name}.yaml"))
     tree = read_yaml(path)
     try:
         return ComparisonFile.model_validate(tree)
     except ValidationError as error:
-        text = validation_messages(error, ComparisonFile.model_fields, lambda loc: ".".join(map(str, loc)))
+        text = validation_messages(
+            error, ComparisonFile.model_fields, lambda loc: ".".join(map(str, loc))
+        )
         raise ConfigError(f"comparison {name}: {text}") from error
 
 
 def varied(vary: Mapping[str, Sequence[str]]) -> ComparisonFile:
-    """A comparison without a file: a variant for each value of the first option, which the others vary."""
+    """A comparison without a file: a variant for each value of the first option, which the others
+    vary.
+    """
     (path, values), *others = vary.items()
     variants = {_word(path, text): {path: text} for text in values}
     return ComparisonFile(variants=variants, vary={name: list(of) for name, of in others})
@@ -108,24 +131,37 @@ def make_comparison(
     seeds: Sequence[int] = (),
     config: str | None = None,
 ) -> Comparison:
-    """What a file and a command's options come to. options: dotted path → text, before the file's and after none but a
-    variant's own. variants: names of those that are wanted; none stands for all. Raises `ConfigError`."""
+    """What a file and a command's options come to. options: dotted path → text, before the file's
+    and after none but a variant's own. variants: names of those that are wanted; none stands for
+    all. Raises `ConfigError`.
+    """
     bodies = {name: option_texts(file.variants[name]) for name in _chosen(file, variants)}
-    of_file = {FLAGS.get(name, name): [as_text(value) for value in values] for name, values in file.vary.items()}
+    of_file = {
+        FLAGS.get(name, name): [as_text(value) for value in values]
+        for name, values in file.vary.items()
+    }
     vary = {**of_file, **(vary or {})}
     shared = option_texts(file.options) | dict(options)
     for path in (*shared, *vary, *itertools.chain(*bodies.values())):
         if path in _REMEDIES:
             raise ConfigError(f"{path} is chosen by the comparison: {_REMEDIES[path]}")
-    for path, text in {**options, **{path: ",".join(values) for path, values in vary.items()}}.items():
+    for path, text in {
+        **options,
+        **{path: ",".join(values) for path, values in vary.items()},
+    }.items():
         if all(path in body for body in bodies.values()):
-            raise ConfigError(f"--{path} {text}: every variant sets {path} itself ({', '.join(bodies)}); leave it out")
+            raise ConfigError(
+                f"--{path} {text}: every variant sets {path} itself ({', '.join(bodies)}); leave"
+                " it out"
+            )
     comparison = Comparison(
         output=output,
         config=config or file.config,
         options=shared,
         seeds=tuple(dict.fromkeys(seeds or file.seeds)),
-        variants=tuple(_expanded(bodies, vary, file.reference or next(iter(bodies)), file.baseline)),
+        variants=tuple(
+            _expanded(bodies, vary, file.reference or next(iter(bodies)), file.baseline)
+        ),
         evaluate=_evaluation(file.evaluate),
         figures={name: Figure.parse(name, text) for name, text in file.figures.items()},
     )
@@ -135,7 +171,9 @@ def make_comparison(
 
 
 def option_texts(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Options of a mapping, by dotted path, as a command line has them. Keys: short flags, dotted paths, sections."""
+    """Options of a mapping, by dotted path, as a command line has them. Keys: short flags, dotted
+    paths, sections.
+    """
     fields, texts = field_paths(), {}
     for key, value in tree.items():
         path = f"{prefix}{key}"
@@ -145,7 +183,9 @@ def option_texts(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
             inner = {FLAGS.get(path, path): as_text(value)}
         for name, text in inner.items():
             if name in texts:
-                raise ConfigError(f"option {name} is given twice, with {texts[name]!r} and {text!r}; give it once")
+                raise ConfigError(
+                    f"option {name} is given twice, with {texts[name]!r} and {text!r}; give it once"
+                )
             texts[name] = text
     return texts
 
@@ -155,13 +195,17 @@ def _chosen(file: ComparisonFile, variants: Sequence[str]) -> list[str]:
     for name in (*variants, *filter(None, (file.reference, file.baseline))):
         if name not in file.variants:
             raise ConfigError(
-                f"variant {name!r} must be one of {', '.join(file.variants)}{did_you_mean(name, file.variants)}"
+                f"variant {name!r} must be one of"
+                f" {', '.join(file.variants)}{did_you_mean(name, file.variants)}"
             )
     return [name for name in file.variants if not variants or name in variants]
 
 
 def _expanded(
-    bodies: Mapping[str, dict[str, str]], vary: Mapping[str, Sequence[str]], reference: str, baseline: str | None
+    bodies: Mapping[str, dict[str, str]],
+    vary: Mapping[str, Sequence[str]],
+    reference: str,
+    baseline: str | None,
 ) -> Iterator[Variant]:
     """Variants, each that does not set a varied option as one for each of its values."""
     names: dict[tuple[str, frozenset[tuple[str, str]]], str] = {}
@@ -169,37 +213,71 @@ def _expanded(
         free = [path for path in vary if path not in body]
         for values in itertools.product(*(vary[path] for path in free)):
             pairs = tuple(zip(free, values, strict=True))
-            name = re.sub(r"[^\w.+-]+", "_", "-".join([base, *(_word(path, text) for path, text in pairs)]))
+            name = re.sub(
+                r"[^\w.+-]+",
+                "_",
+                "-".join([base, *(_word(path, text) for path, text in pairs)]),
+            )
             if name in names.values():
-                raise ConfigError(f"two variants would be called {name!r}, which is their folder's name; rename one")
+                raise ConfigError(
+                    f"two variants would be called {name!r}, which is their folder's name;"
+                    " rename one"
+                )
             names[base, frozenset(pairs)] = name
 
     def partner(base: str | None, pairs: frozenset[tuple[str, str]]) -> str | None:
-        """The variant that `base` became for these values, as far as it does not set them itself."""
-        return next((name for (other, its), name in names.items() if other == base and its <= pairs), None)
+        """The variant that `base` became for these values, as far as it does not set them
+        itself.
+        """
+        return next(
+            (name for (other, its), name in names.items() if other == base and its <= pairs),
+            None,
+        )
 
     for (base, pairs), name in names.items():
         body = bodies[base]
-        quantized = _quantized(base, body, partner(body.get("of"), pairs), bodies) if "ptq" in body else None
-        options = {"scheme": body["scheme"]} if quantized and "scheme" in body else {} if quantized else body
-        compared = {"reference": partner(reference, pairs), "baseline": partner(baseline, pairs)}
+        quantized = (
+            _quantized(base, body, partner(body.get("of"), pairs), bodies)
+            if "ptq" in body
+            else None
+        )
+        options = (
+            {"scheme": body["scheme"]}
+            if quantized and "scheme" in body
+            else {}
+            if quantized
+            else body
+        )
+        compared = {
+            "reference": partner(reference, pairs),
+            "baseline": partner(baseline, pairs),
+        }
         others = {role: other for role, other in compared.items() if other != name}
         yield Variant(name=name, options={**options, **dict(pairs)}, quantized=quantized, **others)
 
 
 def _quantized(
-    name: str, body: Mapping[str, str], source: str | None, bodies: Mapping[str, Mapping[str, str]]
+    name: str,
+    body: Mapping[str, str],
+    source: str | None,
+    bodies: Mapping[str, Mapping[str, str]],
 ) -> Quantized:
     strange = [path for path in body if path not in _QUANTIZED]
     if strange:
         raise ConfigError(
-            f"variant {name!r} sets {strange[0]}, but it is quantized after training: it takes {', '.join(_QUANTIZED)}"
+            f"variant {name!r} sets {strange[0]}, but it is quantized after training: it takes"
+            f" {', '.join(_QUANTIZED)}"
         )
     if source is None or "ptq" in bodies[body["of"]]:
-        raise ConfigError(f"variant {name!r}: of {body.get('of')!r} must be a variant that is trained and compared too")
+        raise ConfigError(
+            f"variant {name!r}: of {body.get('of')!r} must be a variant that is trained and"
+            " compared too"
+        )
     calibration = body.get("calibration")
     if calibration is not None and not calibration.isdecimal():
-        raise ConfigError(f"variant {name!r}: calibration {calibration!r} must be a number of sequences")
+        raise ConfigError(
+            f"variant {name!r}: calibration {calibration!r} must be a number of sequences"
+        )
     return Quantized(source, body["ptq"], None if calibration is None else int(calibration))
 
 
@@ -209,9 +287,14 @@ def _evaluation(options: Mapping[str, Any]) -> dict[str, str]:
         names = SUITES if name == "suite" else EVALUATION
         word = str(value) if name == "suite" else name
         if word not in names:
-            raise ConfigError(f"evaluate: {word!r} must be one of {', '.join(names)}{did_you_mean(word, names)}")
+            raise ConfigError(
+                f"evaluate: {word!r} must be one of {', '.join(names)}{did_you_mean(word, names)}"
+            )
     texts = as_texts(options)
-    overridden({}, {f"eval.{name}": text for name, text in texts.items() if name not in ("suite", "data")})
+    overridden(
+        {},
+        {f"eval.{name}": text for name, text in texts.items() if name not in ("suite", "data")},
+    )
     return texts
 
 

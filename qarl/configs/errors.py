@@ -1,5 +1,6 @@
-"""Errors whose message says all a person needs: the value, what is allowed, the remedy. Imports nothing heavy, so that
-naming an error costs nothing."""
+"""Errors whose message says all a person needs: the value, what is allowed, the remedy. Imports
+nothing heavy, so that naming an error costs nothing.
+"""
 
 import errno
 import os
@@ -9,10 +10,12 @@ _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 class QarlError(Exception):
-    """Base of every error a person can cause or mend; shown as `heading: message`, without a traceback.
+    """Base of every error a person can cause or mend; shown as `heading: message`, without a
+    traceback.
 
-    heading: what kind it is, in a word or two. exit_status: of the command, 2 for unusable input, 1 for a run that
-    failed. A subclass names those that are not its base's: `class ModelError(InputError, heading="model")`.
+    heading: what kind it is, in a word or two. exit_status: of the command, 2 for unusable input, 1
+    for a run that failed. A subclass names those that are not its base's: `class
+    ModelError(InputError, heading="model")`.
     """
 
     heading: ClassVar[str] = "error"
@@ -36,7 +39,9 @@ class SchemeError(InputError, heading="scheme"):
 
 
 class ModelError(InputError, heading="model"):
-    """A model that is missing, incomplete, already quantized, or of a kind that cannot be trained."""
+    """A model that is missing, incomplete, already quantized, or of a kind that cannot be
+    trained.
+    """
 
 
 class GraphError(InputError, heading="operators"):
@@ -67,15 +72,16 @@ def install_error(error: BaseException) -> InstallError | None:
     while cause.__cause__ is not None:
         cause = cause.__cause__
     return InstallError(
-        f"{cause}: packages here do not fit one another. In an empty environment pip install 'qarl[cpu]' "
-        "--extra-index-url https://download.pytorch.org/whl/cpu, or 'qarl[cuda]'; torchvision, torchaudio, "
-        "torchcodec are not needed"
+        f"{cause}: packages here do not fit one another. In an empty environment pip install"
+        " 'qarl[cpu]' --extra-index-url https://download.pytorch.org/whl/cpu, or 'qarl[cuda]';"
+        " torchvision, torchaudio, torchcodec are not needed"
     )
 
 
 def disk_error(error: BaseException) -> DiskError | None:
-    """An error that a full disk, or one that is not for this user to write, caused, in words; None for others.
-    Libraries written in Rust raise their own, with the system's number in the text."""
+    """An error that a full disk, or one that is not for this user to write, caused, in words; None
+    for others. Libraries written in Rust raise their own, with the system's number in the text.
+    """
     number = error.errno if isinstance(error, OSError) else None
     number = number or next((each for each in _DISK if f"(os error {each})" in str(error)), None)
     if number not in _DISK:
@@ -83,6 +89,7 @@ def disk_error(error: BaseException) -> DiskError | None:
     file = getattr(error, "filename", None)
     where = f" at {str(file)!r}" if file else ""
     return DiskError(
-        f"cannot write or open{where}: {os.strerror(number)}; make room or give permission there, or name another "
-        "place. Checkpoints that were written stay; a run that has one goes on with --resume RUN"
+        f"cannot write or open{where}: {os.strerror(number)}; make room or give permission there,"
+        " or name another place. Checkpoints that were written stay; a run that has one goes on"
+        " with --resume RUN"
     )

@@ -9,8 +9,10 @@ from pathlib import Path
 
 @contextmanager
 def written_aside(target: Path) -> Iterator[Path]:
-    """A path beside `target`, to write a file or a folder at. It takes `target`'s name when the block ends, and is
-    removed where the block raises; what a process that died left there is removed first."""
+    """A path beside `target`, to write a file or a folder at. It takes `target`'s name when the
+    block ends, and is removed where the block raises; what a process that died left there is
+    removed first.
+    """
     building = target.with_name(f"{target.name}.part")
     _remove(building)
     try:

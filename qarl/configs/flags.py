@@ -1,36 +1,81 @@
-"""Short flags of the command line for the common fields; every field has its dotted name as well."""
+"""Short flags of the command line for the common fields; every field has its dotted name as
+well.
+"""
 
 FLAGS = {
-    "model": "model", "scheme": "scheme", "scale": "quantization.scale", "init": "quantization.init",
-    "layers": "layers", "dtype": "dtype", "task": "task.name", "steps": "steps",
-    "seed": "seed", "output": "output", "lr": "learner.optimizer.lr", "optimizer": "learner.optimizer.name",
-    "objective": "learner.objective.name", "aligned": "learner.aligned", "kernel": "learner.kernel",
-    "master-dtype": "learner.master_dtype", "mini-batches": "learner.mini_batches", "prompts": "rollout.prompts",
-    "samples": "rollout.samples", "max-new-tokens": "rollout.max_new_tokens", "reward": "task.reward",
-    "eval-every": "eval.every", "checkpoint-every": "checkpoint.every", "record": "record",
+    "model": "model",
+    "scheme": "scheme",
+    "scale": "quantization.scale",
+    "init": "quantization.init",
+    "layers": "layers",
+    "dtype": "dtype",
+    "task": "task.name",
+    "steps": "steps",
+    "seed": "seed",
+    "output": "output",
+    "lr": "learner.optimizer.lr",
+    "optimizer": "learner.optimizer.name",
+    "objective": "learner.objective.name",
+    "aligned": "learner.aligned",
+    "kernel": "learner.kernel",
+    "master-dtype": "learner.master_dtype",
+    "mini-batches": "learner.mini_batches",
+    "prompts": "rollout.prompts",
+    "samples": "rollout.samples",
+    "max-new-tokens": "rollout.max_new_tokens",
+    "reward": "task.reward",
+    "eval-every": "eval.every",
+    "checkpoint-every": "checkpoint.every",
+    "record": "record",
     "from-rollouts": "from_rollouts",
-}  # fmt: skip
+}
 """Flag → the dotted path of its field."""
 
 ELSEWHERE = {
-    "batch-size": "rollout.prompts", "beta": "learner.kl.coefficient", "bf16": "dtype", "dataset": "task.name",
-    "deepspeed": "learner.zero_stage", "epsilon": "learner.objective.clip_low", "eval-steps": "eval.every",
-    "fp16": "dtype", "generation-batch-size": "rollout.prompts", "importance-sampling-level": "learner.objective.name",
-    "kl-coef": "learner.kl.coefficient", "learning-rate": "learner.optimizer.lr",
-    "logging-steps": "every step is logged", "lora-r": "learner.lora.rank",
+    "batch-size": "rollout.prompts",
+    "beta": "learner.kl.coefficient",
+    "bf16": "dtype",
+    "dataset": "task.name",
+    "deepspeed": "learner.zero_stage",
+    "epsilon": "learner.objective.clip_low",
+    "eval-steps": "eval.every",
+    "fp16": "dtype",
+    "generation-batch-size": "rollout.prompts",
+    "importance-sampling-level": "learner.objective.name",
+    "kl-coef": "learner.kl.coefficient",
+    "learning-rate": "learner.optimizer.lr",
+    "logging-steps": "every step is logged",
+    "lora-r": "learner.lora.rank",
     "lora-target-modules": "learner.lora.targets",
-    "loss-type": "learner.objective.name", "lr-scheduler-type": "learner.optimizer.decay_steps",
-    "max-completion-length": "rollout.max_new_tokens", "max-grad-norm": "learner.optimizer.grad_clip",
-    "max-prompt-length": "rollout.max_prompt_tokens", "max-steps": "steps", "model-name-or-path": "model",
-    "num-generations": "rollout.samples", "num-iterations": "learner.mini_batches", "num-train-epochs": "steps",
-    "output-dir": "output", "per-device-train-batch-size": "rollout.prompts",
-    "processes": "it is one of qarl train and qarl plan", "report-to": "log",
-    "ref-model": "learner.kl.name", "reward-funcs": "task.reward", "run-name": "output",
-    "save-steps": "checkpoint.every", "scale-rewards": "learner.advantage", "temperature": "rollout.temperature",
-    "train-dataset": "task.name", "use-peft": "learner.lora.name", "use-vllm": "vLLM always samples",
-    "warmup-ratio": "learner.optimizer.warmup_steps", "warmup-steps": "learner.optimizer.warmup_steps",
-}  # fmt: skip
-"""What other trainers call a field, dashed → its dotted path, or in words why there is none; for suggestions alone."""
+    "loss-type": "learner.objective.name",
+    "lr-scheduler-type": "learner.optimizer.decay_steps",
+    "max-completion-length": "rollout.max_new_tokens",
+    "max-grad-norm": "learner.optimizer.grad_clip",
+    "max-prompt-length": "rollout.max_prompt_tokens",
+    "max-steps": "steps",
+    "model-name-or-path": "model",
+    "num-generations": "rollout.samples",
+    "num-iterations": "learner.mini_batches",
+    "num-train-epochs": "steps",
+    "output-dir": "output",
+    "per-device-train-batch-size": "rollout.prompts",
+    "processes": "it is one of qarl train and qarl plan",
+    "report-to": "log",
+    "ref-model": "learner.kl.name",
+    "reward-funcs": "task.reward",
+    "run-name": "output",
+    "save-steps": "checkpoint.every",
+    "scale-rewards": "learner.advantage",
+    "temperature": "rollout.temperature",
+    "train-dataset": "task.name",
+    "use-peft": "learner.lora.name",
+    "use-vllm": "vLLM always samples",
+    "warmup-ratio": "learner.optimizer.warmup_steps",
+    "warmup-steps": "learner.optimizer.warmup_steps",
+}
+"""What other trainers call a field, dashed → its dotted path, or in words why there is none; for
+suggestions alone.
+"""
 
 
 def flag_of(path: str) -> str:
@@ -39,5 +84,7 @@ def flag_of(path: str) -> str:
 
 
 def shown(path: str) -> str:
-    """A field as a person would write it: "learner.optimizer.lr (--lr)", or its path where it has no short flag."""
+    """A field as a person would write it: "learner.optimizer.lr (--lr)", or its path where it has
+    no short flag.
+    """
     return path if (flag := flag_of(path)) == path else f"{path} (--{flag})"

@@ -1,4 +1,6 @@
-"""From YAML files and dotted overrides to a `RunConfig`: shipped files, unknown keys, nearest names."""
+"""From YAML files and dotted overrides to a `RunConfig`: shipped files, unknown keys, nearest
+names.
+"""
 
 import difflib
 import os
@@ -13,7 +15,14 @@ from pydantic import ValidationError
 
 from qarl.configs.errors import ConfigError
 from qarl.configs.flags import ELSEWHERE, FLAGS, flag_of
-from qarl.configs.schema.base import Choice, PathText, Section, Text, alternatives, at_home
+from qarl.configs.schema.base import (
+    Choice,
+    PathText,
+    Section,
+    Text,
+    alternatives,
+    at_home,
+)
 from qarl.configs.schema.objectives import TbpoConfig
 from qarl.configs.schema.run import RunConfig
 from qarl.configs.validation_messages import validation_messages
@@ -30,24 +39,34 @@ _LIKELIEST = ("top_p", "top_k", "min_p")
 
 
 def shipped_names() -> list[str]:
-    """Names of the shipped YAML files: "tiny-qwen3", "paper/qwen3-8b-base", "recipes/qwen3-4b-80gb", …"""
-    folders = {"": files("qarl.configs")} | {f"{name}/": files("qarl.configs") / name for name in ("paper", "recipes")}
-    names = [f"{prefix}{file.name}" for prefix, folder in folders.items() for file in folder.iterdir()]
+    """Names of the shipped YAML files: "tiny-qwen3", "paper/qwen3-8b-base",
+    "recipes/qwen3-4b-80gb", …
+    """
+    folders = {"": files("qarl.configs")} | {
+        f"{name}/": files("qarl.configs") / name for name in ("paper", "recipes")
+    }
+    names = [
+        f"{prefix}{file.name}" for prefix, folder in folders.items() for file in folder.iterdir()
+    ]
     return sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml"))
 
 
 def config_file(name: str) -> Path:
-    """A YAML file by path, or a shipped one by name. Raises `ConfigError` where there is neither."""
+    """A YAML file by path, or a shipped one by name. Raises `ConfigError` where there is
+    neither.
+    """
     name = at_home(name)
     if Path(name).is_file():
         return Path(name)
     if name in shipped_names():
         return Path(str(files("qarl.configs") / f"{name}.yaml"))
     if Path(name).is_dir():
-        raise ConfigError(f"configuration {name!r} is a folder; give a YAML file in it (config.yaml in a run's)")
+        raise ConfigError(
+            f"configuration {name!r} is a folder; give a YAML file in it (config.yaml in a run's)"
+        )
     raise ConfigError(
-        f"no configuration file {name!r}, and no shipped one of that name ({', '.join(shipped_names())})"
-        f"{did_you_mean(name, shipped_names())}"
+        f"no configuration file {name!r}, and no shipped one of that name"
+        f" ({', '.join(shipped_names())}){did_you_mean(name, shipped_names())}"
     )
 
 
@@ -57,8 +76,9 @@ def is_embedded(name: str) -> bool:
 
 
 def default_config(model: str | None) -> Path:
-    """Return the file that a run without --config starts from: an embedded model's own, else the paper's settings, of
-    the model of that name where the paper has it."""
+    """Return the file that a run without --config starts from: an embedded model's own, else the
+    paper's settings, of the model of that name where the paper has it.
+    """
     if model is None:
         return config_file("tiny-qwen3")
     if is_embedded(model):
@@ -68,7 +88,9 @@ def default_config(model: str | None) -> Path:
 
 
 def field_paths(section: type[Section] = RunConfig, prefix: str = "") -> dict[str, Any]:
-    """Every leaf field by dotted path → its pydantic `FieldInfo`; of a choice, the first alternative's that has it."""
+    """Every leaf field by dotted path → its pydantic `FieldInfo`; of a choice, the first
+    alternative's that has it.
+    """
     paths: dict[str, Any] = {}
     for name, info in section.model_fields.items():
         inner = alternatives(info.annotation)
@@ -86,7 +108,9 @@ def is_option(path: str) -> bool:
     return path in known or (parent in known and known[parent].annotation == dict[str, Any])
 
 
-def sections(section: type[Section] = RunConfig, prefix: str = "") -> dict[str, tuple[type[Section], ...]]:
+def sections(
+    section: type[Section] = RunConfig, prefix: str = ""
+) -> dict[str, tuple[type[Section], ...]]:
     """Dotted path → the section's class, or the alternatives of one that is chosen by its name."""
     inner: dict[str, tuple[type[Section], ...]] = {}
     for name, info in section.model_fields.items():
@@ -99,17 +123,22 @@ def sections(section: type[Section] = RunConfig, prefix: str = "") -> dict[str, 
 
 def choice_sections() -> dict[str, tuple[type[Choice], ...]]:
     """Sections with a deciding `name`, by dotted path → their alternatives."""
-    chosen = {path: tuple(part for part in parts if issubclass(part, Choice)) for path, parts in sections().items()}
+    chosen = {
+        path: tuple(part for part in parts if issubclass(part, Choice))
+        for path, parts in sections().items()
+    }
     return {path: parts for path, parts in chosen.items() if parts}
 
 
 def load_config(file: Path | None, overrides: dict[str, str]) -> RunConfig:
-    """The resolved configuration: defaults, then the YAML file, then dotted overrides (YAML-typed values).
+    """The resolved configuration: defaults, then the YAML file, then dotted overrides (YAML-typed
+    values).
 
-    An override that names another objective (correction, aggregation, KL penalty) than the file starts from that one's
-    defaults: the file's options were for the other, and so were its correction and aggregation for another objective.
-    So does one that names another task. Raises `ConfigError` for an unreadable file, an unknown key (with the nearest),
-    or a value out of range.
+    An override that names another objective (correction, aggregation, KL penalty) than the file
+    starts from that one's defaults: the file's options were for the other, and so were its
+    correction and aggregation for another objective. So does one that names another task. Raises
+    `ConfigError` for an unreadable file, an unknown key (with the nearest), or a value out of
+    range.
     """
     tree = read_yaml(file) if file else {}
     refuse_unknown(tree, str(file))
@@ -118,7 +147,10 @@ def load_config(file: Path | None, overrides: dict[str, str]) -> RunConfig:
 
 def chosen_config(name: str | None, overrides: dict[str, str]) -> RunConfig:
     """The configuration of that file or shipped name, or the default's, with its overrides."""
-    return load_config(default_config(overrides.get("model")) if name is None else config_file(name), overrides)
+    return load_config(
+        default_config(overrides.get("model")) if name is None else config_file(name),
+        overrides,
+    )
 
 
 def overridden(tree: dict[str, Any], overrides: Mapping[str, str]) -> RunConfig:
@@ -129,7 +161,9 @@ def overridden(tree: dict[str, Any], overrides: Mapping[str, str]) -> RunConfig:
         raise ConfigError("; ".join(_unknown_option(path, known) for path in unknown))
     chosen = {path: _parse(path, text, known) for path, text in overrides.items()}
     if _names_another_objective(tree, chosen.get("learner.objective.name")):
-        tree["learner"] = {k: v for k, v in tree["learner"].items() if k not in ("correction", "aggregation")}
+        tree["learner"] = {
+            k: v for k, v in tree["learner"].items() if k not in ("correction", "aggregation")
+        }
     for section in choice_sections():
         _forget_unchosen(tree, section, chosen.get(f"{section}.name"))
     _forget_unchosen(tree, "task", chosen.get("task.name"))
@@ -154,12 +188,17 @@ def written_fields(file: Path) -> list[str]:
 def refuse_unknown(tree: dict[str, Any], source: str) -> None:
     """Raise `ConfigError` for a key that is no field, with the nearest that is."""
     known = field_paths()
-    unknown = [path for path in _leaf_paths(tree, known) if path not in known or not _is_nested(tree, path)]
+    unknown = [
+        path for path in _leaf_paths(tree, known) if path not in known or not _is_nested(tree, path)
+    ]
     for path in unknown:
         _refuse_likeliest(path)
     if unknown:
         listing = "`qarl train --help-all` lists the keys"
-        words = (f"unknown key {path!r} in {source}{_suggestion(path, _as_key, listing)}" for path in unknown)
+        words = (
+            f"unknown key {path!r} in {source}{_suggestion(path, _as_key, listing)}"
+            for path in unknown
+        )
         raise ConfigError("; ".join(words))
 
 
@@ -176,14 +215,16 @@ def _refuse_likeliest(path: str) -> None:
     section, _, leaf = path.rpartition(".")
     if section in ("rollout", "") and leaf in _LIKELIEST:
         raise ConfigError(
-            f"{path}: a policy is trained on completions of its whole distribution. The learner's log-probs are of all "
-            "tokens, and ratios to a sampler that leaves some out would be wrong; leave it out (evaluation has "
-            f"eval.{leaf}), or lower rollout.temperature"
+            f"{path}: a policy is trained on completions of its whole distribution. The learner's"
+            " log-probs are of all tokens, and ratios to a sampler that leaves some out would be"
+            f" wrong; leave it out (evaluation has eval.{leaf}), or lower rollout.temperature"
         )
 
 
 def _field_of(location: tuple[str | int, ...]) -> str:
-    """The dotted path of a pydantic error's location, which also holds the name chosen for a section."""
+    """The dotted path of a pydantic error's location, which also holds the name chosen for a
+    section.
+    """
     parts: list[str] = []
     for part in map(str, location):
         alternatives_here = choice_sections().get(".".join(parts), ())
@@ -195,11 +236,16 @@ def _field_of(location: tuple[str | int, ...]) -> str:
 def _names_another_objective(tree: dict[str, Any], name: Any) -> bool:
     learner = tree.get("learner")
     written = learner.get("objective", {}) if isinstance(learner, dict) else None
-    return isinstance(written, dict) and name not in (None, written.get("name", TbpoConfig().name))
+    return isinstance(written, dict) and name not in (
+        None,
+        written.get("name", TbpoConfig().name),
+    )
 
 
 def _forget_unchosen(tree: dict[str, Any], section: str, name: Any) -> None:
-    """Empty a section of the file that was for another `name` than the chosen one; a file's name is its path."""
+    """Empty a section of the file that was for another `name` than the chosen one; a file's name is
+    its path.
+    """
     *parents, leaf = section.split(".")
     for key in parents:
         tree = tree.get(key) or {}
@@ -212,7 +258,9 @@ def _forget_unchosen(tree: dict[str, Any], section: str, name: Any) -> None:
 
 
 def _leaf_paths(tree: dict[str, Any], known: dict[str, Any], prefix: str = "") -> list[str]:
-    """Dotted paths of a tree's values; a section that holds no mapping is left to the schema, which says so."""
+    """Dotted paths of a tree's values; a section that holds no mapping is left to the schema, which
+    says so.
+    """
     paths: list[str] = []
     for key, value in tree.items():
         path = f"{prefix}{key}"
@@ -228,7 +276,10 @@ def _unknown_option(path: str, known: dict[str, Any]) -> str:
     if inside:
         return f"option --{path} is a section; give one of its fields, such as --{inside[0]}"
     _refuse_likeliest(path)
-    return f"unknown option --{path}{_suggestion(path, _as_option, '`qarl train --help` lists the options')}"
+    return (
+        "unknown option"
+        f" --{path}{_suggestion(path, _as_option, '`qarl train --help` lists the options')}"
+    )
 
 
 def _as_option(path: str) -> str:
@@ -242,7 +293,9 @@ def _as_key(path: str) -> str:
 
 
 def _suggestion(name: str, written: Callable[[str], str], listing: str) -> str:
-    """What follows a name of no field: the nearest field as `written` has it, or why there is none, or `listing`."""
+    """What follows a name of no field: the nearest field as `written` has it, or why there is none,
+    or `listing`.
+    """
     known = field_paths()
     leaf = name.rpartition(".")[2]
     elsewhere = ELSEWHERE | FLAGS
@@ -260,7 +313,9 @@ def _suggestion(name: str, written: Callable[[str], str], listing: str) -> str:
 
 
 def set_field(tree: dict[str, Any], path: str, value: Any) -> None:
-    """Write a field of nested dictionaries, by dotted path; sections on the way are made where they are missing."""
+    """Write a field of nested dictionaries, by dotted path; sections on the way are made where they
+    are missing.
+    """
     *parents, leaf = path.split(".")
     for key in parents:
         if not isinstance(tree.get(key, {}), dict):
@@ -270,16 +325,20 @@ def set_field(tree: dict[str, Any], path: str, value: Any) -> None:
 
 
 def _parse(path: str, text: str, known: dict[str, Any]) -> Any:
-    """The value of an override. A text field takes text as it is, and "null" where it may be left open.
+    """The value of an override. A text field takes text as it is, and "null" where it may be left
+    open.
 
-    Patterns over layer names in their short form are no YAML (`*` begins an alias there) and pass as text, and so does
-    a text that ends a completion (`#` begins a comment).
+    Patterns over layer names in their short form are no YAML (`*` begins an alias there) and pass
+    as text, and so does a text that ends a completion (`#` begins a comment).
     """
     annotation = known[path].annotation if path in known else Any
-    maybe = get_origin(annotation) is not tuple and any(kind in get_args(annotation) for kind in (Text, PathText))
+    maybe = get_origin(annotation) is not tuple and any(
+        kind in get_args(annotation) for kind in (Text, PathText)
+    )
     if annotation in (str, Text) or (maybe and text != "null"):
         return text
-    is_list = path != "rollout.stop" or re.search(r"[,'\"]|\[\]", text)  # [INST] is a text, ['[INST]'] a list
+    # [INST] is a text, ['[INST]'] a list
+    is_list = path != "rollout.stop" or re.search(r"[,'\"]|\[\]", text)
     if path in _PATTERNS and not (text.lstrip().startswith("[") and is_list):
         return text
     if not text.strip():
@@ -289,5 +348,6 @@ def _parse(path: str, text: str, known: dict[str, Any]) -> Any:
     except yaml.YAMLError as error:
         problem = getattr(error, "problem", None) or "it is no YAML value"
         raise ConfigError(
-            f"option --{path} {text!r} cannot be read ({problem}); give a plain value, or a list as '[A, B]'"
+            f"option --{path} {text!r} cannot be read ({problem}); give a plain value, or a list as"
+            " '[A, B]'"
         ) from error

@@ -1,7 +1,8 @@
-"""The schemes, a line each: bits, which values share a scale, how codes are stored. The one place that says so.
+"""The schemes, a line each: bits, which values share a scale, how codes are stored. The one place
+that says so.
 
-Imports nothing heavy, so that a name is checked and a plan counts bytes before torch is imported; `quant.schemes` makes
-of each line what is quantized by.
+Imports nothing heavy, so that a name is checked and a plan counts bytes before torch is imported;
+`quant.schemes` makes of each line what is quantized by.
 
 Axes: O output rows, I input columns.
 """
@@ -22,9 +23,10 @@ _SHAPE, _GLOBAL = 16, 4
 class Codes:
     """What stands for the values of a weight or an activation.
 
-    kind, bits: "int", or "float": e4m3 in 8 bits, e2m1 in 4. columns: that share a scale; None: a whole row, of an
-    activation a token's. rows: that share it with them. scale: in the compute dtype ("compute"), in e4m3 under one fp32
-    scale a tensor ("e4m3", NVFP4), or a power of two ("power", MXFP4). symmetric: without a zero point.
+    kind, bits: "int", or "float": e4m3 in 8 bits, e2m1 in 4. columns: that share a scale; None: a
+    whole row, of an activation a token's. rows: that share it with them. scale: in the compute
+    dtype ("compute"), in e4m3 under one fp32 scale a tensor ("e4m3", NVFP4), or a power of two
+    ("power", MXFP4). symmetric: without a zero point.
     """
 
     kind: Literal["int", "float"]
@@ -37,8 +39,9 @@ class Codes:
 
 @dataclass(frozen=True)
 class SchemeSpec:
-    """One scheme. weights, activations: None where they stay in the compute dtype. format: of codes in a checkpoint, by
-    compressed-tensors' name."""
+    """One scheme. weights, activations: None where they stay in the compute dtype. format: of codes
+    in a checkpoint, by compressed-tensors' name.
+    """
 
     name: str
     weights: Codes | None = None
@@ -46,7 +49,9 @@ class SchemeSpec:
     format: str = "pack-quantized"
 
     def weight_bytes(self, shape: tuple[int, int], itemsize: int) -> int:
-        """Bytes of a stored matrix of `shape` (O, I) with its scales. itemsize: of the compute dtype."""
+        """Bytes of a stored matrix of `shape` (O, I) with its scales. itemsize: of the compute
+        dtype.
+        """
         (rows, columns), codes = shape, self.weights
         if codes is None:
             return rows * columns * itemsize
@@ -55,7 +60,11 @@ class SchemeSpec:
         besides = _SHAPE if self.format == "pack-quantized" else 0
         if codes.scale == "e4m3":
             besides = _GLOBAL if self.activations is None else 2 * _GLOBAL
-        return rows * columns * bits // 8 + scales * (itemsize if codes.scale == "compute" else 1) + besides
+        return (
+            rows * columns * bits // 8
+            + scales * (itemsize if codes.scale == "compute" else 1)
+            + besides
+        )
 
     def fits(self, shape: tuple[int, int]) -> bool:
         """Whether a matrix of `shape` (O, I) comes to whole groups, blocks and int32s of codes."""
@@ -71,10 +80,14 @@ class SchemeSpec:
 
 
 _INT4, _INT8, _FP8 = Codes("int", 4, columns=128), Codes("int", 8), Codes("float", 8)
-_FP8_BLOCK, _FP8_GROUP = Codes("float", 8, columns=128, rows=128), Codes("float", 8, columns=128)
+_FP8_BLOCK, _FP8_GROUP = (
+    Codes("float", 8, columns=128, rows=128),
+    Codes("float", 8, columns=128),
+)
 _NVFP4 = Codes("float", 4, columns=16, scale="e4m3")
 
-# Formats are those compressed-tensors infers for a scheme, but for w4afp8, which vLLM reads packed only.
+# Formats are those compressed-tensors infers for a scheme, but for w4afp8, which vLLM reads packed
+# only.
 SCHEME_SPECS: dict[str, SchemeSpec] = {
     spec.name: spec
     for spec in (
@@ -92,7 +105,12 @@ SCHEME_SPECS: dict[str, SchemeSpec] = {
         SchemeSpec("fp8-block", _FP8_BLOCK, _FP8_GROUP, "float-quantized"),
         SchemeSpec("nvfp4a16", _NVFP4, None, "nvfp4-pack-quantized"),
         SchemeSpec("nvfp4", _NVFP4, _NVFP4, "nvfp4-pack-quantized"),
-        SchemeSpec("mxfp4a16", Codes("float", 4, columns=32, scale="power"), None, "mxfp4-pack-quantized"),
+        SchemeSpec(
+            "mxfp4a16",
+            Codes("float", 4, columns=32, scale="power"),
+            None,
+            "mxfp4-pack-quantized",
+        ),
     )
 }
 SCHEME_NAMES = tuple(SCHEME_SPECS)

@@ -10,6 +10,7 @@ def stable_hash(*parts: object) -> int:
 
 
 def step_seed(seed: int, step: int, attempt: int = 0) -> int:
-    """The seed of a step's completions and mini-batches. seed: the run's. attempt: which round of prompts it is, where
-    `rollout.dynamic_sampling` asks for more."""
+    """The seed of a step's completions and mini-batches. seed: the run's. attempt: which round of
+    prompts it is, where `rollout.dynamic_sampling` asks for more.
+    """
     return stable_hash("step", seed, step, *([attempt] if attempt else [])) >> 1

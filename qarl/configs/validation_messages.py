@@ -1,4 +1,6 @@
-"""A refused configuration in one message: each wrong field with its value, what is allowed, and the nearest word."""
+"""A refused configuration in one message: each wrong field with its value, what is allowed, and the
+nearest word.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,7 +13,9 @@ from qarl.configs.words import did_you_mean, literals, quoted
 
 
 def validation_messages(
-    error: ValidationError, leaves: Mapping[str, FieldInfo], path_of: Callable[[tuple[Any, ...]], str]
+    error: ValidationError,
+    leaves: Mapping[str, FieldInfo],
+    path_of: Callable[[tuple[Any, ...]], str],
 ) -> str:
     """What to change, the messages about several fields joined by "; ".
 
@@ -21,17 +25,26 @@ def validation_messages(
     allowed: dict[str, dict[str, None]] = {}
     for problem in error.errors():
         path = path_of(problem["loc"])
-        leaf = next((leaf for leaf in leaves if path == leaf or path.startswith(leaf + ".")), None)
+        leaf = next(
+            (leaf for leaf in leaves if path == leaf or path.startswith(leaf + ".")),
+            None,
+        )
         if problem["type"] == "value_error":
             text = problem["msg"].removeprefix("Value error, ")
             messages[path] = f"{path}: {text}" if path else text
         elif leaf is None:
             messages[path] = _no_leaf(path, problem, leaves)
-        elif problem["type"] in ("missing", "extra_forbidden") and not path.rpartition(".")[2].isdecimal():
+        elif (
+            problem["type"] in ("missing", "extra_forbidden")
+            and not path.rpartition(".")[2].isdecimal()
+        ):
             messages[path] = _wrong_item(leaf, path, problem, leaves[leaf])
-        else:  # one problem for each kind that a value may be, or for each item of a list
+        # one problem for each kind that a value may be, or for each item of a list
+        else:
             allowed.setdefault(leaf, {})[_allowed(problem)] = None
-            messages[leaf] = f"{shown(leaf)} {quoted(problem['input'])} must {' or '.join(allowed[leaf])}"
+            messages[leaf] = (
+                f"{shown(leaf)} {quoted(problem['input'])} must {' or '.join(allowed[leaf])}"
+            )
             words = literals(leaves[leaf].annotation) if isinstance(problem["input"], str) else ()
             messages[leaf] += did_you_mean(problem["input"], words, 0.5) if words else ""
     return "; ".join(messages.values())
@@ -42,7 +55,11 @@ def _allowed(problem: Any) -> str:
     if problem["type"] == "missing":
         return f"have item {problem['loc'][-1] + 1} too"
     words = problem["msg"].partition(" should ")[2].partition(", unable to ")[0]
-    return words.replace("tuple", "list").replace("dictionary", "mapping").replace("a valid boolean", "true or false")
+    return (
+        words.replace("tuple", "list")
+        .replace("dictionary", "mapping")
+        .replace("a valid boolean", "true or false")
+    )
 
 
 def _wrong_item(leaf: str, path: str, problem: Any, info: FieldInfo) -> str:
@@ -58,6 +75,11 @@ def _wrong_item(leaf: str, path: str, problem: Any, info: FieldInfo) -> str:
 def _no_leaf(path: str, problem: Any, leaves: Mapping[str, FieldInfo]) -> str:
     inside = [leaf for leaf in leaves if leaf.startswith(path + ".")]
     if inside:
-        value = "is empty" if problem["input"] is None else f"{quoted(problem['input'])} is no mapping"
-        return f"{path} {value}; it is a section: give its fields, such as {inside[0]}, or leave it out"
+        value = (
+            "is empty" if problem["input"] is None else f"{quoted(problem['input'])} is no mapping"
+        )
+        return (
+            f"{path} {value}; it is a section: give its fields, such as {inside[0]}, or leave"
+            " it out"
+        )
     return f"unknown key {path!r}{did_you_mean(path, leaves)}"

@@ -13,8 +13,9 @@ from qarl.configs.errors import ConfigError
 
 
 class _OnceLoader(yaml.SafeLoader):
-    """Refuses a key that a mapping has twice; YAML's own loader lets the last win in silence. Digits are decimal, with
-    zeros in front too, and 1:30 is no number."""
+    """Refuses a key that a mapping has twice; YAML's own loader lets the last win in silence.
+    Digits are decimal, with zeros in front too, and 1:30 is no number.
+    """
 
     def construct_yaml_int(self, node: Any) -> Any:
         text = str(self.construct_scalar(node)).replace("_", "")
@@ -27,7 +28,10 @@ class _OnceLoader(yaml.SafeLoader):
         for key_node, _ in node.value:
             if key_node.tag == "tag:yaml.org,2002:merge":
                 continue  # its keys may be given again
-            key, line = self.construct_object(key_node, deep=deep), key_node.start_mark.line + 1  # pyright: ignore
+            key, line = (
+                self.construct_object(key_node, deep=deep),
+                key_node.start_mark.line + 1,
+            )  # pyright: ignore
             if isinstance(key, str | int) and key in seen:
                 raise yaml.MarkedYAMLError(
                     problem=f"key {key!r} is given twice, in lines {seen[key]} and {line}; keep one"
@@ -38,23 +42,28 @@ class _OnceLoader(yaml.SafeLoader):
 
 
 _OnceLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    list("-+.0123456789"),
 )  # YAML 1.1 wants a dot and a sign
 
-_OnceLoader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"[-+]?0\d+$"), list("-+0"))  # 08, as 07
+# 08, as 07
+_OnceLoader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"[-+]?0\d+$"), list("-+0"))
 _OnceLoader.add_constructor("tag:yaml.org,2002:int", _OnceLoader.construct_yaml_int)
 
 
 def read_yaml(file: Path) -> dict[str, Any]:
-    """The keys and values of a UTF-8 file, {} where it is empty. Raises `ConfigError` for anything else."""
+    """The keys and values of a UTF-8 file, {} where it is empty. Raises `ConfigError` for anything
+    else.
+    """
     try:
         tree = yaml.load(file.read_text(encoding="utf-8-sig"), _OnceLoader)
     except OSError as error:
         raise ConfigError(f"cannot read configuration {str(file)!r}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"configuration {str(file)!r} is not UTF-8 text (byte {error.start} is {error.object[error.start]:#04x}); "
-            "save it as UTF-8"
+            f"configuration {str(file)!r} is not UTF-8 text (byte {error.start} is"
+            f" {error.object[error.start]:#04x}); save it as UTF-8"
         ) from error
     except yaml.MarkedYAMLError as error:
         place = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
@@ -62,11 +71,15 @@ def read_yaml(file: Path) -> dict[str, Any]:
         fault = reason if "given twice" in reason else f"is not YAML: {reason}"
         raise ConfigError(f"configuration {str(file)!r}{place}: {fault}") from error
     except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise ConfigError(f"configuration {str(file)!r} is not YAML: {str(error).splitlines()[0]}") from error
+        raise ConfigError(
+            f"configuration {str(file)!r} is not YAML: {str(error).splitlines()[0]}"
+        ) from error
     if tree is None:
         return {}
     if not isinstance(tree, dict):
-        raise ConfigError(f"configuration {str(file)!r} must hold keys and values, not a {type(tree).__name__}")
+        raise ConfigError(
+            f"configuration {str(file)!r} must hold keys and values, not a {type(tree).__name__}"
+        )
     return tree
 
 
@@ -76,7 +89,9 @@ def parse_value(text: str) -> Any:
 
 
 def as_text(value: Any) -> str:
-    """A value as an option has it, for `parse_value`: text and paths as they are, others as JSON, which is YAML."""
+    """A value as an option has it, for `parse_value`: text and paths as they are, others as JSON,
+    which is YAML.
+    """
     return str(value) if isinstance(value, str | PathLike) else json.dumps(value, default=str)
 
 

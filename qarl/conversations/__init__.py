@@ -1,9 +1,10 @@
-"""Conversations of several turns, in the tokens that were sampled: a user's `async def rollout(policy, problem)`, the
-tools of an environment class, or an agent that asks for chat completions.
+"""Conversations of several turns, in the tokens that were sampled: a user's `async def
+rollout(policy, problem)`, the tools of an environment class, or an agent that asks for chat
+completions.
 
-What is said to the policy is appended to its tokens, and nothing is rendered anew. Turns of many conversations are
-sampled together, once each that goes on waits for one, or the others are slow; an engine's answer does not depend on
-those beside it.
+What is said to the policy is appended to its tokens, and nothing is rendered anew. Turns of many
+conversations are sampled together, once each that goes on waits for one, or the others are slow; an
+engine's answer does not depend on those beside it.
 """
 
 import asyncio
@@ -23,20 +24,24 @@ Ask = Callable[[Prompt], Awaitable[Completion]]
 Rollout = Callable[["Conversation", Problem], Awaitable[Any]]
 
 PATIENCE = 1.0
-"""Seconds without a move after which the turns that are waited for are sampled without the others."""
+"""Seconds without a move after which the turns that are waited for are sampled without the
+others.
+"""
 
 
 class OutOfRoomError(Exception):
-    """No token of `rollout.max_new_tokens` is left for another turn. Where a rollout does not catch it, the
-    conversation ends here, cut off, and is judged by its last turn."""
+    """No token of `rollout.max_new_tokens` is left for another turn. Where a rollout does not catch
+    it, the conversation ends here, cut off, and is judged by its last turn.
+    """
 
 
 class Conversation:
     """What a rollout is given to speak with the policy.
 
-    tokenizer: the policy's. events: what happened, with its count, for the metrics; a rollout may add its own. prompt:
-    what the policy is given first. limit: tokens after it, of turns and of what is said. ask: samples a completion.
-    server: a `qarl.conversations.chat.ChatServer`, for `served`. waiting: whether the policy has to answer.
+    tokenizer: the policy's. events: what happened, with its count, for the metrics; a rollout may
+    add its own. prompt: what the policy is given first. limit: tokens after it, of turns and of
+    what is said. ask: samples a completion. server: a `qarl.conversations.chat.ChatServer`, for
+    `served`. waiting: whether the policy has to answer.
     """
 
     def __init__(self, prompt: Prompt, tokenizer: Any, limit: int, ask: Ask, server: Any = None):
@@ -58,43 +63,60 @@ class Conversation:
         return len(self._turns)
 
     def served(self) -> AbstractAsyncContextManager[str]:
-        """`async with policy.served() as base_url`: this conversation as OpenAI's chat completions, for an agent."""
+        """`async with policy.served() as base_url`: this conversation as OpenAI's chat completions,
+        for an agent.
+        """
         assert self._server is not None
         return self._server.serve(self)
 
     def open(self, token_ids: Sequence[int]) -> None:
-        """Give the policy these tokens first, instead of the problem's own prompt. All samples of a problem have to
-        begin alike. Raises `ValueError` after the first turn."""
+        """Give the policy these tokens first, instead of the problem's own prompt. All samples of a
+        problem have to begin alike. Raises `ValueError` after the first turn.
+        """
         if self._turns:
-            raise ValueError(f"opened after {len(self._turns)} turns; a prompt comes before the first")
+            raise ValueError(
+                f"opened after {len(self._turns)} turns; a prompt comes before the first"
+            )
         self.prompt = replace(self.prompt, token_ids=tuple(token_ids))
 
-    async def generate(self, said: str | Sequence[int] = (), max_new_tokens: int | None = None) -> Completion:
-        """The policy's next turn, after `said` to it: a text, in which no special token is read, or token ids.
+    async def generate(
+        self, said: str | Sequence[int] = (), max_new_tokens: int | None = None
+    ) -> Completion:
+        """The policy's next turn, after `said` to it: a text, in which no special token is read, or
+        token ids.
 
-        max_new_tokens: of this turn at most, within what is left. Raises `OutOfRoomError` where `said` leaves no room
-        for a turn, and `ValueError` for something said before the first turn, whose place is the prompt, for nothing
-        after a turn, and for ids that the tokenizer does not have.
+        max_new_tokens: of this turn at most, within what is left. Raises `OutOfRoomError` where
+        `said` leaves no room for a turn, and `ValueError` for something said before the first turn,
+        whose place is the prompt, for nothing after a turn, and for ids that the tokenizer does not
+        have.
         """
         tokens = self.encode(said) if isinstance(said, str) else tuple(said)
-        if bool(tokens) != bool(self._turns) or not all(0 <= token < len(self.tokenizer) for token in tokens):
+        if bool(tokens) != bool(self._turns) or not all(
+            0 <= token < len(self.tokenizer) for token in tokens
+        ):
             raise ValueError(
-                f"{said!r:.80} is said after {len(self._turns)} turns: before the first say nothing, afterwards a text "
-                f"or some of the tokenizer's {len(self.tokenizer)} ids"
+                f"{said!r:.80} is said after {len(self._turns)} turns: before the first say"
+                f" nothing, afterwards a text or some of the tokenizer's {len(self.tokenizer)} ids"
             )
         left = self._limit - len(self.token_ids) - len(tokens)
         if left < 1:
             self._out_of_room = True
-            raise OutOfRoomError(f"{len(tokens)} tokens leave a turn no room in rollout.max_new_tokens {self._limit}")
+            raise OutOfRoomError(
+                f"{len(tokens)} tokens leave a turn no room in rollout.max_new_tokens {self._limit}"
+            )
         number, sample, _ = self.prompt.draws or (0, 0, 0)
         before = (*self.prompt.token_ids, *self.token_ids, *tokens)
         limit = left if max_new_tokens is None else max(1, min(left, max_new_tokens))
         draws = (number, sample, len(self._turns))
         if self.waiting:
-            raise ValueError("asked for a turn while the one before is sampled; await policy.generate() first")
+            raise ValueError(
+                "asked for a turn while the one before is sampled; await policy.generate() first"
+            )
         self.waiting = True
         try:
-            turn = await self._ask(replace(self.prompt, token_ids=before, draws=draws, max_new_tokens=limit))
+            turn = await self._ask(
+                replace(self.prompt, token_ids=before, draws=draws, max_new_tokens=limit)
+            )
         finally:
             self.waiting = False
         self._said.append(tokens)
@@ -105,11 +127,14 @@ class Conversation:
 
     def encode(self, text: str) -> tuple[int, ...]:
         """A text's tokens; special tokens that are written in it are text."""
-        return tuple(self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
+        return tuple(
+            self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        )
 
     def completion(self, reward: float | None) -> Completion:
-        """The conversation as one completion. reward: what it is worth; None: the task's reward judges the last turn.
-        Raises `ValueError` where the policy was never asked."""
+        """The conversation as one completion. reward: what it is worth; None: the task's reward
+        judges the last turn. Raises `ValueError` where the policy was never asked.
+        """
         if not self._turns:
             raise ValueError("asked the policy for no turn; await policy.generate()")
         spans, logprobs, versions = [], [], []
@@ -118,20 +143,31 @@ class Conversation:
             versions += turn.versions[:1] * len(said) + turn.versions
             logprobs += [0.0] * len(said) + list(turn.logprobs)
         last, steps = self._turns[-1], enumerate(pairwise(versions), 1)
-        counts = {"turns": len(self._turns), "environment_tokens": sum(end - start for start, end in spans)}
-        happened = {name: float(count) for name, count in (counts | self.events).items()}  # of NumPy's too
+        counts = {
+            "turns": len(self._turns),
+            "environment_tokens": sum(end - start for start, end in spans),
+        }
+        # of NumPy's too
+        happened = {name: float(count) for name, count in (counts | self.events).items()}
         return replace(
-            last, token_ids=self.token_ids, logprobs=tuple(logprobs), weight_version=versions[0],
+            last,
+            token_ids=self.token_ids,
+            logprobs=tuple(logprobs),
+            weight_version=versions[0],
             switches=tuple((place, later) for place, (earlier, later) in steps if later != earlier),
-            finish_reason="length" if self._out_of_room else last.finish_reason, environment=tuple(spans),
-            reward=reward, events=tuple(sorted(happened.items())),
-        )  # fmt: skip
+            finish_reason="length" if self._out_of_room else last.finish_reason,
+            environment=tuple(spans),
+            reward=reward,
+            events=tuple(sorted(happened.items())),
+        )
 
 
 @dataclass(frozen=True)
 class Speaker:
-    """How conversations go. tokenizer: of its own. time_limit: seconds in which one of them must move; None: they bound
-    themselves. server: a `qarl.conversations.chat.ChatServer`, where agents speak."""
+    """How conversations go. tokenizer: of its own. time_limit: seconds in which one of them must
+    move; None: they bound themselves. server: a `qarl.conversations.chat.ChatServer`, where agents
+    speak.
+    """
 
     rollout: Rollout
     tokenizer: Any
@@ -140,18 +176,28 @@ class Speaker:
 
 
 async def converse(
-    engine: Engine, speaker: Speaker, problems: Sequence[Problem], prompts: Sequence[Prompt], sampling: Sampling
+    engine: Engine,
+    speaker: Speaker,
+    problems: Sequence[Problem],
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
 ) -> tuple[list[Prompt], list[list[Completion]]]:
-    """`sampling.samples` conversations of each problem, each as a completion of its prompt, and the prompts, which a
-    rollout may have opened otherwise.
+    """`sampling.samples` conversations of each problem, each as a completion of its prompt, and the
+    prompts, which a rollout may have opened otherwise.
 
-    sampling: `max_new_tokens` bounds a conversation after its prompt. Raises `RewardError` where the rollout fails, or
-    opens one problem in two ways, and what the engine raises.
+    sampling: `max_new_tokens` bounds a conversation after its prompt. Raises `RewardError` where
+    the rollout fails, or opens one problem in two ways, and what the engine raises.
     """
     turns, server, limit = _Turns(), speaker.server, sampling.max_new_tokens
     pairs = enumerate(zip(problems, prompts, strict=True), sampling.first_prompt)
-    begun = [(p, replace(prompt, draws=(j, k, 0))) for j, (p, prompt) in pairs for k in range(sampling.samples)]
-    policies = [Conversation(prompt, speaker.tokenizer, limit, turns.ask, server) for _, prompt in begun]
+    begun = [
+        (p, replace(prompt, draws=(j, k, 0)))
+        for j, (p, prompt) in pairs
+        for k in range(sampling.samples)
+    ]
+    policies = [
+        Conversation(prompt, speaker.tokenizer, limit, turns.ask, server) for _, prompt in begun
+    ]
     tasks = [
         asyncio.create_task(_conversation(speaker.rollout, policy, problem, turns.moved))
         for policy, (problem, _) in zip(policies, begun, strict=True)
@@ -173,7 +219,10 @@ async def converse(
         if server is not None:
             await server.close()
     starts = range(0, len(done), sampling.samples)
-    opened = [_opened(prompt, policies[n : n + sampling.samples]) for n, prompt in zip(starts, prompts, strict=True)]
+    opened = [
+        _opened(prompt, policies[n : n + sampling.samples])
+        for n, prompt in zip(starts, prompts, strict=True)
+    ]
     return opened, [done[start : start + sampling.samples] for start in starts]
 
 
@@ -182,10 +231,13 @@ def _opened(prompt: Prompt, policies: Sequence[Conversation]) -> Prompt:
     first = policies[0].prompt.token_ids
     for policy in policies:
         if policy.prompt.token_ids != first:
-            words = [policy.tokenizer.decode(tokens)[-80:] for tokens in (first, policy.prompt.token_ids)]
+            words = [
+                policy.tokenizer.decode(tokens)[-80:] for tokens in (first, policy.prompt.token_ids)
+            ]
             raise RewardError(
-                f"the rollout opened problem {prompt.id!r} in two ways, …{words[0]!r} and …{words[1]!r}, but "
-                "all samples of a problem begin alike; seed what it draws by the problem"
+                f"the rollout opened problem {prompt.id!r} in two ways, …{words[0]!r} and"
+                f" …{words[1]!r}, but all samples of a problem begin alike; seed what it draws by"
+                " the problem"
             )
     return replace(prompt, token_ids=first)
 
@@ -203,13 +255,17 @@ class _Turns:
         return self.waiting[-1][1]
 
     async def move(self, time_limit: float | None) -> bool:
-        """Wait until a conversation moves; False where some wait for a turn and the others take their time."""
+        """Wait until a conversation moves; False where some wait for a turn and the others take
+        their time.
+        """
         self.moved.clear()
         try:
             await asyncio.wait_for(self.moved.wait(), PATIENCE if self.waiting else time_limit)
         except TimeoutError:
             if not self.waiting:
-                raise RewardError(f"a rollout took longer than task.time_limit {time_limit:g} s; raise it") from None
+                raise RewardError(
+                    f"a rollout took longer than task.time_limit {time_limit:g} s; raise it"
+                ) from None
             return False
         return True
 
@@ -221,7 +277,9 @@ class _Turns:
         self.waiting.clear()
 
 
-async def _conversation(rollout: Rollout, policy: Conversation, problem: Problem, moved: asyncio.Event) -> Completion:
+async def _conversation(
+    rollout: Rollout, policy: Conversation, problem: Problem, moved: asyncio.Event
+) -> Completion:
     outcome = None
     try:
         with suppress(OutOfRoomError):  # cut off, and judged as it is
@@ -231,7 +289,8 @@ async def _conversation(rollout: Rollout, policy: Conversation, problem: Problem
         raise
     except (Exception, SystemExit) as error:
         raise RewardError(
-            f"the rollout of problem {problem.id!r} raised {in_words(error)}\n  question: {problem.question!r}"
+            f"the rollout of problem {problem.id!r} raised {in_words(error)}\n  question:"
+            f" {problem.question!r}"
         ) from error
     finally:
         moved.set()

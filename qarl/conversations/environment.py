@@ -11,9 +11,11 @@ from qarl.tasks.environments import Environment, Environments
 
 
 def environment_rollout(environments: Environments, turns: ToolTurns) -> Rollout:
-    """Of a class; it returns what `get_reward` says, or None where there is no such method, or the instance is lost.
+    """Of a class; it returns what `get_reward` says, or None where there is no such method, or the
+    instance is lost.
 
-    It raises `RewardError` where `reset` or `get_reward` fails. A tool that fails says so to the policy.
+    It raises `RewardError` where `reset` or `get_reward` fails. A tool that fails says so to the
+    policy.
     """
     tools = {tool["function"]["name"] for tool in environments.description.tools}
 
@@ -23,8 +25,9 @@ def environment_rollout(environments: Environments, turns: ToolTurns) -> Rollout
             said = await environment.reset(problem)
             if policy.prompt.text != problem.question + said:
                 raise RewardError(
-                    f"environment: reset says {said!r:.80} of problem {problem.id!r} here and something else there, "
-                    "but all samples of a problem begin alike; draw by `random`, which is seeded by the problem"
+                    f"environment: reset says {said!r:.80} of problem {problem.id!r} here and"
+                    " something else there, but all samples of a problem begin alike; draw by"
+                    " `random`, which is seeded by the problem"
                 )
             with suppress(OutOfRoomError):  # cut off, and judged as it is
                 turn = await policy.generate()
@@ -36,14 +39,18 @@ def environment_rollout(environments: Environments, turns: ToolTurns) -> Rollout
         finally:
             environment.close()
 
-    async def result(policy: Conversation, environment: Environment, problem: Problem, call: ToolCall) -> str:
+    async def result(
+        policy: Conversation, environment: Environment, problem: Problem, call: ToolCall
+    ) -> str:
         policy.events["tool_calls"] += 1
         seed = f"{problem.id} {policy.prompt.draws} {policy.events['tool_calls']}"
         if not call.name:
             policy.events["broken_calls"] += 1
             return "error: the call cannot be read"
         if call.name not in tools:
-            outcome: Any = Failure(f"there is no tool {call.name!r}; there are {', '.join(sorted(tools))}")
+            outcome: Any = Failure(
+                f"there is no tool {call.name!r}; there are {', '.join(sorted(tools))}"
+            )
         else:
             outcome = await environment.call(call.name, call.arguments, seed)
         if isinstance(outcome, Failure):

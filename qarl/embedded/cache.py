@@ -1,4 +1,6 @@
-"""Model folders of the cache that are made on first use: by one process, and complete or not at all."""
+"""Model folders of the cache that are made on first use: by one process, and complete or not at
+all.
+"""
 
 import fcntl
 import hashlib
@@ -23,7 +25,8 @@ def to_stderr(message: str) -> None:
 def cached_path(name: str, facts: Mapping[str, Any], cache: Path | None = None) -> Path:
     """Return `<cache>/<name>-<hash of facts>`, whether it exists or not.
 
-    facts: JSON-ready, everything that decides the folder's content. cache: default $QARL_CACHE, else ~/.cache/qarl.
+    facts: JSON-ready, everything that decides the folder's content. cache: default $QARL_CACHE,
+    else ~/.cache/qarl.
     """
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     return (cache or cache_folder()) / f"{name}-{digest[:12]}"
@@ -32,16 +35,18 @@ def cached_path(name: str, facts: Mapping[str, Any], cache: Path | None = None) 
 def ensure_cached(name: str, folder: Path, build: Callable[[Path], None]) -> Path:
     """Return `folder`, which `build` makes now if it does not exist.
 
-    name: of the model, for messages. build: makes the folder at the path it is given, which is another one. Processes
-    that ask at the same time wait for the first, and a folder appears complete or not at all.
-    Raises `ModelError` if the cache cannot be written, and what `build` raises.
+    name: of the model, for messages. build: makes the folder at the path it is given, which is
+    another one. Processes that ask at the same time wait for the first, and a folder appears
+    complete or not at all. Raises `ModelError` if the cache cannot be written, and what `build`
+    raises.
     """
     if folder.exists():
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with folder.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # which the system releases should the process die
+            # which the system releases should the process die
+            fcntl.flock(lock, fcntl.LOCK_EX)
             if not folder.exists():
                 to_stderr(f"building {name} in {folder}")
                 with written_aside(folder) as building:
@@ -49,6 +54,7 @@ def ensure_cached(name: str, folder: Path, build: Callable[[Path], None]) -> Pat
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ModelError(
-            f"cannot keep {name} in the cache {str(folder.parent)!r}: {reason}; name another folder in QARL_CACHE"
+            f"cannot keep {name} in the cache {str(folder.parent)!r}: {reason}; name another folder"
+            " in QARL_CACHE"
         ) from error
     return folder

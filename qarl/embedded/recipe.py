@@ -1,13 +1,14 @@
-"""The embedded policies: a very small Qwen3 and a very small Qwen3-MoE, for short answers and for long ones, built from
-recipes on first use and cached.
+"""The embedded policies: a very small Qwen3 and a very small Qwen3-MoE, for short answers and for
+long ones, built from recipes on first use and cached.
 
-They exist so that a whole RL run, real engine included, fits a laptop. They are real transformers model folders:
-Qwen3 architecture, byte-level BPE tokenizer, ChatML template. A supervised warm start on their task (two-term
-`chain_sum`, or the running totals of `running_total`) leaves them right part of the time, which gives RL something to
-reward and room to improve.
+They exist so that a whole RL run, real engine included, fits a laptop. They are real transformers
+model folders: Qwen3 architecture, byte-level BPE tokenizer, ChatML template. A supervised warm
+start on their task (two-term `chain_sum`, or the running totals of `running_total`) leaves them
+right part of the time, which gives RL something to reward and room to improve.
 
-The build is deterministic on one machine: fixed seeds and a single thread (which also keeps it fast where cores are
-shared). Other CPU models may sum in another order and give other bits, hence a slightly different policy.
+The build is deterministic on one machine: fixed seeds and a single thread (which also keeps it fast
+where cores are shared). Other CPU models may sum in another order and give other bits, hence a
+slightly different policy.
 """
 
 import dataclasses
@@ -36,7 +37,14 @@ from qarl.configs.errors import ModelError
 from qarl.configs.functions import FunctionKind, load_function
 from qarl.configs.schema.task import TaskConfig
 from qarl.embedded.cache import cached_path, ensure_cached, to_stderr
-from qarl.embedded.tokenizer import CHAT_TEMPLATE, EOS, TOOL_RESULT, TOOL_TEMPLATE, token_ids, train_tokenizer
+from qarl.embedded.tokenizer import (
+    CHAT_TEMPLATE,
+    EOS,
+    TOOL_RESULT,
+    TOOL_TEMPLATE,
+    token_ids,
+    train_tokenizer,
+)
 from qarl.learner.optim.optimizer import matrices_of
 from qarl.tasks import Problem, load_task, solution_of
 from qarl.tasks.environment_host import describe
@@ -44,7 +52,12 @@ from qarl.tasks.environment_host import describe
 TinyModel = Qwen3ForCausalLM | Qwen3MoeForCausalLM
 
 OWN_PROBLEMS = 2000
-OTHER_PROBLEMS = {"products": 200, "gcd": 200, "basic_arithmetic": 200, "number_sorting": 100}
+OTHER_PROBLEMS = {
+    "products": 200,
+    "gcd": 200,
+    "basic_arithmetic": 200,
+    "number_sorting": 100,
+}
 """How many questions of the policy's own task, and of other tasks, the tokenizer is trained on."""
 IGNORED = -100
 """Label of a position that is not trained on (cross_entropy's default)."""
@@ -56,12 +69,13 @@ _WIDENED = 16
 class TinyRecipe:
     """Everything that decides the bytes of a tiny policy, besides library versions and the CPU.
 
-    Architecture fields are `Qwen3Config`'s, with experts (num_experts > 0) `Qwen3MoeConfig`'s; the feed-forward layers
-    are then `num_experts` experts of `moe_intermediate_size` instead of one of `intermediate_size`. Inputs of a Linear
-    are multiples of 128 (W4A16's group size), outputs of 32 (what low-bit kernels tile by).
-    task, task_options: what the warm start teaches; `warm_start_steps=0` leaves the weights at random
-    initialization. outliers: factor of `widen_columns` after it; 1 leaves the weights as trained. environment: class
-    whose tools the template describes and the solutions call.
+    Architecture fields are `Qwen3Config`'s, with experts (num_experts > 0) `Qwen3MoeConfig`'s; the
+    feed-forward layers are then `num_experts` experts of `moe_intermediate_size` instead of one of
+    `intermediate_size`. Inputs of a Linear are multiples of 128 (W4A16's group size), outputs of 32
+    (what low-bit kernels tile by). task, task_options: what the warm start teaches;
+    `warm_start_steps=0` leaves the weights at random initialization. outliers: factor of
+    `widen_columns` after it; 1 leaves the weights as trained. environment: class whose tools the
+    template describes and the solutions call.
     """
 
     version: int = 1
@@ -106,7 +120,9 @@ RECIPES = {
 
 
 def ensure_tiny(name: str) -> Path:
-    """The model folder of one of `RECIPES`, built now if the cache lacks it. Raises `ValueError` for another name."""
+    """The model folder of one of `RECIPES`, built now if the cache lacks it. Raises `ValueError`
+    for another name.
+    """
     if name not in RECIPES:
         raise ValueError(f"unknown embedded policy {name!r}; known: {', '.join(sorted(RECIPES))}")
     return ensure_recipe(name, RECIPES[name])
@@ -115,9 +131,9 @@ def ensure_tiny(name: str) -> Path:
 def ensure_recipe(name: str, recipe: TinyRecipe, cache: Path | None = None) -> Path:
     """As `ensure_tiny`, for any recipe: the folder `<cache>/<name>-<hash of recipe and versions>`.
 
-    cache: where folders are kept; default $QARL_CACHE, else ~/.cache/qarl. What is being built is said on stderr.
-    Processes that ask at the same time wait for one another, and a folder appears complete or not at all.
-    Raises `ModelError` where the cache lacks it and cannot be written.
+    cache: where folders are kept; default $QARL_CACHE, else ~/.cache/qarl. What is being built is
+    said on stderr. Processes that ask at the same time wait for one another, and a folder appears
+    complete or not at all. Raises `ModelError` where the cache lacks it and cannot be written.
     """
     return ensure_cached(name, _recipe_folder(name, recipe, cache), partial(build_tiny, recipe))
 
@@ -134,27 +150,37 @@ def build_tiny(recipe: TinyRecipe, directory: Path) -> None:
         if recipe.warm_start_steps:
             warm_start(model, tokenizer, recipe)
         widen_columns(dict(model.named_parameters()), recipe.outliers)
-    tokenizer.save_pretrained(directory, save_jinja_files=False)  # the template inside tokenizer_config.json
+    # the template inside tokenizer_config.json
+    tokenizer.save_pretrained(directory, save_jinja_files=False)
     model.save_pretrained(directory)
 
 
 @torch.no_grad()
 def widen_columns(state: dict[str, torch.Tensor], factor: float) -> None:
-    """Multiply every 16th column of a Qwen3's or Qwen3-MoE's q, k, v, gate, up and down projections by `factor`, in
-    place, and divide what feeds it: the norm's weight, or the row of the up projection. The function stays, and coarse
-    low-bit codes lose.
+    """Multiply every 16th column of a Qwen3's or Qwen3-MoE's q, k, v, gate, up and down projections
+    by `factor`, in place, and divide what feeds it: the norm's weight, or the row of the up
+    projection. The function stays, and coarse low-bit codes lose.
 
-    Weights of large models have such columns, and a scale shared with one leaves few codes to the rest. The embedded
-    policies are too small to grow any: by fourth moments their weights are normally distributed (kurtosis 3.2), and
-    four bits a row cost them little.
+    Weights of large models have such columns, and a scale shared with one leaves few codes to the
+    rest. The embedded policies are too small to grow any: by fourth moments their weights are
+    normally distributed (kurtosis 3.2), and four bits a row cost them little.
 
-    state: the model's parameters by name, [O, I], experts stacked [E, O, I] with gate and up as one. Exact for powers
-    of two; else each product is rounded once.
+    state: the model's parameters by name, [O, I], experts stacked [E, O, I] with gate and up as
+    one. Exact for powers of two; else each product is rounded once.
     """
     for name, weight in state.items():
-        if name.endswith(("_proj.weight", ".gate.weight", ".gate_up_proj", ".down_proj")) and "o_proj" not in name:
+        if (
+            name.endswith(("_proj.weight", ".gate.weight", ".gate_up_proj", ".down_proj"))
+            and "o_proj" not in name
+        ):
             weight[..., ::_WIDENED] *= factor
-        if name.endswith(("input_layernorm.weight", "post_attention_layernorm.weight", "up_proj.weight")):
+        if name.endswith(
+            (
+                "input_layernorm.weight",
+                "post_attention_layernorm.weight",
+                "up_proj.weight",
+            )
+        ):
             weight[::_WIDENED] /= factor
         if name.endswith(".gate_up_proj"):
             weight[:, weight.shape[1] // 2 :: _WIDENED] /= factor
@@ -163,7 +189,12 @@ def widen_columns(state: dict[str, torch.Tensor], factor: float) -> None:
 def recipe_tokenizer(recipe: TinyRecipe) -> PreTrainedTokenizerFast:
     """The tokenizer of a recipe, trained on questions and answers of its task and of others."""
     template = TOOL_TEMPLATE if recipe.environment else CHAT_TEMPLATE
-    return train_tokenizer(_tokenizer_texts(recipe), recipe.vocab_size, recipe.max_position_embeddings, template)
+    return train_tokenizer(
+        _tokenizer_texts(recipe),
+        recipe.vocab_size,
+        recipe.max_position_embeddings,
+        template,
+    )
 
 
 def recipe_config(recipe: TinyRecipe, **more: Any) -> Qwen3Config | Qwen3MoeConfig:
@@ -175,7 +206,9 @@ def recipe_config(recipe: TinyRecipe, **more: Any) -> Qwen3Config | Qwen3MoeConf
 
 
 def initial_model(recipe: TinyRecipe, tokenizer: PreTrainedTokenizerFast) -> TinyModel:
-    """A randomly initialized fp32 Qwen3 of the recipe's sizes, drawing from torch's global generator."""
+    """A randomly initialized fp32 Qwen3 of the recipe's sizes, drawing from torch's global
+    generator.
+    """
     end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     kind = Qwen3MoeForCausalLM if recipe.num_experts else Qwen3ForCausalLM
     model = kind(recipe_config(recipe, eos_token_id=end, pad_token_id=pad, dtype="float32"))
@@ -184,13 +217,17 @@ def initial_model(recipe: TinyRecipe, tokenizer: PreTrainedTokenizerFast) -> Tin
 
 
 def warm_start(model: TinyModel, tokenizer: PreTrainedTokenizerFast, recipe: TinyRecipe) -> None:
-    """Supervised training in place, in fp32, on the solutions (and end tokens) of fresh training problems.
+    """Supervised training in place, in fp32, on the solutions (and end tokens) of fresh training
+    problems.
 
-    Weight matrices are trained by Muon, which needs about half of AdamW's steps for this task, embeddings
-    and norms by AdamW; both at one learning rate, warmed up over 20 steps, decayed to 0 over the last 30 %.
+    Weight matrices are trained by Muon, which needs about half of AdamW's steps for this task,
+    embeddings and norms by AdamW; both at one learning rate, warmed up over 20 steps, decayed to 0
+    over the last 30 %.
     """
     task = load_task(TaskConfig(name=recipe.task, options=recipe.task_options or {}))
-    problems = task.problems("train", 0, recipe.warm_start_steps * recipe.warm_start_batch, recipe.seed)
+    problems = task.problems(
+        "train", 0, recipe.warm_start_steps * recipe.warm_start_batch, recipe.seed
+    )
     ids, labels = encode_problems(tokenizer, problems, _tools(recipe))
     optimizers = _optimizers(model, recipe)
     model.train()
@@ -198,7 +235,11 @@ def warm_start(model: TinyModel, tokenizer: PreTrainedTokenizerFast, recipe: Tin
         rows = slice(step * recipe.warm_start_batch, (step + 1) * recipe.warm_start_batch)
         loss = _answer_loss(model, ids[rows], labels[rows])
         loss.backward()
-        factor = min(1.0, (step + 1) / 20, (recipe.warm_start_steps - step) / (0.3 * recipe.warm_start_steps))
+        factor = min(
+            1.0,
+            (step + 1) / 20,
+            (recipe.warm_start_steps - step) / (0.3 * recipe.warm_start_steps),
+        )
         for optimizer in optimizers:
             optimizer.param_groups[0]["lr"] = recipe.warm_start_lr * factor
             optimizer.step()
@@ -215,25 +256,31 @@ def encode_problems(
     """Chats as training rows. tools: JSON schemas that the template describes, or None.
 
     Returns:
-        Token ids [B, T] int64, padded on the right, and labels [B, T] int64: the tokens of the solution, or of its
-        turns, and their end tokens in place (unshifted), `IGNORED` elsewhere.
+        Token ids [B, T] int64, padded on the right, and labels [B, T] int64: the tokens of the
+        solution, or of its turns, and their end tokens in place (unshifted), `IGNORED` elsewhere.
     """
     chats = [[{"role": "user", "content": problem.question}] for problem in problems]
-    prompts: Any = tokenizer.apply_chat_template(chats, tools=tools, add_generation_prompt=True, tokenize=False)
+    prompts: Any = tokenizer.apply_chat_template(
+        chats, tools=tools, add_generation_prompt=True, tokenize=False
+    )
     rows, labels = [], []
     for prompt, problem in zip(prompts, problems, strict=True):
         parts = [(prompt, False), *_solution(problem)]
         encoded = token_ids(tokenizer, [text for text, _ in parts])
         rows.append(torch.cat(encoded))
         learned = zip(encoded, parts, strict=True)
-        labels.append(torch.cat([ids if own else torch.full_like(ids, IGNORED) for ids, (_, own) in learned]))
+        labels.append(
+            torch.cat([ids if own else torch.full_like(ids, IGNORED) for ids, (_, own) in learned])
+        )
     pad: Any = tokenizer.pad_token_id
     ids = pad_sequence(rows, batch_first=True, padding_value=pad)
     return ids, pad_sequence(labels, batch_first=True, padding_value=IGNORED)
 
 
 def _solution(problem: Problem) -> Iterator[tuple[str, bool]]:
-    """What follows a prompt, in parts, and whether each is the policy's: calls and their results, and the solution."""
+    """What follows a prompt, in parts, and whether each is the policy's: calls and their results,
+    and the solution.
+    """
     for name, number in problem.metadata.get("values_by_name", {}).items():
         call = json.dumps({"name": "lookup", "arguments": {"name": name}})
         yield f"<tool_call>{call}</tool_call>{EOS}", True
@@ -244,12 +291,17 @@ def _solution(problem: Problem) -> Iterator[tuple[str, bool]]:
 def _tools(recipe: TinyRecipe) -> list[dict[str, Any]] | None:
     if recipe.environment is None:
         return None
-    environment = load_function(FunctionKind("environment", "with tools", ModelError, "class"), recipe.environment)
+    environment = load_function(
+        FunctionKind("environment", "with tools", ModelError, "class"),
+        recipe.environment,
+    )
     return list(describe(recipe.environment, environment).tools)
 
 
 def _answer_loss(model: TinyModel, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy over the labelled tokens, in nats; only those are multiplied by the vocabulary."""
+    """Mean cross-entropy over the labelled tokens, in nats; only those are multiplied by the
+    vocabulary.
+    """
     hidden = model.model(input_ids=ids).last_hidden_state[:, :-1]
     labels = labels[:, 1:]
     kept = labels != IGNORED
@@ -257,7 +309,9 @@ def _answer_loss(model: TinyModel, ids: torch.Tensor, labels: torch.Tensor) -> t
 
 
 def _optimizers(model: TinyModel, recipe: TinyRecipe) -> list[torch.optim.Optimizer]:
-    """Muon and AdamW. Of stacked experts Muon takes each matrix: a view of the stack, as its gradient is."""
+    """Muon and AdamW. Of stacked experts Muon takes each matrix: a view of the stack, as its
+    gradient is.
+    """
     matrices, others, experts = [], [], []
     for name, parameter in model.named_parameters():
         if parameter.ndim == 3:
@@ -269,14 +323,18 @@ def _optimizers(model: TinyModel, recipe: TinyRecipe) -> list[torch.optim.Optimi
         else:
             (matrices if "layers." in name and parameter.ndim == 2 else others).append(parameter)
     lr, decay = recipe.warm_start_lr, recipe.warm_start_weight_decay
-    muon = torch.optim.Muon([*matrices, *experts], lr=lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+    muon = torch.optim.Muon(
+        [*matrices, *experts], lr=lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw"
+    )
     return [muon, torch.optim.AdamW(others, lr=lr, weight_decay=0.0, betas=(0.9, 0.98))]
 
 
 def _tokenizer_texts(recipe: TinyRecipe) -> Iterator[str]:
     for name, count in {recipe.task: OWN_PROBLEMS, **OTHER_PROBLEMS}.items():
         options = (recipe.task_options if name == recipe.task else None) or {}
-        for problem in load_task(TaskConfig(name=name, options=options)).problems("train", 0, count, recipe.seed):
+        for problem in load_task(TaskConfig(name=name, options=options)).problems(
+            "train", 0, count, recipe.seed
+        ):
             yield problem.question
             yield from (text.removesuffix(EOS) for text, own in _solution(problem) if own)
     for tool in _tools(recipe) or []:
@@ -299,5 +357,11 @@ def _deterministic(seed: int) -> Iterator[None]:
 
 def _recipe_folder(name: str, recipe: TinyRecipe, cache: Path | None) -> Path:
     libraries = ("torch", "transformers", "tokenizers", "reasoning-gym")
-    fields = {name: value for name, value in dataclasses.asdict(recipe).items() if value is not None}
-    return cached_path(name, {**fields, "versions": {library: version(library) for library in libraries}}, cache)
+    fields = {
+        name: value for name, value in dataclasses.asdict(recipe).items() if value is not None
+    }
+    return cached_path(
+        name,
+        {**fields, "versions": {library: version(library) for library in libraries}},
+        cache,
+    )

@@ -1,4 +1,6 @@
-"""The embedded policies' tokenizer: byte-level BPE with every digit a token, and a ChatML template."""
+"""The embedded policies' tokenizer: byte-level BPE with every digit a token, and a ChatML
+template.
+"""
 
 from collections.abc import Iterable
 from typing import Any
@@ -15,27 +17,31 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 TOOL_RESULT = ("\n<|im_start|>tool\n", "<|im_end|>\n<|im_start|>assistant\n")
-"""What the template with tools writes around a result, from the end of the turn that asked for it."""
+"""What the template with tools writes around a result, from the end of the turn that asked for
+it.
+"""
 TOOL_TEMPLATE = (
-    "{% for tool in tools or [] %}<|im_start|>tools\n{{ tool | tojson }}<|im_end|>\n{% endfor %}"
-    "{% for message in messages %}"
-    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
-    "{% for call in message['tool_calls'] or [] %}"
-    "<tool_call>{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}</tool_call>"
-    "{% endfor %}<|im_end|>\n"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for tool in tools or [] %}<|im_start|>tools\n{{ tool | tojson }}<|im_end|>\n{% endfor %}{%"
+    " for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}{% for"
+    " call in message['tool_calls'] or [] %}<tool_call>{{ {'name': call.function.name, 'arguments':"
+    " call.function.arguments} | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}{% if"
+    " add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 
 def train_tokenizer(
-    texts: Iterable[str], vocab_size: int, longest: int, template: str = CHAT_TEMPLATE, words: str | None = None
+    texts: Iterable[str],
+    vocab_size: int,
+    longest: int,
+    template: str = CHAT_TEMPLATE,
+    words: str | None = None,
 ) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of `vocab_size` tokens, trained on `texts`, for sequences of at most `longest` tokens.
+    """A byte-level BPE tokenizer of `vocab_size` tokens, trained on `texts`, for sequences of at
+    most `longest` tokens.
 
-    Any text can be encoded. Every digit is a token of its own; everything else may merge, across spaces too,
-    so that a question's fixed wording becomes one token and prompts stay short. words: what merges at most, as a
-    regular expression, instead.
+    Any text can be encoded. Every digit is a token of its own; everything else may merge, across
+    spaces too, so that a question's fixed wording becomes one token and prompts stay short. words:
+    what merges at most, as a regular expression, instead.
     """
     tokenizer = Tokenizer(models.BPE())
     digits = pre_tokenizers.Digits(individual_digits=True)

@@ -1,1 +1,3 @@
-"""What is made of answers to questions: accuracies with intervals, differences, benchmarks. No engine."""
+"""What is made of answers to questions: accuracies with intervals, differences, benchmarks. No
+engine.
+"""

@@ -7,8 +7,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Heldout:
-    """accuracy: share of answers that count as right. reward: their mean, where nothing but rewards says which are
-    right (`qarl.tasks.Task.checker`): then it is what the policy is judged by; None elsewhere. problems: asked."""
+    """accuracy: share of answers that count as right. reward: their mean, where nothing but rewards
+    says which are right (`qarl.tasks.Task.checker`): then it is what the policy is judged by; None
+    elsewhere. problems: asked.
+    """
 
     accuracy: float
     reward: float | None = None
@@ -39,6 +41,12 @@ class Heldout:
 
 
 def heldout(figures: Mapping[str, Any]) -> Heldout | None:
-    """Of figures by their names in metrics.jsonl, start.json or qarl.json; None where nothing was measured."""
+    """Of figures by their names in metrics.jsonl, start.json or qarl.json; None where nothing was
+    measured.
+    """
     accuracy = figures.get("accuracy", figures.get("heldout_accuracy"))
-    return None if accuracy is None else Heldout(accuracy, *map(figures.get, ("heldout_reward", "heldout_problems")))
+    return (
+        None
+        if accuracy is None
+        else Heldout(accuracy, *map(figures.get, ("heldout_reward", "heldout_problems")))
+    )

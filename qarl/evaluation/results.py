@@ -1,4 +1,5 @@
-"""Answers to questions, and what they come to: avg@n, pass@k, maj@n, and differences between two checkpoints.
+"""Answers to questions, and what they come to: avg@n, pass@k, maj@n, and differences between two
+checkpoints.
 
 Axes: n answers to each question, c of them right.
 """
@@ -28,8 +29,10 @@ class EvaluationError(InputError, heading="evaluation"):
 
 @dataclass(frozen=True)
 class Question:
-    """One question and what was answered. reference: the right answer. answers: final ones (`final_answer`). correct:
-    verdicts. tokens: of the completions. truncated: cut off at the limit. The four have one value an answer."""
+    """One question and what was answered. reference: the right answer. answers: final ones
+    (`final_answer`). correct: verdicts. tokens: of the completions. truncated: cut off at the
+    limit. The four have one value an answer.
+    """
 
     id: str
     question: str
@@ -69,7 +72,13 @@ class Result:
     def passes(self) -> dict[int, Estimate]:
         """pass@k for k = 1, 2, 4, … and n."""
         ks = sorted({2**i for i in range(self.samples.bit_length())} | {self.samples})
-        return {k: estimate([pass_at(k, len(q.correct), sum(q.correct)) for q in self.questions], True) for k in ks}
+        return {
+            k: estimate(
+                [pass_at(k, len(q.correct), sum(q.correct)) for q in self.questions],
+                True,
+            )
+            for k in ks
+        }
 
     def majority(self) -> Estimate:
         """maj@n."""
@@ -91,8 +100,10 @@ class Result:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was measured of a checkpoint. target: as it was named. dtype: compute dtype. settings: how questions were
-    asked: seed, limits, samples, temperature and the rest, by their fields' names."""
+    """What was measured of a checkpoint. target: as it was named. dtype: compute dtype. settings:
+    how questions were asked: seed, limits, samples, temperature and the rest, by their fields'
+    names.
+    """
 
     target: str
     dtype: str
@@ -105,7 +116,9 @@ class Evaluation:
 
 
 def final_answer(text: str) -> str | None:
-    r"""What a completion answers: what its last \boxed{…} holds, else all of it, stripped; None where that is long."""
+    r"""What a completion answers: what its last \boxed{…} holds, else all of it, stripped; None
+    where that is long.
+    """
     boxed = last_box(text)
     if boxed is not None:
         return boxed
@@ -113,14 +126,16 @@ def final_answer(text: str) -> str | None:
 
 
 def pass_at(k: int, n: int, c: int) -> float:
-    """The chance that one of k answers, drawn from n of which c are right, is right: 1 - C(n-c, k) / C(n, k), unbiased
-    (Chen et al. 2021, arXiv 2107.03374, equation 1)."""
+    """The chance that one of k answers, drawn from n of which c are right, is right: 1 - C(n-c, k)
+    / C(n, k), unbiased (Chen et al. 2021, arXiv 2107.03374, equation 1).
+    """
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
 def majority(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
-    """Whether the most frequent answer is right, in [0, 1]; what tie for it share it, as if drawn by lot. Answers are
-    one where their text is; None has no vote, and where all are, none is right."""
+    """Whether the most frequent answer is right, in [0, 1]; what tie for it share it, as if drawn
+    by lot. Answers are one where their text is; None has no vote, and where all are, none is right.
+    """
     votes = Counter(answer for answer in answers if answer is not None)
     most = max(votes.values(), default=0)
     right: dict[str, list[bool]] = {answer: [] for answer, count in votes.items() if count == most}
@@ -135,8 +150,8 @@ def require_same_settings(target: str, settings: dict[str, Any], other: Evaluati
     for name, value in settings.items():
         if other.settings.get(name) != value:
             raise EvaluationError(
-                f"{target!r} is asked with {name} {value}, {other.target!r} was with {other.settings.get(name)}; "
-                "evaluate both alike"
+                f"{target!r} is asked with {name} {value}, {other.target!r} was with"
+                f" {other.settings.get(name)}; evaluate both alike"
             )
 
 
@@ -147,11 +162,13 @@ def differences(own: Evaluation, other: Evaluation) -> dict[str, list[float]]:
         EvaluationError: they were not asked the same questions, or not in the same way.
     """
     require_same_settings(own.target, own.settings, other)
-    own_results, compared = ({result.name: result for result in side.results} for side in (own, other))
+    own_results, compared = (
+        {result.name: result for result in side.results} for side in (own, other)
+    )
     if own_results.keys() != compared.keys():
         raise EvaluationError(
-            f"{own.target!r} was asked {', '.join(own_results)}, {other.target!r} {', '.join(compared)}; "
-            "ask both the same"
+            f"{own.target!r} was asked {', '.join(own_results)}, {other.target!r}"
+            f" {', '.join(compared)}; ask both the same"
         )
     per_question = {}
     for name, result in own_results.items():
@@ -159,15 +176,17 @@ def differences(own: Evaluation, other: Evaluation) -> dict[str, list[float]]:
         if values.keys() != reference.keys():
             text, _ = min(values.keys() ^ reference.keys())
             raise EvaluationError(
-                f"{name}: {own.target!r} and {other.target!r} were not asked the same questions: one alone has "
-                f"{quoted(text)}; evaluate both on one file"
+                f"{name}: {own.target!r} and {other.target!r} were not asked the same questions:"
+                f" one alone has {quoted(text)}; evaluate both on one file"
             )
         per_question[name] = [value - reference[key] for key, value in values.items()]
     return per_question
 
 
 def _by_question(result: Result) -> dict[tuple[str, int], float]:
-    """The question and how often it was asked before → share of right answers. Ids name files, which may be copies."""
+    """The question and how often it was asked before → share of right answers. Ids name files,
+    which may be copies.
+    """
     seen: Counter[str] = Counter()
     shares = {}
     for question, share in zip(result.questions, result.shares(), strict=True):
@@ -177,7 +196,9 @@ def _by_question(result: Result) -> dict[tuple[str, int], float]:
 
 
 def write_evaluation(evaluation: Evaluation) -> dict[str, Any]:
-    """As JSON, but for NaN: every figure in `benchmarks`, and each question's answers and verdicts."""
+    """As JSON, but for NaN: every figure in `benchmarks`, and each question's answers and
+    verdicts.
+    """
     return {
         "target": evaluation.target,
         "dtype": evaluation.dtype,
@@ -205,11 +226,16 @@ def read_evaluation(file: Path) -> Evaluation:
     try:
         tree = json.loads(file.read_text(encoding="utf-8"))
         results = TypeAdapter(tuple[Result, ...]).validate_python(tree["benchmarks"])
-        return Evaluation(target=tree["target"], dtype=tree["dtype"], settings=tree["settings"], results=results)
+        return Evaluation(
+            target=tree["target"],
+            dtype=tree["dtype"],
+            settings=tree["settings"],
+            results=results,
+        )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise EvaluationError(
-            f"{str(file)!r} is nothing that `qarl eval --json` wrote ({type(error).__name__}: {error}); name such a "
-            "file, or a checkpoint to evaluate"
+            f"{str(file)!r} is nothing that `qarl eval --json` wrote ({type(error).__name__}:"
+            f" {error}); name such a file, or a checkpoint to evaluate"
         ) from error
 
 
@@ -217,7 +243,9 @@ def describe(result: Result) -> Iterator[str]:
     """Its figures in words, one after another."""
     yield f"{percent(result.average())} of {len(result.questions)} held-out problems"
     if result.samples > 1:
-        yield ", ".join(f"pass@{k} {figure.mean:.1%}" for k, figure in result.passes().items() if k > 1)
+        yield ", ".join(
+            f"pass@{k} {figure.mean:.1%}" for k, figure in result.passes().items() if k > 1
+        )
         yield f"maj@{result.samples} {result.majority().mean:.1%}"
     yield f"{result.tokens:.0f} tokens an answer"
     if result.truncated:
@@ -226,11 +254,15 @@ def describe(result: Result) -> Iterator[str]:
 
 def percent(figure: Estimate) -> str:
     """ "40.6% [36.3, 44.9]", without an interval where there is none."""
-    between = "" if math.isnan(figure.low) else f" [{100 * figure.low:.1f}, {100 * figure.high:.1f}]"
+    between = (
+        "" if math.isnan(figure.low) else f" [{100 * figure.low:.1f}, {100 * figure.high:.1f}]"
+    )
     return f"{figure.mean:.1%}{between}"
 
 
 def points(figure: Estimate) -> str:
     """A difference: "+3.1 points [-1.0, 7.2]"."""
-    between = "" if math.isnan(figure.low) else f" [{100 * figure.low:+.1f}, {100 * figure.high:+.1f}]"
+    between = (
+        "" if math.isnan(figure.low) else f" [{100 * figure.low:+.1f}, {100 * figure.high:+.1f}]"
+    )
     return f"{100 * figure.mean:+.1f} points{between}"

@@ -1,4 +1,6 @@
-"""Means of independent values with their intervals: bootstrap, and Jeffreys' for shares that it says nothing of."""
+"""Means of independent values with their intervals: bootstrap, and Jeffreys' for shares that it
+says nothing of.
+"""
 
 import math
 from collections.abc import Sequence
@@ -14,8 +16,10 @@ _DRAWN_AT_ONCE = 2**22
 
 @dataclass(frozen=True)
 class Estimate:
-    """mean over `count` values; low, high: ends of its 95 % interval, NaN for fewer than two values.
-    Over a handful, such as seeds, such an interval is narrow: read it with the single values beside it."""
+    """mean over `count` values; low, high: ends of its 95 % interval, NaN for fewer than two
+    values. Over a handful, such as seeds, such an interval is narrow: read it with the single
+    values beside it.
+    """
 
     mean: float
     low: float
@@ -29,11 +33,12 @@ def estimate(values: Sequence[float], shares: bool = False) -> Estimate:
 
 
 def estimate_of_means(groups: Sequence[Sequence[float]], shares: bool = False) -> Estimate:
-    """Of the plain mean of the groups' means, whatever their sizes; values are drawn again within each group.
+    """Of the plain mean of the groups' means, whatever their sizes; values are drawn again within
+    each group.
 
-    shares: values are of [0, 1], such as a question's right answers. Groups of nothing but 0 or but 1, of which a
-    bootstrap draws one value alone, have the share's posterior under Jeffreys' prior then. Raises `ValueError` where
-    there are none.
+    shares: values are of [0, 1], such as a question's right answers. Groups of nothing but 0 or but
+    1, of which a bootstrap draws one value alone, have the share's posterior under Jeffreys' prior
+    then. Raises `ValueError` where there are none.
     """
     if not groups or not all(len(values) for values in groups):
         raise ValueError("an estimate of no values")
@@ -41,7 +46,10 @@ def estimate_of_means(groups: Sequence[Sequence[float]], shares: bool = False) -
     count = sum(map(len, groups))
     if count == len(groups):
         return Estimate(mean, math.nan, math.nan, count)
-    parts = [_resampled(v, s) if not shares or min(v) < max(v) else _posterior(v, s) for s, v in enumerate(groups)]
+    parts = [
+        _resampled(v, s) if not shares or min(v) < max(v) else _posterior(v, s)
+        for s, v in enumerate(groups)
+    ]
     drawn = np.mean(parts, axis=0)
     outside = 50 * (1 - COVERAGE)
     low, high = np.percentile(drawn, [outside, 100 - outside])

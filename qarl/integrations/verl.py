@@ -1,29 +1,44 @@
-"""TBPO for verl: `actor.policy_loss.loss_mode=tbpo` (docs/reference/objectives.md). verl loads this module by itself,
-by the entry point `verl.plugins` of an installed QaRL."""
+"""TBPO for verl: `actor.policy_loss.loss_mode=tbpo` (docs/reference/objectives.md). verl loads this
+module by itself, by the entry point `verl.plugins` of an installed QaRL.
+"""
 
 from typing import Any
 
 import torch
-from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss  # pyright: ignore[reportMissingImports]
+from verl.trainer.ppo.core_algos import (  # pyright: ignore[reportMissingImports]
+    agg_loss,
+    register_policy_loss,
+)
 
 from qarl import losses
 
 
 @register_policy_loss("tbpo")
 def tbpo(
-    old_log_prob: torch.Tensor, log_prob: torch.Tensor, advantages: torch.Tensor, response_mask: torch.Tensor,
-    loss_agg_mode: str = "seq-mean-token-mean", config: Any = None, rollout_is_weights: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, dict[str, float]]:  # fmt: skip
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: str = "seq-mean-token-mean",
+    config: Any = None,
+    rollout_is_weights: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, dict[str, float]]:
     """verl's policy loss: a micro-batch's loss, 0-d with gradient, and its metrics.
 
-    old_log_prob, log_prob, advantages, rollout_is_weights: fp32 [B, T], of responses, nats; the weights are verl's own
-    rollout correction. response_mask: [B, T]. config: verl's actor, whose clip_ratio_low is δ_l, clip_ratio_high ε_h
-    and clip_ratio_c 1 + δ_h. Raises `ConfigError` for bounds out of range, and advantages that differ in a response.
+    old_log_prob, log_prob, advantages, rollout_is_weights: fp32 [B, T], of responses, nats; the
+    weights are verl's own rollout correction. response_mask: [B, T]. config: verl's actor, whose
+    clip_ratio_low is δ_l, clip_ratio_high ε_h and clip_ratio_c 1 + δ_h. Raises `ConfigError` for
+    bounds out of range, and advantages that differ in a response.
     """
-    bounds = {"delta_low": config.clip_ratio_low, "epsilon_high": config.clip_ratio_high}
+    bounds = {
+        "delta_low": config.clip_ratio_low,
+        "epsilon_high": config.clip_ratio_high,
+    }
     bounds["delta_high"] = config.clip_ratio_c - 1
     mask = response_mask.bool()
-    result = losses.tbpo.of_tokens(log_prob, old_log_prob, advantages, mask, rollout_is_weights, **bounds)
+    result = losses.tbpo.of_tokens(
+        log_prob, old_log_prob, advantages, mask, rollout_is_weights, **bounds
+    )
     loss = agg_loss(result.loss, response_mask, loss_agg_mode, **config.global_batch_info)
     tokens = mask.sum().clamp(min=1)
     positive = advantages >= 0

@@ -1,4 +1,6 @@
-"""How gradients go back through the model: `learner.gradient_checkpointing`, `input_gradients` and `compile`."""
+"""How gradients go back through the model: `learner.gradient_checkpointing`, `input_gradients` and
+`compile`.
+"""
 
 from typing import Literal
 
@@ -10,36 +12,51 @@ from qarl.quant.runtime.compile import compiler_missing
 
 
 def configure_backward(model: LowBitModel, config: LearnerConfig) -> None:
-    """Set the model's backward as a `learner` section says. Raises `ConfigError` for what cannot be done here."""
+    """Set the model's backward as a `learner` section says. Raises `ConfigError` for what cannot be
+    done here.
+    """
     model.checkpoint_layers(config.gradient_checkpointing is True)
     exact = not rounds_weights(model, config.input_gradients)
     model.gradients.configure(fp32_input_grad=exact, compiled=compiles(model, config.compile))
 
 
 def rounds_weights(model: LowBitModel, setting: Literal["auto", "exact", "compute"]) -> bool:
-    """Whether weights are rounded to the compute dtype for dx; auto: where the device multiplies that natively.
+    """Whether weights are rounded to the compute dtype for dx; auto: where the device multiplies
+    that natively.
 
     Raises `ConfigError` for `compute` where the model has experts, whose backward is exact.
     """
     if setting == "compute" and model.experts:
         raise ConfigError(
-            f"learner.input_gradients is 'compute', but gradients through experts ({next(iter(model.experts))} and "
-            "others) are computed exactly; set it to auto, which is about the linear layers, or to exact"
+            "learner.input_gradients is 'compute', but gradients through experts"
+            f" ({next(iter(model.experts))} and others) are computed exactly; set it to auto, which"
+            " is about the linear layers, or to exact"
         )
-    return multiplies_natively(model.context.compute_dtype, model.device) if setting == "auto" else setting == "compute"
+    return (
+        multiplies_natively(model.context.compute_dtype, model.device)
+        if setting == "auto"
+        else setting == "compute"
+    )
 
 
 def compiles(model: LowBitModel, setting: bool | Literal["auto"]) -> bool:
-    """Whether backward passes are compiled; auto: with the engine's operators on GPUs, where Triton and a compiler are
-    needed for a run anyway. Raises `ConfigError` where they cannot be and are asked for."""
+    """Whether backward passes are compiled; auto: with the engine's operators on GPUs, where Triton
+    and a compiler are needed for a run anyway. Raises `ConfigError` where they cannot be and are
+    asked for.
+    """
     if setting == "auto":
-        return model.device.type == "cuda" and model.operators == "engine" and not compiler_missing("cuda")
+        return (
+            model.device.type == "cuda"
+            and model.operators == "engine"
+            and not compiler_missing("cuda")
+        )
     if not setting:
         return False
     if model.operators != "engine":
         raise ConfigError(
-            "learner.compile is true, but it compiles the backwards of the engine's operators, and this model has "
-            "transformers'; leave it out, or set learner.operators to 'engine' where the model allows"
+            "learner.compile is true, but it compiles the backwards of the engine's operators, and"
+            " this model has transformers'; leave it out, or set learner.operators to 'engine'"
+            " where the model allows"
         )
     require_compiler(model.device.type)
     return True
@@ -50,6 +67,6 @@ def require_compiler(device: str) -> None:
     missing = compiler_missing(device)
     if missing:
         raise ConfigError(
-            f"learner.compile is true, but nothing can be compiled for {device} here: {missing}; mend that, or leave "
-            "it out"
+            f"learner.compile is true, but nothing can be compiled for {device} here: {missing};"
+            " mend that, or leave it out"
         )

@@ -11,13 +11,16 @@ from qarl.learner.row_logprobs import RowLogprobs
 
 @dataclass(frozen=True, kw_only=True)
 class LearnStats(LossMetrics):
-    """A batch: means of `LossMetrics` over its updates, but for update_log_ratio, which is the last mini-batch's.
+    """A batch: means of `LossMetrics` over its updates, but for update_log_ratio, which is the last
+    mini-batch's.
 
-    mismatch, entropy (nats a token): before the first update, of the sequences whose old log-probs are known
-    (`Learner.learn`). lr: learning rate. grad_norm: before clipping, mean. updates, skipped: optimizer steps taken, and
-    left out because gradients were not finite. loss_scale: after the batch. seconds: wall time of the phases old
-    (log-probs before the update), forward (with the loss), backward, optimizer and materialize; see `Stopwatch` for
-    what they mean on CUDA. records: the diagnostics' metrics (`diagnostics.base.Observer.record`)."""
+    mismatch, entropy (nats a token): before the first update, of the sequences whose old log-probs
+    are known (`Learner.learn`). lr: learning rate. grad_norm: before clipping, mean. updates,
+    skipped: optimizer steps taken, and left out because gradients were not finite. loss_scale:
+    after the batch. seconds: wall time of the phases old (log-probs before the update), forward
+    (with the loss), backward, optimizer and materialize; see `Stopwatch` for what they mean on
+    CUDA. records: the diagnostics' metrics (`diagnostics.base.Observer.record`).
+    """
 
     mismatch: Mismatch
     lr: float
@@ -40,9 +43,13 @@ class Update:
 
 
 def batch_stats(
-    updates: Sequence[Update], old: RowLogprobs, lr: float, loss_scale: float, seconds: dict[str, float],
+    updates: Sequence[Update],
+    old: RowLogprobs,
+    lr: float,
+    loss_scale: float,
+    seconds: dict[str, float],
     records: dict[str, Any],
-) -> LearnStats:  # fmt: skip
+) -> LearnStats:
     """What a batch's updates come to. old: the log-probs before them."""
     taken = sum(update.taken for update in updates)
     last = updates[-1].metrics.update_log_ratio if updates else 0.0
@@ -50,7 +57,8 @@ def batch_stats(
         **vars(replace(mean([update.metrics for update in updates]), update_log_ratio=last)),
         mismatch=old.mismatch(),
         lr=lr,
-        grad_norm=sum(update.grad_norm for update in updates) / max(taken, 1),  # 0 where skipped
+        # 0 where skipped
+        grad_norm=sum(update.grad_norm for update in updates) / max(taken, 1),
         entropy=old.entropy,
         updates=taken,
         skipped=len(updates) - taken,

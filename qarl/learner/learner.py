@@ -1,4 +1,5 @@
-"""One batch of groups → stepped masters: old log-probs, mini-batches, straight-through gradients, optimizer.
+"""One batch of groups → stepped masters: old log-probs, mini-batches, straight-through gradients,
+optimizer.
 
 Axes: B sequences, T tokens.
 """
@@ -13,7 +14,13 @@ from qarl.configs.schema.learner import LearnerConfig
 from qarl.configs.schema.objectives import KlConfig
 from qarl.configs.seeds import step_seed
 from qarl.learner.batching import Batch, mini_batches
-from qarl.learner.diagnostics.base import Learning, MicroBatch, Observer, StartingPolicy, is_due
+from qarl.learner.diagnostics.base import (
+    Learning,
+    MicroBatch,
+    Observer,
+    StartingPolicy,
+    is_due,
+)
 from qarl.learner.diagnostics.observers import OBSERVERS
 from qarl.learner.diagnostics.token_log import TokenLog
 from qarl.learner.gradients import configure_backward
@@ -41,11 +48,12 @@ FirstBatchGate = Callable[[Mismatch, Callable[[], Mismatch]], None]
 class Learner:
     """Owns the policy's masters and their optimizer.
 
-    processes: those that learn together. All are given the same batch, and each computes its share of it.
-    reference: the policy a KL penalty measures from, never stepped; needed exactly where `config.kl` asks for one, else
-    `ConfigError`. seed: the run's, which shuffles. steps: of the training, where the learning rate decays at its end.
-    temperature: that completions are sampled at; all log-probs are of the policy at it. whole: whether the masters are
-    those of a finished batch, and no error came between its updates.
+    processes: those that learn together. All are given the same batch, and each computes its share
+    of it. reference: the policy a KL penalty measures from, never stepped; needed exactly where
+    `config.kl` asks for one, else `ConfigError`. seed: the run's, which shuffles. steps: of the
+    training, where the learning rate decays at its end. temperature: that completions are sampled
+    at; all log-probs are of the policy at it. whole: whether the masters are those of a finished
+    batch, and no error came between its updates.
     """
 
     def __init__(
@@ -80,19 +88,23 @@ class Learner:
         self.whole = True
 
     def learn(
-        self, batch: Batch, step: int, gate: FirstBatchGate | None = None, log: TokenLog | None = None
+        self,
+        batch: Batch,
+        step: int,
+        gate: FirstBatchGate | None = None,
+        log: TokenLog | None = None,
     ) -> LearnStats:
         """Step over the batch in shuffled mini-batches, materializing a weight version after each.
 
-        step: of the training, from 0; it decides the learning rate, the shuffle, and whether lost updates and flipped
-        codes are measured. gate: called before anything is updated, with the batch's mismatch and what
-        measures how far two right implementations are apart on it; it may raise. A
-        mini-batch with a non-finite gradient is skipped and counted; masters then stay as they were. log:
-        filled in for this batch. Pass it on every rank or on none (collective).
+        step: of the training, from 0; it decides the learning rate, the shuffle, and whether lost
+        updates and flipped codes are measured. gate: called before anything is updated, with the
+        batch's mismatch and what measures how far two right implementations are apart on it; it may
+        raise. A mini-batch with a non-finite gradient is skipped and counted; masters then stay as
+        they were. log: filled in for this batch. Pass it on every rank or on none (collective).
 
-        The old log-probs of the first mini-batch are those of its own forward, before whose update nothing has moved;
-        the others' are computed beforehand, and not at all where nothing is made of them (`needs_old`), but for steps
-        that measure lost updates.
+        The old log-probs of the first mini-batch are those of its own forward, before whose update
+        nothing has moved; the others' are computed beforehand, and not at all where nothing is made
+        of them (`needs_old`), but for steps that measure lost updates.
         """
         lr = self.schedule.rate(step)
         self.sharded.optimizer.lr = lr
@@ -101,10 +113,19 @@ class Learner:
         shuffled = mini_batches(batch, self.config.mini_batches, step_seed(self._seed, step))
         trained = [index for index in shuffled if batch.advantages[index].any()]
         learning = Learning(
-            batch=batch, step=step, trained=trained, config=self.config, model=self.model, processes=self.processes,
-            stopwatch=self.stopwatch, old=RowLogprobs(batch), log=log, start=self._start,
-            reference=None if self._reference is None else RowLogprobs(batch), add_logprobs=self.scorer.add,
-        )  # fmt: skip
+            batch=batch,
+            step=step,
+            trained=trained,
+            config=self.config,
+            model=self.model,
+            processes=self.processes,
+            stopwatch=self.stopwatch,
+            old=RowLogprobs(batch),
+            log=log,
+            start=self._start,
+            reference=None if self._reference is None else RowLogprobs(batch),
+            add_logprobs=self.scorer.add,
+        )
         watching = [observer(learning) for observer in OBSERVERS]
         for observer in watching:
             observer.before_batch()
@@ -114,15 +135,21 @@ class Learner:
         if gate is not None:
             gate(old.mismatch(), lambda: self._rounding_floor(old))
         if self._reference is not None and learning.reference is not None:
-            self.scorer.add_ratio_side(learning.reference, torch.arange(len(batch.tokens)), self._reference)
+            self.scorer.add_ratio_side(
+                learning.reference, torch.arange(len(batch.tokens)), self._reference
+            )
         self.whole = False
         updates = [self._update(learning, watching, number) for number in range(len(trained))]
         self.whole = True
-        records = {name: value for observer in watching for name, value in observer.record().items()}
+        records = {
+            name: value for observer in watching for name, value in observer.record().items()
+        }
         return batch_stats(updates, old, lr, self.loss_scale.scale, self.stopwatch.take(), records)
 
     def _rounding_floor(self, old: RowLogprobs) -> Mismatch:
-        """Return how far log-probs with other roundings are from `old`'s, over the rows that it knows."""
+        """Return how far log-probs with other roundings are from `old`'s, over the rows that it
+        knows.
+        """
         rows, moved = old.known.nonzero().flatten(), RowLogprobs(old.batch)
         with self.model.context.other_roundings(self._seed):
             self.scorer.add_ratio_side(moved, rows)
@@ -137,8 +164,9 @@ class Learner:
         return rows.nonzero().flatten()
 
     def _update(self, learning: Learning, watching: list[Observer], number: int) -> Update:
-        """The update of that number, from 0. Before the first one none was taken since the batch was sampled, so that
-        what its forward gives is old."""
+        """The update of that number, from 0. Before the first one none was taken since the batch
+        was sampled, so that what its forward gives is old.
+        """
         batch, old, index = learning.batch, learning.old, learning.trained[number]
         for observer in watching:
             observer.before_update(number, index)
@@ -155,19 +183,35 @@ class Learner:
         for part in parts:
             rows = batch.rows(part.index).to(self.model.device)
             with self.stopwatch("forward"):
-                own, entropies = self.scorer.token_logprobs(self.model, rows, part.chunks, entropy=is_first)
+                own, entropies = self.scorer.token_logprobs(
+                    self.model, rows, part.chunks, entropy=is_first
+                )
             current = own if shadow is None else shadowed(own, shadow.rows_like(own, part.index))
-            denominator = current.detach() if is_first else old.rows_like(current, part.index) if have_old else None
+            denominator = (
+                current.detach()
+                if is_first
+                else old.rows_like(current, part.index)
+                if have_old
+                else None
+            )
             share, loss, balance = self._loss(learning, part, rows, current, denominator, size)
             if part is parts[-1] and self.config.gradient_checkpointing is not True:
-                self.model.release_products()  # the step makes another version, when all gradients are there
+                # the step makes another version, when all gradients are there
+                self.model.release_products()
             with self.stopwatch("backward"):
                 (loss * (self.loss_scale.scale if part.counts else 0.0)).backward()
             if is_first and part.counts:
                 old.add(part.index, own.detach(), entropies)
             if part.counts:
                 numbers.append({**share.numbers, "loss": loss.detach(), **balance})
-                micro = MicroBatch(number, part.index, rows=rows, current=own, entropies=entropies, tokens=share.tokens)
+                micro = MicroBatch(
+                    number,
+                    part.index,
+                    rows=rows,
+                    current=own,
+                    entropies=entropies,
+                    tokens=share.tokens,
+                )
                 for observer in watching:
                     observer.micro_batch(micro)
         if is_first:
@@ -177,10 +221,17 @@ class Learner:
         return Update(metrics.total(self.processes), norm, taken)
 
     def _loss(
-        self, learning: Learning, part: Part, rows: Batch, current: torch.Tensor, old: torch.Tensor | None,
+        self,
+        learning: Learning,
+        part: Part,
+        rows: Batch,
+        current: torch.Tensor,
+        old: torch.Tensor | None,
         size: BatchSize,
-    ) -> tuple[LossShare, torch.Tensor, dict[str, torch.Tensor]]:  # fmt: skip
-        """A micro-batch's part of the loss; that with the routers' auxiliary loss, if on; and the metric of this."""
+    ) -> tuple[LossShare, torch.Tensor, dict[str, torch.Tensor]]:
+        """A micro-batch's part of the loss; that with the routers' auxiliary loss, if on; and the
+        metric of this.
+        """
         terms = LossInput(
             current=current,
             old=old,
@@ -195,10 +246,16 @@ class Learner:
                 return share, share.loss, {}
             of_rows = load_balance_loss(self.model, rows.real(), self.scorer.packed_rows(rows))
             balance = of_rows * (len(part.index) / size.sequences)
-            return share, share.loss + self._balance * balance, {"load_balance": balance.detach()}
+            return (
+                share,
+                share.loss + self._balance * balance,
+                {"load_balance": balance.detach()},
+            )
 
     def _apply(self, watching: list[Observer], number: int) -> tuple[float, bool]:
-        """Clip, step, refresh. Returns the gradient norm before clipping and whether a step was taken."""
+        """Clip, step, refresh. Returns the gradient norm before clipping and whether a step was
+        taken.
+        """
         with self.stopwatch("optimizer"):
             step = self.sharded.step(any(observer.counts_arrivals for observer in watching))
         if step.taken:
@@ -210,9 +267,10 @@ class Learner:
         return (step.norm if step.taken else 0.0), step.taken
 
     def state_dict(self) -> dict[str, Any]:
-        """Masters, optimizer, loss scale, kept scales and the start's sample; of LoRA the adapters alone, and the
-        digest of the base they are for. Of several processes each has a part of the masters and of the optimizer, to
-        be put together for `load_state_dict`."""
+        """Masters, optimizer, loss scale, kept scales and the start's sample; of LoRA the adapters
+        alone, and the digest of the base they are for. Of several processes each has a part of the
+        masters and of the optimizer, to be put together for `load_state_dict`.
+        """
         return {
             **self.sharded.state_dict(),
             "scale": self.loss_scale.state_dict(),
@@ -222,7 +280,9 @@ class Learner:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a `state_dict`, materialized. Raises `ConfigError` for another base, or kept scales of others."""
+        """Take over a `state_dict`, materialized. Raises `ConfigError` for another base, or kept
+        scales of others.
+        """
         self._require_base(state["base"])
         load_scales_state(self.model, state["scales"])
         self.sharded.load_state_dict(state)
@@ -233,8 +293,10 @@ class Learner:
     def _require_base(self, saved: str | None) -> None:
         ours = self.model.base_digest
         if saved != ours:
-            digests = [f"digest {digest[:16]}…" if digest else "no frozen base" for digest in (saved, ours)]
+            digests = [
+                f"digest {digest[:16]}…" if digest else "no frozen base" for digest in (saved, ours)
+            ]
             raise ConfigError(
-                f"the checkpoint's LoRA adapters are for a base with {digests[0]}, this policy has {digests[1]}; give "
-                "the model folder the run was started with, unchanged"
+                f"the checkpoint's LoRA adapters are for a base with {digests[0]}, this policy has"
+                f" {digests[1]}; give the model folder the run was started with, unchanged"
             )

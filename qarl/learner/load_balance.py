@@ -15,27 +15,35 @@ from qarl.quant.model.low_bit_model import LowBitModel
 
 
 def load_balance_coefficient(model: LowBitModel, setting: float | None) -> float:
-    """The factor of the loss: `setting`, or with None the model's own where its config switches the loss on.
+    """The factor of the loss: `setting`, or with None the model's own where its config switches the
+    loss on.
 
     Raises `ConfigError` where one is asked of a model that has no such loss.
     """
     own = getattr(model.config, "router_aux_loss_coef", None)
     if setting and (own is None or not model.experts):
         raise ConfigError(
-            f"learner.router_aux_loss is {setting}, but model type {model.config.model_type!r} has no load-balance "
-            "loss; leave it out"
+            f"learner.router_aux_loss is {setting}, but model type {model.config.model_type!r} has"
+            " no load-balance loss; leave it out"
         )
     if setting is None:
-        return float(own or 0.0) if model.experts and getattr(model.config, "output_router_logits", False) else 0.0
+        return (
+            float(own or 0.0)
+            if model.experts and getattr(model.config, "output_router_logits", False)
+            else 0.0
+        )
     return setting
 
 
-def load_balance_loss(model: LowBitModel, real: torch.Tensor, packed: Packed | None) -> torch.Tensor:
-    """E · Σ_e (share of assignments to e) · (mean router probability of e), over all layers; 0-d, K if balanced.
+def load_balance_loss(
+    model: LowBitModel, real: torch.Tensor, packed: Packed | None
+) -> torch.Tensor:
+    """E · Σ_e (share of assignments to e) · (mean router probability of e), over all layers; 0-d, K
+    if balanced.
 
-    real: bool [B, T], which tokens are no padding. packed: how they were, in the last forward, whose router logits are
-    read; a token counts as often as there are sequences with it. It is the function of the model's own transformers
-    module (Switch Transformer, arXiv 2101.03961, eq. 4-6).
+    real: bool [B, T], which tokens are no padding. packed: how they were, in the last forward,
+    whose router logits are read; a token counts as often as there are sequences with it. It is the
+    function of the model's own transformers module (Switch Transformer, arXiv 2101.03961, eq. 4-6).
     """
     module: Any = sys.modules[type(model.module).__module__]
     experts = next(iter(model.experts.values())).shape.experts

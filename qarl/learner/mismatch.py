@@ -16,15 +16,16 @@ RARE = 0.01
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Over the response tokens of a batch, in nats, of d = log π_learner - log π_sampler. mean_abs, max_abs: of d.
-    equal: share of the tokens where d is zero, to the last bit. k3: mean of exp(d) - 1 - d, an unbiased estimate of
-    KL(sampler ‖ learner). mean_log_w, mean_abs_log_w, log_w_low, log_w_high: of the sequences' log mismatch weights
-    (token means).
+    """Over the response tokens of a batch, in nats, of d = log π_learner - log π_sampler. mean_abs,
+    max_abs: of d. equal: share of the tokens where d is zero, to the last bit. k3: mean of exp(d) -
+    1 - d, an unbiased estimate of KL(sampler ‖ learner). mean_log_w, mean_abs_log_w, log_w_low,
+    log_w_high: of the sequences' log mismatch weights (token means).
 
-    mean, std: of d, with its sign. off_10, off_50: shares of the tokens whose ratio exp(d) is off 1 by more than 10 and
-    50 %. advantage_correlation: Pearson's, of d with the advantage. rare_mean_abs, end_mean_abs: mean |d| of the tokens
-    the sampler gave less than `RARE`, and of end tokens. position_slope: of the line through |d| over the position in
-    the response, nats a token. length_slope: of that through a response's sum of d over its length, nats a token. The
+    mean, std: of d, with its sign. off_10, off_50: shares of the tokens whose ratio exp(d) is off 1
+    by more than 10 and 50 %. advantage_correlation: Pearson's, of d with the advantage.
+    rare_mean_abs, end_mean_abs: mean |d| of the tokens the sampler gave less than `RARE`, and of
+    end tokens. position_slope: of the line through |d| over the position in the response, nats a
+    token. length_slope: of that through a response's sum of d over its length, nats a token. The
     last five are None where there is no such token, or nothing varies.
     """
 
@@ -54,15 +55,18 @@ def measure_mismatch(
     advantages: torch.Tensor | None = None,
     ended: torch.Tensor | None = None,
 ) -> Mismatch:
-    """learner, sampler, advantages: fp32 [B, T-1]; response_mask: bool [B, T-1] with at least one True; ended: bool
-    [B], the sequences whose last token is the end token."""
+    """learner, sampler, advantages: fp32 [B, T-1]; response_mask: bool [B, T-1] with at least one
+    True; ended: bool [B], the sequences whose last token is the end token.
+    """
     difference = (learner - sampler)[response_mask].double()
     apart, off = difference.abs(), difference.expm1()
     log_w = sequence_log_ratio(learner, sampler, response_mask)
     position = response_mask.cumsum(-1)
     lengths = position[:, -1]
     sums = ((learner - sampler) * response_mask).sum(-1)
-    end = None if ended is None else (ended[:, None] & (position == lengths[:, None]))[response_mask]
+    end = (
+        None if ended is None else (ended[:, None] & (position == lengths[:, None]))[response_mask]
+    )
     return Mismatch(
         mean_abs=float(apart.mean()),
         max_abs=float(apart.max()),
@@ -76,7 +80,9 @@ def measure_mismatch(
         std=float(difference.std(unbiased=False)),
         off_10=float((off.abs() > 0.1).double().mean()),
         off_50=float((off.abs() > 0.5).double().mean()),
-        advantage_correlation=None if advantages is None else _correlation(advantages[response_mask], difference),
+        advantage_correlation=(
+            None if advantages is None else _correlation(advantages[response_mask], difference)
+        ),
         rare_mean_abs=_mean(apart[sampler[response_mask] < math.log(RARE)]),
         end_mean_abs=None if end is None else _mean(apart[end]),
         position_slope=_slope(position[response_mask], apart),

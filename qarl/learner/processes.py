@@ -1,7 +1,8 @@
-"""The learner's processes: one a device, each with its own engine, all with the same weight version.
+"""The learner's processes: one a device, each with its own engine, all with the same weight
+version.
 
-A launcher (`qarl train --processes N`, torchrun, deepspeed) tells each its place by RANK, LOCAL_RANK, WORLD_SIZE,
-MASTER_ADDR and MASTER_PORT. In one process everything here is the identity.
+A launcher (`qarl train --processes N`, torchrun, deepspeed) tells each its place by RANK,
+LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. In one process everything here is the identity.
 """
 
 import os
@@ -19,10 +20,13 @@ from qarl.quant.runtime.parent import launched, rank, world_size
 
 T = TypeVar("T")
 _LONGEST_WAIT = timedelta(hours=12)
-"""For another process, whose rollout may take hours longer; torch's is half an hour. A launcher ends those that wait
-for one that died."""
+"""For another process, whose rollout may take hours longer; torch's is half an hour. A launcher
+ends those that wait for one that died.
+"""
 RENDEZVOUS = "QARL_RENDEZVOUS"
-"""Environment variable: the file by which processes of one machine find each other, instead of MASTER_PORT."""
+"""Environment variable: the file by which processes of one machine find each other, instead of
+MASTER_PORT.
+"""
 
 
 class FailedElsewhereError(QarlError, heading=""):
@@ -35,7 +39,9 @@ class LostProcessError(QarlError, heading="another process of this run is gone, 
 
 @dataclass(frozen=True)
 class Processes:
-    """rank: this one's, from 0; world: how many there are. local_rank: on this machine, which is also its GPU."""
+    """rank: this one's, from 0; world: how many there are. local_rank: on this machine, which is
+    also its GPU.
+    """
 
     rank: int = 0
     world: int = 1
@@ -49,7 +55,11 @@ class Processes:
     @property
     def device(self) -> torch.device:
         """Where this process computes."""
-        return torch.device("cuda", self.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+        return (
+            torch.device("cuda", self.local_rank)
+            if torch.cuda.is_available()
+            else torch.device("cpu")
+        )
 
     def span(self, count: int) -> range:
         """Which of `count` things are this process's; shares differ by one at most."""
@@ -87,7 +97,9 @@ class Processes:
         self.gathered(None)
 
     def first_does(self, work: Callable[[], T]) -> T:
-        """The first process does it, all return its picklable result; if it raises, others `FailedElsewhereError`."""
+        """The first process does it, all return its picklable result; if it raises, others
+        `FailedElsewhereError`.
+        """
         if self.world == 1:
             return work()
         failure: Exception | None = None
@@ -106,8 +118,10 @@ class Processes:
 
 
 def join_processes(alone: bool = False) -> Processes:
-    """This process's place among those a launcher started, with torch's process group open; the only one without a
-    launcher. alone: open a group of one then as well, for the collectives of ZeRO's stages."""
+    """This process's place among those a launcher started, with torch's process group open; the
+    only one without a launcher. alone: open a group of one then as well, for the collectives of
+    ZeRO's stages.
+    """
     if not launched():
         if alone and not dist.is_initialized():
             dist.init_process_group(_backend(), store=HashStore(), rank=0, world_size=1)
@@ -117,7 +131,15 @@ def join_processes(alone: bool = False) -> Processes:
         torch.cuda.set_device(place.local_rank)
     if not dist.is_initialized():
         file = os.environ.get(RENDEZVOUS)
-        met = {"init_method": f"file://{file}", "rank": place.rank, "world_size": place.world} if file else {}
+        met = (
+            {
+                "init_method": f"file://{file}",
+                "rank": place.rank,
+                "world_size": place.world,
+            }
+            if file
+            else {}
+        )
         dist.init_process_group(_backend(), timeout=_LONGEST_WAIT, **met)
     return place
 
@@ -129,7 +151,11 @@ def _backend() -> str:
 def is_lost_process(error: Exception) -> bool:
     """Whether a collective failed because another process is gone; that one says why."""
     messages = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-    return launched() and isinstance(error, RuntimeError) and any(text in str(error) for text in messages)
+    return (
+        launched()
+        and isinstance(error, RuntimeError)
+        and any(text in str(error) for text in messages)
+    )
 
 
 def leave_processes() -> None:

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 
 
 class Stopwatch:
-    """`with watch("forward"): …` adds to that phase; `take()` hands over the seconds and starts anew. On CUDA, which is
-    not waited for, they are those of what launches a phase's work. entered: called with each phase's name as it begins.
+    """`with watch("forward"): …` adds to that phase; `take()` hands over the seconds and starts
+    anew. On CUDA, which is not waited for, they are those of what launches a phase's work. entered:
+    called with each phase's name as it begins.
     """
 
     def __init__(self, entered: Callable[[str], None] | None = None) -> None:

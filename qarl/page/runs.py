@@ -19,21 +19,47 @@ from qarl.run.export_note import read_note
 
 Metrics = dict[str, Any]
 
-_NEEDED = ("step", "weight_version", "reward", "response_tokens", "error_tokens", "seconds/sample")
+_NEEDED = (
+    "step",
+    "weight_version",
+    "reward",
+    "response_tokens",
+    "error_tokens",
+    "seconds/sample",
+)
 _NOT_COMPARED = (
-    "seed", "output", "steps", "record", "export", "eval.", "checkpoint.", "sync.", "rollout.kv_cache_gib",
-    "rollout.max_num_seqs", "learner.diagnostics_every", "early_warning", "from_rollouts",
-)  # fmt: skip
+    "seed",
+    "output",
+    "steps",
+    "record",
+    "export",
+    "eval.",
+    "checkpoint.",
+    "sync.",
+    "rollout.kv_cache_gib",
+    "rollout.max_num_seqs",
+    "learner.diagnostics_every",
+    "early_warning",
+    "from_rollouts",
+)
 """Fields, or sections of them, in which runs of one configuration may differ."""
 
-_FIRST_NAMED = ("model", "scheme", "learner.aligned", "learner.objective.name", "dtype", "learner.optimizer.lr")
+_FIRST_NAMED = (
+    "model",
+    "scheme",
+    "learner.aligned",
+    "learner.objective.name",
+    "dtype",
+    "learner.optimizer.lr",
+)
 _MOST_NAMED = 4
 
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """One run. name: its folder's. metrics: a line a step. token_files: step → file. deployed: what held-out
-    answers of the export in a fresh engine come to, None where there is none."""
+    """One run. name: its folder's. metrics: a line a step. token_files: step → file. deployed: what
+    held-out answers of the export in a fresh engine come to, None where there is none.
+    """
 
     name: str
     config: RunConfig
@@ -64,7 +90,9 @@ class Configuration:
 
 
 def read_runs(paths: Sequence[Path]) -> list[RecordedRun]:
-    """Raises `ConfigError` for no run, one without steps, one given twice, and lines damaged or of another version."""
+    """Raises `ConfigError` for no run, one without steps, one given twice, and lines damaged or of
+    another version.
+    """
     resolved = [path.resolve() for path in paths]
     for index, path in enumerate(resolved):
         if path in resolved[:index]:
@@ -79,7 +107,9 @@ def _read_run(path: Path) -> RecordedRun:
     try:
         facts = json.loads(environment.read_text()) if environment.is_file() else {}
     except ValueError as error:
-        raise ConfigError(f"{str(environment)!r} is no JSON ({error}); remove it to go on without") from error
+        raise ConfigError(
+            f"{str(environment)!r} is no JSON ({error}); remove it to go on without"
+        ) from error
     return RecordedRun(
         name=path.resolve().name,
         config=config,
@@ -99,16 +129,21 @@ def _read_metrics(file: Path) -> list[Metrics]:
         try:
             of_step = json.loads(line)
         except ValueError as error:
-            raise ConfigError(f"{str(file)!r}, line {number}, is no JSON ({error}); remove that line") from error
+            raise ConfigError(
+                f"{str(file)!r}, line {number}, is no JSON ({error}); remove that line"
+            ) from error
         missing = [name for name in _NEEDED if not isinstance(of_step, dict) or name not in of_step]
         if missing:
             raise ConfigError(
-                f"{str(file)!r}, line {number}, lacks {missing[0]!r}: another version of qarl wrote it "
-                "(environment.json in its folder names it); make the report with that one"
+                f"{str(file)!r}, line {number}, lacks {missing[0]!r}: another version of qarl wrote"
+                " it (environment.json in its folder names it); make the report with that one"
             )
         metrics.append(of_step)
     if not metrics:
-        raise ConfigError(f"run {str(file.parent)!r} has no steps yet; make its report once its first step is done")
+        raise ConfigError(
+            f"run {str(file.parent)!r} has no steps yet; make its report once its first step is"
+            " done"
+        )
     return metrics
 
 
@@ -119,26 +154,35 @@ def configurations(runs: Sequence[RecordedRun]) -> list[Configuration]:
     for setting in settings:
         if setting not in kinds:
             kinds.append(setting)
-    members = [tuple(run for run, own in zip(runs, settings, strict=True) if own == kind) for kind in kinds]
+    members = [
+        tuple(run for run, own in zip(runs, settings, strict=True) if own == kind) for kind in kinds
+    ]
     labels = _labels(kinds)
     if len(set(labels)) < len(labels):
         labels = [group[0].name for group in members]
     return [Configuration(label, group) for label, group in zip(labels, members, strict=True)]
 
 
-def compared_settings(config: RunConfig, left_out: tuple[str, ...] = _NOT_COMPARED) -> dict[str, Any]:
+def compared_settings(
+    config: RunConfig, left_out: tuple[str, ...] = _NOT_COMPARED
+) -> dict[str, Any]:
     """Dotted field → value, of what makes two runs two configurations."""
     flat = leaf_values(config)
     return {name: to_jsonable_python(flat[name]) for name in flat if not name.startswith(left_out)}
 
 
-def shown_settings(kinds: Sequence[Configuration]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Each configuration's settings, and the names of those that a page shows: in which they differ; of one alone those
-    that are not the defaults, and what it trains."""
+def shown_settings(
+    kinds: Sequence[Configuration],
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Each configuration's settings, and the names of those that a page shows: in which they
+    differ; of one alone those that are not the defaults, and what it trains.
+    """
     if len(kinds) > 1:
         settings = [compared_settings(kind.runs[0].config) for kind in kinds]
         return settings, differing(settings)
-    ours, defaults = (compared_settings(config, ("output",)) for config in (kinds[0].runs[0].config, RunConfig()))
+    ours, defaults = (
+        compared_settings(config, ("output",)) for config in (kinds[0].runs[0].config, RunConfig())
+    )
     named = [name for name in differing([ours, defaults]) if name in ours]
     return [ours], list(dict.fromkeys(("model", "scheme", *named)))
 
@@ -147,15 +191,25 @@ def differing(kinds: Sequence[dict[str, Any]]) -> list[str]:
     """Names of the fields in which they differ, those that say most first."""
     names = dict.fromkeys(name for kind in kinds for name in kind)
     apart = [name for name in names if any(kind.get(name) != kinds[0].get(name) for kind in kinds)]
-    return sorted(apart, key=lambda name: _FIRST_NAMED.index(name) if name in _FIRST_NAMED else len(_FIRST_NAMED))
+    return sorted(
+        apart,
+        key=lambda name: _FIRST_NAMED.index(name) if name in _FIRST_NAMED else len(_FIRST_NAMED),
+    )
 
 
 def _labels(kinds: Sequence[dict[str, Any]]) -> list[str]:
     if len(kinds) == 1:
-        shown = [Path(kinds[0]["model"]).name, kinds[0]["scheme"], kinds[0]["learner.objective.name"]]
+        shown = [
+            Path(kinds[0]["model"]).name,
+            kinds[0]["scheme"],
+            kinds[0]["learner.objective.name"],
+        ]
         return [" · ".join(shown)]
     names = differing(kinds)[:_MOST_NAMED]
-    return [" · ".join(filter(None, (_worded(name, kind.get(name)) for name in names))) for kind in kinds]
+    return [
+        " · ".join(filter(None, (_worded(name, kind.get(name)) for name in names)))
+        for kind in kinds
+    ]
 
 
 def _worded(name: str, value: Any) -> str:

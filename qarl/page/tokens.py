@@ -1,5 +1,5 @@
-"""Recorded completions as a page carries them: as many as its size allows, token columns packed to eleven bytes a
-token; and what became of their error tokens.
+"""Recorded completions as a page carries them: as many as its size allows, token columns packed to
+eleven bytes a token; and what became of their error tokens.
 
 Axes: n tokens of all completions laid end to end.
 """
@@ -36,8 +36,9 @@ Columns = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def mismatch_columns(steps: Sequence[TokenRows]) -> Columns | None:
-    """Position in the response, sampler's log-prob and mismatch of all these tokens, [n] each, where the mismatch is
-    known; None where it is nowhere."""
+    """Position in the response, sampler's log-prob and mismatch of all these tokens, [n] each,
+    where the mismatch is known; None where it is nowhere.
+    """
     if not steps:
         return None
     position = np.concatenate([np.arange(length) for rows in steps for length in rows.lengths])
@@ -47,9 +48,11 @@ def mismatch_columns(steps: Sequence[TokenRows]) -> Columns | None:
 
 
 def treatment(kinds: Sequence[Sequence[TokenRows]]) -> list[list[Any]]:
-    """What the objective did with error tokens, as QaRL's table 6 (arXiv 2604.07853). kinds: of each configuration the
-    steps' rows. A row for each configuration, sign of the advantage and kind of token that was learned from: its place,
-    sign, kind, tokens, shares clipped, with a mismatch weight that was cut, and left as they were."""
+    """What the objective did with error tokens, as QaRL's table 6 (arXiv 2604.07853). kinds: of
+    each configuration the steps' rows. A row for each configuration, sign of the advantage and kind
+    of token that was learned from: its place, sign, kind, tokens, shares clipped, with a mismatch
+    weight that was cut, and left as they were.
+    """
     rows: list[list[Any]] = []
     for number, steps in enumerate(kinds):
         if not steps:
@@ -61,18 +64,36 @@ def treatment(kinds: Sequence[Sequence[TokenRows]]) -> list[list[Any]]:
             for place, name in enumerate(_KINDS):
                 of = clip[(np.sign(advantage) == factor) & (kind == place) & (clip >= 0)]
                 if len(of):
-                    shares = ((of != none) & (of != corrected), of == corrected, of == none)
-                    rows.append([number, sign, name, len(of), *(digits(float(share.mean())) for share in shares)])
+                    shares = (
+                        (of != none) & (of != corrected),
+                        of == corrected,
+                        of == none,
+                    )
+                    rows.append(
+                        [
+                            number,
+                            sign,
+                            name,
+                            len(of),
+                            *(digits(float(share.mean())) for share in shares),
+                        ]
+                    )
     return rows
 
 
 def packed_tokens(runs: Sequence[Sequence[TokenRows]]) -> dict[str, Any]:
-    """The completions the page shows of each run's steps, spread evenly over them: what each is in columns of one value
-    a completion, and their tokens in columns of packed values. recorded, shown: how many completions there are."""
+    """The completions the page shows of each run's steps, spread evenly over them: what each is in
+    columns of one value a completion, and their tokens in columns of packed values. recorded,
+    shown: how many completions there are.
+    """
     recorded = sum(len(rows) for steps in runs for rows in steps)
     budget = BUDGET
     while True:
-        chosen = [(number, rows) for number, steps in enumerate(runs) for rows in _within(steps, budget // len(runs))]
+        chosen = [
+            (number, rows)
+            for number, steps in enumerate(runs)
+            for rows in _within(steps, budget // len(runs))
+        ]
         shown = sum(len(rows) for _, rows in chosen)
         packed = {**_packed(chosen), "recorded": recorded, "shown": shown}
         size = len(json.dumps(packed, ensure_ascii=False).encode(errors="replace"))
@@ -82,8 +103,10 @@ def packed_tokens(runs: Sequence[Sequence[TokenRows]]) -> dict[str, Any]:
 
 
 def _within(steps: Sequence[TokenRows], budget: int) -> list[TokenRows]:
-    """The last step, and of every n steps before it one, with the smallest n that fits: one whose completions the
-    unquantized policy was asked about, where there is one. Where the last alone does not fit, a part of it."""
+    """The last step, and of every n steps before it one, with the smallest n that fits: one whose
+    completions the unquantized policy was asked about, where there is one. Where the last alone
+    does not fit, a part of it.
+    """
     costs = [_cost(rows) for rows in steps]
     scored = [bool(np.isfinite(rows.tokens["unquantized_logprob"]).any()) for rows in steps]
     for every in range(1, len(steps) + 1):
@@ -107,9 +130,23 @@ def _packed(steps: Sequence[tuple[int, TokenRows]]) -> dict[str, Any]:
     prompts: dict[str, int] = {}
     texts: dict[tuple[int, str], int] = {}
     words: list[int] = []
-    columns: dict[str, list[Any]] = {name: [] for name in ("run", *_SHOWN, "prompt", "reward", "length", "version",
-                                     "last_version", "worst", "truncated", "group_size", "group_reward",
-                                     "advantage")}  # fmt: skip
+    columns: dict[str, list[Any]] = {
+        name: []
+        for name in (
+            "run",
+            *_SHOWN,
+            "prompt",
+            "reward",
+            "length",
+            "version",
+            "last_version",
+            "worst",
+            "truncated",
+            "group_size",
+            "group_reward",
+            "advantage",
+        )
+    }
     for number, rows in steps:
         about, ends = rows.completions, np.cumsum(rows.lengths)
         pairs = zip(rows.tokens["token_id"].tolist(), rows.tokens["token"], strict=True)
@@ -123,7 +160,9 @@ def _packed(steps: Sequence[tuple[int, TokenRows]]) -> dict[str, Any]:
             "length": rows.lengths,
             **_versions(rows),
             "worst": [-1 if place is None else place for place in about["worst_token"]],
-            "truncated": [int(reason in ("length", "repetition")) for reason in about["finish_reason"]],
+            "truncated": [
+                int(reason in ("length", "repetition")) for reason in about["finish_reason"]
+            ],
             "group_size": map(len, groups),
             "group_reward": [digits(sum(group) / len(group)) for group in groups],
             "advantage": map(_advantage, np.split(rows.tokens["advantage"], ends[:-1])),
@@ -146,12 +185,19 @@ def _versions(rows: TokenRows) -> dict[str, list[int]]:
     """Of the weights that sampled each completion's first token, and its last."""
     of_each, ends = rows.tokens["weight_version"], np.cumsum(rows.lengths).tolist()
     starts = [end - length for end, length in zip(ends, rows.lengths, strict=True)]
-    return {"version": [int(of_each[at]) for at in starts], "last_version": [int(of_each[at - 1]) for at in ends]}
+    return {
+        "version": [int(of_each[at]) for at in starts],
+        "last_version": [int(of_each[at - 1]) for at in ends],
+    }
 
 
 def _advantage(values: np.ndarray) -> float | None:
     """Of the completion: that of its tokens with the largest magnitude; None where not known."""
-    return None if np.isnan(values).any() or not len(values) else digits(float(values[np.abs(values).argmax()]))
+    return (
+        None
+        if np.isnan(values).any() or not len(values)
+        else digits(float(values[np.abs(values).argmax()]))
+    )
 
 
 def _halves(steps: Sequence[tuple[int, TokenRows]], name: str) -> np.ndarray:
@@ -161,7 +207,9 @@ def _halves(steps: Sequence[tuple[int, TokenRows]], name: str) -> np.ndarray:
 
 
 def _flags(steps: Sequence[tuple[int, TokenRows]]) -> np.ndarray:
-    """uint8 [n]: the reason's number, 15 where not known; 16 where improbable; 32 where repeated."""
+    """uint8 [n]: the reason's number, 15 where not known; 16 where improbable; 32 where
+    repeated.
+    """
     parts = [np.zeros(0, np.uint8)]
     for _, rows in steps:
         reason = np.where(rows.tokens["clip"] < 0, _UNKNOWN, rows.tokens["clip"])

@@ -1,1 +1,3 @@
-"""What a run takes of memory, before anything is loaded: functions of config.json, configuration and machine."""
+"""What a run takes of memory, before anything is loaded: functions of config.json, configuration
+and machine.
+"""

@@ -1,11 +1,13 @@
-"""What one process of a run holds in memory, part by part, from a model's sizes and the configuration alone.
+"""What one process of a run holds in memory, part by part, from a model's sizes and the
+configuration alone.
 
-Most parts are there all the time. Activations come and go with micro-batches; beside them one more thing is in the
-making at any time: a layer's backward, an optimizer step, or what the engine computes; the largest counts.
-docs/guide/plan.md says how far this is from what was measured, and that nothing was measured on a GPU.
+Most parts are there all the time. Activations come and go with micro-batches; beside them one more
+thing is in the making at any time: a layer's backward, an optimizer step, or what the engine
+computes; the largest counts. docs/guide/plan.md says how far this is from what was measured, and
+that nothing was measured on a GPU.
 
-Symbols: C hidden columns, Q and K columns of queries and of keys, I columns of the MLP or of an expert, V vocabulary,
-E experts, N tokens of a micro-batch.
+Symbols: C hidden columns, Q and K columns of queries and of keys, I columns of the MLP or of an
+expert, V vocabulary, E experts, N tokens of a micro-batch.
 """
 
 from dataclasses import dataclass
@@ -22,7 +24,9 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 _FP32 = 4
 
 LIBRARIES = {"cpu": 0.72 * GIB, "cuda": 1.5 * GIB}
-"""Code and tables of torch, vLLM and transformers, measured; CUDA's context and cuBLAS's buffers, assumed."""
+"""Code and tables of torch, vLLM and transformers, measured; CUDA's context and cuBLAS's buffers,
+assumed.
+"""
 
 _NCCL, _GRAPHS = 1.0 * GIB, 2.0 * GIB
 """Buffers of several processes, and memory that CUDA graphs of decoding keep: assumed."""
@@ -34,16 +38,24 @@ _GROUPED = 8192
 """Tokens whose experts go backwards at once on GPUs (`quant.layers.grouped_backward`)."""
 
 _AHEAD = 1 << 25
-"""Elements of gradients on their way to other processes beside the largest (`quant.layers.gradients.AHEAD`)."""
+"""Elements of gradients on their way to other processes beside the largest
+(`quant.layers.gradients.AHEAD`).
+"""
 
-_WIDE = ("fp8",) if has_avx512() else ("fp8", "w8a8", "w4a16", "w4a16-g64", "w4a16-g32", "w4a16-channel")
+_WIDE = (
+    ("fp8",)
+    if has_avx512()
+    else ("fp8", "w8a8", "w4a16", "w4a16-g64", "w4a16-g32", "w4a16-channel")
+)
 """Schemes whose kernel holds weights in fp32 on this machine's CPU (`quant.kernels.vllm_cpu`)."""
 
 _ENGINE_TOKENS = {"cpu": 8192, "cuda": 16384}
 """That vLLM computes at once at most, and sizes its buffers for."""
 
 _TRANSFORMERS_FACTOR = 2.0
-"""What a layer keeps with transformers' operators, over the engine's: autograd's own intermediates. An estimate."""
+"""What a layer keeps with transformers' operators, over the engine's: autograd's own intermediates.
+An estimate.
+"""
 
 
 @dataclass(frozen=True)
@@ -57,8 +69,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Memory:
-    """Of one process. parts: on its device. host: bytes in the host's memory beside them, while the model is loaded and
-    for offloaded moments; 0 on CPUs, where all of it is the host's."""
+    """Of one process. parts: on its device. host: bytes in the host's memory beside them, while the
+    model is loaded and for offloaded moments; 0 on CPUs, where all of it is the host's.
+    """
 
     parts: tuple[Part, ...]
     host: int
@@ -81,7 +94,9 @@ def cache_itemsize(config: RunConfig) -> int:
 
 
 def count_memory(shapes: Shapes, config: RunConfig, device: str, processes: int) -> Memory:
-    """config: with `rollout.kv_cache_gib` and `learner.gradient_checkpointing` decided. device: "cpu" or "cuda"."""
+    """config: with `rollout.kv_cache_gib` and `learner.gradient_checkpointing` decided. device:
+    "cpu" or "cuda".
+    """
     return _Count(shapes, config, device, processes).memory()
 
 
@@ -96,16 +111,34 @@ class _Count:
         learner, shapes, scheme = self.config.learner, self.shapes, self.config.scheme
         trained = counted(self.trained)
         shared = f", 1/{self.shares} of them" if self.shares > 1 else ""
-        of_masters = "embeddings and a layer's" if self.waits_on_host else counted(shapes.parameters)
+        of_masters = (
+            "embeddings and a layer's" if self.waits_on_host else counted(shapes.parameters)
+        )
         kept, working = self.activations(), self.working()
-        checkpointing = "layers computed again" if learner.gradient_checkpointing is True else "all layers' kept"
-        codes = f"the learner's weights in {scheme}" if learner.keep_codes else f"{scheme} made when needed"
-        moves = 0 if learner.aligned or self.config.quantization.init is None else shapes.quantized * _FP32
+        checkpointing = (
+            "layers computed again"
+            if learner.gradient_checkpointing is True
+            else "all layers' kept"
+        )
+        codes = (
+            f"the learner's weights in {scheme}"
+            if learner.keep_codes
+            else f"{scheme} made when needed"
+        )
+        moves = (
+            0
+            if learner.aligned or self.config.quantization.init is None
+            else shapes.quantized * _FP32
+        )
         layout = 0 if self.config.shares_engine else self.own_products
         whose = "the learner's own" if learner.keep_kernel_layout else "a layer's"
         cached = self.cache() // shapes.key_value_bytes(cache_itemsize(self.config))
         parts = (
-            Part("masters", self.masters(), f"{of_masters} in {learner.master_dtype}{shared}"),
+            Part(
+                "masters",
+                self.masters(),
+                f"{of_masters} in {learner.master_dtype}{shared}",
+            ),
             Part("moves", moves, "from masters to calibrated codes, float32"),
             Part("gradients", self.gradients(), f"{trained} in float32{shared}"),
             Part("moments", self.moments(), f"{learner.optimizer.name}, float32{shared}"),
@@ -114,11 +147,23 @@ class _Count:
             Part("reference", self.reference(), "of the KL penalty"),
             Part("ZeRO buffers", self.buffers(), "gradients on their way"),
             Part("engine", self.engine(), "its weights, CUDA graphs"),
-            Part("workspaces", self.workspaces(), "of experts' kernels, the engine's and the learner's"),
+            Part(
+                "workspaces",
+                self.workspaces(),
+                "of experts' kernels, the engine's and the learner's",
+            ),
             Part("KV cache", self.cache(), f"{cached:,} tokens"),
             Part("activations", kept, f"{self.tokens:,} tokens, {checkpointing}"),
-            Part("working", max(0, working - kept), "a layer's backward, a step, or the engine"),
-            Part("libraries", self.libraries(), "measured" if self.device == "cpu" else "assumed"),
+            Part(
+                "working",
+                max(0, working - kept),
+                "a layer's backward, a step, or the engine",
+            ),
+            Part(
+                "libraries",
+                self.libraries(),
+                "measured" if self.device == "cpu" else "assumed",
+            ),
         )
         return Memory(tuple(part for part in parts if part.bytes), self.host())
 
@@ -136,7 +181,9 @@ class _Count:
     @property
     def shares(self) -> int:
         """Processes that moments are divided over; at stage 3 adapters are whole in each."""
-        return self.processes if self.stage in (1, 2) or (self.stage == 3 and not self.adapters) else 1
+        return (
+            self.processes if self.stage in (1, 2) or (self.stage == 3 and not self.adapters) else 1
+        )
 
     @cached_property
     def adapters(self) -> int:
@@ -156,7 +203,9 @@ class _Count:
         return self.device == "cuda" and self.config.learner.base_on_host
 
     def masters(self) -> int:
-        here = self.shapes.head + self.largest_module if self.waits_on_host else self.shapes.parameters
+        here = (
+            self.shapes.head + self.largest_module if self.waits_on_host else self.shapes.parameters
+        )
         base = here * ITEMSIZE[self.config.learner.master_dtype]
         if self.stage == 3:
             return base // self.processes + self.adapters * _FP32
@@ -187,16 +236,25 @@ class _Count:
     def _stored(self, in_fp32: tuple[str, ...]) -> int:
         shapes, scheme, rules = self.shapes, self.config.scheme, self.config.layers
         if not rules:
-            return shapes.quantized * _FP32 if scheme in in_fp32 else shapes.quantized_bytes(scheme, self.itemsize)
-        parts = ((name, shape, SCHEME_SPECS[name].weight_bytes) for name, shape in schemes_of(shapes, scheme, rules))
+            return (
+                shapes.quantized * _FP32
+                if scheme in in_fp32
+                else shapes.quantized_bytes(scheme, self.itemsize)
+            )
+        parts = (
+            (name, shape, SCHEME_SPECS[name].weight_bytes)
+            for name, shape in schemes_of(shapes, scheme, rules)
+        )
         return sum(
-            o * i * _FP32 if name in in_fp32 else stored((o, i), self.itemsize) for name, (o, i), stored in parts
+            o * i * _FP32 if name in in_fp32 else stored((o, i), self.itemsize)
+            for name, (o, i), stored in parts
         )
 
     @property
     def outside(self) -> int:
-        """Of embedding, output head and routers in the compute dtype. Learner, and the engine on CPUs, hold a tied one
-        twice: to be looked up, and to be multiplied."""
+        """Of embedding, output head and routers in the compute dtype. Learner, and the engine on
+        CPUs, hold a tied one twice: to be looked up, and to be multiplied.
+        """
         return (2 * self.shapes.head + self.shapes.router) * self.itemsize
 
     def codes(self) -> int:
@@ -209,10 +267,14 @@ class _Count:
 
     @property
     def own_products(self) -> int:
-        """Of a model that multiplies with layers of its own; the reference dequantizes its matrices."""
+        """Of a model that multiplies with layers of its own; the reference dequantizes its
+        matrices.
+        """
         dequantizes = self.config.learner.kernel == "reference"
         matrices = self.shapes.quantized * self.itemsize if dequantizes else self.in_kernels
-        at_once = matrices if self.config.learner.keep_kernel_layout else matrices // self.shapes.layers
+        at_once = (
+            matrices if self.config.learner.keep_kernel_layout else matrices // self.shapes.layers
+        )
         return at_once + self.shapes.head * self.itemsize
 
     def reference(self) -> int:
@@ -228,8 +290,9 @@ class _Count:
         return self.stage is not None and not self.adapters
 
     def buffers(self) -> int:
-        """The largest module's whole gradient, at stages 2 and 3 also those on their way to the processes that have the
-        rows, elsewhere but for the head's (`head_backward`)."""
+        """The largest module's whole gradient, at stages 2 and 3 also those on their way to the
+        processes that have the rows, elsewhere but for the head's (`head_backward`).
+        """
         s = self.shapes
         whole = max(self.largest_matrix, 3 * s.experts * s.intermediate * s.hidden)
         if self.stage in (2, 3):
@@ -256,11 +319,17 @@ class _Count:
     def workspace_a_token(self) -> int:
         """Of experts' kernels on GPUs, which grows to the largest batch and stays."""
         s = self.shapes
-        return s.experts_a_token * self.itemsize * (s.hidden + 3 * s.intermediate) if self.device == "cuda" else 0
+        return (
+            s.experts_a_token * self.itemsize * (s.hidden + 3 * s.intermediate)
+            if self.device == "cuda"
+            else 0
+        )
 
     def workspaces(self) -> int:
         engines = _ENGINE_TOKENS["cuda"] if self.config.engine_here else 0
-        return self.workspace_a_token * (engines + (self.tokens if self.config.learner.aligned else 0))
+        return self.workspace_a_token * (
+            engines + (self.tokens if self.config.learner.aligned else 0)
+        )
 
     def libraries(self) -> int:
         several = self.device == "cuda" and self.processes > 1
@@ -289,16 +358,27 @@ class _Count:
 
     @cached_property
     def kept_a_layer(self) -> float:
-        """Bytes a token that one decoder layer keeps for its backward (`quant.graph`): of both norms what they
-        normalize, of every product its input as multiplied, queries, keys and values before and after their rotation,
-        gate and up; on GPUs attention's output and the sum of its scores."""
+        """Bytes a token that one decoder layer keeps for its backward (`quant.graph`): of both
+        norms what they normalize, of every product its input as multiplied, queries, keys and
+        values before and after their rotation, gate and up; on GPUs attention's output and the sum
+        of its scores.
+        """
         s, b, cpu = self.shapes, self.itemsize, self.device == "cpu"
         a = SCHEME_SPECS[self.config.scheme].input_bytes(b) if self.config.learner.aligned else b
-        c, q, k, i = s.hidden, s.heads * s.head_dim, s.kv_heads * s.head_dim, s.intermediate
+        c, q, k, i = (
+            s.hidden,
+            s.heads * s.head_dim,
+            s.kv_heads * s.head_dim,
+            s.intermediate,
+        )
         attention = a * c + b * (2 * q + 3 * k)
         attention += a * q if cpu or a < b else 0
         attention += 0 if cpu else b * q + _FP32 * s.heads
-        routed = s.experts_a_token * (8 + 8 + _FP32 + b) if cpu else _FP32 * s.experts + 16 * s.experts_a_token
+        routed = (
+            s.experts_a_token * (8 + 8 + _FP32 + b)
+            if cpu
+            else _FP32 * s.experts + 16 * s.experts_a_token
+        )
         mlp = b * c + (a * c if a < b else 0) + routed if s.experts else a * c + 2 * b * i + a * i
         engines = self.config.learner.operators != "transformers" and self.config.learner.aligned
         return (2 * b * c + attention + mlp) * (1.0 if engines else _TRANSFORMERS_FACTOR)
@@ -314,23 +394,39 @@ class _Count:
         return int(self.tokens * (a_token + 2 * self.itemsize * s.hidden))
 
     def working(self) -> int:
-        """The most that is there at once of what is not there all the time, activations included."""
-        again = self.kept_a_layer * self.tokens if self.config.learner.gradient_checkpointing is True else 0
+        """The most that is there at once of what is not there all the time, activations
+        included.
+        """
+        again = (
+            self.kept_a_layer * self.tokens
+            if self.config.learner.gradient_checkpointing is True
+            else 0
+        )
         learning = self.activations() + max(self.head_backward() - again, self.layer_backward())
         return int(max(learning, self.step(), self.sampling(), self.saving()))
 
     def saving(self) -> int:
-        """A checkpoint's: a module's whole master and moments, on their way to the host, without gradients."""
+        """A checkpoint's: a module's whole master and moments, on their way to the host, without
+        gradients.
+        """
         learner = self.config.learner
         if self.stage is None or self.adapters:
             return 0
         moments = 1 if learner.optimizer.name == "muon" else 2
-        return self.largest_module * (ITEMSIZE[learner.master_dtype] + moments * _FP32) - self.gradients()
+        return (
+            self.largest_module * (ITEMSIZE[learner.master_dtype] + moments * _FP32)
+            - self.gradients()
+        )
 
     def head_backward(self) -> float:
-        """Logits and their gradient, in fp32 as well on GPUs; or there a part of the head's weight gradient; and where
-        that is reduced the whole, which chunks add up."""
-        chunk, b, c = min(self.config.learner.logprob_chunk_tokens, self.tokens), self.itemsize, self.shapes.hidden
+        """Logits and their gradient, in fp32 as well on GPUs; or there a part of the head's weight
+        gradient; and where that is reduced the whole, which chunks add up.
+        """
+        chunk, b, c = (
+            min(self.config.learner.logprob_chunk_tokens, self.tokens),
+            self.itemsize,
+            self.shapes.hidden,
+        )
         logits = chunk * self.shapes.vocabulary
         if self.device == "cpu":
             return logits * 2 * b
@@ -340,28 +436,52 @@ class _Count:
         return kept * c + whole + max(logits * 2 * (b + _FP32), logits * b + part)
 
     def layer_backward(self) -> float:
-        """The larger of the MLP's, with the weight it dequantizes, and the attention's, in fp32 on CPUs."""
+        """The larger of the MLP's, with the weight it dequantizes, and the attention's, in fp32 on
+        CPUs.
+        """
         s, b, n = self.shapes, self.itemsize, self.tokens
-        c, q, k, i = s.hidden, s.heads * s.head_dim, s.kv_heads * s.head_dim, s.intermediate
-        weight, attention = (2 * _FP32 + b) * self.largest_matrix, 4 * q + 2 * (q + 2 * k)
+        c, q, k, i = (
+            s.hidden,
+            s.heads * s.head_dim,
+            s.kv_heads * s.head_dim,
+            s.intermediate,
+        )
+        weight, attention = (
+            (2 * _FP32 + b) * self.largest_matrix,
+            4 * q + 2 * (q + 2 * k),
+        )
         if self.device == "cuda":
-            weight += _FP32 * min(self.largest_matrix, _LARGEST_PRODUCT)  # of dW before it is added
+            # of dW before it is added
+            weight += _FP32 * min(self.largest_matrix, _LARGEST_PRODUCT)
         if s.experts and self.device == "cuda" and self.config.dtype == "bfloat16":
             return n * (_FP32 + b) * c + max(self.experts_backward(), n * b * attention)
         if s.experts:
-            mlp = n * 3 * _FP32 * c + n * s.experts_a_token / s.experts * _FP32 * (6 * i + 2 * c) + weight
+            mlp = (
+                n * 3 * _FP32 * c
+                + n * s.experts_a_token / s.experts * _FP32 * (6 * i + 2 * c)
+                + weight
+            )
         elif self.device == "cuda":
-            # Of low-bit inputs the values are dequantized for dW. What the MLP kept is gone when attention goes back.
+            # Of low-bit inputs the values are dequantized for dW. What the MLP kept is gone when
+            # attention goes back.
             low_bit = SCHEME_SPECS[self.config.scheme].activations is not None
-            return n * b * c + max(n * (2 * _FP32 + b if low_bit else 2 * b) * i, weight, n * b * (attention - 2 * i))
+            return n * b * c + max(
+                n * (2 * _FP32 + b if low_bit else 2 * b) * i,
+                weight,
+                n * b * (attention - 2 * i),
+            )
         else:
             mlp = n * (3 * b * i + b * c) + weight
-        return n * (_FP32 + b) * c + max(mlp, n * (b if self.device == "cuda" else _FP32) * attention)
+        return n * (_FP32 + b) * c + max(
+            mlp, n * (b if self.device == "cuda" else _FP32) * attention
+        )
 
     def experts_backward(self) -> float:
-        """All experts' matrices, dequantized, and the more of what is there when a row's gate is derived and when the
-        gradient of all gates and ups is, before it is added in fp32. Tokens before have left their inputs' gradients.
-        tests/qarl/test_plan_activations.py holds it to a trace."""
+        """All experts' matrices, dequantized, and the more of what is there when a row's gate is
+        derived and when the gradient of all gates and ups is, before it is added in fp32. Tokens
+        before have left their inputs' gradients. tests/qarl/test_plan_activations.py holds it to a
+        trace.
+        """
         s, b, n = self.shapes, self.itemsize, self.tokens
         c, i = s.hidden, s.intermediate
         rows, matrices = min(n, _GROUPED) * s.experts_a_token, s.experts * i * c
@@ -369,31 +489,44 @@ class _Count:
         a_token = _FP32 * (c + 2 * s.experts_a_token)
         gradients = a_token * n  # of the input and the weights; at the end put together
         before = gradients - a_token * min(n, _GROUPED)
-        largest = max(before + rows * derived, gradients + rows * summed + 2 * b * matrices, 2 * gradients)
+        largest = max(
+            before + rows * derived,
+            gradients + rows * summed + 2 * b * matrices,
+            2 * gradients,
+        )
         quantized = SCHEME_SPECS[self.config.scheme].input_bytes(b) < b
         return 3 * b * matrices + largest + (n * b * c if quantized else 0)
 
     def step(self) -> float:
-        """Of one master at a time: an fp32 copy of a 16-bit one, what Muon orthogonalizes, and, where lost updates are
-        counted, the values before. From stage 1 on a process has its rows of a master, and what Muon orthogonalizes
-        whole, with what is sent of it."""
+        """Of one master at a time: an fp32 copy of a 16-bit one, what Muon orthogonalizes, and,
+        where lost updates are counted, the values before. From stage 1 on a process has its rows of
+        a master, and what Muon orthogonalizes whole, with what is sent of it.
+        """
         learner = self.config.learner
         largest = min(self.trained, self.largest_module) // self.shares
         matrix = min(self.trained, self.largest_matrix) * (2 if self.stage else 1)
-        fp32_copy = 3 * _FP32 * largest if learner.master_dtype != "float32" and not self.adapters else 0
+        fp32_copy = (
+            3 * _FP32 * largest if learner.master_dtype != "float32" and not self.adapters else 0
+        )
         muon = (_FP32 + 3 * 2) * matrix if learner.optimizer.name == "muon" else 0
         lost = (_FP32 + 3) * largest if learner.diagnostics_every else 0
         fetched = 2 * _FP32 * largest if learner.optimizer.offload == "cpu" else 0
-        # Weights with their adapters added, of one module: all its experts', and once more to stack them.
+        # Weights with their adapters added, of one module: all its experts', and once more to stack
+        # them.
         merged = 2 * self.largest_module * ITEMSIZE[learner.master_dtype] if self.adapters else 0
         return max(fp32_copy + max(muon, lost) + fetched, merged)
 
     def sampling(self) -> float:
-        """The engine's own activations: of the tokens it computes at once, and of the logits it samples from."""
+        """The engine's own activations: of the tokens it computes at once, and of the logits it
+        samples from.
+        """
         if not self.config.engine_here:
             return 0
         s, b, rollout = self.shapes, self.itemsize, self.config.rollout
-        sequences = min(rollout.max_num_seqs, -(-rollout.prompts // self.processes) * rollout.samples)
+        sequences = min(
+            rollout.max_num_seqs,
+            -(-rollout.prompts // self.processes) * rollout.samples,
+        )
         tokens = _ENGINE_TOKENS[self.device]
         if self.device == "cpu":
             tokens = min(tokens, sequences * rollout.max_prompt_tokens)
@@ -403,15 +536,19 @@ class _Count:
         return tokens * (a_token - self.workspace_a_token) + 3 * _FP32 * sequences * s.vocabulary
 
     def host(self) -> int:
-        """The larger of loading and of offloaded moments with a checkpoint's share beside them. Loading: a model in the
-        masters' dtype; at stage 3 a process's rows of it, whole embeddings, and a matrix or its experts of a layer
-        three times: as read, stacked, and put together."""
+        """The larger of loading and of offloaded moments with a checkpoint's share beside them.
+        Loading: a model in the masters' dtype; at stage 3 a process's rows of it, whole embeddings,
+        and a matrix or its experts of a layer three times: as read, stacked, and put together.
+        """
         if self.device == "cpu":
             return 0
         size = ITEMSIZE[self.config.learner.master_dtype]
         masters, offloaded = self.shapes.parameters * size, self.moments(offloaded=True)
         s = self.shapes
-        read = max(self.largest_matrix, 3 * s.experts * s.intermediate * s.hidden // self.processes)
+        read = max(
+            self.largest_matrix,
+            3 * s.experts * s.intermediate * s.hidden // self.processes,
+        )
         whole = (2 * s.head + 3 * read) * size
         loading = masters // self.processes + whole if self.stage == 3 else masters
         if self.stage is None or self.adapters:

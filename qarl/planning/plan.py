@@ -1,8 +1,10 @@
-"""A run's memory against its machine: what it takes, with what the configuration leaves open decided.
+"""A run's memory against its machine: what it takes, with what the configuration leaves open
+decided.
 
-Fields are the plan's to decide where the configuration leaves them open: `learner.gradient_checkpointing` (auto),
-`rollout.kv_cache_gib`, and on CPUs `learner.compile`, which is off there. What it decides is in the configuration from
-then on, and in the run's config.yaml.
+Fields are the plan's to decide where the configuration leaves them open:
+`learner.gradient_checkpointing` (auto), `rollout.kv_cache_gib`, and on CPUs `learner.compile`,
+which is off there. What it decides is in the configuration from then on, and in the run's
+config.yaml.
 """
 
 from dataclasses import dataclass
@@ -19,8 +21,9 @@ SPARE = 0.1
 """Of a device's memory, which defaults and proposed commands leave free."""
 
 REFUSED_BEYOND = {"cuda": 1.1, "cpu": 1.25}
-"""Share of what is there, beyond which a run is refused: the plan may be off by a tenth, and a CPU's memory is used by
-others who may be gone the next minute."""
+"""Share of what is there, beyond which a run is refused: the plan may be off by a tenth, and a
+CPU's memory is used by others who may be gone the next minute.
+"""
 
 
 class MemoryPlanError(InputError, heading="memory"):
@@ -29,8 +32,10 @@ class MemoryPlanError(InputError, heading="memory"):
 
 @dataclass(frozen=True)
 class Plan:
-    """requested: the configuration; config: with what was open decided. source: of the model's sizes, in words.
-    processes: all of them; local: those on this machine. decided: what the plan decided, in words."""
+    """requested: the configuration; config: with what was open decided. source: of the model's
+    sizes, in words. processes: all of them; local: those on this machine. decided: what the plan
+    decided, in words.
+    """
 
     requested: RunConfig
     config: RunConfig
@@ -59,7 +64,9 @@ class Plan:
 
     @property
     def lacks_host(self) -> bool:
-        """Whether the processes of one machine take more of the host's memory than there is, where that is known."""
+        """Whether the processes of one machine take more of the host's memory than there is, where
+        that is known.
+        """
         return self.machine.host is not None and self.host > self.machine.host
 
     @property
@@ -69,20 +76,30 @@ class Plan:
 
     @property
     def refused(self) -> bool:
-        """Whether a run would be in vain: far beyond a device, or the host's memory, where it is loaded."""
+        """Whether a run would be in vain: far beyond a device, or the host's memory, where it is
+        loaded.
+        """
         return self.share > REFUSED_BEYOND[self.machine.device] or self.lacks_host
 
 
 def make_plan(
-    config: RunConfig, shapes: Shapes, source: str, machine: Machine, processes: int, here: int | None = None
+    config: RunConfig,
+    shapes: Shapes,
+    source: str,
+    machine: Machine,
+    processes: int,
+    here: int | None = None,
 ) -> Plan:
-    """Decide what is open, and count. processes: one a device on GPUs; local: those on this machine, without it all.
+    """Decide what is open, and count. processes: one a device on GPUs; local: those on this
+    machine, without it all.
 
     Raises `ConfigError` for more processes than GPUs.
     """
     here = processes if here is None else here
     if machine.device == "cuda" and here > machine.count:
-        raise ConfigError(f"--processes {here}, but {machine.name} has {machine.count}; one process takes one GPU")
+        raise ConfigError(
+            f"--processes {here}, but {machine.name} has {machine.count}; one process takes one GPU"
+        )
     there = machine.a_process(here)
     filled = _filled(config, shapes, machine.device, processes, there)
     decided = []
@@ -104,9 +121,12 @@ def make_plan(
     )
 
 
-def _filled(config: RunConfig, shapes: Shapes, device: str, processes: int, there: int) -> RunConfig:
-    """The cache: room for one longest sequence, and on GPUs, of what is left free, as much as the sequences sampled at
-    once can fill. Checkpointing: on GPUs, unless all of that fits without."""
+def _filled(
+    config: RunConfig, shapes: Shapes, device: str, processes: int, there: int
+) -> RunConfig:
+    """The cache: room for one longest sequence, and on GPUs, of what is left free, as much as the
+    sequences sampled at once can fill. Checkpointing: on GPUs, unless all of that fits without.
+    """
     setting, rollout = config.learner.gradient_checkpointing, config.rollout
     a_sequence = rollout.longest * shapes.key_value_bytes(cache_itemsize(config))
     least = rollout.kv_cache_gib or -(-a_sequence // GIB)
@@ -116,8 +136,9 @@ def _filled(config: RunConfig, shapes: Shapes, device: str, processes: int, ther
 
     def of(cache: int, checkpointing: bool) -> RunConfig:
         values: dict[str, object] = {
-            "rollout.kv_cache_gib": cache, "learner.gradient_checkpointing": checkpointing,
-        }  # fmt: skip
+            "rollout.kv_cache_gib": cache,
+            "learner.gradient_checkpointing": checkpointing,
+        }
         if device == "cpu" and config.learner.compile == "auto":
             values["learner.compile"] = False
         return changed_config(config, values)
@@ -128,11 +149,16 @@ def _filled(config: RunConfig, shapes: Shapes, device: str, processes: int, ther
     if device == "cpu":
         return of(least, setting is True)
     checkpointing = left(useful, False) < 0 if setting == "auto" else setting
-    return of(max(least, min(useful, least + left(least, checkpointing) // GIB)), checkpointing)
+    return of(
+        max(least, min(useful, least + left(least, checkpointing) // GIB)),
+        checkpointing,
+    )
 
 
 def changed_config(config: RunConfig, changes: dict[str, object]) -> RunConfig:
-    """The configuration with other values of fields, by dotted path. Raises `ValueError` for what cannot be."""
+    """The configuration with other values of fields, by dotted path. Raises `ValueError` for what
+    cannot be.
+    """
     tree, before = config.model_dump(), leaf_values(config)
     for path, value in changes.items():
         section, _, leaf = path.rpartition(".")

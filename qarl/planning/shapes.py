@@ -1,4 +1,5 @@
-"""A decoder's sizes, of its config.json or as published, and the bytes of its weights. Imports no torch.
+"""A decoder's sizes, of its config.json or as published, and the bytes of its weights. Imports no
+torch.
 
 Axes of a weight: O output rows, I input columns.
 """
@@ -13,30 +14,89 @@ from typing import Any
 from qarl.configs.errors import ConfigError
 from qarl.configs.schema.run import LayerRule
 from qarl.configs.schemes import SCHEME_SPECS
-from qarl.quant.checkpoint.folder import EXPERTS_A_TOKEN, check_model, hub_config, local_folder, read_config
+from qarl.quant.checkpoint.folder import (
+    EXPERTS_A_TOKEN,
+    check_model,
+    hub_config,
+    local_folder,
+    read_config,
+)
 from qarl.quant.checkpoint.patterns import matching
 
 Matrix = tuple[int, int]
 """(O, I)"""
 
-_ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+_ATTENTION, _MLP = (
+    ("q_proj", "k_proj", "v_proj", "o_proj"),
+    ("gate_proj", "up_proj", "down_proj"),
+)
 _PUBLISHER = "Qwen/"
-_NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-_TIED = ("gemma", "gemma2", "gemma3_text", "ernie4_5", "cohere", "cohere2", "smollm3", "vaultgemma")
-"""Model types whose head is the embeddings where config.json does not say so: transformers' defaults."""
+_NEEDED = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "vocab_size",
+)
+_TIED = (
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "ernie4_5",
+    "cohere",
+    "cohere2",
+    "smollm3",
+    "vaultgemma",
+)
+"""Model types whose head is the embeddings where config.json does not say so: transformers'
+defaults.
+"""
 COUNTED = (
-    "llama", "mistral", "ministral", "ministral3", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "granite",
-    "phi3", "glm", "glm4", "exaone4", "ernie4_5", "cohere", "cohere2", "smollm3", "olmo", "olmo2", "olmo3", "stablelm",
-    "seed_oss", "helium", "hunyuan_v1_dense", "cwm", "vaultgemma", "bitnet", "qwen3_moe", "mixtral", "phimoe", "olmoe",
-    "flex_olmo", "granitemoe", "gpt_oss", "minimax_m2",
-)  # fmt: skip
+    "llama",
+    "mistral",
+    "ministral",
+    "ministral3",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "granite",
+    "phi3",
+    "glm",
+    "glm4",
+    "exaone4",
+    "ernie4_5",
+    "cohere",
+    "cohere2",
+    "smollm3",
+    "olmo",
+    "olmo2",
+    "olmo3",
+    "stablelm",
+    "seed_oss",
+    "helium",
+    "hunyuan_v1_dense",
+    "cwm",
+    "vaultgemma",
+    "bitnet",
+    "qwen3_moe",
+    "mixtral",
+    "phimoe",
+    "olmoe",
+    "flex_olmo",
+    "granitemoe",
+    "gpt_oss",
+    "minimax_m2",
+)
 """Model types that have `Shapes`' layers and no others."""
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """intermediate: of the gated MLP, or of one expert. experts: routed ones a layer, 0 in a dense model;
-    experts_a_token: those a token is sent to."""
+    """intermediate: of the gated MLP, or of one expert. experts: routed ones a layer, 0 in a dense
+    model; experts_a_token: those a token is sent to.
+    """
 
     hidden: int
     layers: int
@@ -53,12 +113,21 @@ class Shapes:
     def attention_matrices(self) -> tuple[Matrix, ...]:
         """(O, I) of q, k, v and o of one layer."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return (queries, self.hidden), (keys, self.hidden), (keys, self.hidden), (self.hidden, queries)
+        return (
+            (queries, self.hidden),
+            (keys, self.hidden),
+            (keys, self.hidden),
+            (self.hidden, queries),
+        )
 
     @property
     def mlp_matrices(self) -> tuple[Matrix, ...]:
         """(O, I) of gate, up and down of one layer, or of one expert."""
-        return (self.intermediate, self.hidden), (self.intermediate, self.hidden), (self.hidden, self.intermediate)
+        return (
+            (self.intermediate, self.hidden),
+            (self.intermediate, self.hidden),
+            (self.hidden, self.intermediate),
+        )
 
     @property
     def quantized(self) -> int:
@@ -82,7 +151,9 @@ class Shapes:
         return self.quantized + self.router + self.head * (1 if self.tied else 2)
 
     def key_value_bytes(self, itemsize: int) -> int:
-        """Of one token's keys and values in all layers. itemsize: of the compute dtype, as below."""
+        """Of one token's keys and values in all layers. itemsize: of the compute dtype, as
+        below.
+        """
         return 2 * self.layers * self.kv_heads * self.head_dim * itemsize
 
     def quantized_bytes(self, scheme: str, itemsize: int) -> int:
@@ -95,8 +166,9 @@ class Shapes:
 
 
 def matrices(shapes: Shapes) -> Iterator[tuple[str, Matrix]]:
-    """(checkpoint name, (O, I)) of every matrix that can be quantized. Names are those of Llama, Qwen and their
-    mixtures; a rule that names others (Mixtral's `w1`) counts as none."""
+    """(checkpoint name, (O, I)) of every matrix that can be quantized. Names are those of Llama,
+    Qwen and their mixtures; a rule that names others (Mixtral's `w1`) counts as none.
+    """
     for layer in range(shapes.layers):
         place = f"model.layers.{layer}"
         for leaf, shape in zip(_ATTENTION, shapes.attention_matrices, strict=True):
@@ -107,7 +179,9 @@ def matrices(shapes: Shapes) -> Iterator[tuple[str, Matrix]]:
                 yield f"{place}.{module}.{leaf}", shape
 
 
-def schemes_of(shapes: Shapes, scheme: str, rules: Sequence[LayerRule]) -> Iterator[tuple[str, Matrix]]:
+def schemes_of(
+    shapes: Shapes, scheme: str, rules: Sequence[LayerRule]
+) -> Iterator[tuple[str, Matrix]]:
     """(scheme's name, (O, I)) of every matrix; the first rule that matches wins."""
     sizes = dict(matrices(shapes))
     taken = dict.fromkeys(sizes, scheme)
@@ -118,8 +192,10 @@ def schemes_of(shapes: Shapes, scheme: str, rules: Sequence[LayerRule]) -> Itera
 
 @cache
 def targeted(shapes: Shapes, patterns: tuple[str, ...]) -> int:
-    """Rows and columns, added up, of the matrices that get an adapter: all without patterns, or where these are names
-    of another family than Llama's. An expert's gate and up count as one matrix."""
+    """Rows and columns, added up, of the matrices that get an adapter: all without patterns, or
+    where these are names of another family than Llama's. An expert's gate and up count as one
+    matrix.
+    """
     sizes, total = dict(matrices(shapes)), 0
     chosen = {name for pattern in patterns for name in matching(pattern, list(sizes))} or set(sizes)
     for name, (rows, columns) in sizes.items():
@@ -132,27 +208,36 @@ def targeted(shapes: Shapes, patterns: tuple[str, ...]) -> int:
 def shapes_of(config: Mapping[str, Any], name: str) -> Shapes:
     """Of a config.json's fields. name: the model's, for messages.
 
-    Raises `ConfigError` for a decoder that is not the usual one: every layer alike, attention with keys and values a
-    head group, and one gated MLP or routed experts.
+    Raises `ConfigError` for a decoder that is not the usual one: every layer alike, attention with
+    keys and values a head group, and one gated MLP or routed experts.
     """
     kind = config.get("model_type")
     if kind not in COUNTED:
         known = f"none of the {len(COUNTED)} whose sizes are counted (llama, qwen3, …)"
-        raise ConfigError(f"model {name!r}: model_type {kind!r} is {known}; a run of it starts without a plan")
+        raise ConfigError(
+            f"model {name!r}: model_type {kind!r} is {known}; a run of it starts without a plan"
+        )
     missing = [field for field in _NEEDED if not config.get(field)]
     if missing:
-        raise ConfigError(f"model {name!r}: its config.json has no {', '.join(missing)}; its sizes cannot be counted")
+        raise ConfigError(
+            f"model {name!r}: its config.json has no {', '.join(missing)}; its sizes cannot be"
+            " counted"
+        )
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     experts = _first(config, ("num_experts", "num_local_experts"))
     if experts and (config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1):
-        raise ConfigError(f"model {name!r}: some of its layers have experts and some have none, which is not counted")
+        raise ConfigError(
+            f"model {name!r}: some of its layers have experts and some have none, which is not"
+            " counted"
+        )
     return Shapes(
         hidden=hidden,
         layers=config["num_hidden_layers"],
         heads=heads,
         kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=config.get("head_dim") or hidden // heads,
-        intermediate=(config.get("moe_intermediate_size") if experts else None) or config["intermediate_size"],
+        intermediate=(config.get("moe_intermediate_size") if experts else None)
+        or config["intermediate_size"],
         vocabulary=config["vocab_size"],
         tied=bool(config.get("tie_word_embeddings", kind in _TIED)),
         experts=experts,
@@ -184,24 +269,43 @@ NAMED = {
 }
 """Published sizes by name, for predictions without a checkpoint at hand."""
 
-_TINY = Shapes(hidden=128, layers=2, heads=4, kv_heads=2, head_dim=32, intermediate=256, vocabulary=512, tied=True)
+_TINY = Shapes(
+    hidden=128,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=32,
+    intermediate=256,
+    vocabulary=512,
+    tied=True,
+)
 _TINY_MOE = replace(_TINY, intermediate=128, experts=8, experts_a_token=2)
 EMBEDDED = {
     **dict.fromkeys(("tiny-qwen3", "tiny-qwen3-long"), _TINY),
     **dict.fromkeys(("tiny-qwen3-moe", "tiny-qwen3-moe-long"), _TINY_MOE),
     "tiny-qwen3-tools": _TINY,
     "smollm2-135m": Shapes(
-        hidden=576, layers=30, heads=9, kv_heads=3, head_dim=64, intermediate=1536, vocabulary=49152, tied=True
+        hidden=576,
+        layers=30,
+        heads=9,
+        kv_heads=3,
+        head_dim=64,
+        intermediate=1536,
+        vocabulary=49152,
+        tied=True,
     ),
 }
-"""The embedded models', whose recipes (`qarl.embedded.recipe`) take torch to read, or which are yet to download."""
+"""The embedded models', whose recipes (`qarl.embedded.recipe`) take torch to read, or which are yet
+to download.
+"""
 
 
 def sizes_of(model: str) -> tuple[Shapes, str]:
     """Sizes, and where they come from in words. model: as `RunConfig.model`, or a name of `NAMED`.
 
-    A hub id's config.json is taken from the hub's cache or downloaded; the published sizes of Qwen's models are known.
-    Raises `ModelError` where there is no config.json, and `ConfigError` for one that is not counted (`shapes_of`).
+    A hub id's config.json is taken from the hub's cache or downloaded; the published sizes of
+    Qwen's models are known. Raises `ModelError` where there is no config.json, and `ConfigError`
+    for one that is not counted (`shapes_of`).
     """
     if model.lower() in NAMED:
         return NAMED[model.lower()], "published sizes"
@@ -212,11 +316,16 @@ def sizes_of(model: str) -> tuple[Shapes, str]:
         check_model(folder)
         return shapes_of(read_config(folder), model), "its config.json"
     published = _published(model)
-    return published or (shapes_of(read_config(hub_config(model).parent), model), "its config.json on the hub")
+    return published or (
+        shapes_of(read_config(hub_config(model).parent), model),
+        "its config.json on the hub",
+    )
 
 
 def counted_parameters(folder: Path) -> int:
-    """Of a model's folder by its config.json, without norms and biases; 0 for a family that is not counted."""
+    """Of a model's folder by its config.json, without norms and biases; 0 for a family that is not
+    counted.
+    """
     with suppress(ConfigError):
         return sizes_of(str(folder))[0].parameters
     return 0
@@ -227,4 +336,6 @@ def _published(model: str) -> tuple[Shapes, str] | None:
     size = model.removeprefix(_PUBLISHER).lower()
     for part in ("-base", "-instruct", "-math"):
         size = size.replace(part, "")
-    return (NAMED[size], "published sizes") if model.startswith(_PUBLISHER) and size in NAMED else None
+    return (
+        (NAMED[size], "published sizes") if model.startswith(_PUBLISHER) and size in NAMED else None
+    )

@@ -1,4 +1,6 @@
-"""A plan as a person reads it: in a line at a run's start, as a table of 80 columns, as a command that works."""
+"""A plan as a person reads it: in a line at a run's start, as a table of 80 columns, as a command
+that works.
+"""
 
 import shlex
 import textwrap
@@ -17,16 +19,23 @@ _SHOWN = 0.05 * GIB
 
 def one_line(plan: Plan) -> str:
     """The sum against what is there, and the larger parts."""
-    parts = [f"{part.name} {part.bytes / GIB:.1f}" for part in plan.memory.parts if part.bytes >= _SHOWN]
+    parts = [
+        f"{part.name} {part.bytes / GIB:.1f}" for part in plan.memory.parts if part.bytes >= _SHOWN
+    ]
     a_process = " a process" if plan.processes > 1 else ""
-    line = f"{plan.memory.total / GIB:.1f} of {plan.capacity / GIB:.1f} GiB{a_process} on {plan.machine.name}"
+    line = (
+        f"{plan.memory.total / GIB:.1f} of {plan.capacity / GIB:.1f} GiB{a_process} on"
+        f" {plan.machine.name}"
+    )
     line += f" ({', '.join(parts)})"
     if plan.decided:
         line += f"; decided by the plan: {', '.join(plan.decided)}"
     if not plan.fits:
         line += f"; {verdict(plan)}: it may run out"
     elif plan.memory.total > plan.capacity - plan.machine.taken:
-        line += f"; other processes have {plan.machine.taken / GIB:.1f} GiB there now: it may run out"
+        line += (
+            f"; other processes have {plan.machine.taken / GIB:.1f} GiB there now: it may run out"
+        )
     return line
 
 
@@ -41,7 +50,10 @@ def table(plan: Plan) -> list[str]:
         "",
         f"{'part':<15}{'GiB':>7}  of what",
         *(f"{part.name:<15}{part.bytes / GIB:>7.1f}  {part.note}" for part in plan.memory.parts),
-        f"{'sum':<15}{plan.memory.total / GIB:>7.1f}  of {plan.capacity / GIB:.1f}: {verdict(plan)}",
+        (
+            f"{'sum':<15}{plan.memory.total / GIB:>7.1f}  of {plan.capacity / GIB:.1f}:"
+            f" {verdict(plan)}"
+        ),
     ]
     if plan.memory.host:
         there = f" of {plan.machine.host / GIB:.1f}" if plan.machine.host is not None else ""
@@ -58,20 +70,30 @@ def verdict(plan: Plan) -> str:
         return f"{(plan.memory.total - plan.capacity) / GIB:.1f} GiB too much"
     if plan.lacks_host:
         there = (plan.machine.host or 0) / GIB
-        return f"fits, but loading and checkpoints take {plan.host / GIB:.1f} of the host's {there:.1f} GiB"
+        return (
+            f"fits, but loading and checkpoints take {plan.host / GIB:.1f} of the host's"
+            f" {there:.1f} GiB"
+        )
     return f"{'fits' if plan.share <= 1 - SPARE else 'tight'}, {1 - plan.share:.0%} to spare"
 
 
 def remedies(plan: Plan, overrides: Mapping[str, str], file: str | None) -> list[str]:
-    """Of a plan that does not fit: what would help and how much, and the command that works. overrides, file: of the
-    command that was planned."""
+    """Of a plan that does not fit: what would help and how much, and the command that works.
+    overrides, file: of the command that was planned.
+    """
     lines = ["", "what would help, GiB less a process:"]
     lines += [f"{saved / GIB:>7.1f}  {options}" for options, saved in helping(plan).items()]
     proposed = fitting(plan)
     if not any(works.machine == plan.machine for works, _ in proposed):
         lines += ["", f"no combination of these fits {plan.machine.name}"]
     for works, fields in proposed:
-        lines += ["", f"fits {works.machine.name}, {works.memory.total / GIB:.1f} of {works.capacity / GIB:.1f} GiB:"]
+        lines += [
+            "",
+            (
+                f"fits {works.machine.name}, {works.memory.total / GIB:.1f} of"
+                f" {works.capacity / GIB:.1f} GiB:"
+            ),
+        ]
         options = {**overrides, **as_texts(fields)}
         lines += _command(works.processes, options, file)
     return lines

@@ -1,8 +1,9 @@
 """The boundary to llmcompressor: one post-training quantization, in a process of its own.
 
-On its own, because llmcompressor configures logging for the whole process, draws progress bars, patches models'
-`save_pretrained` and leaves files in the working directory. Here all of that ends with the process and its folder.
-`compress` is the caller's side; `python -m qarl.ptq.compressor job.json` is the other.
+On its own, because llmcompressor configures logging for the whole process, draws progress bars,
+patches models' `save_pretrained` and leaves files in the working directory. Here all of that ends
+with the process and its folder. `compress` is the caller's side; `python -m qarl.ptq.compressor
+job.json` is the other.
 """
 
 import dataclasses
@@ -29,8 +30,10 @@ class CompressorError(QarlError, heading="llmcompressor"):
 
 @dataclass(frozen=True)
 class Job:
-    """model: folder of the unquantized checkpoint. scheme, method: by name. ignored: full names of the linear layers
-    left alone. calibration: token ids of each sequence, none for a method without data. output: folder to write."""
+    """model: folder of the unquantized checkpoint. scheme, method: by name. ignored: full names of
+    the linear layers left alone. calibration: token ids of each sequence, none for a method without
+    data. output: folder to write.
+    """
 
     model: str
     scheme: str
@@ -44,13 +47,16 @@ def require_llmcompressor() -> None:
     """Raise `CompressorError` where it is not installed."""
     if not find_spec("llmcompressor"):
         raise CompressorError(
-            "post-training quantization needs llmcompressor, which this environment lacks; the locked one has it: "
-            "make env (pip alone cannot install it beside vLLM, their pins contradict)"
+            "post-training quantization needs llmcompressor, which this environment lacks; the"
+            " locked one has it: make env (pip alone cannot install it beside vLLM, their pins"
+            " contradict)"
         )
 
 
 def compress(job: Job, work: Path) -> None:
-    """Run `job` in a fresh process whose working directory is `work`; raises `CompressorError` where it fails."""
+    """Run `job` in a fresh process whose working directory is `work`; raises `CompressorError`
+    where it fails.
+    """
     require_llmcompressor()
     (work / "job.json").write_text(json.dumps(dataclasses.asdict(job)))
     log = work / "log.txt"
@@ -58,19 +64,26 @@ def compress(job: Job, work: Path) -> None:
     if status:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_TAIL:])
         raise CompressorError(
-            f"llmcompressor could not quantize by {job.method!r} to {job.scheme!r} (exit status {status}); "
-            f"its last lines:\n{tail}"
+            f"llmcompressor could not quantize by {job.method!r} to {job.scheme!r} (exit status"
+            f" {status}); its last lines:\n{tail}"
         )
 
 
 def _in_own_process(work: Path, log: Path) -> int:
-    """Exit status of the other side, run in `work`, where its job is; what it prints goes to `log`."""
+    """Exit status of the other side, run in `work`, where its job is; what it prints goes to
+    `log`.
+    """
     here = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(p for p in (here, os.environ.get("PYTHONPATH")) if p)
     command = [sys.executable, "-m", "qarl.ptq.compressor", "job.json"]
     with log.open("w") as stream:
         return subprocess.run(
-            command, cwd=work, env={**os.environ, "PYTHONPATH": path}, stdout=stream, stderr=stream, check=False
+            command,
+            cwd=work,
+            env={**os.environ, "PYTHONPATH": path},
+            stdout=stream,
+            stderr=stream,
+            check=False,
         ).returncode
 
 
@@ -84,7 +97,13 @@ def _run(job: Job) -> None:
     model = AutoModelForCausalLM.from_pretrained(job.model, dtype="auto")
     batches: Any = _batches(job.calibration)
     data = torch.utils.data.DataLoader(batches, batch_size=None) if batches else None
-    oneshot(model=model, tokenizer=job.model, recipe=_recipe(job), dataset=data, output_dir=job.output)
+    oneshot(
+        model=model,
+        tokenizer=job.model,
+        recipe=_recipe(job),
+        dataset=data,
+        output_dir=job.output,
+    )
 
 
 def _recipe(job: Job) -> Any:
@@ -98,7 +117,10 @@ def _recipe(job: Job) -> Any:
     quantization = get_scheme(job.scheme).quantization
     assert quantization is not None
     # A copy: GPTQ writes its column order into what it is given.
-    what: Any = {"config_groups": {"group_0": quantization.model_copy(deep=True)}, "ignore": list(job.ignored)}
+    what: Any = {
+        "config_groups": {"group_0": quantization.model_copy(deep=True)},
+        "ignore": list(job.ignored),
+    }
     if job.method == "gptq":
         return [GPTQModifier(**what)]
     before = {"rtn": [], "awq": [AWQModifier], "smoothquant": [SmoothQuantModifier]}[job.method]
@@ -106,7 +128,9 @@ def _recipe(job: Job) -> Any:
 
 
 def _batches(sequences: tuple[tuple[int, ...], ...]) -> list[dict[str, Any]]:
-    """Sequences of one length together, so that nothing is padded or cut; int64 [rows, T] each, shortest first."""
+    """Sequences of one length together, so that nothing is padded or cut; int64 [rows, T] each,
+    shortest first.
+    """
     import torch
 
     by_length: dict[int, list[tuple[int, ...]]] = {}
@@ -123,9 +147,10 @@ def _batches(sequences: tuple[tuple[int, ...], ...]) -> list[dict[str, Any]]:
 def _restore_granite_experts() -> None:
     """Let llmcompressor 0.12 be imported with transformers ≥ 5.16.
 
-    Fault: `llmcompressor.modeling.moe.granitemoe` imports `GraniteMoeParallelExperts`, a class that transformers
-    renamed, to use it as a key of its registry of experts. A placeholder serves: no other model has that key.
-    Remove when the locked llmcompressor imports without it (tests/runs/test_ptq.py fails when that is so).
+    Fault: `llmcompressor.modeling.moe.granitemoe` imports `GraniteMoeParallelExperts`, a class that
+    transformers renamed, to use it as a key of its registry of experts. A placeholder serves: no
+    other model has that key. Remove when the locked llmcompressor imports without it
+    (tests/runs/test_ptq.py fails when that is so).
     """
     from torch import nn
     from transformers.models.granitemoe import modeling_granitemoe
@@ -135,7 +160,9 @@ def _restore_granite_experts() -> None:
     setattr(modeling_granitemoe, name, placeholder)
     from llmcompressor.modeling.moe import granitemoe
 
-    assert getattr(granitemoe, name) is placeholder, "the placeholder was set after llmcompressor was imported"
+    assert getattr(granitemoe, name) is placeholder, (
+        "the placeholder was set after llmcompressor was imported"
+    )
 
 
 def _main() -> None:

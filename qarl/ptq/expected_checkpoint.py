@@ -25,8 +25,9 @@ _EXPERT = re.compile(rf"(\.experts\.\d+\.)({'|'.join(ExpertLayout().projections)
 class Layout:
     """A checkpoint of one model in one scheme, but for its values.
 
-    tensors: (name, shape, dtype) in stream order. ignored: linear layers left alone, by full name. config: contents of
-    config.json. layers: as an engine that loaded it must report them. experts: its names of an expert's matrices.
+    tensors: (name, shape, dtype) in stream order. ignored: linear layers left alone, by full name.
+    config: contents of config.json. layers: as an engine that loaded it must report them. experts:
+    its names of an expert's matrices.
     """
 
     tensors: tuple[tuple[str, torch.Size, torch.dtype], ...]
@@ -37,7 +38,8 @@ class Layout:
 
 
 def checkpoint_layout(folder: Path, scheme: str, dtype: str) -> Layout:
-    """The layout the unquantized checkpoint in `folder` has once it is in `scheme`: that of QaRL's own export.
+    """The layout the unquantized checkpoint in `folder` has once it is in `scheme`: that of QaRL's
+    own export.
 
     dtype: compute dtype, by name. Raises `SchemeError` for a layer the scheme cannot hold.
     """
@@ -45,7 +47,9 @@ def checkpoint_layout(folder: Path, scheme: str, dtype: str) -> Layout:
     masters = load_masters(folder, compute)
     model = LowBitModel(masters, get_scheme(scheme), LayerContext(compute, "reference"))
     experts = family_of(model.config.model_type).experts
-    tensors = tuple((item.name, item.tensor.shape, item.tensor.dtype) for item in model.low_bit_tensors())
+    tensors = tuple(
+        (item.name, item.tensor.shape, item.tensor.dtype) for item in model.low_bit_tensors()
+    )
     return Layout(
         tensors=tensors,
         ignored=tuple(model.plan.ignored),
@@ -58,8 +62,9 @@ def checkpoint_layout(folder: Path, scheme: str, dtype: str) -> Layout:
 def read_as(layout: Layout, folder: Path) -> Iterator[LowBitTensor]:
     """The tensors of the checkpoint in `folder`, in the layout's order.
 
-    All are checked before the first is handed out. Raises `ExportError` where one is missing, additional, or of
-    another shape or dtype: a layer was left unquantized, or one quantized that should not be.
+    All are checked before the first is handed out. Raises `ExportError` where one is missing,
+    additional, or of another shape or dtype: a layer was left unquantized, or one quantized that
+    should not be.
     """
     where: dict[str, tuple[Path, str]] = {}
     for file in sorted(folder.glob("*.safetensors")):
@@ -72,14 +77,16 @@ def read_as(layout: Layout, folder: Path) -> Iterator[LowBitTensor]:
         tensor = _read(*where[name])
         if (tensor.shape, tensor.dtype) != (shape, dtype):
             raise ExportError(
-                f"llmcompressor wrote {name!r} as {tensor.dtype} {list(tensor.shape)}, the scheme stores it as {dtype} "
-                f"{list(shape)}; this model and method do not go together"
+                f"llmcompressor wrote {name!r} as {tensor.dtype} {list(tensor.shape)}, the scheme"
+                f" stores it as {dtype} {list(shape)}; this model and method do not go together"
             )
     return (LowBitTensor(name, _read(*where[name])) for name in expected)
 
 
 def _renamed(name: str, experts: ExpertLayout) -> str:
-    """llmcompressor calls every model's expert matrices gate_proj, up_proj and down_proj; the checkpoint's name."""
+    """llmcompressor calls every model's expert matrices gate_proj, up_proj and down_proj; the
+    checkpoint's name.
+    """
     words = dict(zip(ExpertLayout().projections, experts.projections, strict=True))
     return _EXPERT.sub(lambda match: match[1] + words[match[2]], name)
 
@@ -92,6 +99,6 @@ def _read(file: Path, name: str) -> torch.Tensor:
 def _refuse(what: str, names: list[str]) -> None:
     if names:
         raise ExportError(
-            f"llmcompressor's checkpoint {what} {few(names)}, going by the scheme; this model and method do not "
-            "go together"
+            f"llmcompressor's checkpoint {what} {few(names)}, going by the scheme; this model and"
+            " method do not go together"
         )

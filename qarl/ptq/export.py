@@ -1,5 +1,6 @@
-"""llmcompressor's tensors: in a folder like those QaRL exports, proven in a fresh engine (`qarl export --ptq`), or as
-what a run starts from (`quantization.init`)."""
+"""llmcompressor's tensors: in a folder like those QaRL exports, proven in a fresh engine (`qarl
+export --ptq`), or as what a run starts from (`quantization.init`).
+"""
 
 import math
 import tempfile
@@ -12,7 +13,13 @@ from qarl.configs.schema.run import RunConfig
 from qarl.configs.schemes import UNQUANTIZED
 from qarl.ptq.compressor import Job, compress, require_llmcompressor
 from qarl.ptq.expected_checkpoint import read_as
-from qarl.ptq.methods import CALIBRATION, MAX_CALIBRATION_TOKENS, METHODS, calibration_count, check_method
+from qarl.ptq.methods import (
+    CALIBRATION,
+    MAX_CALIBRATION_TOKENS,
+    METHODS,
+    calibration_count,
+    check_method,
+)
 from qarl.ptq.source import Source, open_source, sample_source
 from qarl.quant.checkpoint.load import load_masters
 from qarl.quant.digest import StreamDigest
@@ -31,13 +38,17 @@ from qarl.sync.audit import audit, require_agreement
 from qarl.sync.export import ExportError, write_checkpoint
 
 
-def export_ptq(run: Path, output: Path, method: str, scheme: str, calibration: int | None = None) -> Exported:
-    """Quantize a run's newest checkpoint by `method` to `scheme`, and load the result in a fresh engine.
+def export_ptq(
+    run: Path, output: Path, method: str, scheme: str, calibration: int | None = None
+) -> Exported:
+    """Quantize a run's newest checkpoint by `method` to `scheme`, and load the result in a fresh
+    engine.
 
-    calibration: sequences to sample for it; None is the default number for methods that look at data.
-    Raises `ConfigError` or `ExportError` for unusable input before anything is computed, `SchemeError` for a layer the
-    scheme cannot hold before anything is sampled, and `CompressorError`, `ExportError` or `AuditError` for a result
-    that is not the checkpoint the scheme describes.
+    calibration: sequences to sample for it; None is the default number for methods that look at
+    data. Raises `ConfigError` or `ExportError` for unusable input before anything is computed,
+    `SchemeError` for a layer the scheme cannot hold before anything is sampled, and
+    `CompressorError`, `ExportError` or `AuditError` for a result that is not the checkpoint the
+    scheme describes.
     """
     folder = RunFolder.open(run)
     count = check_request(folder.config(), str(run), method, scheme, calibration)
@@ -63,20 +74,26 @@ def export_ptq(run: Path, output: Path, method: str, scheme: str, calibration: i
     return Exported(source.step, written, moved, source.calibration)
 
 
-def check_request(config: RunConfig, run: str, method: str, scheme: str, calibration: int | None) -> int:
-    """How many calibration sequences to sample; raises `ConfigError` for what cannot be asked of this run."""
+def check_request(
+    config: RunConfig, run: str, method: str, scheme: str, calibration: int | None
+) -> int:
+    """How many calibration sequences to sample; raises `ConfigError` for what cannot be asked of
+    this run.
+    """
     require_llmcompressor()
     if config.scheme != UNQUANTIZED and isinstance(config.learner.lora, LoraConfig):
         raise ConfigError(
-            f"run {run!r} trained LoRA adapters on a base in {config.scheme!r}: its masters are not the policy's; "
-            "export it without --ptq, or train with --scheme bf16"
+            f"run {run!r} trained LoRA adapters on a base in {config.scheme!r}: its masters are not"
+            " the policy's; export it without --ptq, or train with --scheme bf16"
         )
     check_method(method, get_scheme(scheme))
     return calibration_count(method, calibration, config)
 
 
 def quantize(source: Source, method: str, output: Path) -> StreamDigest:
-    """Write `output`: the values llmcompressor computed, in the layout QaRL exports; the digest of what was written."""
+    """Write `output`: the values llmcompressor computed, in the layout QaRL exports; the digest of
+    what was written.
+    """
     with tempfile.TemporaryDirectory(dir=source.folder.parent) as work:
         tensors = quantized_tensors(source, method, Path(work))
         return write_checkpoint(tensors, source.layout.config, source.folder, output)
@@ -100,30 +117,42 @@ def quantized_tensors(source: Source, method: str, work: Path) -> Iterator[LowBi
 def verify(source: Source, engine: Engine) -> float:
     """Mean |Δ log p| of the fixed sequences between `engine` and the unquantized one, nats.
 
-    Raises `AuditError` where the engine reports a layer in another scheme, group or dtype than the layout has it, and
-    `ExportError` where a log-prob is not finite.
+    Raises `AuditError` where the engine reports a layer in another scheme, group or dtype than the
+    layout has it, and `ExportError` where a log-prob is not finite.
     """
     require_agreement(audit(source.layout.layers, engine.layers(), same_kernels=False))
     scored = engine.logprobs(source.canary)
-    pairs = [(a, b) for x, y in zip(scored, source.logprobs, strict=True) for a, b in zip(x, y, strict=True)]
+    pairs = [
+        (a, b)
+        for x, y in zip(scored, source.logprobs, strict=True)
+        for a, b in zip(x, y, strict=True)
+    ]
     moved = math.fsum(abs(a - b) for a, b in pairs) / len(pairs)
     if not math.isfinite(moved):
-        raise ExportError("the quantized checkpoint gives log-probs that are not finite; do not deploy it")
+        raise ExportError(
+            "the quantized checkpoint gives log-probs that are not finite; do not deploy it"
+        )
     return moved
 
 
 def initial_codes(policy: Policy, config: RunConfig) -> list[LowBitTensor]:
-    """What `quantization.init` makes of the policy's folder: a weight version, for `start_from_codes`.
+    """What `quantization.init` makes of the policy's folder: a weight version, for
+    `start_from_codes`.
 
-    An engine of its own, closed again, samples the calibration sequences from the unquantized model, as many as
-    `qarl export --ptq` takes without a number, or fewer where they may be too long for that. Raises
-    `CompressorError` where llmcompressor fails, and `ExportError` where its result is not what the scheme describes.
+    An engine of its own, closed again, samples the calibration sequences from the unquantized
+    model, as many as `qarl export --ptq` takes without a number, or fewer where they may be too
+    long for that. Raises `CompressorError` where llmcompressor fails, and `ExportError` where its
+    result is not what the scheme describes.
     """
     method = config.quantization.init
     assert method is not None
     dtype = COMPUTE_DTYPES[config.dtype]
     count = max(1, min(CALIBRATION, MAX_CALIBRATION_TOKENS // config.rollout.longest))
-    model = LowBitModel(load_masters(policy.folder, dtype), get_scheme("bf16"), LayerContext(dtype, "reference"))
+    model = LowBitModel(
+        load_masters(policy.folder, dtype),
+        get_scheme("bf16"),
+        LayerContext(dtype, "reference"),
+    )
     with tempfile.TemporaryDirectory(prefix="qarl-init-") as work:
         source = sample_source(policy, model, config, Path(work), config.scheme, count)
         return list(quantized_tensors(source, method, Path(work)))

@@ -1,4 +1,6 @@
-"""The methods of post-training quantization, the schemes each is for, and how much calibration data is allowed."""
+"""The methods of post-training quantization, the schemes each is for, and how much calibration data
+is allowed.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +17,9 @@ MAX_CALIBRATION_TOKENS = 4 * 2**20
 
 @dataclass(frozen=True)
 class Method:
-    """calibrated: whether it looks at data. fits: whether it is for a scheme; wants: the same in words."""
+    """calibrated: whether it looks at data. fits: whether it is for a scheme; wants: the same in
+    words.
+    """
 
     calibrated: bool
     wants: str
@@ -28,7 +32,12 @@ def _low_bit(scheme: Scheme) -> bool:
 
 def _weight_only_int4(scheme: Scheme) -> bool:
     weights = scheme.weights
-    return weights is not None and scheme.activations is None and is_integer(weights) and weights.num_bits == 4
+    return (
+        weights is not None
+        and scheme.activations is None
+        and is_integer(weights)
+        and weights.num_bits == 4
+    )
 
 
 def _int8_both(scheme: Scheme) -> bool:
@@ -42,7 +51,9 @@ METHODS = {
     "awq": Method(True, "weight-only int4 schemes", _weight_only_int4),
     "smoothquant": Method(True, "int8 weights with int8 activations", _int8_both),
 }
-"""rtn: round to nearest. gptq: arXiv 2210.17323. awq: arXiv 2306.00978. smoothquant: arXiv 2211.10438."""
+"""rtn: round to nearest. gptq: arXiv 2210.17323. awq: arXiv 2306.00978. smoothquant: arXiv
+2211.10438.
+"""
 
 
 def methods_for(scheme: Scheme) -> tuple[str, ...]:
@@ -53,31 +64,46 @@ def methods_for(scheme: Scheme) -> tuple[str, ...]:
 def check_method(name: str, scheme: Scheme) -> None:
     """Raise `ConfigError` for an unknown method, or one that is not for this scheme."""
     if name not in METHODS:
-        raise ConfigError(f"unknown post-training quantization {name!r}: known are {', '.join(METHODS)}")
+        raise ConfigError(
+            f"unknown post-training quantization {name!r}: known are {', '.join(METHODS)}"
+        )
     fitting = methods_for(scheme)
     if name not in fitting:
-        remedy = f"methods for {scheme.name!r}: {', '.join(fitting)}" if fitting else "choose another --scheme"
-        raise ConfigError(f"method {name!r} is for {METHODS[name].wants}, not for {scheme.name!r}; {remedy}")
+        remedy = (
+            f"methods for {scheme.name!r}: {', '.join(fitting)}"
+            if fitting
+            else "choose another --scheme"
+        )
+        raise ConfigError(
+            f"method {name!r} is for {METHODS[name].wants}, not for {scheme.name!r}; {remedy}"
+        )
 
 
 def calibration_count(name: str, requested: int | None, config: RunConfig) -> int:
-    """How many sequences method `name` is calibrated with; `requested` None is `CALIBRATION` where it looks at data.
+    """How many sequences method `name` is calibrated with; `requested` None is `CALIBRATION` where
+    it looks at data.
 
-    Raises `ConfigError` for a number given to a method without data, an empty set, and a set that may come to more
-    tokens than `MAX_CALIBRATION_TOKENS`, each sequence being bounded by the run's own limits.
+    Raises `ConfigError` for a number given to a method without data, an empty set, and a set that
+    may come to more tokens than `MAX_CALIBRATION_TOKENS`, each sequence being bounded by the run's
+    own limits.
     """
     if not METHODS[name].calibrated:
         if requested is not None:
-            raise ConfigError(f"--calibration {requested}: method {name!r} looks at no data; leave the option out")
+            raise ConfigError(
+                f"--calibration {requested}: method {name!r} looks at no data; leave the option out"
+            )
         return 0
     count = CALIBRATION if requested is None else requested
     if count < 1:
-        raise ConfigError(f"--calibration {count}: an empty set calibrates nothing; give at least 1, or --ptq rtn")
+        raise ConfigError(
+            f"--calibration {count}: an empty set calibrates nothing; give at least 1, or --ptq rtn"
+        )
     longest = config.rollout.longest
     if count * longest > MAX_CALIBRATION_TOKENS:
         raise ConfigError(
-            f"--calibration {count}: sequences of up to {longest} tokens (the run's rollout.max_prompt_tokens + "
-            f"rollout.max_new_tokens) may come to {count * longest} tokens, above {MAX_CALIBRATION_TOKENS}; give "
-            f"--calibration {MAX_CALIBRATION_TOKENS // longest} or less"
+            f"--calibration {count}: sequences of up to {longest} tokens (the run's"
+            f" rollout.max_prompt_tokens + rollout.max_new_tokens) may come to {count * longest}"
+            f" tokens, above {MAX_CALIBRATION_TOKENS}; give --calibration"
+            f" {MAX_CALIBRATION_TOKENS // longest} or less"
         )
     return count

@@ -1,4 +1,6 @@
-"""What is quantized after training: a run's masters, unquantized, with sequences to calibrate on."""
+"""What is quantized after training: a run's masters, unquantized, with sequences to calibrate
+on.
+"""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,9 +25,9 @@ from qarl.sync.export import export_checkpoint
 class Source:
     """An unquantized policy, ready to be quantized to one scheme by several methods.
 
-    step: of the checkpoint. folder: its deployable checkpoint, unquantized; layout: what that becomes in `scheme`.
-    calibration: token ids of each sequence, a prompt and what followed. canary: fixed sequences; logprobs: what the
-    unquantized engine gives them, nats.
+    step: of the checkpoint. folder: its deployable checkpoint, unquantized; layout: what that
+    becomes in `scheme`. calibration: token ids of each sequence, a prompt and what followed.
+    canary: fixed sequences; logprobs: what the unquantized engine gives them, nats.
     """
 
     config: RunConfig
@@ -39,13 +41,21 @@ class Source:
 
 
 def open_source(run: RunFolder, work: Path, scheme: str, count: int) -> Source:
-    """Write the run's masters into `work`, unquantized, and sample `count` calibration sequences from them.
+    """Write the run's masters into `work`, unquantized, and sample `count` calibration sequences
+    from them.
 
-    One engine, closed again, does the sampling and the reference log-probs. Raises `SchemeError` before it starts,
-    where a layer cannot be held in `scheme`, and `ConfigError` for a prompt above the run's limit.
+    One engine, closed again, does the sampling and the reference log-probs. Raises `SchemeError`
+    before it starts, where a layer cannot be held in `scheme`, and `ConfigError` for a prompt above
+    the run's limit.
     """
     # As a run in bf16: of its masters alone, whatever they were sampled in.
-    config = run.config().model_copy(update={"scheme": UNQUANTIZED, "layers": (), "quantization": QuantizationConfig()})
+    config = run.config().model_copy(
+        update={
+            "scheme": UNQUANTIZED,
+            "layers": (),
+            "quantization": QuantizationConfig(),
+        }
+    )
     step, state = load_checkpoint(run.checkpoints)
     policy = open_policy(config)
     policy.learner.load_state_dict(state["learner"] | {"scales": {}})
@@ -53,7 +63,13 @@ def open_source(run: RunFolder, work: Path, scheme: str, count: int) -> Source:
 
 
 def sample_source(
-    policy: Policy, model: LowBitModel, config: RunConfig, work: Path, scheme: str, count: int, step: int = 0
+    policy: Policy,
+    model: LowBitModel,
+    config: RunConfig,
+    work: Path,
+    scheme: str,
+    count: int,
+    step: int = 0,
 ) -> Source:
     """As `open_source`, of an unquantized model of the policy's."""
     folder = (work / "unquantized").resolve()
@@ -75,11 +91,20 @@ def sample_source(
     )
 
 
-def _calibration(engine: Engine, policy: Policy, count: int, config: RunConfig) -> tuple[tuple[int, ...], ...]:
-    """Each prompt followed by one completion the policy samples now, or its whole conversation, as in training."""
+def _calibration(
+    engine: Engine, policy: Policy, count: int, config: RunConfig
+) -> tuple[tuple[int, ...], ...]:
+    """Each prompt followed by one completion the policy samples now, or its whole conversation, as
+    in training.
+    """
     problems = policy.task.problems("train", 0, count, config.seed)
     prompts = [policy.prompter.prompt(problem) for problem in problems]
-    speaker = policy.prompter.speaker(policy.task.rollout, policy.task.time_limit) if prompts else None
-    sampling = replace(Sampling.of(config.rollout, stable_hash("calibration", config.seed) >> 1), samples=1)
+    speaker = (
+        policy.prompter.speaker(policy.task.rollout, policy.task.time_limit) if prompts else None
+    )
+    sampling = replace(
+        Sampling.of(config.rollout, stable_hash("calibration", config.seed) >> 1),
+        samples=1,
+    )
     begun, answers = sample(engine, speaker, problems, prompts, sampling)
     return tuple((*p.token_ids, *a[0].token_ids) for p, a in zip(begun, answers, strict=True))

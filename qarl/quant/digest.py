@@ -1,11 +1,13 @@
-"""A digest of named tensors, a stream of them or a model's parameters: name, dtype, shape and bytes of each, in order.
+"""A digest of named tensors, a stream of them or a model's parameters: name, dtype, shape and bytes
+of each, in order.
 
-XXH3-128, a hash at the speed of memory. It sees a fault (a tensor lost, torn, stale, swapped or renamed, a flipped bit)
-but for a chance of about 2^-128. It is no signature: who sets out to can make other bytes with the same digest.
+XXH3-128, a hash at the speed of memory. It sees a fault (a tensor lost, torn, stale, swapped or
+renamed, a flipped bit) but for a chance of about 2^-128. It is no signature: who sets out to can
+make other bytes with the same digest.
 
-Bytes are hashed in pieces of a fixed size, so that all of the machine's cores can share a tensor: the digest of a
-stream is the hash of, tensor after tensor, its header and the hash of each of its pieces. It does not depend on how
-many threads there were, nor on the tensors' device or strides.
+Bytes are hashed in pieces of a fixed size, so that all of the machine's cores can share a tensor:
+the digest of a stream is the hash of, tensor after tensor, its header and the hash of each of its
+pieces. It does not depend on how many threads there were, nor on the tensors' device or strides.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,7 +27,9 @@ _PIECES_A_THREAD = 4
 """Below 4 MiB, about 0.25 ms of hashing, handing work to a thread costs more than it saves."""
 
 _AT_ONCE = 1 << 25
-"""Bytes of a GPU's tensors that go to the host in one copy: a model of experts has tens of thousands of small ones."""
+"""Bytes of a GPU's tensors that go to the host in one copy: a model of experts has tens of
+thousands of small ones.
+"""
 
 
 @dataclass
@@ -36,7 +40,9 @@ class _Pieces:
 
 
 class StreamDigest:
-    """Feed tensors in stream order; `hexdigest()` identifies names, dtypes, shapes and bytes together."""
+    """Feed tensors in stream order; `hexdigest()` identifies names, dtypes, shapes and bytes
+    together.
+    """
 
     def __init__(self) -> None:
         self._parts: list[tuple[bytes, _Pieces]] = []
@@ -46,8 +52,9 @@ class StreamDigest:
         self.tensors = 0
 
     def update(self, item: LowBitTensor) -> None:
-        """Add one tensor. On CPU its bytes have been read, in place, when this returns; a GPU's tensor must stay as it
-        is until the stream ends, or `hexdigest()`."""
+        """Add one tensor. On CPU its bytes have been read, in place, when this returns; a GPU's
+        tensor must stay as it is until the stream ends, or `hexdigest()`.
+        """
         self._parts.append((_header(item), self._pieces(item.tensor)))
         self.bytes += item.tensor.nbytes
         self.tensors += 1
@@ -78,10 +85,15 @@ class StreamDigest:
     def _read_waiting(self) -> None:
         if not self._waiting:
             return
-        flat = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor, _ in self._waiting]
+        flat = [
+            tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+            for tensor, _ in self._waiting
+        ]
         packed = torch.cat(flat) if len(flat) > 1 else flat[0]
         host = torch.empty(packed.shape, dtype=torch.uint8, pin_memory=packed.is_cuda).copy_(packed)
-        for part, (_, pieces) in zip(host.split([len(part) for part in flat]), self._waiting, strict=True):
+        for part, (_, pieces) in zip(
+            host.split([len(part) for part in flat]), self._waiting, strict=True
+        ):
             pieces.digests = _hashed(part)
         self._waiting.clear()
         self._waiting_bytes = 0
@@ -91,7 +103,9 @@ class StreamDigest:
         self._read_waiting()
         digest = xxhash.xxh3_128()
         for header, pieces in self._parts:
-            assert pieces.digests is not None, "a sender's stream has ended before its receiver's digest is taken"
+            assert pieces.digests is not None, (
+                "a sender's stream has ended before its receiver's digest is taken"
+            )
             digest.update(header + b"".join(pieces.digests))
         return digest.hexdigest()
 
@@ -105,8 +119,10 @@ def digested(stream: Iterable[LowBitTensor]) -> StreamDigest:
 
 
 class ReceivedDigest(StreamDigest):
-    """Of a stream that arrives. A tensor that is the very object `StreamDigest` took last, unwritten since as far as
-    torch counts writes, was not carried anywhere: its bytes are those the sender read. Any other is read again."""
+    """Of a stream that arrives. A tensor that is the very object `StreamDigest` took last,
+    unwritten since as far as torch counts writes, was not carried anywhere: its bytes are those the
+    sender read. Any other is read again.
+    """
 
     def _pieces(self, tensor: torch.Tensor) -> _Pieces:
         sent = _last.get(tensor)
@@ -118,16 +134,22 @@ def _on_gpu(tensor: torch.Tensor) -> bool:
 
 
 _last: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""The tensor that was last taken for sending, how often it had been written to, and the hashes of its pieces."""
+"""The tensor that was last taken for sending, how often it had been written to, and the hashes of
+its pieces.
+"""
 
 
 def tensor_part(item: LowBitTensor) -> bytes:
-    """What one tensor adds to its stream's digest; to be kept where most tensors of a stream stay what they are."""
+    """What one tensor adds to its stream's digest; to be kept where most tensors of a stream stay
+    what they are.
+    """
     return _header(item) + b"".join(_hashed(item.tensor))
 
 
 def digest_of_parts(parts: Iterable[bytes]) -> str:
-    """The digest of the stream whose tensors these are the parts of (`tensor_part`), in stream order."""
+    """The digest of the stream whose tensors these are the parts of (`tensor_part`), in stream
+    order.
+    """
     return xxhash.xxh3_128_hexdigest(b"".join(parts))
 
 
@@ -142,7 +164,9 @@ def _header(item: LowBitTensor) -> bytes:
 
 
 def _hashed(tensor: torch.Tensor) -> list[bytes]:
-    """Of each piece of its bytes; the last one may be shorter. xxhash lets go of the interpreter while it hashes."""
+    """Of each piece of its bytes; the last one may be shorter. xxhash lets go of the interpreter
+    while it hashes.
+    """
     if not tensor.numel():
         return []
     flat = tensor.detach().contiguous().cpu().reshape(-1)

@@ -1,4 +1,6 @@
-"""What `quant` hands to other rooms: light, so that a protocol that names it imports neither torch nor transformers."""
+"""What `quant` hands to other rooms: light, so that a protocol that names it imports neither torch
+nor transformers.
+"""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -9,7 +11,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LowBitTensor:
-    """One tensor of the published stream. name: as in the checkpoint; tensor: what the forward used."""
+    """One tensor of the published stream. name: as in the checkpoint; tensor: what the forward
+    used.
+    """
 
     name: str
     tensor: "torch.Tensor"
@@ -17,7 +21,9 @@ class LowBitTensor:
 
 @dataclass(frozen=True)
 class LayerReport:
-    """A linear layer or a layer's experts as one side of the audit has it. group_size None: by rows, or unquantized."""
+    """A linear layer or a layer's experts as one side of the audit has it. group_size None: by
+    rows, or unquantized.
+    """
 
     name: str
     scheme: str

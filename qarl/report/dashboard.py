@@ -36,7 +36,8 @@ class Dashboard(AbstractContextManager["Dashboard"]):
         self._phase = "starting"
         self._steps: list[StepMetrics] = []
         self._heldout: list[tuple[int, Heldout]] = []
-        # Redrawn by a thread of its own, so that time goes on while a step runs. Without a terminal it never starts.
+        # Redrawn by a thread of its own, so that time goes on while a step runs. Without a terminal
+        # it never starts.
         self._live = Live(console=console, refresh_per_second=2, get_renderable=self.panel)
 
     def __exit__(self, *error: object) -> None:
@@ -48,15 +49,23 @@ class Dashboard(AbstractContextManager["Dashboard"]):
         self._live.stop()
 
     def entered(self, phase: str) -> None:
-        """A phase of a step begins: "sample", "score", "learn", "publish", "record" or "evaluate". The first starts the
-        live panel, below what start-up printed."""
+        """A phase of a step begins: "sample", "score", "learn", "publish", "record" or "evaluate".
+        The first starts the live panel, below what start-up printed.
+        """
         self._phase, self._phase_started = phase, time.monotonic()
         if self._console.is_terminal and not self._live.is_started and phase != _DONE:
             self._live.start()
 
-    def audited(self, rows: list[AuditRow], materializers: dict[str, str], packed: bool, trained: list[str]) -> None:
-        """Print the audit table, one line for layers that are alike, what materializes each scheme, whether the
-        learner packs its sequences, and what `trained_part` has to say."""
+    def audited(
+        self,
+        rows: list[AuditRow],
+        materializers: dict[str, str],
+        packed: bool,
+        trained: list[str],
+    ) -> None:
+        """Print the audit table, one line for layers that are alike, what materializes each scheme,
+        whether the learner packs its sequences, and what `trained_part` has to say.
+        """
         audit_table(rows).show(self._console)
         materialized = ", ".join(f"{scheme} by {how}" for scheme, how in materializers.items())
         self._console.print(f"materialized: {materialized}", soft_wrap=True, markup=False)
@@ -80,7 +89,10 @@ class Dashboard(AbstractContextManager["Dashboard"]):
         if not self._console.is_terminal and (due or measured is not None):
             self._console.print(self._line(metrics), soft_wrap=True)
         for warning in warnings:
-            self._console.print(f"[yellow]warning[/], step {warning.step}: {escape(warning.text)}", soft_wrap=True)
+            self._console.print(
+                f"[yellow]warning[/], step {warning.step}: {escape(warning.text)}",
+                soft_wrap=True,
+            )
 
     def panel(self) -> RenderableType:
         """The live view."""
@@ -92,7 +104,10 @@ class Dashboard(AbstractContextManager["Dashboard"]):
         bar = ProgressBar(total=config.steps, completed=done, width=_WIDTH)
         grid.add_row("step", Group(Text(f"{done} / {config.steps}   {self._times(done)}"), bar))
         if self._phase != _DONE:
-            grid.add_row("now", f"{self._phase} [dim]for {time.monotonic() - self._phase_started:.0f} s[/]")
+            grid.add_row(
+                "now",
+                f"{self._phase} [dim]for {time.monotonic() - self._phase_started:.0f} s[/]",
+            )
         if self._steps:
             self._add_measured(grid, self._steps)
         title = f"[bold]QaRL[/]  {escape(config.model)}  {config.scheme}  {config.dtype}"
@@ -108,38 +123,63 @@ class Dashboard(AbstractContextManager["Dashboard"]):
         scale = f"[dim]scale {min(rewards):.3f} … {max(rewards):.3f}[/]"
         grid.add_row("", f"{fmean(rewards[-10:]):.3f} of the last 10 steps   {scale}")
         if self._heldout:
-            grid.add_row("held-out", "  ".join(f"{each} [dim]@{step}[/]" for step, each in self._heldout[-6:]))
+            grid.add_row(
+                "held-out",
+                "  ".join(f"{each} [dim]@{step}[/]" for step, each in self._heldout[-6:]),
+            )
         rate = tokens / max(seconds.get("sample", 0), 1e-9)
-        grid.add_row("completions", f"{last.response_tokens:,.1f} tokens   truncated {last.truncated:.1%}   "
-                                    f"sampled at {rate:,.0f} tokens/s")  # fmt: skip
+        grid.add_row(
+            "completions",
+            f"{last.response_tokens:,.1f} tokens   truncated {last.truncated:.1%}   "
+            f"sampled at {rate:,.0f} tokens/s",
+        )
         if last.learn:
             m = last.learn.mismatch
             grid.add_row(
-                "mismatch", f"mean |Δ log p| {m.mean_abs:.2e}   max {m.max_abs:.2e} nats   {m.equal:.1%} equal"
+                "mismatch",
+                f"mean |Δ log p| {m.mean_abs:.2e}   max {m.max_abs:.2e} nats   {m.equal:.1%} equal",
             )
-            grid.add_row("update", f"lr {last.learn.lr:.1e}   gradient norm {last.learn.grad_norm:.3f}   "
-                                   f"clipped {last.learn.clipped:.1%} of tokens")  # fmt: skip
+            grid.add_row(
+                "update",
+                f"lr {last.learn.lr:.1e}   gradient norm {last.learn.grad_norm:.3f}   "
+                f"clipped {last.learn.clipped:.1%} of tokens",
+            )
             grid.add_row("entropy", f"{last.learn.entropy:.3f} nats a token")
         total = sum(seconds.values()) or 1.0
-        grid.add_row("time", "   ".join(f"{phase} {seconds[phase] / total:.0%}" for phase in phases))
+        grid.add_row(
+            "time",
+            "   ".join(f"{phase} {seconds[phase] / total:.0%}" for phase in phases),
+        )
 
     def _times(self, done: int) -> str:
         """Elapsed, seconds a step and what is left, by the last steps' mean."""
         elapsed = f"{_hours(time.monotonic() - self._started)} elapsed"
         if not self._steps:
             return elapsed
-        return f"{elapsed}   {self._pace():.2f} s/step   ETA {_hours(self._pace() * (self._config.steps - done))}"
+        return (
+            f"{elapsed}   {self._pace():.2f} s/step   ETA"
+            f" {_hours(self._pace() * (self._config.steps - done))}"
+        )
 
     def _pace(self) -> float:
         """Mean seconds of the last steps, as many as make evaluations count with their share."""
-        return fmean(sum(m.seconds.values()) for m in self._steps[-max(10, self._config.eval.every) :])
+        return fmean(
+            sum(m.seconds.values()) for m in self._steps[-max(10, self._config.eval.every) :]
+        )
 
     def _line(self, m: StepMetrics) -> str:
         held_out = f"  held-out {measured}" if (measured := heldout(vars(m))) else ""
-        mismatch = f"  |Δ log p| {m.learn.mismatch.mean_abs:.2e}" if m.learn else "  skipped (all rewards equal)"
+        mismatch = (
+            f"  |Δ log p| {m.learn.mismatch.mean_abs:.2e}"
+            if m.learn
+            else "  skipped (all rewards equal)"
+        )
         left = _hours(self._pace() * (self._config.steps - m.step))
         times = f"  {sum(m.seconds.values()):.2f} s  ETA {left}"
-        step = f"step {m.step:>4}/{self._config.steps}  reward {m.reward:.3f}  {m.response_tokens:,.1f} tokens"
+        step = (
+            f"step {m.step:>4}/{self._config.steps}  reward {m.reward:.3f} "
+            f" {m.response_tokens:,.1f} tokens"
+        )
         return f"{step}{mismatch}{times}{held_out}"
 
 
@@ -151,7 +191,9 @@ def _hours(seconds: float) -> str:
 
 
 def sparkline(values: list[float]) -> str:
-    """Values as one line of bars, averaged into at most `_WIDTH` bins, from the smallest value to the largest."""
+    """Values as one line of bars, averaged into at most `_WIDTH` bins, from the smallest value to
+    the largest.
+    """
     if not values:
         return ""
     bins = min(_WIDTH, len(values))

@@ -24,15 +24,17 @@ from qarl.tasks.base import WeightedSum
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One step. prompts: sampled; reward, response_tokens: means over all their completions. reward_deviation: of the
-    rewards within a group, mean over groups. rewards: mean and deviation of each of several, by its name. unscored:
-    completions left out, for which the reward gave no signal. mixed_reward_groups: share of groups whose rewards differ
-    (the others teach nothing). error_tokens and the four that split it: `qarl.report.error_tokens`. accuracy,
-    heldout_reward: held-out (`Heldout`), where evaluated. learn: None where every group's rewards were equal. digest:
-    of the version that was published; canary: mean |Δ log p| of the publish's, where it had one, nats. conversation:
-    what happened in conversations (`Completion.events`), means over them; None where prompts are answered once.
-    staleness: versions between the weights that sampled and those that learn, mean over tokens; None in a run that
-    samples none ahead. seconds: wall time by phase, the only fields that two equal runs differ in.
+    """One step. prompts: sampled; reward, response_tokens: means over all their completions.
+    reward_deviation: of the rewards within a group, mean over groups. rewards: mean and deviation
+    of each of several, by its name. unscored: completions left out, for which the reward gave no
+    signal. mixed_reward_groups: share of groups whose rewards differ (the others teach nothing).
+    error_tokens and the four that split it: `qarl.report.error_tokens`. accuracy, heldout_reward:
+    held-out (`Heldout`), where evaluated. learn: None where every group's rewards were equal.
+    digest: of the version that was published; canary: mean |Δ log p| of the publish's, where it had
+    one, nats. conversation: what happened in conversations (`Completion.events`), means over them;
+    None where prompts are answered once. staleness: versions between the weights that sampled and
+    those that learn, mean over tokens; None in a run that samples none ahead. seconds: wall time by
+    phase, the only fields that two equal runs differ in.
     """
 
     step: int
@@ -61,10 +63,14 @@ class StepMetrics:
     seconds: dict[str, float]
 
     def flat(self) -> dict[str, Any]:
-        """Nested fields joined with "/"; None left out, but for the learner's, which are null where a step did not
-        measure them. The learner's seconds are under seconds/learn/, its diagnostics' beside its other metrics."""
+        """Nested fields joined with "/"; None left out, but for the learner's, which are null where
+        a step did not measure them. The learner's seconds are under seconds/learn/, its
+        diagnostics' beside its other metrics.
+        """
         return {
-            name.replace("learn/seconds/", "seconds/learn/").replace("learn/records/", "learn/"): value
+            name.replace("learn/seconds/", "seconds/learn/").replace(
+                "learn/records/", "learn/"
+            ): value
             for name, value in _flatten("", dataclasses.asdict(self))
         }
 
@@ -90,9 +96,12 @@ def batch_metrics(groups: list[Group]) -> dict[str, Any]:
 def _of_each(rewards: list[float]) -> dict[str, dict[str, float]] | None:
     sums = [reward for reward in rewards if isinstance(reward, WeightedSum)]
     columns = {
-        name: [t for each in sums if (t := each.terms[name]) is not None] for name in (sums[0].terms if sums else ())
+        name: [t for each in sums if (t := each.terms[name]) is not None]
+        for name in (sums[0].terms if sums else ())
     }
-    return {name: {"mean": fmean(c), "deviation": pstdev(c)} for name, c in columns.items() if c} or None
+    return {
+        name: {"mean": fmean(c), "deviation": pstdev(c)} for name, c in columns.items() if c
+    } or None
 
 
 def _mean_events(completions: list[Completion]) -> dict[str, float] | None:
@@ -105,9 +114,10 @@ def _mean_events(completions: list[Completion]) -> dict[str, float] | None:
 def metrics_writer(
     folder: RunFolder, resume_step: int | None, first: bool, log: Log
 ) -> Iterator[Callable[[StepMetrics], None]]:
-    """Yields what appends a step to metrics.jsonl, TensorBoard and `log`; what is there of steps after `resume_step` is
-    dropped first. All is closed at the end, also of a run that fails. first: whether this is the first process; the
-    others write nothing."""
+    """Yields what appends a step to metrics.jsonl, TensorBoard and `log`; what is there of steps
+    after `resume_step` is dropped first. All is closed at the end, also of a run that fails. first:
+    whether this is the first process; the others write nothing.
+    """
     if not first:
         yield lambda metrics: None
         return
@@ -126,7 +136,11 @@ def metrics_writer(
             flat = metrics.flat()
             lines.write(json.dumps(flat) + "\n")
             lines.flush()
-            figures = {name: value for name, value in flat.items() if isinstance(value, int | float) and name != "step"}
+            figures = {
+                name: value
+                for name, value in flat.items()
+                if isinstance(value, int | float) and name != "step"
+            }
             for name, value in figures.items():
                 board.add_scalar(name, value, metrics.step)
             log(figures, metrics.step)
@@ -134,8 +148,12 @@ def metrics_writer(
         yield write
 
 
-def _but_for_disks(show: Callable[[threading.ExceptHookArgs], object], failed: threading.ExceptHookArgs) -> None:
-    """TensorBoard's thread keeps what a full disk raised for whoever writes next; it need not be shown too."""
+def _but_for_disks(
+    show: Callable[[threading.ExceptHookArgs], object], failed: threading.ExceptHookArgs
+) -> None:
+    """TensorBoard's thread keeps what a full disk raised for whoever writes next; it need not be
+    shown too.
+    """
     if failed.exc_value is None or disk_error(failed.exc_value) is None:
         show(failed)
 
@@ -146,12 +164,16 @@ def read_metrics(file: Path) -> list[dict[str, Any]]:
 
 
 def json_lines(file: Path) -> list[str]:
-    """A file's lines. Split at "\\n" alone: JSON may hold other separators of lines (U+2028) as they are."""
+    """A file's lines. Split at "\\n" alone: JSON may hold other separators of lines (U+2028) as
+    they are.
+    """
     return [line for line in file.read_text(encoding="utf-8").split("\n") if line]
 
 
 def read_until(file: Path, step: int) -> list[dict[str, Any]]:
-    """The complete lines up to `step`, of a metrics.jsonl that need not exist; one cut short by a crash is none."""
+    """The complete lines up to `step`, of a metrics.jsonl that need not exist; one cut short by a
+    crash is none.
+    """
     lines = []
     for text in json_lines(file) if file.exists() else ():
         with suppress(ValueError):
@@ -161,7 +183,10 @@ def read_until(file: Path, step: int) -> list[dict[str, Any]]:
 
 def _drop_after(file: Path, step: int) -> None:
     with written_aside(file) as building:  # a full disk or a kill leaves the curve
-        building.write_text("".join(json.dumps(line) + "\n" for line in read_until(file, step)), encoding="utf-8")
+        building.write_text(
+            "".join(json.dumps(line) + "\n" for line in read_until(file, step)),
+            encoding="utf-8",
+        )
 
 
 def _flatten(prefix: str, tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -1,4 +1,6 @@
-"""What a benchmark's `--json` writes: its figures, and all that a reader needs to measure them again."""
+"""What a benchmark's `--json` writes: its figures, and all that a reader needs to measure them
+again.
+"""
 
 import shlex
 import subprocess
@@ -12,9 +14,10 @@ _FILES = ("--json", "--plot", "--picture")
 
 
 def record(arguments: list[str], data: Any, program: str = "qarl") -> dict[str, Any]:
-    """command, commit ("… with changes" where files differ from it; None outside a checkout), machine and versions,
-    data: the benchmark's own. arguments: of `program`; where it wrote to (`--json`, `--plot`, `--picture`) is
-    left out."""
+    """command, commit ("… with changes" where files differ from it; None outside a checkout),
+    machine and versions, data: the benchmark's own. arguments: of `program`; where it wrote to
+    (`--json`, `--plot`, `--picture`) is left out.
+    """
     return {
         "command": f"{program} {shlex.join(_without_files(arguments))}",
         "commit": _commit(),
@@ -34,7 +37,9 @@ def _without_files(arguments: list[str]) -> list[str]:
 
 def _commit() -> str | None:
     def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=_ROOT, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(
+            ["git", *words], cwd=_ROOT, capture_output=True, text=True, check=True
+        ).stdout.strip()
 
     try:
         changed = git("status", "--porcelain", "--untracked-files=no")

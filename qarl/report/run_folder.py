@@ -25,12 +25,31 @@ from qarl.quant.runtime.answers import cpu_facts, versions
 from qarl.tasks.paths import absolute, absolute_function
 
 FIXED_FIELDS = (
-    "model", "scheme", "quantization", "layers", "dtype", "seed", "task", "from_rollouts",
-    "rollout.prompts", "rollout.samples", "rollout.max_new_tokens", "rollout.temperature", "rollout.stop",
-    "rollout.loop_limit", "rollout.dynamic_sampling", "rollout.max_staleness", "learner.aligned",
-    "learner.compile", "learner.compute_dtype", "learner.input_gradients", "learner.master_dtype",
-    "learner.optimizer.name", "learner.optimizer.rounding", "learner.lora",
-)  # fmt: skip
+    "model",
+    "scheme",
+    "quantization",
+    "layers",
+    "dtype",
+    "seed",
+    "task",
+    "from_rollouts",
+    "rollout.prompts",
+    "rollout.samples",
+    "rollout.max_new_tokens",
+    "rollout.temperature",
+    "rollout.stop",
+    "rollout.loop_limit",
+    "rollout.dynamic_sampling",
+    "rollout.max_staleness",
+    "learner.aligned",
+    "learner.compile",
+    "learner.compute_dtype",
+    "learner.input_gradients",
+    "learner.master_dtype",
+    "learner.optimizer.name",
+    "learner.optimizer.rounding",
+    "learner.lora",
+)
 """What a resumed run may not change, but for what may have stopped it: `_BOUNDS`."""
 _BOUNDS = ("task.time_limit", "task.memory_limit", "task.on_error")
 
@@ -42,10 +61,10 @@ class RunInUseError(ConfigError):
 class RunFolder:
     """Paths and small files of one run.
 
-    metrics: one JSON object a step. start: what was found before step 1: the audit, the first publish's canary,
-    held-out accuracy. tokens: some completions of every step, token by token: a Parquet file a step
-    (`qarl.report.token_files`). checkpoints: what `--resume` continues from. export: the deployable checkpoint.
-    engine_start: the checkpoint the engine first loaded.
+    metrics: one JSON object a step. start: what was found before step 1: the audit, the first
+    publish's canary, held-out accuracy. tokens: some completions of every step, token by token: a
+    Parquet file a step (`qarl.report.token_files`). checkpoints: what `--resume` continues from.
+    export: the deployable checkpoint. engine_start: the checkpoint the engine first loaded.
     """
 
     def __init__(self, path: Path, created: tuple[Path, ...] = ()):
@@ -58,14 +77,17 @@ class RunFolder:
 
     @classmethod
     def create(cls, config: RunConfig) -> "RunFolder":
-        """A new folder holding the resolved configuration, its paths absolute. Raises `ConfigError` where it exists."""
+        """A new folder holding the resolved configuration, its paths absolute. Raises `ConfigError`
+        where it exists.
+        """
         path = new_path(config)
         created = tuple(folder for folder in path.parents if not folder.exists())
         try:
             path.mkdir(parents=True)
         except FileExistsError:
             raise ConfigError(
-                f"run folder {str(path)!r} exists; continue it with --resume {path}, or give another --output"
+                f"run folder {str(path)!r} exists; continue it with --resume {path}, or give"
+                " another --output"
             ) from None
         except OSError as error:
             raise ConfigError(
@@ -74,7 +96,9 @@ class RunFolder:
         folder = cls(path, created)
         try:
             folder.write_config(config)
-            (path / "environment.json").write_text(json.dumps(describe_environment(), indent=2) + "\n")
+            (path / "environment.json").write_text(
+                json.dumps(describe_environment(), indent=2) + "\n"
+            )
         except BaseException:
             folder.discard()
             raise
@@ -82,7 +106,8 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the run: no other process may write it meanwhile. The system lets go should this one die.
+        """Hold the run: no other process may write it meanwhile. The system lets go should this one
+        die.
 
         Raises `RunInUseError` naming the process that holds it.
         """
@@ -93,7 +118,8 @@ class RunFolder:
                 file.seek(0)
                 holder = file.read().strip() or "(unknown)"
                 raise RunInUseError(
-                    f"run {str(self.path)!r} is written by process {holder}; wait for it to end, or stop it"
+                    f"run {str(self.path)!r} is written by process {holder}; wait for it to end, or"
+                    " stop it"
                 ) from None
             file.truncate(0)
             file.write(f"{os.getpid()}\n")
@@ -116,7 +142,9 @@ class RunFolder:
         return bool(self.steps()) or (self.metrics.is_file() and self.metrics.stat().st_size > 0)
 
     def discard(self) -> None:
-        """Remove the folder, and those above it that were made for it, where nothing else came into them."""
+        """Remove the folder, and those above it that were made for it, where nothing else came into
+        them.
+        """
         shutil.rmtree(self.path, ignore_errors=True)
         for folder in self._made:
             try:
@@ -129,22 +157,28 @@ class RunFolder:
         return checkpoint_steps(self.checkpoints)
 
     def require_checkpoint(self) -> None:
-        """Raises `ConfigError` for a run without a checkpoint: there is nothing of it to export or go on from."""
+        """Raises `ConfigError` for a run without a checkpoint: there is nothing of it to export or
+        go on from.
+        """
         if not self.steps():
             config = self.config()
             first = min(config.checkpoint.every, config.steps)
             raise ConfigError(
-                f"run {str(self.path)!r} holds no checkpoint yet, the first of which is of step {first}: wait for it, "
-                "or start the run again with another --output"
+                f"run {str(self.path)!r} holds no checkpoint yet, the first of which is of step"
+                f" {first}: wait for it, or start the run again with another --output"
             )
 
     @classmethod
     def open(cls, path: Path) -> "RunFolder":
         """An existing run. Raises `ConfigError` where there is none."""
         if not path.is_dir():
-            raise ConfigError(f"there is no folder {str(path)!r}; give a run's, by default one of runs/")
+            raise ConfigError(
+                f"there is no folder {str(path)!r}; give a run's, by default one of runs/"
+            )
         if not (path / "config.yaml").is_file():
-            raise ConfigError(f"{str(path)!r} is no run folder (it has no config.yaml); give one of runs/")
+            raise ConfigError(
+                f"{str(path)!r} is no run folder (it has no config.yaml); give one of runs/"
+            )
         return cls(path)
 
     def write_config(self, config: RunConfig) -> None:
@@ -158,31 +192,42 @@ class RunFolder:
         return config_from_tree(self.written())
 
     def written(self) -> dict[str, Any]:
-        """What config.yaml holds. Raises `ConfigError` for one that is damaged, or of a version with other fields."""
+        """What config.yaml holds. Raises `ConfigError` for one that is damaged, or of a version
+        with other fields.
+        """
         file = self.path / "config.yaml"
         tree = read_yaml(file)
         try:
             refuse_unknown(tree, str(file))
         except ConfigError as error:
             raise ConfigError(
-                f"{error}: the run was started by another version of qarl (environment.json in its folder names it); "
-                "continue it with that one"
+                f"{error}: the run was started by another version of qarl (environment.json in its"
+                " folder names it); continue it with that one"
             ) from error
         return tree
 
 
 def checkpoint_steps(folder: Path) -> list[int]:
-    """Steps of the complete checkpoints in a folder, oldest first; copies with other names beside them are none."""
-    named = (re.fullmatch(r"step-(\d{6,})", file.parent.name) for file in folder.glob("step-*/manifest.json"))
+    """Steps of the complete checkpoints in a folder, oldest first; copies with other names beside
+    them are none.
+    """
+    named = (
+        re.fullmatch(r"step-(\d{6,})", file.parent.name)
+        for file in folder.glob("step-*/manifest.json")
+    )
     return sorted(int(match[1]) for match in named if match)
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
-    """With the paths of model, questions and functions absolute, as they are found from the working folder: a run is
-    resumed and evaluated from any. Names of what is no file here (built-in tasks, ids on the Hub, modules) stay."""
+    """With the paths of model, questions and functions absolute, as they are found from the working
+    folder: a run is resumed and evaluated from any. Names of what is no file here (built-in tasks,
+    ids on the Hub, modules) stay.
+    """
     here, objective = Path.cwd(), config.learner.objective
     if isinstance(objective, OwnConfig):
-        objective = objective.model_copy(update={"function": absolute_function(objective.function, here)})
+        objective = objective.model_copy(
+            update={"function": absolute_function(objective.function, here)}
+        )
     model = Path(config.model)
     local = model.is_dir() and not is_embedded(config.model)
     return config.model_copy(
@@ -202,12 +247,17 @@ def new_path(config: RunConfig) -> Path:
 
 
 def resumed_config(started: RunConfig, resumed: RunConfig) -> RunConfig:
-    """The configuration to continue with. Raises `ConfigError` where a field that fixes the run differs."""
+    """The configuration to continue with. Raises `ConfigError` where a field that fixes the run
+    differs.
+    """
     started, resumed = with_absolute_paths(started), with_absolute_paths(resumed)
     for path, (old, new) in differing(started, resumed).items():
-        if path not in _BOUNDS and f"{path}.".startswith(tuple(f"{field}." for field in FIXED_FIELDS)):
+        if path not in _BOUNDS and f"{path}.".startswith(
+            tuple(f"{field}." for field in FIXED_FIELDS)
+        ):
             raise ConfigError(
-                f"this run was started with {path} {old!r} and cannot be resumed with {new!r}; start a new run for that"
+                f"this run was started with {path} {old!r} and cannot be resumed with {new!r};"
+                " start a new run for that"
             )
     return resumed
 
@@ -216,7 +266,11 @@ def describe_environment() -> dict[str, Any]:
     """Versions and machine facts a reader needs to reproduce figures."""
     import torch
 
-    machine = {"python": platform.python_version(), "device": _device_name(), "threads": torch.get_num_threads()}
+    machine = {
+        "python": platform.python_version(),
+        "device": _device_name(),
+        "threads": torch.get_num_threads(),
+    }
     return {**machine, **versions()}
 
 
@@ -226,4 +280,7 @@ def _device_name() -> str:
 
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    return f"{cpu_facts().get('model name', 'CPU')}, {'with' if torch.cpu._is_amx_tile_supported() else 'without'} AMX"
+    return (
+        f"{cpu_facts().get('model name', 'CPU')},"
+        f" {'with' if torch.cpu._is_amx_tile_supported() else 'without'} AMX"
+    )

@@ -1,5 +1,6 @@
-"""What is known of a run before its first step, as JSON (`runs/NAME/start.json`): the audit, the canary, accuracy, and
-what its diagnostics will have drawn."""
+"""What is known of a run before its first step, as JSON (`runs/NAME/start.json`): the audit, the
+canary, accuracy, and what its diagnostics will have drawn.
+"""
 
 import json
 from collections.abc import Iterable
@@ -13,14 +14,16 @@ from qarl.report.tables import PlainTable
 from qarl.sync.audit import AuditRow
 
 if TYPE_CHECKING:
-    from qarl.sync.publisher import Publish  # imports torch, which a reader of notes does without
+    # imports torch, which a reader of notes does without
+    from qarl.sync.publisher import Publish
 
 
 @dataclass(frozen=True)
 class StartNote:
-    """audit: the audit's table, its first row the columns' names. canary: mean |Δ log p| of the first publish, nats.
-    accuracy, heldout_reward: of the policy the run started with (`Heldout`); None where not measured. figures: of the
-    learner's diagnostics."""
+    """audit: the audit's table, its first row the columns' names. canary: mean |Δ log p| of the
+    first publish, nats. accuracy, heldout_reward: of the policy the run started with (`Heldout`);
+    None where not measured. figures: of the learner's diagnostics.
+    """
 
     audit: list[list[str]]
     canary: float | None
@@ -30,7 +33,11 @@ class StartNote:
 
 
 def write_start(
-    folder: RunFolder, rows: list[AuditRow], published: "Publish", accuracy: float | None, reward: float | None
+    folder: RunFolder,
+    rows: list[AuditRow],
+    published: "Publish",
+    accuracy: float | None,
+    reward: float | None,
 ) -> None:
     """Write the note of a run that has not begun. published: the version it begins with."""
     from qarl.learner.diagnostics.observers import OBSERVERS
@@ -46,7 +53,9 @@ def write_start(
 
 
 def read_start(folder: RunFolder) -> StartNote | None:
-    """None for a run without one, of an earlier version. Raises `ConfigError` for one that cannot be read."""
+    """None for a run without one, of an earlier version. Raises `ConfigError` for one that cannot
+    be read.
+    """
     if not folder.start.is_file():
         return None
     try:
@@ -55,9 +64,15 @@ def read_start(folder: RunFolder) -> StartNote | None:
         measured = ("canary", "accuracy", "heldout_reward")
         numbers = {name: None if tree[name] is None else float(tree[name]) for name in measured}
         figures = [Figure(**figure) for figure in tree["figures"]]
-        return StartNote(audit=[[str(cell) for cell in row] for row in tree["audit"]], figures=figures, **numbers)
+        return StartNote(
+            audit=[[str(cell) for cell in row] for row in tree["audit"]],
+            figures=figures,
+            **numbers,
+        )
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{str(folder.start)!r} cannot be read ({error}); remove it to go on without") from error
+        raise ConfigError(
+            f"{str(folder.start)!r} cannot be read ({error}); remove it to go on without"
+        ) from error
 
 
 def audit_table(rows: list[AuditRow]) -> PlainTable:
@@ -72,18 +87,35 @@ def audit_table(rows: list[AuditRow]) -> PlainTable:
     same = all(kind.learner == kind.engine for kind, _ in by_number)
     sides = ("kernel of both",) if same else ("learner's kernel", "engine's kernel")
     table = PlainTable(
-        "decoder layers", "matrices", "count", "scheme", "group", "dtype", *sides,
-        figures=("count", "group"), title="layers, as learner and engine have them",
-    )  # fmt: skip
+        "decoder layers",
+        "matrices",
+        "count",
+        "scheme",
+        "group",
+        "dtype",
+        *sides,
+        figures=("count", "group"),
+        title="layers, as learner and engine have them",
+    )
     for (kind, numbers), names in alike.items():
         kernels = (kind.learner,) if same else (kind.learner, kind.engine)
         count = len(names) * len(numbers)
-        table.add_row(_spans(numbers), ", ".join(names), str(count), kind.scheme, kind.group, kind.dtype, *kernels)
+        table.add_row(
+            _spans(numbers),
+            ", ".join(names),
+            str(count),
+            kind.scheme,
+            kind.group,
+            kind.dtype,
+            *kernels,
+        )
     return table
 
 
 class _Kind(NamedTuple):
-    """What layers on one line have in common. group: of the scheme's scales, "row" for one a row, "-" for none."""
+    """What layers on one line have in common. group: of the scheme's scales, "row" for one a row,
+    "-" for none.
+    """
 
     scheme: str
     group: str
@@ -102,7 +134,9 @@ def _kind(row: AuditRow) -> _Kind:
 
 
 def _place(name: str) -> tuple[str, str]:
-    """A layer's decoder layer, "" outside, and name in it: layers.3.mlp.experts.7.up_proj → "3", experts.*.up_proj."""
+    """A layer's decoder layer, "" outside, and name in it: layers.3.mlp.experts.7.up_proj → "3",
+    experts.*.up_proj.
+    """
     parts = name.split(".")
     first = next((i for i, part in enumerate(parts) if part.isdigit()), None)
     if first is None:

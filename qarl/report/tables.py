@@ -1,4 +1,6 @@
-"""Tables that read at any width: names and figures are never cut, and without a terminal every row is one line."""
+"""Tables that read at any width: names and figures are never cut, and without a terminal every row
+is one line.
+"""
 
 from collections.abc import Collection, Iterator, Sequence
 from itertools import zip_longest
@@ -10,13 +12,21 @@ _GAP = "  "
 
 
 class PlainTable:
-    """Aligned columns. A terminal too narrow for them gets words wrapped between words, and where that is not enough
-    each row as a block, one column a line. Elsewhere (a pipe, a log) rows are as long as they are.
+    """Aligned columns. A terminal too narrow for them gets words wrapped between words, and where
+    that is not enough each row as a block, one column a line. Elsewhere (a pipe, a log) rows are as
+    long as they are.
 
-    figures: columns aligned on the right, which never wrap. Cells are text as it is, without markup; `Text` for style.
+    figures: columns aligned on the right, which never wrap. Cells are text as it is, without
+    markup; `Text` for style.
     """
 
-    def __init__(self, *columns: str, figures: Collection[str] = (), title: str = "", caption: str | Text = ""):
+    def __init__(
+        self,
+        *columns: str,
+        figures: Collection[str] = (),
+        title: str = "",
+        caption: str | Text = "",
+    ):
         self.title = title
         self.caption = caption
         self._columns = [Text(column, style="bold") for column in columns]
@@ -35,14 +45,22 @@ class PlainTable:
 
     def show(self, console: Console) -> None:
         """Print it."""
-        console.print(self, crop=False, soft_wrap=not console.is_terminal, no_wrap=True, overflow="ignore")
+        console.print(
+            self,
+            crop=False,
+            soft_wrap=not console.is_terminal,
+            no_wrap=True,
+            overflow="ignore",
+        )
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         limit = options.max_width if console.is_terminal else None
         if self.title:
             yield from _wrapped(Text(self.title, style="bold"), console, limit)
         widths = self._widths(limit)
-        yield from self._blocks(console, limit) if widths is None else self._lines(console, widths)
+        yield from (
+            self._blocks(console, limit) if widths is None else self._lines(console, widths)
+        )
         if self.caption:
             caption = Text(self.caption) if isinstance(self.caption, str) else self.caption
             yield from _wrapped(caption, console, limit)
@@ -54,8 +72,12 @@ class PlainTable:
         if limit is None:
             return widths
         least = [
-            max(cell.cell_len if figures and place else _longest_word(cell) for place, cell in enumerate(column))
-            for column, figures in zip(columns, self._figures, strict=True)  # whose title, the first, may wrap
+            max(
+                cell.cell_len if figures and place else _longest_word(cell)
+                for place, cell in enumerate(column)
+            )
+            # whose title, the first, may wrap
+            for column, figures in zip(columns, self._figures, strict=True)
         ]
         room = limit - len(_GAP) * (len(widths) - 1)
         while sum(widths) > room:
@@ -68,7 +90,10 @@ class PlainTable:
 
     def _lines(self, console: Console, widths: Sequence[int]) -> Iterator[Text]:
         for row in (self._columns, *self._rows):
-            cells = [list(cell.wrap(console, width)) or [Text()] for cell, width in zip(row, widths, strict=True)]
+            cells = [
+                list(cell.wrap(console, width)) or [Text()]
+                for cell, width in zip(row, widths, strict=True)
+            ]
             for parts in zip_longest(*cells):
                 line = Text()
                 for part, width, figures in zip(parts, widths, self._figures, strict=True):
@@ -83,7 +108,11 @@ class PlainTable:
         column = max(title.cell_len for title in self._columns)
         for row in self._rows:
             for title, cell in zip(self._columns, row, strict=True):
-                lines = _wrapped(cell, console, None if limit is None else max(limit - column - len(_GAP), 1))
+                lines = _wrapped(
+                    cell,
+                    console,
+                    None if limit is None else max(limit - column - len(_GAP), 1),
+                )
                 for number, part in enumerate(lines):
                     head = title if number == 0 else Text()
                     yield Text.assemble(head, " " * (column - head.cell_len), _GAP, part)
@@ -95,4 +124,8 @@ def _longest_word(cell: Text) -> int:
 
 
 def _wrapped(text: Text, console: Console, width: int | None) -> list[Text]:
-    return list(text.wrap(console, max(width, _longest_word(text)))) if width else list(text.split("\n"))
+    return (
+        list(text.wrap(console, max(width, _longest_word(text))))
+        if width
+        else list(text.split("\n"))
+    )

@@ -1,8 +1,9 @@
-"""Completions token by token, as Parquet: `runs/NAME/tokens/step-NNNNNN.parquet`, a file a step, a row a completion.
+"""Completions token by token, as Parquet: `runs/NAME/tokens/step-NNNNNN.parquet`, a file a step, a
+row a completion.
 
-A file is written under another name and renamed, so a run that is killed leaves whole files, and one that is resumed
-writes a step's file over the one before. Any reader of Parquet takes the folder as one table
-(`pandas.read_parquet("runs/NAME/tokens")`); docs/guide/report.md lists the columns.
+A file is written under another name and renamed, so a run that is killed leaves whole files, and
+one that is resumed writes a step's file over the one before. Any reader of Parquet takes the folder
+as one table (`pandas.read_parquet("runs/NAME/tokens")`); docs/guide/report.md lists the columns.
 
 Axes: T tokens, of all completions of a file laid end to end.
 """
@@ -30,15 +31,34 @@ FORMAT = "4"
 _FORMAT_KEY, _COUNT_KEY = b"qarl.tokens", b"qarl.completions"
 
 COMPLETION_COLUMNS = {
-    "step": "int32", "group": "int32", "sample": "int32", "prompt_id": "string", "prompt": "string",
-    "prompt_token_ids": "int32 list", "completion": "string", "finish_reason": "string", "age": "int32",
-    "reward": "float64", "group_rewards": "float64 list", "worst_token": "int32", "experts": "binary",
-}  # fmt: skip
+    "step": "int32",
+    "group": "int32",
+    "sample": "int32",
+    "prompt_id": "string",
+    "prompt": "string",
+    "prompt_token_ids": "int32 list",
+    "completion": "string",
+    "finish_reason": "string",
+    "age": "int32",
+    "reward": "float64",
+    "group_rewards": "float64 list",
+    "worst_token": "int32",
+    "experts": "binary",
+}
 TOKEN_COLUMNS = {
-    "token_id": "int32", "token": "string", "weight_version": "int32", "sampler_logprob": "float32",
-    "learner_logprob": "float32", "unquantized_logprob": "float32", "mismatch": "float32", "log_ratio": "float32",
-    "clip": "words", "advantage": "float32", "improbable": "bool", "repeated": "bool",
-}  # fmt: skip
+    "token_id": "int32",
+    "token": "string",
+    "weight_version": "int32",
+    "sampler_logprob": "float32",
+    "learner_logprob": "float32",
+    "unquantized_logprob": "float32",
+    "mismatch": "float32",
+    "log_ratio": "float32",
+    "clip": "words",
+    "advantage": "float32",
+    "improbable": "bool",
+    "repeated": "bool",
+}
 """Lists in the file, each with one value a token."""
 
 
@@ -48,9 +68,10 @@ class TokenFileError(InputError, heading="tokens"):
 
 @dataclass(frozen=True)
 class TokenRows:
-    """A file's completions. completions: by the names of `COMPLETION_COLUMNS`, a value a completion. tokens: by those
-    of `TOKEN_COLUMNS`, [T]; what is not known is NaN, of clip, the place in `CLIP_REASONS`, -1. lengths: tokens of each
-    completion."""
+    """A file's completions. completions: by the names of `COMPLETION_COLUMNS`, a value a
+    completion. tokens: by those of `TOKEN_COLUMNS`, [T]; what is not known is NaN, of clip, the
+    place in `CLIP_REASONS`, -1. lengths: tokens of each completion.
+    """
 
     completions: Mapping[str, Sequence[Any]]
     tokens: Mapping[str, np.ndarray]
@@ -71,12 +92,17 @@ class TokenRows:
 
 @cache
 def _schema() -> Any:
-    import pyarrow as pa  # starts threads when it is imported: no sooner than it is needed
+    # starts threads when it is imported: no sooner than it is needed
+    import pyarrow as pa
 
     def kind(name: str) -> Any:
         if name == "words":
             return pa.dictionary(pa.int8(), pa.string())
-        return pa.list_(kind(name.removesuffix(" list"))) if name.endswith(" list") else pa.type_for_alias(name)
+        return (
+            pa.list_(kind(name.removesuffix(" list")))
+            if name.endswith(" list")
+            else pa.type_for_alias(name)
+        )
 
     columns = [(name, kind(of)) for name, of in COMPLETION_COLUMNS.items()]
     columns += [(name, pa.list_(kind(of))) for name, of in TOKEN_COLUMNS.items()]
@@ -90,7 +116,9 @@ def write_step(folder: Path, step: int, rows: TokenRows, completions: int) -> Pa
 
     schema = _schema().with_metadata({_FORMAT_KEY: FORMAT, _COUNT_KEY: str(completions)})
     offsets = pa.array(np.concatenate([[0], np.cumsum(rows.lengths)]), pa.int32())
-    columns = [pa.array(rows.completions[name], schema.field(name).type) for name in COMPLETION_COLUMNS]
+    columns = [
+        pa.array(rows.completions[name], schema.field(name).type) for name in COMPLETION_COLUMNS
+    ]
     for name in TOKEN_COLUMNS:
         values, kind = rows.tokens[name], schema.field(name).type.value_type
         if name == "clip":
@@ -113,7 +141,10 @@ def step_file(folder: Path, step: int) -> Path:
 
 def step_files(folder: Path) -> dict[int, Path]:
     """Step → its file, in the steps' order."""
-    named = ((re.fullmatch(r"step-(\d+)\.parquet", file.name), file) for file in folder.glob("step-*.parquet"))
+    named = (
+        (re.fullmatch(r"step-(\d+)\.parquet", file.name), file)
+        for file in folder.glob("step-*.parquet")
+    )
     return dict(sorted((int(match[1]), file) for match, file in named if match))
 
 
@@ -127,7 +158,9 @@ def drop_after(folder: Path, step: int) -> None:
 
 
 def counts(file: Path) -> tuple[int, int]:
-    """Completions it holds, and how many its step had. Raises as `read_step`, of which it reads the end alone."""
+    """Completions it holds, and how many its step had. Raises as `read_step`, of which it reads the
+    end alone.
+    """
     import pyarrow.parquet as pq
 
     with _readable(file):
@@ -159,7 +192,8 @@ def _readable(file: Path) -> Iterator[None]:
         yield
     except (OSError, pa.ArrowException) as error:
         raise TokenFileError(
-            f"{str(file)!r} is damaged ({str(error).splitlines()[0]}); remove it to go on without that step"
+            f"{str(file)!r} is damaged ({str(error).splitlines()[0]}); remove it to go on without"
+            " that step"
         ) from error
 
 
@@ -167,12 +201,13 @@ def _check_format(file: Path, schema: Any) -> None:
     written = (schema.metadata or {}).get(_FORMAT_KEY, b"none").decode(errors="replace")
     if written != FORMAT:
         raise TokenFileError(
-            f"{str(file)!r} has format {written}, and this version of qarl reads {FORMAT}; read it with the version "
-            "that wrote it (environment.json in its run's folder), or remove it"
+            f"{str(file)!r} has format {written}, and this version of qarl reads {FORMAT}; read it"
+            " with the version that wrote it (environment.json in its run's folder), or remove it"
         )
     if not schema.equals(_schema()):
         raise TokenFileError(
-            f"{str(file)!r} has other columns than format {FORMAT}; remove it to go on without that step"
+            f"{str(file)!r} has other columns than format {FORMAT}; remove it to go on without that"
+            " step"
         )
 
 
@@ -181,16 +216,23 @@ def _flat(column: Any, name: str) -> np.ndarray:
     values = column.flatten()
     if name != "clip":
         return values.to_numpy(zero_copy_only=False)
-    places = np.array([CLIP_REASONS.index(reason) for reason in values.dictionary.to_pylist()] or [0])
+    places = np.array(
+        [CLIP_REASONS.index(reason) for reason in values.dictionary.to_pylist()] or [0]
+    )
     codes = values.indices.fill_null(-1).to_numpy()
     return np.where(codes < 0, -1, places[codes])
 
 
 def read_groups(file: Path) -> list[Group]:
-    """All groups of a file that holds all of its step's completions. Raises `TokenFileError` for a damaged one."""
+    """All groups of a file that holds all of its step's completions. Raises `TokenFileError` for a
+    damaged one.
+    """
     rows = read_step(file)
     numbered = zip(rows.completions["group"], range(len(rows)), _completions(rows), strict=True)
-    return [_group(rows, list(members)) for _, members in groupby(numbered, key=lambda member: member[0])]
+    return [
+        _group(rows, list(members))
+        for _, members in groupby(numbered, key=lambda member: member[0])
+    ]
 
 
 def array_bytes(array: np.ndarray) -> bytes:
@@ -217,14 +259,21 @@ def _completions(rows: TokenRows) -> Iterator[Completion]:
             finish_reason=about["finish_reason"][row],
             experts=None if experts is None else np.load(io.BytesIO(experts), allow_pickle=False),
             environment=tuple(zip(edges[::2], edges[1::2], strict=True)),
-            switches=tuple((at, int(versions[row][at])) for at in (np.diff(versions[row]).nonzero()[0] + 1).tolist()),
+            switches=tuple(
+                (at, int(versions[row][at]))
+                for at in (np.diff(versions[row]).nonzero()[0] + 1).tolist()
+            ),
         )
 
 
 def _group(rows: TokenRows, members: list[tuple[Any, int, Completion]]) -> Group:
     about, (_, first, _) = rows.completions, members[0]
     return Group(
-        prompt=Prompt(about["prompt_id"][first], about["prompt"][first], tuple(about["prompt_token_ids"][first])),
+        prompt=Prompt(
+            about["prompt_id"][first],
+            about["prompt"][first],
+            tuple(about["prompt_token_ids"][first]),
+        ),
         completions=tuple(completion for _, _, completion in members),
         rewards=tuple(about["reward"][row] for _, row, _ in members),
     )

@@ -1,4 +1,5 @@
-"""Which completions of a step are recorded token by token (`record`), and what is written about each token.
+"""Which completions of a step are recorded token by token (`record`), and what is written about
+each token.
 
 Axes: B sequences, T tokens of a sequence; n tokens of all recorded completions laid end to end.
 """
@@ -21,13 +22,19 @@ from qarl.rollout.types import Completion, Group
 class TokenRecorder:
     """Writes a step's completions of least and of most reward to `folder`.
 
-    record: how many of each; "all" for every completion, 0 for none. tokenizer: a transformers tokenizer, whose texts
-    the tokens are shown with. resume_step: of a run that goes on from there; later steps are removed. first: whether
-    this is the first process; the others take part and write nothing.
+    record: how many of each; "all" for every completion, 0 for none. tokenizer: a transformers
+    tokenizer, whose texts the tokens are shown with. resume_step: of a run that goes on from there;
+    later steps are removed. first: whether this is the first process; the others take part and
+    write nothing.
     """
 
     def __init__(
-        self, folder: Path, record: int | Literal["all"], tokenizer: Any, resume_step: int | None, first: bool
+        self,
+        folder: Path,
+        record: int | Literal["all"],
+        tokenizer: Any,
+        resume_step: int | None,
+        first: bool,
     ):
         self._folder = folder
         self._record: int | Literal["all"] = record
@@ -37,55 +44,78 @@ class TokenRecorder:
             drop_after(folder, resume_step)
 
     def log(self, batch: Batch, groups: Sequence[Group]) -> TokenLog | None:
-        """What `Learner.learn` is to fill in for this batch, made of these groups; None where nothing is recorded."""
+        """What `Learner.learn` is to fill in for this batch, made of these groups; None where
+        nothing is recorded.
+        """
         if self._record == 0:
             return None
         rewards = [r for g in groups for r in g.rewards]
-        rows = chosen_rows(rewards, np.zeros(len(rewards)), self._record)  # what breaks a tie is not known yet
+        # what breaks a tie is not known yet
+        rows = chosen_rows(rewards, np.zeros(len(rewards)), self._record)
         pairs = zip_longest(rows[: len(rows) // 2], rows[len(rows) // 2 :])
         return TokenLog(batch, [row for pair in pairs for row in pair if row is not None])
 
     def write(self, step: int, groups: Sequence[Group], log: TokenLog | None) -> None:
-        """groups: those that `log`'s batch was made of; with None, any that were sampled and not learned from."""
+        """groups: those that `log`'s batch was made of; with None, any that were sampled and not
+        learned from.
+        """
         if self._record == 0 or not self._first:
             return
         completions = [c for g in groups for c in g.completions]
         rewards = [r for g in groups for r in g.rewards]
         worst = worst_mismatch(log, len(completions))
-        if log is not None:  # those the unquantized policy was asked about: what is compared is kept
+        # those the unquantized policy was asked about: what is compared is kept
+        if log is not None:
             worst[log.unquantized.known.numpy()] = np.inf
         rows = chosen_rows(rewards, worst, self._record)
-        places = [(number, sample) for number, g in enumerate(groups) for sample in range(len(g.completions))]
+        places = [
+            (number, sample)
+            for number, g in enumerate(groups)
+            for sample in range(len(g.completions))
+        ]
         kept = [completions[row] for row in rows]
         columns = _token_columns(kept, groups, places, rows, log)
         texts = [text for c in kept for text in token_texts(self._tokenizer, c.token_ids)]
-        about = _completion_columns(step, groups, [places[row] for row in rows], columns["mismatch"])
-        about["age"] = [None if log is None or log.age[row] < 0 else int(log.age[row]) for row in rows]
+        about = _completion_columns(
+            step, groups, [places[row] for row in rows], columns["mismatch"]
+        )
+        about["age"] = [
+            None if log is None or log.age[row] < 0 else int(log.age[row]) for row in rows
+        ]
         lengths = [len(c.token_ids) for c in kept]
         tokens = columns | {"token": np.array(texts, dtype=object)}
         write_step(self._folder, step, TokenRows(about, tokens, lengths), len(completions))
 
 
 def token_texts(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
-    """What each token adds to its completion's text, special tokens shown. A token that ends within a character adds
-    nothing, and the one that completes it the whole of it."""
-    backend, stream = getattr(tokenizer, "backend_tokenizer", None), DecodeStream(skip_special_tokens=False)
+    """What each token adds to its completion's text, special tokens shown. A token that ends within
+    a character adds nothing, and the one that completes it the whole of it.
+    """
+    backend, stream = (
+        getattr(tokenizer, "backend_tokenizer", None),
+        DecodeStream(skip_special_tokens=False),
+    )
     if backend is None:  # a tokenizer in Python alone
         return [tokenizer.decode([token], skip_special_tokens=False) for token in token_ids]
     return [stream.step(backend, token) or "" for token in token_ids]
 
 
 def worst_mismatch(log: TokenLog | None, count: int) -> np.ndarray:
-    """Largest |log π_learner - log π_sampler| within each sequence, fp32 [B]; 0 where the learner's is not known."""
+    """Largest |log π_learner - log π_sampler| within each sequence, fp32 [B]; 0 where the learner's
+    is not known.
+    """
     if log is None:
         return np.zeros(count, dtype=np.float32)
     apart = (log.old - log.batch.sampler_logprobs).abs() * log.batch.response_mask
     return (apart.amax(-1) * log.known).numpy()
 
 
-def chosen_rows(rewards: Sequence[float], worst: np.ndarray, record: int | Literal["all"]) -> list[int]:
-    """Rows of the `record` completions of least reward, then of as many others of most; all for "all". Among equal
-    rewards those whose worst token is worst come first, then earlier ones."""
+def chosen_rows(
+    rewards: Sequence[float], worst: np.ndarray, record: int | Literal["all"]
+) -> list[int]:
+    """Rows of the `record` completions of least reward, then of as many others of most; all for
+    "all". Among equal rewards those whose worst token is worst come first, then earlier ones.
+    """
     count = len(rewards)
     if record == "all" or 2 * record >= count:
         return list(range(count))
@@ -116,10 +146,14 @@ def _token_columns(
 
         def taken(values: Any) -> np.ndarray:
             spans = zip(rows, starts, lengths, strict=True)
-            return np.concatenate([values[row, start : start + length].numpy() for row, start, length in spans])
+            return np.concatenate(
+                [values[row, start : start + length].numpy() for row, start, length in spans]
+            )
 
         old = np.where(known & ~environment, taken(log.old), np.float32(np.nan))
-        unquantized = np.where(measured & ~environment, taken(log.unquantized.values), np.float32(np.nan))
+        unquantized = np.where(
+            measured & ~environment, taken(log.unquantized.values), np.float32(np.nan)
+        )
         ratio = np.where(updated & ~environment, taken(log.log_ratio), np.float32(np.nan))
         clip = np.where(updated & ~environment, taken(log.clip), -1)
         advantage = taken(log.batch.advantages)
@@ -139,12 +173,18 @@ def _token_columns(
 
 
 def _completion_columns(
-    step: int, groups: Sequence[Group], places: Sequence[tuple[int, int]], mismatch: np.ndarray
+    step: int,
+    groups: Sequence[Group],
+    places: Sequence[tuple[int, int]],
+    mismatch: np.ndarray,
 ) -> dict[str, list[Any]]:
     kept = [(groups[number], sample) for number, sample in places]
     completions = [group.completions[sample] for group, sample in kept]
     ends = np.cumsum([len(c.token_ids) for c in completions])
-    parts = [np.abs(mismatch[end - len(c.token_ids) : end]) for c, end in zip(completions, ends, strict=True)]
+    parts = [
+        np.abs(mismatch[end - len(c.token_ids) : end])
+        for c, end in zip(completions, ends, strict=True)
+    ]
     return {
         "step": [step] * len(kept),
         "group": [number for number, _ in places],
@@ -157,5 +197,7 @@ def _completion_columns(
         "reward": [group.rewards[sample] for group, sample in kept],
         "group_rewards": [list(group.rewards) for group, _ in kept],
         "experts": [None if c.experts is None else array_bytes(c.experts) for c in completions],
-        "worst_token": [None if np.isnan(part).all() else int(np.nanargmax(part)) for part in parts],
+        "worst_token": [
+            None if np.isnan(part).all() else int(np.nanargmax(part)) for part in parts
+        ],
     }

@@ -1,4 +1,6 @@
-"""No engine, for learning from recorded completions: it takes what is published, and nothing can be asked of it."""
+"""No engine, for learning from recorded completions: it takes what is published, and nothing can be
+asked of it.
+"""
 
 from collections.abc import Iterable
 from typing import Any
@@ -9,7 +11,9 @@ from qarl.rollout.engine import EngineError, LoadReport
 
 
 class AbsentEngine:
-    """Stands where an engine would (`rollout.engine.Engine`). What is published is read for its digest and let go."""
+    """Stands where an engine would (`rollout.engine.Engine`). What is published is read for its
+    digest and let go.
+    """
 
     weight_version = 0
 
@@ -27,7 +31,12 @@ class AbsentEngine:
         """The stream's digest; all of it counts as consumed."""
         digest = digested(stream)
         self.weight_version = version
-        return LoadReport(digest=digest.hexdigest(), consumed=digest.tensors, unconsumed=(), missing=())
+        return LoadReport(
+            digest=digest.hexdigest(),
+            consumed=digest.tensors,
+            unconsumed=(),
+            missing=(),
+        )
 
     def shared_layers(self) -> None:
         """None: the learner makes its own."""

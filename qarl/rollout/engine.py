@@ -17,7 +17,9 @@ class EngineError(QarlError, heading="engine"):
 
 
 class LostServerError(EngineError):
-    """A server that cannot be reached, shows no sign of life, or samples by other weights than were published last."""
+    """A server that cannot be reached, shows no sign of life, or samples by other weights than were
+    published last.
+    """
 
 
 class AnswerError(EngineError):
@@ -32,8 +34,8 @@ class BrokenAnswerError(AnswerError):
 class LoadReport:
     """What an engine did with a published stream.
 
-    digest: of what arrived (`quant.digest`). consumed: tensors taken. unconsumed: sent names no layer took.
-    missing: names of engine layers that expected tensors and got none or not all.
+    digest: of what arrived (`quant.digest`). consumed: tensors taken. unconsumed: sent names no
+    layer took. missing: names of engine layers that expected tensors and got none or not all.
     """
 
     digest: str
@@ -64,7 +66,9 @@ class Engine(Protocol):
         ...
 
     def layers(self) -> list[LayerReport]:
-        """The engine's side of the audit, one entry a checkpoint layer (fused layers are listed by their parts)."""
+        """The engine's side of the audit, one entry a checkpoint layer (fused layers are listed by
+        their parts).
+        """
         ...
 
     def load(self, stream: Iterable[LowBitTensor], version: int) -> LoadReport:
@@ -72,7 +76,9 @@ class Engine(Protocol):
         ...
 
     def shared_layers(self) -> "EngineLayers | None":
-        """The engine's own layers, to multiply its weight version with; None where they are in another process."""
+        """The engine's own layers, to multiply its weight version with; None where they are in
+        another process.
+        """
         ...
 
     def close(self) -> None:

@@ -21,14 +21,21 @@ class EngineStep:
 
 
 def engine_steps(engine: Engine, prompts: Sequence[Prompt], sampling: Sampling) -> list[EngineStep]:
-    """Sample as `Engine.generate` does, one step of the engine after the other, and return the steps instead of the
-    completions. Raises `EngineError` for an engine that is not vLLM's in this process."""
+    """Sample as `Engine.generate` does, one step of the engine after the other, and return the
+    steps instead of the completions. Raises `EngineError` for an engine that is not vLLM's in this
+    process.
+    """
     from qarl.rollout.vllm.engine import VllmEngine
 
     if not isinstance(engine, VllmEngine):
-        raise EngineError(f"{type(engine).__name__} has no steps to time; they are of an engine in this process")
+        raise EngineError(
+            f"{type(engine).__name__} has no steps to time; they are of an engine in this process"
+        )
     start = time.perf_counter()
-    return [EngineStep(time.perf_counter() - start, sequences) for sequences in _steps(engine, prompts, sampling)]
+    return [
+        EngineStep(time.perf_counter() - start, sequences)
+        for sequences in _steps(engine, prompts, sampling)
+    ]
 
 
 def _steps(engine: "VllmEngine", prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[int]:

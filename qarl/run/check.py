@@ -21,17 +21,21 @@ class UnusableRewardError(InputError, heading="reward"):
 
 
 def check_files(config: RunConfig, new: bool = True, dry: bool = False) -> Task:
-    """Raise the error of the part that is wrong: scheme names, output, model folder, task, reward. Returns the task.
+    """Raise the error of the part that is wrong: scheme names, output, model folder, task, reward.
+    Returns the task.
 
-    new: whether the run's folder is to be made. dry: whether the Hub is left alone, as far as the model goes. Costs
-    milliseconds, but for the import of reasoning-gym (seconds) where the task is one of its. What needs the model's
-    architecture or the machine's kernels is checked by `qarl.run.session.check_input`.
+    new: whether the run's folder is to be made. dry: whether the Hub is left alone, as far as the
+    model goes. Costs milliseconds, but for the import of reasoning-gym (seconds) where the task is
+    one of its. What needs the model's architecture or the machine's kernels is checked by
+    `qarl.run.session.check_input`.
     """
     check_schemes(config)
     if new:
         check_new_folder(new_path(config), "run folder", "--output")
     if config.log != "none" and find_spec(config.log) is None:
-        raise ConfigError(f"log {config.log!r} needs the package {config.log}: pip install {config.log}")
+        raise ConfigError(
+            f"log {config.log!r} needs the package {config.log}: pip install {config.log}"
+        )
     check_rollouts(config)
     check_named_model(config, dry)
     return check_task(config)
@@ -48,44 +52,64 @@ def check_schemes(config: RunConfig) -> None:
 
 
 def check_processes(config: RunConfig, count: int) -> None:
-    """Raise `ConfigError` for settings that do not go with this number of processes; nothing is loaded for it."""
-    prompts, servers, init = config.rollout.prompts, config.rollout.servers, config.quantization.init
+    """Raise `ConfigError` for settings that do not go with this number of processes; nothing is
+    loaded for it.
+    """
+    prompts, servers, init = (
+        config.rollout.prompts,
+        config.rollout.servers,
+        config.quantization.init,
+    )
     faults = {
-        f"rollout.prompts {prompts} is no multiple of {count} processes, which sample as many each; take a multiple "
-        f"of {count}, or another number of processes": prompts % count,
-        f"quantization.init {init!r} is for one process, not {count}; leave --processes or the calibrated start "
-        "out": count > 1 and init is not None,
-        f"rollout.servers {servers} would be started by each of {count} processes; start them once, with `qarl "
-        "serve-rollouts`, and give their URLs": count > 1 and isinstance(servers, int),
+        f"rollout.prompts {prompts} is no multiple of {count} processes, which sample as many each; take a multiple of {count}, or another number of processes": (
+            prompts % count
+        ),
+        f"quantization.init {init!r} is for one process, not {count}; leave --processes or the calibrated start out": (
+            count > 1 and init is not None
+        ),
+        f"rollout.servers {servers} would be started by each of {count} processes; start them once, with `qarl serve-rollouts`, and give their URLs": (
+            count > 1 and isinstance(servers, int)
+        ),
     }
     refuse(faults, ConfigError)
 
 
 def check_new_folder(path: Path, what: str, option: str) -> None:
-    """Raise `ConfigError` where a folder exists already, or cannot be made. what, option: for the message."""
+    """Raise `ConfigError` where a folder exists already, or cannot be made. what, option: for the
+    message.
+    """
     try:
         exists = path.exists() or path.is_symlink()
     except OSError as error:  # a name longer than the system takes
-        raise ConfigError(f"cannot make {what} {quoted(str(path))}: {error.strerror}; give another {option}") from error
+        raise ConfigError(
+            f"cannot make {what} {quoted(str(path))}: {error.strerror}; give another {option}"
+        ) from error
     if exists:
-        continued = f"continue it with --resume {path}, or " if (path / "config.yaml").is_file() else ""
+        continued = (
+            f"continue it with --resume {path}, or " if (path / "config.yaml").is_file() else ""
+        )
         raise ConfigError(f"{what} {str(path)!r} exists; {continued}give another {option}")
     there = next(folder for folder in path.absolute().parents if folder.exists())
     try:
-        # What the system allows only trying shows: read-only disks, other users, quotas. By another name, since another
-        # run may be making the same folders.
+        # What the system allows only trying shows: read-only disks, other users, quotas. By another
+        # name, since another run may be making the same folders.
         Path(tempfile.mkdtemp(prefix=".qarl-", dir=there)).rmdir()
     except OSError as error:
-        raise ConfigError(f"cannot make {what} {str(path)!r}: {error.strerror}; give another {option}") from error
+        raise ConfigError(
+            f"cannot make {what} {str(path)!r}: {error.strerror}; give another {option}"
+        ) from error
 
 
 def check_task(config: RunConfig) -> Task:
-    """Load the task, ask it for problems of every split the run uses, and try its reward on reference answers."""
+    """Load the task, ask it for problems of every split the run uses, and try its reward on
+    reference answers.
+    """
     task = load_task(config.task)
     problems = task.problems("train", 0, 2, config.seed)
     if config.eval.problems:
         task.problems("heldout", 0, 1, config.seed)
-    answered = [Response(problem, problem.answer) for problem in problems]  # two: some return one reward for all
+    # two: some return one reward for all
+    answered = [Response(problem, problem.answer) for problem in problems]
     try:
         task.rewards(answered)
         task.correct(answered)
@@ -96,8 +120,9 @@ def check_task(config: RunConfig) -> Task:
 
 
 def check_named_model(config: RunConfig, dry: bool = False) -> None:
-    """Raise `ModelError` for a model that is neither embedded, nor a folder that can be trained, nor on the Hub. dry:
-    whether the Hub is left alone."""
+    """Raise `ModelError` for a model that is neither embedded, nor a folder that can be trained,
+    nor on the Hub. dry: whether the Hub is left alone.
+    """
     if is_embedded(config.model):
         return
     try:
@@ -107,10 +132,16 @@ def check_named_model(config: RunConfig, dry: bool = False) -> None:
             raise
         embedded = [name for name in shipped_names() if is_embedded(name)]
         near, name = did_you_mean(config.model, embedded), config.model
-        sized = "/" not in name and "." not in name[:1] and any(c.isdigit() for c in name) and "-" in name
+        sized = (
+            "/" not in name
+            and "." not in name[:1]
+            and any(c.isdigit() for c in name)
+            and "-" in name
+        )
         hub = f"; a hub id has its owner before it, as in Qwen/{name}" if sized else ""
         raise type(error)(f"{error}{near or hub}") from error
     if folder is None and not dry:
-        hub_config(config.model)  # before a task is loaded, and before torch is imported
+        # before a task is loaded, and before torch is imported
+        hub_config(config.model)
     elif folder is not None:
         check_folder(folder, config.rollout.longest)

@@ -1,4 +1,6 @@
-"""Checkpoints to resume from: complete or absent, checked on reading, the same for any number of processes."""
+"""Checkpoints to resume from: complete or absent, checked on reading, the same for any number of
+processes.
+"""
 
 import hashlib
 import json
@@ -21,14 +23,18 @@ class CheckpointError(QarlError, heading="checkpoint"):
 
 
 def save_checkpoint(
-    folder: Path, step: int, state: dict[str, Any], keep: int, processes: Processes | None = None
+    folder: Path,
+    step: int,
+    state: dict[str, Any],
+    keep: int,
+    processes: Processes | None = None,
 ) -> Path:
     """Write `state` as folder/step-NNNNNN, then drop all but the newest `keep`.
 
-    processes: those that call this together, each with its part of the learner's state, which it writes to a file of
-    its own; `folder` is one they share. The files are flushed to disk before the folder gets its name, so a crash, a
-    process that dies or a full disk leaves the older checkpoints as they were. Raises `CheckpointError` where the disk
-    refuses any of them.
+    processes: those that call this together, each with its part of the learner's state, which it
+    writes to a file of its own; `folder` is one they share. The files are flushed to disk before
+    the folder gets its name, so a crash, a process that dies or a full disk leaves the older
+    checkpoints as they were. Raises `CheckpointError` where the disk refuses any of them.
     """
     together = processes or Processes()
     target = folder / f"step-{step:06d}"
@@ -40,10 +46,15 @@ def save_checkpoint(
         _write(state, file)
     except (OSError, RuntimeError, FailedElsewhereError) as error:
         failure = error
-    written = together.gathered((file.name, _sha256(file) if failure is None else None, str(failure)))
+    written = together.gathered(
+        (file.name, _sha256(file) if failure is None else None, str(failure))
+    )
     if all(digest for _, digest, _ in written):
         try:
-            manifest = {"step": step, "sha256": {name: digest for name, digest, _ in written}}
+            manifest = {
+                "step": step,
+                "sha256": {name: digest for name, digest, _ in written},
+            }
             together.first_does(lambda: _name(building, target, manifest, keep))
             return target
         except (OSError, RuntimeError, FailedElsewhereError) as error:
@@ -67,7 +78,8 @@ def _write(state: dict[str, Any], file: Path) -> None:
         recorded = _Recorded(stream)
         try:
             torch.save(state, cast(IO[bytes], recorded))
-        except RuntimeError as error:  # torch says where in its code a write failed, not why
+        # torch says where in its code a write failed, not why
+        except RuntimeError as error:
             raise recorded.refusal or error from error
     _flush(file)
 
@@ -118,20 +130,26 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def load_checkpoint(
-    folder: Path, processes: Processes | None = None, step_over: Callable[[str], None] | None = None
+    folder: Path,
+    processes: Processes | None = None,
+    step_over: Callable[[str], None] | None = None,
 ) -> tuple[int, dict[str, Any]]:
-    """Step and whole state of the newest checkpoint in `folder`, however many processes wrote it. Tensors are mapped
-    from the files, and so take memory as they are read.
+    """Step and whole state of the newest checkpoint in `folder`, however many processes wrote it.
+    Tensors are mapped from the files, and so take memory as they are read.
 
-    processes: those that call this together; each hashes its share of the files, and all of them map all.
-    step_over: takes a line on every damaged checkpoint, which is set aside as `damaged-step-…` before an older one is
-    tried, and on the one that is read; without it the newest one decides.
-    Raises `ConfigError` where there is none, `CheckpointError` where the bytes are not those that were written.
+    processes: those that call this together; each hashes its share of the files, and all of them
+    map all. step_over: takes a line on every damaged checkpoint, which is set aside as
+    `damaged-step-…` before an older one is tried, and on the one that is read; without it the
+    newest one decides. Raises `ConfigError` where there is none, `CheckpointError` where the bytes
+    are not those that were written.
     """
     together = processes or Processes()
-    checkpoints = together.first_does(lambda: list_checkpoints(folder))  # before any is set aside
+    # before any is set aside
+    checkpoints = together.first_does(lambda: list_checkpoints(folder))
     if not checkpoints:
-        raise ConfigError(f"{str(folder)!r} holds no checkpoint yet; start the run again with another --output")
+        raise ConfigError(
+            f"{str(folder)!r} holds no checkpoint yet; start the run again with another --output"
+        )
     for index, newest in reversed(list(enumerate(checkpoints))):
         fault = _fault(newest, together)
         if fault is None:
@@ -140,9 +158,13 @@ def load_checkpoint(
         if step_over is None or index == 0:
             older = f"remove that folder to go on from {checkpoints[index - 1].name}"
             alone = "no other one is left: start the run again with another --output"
-            raise CheckpointError(f"checkpoint {str(newest)!r} is damaged ({fault}); {older if index else alone}")
+            raise CheckpointError(
+                f"checkpoint {str(newest)!r} is damaged ({fault}); {older if index else alone}"
+            )
         aside = newest.with_name(f"damaged-{newest.name}")
-        step_over(f"checkpoint {str(newest)!r} is damaged ({fault}); going on from the one before it")
+        step_over(
+            f"checkpoint {str(newest)!r} is damaged ({fault}); going on from the one before it"
+        )
         together.first_does(lambda old=newest, new=aside: _rename(old, new))
     raise AssertionError("the oldest checkpoint is read or refused")
 
@@ -157,7 +179,11 @@ def _fault(checkpoint: Path, together: Processes) -> str | None:
         return f"its manifest.json names files elsewhere, {names[0]!r}"
     files = {name: checkpoint / name for name in together.share(names)}
     damaged = together.concatenated(
-        [name for name, file in files.items() if not file.is_file() or _sha256(file) != digests[name]]
+        [
+            name
+            for name, file in files.items()
+            if not file.is_file() or _sha256(file) != digests[name]
+        ]
     )
     return f"the SHA-256 of {damaged[0]} differs from its manifest" if damaged else None
 
@@ -172,7 +198,9 @@ def _digests(checkpoint: Path) -> dict[str, str] | None:
 
 def intact_checkpoint(folder: Path) -> Path | None:
     """The newest checkpoint whose bytes are those that were written; None where there is none."""
-    intact = (each for each in reversed(list_checkpoints(folder)) if _fault(each, Processes()) is None)
+    intact = (
+        each for each in reversed(list_checkpoints(folder)) if _fault(each, Processes()) is None
+    )
     return next(intact, None)
 
 
@@ -180,14 +208,27 @@ def _read(checkpoint: Path) -> tuple[int, dict[str, Any]]:
     manifest = _manifest(checkpoint)
     try:
         step = int(manifest["step"])
-        parts = [torch.load(checkpoint / name, weights_only=True, mmap=True) for name in sorted(manifest["sha256"])]
-    except (pickle.UnpicklingError, RuntimeError, LookupError, ValueError, TypeError) as error:
+        parts = [
+            torch.load(checkpoint / name, weights_only=True, mmap=True)
+            for name in sorted(manifest["sha256"])
+        ]
+    except (
+        pickle.UnpicklingError,
+        RuntimeError,
+        LookupError,
+        ValueError,
+        TypeError,
+    ) as error:
         raise CheckpointError(
-            f"{str(checkpoint)!r} was not written by a run ({type(error).__name__}); take another copy of it"
+            f"{str(checkpoint)!r} was not written by a run ({type(error).__name__}); take another"
+            " copy of it"
         ) from error
     if len(parts) == 1:
         return step, parts[0]
-    return step, {**parts[0], "learner": merge_states([part["learner"] for part in parts])}
+    return step, {
+        **parts[0],
+        "learner": merge_states([part["learner"] for part in parts]),
+    }
 
 
 def _manifest(checkpoint: Path) -> dict[str, Any]:
@@ -200,9 +241,13 @@ def _rename(old: Path, new: Path) -> None:
 
 
 def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """The learner states of all processes as one: masters and moments of all, the rest as the first has it."""
+    """The learner states of all processes as one: masters and moments of all, the rest as the first
+    has it.
+    """
     whole = dict(states[0])
-    whole["masters"] = {name: tensor for state in states for name, tensor in state["masters"].items()}
+    whole["masters"] = {
+        name: tensor for state in states for name, tensor in state["masters"].items()
+    }
     steps = {name: step for state in states for name, step in state["optimizer"]["masters"].items()}
     whole["optimizer"] = {**states[0]["optimizer"], "masters": steps}
     return whole

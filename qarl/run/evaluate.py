@@ -22,7 +22,9 @@ from qarl.tasks.task import rewarded
 
 
 def problems_once(task: Task, count: int, seed: int) -> list[Problem]:
-    """The first `count` held-out problems for this seed; each once, so fewer where a file has fewer."""
+    """The first `count` held-out problems for this seed; each once, so fewer where a file has
+    fewer.
+    """
     size = task.size("heldout")
     return task.problems("heldout", 0, count if size is None else min(count, max(size, 1)), seed)
 
@@ -38,9 +40,9 @@ def answered(
 ) -> Result:
     """Answers of the policy that `engine` holds, judged by the task's checker.
 
-    asking: how many problems and samples, and how these are drawn. rollout: what ends them. seed: of the problems
-    and of sampling. processes: each asks its own engine a part, and all return the whole, whose answers do not depend
-    on how many there are.
+    asking: how many problems and samples, and how these are drawn. rollout: what ends them. seed:
+    of the problems and of sampling. processes: each asks its own engine a part, and all return the
+    whole, whose answers do not depend on how many there are.
     """
     together = processes or Processes()
     problems = problems_once(task, asking.problems, seed)
@@ -58,13 +60,19 @@ def answered(
         for problem, own, start in zip(share, completions, starts, strict=True)
     ]
     signals = [reward for reward in together.concatenated(rewards) if reward is not None]
-    return Result(task.name, tuple(together.concatenated(questions)), fmean(signals) if signals else None)
+    return Result(
+        task.name,
+        tuple(together.concatenated(questions)),
+        fmean(signals) if signals else None,
+    )
 
 
 def heldout_of(session: Session, config: RunConfig) -> Heldout:
     """What a run's policy comes to just now, through its engine; all processes come here."""
     policy, how = session.policy, (config.eval, config.rollout)
-    result = answered(session.engine, policy.task, policy.prompter, *how, processes=policy.processes)
+    result = answered(
+        session.engine, policy.task, policy.prompter, *how, processes=policy.processes
+    )
     return Heldout(result.accuracy, result.reward)
 
 
@@ -89,8 +97,9 @@ def _question(problem: Problem, completions: list[Completion], verdicts: list[bo
 
 
 def evaluate(plan: Plan, tasks: Mapping[str, Task], seed: int) -> Evaluation:
-    """Each task's answers, by name, from one fresh engine. seed: of the problems and of sampling. The reward a run
-    trained with plays no part: accuracy is the task's own verdict."""
+    """Each task's answers, by name, from one fresh engine. seed: of the problems and of sampling.
+    The reward a run trained with plays no part: accuracy is the task's own verdict.
+    """
     prompter = open_prompter(plan.checkpoint, plan.rollout, plan.task)
     fitting = {name: task.shortened(prompter.fits) for name, task in tasks.items()}
     for task in fitting.values():
@@ -104,21 +113,32 @@ def evaluate(plan: Plan, tasks: Mapping[str, Task], seed: int) -> Evaluation:
             with phase(f"answering {name}"):
                 result = answered(engine, task, prompter, plan.asking, plan.rollout, seed)
             results.append(dataclasses.replace(result, name=name))
-    return Evaluation(target=plan.target, dtype=plan.dtype, settings=plan.settings(seed), results=tuple(results))
+    return Evaluation(
+        target=plan.target,
+        dtype=plan.dtype,
+        settings=plan.settings(seed),
+        results=tuple(results),
+    )
 
 
 def answers(plan: Plan, question: str, seed: int) -> list[Completion]:
-    """To a single question (`qarl sample`), of the plan's checkpoint, in its chat template, behind the task's system
-    prompt, by the plan's settings. Raises what `Prompter.prompt` does for a question that is too long, or that the
-    model has no template for."""
+    """To a single question (`qarl sample`), of the plan's checkpoint, in its chat template, behind
+    the task's system prompt, by the plan's settings. Raises what `Prompter.prompt` does for a
+    question that is too long, or that the model has no template for.
+    """
     prompter = open_prompter(plan.checkpoint, plan.rollout, plan.task)
     problem = Problem(id="asked", question=question, answer="")
     if plan.task.system is not None:  # a question alone needs no template
         problem = problem.behind(plan.task.system)
-    sampling, prompt = Sampling.of(plan.rollout, seed, asking=plan.asking), prompter.prompt(problem)
+    sampling, prompt = (
+        Sampling.of(plan.rollout, seed, asking=plan.asking),
+        prompter.prompt(problem),
+    )
     rollout = load_rollout(plan.task.rollout) if plan.task.rollout else None
     speaker = prompter.speaker(rollout, plan.task.time_limit)
     with open_engine(plan.checkpoint, plan.rollout, plan.dtype) as engine:
         _, (completions,) = sample(engine, speaker, [problem], [prompt], sampling)
     whole = prompter.tokenizer.decode
-    return [dataclasses.replace(c, text=whole(c.token_ids)) if c.environment else c for c in completions]
+    return [
+        dataclasses.replace(c, text=whole(c.token_ids)) if c.environment else c for c in completions
+    ]

@@ -16,8 +16,10 @@ from qarl.sync.publisher import Publisher
 
 @dataclass(frozen=True)
 class Exported:
-    """step: of the checkpoint exported. written: the stream. moved: mean |Δ log p| of fixed sequences between a fresh
-    engine and the policy that was exported, nats. calibration: of quantization after training, token ids."""
+    """step: of the checkpoint exported. written: the stream. moved: mean |Δ log p| of fixed
+    sequences between a fresh engine and the policy that was exported, nats. calibration: of
+    quantization after training, token ids.
+    """
 
     step: int
     written: StreamDigest
@@ -26,8 +28,10 @@ class Exported:
 
 
 def export_run(run: Path, output: Path) -> Exported:
-    """Write `output` through the publish stream, load it in a fresh engine, and compare its log-probs with the
-    learner's; raises `PublishError` beyond what two right implementations are apart (`sync.floor`)."""
+    """Write `output` through the publish stream, load it in a fresh engine, and compare its
+    log-probs with the learner's; raises `PublishError` beyond what two right implementations are
+    apart (`sync.floor`).
+    """
     folder = RunFolder.open(run)
     config = folder.config()
     require_schemes(config)
@@ -40,7 +44,10 @@ def export_run(run: Path, output: Path) -> Exported:
     with phase("writing the deployable checkpoint"):
         written = export_checkpoint(policy.model, policy.folder, output, note)
         write_card(output)
-    with phase("verifying it in a fresh engine"), open_engine(output, config.rollout, config.dtype) as engine:
+    with (
+        phase("verifying it in a fresh engine"),
+        open_engine(output, config.rollout, config.dtype) as engine,
+    ):
         sequences, bound = canary_sequences(policy, config), config.sync.canary_bound
         canary = Publisher(policy.model, engine, sequences, bound, canary_every=1).canary(step)
     return Exported(step, written, canary.mean_abs)

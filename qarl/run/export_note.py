@@ -1,5 +1,7 @@
-"""`qarl.json` in an export: which run and step it is, and what it was trained and measured on, so that `qarl eval` of
-the folder measures the same; and README.md beside it, for a person and for the Hub."""
+"""`qarl.json` in an export: which run and step it is, and what it was trained and measured on, so
+that `qarl eval` of the folder measures the same; and README.md beside it, for a person and for the
+Hub.
+"""
 
 import json
 import re
@@ -19,25 +21,39 @@ from qarl.tasks.paths import absolute, relative
 from qarl.tasks.rows import short_name
 
 NAME = "qarl.json"
-LIMITS = ("max_prompt_tokens", "max_new_tokens", "stop", "loop_limit", "max_num_seqs", "kv_cache_gib")
+LIMITS = (
+    "max_prompt_tokens",
+    "max_new_tokens",
+    "stop",
+    "loop_limit",
+    "max_num_seqs",
+    "kv_cache_gib",
+)
 """Fields of `rollout` that an engine is started with, and asked by, for the same figures."""
 _LICENCE = ("license", "license_name", "license_link")
 
 
-def export_note(run: Path, config: RunConfig, step: int, export: Path, base: Path | None = None) -> dict[str, Any]:
-    """What qarl.json says of a run's step, besides the digest of what was written. export: the folder it is for, from
-    which the task's files are named. base: the folder of the model the run started with, whose card has a licence."""
+def export_note(
+    run: Path, config: RunConfig, step: int, export: Path, base: Path | None = None
+) -> dict[str, Any]:
+    """What qarl.json says of a run's step, besides the digest of what was written. export: the
+    folder it is for, from which the task's files are named. base: the folder of the model the run
+    started with, whose card has a licence.
+    """
     return {
         "run": run.resolve().name,
         "step": step,
-        # An id on the Hub, or the name of an embedded policy or of a folder, whose path is nobody's business.
+        # An id on the Hub, or the name of an embedded policy or of a folder, whose path is nobody's
+        # business.
         "base": Path(config.model).name if Path(config.model).is_dir() else config.model,
         "licence": _licence(base),
         "scheme": config.scheme,
         "layers": [str(rule) for rule in config.layers],
         "dtype": config.dtype,
         "kv_cache": config.quantization.kv_cache,
-        "task": relative(absolute(config.task, Path.cwd()), export.resolve()).model_dump(mode="json"),
+        "task": (
+            relative(absolute(config.task, Path.cwd()), export.resolve()).model_dump(mode="json")
+        ),
         "eval": config.eval.model_dump(mode="json", exclude={"every"}),
         **{key: getattr(config.rollout, key) for key in LIMITS},
         "versions": versions(),
@@ -45,7 +61,9 @@ def export_note(run: Path, config: RunConfig, step: int, export: Path, base: Pat
 
 
 def _licence(base: Path | None) -> dict[str, str]:
-    """What the front matter of a model's README.md says of it, by the Hub's keys; {} where it says nothing."""
+    """What the front matter of a model's README.md says of it, by the Hub's keys; {} where it says
+    nothing.
+    """
     card = base / "README.md" if base else None
     text = card.read_text(encoding="utf-8", errors="replace") if card and card.is_file() else ""
     front = re.match(r"---\s*\n(.*?)\n---", text, re.DOTALL)
@@ -53,11 +71,15 @@ def _licence(base: Path | None) -> dict[str, str]:
         tree = yaml.safe_load(front[1]) if front else None
     except yaml.YAMLError:
         return {}
-    return {key: str(tree[key]) for key in _LICENCE if key in tree} if isinstance(tree, dict) else {}
+    return (
+        {key: str(tree[key]) for key in _LICENCE if key in tree} if isinstance(tree, dict) else {}
+    )
 
 
 def noted_task(note: dict[str, Any], export: Path) -> TaskConfig:
-    """The task of a note, its files found from any folder. Raises `ConfigError` for one that is none."""
+    """The task of a note, its files found from any folder. Raises `ConfigError` for one that is
+    none.
+    """
     return absolute(config_from_tree({"task": note["task"]}).task, export.resolve())
 
 
@@ -67,7 +89,9 @@ def add_to_note(export: Path, **more: Any) -> None:
 
 
 def read_note(export: Path) -> dict[str, Any]:
-    """qarl.json of a folder; {} where it has none. Raises `ConfigError` for one that cannot be read."""
+    """qarl.json of a folder; {} where it has none. Raises `ConfigError` for one that cannot be
+    read.
+    """
     file = export / NAME
     if not file.is_file():
         return {}
@@ -80,12 +104,16 @@ def read_note(export: Path) -> dict[str, Any]:
     needed = ("run", "step", "task", "eval", "dtype", *LIMITS)
     missing = [key for key in needed if key not in note] if isinstance(note, dict) else list(needed)
     if missing:
-        raise ConfigError(f"{str(file)!r} lacks {missing[0]!r}; export the run again, or remove that file")
+        raise ConfigError(
+            f"{str(file)!r} lacks {missing[0]!r}; export the run again, or remove that file"
+        )
     return note
 
 
 def is_finished(folder: RunFolder, config: RunConfig) -> bool:
-    """Whether a run has all its steps and, where it is to have one, their export, proven to be the policy sampled."""
+    """Whether a run has all its steps and, where it is to have one, their export, proven to be the
+    policy sampled.
+    """
     if config.steps not in folder.steps():
         return False
     note = read_note(folder.export) if config.export else {}
@@ -103,21 +131,29 @@ def write_card(export: Path) -> None:
 
 
 def _front_matter(note: dict[str, Any]) -> str:
-    hub = {"base_model": note["base"]} if "/" in note["base"] else {}  # else it is a folder's name
+    # else it is a folder's name
+    hub = {"base_model": note["base"]} if "/" in note["base"] else {}
     low_bit = [] if note["scheme"] == "bf16" else ["compressed-tensors", note["scheme"]]
     tree = {
         **hub,
         **note["licence"],
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
-        "tags": ["qarl", "supervised-fine-tuning" if "sft" in note else "reinforcement-learning", *low_bit],
+        "tags": [
+            "qarl",
+            "supervised-fine-tuning" if "sft" in note else "reinforcement-learning",
+            *low_bit,
+        ],
     }
     return f"---\n{yaml.safe_dump(tree, sort_keys=False)}---\n"
 
 
 def _what(note: dict[str, Any]) -> str:
     if "sft" in note:
-        how = f"fine-tuned on {note['sft']['pairs']} pairs with QaRL as the {note['scheme']} policy it is"
+        how = (
+            f"fine-tuned on {note['sft']['pairs']} pairs with QaRL as the {note['scheme']} policy"
+            " it is"
+        )
         return f"`{note['base']}`, {how}: step {note['step']}."
     how = (
         f"quantized to {note['scheme']} by {note['ptq']} after reinforcement learning in bf16"
@@ -134,7 +170,9 @@ def _facts(note: dict[str, Any]) -> str:
         "scheme": ", ".join([note["scheme"], *note["layers"]]),
         "compute dtype": note["dtype"],
         "keys and values": note.get("kv_cache") or note["dtype"],
-        "prompt and new tokens": f"at most {note['max_prompt_tokens']} and {note['max_new_tokens']}",
+        "prompt and new tokens": (
+            f"at most {note['max_prompt_tokens']} and {note['max_new_tokens']}"
+        ),
         "digest of the weights": f"`{note['digest']}`",
         "versions": ", ".join(f"{name} {version}" for name, version in note["versions"].items()),
     }
@@ -148,7 +186,11 @@ def _heldout(note: dict[str, Any]) -> dict[str, str]:
         return {}
     interval = note["heldout_interval"] if measured.reward is None else None
     between = f" [{100 * interval[0]:.1f}, {100 * interval[1]:.1f}]" if interval else ""
-    return {f"held-out {measured.name}": f"{measured.figure}{between} of {note['heldout_problems']} problems"}
+    return {
+        f"held-out {measured.name}": (
+            f"{measured.figure}{between} of {note['heldout_problems']} problems"
+        )
+    }
 
 
 _USE = """

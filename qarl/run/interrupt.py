@@ -22,13 +22,19 @@ def handled(handlers: Mapping[int, Callable[..., Any] | int]) -> Iterator[None]:
 
 @contextmanager
 def deferred_interrupt() -> Iterator[list[int]]:
-    """Yields a list that a first Ctrl-C makes non-empty, and says so at once; a second one interrupts."""
+    """Yields a list that a first Ctrl-C makes non-empty, and says so at once; a second one
+    interrupts.
+    """
     flag: list[int] = []
 
     def on_interrupt(number: int, frame: object) -> None:
         flag.append(number)
         if rank() == 0:  # by the system's call: a handler may interrupt a print
-            os.write(2, b"\nfinishing the step in hand and writing a checkpoint; Ctrl-C again stops at once\n")
+            os.write(
+                2,
+                b"\nfinishing the step in hand and writing a checkpoint; Ctrl-C again stops at"
+                b" once\n",
+            )
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     with handled({signal.SIGINT: on_interrupt}):

@@ -27,11 +27,12 @@ Sampled = tuple[list[Prompt], list[list[Completion]]]
 
 
 class Prompter:
-    """Turns problems into prompts with the model's own chat template (or plainly, where it has none).
+    """Turns problems into prompts with the model's own chat template (or plainly, where it has
+    none).
 
-    template: arguments of the chat template. environments: whose tools the template describes, and whose `reset` adds
-    to a question. tool_parser: of their calls. Raises `ConfigError` for an argument that the template does not mention,
-    and what `ToolTurns` does.
+    template: arguments of the chat template. environments: whose tools the template describes, and
+    whose `reset` adds to a question. tool_parser: of their calls. Raises `ConfigError` for an
+    argument that the template does not mention, and what `ToolTurns` does.
     """
 
     def __init__(
@@ -57,45 +58,60 @@ class Prompter:
         return self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
 
     def prompt(self, problem: Problem) -> Prompt:
-        """Raises `ConfigError` for a prompt longer than the limit, `ModelError` for one without a token, and
-        `RewardError` where an environment's `reset` fails."""
+        """Raises `ConfigError` for a prompt longer than the limit, `ModelError` for one without a
+        token, and `RewardError` where an environment's `reset` fails.
+        """
         problem = self._opened(problem)
         ids = self.tokenizer(self.text(problem), add_special_tokens=self._plain)["input_ids"]
         if len(ids) > self._limit:
             raise ConfigError(
-                f"the prompt of problem {problem.id!r} has {len(ids)} tokens, above rollout.max_prompt_tokens "
-                f"{self._limit}; raise the limit or change the task ({problem.question[:80]!r}…)"
+                f"the prompt of problem {problem.id!r} has {len(ids)} tokens, above"
+                f" rollout.max_prompt_tokens {self._limit}; raise the limit or change the task"
+                f" ({problem.question[:80]!r}…)"
             )
         if not ids:
-            raise ModelError(f"the tokenizer of {self._folder!r} makes no token of {problem.question!r}; copy it again")
+            raise ModelError(
+                f"the tokenizer of {self._folder!r} makes no token of {problem.question!r}; copy it"
+                " again"
+            )
         return Prompt(problem.id, problem.question, tuple(ids))
 
     def text(self, problem: Problem) -> str:
         """What the model is given, the template's special tokens written out.
 
-        Raises `ConfigError` for a chat without a template to write it by, `ModelError` for a template that fails.
+        Raises `ConfigError` for a chat without a template to write it by, `ModelError` for a
+        template that fails.
         """
         if not self._plain:
             try:
-                arguments = {"tokenize": False, "add_generation_prompt": True, **self._template}
+                arguments = {
+                    "tokenize": False,
+                    "add_generation_prompt": True,
+                    **self._template,
+                }
                 return self.tokenizer.apply_chat_template(problem.chat, **arguments)
             except Exception as error:  # what a template raises is its own
                 roles = ", ".join(message["role"] for message in problem.chat)
                 raise ModelError(
-                    f"the chat template of {self._folder!r} cannot be applied: {type(error).__name__}: {error} "
-                    f"(problem {problem.id!r}, messages of {roles}); mend chat_template in its tokenizer_config.json "
-                    "or chat_template.jinja, or give it messages that it takes"
+                    f"the chat template of {self._folder!r} cannot be applied:"
+                    f" {type(error).__name__}: {error} (problem {problem.id!r}, messages of"
+                    f" {roles}); mend chat_template in its tokenizer_config.json or"
+                    " chat_template.jinja, or give it messages that it takes"
                 ) from error
         if problem.messages:
             raise ConfigError(
-                f"problem {problem.id!r} is a chat of {len(problem.messages)} messages, but the tokenizer has no chat "
-                "template; give plain questions, or a model with one"
+                f"problem {problem.id!r} is a chat of {len(problem.messages)} messages, but the"
+                " tokenizer has no chat template; give plain questions, or a model with one"
             )
         return problem.question
 
-    def speaker(self, rollout: Rollout | None = None, time_limit: float | None = None) -> Speaker | None:
-        """By a task's rollout, or with the environments' tools; None for answers. Made for each request, by the thread
-        that makes prompts: a tokenizer is not for several threads, and requests may wait in others."""
+    def speaker(
+        self, rollout: Rollout | None = None, time_limit: float | None = None
+    ) -> Speaker | None:
+        """By a task's rollout, or with the environments' tools; None for answers. Made for each
+        request, by the thread that makes prompts: a tokenizer is not for several threads, and
+        requests may wait in others.
+        """
         if self._environments is None and rollout is None:
             return None
         tokenizer = copy.deepcopy(self.tokenizer)
@@ -114,7 +130,9 @@ class Prompter:
         """Tokens of each prompt."""
         if not problems:
             return []
-        encoded = self.tokenizer([self.text(p) for p in problems], add_special_tokens=self._plain)["input_ids"]
+        encoded = self.tokenizer([self.text(p) for p in problems], add_special_tokens=self._plain)[
+            "input_ids"
+        ]
         return [len(ids) for ids in encoded]
 
     def _opened(self, problem: Problem) -> Problem:
@@ -122,7 +140,9 @@ class Prompter:
         if not (said := self._environments.opening(problem) if self._environments else ""):
             return problem
         *before, last = problem.chat
-        messages = (*before, {**last, "content": last["content"] + said}) if problem.messages else ()
+        messages = (
+            (*before, {**last, "content": last["content"] + said}) if problem.messages else ()
+        )
         return replace(problem, question=problem.question + said, messages=messages)
 
     @property
@@ -135,52 +155,93 @@ class Prompter:
         words = set(re.findall(r"\w+", str(templates)))
         for name in self._template:
             if name not in words:
-                without = "has no chat template" if self._plain else f"has a chat template that does not mention {name}"
-                what = "task.environment" if name == "tools" else f"task.template.{name} {self._template[name]!r}"
+                without = (
+                    "has no chat template"
+                    if self._plain
+                    else f"has a chat template that does not mention {name}"
+                )
+                what = (
+                    "task.environment"
+                    if name == "tools"
+                    else f"task.template.{name} {self._template[name]!r}"
+                )
                 raise ConfigError(
-                    f"{what} would do nothing: the tokenizer {without}{did_you_mean(name, words)}; leave it out, or "
-                    "take a model whose template has it"
+                    f"{what} would do nothing: the tokenizer {without}{did_you_mean(name, words)};"
+                    " leave it out, or take a model whose template has it"
                 )
 
 
 def open_prompter(model_folder: Path, rollout: RolloutConfig, task: TaskConfig) -> Prompter:
-    """By a run's limits, template and environment. Raises `ModelError` for a tokenizer that cannot be loaded, and
-    `TaskError` for an environment that cannot be used."""
-    environments = open_environments(task.environment, task.time_limit) if task.environment else None
+    """By a run's limits, template and environment. Raises `ModelError` for a tokenizer that cannot
+    be loaded, and `TaskError` for an environment that cannot be used.
+    """
+    environments = (
+        open_environments(task.environment, task.time_limit) if task.environment else None
+    )
     try:
-        return Prompter(model_folder, rollout.max_prompt_tokens, task.template, environments, task.tool_parser)
+        return Prompter(
+            model_folder,
+            rollout.max_prompt_tokens,
+            task.template,
+            environments,
+            task.tool_parser,
+        )
     except (ConfigError, ModelError):
         raise
     except Exception as error:  # whatever the tokenizer's files make transformers raise
-        raise ModelError(f"the tokenizer of {str(model_folder)!r} cannot be loaded: {error}") from error
+        raise ModelError(
+            f"the tokenizer of {str(model_folder)!r} cannot be loaded: {error}"
+        ) from error
 
 
 def sample(
-    engine: Engine, speaker: Speaker | None, problems: Sequence[Problem], prompts: Sequence[Prompt], sampling: Sampling
+    engine: Engine,
+    speaker: Speaker | None,
+    problems: Sequence[Problem],
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
 ) -> Sampled:
-    """`sampling.samples` completions of each problem's prompt: answers, or with a speaker conversations, which may have
-    begun otherwise. Raises what the engine and `qarl.conversations.converse` do."""
+    """`sampling.samples` completions of each problem's prompt: answers, or with a speaker
+    conversations, which may have begun otherwise. Raises what the engine and
+    `qarl.conversations.converse` do.
+    """
     if speaker is None:
         return list(prompts), engine.generate(prompts, sampling)
     return completed(converse(engine, speaker, problems, prompts, sampling))
 
 
 def score_groups(
-    task: Task, problems: Sequence[Problem], prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]
+    task: Task,
+    problems: Sequence[Problem],
+    prompts: Sequence[Prompt],
+    completions: Sequence[Sequence[Completion]],
 ) -> list[Group]:
     """One group a problem, of the completions that have a reward, their own or the task's. Raises
-    `qarl.tasks.RewardError` where a reward is not a finite number."""
+    `qarl.tasks.RewardError` where a reward is not a finite number.
+    """
     rewards = iter(task.rewards(responses_of(problems, completions)))
     groups = []
     for prompt, answers in zip(prompts, completions, strict=True):
         pairs = [(completion, next(rewards)) for completion in answers]
         scored = [(completion, reward) for completion, reward in pairs if reward is not None]
-        kept, numbers = tuple(completion for completion, _ in scored), tuple(reward for _, reward in scored)
-        groups.append(Group(prompt=prompt, completions=kept, rewards=numbers, unscored=len(answers) - len(kept)))
+        kept, numbers = (
+            tuple(completion for completion, _ in scored),
+            tuple(reward for _, reward in scored),
+        )
+        groups.append(
+            Group(
+                prompt=prompt,
+                completions=kept,
+                rewards=numbers,
+                unscored=len(answers) - len(kept),
+            )
+        )
     return groups
 
 
-def responses_of(problems: Sequence[Problem], completions: Sequence[Sequence[Completion]]) -> list[Response]:
+def responses_of(
+    problems: Sequence[Problem], completions: Sequence[Sequence[Completion]]
+) -> list[Response]:
     """What is to be judged: every completion of each problem, in order."""
     return [
         Response(problem, completion.text, completion.token_ids, completion.reward)

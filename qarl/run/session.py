@@ -22,7 +22,12 @@ from qarl.learner.optim.sharded import share_of
 from qarl.learner.processes import Processes
 from qarl.learner.reserve import reserved
 from qarl.quant.checkpoint.folder import check_folder
-from qarl.quant.checkpoint.load import load_masters, matrices_on_host, model_skeleton, resolve_model
+from qarl.quant.checkpoint.load import (
+    load_masters,
+    matrices_on_host,
+    model_skeleton,
+    resolve_model,
+)
 from qarl.quant.checkpoint.shapes import expert_modules, plan_layers, weight_shapes
 from qarl.quant.kernels import KernelError
 from qarl.quant.kernels.cpu_attention import require_head_size
@@ -32,7 +37,11 @@ from qarl.quant.model.add_lora import adapted_weights, add_adapters, describe_ad
 from qarl.quant.model.kept_scales import check_scale_rule, keep_scales
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.model.row_check import RowCheck
-from qarl.quant.runtime.batch_invariance import FIRST_CAPABILITY, batch_invariant, turn_on
+from qarl.quant.runtime.batch_invariance import (
+    FIRST_CAPABILITY,
+    batch_invariant,
+    turn_on,
+)
 from qarl.quant.runtime.libraries import has_vllm, refuse_split_keys, untested_vllm
 from qarl.quant.schemes import COMPUTE_DTYPES, MASTER_DTYPES, get_scheme
 from qarl.report.run_folder import RunFolder
@@ -54,7 +63,9 @@ _CANARY_SEQUENCES = 8
 
 
 def model_folder(name: str) -> Path:
-    """Return the folder of an embedded model (built now if needed), a local model, or a hub snapshot."""
+    """Return the folder of an embedded model (built now if needed), a local model, or a hub
+    snapshot.
+    """
     from qarl.embedded.real_model import REAL_MODEL, ensure_real_model
     from qarl.embedded.recipe import RECIPES, ensure_tiny
 
@@ -64,24 +75,28 @@ def model_folder(name: str) -> Path:
 
 
 def enable_batch_invariance(config: RunConfig) -> None:
-    """Turn vLLM's batch-invariant mode on in this process, where the run is `bitwise` and on a GPU; on CPUs there is
-    nothing to turn on. Raises `ConfigError` for a GPU where nothing can be learned in that mode."""
+    """Turn vLLM's batch-invariant mode on in this process, where the run is `bitwise` and on a GPU;
+    on CPUs there is nothing to turn on. Raises `ConfigError` for a GPU where nothing can be learned
+    in that mode.
+    """
     if not (config.bitwise and torch.cuda.is_available()):
         return
     capability = torch.cuda.get_device_capability()
     if capability < FIRST_CAPABILITY:
         raise ConfigError(
-            f"bitwise true on a GPU of compute capability {capability[0]}.{capability[1]}: below 9.0 vLLM's "
-            "batch-invariant mode replaces torch's linear and matmul, for the whole process, by products without a "
-            "backward; leave bitwise out"
+            f"bitwise true on a GPU of compute capability {capability[0]}.{capability[1]}: below"
+            " 9.0 vLLM's batch-invariant mode replaces torch's linear and matmul, for the whole"
+            " process, by products without a backward; leave bitwise out"
         )
     turn_on()
 
 
 def require_schemes(config: RunConfig, model: PreTrainedModel | None = None) -> None:
-    """Raise `SchemeError` for an unknown scheme, for rules that do not fit the model, for shapes a scheme cannot hold,
-    and for a scheme that cannot run on this machine; `LoraError` for adapters that do not fit the model. Only the
-    model's config.json is read. model: one that is loaded already, in place of the configuration's."""
+    """Raise `SchemeError` for an unknown scheme, for rules that do not fit the model, for shapes a
+    scheme cannot hold, and for a scheme that cannot run on this machine; `LoraError` for adapters
+    that do not fit the model. Only the model's config.json is read. model: one that is loaded
+    already, in place of the configuration's.
+    """
     enable_batch_invariance(config)
     dtype = COMPUTE_DTYPES[config.dtype]
     if not torch.cuda.is_available():
@@ -98,8 +113,8 @@ def require_schemes(config: RunConfig, model: PreTrainedModel | None = None) -> 
     experts = tuple(f"{name}." for name in expert_modules(skeleton))
     if experts and batch_invariant():
         raise ConfigError(
-            f"bitwise true with {config.model!r}, a mixture of experts: that its routers' products are "
-            "batch-invariant on GPUs has not been shown; leave bitwise out"
+            f"bitwise true with {config.model!r}, a mixture of experts: that its routers' products"
+            " are batch-invariant on GPUs has not been shown; leave bitwise out"
         )
     kinds = {(scheme.name, name.startswith(experts)) for name, scheme in plan.schemes.items()}
     for name, of_experts in sorted(kinds):
@@ -107,10 +122,12 @@ def require_schemes(config: RunConfig, model: PreTrainedModel | None = None) -> 
 
 
 def check_input(config: RunConfig, task: Task, processes: int = 1) -> None:
-    """Everything that can be found wrong with schemes, objective, layer rules, model, prompts and the number of
-    processes before a run folder is made. task: of the configuration, as `qarl.run.check.check_files` returns it.
+    """Everything that can be found wrong with schemes, objective, layer rules, model, prompts and
+    the number of processes before a run folder is made. task: of the configuration, as
+    `qarl.run.check.check_files` returns it.
 
-    Raises the error of the part that is wrong (`SchemeError`, `TaskError`, `ModelError`, `ConfigError`).
+    Raises the error of the part that is wrong (`SchemeError`, `TaskError`, `ModelError`,
+    `ConfigError`).
     """
     check_processes(config, processes)
     if config.learner.compile is True:
@@ -126,11 +143,11 @@ def check_input(config: RunConfig, task: Task, processes: int = 1) -> None:
 
 
 def check_prompts(config: RunConfig, task: Task) -> str | None:
-    """What a file of questions comes down to, in a line; None for a built-in task. task: of the configuration, tried on
-    one problem of every split in use.
+    """What a file of questions comes down to, in a line; None for a built-in task. task: of the
+    configuration, tried on one problem of every split in use.
 
-    Raises `ModelError` for a tokenizer or chat template that does not work, `ConfigError` for a prompt that is too
-    long, `TaskError` where no question is short enough.
+    Raises `ModelError` for a tokenizer or chat template that does not work, `ConfigError` for a
+    prompt that is too long, `TaskError` where no question is short enough.
     """
     folder = model_folder(config.model)
     check_folder(folder, config.rollout.longest)
@@ -144,8 +161,9 @@ def check_prompts(config: RunConfig, task: Task) -> str | None:
 
 @dataclass
 class Policy:
-    """What is trained, without an engine. folder: where tokenizer and architecture came from. processes: those that
-    train it, each with a policy of its own."""
+    """What is trained, without an engine. folder: where tokenizer and architecture came from.
+    processes: those that train it, each with a policy of its own.
+    """
 
     folder: Path
     task: Task
@@ -155,31 +173,52 @@ class Policy:
     processes: Processes
 
 
-def load_model(config: RunConfig, folder: Path, learning: LearnerConfig, processes: Processes) -> LowBitModel:
-    """A folder's masters in the run's schemes. learning: whose `zero_stage` says how processes share them."""
-    schemes = [get_scheme(config.scheme), *(get_scheme(rule.scheme) for rule in config.layers)]
+def load_model(
+    config: RunConfig, folder: Path, learning: LearnerConfig, processes: Processes
+) -> LowBitModel:
+    """A folder's masters in the run's schemes. learning: whose `zero_stage` says how processes
+    share them.
+    """
+    schemes = [
+        get_scheme(config.scheme),
+        *(get_scheme(rule.scheme) for rule in config.layers),
+    ]
     waits, share = config.learner.base_on_host, share_of(learning, processes, schemes)
-    masters = load_masters(folder, MASTER_DTYPES[learning.master_dtype], None if waits else processes.device, share)
+    masters = load_masters(
+        folder,
+        MASTER_DTYPES[learning.master_dtype],
+        None if waits else processes.device,
+        share,
+    )
     masters = matrices_on_host(masters, processes.device) if waits else masters
     return wrap_masters(masters, config, processes.device if waits else None)
 
 
-def wrap_masters(masters: PreTrainedModel, config: RunConfig, device: torch.device | None = None) -> LowBitModel:
-    """A model whose parameters become the masters, in the run's schemes. device: where they are multiplied, None where
-    they are. Raises as `LowBitModel`."""
+def wrap_masters(
+    masters: PreTrainedModel, config: RunConfig, device: torch.device | None = None
+) -> LowBitModel:
+    """A model whose parameters become the masters, in the run's schemes. device: where they are
+    multiplied, None where they are. Raises as `LowBitModel`.
+    """
     learner = config.learner
     compute = MASTER_DTYPES[learner.compute_dtype] if learner.compute_dtype else None
     dtype, kv_cache = COMPUTE_DTYPES[config.dtype], config.quantization.kv_cache
     context = LayerContext(dtype, learner.kernel, learner.aligned, compute, kv_cache, device)
-    model = LowBitModel(masters, get_scheme(config.scheme), context, learner.operators, config.layers)
+    model = LowBitModel(
+        masters, get_scheme(config.scheme), context, learner.operators, config.layers
+    )
     if config.quantization.scale == "kept":
         keep_scales(model)
     return model
 
 
-def open_policy(config: RunConfig, processes: Processes | None = None, task: Task | None = None) -> Policy:
-    """Load masters and wrap them in the run's schemes. processes: all that were launched, which open theirs together;
-    None opens the policy in this process, to learn nothing. task: of the configuration, where it is loaded already."""
+def open_policy(
+    config: RunConfig, processes: Processes | None = None, task: Task | None = None
+) -> Policy:
+    """Load masters and wrap them in the run's schemes. processes: all that were launched, which
+    open theirs together; None opens the policy in this process, to learn nothing. task: of the
+    configuration, where it is loaded already.
+    """
     enable_batch_invariance(config)
     folder = model_folder(config.model)
     prompter = open_prompter(folder, config.rollout, config.task)
@@ -191,30 +230,51 @@ def open_policy(config: RunConfig, processes: Processes | None = None, task: Tas
     model = load_model(config, folder, learning, together)
     if isinstance(config.learner.lora, LoraConfig):
         add_adapters(model, config.learner.lora, config.seed)
-    # The policy the run started with, in the same schemes: a second set of masters and low-bit tensors in memory. It is
-    # made from the model's folder, so a resumed run has the same one. With LoRA it is the base, whose B is zero.
-    reference = load_model(config, folder, learning, together) if config.learner.kl.name != "none" else None
+    # The policy the run started with, in the same schemes: a second set of masters and low-bit
+    # tensors in memory. It is made from the model's folder, so a resumed run has the same one. With
+    # LoRA it is the base, whose B is zero.
+    reference = (
+        load_model(config, folder, learning, together) if config.learner.kl.name != "none" else None
+    )
     if reference is not None:
         let_go(reference, learning)
     if processes and model.operators == "engine":
         require_gradients(model, together)
-    learner = Learner(model, learning, reference, together, config.seed, config.steps, config.rollout.temperature)
-    return Policy(folder=folder, task=task, prompter=prompter, model=model, learner=learner, processes=together)
+    learner = Learner(
+        model,
+        learning,
+        reference,
+        together,
+        config.seed,
+        config.steps,
+        config.rollout.temperature,
+    )
+    return Policy(
+        folder=folder,
+        task=task,
+        prompter=prompter,
+        model=model,
+        learner=learner,
+        processes=together,
+    )
 
 
 def trained_part(policy: Policy, config: RunConfig) -> list[str]:
-    """For the startup output: why an aligned learner's log-probs are not the engine's to the last bit, its own compute
-    dtype, what LoRA trains and what it leaves frozen, and the processes that share the work; nothing where one process
-    trains every master in the engine's model and dtype."""
+    """For the startup output: why an aligned learner's log-probs are not the engine's to the last
+    bit, its own compute dtype, what LoRA trains and what it leaves frozen, and the processes that
+    share the work; nothing where one process trains every master in the engine's model and dtype.
+    """
     lora, stage = config.learner.lora, config.learner.zero_stage
     lines = [describe_adapters(policy.model, lora)] if isinstance(lora, LoraConfig) else []
     if policy.model.why_not_engine:
         lines.append(
-            "the learner computes norms, rotary embeddings and attention as transformers does, so its log-probs are "
-            f"the engine's up to rounding: {policy.model.why_not_engine}"
+            "the learner computes norms, rotary embeddings and attention as transformers does, so"
+            f" its log-probs are the engine's up to rounding: {policy.model.why_not_engine}"
         )
     if policy.model.context.compute_dtype != policy.model.context.dtype:
-        lines.append(f"the learner computes in {config.learner.compute_dtype}, the engine in {config.dtype}")
+        lines.append(
+            f"the learner computes in {config.learner.compute_dtype}, the engine in {config.dtype}"
+        )
     if policy.model.context.kv_cache and config.learner.aligned:
         lines.append(f"learner and engine read keys and values in {policy.model.context.kv_cache}")
     if policy.processes.world > 1 or stage is not None:
@@ -226,9 +286,10 @@ def trained_part(policy: Policy, config: RunConfig) -> list[str]:
 class Position:
     """Where a run stands: what a checkpoint holds besides the learner.
 
-    step: training steps done. version: of the weights in the engine. skipped_batches: whose rewards were all equal.
-    first_accuracy, first_reward: held-out, before step 1 (`Heldout`); None where not measured. ahead: the batches of
-    the next steps as plain data, where they were sampled already (`qarl.run.rollouts`).
+    step: training steps done. version: of the weights in the engine. skipped_batches: whose rewards
+    were all equal. first_accuracy, first_reward: held-out, before step 1 (`Heldout`); None where
+    not measured. ahead: the batches of the next steps as plain data, where they were sampled
+    already (`qarl.run.rollouts`).
     """
 
     step: int = 0
@@ -241,8 +302,10 @@ class Position:
 
 @dataclass(kw_only=True)
 class Connection:
-    """A running engine. audited: the layer table both sides agreed on. multiplies: the learner's products, in words.
-    rows: what the self-test of its kernels found; None where the learner does not multiply as the engine does."""
+    """A running engine. audited: the layer table both sides agreed on. multiplies: the learner's
+    products, in words. rows: what the self-test of its kernels found; None where the learner does
+    not multiply as the engine does.
+    """
 
     engine: Engine
     publisher: Publisher
@@ -252,7 +315,10 @@ class Connection:
 
     def describe(self) -> list[str]:
         """Return a line on the learner's products, and one on the self-test of their kernels."""
-        return [f"learner multiplies with {self.multiplies}", *([] if self.rows is None else [str(self.rows)])]
+        return [
+            f"learner multiplies with {self.multiplies}",
+            *([] if self.rows is None else [str(self.rows)]),
+        ]
 
 
 @dataclass(kw_only=True)
@@ -265,8 +331,9 @@ class Session(Connection):
 
 @contextmanager
 def open_session(config: RunConfig, folder: RunFolder, policy: Policy) -> Iterator[Session]:
-    """Start the engine on the policy's present tensors and audit it; it is closed at the end of the `with`. A replay
-    (`from_rollouts`) has none: nothing to audit, and what is published is digested and let go.
+    """Start the engine on the policy's present tensors and audit it; it is closed at the end of the
+    `with`. A replay (`from_rollouts`) has none: nothing to audit, and what is published is digested
+    and let go.
 
     Raises `AuditError` where learner and engine disagree about a layer.
     """
@@ -276,8 +343,14 @@ def open_session(config: RunConfig, folder: RunFolder, policy: Policy) -> Iterat
         return
     sequences = canary_sequences(policy, config)
     start = folder.engine_start
-    with connected(policy.model, policy.folder, start, config, sequences, policy.processes) as connection:
-        yield Session(policy=policy, gate=gate_of(config, policy.model, connection.rows), **vars(connection))
+    with connected(
+        policy.model, policy.folder, start, config, sequences, policy.processes
+    ) as connection:
+        yield Session(
+            policy=policy,
+            gate=gate_of(config, policy.model, connection.rows),
+            **vars(connection),
+        )
 
 
 def let_go(model: LowBitModel, learner: LearnerConfig) -> None:
@@ -293,7 +366,9 @@ def _replay_session(config: RunConfig, policy: Policy) -> Session:
     return Session(
         policy=policy,
         engine=engine,
-        publisher=Publisher(policy.model, engine, (), None, config.sync.canary_every, policy.processes),
+        publisher=Publisher(
+            policy.model, engine, (), None, config.sync.canary_every, policy.processes
+        ),
         audited=[AuditRow(layer.name, layer, None, "") for layer in policy.model.layers()],
         multiplies="layers of its own: a replay has no engine",
         gate=gate_of(config, policy.model),
@@ -302,13 +377,18 @@ def _replay_session(config: RunConfig, policy: Policy) -> Session:
 
 @contextmanager
 def connected(
-    model: LowBitModel, source: Path, start: Path, config: RunConfig, sequences: Sequence[Sequence[int]],
+    model: LowBitModel,
+    source: Path,
+    start: Path,
+    config: RunConfig,
+    sequences: Sequence[Sequence[int]],
     processes: Processes,
-) -> Iterator[Connection]:  # fmt: skip
-    """Start the engine on the model's present tensors and audit it; it is closed at the end of the `with`.
+) -> Iterator[Connection]:
+    """Start the engine on the model's present tensors and audit it; it is closed at the end of the
+    `with`.
 
-    source: folder with the tokenizer. start: folder that the engine loads, written anew. sequences: of the canary.
-    Raises `AuditError` where learner and engine disagree about a layer.
+    source: folder with the tokenizer. start: folder that the engine loads, written anew. sequences:
+    of the canary. Raises `AuditError` where learner and engine disagree about a layer.
     """
 
     def export() -> None:
@@ -320,11 +400,20 @@ def connected(
     with ExitStack() as stack:
         room = reserved(model, config.learner, processes.world)
         with phase("starting the engine"), room:
-            opened = open_engine(start, config.rollout, config.dtype, processes.world > 1, use_servers=True)
+            opened = open_engine(
+                start,
+                config.rollout,
+                config.dtype,
+                processes.world > 1,
+                use_servers=True,
+            )
             engine = stack.enter_context(opened)
         bound = 0.0 if config.bitwise else config.sync.canary_bound
         publisher = Publisher(model, engine, sequences, bound, config.sync.canary_every, processes)
-        same_kernels = config.learner.aligned and config.learner.kernel in ("auto", "vllm")
+        same_kernels = config.learner.aligned and config.learner.kernel in (
+            "auto",
+            "vllm",
+        )
         multiplies = share_layers(publisher, stack) if same_kernels else "layers of its own"
         same_bits = config.bitwise and model.device.type == "cuda"
         rows = audit(model.layers(), engine.layers(), same_kernels, same_bits)
@@ -333,11 +422,19 @@ def connected(
         if checked is not None and config.bitwise:
             require_equal_rows(checked)
         publisher.tolerate(tolerance(model, checked))
-        yield Connection(engine=engine, publisher=publisher, audited=rows, multiplies=multiplies, rows=checked)
+        yield Connection(
+            engine=engine,
+            publisher=publisher,
+            audited=rows,
+            multiplies=multiplies,
+            rows=checked,
+        )
 
 
 def share_layers(publisher: Publisher, stack: ExitStack) -> str:
-    """Have the learner use the engine's layers, until `stack` is closed; what it multiplies with, in words."""
+    """Have the learner use the engine's layers, until `stack` is closed; what it multiplies with,
+    in words.
+    """
     try:
         publisher.share_layers()
     except KernelError as reason:
@@ -346,23 +443,35 @@ def share_layers(publisher: Publisher, stack: ExitStack) -> str:
     return "the engine's own layers"
 
 
-def gate_of(config: RunConfig, model: LowBitModel, rows: RowCheck | None = None) -> FirstBatchGate | None:
-    """What refuses a first batch whose mismatch is out of bounds; None unaligned, where mismatch is intended. rows: the
-    self-test of the kernels, see `tolerance`."""
+def gate_of(
+    config: RunConfig, model: LowBitModel, rows: RowCheck | None = None
+) -> FirstBatchGate | None:
+    """What refuses a first batch whose mismatch is out of bounds; None unaligned, where mismatch is
+    intended. rows: the self-test of the kernels, see `tolerance`.
+    """
     if not config.learner.aligned:
         return None
     if config.bitwise:
         return require_equal
     sync = config.sync
-    return Gate(bound=sync.gate_bound, k3_bound=sync.gate_k3_bound, tolerance=tolerance(model, rows))
+    return Gate(
+        bound=sync.gate_bound,
+        k3_bound=sync.gate_k3_bound,
+        tolerance=tolerance(model, rows),
+    )
 
 
 def canary_sequences(policy: Policy, config: RunConfig) -> list[list[int]]:
-    """Fixed token sequences: prompts with their reference answers, held-out ones where there are."""
-    split = "heldout" if config.eval.problems else "train"  # a task may have no held-out problems then
+    """Fixed token sequences: prompts with their reference answers, held-out ones where there
+    are.
+    """
+    # a task may have no held-out problems then
+    split = "heldout" if config.eval.problems else "train"
     problems = policy.task.problems(split, 0, _CANARY_SEQUENCES, config.seed)
     sequences = []
     for problem in problems:
         answer = policy.prompter.tokenizer(problem.answer, add_special_tokens=False)["input_ids"]
-        sequences.append([*policy.prompter.prompt(problem).token_ids, *answer][: config.rollout.longest - 1])
+        sequences.append(
+            [*policy.prompter.prompt(problem).token_ids, *answer][: config.rollout.longest - 1]
+        )
     return sequences

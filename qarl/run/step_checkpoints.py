@@ -1,4 +1,6 @@
-"""Checkpoints of a run's steps: those that are due, one of what was learned before the run failed, and the best."""
+"""Checkpoints of a run's steps: those that are due, one of what was learned before the run failed,
+and the best.
+"""
 
 import math
 from collections.abc import Iterator
@@ -26,29 +28,44 @@ class StepCheckpoints:
         self._best = max((each.score for each in measured if each), default=-math.inf)
 
     def after_step(self, rollouts: Rollouts, measured: Heldout | None, stopping: bool) -> None:
-        """Write one where it is due: every so many steps, of the last, and where the run stops; and with
-        `checkpoint.best`, where held-out answers are the best so far, a deployable one. Raises `CheckpointError` or
-        `ExportError` where the disk refuses."""
+        """Write one where it is due: every so many steps, of the last, and where the run stops; and
+        with `checkpoint.best`, where held-out answers are the best so far, a deployable one. Raises
+        `CheckpointError` or `ExportError` where the disk refuses.
+        """
         if self._config.checkpoint.best and measured is not None and measured.score > self._best:
-            self._best, best = measured.score, self._folder.export.with_name("export-best")
-            figures = {"heldout_accuracy": measured.accuracy, "heldout_reward": measured.reward}
+            self._best, best = (
+                measured.score,
+                self._folder.export.with_name("export-best"),
+            )
+            figures = {
+                "heldout_accuracy": measured.accuracy,
+                "heldout_reward": measured.reward,
+            }
             write_export(self._policy, self._config, self._folder, self._at.step, best, **figures)
-        if self._at.step % self._config.checkpoint.every == 0 or self._at.step == self._config.steps or stopping:
+        if (
+            self._at.step % self._config.checkpoint.every == 0
+            or self._at.step == self._config.steps
+            or stopping
+        ):
             self._write(rollouts.position())
 
     def _write(self, position: dict[str, Any]) -> None:
         state = {"learner": self._policy.learner.state_dict(), "position": position}
         save_checkpoint(
-            self._folder.checkpoints, self._at.step, state, self._config.checkpoint.keep, self._policy.processes
+            self._folder.checkpoints,
+            self._at.step,
+            state,
+            self._config.checkpoint.keep,
+            self._policy.processes,
         )
 
     @contextmanager
     def last_step_kept(self) -> Iterator[Self]:
-        """Where what is done within ends by an error of reward, engine, logger or task, write one of the last step that
-        was learned from; the error goes on.
+        """Where what is done within ends by an error of reward, engine, logger or task, write one
+        of the last step that was learned from; the error goes on.
 
-        Nothing is written of a batch that was learned from in part, nor by several processes, which may not all have
-        come to the error. What was being sampled will be sampled again.
+        Nothing is written of a batch that was learned from in part, nor by several processes, which
+        may not all have come to the error. What was being sampled will be sampled again.
         """
         try:
             yield self
@@ -56,7 +73,12 @@ class StepCheckpoints:
             raise
         except Exception:
             step, learner = self._at.step, self._policy.learner
-            if learner.processes.world == 1 and learner.whole and step and self._folder.steps()[-1:] != [step]:
+            if (
+                learner.processes.world == 1
+                and learner.whole
+                and step
+                and self._folder.steps()[-1:] != [step]
+            ):
                 try:
                     self._write(vars(self._at))
                 except CheckpointError as error:

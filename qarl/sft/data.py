@@ -24,7 +24,9 @@ _HASHES = 2**64
 
 @dataclass(frozen=True)
 class Pair:
-    """One example. problem: the prompt, with the completion's text as its answer. heldout: not learned from."""
+    """One example. problem: the prompt, with the completion's text as its answer. heldout: not
+    learned from.
+    """
 
     problem: Problem
     heldout: bool
@@ -33,15 +35,19 @@ class Pair:
 def read_pairs(task: TaskConfig, heldout: float) -> list[Pair]:
     """Return the pairs of the file, or of the Hugging Face data set, that the task names.
 
-    task: its name, subset and split say which rows; its system prompt goes before prompts that are text. heldout: the
-    fraction of the questions that is set aside, chosen by a hash of their text, where a row of a file does not say so
-    itself ("split": "train" or "heldout"). At 1/8 they are those that `qarl train` sets aside. Raises `TaskError` for a
-    file that is missing or empty, for a row of none of the forms in `COLUMNS`, and where no pair is left to learn from,
-    or to measure on.
+    task: its name, subset and split say which rows; its system prompt goes before prompts that are
+    text. heldout: the fraction of the questions that is set aside, chosen by a hash of their text,
+    where a row of a file does not say so itself ("split": "train" or "heldout"). At 1/8 they are
+    those that `qarl train` sets aside. Raises `TaskError` for a file that is missing or empty, for
+    a row of none of the forms in `COLUMNS`, and where no pair is left to learn from, or to measure
+    on.
     """
     rows = _rows(task)
     if not rows:
-        raise TaskError(f'--data {task.name} is empty; give lines like {{"prompt": "1 + 1 =", "completion": "2"}}')
+        raise TaskError(
+            f'--data {task.name} is empty; give lines like {{"prompt": "1 + 1 =", "completion":'
+            ' "2"}'
+        )
     pairs = []
     for row in rows:
         problem = _problem(row)
@@ -53,26 +59,28 @@ def read_pairs(task: TaskConfig, heldout: float) -> list[Pair]:
     if aside == len(pairs) or (heldout and not aside):
         part = "all" if aside else "none"
         raise TaskError(
-            f"--heldout {heldout:g} sets {part} of the {len(pairs)} pairs of {task.name} aside; give another fraction "
-            "(0: none), or more pairs"
+            f"--heldout {heldout:g} sets {part} of the {len(pairs)} pairs of {task.name} aside;"
+            " give another fraction (0: none), or more pairs"
         )
     return pairs
 
 
 def encode(prompter: Any, pairs: Sequence[Pair], longest: float | None) -> list[Group]:
-    """Return the tokens of each pair as a group of one completion, for `learner.batching.make_batch`.
+    """Return the tokens of each pair as a group of one completion, for
+    `learner.batching.make_batch`.
 
-    prompter: a `qarl.run.prompts.Prompter`; prompts are tokenized as `qarl train` does it. The tokenizer's end token
-    follows a completion, as a sampler's completion ends. longest: positions of the model, None where it does not say.
-    Raises `TaskError` for a completion without a token and for a pair longer than that, `ModelError` for a tokenizer
-    without an end token, and what `Prompter.prompt` does.
+    prompter: a `qarl.run.prompts.Prompter`; prompts are tokenized as `qarl train` does it. The
+    tokenizer's end token follows a completion, as a sampler's completion ends. longest: positions
+    of the model, None where it does not say. Raises `TaskError` for a completion without a token
+    and for a pair longer than that, `ModelError` for a tokenizer without an end token, and what
+    `Prompter.prompt` does.
     """
     tokenizer = prompter.tokenizer
     end = tokenizer.eos_token_id
     if end is None:
         raise ModelError(
-            "the tokenizer has no end token (eos_token), so that no completion would end; name one in its "
-            "tokenizer_config.json"
+            "the tokenizer has no end token (eos_token), so that no completion would end; name one"
+            " in its tokenizer_config.json"
         )
     groups = []
     too_long = []
@@ -80,7 +88,10 @@ def encode(prompter: Any, pairs: Sequence[Pair], longest: float | None) -> list[
         prompt = prompter.prompt(problem)
         answer = tuple(tokenizer(problem.answer, add_special_tokens=False)["input_ids"])
         if not answer:
-            raise TaskError(f"{problem.id}: the completion {problem.answer!r} has no token; write one, or drop the row")
+            raise TaskError(
+                f"{problem.id}: the completion {problem.answer!r} has no token; write one, or drop"
+                " the row"
+            )
         total = len(prompt.token_ids) + len(answer) + 1
         if longest is not None and total > longest:
             too_long.append(f"{problem.id} ({total} tokens)")
@@ -88,7 +99,8 @@ def encode(prompter: Any, pairs: Sequence[Pair], longest: float | None) -> list[
     if too_long:
         count = f"{len(too_long)} of {len(pairs)} pairs"
         raise TaskError(
-            f"{count} are longer than the model's {longest:g} positions: {few(too_long)}; shorten or drop them"
+            f"{count} are longer than the model's {longest:g} positions: {few(too_long)}; shorten"
+            " or drop them"
         )
     return groups
 
@@ -104,11 +116,14 @@ def _rows(task: TaskConfig) -> list[Row]:
         return hub_rows(task.name, task.subset, task.split or "train", None)
     if not is_table(task.name):
         raise TaskError(
-            f"--data {task.name!r} must be a {', '.join(FILES)} file, or {HUB}ID of a Hugging Face data set"
+            f"--data {task.name!r} must be a {', '.join(FILES)} file, or {HUB}ID of a Hugging Face"
+            " data set"
         )
     for field in ("subset", "split"):
         if (value := getattr(task, field)) is not None:
-            raise TaskError(f"--task.{field} {value} is for a Hugging Face data set (hf:…), not for {task.name}")
+            raise TaskError(
+                f"--task.{field} {value} is for a Hugging Face data set (hf:…), not for {task.name}"
+            )
     return file_rows(Path(task.name))
 
 
@@ -121,11 +136,16 @@ def _problem(row: Row) -> Problem:
     *before, last = turns
     if last["role"] != "assistant" or not before:
         raise TaskError(
-            f"{row.where}: {columns[-1]!r} must end with a message of the assistant, after another one; got "
-            f"{quoted(last)}"
+            f"{row.where}: {columns[-1]!r} must end with a message of the assistant, after another"
+            f" one; got {quoted(last)}"
         )
     is_text = len(before) == 1 and isinstance(row.values[columns[0]], str)
-    return Problem(row.where, before[-1]["content"], last["content"], messages=() if is_text else tuple(before))
+    return Problem(
+        row.where,
+        before[-1]["content"],
+        last["content"],
+        messages=() if is_text else tuple(before),
+    )
 
 
 def _form(row: Row) -> tuple[str, ...]:
@@ -134,9 +154,14 @@ def _form(row: Row) -> tuple[str, ...]:
     if len(forms) != 1:
         wanted = ", or ".join(" and ".join(columns) for columns in COLUMNS)
         columns = ", ".join(map(str, row.values)) or "none"
-        raise TaskError(f"{row.where}: a row needs the columns {wanted}, one of these alone; it has {columns}")
+        raise TaskError(
+            f"{row.where}: a row needs the columns {wanted}, one of these alone; it has {columns}"
+        )
     if row.values.get("tools"):
-        raise TaskError(f"{row.where}: column 'tools' would not be shown to the model; drop the column, or the row")
+        raise TaskError(
+            f"{row.where}: column 'tools' would not be shown to the model; drop the column, or"
+            " the row"
+        )
     return forms[0]
 
 
@@ -147,22 +172,36 @@ def _turns(row: Row, column: str, role: str) -> list[Message]:
         value = str(value)
     if isinstance(value, str) and (value.strip() or role == "assistant"):
         return [{"role": role, "content": value}]
-    shape = f'{column!r} must be text, or a list of messages such as {{"role": "user", "content": "1 + 1"}}'
+    shape = (
+        f'{column!r} must be text, or a list of messages such as {{"role": "user", "content": "1 +'
+        ' 1"}'
+    )
     if not isinstance(value, list) or not value:
         raise TaskError(f"{row.where}: {shape}; got {quoted(value)}")
     for message in value:
-        speaker, content = map(message.get, ("role", "content")) if isinstance(message, dict) else (None, None)
+        speaker, content = (
+            map(message.get, ("role", "content")) if isinstance(message, dict) else (None, None)
+        )
         if speaker not in ROLES or not isinstance(content, str):
-            raise TaskError(f"{row.where}: {shape}, of role {', '.join(ROLES)}; got {quoted(message)}")
+            raise TaskError(
+                f"{row.where}: {shape}, of role {', '.join(ROLES)}; got {quoted(message)}"
+            )
     return [{"role": message["role"], "content": message["content"]} for message in value]
 
 
 def _is_heldout(row: Row, question: str, fraction: float, hub: bool) -> bool:
-    """Whether a row is set aside. Its hash is read so that 1/`HELDOUT_ONE_IN` gives `qarl.tasks.base.is_heldout`."""
+    """Whether a row is set aside. Its hash is read so that 1/`HELDOUT_ONE_IN` gives
+    `qarl.tasks.base.is_heldout`.
+    """
     written = None if hub else row.values.get("split")
     if written and written not in get_args(Split):
-        raise TaskError(f"{row.where}: unknown split {written!r}; allowed: {', '.join(get_args(Split))}")
+        raise TaskError(
+            f"{row.where}: unknown split {written!r}; allowed: {', '.join(get_args(Split))}"
+        )
     if written:
         return written == "heldout"
-    high, low = stable_hash(question) % HELDOUT_ONE_IN, stable_hash(question) // HELDOUT_ONE_IN
+    high, low = (
+        stable_hash(question) % HELDOUT_ONE_IN,
+        stable_hash(question) // HELDOUT_ONE_IN,
+    )
     return high + low * HELDOUT_ONE_IN / _HASHES < fraction * HELDOUT_ONE_IN

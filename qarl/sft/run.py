@@ -1,4 +1,6 @@
-"""A run of `qarl sft`: what is refused before anything is loaded, the updates, and the two folders it leaves."""
+"""A run of `qarl sft`: what is refused before anything is loaded, the updates, and the two folders
+it leaves.
+"""
 
 import json
 import time
@@ -29,14 +31,33 @@ if TYPE_CHECKING:  # which imports torch
     from qarl.sft.train import SftStep
 
 _LEARNER = (
-    "master_dtype", "kernel", "operators", "packing", "micro_batch_tokens", "logprob_chunk_tokens",
-    "gradient_checkpointing", "input_gradients", "compile", "router_aux_loss",
-)  # fmt: skip
+    "master_dtype",
+    "kernel",
+    "operators",
+    "packing",
+    "micro_batch_tokens",
+    "logprob_chunk_tokens",
+    "gradient_checkpointing",
+    "input_gradients",
+    "compile",
+    "router_aux_loss",
+)
 FIELDS = (
-    "model", "scheme", "layers", "dtype", "quantization.kv_cache", "steps", "seed", "output", "task.subset",
-    "task.split", "task.system", "task.template", *(f"learner.{name}" for name in _LEARNER),
+    "model",
+    "scheme",
+    "layers",
+    "dtype",
+    "quantization.kv_cache",
+    "steps",
+    "seed",
+    "output",
+    "task.subset",
+    "task.split",
+    "task.system",
+    "task.template",
+    *(f"learner.{name}" for name in _LEARNER),
     *(f"learner.optimizer.{name}" for name in OptimizerConfig.model_fields),
-)  # fmt: skip
+)
 """Fields of a run's configuration that apply to supervised fine-tuning."""
 _UNSET_STEPS = 10**9
 """While the number of pairs is not known, from which the steps follow."""
@@ -46,8 +67,10 @@ _ROOM = 2048
 
 @dataclass(frozen=True)
 class SftPlan:
-    """What a run does. folder: to be made. source: the model's. learned, heldout: pairs as tokens. batch: pairs a step.
-    epochs: passes over the pairs, None where steps were given. pad_token: its value reaches no loss."""
+    """What a run does. folder: to be made. source: the model's. learned, heldout: pairs as tokens.
+    batch: pairs a step. epochs: passes over the pairs, None where steps were given. pad_token: its
+    value reaches no loss.
+    """
 
     config: RunConfig
     folder: Path
@@ -61,8 +84,10 @@ class SftPlan:
 
 @dataclass(frozen=True)
 class SftOutcome:
-    """export: folder of the deployable codes. masters: folder that `qarl train --model` reads. before, after: mean
-    −log p of the held-out pairs' completion tokens, nats; None where no pair is held out."""
+    """export: folder of the deployable codes. masters: folder that `qarl train --model` reads.
+    before, after: mean −log p of the held-out pairs' completion tokens, nats; None where no pair is
+    held out.
+    """
 
     export: Path
     masters: Path
@@ -73,13 +98,15 @@ class SftOutcome:
 def sft_config(data: str, overrides: Mapping[str, str], steps: int = _UNSET_STEPS) -> RunConfig:
     """Return the configuration of a fine-tuning.
 
-    data: file or data set of the pairs. overrides: `FIELDS` by dotted path; their steps come before `steps`. Raises
-    `ConfigError` for a field that would do nothing here, and for values that are wrong or contradict each other.
+    data: file or data set of the pairs. overrides: `FIELDS` by dotted path; their steps come before
+    `steps`. Raises `ConfigError` for a field that would do nothing here, and for values that are
+    wrong or contradict each other.
     """
     tree = {
         "task": {"name": data},
         "steps": steps,
-        "rollout": {"max_prompt_tokens": 1, "max_new_tokens": 1},  # bounds nothing: pairs are as long as they are
+        # bounds nothing: pairs are as long as they are
+        "rollout": {"max_prompt_tokens": 1, "max_new_tokens": 1},
         "learner": {"share_prompts": False, "optimizer": {"lr": 1e-5}},
     }
     config = overridden(tree, overrides)
@@ -87,18 +114,24 @@ def sft_config(data: str, overrides: Mapping[str, str], steps: int = _UNSET_STEP
         if not f"{path}.".startswith(tuple(f"{field}." for field in FIELDS)):
             instead = "name the pairs by --data" if path == "task.name" else "leave it out"
             raise ConfigError(
-                f"--{flag_of(path)} {quoted(value)} would do nothing in `qarl sft`; {instead} (docs/guide/sft.md lists "
-                "the fields that apply)"
+                f"--{flag_of(path)} {quoted(value)} would do nothing in `qarl sft`; {instead}"
+                " (docs/guide/sft.md lists the fields that apply)"
             )
     return config
 
 
-def plan_sft(data: str, overrides: Mapping[str, str], batch: int, epochs: int | None, heldout: float) -> SftPlan:
+def plan_sft(
+    data: str,
+    overrides: Mapping[str, str],
+    batch: int,
+    epochs: int | None,
+    heldout: float,
+) -> SftPlan:
     """Return what a run will do; nothing is written, and no weight is loaded.
 
-    data, overrides: as of `sft_config`. batch: pairs a step. epochs: passes over the pairs; None: as many steps as the
-    overrides say. heldout: fraction of the pairs that is set aside. Raises what `sft_config`, `read_pairs`, `encode`
-    and the checks of schemes, model and folder do.
+    data, overrides: as of `sft_config`. batch: pairs a step. epochs: passes over the pairs; None:
+    as many steps as the overrides say. heldout: fraction of the pairs that is set aside. Raises
+    what `sft_config`, `read_pairs`, `encode` and the checks of schemes, model and folder do.
     """
     settings = sft_config(data, overrides)
     check_schemes(settings)
@@ -109,9 +142,13 @@ def plan_sft(data: str, overrides: Mapping[str, str], batch: int, epochs: int | 
         pairs = read_pairs(settings.task, heldout)
     learned = sum(not pair.heldout for pair in pairs)
     if batch > learned:
-        raise ConfigError(f"--batch {batch} is more than the {learned} pairs to learn from; give at most {learned}")
+        raise ConfigError(
+            f"--batch {batch} is more than the {learned} pairs to learn from; give at most"
+            f" {learned}"
+        )
     steps = settings.steps if epochs is None else ceil(epochs * learned / batch)
-    config = sft_config(data, overrides, steps)  # whose warm-up and decay have to fit the steps
+    # whose warm-up and decay have to fit the steps
+    config = sft_config(data, overrides, steps)
     with phase("importing torch and transformers"):
         from qarl.run.prompts import open_prompter
         from qarl.run.session import model_folder, require_schemes
@@ -137,8 +174,8 @@ def plan_sft(data: str, overrides: Mapping[str, str], batch: int, epochs: int | 
 def run_sft(plan: SftPlan, show: Callable[["SftStep"], None]) -> SftOutcome:
     """Fine-tune, write export and masters, and return where they are. show: called after each step.
 
-    The folder is made once the model is loaded. Raises what `qarl.sft.train.open_learner` and `update` do, and
-    `ExportError` where a folder cannot be written.
+    The folder is made once the model is loaded. Raises what `qarl.sft.train.open_learner` and
+    `update` do, and `ExportError` where a folder cannot be written.
     """
     from qarl.sft.train import batch_rows, mean_loss, open_learner, pairs_batch, update
     from qarl.sync.export import export_checkpoint, export_masters
@@ -152,14 +189,29 @@ def run_sft(plan: SftPlan, show: Callable[["SftStep"], None]) -> SftOutcome:
     with (plan.folder / "metrics.jsonl").open("a", encoding="utf-8") as lines:
         for step in range(config.steps):
             rows = batch_rows(step, plan.batch, len(plan.learned), plan.epochs, config.seed)
-            done = update(learner, pairs_batch([plan.learned[row] for row in rows], plan.pad_token), step)
+            done = update(
+                learner,
+                pairs_batch([plan.learned[row] for row in rows], plan.pad_token),
+                step,
+            )
             lines.write(json.dumps(asdict(done)) + "\n")
             lines.flush()
             show(done)
     after = mean_loss(learner, measured) if measured else None
-    outcome = SftOutcome(export=plan.folder / "export", masters=plan.folder / "masters", before=before, after=after)
-    note = export_note(plan.folder, config, config.steps, outcome.export, plan.source) | _limits(plan)
-    note["sft"] = {"pairs": len(plan.learned), "heldout_pairs": len(plan.heldout), "heldout_loss": [before, after]}
+    outcome = SftOutcome(
+        export=plan.folder / "export",
+        masters=plan.folder / "masters",
+        before=before,
+        after=after,
+    )
+    note = export_note(plan.folder, config, config.steps, outcome.export, plan.source) | _limits(
+        plan
+    )
+    note["sft"] = {
+        "pairs": len(plan.learned),
+        "heldout_pairs": len(plan.heldout),
+        "heldout_loss": [before, after],
+    }
     with phase("writing codes and masters"):
         export_masters(learner.model, plan.source, outcome.masters)
         export_checkpoint(learner.model, plan.source, outcome.export, note)
@@ -168,11 +220,14 @@ def run_sft(plan: SftPlan, show: Callable[["SftStep"], None]) -> SftOutcome:
 
 
 def _limits(plan: SftPlan) -> dict[str, int]:
-    """Return the tokens that the export is asked and answers in: room for the longest pair, and at least `_ROOM` where
-    the model has as many positions."""
+    """Return the tokens that the export is asked and answers in: room for the longest pair, and at
+    least `_ROOM` where the model has as many positions.
+    """
     groups = [*plan.learned, *plan.heldout]
     prompt = max(len(group.prompt.token_ids) for group in groups)
-    pair = max(len(group.prompt.token_ids) + len(group.completions[0].token_ids) for group in groups)
+    pair = max(
+        len(group.prompt.token_ids) + len(group.completions[0].token_ids) for group in groups
+    )
     room = max(pair, min(_ROOM, int(positions(read_config(plan.source)) or _ROOM)))
     return {"max_prompt_tokens": prompt, "max_new_tokens": room - prompt}
 
@@ -186,10 +241,19 @@ def _part(pairs: list[Pair], groups: list[Group], heldout: bool) -> list[Group]:
 
 
 def _make_folder(plan: SftPlan) -> None:
-    """Make the run's folder with its settings. It has no config.yaml: it is no run that `qarl train` goes on with."""
+    """Make the run's folder with its settings. It has no config.yaml: it is no run that `qarl
+    train` goes on with.
+    """
     plan.folder.mkdir(parents=True)
     fields = {path: value for path, value in leaf_values(plan.config).items() if path in FIELDS}
-    settings = {"data": plan.config.task.name, "batch": plan.batch, "epochs": plan.epochs, **fields}
+    settings = {
+        "data": plan.config.task.name,
+        "batch": plan.batch,
+        "epochs": plan.epochs,
+        **fields,
+    }
     plain = json.loads(json.dumps(settings, default=str))
     (plan.folder / "sft.yaml").write_text(yaml.safe_dump(plain, sort_keys=False), encoding="utf-8")
-    (plan.folder / "environment.json").write_text(json.dumps(describe_environment(), indent=2) + "\n")
+    (plan.folder / "environment.json").write_text(
+        json.dumps(describe_environment(), indent=2) + "\n"
+    )

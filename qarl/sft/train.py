@@ -1,6 +1,7 @@
 """Supervised fine-tuning of the low-bit policy: cross-entropy through the codes that are deployed.
 
-    pairs → −log p of the completions' tokens, by the learner's forward → straight-through gradients → masters → codes
+    pairs → −log p of the completions' tokens, by the learner's forward → straight-through gradients
+    → masters → codes
 
 Axes: B sequences, T tokens, of which T-1 are predicted.
 """
@@ -25,9 +26,10 @@ from qarl.run.session import load_model, model_folder
 
 @dataclass(frozen=True)
 class SftStep:
-    """One update, a line of metrics.jsonl. step: from 1. loss: before the update, mean over the batch's completion
-    tokens, nats. tokens: of the completions, end tokens included. lr: learning rate. grad_norm: global L2 norm before
-    clipping. updated: false where the gradient was not finite, and the masters stayed as they were. seconds: wall time.
+    """One update, a line of metrics.jsonl. step: from 1. loss: before the update, mean over the
+    batch's completion tokens, nats. tokens: of the completions, end tokens included. lr: learning
+    rate. grad_norm: global L2 norm before clipping. updated: false where the gradient was not
+    finite, and the masters stayed as they were. seconds: wall time.
     """
 
     step: int
@@ -40,7 +42,8 @@ class SftStep:
 
 
 def open_learner(config: RunConfig) -> Learner:
-    """Return a learner over the configuration's masters in its schemes, in this process, without an engine.
+    """Return a learner over the configuration's masters in its schemes, in this process, without an
+    engine.
 
     Raises what `load_model` does, and `GraphError` where no gradient reaches a master.
     """
@@ -53,8 +56,9 @@ def open_learner(config: RunConfig) -> Learner:
 def batch_rows(step: int, size: int, pairs: int, epochs: int | None, seed: int) -> list[int]:
     """Return which pairs a step learns from, `size` of them.
 
-    Each epoch has all pairs in a new order, by the seed; a step may take the end of one and the beginning of the next.
-    step: from 0. epochs: after so many no pair is left, so that the last step has fewer; None: they never end.
+    Each epoch has all pairs in a new order, by the seed; a step may take the end of one and the
+    beginning of the next. step: from 0. epochs: after so many no pair is left, so that the last
+    step has fewer; None: they never end.
     """
     end = (step + 1) * size if epochs is None else min((step + 1) * size, epochs * pairs)
     places = torch.arange(step * size, end)
@@ -67,12 +71,15 @@ def batch_rows(step: int, size: int, pairs: int, epochs: int | None, seed: int) 
 
 
 def pairs_batch(pairs: Sequence[Group], pad_token: int) -> Batch:
-    """Return pairs as one batch [B, T]; the response mask has the completions' tokens, end tokens included."""
+    """Return pairs as one batch [B, T]; the response mask has the completions' tokens, end tokens
+    included.
+    """
     return make_batch(pairs, pad_token, advantage="dr_grpo")
 
 
 def mean_loss(learner: Learner, batch: Batch) -> float:
-    """Return the mean −log p of the batch's completion tokens under the present codes, in nats. Nothing is changed.
+    """Return the mean −log p of the batch's completion tokens under the present codes, in nats.
+    Nothing is changed.
 
     Raises `PrecisionError` where a log-prob is not finite.
     """
@@ -84,9 +91,10 @@ def mean_loss(learner: Learner, batch: Batch) -> float:
 def update(learner: Learner, batch: Batch, step: int) -> SftStep:
     """Take one optimizer step on a batch's mean −log p, and make the weight version of it.
 
-    step: of the training, from 0; it decides the learning rate. The loss is a mean over the tokens of the whole batch,
-    so that micro-batches change nothing but the order of sums. With `learner.router_aux_loss` the routers' load-balance
-    loss is added for the gradient. Raises `PrecisionError` where a log-prob is not finite, before anything is changed.
+    step: of the training, from 0; it decides the learning rate. The loss is a mean over the tokens
+    of the whole batch, so that micro-batches change nothing but the order of sums. With
+    `learner.router_aux_loss` the routers' load-balance loss is added for the gradient. Raises
+    `PrecisionError` where a log-prob is not finite, before anything is changed.
     """
     began = time.perf_counter()
     rows = RowLogprobs(batch)
@@ -109,7 +117,8 @@ def update(learner: Learner, batch: Batch, step: int) -> SftStep:
 
 
 def accumulate_gradients(learner: Learner, batch: Batch, rows: RowLogprobs) -> None:
-    """Add the gradient of the batch's mean −log p to the masters', times the loss scale, micro-batch by micro-batch.
+    """Add the gradient of the batch's mean −log p to the masters', times the loss scale,
+    micro-batch by micro-batch.
 
     rows: takes the log-probs. Raises `PrecisionError` where one is not finite.
     """
@@ -130,7 +139,8 @@ def accumulate_gradients(learner: Learner, batch: Batch, rows: RowLogprobs) -> N
             of_rows = load_balance_loss(model, own_rows.real(), scorer.packed_rows(own_rows))
             loss = loss + balance * len(part.index) / len(index) * of_rows
         if part is parts[-1] and learner.config.gradient_checkpointing is not True:
-            model.release_products()  # as the learner does it: the step makes another version
+            # as the learner does it: the step makes another version
+            model.release_products()
         (loss * scale).backward()
     scorer.complete(rows, model, index)
 

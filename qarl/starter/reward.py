@@ -1,11 +1,13 @@
-"""What trains the policy, and what accuracy counts. Change either; `qarl check run.yaml` shows what they say."""
+"""What trains the policy, and what accuracy counts. Change either; `qarl check run.yaml` shows what
+they say.
+"""
 
 
 def reward(problem, text: str) -> float:
     """A number for one completion; only differences between completions of one problem teach.
 
-    problem: .question, .answer, and .metadata with the other keys of its line. text: without special tokens. None is no
-    signal: the completion is left out.
+    problem: .question, .answer, and .metadata with the other keys of its line. text: without
+    special tokens. None is no signal: the completion is left out.
     """
     try:
         off = abs(int(text.strip()) - int(problem.answer))

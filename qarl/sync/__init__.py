@@ -1,1 +1,3 @@
-"""Publishing: the tensors the forward used, into the engine or a checkpoint folder, proven on arrival."""
+"""Publishing: the tensors the forward used, into the engine or a checkpoint folder, proven on
+arrival.
+"""

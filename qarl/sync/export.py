@@ -1,4 +1,6 @@
-"""Publish into a folder: a deployable checkpoint for vLLM and transformers, of config, tokenizer, published tensors."""
+"""Publish into a folder: a deployable checkpoint for vLLM and transformers, of config, tokenizer,
+published tensors.
+"""
 
 import json
 import shutil
@@ -17,9 +19,19 @@ from qarl.quant.tensor_files import write_tensors
 from qarl.quant.types import LowBitTensor
 
 _COMPANIONS = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt", "spiece.model",
-    "tokenizer.model", "vocab.txt", "tekken.json", "added_tokens.json", "chat_template.jinja", "generation_config.json",
-)  # fmt: skip
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    "spiece.model",
+    "tokenizer.model",
+    "vocab.txt",
+    "tekken.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
 
 
 class ExportError(QarlError, heading="export"):
@@ -29,16 +41,18 @@ class ExportError(QarlError, heading="export"):
 def export_checkpoint(
     model: LowBitModel, source: Path, folder: Path, note: dict[str, Any] | None = None
 ) -> StreamDigest:
-    """Write the model's present weight version to `folder`; `source` gives tokenizer and generation config. note: what
-    qarl.json is to say, besides the digest; None writes none."""
+    """Write the model's present weight version to `folder`; `source` gives tokenizer and generation
+    config. note: what qarl.json is to say, besides the digest; None writes none.
+    """
     return write_checkpoint(model.low_bit_tensors(), checkpoint_config(model), source, folder, note)
 
 
 def export_masters(model: LowBitModel, source: Path, folder: Path) -> None:
-    """Write the model's masters to `folder` as transformers writes them, in the master dtype: a model to train on from.
+    """Write the model's masters to `folder` as transformers writes them, in the master dtype: a
+    model to train on from.
 
-    source: folder whose tokenizer and generation config are copied. The folder appears complete or not at all. Raises
-    `ExportError` where it exists.
+    source: folder whose tokenizer and generation config are copied. The folder appears complete or
+    not at all. Raises `ExportError` where it exists.
     """
     if folder.exists():
         raise ExportError(f"folder {str(folder)!r} exists; choose another or remove it")
@@ -51,11 +65,14 @@ def export_masters(model: LowBitModel, source: Path, folder: Path) -> None:
 
 
 def checkpoint_config(model: LowBitModel) -> dict[str, Any]:
-    """config.json of the exported model: the architecture's, the compute dtype, the scheme's quantization."""
+    """config.json of the exported model: the architecture's, the compute dtype, the scheme's
+    quantization.
+    """
     config = model.config.to_dict()
     config["dtype"] = str(model.dtype).removeprefix("torch.")
     config.pop("quantization_config", None)
-    config.pop("_name_or_path", None)  # where the masters were read from, a path of this machine
+    # where the masters were read from, a path of this machine
+    config.pop("_name_or_path", None)
     quantization = model.plan.quantization_config(model.context.kv_cache)
     if quantization is not None:
         config["quantization_config"] = quantization
@@ -69,11 +86,12 @@ def write_checkpoint(
     folder: Path,
     note: dict[str, Any] | None = None,
 ) -> StreamDigest:
-    """Write a stream as safetensors beside config and tokenizer; the folder appears complete or not at all.
+    """Write a stream as safetensors beside config and tokenizer; the folder appears complete or not
+    at all.
 
-    config: contents of config.json. source: folder whose tokenizer and generation config are copied. note: of
-    qarl.json, to which the digest is added; None writes none. Returns the digest of what was written. Raises
-    `ExportError` where the folder exists or the disk refuses.
+    config: contents of config.json. source: folder whose tokenizer and generation config are
+    copied. note: of qarl.json, to which the digest is added; None writes none. Returns the digest
+    of what was written. Raises `ExportError` where the folder exists or the disk refuses.
     """
     if folder.exists():
         raise ExportError(f"folder {str(folder)!r} exists; choose another or remove it")
@@ -82,31 +100,40 @@ def write_checkpoint(
             building.mkdir(parents=True)
             files = dict(write_tensors(stream, building, digest := StreamDigest()))
             _name_files(building, files, digest.bytes)
-            (building / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+            (building / "config.json").write_text(
+                json.dumps(config, indent=2, sort_keys=True) + "\n"
+            )
             if note is not None:
                 note = {**note, "digest": digest.hexdigest()}
                 (building / "qarl.json").write_text(json.dumps(note, indent=2) + "\n")
             copy_companions(source, building)
-    except (OSError, SafetensorError) as error:  # safetensors' own is what a full disk raises while it writes
+    # safetensors' own is what a full disk raises while it writes
+    except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ExportError(f"cannot write checkpoint {str(folder)!r}: {reason}") from error
     return digest
 
 
 def copy_companions(source: Path, folder: Path) -> None:
-    """Copy a model folder's tokenizer and generation config, whichever files it has, into another folder."""
+    """Copy a model folder's tokenizer and generation config, whichever files it has, into another
+    folder.
+    """
     for name in _COMPANIONS:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
 
 
 def _name_files(folder: Path, files: dict[str, list[str]], total: int) -> None:
-    """As transformers looks for them. files: by name, and the tensors in each. total: bytes of all tensors."""
+    """As transformers looks for them. files: by name, and the tensors in each. total: bytes of all
+    tensors.
+    """
     names = [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
     names = names if len(names) > 1 else ["model.safetensors"]
     for file, name in zip(files, names, strict=True):
         (folder / file).rename(folder / name)
     if len(names) > 1:
-        index = {key: name for name, keys in zip(names, files.values(), strict=True) for key in keys}
+        index = {
+            key: name for name, keys in zip(names, files.values(), strict=True) for key in keys
+        }
         written = {"metadata": {"total_size": total}, "weight_map": index}
         (folder / "model.safetensors.index.json").write_text(json.dumps(written, indent=2) + "\n")

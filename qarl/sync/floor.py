@@ -1,13 +1,15 @@
-"""How far two right implementations of a model are apart: what bounds on learner against engine are measured from.
+"""How far two right implementations of a model are apart: what bounds on learner against engine are
+measured from.
 
-Two implementations that multiply the same codes in the same dtype still add up in other orders, and round otherwise.
-How far that carries depends on the model: a narrow one of two layers parts by a thousandth of a nat a token,
-SmolLM2-135M by 0.05 in bfloat16 and by 0.2 with int8 activations, whose codes flip. So a run asks its own model: the
-same sequences are scored twice, once with every product's results moved at random by up to one unit in their last
-place.
+Two implementations that multiply the same codes in the same dtype still add up in other orders, and
+round otherwise. How far that carries depends on the model: a narrow one of two layers parts by a
+thousandth of a nat a token, SmolLM2-135M by 0.05 in bfloat16 and by 0.2 with int8 activations,
+whose codes flip. So a run asks its own model: the same sequences are scored twice, once with every
+product's results moved at random by up to one unit in their last place.
 
-Measured of SmolLM2-135M in w8a8: the two forms are 0.24 nats a token apart, and a learner with transformers' operators,
-which is right, is 0.23 from the engine. Rows of one layer's values permuted: 3.5.
+Measured of SmolLM2-135M in w8a8: the two forms are 0.24 nats a token apart, and a learner with
+transformers' operators, which is right, is 0.23 from the engine. Rows of one layer's values
+permuted: 3.5.
 
 Axes: B sequences, T tokens, of which T-1 are predicted.
 """
@@ -26,21 +28,26 @@ from qarl.quant.model.row_check import RowCheck
 ROUNDED = 2.0
 """Times the floor that a right implementation of other operators or kernels may be apart."""
 EXACT = 0.1
-"""The same where learner and engine have the same kernels, each of which computes a row alike beside any others.
-Equality is expected then. A fault as small as one step's update moves log-probs by as much as other roundings do, so
-that a tenth of the floor tells it, and leaves room for what nobody tried."""
+"""The same where learner and engine have the same kernels, each of which computes a row alike
+beside any others. Equality is expected then. A fault as small as one step's update moves log-probs
+by as much as other roundings do, so that a tenth of the floor tells it, and leaves room for what
+nobody tried.
+"""
 OTHER_ROUNDINGS_SEED = 65
 
 
 class FixedSequences:
     """Fixed sequences, scored by the published codes with layers of the learner's own.
 
-    sequences: token ids, at least two each. tokens: int64 [B, T], padded on the right. response_mask: bool [B, T-1].
+    sequences: token ids, at least two each. tokens: int64 [B, T], padded on the right.
+    response_mask: bool [B, T-1].
     """
 
     def __init__(self, model: LowBitModel, sequences: Sequence[Sequence[int]]):
         self._model = model
-        self.tokens = pad_sequence([torch.tensor(sequence) for sequence in sequences], batch_first=True)
+        self.tokens = pad_sequence(
+            [torch.tensor(sequence) for sequence in sequences], batch_first=True
+        )
         lengths = torch.tensor([len(sequence) for sequence in sequences])
         self.response_mask = torch.arange(1, self.tokens.shape[1])[None] < lengths[:, None]
         self._floor: Mismatch | None = None
@@ -55,7 +62,8 @@ class FixedSequences:
         return logprobs.cpu()
 
     def floor(self) -> Mismatch:
-        """Return how far two right forms are apart on these sequences, measured by two forwards at the first call.
+        """Return how far two right forms are apart on these sequences, measured by two forwards at
+        the first call.
 
         All processes that share codes come here together.
         """
@@ -70,10 +78,12 @@ class FixedSequences:
 def tolerance(model: LowBitModel, rows: RowCheck | None) -> float:
     """Return how many times the floor learner and engine may be apart: `EXACT` or `ROUNDED`.
 
-    rows: the self-test of the kernels that both multiply with; None where the learner has others than the engine.
+    rows: the self-test of the kernels that both multiply with; None where the learner has others
+    than the engine.
     """
     same_kernels = rows is not None and not rows.dependent
-    on_cpu = model.device.type == "cpu"  # on GPUs attention and sampling have kernels that the self-test does not ask
+    # on GPUs attention and sampling have kernels that the self-test does not ask
+    on_cpu = model.device.type == "cpu"
     return EXACT if same_kernels and on_cpu and model.operators == "engine" else ROUNDED
 
 

@@ -1,12 +1,15 @@
-"""Weight versions into the engine: the bytes the forward used go there, and every claim about them is checked.
+"""Weight versions into the engine: the bytes the forward used go there, and every claim about them
+is checked.
 
-A learner in the engine's process multiplies with the engine's own layers (`Publisher.share_layers`). Every version is
-then written into them as it is made, and the publish admits it to sampling; elsewhere the publish writes it.
+A learner in the engine's process multiplies with the engine's own layers
+(`Publisher.share_layers`). Every version is then written into them as it is made, and the publish
+admits it to sampling; elsewhere the publish writes it.
 
-(1) the stream's digest is the same on both ends; (2) nothing sent is unconsumed, nothing expected is missing;
-(3) at the first publish and every `canary_every`-th, the engine's log-probs of fixed sequences are compared with
-the learner's, by layers of its own: shared ones would agree with themselves. Any failure raises `PublishError`: the run
-stops rather than train on another policy's samples.
+(1) the stream's digest is the same on both ends; (2) nothing sent is unconsumed, nothing expected
+is missing; (3) at the first publish and every `canary_every`-th, the engine's log-probs of fixed
+sequences are compared with the learner's, by layers of its own: shared ones would agree with
+themselves. Any failure raises `PublishError`: the run stops rather than train on another policy's
+samples.
 """
 
 import time
@@ -33,8 +36,10 @@ class PublishError(QarlError, heading="publish"):
 
 @dataclass(frozen=True)
 class Publish:
-    """One version that the engine holds, verified. digest: of the stream. seconds: of writing and verifying. canary:
-    learner against engine on the fixed sequences, None where this publish had none."""
+    """One version that the engine holds, verified. digest: of the stream. seconds: of writing and
+    verifying. canary: learner against engine on the fixed sequences, None where this publish had
+    none.
+    """
 
     version: int
     digest: str
@@ -47,10 +52,11 @@ class Publish:
 class Publisher:
     """Publishes one model into one engine.
 
-    sequences: token ids of the canary's fixed sequences, at least two tokens each; without any there is no canary.
-    bound: on the canary's mean |Δ log p|, in nats; 0 where all are to be equal (`bitwise`); None: twice what two right
-    implementations of the model are apart (`sync.floor`), or as many times as `tolerate` says. canary_every: publishes
-    between canaries. processes: those that publish together, each into its own engine.
+    sequences: token ids of the canary's fixed sequences, at least two tokens each; without any
+    there is no canary. bound: on the canary's mean |Δ log p|, in nats; 0 where all are to be equal
+    (`bitwise`); None: twice what two right implementations of the model are apart (`sync.floor`),
+    or as many times as `tolerate` says. canary_every: publishes between canaries. processes: those
+    that publish together, each into its own engine.
     """
 
     def __init__(
@@ -74,9 +80,10 @@ class Publisher:
         self._written: Publish | None = None
 
     def share_layers(self) -> None:
-        """Have the learner multiply with the engine's own layers from here on: no second copy of the weights. Every
-        version is written into the engine as it is made. Raises `KernelError`, and changes nothing, where learner and
-        engine have not the same layers in one process."""
+        """Have the learner multiply with the engine's own layers from here on: no second copy of
+        the weights. Every version is written into the engine as it is made. Raises `KernelError`,
+        and changes nothing, where learner and engine have not the same layers in one process.
+        """
         layers = self._engine.shared_layers()
         if layers is None:
             raise KernelError("the engine's layers are in another process")
@@ -93,12 +100,18 @@ class Publisher:
         self._model.on_refresh(None)
 
     def publish(self, version: int) -> Publish:
-        """Let the engine sample from the model's present tensors as weight version `version`, and verify them."""
+        """Let the engine sample from the model's present tensors as weight version `version`, and
+        verify them.
+        """
         start = time.perf_counter()
         ahead, self._written = self._written, None
         written = ahead if ahead is not None and ahead.version == version else self._write(version)
         digests = self._processes.gathered(written.digest)
-        self._check(len(set(digests)) == 1, version, f"the processes materialized different tensors: {_apart(digests)}")
+        self._check(
+            len(set(digests)) == 1,
+            version,
+            f"the processes materialized different tensors: {_apart(digests)}",
+        )
         seconds = time.perf_counter() - start + (written.seconds if written is ahead else 0.0)
         due = bool(self._sequences) and self._published % self._canary_every == 0
         self._published += 1
@@ -115,9 +128,21 @@ class Publisher:
         start = time.perf_counter()
         digest = StreamDigest()
         report = self._engine.load(digest.over(self._model.low_bit_tensors()), version)
-        self._check(report.digest == digest.hexdigest(), version, "the engine received other bytes than were sent")
-        self._check(not report.unconsumed, version, f"no engine layer took {few(report.unconsumed)}")
-        self._check(not report.missing, version, f"the engine expected more tensors for {few(report.missing)}")
+        self._check(
+            report.digest == digest.hexdigest(),
+            version,
+            "the engine received other bytes than were sent",
+        )
+        self._check(
+            not report.unconsumed,
+            version,
+            f"no engine layer took {few(report.unconsumed)}",
+        )
+        self._check(
+            not report.missing,
+            version,
+            f"the engine expected more tensors for {few(report.missing)}",
+        )
         return Publish(
             version=version,
             digest=digest.hexdigest(),
@@ -127,7 +152,9 @@ class Publisher:
         )
 
     def canary(self, version: int) -> Mismatch:
-        """Compare all replicas' log-probs of fixed sequences; the farthest. Raises `PublishError` beyond the bound."""
+        """Compare all replicas' log-probs of fixed sequences; the farthest. Raises `PublishError`
+        beyond the bound.
+        """
         assert self._fixed is not None
         learner, mask = self._fixed.logprobs(), self._fixed.response_mask
         mismatches: list[Mismatch] = []
@@ -141,8 +168,8 @@ class Publisher:
             self._check(
                 mismatch.mean_abs <= bound,  # False for NaN too
                 version,
-                f"the canary's mean |Δ log p| between learner and engine is {mismatch.mean_abs:.4g} nats, above the "
-                f"bound {bound:.4g} ({explained})",
+                f"the canary's mean |Δ log p| between learner and engine is {mismatch.mean_abs:.4g}"
+                f" nats, above the bound {bound:.4g} ({explained})",
             )
         return max(mismatches, key=lambda mismatch: mismatch.mean_abs)
 
@@ -156,7 +183,9 @@ class Publisher:
 
     def _check(self, holds: bool, version: int, problem: str) -> None:
         if not holds:
-            raise PublishError(f"publish of weight version {version} failed: {problem}; the run stops here")
+            raise PublishError(
+                f"publish of weight version {version} failed: {problem}; the run stops here"
+            )
 
 
 def _apart(digests: Sequence[str]) -> str:

@@ -1,6 +1,16 @@
-"""Verifiable tasks: where prompts come from, how completions are scored. Imports neither torch nor vLLM."""
+"""Verifiable tasks: where prompts come from, how completions are scored. Imports neither torch nor
+vLLM.
+"""
 
-from qarl.tasks.base import Problem, Response, RewardError, Split, TaskError, is_heldout, solution_of
+from qarl.tasks.base import (
+    Problem,
+    Response,
+    RewardError,
+    Split,
+    TaskError,
+    is_heldout,
+    solution_of,
+)
 from qarl.tasks.load import load_task
 from qarl.tasks.procedural import DEFAULT_OPTIONS, ReasoningGymTask
 from qarl.tasks.rewards import exact_answer, exact_reward, short_reward
@@ -8,6 +18,19 @@ from qarl.tasks.table import Table
 from qarl.tasks.task import Task
 
 __all__ = [
-    "DEFAULT_OPTIONS", "Problem", "ReasoningGymTask", "Response", "RewardError", "Split", "Table", "Task", "TaskError",
-    "exact_answer", "exact_reward", "is_heldout", "load_task", "short_reward", "solution_of",
-]  # fmt: skip
+    "DEFAULT_OPTIONS",
+    "Problem",
+    "ReasoningGymTask",
+    "Response",
+    "RewardError",
+    "Split",
+    "Table",
+    "Task",
+    "TaskError",
+    "exact_answer",
+    "exact_reward",
+    "is_heldout",
+    "load_task",
+    "short_reward",
+    "solution_of",
+]

@@ -18,7 +18,9 @@ HELDOUT_ONE_IN = 8
 
 
 class TaskError(InputError, heading="task"):
-    """A task that cannot be loaded or asked for problems as described; the message says what to change."""
+    """A task that cannot be loaded or asked for problems as described; the message says what to
+    change.
+    """
 
 
 class RewardError(QarlError, heading="reward"):
@@ -30,12 +32,12 @@ class Problem:
     """One question with its reference answer.
 
     Attributes:
-        id: unique within the task, the same in every run.
-        question: what the last user turn of the prompt says, verbatim.
-        answer: the reference answer, verbatim.
-        metadata: whatever the task's scorer needs besides the answer: of a file, the other columns; a task of worked
+        id: unique within the task, the same in every run. question: what the last user turn of the
+        prompt says, verbatim. answer: the reference answer, verbatim. metadata: whatever the task's
+        scorer needs besides the answer: of a file, the other columns; a task of worked
             solutions keeps one under "worked_solution".
-        messages: the whole conversation up to the answer, ending with a user turn; () where it is the question alone.
+        messages: the whole conversation up to the answer, ending with a user turn; () where it is
+        the question alone.
     """
 
     id: str
@@ -51,13 +53,16 @@ class Problem:
 
     def behind(self, system: str) -> "Problem":
         """With a system prompt before the conversation."""
-        return dataclasses.replace(self, messages=({"role": "system", "content": system}, *self.chat))
+        return dataclasses.replace(
+            self, messages=({"role": "system", "content": system}, *self.chat)
+        )
 
 
 @dataclass(frozen=True)
 class Response:
-    """A completion to be judged. text: without special tokens. token_ids: as sampled, () where nothing was. reward:
-    what a rollout or an environment gave already."""
+    """A completion to be judged. text: without special tokens. token_ids: as sampled, () where
+    nothing was. reward: what a rollout or an environment gave already.
+    """
 
     problem: Problem
     text: str
@@ -73,7 +78,9 @@ class Failure:
 
 
 class WeightedSum(float):
-    """Of several rewards of one response. terms: each reward by its name, None where it gave no signal."""
+    """Of several rewards of one response. terms: each reward by its name, None where it gave no
+    signal.
+    """
 
     terms: dict[str, float | None]
 
@@ -93,16 +100,21 @@ LARGEST_REWARD = 1e15
 
 
 def as_reward(outcome: Any) -> float | None:
-    """What a reward, a rollout or an environment returned, as a number; None is no signal. Raises `ValueError` for a
-    `Failure` and anything else, in words that follow whose reward it is."""
+    """What a reward, a rollout or an environment returned, as a number; None is no signal. Raises
+    `ValueError` for a `Failure` and anything else, in words that follow whose reward it is.
+    """
     if isinstance(outcome, Failure):
         raise ValueError(outcome.words)
     if outcome is None:
         return None
     size: Any = abs(outcome) if isinstance(outcome, numbers.Real) else None
     if size is None or not size <= LARGEST_REWARD:  # NaN is not
-        allowed = f"a finite number, at most {LARGEST_REWARD:.0e} in magnitude, or None for no signal"
-        raise ValueError(f"returned {outcome!r:.80} ({type(outcome).__name__}); a reward must be {allowed}")
+        allowed = (
+            f"a finite number, at most {LARGEST_REWARD:.0e} in magnitude, or None for no signal"
+        )
+        raise ValueError(
+            f"returned {outcome!r:.80} ({type(outcome).__name__}); a reward must be {allowed}"
+        )
     return outcome if isinstance(outcome, WeightedSum) else float(outcome)
 
 
@@ -112,17 +124,22 @@ def as_verdict(outcome: Any) -> bool:
         raise ValueError(outcome.words)
     if outcome not in (True, False):  # 1.0 and 0.0 too
         kind = type(outcome).__name__
-        raise ValueError(f"returned {outcome!r:.80} ({kind}); a verdict must be true or false, or 1 or 0")
+        raise ValueError(
+            f"returned {outcome!r:.80} ({kind}); a verdict must be true or false, or 1 or 0"
+        )
     return bool(outcome)
 
 
 Scorer = Callable[[Sequence[Response]], list[Any]]
-"""Responses → an outcome each: a number (None: no signal), or for a checker a verdict; a `Failure` where there is
-none."""
+"""Responses → an outcome each: a number (None: no signal), or for a checker a verdict; a `Failure`
+where there is none.
+"""
 
 
 class Source(Protocol):
-    """A stateless source of problems: problem k of a split and seed is the same whatever was asked before."""
+    """A stateless source of problems: problem k of a split and seed is the same whatever was asked
+    before.
+    """
 
     @property
     def name(self) -> str:
@@ -139,12 +156,16 @@ class Source(Protocol):
 
 
 def solution_of(problem: Problem) -> str:
-    """A right completion, for supervised training: the worked solution where the task has them, else the answer."""
+    """A right completion, for supervised training: the worked solution where the task has them,
+    else the answer.
+    """
     return problem.metadata.get("worked_solution", problem.answer)
 
 
 def is_heldout(question: str) -> bool:
-    """Whether a question belongs to the held-out split: one in `HELDOUT_ONE_IN`, by SHA-256 of its text."""
+    """Whether a question belongs to the held-out split: one in `HELDOUT_ONE_IN`, by SHA-256 of its
+    text.
+    """
     return stable_hash(question) % HELDOUT_ONE_IN == 0
 
 

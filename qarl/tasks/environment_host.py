@@ -1,10 +1,13 @@
-"""The child processes of an environment class: a host that has imported it, and a fork of the host a conversation.
+"""The child processes of an environment class: a host that has imported it, and a fork of the host
+a conversation.
 
-    python -c "from qarl.tasks.environment_host import serve; serve(FD)"          (see `qarl.tasks.environments`)
+    python -c "from qarl.tasks.environment_host import serve; serve(FD)"          (see
+    `qarl.tasks.environments`)
 
-Over the host's pipe comes one `Job`, answered by a `Description`, or in words by why the class cannot be used; then
-file descriptors, each the pipe of a conversation, answered by the process that is at its other end. There comes one
-`Call` after another, answered by what the method returned, or by a `Failure`.
+Over the host's pipe comes one `Job`, answered by a `Description`, or in words by why the class
+cannot be used; then file descriptors, each the pipe of a conversation, answered by the process that
+is at its other end. There comes one `Call` after another, answered by what the method returned, or
+by a `Failure`.
 """
 
 import asyncio
@@ -35,7 +38,9 @@ _TAKES = "with public methods as its tools (docs/guide/conversations.md)"
 
 @dataclass(frozen=True)
 class Description:
-    """tools: JSON schemas, as chat templates take them. methods: all public ones, `reset` and `get_reward` too."""
+    """tools: JSON schemas, as chat templates take them. methods: all public ones, `reset` and
+    `get_reward` too.
+    """
 
     tools: tuple[dict[str, Any], ...]
     methods: frozenset[str]
@@ -43,8 +48,9 @@ class Description:
 
 @dataclass(frozen=True)
 class Call:
-    """name: of a method. arguments: its keyword arguments, of which `reset` gets those it takes. seed: of `random`, and
-    of numpy where it is imported, so that a run draws the same again."""
+    """name: of a method. arguments: its keyword arguments, of which `reset` gets those it takes.
+    seed: of `random`, and of numpy where it is imported, so that a run draws the same again.
+    """
 
     name: str
     arguments: dict[str, Any]
@@ -56,17 +62,22 @@ def serve(fd: int) -> None:
     life = os.dup(0)
     connection, job = begin(fd)
     try:
-        environment: Any = load_function(FunctionKind(job.word, _TAKES, TaskError, "class"), job.spec)
+        environment: Any = load_function(
+            FunctionKind(job.word, _TAKES, TaskError, "class"), job.spec
+        )
     except TaskError as error:
         return connection.send(str(error))
-    if not (pid := os.fork()):  # which imports transformers: the host stays small, and its forks quick
+    # which imports transformers: the host stays small, and its forks quick
+    if not (pid := os.fork()):
         try:
             connection.send(describe(job.spec, environment))
-        except Exception as error:  # `TaskError`, and whatever is wrong with transformers
+        # `TaskError`, and whatever is wrong with transformers
+        except Exception as error:
             connection.send(str(error))
         os._exit(0)
     os.waitpid(pid, 0)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks that ended leave nothing to collect
+    # forks that ended leave nothing to collect
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with suppress(EOFError, OSError):  # the parent closed the pipe, or is gone
         while True:
             pipe = recv_handle(connection)
@@ -78,29 +89,38 @@ def serve(fd: int) -> None:
 
 
 def describe(spec: str, environment: Any) -> Description:
-    """Raises `TaskError` for what is no class, has no tool, or a tool without docstring or types."""
+    """Raises `TaskError` for what is no class, has no tool, or a tool without docstring or
+    types.
+    """
     from transformers.utils.chat_template_utils import get_json_schema
 
     if not inspect.isclass(environment):
         raise TaskError(f"environment {spec!r} must be a class {_TAKES}")
-    methods = {name: value for name, value in inspect.getmembers(environment, callable) if not name.startswith("_")}
+    methods = {
+        name: value
+        for name, value in inspect.getmembers(environment, callable)
+        if not name.startswith("_")
+    }
     tools = []
     for name in [name for name in methods if name not in (RESET, REWARD)]:
         try:
             tools.append(get_json_schema(methods[name]))
         except Exception as error:  # of transformers, or what annotations raise
             raise TaskError(
-                f"environment {spec!r}: the tool {name!r} cannot be described: {error}; give it types and a docstring "
-                "with an 'Args:' section, or begin its name with _"
+                f"environment {spec!r}: the tool {name!r} cannot be described: {error}; give it"
+                " types and a docstring with an 'Args:' section, or begin its name with _"
             ) from error
     if not tools:
         raise TaskError(
-            f"environment {spec!r} has no public method but {sorted(methods)}; its public methods are the tools"
+            f"environment {spec!r} has no public method but {sorted(methods)}; its public methods"
+            " are the tools"
         )
     return Description(tuple(tools), frozenset(methods))
 
 
-def _converse(connection: Connection, life: int, environment: Callable[[], Any], time_limit: float) -> None:
+def _converse(
+    connection: Connection, life: int, environment: Callable[[], Any], time_limit: float
+) -> None:
     """A fork's whole life. life: see `end_with`."""
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # for what tools start
@@ -114,7 +134,11 @@ def _converse(connection: Connection, life: int, environment: Callable[[], Any],
                 with _timed(time_limit):
                     if instance is None:
                         instance = attempt(environment)
-                    outcome = instance if isinstance(instance, Failure) else attempt(_called, runner, instance, call)
+                    outcome = (
+                        instance
+                        if isinstance(instance, Failure)
+                        else attempt(_called, runner, instance, call)
+                    )
                 connection.send(_as_text(outcome) if call.name != REWARD else sendable(outcome))
     finally:  # whatever the tools did, and without what the host would do at its end
         os._exit(0)
@@ -131,12 +155,15 @@ def _called(runner: asyncio.Runner, instance: Any, call: Call) -> Any:
     except (Exception, SystemExit) as error:
         if call.name in (RESET, REWARD):
             raise
-        return Failure(f"{type(error).__name__}: {error}")  # the policy is not told in which file and line
+        # the policy is not told in which file and line
+        return Failure(f"{type(error).__name__}: {error}")
 
 
 @contextmanager
 def _timed(seconds: float) -> Iterator[None]:
-    """Raise `TimeoutError` in what is called within; a call that cannot be interrupted is ended by the parent."""
+    """Raise `TimeoutError` in what is called within; a call that cannot be interrupted is ended by
+    the parent.
+    """
 
     def ring(*_: Any) -> None:
         raise TimeoutError(too_long(seconds))
@@ -163,7 +190,9 @@ def _as_text(outcome: Any) -> Any:
         try:
             outcome = json.dumps(outcome, ensure_ascii=False, default=str)
         except Exception as error:
-            return Failure(f"returned a {type(outcome).__name__} that is neither text nor JSON: {error}")
+            return Failure(
+                f"returned a {type(outcome).__name__} that is neither text nor JSON: {error}"
+            )
     if isinstance(outcome, str) and len(outcome) > LONGEST:
         return f"{outcome[:LONGEST]}… ({len(outcome)} characters, cut off)"
     return outcome

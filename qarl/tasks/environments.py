@@ -1,5 +1,6 @@
-"""An environment class, an instance a conversation, each in a process of its own: a tool that hangs or ends its process
-ends no run, and no other conversation."""
+"""An environment class, an instance a conversation, each in a process of its own: a tool that hangs
+or ends its process ends no run, and no other conversation.
+"""
 
 import asyncio
 import functools
@@ -29,11 +30,19 @@ _AT_ONCE = 4 * (os.cpu_count() or 1)
 
 
 class Environments:
-    """A class's host. spec: its name. time_limit: seconds of a method's call. Raises `TaskError` where unusable."""
+    """A class's host. spec: its name. time_limit: seconds of a method's call. Raises `TaskError`
+    where unusable.
+    """
 
     def __init__(self, spec: str, time_limit: float):
         self.time_limit = time_limit
-        job = Job(word="environment", spec=spec, task="", time_limit=time_limit, path=tuple(sys.path))
+        job = Job(
+            word="environment",
+            spec=spec,
+            task="",
+            time_limit=time_limit,
+            path=tuple(sys.path),
+        )
         self._host = Child(job, "qarl.tasks.environment_host")
         self.description: Description = self._host.start()
         self._asking = threading.Lock()
@@ -54,7 +63,9 @@ class Environments:
                 return Environment(mine, self._host.pipe.recv(), self)
             except (EOFError, OSError):
                 mine.close()
-                raise RewardError(f"environment: its host ended ({self._host.ending()}); is memory short?") from None
+                raise RewardError(
+                    f"environment: its host ended ({self._host.ending()}); is memory short?"
+                ) from None
 
     def opening(self, problem: Problem) -> str:
         """What `reset` says at a problem, "" for nothing. Raises `RewardError` where it fails."""
@@ -83,18 +94,26 @@ class Environment:
         """Why there is no instance any more."""
 
     async def reset(self, problem: Problem) -> str:
-        """Begin a problem; what the class says of it, "" for nothing. Raises `RewardError` where it fails."""
+        """Begin a problem; what the class says of it, "" for nothing. Raises `RewardError` where it
+        fails.
+        """
         if RESET not in self._of.description.methods:
             return ""
-        row = {"question": problem.question, "answer": problem.answer, "prompt": problem.chat, **problem.metadata}
+        row = {
+            "question": problem.question,
+            "answer": problem.answer,
+            "prompt": problem.chat,
+            **problem.metadata,
+        }
         outcome = await self.call(RESET, row, problem.id)
         if isinstance(outcome, Failure):
             raise RewardError(f"environment: reset of problem {problem.id!r} {outcome.words}")
         return outcome or ""
 
     async def call(self, name: str, arguments: Mapping[str, Any], seed: str) -> Any:
-        """What a method returns, texts for tools, or a `Failure`. One that is not done in time, or ends its process,
-        leaves no instance, and further calls fail as it did."""
+        """What a method returns, texts for tools, or a `Failure`. One that is not done in time, or
+        ends its process, leaves no instance, and further calls fail as it did.
+        """
         async with self._of.turns:
             if self.lost is None:
                 try:
@@ -109,7 +128,9 @@ class Environment:
             return Failure(f"{self.lost}; the environment is gone")
 
     def close(self) -> None:
-        """End its process, and what it started; once, since its number may be another's afterwards."""
+        """End its process, and what it started; once, since its number may be another's
+        afterwards.
+        """
         if self._pipe.closed:
             return
         with suppress(ProcessLookupError):
@@ -118,7 +139,9 @@ class Environment:
 
 
 def completed(work: Coroutine[Any, Any, Result]) -> Result:
-    """What a coroutine returns, in a thread of its own where this one runs a loop already, as a notebook does."""
+    """What a coroutine returns, in a thread of its own where this one runs a loop already, as a
+    notebook does.
+    """
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -133,7 +156,8 @@ async def readable(pipe: Connection, seconds: float) -> None:
     answered = asyncio.Event()
     loop.add_reader(fd, answered.set)
     try:
-        for _ in range(10):  # while turns are sampled the loop stands still, which uses up one part at most
+        # while turns are sampled the loop stands still, which uses up one part at most
+        for _ in range(10):
             with suppress(TimeoutError):
                 await asyncio.wait_for(answered.wait(), seconds / 10)
                 return

@@ -1,5 +1,6 @@
-r"""What a worker of `qarl.tasks.math` imports: math-verify, once through all its parts, so that no answer's time limit
-has to cover what the first costs (sympy, and the grammar's tables: seconds)."""
+r"""What a worker of `qarl.tasks.math` imports: math-verify, once through all its parts, so that no
+answer's time limit has to cover what the first costs (sympy, and the grammar's tables: seconds).
+"""
 
 import logging
 from functools import lru_cache
@@ -13,12 +14,15 @@ from qarl.tasks.rewards import last_box
 _READ = (LatexExtractionConfig(),)
 """As verl reads references and answers (`verl/utils/reward_score/math_verify.py`)."""
 
-logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns of a time-out with all of the answer
+# it warns of a time-out with all of the answer
+logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 
 
 def math_answer(problem: Problem, text: str) -> float | None:
-    r"""1.0 where the last \boxed{…} of the text holds a value equal to the reference answer, 0.0 where it does not or
-    there is none; None where the reference answer itself cannot be read as mathematics."""
+    r"""1.0 where the last \boxed{…} of the text holds a value equal to the reference answer, 0.0
+    where it does not or there is none; None where the reference answer itself cannot be read as
+    mathematics.
+    """
     reference = _reference(problem.answer)
     if not reference:
         return None

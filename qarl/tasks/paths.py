@@ -1,5 +1,7 @@
-"""Files and folders that a task names: absolute in a run's configuration, so that it is found again from any working
-folder, and relative to the folder in an export's note, which may be moved or published."""
+"""Files and folders that a task names: absolute in a run's configuration, so that it is found again
+from any working folder, and relative to the folder in an export's note, which may be moved or
+published.
+"""
 
 import os
 import re
@@ -20,7 +22,11 @@ def absolute(task: TaskConfig, base: Path) -> TaskConfig:
 
 def relative(task: TaskConfig, base: Path) -> TaskConfig:
     """With every absolute path relative to `base`; the inverse of `absolute`."""
-    return _with_paths(task, base, lambda path: os.path.relpath(path, base) if os.path.isabs(path) else path)
+    return _with_paths(
+        task,
+        base,
+        lambda path: os.path.relpath(path, base) if os.path.isabs(path) else path,
+    )
 
 
 def absolute_function(spec: str, base: Path) -> str:
@@ -30,7 +36,9 @@ def absolute_function(spec: str, base: Path) -> str:
 
 def _with_paths(task: TaskConfig, base: Path, change: Callable[[str], str]) -> TaskConfig:
     questions = {field: _place(getattr(task, field), base, change) for field in ("name", "data")}
-    specs = {field: getattr(task, field) for field in ("reward", "correct", "rollout", "environment")}
+    specs = {
+        field: getattr(task, field) for field in ("reward", "correct", "rollout", "environment")
+    }
     functions = {field: spec and _with_files(spec, change) for field, spec in specs.items()}
     return task.model_copy(update=questions | functions)
 
@@ -41,7 +49,8 @@ def _place(name: str | None, base: Path, change: Callable[[str], str]) -> str | 
     path = name.removeprefix(HUB)
     if not name.startswith(HUB):
         return change(path)
-    return f"{HUB}{change(path)}" if (base / path).is_dir() else name  # else it is an id
+    # else it is an id
+    return f"{HUB}{change(path)}" if (base / path).is_dir() else name
 
 
 def _with_files(spec: str, change: Callable[[str], str]) -> str:

@@ -10,7 +10,15 @@ from typing import Any
 
 from qarl.configs.seeds import stable_hash
 from qarl.configs.words import did_you_mean
-from qarl.tasks.base import Failure, Problem, Scorer, Split, TaskError, check_request, is_heldout
+from qarl.tasks.base import (
+    Failure,
+    Problem,
+    Scorer,
+    Split,
+    TaskError,
+    check_request,
+    is_heldout,
+)
 from qarl.tasks.math import TIME_LIMIT
 from qarl.tasks.rewards import each
 from qarl.tasks.worker import Job
@@ -19,31 +27,46 @@ from qarl.tasks.workers import Workers
 DEFAULT_OPTIONS: dict[str, dict[str, Any]] = {
     "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
 }
-"""Options of a task when the user gives none: two-term sums and differences of 1- to 2-digit numbers."""
+"""Options of a task when the user gives none: two-term sums and differences of 1- to 2-digit
+numbers.
+"""
 
-_KINDS = {"int": ((int,), "a whole number"), "float": ((int, float), "a number"), "bool": ((bool,), "true or false")}
+_KINDS = {
+    "int": ((int,), "a whole number"),
+    "float": ((int, float), "a number"),
+    "bool": ((bool,), "true or false"),
+}
 OWN_OPTIONS = ("seed", "size")
-"""Dataset fields that are QaRL's to choose, so that problems stay a pure function of (split, seed, k)."""
+"""Dataset fields that are QaRL's to choose, so that problems stay a pure function of (split, seed,
+k).
+"""
 
 BLOCK = 256
-"""Problems that share one dataset object: some datasets precompute `size` entries, so it is kept small."""
+"""Problems that share one dataset object: some datasets precompute `size` entries, so it is kept
+small.
+"""
 
 MAX_DRAWS = 256
-"""Candidates drawn for one problem before its split counts as empty; by chance, (7/8)^256 ≈ 1e-15."""
+"""Candidates drawn for one problem before its split counts as empty; by chance, (7/8)^256 ≈
+1e-15.
+"""
 
-IN_PROCESS = ("chain_sum", "running_total", "lookup_sum")  # which compare texts and evaluate none
+# which compare texts and evaluate none
+IN_PROCESS = ("chain_sum", "running_total", "lookup_sum")
 
 
 class ReasoningGymTask:
     """A reasoning-gym dataset as an endless task with disjoint training and held-out questions.
 
-    `score` is reasoning-gym's own, which for many datasets, chain_sum included, gives a wrong answer that
-    contains the right one partial credit (len(right) / len(given): "77" earns 0.5 where "7" is right).
-    `correct` counts full scores only; `reward="qarl.tasks:exact_reward"` trains without partial credit.
+    `score` is reasoning-gym's own, which for many datasets, chain_sum included, gives a wrong
+    answer that contains the right one partial credit (len(right) / len(given): "77" earns 0.5 where
+    "7" is right). `correct` counts full scores only; `reward="qarl.tasks:exact_reward"` trains
+    without partial credit.
     """
 
     def __init__(self, name: str, options: dict[str, Any] | None = None) -> None:
-        """Validate the dataset's name and options; no option given means `DEFAULT_OPTIONS`, if it has any.
+        """Validate the dataset's name and options; no option given means `DEFAULT_OPTIONS`, if it
+        has any.
 
         Raises:
             TaskError: unknown name or option, or values that the dataset refuses.
@@ -56,28 +79,47 @@ class ReasoningGymTask:
         self._scorer = self._dataset(0)
 
     def problems(self, split: Split, start: int, count: int, seed: int) -> list[Problem]:
-        """Problems start, …, start + count - 1 of the split for this seed, told apart by `is_heldout`.
+        """Problems start, …, start + count - 1 of the split for this seed, told apart by
+        `is_heldout`.
 
         Raises:
-            TaskError: bad request, or `MAX_DRAWS` candidates without one of this split (a tiny task).
+            TaskError: bad request, or `MAX_DRAWS` candidates without one of this split (a tiny
+            task).
         """
         check_request(split, start, count)
         return [self._problem(split, seed, index) for index in range(start, start + count)]
 
     def score(self, problem: Problem, text: str) -> float:
-        """reasoning-gym's score of the stripped text, in [0, 1]; see the class on partial credit."""
-        entry = {"question": problem.question, "answer": problem.answer, "metadata": problem.metadata}
+        """reasoning-gym's score of the stripped text, in [0, 1]; see the class on partial
+        credit.
+        """
+        entry = {
+            "question": problem.question,
+            "answer": problem.answer,
+            "metadata": problem.metadata,
+        }
         return self._scorer.score_answer(text.strip(), entry)
 
     def scorer(self) -> Scorer:
-        """`score`, 0.0 where it raises; in a process, and as long as `math`: sympy evaluates the text for many."""
+        """`score`, 0.0 where it raises; in a process, and as long as `math`: sympy evaluates the
+        text for many.
+        """
         if self.name in IN_PROCESS:
             return each(self.score)
         spec, path = "qarl.tasks.procedural:score_of", tuple(sys.path)
         options = {"name": self.name, "options": json.dumps(self.options)}
-        job = Job(word="reward", spec=spec, task=self.name, time_limit=TIME_LIMIT, path=path, options=options)
+        job = Job(
+            word="reward",
+            spec=spec,
+            task=self.name,
+            time_limit=TIME_LIMIT,
+            path=path,
+            options=options,
+        )
         judge = Workers(job, goes_on=True)
-        return lambda responses: [0.0 if isinstance(score, Failure) else score for score in judge(responses)]
+        return lambda responses: [
+            0.0 if isinstance(score, Failure) else score for score in judge(responses)
+        ]
 
     def _problem(self, split: Split, seed: int, index: int) -> Problem:
         block, row = divmod(index, BLOCK)
@@ -87,20 +129,32 @@ class ReasoningGymTask:
             try:
                 entry = dataset[row]
             except Exception as error:  # what its own checks let through
-                raise TaskError(f"task {self.name!r} fails with the options {self.options}: {error}") from error
+                raise TaskError(
+                    f"task {self.name!r} fails with the options {self.options}: {error}"
+                ) from error
             if is_heldout(entry["question"]) == (split == "heldout"):
                 problem_id = f"{self.name}/{split}/{seed}/{index}"
-                return Problem(problem_id, entry["question"], str(entry["answer"]), entry["metadata"])
+                return Problem(
+                    problem_id,
+                    entry["question"],
+                    str(entry["answer"]),
+                    entry["metadata"],
+                )
         raise TaskError(
-            f"task {self.name!r} with options {self.options} gave no {split} question in {MAX_DRAWS} draws; "
-            "its space is too small to set questions aside: choose options with more distinct questions"
+            f"task {self.name!r} with options {self.options} gave no {split} question in"
+            f" {MAX_DRAWS} draws; its space is too small to set questions aside: choose options"
+            " with more distinct questions"
         )
 
     def _create_dataset(self, seed: int) -> Any:
         try:
-            return self._dataset_class(config=self._config_class(**self.options, seed=seed, size=BLOCK))
+            return self._dataset_class(
+                config=self._config_class(**self.options, seed=seed, size=BLOCK)
+            )
         except Exception as error:  # reasoning-gym validates with assertions
-            raise TaskError(f"task {self.name!r} refuses the options {self.options}: {error}") from error
+            raise TaskError(
+                f"task {self.name!r} refuses the options {self.options}: {error}"
+            ) from error
 
 
 @lru_cache
@@ -114,9 +168,12 @@ def score_of(problem: Problem, text: str, name: str = "", options: str = "{}") -
 
 
 def reasoning_gym_datasets() -> dict[str, tuple[type, type]]:
-    """Every dataset reasoning-gym has, and ours: name -> (dataset class, config class). Imports it (seconds)."""
+    """Every dataset reasoning-gym has, and ours: name -> (dataset class, config class). Imports it
+    (seconds).
+    """
     with warnings.catch_warnings():
-        # Its dependency cellpylib compares strings with `is`; compiling that warns once per installation.
+        # Its dependency cellpylib compares strings with `is`; compiling that warns once per
+        # installation.
         warnings.filterwarnings("ignore", category=SyntaxWarning, message='.*"is" with')
         from reasoning_gym.factory import DATASETS
 
@@ -125,34 +182,51 @@ def reasoning_gym_datasets() -> dict[str, tuple[type, type]]:
 
 
 def dataset_of(name: str) -> tuple[Any, Any]:
-    """A dataset's class and its config's. Raises `TaskError` for an unknown name, with the nearest."""
+    """A dataset's class and its config's. Raises `TaskError` for an unknown name, with the
+    nearest.
+    """
     datasets = reasoning_gym_datasets()
     if name in datasets:
         return datasets[name]
     near = difflib.get_close_matches(name, datasets, n=3, cutoff=0.5)
     hint = f"; did you mean {', '.join(near)}?" if near else ""
     if "/" in name or "." in name:
-        lines = f"; a list becomes lines by: jq -c '.[]' {name} > {name}l" if name.endswith(".json") else ""
+        lines = (
+            f"; a list becomes lines by: jq -c '.[]' {name} > {name}l"
+            if name.endswith(".json")
+            else ""
+        )
         raise TaskError(
-            f"task {name!r} is no built-in one; a file of questions is a .jsonl, .csv, .tsv or .parquet, and a Hugging "
-            f"Face data set, or a folder with one, reads hf:{name}{lines}"
+            f"task {name!r} is no built-in one; a file of questions is a .jsonl, .csv, .tsv or"
+            f" .parquet, and a Hugging Face data set, or a folder with one, reads hf:{name}{lines}"
         )
     raise TaskError(
-        f"unknown task {name!r}; it must be one of {len(datasets)} built-in ones, which `qarl tasks` lists, a path "
-        f"ending in .jsonl, .csv, .tsv or .parquet, or hf:DATASET{hint}"
+        f"unknown task {name!r}; it must be one of {len(datasets)} built-in ones, which `qarl"
+        f" tasks` lists, a path ending in .jsonl, .csv, .tsv or .parquet, or hf:DATASET{hint}"
     )
 
 
 def _check_option_names(name: str, options: dict[str, Any], config_class: Any) -> None:
     own = [option for option in options if option in OWN_OPTIONS]
     if own:
-        raise TaskError(f"task option {own[0]!r} is chosen by QaRL; seed is the run's, size is endless")
-    allowed = [field.name for field in dataclasses.fields(config_class) if field.name not in OWN_OPTIONS]
+        raise TaskError(
+            f"task option {own[0]!r} is chosen by QaRL; seed is the run's, size is endless"
+        )
+    allowed = [
+        field.name for field in dataclasses.fields(config_class) if field.name not in OWN_OPTIONS
+    ]
     for option in options:
         if option not in allowed:
             near = did_you_mean(option, allowed)
-            raise TaskError(f"unknown option {option!r} of task {name!r}; allowed: {', '.join(allowed)}{near}")
+            raise TaskError(
+                f"unknown option {option!r} of task {name!r}; allowed: {', '.join(allowed)}{near}"
+            )
     for field in dataclasses.fields(config_class):
-        kind, value = getattr(field.type, "__name__", field.type), options.get(field.name)
+        kind, value = (
+            getattr(field.type, "__name__", field.type),
+            options.get(field.name),
+        )
         if field.name in options and kind in _KINDS and type(value) not in _KINDS[kind][0]:
-            raise TaskError(f"option {field.name!r} of task {name!r} is {value!r}; it must be {_KINDS[kind][1]}")
+            raise TaskError(
+                f"option {field.name!r} of task {name!r} is {value!r}; it must be {_KINDS[kind][1]}"
+            )

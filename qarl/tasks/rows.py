@@ -1,6 +1,8 @@
-"""Rows of a person's questions, wherever they lie: JSON lines, CSV, TSV and Parquet files, Hugging Face data sets.
+"""Rows of a person's questions, wherever they lie: JSON lines, CSV, TSV and Parquet files, Hugging
+Face data sets.
 
-A row is a mapping of columns to values with the place it came from, such as "q.jsonl:3", for messages.
+A row is a mapping of columns to values with the place it came from, such as "q.jsonl:3", for
+messages.
 """
 
 import csv
@@ -20,7 +22,9 @@ HUB = "hf:"
 
 @dataclass(frozen=True)
 class Row:
-    """where: file or data set and number of the row. split: set aside by where it lies; None: not decided."""
+    """where: file or data set and number of the row. split: set aside by where it lies; None: not
+    decided.
+    """
 
     where: str
     values: dict[str, Any]
@@ -38,12 +42,19 @@ def short_name(name: str) -> str:
 
 
 def file_rows(path: Path) -> list[Row]:
-    """All rows of a file. Raises `TaskError` for one that is missing, empty or not in the format of its ending."""
+    """All rows of a file. Raises `TaskError` for one that is missing, empty or not in the format of
+    its ending.
+    """
     if not path.is_file():
         if path.is_dir():
             raise TaskError(f"task file {path} is a folder")
-        here = f" in {Path.cwd()}, where relative paths begin; change to its folder, or give its whole path"
-        raise TaskError(f"task file {path} does not exist{'; check its name' if path.is_absolute() else here}")
+        here = (
+            f" in {Path.cwd()}, where relative paths begin; change to its folder, or give its whole"
+            " path"
+        )
+        raise TaskError(
+            f"task file {path} does not exist{'; check its name' if path.is_absolute() else here}"
+        )
     try:
         return list(_READERS[path.suffix](path))
     except OSError as error:
@@ -57,7 +68,8 @@ def _jsonl(path: Path) -> Iterator[Row]:
         where = f"{path}:{number}"
         try:
             values: Any = json.loads(line)
-            json.dumps(values, ensure_ascii=False).encode()  # half a surrogate pair is no text
+            # half a surrogate pair is no text
+            json.dumps(values, ensure_ascii=False).encode()
         except ValueError as error:
             raise TaskError(f"{where}: not valid JSON: {error}") from error
         if not isinstance(values, dict):
@@ -66,7 +78,9 @@ def _jsonl(path: Path) -> Iterator[Row]:
 
 
 def _csv(path: Path) -> Iterator[Row]:
-    reader = csv.DictReader(io.StringIO(_text(path)), delimiter="\t" if path.suffix == ".tsv" else ",")
+    reader = csv.DictReader(
+        io.StringIO(_text(path)), delimiter="\t" if path.suffix == ".tsv" else ","
+    )
     try:
         columns = reader.fieldnames or ()
         if len({*columns}) < len(columns):
@@ -74,9 +88,14 @@ def _csv(path: Path) -> Iterator[Row]:
         for values in reader:
             where = f"{path}:{reader.line_num}"
             if None in values:
-                raise TaskError(f"{where}: more fields than the {len(columns)} columns; quote fields that hold commas")
+                raise TaskError(
+                    f"{where}: more fields than the {len(columns)} columns; quote fields that hold"
+                    " commas"
+                )
             if None in values.values():
-                raise TaskError(f"{where}: fewer fields than the {len(columns)} columns ({', '.join(columns)})")
+                raise TaskError(
+                    f"{where}: fewer fields than the {len(columns)} columns ({', '.join(columns)})"
+                )
             yield Row(where, dict(values))
     except csv.Error as error:
         raise TaskError(f"{path}:{reader.line_num}: {error}; save the file as CSV anew") from error
@@ -89,7 +108,9 @@ def _parquet(path: Path) -> Iterator[Row]:
     try:
         table = parquet.read_table(path)
     except pyarrow.ArrowException as error:
-        raise TaskError(f"task file {path} is no Parquet file: {str(error).splitlines()[0]}") from error
+        raise TaskError(
+            f"task file {path} is no Parquet file: {str(error).splitlines()[0]}"
+        ) from error
     for number, values in enumerate(table.to_pylist(), start=1):
         yield Row(f"{path}:{number}", values)
 
@@ -111,22 +132,30 @@ def _text(path: Path) -> str:
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
         raise TaskError(
-            f"{path}:{line}: not UTF-8 text (byte {error.object[error.start]:#04x}); save the file as UTF-8"
+            f"{path}:{line}: not UTF-8 text (byte {error.object[error.start]:#04x}); save the file"
+            " as UTF-8"
         ) from error
 
 
 def hub_rows(name: str, subset: str | None, split: str, heldout: str | None) -> list[Row]:
-    """Rows of a Hugging Face data set: "hf:owner/name" from the Hub or its cache, or "hf:FOLDER" from a local copy of
-    one, of data files, or of what `save_to_disk` wrote. Imports `datasets` (seconds).
+    """Rows of a Hugging Face data set: "hf:owner/name" from the Hub or its cache, or "hf:FOLDER"
+    from a local copy of one, of data files, or of what `save_to_disk` wrote. Imports `datasets`
+    (seconds).
 
     split: to train on. heldout: to evaluate on; None leaves that to the questions' hashes.
 
     Raises:
         TaskError: it cannot be found or read, or has no such subset or split.
     """
-    rows = [Row(f"{name}[{split}]:{n}", row, "train" if heldout else None) for n, row in _split(name, subset, split)]
+    rows = [
+        Row(f"{name}[{split}]:{n}", row, "train" if heldout else None)
+        for n, row in _split(name, subset, split)
+    ]
     if heldout is not None:
-        rows += [Row(f"{name}[{heldout}]:{n}", row, "heldout") for n, row in _split(name, subset, heldout)]
+        rows += [
+            Row(f"{name}[{heldout}]:{n}", row, "heldout")
+            for n, row in _split(name, subset, heldout)
+        ]
     return rows
 
 
@@ -136,19 +165,27 @@ def _split(name: str, subset: str | None, split: str) -> Iterator[tuple[int, dic
     place = name.removeprefix(HUB)
     folder = Path(place)
     if not folder.is_dir() and (place.startswith((".", "/", "~")) or place.count("/") != 1):
-        raise TaskError(f"{name!r}: there is no folder {place!r}; give one, or a data set's id, as in hf:owner/name")
+        raise TaskError(
+            f"{name!r}: there is no folder {place!r}; give one, or a data set's id, as in"
+            " hf:owner/name"
+        )
     datasets.disable_progress_bars()
     try:
         if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
             dataset: Any = _from_disk(name, folder, split)
         else:
             with nullcontext() if folder.is_dir() else hub_or_cache():
-                dataset = datasets.load_dataset(str(folder) if folder.is_dir() else place, subset, split=split)
+                dataset = datasets.load_dataset(
+                    str(folder) if folder.is_dir() else place, subset, split=split
+                )
     except TaskError:
         raise
-    except Exception as error:  # its own errors, those of the network, and those of the files' formats
+    # its own errors, those of the network, and those of the files' formats
+    except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        raise TaskError(f"data set {name!r} cannot be loaded: {reason}; {_remedy(error, place)}") from error
+        raise TaskError(
+            f"data set {name!r} cannot be loaded: {reason}; {_remedy(error, place)}"
+        ) from error
     return enumerate((dict(row) for row in dataset), start=1)
 
 
@@ -160,7 +197,8 @@ def _from_disk(name: str, folder: Path, split: str) -> Any:
         return dataset
     if split not in dataset:
         raise TaskError(
-            f"data set {name!r} has no split {split!r}; it has {', '.join(map(str, dataset))}: name one by --task.split"
+            f"data set {name!r} has no split {split!r}; it has {', '.join(map(str, dataset))}: name"
+            " one by --task.split"
         )
     return dataset[split]
 
@@ -172,6 +210,7 @@ def _remedy(error: Exception, place: str) -> str:
     if "split" in words:
         return "name another by --task.split or --task.heldout"
     return (
-        "check its name and the network (HF_TOKEN for a gated one), or copy it by `hf download --repo-type dataset "
-        f"{place} --local-dir DIR` and give hf:DIR (of task math by --task.data)"
+        "check its name and the network (HF_TOKEN for a gated one), or copy it by `hf download"
+        f" --repo-type dataset {place} --local-dir DIR` and give hf:DIR (of task math by"
+        " --task.data)"
     )

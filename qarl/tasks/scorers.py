@@ -1,4 +1,6 @@
-"""From the words of the configuration to what judges responses: shipped ones by name, a person's by file or module."""
+"""From the words of the configuration to what judges responses: shipped ones by name, a person's by
+file or module.
+"""
 
 import logging
 import re
@@ -16,8 +18,14 @@ from qarl.tasks.signatures import TAKES, load_judge, outcomes
 from qarl.tasks.worker import Job
 from qarl.tasks.workers import Workers
 
-_REWARDS: Mapping[str, Callable[[], Scorer]] = {"exact": lambda: each(exact_answer), "math": math_scorer}
-_CHECKERS: Mapping[str, Callable[[], Scorer]] = {"exact": lambda: each(exact_answer), "math": math_checker}
+_REWARDS: Mapping[str, Callable[[], Scorer]] = {
+    "exact": lambda: each(exact_answer),
+    "math": math_scorer,
+}
+_CHECKERS: Mapping[str, Callable[[], Scorer]] = {
+    "exact": lambda: each(exact_answer),
+    "math": math_checker,
+}
 _RETRY_SECONDS = (1.0, 10.0)
 """Before a reward that failed is asked again: what it asks over the network may need a moment."""
 _log = logging.getLogger(__name__)
@@ -25,8 +33,9 @@ _TERM = re.compile(r"(?P<spec>.*?)(?:=(?P<weight>[^=:/]*))?")
 
 
 def _weighted(outcomes: Mapping[str, Any], weights: Sequence[float]) -> Any:
-    """The sum of several rewards of one response, by their names; one that gives no signal (None) adds nothing, and
-    where none gives any, there is none."""
+    """The sum of several rewards of one response, by their names; one that gives no signal (None)
+    adds nothing, and where none gives any, there is none.
+    """
     for outcome in outcomes.values():
         if isinstance(outcome, Failure) or not isinstance(outcome, int | float | None):
             return outcome  # for the task to complain about
@@ -35,7 +44,9 @@ def _weighted(outcomes: Mapping[str, Any], weights: Sequence[float]) -> Any:
     return WeightedSum(sum(parts), dict(outcomes)) if parts else None
 
 
-def reward_of(words: str, task: str, time_limit: float, memory_limit: float | None = None) -> Scorer:
+def reward_of(
+    words: str, task: str, time_limit: float, memory_limit: float | None = None
+) -> Scorer:
     """The reward that `words` name: one, or several with weights ("mine.py:a=1, mine.py:b=0.2").
 
     task: its name. time_limit: seconds for a call of a person's function. memory_limit: see `Job`.
@@ -58,8 +69,9 @@ def reward_of(words: str, task: str, time_limit: float, memory_limit: float | No
 
 
 def tolerant(scorer: Scorer, on_error: str) -> Scorer:
-    """A reward whose failures, outcomes that are no reward among them, are what `task.on_error` says: final ("stop"),
-    asked again, or no signal ("none"), which is said once a call."""
+    """A reward whose failures, outcomes that are no reward among them, are what `task.on_error`
+    says: final ("stop"), asked again, or no signal ("none"), which is said once a call.
+    """
     if on_error == "stop":
         return scorer
 
@@ -68,9 +80,15 @@ def tolerant(scorer: Scorer, on_error: str) -> Scorer:
         for seconds in _RETRY_SECONDS if on_error == "retry" else ():
             failed = [place for place, outcome in enumerate(results) if _fault(outcome)]
             if failed:
-                _log.warning("reward: %d of %d failed (%s); again in %g s", *_said(results, failed), seconds)
+                _log.warning(
+                    "reward: %d of %d failed (%s); again in %g s",
+                    *_said(results, failed),
+                    seconds,
+                )
                 time.sleep(seconds)
-                for place, outcome in zip(failed, scorer([responses[place] for place in failed]), strict=True):
+                for place, outcome in zip(
+                    failed, scorer([responses[place] for place in failed]), strict=True
+                ):
                     results[place] = outcome
         failed = [place for place, outcome in enumerate(results) if _fault(outcome)]
         if failed and on_error == "none":
@@ -94,7 +112,9 @@ def _fault(outcome: Any) -> str:
     return ""
 
 
-def checker_of(words: str, task: str, time_limit: float, memory_limit: float | None = None) -> Scorer:
+def checker_of(
+    words: str, task: str, time_limit: float, memory_limit: float | None = None
+) -> Scorer:
     """The checker that `words` name. Raises as `reward_of` does."""
     return _scorer("checker", words.strip(), task, time_limit, memory_limit)
 
@@ -109,7 +129,8 @@ def _term(text: str) -> tuple[str, float]:
         if weight := float(parts["weight"]):
             return parts["spec"].strip(), weight
     raise TaskError(
-        f"reward {text!r}: the weight {parts['weight']!r} must be a number that is not 0, as in mine.py:reward=0.5"
+        f"reward {text!r}: the weight {parts['weight']!r} must be a number that is not 0, as in"
+        " mine.py:reward=0.5"
     )
 
 
@@ -120,18 +141,29 @@ def _scorer(word: str, spec: str, task: str, time_limit: float, memory: float | 
     if ":" not in spec:
         near = did_you_mean(spec, shipped)
         raise TaskError(
-            f"{word} {spec!r} must read file.py:function or package.module:function, or be one of {', '.join(shipped)}"
-            f"{near}; a function is one {TAKES}"
+            f"{word} {spec!r} must read file.py:function or package.module:function, or be one of"
+            f" {', '.join(shipped)}{near}; a function is one {TAKES}"
         )
     if spec.startswith("qarl."):
         return in_this_process(word, spec, task, time_limit)
     path = tuple(sys.path)
-    workers = Workers(Job(word=word, spec=spec, task=task, time_limit=time_limit, path=path, memory_limit=memory))
+    workers = Workers(
+        Job(
+            word=word,
+            spec=spec,
+            task=task,
+            time_limit=time_limit,
+            path=path,
+            memory_limit=memory,
+        )
+    )
     workers.check()
     return workers
 
 
 def in_this_process(word: str, spec: str, task: str, time_limit: float) -> Scorer:
-    """A function that needs no process of its own, as ours do not. time_limit: of async ones alone."""
+    """A function that needs no process of its own, as ours do not. time_limit: of async ones
+    alone.
+    """
     kind, function = load_judge(word, spec)
     return lambda responses: list(outcomes(kind, function, task, responses, time_limit))

@@ -1,8 +1,9 @@
 """The three kinds of reward function people have, told apart by the names of their parameters.
 
     f(problem, text[, token_ids])                                      QaRL's: one completion
-    f([prompts,] completions | completion_ids, **columns)              TRL's: a batch (`GRPOTrainer`, reward functions)
-    f(data_source, solution_str, ground_truth[, extra_info])           verl's `compute_score`: one completion
+    f([prompts,] completions | completion_ids, **columns)              TRL's: a batch
+    (`GRPOTrainer`, reward functions) f(data_source, solution_str, ground_truth[, extra_info])
+    verl's `compute_score`: one completion
 
 Any of them may be `async`.
 """
@@ -20,16 +21,28 @@ from qarl.tasks.rewards import attempt
 Kind = Literal["qarl", "trl", "verl"]
 
 _MARKS: dict[Kind, tuple[str, ...]] = {
-    "qarl": ("text",), "trl": ("completions", "completion_ids", "completions_ids"), "verl": ("solution_str",),
-}  # fmt: skip
+    "qarl": ("text",),
+    "trl": ("completions", "completion_ids", "completions_ids"),
+    "verl": ("solution_str",),
+}
 """Parameters that each kind has one of, and the others have not."""
 _OWN = ("problem", "text", "token_ids")
 _VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
-_TRL = ("prompts", "completions", "completion_ids", "completions_ids", "log_metric", "log_extra")
+_TRL = (
+    "prompts",
+    "completions",
+    "completion_ids",
+    "completions_ids",
+    "log_metric",
+    "log_extra",
+)
 _ANSWERS = ("solution", "ground_truth")
 """What TRL's documentation and its own rewards call the reference answer."""
 
-TAKES = "taking (problem, text), TRL's (completions, **columns) or verl's (data_source, solution_str, ground_truth)"
+TAKES = (
+    "taking (problem, text), TRL's (completions, **columns) or verl's (data_source, solution_str,"
+    " ground_truth)"
+)
 
 
 class SignatureError(Exception):
@@ -37,7 +50,9 @@ class SignatureError(Exception):
 
 
 def load_judge(word: str, spec: str) -> tuple[Kind, Callable[..., Any]]:
-    """The function that `spec` names, with its kind. word: "reward" or "checker", for messages. Raises `TaskError`."""
+    """The function that `spec` names, with its kind. word: "reward" or "checker", for messages.
+    Raises `TaskError`.
+    """
     function = load_function(FunctionKind(word, TAKES, TaskError), spec)
     try:
         return kind_of(function), function
@@ -51,45 +66,61 @@ def too_long(seconds: float) -> str:
 
 
 def kind_of(function: Callable[..., Any]) -> Kind:
-    """Which kind a function is. Raises `SignatureError` where its parameters are of none, or of several."""
+    """Which kind a function is. Raises `SignatureError` where its parameters are of none, or of
+    several.
+    """
     parameters = _parameters(function)
     kinds: list[Kind] = [kind for kind, marks in _MARKS.items() if parameters.keys() & marks]
     shown = f"({', '.join(str(parameter) for parameter in parameters.values())})"
     if len(kinds) != 1:
-        what = f"are of {len(kinds)} kinds of reward at once" if kinds else "are of no kind of reward that is known"
+        what = (
+            f"are of {len(kinds)} kinds of reward at once"
+            if kinds
+            else "are of no kind of reward that is known"
+        )
         raise SignatureError(
-            f"its parameters {shown} {what}; name them (problem, text[, token_ids]), TRL's ([prompts,] completions[, "
-            "completion_ids], **columns) or verl's (data_source, solution_str, ground_truth[, extra_info])"
+            f"its parameters {shown} {what}; name them (problem, text[, token_ids]), TRL's"
+            " ([prompts,] completions[, completion_ids], **columns) or verl's (data_source,"
+            " solution_str, ground_truth[, extra_info])"
         )
     kind = kinds[0]
     known = {"qarl": _OWN, "verl": _VERL}.get(kind)
     for name, parameter in parameters.items():
         if known and name not in known and _needed(parameter):
             raise SignatureError(
-                f"its parameters {shown} have {name!r}, which a reward of {kind}'s kind is not given; it is given "
-                f"{', '.join(known)}: leave {name!r} out, or give it a default"
+                f"its parameters {shown} have {name!r}, which a reward of {kind}'s kind is not"
+                f" given; it is given {', '.join(known)}: leave {name!r} out, or give it a default"
             )
     return kind
 
 
 def call_one_by_one(kind: Kind, function: Callable[..., Any]) -> bool:
-    """Whether outcomes come one at a time: not from a batch, nor from an async function, whose calls run together."""
+    """Whether outcomes come one at a time: not from a batch, nor from an async function, whose
+    calls run together.
+    """
     return kind != "trl" and not inspect.iscoroutinefunction(function)
 
 
 def outcomes(
-    kind: Kind, function: Callable[..., Any], task: str, responses: Sequence[Response], time_limit: float
+    kind: Kind,
+    function: Callable[..., Any],
+    task: str,
+    responses: Sequence[Response],
+    time_limit: float,
 ) -> Iterator[Any]:
     """What `function` says of each response, in order: what it returned, or a `Failure`.
 
-    task: its name, verl's data_source where rows have none. time_limit: seconds for each call of an async function;
-    others are timed by who waits for them.
+    task: its name, verl's data_source where rows have none. time_limit: seconds for each call of an
+    async function; others are timed by who waits for them.
     """
     if kind == "trl":
         yield from _batch(function, responses, time_limit)
     elif inspect.iscoroutinefunction(function):
         calls = [_arguments(kind, function, task, response) for response in responses]
-        yield from (_judged(kind, outcome) for outcome in asyncio.run(_together(calls, function, time_limit)))
+        yield from (
+            _judged(kind, outcome)
+            for outcome in asyncio.run(_together(calls, function, time_limit))
+        )
     else:
         for response in responses:
             yield _judged(kind, attempt(function, **_arguments(kind, function, task, response)))
@@ -97,22 +128,31 @@ def outcomes(
 
 def _judged(kind: Kind, outcome: Any) -> Any:
     """verl's may return a mapping with the score in it."""
-    return outcome["score"] if kind == "verl" and isinstance(outcome, dict) and "score" in outcome else outcome
+    return (
+        outcome["score"]
+        if kind == "verl" and isinstance(outcome, dict) and "score" in outcome
+        else outcome
+    )
 
 
-async def _together(calls: Sequence[dict[str, Any]], function: Callable[..., Any], time_limit: float) -> list[Any]:
+async def _together(
+    calls: Sequence[dict[str, Any]], function: Callable[..., Any], time_limit: float
+) -> list[Any]:
     async def one(arguments: dict[str, Any]) -> Any:
         limit = asyncio.timeout(time_limit)
         try:
             async with limit:
                 return await function(**arguments)
-        except (Exception, SystemExit) as error:  # a TimeoutError may be the function's own
+        # a TimeoutError may be the function's own
+        except (Exception, SystemExit) as error:
             return Failure(too_long(time_limit) if limit.expired() else f"raised {in_words(error)}")
 
     return list(await asyncio.gather(*map(one, calls)))
 
 
-def _batch(function: Callable[..., Any], responses: Sequence[Response], time_limit: float) -> list[Any]:
+def _batch(
+    function: Callable[..., Any], responses: Sequence[Response], time_limit: float
+) -> list[Any]:
     try:
         arguments = _columns(function, responses)
     except SignatureError as error:
@@ -125,15 +165,24 @@ def _batch(function: Callable[..., Any], responses: Sequence[Response], time_lim
         return [outcome] * len(responses)
     if not isinstance(outcome, list | tuple) or len(outcome) != len(responses):
         size = f" of {len(outcome)}" if isinstance(outcome, list | tuple) else ""
-        words = f"returned a {type(outcome).__name__}{size} for {len(responses)} completions; give a list, one for each"
+        words = (
+            f"returned a {type(outcome).__name__}{size} for {len(responses)} completions; give a"
+            " list, one for each"
+        )
         return [Failure(words)] * len(responses)
     return list(outcome)
 
 
-def _arguments(kind: Kind, function: Callable[..., Any], task: str, response: Response) -> dict[str, Any]:
+def _arguments(
+    kind: Kind, function: Callable[..., Any], task: str, response: Response
+) -> dict[str, Any]:
     problem = response.problem
     if kind == "qarl":
-        arguments = {"problem": problem, "text": response.text, "token_ids": response.token_ids}
+        arguments = {
+            "problem": problem,
+            "text": response.text,
+            "token_ids": response.token_ids,
+        }
     else:
         arguments = {
             "data_source": problem.metadata.get("data_source", task),
@@ -145,29 +194,42 @@ def _arguments(kind: Kind, function: Callable[..., Any], task: str, response: Re
 
 
 def _columns(function: Callable[..., Any], responses: Sequence[Response]) -> dict[str, Any]:
-    """A batch as TRL gives it: chats where the problem is one (`Problem.messages`), else plain text; and the problems'
-    columns, each a list. Raises `SignatureError` for a column that none of them has."""
+    """A batch as TRL gives it: chats where the problem is one (`Problem.messages`), else plain
+    text; and the problems' columns, each a list. Raises `SignatureError` for a column that none of
+    them has.
+    """
     problems = [response.problem for response in responses]
     chat = bool(problems[0].messages)
     names = dict.fromkeys(name for problem in problems for name in problem.metadata)
-    columns: dict[str, Any] = {name: [problem.metadata.get(name) for problem in problems] for name in names}
+    columns: dict[str, Any] = {
+        name: [problem.metadata.get(name) for problem in problems] for name in names
+    }
     columns |= {
         "prompts": [problem.chat if chat else problem.question for problem in problems],
         "completions": [
-            [{"role": "assistant", "content": response.text}] if chat else response.text for response in responses
+            [{"role": "assistant", "content": response.text}] if chat else response.text
+            for response in responses
         ],
         "completion_ids": [list(response.token_ids) for response in responses],
-        "log_metric": _ignored, "log_extra": _ignored,
-    }  # fmt: skip
+        "log_metric": _ignored,
+        "log_extra": _ignored,
+    }
     columns["completions_ids"] = columns["completion_ids"]  # its name in older releases
     parameters = _parameters(function)
-    if any(problem.answer for problem in problems):  # prompts alone have none, and "" would be judged as one
+    # prompts alone have none, and "" would be judged as one
+    if any(problem.answer for problem in problems):
         for name in ("answer", *(name for name in _ANSWERS if name in parameters)):
             columns.setdefault(name, [problem.answer for problem in problems])
-    missing = [name for name, parameter in parameters.items() if _needed(parameter) and name not in columns]
+    missing = [
+        name for name, parameter in parameters.items() if _needed(parameter) and name not in columns
+    ]
     if missing:
         there = ", ".join(name for name in columns if name not in _TRL) or "none but prompts"
-        why = "; the state of a trainer is not known where rewards run" if missing[0] == "trainer_state" else ""
+        why = (
+            "; the state of a trainer is not known where rewards run"
+            if missing[0] == "trainer_state"
+            else ""
+        )
         raise SignatureError(f"it asks for a column {missing[0]!r}, and the task has {there}{why}")
     return _accepted(function, columns)
 

@@ -1,10 +1,12 @@
-"""The child process in which an environment of the package verifiers lives, with its tools, agents and rewards.
+"""The child process in which an environment of the package verifiers lives, with its tools, agents
+and rewards.
 
-    python -c "from qarl.tasks.verifiers_host import serve; serve(FD)"          (see `qarl.tasks.verifiers`)
+    python -c "from qarl.tasks.verifiers_host import serve; serve(FD)"          (see
+    `qarl.tasks.verifiers`)
 
-Over the pipe comes one `Job`, answered by how its tasks begin, or in words by why there is none; then file
-descriptors, each a conversation's pipe, on which come a task's place and the URL of the policy, answered by an
-`Outcome`. A pipe that is closed before that ends the conversation.
+Over the pipe comes one `Job`, answered by how its tasks begin, or in words by why there is none;
+then file descriptors, each a conversation's pipe, on which come a task's place and the URL of the
+policy, answered by an `Outcome`. A pipe that is closed before that ends the conversation.
 """
 
 import asyncio
@@ -19,7 +21,9 @@ from qarl.tasks.base import Message, TaskError
 from qarl.tasks.worker import begin
 
 Begins = tuple[str, tuple[Message, ...]]
-"""A task's key, the same in every run, and its first messages, without its tools; () where a user speaks later."""
+"""A task's key, the same in every run, and its first messages, without its tools; () where a user
+speaks later.
+"""
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,8 @@ def serve(fd: int) -> None:
         environment = load(job.spec, job.options)
         tasks = list(environment.taskset)
         connection.send([_begins(task) for task in tasks])
-    except (Exception, SystemExit) as error:  # a package's own, at its import or at its data
+    # a package's own, at its import or at its data
+    except (Exception, SystemExit) as error:
         words = str(error) if isinstance(error, TaskError) else in_words(error)
         connection.send(f"task verifiers:{job.spec}: {words}")
         return
@@ -45,16 +50,25 @@ def serve(fd: int) -> None:
 
 
 def load(name: str, options: dict[str, Any]) -> Any:
-    """The environment. options: verifiers' own `[env]` section. Raises `TaskError` for one that is not for a single
-    policy, or has no end, and whatever verifiers does."""
+    """The environment. options: verifiers' own `[env]` section. Raises `TaskError` for one that is
+    not for a single policy, or has no end, and whatever verifiers does.
+    """
     try:
         from verifiers import v1 as vf  # pyright: ignore[reportAttributeAccessIssue]
-        from verifiers.v1.configs.agent import agent_config_fields  # pyright: ignore[reportMissingImports]
+        from verifiers.v1.configs.agent import (  # pyright: ignore[reportMissingImports]
+            agent_config_fields,
+        )
     except ImportError as error:
-        raise TaskError(f"verifiers cannot be imported: {error}; pip install 'verifiers>=0.4,<0.5'") from error
-    config = vf.resolve_env_config({**options, "taskset": {**options.get("taskset", {}), "id": name}})
+        raise TaskError(
+            f"verifiers cannot be imported: {error}; pip install 'verifiers>=0.4,<0.5'"
+        ) from error
+    config = vf.resolve_env_config(
+        {**options, "taskset": {**options.get("taskset", {}), "id": name}}
+    )
     if len(agents := agent_config_fields(config)) != 1:
-        raise TaskError(f"it has {len(agents)} agents, {', '.join(agents)}, but a conversation has one policy")
+        raise TaskError(
+            f"it has {len(agents)} agents, {', '.join(agents)}, but a conversation has one policy"
+        )
     environment = vf.load_environment(config)
     if not environment.taskset.bounded:
         raise TaskError("its tasks have no end; give options that bound them")
@@ -98,10 +112,16 @@ async def _conversation(pipe: Connection, environment: Any, tasks: list[Any]) ->
     assert myself is not None
     try:
         number, url = pipe.recv()
-        loop.add_reader(fd, lambda: loop.remove_reader(fd) and myself.cancel())  # the parent closed it
-        policy = vf.ModelContext(model="policy", client=vf.EvalClientConfig(base_url=url, api_key_var="QARL_NO_KEY"))
+        # the parent closed it
+        loop.add_reader(fd, lambda: loop.remove_reader(fd) and myself.cancel())
+        policy = vf.ModelContext(
+            model="policy",
+            client=vf.EvalClientConfig(base_url=url, api_key_var="QARL_NO_KEY"),
+        )
         try:
-            outcome = _outcome(await environment.run_slot(*environment.slots(tasks[number]), policy))
+            outcome = _outcome(
+                await environment.run_slot(*environment.slots(tasks[number]), policy)
+            )
         except Exception as error:  # the host goes on with the other conversations
             outcome = Outcome(None, in_words(error))
         with suppress(OSError):
@@ -112,7 +132,14 @@ async def _conversation(pipe: Connection, environment: Any, tasks: list[Any]) ->
 
 
 def _outcome(episode: Any) -> Outcome:
-    errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+    errors = [
+        *episode.errors,
+        *(error for trace in episode.traces for error in trace.errors),
+    ]
     if not episode.ok:
-        return Outcome(None, "; ".join(f"{error.type}: {error.message}" for error in errors) or "it was not finished")
+        return Outcome(
+            None,
+            "; ".join(f"{error.type}: {error.message}" for error in errors)
+            or "it was not finished",
+        )
     return Outcome(sum(trace.reward for trace in episode.traces))

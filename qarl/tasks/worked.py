@@ -1,7 +1,9 @@
-"""Tasks of QaRL's own whose answers are worked solutions, written as reasoning-gym datasets and registered as such.
+"""Tasks of QaRL's own whose answers are worked solutions, written as reasoning-gym datasets and
+registered as such.
 
-The policy may work as it likes: what follows the last "=" of its text is the answer, and right or wrong. Imported with
-reasoning-gym only (`qarl.tasks.procedural.reasoning_gym_datasets`), which takes seconds.
+The policy may work as it likes: what follows the last "=" of its text is the answer, and right or
+wrong. Imported with reasoning-gym only (`qarl.tasks.procedural.reasoning_gym_datasets`), which
+takes seconds.
 """
 
 import random
@@ -47,13 +49,17 @@ class RunningTotalDataset(_WorkedDataset):
         terms = self._terms(random.Random(self.seed + index))
         solution = running_totals(terms)
         return {
-            "question": f"Add step by step: {terms[0]}{''.join(f' {_signed(term)}' for term in terms[1:])}",
+            "question": (
+                f"Add step by step: {terms[0]}{''.join(f' {_signed(term)}' for term in terms[1:])}"
+            ),
             "answer": final_answer(solution),
             "metadata": {"terms": terms, "worked_solution": solution},
         }
 
     def _terms(self, generator: random.Random) -> list[int]:
-        """Numbers to add, negative ones to subtract; every total of a prefix is in [0, 10^(digits + 1))."""
+        """Numbers to add, negative ones to subtract; every total of a prefix is in [0, 10^(digits +
+        1)).
+        """
         count = generator.randint(self.config.min_terms, self.config.max_terms)
         smallest, limit = 10 ** (self.config.digits - 1), 10 ** (self.config.digits + 1)
         total, terms = 0, []
@@ -77,7 +83,9 @@ class LookupSumConfig:
     def validate(self) -> None:
         """Raises AssertionError as reasoning-gym's own configurations do."""
         assert self.min_terms > 1, "min_terms must be at least 2"
-        assert 50 >= self.max_terms >= self.min_terms, "max_terms must be >= min_terms, and at most 50"
+        assert 50 >= self.max_terms >= self.min_terms, (
+            "max_terms must be >= min_terms, and at most 50"
+        )
 
 
 class LookupSumDataset(_WorkedDataset):
@@ -98,7 +106,9 @@ class LookupSumDataset(_WorkedDataset):
 
 
 def running_totals(terms: list[int]) -> str:
-    """The sum of `terms` worked out, one addition or subtraction a line, from the first number on."""
+    """The sum of `terms` worked out, one addition or subtraction a line, from the first number
+    on.
+    """
     lines, total = [], terms[0]
     for term in terms[1:]:
         lines.append(f"{total} {_signed(term)} = {total + term}")

@@ -1,4 +1,6 @@
-"""Functions run in child processes, timed: what takes too long or ends its process is a `Failure`, never a hung run."""
+"""Functions run in child processes, timed: what takes too long or ends its process is a `Failure`,
+never a hung run.
+"""
 
 import os
 import resource
@@ -24,11 +26,14 @@ GRACE = 5.0
 
 
 class Child:
-    """A child process that serves a job; begun by `start`, and again after it ended. module: whose `serve` it runs."""
+    """A child process that serves a job; begun by `start`, and again after it ended. module: whose
+    `serve` it runs.
+    """
 
     def __init__(self, job: Job, module: str = "qarl.tasks.worker"):
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a pipe a conversation, of which 1,024 are soon open
+        # a pipe a conversation, of which 1,024 are soon open
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         self.job = job
         self._module = module
         self._process: subprocess.Popen[bytes] | None = None
@@ -44,10 +49,12 @@ class Child:
         return self._pipe
 
     def start(self) -> Any:
-        """Begin the child where none lives, and load the function in it; what it answers to its job.
+        """Begin the child where none lives, and load the function in it; what it answers to its
+        job.
 
         Raises:
-            TaskError: the function cannot be found, its module raises, or its parameters are of no known kind.
+            TaskError: the function cannot be found, its module raises, or its parameters are of no
+            known kind.
         """
         if self._process is not None and self._process.poll() is None:
             return self._reply
@@ -55,10 +62,13 @@ class Child:
         self._pipe, theirs = Pipe()
         code = f"from {self._module} import serve; serve({theirs.fileno()})"
         self._process = subprocess.Popen(
-            [sys.executable, "-u", "-c", code], pass_fds=[theirs.fileno()], stdin=subprocess.PIPE,
+            [sys.executable, "-u", "-c", code],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.PIPE,
             # One thread, unless the user says otherwise: the learner's own are at work beside it.
-            env={"OMP_NUM_THREADS": "1", **os.environ}, start_new_session=True,
-        )  # fmt: skip
+            env={"OMP_NUM_THREADS": "1", **os.environ},
+            start_new_session=True,
+        )
         self._living[:] = [self._process]
         theirs.close()
         what = f"{self.job.word} {self.job.spec!r}"
@@ -69,7 +79,9 @@ class Child:
             raise TaskError(f"{what}: importing it ended its process ({self.ending()})") from None
         if reply is None:
             self.stop()
-            raise TaskError(f"{what}: importing it took longer than {_STARTUP:g} s; import less, or lazily")
+            raise TaskError(
+                f"{what}: importing it took longer than {_STARTUP:g} s; import less, or lazily"
+            )
         if isinstance(reply, str):
             self.stop()
             raise TaskError(reply)
@@ -84,11 +96,17 @@ class Child:
         except subprocess.TimeoutExpired:
             self.stop()
             return "it closed its pipe"
-        limited = f" under task.memory_limit {self.job.memory_limit:g} GiB" if self.job.memory_limit else ""
+        limited = (
+            f" under task.memory_limit {self.job.memory_limit:g} GiB"
+            if self.job.memory_limit
+            else ""
+        )
         return (f"signal {-code}" if code < 0 else f"exit status {code}") + limited
 
     def end(self) -> None:
-        """Let the child end by itself, as it does without its pipe, and `stop` it where it does not."""
+        """Let the child end by itself, as it does without its pipe, and `stop` it where it does
+        not.
+        """
         if self._process is not None:
             self.pipe.close()
             with suppress(subprocess.TimeoutExpired):
@@ -107,8 +125,8 @@ class Child:
 class Worker(Child):
     """A child with a job's function; `start` says whether its outcomes come one by one.
 
-    goes_on: whether a response that the function hangs or ends its process at leaves the others to be judged; else
-    they fail with it, at once.
+    goes_on: whether a response that the function hangs or ends its process at leaves the others to
+    be judged; else they fail with it, at once.
     """
 
     def __init__(self, job: Job, goes_on: bool = False):
@@ -116,7 +134,9 @@ class Worker(Child):
         self._goes_on = goes_on
 
     def outcomes(self, responses: Sequence[Response]) -> list[Any]:
-        """What the function says of each, in order. What is not done in time, or ends its process, is a `Failure`."""
+        """What the function says of each, in order. What is not done in time, or ends its process,
+        is a `Failure`.
+        """
         results: list[Any] = []
         while len(results) < len(responses):
             results += self._outcomes(responses[len(results) :], self.start())
@@ -143,7 +163,9 @@ class Worker(Child):
 
 
 class Workers:
-    """Several children for one function free of state: each has a share of the responses. goes_on: see `Worker`."""
+    """Several children for one function free of state: each has a share of the responses. goes_on:
+    see `Worker`.
+    """
 
     def __init__(self, job: Job, count: int = 1, goes_on: bool = False):
         self._workers = [Worker(job, goes_on) for _ in range(count)]
@@ -159,7 +181,9 @@ class Workers:
             return self._workers[0].outcomes(responses)
         results: list[Any] = [None] * len(responses)
         with ThreadPoolExecutor(count) as threads:
-            shares = threads.map(lambda n: self._workers[n].outcomes(responses[n::count]), range(count))
+            shares = threads.map(
+                lambda n: self._workers[n].outcomes(responses[n::count]), range(count)
+            )
             for number, share in enumerate(shares):
                 results[number::count] = share
         return results

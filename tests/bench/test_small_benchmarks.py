@@ -1,8 +1,9 @@
-"""The laboratory's smaller benchmarks: what they count, add up and refuse; the names of what is measured; the records
-of `python -m benchmarks memory`, from which today's plan is within a tenth.
+"""The laboratory's smaller benchmarks: what they count, add up and refuse; the names of what is
+measured; the records of `python -m benchmarks memory`, from which today's plan is within a tenth.
 
-Blind spots: how fast a machine is; the peaks are of the machine, the libraries and the commit that the records name,
-before vLLM's model was the learner's graph."""
+Blind spots: how fast a machine is; the peaks are of the machine, the libraries and the commit that
+the records name, before vLLM's model was the learner's graph.
+"""
 
 import json
 from pathlib import Path
@@ -26,24 +27,36 @@ from tests.support.models import low_bit
 
 
 def test_bytes_that_must_move_are_those_of_masters_and_checkpoint():
-    """Contract: materializing reads every master once and writes every published byte once; publishing reads and
-    writes the published bytes. Counted here from shapes alone."""
+    """Contract: materializing reads every master once and writes every published byte once;
+    publishing reads and writes the published bytes. Counted here from shapes alone.
+    """
     found = publish.measure("w4a16", 2e6, "bfloat16", "float32", repeats=1)
     config = publish.moe_config(2e6)
     hidden, layers = config.hidden_size, config.num_hidden_layers
     heads, shared = config.num_attention_heads * config.head_dim, 2 * config.head_dim
     expert = config.moe_intermediate_size
     shapes = [(heads, hidden), (shared, hidden), (shared, hidden), (hidden, heads)]
-    shapes += [(expert, hidden), (expert, hidden), (hidden, expert)] * config.num_experts
-    low_bit = layers * sum(SCHEME_SPECS["w4a16"].weight_bytes(shape, torch.bfloat16.itemsize) for shape in shapes)
+    shapes += [
+        (expert, hidden),
+        (expert, hidden),
+        (hidden, expert),
+    ] * config.num_experts
+    low_bit = layers * sum(
+        SCHEME_SPECS["w4a16"].weight_bytes(shape, torch.bfloat16.itemsize) for shape in shapes
+    )
     plain = 2 * config.vocab_size * hidden + hidden
     plain += layers * (config.num_experts * hidden + 2 * hidden + 2 * config.head_dim)
     parameters = plain + layers * sum(o * i for o, i in shapes)
     assert found.parameters == parameters and found.master_bytes == 4 * parameters
     assert found.low_bit_bytes == low_bit + 2 * plain
     made, sent, both, *_ = found.work
-    assert made.bytes == found.master_bytes + found.low_bit_bytes and sent.bytes == 2 * found.low_bit_bytes
-    assert both.bytes == made.bytes + sent.bytes and all(s > 0 for w in found.work for s in w.seconds)
+    assert (
+        made.bytes == found.master_bytes + found.low_bit_bytes
+        and sent.bytes == 2 * found.low_bit_bytes
+    )
+    assert both.bytes == made.bytes + sent.bytes and all(
+        s > 0 for w in found.work for s in w.seconds
+    )
     assert "made by" in str(publish.table(found).title)
 
 
@@ -51,40 +64,75 @@ def test_bytes_that_must_move_are_those_of_masters_and_checkpoint():
 def test_kinds_of_matrices_add_up_to_the_model(shape: str):
     config = delta.SHAPES[shape]()
     counted = sum(kind.count * kind.rows * kind.columns for kind in delta.kinds(config))
-    assert counted == pytest.approx(sum(p.numel() for p in empty_model(config).parameters()), rel=2e-3)
+    assert counted == pytest.approx(
+        sum(p.numel() for p in empty_model(config).parameters()), rel=2e-3
+    )
 
 
 def test_ratios_are_of_what_they_say():
     bf16 = {"bf16: write": 2.0, "bf16: load, paused": 8.0}
-    whole = {"whole: write": 1.0, "whole: stage": 2.0, "whole: pause": 1.0, "copy once": 0.5}
+    whole = {
+        "whole: write": 1.0,
+        "whole: stage": 2.0,
+        "whole: pause": 1.0,
+        "copy once": 0.5,
+    }
     delta = {"delta: write": 0.25, "delta: stage": 0.25, "delta: pause": 0.5}
-    sizes = {"full_bytes": 40, "unquantized_bytes": 20, "delta_bytes": 1, "bf16_bytes": 100}
+    sizes = {
+        "full_bytes": 40,
+        "unquantized_bytes": 20,
+        "delta_bytes": 1,
+        "bf16_bytes": 100,
+    }
     assert delivery.ratios({**sizes, "seconds": bf16 | whole | delta}) == delivery.Ratios(
-        full_bytes=0.4, quantized_bytes=0.25, full_seconds=0.4, delta_bytes=0.025, delta_seconds=0.1,
-        full_pause=0.125, delta_pause=0.0625, copies=8.0,
-    )  # fmt: skip
+        full_bytes=0.4,
+        quantized_bytes=0.25,
+        full_seconds=0.4,
+        delta_bytes=0.025,
+        delta_seconds=0.1,
+        full_pause=0.125,
+        delta_pause=0.0625,
+        copies=8.0,
+    )
 
 
-def test_the_plan_is_within_a_tenth_of_what_was_measured(monkeypatch: pytest.MonkeyPatch):
+def test_the_plan_is_within_a_tenth_of_what_was_measured(
+    monkeypatch: pytest.MonkeyPatch,
+):
     monkeypatch.setattr("qarl.planning.memory._WIDE", ("fp8",))  # on CPUs with AVX-512
     records = Path(__file__).parents[2] / "benchmarks" / "records"
-    rows = [row for file in records.glob("memory-*.json") for row in json.loads(file.read_text())["data"]]
-    assert {row["model"] for row in rows} >= {"40m", "150m", "70m-moe"} and len({row["scheme"] for row in rows}) == 3
+    rows = [
+        row
+        for file in records.glob("memory-*.json")
+        for row in json.loads(file.read_text())["data"]
+    ]
+    assert {row["model"] for row in rows} >= {"40m", "150m", "70m-moe"} and len(
+        {row["scheme"] for row in rows}
+    ) == 3
     for row in rows:
         plan = planned(row["model"], row["scheme"], row.get("fields", {})).total
         assert abs(plan / row["measured"] - 1) <= 0.1, row
 
 
 def test_a_step_on_gpus_is_what_a_hand_counts():
-    """Qwen3-8B in bf16 by eight H100: 1,024 steps for each of the 8 waves of 32 sequences, of 768 tokens on average,
-    which read all weights, keys and values at three quarters of 3.35 TB/s; 40 µs a layer; prompts once a group."""
+    """Qwen3-8B in bf16 by eight H100: 1,024 steps for each of the 8 waves of 32 sequences, of 768
+    tokens on average, which read all weights, keys and values at three quarters of 3.35 TB/s; 40 µs
+    a layer; prompts once a group.
+    """
     recipe = load_config(config_file("recipes/qwen3-8b-8x80gb"), {})
     plan = make_plan(recipe, NAMED["qwen3-8b"], "", parse_machine("8xh100"), 8)
-    bf16, plain, qarl = step_time.measure(plan, ("w4a16",), step_time.Lengths(256, 1024, 32), "h100")
+    bf16, plain, qarl = step_time.measure(
+        plan, ("w4a16",), step_time.Lengths(256, 1024, 32), "h100"
+    )
     weights = 2 * 36 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 12288) + 2 * 151936 * 4096
     read = weights + 32 * 768 * 36 * 2 * 8 * 128 * 2
-    assert bf16.parts["sampling"] == pytest.approx(8 * 1024 * (read / (0.75 * 3.35e12) + 36 * 40e-6) + 0.23, abs=0.1)
-    assert plain.parts["sampling"] == qarl.parts["sampling"] < bf16.parts["sampling"] and bf16.at_once == 32
+    assert bf16.parts["sampling"] == pytest.approx(
+        8 * 1024 * (read / (0.75 * 3.35e12) + 36 * 40e-6) + 0.23, abs=0.1
+    )
+    assert (
+        plain.parts["sampling"] == qarl.parts["sampling"] < bf16.parts["sampling"]
+        and bf16.at_once == 32
+    )
 
 
 def test_names_are_those_of_what_is_measured():
@@ -95,7 +143,9 @@ def test_names_are_those_of_what_is_measured():
 
 
 def test_a_rounded_policy_is_where_its_codes_are(tmp_path: Path):
-    """Linear weights are the values of their codes, all else is as it was; a second call leaves the folder alone."""
+    """Linear weights are the values of their codes, all else is as it was; a second call leaves the
+    folder alone.
+    """
     source = tmp_path / "policy"
     random_model(tied=False).save_pretrained(source)
     folder = rounded_policy(source, "w4a16", tmp_path / "rounded")

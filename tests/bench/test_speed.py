@@ -1,6 +1,9 @@
-"""`qarl bench speed`: its figures by hand, tables, picture, refusals, and the command from end to end.
+"""`qarl bench speed`: its figures by hand, tables, picture, refusals, and the command from end to
+end.
 
-Blind spots: how fast a machine is; a GPU's memory and its waits, of which only the calls are counted."""
+Blind spots: how fast a machine is; a GPU's memory and its waits, of which only the calls are
+counted.
+"""
 
 import dataclasses
 import io
@@ -17,7 +20,14 @@ import torch
 from rich.console import Console
 
 from qarl.bench import measure, stopwatch
-from qarl.bench.figures import SpeedReport, Spread, engine_rows, kept, memory_rows, step_rows
+from qarl.bench.figures import (
+    SpeedReport,
+    Spread,
+    engine_rows,
+    kept,
+    memory_rows,
+    step_rows,
+)
 from qarl.bench.job import PHASES, Answer, Cell, SpeedOptions
 from qarl.bench.measure import SpeedPlan, check, job
 from qarl.bench.picture import MARK, speed_picture
@@ -51,7 +61,11 @@ OPTIONS = SpeedOptions(
 
 
 def step(sample: float, forward: float) -> dict[str, float]:
-    return dict.fromkeys(PHASES, 0.0) | {"sample": sample, "forward": forward, "backward": 1.0}
+    return dict.fromkeys(PHASES, 0.0) | {
+        "sample": sample,
+        "forward": forward,
+        "backward": 1.0,
+    }
 
 
 def answer(decode: float, steps: dict[str, list[dict[str, float]]], peak: int) -> Answer:
@@ -59,7 +73,10 @@ def answer(decode: float, steps: dict[str, list[dict[str, float]]], peak: int) -
 
 
 ROUNDS = {
-    "bf16": [answer(1.0, {"bf16": [step(8, 1), step(9, 2)]}, 200), answer(4.0, {"bf16": [step(16, 3)]}, 400)],
+    "bf16": [
+        answer(1.0, {"bf16": [step(8, 1), step(9, 2)]}, 200),
+        answer(4.0, {"bf16": [step(16, 3)]}, 400),
+    ],
     "w8a8": [
         answer(0.5, {"qarl": [step(4, 2), step(6, 1.5)], "plain": [step(5, 1)]}, 150),
         answer(2.0, {"plain": [step(9, 3)], "qarl": [step(8, 3)]}, 500),
@@ -81,8 +98,11 @@ def report(answers: dict[str, list[Answer]]) -> SpeedReport:
 
 
 def test_ratios_are_of_one_round_and_a_step_is_its_quickest_phases():
-    """By hand. Round 1: bf16 takes 8 + 2 s, w8a8 samples in 4 s whichever learner there is and the rest takes 2 and
-    2.5 s: 0.6 and 0.65 of bf16, 4 + 2 over 4 + 2.5 of the gain kept. Round 2: 16 + 4 and 8 + 4 s: all is kept."""
+    """By hand. Round 1: bf16 takes 8 + 2 s, w8a8 samples in 4 s whichever learner there is and the
+    rest takes 2 and
+    2.5 s: 0.6 and 0.65 of bf16, 4 + 2 over 4 + 2.5 of the gain kept. Round 2: 16 + 4 and 8 + 4 s:
+      all is kept.
+    """
     rows = {(row.scheme, row.kind): row for row in step_rows(ROUNDS)}
     qarl, plain = rows["w8a8", "qarl"], rows["w8a8", "plain"]
     assert list(rows) == [("bf16", "bf16"), ("w8a8", "plain"), ("w8a8", "qarl")]
@@ -102,8 +122,9 @@ def test_ratios_are_of_one_round_and_a_step_is_its_quickest_phases():
 
 
 def test_figures_at_share_are_of_a_step_that_samples_for_seventy_percent():
-    """By hand, in round 1: sampling 70 % of bf16's step halves, 0.35 + 0.3 over 0.35 + 0.3 · 2.5/2; of the plain step
-    30 % grow by a quarter."""
+    """By hand, in round 1: sampling 70 % of bf16's step halves, 0.35 + 0.3 over 0.35 + 0.3 · 2.5/2;
+    of the plain step 30 % grow by a quarter.
+    """
     qarl = step_rows(ROUNDS)[-1]
     assert qarl.kept_at_share is not None
     assert qarl.kept_at_share.low == pytest.approx(0.65 / 0.725)
@@ -112,7 +133,9 @@ def test_figures_at_share_are_of_a_step_that_samples_for_seventy_percent():
 
 
 def test_rates_of_the_engine_are_tokens_a_second_and_multiples_of_bf16():
-    """By hand: 4 sequences a step of 1 and 4 s are 4 and 1 tokens a second; w8a8 takes half as long in both rounds."""
+    """By hand: 4 sequences a step of 1 and 4 s are 4 and 1 tokens a second; w8a8 takes half as long
+    in both rounds.
+    """
     bf16, low_bit = engine_rows(ROUNDS)
     assert bf16.decode == Spread(2.5, 1.0, 4.0)
     assert low_bit.decode_over_bf16 == Spread(2.0, 2.0, 2.0)
@@ -120,9 +143,18 @@ def test_rates_of_the_engine_are_tokens_a_second_and_multiples_of_bf16():
 
 
 def test_a_learner_has_the_peak_of_processes_that_began_with_it():
-    """By hand: QaRL's came first in round 1, 150 of 200 bytes, and the plain one in round 2, 500 of 400."""
-    peaks = {(row.scheme, row.kind): (row.peak_bytes.median, row.over_bf16.median) for row in memory_rows(ROUNDS)}
-    assert peaks == {("bf16", "bf16"): (300, 1.0), ("w8a8", "plain"): (500, 1.25), ("w8a8", "qarl"): (150, 0.75)}
+    """By hand: QaRL's came first in round 1, 150 of 200 bytes, and the plain one in round 2, 500 of
+    400.
+    """
+    peaks = {
+        (row.scheme, row.kind): (row.peak_bytes.median, row.over_bf16.median)
+        for row in memory_rows(ROUNDS)
+    }
+    assert peaks == {
+        ("bf16", "bf16"): (300, 1.0),
+        ("w8a8", "plain"): (500, 1.25),
+        ("w8a8", "qarl"): (150, 0.75),
+    }
     one_round = {scheme: answers[:1] for scheme, answers in ROUNDS.items()}
     assert [row.kind for row in memory_rows(one_round)] == ["bf16", "qarl"]
 
@@ -135,7 +167,9 @@ def test_learners_change_places_from_round_to_round():
 
 
 def test_a_phase_on_a_gpu_ends_when_the_device_is_done(monkeypatch: pytest.MonkeyPatch):
-    """Contract: the device is waited for at both ends of a phase. Blind spot: the device is a list of calls here."""
+    """Contract: the device is waited for at both ends of a phase. Blind spot: the device is a list
+    of calls here.
+    """
     calls: list[str] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("wait"))
@@ -174,7 +208,9 @@ def test_a_picture_has_every_learner_and_phase_and_is_the_same_again():
     assert text.startswith(MARK)
     assert text == speed_picture(report(ROUNDS))
     root = ElementTree.fromstring(text)
-    words = ["".join(element.itertext()) for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    words = [
+        "".join(element.itertext()) for element in root.iter("{http://www.w3.org/2000/svg}text")
+    ]
     assert {"bf16", "w8a8", "w8a8 plain", "w8a8 qarl", *PHASES} <= set(words)
     tips = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}title")]
     assert "w8a8: 2.00 (2.00 to 2.00)" in tips
@@ -212,8 +248,14 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("--updates 2 --prompts 3", "--updates 2 does not divide --prompts 3"),
         ("--json none/speed.json", "'none' cannot be written to"),
         ("--picture none/speed.svg", "there is no folder 'none'"),
-        ("--picture speed.png", "the picture is drawn as SVG; name a file that ends in .svg"),
-        ("--picture drawn.svg", "drawn.svg exists and is no picture of qarl bench speed"),
+        (
+            "--picture speed.png",
+            "the picture is drawn as SVG; name a file that ends in .svg",
+        ),
+        (
+            "--picture drawn.svg",
+            "drawn.svg exists and is no picture of qarl bench speed",
+        ),
         ("--model none/such/folder", "model folder 'none/such/folder' does not exist"),
         ("--kernel auto", "unknown option --kernel"),
     ],
@@ -237,15 +279,23 @@ def test_a_scheme_of_another_machine_is_refused_by_name_and_left_out_otherwise(
     assert "NVIDIA" in plan.skipped["nvfp4"]
 
 
-def test_contexts_are_refused_where_the_model_has_fewer_positions(random_policy: Policies):
+def test_contexts_are_refused_where_the_model_has_fewer_positions(
+    random_policy: Policies,
+):
     options = dataclasses.replace(OPTIONS, model=str(random_policy(True)), contexts=(600,))
-    with pytest.raises(ConfigError, match=r"608 tokens is to be sampled: 600 of a prompt .* 512 positions"):
+    with pytest.raises(
+        ConfigError,
+        match=r"608 tokens is to be sampled: 600 of a prompt .* 512 positions",
+    ):
         check(options)
 
 
 @pytest.mark.parametrize(("gpu", "contexts"), [(False, (64, 256)), (True, (64,))])
 def test_default_contexts_fit_the_model(
-    gpu: bool, contexts: tuple[int, ...], random_policy: Policies, monkeypatch: pytest.MonkeyPatch
+    gpu: bool,
+    contexts: tuple[int, ...],
+    random_policy: Policies,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     """On a GPU they are 512 and 4,096 where the model has as many positions."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
@@ -253,14 +303,21 @@ def test_default_contexts_fit_the_model(
     assert measure._checked_lengths(random_policy(True), options).contexts == contexts
 
 
-def test_a_model_without_the_engine_s_operators_is_refused(random_policy: Policies, monkeypatch: pytest.MonkeyPatch):
+def test_a_model_without_the_engine_s_operators_is_refused(
+    random_policy: Policies, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(measure, "agreement", lambda *_: Agreement("floor", "it has no graph"))
-    with pytest.raises(GraphError, match="another step would be timed than a run's: it has no graph"):
+    with pytest.raises(
+        GraphError, match="another step would be timed than a run's: it has no graph"
+    ):
         check(dataclasses.replace(OPTIONS, model=str(random_policy(True))))
 
 
 def test_a_process_that_fails_is_an_error_with_its_last_words():
-    with pytest.raises(WorkerError, match=r"the process of w8a8 ended with status \d+:(.|\n)*no-such-file"):
+    with pytest.raises(
+        WorkerError,
+        match=r"the process of w8a8 ended with status \d+:(.|\n)*no-such-file",
+    ):
         run_worker("json.tool", "no-such-file", lambda data: data, "the process of w8a8")
 
 
@@ -273,7 +330,14 @@ def forked_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "job.json").write_text(argument)
         out, errors = tmp_path / f"{what}.out", tmp_path / f"{what}.err"
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        fork = Fork("worker", ["bench_worker", str(tmp_path / "job.json")], ROOT, environment, out, errors)
+        fork = Fork(
+            "worker",
+            ["bench_worker", str(tmp_path / "job.json")],
+            ROOT,
+            environment,
+            out,
+            errors,
+        )
         assert fork.wait() == 0, errors.read_text()
         return parse(last_answer(out.read_text()))
 
@@ -282,12 +346,34 @@ def forked_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_the_command_measures_prints_draws_and_writes(
-    forked_workers: None, random_policy: Policies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    forked_workers: None,
+    random_policy: Policies,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
 ):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(bench, "default_model", lambda: str(random_policy(True)))
-    sizes = "--batches 1,2 --contexts 8 --decode-tokens 4 --prompts 1 --samples 2 --updates 1 --tokens 8 --steps 1"
-    assert main(["bench", "speed", "--schemes", "w8a8", "--rounds", "1", *sizes.split(), "--json", "speed.json"]) == 0
+    sizes = (
+        "--batches 1,2 --contexts 8 --decode-tokens 4 --prompts 1 --samples 2 --updates 1 --tokens"
+        " 8 --steps 1"
+    )
+    assert (
+        main(
+            [
+                "bench",
+                "speed",
+                "--schemes",
+                "w8a8",
+                "--rounds",
+                "1",
+                *sizes.split(),
+                "--json",
+                "speed.json",
+            ]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     assert "round 1 of 1: w8a8" in out
     assert "wrote bench-speed.svg and speed.json" in out

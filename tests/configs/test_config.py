@@ -11,7 +11,13 @@ from qarl.configs.errors import ConfigError, disk_error
 from qarl.configs.files import written_aside
 from qarl.configs.flags import ELSEWHERE, FLAGS
 from qarl.configs.functions import FunctionKind, load_function
-from qarl.configs.load import config_file, default_config, field_paths, load_config, shipped_names
+from qarl.configs.load import (
+    config_file,
+    default_config,
+    field_paths,
+    load_config,
+    shipped_names,
+)
 from qarl.configs.schema.objectives import AnyObjective
 from qarl.configs.schema.run import RunConfig, TaskConfig
 from qarl.report.run_folder import FIXED_FIELDS, resumed_config
@@ -20,11 +26,18 @@ from tests.support.cases import cases, pattern
 
 
 def test_naming_another_task_forgets_the_files_options(tmp_path: Path):
-    """The embedded default's digits and reward are for its own task; one's own file starts from nothing."""
+    """The embedded default's digits and reward are for its own task; one's own file starts from
+    nothing.
+    """
     file = config_file("tiny-qwen3")
     assert load_config(file, {"task.name": "q.jsonl"}).task == TaskConfig(name="q.jsonl")
     kept = load_config(file, {"task.name": "chain_sum", "task.options.max_terms": "3"}).task
-    assert kept.options == {"min_terms": 2, "max_terms": 3, "min_digits": 2, "max_digits": 2}
+    assert kept.options == {
+        "min_terms": 2,
+        "max_terms": 3,
+        "min_digits": 2,
+        "max_digits": 2,
+    }
     assert kept.reward == "qarl.tasks:exact_reward"
 
 
@@ -41,8 +54,10 @@ PAPER = cases(__file__, "paper")
 
 @pytest.mark.parametrize("model", PAPER)
 def test_paper_files_hold_table_2(model: str):
-    """Also what the table says of 64 prompts an update, the objective of its bounds, and QaRL's own sampling. Blind
-    spot: seq_clip_ratio_low has no field, nnodes and n_gpu_per_node are the command's."""
+    """Also what the table says of 64 prompts an update, the objective of its bounds, and QaRL's own
+    sampling. Blind spot: seq_clip_ratio_low has no field, nnodes and n_gpu_per_node are the
+    command's.
+    """
     file = default_config(model)
     config = load_config(file, {})
     for value, path in TABLE_2.values():
@@ -50,7 +65,10 @@ def test_paper_files_hold_table_2(model: str):
         assert found == PAPER[model].get(path, value), path
     assert config.model == model and config.task.name == "math" and config.scheme == "w4a16"
     assert config.rollout.prompts // config.learner.mini_batches == 64
-    assert (config.learner.objective.name, config.learner.correction.name) == ("tbpo", "geometric")
+    assert (config.learner.objective.name, config.learner.correction.name) == (
+        "tbpo",
+        "geometric",
+    )
     assert Sampling(samples=8, max_new_tokens=1).temperature == 1.0
     assert "--processes 8" in file.read_text() and "seq_clip_ratio_low" in file.read_text()
 
@@ -62,7 +80,9 @@ def test_wrong_values_are_quoted(overrides: dict[str, str], named: str):
 
 
 def test_names_of_other_trainers_lead_to_fields():
-    assert {path for path in ELSEWHERE.values() if " " not in path} <= {*field_paths()} and not {*ELSEWHERE} & {*FLAGS}
+    assert {path for path in ELSEWHERE.values() if " " not in path} <= {*field_paths()} and not {
+        *ELSEWHERE
+    } & {*FLAGS}
 
 
 @pytest.mark.parametrize(("text", "stop"), cases(__file__, "stops"))
@@ -71,34 +91,63 @@ def test_a_text_that_ends_a_completion_may_stand_by_itself(text: str, stop: list
 
 
 def test_objectives_bring_their_own_defaults():
-    """Correction and aggregation follow the objective where they are not named, and stay where they are. Naming another
-    objective than the file drops the file's options, which were for the other; so does naming another correction."""
+    """Correction and aggregation follow the objective where they are not named, and stay where they
+    are. Naming another objective than the file drops the file's options, which were for the other;
+    so does naming another correction.
+    """
     file = config_file("tiny-qwen3")
     assert load_config(None, {}).learner.correction.name == "geometric"
     grpo = load_config(file, {"learner.objective.name": "grpo"}).learner
-    assert grpo.objective.model_dump() == {"name": "grpo", "clip_low": 0.2, "clip_high": 0.2}
-    assert (grpo.correction.name, grpo.aggregation.name) == ("token_tis", "seq-mean-token-mean")
+    assert grpo.objective.model_dump() == {
+        "name": "grpo",
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+    }
+    assert (grpo.correction.name, grpo.aggregation.name) == (
+        "token_tis",
+        "seq-mean-token-mean",
+    )
     same = load_config(file, {"learner.objective.name": "tbpo"}).learner
     assert same.objective.model_dump()["epsilon_high"] == 0.1
-    dapo = load_config(file, {"learner.objective.name": "dapo", "learner.correction.cap": "3"}).learner
+    dapo = load_config(
+        file, {"learner.objective.name": "dapo", "learner.correction.cap": "3"}
+    ).learner
     assert dapo.correction.model_dump() == {"name": "token_tis", "cap": 3.0}
     assert dapo.aggregation.name == "token-mean"
     bypass = load_config(file, {"learner.objective.name": "pg_seq_is"}).learner
     assert bypass.correction.model_dump() == {"name": "none", "ratio_from": "sampler"}
     paper = config_file("paper/qwen3-8b-base")
     masked = load_config(paper, {"learner.correction.name": "sequence_mis"}).learner
-    assert masked.correction.model_dump() == {"name": "sequence_mis", "cap": 2.0, "floor": 0.0, "ratio_from": "learner"}
-    assert load_config(paper, {"learner.objective.name": "tbpo"}).learner == load_config(paper, {}).learner
+    assert masked.correction.model_dump() == {
+        "name": "sequence_mis",
+        "cap": 2.0,
+        "floor": 0.0,
+        "ratio_from": "learner",
+    }
+    assert (
+        load_config(paper, {"learner.objective.name": "tbpo"}).learner
+        == load_config(paper, {}).learner
+    )
     baseline = load_config(paper, {"learner.objective.name": "grpo"}).learner
     assert baseline.correction.model_dump() == grpo.correction.model_dump()
-    both = {"learner.objective.name": "pg_seq_is", "learner.correction.name": "geometric"}
+    both = {
+        "learner.objective.name": "pg_seq_is",
+        "learner.correction.name": "geometric",
+    }
     assert load_config(paper, both).learner.correction.name == "geometric"
 
 
-@pytest.mark.parametrize("name", [name for section in get_args(AnyObjective) for name in section.names()])
+@pytest.mark.parametrize(
+    "name", [name for section in get_args(AnyObjective) for name in section.names()]
+)
 def test_a_configuration_round_trips_as_a_run_folder_writes_it(tmp_path: Path, name: str):
     own = {"learner.objective.function": "mine.py:objective"} if name == "own" else {}
-    options = {"learner.optimizer.lr": "3e-4", "task.options.min_digits": "2", "learner.mini_batches": "1", **own}
+    options = {
+        "learner.optimizer.lr": "3e-4",
+        "task.options.min_digits": "2",
+        "learner.mini_batches": "1",
+        **own,
+    }
     config = load_config(config_file("tiny-qwen3"), {"learner.objective.name": name, **options})
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
     assert load_config(tmp_path / "c.yaml", {}) == config
@@ -115,14 +164,27 @@ def test_wrong_files_are_refused(tmp_path: Path, text: str | None, message: str)
 
 def test_functions_say_where_they_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     kind = FunctionKind("reward", "takes nothing", ConfigError)
-    texts = ("", "from mine_2 import reward\n", "def reward(): return 7\n", "import nowhere\n", "1 / 0", "assert 0")
+    texts = (
+        "",
+        "from mine_2 import reward\n",
+        "def reward(): return 7\n",
+        "import nowhere\n",
+        "1 / 0",
+        "assert 0",
+    )
     for number, text in enumerate(texts):
         (tmp_path / f"mine_{number}.py").write_text(text)
     assert load_function(kind, f"{tmp_path}/mine_1.py:reward")() == 7
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"importing it raised Mod.*mine_3\.py, line 1, in <module>\)$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"importing it raised Mod.*mine_3\.py, line 1, in <module>\)$",
+    ):
         load_function(kind, "mine_3:reward")
-    for name, said in (("mine_4", r"raised ZeroDivisionError: div.*zero \("), ("mine_5", r"raised AssertionError \(/")):
+    for name, said in (
+        ("mine_4", r"raised ZeroDivisionError: div.*zero \("),
+        ("mine_5", r"raised AssertionError \(/"),
+    ):
         with pytest.raises(ConfigError, match=said):
             load_function(kind, f"{name}:reward")
     with pytest.raises(ConfigError, match="there is no module 'mine_6'"):
@@ -131,12 +193,17 @@ def test_functions_say_where_they_failed(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_what_dies_while_it_is_written_leaves_nothing(tmp_path: Path):
     target, building = tmp_path / "a", tmp_path / "a.part"
-    for before in (building.mkdir, lambda: building.write_text("of a process that died")):
+    for before in (
+        building.mkdir,
+        lambda: building.write_text("of a process that died"),
+    ):
         before()
         with pytest.raises(IsADirectoryError), written_aside(target) as path:
             path.write_bytes(tmp_path.read_bytes())
         assert not target.exists() and not building.exists()
-    assert disk_error(Exception("No space left (os error 28)")) and not disk_error(Exception("(os error 2)"))
+    assert disk_error(Exception("No space left (os error 28)")) and not disk_error(
+        Exception("(os error 2)")
+    )
 
 
 def test_numbers_are_text_where_text_is_meant(tmp_path: Path):
@@ -147,11 +214,15 @@ def test_numbers_are_text_where_text_is_meant(tmp_path: Path):
 
 
 @pytest.mark.parametrize("named", [{}, {"task.name": "./q.csv", "learner.objective.name": "tbpo"}])
-def test_numbers_are_a_persons_and_the_files_own_name_keeps_its_options(tmp_path: Path, named: dict[str, str]):
+def test_numbers_are_a_persons_and_the_files_own_name_keeps_its_options(
+    tmp_path: Path, named: dict[str, str]
+):
     (tmp_path / "c.yaml").write_text("\n".join(cases(__file__, "numbers")))
     config = load_config(tmp_path / "c.yaml", {**named, "seed": "010"})
     assert config.task.options == {"p": 1e-3, "q": 10, "s": -8, "r": "1:30"} and config.seed == 10
-    assert config.task.system == "a" and config.learner.objective.model_dump()["epsilon_high"] == 0.1
+    assert (
+        config.task.system == "a" and config.learner.objective.model_dump()["epsilon_high"] == 0.1
+    )
 
 
 def test_the_default_file_follows_the_model():
@@ -174,7 +245,10 @@ def test_a_resumed_run_keeps_what_fixes_it(path: str):
     assert set(FIXED_FIELDS) == CHANGED.keys()
     field, value, both = CHANGED[path]
     file = config_file("tiny-qwen3")
-    with pytest.raises(ConfigError, match=f"started with {field.replace('.', chr(92) + '.')} .* cannot be resumed"):
+    with pytest.raises(
+        ConfigError,
+        match=f"started with {field.replace('.', chr(92) + '.')} .* cannot be resumed",
+    ):
         resumed_config(load_config(file, both), load_config(file, both | {field: value}))
     longer = load_config(file, {"steps": "999", "task.time_limit": "9", "task.on_error": "none"})
     assert resumed_config(load_config(file, {}), longer) == longer
@@ -183,7 +257,19 @@ def test_a_resumed_run_keeps_what_fixes_it(path: str):
 def test_a_users_home_may_begin_a_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """In a file and in options, wherever a path is expected; what is text keeps its tilde."""
     monkeypatch.setenv("HOME", "/me")
-    (tmp_path / "c.yaml").write_text("model: ~/m\noutput: ~/runs\ntask: {name: hf:~/d, system: ~/text}\n")
-    config = load_config(tmp_path / "c.yaml", {"task.reward": "~/a.py:f=0.5, ~/b~.py:g", "rollout.servers": "1"})
-    assert (config.model, config.output, config.task.name) == ("/me/m", "/me/runs", "hf:/me/d")
-    assert (config.task.reward, config.task.system) == ("/me/a.py:f=0.5, /me/b~.py:g", "~/text")
+    (tmp_path / "c.yaml").write_text(
+        "model: ~/m\noutput: ~/runs\ntask: {name: hf:~/d, system: ~/text}\n"
+    )
+    config = load_config(
+        tmp_path / "c.yaml",
+        {"task.reward": "~/a.py:f=0.5, ~/b~.py:g", "rollout.servers": "1"},
+    )
+    assert (config.model, config.output, config.task.name) == (
+        "/me/m",
+        "/me/runs",
+        "hf:/me/d",
+    )
+    assert (config.task.reward, config.task.system) == (
+        "/me/a.py:f=0.5, /me/b~.py:g",
+        "~/text",
+    )

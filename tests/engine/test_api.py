@@ -1,5 +1,6 @@
-"""The Python API: names, a loop of one's own beside `qarl train`, the documentation's examples, and what is refused
-while an engine runs. A policy alone: tests/qarl/test_policy.py."""
+"""The Python API: names, a loop of one's own beside `qarl train`, the documentation's examples, and
+what is refused while an engine runs. A policy alone: tests/qarl/test_policy.py.
+"""
 
 import dataclasses
 import inspect
@@ -29,38 +30,87 @@ def signatures() -> dict[str, str]:
     """Public names, and the public methods of the classes among them that are the API's own."""
     members = {name: getattr(qarl, name) for name in qarl.__all__}
     assert all(map(inspect.getdoc, members.values()))
-    members |= {"losses": qarl.losses.Loss.__call__, "losses.of_tokens": qarl.losses.Loss.of_tokens}
+    members |= {
+        "losses": qarl.losses.Loss.__call__,
+        "losses.of_tokens": qarl.losses.Loss.of_tokens,
+    }
     for owner in (qarl.Policy, qarl.Engine):
-        members |= {f"{owner.__name__}.{name}": member for name, member in vars(owner).items() if name[0] != "_"}
-    own: dict[str, Any] = {n: m for n, m in members.items() if inspect.isfunction(m) or dataclasses.is_dataclass(m)}
+        members |= {
+            f"{owner.__name__}.{name}": member
+            for name, member in vars(owner).items()
+            if name[0] != "_"
+        }
+    own: dict[str, Any] = {
+        n: m for n, m in members.items() if inspect.isfunction(m) or dataclasses.is_dataclass(m)
+    }
     return {name: str(inspect.signature(member)) for name, member in own.items()}
 
 
 def test_names_and_signatures_are_those_recorded():
-    """A change here breaks people's code. Meant: python -m tests.engine.test_api, and a line in CHANGELOG.md."""
+    """A change here breaks people's code. Meant: python -m tests.engine.test_api, and a line in
+    CHANGELOG.md.
+    """
     assert signatures() == json.loads(SIGNATURES.read_text())
     page = (ROOT / "docs/reference/api.md").read_text()
     assert not [name for name in qarl.__all__ if not re.search(rf"`{name}\b", page)]
 
 
 def test_the_import_is_light():
-    code = "import sys, time, qarl; print(time.process_time(), *{'torch', 'vllm', 'pydantic'} & {*sys.modules})"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    code = (
+        "import sys, time, qarl; print(time.process_time(), *{'torch', 'vllm', 'pydantic'} &"
+        " {*sys.modules})"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+    )
     assert float(run.stdout) <= 0.2  # seconds of CPU; any name after it is no number
 
 
 @pytest.mark.slow
 def test_a_loop_of_ones_own_is_the_trainers(random_policy: Callable[[bool], Path], tmp_path: Path):
-    """Contract: three steps of examples/own_loop.py publish the very tensors that `qarl train` publishes with the same
-    settings, reward and prompts. Blind to a decaying learning rate, which the loop has not."""
+    """Contract: three steps of examples/own_loop.py publish the very tensors that `qarl train`
+    publishes with the same settings, reward and prompts. Blind to a decaying learning rate, which
+    the loop has not.
+    """
     import_libraries()
     train = runpy.run_path(str(ROOT / "examples/own_loop.py"))["train"]
     train.__globals__["reward"] = lambda problem, answer: reward(problem, answer.text)
     published = [digest for _, digest in train(3, model=str(random_policy(True)), prompts=8)]
-    options = ["--prompts", "8", "--steps", "3", "--eval.problems", "0", "--export", "false"]
-    source = ["--config", "tiny-qwen3", "--model", random_policy(True), "--reward", "tests.support.rewards:reward"]
-    succeeded("train", *source, *options, "--output", tmp_path / "run", "--learner.optimizer.decay_steps", "0")
-    assert published == [line["digest"] for line in lines(tmp_path / "run")] and len(set(published)) == 3
+    options = [
+        "--prompts",
+        "8",
+        "--steps",
+        "3",
+        "--eval.problems",
+        "0",
+        "--export",
+        "false",
+    ]
+    source = [
+        "--config",
+        "tiny-qwen3",
+        "--model",
+        random_policy(True),
+        "--reward",
+        "tests.support.rewards:reward",
+    ]
+    succeeded(
+        "train",
+        *source,
+        *options,
+        "--output",
+        tmp_path / "run",
+        "--learner.optimizer.decay_steps",
+        "0",
+    )
+    assert (
+        published == [line["digest"] for line in lines(tmp_path / "run")]
+        and len(set(published)) == 3
+    )
 
 
 @pytest.mark.slow
@@ -68,12 +118,16 @@ def test_the_documentations_examples_run(tmp_path: Path, monkeypatch: pytest.Mon
     import_libraries()
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
-    for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs/reference/api.md").read_text(), re.DOTALL):
+    for block in re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs/reference/api.md").read_text(), re.DOTALL
+    ):
         exec(block, names)
 
 
 @pytest.mark.slow
-def test_the_notebook_runs_and_shows_what_it_did(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_the_notebook_runs_and_shows_what_it_did(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     """Three of its steps; its stored outputs are of all."""
     import_libraries()
     monkeypatch.setenv("MPLBACKEND", "agg")
@@ -82,29 +136,48 @@ def test_the_notebook_runs_and_shows_what_it_did(capsys: pytest.CaptureFixture[s
     names: dict[str, Any] = {}
     for cell in code:
         source = "".join(cell["source"])
-        exec(source.replace("STEPS, PROMPTS, SAMPLES = 120, 128,", "STEPS, PROMPTS, SAMPLES = 3, 8,"), names)
+        exec(
+            source.replace(
+                "STEPS, PROMPTS, SAMPLES = 120, 128,", "STEPS, PROMPTS, SAMPLES = 3, 8,"
+            ),
+            names,
+        )
     assert len(names["rewards"]) == 3 and set(names["equal"]) == {1.0}
     stored = "".join("".join(output.get("text", "")) for cell in code for output in cell["outputs"])
-    assert stored.splitlines()[0] in capsys.readouterr().out and "equal in every step: True" in stored
+    assert (
+        stored.splitlines()[0] in capsys.readouterr().out and "equal in every step: True" in stored
+    )
     assert any("image/png" in output.get("data", ()) for cell in code for output in cell["outputs"])
 
 
 @pytest.mark.slow
-def test_what_is_refused_while_an_engine_runs(random_policy: Callable[[bool], Path], monkeypatch: pytest.MonkeyPatch):
+def test_what_is_refused_while_an_engine_runs(
+    random_policy: Callable[[bool], Path], monkeypatch: pytest.MonkeyPatch
+):
     import_libraries()
     policy, other = (qarl.align(random_policy(tied), "w4a16") for tied in (True, False))
     with qarl.engine(policy, max_prompt_tokens=8, max_new_tokens=8, max_num_seqs=8) as engine:
-        assert engine.multiplies == "the engine's own layers" and engine.published.canary is not None
+        assert (
+            engine.multiplies == "the engine's own layers" and engine.published.canary is not None
+        )
         prompt = engine.prompt([5, 6, 7])
         (answer,), (greedy,) = engine.generate([prompt, prompt], seed=1)
         assert answer != greedy and engine.generate([[5, 6, 7]], seed=1) == [[answer]]
         batch = qarl.make_batch([qarl.Group(prompt, (answer, greedy), (0.0, 1.0))])
-        skewed = qarl.Completion(answer.token_ids, tuple(p - 1 for p in answer.logprobs), "", 0, "stop")
+        skewed = qarl.Completion(
+            answer.token_ids, tuple(p - 1 for p in answer.logprobs), "", 0, "stop"
+        )
         with pytest.raises(qarl.QarlError, match="step-0 gate"):
-            policy.batch_logprobs(qarl.make_batch([qarl.Group(prompt, (skewed, skewed), (0.0, 1.0))]))
+            policy.batch_logprobs(
+                qarl.make_batch([qarl.Group(prompt, (skewed, skewed), (0.0, 1.0))])
+            )
         policy.batch_logprobs(batch).sum().backward()
         torch.optim.SGD(policy.parameters(), lr=0.1).step()
-        inner, entered, leave = engine._connection.engine, threading.Event(), threading.Event()
+        inner, entered, leave = (
+            engine._connection.engine,
+            threading.Event(),
+            threading.Event(),
+        )
         monkeypatch.setattr(inner, "generate", lambda *_: (entered.set(), leave.wait(60), [])[2])
         thread = threading.Thread(target=engine.generate, args=([prompt],))
         thread.start()
@@ -121,7 +194,7 @@ def test_what_is_refused_while_an_engine_runs(random_policy: Callable[[bool], Pa
             ("opened for the policy", lambda: other.publish(engine)),
             ("its EOS token", lambda: policy.check(tokenizer=foreign)),
             ("has 9 tokens; allowed are 1 to", lambda: engine.generate([[5] * 9])),
-        ):  # fmt: skip
+        ):
             with pytest.raises(qarl.PolicyError, match=fault):
                 refused()
         assert policy.publish(engine).version == 1

@@ -1,4 +1,6 @@
-"""Mixtures of experts in the real engine: what it holds, what it multiplies, and publish after publish."""
+"""Mixtures of experts in the real engine: what it holds, what it multiplies, and publish after
+publish.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,42 +19,64 @@ from qarl.sync.audit import audit, require_agreement
 from qarl.sync.publisher import Publisher, PublishError
 from tests.support import Policies
 from tests.support.cases import cases
-from tests.support.engines import SEQUENCES, answers_when_fresh, disturb, make_model, start_engine
+from tests.support.engines import (
+    SEQUENCES,
+    answers_when_fresh,
+    disturb,
+    make_model,
+    start_engine,
+)
 from tests.support.layers import routed
 from tests.support.moe_models import CONFIGS, random_moe, with_tokenizer
 from tests.support.tensors import as_bytes, heavy
 
 Running = tuple[LowBitModel, VllmEngine]
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="holds vLLM's experts on CPUs to the learner's")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="holds vLLM's experts on CPUs to the learner's"
+)
 
 
 def call(engine: VllmEngine, function: Callable[..., Any], *args: object) -> Any:
     """Run function(model, *args) inside the engine's worker, on the model it holds."""
-    return engine._llm.collective_rpc(lambda worker: function(worker.model_runner.get_model(), *args))[0]
+    return engine._llm.collective_rpc(
+        lambda worker: function(worker.model_runner.get_model(), *args)
+    )[0]
 
 
 def routed_experts(model: torch.nn.Module, layer: str) -> Any:
     from vllm.model_executor.layers.fused_moe import RoutedExperts
 
-    return next(m for m in model.modules() if isinstance(m, RoutedExperts) and m.layer_name == layer)
+    return next(
+        m for m in model.modules() if isinstance(m, RoutedExperts) and m.layer_name == layer
+    )
 
 
 def held(experts: Any) -> dict[str, torch.Tensor]:
-    """Every tensor a RoutedExperts module multiplies with: its own, or those of its experts' dense layers."""
+    """Every tensor a RoutedExperts module multiplies with: its own, or those of its experts' dense
+    layers.
+    """
     found = dict(experts.named_parameters())
     for prefix, linears in getattr(experts.quant_method, "dense", {}).items():
         for number, linear in enumerate(linears):
             tensors = [*linear.named_parameters(), *linear.named_buffers()]
-            found |= {f"{prefix}.{number}.{name}": tensor for name, tensor in tensors if tensor.numel()}
+            found |= {
+                f"{prefix}.{number}.{name}": tensor for name, tensor in tensors if tensor.numel()
+            }
     return {name: tensor.detach().clone() for name, tensor in found.items()}
 
 
 def check_every_layer_is_the_engines(model: LowBitModel, engine: VllmEngine) -> None:
-    """The engine holds the bytes of the learner's product, built anew from the tensors that are published, and
-    multiplies to the same bits, for several batches."""
+    """The engine holds the bytes of the learner's product, built anew from the tensors that are
+    published, and multiplies to the same bits, for several batches.
+    """
     for name, layer in model.experts.items():
-        product: Any = make_factory("vllm", layer.context.dtype).experts(layer.layer, layer.shape, layer.codes())
-        ours, theirs = held(product._experts), call(engine, lambda m, n: held(routed_experts(m, n)), name)
+        product: Any = make_factory("vllm", layer.context.dtype).experts(
+            layer.layer, layer.shape, layer.codes()
+        )
+        ours, theirs = (
+            held(product._experts),
+            call(engine, lambda m, n: held(routed_experts(m, n)), name),
+        )
         assert ours.keys() == theirs.keys() and ours
         for key, tensor in ours.items():
             assert torch.equal(as_bytes(tensor), as_bytes(theirs[key])), f"{name}: {key}"
@@ -66,13 +90,22 @@ def check_every_layer_is_the_engines(model: LowBitModel, engine: VllmEngine) -> 
 
 def forward(model: torch.nn.Module, name: str, *given: torch.Tensor) -> torch.Tensor:
     experts, (x, weights, index) = routed_experts(model, name), given
-    return experts.forward_modular(x, weights, index.to(experts.quant_method.topk_indices_dtype or torch.int32)).clone()
+    return experts.forward_modular(
+        x, weights, index.to(experts.quant_method.topk_indices_dtype or torch.int32)
+    ).clone()
 
 
 def publish_and_compare(
-    running: Running, folder: Path, tmp_path: Path, dtype: str, publishes: int, bound: float | None = None
+    running: Running,
+    folder: Path,
+    tmp_path: Path,
+    dtype: str,
+    publishes: int,
+    bound: float | None = None,
 ) -> None:
-    """Audit, compare layers, publish changing weights, compare layers again, and the answers with a fresh engine's."""
+    """Audit, compare layers, publish changing weights, compare layers again, and the answers with a
+    fresh engine's.
+    """
     model, engine = running
     try:
         require_agreement(audit(model.layers(), engine.layers(), same_kernels=True))
@@ -80,7 +113,9 @@ def publish_and_compare(
         assert reported.keys() >= model.experts.keys()
         for name, found in model.plan.schemes.items():
             if name != "lm_head" or name in reported:
-                assert reported[name if name in reported else name.rsplit(".", 2)[0]] == found.name, name
+                assert (
+                    reported[name if name in reported else name.rsplit(".", 2)[0]] == found.name
+                ), name
         check_every_layer_is_the_engines(model, engine)
         publisher = Publisher(model, engine, SEQUENCES, bound, canary_every=publishes)
         if model.operators == "engine":
@@ -102,31 +137,49 @@ def publish_and_compare(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "scheme", "dtype", "tied", "layers", "count"), cases(__file__, "publishes"))
+@pytest.mark.parametrize(
+    ("kind", "scheme", "dtype", "tied", "layers", "count"), cases(__file__, "publishes")
+)
 def test_publishes_equal_a_fresh_engine_bit_for_bit(
-    random_experts: Policies, tmp_path: Path, kind: str, scheme: str, dtype: str, tied: bool, layers: str, count: int
+    random_experts: Policies,
+    tmp_path: Path,
+    kind: str,
+    scheme: str,
+    dtype: str,
+    tied: bool,
+    layers: str,
+    count: int,
 ):
-    """Contract: before and after publishes of changing weights the engine holds, expert by expert, the tensors of the
-    learner's own product, multiplies to the same bits, and answers as an engine that loaded the last weights from
-    disk; so do layers of experts in different schemes, and a router that is quantized by its exact name. oneDNN's
-    packed int8 weights are no parameters: the equal products speak for those. A test of DeepSeek is below."""
+    """Contract: before and after publishes of changing weights the engine holds, expert by expert,
+    the tensors of the learner's own product, multiplies to the same bits, and answers as an engine
+    that loaded the last weights from disk; so do layers of experts in different schemes, and a
+    router that is quantized by its exact name. oneDNN's packed int8 weights are no parameters: the
+    equal products speak for those. A test of DeepSeek is below.
+    """
     folder = random_experts(tied)
     if kind == "mixtral":
         folder = with_tokenizer(kind, folder, tmp_path / "model")
     model = make_model(folder, scheme, dtype, layers=layers)
-    assert len({layer.scheme.name for layer in model.experts.values()}) == (1 if layers == "[]" else 2)
+    assert len({layer.scheme.name for layer in model.experts.values()}) == (
+        1 if layers == "[]" else 2
+    )
     engine = start_engine(model, folder, tmp_path / "start", dtype)
     publish_and_compare((model, engine), folder, tmp_path, dtype, count)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "scheme", "layers"), [("deepseek_v2", "bf16", "[]"), ("deepseek_v3", "w8a8", "*.kv_b_proj=bf16")]
+    ("kind", "scheme", "layers"),
+    [("deepseek_v2", "bf16", "[]"), ("deepseek_v3", "w8a8", "*.kv_b_proj=bf16")],
 )
-def test_deepseek_is_published_right_and_refused(random_experts, tmp_path: Path, kind: str, scheme: str, layers: str):
-    """Grouped routing with a correction bias, shared experts and latent attention: the engine takes every publish as a
-    fresh one takes the export. But vLLM 0.32 on CPUs rotates such queries wrongly (next test), which is another policy,
-    and the canary says so. (vLLM cannot load a quantized kv_b_proj there.)"""
+def test_deepseek_is_published_right_and_refused(
+    random_experts, tmp_path: Path, kind: str, scheme: str, layers: str
+):
+    """Grouped routing with a correction bias, shared experts and latent attention: the engine takes
+    every publish as a fresh one takes the export. But vLLM 0.32 on CPUs rotates such queries
+    wrongly (next test), which is another policy, and the canary says so. (vLLM cannot load a
+    quantized kv_b_proj there.)
+    """
     folder = with_tokenizer(kind, random_experts(True), tmp_path / "model")
     model = make_model(folder, scheme, layers=layers)
     engine = start_engine(model, folder, tmp_path / "start", "bfloat16")
@@ -140,14 +193,26 @@ def test_deepseek_is_published_right_and_refused(random_experts, tmp_path: Path,
 
 
 def test_vllm_rotates_queries_of_several_heads_wrongly():
-    """The fault that keeps DeepSeek from CPUs: `rotary_embedding` is right for queries [N, heads·D], and wrong for
-    [N, heads, D]. When this fails, hold DeepSeek to its canary like the others."""
+    """The fault that keeps DeepSeek from CPUs: `rotary_embedding` is right for queries [N,
+    heads·D], and wrong for [N, heads, D]. When this fails, hold DeepSeek to its canary like the
+    others.
+    """
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.rotary_embedding import get_rope
 
     with set_current_vllm_config(VllmConfig()):
-        rope = get_rope(64, 64, False, {"rope_type": "default", "rope_theta": 10000.0}, torch.float32)
-    positions, q, k = torch.arange(9), heavy(9, 4, 64, seed=0, rows=False), heavy(9, 1, 64, seed=1, rows=False)
+        rope = get_rope(
+            64,
+            64,
+            False,
+            {"rope_type": "default", "rope_theta": 10000.0},
+            torch.float32,
+        )
+    positions, q, k = (
+        torch.arange(9),
+        heavy(9, 4, 64, seed=0, rows=False),
+        heavy(9, 1, 64, seed=1, rows=False),
+    )
     right, _ = rope.forward_native(positions, q.clone(), k.clone())
     flat, _ = rope.forward_cpu(positions, q.flatten(1).clone(), k.flatten(1).clone())
     stacked, _ = rope.forward_cpu(positions, q.clone(), k.clone())
@@ -156,7 +221,9 @@ def test_vllm_rotates_queries_of_several_heads_wrongly():
 
 
 @pytest.fixture(scope="module")
-def running(random_experts: Policies, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def running(
+    random_experts: Policies, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Running]:
     folder = random_experts(True)
     model = make_model(folder, "w4a16")
     engine = start_engine(model, folder, tmp_path_factory.mktemp("run") / "start", "bfloat16")
@@ -175,7 +242,9 @@ def test_a_publish_that_lacks_an_experts_tensor_is_refused(running: Running, dro
     model, engine = running
     report = engine.load([item for item in model.low_bit_tensors() if item.name not in drop], 1)
     assert any(name.startswith(EXPERTS) for name in report.missing), report
-    assert len(drop) < 3 or f"{EXPERTS}.5.up_proj" in report.missing, "a matrix that is lost is named"
+    assert len(drop) < 3 or f"{EXPERTS}.5.up_proj" in report.missing, (
+        "a matrix that is lost is named"
+    )
     assert not [name for name in report.missing if not name.startswith(EXPERTS)]
     again = engine.load(model.low_bit_tensors(), 2)
     assert (again.missing, again.unconsumed) == ((), ())
@@ -183,8 +252,12 @@ def test_a_publish_that_lacks_an_experts_tensor_is_refused(running: Running, dro
 
 @pytest.mark.slow
 @pytest.mark.parametrize("expert", [f"{EXPERTS}.8", "model.layers.7.mlp.experts.0"])
-def test_an_experts_tensor_too_many_is_refused(running: Running, monkeypatch: pytest.MonkeyPatch, expert: str):
-    """Last in this file's engine: vLLM finds some surplus in mid-stream, and the engine then refuses to answer."""
+def test_an_experts_tensor_too_many_is_refused(
+    running: Running, monkeypatch: pytest.MonkeyPatch, expert: str
+):
+    """Last in this file's engine: vLLM finds some surplus in mid-stream, and the engine then
+    refuses to answer.
+    """
     model, engine = running
     extra = LowBitTensor(f"{expert}.up_proj.weight_scale", torch.ones(128, 1, dtype=torch.bfloat16))
     items = [*model.low_bit_tensors(), extra]
@@ -194,7 +267,12 @@ def test_an_experts_tensor_too_many_is_refused(running: Running, monkeypatch: py
 
 
 def test_mixtrals_router_cannot_be_quantized(tmp_path: Path):
-    """vLLM builds it without a scheme, and would not start ("no module or parameter named …gate.weight_scale")."""
+    """vLLM builds it without a scheme, and would not start ("no module or parameter named
+    …gate.weight_scale").
+    """
     random_moe(CONFIGS["mixtral"]).save_pretrained(tmp_path)
-    with pytest.raises(GraphError, match=r"block_sparse_moe\.gate' would be in 'w8a8', and vLLM multiplies it unquant"):
+    with pytest.raises(
+        GraphError,
+        match=r"block_sparse_moe\.gate' would be in 'w8a8', and vLLM multiplies it unquant",
+    ):
         make_model(tmp_path, "w4a16", layers="model.layers.0.block_sparse_moe.gate=w8a8")

@@ -26,7 +26,13 @@ from qarl.sync.export import export_checkpoint
 from qarl.sync.publisher import Publisher, PublishError
 from tests.support import Policies
 from tests.support.cases import cases
-from tests.support.engines import SEQUENCES, answers_when_fresh, disturb, make_model, start_engine
+from tests.support.engines import (
+    SEQUENCES,
+    answers_when_fresh,
+    disturb,
+    make_model,
+    start_engine,
+)
 from tests.support.kernels import AVX512
 
 Running = tuple[LowBitModel, VllmEngine]
@@ -35,19 +41,31 @@ PROMPTS = [Prompt(str(n), "", tuple(sequence[:20])) for n, sequence in enumerate
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("scheme", "dtype", "layers", "tied", "publishes"), cases(__file__, "publishes"))
+@pytest.mark.parametrize(
+    ("scheme", "dtype", "layers", "tied", "publishes"), cases(__file__, "publishes")
+)
 def test_publishes_equal_a_fresh_engine_bit_for_bit(
-    random_policy: Policies, tmp_path: Path, scheme: str, dtype: str, layers: str, tied: bool, publishes: int
+    random_policy: Policies,
+    tmp_path: Path,
+    scheme: str,
+    dtype: str,
+    layers: str,
+    tied: bool,
+    publishes: int,
 ):
-    """Contract: the engine reports the plan's scheme for every layer (so that another plan is told layer by layer:
-    tests/sync/test_proofs.py), and after publishes of changing weights answers as an engine that loaded the last
-    weights from disk; a quantized head, whose kernel holds raw pointers, too. Blind spot: both go through vLLM's
-    loading, so a fault there shows in the canary only."""
+    """Contract: the engine reports the plan's scheme for every layer (so that another plan is told
+    layer by layer: tests/sync/test_proofs.py), and after publishes of changing weights answers as
+    an engine that loaded the last weights from disk; a quantized head, whose kernel holds raw
+    pointers, too. Blind spot: both go through vLLM's loading, so a fault there shows in the canary
+    only.
+    """
     folder = random_policy(tied)
     model = make_model(folder, scheme, dtype, layers=layers)
     engine = start_engine(model, folder, tmp_path / "start", dtype)
     require_agreement(audit(model.layers(), engine.layers(), same_kernels=True))
-    assert {row.name: row.scheme for row in engine.layers()} == {n: s.name for n, s in model.plan.schemes.items()}
+    assert {row.name: row.scheme for row in engine.layers()} == {
+        n: s.name for n, s in model.plan.schemes.items()
+    }
     every = publishes // 2 - 1
     publisher = Publisher(model, engine, SEQUENCES, None, canary_every=every)
     publisher.share_layers()
@@ -66,14 +84,18 @@ def test_publishes_equal_a_fresh_engine_bit_for_bit(
 
 @pytest.mark.skipif(not AVX512, reason="vLLM has no FP8 cache on such CPUs")
 def test_an_fp8_cache_is_the_learners_too(random_policy: Policies, tmp_path: Path):
-    """Contract: the export alone says that keys and values are e4m3's; an engine on it samples what the learner scores,
-    to the bit, in every version; and another cache gives other log-probs."""
+    """Contract: the export alone says that keys and values are e4m3's; an engine on it samples what
+    the learner scores, to the bit, in every version; and another cache gives other log-probs.
+    """
     folder = random_policy(True)
     model = make_model(folder, "w8a8", kv_cache="fp8")
     engine = start_engine(model, folder, tmp_path / "start")
     disturb(model, 1)
     Publisher(model, engine, SEQUENCES, 0.01, 1).publish(1)
-    equal, rounded = sampled_mismatch(model, engine, 1.0).equal, engine.logprobs(SEQUENCES)
+    equal, rounded = (
+        sampled_mismatch(model, engine, 1.0).equal,
+        engine.logprobs(SEQUENCES),
+    )
     engine.close()
     model.context.kv_cache = None
     assert equal == 1.0
@@ -81,9 +103,13 @@ def test_an_fp8_cache_is_the_learners_too(random_policy: Policies, tmp_path: Pat
 
 
 @pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "fp8-block"])
-def test_published_and_exported_are_the_same_bytes(random_policy: Policies, tmp_path: Path, scheme: str):
-    """published = held in export, by bytes; the digest of the stream is that of the file read back. And the export
-    names no folder of this machine. That the forward multiplies them: tests/quant/test_model.py."""
+def test_published_and_exported_are_the_same_bytes(
+    random_policy: Policies, tmp_path: Path, scheme: str
+):
+    """published = held in export, by bytes; the digest of the stream is that of the file read back.
+    And the export names no folder of this machine. That the forward multiplies them:
+    tests/quant/test_model.py.
+    """
     folder = random_policy(True)
     model = make_model(folder, scheme, kernel="reference")
     written = export_checkpoint(model, folder, tmp_path / "export")
@@ -102,17 +128,25 @@ def test_published_and_exported_are_the_same_bytes(random_policy: Policies, tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("scheme", "layers"), cases(__file__, "exports"))
-def test_transformers_loads_the_export(random_policy: Policies, tmp_path: Path, scheme: str, layers: str):
-    """Weight by weight: what transformers decompresses is what the learner multiplied with; all else as published."""
+def test_transformers_loads_the_export(
+    random_policy: Policies, tmp_path: Path, scheme: str, layers: str
+):
+    """Weight by weight: what transformers decompresses is what the learner multiplied with; all
+    else as published.
+    """
     folder = random_policy(False)
     model = make_model(folder, scheme, layers=layers, kernel="reference")
     export_checkpoint(model, folder, tmp_path / "export")
     loaded = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "export", dtype=torch.bfloat16, quantization_config=CompressedTensorsConfig(dequantize=True)
+        tmp_path / "export",
+        dtype=torch.bfloat16,
+        quantization_config=CompressedTensorsConfig(dequantize=True),
     )
     theirs = loaded.state_dict()
     for name, master in model.masters.items():
-        low_bit = linear.low_bit if (linear := model.linears.get(name.removesuffix(".weight"))) else None
+        low_bit = (
+            linear.low_bit if (linear := model.linears.get(name.removesuffix(".weight"))) else None
+        )
         ours = master.to(torch.bfloat16) if low_bit is None else low_bit.dequantized(torch.bfloat16)
         assert torch.equal(theirs[name], ours), name
 
@@ -161,7 +195,9 @@ def test_the_canary_sees_an_engine_with_other_weights(running: Running):
     assert publisher.canary(1).mean_abs < 1e-3
     masters = {name: master.detach().clone() for name, master in model.masters.items()}
     disturb(model, 3)
-    with pytest.raises(PublishError, match=r"canary's mean .* above the bound .* times what two right"):
+    with pytest.raises(
+        PublishError, match=r"canary's mean .* above the bound .* times what two right"
+    ):
         publisher.canary(2)
     with torch.no_grad():
         for name, master in model.masters.items():
@@ -182,8 +218,12 @@ def shared(running: Running) -> Iterator[Shared]:
     engine.load(model.low_bit_tensors(), 1)
 
 
-def test_layers_shared_with_the_engine_compute_what_layers_of_its_own_do(shared: Shared):
-    """To the bit, in every version. It arrives once, before the publish, and there is no second copy of it."""
+def test_layers_shared_with_the_engine_compute_what_layers_of_its_own_do(
+    shared: Shared,
+):
+    """To the bit, in every version. It arrives once, before the publish, and there is no second
+    copy of it.
+    """
     model, engine, publisher = shared
     for version in (1, 2):
         disturb(model, version)
@@ -195,8 +235,10 @@ def test_layers_shared_with_the_engine_compute_what_layers_of_its_own_do(shared:
         with model.context.own_products():
             assert torch.equal(logits(model), theirs)
     theirs = {id(module) for module in engine.shared_layers()._layers.values()}
-    assert len(multiplied_with(model)) == 2 * (2 + 2) + 1  # qkv and gate_up, o and down of two layers, the head
-    assert {id(module) for module in multiplied_with(model)} < theirs  # which have the input embedding, too
+    # qkv and gate_up, o and down of two layers, the head
+    assert len(multiplied_with(model)) == 2 * (2 + 2) + 1
+    # which have the input embedding, too
+    assert {id(module) for module in multiplied_with(model)} < theirs
 
 
 def logits(model: LowBitModel) -> torch.Tensor:
@@ -212,9 +254,10 @@ def multiplied_with(model: LowBitModel) -> list[torch.nn.Module]:
 
 
 def test_every_sampled_tokens_logprob_is_the_learners_to_the_last_bit(shared: Shared):
-    """Decoded a token at a time in the engine, scored at once and packed by the learner, by layers that are shared and
-    by layers of its own; at temperatures of 1 and others, of the distribution that was sampled from. Blind spot: other
-    CPUs may choose products by the number of rows."""
+    """Decoded a token at a time in the engine, scored at once and packed by the learner, by layers
+    that are shared and by layers of its own; at temperatures of 1 and others, of the distribution
+    that was sampled from. Blind spot: other CPUs may choose products by the number of rows.
+    """
     model, engine, publisher = shared
     disturb(model, 8)
     publisher.publish(1)
@@ -224,22 +267,36 @@ def test_every_sampled_tokens_logprob_is_the_learners_to_the_last_bit(shared: Sh
 
 
 def sampled_mismatch(model: LowBitModel, engine: VllmEngine, temperature: float) -> Mismatch:
-    sampling = Sampling(samples=8, max_new_tokens=24, temperature=temperature, seed=7, ignore_end=True)
+    sampling = Sampling(
+        samples=8, max_new_tokens=24, temperature=temperature, seed=7, ignore_end=True
+    )
     return mismatch_of(model, PROMPTS, engine.generate(PROMPTS, sampling), temperature)
 
 
-def mismatch_of(model: LowBitModel, prompts: list[Prompt], answers: list[list[Completion]], at: float) -> Mismatch:
+def mismatch_of(
+    model: LowBitModel,
+    prompts: list[Prompt],
+    answers: list[list[Completion]],
+    at: float,
+) -> Mismatch:
     """Of completions that were sampled at that temperature."""
     groups = [Group(p, tuple(c), (0.0,) * len(c)) for p, c in zip(prompts, answers, strict=True)]
     batch = make_batch(groups, pad_token=0)
     with torch.no_grad():
-        learner, _ = token_logprobs(model, batch.tokens, batch.response_mask, packed=batch.packed(), temperature=at)
+        learner, _ = token_logprobs(
+            model,
+            batch.tokens,
+            batch.response_mask,
+            packed=batch.packed(),
+            temperature=at,
+        )
     return measure_mismatch(learner, batch.sampler_logprobs, batch.response_mask)
 
 
 def test_stops_and_loops_end_completions(running: Running):
-    """Contract: a stop's tokens are the last that are learned from, and its text is left out; of a loop as many rounds
-    are left as were allowed, and the completion counts as cut off."""
+    """Contract: a stop's tokens are the last that are learned from, and its text is left out; of a
+    loop as many rounds are left as were allowed, and the completion counts as cut off.
+    """
     _, engine = running
     sampling = Sampling(samples=1, max_new_tokens=24, seed=3, ignore_end=True)
     free = engine.generate(PROMPTS[:1], sampling)[0][0]
@@ -248,7 +305,10 @@ def test_stops_and_loops_end_completions(running: Running):
     stopped = engine.generate(PROMPTS[:1], dataclasses.replace(sampling, stop=(stop,)))[0][0]
     count = len(stopped.token_ids)
     assert stopped.text == free.text[: free.text.index(stop)] and count < 24
-    assert (stopped.token_ids, stopped.logprobs) == (free.token_ids[:count], free.logprobs[:count])
+    assert (stopped.token_ids, stopped.logprobs) == (
+        free.token_ids[:count],
+        free.logprobs[:count],
+    )
     assert stopped.finish_reason == "stop" and free.truncated and not stopped.truncated
     answers = engine.generate(PROMPTS, dataclasses.replace(sampling, temperature=0.0, loop_limit=2))
     looping = next(own[0] for own in answers if own[0].finish_reason == "repetition")
@@ -257,8 +317,9 @@ def test_stops_and_loops_end_completions(running: Running):
 
 
 def test_a_completions_text_is_vllms_own(running: Running):
-    """Made at the end of all its tokens, as vLLM makes it token by token where it has to look for a stop text; some end
-    in the end token, some in the middle of a character."""
+    """Made at the end of all its tokens, as vLLM makes it token by token where it has to look for a
+    stop text; some end in the end token, some in the middle of a character.
+    """
     _, engine = running
     sampling = Sampling(samples=32, max_new_tokens=24, seed=4)
     late, early = (
@@ -275,14 +336,20 @@ def test_the_canary_sees_shared_layers_that_hold_other_weights(shared: Shared):
     before = [LowBitTensor(item.name, item.tensor.clone()) for item in model.low_bit_tensors()]
     disturb(model, 5)
     engine.load(before, 1)
-    with pytest.raises(PublishError, match=r"canary's mean .* above the bound .* times what two right"):
+    with pytest.raises(
+        PublishError, match=r"canary's mean .* above the bound .* times what two right"
+    ):
         publisher.canary(2)
 
 
 def test_a_tensor_too_many_is_refused(shared: Shared, monkeypatch: pytest.MonkeyPatch):
-    """vLLM finds the surplus in mid-stream; what took half a publish refuses to answer until the next is whole."""
+    """vLLM finds the surplus in mid-stream; what took half a publish refuses to answer until the
+    next is whole.
+    """
     model, engine, publisher = shared
-    extra = LowBitTensor("model.layers.7.mlp.up_proj.weight_packed", torch.zeros(2, 2, dtype=torch.int32))
+    extra = LowBitTensor(
+        "model.layers.7.mlp.up_proj.weight_packed", torch.zeros(2, 2, dtype=torch.int32)
+    )
     stream = [*model.low_bit_tensors(), extra]
     monkeypatch.setattr(model, "low_bit_tensors", lambda: stream)
     with pytest.raises((EngineError, PublishError), match=r"layers\.7"):
@@ -294,7 +361,9 @@ def test_a_tensor_too_many_is_refused(shared: Shared, monkeypatch: pytest.Monkey
     assert publisher.canary(8).mean_abs < 1e-3
 
 
-def test_a_version_written_by_half_is_not_sampled_from_and_the_next_repairs_it(shared: Shared, monkeypatch):
+def test_a_version_written_by_half_is_not_sampled_from_and_the_next_repairs_it(
+    shared: Shared, monkeypatch
+):
     model, engine, publisher = shared
     whole = model.low_bit_tensors
 
@@ -313,11 +382,16 @@ def test_a_version_written_by_half_is_not_sampled_from_and_the_next_repairs_it(s
 
 
 def test_completions_do_not_depend_on_the_cache_of_older_weights(running: Running):
-    """Contract: after a load of other weights a prompt longer than a block of the cache (128 tokens on CPUs) is read
-    anew: log-probs are the learner's, to the bit, and every completion carries its version."""
+    """Contract: after a load of other weights a prompt longer than a block of the cache (128 tokens
+    on CPUs) is read anew: log-probs are the learner's, to the bit, and every completion carries its
+    version.
+    """
     model, engine = running
     tokens = torch.randint(16, 512, (150,), generator=torch.Generator().manual_seed(1)).tolist()
-    prompt, sampling = Prompt("0", "", tuple(tokens)), Sampling(samples=4, max_new_tokens=8, seed=5)
+    prompt, sampling = (
+        Prompt("0", "", tuple(tokens)),
+        Sampling(samples=4, max_new_tokens=8, seed=5),
+    )
     engine.generate([prompt], sampling)
     disturb(model, 10)
     engine.load(model.low_bit_tensors(), 11)

@@ -1,4 +1,6 @@
-"""`qarl serve` over HTTP: an export's greedy completion is the engine's own, token for token; a kill ends it all."""
+"""`qarl serve` over HTTP: an export's greedy completion is the engine's own, token for token; a
+kill ends it all.
+"""
 
 import importlib
 import json
@@ -39,8 +41,15 @@ def test_a_served_export_answers_with_the_engines_tokens(random_policy: Policies
         assert f"{url}/v1, model 'an export'" in process.stdout.readline(), "that it is ready"
         assert [model["id"] for model in request(f"{url}/v1/models")["data"]] == ["an export"]
         for sequence, answer in zip(SEQUENCES, answers, strict=True):
-            body = {"model": "an export", "prompt": sequence, "max_tokens": _NEW_TOKENS, "temperature": 0}
-            (choice,) = request(f"{url}/v1/completions", body | {"return_token_ids": True})["choices"]
+            body = {
+                "model": "an export",
+                "prompt": sequence,
+                "max_tokens": _NEW_TOKENS,
+                "temperature": 0,
+            }
+            (choice,) = request(f"{url}/v1/completions", body | {"return_token_ids": True})[
+                "choices"
+            ]
             assert choice["token_ids"] == list(answer.token_ids)
         process.kill()
         process.wait()
@@ -49,20 +58,36 @@ def test_a_served_export_answers_with_the_engines_tokens(random_policy: Policies
         assert_the_example_asks(export)
 
 
-def test_an_interrupt_while_an_engine_starts_ends_the_server(monkeypatch: pytest.MonkeyPatch):
+def test_an_interrupt_while_an_engine_starts_ends_the_server(
+    monkeypatch: pytest.MonkeyPatch,
+):
     """vLLM drops it there, and waits for an engine that the same signal may have ended."""
     utils: Any = importlib.import_module("vllm.v1.engine.utils")
     monkeypatch.setattr(utils, "zmq_socket_ctx", utils.zmq_socket_ctx)  # and back
     vllm_cpu._end_where_interrupted()
-    with pytest.raises(SystemExit, match="130"), utils.zmq_socket_ctx("inproc://started", zmq.ROUTER, bind=True):
+    with (
+        pytest.raises(SystemExit, match="130"),
+        utils.zmq_socket_ctx("inproc://started", zmq.ROUTER, bind=True),
+    ):
         raise KeyboardInterrupt
 
 
 def assert_the_example_asks(export: Path) -> None:
-    """examples/serve_export.sh serves, gets an answer to its question, and leaves nothing running."""
-    script, port = Path(__file__).parents[2] / "examples/serve_export.sh", free_ports(1)[0]
+    """examples/serve_export.sh serves, gets an answer to its question, and leaves nothing
+    running.
+    """
+    script, port = (
+        Path(__file__).parents[2] / "examples/serve_export.sh",
+        free_ports(1)[0],
+    )
     env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    done = subprocess.run([str(script), str(export), str(port)], env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [str(script), str(export), str(port)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     answer = json.loads(done.stdout[done.stdout.index("{") :])
     assert done.returncode == 0 and len(answer["choices"]) == 1, done.stdout + done.stderr
     with socket.socket() as probe:

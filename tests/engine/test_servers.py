@@ -1,4 +1,6 @@
-"""Servers as an engine: one real vLLM server takes published files, samples, and refuses what it should."""
+"""Servers as an engine: one real vLLM server takes published files, samples, and refuses what it
+should.
+"""
 
 import dataclasses
 import ipaddress
@@ -37,13 +39,21 @@ from tests.support import Policies
 from tests.support.engines import SEQUENCES, disturb, make_model
 from tests.support.fault_proxy import Fault, Proxy
 
-ROLLOUT = RolloutConfig(servers=1, max_prompt_tokens=256, max_new_tokens=256, max_num_seqs=16, server_seconds=60)
+ROLLOUT = RolloutConfig(
+    servers=1,
+    max_prompt_tokens=256,
+    max_new_tokens=256,
+    max_num_seqs=16,
+    server_seconds=60,
+)
 PROMPTS = [Prompt(str(number), "", tuple(sequence)) for number, sequence in enumerate(SEQUENCES)]
 SAMPLING = Sampling(samples=2, max_new_tokens=8, seed=3)
 
 
 class Served(NamedTuple):
-    """checkpoint: that the server was started on. received: where it keeps versions that it is sent."""
+    """checkpoint: that the server was started on. received: where it keeps versions that it is
+    sent.
+    """
 
     model: LowBitModel
     url: str
@@ -54,11 +64,20 @@ class Served(NamedTuple):
 
 @pytest.fixture(scope="module")
 def served(random_policy: Policies, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A model, and a server's address and key, started on the model as it was before it was disturbed."""
+    """A model, and a server's address and key, started on the model as it was before it was
+    disturbed.
+    """
     folder = tmp_path_factory.mktemp("served")
     model = make_model(random_policy(True), "w4a16")
     export_checkpoint(model, random_policy(True), folder / "start")
-    replicas = start_replicas(folder / "start", VllmOptions(ROLLOUT), free_ports(1), "the key", folder, seconds=240)
+    replicas = start_replicas(
+        folder / "start",
+        VllmOptions(ROLLOUT),
+        free_ports(1),
+        "the key",
+        folder,
+        seconds=240,
+    )
     disturb(model, 0)
     yield Served(model, replicas[0].url, "the key", folder / "start", replicas[0].received)
     stop_replicas(replicas)
@@ -74,16 +93,21 @@ def nudge(model: LowBitModel) -> None:
     """Move every master by about a ten-thousandth, as a step does."""
     with torch.no_grad():
         for seed, master in enumerate(model.masters.values()):
-            master.mul_(1 + 1e-4 * torch.randn(master.shape, generator=torch.Generator().manual_seed(seed)))
+            master.mul_(
+                1 + 1e-4 * torch.randn(master.shape, generator=torch.Generator().manual_seed(seed))
+            )
     model.refresh()
 
 
 def test_a_server_samples_what_is_published(served: Served, tmp_path: Path):
-    """Contract: weights reach the server bit for bit (the canary is 0 on CPUs), completions are tokens and log-probs
-    of the version published last; a version that does not fit leaves the one before.
+    """Contract: weights reach the server bit for bit (the canary is 0 on CPUs), completions are
+    tokens and log-probs of the version published last; a version that does not fit leaves the one
+    before.
 
-    Blind spot: one server; two are `tests/runs/test_train_processes.py`'s. Completions of two calls are not compared:
-    up to four sequences at once, the unquantized output head rounds otherwise (docs/guide/servers.md)."""
+    Blind spot: one server; two are `tests/runs/test_train_processes.py`'s. Completions of two calls
+    are not compared: up to four sequences at once, the unquantized output head rounds otherwise
+    (docs/guide/servers.md).
+    """
     model = served.model
     engine = joined(served, tmp_path)
     with pytest.raises(EngineError, match="publish again"):
@@ -105,25 +129,36 @@ def test_a_server_samples_what_is_published(served: Served, tmp_path: Path):
     with pytest.raises(EngineError, match="publish again"):
         engine.generate(PROMPTS, SAMPLING)
     stranger = LowBitTensor("model.layers.9.mlp.up_proj.weight", torch.zeros(2))
-    assert engine.load([*model.low_bit_tensors(), stranger], 2).unconsumed == ("model.layers.9.mlp.up_proj",)
+    assert engine.load([*model.low_bit_tensors(), stranger], 2).unconsumed == (
+        "model.layers.9.mlp.up_proj",
+    )
     assert publisher.publish(1).digest == first.digest
     assert engine.logprobs(SEQUENCES) == known, "the same weights again"
 
     nudge(model)
     second = publisher.publish(2)
-    assert second.canary is not None and second.canary.mean_abs == 0, "no key or value of the version before is left"
+    assert second.canary is not None and second.canary.mean_abs == 0, (
+        "no key or value of the version before is left"
+    )
     assert engine.logprobs(SEQUENCES) != known
-    assert {file.name for file in (tmp_path / "version-2").iterdir()} == {"delta", "manifest.json"}
+    assert {file.name for file in (tmp_path / "version-2").iterdir()} == {
+        "delta",
+        "manifest.json",
+    }
     assert [folder.name for folder in tmp_path.iterdir()] == ["version-2"]
     engine.close()
 
 
-def test_a_version_that_is_sent_is_the_one_that_is_read_from_files(served: Served, tmp_path: Path, caplog: Any):
-    """Contract: over HTTP a whole version and a delta make what the same files make, in digest and log-probs (the
-    canary is 0), and nothing of earlier ones stays. One whose connection breaks off half way through is sent again;
-    what the server cannot keep ends the publish with the server's reason, and the next is whole.
+def test_a_version_that_is_sent_is_the_one_that_is_read_from_files(
+    served: Served, tmp_path: Path, caplog: Any
+):
+    """Contract: over HTTP a whole version and a delta make what the same files make, in digest and
+    log-probs (the canary is 0), and nothing of earlier ones stays. One whose connection breaks off
+    half way through is sent again; what the server cannot keep ends the publish with the server's
+    reason, and the next is whole.
 
-    Blind spot: a network that is slower than memory; servers that are lost meanwhile are `scripts/server_faults.py`'s.
+    Blind spot: a network that is slower than memory; servers that are lost meanwhile are
+    `scripts/server_faults.py`'s.
     """
     model, kept = served.model, served.received
     engine = joined(served, tmp_path / "files")
@@ -136,7 +171,10 @@ def test_a_version_that_is_sent_is_the_one_that_is_read_from_files(served: Serve
     engine = joined(served._replace(url=proxy.url), tmp_path / "sent", server_transfer="http")
     publisher = Publisher(model, engine, SEQUENCES, bound=1e-9, canary_every=1)
     first = publisher.publish(1)
-    assert proxy.struck and "broke off its answer to /qarl/versions/1/tensors-0.safetensors" in caplog.text
+    assert (
+        proxy.struck
+        and "broke off its answer to /qarl/versions/1/tensors-0.safetensors" in caplog.text
+    )
     assert first.digest == read.digest and engine.logprobs(SEQUENCES) == known
     nudge(model)
     second = publisher.publish(2)
@@ -149,7 +187,10 @@ def test_a_version_that_is_sent_is_the_one_that_is_read_from_files(served: Serve
     shutil.rmtree(kept)
     kept.write_text("no folder")
     nudge(model)
-    with pytest.raises(EngineError, match=r"failed at /qarl/versions/3/manifest.json \(HTTP 507\): cannot write to"):
+    with pytest.raises(
+        EngineError,
+        match=r"failed at /qarl/versions/3/manifest.json \(HTTP 507\): cannot write to",
+    ):
         publisher.publish(3)
     kept.unlink()
     third = publisher.publish(3)
@@ -164,15 +205,18 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_what_else_is_sent_to_a_server_is_refused(served: Served, tmp_path: Path):
-    """Contract: without the key, as another run, under other names, without a length, more than was announced, in
-    another order, or no version at all: refused, and nothing of it is left but what was announced. A version of two
-    files gets its name with the second."""
+    """Contract: without the key, as another run, under other names, without a length, more than was
+    announced, in another order, or no version at all: refused, and nothing of it is left but what
+    was announced. A version of two files gets its name with the second.
+    """
     engine = joined(served, tmp_path / "own", server_transfer="http")
     engine.load(served.model.low_bit_tensors(), 1)
     known = engine.logprobs(SEQUENCES)
     write_version([LowBitTensor("a.weight", torch.arange(64))], tmp_path, 5)
     fields = json.loads((tmp_path / "version-5" / "manifest.json").read_bytes())
-    manifest = json.dumps(fields | {"files": {f"tensors-{i}.safetensors": ["a.weight"] for i in range(2)}}).encode()
+    manifest = json.dumps(
+        fields | {"files": {f"tensors-{i}.safetensors": ["a.weight"] for i in range(2)}}
+    ).encode()
     most = fields["bytes"] + 2**20 + 2 * 4096
 
     def sent(name: str, body: Any, key: str | None = served.key, run: str = "one") -> int:
@@ -180,7 +224,14 @@ def test_what_else_is_sent_to_a_server_is_refused(served: Served, tmp_path: Path
 
     assert sent("5/manifest.json", manifest, key=None) == 401
     assert sent("5/manifest.json", manifest, run="two") == 409
-    for name in ("5/x", "5/..%2fdelta", "..%2f5/delta", "5/tensors-0.safetensors%00", "%D9%A5/delta", "-5/delta"):
+    for name in (
+        "5/x",
+        "5/..%2fdelta",
+        "..%2f5/delta",
+        "5/tensors-0.safetensors%00",
+        "%D9%A5/delta",
+        "-5/delta",
+    ):
         assert sent(name, manifest) == 404
     assert sent("5/delta", b"x") == 503, "there is no manifest"
     assert sent("5/manifest.json", iter([manifest])) == 411
@@ -192,7 +243,9 @@ def test_what_else_is_sent_to_a_server_is_refused(served: Served, tmp_path: Path
     assert sent("5/tensors-0.safetensors", b"x" * (most + 1)) == 413
     assert contents(served.received / "version-5.part") == {"manifest.json": manifest}
     assert [item.name for item in served.received.iterdir()] == ["version-5.part"]
-    assert sent("5/tensors-0.safetensors", b"no tensors") == 200, "its digest is another, which staging finds"
+    assert sent("5/tensors-0.safetensors", b"no tensors") == 200, (
+        "its digest is another, which staging finds"
+    )
     assert sent("5/tensors-1.safetensors", b"x" * (most - 9)) == 413
     assert [item.name for item in served.received.iterdir()] == ["version-5.part"]
     assert sent("5/tensors-1.safetensors", b"x" * (most - 10)) == 200
@@ -204,15 +257,20 @@ def test_what_else_is_sent_to_a_server_is_refused(served: Served, tmp_path: Path
     engine.close()
 
 
-def test_requests_under_way_go_on_by_the_weights_published_meanwhile(served: Served, tmp_path: Path):
-    """Contract: a publish waits for no request. Each completion says which token each version sampled, and their
-    log-probs are that version's given all tokens before: no key or value of the weights before is left.
+def test_requests_under_way_go_on_by_the_weights_published_meanwhile(
+    served: Served, tmp_path: Path
+):
+    """Contract: a publish waits for no request. Each completion says which token each version
+    sampled, and their log-probs are that version's given all tokens before: no key or value of the
+    weights before is left.
 
-    Three publishes, of two policies in turn: on a busy machine a server may have ended all it was asked for, and wait
-    for more, when one of them comes.
+    Three publishes, of two policies in turn: on a busy machine a server may have ended all it was
+    asked for, and wait for more, when one of them comes.
 
     Blind spot: within 0.02 nats, for how many sequences are decoded together rounds the output head
-    (docs/guide/servers.md); weights so far apart, and keys and values of theirs, differ by 0.3 in the mean."""
+    (docs/guide/servers.md); weights so far apart, and keys and values of theirs, differ by 0.3 in
+    the mean.
+    """
     model = served.model
     odd = [master.detach().clone() for master in model.masters.values()]
     disturb(model, 5)
@@ -222,7 +280,9 @@ def test_requests_under_way_go_on_by_the_weights_published_meanwhile(served: Ser
 
     def publish(version: int) -> None:
         with torch.no_grad():
-            for master, value in zip(model.masters.values(), odd if version % 2 else even, strict=True):
+            for master, value in zip(
+                model.masters.values(), odd if version % 2 else even, strict=True
+            ):
                 master.copy_(value)
         model.refresh()
         publisher.publish(version)
@@ -238,7 +298,9 @@ def test_requests_under_way_go_on_by_the_weights_published_meanwhile(served: Ser
             groups += engine.generate(PROMPTS, sampling)
         return groups + engine.generate(PROMPTS, sampling)
 
-    samplings = [Sampling(samples=1, max_new_tokens=n, seed=n, ignore_end=True) for n in range(200, 450, 50)]
+    samplings = [
+        Sampling(samples=1, max_new_tokens=n, seed=n, ignore_end=True) for n in range(200, 450, 50)
+    ]
     with ThreadPoolExecutor(len(samplings)) as threads:
         asking = [threads.submit(sample, sampling) for sampling in samplings]
         try:
@@ -247,7 +309,9 @@ def test_requests_under_way_go_on_by_the_weights_published_meanwhile(served: Ser
                 publish(version)
         finally:
             published.set()
-        pairs = [pair for calls in asking for pair in zip(cycle(PROMPTS), calls.result(), strict=False)]
+        pairs = [
+            pair for calls in asking for pair in zip(cycle(PROMPTS), calls.result(), strict=False)
+        ]
     completions = [(prompt, completion) for prompt, some in pairs for completion in some]
     by_one = {c.weight_version for _, c in completions if not c.switches}
     both = [(prompt, c) for prompt, c in completions if c.switches]
@@ -256,20 +320,30 @@ def test_requests_under_way_go_on_by_the_weights_published_meanwhile(served: Ser
     apart: dict[bool, list[float]] = {True: [], False: []}
     for (prompt, completion), logprobs in zip(both, scored, strict=True):
         of_response = logprobs[len(prompt.token_ids) - 1 :]
-        for version, sampled, now in zip(completion.versions, completion.logprobs, of_response, strict=True):
+        for version, sampled, now in zip(
+            completion.versions, completion.logprobs, of_response, strict=True
+        ):
             apart[version % 2 == 0].append(abs(sampled - now))
-    assert max(apart[True]) < 0.02 and sum(apart[False]) / len(apart[False]) > 0.1, "the server holds version 4 now"
+    assert max(apart[True]) < 0.02 and sum(apart[False]) / len(apart[False]) > 0.1, (
+        "the server holds version 4 now"
+    )
     engine.close()
 
 
 def test_a_completions_text_is_the_servers_own(served: Served, tmp_path: Path):
-    """Contract: texts made here of tokens alone are those that the server makes as it samples, where it has to look for
-    a stop text; some end in the end token, some in the middle of a character. One stop text is met: it is cut off."""
+    """Contract: texts made here of tokens alone are those that the server makes as it samples,
+    where it has to look for a stop text; some end in the end token, some in the middle of a
+    character. One stop text is met: it is cut off.
+    """
     engine, tokenizer = joined(served, tmp_path), load_tokenizer(served.checkpoint)
     engine.load(served.model.low_bit_tensors(), 1)
     sampling = Sampling(samples=32, max_new_tokens=24, seed=4)
     late, early = (
-        [(prompt, c) for prompt, group in zip(PROMPTS, engine.generate(PROMPTS, asked), strict=True) for c in group]
+        [
+            (prompt, c)
+            for prompt, group in zip(PROMPTS, engine.generate(PROMPTS, asked), strict=True)
+            for c in group
+        ]
         for asked in (sampling, dataclasses.replace(sampling, stop=("never sampled",)))
     )
     for prompt, completion in (*late, *early):
@@ -279,15 +353,25 @@ def test_a_completions_text_is_the_servers_own(served: Served, tmp_path: Path):
     assert any(completion.text for _, completion in late)
 
     stop = next(c.text[2:4] for _, c in early if len(c.text) > 4 and c.text[2:4].isascii())
-    cut = [c for group in engine.generate(PROMPTS, dataclasses.replace(sampling, stop=(stop,))) for c in group]
-    assert any(c.finish_reason == "stop" and c.text + stop in e.text for c, (_, e) in zip(cut, early, strict=True))
+    cut = [
+        c
+        for group in engine.generate(PROMPTS, dataclasses.replace(sampling, stop=(stop,)))
+        for c in group
+    ]
+    assert any(
+        c.finish_reason == "stop" and c.text + stop in e.text
+        for c, (_, e) in zip(cut, early, strict=True)
+    )
     assert not any(stop in c.text for c in cut)
     engine.close()
 
 
-def test_what_is_torn_on_the_way_is_not_loaded(served: Served, tmp_path: Path, monkeypatch, caplog: Any):
-    """Contract: a server hashes what it read; other bytes are refused before they reach its model. A delta that is
-    refused is followed by the whole version, and so is a publish that was given up."""
+def test_what_is_torn_on_the_way_is_not_loaded(
+    served: Served, tmp_path: Path, monkeypatch, caplog: Any
+):
+    """Contract: a server hashes what it read; other bytes are refused before they reach its model.
+    A delta that is refused is followed by the whole version, and so is a publish that was given up.
+    """
     model = served.model
     engine = joined(served, tmp_path)
     publisher = Publisher(model, engine, SEQUENCES, bound=1e-9, canary_every=1)
@@ -309,7 +393,9 @@ def test_what_is_torn_on_the_way_is_not_loaded(served: Served, tmp_path: Path, m
         with pytest.raises(PublishError, match="other bytes than were sent"):
             publisher.publish(3)
     assert publisher.publish(3).canary is not None
-    assert not (tmp_path / "version-3" / "delta").exists(), "the servers hold no version after one was given up"
+    assert not (tmp_path / "version-3" / "delta").exists(), (
+        "the servers hold no version after one was given up"
+    )
     engine.close()
 
 
@@ -328,7 +414,8 @@ def test_a_server_is_refused_for_what_it_is(served: Served, tmp_path: Path):
     with pytest.raises(EngineError, match="takes its weights from one"):
         joined(served, tmp_path, learner="two")
     one.close()
-    joined(served, tmp_path, learner="two").close()  # also a run that ends before it publishes lets go
+    # also a run that ends before it publishes lets go
+    joined(served, tmp_path, learner="two").close()
     three = joined(served, tmp_path / "three", learner="three")
     three.load(model.low_bit_tensors(), 1)
     three.close()
@@ -336,7 +423,9 @@ def test_a_server_is_refused_for_what_it_is(served: Served, tmp_path: Path):
 
 
 def asked(url: str, key: str | None, method: str = "GET", body: Any = None) -> tuple[int, bytes]:
-    """Status and body of an answer. body: bytes, or parts of them, which are sent without saying how many they are."""
+    """Status and body of an answer. body: bytes, or parts of them, which are sent without saying
+    how many they are.
+    """
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     request = urllib.request.Request(url, body, headers, method=method)
     try:
@@ -347,14 +436,36 @@ def asked(url: str, key: str | None, method: str = "GET", body: Any = None) -> t
 
 
 def test_no_route_is_open_and_no_socket_beyond_loopback(served: Served):
-    """Contract: of all routes that vLLM has, listed by itself or mounted, `/health` alone answers without the key; and
-    no process of the server listens but at the loopback. Blind spot: routes of a later vLLM that it lists nowhere."""
+    """Contract: of all routes that vLLM has, listed by itself or mounted, `/health` alone answers
+    without the key; and no process of the server listens but at the loopback. Blind spot: routes of
+    a later vLLM that it lists nowhere.
+    """
     url, key = served.url, served.key
     listed = json.loads(asked(f"{url}/openapi.json", key)[1])["paths"]
-    assert {"/pause", "/collective_rpc", "/update_weights", "/inference/v1/generate", "/server_info"} <= listed.keys()
+    assert {
+        "/pause",
+        "/collective_rpc",
+        "/update_weights",
+        "/inference/v1/generate",
+        "/server_info",
+    } <= listed.keys()
     routes = [(path, method.upper()) for path, methods in listed.items() for method in methods]
-    unlisted = [(path, "GET") for path in ("/metrics", "/metrics/", "/docs", "/openapi.json", "/", "//health", "/x")]
-    unlisted += [("/qarl/versions/1/delta", "POST"), ("/qarl/versions/1/manifest.json", "POST")]
+    unlisted = [
+        (path, "GET")
+        for path in (
+            "/metrics",
+            "/metrics/",
+            "/docs",
+            "/openapi.json",
+            "/",
+            "//health",
+            "/x",
+        )
+    ]
+    unlisted += [
+        ("/qarl/versions/1/delta", "POST"),
+        ("/qarl/versions/1/manifest.json", "POST"),
+    ]
     open_to_all = {
         path
         for path, method in routes + unlisted
@@ -362,16 +473,28 @@ def test_no_route_is_open_and_no_socket_beyond_loopback(served: Served):
     }
     assert open_to_all == {"/health"}
     port = int(url.rpartition(":")[2])
-    (listener,) = {c.pid for c in psutil.net_connections("tcp") if c.laddr[1:] == (port,) and c.status == "LISTEN"}
+    (listener,) = {
+        c.pid
+        for c in psutil.net_connections("tcp")
+        if c.laddr[1:] == (port,) and c.status == "LISTEN"
+    }
     server = psutil.Process(listener)
     sockets = [c for p in (server, *server.children(recursive=True)) for c in p.net_connections()]
-    addresses = {c.laddr.ip for c in sockets if c.laddr and (c.status == "LISTEN" or c.type == socket.SOCK_DGRAM)}
+    addresses = {
+        c.laddr.ip
+        for c in sockets
+        if c.laddr and (c.status == "LISTEN" or c.type == socket.SOCK_DGRAM)
+    }
     assert all(ipaddress.ip_address(address).is_loopback for address in addresses), addresses
 
 
 def test_a_server_that_is_killed_takes_its_engine_along(served: Served):
     """The last test of the server."""
-    (pid,) = {c.pid for c in psutil.net_connections("tcp") if c.laddr and c.laddr.port == int(served.url[-5:])} - {None}
+    (pid,) = {
+        c.pid
+        for c in psutil.net_connections("tcp")
+        if c.laddr and c.laddr.port == int(served.url[-5:])
+    } - {None}
     server = psutil.Process(pid)
     started = server.children(recursive=True)
     assert started

@@ -1,9 +1,11 @@
-"""The parity chain on a CUDA device: master → codes → product → layer → engine. `pytest -m gpu` on such a machine.
+"""The parity chain on a CUDA device: master → codes → product → layer → engine. `pytest -m gpu` on
+such a machine.
 
-Blind spot: nothing here has run on a GPU yet; the CPU's tests of the same chain are test_materialize, test_linear,
-test_experts and test_publish.
+Blind spot: nothing here has run on a GPU yet; the CPU's tests of the same chain are
+test_materialize, test_linear, test_experts and test_publish.
 
-Axes: N tokens, O output rows, I input columns, E experts."""
+Axes: N tokens, O output rows, I input columns, E experts.
+"""
 
 from importlib.util import find_spec
 from itertools import chain
@@ -47,18 +49,24 @@ PRODUCTS = [
     *((tokens, 256, 512) for tokens in (1, 17, 256)),
     *((tokens, rows, 2048) for tokens in (1, 22528) for rows in (512, 1024, 4096, 6144, 12288)),
 ]
-"""Tokens, rows and columns: rows of Qwen3-0.6B's to 8B's layers over 2048 columns; a decoded token, a micro-batch."""
+"""Tokens, rows and columns: rows of Qwen3-0.6B's to 8B's layers over 2048 columns; a decoded token,
+a micro-batch.
+"""
 
 
 @schemes
 @pytest.mark.parametrize(("tokens", "rows", "columns"), PRODUCTS)
 def test_products_agree_with_the_dequantized_one(scheme: str, tokens: int, rows: int, columns: int):
-    """vLLM's and the reference: relative error below a bound far below a wrong scale or code order, above rounding."""
+    """vLLM's and the reference: relative error below a bound far below a wrong scale or code order,
+    above rounding.
+    """
     need(scheme)
     weight = materialize(values(rows, columns).cuda(), get_scheme(scheme), DTYPE)
     x = values(tokens, columns, seed=1).cuda().to(DTYPE)
     expected = make_factory("reference", DTYPE).linear("layer", [weight], [None])(x)
-    assert relative_error(make_factory("vllm", DTYPE).linear("layer", [weight], [None])(x), expected) < bound(scheme)
+    assert relative_error(
+        make_factory("vllm", DTYPE).linear("layer", [weight], [None])(x), expected
+    ) < bound(scheme)
 
 
 @schemes
@@ -69,7 +77,9 @@ def test_outputs_and_straight_through_gradients_are_those_of_the_cpu(scheme: str
 
     def run(device: str, kernel: str) -> tuple[torch.Tensor, ...]:
         master = nn.Parameter(values(256, 512).to(device))
-        linear = LowBitLinear("layer", master, None, get_scheme(scheme), LayerContext(DTYPE, kernel))
+        linear = LowBitLinear(
+            "layer", master, None, get_scheme(scheme), LayerContext(DTYPE, kernel)
+        )
         linear.refresh()
         x = values(40, 512, seed=1).to(device).to(DTYPE).requires_grad_()
         y = linear(x)
@@ -87,22 +97,36 @@ REAL = (128, 8, 2048, 768)
 
 @pytest.mark.parametrize(
     ("scheme", "sizes", "tokens"),
-    [(name, (8, 2, 256, 256), 64) for name in SCHEMES] + [(name, REAL, n) for name in RUNS_EXPERTS for n in (1, 4096)],
+    [(name, (8, 2, 256, 256), 64) for name in SCHEMES]
+    + [(name, REAL, n) for name in RUNS_EXPERTS for n in (1, 4096)],
 )
-def test_experts_agree_with_the_dequantized_ones(scheme: str, sizes: tuple[int, int, int, int], tokens: int):
-    """vLLM's output and gradients within one and a half times the bound of a product from the dequantized one's."""
+def test_experts_agree_with_the_dequantized_ones(
+    scheme: str, sizes: tuple[int, int, int, int], tokens: int
+):
+    """vLLM's output and gradients within one and a half times the bound of a product from the
+    dequantized one's.
+    """
     need(scheme, experts=True)
     experts, top_k, hidden, inner = sizes
     shape = ExpertsShape(experts, top_k, hidden, inner, "silu", ExpertLayout())
-    gate_up, down = values(experts, 2 * inner, hidden).cuda(), values(experts, hidden, inner, seed=3).cuda()
+    gate_up, down = (
+        values(experts, 2 * inner, hidden).cuda(),
+        values(experts, hidden, inner, seed=3).cuda(),
+    )
     x = values(tokens, hidden, seed=1).cuda().to(DTYPE)
-    index = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(4)).topk(top_k).indices.cuda()
+    index = (
+        torch.rand(tokens, experts, generator=torch.Generator().manual_seed(4))
+        .topk(top_k)
+        .indices.cuda()
+    )
     weights = torch.full((tokens, top_k), 1 / top_k, device="cuda")
 
     def run(kernel: str) -> list[torch.Tensor]:
         masters = nn.Parameter(gate_up.clone()), nn.Parameter(down.clone())
         context = LayerContext(DTYPE, kernel)
-        module = RoutedLowBitExperts("model.layers.0.mlp.experts", *masters, shape, get_scheme(scheme), context)
+        module = RoutedLowBitExperts(
+            "model.layers.0.mlp.experts", *masters, shape, get_scheme(scheme), context
+        )
         module.refresh()
         inputs = x.clone().requires_grad_()
         y = module(inputs, index, weights)
@@ -112,7 +136,9 @@ def test_experts_agree_with_the_dequantized_ones(scheme: str, sizes: tuple[int, 
 
     ours, expected = run("vllm"), run("reference")
     assert len(ours) == len(expected) == 4
-    assert all(relative_error(a, b) < 1.5 * bound(scheme) for a, b in zip(ours, expected, strict=True))
+    assert all(
+        relative_error(a, b) < 1.5 * bound(scheme) for a, b in zip(ours, expected, strict=True)
+    )
 
 
 @pytest.mark.slow
@@ -121,10 +147,17 @@ def test_experts_agree_with_the_dequantized_ones(scheme: str, sizes: tuple[int, 
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
 @pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8"])
 def test_an_engine_that_was_published_to_equals_a_fresh_one(
-    random_policy: Policies, random_experts: Policies, tmp_path: Path, scheme: str, eager: bool, experts: bool
+    random_policy: Policies,
+    random_experts: Policies,
+    tmp_path: Path,
+    scheme: str,
+    eager: bool,
+    experts: bool,
 ):
-    """Audit, five publishes of changing weights, log-probs those of an engine loaded afresh: bit for bit, or, where
-    sums change their order from call to call, within twice what two calls of the fresh engine differ by."""
+    """Audit, five publishes of changing weights, log-probs those of an engine loaded afresh: bit
+    for bit, or, where sums change their order from call to call, within twice what two calls of the
+    fresh engine differ by.
+    """
     from qarl.configs.schema.run import RolloutConfig
     from qarl.quant.checkpoint.load import load_masters
     from qarl.rollout.vllm.engine import VllmEngine
@@ -135,7 +168,9 @@ def test_an_engine_that_was_published_to_equals_a_fresh_one(
 
     need(scheme, experts)
     folder = (random_experts if experts else random_policy)(False)
-    options = VllmOptions(RolloutConfig(max_prompt_tokens=64, max_new_tokens=64, enforce_eager=eager))
+    options = VllmOptions(
+        RolloutConfig(max_prompt_tokens=64, max_new_tokens=64, enforce_eager=eager)
+    )
     masters = load_masters(folder, torch.float32, torch.device("cuda"))
     model = LowBitModel(masters, get_scheme(scheme), LayerContext(DTYPE, "vllm"))
     sequences = [list(range(20, 60)), [5] * 20]

@@ -1,7 +1,9 @@
-"""What may change memory and time on a GPU, and not what is learned: packing, checkpointing, LoRA, parts of a gradient.
-Nothing here has run yet. tests/learner/test_invariance.py has the same of CPUs.
+"""What may change memory and time on a GPU, and not what is learned: packing, checkpointing, LoRA,
+parts of a gradient. Nothing here has run yet. tests/learner/test_invariance.py has the same of
+CPUs.
 
-Axes: B sequences, T tokens."""
+Axes: B sequences, T tokens.
+"""
 
 import dataclasses
 from typing import Any
@@ -18,7 +20,13 @@ from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.schemes import get_scheme
 from tests.support.gpu_schemes import need
 from tests.support.kernels import needs_cuda
-from tests.support.learners import VOCABULARY, drift, logprob_gradients, random_batch, random_model
+from tests.support.learners import (
+    VOCABULARY,
+    drift,
+    logprob_gradients,
+    random_batch,
+    random_model,
+)
 
 pytestmark = [pytest.mark.gpu, needs_cuda("learning on GPUs")]
 DEVICE = "cuda"
@@ -26,7 +34,9 @@ LENGTHS = [9, 40, 1, 25]
 schemes = pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8"])
 
 
-def learner(scheme: str, kernel: str = "auto", device: str = DEVICE, adapted: bool = False) -> LowBitModel:
+def learner(
+    scheme: str, kernel: str = "auto", device: str = DEVICE, adapted: bool = False
+) -> LowBitModel:
     masters: Any = random_model()
     masters.to(device)
     model = LowBitModel(masters, get_scheme(scheme), LayerContext(torch.bfloat16, kernel))
@@ -41,14 +51,19 @@ def learner(scheme: str, kernel: str = "auto", device: str = DEVICE, adapted: bo
 
 def batch_on(device: str = DEVICE) -> Batch:
     batch = random_batch([max(2, length) for length in LENGTHS], VOCABULARY)
-    moved = {f.name: v.to(device) for f in dataclasses.fields(batch) if torch.is_tensor(v := getattr(batch, f.name))}
+    moved = {
+        f.name: v.to(device)
+        for f in dataclasses.fields(batch)
+        if torch.is_tensor(v := getattr(batch, f.name))
+    }
     return dataclasses.replace(batch, **moved)
 
 
 @schemes
 def test_packed_padded_and_checkpointed_are_one_learner(scheme: str):
-    """In bfloat16, codes of activations may flip: 0.1 nats, 5 % of the mean gradient. Sequences that saw each other
-    would be off by nats. Checkpointing changes no bit."""
+    """In bfloat16, codes of activations may flip: 0.1 nats, 5 % of the mean gradient. Sequences
+    that saw each other would be off by nats. Checkpointing changes no bit.
+    """
     need(scheme)
     model, batch = learner(scheme), batch_on()
     padded, expected = logprob_gradients(model, batch)
@@ -57,14 +72,17 @@ def test_packed_padded_and_checkpointed_are_one_learner(scheme: str):
     assert drift(found, expected)[1] <= 0.05
     model.checkpoint_layers(True)
     again, other = logprob_gradients(model, batch, packed=batch.packed())
-    assert torch.equal(again, packed) and drift(other, found)[1] <= 1e-3  # sums of gradients may change their order
+    # sums of gradients may change their order
+    assert torch.equal(again, packed) and drift(other, found)[1] <= 1e-3
 
 
 @schemes
 def test_adapters_learn_as_on_cpus(scheme: str):
     need(scheme)
     _, found = logprob_gradients(learner(scheme, adapted=True), batch_on())
-    _, expected = logprob_gradients(learner(scheme, "reference", "cpu", adapted=True), batch_on("cpu"))
+    _, expected = logprob_gradients(
+        learner(scheme, "reference", "cpu", adapted=True), batch_on("cpu")
+    )
     assert found.keys() == expected.keys() and all("lora" in name for name in found)
     assert drift({name: gradient.cpu() for name, gradient in found.items()}, expected)[1] <= 0.1
 

@@ -1,6 +1,8 @@
-"""The learner's operators on a GPU against the engine's, and its backwards against CPUs'. Nothing here has run yet.
+"""The learner's operators on a GPU against the engine's, and its backwards against CPUs'. Nothing
+here has run yet.
 
-Axes: N tokens, C columns, H heads, D head size, E experts."""
+Axes: N tokens, C columns, H heads, D head size, E experts.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -11,7 +13,9 @@ import torch
 from torch import nn
 from vllm.model_executor.custom_op import CustomOp
 from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
-from vllm.model_executor.layers.fused_moe.router.router_factory import create_fused_moe_router
+from vllm.model_executor.layers.fused_moe.router.router_factory import (
+    create_fused_moe_router,
+)
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 
 from qarl.quant.checkpoint.families import ExpertLayout, ExpertsShape
@@ -51,14 +55,20 @@ OPERATORS: dict[str, tuple[Callable[[], CustomOp], list[int]]] = {
 
 @pytest.mark.parametrize("tokens", [1, 4096])
 @pytest.mark.parametrize("name", OPERATORS)
-def test_operators_are_the_engines_kernels_with_gradients(name: str, tokens: int, monkeypatch: pytest.MonkeyPatch):
-    """Contract: values and gradients, of masters too, are near vLLM's native form's in fp32; no input is changed."""
+def test_operators_are_the_engines_kernels_with_gradients(
+    name: str, tokens: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Contract: values and gradients, of masters too, are near vLLM's native form's in fp32; no
+    input is changed.
+    """
     make, columns = OPERATORS[name]
     operator, exact = (make_operator(make, dtype, device="cuda") for dtype in (BF16, torch.float32))
     leaves = [values(tokens, n, seed=seed).requires_grad_() for seed, n in enumerate(columns)]
     before = [t.detach().clone() for t in leaves]
     positions = [torch.arange(tokens, device="cuda")] if "rotation" in name else []
-    y, ours = differentiated(operator, [*positions, *leaves], [w.master for w in operator.weights.values()])
+    y, ours = differentiated(
+        operator, [*positions, *leaves], [w.master for w in operator.weights.values()]
+    )
     assert all(torch.equal(leaf, t) for leaf, t in zip(leaves, before, strict=True))
     exact.method = exact.native
     monkeypatch.setattr(operators, "_written_out", lambda operator: None)
@@ -73,7 +83,12 @@ ROUTERS: dict[str, dict[str, Any]] = {
     "softmax": {"renormalize": False},
     "renormalized": {},
     "sigmoid": {"scoring_func": "sigmoid"},
-    "groups": {"use_grouped_topk": True, "num_expert_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5},
+    "groups": {
+        "use_grouped_topk": True,
+        "num_expert_group": 8,
+        "topk_group": 4,
+        "routed_scaling_factor": 2.5,
+    },
 }
 
 
@@ -90,9 +105,14 @@ def test_weights_of_the_routers_choice_are_the_routers(kind: str, corrected: boo
 
 @pytest.mark.parametrize("scheme", ["w8a8", "fp8"])
 def test_activation_codes_are_near_those_of_cpus(scheme: str):
-    """They divide where CPUs multiply with a reciprocal: another code now and then, never another scale."""
+    """They divide where CPUs multiply with a reciprocal: another code now and then, never another
+    scale.
+    """
     x = values(512, 2048)
-    ours, cpus = multiplied_activation(x, get_scheme(scheme)), quantize_activation(x, get_scheme(scheme))
+    ours, cpus = (
+        multiplied_activation(x, get_scheme(scheme)),
+        quantize_activation(x, get_scheme(scheme)),
+    )
     torch.testing.assert_close(ours.scale.float(), cpus.scale.float(), rtol=1e-6, atol=0.0)
     assert float((ours.codes.float() == cpus.codes.float()).double().mean()) > 0.99
 
@@ -120,12 +140,16 @@ def test_attention_and_its_gradients(groups: int, scoring: str, sequences: str):
     row = SEQUENCES[sequences]
     row = dataclasses.replace(row, places=None if row.places is None else row.places.cuda())
     heads = [(32, 1), (groups, 2), (groups, 3)]
-    leaves = [values(sum(row.lengths), count, 128, seed=seed).requires_grad_() for count, seed in heads]
+    leaves = [
+        values(sum(row.lengths), count, 128, seed=seed).requires_grad_() for count, seed in heads
+    ]
     leaves += [SINKS.cuda().requires_grad_()] * (scoring == "sinks")
     how = SCORINGS[scoring], row
     y, ours = differentiated(lambda q, k, v, s=None: attention(q, k, v, s, *how), leaves)
     exact = [t.detach().float().requires_grad_() for t in leaves]
-    expected, theirs = differentiated(lambda q, k, v, s=None: torch_attention(q, k, v, s, *how), exact)
+    expected, theirs = differentiated(
+        lambda q, k, v, s=None: torch_attention(q, k, v, s, *how), exact
+    )
     assert relative_error(y[0], expected[0]) < 0.01
     assert all(relative_error(a, b) < 0.02 for a, b in zip(ours, theirs, strict=True))
 
@@ -133,9 +157,13 @@ def test_attention_and_its_gradients(groups: int, scoring: str, sequences: str):
 def test_gradients_of_128_experts_at_once_are_those_of_the_loop():
     """A real layer's shape (Qwen3-30B-A3B): 16,384 tokens of 8 experts, one expert without any."""
     shape = ExpertsShape(128, 8, 2048, 768, "silu", ExpertLayout())
-    gate_up, down = (nn.Parameter(values(*s).float() * 0.03) for s in ((128, 1536, 2048), (128, 2048, 768)))
+    gate_up, down = (
+        nn.Parameter(values(*s).float() * 0.03) for s in ((128, 1536, 2048), (128, 2048, 768))
+    )
     context = LayerContext(BF16, "reference")
-    experts = RoutedLowBitExperts("model.layers.0.mlp.experts", gate_up, down, shape, get_scheme("w4a16"), context)
+    experts = RoutedLowBitExperts(
+        "model.layers.0.mlp.experts", gate_up, down, shape, get_scheme("w4a16"), context
+    )
     experts.refresh()
     x, logits = values(16384, 2048, seed=3).requires_grad_(), values(16384, 128, seed=4)
     logits[:, 5] = -100.0

@@ -1,6 +1,7 @@
 """Whole runs on a GPU, and how far learner and sampler are apart there. Nothing here has run yet.
 
-Axes: T tokens, L decoder layers, K experts a token."""
+Axes: T tokens, L decoder layers, K experts a token.
+"""
 
 import json
 import subprocess
@@ -52,14 +53,21 @@ def test_the_aligned_learner_is_nearer_than_two_implementations(scheme: str):
 
 
 @pytest.mark.parametrize("scheme", ["w4a16", "w8a8"])
-def test_the_engines_experts_are_the_learners(random_experts: Policies, tmp_path: Path, scheme: str):
+def test_the_engines_experts_are_the_learners(
+    random_experts: Policies, tmp_path: Path, scheme: str
+):
     """Of 99 % of the tokens in every layer; the runner that says so is vLLM's second."""
     need(scheme, experts=True)
     folder = random_experts(False)
     masters = load_masters(folder, torch.float32, torch.device("cuda"))
     model = LowBitModel(masters, get_scheme(scheme), LayerContext(BF16, "vllm"))
     export_checkpoint(model, folder, tmp_path / "start")
-    rollout = RolloutConfig(max_prompt_tokens=64, max_new_tokens=64, router_replay=True, prefix_caching=False)
+    rollout = RolloutConfig(
+        max_prompt_tokens=64,
+        max_new_tokens=64,
+        router_replay=True,
+        prefix_caching=False,
+    )
     engine = VllmEngine(tmp_path / "start", VllmOptions(rollout))
     try:
         assert engine._llm.llm_engine.vllm_config.use_v2_model_runner
@@ -73,9 +81,16 @@ def test_the_engines_experts_are_the_learners(random_experts: Policies, tmp_path
         tokens = torch.tensor([[*prompt.token_ids, *sample.token_ids]], device="cuda")
         with torch.no_grad():
             model.hidden(tokens, torch.ones_like(tokens, dtype=torch.bool))
-        ours = torch.stack([logits.topk(top_k).indices for logits in model.router_log.logits], 1).cpu().sort().values
-        theirs = torch.as_tensor(sample.experts).long().sort().values  # [T, L, K], of the tokens that were computed
-        count = len(prompt.token_ids)  # vLLM says the answer's or all tokens', of which the last is never computed
+        ours = (
+            torch.stack([logits.topk(top_k).indices for logits in model.router_log.logits], 1)
+            .cpu()
+            .sort()
+            .values
+        )
+        # [T, L, K], of the tokens that were computed
+        theirs = torch.as_tensor(sample.experts).long().sort().values
+        # vLLM says the answer's or all tokens', of which the last is never computed
+        count = len(prompt.token_ids)
         ours = ours[: len(theirs)] if len(theirs) >= count else ours[count - 1 :][: len(theirs)]
         same += int((ours == theirs).all(-1).sum())
         total += ours.shape[0] * ours.shape[1]
@@ -102,7 +117,18 @@ def test_options_whose_paths_are_other_ones_on_a_gpu(tmp_path: Path, options: li
 def test_expert_choices_are_replayed(tmp_path: Path):
     replay = ["--rollout.router_replay", "true", "--rollout.prefix_caching", "false"]
     mixture = ["--config", "tiny-qwen3-moe", "--model", "tiny-qwen3-moe"]
-    completed(qarl_alone("train", *SMALL, *mixture, "--steps", "2", *replay, "--output", tmp_path / "run"))
+    completed(
+        qarl_alone(
+            "train",
+            *SMALL,
+            *mixture,
+            "--steps",
+            "2",
+            *replay,
+            "--output",
+            tmp_path / "run",
+        )
+    )
 
 
 @pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8"])
@@ -120,20 +146,47 @@ def test_bits_are_equal_where_that_is_asked_for(tmp_path: Path, scheme: str):
     [("qwen3-1.7b", 28, {}), ("qwen3-30b-a3b", 4, {"learner.lora.name": "lora"})],
     ids=["dense", "experts"],
 )
-def test_memory_is_what_the_plan_says(tmp_path: Path, shape: str, layers: int, options: dict[str, str]):
-    """Within a tenth of torch's peak over two steps in this process, engine included; what CUDA and libraries take
-    beside torch is not in that peak, nor compared."""
+def test_memory_is_what_the_plan_says(
+    tmp_path: Path, shape: str, layers: int, options: dict[str, str]
+):
+    """Within a tenth of torch's peak over two steps in this process, engine included; what CUDA and
+    libraries take beside torch is not in that peak, nor compared.
+    """
     folder, script = tmp_path / "model", ROOT / "scripts" / "random_model.py"
-    subprocess.run([sys.executable, script, shape, folder, "--layers", str(layers)], env=environment(), check=True)
+    subprocess.run(
+        [sys.executable, script, shape, folder, "--layers", str(layers)],
+        env=environment(),
+        check=True,
+    )
     fields = {
-        "model": str(folder), "steps": "2", "eval.problems": "0", "export": "false", "rollout.kv_cache_gib": "4",
-        "learner.micro_batch_tokens": "8192", "learner.gradient_checkpointing": "true", **options,
-    }  # fmt: skip
+        "model": str(folder),
+        "steps": "2",
+        "eval.problems": "0",
+        "export": "false",
+        "rollout.kv_cache_gib": "4",
+        "learner.micro_batch_tokens": "8192",
+        "learner.gradient_checkpointing": "true",
+        **options,
+    }
     shapes = shapes_of(json.loads((folder / "config.json").read_text()), shape)
     plan = make_plan(load_config(config_file("tiny-qwen3"), fields), shapes, "", this_machine(), 1)
     torch.cuda.reset_peak_memory_stats()
     words = [word for name, value in fields.items() for word in (f"--{name}", value)]
-    assert main(["train", "--config", "tiny-qwen3", *words, "--output", str(tmp_path / "run")]) == 0
+    assert (
+        main(
+            [
+                "train",
+                "--config",
+                "tiny-qwen3",
+                *words,
+                "--output",
+                str(tmp_path / "run"),
+            ]
+        )
+        == 0
+    )
     peak = torch.cuda.max_memory_allocated()
     planned = plan.memory.total - LIBRARIES["cuda"]
-    assert abs(planned / peak - 1) <= 0.1, f"{planned / 2**30:.2f} GiB planned, {peak / 2**30:.2f} measured"
+    assert abs(planned / peak - 1) <= 0.1, (
+        f"{planned / 2**30:.2f} GiB planned, {peak / 2**30:.2f} measured"
+    )

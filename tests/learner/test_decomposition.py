@@ -1,6 +1,8 @@
-"""The log-ratio's parts: what is planted is recovered, each under its own name. The models are tiny and the engine is a
-tensor of log-probs, so what a real engine does is not seen here (docs/explain/mismatch.md has those figures). Lost
-updates and flipped codes: counted right for every way codes are stored, and without a trace in the run."""
+"""The log-ratio's parts: what is planted is recovered, each under its own name. The models are tiny
+and the engine is a tensor of log-probs, so what a real engine does is not seen here
+(docs/explain/mismatch.md has those figures). Lost updates and flipped codes: counted right for
+every way codes are stored, and without a trace in the run.
+"""
 
 import copy
 import dataclasses
@@ -18,7 +20,13 @@ from qarl.configs.schema.learner import LearnerConfig
 from qarl.configs.seeds import step_seed
 from qarl.learner.batching import Batch, make_batch, micro_batches, mini_batches
 from qarl.learner.diagnostics.base import Learning, is_due
-from qarl.learner.diagnostics.decomposition import SAMPLE_TOKENS, Decomposition, Forwards, decompose, sample_rows
+from qarl.learner.diagnostics.decomposition import (
+    SAMPLE_TOKENS,
+    Decomposition,
+    Forwards,
+    decompose,
+    sample_rows,
+)
 from qarl.learner.diagnostics.token_log import TokenLog
 from qarl.learner.learn_stats import LearnStats
 from qarl.learner.learner import Learner
@@ -29,7 +37,15 @@ from qarl.quant.materialize import LowBitWeight, materialize
 from qarl.quant.materialize import code_changes as flips
 from qarl.quant.materialize.code_changes import changed_codes
 from qarl.quant.schemes import SCHEMES, get_scheme
-from tests.support.learners import all_equal, batch_of, logprobs_of, make_groups, make_learner, masters_of, random_model
+from tests.support.learners import (
+    all_equal,
+    batch_of,
+    logprobs_of,
+    make_groups,
+    make_learner,
+    masters_of,
+    random_model,
+)
 from tests.support.models import cast, low_bit
 from tests.support.moe_models import CONFIGS, random_moe
 from tests.support.profiles import examples
@@ -40,17 +56,28 @@ NOISE = 0.05
 
 
 def learner_of(
-    scheme: str, aligned: bool, compute: torch.dtype | None = None, master: torch.dtype = torch.float32, **config: Any
+    scheme: str,
+    aligned: bool,
+    compute: torch.dtype | None = None,
+    master: torch.dtype = torch.float32,
+    **config: Any,
 ) -> Learner:
     masters = cast(random_model(tied=False), master)
     model = low_bit(masters, scheme, operators="transformers", aligned=aligned, compute=compute)
-    settings = {"aligned": aligned, "diagnostics_every": 1, "mini_batches": 1, "optimizer": {"lr": 1e-2}, **config}
+    settings = {
+        "aligned": aligned,
+        "diagnostics_every": 1,
+        "mini_batches": 1,
+        "optimizer": {"lr": 1e-2},
+        **config,
+    }
     return Learner(model, LearnerConfig.model_validate(settings))
 
 
 def scored(model: PreTrainedModel, batch: Batch, rows: torch.Tensor) -> torch.Tensor:
-    """By transformers' own forward, fp32 [B, T-1]; of the rows, in the order in which the learner has them: the last
-    bit of a bfloat16 product may depend on where its row is."""
+    """By transformers' own forward, fp32 [B, T-1]; of the rows, in the order in which the learner
+    has them: the last bit of a bfloat16 product may depend on where its row is.
+    """
     found = torch.zeros(batch.response_mask.shape)
     for part in micro_batches(batch, rows, 16384):
         some = batch.rows(part)
@@ -62,7 +89,9 @@ def scored(model: PreTrainedModel, batch: Batch, rows: torch.Tensor) -> torch.Te
 
 
 def of_codes(masters: dict[str, torch.Tensor], scheme: str) -> PreTrainedModel:
-    """A plain bfloat16 model whose linear weights are the values that the masters' codes stand for."""
+    """A plain bfloat16 model whose linear weights are the values that the masters' codes stand
+    for.
+    """
     model = random_model(tied=False)
     model.load_state_dict(masters)
     for name, linear in low_bit(copy.deepcopy(model), scheme).linears.items():
@@ -85,14 +114,19 @@ def updates_of(learner: Learner) -> list[tuple[dict[str, torch.Tensor], torch.Te
 
 @pytest.mark.parametrize("planted", [*PARTS, "all"])
 def test_planted_parts_are_recovered_and_named(planted: str):
-    """Contract: each part is, within 5 %, what transformers' own models differ by, and what was not planted is less
-    than 5 % of what was. The sampler multiplies the first weights' codes as the learner does, with noise of 0.05 nats
-    where a kernel error is planted; the study's α and β are sums of parts."""
+    """Contract: each part is, within 5 %, what transformers' own models differ by, and what was not
+    planted is less than 5 % of what was. The sampler multiplies the first weights' codes as the
+    learner does, with noise of 0.05 nats where a kernel error is planted; the study's α and β are
+    sums of parts.
+    """
     every = planted == "all"
     scheme = "w4a16" if every or planted == "scheme" else "bf16"
     compute = torch.float32 if every or planted == "dtype" else None
     mini_batches = 2 if every or planted == "staleness" else 1
-    learner, batch = learner_of(scheme, False, compute, mini_batches=mini_batches), batch_of()
+    learner, batch = (
+        learner_of(scheme, False, compute, mini_batches=mini_batches),
+        batch_of(),
+    )
     with learner.model.forward_as(Forward.PUBLISHED):
         sampler = logprobs_of(learner, batch).values
     signs = torch.randint(0, 2, sampler.shape, generator=torch.Generator().manual_seed(1)) * 2.0 - 1
@@ -101,18 +135,29 @@ def test_planted_parts_are_recovered_and_named(planted: str):
     updates = updates_of(learner)
     found = learner.learn(batch, 0).records["log_ratio"]
     masters, rows = updates[-1]
-    assert torch.equal(sample_rows(batch, rows), rows), "all rows of the last mini-batch fit the sample"
+    assert torch.equal(sample_rows(batch, rows), rows), (
+        "all rows of the last mini-batch fit the sample"
+    )
     stepped = random_model(tied=False)
     stepped.load_state_dict(masters)
     own = scored(cast(copy.deepcopy(stepped), compute or torch.bfloat16), batch, rows)
-    rounded, codes = (scored(m, batch, rows) for m in (cast(stepped, torch.bfloat16), of_codes(masters, scheme)))
-    true = {"dtype": own - rounded, "scheme": rounded - codes, "staleness": codes - sampler, "kernel": -noise}
+    rounded, codes = (
+        scored(m, batch, rows) for m in (cast(stepped, torch.bfloat16), of_codes(masters, scheme))
+    )
+    true = {
+        "dtype": own - rounded,
+        "scheme": rounded - codes,
+        "staleness": codes - sampler,
+        "kernel": -noise,
+    }
     true |= {"alpha": codes - sampler - noise, "beta": own - codes}
     mask = batch.response_mask[rows]
     sizes = {name: float(part[rows][mask].abs().mean()) for name, part in true.items()}
     largest = max(sizes[name] for name in PARTS)
     for name, size in sizes.items():
-        assert getattr(found, name) == pytest.approx(size, rel=0.05, abs=0.05 * largest * (not every)), name
+        assert getattr(found, name) == pytest.approx(
+            size, rel=0.05, abs=0.05 * largest * (not every)
+        ), name
     assert largest > 0.005
     if not every:
         assert max(PARTS, key=lambda name: getattr(found, name)) == planted
@@ -123,51 +168,97 @@ def test_an_aligned_learner_has_neither_dtype_nor_scheme_in_its_ratio():
     learner, batch = learner_of("w4a16", True, mini_batches=2), batch_of()
     old = logprobs_of(learner, batch).values
     found = learner.learn(dataclasses.replace(batch, sampler_logprobs=old), 0).records["log_ratio"]
-    assert (found.dtype, found.scheme, found.beta, found.signal_to_noise) == (0.0, 0.0, 0.0, None)
-    assert found.kernel is not None and found.kernel < 0.02  # rows of other micro-batches round otherwise
+    assert (found.dtype, found.scheme, found.beta, found.signal_to_noise) == (
+        0.0,
+        0.0,
+        0.0,
+        None,
+    )
+    # rows of other micro-batches round otherwise
+    assert found.kernel is not None and found.kernel < 0.02
     assert found.staleness is not None and found.staleness > 10 * found.kernel
     assert found.phantom_clipped == 0.0
 
 
 def by_hand(**config: Any) -> Decomposition:
-    """Four tokens with A = 1: β = 0.5 at W_k and 0 at W_j; none; α = 0.5; α = 0.5 with β = -0.5. The update moves the
-    low-bit policy by 0.1, 0.1, -0.1 and 0.1."""
-    beta, alpha = torch.tensor([[0.5, 0.0, 0.0, -0.5]]), torch.tensor([[0.0, 0.0, 0.5, 0.5]])
+    """Four tokens with A = 1: β = 0.5 at W_k and 0 at W_j; none; α = 0.5; α = 0.5 with β = -0.5.
+    The update moves the low-bit policy by 0.1, 0.1, -0.1 and 0.1.
+    """
+    beta, alpha = (
+        torch.tensor([[0.5, 0.0, 0.0, -0.5]]),
+        torch.tensor([[0.0, 0.0, 0.5, 0.5]]),
+    )
     zeros = torch.zeros(1, 4)
     after = alpha + torch.tensor([[0.1, 0.1, -0.1, 0.1]])
-    forwards = Forwards(own=alpha + beta, cast=alpha, published=alpha, before=zeros, after=after, sampler=zeros)
+    forwards = Forwards(
+        own=alpha + beta,
+        cast=alpha,
+        published=alpha,
+        before=zeros,
+        after=after,
+        sampler=zeros,
+    )
     mask = torch.ones(1, 4, dtype=torch.bool)
     tokens = torch.zeros(1, 5, dtype=torch.int64)
     batch = Batch(tokens, torch.tensor([5]), mask, zeros, torch.ones(1, 4), torch.tensor([0]))
-    return decompose(forwards, zeros, batch, LearnerConfig.model_validate({"objective": {"name": "grpo"}, **config}))
+    return decompose(
+        forwards,
+        zeros,
+        batch,
+        LearnerConfig.model_validate({"objective": {"name": "grpo"}, **config}),
+    )
 
 
 @pytest.mark.parametrize("ratio_from", ["learner", "sampler"])
 def test_phantom_clipping_and_deployed_improvement_by_hand(ratio_from: str):
-    """Outside the bounds by α + β, inside by α alone: the first token, whatever the denominator; the third is clipped
-    by right, and the last is not clipped. A shadowed ratio has none."""
+    """Outside the bounds by α + β, inside by α alone: the first token, whatever the denominator;
+    the third is clipped by right, and the last is not clipped. A shadowed ratio has none.
+    """
     found = by_hand(correction={"name": "none", "ratio_from": ratio_from})
     assert found.phantom_clipped == 0.25
     assert (found.alpha, found.beta, found.signal_to_noise) == (0.25, 0.25, 1.0)
     assert by_hand(aligned=False, ratio_fix="shadow_forward").phantom_clipped == 0.0
-    assert found.deployed_improvement == pytest.approx(0.05) and found.deployed_efficiency == pytest.approx(0.5)
+    assert found.deployed_improvement == pytest.approx(
+        0.05
+    ) and found.deployed_efficiency == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(
     ("aligned", "compute", "master"),
-    [(True, None, torch.bfloat16), (False, None, torch.float32), (False, torch.float32, torch.float32)],
+    [
+        (True, None, torch.bfloat16),
+        (False, None, torch.float32),
+        (False, torch.float32, torch.float32),
+    ],
 )
 def test_measuring_leaves_no_trace(aligned: bool, compute: torch.dtype | None, master: torch.dtype):
-    """Contract: masters after two batches, and all statistics else, are bit for bit those of a learner that measures
-    nothing; of 16-bit stochastic masters too, so that the random numbers drawn are the same."""
+    """Contract: masters after two batches, and all statistics else, are bit for bit those of a
+    learner that measures nothing; of 16-bit stochastic masters too, so that the random numbers
+    drawn are the same.
+    """
     measured, plain = (
-        learner_of("w4a16", aligned, compute, master, mini_batches=2, diagnostics_every=every, optimizer={"lr": 1e-4})
+        learner_of(
+            "w4a16",
+            aligned,
+            compute,
+            master,
+            mini_batches=2,
+            diagnostics_every=every,
+            optimizer={"lr": 1e-4},
+        )
         for every in (1, 0)
     )
     for step in range(2):
         found, expected = (learner.learn(batch_of(step), step) for learner in (measured, plain))
-        assert expected.records["log_ratio"] == Decomposition() and found.records["log_ratio"].scheme is not None
-        assert (found.loss, found.grad_norm, found.mismatch) == (expected.loss, expected.grad_norm, expected.mismatch)
+        assert (
+            expected.records["log_ratio"] == Decomposition()
+            and found.records["log_ratio"].scheme is not None
+        )
+        assert (found.loss, found.grad_norm, found.mismatch) == (
+            expected.loss,
+            expected.grad_norm,
+            expected.mismatch,
+        )
         for name in ("lost_updates", "crossed_bfloat16", "flipped_codes"):
             assert expected.records[name] is None and 0 <= found.records[name] < 1
     assert all_equal(masters_of(measured), masters_of(plain))
@@ -179,24 +270,33 @@ def test_the_sample_stays_within_its_budget():
     assert torch.equal(sample_rows(batch, rows), rows)
     long = dataclasses.replace(batch, length=batch.length + SAMPLE_TOKENS // 3)
     assert sample_rows(long, rows[4:]).tolist() == [4, 5]
-    assert sample_rows(dataclasses.replace(batch, length=batch.length + SAMPLE_TOKENS), rows[4:]).tolist() == [4]
+    assert sample_rows(
+        dataclasses.replace(batch, length=batch.length + SAMPLE_TOKENS), rows[4:]
+    ).tolist() == [4]
 
 
 def stale_batch(learner: Learner) -> Batch:
-    """Half of its groups sampled by codes of a batch ago, but for their last tokens, the others by the present."""
+    """Half of its groups sampled by codes of a batch ago, but for their last tokens, the others by
+    the present.
+    """
     batch = batch_of(1)
     before = logprobs_of(learner, batch).values
     learner.learn(batch_of(0), 0)
     now = logprobs_of(learner, batch).values
-    position, length = batch.response_mask.cumsum(-1), batch.response_mask.sum(-1, keepdim=True)
+    position, length = (
+        batch.response_mask.cumsum(-1),
+        batch.response_mask.sum(-1, keepdim=True),
+    )
     behind = (1 - batch.group % 2)[:, None] * (batch.response_mask & (2 * position <= length))
     sampler = torch.where(behind > 0, before, now)
     return dataclasses.replace(batch, sampler_logprobs=sampler, versions_behind=behind)
 
 
 def test_planted_staleness_is_recovered_at_its_age():
-    """Contract: at every age within 5 % what transformers' own models differ by, at the weights of each update: its
-    number in the batch, and four more where a version was published since. At age 0 there is nothing."""
+    """Contract: at every age within 5 % what transformers' own models differ by, at the weights of
+    each update: its number in the batch, and four more where a version was published since. At age
+    0 there is nothing.
+    """
     learner = learner_of("w4a16", True, mini_batches=MINI_BATCHES, diagnostics_every=0)
     batch = stale_batch(learner)
     behind = batch.versions_behind
@@ -218,13 +318,17 @@ def test_planted_staleness_is_recovered_at_its_age():
     by_age = dict(zip(found.age, found.mean_abs, strict=True))
     largest = max(by_age.values())
     for age, parts in true.items():
-        assert by_age[age] == pytest.approx(float(torch.cat(parts).mean()), rel=0.05, abs=0.02 * largest), age
+        assert by_age[age] == pytest.approx(
+            float(torch.cat(parts).mean()), rel=0.05, abs=0.02 * largest
+        ), age
     assert min(found.age) == 0 and max(found.age) >= MINI_BATCHES and by_age[0] < 0.05 * largest
 
 
 def test_staleness_of_a_version_is_named_so():
-    """Contract: of a batch whose sampler is a version behind, what the engine differs by is staleness, and no kernel's:
-    the codes of W_k against the engine's log-probs, by hand for one mini-batch. α is the same."""
+    """Contract: of a batch whose sampler is a version behind, what the engine differs by is
+    staleness, and no kernel's: the codes of W_k against the engine's log-probs, by hand for one
+    mini-batch. α is the same.
+    """
 
     def parts(behind: int) -> LearnStats:
         learner = learner_of("w4a16", True, mini_batches=1)
@@ -232,21 +336,36 @@ def test_staleness_of_a_version_is_named_so():
         before = logprobs_of(learner, batch).values
         learner.learn(batch_of(0), 0)
         versions = behind * batch.response_mask.long()
-        return learner.learn(dataclasses.replace(batch, sampler_logprobs=before, versions_behind=versions), 1)
+        return learner.learn(
+            dataclasses.replace(batch, sampler_logprobs=before, versions_behind=versions),
+            1,
+        )
 
     fresh, stale = parts(0).records["log_ratio"], parts(1)
     assert fresh.staleness == 0 and fresh.kernel and stale.records["log_ratio"].kernel is None
-    assert stale.records["log_ratio"].staleness == fresh.kernel == stale.records["log_ratio"].alpha == fresh.alpha
+    assert (
+        stale.records["log_ratio"].staleness
+        == fresh.kernel
+        == stale.records["log_ratio"].alpha
+        == fresh.alpha
+    )
     assert stale.records["ages"].age == (1,)
 
 
 def test_ages_come_from_the_versions_that_sampled():
-    """Contract: token by token, from the switches of a completion on by the version that each names."""
+    """Contract: token by token, from the switches of a completion on by the version that each
+    names.
+    """
     groups = []
     for n, g in enumerate(make_groups()):
-        of_two = (dataclasses.replace(c, weight_version=n, switches=((1, n + 2),)) for c in g.completions)
+        of_two = (
+            dataclasses.replace(c, weight_version=n, switches=((1, n + 2),)) for c in g.completions
+        )
         groups.append(dataclasses.replace(g, completions=tuple(of_two)))
-    batch, first = make_batch(groups, 0, version=7), [n for n, g in enumerate(groups) for _ in g.completions]
+    batch, first = (
+        make_batch(groups, 0, version=7),
+        [n for n, g in enumerate(groups) for _ in g.completions],
+    )
     assert batch.versions_behind is not None
     for behind, mask, n in zip(batch.versions_behind, batch.response_mask, first, strict=True):
         assert behind[mask].tolist() == [7 - n, *[5 - n] * (int(mask.sum()) - 1)]
@@ -260,9 +379,13 @@ QUANTIZED = [name for name in SCHEMES if name != "bf16"]
 @pytest.mark.parametrize("scheme", QUANTIZED)
 @given(seed=st.integers(0, 2**20), rows=st.sampled_from([1, 3, 128]), moved=st.floats(0, 1))
 @settings(max_examples=examples(5))
-def test_changed_codes_are_those_that_differ_when_unpacked(scheme: str, seed: int, rows: int, moved: float):
-    """Contract: the count over packed bytes is that over codes one an element, in chunks of any size. Unpacked fp8 and
-    fp4 codes are compared by value, so signs of zeros are made to agree first."""
+def test_changed_codes_are_those_that_differ_when_unpacked(
+    scheme: str, seed: int, rows: int, moved: float
+):
+    """Contract: the count over packed bytes is that over codes one an element, in chunks of any
+    size. Unpacked fp8 and fp4 codes are compared by value, so signs of zeros are made to agree
+    first.
+    """
     found = get_scheme(scheme)
     rows = rows if found.block is None else found.block[0]
     generator = torch.Generator().manual_seed(seed)
@@ -271,14 +394,20 @@ def test_changed_codes_are_those_that_differ_when_unpacked(scheme: str, seed: in
     other = torch.where(torch.rand(weight.shape, generator=generator) < moved, fresh, weight)
     first, second = (materialize(w, found, torch.bfloat16) for w in (weight, other))
     with mock.patch.object(flips, "_CHUNK_BYTES", 1 + seed % 300):
-        assert changed_codes(first.codes, second) == int(apart(first.unpacked().float(), second).sum())
+        assert changed_codes(first.codes, second) == int(
+            apart(first.unpacked().float(), second).sum()
+        )
         assert changed_codes(second.codes, second) == 0
 
 
 def test_crossings_by_hand():
-    """Neighbours of 1 in bfloat16 are 2^-7 above and 2^-8 below: 1 + 2^-9 and 1 - 2^-10 round to it, 1 + 2^-7 and
-    1 - 2^-8 do not. In chunks of any size."""
-    before, after = torch.ones(2, 2), torch.tensor([[1 + 2**-9, 1 + 2**-7], [1 - 2**-10, 1 - 2**-8]])
+    """Neighbours of 1 in bfloat16 are 2^-7 above and 2^-8 below: 1 + 2^-9 and 1 - 2^-10 round to
+    it, 1 + 2^-7 and 1 - 2^-8 do not. In chunks of any size.
+    """
+    before, after = (
+        torch.ones(2, 2),
+        torch.tensor([[1 + 2**-9, 1 + 2**-7], [1 - 2**-10, 1 - 2**-8]]),
+    )
     assert int(crossed_bfloat16(before, after)) == 2
     long = torch.ones(master_step._CHUNK + 3)
     long[[0, -1]] = 1.5
@@ -287,21 +416,46 @@ def test_crossings_by_hand():
 
 @pytest.mark.parametrize("scheme", ["w4a16", "w8a8", "nvfp4a16", "bf16"])
 def test_changes_are_those_of_masters_and_codes(scheme: str):
-    """Contract: over one update of a mixture of experts, the share of crossings is that of the masters, of flips that
-    of the published codes, unpacked; layers in the compute dtype (routers, output head, embeddings) have no codes."""
+    """Contract: over one update of a mixture of experts, the share of crossings is that of the
+    masters, of flips that of the published codes, unpacked; layers in the compute dtype (routers,
+    output head, embeddings) have no codes.
+    """
     model = low_bit(random_moe(CONFIGS["qwen3_moe"]), scheme)
-    learner = Learner(model, LearnerConfig.model_validate({"mini_batches": 1, "optimizer": {"lr": 1e-4}}))
+    learner = Learner(
+        model,
+        LearnerConfig.model_validate({"mini_batches": 1, "optimizer": {"lr": 1e-4}}),
+    )
     before = masters_of(learner)
-    codes = {layer.layer: flips.quantized_weights(layer.low_bit) for layer in model.low_bit_layers()}
-    old = {name: [weight.unpacked().float() for weight in weights] for name, weights in codes.items() if weights}
+    codes = {
+        layer.layer: flips.quantized_weights(layer.low_bit) for layer in model.low_bit_layers()
+    }
+    old = {
+        name: [weight.unpacked().float() for weight in weights]
+        for name, weights in codes.items()
+        if weights
+    }
     found = learner.learn(batch_of(), 0)
     after = masters_of(learner)
-    crossed = {name: float((before[name].bfloat16() != after[name].bfloat16()).float().mean()) for name in after}
-    differ = {name: torch.cat([apart(*pair) for pair in zip(old[name], codes[name], strict=True)]) for name in old}
-    published = [t.name.rpartition(".")[0] for t in model.low_bit_tensors() if t.name.endswith("weight_scale")]
-    assert sum(map(len, differ.values())) == sum(math.prod(model.shapes[layer]) for layer in published)
+    crossed = {
+        name: float((before[name].bfloat16() != after[name].bfloat16()).float().mean())
+        for name in after
+    }
+    differ = {
+        name: torch.cat([apart(*pair) for pair in zip(old[name], codes[name], strict=True)])
+        for name in old
+    }
+    published = [
+        t.name.rpartition(".")[0]
+        for t in model.low_bit_tensors()
+        if t.name.endswith("weight_scale")
+    ]
+    assert sum(map(len, differ.values())) == sum(
+        math.prod(model.shapes[layer]) for layer in published
+    )
     whole = float(torch.cat([*differ.values()]).double().mean()) if differ else None
-    assert found.records["flipped_codes"] == (whole and pytest.approx(whole)) and (whole is None or 0 < whole < 1)
+    assert found.records["flipped_codes"] == (whole and pytest.approx(whole)) and (
+        whole is None or 0 < whole < 1
+    )
     sizes = {name: master.numel() for name, master in model.masters.items()}
     assert found.records["crossed_bfloat16"] == pytest.approx(
         sum(crossed[name] * size for name, size in sizes.items()) / sum(sizes.values())
@@ -321,12 +475,16 @@ def test_measured_steps(every: int, due: list[int]):
 
 @pytest.mark.parametrize("aligned", [True, False])
 def test_distance_from_the_start(aligned: bool):
-    """Contract: after two batches of a learner that measures in both, KL(π_start ‖ π) on the first batch's sample is
-    k3 by hand, of log-probs of the codes before and after, and grew; a learner that went through a checkpoint in
-    between has it to the last bit; one that measured nothing at first has none."""
+    """Contract: after two batches of a learner that measures in both, KL(π_start ‖ π) on the first
+    batch's sample is k3 by hand, of log-probs of the codes before and after, and grew; a learner
+    that went through a checkpoint in between has it to the last bit; one that measured nothing at
+    first has none.
+    """
 
     def new(every: int) -> Learner:
-        return make_learner("w4a16", aligned=aligned, optimizer={"lr": 1e-2}, diagnostics_every=every)
+        return make_learner(
+            "w4a16", aligned=aligned, optimizer={"lr": 1e-2}, diagnostics_every=every
+        )
 
     def logprobs(learner: Learner, batch: Batch) -> torch.Tensor:
         with learner.model.forward_as(Forward.PUBLISHED):
@@ -346,7 +504,9 @@ def test_distance_from_the_start(aligned: bool):
     assert resumed.learn(batch_of(1), 1).records["kl_from_start"] == late
     begun, before_all = new(1), new(1)
     begun.load_state_dict(before_all.state_dict())
-    assert begun.learn(first, 0).records["kl_from_start"] == early, "before the first update none has a start"
+    assert begun.learn(first, 0).records["kl_from_start"] == early, (
+        "before the first update none has a start"
+    )
     unmeasured = new(0)
     assert unmeasured.learn(first, 0).records["kl_from_start"] is None
     resumed.load_state_dict(unmeasured.state_dict())

@@ -1,4 +1,6 @@
-"""A gradient that is cut while values stay exact: each way it has happened, in a model made for it, ends the run."""
+"""A gradient that is cut while values stay exact: each way it has happened, in a model made for it,
+ends the run.
+"""
 
 import re
 from collections.abc import Callable
@@ -39,7 +41,9 @@ def by_weight_of_its_own(run: Any) -> None:
     """A linear layer that the graph does not know as one: its weight is read as a tensor."""
     layer = run.model.layers[0].self_attn.o_proj
     part = layer.quant_method._stack.parts[0]
-    layer.quant_method = SimpleNamespace(apply=lambda _, x, bias=None: x @ part.weight_used(x.dtype).t())
+    layer.quant_method = SimpleNamespace(
+        apply=lambda _, x, bias=None: x @ part.weight_used(x.dtype).t()
+    )
 
 
 TRAPS: dict[Callable[[Any], None], str] = {
@@ -51,9 +55,13 @@ TRAPS: dict[Callable[[Any], None], str] = {
 
 
 @pytest.mark.parametrize("plant", TRAPS, ids=lambda plant: plant.__name__)
-def test_a_cut_gradient_is_told_with_the_masters_it_misses(plant: Callable[[Any], None]):
-    """Contract: log-probs are what they were, to the bit or a rounding, and the gate names the masters. Blind spot: a
-    gradient that is wrong and not zero, which tests hold against transformers'."""
+def test_a_cut_gradient_is_told_with_the_masters_it_misses(
+    plant: Callable[[Any], None],
+):
+    """Contract: log-probs are what they were, to the bit or a rounding, and the gate names the
+    masters. Blind spot: a gradient that is wrong and not zero, which tests hold against
+    transformers'.
+    """
     model = policy("w8a8")
     before, _ = logprob_gradients(model, batch_of())
     require_gradients(model, Processes())
@@ -67,12 +75,17 @@ def test_a_cut_gradient_is_told_with_the_masters_it_misses(plant: Callable[[Any]
 def test_a_model_that_does_not_run_is_told_in_words():
     model = policy("w8a8")
     model.graph.module.get_submodule("model.layers.1").forward = lambda *_: 1 / 0
-    with pytest.raises(GraphError, match=r"could not be run and differentiated: ZeroDivisionError.*'transformers'"):
+    with pytest.raises(
+        GraphError,
+        match=r"could not be run and differentiated: ZeroDivisionError.*'transformers'",
+    ):
         require_gradients(model, Processes())
 
 
 def test_mixtures_and_adapters_pass_and_nothing_is_left_behind():
-    """A router that no module of transformers multiplies has its layer and its gradient; B is zero at first."""
+    """A router that no module of transformers multiplies has its layer and its gradient; B is zero
+    at first.
+    """
     experts = experts_policy(torch.bfloat16)
     assert "model.layers.1.mlp.gate" in experts.linears
     adapted = policy()

@@ -1,6 +1,8 @@
-"""Settings that may change time and memory, not what is learned: packing, chunked log-probs, checkpointed layers.
+"""Settings that may change time and memory, not what is learned: packing, chunked log-probs,
+checkpointed layers.
 
-Axes: B sequences, T tokens."""
+Axes: B sequences, T tokens.
+"""
 
 import dataclasses
 from typing import Any
@@ -15,7 +17,14 @@ from qarl.configs.errors import ConfigError, GraphError
 from qarl.learner.load_balance import load_balance_loss
 from qarl.learner.logprobs import packs, shares_prompts, token_logprobs
 from tests.support import learners
-from tests.support.learners import batch_of, drift, experts_policy, logprob_gradients, policy, random_batch
+from tests.support.learners import (
+    batch_of,
+    drift,
+    experts_policy,
+    logprob_gradients,
+    policy,
+    random_batch,
+)
 from tests.support.profiles import examples
 
 BFLOAT16 = torch.bfloat16
@@ -23,9 +32,13 @@ BFLOAT16 = torch.bfloat16
 
 @given(lengths=st.lists(st.integers(2, 40), min_size=1, max_size=6))
 @settings(max_examples=examples(15))
-def test_packed_log_probs_and_gradients_are_those_of_padded_sequences(lengths: list[int]):
-    """Contract: in fp32 with nothing rounded, only the order of sums differs: 1e-4 nats, and 1e-3 of a tensor's mean
-    gradient. Attention across sequences, or positions that do not start anew, would be off by nats."""
+def test_packed_log_probs_and_gradients_are_those_of_padded_sequences(
+    lengths: list[int],
+):
+    """Contract: in fp32 with nothing rounded, only the order of sums differs: 1e-4 nats, and 1e-3
+    of a tensor's mean gradient. Attention across sequences, or positions that do not start anew,
+    would be off by nats.
+    """
     model = policy("w4a16", dtype=torch.float32)
     batch = random_batch(lengths, learners.VOCABULARY)
     padded, expected = logprob_gradients(model, batch)
@@ -37,8 +50,14 @@ def test_packed_log_probs_and_gradients_are_those_of_padded_sequences(lengths: l
 
 @pytest.mark.parametrize("share_prompts", [False, True])
 def test_gradients_by_two_threads_are_the_same_again(share_prompts: bool):
-    """Contract: a run repeats to the bit with as many threads as it had. Sums by atomics differ in nearly every try."""
-    model, batch, threads = policy(), random_batch([24] * 100, learners.VOCABULARY), torch.get_num_threads()
+    """Contract: a run repeats to the bit with as many threads as it had. Sums by atomics differ in
+    nearly every try.
+    """
+    model, batch, threads = (
+        policy(),
+        random_batch([24] * 100, learners.VOCABULARY),
+        torch.get_num_threads(),
+    )
     model.gradients.configure(in_place=True, reduce_dtype=torch.float32)
     packed = batch.packed(share_prompts=share_prompts)
     torch.set_num_threads(2)
@@ -50,7 +69,9 @@ def test_gradients_by_two_threads_are_the_same_again(share_prompts: bool):
 
 
 def test_packed_experts_are_those_replayed_and_padding_reaches_no_router():
-    """Contract: packed, a token goes to the experts named for it, and router logits are of real tokens alone."""
+    """Contract: packed, a token goes to the experts named for it, and router logits are of real
+    tokens alone.
+    """
     model = experts_policy(torch.float32)
     config = model.config
     chosen = config.num_hidden_layers, config.num_experts_per_tok, config.num_experts
@@ -70,28 +91,37 @@ def test_packed_experts_are_those_replayed_and_padding_reaches_no_router():
 @pytest.mark.parametrize("kernel", ["vllm", "reference"])
 @pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8"])
 def test_a_shared_prompt_changes_no_log_prob(scheme: str, kernel: str):
-    """Contract: computed once for its group, prompts give every response the log-probs it has by itself, bit for bit in
-    bfloat16 by the engine's kernels; gradients are those up to roundings. A response that saw another's tokens or
-    stood at another position would be off by nats."""
+    """Contract: computed once for its group, prompts give every response the log-probs it has by
+    itself, bit for bit in bfloat16 by the engine's kernels; gradients are those up to roundings. A
+    response that saw another's tokens or stood at another position would be off by nats.
+    """
     model, batch = policy(scheme, kernel=kernel), batch_of()
     each, expected = logprob_gradients(model, batch, packed=batch.packed())
     packed = batch.packed(share_prompts=True)
     again = torch.tensor([group in batch.group[:row] for row, group in enumerate(batch.group)])
-    assert int(packed.kept.sum()) == int(batch.length.sum()) - int((batch.prompt_length() * again).sum())
+    assert int(packed.kept.sum()) == int(batch.length.sum()) - int(
+        (batch.prompt_length() * again).sum()
+    )
     once, found = logprob_gradients(model, batch, packed=packed)
     torch.testing.assert_close(once, each, rtol=0, atol=0 if kernel == "vllm" else 0.1)
     assert drift(found, expected)[1] <= 0.02
 
 
 def test_what_differs_is_not_shared():
-    """A prompt is taken from the group's first sequence where it has it to the token, and to the replayed expert."""
+    """A prompt is taken from the group's first sequence where it has it to the token, and to the
+    replayed expert.
+    """
     batch = dataclasses.replace(batch_of(), experts=torch.zeros(24, 32, 2, 3, dtype=torch.int32))
     longest = int(batch.length.max())
     batch = dataclasses.replace(batch, experts=batch.experts[:, :longest])  # type: ignore[index]
     batch.tokens[1, 0] += 1
     batch.experts[5, 0, 1, 2] = batch.experts[6, -1] = 3  # type: ignore[index]
     shared = batch.packed(share_prompts=True).sequences
-    whole = [row for row, (own, seen) in enumerate(zip(shared.lengths, shared.seen, strict=True)) if own == seen]
+    whole = [
+        row
+        for row, (own, seen) in enumerate(zip(shared.lengths, shared.seen, strict=True))
+        if own == seen
+    ]
     assert whole == [0, 1, 4, 5, 8, 12, 16, 20]
     batch.response_mask[2] = False
     assert batch.prompt_length()[2] == 0, "nothing of it is learned from"
@@ -117,9 +147,10 @@ def test_a_shared_prompts_routers_count_for_every_sequence():
 @pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16])
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 def test_chunks_change_no_log_prob(scheme: str, dtype: torch.dtype, chunk: int):
-    """Contract: log-probs and entropies of chunks are those of all positions at once: in bfloat16 bit for bit from 7
-    rows on, as the head's sums are rounded to 8 bits (one row alone is another product, and may differ by one
-    rounding); gradients up to the order of sums."""
+    """Contract: log-probs and entropies of chunks are those of all positions at once: in bfloat16
+    bit for bit from 7 rows on, as the head's sums are rounded to 8 bits (one row alone is another
+    product, and may differ by one rounding); gradients up to the order of sums.
+    """
     model, batch = policy(scheme, dtype=dtype), batch_of()
     whole, expected = logprob_gradients(model, batch, chunk_tokens=10**6)
     parts, found = logprob_gradients(model, batch, chunk_tokens=chunk)
@@ -127,19 +158,28 @@ def test_chunks_change_no_log_prob(scheme: str, dtype: torch.dtype, chunk: int):
         arguments = model, batch.tokens, batch.response_mask
         entropies = [token_logprobs(*arguments, chunk_tokens=c)[1] for c in (10**6, chunk)]
     exact = dtype == BFLOAT16 and chunk > 1
-    torch.testing.assert_close(parts, whole, rtol=0, atol=0 if exact else 0.05 if dtype == BFLOAT16 else 1e-5)
-    torch.testing.assert_close(*entropies, rtol=0, atol=0 if exact else 0.05 if dtype == BFLOAT16 else 1e-5)
+    torch.testing.assert_close(
+        parts, whole, rtol=0, atol=0 if exact else 0.05 if dtype == BFLOAT16 else 1e-5
+    )
+    torch.testing.assert_close(
+        *entropies, rtol=0, atol=0 if exact else 0.05 if dtype == BFLOAT16 else 1e-5
+    )
     assert drift(found, expected)[1] <= (1e-5 if dtype == torch.float32 else 2e-2)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 1.1])
 def test_log_probs_and_gradients_are_autograds(temperature: float):
-    """By plain autograd through `log_softmax` of the model's own logits / T at position t, read at token t + 1, without
-    chunks or a backward of ours; the entropy is that of the same distribution, in nats; zero outside the response. That
-    those logits are transformers': tests/quant/test_model.py."""
+    """By plain autograd through `log_softmax` of the model's own logits / T at position t, read at
+    token t + 1, without chunks or a backward of ours; the entropy is that of the same distribution,
+    in nats; zero outside the response. That those logits are transformers':
+    tests/quant/test_model.py.
+    """
     model, batch = policy(dtype=torch.float32), batch_of()
     ours, found = logprob_gradients(model, batch, chunk_tokens=5, temperature=temperature)
-    mask, wanted = batch.response_mask, torch.nn.functional.pad(batch.response_mask, (0, 1))
+    mask, wanted = (
+        batch.response_mask,
+        torch.nn.functional.pad(batch.response_mask, (0, 1)),
+    )
     logp = (model.head(model.hidden(batch.tokens, wanted)) / temperature).log_softmax(-1)
     picked = logp.gather(-1, batch.tokens[:, 1:][mask][:, None])[:, 0]
     weights = torch.linspace(-1, 1, mask.numel()).view_as(mask)[mask]
@@ -163,19 +203,29 @@ def test_checkpointed_layers_give_the_same_bits(scheme: str, operators: str):
     model.checkpoint_layers(True)
     calls = mock.Mock(return_value=None)
     name = "model.layers.0.self_attn"
-    first = model.graph.module.get_submodule(name) if operators == "engine" else model.linears[f"{name}.q_proj"]
+    first = (
+        model.graph.module.get_submodule(name)
+        if operators == "engine"
+        else model.linears[f"{name}.q_proj"]
+    )
     first.register_forward_pre_hook(calls)
     again, found = logprob_gradients(model, batch)
-    assert calls.call_count == 2, "the first layer's attention is computed in the forward and once more in the backward"
+    assert calls.call_count == 2, (
+        "the first layer's attention is computed in the forward and once more in the backward"
+    )
     model.checkpoint_layers(False)
     back, _ = logprob_gradients(model, batch)
     assert calls.call_count == 3
     assert torch.equal(again, kept) and torch.equal(back, kept)
-    assert found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in found)
+    assert found.keys() == expected.keys() and all(
+        torch.equal(found[n], expected[n]) for n in found
+    )
 
 
 def test_checkpointed_experts_count_their_routers_once():
-    """The backward passes by every router again; the load-balance loss and replay see one forward."""
+    """The backward passes by every router again; the load-balance loss and replay see one
+    forward.
+    """
     model = experts_policy(BFLOAT16)
     model.router_log.enabled = True
     batch = random_batch([7, 12, 3], model.config.vocab_size)
@@ -188,14 +238,24 @@ def test_checkpointed_experts_count_their_routers_once():
 
 @pytest.mark.parametrize("setting", ["packing", "prompts"])
 def test_trajectories_agree(setting: str):
-    """8 updates in fp32 compute by AdamW end at the same masters, also of other micro-batches and chunks."""
+    """8 updates in fp32 compute by AdamW end at the same masters, also of other micro-batches and
+    chunks.
+    """
     ways: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-        "packing": ({"packing": True, "share_prompts": False}, {"packing": False, "logprob_chunk_tokens": 16}),
-        "prompts": ({"share_prompts": True}, {"share_prompts": False, "micro_batch_tokens": 30}),
+        "packing": (
+            {"packing": True, "share_prompts": False},
+            {"packing": False, "logprob_chunk_tokens": 16},
+        ),
+        "prompts": (
+            {"share_prompts": True},
+            {"share_prompts": False, "micro_batch_tokens": 30},
+        ),
     }
     ends = []
     for way in ways[setting]:
-        learner = learners.make_learner("bf16", torch.float32, optimizer={"lr": 1e-4, "name": "adamw"}, **way)
+        learner = learners.make_learner(
+            "bf16", torch.float32, optimizer={"lr": 1e-4, "name": "adamw"}, **way
+        )
         start = learners.masters_of(learner)
         for step in range(4):
             assert learner.learn(batch_of(), step=step).updates == 2
@@ -204,13 +264,20 @@ def test_trajectories_agree(setting: str):
 
 
 def test_what_cannot_be_packed_is_said():
-    """`auto` packs with the engine's operators; `true` without them, or a packed forward, is an error."""
+    """`auto` packs with the engine's operators; `true` without them, or a packed forward, is an
+    error.
+    """
     engine, plain = policy(), policy(operators="transformers")
     assert packs(engine, "auto") and packs(engine, True) and not packs(engine, False)
     assert not packs(plain, "auto")
-    with pytest.raises(ConfigError, match=r"learner\.packing is true.*learner\.operators.*'engine'"):
+    with pytest.raises(
+        ConfigError, match=r"learner\.packing is true.*learner\.operators.*'engine'"
+    ):
         packs(plain, True)
-    with pytest.raises(ConfigError, match=r"learner\.share_prompts is true.*not packed.*learner\.packing"):
+    with pytest.raises(
+        ConfigError,
+        match=r"learner\.share_prompts is true.*not packed.*learner\.packing",
+    ):
         shares_prompts(packed=False, setting=True, device=torch.device("cpu"))
     batch = batch_of()
     with pytest.raises(GraphError, match="has transformers'; leave sequences padded"):

@@ -1,6 +1,8 @@
-"""The learner on a tiny random model: log-probs, which are computed where something is made of them, accumulation,
-skipped updates, resuming; what is held for its first step while the engine starts. Numbers beyond their dtype's range
-stop a run, and the error says where they arose; nothing is learned from them."""
+"""The learner on a tiny random model: log-probs, which are computed where something is made of
+them, accumulation, skipped updates, resuming; what is held for its first step while the engine
+starts. Numbers beyond their dtype's range stop a run, and the error says where they arose; nothing
+is learned from them.
+"""
 
 import dataclasses
 import io
@@ -43,12 +45,16 @@ from tests.support.learners import (
 from tests.support.models import multiply_masters, same_stream, stream_bytes
 
 
-def gradients_of_learning(learner: Learner, batch: Batch) -> tuple[list[dict[str, torch.Tensor]], Any]:
+def gradients_of_learning(
+    learner: Learner, batch: Batch
+) -> tuple[list[dict[str, torch.Tensor]], Any]:
     """What the optimizer is given in each update, unclipped and unscaled; it does not step."""
     seen: list[dict[str, torch.Tensor]] = []
 
     def record(diagnose: bool = False) -> None:
-        seen.append({n: p.grad.clone() for n, p in learner.model.masters.items() if p.grad is not None})
+        seen.append(
+            {n: p.grad.clone() for n, p in learner.model.masters.items() if p.grad is not None}
+        )
 
     assert isinstance(learner.sharded, ShardedOptimizer)
     learner.sharded.optimizer.step = record
@@ -58,13 +64,22 @@ def gradients_of_learning(learner: Learner, batch: Batch) -> tuple[list[dict[str
 @pytest.mark.parametrize(("objective", "aggregation"), cases(__file__, "accumulated"))
 @pytest.mark.parametrize("mini_batches", [1, 3])
 def test_accumulation_changes_nothing(objective: str, aggregation: str, mini_batches: int):
-    """Contract: cutting a mini-batch into micro-batches, down to one sequence each, gives the gradients and the mean
-    statistics of one forward over all of it. Derivation: each sequence's loss is divided by the mini-batch's size
-    (token-mean: by its tokens), wherever it is computed. Float32 and no steps: only the order of sums differs."""
+    """Contract: cutting a mini-batch into micro-batches, down to one sequence each, gives the
+    gradients and the mean statistics of one forward over all of it. Derivation: each sequence's
+    loss is divided by the mini-batch's size (token-mean: by its tokens), wherever it is computed.
+    Float32 and no steps: only the order of sums differs.
+    """
 
     def run(budget: int):
-        settings: dict[str, Any] = {"objective": {"name": objective}, "aggregation": {"name": aggregation}}
-        settings |= {"micro_batch_tokens": budget, "mini_batches": mini_batches, "optimizer": {"grad_clip": 1e9}}
+        settings: dict[str, Any] = {
+            "objective": {"name": objective},
+            "aggregation": {"name": aggregation},
+        }
+        settings |= {
+            "micro_batch_tokens": budget,
+            "mini_batches": mini_batches,
+            "optimizer": {"grad_clip": 1e9},
+        }
         learner = make_learner(dtype=torch.float32, **settings)
         return gradients_of_learning(learner, batch_of())
 
@@ -77,14 +92,20 @@ def test_accumulation_changes_nothing(objective: str, aggregation: str, mini_bat
             for name, gradient in ours.items():
                 assert (gradient - theirs[name]).norm() <= 1e-4 * theirs[name].norm() + 1e-9, name
         for field in ("loss", "grad_norm", "clipped", "entropy", "update_log_ratio"):
-            assert getattr(other, field) == pytest.approx(getattr(stats, field), rel=1e-4, abs=1e-5), field
-        assert dataclasses.astuple(other.mismatch) == pytest.approx(dataclasses.astuple(stats.mismatch), rel=1e-4)
+            assert getattr(other, field) == pytest.approx(
+                getattr(stats, field), rel=1e-4, abs=1e-5
+            ), field
+        assert dataclasses.astuple(other.mismatch) == pytest.approx(
+            dataclasses.astuple(stats.mismatch), rel=1e-4
+        )
 
 
 def test_the_gradient_is_the_objectives_by_hand():
     """Contract: on the first update the policy is the old one, r = 1, so TBPO's gradient is that of
-    -(1/B) Σ_b w̃_b A_b mean_t log π(token). Autograd of that sum, through the same model, is the expectation; w̃ is
-    computed here from the log-probs. The norm reported is that gradient's, and grad_clip scales it."""
+    -(1/B) Σ_b w̃_b A_b mean_t log π(token). Autograd of that sum, through the same model, is the
+      expectation; w̃ is computed here from the log-probs. The norm reported is that gradient's, and
+      grad_clip scales it.
+    """
     learner = make_learner(dtype=torch.float32, mini_batches=1, optimizer={"grad_clip": 0.01})
     batch = batch_of()
     (given,), stats = gradients_of_learning(learner, batch)
@@ -107,8 +128,10 @@ def test_the_gradient_is_the_objectives_by_hand():
 
 @pytest.mark.parametrize("scheme", list(SCHEMES))
 def test_learning_raises_what_was_rewarded(scheme: str):
-    """Repeated on one batch, with its sampler's log-probs taken from the policy, the log-probs of better completions
-    rise against those of worse ones. Every update steps every master and makes a new weight version."""
+    """Repeated on one batch, with its sampler's log-probs taken from the policy, the log-probs of
+    better completions rise against those of worse ones. Every update steps every master and makes a
+    new weight version.
+    """
     wide = {"epsilon_high": 10.0, "delta_high": 10.0, "delta_low": 0.99}
     learner = make_learner(scheme, objective=wide, optimizer={"lr": 2e-3})
     batch = batch_of()
@@ -116,7 +139,9 @@ def test_learning_raises_what_was_rewarded(scheme: str):
     batch = dataclasses.replace(batch, sampler_logprobs=old.values)
     before = masters_of(learner)
     first = learner.learn(batch, step=0)
-    assert (first.updates, first.skipped) == (2, 0) and first.entropy == pytest.approx(old.entropy, rel=1e-5)
+    assert (first.updates, first.skipped) == (2, 0) and first.entropy == pytest.approx(
+        old.entropy, rel=1e-5
+    )
     assert first.mismatch.mean_abs == 0.0 and first.mismatch.k3 == 0.0
     assert not any(torch.equal(before[n], after) for n, after in masters_of(learner).items())
     for seed in range(1, 4):
@@ -130,25 +155,39 @@ def test_learning_raises_what_was_rewarded(scheme: str):
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_non_finite_gradient_is_skipped(value: float, dtype: torch.dtype):
-    """Contract: masters, optimizer state and weight version stay as they were, bit for bit; the skip is counted and
-    the loss scale (float16 only) halves for each. The next batch learns as if nothing had been."""
+    """Contract: masters, optimizer state and weight version stay as they were, bit for bit; the
+    skip is counted and the loss scale (float16 only) halves for each. The next batch learns as if
+    nothing had been.
+    """
     spoiled = make_learner(dtype=dtype, scale=1024.0)
     clean = make_learner(dtype=dtype, scale=256.0)
     batch = batch_of()
-    before, stream = masters_of(spoiled), [i.tensor.clone() for i in spoiled.model.low_bit_tensors()]
+    before, stream = (
+        masters_of(spoiled),
+        [i.tensor.clone() for i in spoiled.model.low_bit_tensors()],
+    )
     handle = poison(spoiled, "model.layers.1.mlp.down_proj.weight", value)
     stats = spoiled.learn(batch, step=0)
     assert (stats.updates, stats.skipped) == (0, 2) and math.isfinite(stats.grad_norm)
     assert all_equal(masters_of(spoiled), before)
-    assert all(torch.equal(i.tensor, s) for i, s in zip(spoiled.model.low_bit_tensors(), stream, strict=True))
-    assert stats.loss_scale == spoiled.loss_scale.scale == (256.0 if dtype == torch.float16 else 1.0)
-    assert not any(state["moments"][0] for state in spoiled.state_dict()["optimizer"]["masters"].values())
+    assert all(
+        torch.equal(i.tensor, s)
+        for i, s in zip(spoiled.model.low_bit_tensors(), stream, strict=True)
+    )
+    assert (
+        stats.loss_scale == spoiled.loss_scale.scale == (256.0 if dtype == torch.float16 else 1.0)
+    )
+    assert not any(
+        state["moments"][0] for state in spoiled.state_dict()["optimizer"]["masters"].values()
+    )
     assert all(p.grad is None for p in spoiled.model.masters.values())
     handle.remove()
     for learner in (spoiled, clean):
         stats = learner.learn(batch, step=1)
         assert (stats.updates, stats.skipped) == (2, 0)
-    assert all_equal(masters_of(spoiled), masters_of(clean)) and not all_equal(masters_of(spoiled), before)
+    assert all_equal(masters_of(spoiled), masters_of(clean)) and not all_equal(
+        masters_of(spoiled), before
+    )
 
 
 def test_a_skip_amid_good_updates_leaves_those_alone():
@@ -158,19 +197,27 @@ def test_a_skip_amid_good_updates_leaves_those_alone():
     before = masters_of(learner)
     stats = learner.learn(batch_of(), step=0)
     assert (stats.updates, stats.skipped) == (2, 1)
-    assert not all_equal(masters_of(learner), before) and all(m.isfinite().all() for m in masters_of(learner).values())
+    assert not all_equal(masters_of(learner), before) and all(
+        m.isfinite().all() for m in masters_of(learner).values()
+    )
 
 
 @pytest.mark.parametrize(("scheme", "special", "optimizer", "dtype"), cases(__file__, "restored"))
-def test_a_restored_learner_continues_bit_for_bit(scheme: str, special: str, optimizer: str, dtype: str):
-    """Contract: learn, save, learn on = learn, save, load into another learner, learn on: masters, published bytes,
-    statistics and loss scale equal bit for bit, through torch.save and from other initial weights. Where scales are
-    kept, a batch changes codes and no scale, and the other learner's scales become these. Of adapters, others of one
-    base, the checkpoint holds no weight of the base."""
+def test_a_restored_learner_continues_bit_for_bit(
+    scheme: str, special: str, optimizer: str, dtype: str
+):
+    """Contract: learn, save, learn on = learn, save, load into another learner, learn on: masters,
+    published bytes, statistics and loss scale equal bit for bit, through torch.save and from other
+    initial weights. Where scales are kept, a batch changes codes and no scale, and the other
+    learner's scales become these. Of adapters, others of one base, the checkpoint holds no weight
+    of the base.
+    """
     options: dict[str, Any] = {"optimizer": {"name": optimizer, "lr": 1e-2}}
     adapted = special == "adapters"
     compute = COMPUTE_DTYPES[dtype]
-    learner, other = (make_learner(scheme, compute, seed=0 if adapted else seed, **options) for seed in (0, 5))
+    learner, other = (
+        make_learner(scheme, compute, seed=0 if adapted else seed, **options) for seed in (0, 5)
+    )
     for seed, each in enumerate((learner, other)):
         if special == "kept scales":
             keep_scales(each.model)
@@ -180,16 +227,25 @@ def test_a_restored_learner_continues_bit_for_bit(scheme: str, special: str, opt
     learner.loss_scale.growth_every = other.loss_scale.growth_every = 3
     first = stream_bytes(learner.model)
     learner.learn(batch_of(0), step=0)
-    changed = {name for name, tensor in stream_bytes(learner.model).items() if not first[name].equal(tensor)}
+    changed = {
+        name
+        for name, tensor in stream_bytes(learner.model).items()
+        if not first[name].equal(tensor)
+    }
     assert any(name.endswith("weight_scale") for name in changed) != (special == "kept scales")
     assert any(name.endswith(("weight_packed", "weight")) for name in changed)
     assert not all_equal(masters_of(learner), masters_of(other))
     file = io.BytesIO()
     torch.save(learner.state_dict(), file)
-    assert not adapted or file.getbuffer().nbytes < sum(p.nbytes for p in learner.model.loaded.values()) / 4
+    assert (
+        not adapted
+        or file.getbuffer().nbytes < sum(p.nbytes for p in learner.model.loaded.values()) / 4
+    )
     file.seek(0)
     other.load_state_dict(torch.load(file))
-    assert torch.equal(*(learners.logprobs_of(each, batch_of(1)).values for each in (learner, other)))
+    assert torch.equal(
+        *(learners.logprobs_of(each, batch_of(1)).values for each in (learner, other))
+    )
     for seed in (1, 2):
         assert learner.learn(batch_of(seed), step=seed) == other.learn(batch_of(seed), step=seed)
     assert all_equal(masters_of(learner), masters_of(other))
@@ -207,31 +263,52 @@ def test_a_checkpoint_of_kept_scales_is_refused_where_they_move():
 def test_a_checkpoint_of_other_masters_is_refused_in_words():
     state = make_learner("w4a16").state_dict()
     state["optimizer"]["masters"].pop("model.norm.weight")
-    with pytest.raises(ConfigError, match=r"of other masters: 1 differ, the first being 'model\.norm\.weight'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"of other masters: 1 differ, the first being 'model\.norm\.weight'",
+    ):
         make_learner("w4a16").load_state_dict(state)
 
 
 def test_the_gate_comes_before_any_update():
-    """It sees the batch's mismatch, by hand from the log-probs, and what it raises leaves the masters as they were."""
-    learner, batch, gate = make_learner(), batch_of(), mock.Mock(side_effect=RuntimeError("closed"))
+    """It sees the batch's mismatch, by hand from the log-probs, and what it raises leaves the
+    masters as they were.
+    """
+    learner, batch, gate = (
+        make_learner(),
+        batch_of(),
+        mock.Mock(side_effect=RuntimeError("closed")),
+    )
     before = masters_of(learner)
     with pytest.raises(RuntimeError, match="closed"):
         learner.learn(batch, step=0, gate=gate)
     assert all_equal(masters_of(learner), before) and learner.whole
-    difference = (learners.logprobs_of(learner, batch).values - batch.sampler_logprobs)[batch.response_mask]
-    assert gate.call_args.args[0].mean_abs == pytest.approx(float(difference.abs().mean()), rel=1e-5)
+    difference = (learners.logprobs_of(learner, batch).values - batch.sampler_logprobs)[
+        batch.response_mask
+    ]
+    assert gate.call_args.args[0].mean_abs == pytest.approx(
+        float(difference.abs().mean()), rel=1e-5
+    )
     measured = gate.call_args.args[1]()
     assert 0 < measured.mean_abs < 0.1
     assert all_equal(masters_of(learner), before)
 
 
 def test_a_batch_without_reward_differences_teaches_nothing():
-    """Equal rewards in every group: no update, skip or decay, statistics that are numbers, and none of updates."""
+    """Equal rewards in every group: no update, skip or decay, statistics that are numbers, and none
+    of updates.
+    """
     groups = [dataclasses.replace(g, rewards=(0.5,) * SAMPLES) for g in make_groups()]
     learner = make_learner(optimizer={"weight_decay": 0.5}, diagnostics_every=1)
     before = masters_of(learner)
     stats = learner.learn(make_batch(groups, 0), step=0)
-    assert (stats.updates, stats.skipped, stats.loss, stats.grad_norm, stats.update_log_ratio) == (0, 0, 0.0, 0.0, 0.0)
+    assert (
+        stats.updates,
+        stats.skipped,
+        stats.loss,
+        stats.grad_norm,
+        stats.update_log_ratio,
+    ) == (0, 0, 0.0, 0.0, 0.0)
     assert stats.entropy > 0 and all_equal(masters_of(learner), before)
     measured = ("lost_updates", "crossed_bfloat16", "flipped_codes", "kl_from_start")
     assert all(stats.records[name] is None for name in measured)
@@ -239,22 +316,31 @@ def test_a_batch_without_reward_differences_teaches_nothing():
 
 
 def test_a_kl_penalty_holds_the_policy_near_its_start():
-    """The reference is a policy of its own: KL is 0 before the first update, positive after some, and smaller under a
-    large coefficient than under a negligible one; the reference's masters stay as they were. Each kind is by hand in
-    tests/learner/test_objectives.py."""
+    """The reference is a policy of its own: KL is 0 before the first update, positive after some,
+    and smaller under a large coefficient than under a negligible one; the reference's masters stay
+    as they were. Each kind is by hand in tests/learner/test_objectives.py.
+    """
     batch, kl = batch_of(), {}
     for coefficient in (1e-6, 100.0):
         reference = make_learner().model
-        learner = make_learner(mini_batches=1, kl={"name": "k3", "coefficient": coefficient}, reference=reference)
+        learner = make_learner(
+            mini_batches=1,
+            kl={"name": "k3", "coefficient": coefficient},
+            reference=reference,
+        )
         before = {n: p.detach().clone() for n, p in reference.masters.items()}
         assert learner.learn(batch, step=0).kl == 0.0
         for seed in range(1, 5):
             learner.learn(batch, step=seed)
         with torch.no_grad():
             of_reference, _ = token_logprobs(reference, batch.tokens, batch.response_mask)
-        difference = (learners.logprobs_of(learner, batch).values - of_reference)[batch.response_mask]
+        difference = (learners.logprobs_of(learner, batch).values - of_reference)[
+            batch.response_mask
+        ]
         kl[coefficient] = float(difference.square().mean())
-        assert all(torch.equal(p, before[n]) and p.grad is None for n, p in reference.masters.items())
+        assert all(
+            torch.equal(p, before[n]) and p.grad is None for n, p in reference.masters.items()
+        )
     assert 0 < kl[100.0] < kl[1e-6]
 
 
@@ -269,7 +355,11 @@ def test_a_reference_is_needed_exactly_where_a_penalty_is(given_one: bool):
 def test_a_load_balance_loss_is_computed_where_it_counts_and_falls(coefficient: float):
     """That of routers that are balanced is the number of experts a token goes to."""
     model = experts_policy(torch.bfloat16)
-    settings = {"mini_batches": 1, "router_aux_loss": coefficient, "optimizer": {"lr": 1e-3}}
+    settings = {
+        "mini_batches": 1,
+        "router_aux_loss": coefficient,
+        "optimizer": {"lr": 1e-3},
+    }
     learner = Learner(model, LearnerConfig.model_validate(settings))
     first, last = (learner.learn(batch_of(), step).load_balance for step in range(2))
     assert first == pytest.approx(model.config.num_experts_per_tok if coefficient else 0.0, rel=0.5)
@@ -277,13 +367,23 @@ def test_a_load_balance_loss_is_computed_where_it_counts_and_falls(coefficient: 
 
 
 def test_a_shadow_forward_takes_ratios_from_the_published_codes():
-    """A plain learner under a W4A16 sampler whose log-probs are those of the codes: its own forward differs from them
-    (β), so a bypass ratio is off 1 and clips although no update came before; with the shadow forward β is 0 and nothing
-    is clipped, in the first update, while the gradient stays the plain forward's, up to the ratio that weights it."""
-    bypass, plain_learner = {"name": "none", "ratio_from": "sampler"}, {"aligned": False, "mini_batches": 1}
+    """A plain learner under a W4A16 sampler whose log-probs are those of the codes: its own forward
+    differs from them (β), so a bypass ratio is off 1 and clips although no update came before; with
+    the shadow forward β is 0 and nothing is clipped, in the first update, while the gradient stays
+    the plain forward's, up to the ratio that weights it.
+    """
+    bypass, plain_learner = (
+        {"name": "none", "ratio_from": "sampler"},
+        {"aligned": False, "mini_batches": 1},
+    )
     found = {}
     for fix in ("none", "shadow_forward"):
-        learner = make_learner(**plain_learner, objective={"name": "grpo"}, correction=bypass, ratio_fix=fix)
+        learner = make_learner(
+            **plain_learner,
+            objective={"name": "grpo"},
+            correction=bypass,
+            ratio_fix=fix,
+        )
         batch = batch_of()
         with learner.model.forward_as(Forward.PUBLISHED):
             sampler = learners.logprobs_of(learner, batch).values
@@ -294,15 +394,21 @@ def test_a_shadow_forward_takes_ratios_from_the_published_codes():
     assert stats.clipped == stats.phantom_clipped > 0.1 and stats.mismatch.mean_abs > 0.01
     assert fixed.clipped == fixed.phantom_clipped == 0.0 and fixed.mismatch.mean_abs == 0.0
     assert not all_equal(plain, shadow)
-    on_policy = make_learner(**plain_learner, objective={"name": "on_policy"}, correction={"name": "none"})
+    on_policy = make_learner(
+        **plain_learner, objective={"name": "on_policy"}, correction={"name": "none"}
+    )
     (expected,), _ = gradients_of_learning(on_policy, batch_of())
-    for name, gradient in shadow.items():  # ratio 1 in value: REINFORCE of the plain forward
+    # ratio 1 in value: REINFORCE of the plain forward
+    for name, gradient in shadow.items():
         assert (gradient - expected[name]).norm() <= 1e-5 * expected[name].norm() + 1e-9, name
 
 
 def test_the_schedule_lowers_the_rate_alone():
     """Contract: half the rate is half the rate: masters as with the option `lr` halved."""
-    slow, warming = (make_learner(optimizer=options) for options in ({"lr": 5e-4}, {"lr": 1e-3, "warmup_steps": 2}))
+    slow, warming = (
+        make_learner(optimizer=options)
+        for options in ({"lr": 5e-4}, {"lr": 1e-3, "warmup_steps": 2})
+    )
     assert [slow.learn(batch_of(), 0).lr, warming.learn(batch_of(), 0).lr] == [5e-4] * 2
     assert all_equal(masters_of(warming), masters_of(slow))
 
@@ -327,10 +433,15 @@ def forwards_without_gradient(learner: Learner) -> list[int]:
 
 @pytest.mark.parametrize(("config", "share"), cases(__file__, "shares"))
 def test_forwards_without_gradient(config: dict[str, Any], share: float):
-    """Share of the batch's rows that are computed without a gradient. The last group of `make_groups` teaches nothing,
-    so the first mini-batch that is trained may not be the first. Steps that are measured score the last mini-batch once
-    more, after its update; the first of them the first one too, before and after, for the distance from the start."""
-    learner, batch = make_learner(**FP32, objective={"name": "grpo"}, **config), batch_of()
+    """Share of the batch's rows that are computed without a gradient. The last group of
+    `make_groups` teaches nothing, so the first mini-batch that is trained may not be the first.
+    Steps that are measured score the last mini-batch once more, after its update; the first of them
+    the first one too, before and after, for the distance from the start.
+    """
+    learner, batch = (
+        make_learner(**FP32, objective={"name": "grpo"}, **config),
+        batch_of(),
+    )
     rows = forwards_without_gradient(learner)
     stats = learner.learn(batch, step=0)
     assert sum(rows) == round(share * len(batch.tokens))
@@ -339,20 +450,34 @@ def test_forwards_without_gradient(config: dict[str, Any], share: float):
 
 @pytest.mark.parametrize("name", ["tbpo", "grpo", "gspo"])
 def test_they_are_the_same_as_those_computed_beforehand(name: str):
-    """Contract: with a gate all are computed before the update. Both ways differ in the last bit at most, for rows are
-    multiplied in other micro-batches; fp32 keeps that small."""
-    beforehand, within = (make_learner(**FP32, objective={"name": name}, optimizer={"lr": 1e-5}) for _ in range(2))
+    """Contract: with a gate all are computed before the update. Both ways differ in the last bit at
+    most, for rows are multiplied in other micro-batches; fp32 keeps that small.
+    """
+    beforehand, within = (
+        make_learner(**FP32, objective={"name": name}, optimizer={"lr": 1e-5}) for _ in range(2)
+    )
     mismatches = []
     first = beforehand.learn(batch_of(), 0, lambda mismatch, _: mismatches.append(mismatch))
     second = within.learn(batch_of(), 0)
     assert mismatches == [first.mismatch]
-    for field in ("loss", "entropy", "update_log_ratio", "grad_norm", "clipped", "corrected"):
-        assert getattr(second, field) == pytest.approx(getattr(first, field), rel=1e-3, abs=1e-6), field
+    for field in (
+        "loss",
+        "entropy",
+        "update_log_ratio",
+        "grad_norm",
+        "clipped",
+        "corrected",
+    ):
+        assert getattr(second, field) == pytest.approx(getattr(first, field), rel=1e-3, abs=1e-6), (
+            field
+        )
     assert vars(second.mismatch) == pytest.approx(vars(first.mismatch), rel=1e-4, abs=1e-5)
 
 
 def test_bytes_are_those_of_gradients_and_moments():
-    """Contract: counted before the first step, equal to what is there after it. Blind spot: no GPU has run this."""
+    """Contract: counted before the first step, equal to what is there after it. Blind spot: no GPU
+    has run this.
+    """
     learner = make_learner(optimizer={"name": "muon"})
     counted = step_bytes(learner.model, learner.config, 1)
     with reserved(learner.model, learner.config, 1):
@@ -379,15 +504,25 @@ def test_shares_and_offload():
     assert held(4, zero_stage=3) == pytest.approx(3 * whole / 4, rel=0.02)
 
 
-@pytest.mark.parametrize(("scheme", "operators"), [("bf16", "engine"), ("bf16", "transformers"), ("w4a16", "engine")])
+@pytest.mark.parametrize(
+    ("scheme", "operators"),
+    [("bf16", "engine"), ("bf16", "transformers"), ("w4a16", "engine")],
+)
 def test_an_overflowing_forward_is_an_error(scheme: str, operators: str):
-    """Contract: float16 raises before anything is updated, naming dtype and remedy; the masters are untouched. The
-    remedy is one: the same masters' log-probs are finite in bfloat16."""
-    learner, other = (make_learner(scheme, dtype, operators=operators) for dtype in (torch.float16, torch.bfloat16))
+    """Contract: float16 raises before anything is updated, naming dtype and remedy; the masters are
+    untouched. The remedy is one: the same masters' log-probs are finite in bfloat16.
+    """
+    learner, other = (
+        make_learner(scheme, dtype, operators=operators)
+        for dtype in (torch.float16, torch.bfloat16)
+    )
     for each in (learner, other):
         multiply_masters(each.model, 5e4, "model.layers.1.mlp.down_proj.weight")
     before = masters_of(learner)
-    with pytest.raises(PrecisionError, match=r"float16 forward: .* float16 ends at 65504: .*--dtype bfloat16"):
+    with pytest.raises(
+        PrecisionError,
+        match=r"float16 forward: .* float16 ends at 65504: .*--dtype bfloat16",
+    ):
         learner.learn(batch_of(), step=0)
     assert all_equal(masters_of(learner), before)
     assert learners.logprobs_of(other, batch_of()).values.isfinite().all()
@@ -403,7 +538,9 @@ def test_log_probs_of_the_engine_that_are_not_finite_are_an_error():
 
 
 def test_a_loss_scale_too_high_for_float16_is_lowered_until_gradients_fit():
-    """No gradient is spoiled by hand: 2^40 overflows float16 for real, is halved for each skip, and learning begins."""
+    """No gradient is spoiled by hand: 2^40 overflows float16 for real, is halved for each skip, and
+    learning begins.
+    """
     learner = make_learner("w4a16", torch.float16, scale=2.0**40)
     skipped = updates = 0
     for seed in range(20):
@@ -414,16 +551,21 @@ def test_a_loss_scale_too_high_for_float16_is_lowered_until_gradients_fit():
     assert skipped > 4 and updates and learner.loss_scale.scale == 2.0 ** (40 - skipped) > 1
 
 
-@pytest.mark.parametrize(("dtype", "skips"), [(torch.float16, 2), (torch.bfloat16, MOST_SKIPPED - 1)])
+@pytest.mark.parametrize(
+    ("dtype", "skips"), [(torch.float16, 2), (torch.bfloat16, MOST_SKIPPED - 1)]
+)
 def test_gradients_that_stay_infinite_end_the_run(dtype: torch.dtype, skips: int):
-    """Contract: `skips` updates are left out and counted, the next raises, and the masters are those before them all.
-    float16 starts from a scale of 4 here, so two halvings reach 1."""
+    """Contract: `skips` updates are left out and counted, the next raises, and the masters are
+    those before them all. float16 starts from a scale of 4 here, so two halvings reach 1.
+    """
     learner = make_learner(dtype=dtype, scale=4.0, mini_batches=1)
     before = masters_of(learner)
     poison(learner, "model.layers.1.mlp.down_proj.weight", math.inf)
     for seed in range(skips):
         assert learner.learn(batch_of(), step=seed).skipped == 1
-    with pytest.raises(PrecisionError, match=f"{skips + 1}.*masters are those before the first of them"):
+    with pytest.raises(
+        PrecisionError, match=f"{skips + 1}.*masters are those before the first of them"
+    ):
         learner.learn(batch_of(), step=9)
     assert all_equal(masters_of(learner), before)
 
@@ -441,9 +583,14 @@ def test_good_updates_between_skips_start_the_count_again_and_a_resumed_run_does
 
 @pytest.mark.parametrize("how", ["nearest", "stochastic"])
 def test_a_float16_master_beyond_its_range_is_an_error(how: str):
-    """65472 + 100 is infinite in float16, however rounded; the error names that master alone. bfloat16 has both."""
+    """65472 + 100 is infinite in float16, however rounded; the error names that master alone.
+    bfloat16 has both.
+    """
     for dtype in (torch.bfloat16, torch.float16):
-        masters = {"small": nn.Parameter(torch.ones(4, dtype=dtype)), "large": nn.Parameter(torch.ones(4, dtype=dtype))}
+        masters = {
+            "small": nn.Parameter(torch.ones(4, dtype=dtype)),
+            "large": nn.Parameter(torch.ones(4, dtype=dtype)),
+        }
         with torch.no_grad():
             masters["large"].fill_(65472.0)
         options = {"name": "adamw", "weight_decay": 0.0, "rounding": how}
@@ -454,19 +601,27 @@ def test_a_float16_master_beyond_its_range_is_an_error(how: str):
         if dtype == torch.bfloat16:
             optimizer.step()
             continue
-        with pytest.raises(PrecisionError, match=r"master 'large' left the range of float16 \(±65504\)"):
+        with pytest.raises(
+            PrecisionError, match=r"master 'large' left the range of float16 \(±65504\)"
+        ):
             optimizer.step()
 
 
 def test_a_master_beyond_its_range_is_not_materialized():
-    """The step raises inside `learn`, what would be published is still the version before, and no step is whole."""
+    """The step raises inside `learn`, what would be published is still the version before, and no
+    step is whole.
+    """
     learner = make_learner("w4a16", optimizer={"name": "adamw"}, master_dtype="float16")
     for master in learner.model.masters.values():
         master.data = master.data.to(torch.float16)
-    steep = learner.config.optimizer.model_copy(update={"lr": 1e5})  # which no configuration has
+    # which no configuration has
+    steep = learner.config.optimizer.model_copy(update={"lr": 1e5})
     fresh = Learner(learner.model, learner.config.model_copy(update={"optimizer": steep}))
     stream = [item.tensor.clone() for item in learner.model.low_bit_tensors()]
     with pytest.raises(PrecisionError, match="left the range of float16"):
         fresh.learn(batch_of(), step=0)
     assert learner.whole and not fresh.whole
-    assert all(torch.equal(i.tensor, s) for i, s in zip(learner.model.low_bit_tensors(), stream, strict=True))
+    assert all(
+        torch.equal(i.tensor, s)
+        for i, s in zip(learner.model.low_bit_tensors(), stream, strict=True)
+    )

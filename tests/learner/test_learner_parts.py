@@ -1,4 +1,6 @@
-"""The parts of the learner around its loss: advantages, batching, mismatch, loss scale, schedule."""
+"""The parts of the learner around its loss: advantages, batching, mismatch, loss scale,
+schedule.
+"""
 
 import itertools
 import math
@@ -35,12 +37,21 @@ from tests.support.cases import cases
 
 @given(st.integers(1, 5), st.integers(2, 9), st.integers(0, 2**32 - 1))
 def test_estimators_differ_by_what_they_say(groups: int, samples: int, seed: int):
-    """dr_grpo is the reward minus the group's mean; rloo minus the mean of the others, computed here sample by sample,
-    and S/(S-1) times dr_grpo; grpo is dr_grpo over the deviation. Groups of equal rewards get zeros from all."""
-    rewards = torch.rand(groups, samples, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    """dr_grpo is the reward minus the group's mean; rloo minus the mean of the others, computed
+    here sample by sample, and S/(S-1) times dr_grpo; grpo is dr_grpo over the deviation. Groups of
+    equal rewards get zeros from all.
+    """
+    rewards = torch.rand(
+        groups,
+        samples,
+        generator=torch.Generator().manual_seed(seed),
+        dtype=torch.float64,
+    )
     rewards[::2] = rewards[::2, :1]
     rewards[::2, 0] += (torch.arange(groups)[::2] % 4 == 0).double()
-    others = torch.stack([torch.cat([r[:i], r[i + 1 :]]).mean() for r in rewards for i in range(samples)])
+    others = torch.stack(
+        [torch.cat([r[:i], r[i + 1 :]]).mean() for r in rewards for i in range(samples)]
+    )
     differ = (rewards.max(-1).values > rewards.min(-1).values)[:, None]
     dr_grpo = torch.where(differ, rewards - rewards.mean(-1, keepdim=True), 0.0)
     rloo = torch.where(differ, rewards - others.view_as(rewards), 0.0)
@@ -53,7 +64,10 @@ def test_estimators_differ_by_what_they_say(groups: int, samples: int, seed: int
 
 def test_groups_of_other_sizes_are_estimated_each_by_itself():
     answers = [completion([8], [-0.5])] * 3
-    groups = [Group(Prompt("", "", (5,)), tuple(answers[: len(r)]), r) for r in ((1.0, 0.0), (1.0, 0.0, 0.0))]
+    groups = [
+        Group(Prompt("", "", (5,)), tuple(answers[: len(r)]), r)
+        for r in ((1.0, 0.0), (1.0, 0.0, 0.0))
+    ]
     advantages = make_batch(groups, 0, "dr_grpo").advantages.flatten().tolist()
     assert advantages == pytest.approx([0.5, -0.5, 2 / 3, -1 / 3, -1 / 3])
 
@@ -70,18 +84,39 @@ def completion(token_ids: Sequence[int], logprobs: Sequence[float]) -> Completio
 
 
 def test_make_batch_by_hand():
-    """Two prompts of lengths 3 and 1, two completions each. Position t predicts token t + 1, so a response of n tokens
-    after a prompt of p occupies positions p - 1 … p + n - 2."""
+    """Two prompts of lengths 3 and 1, two completions each. Position t predicts token t + 1, so a
+    response of n tokens after a prompt of p occupies positions p - 1 … p + n - 2.
+    """
     groups = [
-        Group(Prompt("a", "", (5, 6, 7)), (completion([8], [-0.5]), completion([9, 10], [-1.0, -2.0])), (1.0, 0.0)),
-        Group(Prompt("b", "", (11,)), (completion([12, 13, 14], [-3.0, -4.0, -5.0]), completion([15], [-6.0])), (2, 2)),
+        Group(
+            Prompt("a", "", (5, 6, 7)),
+            (completion([8], [-0.5]), completion([9, 10], [-1.0, -2.0])),
+            (1.0, 0.0),
+        ),
+        Group(
+            Prompt("b", "", (11,)),
+            (completion([12, 13, 14], [-3.0, -4.0, -5.0]), completion([15], [-6.0])),
+            (2, 2),
+        ),
     ]
     batch = make_batch(groups, pad_token=99)
-    assert batch.tokens.tolist() == [[5, 6, 7, 8, 99], [5, 6, 7, 9, 10], [11, 12, 13, 14, 99], [11, 15, 99, 99, 99]]
+    assert batch.tokens.tolist() == [
+        [5, 6, 7, 8, 99],
+        [5, 6, 7, 9, 10],
+        [11, 12, 13, 14, 99],
+        [11, 15, 99, 99, 99],
+    ]
     assert batch.length.tolist() == [4, 5, 4, 2]
-    assert batch.response_mask.int().tolist() == [[0, 0, 1, 0], [0, 0, 1, 1], [1, 1, 1, 0], [1, 0, 0, 0]]
+    assert batch.response_mask.int().tolist() == [
+        [0, 0, 1, 0],
+        [0, 0, 1, 1],
+        [1, 1, 1, 0],
+        [1, 0, 0, 0],
+    ]
     sampler = [[0, 0, -0.5, 0], [0, 0, -1, -2], [-3, -4, -5, 0], [-6, 0, 0, 0]]
-    assert batch.sampler_logprobs.tolist() == sampler and batch.sampler_logprobs.dtype == torch.float32
+    assert (
+        batch.sampler_logprobs.tolist() == sampler and batch.sampler_logprobs.dtype == torch.float32
+    )
     assert batch.advantages.tolist() == [[0, 0, 1, 0], [0, 0, -1, -1], [0] * 4, [0] * 4]
     assert batch.group.tolist() == [0, 0, 1, 1]
     rows = batch.rows(torch.tensor([2, 0]))
@@ -107,8 +142,9 @@ def batches(draw: st.DrawFn) -> Batch:
 
 @given(batches(), st.integers(1, 9), st.integers(0, 2**31))
 def test_mini_batches_partition_whole_groups(batch: Batch, count: int, seed: int):
-    """Contract: every row in exactly one mini-batch, a group never split, group counts differing by at most one,
-    never more mini-batches than groups; the same seed gives the same cut."""
+    """Contract: every row in exactly one mini-batch, a group never split, group counts differing by
+    at most one, never more mini-batches than groups; the same seed gives the same cut.
+    """
     cut = mini_batches(batch, count, seed)
     groups = int(batch.group.max()) + 1
     assert len(cut) == min(count, groups)
@@ -116,11 +152,16 @@ def test_mini_batches_partition_whole_groups(batch: Batch, count: int, seed: int
     held = [set(batch.group[index].tolist()) for index in cut]
     assert sum(len(h) for h in held) == groups
     assert max(len(h) for h in held) - min(len(h) for h in held) <= 1
-    assert all(torch.equal(a, b) for a, b in zip(cut, mini_batches(batch, count, seed), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(cut, mini_batches(batch, count, seed), strict=True)
+    )
 
 
 def test_mini_batches_are_shuffled_by_their_seed():
-    groups = [Group(Prompt(str(g), "", (1,)), (completion([2], [0.0]),) * 2, (0.0, 1.0)) for g in range(12)]
+    groups = [
+        Group(Prompt(str(g), "", (1,)), (completion([2], [0.0]),) * 2, (0.0, 1.0))
+        for g in range(12)
+    ]
     batch = make_batch(groups, 0)
     firsts = {tuple(mini_batches(batch, 4, seed)[0].tolist()) for seed in range(20)}
     assert len(firsts) > 10
@@ -128,9 +169,13 @@ def test_mini_batches_are_shuffled_by_their_seed():
 
 @pytest.mark.parametrize("how", ["padded", "packed", "sharing prompts"])
 @given(batches(), st.integers(1, 200), st.data())
-def test_micro_batches_cover_rows_within_the_token_budget(how: str, batch: Batch, budget: int, data: st.DataObject):
-    """Contract: each given row exactly once; rows · longest, or packed their own tokens, without prompts that another
-    has, ≤ budget, except that a longer row goes alone; and no cut is needless: one more row would exceed it."""
+def test_micro_batches_cover_rows_within_the_token_budget(
+    how: str, batch: Batch, budget: int, data: st.DataObject
+):
+    """Contract: each given row exactly once; rows · longest, or packed their own tokens, without
+    prompts that another has, ≤ budget, except that a longer row goes alone; and no cut is needless:
+    one more row would exceed it.
+    """
     packed, sharing = how != "padded", how == "sharing prompts"
 
     def size(rows: torch.Tensor) -> int:
@@ -144,66 +189,110 @@ def test_micro_batches_cover_rows_within_the_token_budget(how: str, batch: Batch
     assert sorted(torch.cat(parts).tolist()) == sorted(index.tolist())
     for part, following in zip(parts, [*parts[1:], None], strict=True):
         assert size(part) <= budget or len(part) == 1
-        assert batch.rows(part).tokens.shape == (len(part), int(batch.length[part].max()))
+        assert batch.rows(part).tokens.shape == (
+            len(part),
+            int(batch.length[part].max()),
+        )
         assert following is None or size(torch.cat([part, following[:1]])) > budget
 
 
 def test_mismatch_by_hand():
-    """d = 0.1, -0.3 | 0.2, learner less sampler, padding left out: mean |d| 0.2, max 0.3, log weights -0.1 and 0.2."""
+    """d = 0.1, -0.3 | 0.2, learner less sampler, padding left out: mean |d| 0.2, max 0.3, log
+    weights -0.1 and 0.2.
+    """
     response_mask = torch.tensor([[True, True, False], [False, True, False]])
     sampler = torch.tensor([[-1.0, -2.0, -9.0], [-7.0, -0.5, 4.0]])
     learner = torch.tensor([[-0.9, -2.3, 0.0], [0.0, -0.3, 0.0]])
     found = measure_mismatch(learner, sampler, response_mask)
     k3 = sum(math.expm1(d) - d for d in (0.1, -0.3, 0.2)) / 3
-    names = "mean_abs max_abs k3 mean_log_w mean_abs_log_w log_w_low log_w_high mean std off_10 off_50"
+    names = (
+        "mean_abs max_abs k3 mean_log_w mean_abs_log_w log_w_low log_w_high mean std off_10 off_50"
+    )
     expected = [0.2, 0.3, k3, 0.05, 0.15, -0.1, 0.2, 0, math.sqrt(0.14 / 3), 1, 0]
     assert [getattr(found, name) for name in names.split()] == pytest.approx(expected, abs=1e-6)
     assert (found.advantage_correlation, found.end_mean_abs) == (None, None)
 
 
 def test_where_a_mismatch_is_by_hand():
-    """Two responses, d = 0, 0.1, 0.2, 0.3 and 0.4, 0.3: |d| over the places 1 2 3 4 | 1 2, of which the first ends with
-    its end token and one token is rare. Sums 0.6 and 0.7 over the lengths 4 and 2; d with A = 1 and -1."""
+    """Two responses, d = 0, 0.1, 0.2, 0.3 and 0.4, 0.3: |d| over the places 1 2 3 4 | 1 2, of which
+    the first ends with its end token and one token is rare. Sums 0.6 and 0.7 over the lengths 4 and
+    2; d with A = 1 and -1.
+    """
     response_mask = torch.tensor([[True] * 4, [True, True, False, False]])
     difference = torch.tensor([[0.0, 0.1, 0.2, 0.3], [0.4, 0.3, 9.0, 9.0]])
     sampler = torch.tensor([[-1.0, -2.0, -4.7, -1.0], [-4.5, -1.0, -9.0, -9.0]])
     advantages = torch.tensor([[1.0] * 4, [-1.0, -1.0, 0.0, 0.0]])
     ended = torch.tensor([True, False])
     found = measure_mismatch(sampler + difference, sampler, response_mask, advantages, ended)
-    d, position, a = np.array([0, 0.1, 0.2, 0.3, 0.4, 0.3]), [1, 2, 3, 4, 1, 2], [1, 1, 1, 1, -1, -1]
+    d, position, a = (
+        np.array([0, 0.1, 0.2, 0.3, 0.4, 0.3]),
+        [1, 2, 3, 4, 1, 2],
+        [1, 1, 1, 1, -1, -1],
+    )
     assert found.advantage_correlation == pytest.approx(np.corrcoef(d, a)[0, 1], abs=1e-6)
     assert (found.rare_mean_abs, found.end_mean_abs) == pytest.approx((0.2, 0.3), abs=1e-6)
     assert found.position_slope == pytest.approx(np.polyfit(position, d, 1)[0], abs=1e-6)
     assert found.length_slope == pytest.approx(-0.05, abs=1e-6)
     same = measure_mismatch(sampler, sampler, response_mask, advantages, ended)
-    assert same.advantage_correlation is None and (same.position_slope, same.length_slope) == (0.0, 0.0)
+    assert same.advantage_correlation is None and (
+        same.position_slope,
+        same.length_slope,
+    ) == (0.0, 0.0)
 
 
 def test_clip_reasons_by_hand():
     """By the advantage's sign and the side, of a sequence that of its mean; else corrected."""
     log_ratio = torch.tensor([[0.1, -0.1, 0.1, -0.1, 0.1, 0.1, 0.1]])
     clipped = torch.tensor([[True, True, True, True, True, False, True]])
-    advantages, response = torch.tensor([[1.0, 1, -1, -1, 0, 1, 1]]), torch.arange(7)[None] < 6
+    advantages, response = (
+        torch.tensor([[1.0, 1, -1, -1, 0, 1, 1]]),
+        torch.arange(7)[None] < 6,
+    )
     reasons = clip_reasons(log_ratio, clipped, ~clipped, advantages, response)
-    expected = ["A > 0 above", "A > 0 below", "A < 0 above", "A < 0 below", "none", "corrected", "none"]
+    expected = [
+        "A > 0 above",
+        "A > 0 below",
+        "A < 0 above",
+        "A < 0 below",
+        "none",
+        "corrected",
+        "none",
+    ]
     assert [CLIP_REASONS[place] for place in reasons[0]] == expected
-    assert [side.nonzero()[:, 1].tolist() for side in clipped_sides(reasons)] == [[0], [2], [3]]
-    shared = torch.tensor([[0.3, -0.1], [-0.3, 0.1]]), torch.tensor([[True], [True]]), torch.zeros(2, 1).bool()
-    reasons = clip_reasons(*shared, torch.tensor([[-1.0], [1.0]]).expand(2, 2), torch.ones(2, 2).bool())
-    assert [CLIP_REASONS[place] for place in reasons[:, 1]] == ["sequence, A < 0 above", "sequence, A > 0 below"]
+    assert [side.nonzero()[:, 1].tolist() for side in clipped_sides(reasons)] == [
+        [0],
+        [2],
+        [3],
+    ]
+    shared = (
+        torch.tensor([[0.3, -0.1], [-0.3, 0.1]]),
+        torch.tensor([[True], [True]]),
+        torch.zeros(2, 1).bool(),
+    )
+    reasons = clip_reasons(
+        *shared, torch.tensor([[-1.0], [1.0]]).expand(2, 2), torch.ones(2, 2).bool()
+    )
+    assert [CLIP_REASONS[place] for place in reasons[:, 1]] == [
+        "sequence, A < 0 above",
+        "sequence, A > 0 below",
+    ]
     assert [int(side.sum()) for side in clipped_sides(reasons)] == [0, 2, 0]
 
 
 @given(st.integers(0, 40), st.integers(1, 9))
 def test_processes_share_out_everything(count: int, world: int):
     shares = [list(Processes(rank, world).span(count)) for rank in range(world)]
-    assert [*itertools.chain(*shares)] == list(range(count)) and len(shares[-1]) - min(map(len, shares)) <= 1
+    assert [*itertools.chain(*shares)] == list(range(count)) and len(shares[-1]) - min(
+        map(len, shares)
+    ) <= 1
     assert [Processes(rank, world).share(list(range(count))) for rank in range(world)] == shares
 
 
 @given(batches(), st.integers(1, 5), st.integers(1, 60))
 def test_micro_batches_are_dealt_out_to_processes(batch: Batch, world: int, budget: int):
-    """As many to each, all together those of one; beyond the last not counted; the head is called equally often."""
+    """As many to each, all together those of one; beyond the last not counted; the head is called
+    equally often.
+    """
     config = LearnerConfig(micro_batch_tokens=budget, logprob_chunk_tokens=7, packing=False)
     model: Any = SimpleNamespace(device=torch.device("cpu"))
     rows = torch.arange(len(batch.tokens))
@@ -222,35 +311,56 @@ def test_as_many_chunks_as_agreed_on(chunks: int):
     hidden, targets = torch.arange(6.0).view(3, 2), torch.tensor([5, 6, 7])
     parts = _in_chunks(hidden, targets, 2, chunks)
     repeated = max(0, chunks - 3)
-    assert len(parts) == chunks and torch.cat([chosen for _, chosen in parts]).tolist() == [5, 6, 7] + [5] * repeated
-    assert torch.equal(torch.cat([x for x, _ in parts]), torch.cat([hidden, hidden[:1].repeat(repeated, 1)]))
+    assert (
+        len(parts) == chunks
+        and torch.cat([chosen for _, chosen in parts]).tolist() == [5, 6, 7] + [5] * repeated
+    )
+    assert torch.equal(
+        torch.cat([x for x, _ in parts]),
+        torch.cat([hidden, hidden[:1].repeat(repeated, 1)]),
+    )
 
 
 def test_a_load_balance_loss_is_that_of_a_mixture_that_has_one():
-    """By the setting; without one the model's own coefficient where its configuration switches the loss on."""
+    """By the setting; without one the model's own coefficient where its configuration switches the
+    loss on.
+    """
     for setting, own, on, experts, expected in cases(__file__, "load balance"):
         config = SimpleNamespace(model_type="m", router_aux_loss_coef=own, output_router_logits=on)
         model: Any = SimpleNamespace(config=config, experts=[None] * experts)
-        with nullcontext() if expected is not None else pytest.raises(ConfigError, match="has no load-balance loss"):
+        with (
+            nullcontext()
+            if expected is not None
+            else pytest.raises(ConfigError, match="has no load-balance loss")
+        ):
             assert load_balance_coefficient(model, setting) == expected
 
 
 def test_a_process_reads_its_share_at_stage_3_alone():
     schemes = [get_scheme(name) for name in ("w4a16", "fp8-block")]
-    shares = [share_of(LearnerConfig(zero_stage=stage), Processes(1, 4), schemes) for stage in (0, 1, 2, 3)]
+    shares = [
+        share_of(LearnerConfig(zero_stage=stage), Processes(1, 4), schemes)
+        for stage in (0, 1, 2, 3)
+    ]
     assert shares == [None, None, None, Share(1, 4, 128)]
 
 
-@pytest.mark.parametrize(("rewards", "logprobs"), [((1.0,), 2), ((1.0, math.nan), 2), ((1.0, 0.0), 1)])
+@pytest.mark.parametrize(
+    ("rewards", "logprobs"), [((1.0,), 2), ((1.0, math.nan), 2), ((1.0, 0.0), 1)]
+)
 def test_a_batch_has_a_reward_an_answer_and_a_logprob_a_token(rewards: Any, logprobs: int):
     answer = Completion((1, 2), (-0.5,) * logprobs, "", 0, "stop")
-    with pytest.raises(PolicyError, match=r"must (be a finite number for each of 2|have a log-prob for each)"):
+    with pytest.raises(
+        PolicyError,
+        match=r"must (be a finite number for each of 2|have a log-prob for each)",
+    ):
         make_batch([Group(Prompt("", "", (1,)), (answer, answer), rewards)])
 
 
 def test_loss_scale_doubles_after_good_steps_and_halves_after_a_bad_one():
-    """growth_every = 3: three good steps in a row double it, a bad one halves it and starts the count again; it never
-    goes below one; a restored one continues the count."""
+    """growth_every = 3: three good steps in a row double it, a bad one halves it and starts the
+    count again; it never goes below one; a restored one continues the count.
+    """
     scale = LossScale(True, 8.0, 3)
     seen = []
     for finite in (True, True, True, True, True, False, True, True, True):
@@ -270,11 +380,29 @@ def test_loss_scale_doubles_after_good_steps_and_halves_after_a_bad_one():
 
 
 def test_the_learning_rate_rises_holds_and_falls():
-    """10 steps, 4 of warm-up, 2 of decay: 1/4, 2/4, 3/4, 1, then 1, and over the last two 1, 1/2; without either 1."""
-    assert [Schedule(1.0, 4, 2, 10).rate(s) for s in range(10)] == [0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1, 0.5]
+    """10 steps, 4 of warm-up, 2 of decay: 1/4, 2/4, 3/4, 1, then 1, and over the last two 1, 1/2;
+    without either 1.
+    """
+    assert [Schedule(1.0, 4, 2, 10).rate(s) for s in range(10)] == [
+        0.25,
+        0.5,
+        0.75,
+        1,
+        1,
+        1,
+        1,
+        1,
+        1,
+        0.5,
+    ]
     assert [Schedule(3e-4, 0, 0, 3).rate(s) for s in range(3)] == [3e-4] * 3
     assert [Schedule(1.0, 4, 4, 4).rate(s) for s in range(4)] == [0.25, 0.5, 0.5, 0.25]
-    assert [Schedule(1.0, 0, 100, 4).rate(s) for s in range(4)] == [1, 0.75, 0.5, 0.25], "a short run begins at lr too"
+    assert [Schedule(1.0, 0, 100, 4).rate(s) for s in range(4)] == [
+        1,
+        0.75,
+        0.5,
+        0.25,
+    ], "a short run begins at lr too"
     assert [Schedule(1.0, 0, decay, 3).rate(4) for decay in (0, 2)] == [1.0, 0.0]
     assert [Schedule(1.0, 2, 0, None).rate(s) for s in (0, 1, 10**6)] == [0.5, 1, 1]
     with pytest.raises(ConfigError, match=r"decay_steps is 3.*how many steps"):

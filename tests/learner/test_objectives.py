@@ -1,5 +1,6 @@
-"""Every objective, correction, aggregation and penalty by hand: values and gradients. An objective of the user's:
-found, called as the shipped ones are, and refused with what is wrong."""
+"""Every objective, correction, aggregation and penalty by hand: values and gradients. An objective
+of the user's: found, called as the shipped ones are, and refused with what is wrong.
+"""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +16,13 @@ from hypothesis import strategies as st
 from qarl.configs.errors import ConfigError
 from qarl.configs.load import load_config
 from qarl.configs.schema.learner import LearnerConfig
-from qarl.configs.schema.objectives import AnyAggregation, AnyCorrection, AnyObjective, TruncatedConfig, ratio_from
+from qarl.configs.schema.objectives import (
+    AnyAggregation,
+    AnyCorrection,
+    AnyObjective,
+    TruncatedConfig,
+    ratio_from,
+)
 from qarl.learner.learn_stats import LearnStats
 from qarl.learner.loss.aggregation import BatchSize, over_tokens
 from qarl.learner.loss.corrections import correction
@@ -23,7 +30,12 @@ from qarl.learner.loss.loss import LossInput, policy_loss
 from qarl.learner.loss.metrics import LossMetrics, mean
 from qarl.learner.objectives import OBJECTIVES, ObjectiveInput, find_objective
 from qarl.learner.objectives.own import ObjectiveError, own
-from qarl.learner.objectives.ratios import sequence_advantages, sequence_log_ratio, sequence_mean, shadowed
+from qarl.learner.objectives.ratios import (
+    sequence_advantages,
+    sequence_log_ratio,
+    sequence_mean,
+    shadowed,
+)
 from qarl.learner.processes import Processes
 from tests.support.cases import cases, pattern
 from tests.support.profiles import examples
@@ -40,8 +52,12 @@ def learner_config(objective: str | dict[str, Any], **options: Any) -> LearnerCo
     return LearnerConfig.model_validate({"objective": chosen, "mini_batches": 1, **options})
 
 
-def loss_input(cur_old: Rows, old_sampler: Rows, advantages: Sequence[float], dtype=torch.float32) -> LossInput:
-    """Log-probs with the given differences per token; rows may differ in length (the rest is padding)."""
+def loss_input(
+    cur_old: Rows, old_sampler: Rows, advantages: Sequence[float], dtype=torch.float32
+) -> LossInput:
+    """Log-probs with the given differences per token; rows may differ in length (the rest is
+    padding).
+    """
     longest = max(len(row) for row in cur_old)
     response_mask = torch.zeros(len(cur_old), longest, dtype=torch.bool)
     current, old, sampler = (torch.zeros(len(cur_old), longest, dtype=dtype) for _ in range(3))
@@ -61,13 +77,20 @@ def old_of(given: LossInput) -> torch.Tensor:
     return given.old
 
 
-def random_input(seed: int, lengths: Sequence[int] = (4, 1, 7, 3), spread: float = 0.3, dtype=torch.float64):
+def random_input(
+    seed: int,
+    lengths: Sequence[int] = (4, 1, 7, 3),
+    spread: float = 0.3,
+    dtype=torch.float64,
+):
     generator = torch.Generator().manual_seed(seed)
 
     def rows() -> list[list[float]]:
         return [(torch.randn(n, generator=generator) * spread).tolist() for n in lengths]
 
-    return loss_input(rows(), rows(), torch.randn(len(lengths), generator=generator).tolist(), dtype)
+    return loss_input(
+        rows(), rows(), torch.randn(len(lengths), generator=generator).tolist(), dtype
+    )
 
 
 def evaluate(given: LossInput, config: LearnerConfig) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,7 +99,9 @@ def evaluate(given: LossInput, config: LearnerConfig) -> tuple[torch.Tensor, tor
     proximal = given.sampler if ratio_from(config.correction) == "sampler" else old_of(given)
     inputs = ObjectiveInput(given.current, proximal, weight, given.response_mask, given.advantages)
     result = OBJECTIVES[config.objective.name](inputs, config.objective)
-    return over_tokens(result.loss, given.response_mask), over_tokens(result.clipped.float(), given.response_mask)
+    return over_tokens(result.loss, given.response_mask), over_tokens(
+        result.clipped.float(), given.response_mask
+    )
 
 
 def gradient(loss: torch.Tensor, given: LossInput) -> torch.Tensor:
@@ -89,7 +114,9 @@ def totals(given: LossInput) -> BatchSize:
 
 
 def test_the_switch_has_every_objective_of_the_configuration():
-    assert [*OBJECTIVES, "own"] == [name for section in get_args(AnyObjective) for name in section.names()]
+    assert [*OBJECTIVES, "own"] == [
+        name for section in get_args(AnyObjective) for name in section.names()
+    ]
 
 
 BANDS = cases(__file__, "bands")
@@ -98,30 +125,51 @@ BANDS = cases(__file__, "bands")
 
 @pytest.mark.parametrize(("advantage", "mean_up", "bound"), BANDS.values(), ids=BANDS)
 @pytest.mark.parametrize(
-    ("mean_low", "weight"), [(0.0, 1.0), (0.3, math.exp(0.3)), (-0.4, math.exp(-0.4)), (1.1, 2.0), (-0.9, 0.5)]
+    ("mean_low", "weight"),
+    [(0.0, 1.0), (0.3, math.exp(0.3)), (-0.4, math.exp(-0.4)), (1.1, 2.0), (-0.9, 0.5)],
 )
-def test_tbpo_by_hand(advantage: float, mean_up: float, bound: float | None, mean_low: float, weight: float):
-    """QaRL: loss = -w̃ · r̃ · A, r = exp(mean_t(cur - old)), w̃ = clip(exp(mean_t(old - sampler)), 1/2, 2); r̃ clips r
-    to [0, 1.2] where A ≥ 0 and to [0.9, 1.3] where A < 0. Derivation of the gradient: ∂r/∂cur_t = r/T, so inside the
-    band each of the T tokens gets -w̃ · r · A / T and outside none does. Per-token differences are uneven on purpose:
-    only their mean (over T = 4) may count."""
+def test_tbpo_by_hand(
+    advantage: float,
+    mean_up: float,
+    bound: float | None,
+    mean_low: float,
+    weight: float,
+):
+    """QaRL: loss = -w̃ · r̃ · A, r = exp(mean_t(cur - old)), w̃ = clip(exp(mean_t(old - sampler)),
+    1/2, 2); r̃ clips r to [0, 1.2] where A ≥ 0 and to [0.9, 1.3] where A < 0. Derivation of the
+    gradient: ∂r/∂cur_t = r/T, so inside the band each of the T tokens gets -w̃ · r · A / T and
+    outside none does. Per-token differences are uneven on purpose: only their mean (over T = 4) may
+    count.
+    """
     spread = [0.3, -0.5, 0.1, 0.1]  # sums to zero
-    given_ = loss_input([[mean_up + s for s in spread]], [[mean_low - 2 * s for s in spread]], [advantage])
+    given_ = loss_input(
+        [[mean_up + s for s in spread]],
+        [[mean_low - 2 * s for s in spread]],
+        [advantage],
+    )
     share = policy_loss(given_, learner_config(TBPO), totals(given_))
-    assert share.loss.item() == pytest.approx(-weight * (bound or math.exp(mean_up)) * advantage, rel=2e-6)
+    assert share.loss.item() == pytest.approx(
+        -weight * (bound or math.exp(mean_up)) * advantage, rel=2e-6
+    )
     metrics = share.metrics
-    assert metrics.clipped == float(bound is not None) and metrics.corrected == float(abs(mean_low) > math.log(2))
+    assert metrics.clipped == float(bound is not None) and metrics.corrected == float(
+        abs(mean_low) > math.log(2)
+    )
     assert metrics.update_log_ratio == pytest.approx(abs(mean_up), abs=1e-6)
     assert metrics.phantom_clipped == metrics.kl == 0.0
     slope = -weight * math.exp(mean_up) * advantage / 4 if bound is None else 0.0
-    assert gradient(share.loss, given_)[0].tolist() == pytest.approx([slope] * 4, rel=5e-6, abs=1e-12)
+    assert gradient(share.loss, given_)[0].tolist() == pytest.approx(
+        [slope] * 4, rel=5e-6, abs=1e-12
+    )
 
 
 def test_grpo_by_hand():
-    """J_t = w_t · min(r_t A, clip(r_t, 0.8, 1.3) A), w_t = min(exp(old - sampler), 2), averaged over T = 4 tokens.
-    A = 2: ratios e^0.1 (inside), e^0.5 = 1.649 (cut to 1.3), e^-0.5 = 0.607 (min keeps it: not cut), 1.
-    A = -2: e^0.1, e^0.5 (min keeps it: not cut), e^-0.5 (cut to 0.8), 1. Weights: e^0.2, 2 (e^1 capped), e^-1 (not
-    capped from below), 1. Gradient of a kept token: -w_t r_t A / 4; of a cut one: 0."""
+    """J_t = w_t · min(r_t A, clip(r_t, 0.8, 1.3) A), w_t = min(exp(old - sampler), 2), averaged
+    over T = 4 tokens. A = 2: ratios e^0.1 (inside), e^0.5 = 1.649 (cut to 1.3), e^-0.5 = 0.607 (min
+    keeps it: not cut), 1. A = -2: e^0.1, e^0.5 (min keeps it: not cut), e^-0.5 (cut to 0.8), 1.
+    Weights: e^0.2, 2 (e^1 capped), e^-1 (not capped from below), 1. Gradient of a kept token: -w_t
+    r_t A / 4; of a cut one: 0.
+    """
     ups, lows = [0.1, 0.5, -0.5, 0.0], [0.2, 1.0, -1.0, 0.0]
     given_ = loss_input([ups, ups], [lows, lows], [2.0, -2.0])
     loss, clipped = evaluate(given_, learner_config(GRPO))
@@ -143,34 +191,62 @@ def sapo_gate(r: float, tau: float) -> tuple[float, float]:
 
 
 ONE_TOKEN: dict[str, list[tuple[float, float, float, float]]] = cases(__file__, "one token")
-"""Objective → one token's ratio r and advantage A, the value of J, and its slope dJ/dr, 0 where cut."""
+"""Objective → one token's ratio r and advantage A, the value of J, and its slope dJ/dr, 0 where
+cut.
+"""
 for r, A, tau in ((1.7, 0.5, 1.0), (0.4, -3.0, 1.05)):
     value, slope = sapo_gate(r, tau)
     ONE_TOKEN["sapo"].append((r, A, A * value, A * slope))
 
 
-@pytest.mark.parametrize(("name", "case"), [(name, case) for name, some in ONE_TOKEN.items() for case in some])
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [(name, case) for name, some in ONE_TOKEN.items() for case in some],
+)
 def test_objectives_of_one_token_by_hand(name: str, case: tuple[float, float, float, float]):
-    """For a response of one token every ratio is r = π_cur/π_old. Without a correction the loss is -J, and its gradient
-    to log π_cur is -r dJ/dr. It is clipped where it has a value and no slope, and where CISPO caps its weight."""
+    """For a response of one token every ratio is r = π_cur/π_old. Without a correction the loss is
+    -J, and its gradient to log π_cur is -r dJ/dr. It is clipped where it has a value and no slope,
+    and where CISPO caps its weight.
+    """
     r, advantage, value, slope = case
     given_ = loss_input([[math.log(r)]], [[0.0]], [advantage], torch.float64)
     loss, clipped = evaluate(given_, learner_config(name, correction={"name": "none"}))
-    assert loss.item() == pytest.approx(-value, rel=1e-7, abs=1e-12)  # TBPO's bounds are fp32 numbers
+    # TBPO's bounds are fp32 numbers
+    assert loss.item() == pytest.approx(-value, rel=1e-7, abs=1e-12)
     assert clipped.item() == ((value != 0 and slope == 0) or (name == "cispo" and r > 5))
     assert gradient(loss.sum(), given_).item() == pytest.approx(-r * slope, rel=1e-9, abs=1e-12)
 
 
 @pytest.mark.parametrize(
-    "name", ["tbpo", "grpo", "positive_grpo", "dapo", "dual_clip", "gspo", "gspo_dual_clip", "sapo"]
+    "name",
+    [
+        "tbpo",
+        "grpo",
+        "positive_grpo",
+        "dapo",
+        "dual_clip",
+        "gspo",
+        "gspo_dual_clip",
+        "sapo",
+    ],
 )
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_gradients_are_the_derivatives_of_the_values(name: str, aggregation: str):
-    """Finite differences of the whole loss, weights and aggregation and k3 penalty included, in float64. (Objectives
-    with detached weights have no such value; they are held to closed forms below.)"""
-    wide = {"epsilon_high": 0.1, "delta_high": 0.2, "delta_low": 0.1, "clip_low": 0.1, "clip_high": 0.1}
+    """Finite differences of the whole loss, weights and aggregation and k3 penalty included, in
+    float64. (Objectives with detached weights have no such value; they are held to closed forms
+    below.)
+    """
+    wide = {
+        "epsilon_high": 0.1,
+        "delta_high": 0.2,
+        "delta_low": 0.1,
+        "clip_low": 0.1,
+        "clip_high": 0.1,
+    }
     options = {k: v for k, v in wide.items() if k in OPTIONS[name]}
-    config = learner_config({"name": name, **options}, aggregation={"name": aggregation}, kl={"name": "k3"})
+    config = learner_config(
+        {"name": name, **options}, aggregation={"name": aggregation}, kl={"name": "k3"}
+    )
     base = random_input(3)
     given_ = replace(base, reference=base.sampler + 0.1 * base.response_mask)
 
@@ -186,35 +262,56 @@ OPTIONS = {section.names()[0]: section.options() for section in get_args(AnyObje
 
 @pytest.mark.parametrize("name", ["cispo", "on_policy", "pg_seq_is"])
 def test_reinforce_like_gradients_in_closed_form(name: str):
-    """-x_t A ∇log π_t with x_t = min(r_t, 5), 1, or the sequence's Π r_t against the sampler; averaged as their default
-    aggregation says: over all tokens, within responses, or summed within responses."""
+    """-x_t A ∇log π_t with x_t = min(r_t, 5), 1, or the sequence's Π r_t against the sampler;
+    averaged as their default aggregation says: over all tokens, within responses, or summed within
+    responses.
+    """
     given_ = random_input(5)
-    config = learner_config(name, **({} if name == "pg_seq_is" else {"correction": {"name": "none"}}))
+    config = learner_config(
+        name, **({} if name == "pg_seq_is" else {"correction": {"name": "none"}})
+    )
     current, response_mask = given_.current.detach(), given_.response_mask
-    B, N, T = len(response_mask), int(response_mask.sum()), response_mask.sum(-1, keepdim=True)
+    B, N, T = (
+        len(response_mask),
+        int(response_mask.sum()),
+        response_mask.sum(-1, keepdim=True),
+    )
     factor, divisor = {
         "cispo": ((current - old_of(given_)).exp().clamp_max(5.0), torch.tensor(N)),
         "on_policy": (torch.ones_like(current), B * T),
-        "pg_seq_is": (((current - given_.sampler) * response_mask).sum(-1, keepdim=True).exp(), torch.tensor(B)),
+        "pg_seq_is": (
+            ((current - given_.sampler) * response_mask).sum(-1, keepdim=True).exp(),
+            torch.tensor(B),
+        ),
     }[name]
     expected = -factor * given_.advantages * response_mask / divisor
     found = gradient(policy_loss(given_, config, totals(given_)).loss, given_)
     torch.testing.assert_close(found, expected)
 
 
-@given(st.integers(0, 2**32 - 1), st.sampled_from([0.01, 0.3, 2.0]), st.sampled_from([1.0, 0.5, 2.0]))
+@given(
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([0.01, 0.3, 2.0]),
+    st.sampled_from([1.0, 0.5, 2.0]),
+)
 @settings(max_examples=examples(60))
 def test_tbpo_is_gspo_with_dual_clip_at_matching_bounds(seed: int, spread: float, weight: float):
-    """clip_low = δ_l, clip_high = ε_h, dual_clip = 1 + δ_h: the same losses, gradients and clipped sequences, bit for
-    bit. Derivation for A < 0: max(min(s A, clip(s, 1-δ_l, 1+ε_h) A), (1+δ_h) A) = clip(s, 1-δ_l, 1+δ_h) A, since
-    multiplying by A < 0 turns max and min around. Weights are powers of two, as products are taken in another order."""
+    """clip_low = δ_l, clip_high = ε_h, dual_clip = 1 + δ_h: the same losses, gradients and clipped
+    sequences, bit for bit. Derivation for A < 0: max(min(s A, clip(s, 1-δ_l, 1+ε_h) A), (1+δ_h) A)
+    = clip(s, 1-δ_l, 1+δ_h) A, since multiplying by A < 0 turns max and min around. Weights are
+    powers of two, as products are taken in another order.
+    """
     bounds = {"clip_low": 0.1, "clip_high": 0.2, "dual_clip": 1.0 + 0.3}
     given_ = random_input(seed, (4, 1, 7, 3, 2, 2), spread, torch.float32)
     found = []
     for objective in (TBPO, {"name": "gspo_dual_clip", **bounds}):
         config = learner_config(objective)
         inputs = ObjectiveInput(
-            given_.current, old_of(given_), torch.full((6, 1), weight), given_.response_mask, given_.advantages
+            given_.current,
+            old_of(given_),
+            torch.full((6, 1), weight),
+            given_.response_mask,
+            given_.advantages,
         )
         result = OBJECTIVES[config.objective.name](inputs, config.objective)
         found.append((result.loss, result.clipped, gradient(result.loss.sum(), given_)))
@@ -232,9 +329,12 @@ differences = st.floats(-1.0, 1.0, width=32)
     seed=st.integers(0, 2**32 - 1),
 )
 @settings(max_examples=examples(40))
-def test_what_is_not_response_does_not_count(name: str, ups: list[list[float]], padding: int, seed: int):
-    """Contract: log-probs outside the response (prompt in front, padding behind, anything in them) change neither
-    losses and clipped shares, nor get gradient; and sequences do not see each other."""
+def test_what_is_not_response_does_not_count(
+    name: str, ups: list[list[float]], padding: int, seed: int
+):
+    """Contract: log-probs outside the response (prompt in front, padding behind, anything in them)
+    change neither losses and clipped shares, nor get gradient; and sequences do not see each other.
+    """
     generator = torch.Generator().manual_seed(seed)
     lows = [torch.rand(len(row), generator=generator).mul(3).sub(1.5).tolist() for row in ups]
     tight = loss_input(ups, lows, torch.randn(len(ups), generator=generator).tolist())
@@ -249,13 +349,25 @@ def test_what_is_not_response_does_not_count(name: str, ups: list[list[float]], 
     mask = torch.zeros(B, T + padding + 2, dtype=torch.bool)
     mask[:, 2 : T + 2] = tight.response_mask
     current = spread(tight.current.detach()).requires_grad_()
-    wide = LossInput(current, spread(old_of(tight)), spread(tight.sampler), None, mask, spread(tight.advantages))
+    wide = LossInput(
+        current,
+        spread(old_of(tight)),
+        spread(tight.sampler),
+        None,
+        mask,
+        spread(tight.advantages),
+    )
     ours, padded = evaluate(tight, config), evaluate(wide, config)
     for a, b in zip(ours, padded, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-    tight_gradient, wide_gradient = gradient(ours[0].sum(), tight), gradient(padded[0].sum(), wide)
+    tight_gradient, wide_gradient = (
+        gradient(ours[0].sum(), tight),
+        gradient(padded[0].sum(), wide),
+    )
     assert (wide_gradient[~mask] == 0).all() and (tight_gradient[~tight.response_mask] == 0).all()
-    torch.testing.assert_close(wide_gradient[mask], tight_gradient[tight.response_mask], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        wide_gradient[mask], tight_gradient[tight.response_mask], rtol=1e-5, atol=1e-6
+    )
     for b in range(B):
         alone = rows_of(tight, slice(b, b + 1), T)
         torch.testing.assert_close(evaluate(alone, config)[0][0], ours[0][b], rtol=1e-6, atol=1e-7)
@@ -275,14 +387,18 @@ def rows_of(whole: LossInput, rows: Any, longest: int) -> LossInput:
 @pytest.mark.parametrize("name", list(OBJECTIVES))
 @pytest.mark.parametrize("correction_name", CORRECTIONS)
 def test_every_objective_is_weighted_by_every_correction(name: str, correction_name: str):
-    """Contract: with old = current (ratio 1) the loss and gradient of each token are the uncorrected ones times the
-    weight, which the next test computes by hand. Weights of tokens count one by one also where an objective's ratio is
-    of sequences: its loss is then the mean of w_t times the sequence's."""
+    """Contract: with old = current (ratio 1) the loss and gradient of each token are the
+    uncorrected ones times the weight, which the next test computes by hand. Weights of tokens count
+    one by one also where an objective's ratio is of sequences: its loss is then the mean of w_t
+    times the sequence's.
+    """
     base = random_input(11, spread=0.8)
     given_ = replace(base, current=old_of(base).clone().requires_grad_())
     plain = learner_config(name, correction={"name": "none"})
     config = learner_config(name, correction={"name": correction_name})
-    weight = correction(old_of(given_), given_.sampler, given_.response_mask, config.correction).weight
+    weight = correction(
+        old_of(given_), given_.sampler, given_.response_mask, config.correction
+    ).weight
     weight = weight.expand_as(given_.current)
     unweighted, _ = evaluate(given_, plain)
     weighted, _ = evaluate(given_, config)
@@ -295,13 +411,20 @@ def test_every_objective_is_weighted_by_every_correction(name: str, correction_n
 
 
 def test_corrections_by_hand():
-    """One response of two tokens, log w 0.5 and -3, one of a single token, log w 1, each with padding."""
+    """One response of two tokens, log w 0.5 and -3, one of a single token, log w 1, each with
+    padding.
+    """
     old = torch.tensor([[-1.0, -1.0, 7.0], [-1.0, 3.0, 3.0]])
     sampler = torch.tensor([[-1.5, 2.0, 1.0], [-2.0, 9.0, 9.0]])
     response_mask = torch.tensor([[True, True, False], [True, False, False]])
 
     def found(**options: Any) -> tuple[list[list[float]], list[list[bool]]]:
-        result = correction(old, sampler, response_mask, learner_config("grpo", correction=options).correction)
+        result = correction(
+            old,
+            sampler,
+            response_mask,
+            learner_config("grpo", correction=options).correction,
+        )
         return result.weight.tolist(), result.truncated.tolist()
 
     def near(*rows: Sequence[float]) -> list[Any]:
@@ -310,17 +433,29 @@ def test_corrections_by_hand():
     e = math.exp
     assert found(name="none") == ([[1.0], [1.0]], [[False], [False]])
     weight, held = found(name="token_tis", cap=2.0)
-    assert weight == near([e(0.5), e(-3), 1], [2, 1, 1]) and held == [[False] * 3, [True, False, False]]
+    assert weight == near([e(0.5), e(-3), 1], [2, 1, 1]) and held == [
+        [False] * 3,
+        [True, False, False],
+    ]
     weight, held = found(name="sequence_tis", cap=2.0)
     assert weight == near([e(-2.5)], [2]) and held == [[False], [True]]
     weight, held = found(name="geometric", cap=2.0)
     assert weight == near([0.5], [2]) and held == [[True], [True]]  # e^-1.25 < 1/2
     weight, held = found(name="token_mis", floor=0.5, cap=5.0)
-    assert weight == near([e(0.5), 0, 1], [e(1), 1, 1]) and held == [[False, True, False], [False] * 3]
+    assert weight == near([e(0.5), 0, 1], [e(1), 1, 1]) and held == [
+        [False, True, False],
+        [False] * 3,
+    ]
     weight, held = found(name="sequence_mis", cap=2.0)
     assert weight == near([e(-2.5)], [0]) and held == [[False], [True]]
-    assert found(name="sequence_mis", cap=2.0, ratio_from="sampler")[0] == [[1.0], [0.0]]
-    assert found(name="token_mis", ratio_from="sampler")[0] == [[1.0, 0.0, 1.0], [1.0, 1.0, 1.0]]
+    assert found(name="sequence_mis", cap=2.0, ratio_from="sampler")[0] == [
+        [1.0],
+        [0.0],
+    ]
+    assert found(name="token_mis", ratio_from="sampler")[0] == [
+        [1.0, 0.0, 1.0],
+        [1.0, 1.0, 1.0],
+    ]
     values = torch.tensor([[1.0, 2.0, 100.0], [50.0, -3.0, 5.0], [7.0, 7.0, 7.0]])
     mask = torch.tensor([[True, True, False], [False, True, True], [False, False, False]])
     assert sequence_mean(values, mask).tolist() == [1.5, 1.0, 0.0]
@@ -328,24 +463,38 @@ def test_corrections_by_hand():
 
 
 def test_bypass_takes_the_ratio_from_the_sampler_and_counts_phantom_clipping():
-    """Two tokens, A = 1, bounds 0.8 and 1.2; the policy has not moved (α = 0), the precision gap β is 0.5 and 0.1: the
-    first is clipped for β alone. With α = 0.5 and β = 0 the clip is real; with α = 0.4, β = -0.4 none is left."""
+    """Two tokens, A = 1, bounds 0.8 and 1.2; the policy has not moved (α = 0), the precision gap β
+    is 0.5 and 0.1: the first is clipped for β alone. With α = 0.5 and β = 0 the clip is real; with
+    α = 0.4, β = -0.4 none is left.
+    """
     config = learner_config("grpo", correction={"name": "none", "ratio_from": "sampler"})
-    given_ = loss_input([[0.0, 0.0], [0.5, 0.5], [0.4, 0.4]], [[0.5, 0.1], [0.0, 0.0], [-0.4, -0.4]], [1.0] * 3)
+    given_ = loss_input(
+        [[0.0, 0.0], [0.5, 0.5], [0.4, 0.4]],
+        [[0.5, 0.1], [0.0, 0.0], [-0.4, -0.4]],
+        [1.0] * 3,
+    )
     loss, clipped = evaluate(given_, config)
     assert loss.tolist() == pytest.approx([-(1.2 + math.exp(0.1)) / 2, -1.2, -1.0])
     assert clipped.tolist() == [0.5, 1.0, 0.0]
     share = policy_loss(given_, config, totals(given_))
-    assert share.metrics.clipped == pytest.approx(1.5 / 3) and share.metrics.phantom_clipped == pytest.approx(0.5 / 3)
+    assert share.metrics.clipped == pytest.approx(
+        1.5 / 3
+    ) and share.metrics.phantom_clipped == pytest.approx(0.5 / 3)
     assert share.metrics.clipped_positive_above == pytest.approx(1 / 3)
-    assert share.metrics.ratio_mean == pytest.approx(((math.exp(0.5) + math.exp(0.1)) / 2 + math.exp(0.5) + 1) / 3)
+    assert share.metrics.ratio_mean == pytest.approx(
+        ((math.exp(0.5) + math.exp(0.1)) / 2 + math.exp(0.5) + 1) / 3
+    )
     decoupled = policy_loss(given_, learner_config("grpo"), totals(given_))
-    assert decoupled.metrics.clipped == pytest.approx(2 / 3) and decoupled.metrics.phantom_clipped == 0.0
+    assert (
+        decoupled.metrics.clipped == pytest.approx(2 / 3)
+        and decoupled.metrics.phantom_clipped == 0.0
+    )
 
 
 def test_aggregations_by_hand():
-    """Losses -A = -1, -1 | -3 under on_policy: two tokens and one. token-mean (1+1+3)/3, seq-mean-token-mean (1+3)/2,
-    seq-sum (2+3)/2, over a constant 10 a tenth of it."""
+    """Losses -A = -1, -1 | -3 under on_policy: two tokens and one. token-mean (1+1+3)/3,
+    seq-mean-token-mean (1+3)/2, seq-sum (2+3)/2, over a constant 10 a tenth of it.
+    """
     given_ = loss_input([[0.0, 0.0], [0.0]], [[0.0, 0.0], [0.0]], [1.0, 3.0])
     for aggregation, expected in (
         ({"name": "token-mean"}, -5 / 3),
@@ -353,18 +502,25 @@ def test_aggregations_by_hand():
         ({"name": "seq-sum"}, -2.5),
         ({"name": "seq-sum", "constant": 10.0}, -0.25),
     ):
-        for objective in ("on_policy", "tbpo"):  # losses of tokens, and shared by a sequence's tokens
+        # losses of tokens, and shared by a sequence's tokens
+        for objective in ("on_policy", "tbpo"):
             config = learner_config(objective, aggregation=aggregation)
-            assert policy_loss(given_, config, totals(given_)).loss.item() == pytest.approx(expected)
+            assert policy_loss(given_, config, totals(given_)).loss.item() == pytest.approx(
+                expected
+            )
 
 
 @pytest.mark.parametrize("name", list(OBJECTIVES))
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_parts_add_up_to_the_whole(name: str, aggregation: str):
-    """Accumulation 1 × 8 ≡ 8 × 1 ≡ 2 + 6: loss, gradient and every statistic, KL penalty included, in float64."""
+    """Accumulation 1 × 8 ≡ 8 × 1 ≡ 2 + 6: loss, gradient and every statistic, KL penalty included,
+    in float64.
+    """
     given_ = random_input(7, (4, 1, 7, 3, 1, 9, 2, 5))
     given_ = replace(given_, reference=old_of(given_) - 0.2 * given_.response_mask)
-    config = learner_config(name, aggregation={"name": aggregation}, kl={"name": "k2", "coefficient": 0.5})
+    config = learner_config(
+        name, aggregation={"name": aggregation}, kl={"name": "k2", "coefficient": 0.5}
+    )
     whole = policy_loss(given_, config, totals(given_))
     expected = gradient(whole.loss, given_)
     for cuts in ([1] * 8, [2, 6]):
@@ -381,8 +537,9 @@ def test_parts_add_up_to_the_whole(name: str, aggregation: str):
 
 @given(st.floats(-3, 3), st.floats(0.01, 2))
 def test_kl_estimates_by_hand(d: float, coefficient: float):
-    """d = log π_ref - log π_cur. Values -d, d²/2, e^d - 1 - d; gradients to log π_cur -d (k1, k2) and 1 - e^d (k3).
-    The penalty adds coefficient · mean to the loss, and is reported unscaled."""
+    """d = log π_ref - log π_cur. Values -d, d²/2, e^d - 1 - d; gradients to log π_cur -d (k1, k2)
+    and 1 - e^d (k3). The penalty adds coefficient · mean to the loss, and is reported unscaled.
+    """
     values = {"k1": -d, "k2": d * d / 2, "k3": math.expm1(d) - d}
     slopes = {"k1": -d, "k2": -d, "k3": -math.expm1(d)}
     given_ = loss_input([[0.0]], [[0.0]], [1.0], torch.float64)
@@ -393,10 +550,14 @@ def test_kl_estimates_by_hand(d: float, coefficient: float):
         share = policy_loss(given_, config, totals(given_))
         assert share.metrics.kl == pytest.approx(value, rel=1e-9, abs=1e-12)
         of_two = policy_loss(given_, config, BatchSize(sequences=2, tokens=8)).metrics
-        assert of_two.kl == pytest.approx(value / 2, rel=1e-9, abs=1e-12), "of the mini-batch's sequences"
+        assert of_two.kl == pytest.approx(value / 2, rel=1e-9, abs=1e-12), (
+            "of the mini-batch's sequences"
+        )
         added = share.loss - plain
         assert added.item() == pytest.approx(coefficient * value, rel=1e-9, abs=1e-12)
-        assert gradient(added, given_).item() == pytest.approx(coefficient * slopes[kind], rel=1e-9, abs=1e-12)
+        assert gradient(added, given_).item() == pytest.approx(
+            coefficient * slopes[kind], rel=1e-9, abs=1e-12
+        )
 
 
 @given(st.integers(0, 2**32 - 1))
@@ -410,21 +571,35 @@ def test_a_shadow_gives_the_value_and_the_plain_forward_the_gradient(seed: int):
     assert torch.equal(torch.autograd.grad((mixed * weights).sum(), current)[0], weights)
 
 
-@pytest.mark.parametrize(("name", "losses", "slopes"), [
-    # min(r A, clip(r; 0.8, 1.3) A): r = 1.105 inside; 0.607 below, A < 0: 0.8 · -2; 1.492 above, A > 0: 1.3 · 0.5
-    ("grpo", (math.exp(0.1), -1.6, 0.65), (math.exp(0.1), 0, 0)),
-    ("on_policy", (1, -2, 0.5), (1, -2, 0.5)),
-    ("cispo", (math.exp(0.1), -2 * math.exp(-0.5), 0.5 * math.exp(0.4)), None),
-    ("positive_grpo", (math.exp(0.1), 0, 0.6), (math.exp(0.1), 0, 0)),  # its bound is 1.2
-])  # fmt: skip
-def test_each_token_has_its_own_advantage_by_hand(name: str, losses: Sequence[float], slopes: Sequence[float] | None):
-    """Tokens 0, 1 and 3 of four are learned from, as in a conversation of several turns, with advantages 1, -2, 0.5.
-    J is their mean, and a gap in the mask counts for nothing."""
+@pytest.mark.parametrize(
+    ("name", "losses", "slopes"),
+    [
+        # min(r A, clip(r; 0.8, 1.3) A): r = 1.105 inside; 0.607 below, A < 0: 0.8 · -2; 1.492 above, A
+        # > 0: 1.3 · 0.5
+        ("grpo", (math.exp(0.1), -1.6, 0.65), (math.exp(0.1), 0, 0)),
+        ("on_policy", (1, -2, 0.5), (1, -2, 0.5)),
+        ("cispo", (math.exp(0.1), -2 * math.exp(-0.5), 0.5 * math.exp(0.4)), None),
+        # its bound is 1.2
+        ("positive_grpo", (math.exp(0.1), 0, 0.6), (math.exp(0.1), 0, 0)),
+    ],
+)
+def test_each_token_has_its_own_advantage_by_hand(
+    name: str, losses: Sequence[float], slopes: Sequence[float] | None
+):
+    """Tokens 0, 1 and 3 of four are learned from, as in a conversation of several turns, with
+    advantages 1, -2, 0.5. J is their mean, and a gap in the mask counts for nothing.
+    """
     given_ = loss_input([[0.1, -0.5, 9.0, 0.4]], [[0.0] * 4], [0.0], torch.float64)
-    mask, credit = torch.tensor([[True, True, False, True]]), torch.tensor([[1, -2, 77, 0.5]], dtype=torch.float64)
+    mask, credit = (
+        torch.tensor([[True, True, False, True]]),
+        torch.tensor([[1, -2, 77, 0.5]], dtype=torch.float64),
+    )
     given_ = replace(given_, response_mask=mask, advantages=credit)
     objective = GRPO if name == "grpo" else name
-    means = {"correction": {"name": "none"}, "aggregation": {"name": "seq-mean-token-mean"}}
+    means = {
+        "correction": {"name": "none"},
+        "aggregation": {"name": "seq-mean-token-mean"},
+    }
     loss = policy_loss(given_, learner_config(objective, **means), totals(given_)).loss
     assert loss.item() == pytest.approx(-sum(losses) / 3)
     expected = [-slope / 3 for slope in slopes or losses]
@@ -434,12 +609,16 @@ def test_each_token_has_its_own_advantage_by_hand(name: str, losses: Sequence[fl
 
 @pytest.mark.parametrize("name", ["tbpo", "gspo", "gspo_dual_clip"])
 def test_a_ratio_of_the_whole_response_takes_one_advantage(name: str):
-    """Its first response token's, the mask may have gaps; and different ones are refused rather than averaged."""
+    """Its first response token's, the mask may have gaps; and different ones are refused rather
+    than averaged.
+    """
     given_ = random_input(11, (4, 3), dtype=torch.float32)
     mask = given_.response_mask.clone()
     mask[:, 0] = mask[0, 2] = False
     gapped, config = replace(given_, response_mask=mask), learner_config(name)
-    inputs = ObjectiveInput(gapped.current, old_of(gapped), torch.ones(2, 1), mask, gapped.advantages)
+    inputs = ObjectiveInput(
+        gapped.current, old_of(gapped), torch.ones(2, 1), mask, gapped.advantages
+    )
     assert sequence_advantages(inputs)[:, 0].tolist() == given_.advantages[:, 0].tolist()
     policy_loss(gapped, config, totals(gapped))
     uneven = gapped.advantages.clone()
@@ -450,42 +629,74 @@ def test_a_ratio_of_the_whole_response_takes_one_advantage(name: str):
 
 @pytest.mark.parametrize(("name", "expected"), cases(__file__, "clipped sides").items())
 def test_clipped_shares_by_side(name: str, expected: list[float]):
-    """Rows of A = 1 and ratios above, A = -1 above all bounds, A = -1 below, and A = 1 with one token above and one as
-    far below, whose sequence ratio is 1. An advantage of 0 is clipped by no side."""
+    """Rows of A = 1 and ratios above, A = -1 above all bounds, A = -1 below, and A = 1 with one
+    token above and one as far below, whose sequence ratio is 1. An advantage of 0 is clipped by no
+    side.
+    """
     moved = [[2.0, 2.0], [2.0, 2.0], [-2.0, -2.0], [2.0, -2.0]]
     given_ = loss_input(moved, [[0.0, 0.0]] * 4, [1.0, -1.0, -1.0, 1.0])
     found = policy_loss(given_, learner_config(name), totals(given_)).metrics
-    assert [found.clipped_positive_above, found.clipped_negative_above, found.clipped_negative_below] == expected
+    assert [
+        found.clipped_positive_above,
+        found.clipped_negative_above,
+        found.clipped_negative_below,
+    ] == expected
     idle = replace(given_, advantages=given_.advantages * 0)
     found = policy_loss(idle, learner_config(name), totals(idle)).metrics
-    assert (found.clipped_positive_above, found.clipped_negative_above, found.clipped_negative_below) == (0, 0, 0)
+    assert (
+        found.clipped_positive_above,
+        found.clipped_negative_above,
+        found.clipped_negative_below,
+    ) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("ratio_from", ["learner", "sampler"])
 @pytest.mark.parametrize("name", ["grpo", "dapo", "dual_clip", "sapo", "cispo"])
 def test_a_loss_waits_for_no_device(name: str, ratio_from: str):
-    """Contract: the loss and all that is measured are made of tensors that have no values yet, so a backward is queued
-    before the host has to know them. Blind spot: objectives of sequences compare a response's advantages at once."""
+    """Contract: the loss and all that is measured are made of tensors that have no values yet, so a
+    backward is queued before the host has to know them. Blind spot: objectives of sequences compare
+    a response's advantages at once.
+    """
     real = vars(loss_input([[0.0]] * 2, [[0.0]] * 2, [1.0, -1.0]))
-    meta: dict[str, Any] = {name: tensor if tensor is None else tensor.to("meta") for name, tensor in real.items()}
-    correction_ = {"name": "none" if ratio_from == "learner" else "token_mis", "ratio_from": ratio_from}
-    share = policy_loss(LossInput(**meta), learner_config(name, correction=correction_), BatchSize(2, 2))
-    assert share.loss.is_meta and all(number is None or number.is_meta for number in share.numbers.values())
+    meta: dict[str, Any] = {
+        name: tensor if tensor is None else tensor.to("meta") for name, tensor in real.items()
+    }
+    correction_ = {
+        "name": "none" if ratio_from == "learner" else "token_mis",
+        "ratio_from": ratio_from,
+    }
+    share = policy_loss(
+        LossInput(**meta), learner_config(name, correction=correction_), BatchSize(2, 2)
+    )
+    assert share.loss.is_meta and all(
+        number is None or number.is_meta for number in share.numbers.values()
+    )
 
 
 def test_metrics_add_up_by_field():
     """A number is one field: sums, totals, means and what a step reports follow from the class."""
     parts = [LossMetrics(loss=1.0, kl=0.5), LossMetrics(loss=3.0, clipped=0.25)]
-    assert parts[0] + parts[1] == LossMetrics(loss=4.0, kl=0.5, clipped=0.25) == sum(parts, LossMetrics())
-    assert mean(parts) == LossMetrics(loss=2.0, kl=0.25, clipped=0.125) and mean([]) == LossMetrics()
+    assert (
+        parts[0] + parts[1]
+        == LossMetrics(loss=4.0, kl=0.5, clipped=0.25)
+        == sum(parts, LossMetrics())
+    )
+    assert (
+        mean(parts) == LossMetrics(loss=2.0, kl=0.25, clipped=0.125) and mean([]) == LossMetrics()
+    )
     unmeasured = LossMetrics(loss=5.0, phantom_clipped=None)
-    assert mean([unmeasured, LossMetrics(phantom_clipped=0.5)]) == LossMetrics(loss=2.5, phantom_clipped=0.5)
+    assert mean([unmeasured, LossMetrics(phantom_clipped=0.5)]) == LossMetrics(
+        loss=2.5, phantom_clipped=0.5
+    )
     assert mean([unmeasured]) == unmeasured and parts[0].total(Processes()) == parts[0]
     assert {f.name for f in fields(LossMetrics)} < {f.name for f in fields(LearnStats)}
 
 
 EXAMPLE = Path(__file__).parents[2] / "examples/own_objective.py"
-OWN = {"learner.objective.name": "own", "learner.objective.function": f"{EXAMPLE}:objective"}
+OWN = {
+    "learner.objective.name": "own",
+    "learner.objective.function": f"{EXAMPLE}:objective",
+}
 
 
 def two_sequences() -> LossInput:
@@ -495,14 +706,18 @@ def two_sequences() -> LossInput:
 
 def loss_of(code: str, folder: Path) -> float:
     file = folder / "mine.py"
-    file.write_text("import torch\nfrom qarl.learner.objectives import ObjectiveResult as Result\n" + code)
+    file.write_text(
+        "import torch\nfrom qarl.learner.objectives import ObjectiveResult as Result\n" + code
+    )
     own.cache_clear()
     config = load_config(None, {**OWN, "learner.objective.function": f"{file}:objective"}).learner
     return float(policy_loss(two_sequences(), config, BatchSize(2, 5)).loss.detach())
 
 
 def test_the_examples_loss_is_the_one_computed_by_hand():
-    """Σ over the first sequence (A = 1) of -w log π / 3, halved by the mean over sequences; w is token_tis's."""
+    """Σ over the first sequence (A = 1) of -w log π / 3, halved by the mean over sequences; w is
+    token_tis's.
+    """
     config = load_config(None, OWN).learner
     assert isinstance(config.correction, TruncatedConfig) and config.correction.name == "token_tis"
     inputs = two_sequences()
@@ -526,7 +741,14 @@ def test_results_are_checked(tmp_path: Path, body: str, said: str):
 def test_one_that_is_not_found_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="has no function 'objective'"):
         loss_of("", tmp_path)
-    with pytest.raises(ConfigError, match=r"must read file\.py:function.*taking \(inputs, config\)"):
-        find_objective(load_config(None, {**OWN, "learner.objective.function": "mine"}).learner.objective)
-    with pytest.raises(ConfigError, match=r"is missing; give --learner\.objective\.function: .* file\.py:function"):
+    with pytest.raises(
+        ConfigError, match=r"must read file\.py:function.*taking \(inputs, config\)"
+    ):
+        find_objective(
+            load_config(None, {**OWN, "learner.objective.function": "mine"}).learner.objective
+        )
+    with pytest.raises(
+        ConfigError,
+        match=r"is missing; give --learner\.objective\.function: .* file\.py:function",
+    ):
         load_config(None, {"learner.objective.name": "own"})

@@ -1,4 +1,6 @@
-"""The optimizer: torch's own steps, rounding of 16-bit masters, fp32 moments and gradients, offload of its state."""
+"""The optimizer: torch's own steps, rounding of 16-bit masters, fp32 moments and gradients, offload
+of its state.
+"""
 
 import io
 import math
@@ -27,13 +29,21 @@ NARROW = (torch.bfloat16, torch.float16)
 narrow = pytest.mark.parametrize("dtype", NARROW, ids=str)
 roundings = pytest.mark.parametrize("how", ["nearest", "stochastic"])
 optimizers = pytest.mark.parametrize("name", ["muon", "adamw"])
-SHAPES = {"embed": (11, 6), "up": (8, 6), "experts.gate_up_proj": (2, 8, 6), "norm": (6,)}
+SHAPES = {
+    "embed": (11, 6),
+    "up": (8, 6),
+    "experts.gate_up_proj": (2, 8, 6),
+    "norm": (6,),
+}
 MATRICES = {"up", "experts.gate_up_proj"}
 
 
 def masters_in(dtype: torch.dtype, seed: int = 0) -> dict[str, nn.Parameter]:
     generator = torch.Generator().manual_seed(seed)
-    return {name: nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for name, shape in SHAPES.items()}
+    return {
+        name: nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
+        for name, shape in SHAPES.items()
+    }
 
 
 def give_gradients(masters: dict[str, nn.Parameter], seed: int) -> None:
@@ -50,9 +60,10 @@ def config(**options: Any) -> OptimizerConfig:
 @given(seed=st.integers(0, 2**32 - 1), exponent=st.integers(-6, 4))
 @settings(max_examples=examples(20))
 def test_stochastic_rounding_is_exact_in_expectation(dtype: torch.dtype, seed: int, exponent: int):
-    """Contract: over all 2^16 values the noise can take, the mean of the rounded numbers is the fp32 value, exactly
-    (sums of 2^16 such numbers are exact in fp64), and each of them is one of its two neighbours.
-    Blind spot: that the noise is uniform; the next test draws it."""
+    """Contract: over all 2^16 values the noise can take, the mean of the rounded numbers is the
+    fp32 value, exactly (sums of 2^16 such numbers are exact in fp64), and each of them is one of
+    its two neighbours. Blind spot: that the noise is uniform; the next test draws it.
+    """
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(8, generator=generator) * 10.0**exponent
     values = torch.where(values.abs() < 2.0**-14, values.sign() * 2.0**-14, values)
@@ -68,16 +79,23 @@ def test_stochastic_rounding_is_exact_in_expectation(dtype: torch.dtype, seed: i
 
 @narrow
 def test_stochastic_rounding_draws_what_it_says(dtype: torch.dtype):
-    """200,000 draws of numbers of every magnitude, below float16's normal ones too: the mean is within 5 of its
-    standard errors, exact values and infinities stay, and a generator repeats itself."""
+    """200,000 draws of numbers of every magnitude, below float16's normal ones too: the mean is
+    within 5 of its standard errors, exact values and infinities stay, and a generator repeats
+    itself.
+    """
     spacing = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[dtype]
     for value in (1.001, -0.0203, 3.1e-4, 2.0**-14 * 1.0001, -4.3e-5, 1.3e-7, -2.0e-8):
-        same, step = torch.full((200_000,), value), max(abs(value) * 2 * spacing, 2.0**-24 * (dtype == torch.float16))
+        same, step = (
+            torch.full((200_000,), value),
+            max(abs(value) * 2 * spacing, 2.0**-24 * (dtype == torch.float16)),
+        )
         rounded = stochastic_round(same, dtype, torch.Generator().manual_seed(1))
         error = rounded.double().mean() - same[0].double()
         assert abs(error) < 5 * step / 2 / 200_000**0.5, value
         assert torch.equal(rounded, stochastic_round(same, dtype, torch.Generator().manual_seed(1)))
-        assert not torch.equal(rounded, stochastic_round(same, dtype, torch.Generator().manual_seed(2)))
+        assert not torch.equal(
+            rounded, stochastic_round(same, dtype, torch.Generator().manual_seed(2))
+        )
     exact = torch.tensor([0.0, 1.5, -(2.0**-20), torch.inf, -torch.inf])
     assert torch.equal(stochastic_round(exact, dtype, torch.Generator()).float(), exact)
     assert stochastic_round(torch.tensor([torch.nan]), dtype, torch.Generator()).isnan().all()
@@ -87,12 +105,19 @@ def test_stochastic_rounding_draws_what_it_says(dtype: torch.dtype):
 @optimizers
 @roundings
 def test_a_16_bit_step_is_torchs_step_in_fp32_rounded_once(dtype: torch.dtype, name: str, how: str):
-    """Contract: widen, step with torch's own optimizer and fp32 moments, round: over three steps, bit for bit."""
+    """Contract: widen, step with torch's own optimizer and fp32 moments, round: over three steps,
+    bit for bit.
+    """
     settings_ = config(name=name, rounding=how)
-    masters, expected = masters_in(dtype), {k: v.detach().clone() for k, v in masters_in(dtype).items()}
+    masters, expected = (
+        masters_in(dtype),
+        {k: v.detach().clone() for k, v in masters_in(dtype).items()},
+    )
     ours = MasterOptimizer(masters, MATRICES, settings_)
     wide = {k: nn.Parameter(v.float()) for k, v in expected.items()}
-    theirs = {k: MasterStep(v, _matrices(name, k, v), settings_, "nearest", None) for k, v in wide.items()}
+    theirs = {
+        k: MasterStep(v, _matrices(name, k, v), settings_, "nearest", None) for k, v in wide.items()
+    }
     generator = torch.Generator().manual_seed(0)
     for step in range(3):
         give_gradients(masters, step)
@@ -115,13 +140,16 @@ def _matrices(name: str, key: str, master: nn.Parameter) -> list[Any]:
 
 @optimizers
 def test_muon_takes_linear_matrices_and_adamw_the_rest(name: str):
-    """Contract: after three steps each master is bit for bit where torch's own Muon (matrices of linear layers) or
-    AdamW (embeddings, heads, norms) puts it, at the configured rate times the step's factor."""
+    """Contract: after three steps each master is bit for bit where torch's own Muon (matrices of
+    linear layers) or AdamW (embeddings, heads, norms) puts it, at the configured rate times the
+    step's factor.
+    """
     masters, expected = (masters_in(torch.float32) for _ in range(2))
     for each in (masters, expected):
         del each["experts.gate_up_proj"]
     settings_ = config(name=name, momentum=0.8)
-    ours = MasterOptimizer(masters, {"up", "norm"}, settings_)  # norm is no matrix, whatever the name list says
+    # norm is no matrix, whatever the name list says
+    ours = MasterOptimizer(masters, {"up", "norm"}, settings_)
     by_muon = [expected["up"]] if name == "muon" else []
     rest = [p for p in expected.values() if not any(p is other for other in by_muon)]
     theirs: list[torch.optim.Optimizer] = [
@@ -145,8 +173,9 @@ def test_muon_takes_linear_matrices_and_adamw_the_rest(name: str):
 @optimizers
 @roundings
 def test_a_restored_optimizer_continues_bit_for_bit(dtype: torch.dtype, name: str, how: str):
-    """The generator's state is in the state: two steps, save, load, two more are four steps. One started without the
-    state ends elsewhere, so the state matters."""
+    """The generator's state is in the state: two steps, save, load, two more are four steps. One
+    started without the state ends elsewhere, so the state matters.
+    """
     settings_ = config(name=name, rounding=how)
     masters = masters_in(dtype)
     optimizer = MasterOptimizer(masters, MATRICES, settings_)
@@ -154,14 +183,26 @@ def test_a_restored_optimizer_continues_bit_for_bit(dtype: torch.dtype, name: st
         give_gradients(masters, step)
         optimizer.step()
     file = io.BytesIO()
-    torch.save({"masters": {k: p.detach() for k, p in masters.items()}, "optimizer": optimizer.state_dict()}, file)
+    torch.save(
+        {
+            "masters": {k: p.detach() for k, p in masters.items()},
+            "optimizer": optimizer.state_dict(),
+        },
+        file,
+    )
     file.seek(0)
     saved = torch.load(file, weights_only=True)
-    others, fresh = ({k: nn.Parameter(v.clone()) for k, v in saved["masters"].items()} for _ in range(2))
+    others, fresh = (
+        {k: nn.Parameter(v.clone()) for k, v in saved["masters"].items()} for _ in range(2)
+    )
     other, without = (MasterOptimizer(params, MATRICES, settings_) for params in (others, fresh))
     other.load_state_dict(saved["optimizer"])
     for step in (2, 3):
-        for params, stepper in ((masters, optimizer), (others, other), (fresh, without)):
+        for params, stepper in (
+            (masters, optimizer),
+            (others, other),
+            (fresh, without),
+        ):
             give_gradients(params, step)
             stepper.step()
     assert all(torch.equal(masters[k], others[k]) for k in SHAPES)
@@ -170,11 +211,17 @@ def test_a_restored_optimizer_continues_bit_for_bit(dtype: torch.dtype, name: st
 
 @roundings
 def test_small_updates_arrive_except_with_nearest(how: str):
-    """Contract: 200 steps at 1e-6 of AdamW on bf16 weights around 0.02, whose gradient has one sign, move the mean by
-    2e-4; a weight's half step is 6e-5 or 3e-5, so to the nearest none moves and every update is lost."""
+    """Contract: 200 steps at 1e-6 of AdamW on bf16 weights around 0.02, whose gradient has one
+    sign, move the mean by 2e-4; a weight's half step is 6e-5 or 3e-5, so to the nearest none moves
+    and every update is lost.
+    """
     start = torch.full((4096,), 0.02).bfloat16()
     master = nn.Parameter(start.clone())
-    optimizer = MasterOptimizer({"w": master}, set(), config(name="adamw", lr=1e-6, weight_decay=0.0, rounding=how))
+    optimizer = MasterOptimizer(
+        {"w": master},
+        set(),
+        config(name="adamw", lr=1e-6, weight_decay=0.0, rounding=how),
+    )
     lost = []
     for _ in range(200):
         master.grad = torch.ones(4096)
@@ -189,8 +236,9 @@ def test_small_updates_arrive_except_with_nearest(how: str):
 
 
 def test_lost_updates_by_hand():
-    """Of four fp32 weights 2^30, 1, 1 and 1 with gradients 1, 1, 0 and -1, three have a momentum, and the first, whose
-    neighbours are 64 away, loses the update of 0.02."""
+    """Of four fp32 weights 2^30, 1, 1 and 1 with gradients 1, 1, 0 and -1, three have a momentum,
+    and the first, whose neighbours are 64 away, loses the update of 0.02.
+    """
     master = nn.Parameter(torch.tensor([2.0**30, 1.0, 1.0, 1.0]))
     optimizer = MasterOptimizer({"w": master}, set(), config(name="adamw", weight_decay=0.0))
     master.grad = torch.tensor([1.0, 1.0, 0.0, -1.0])
@@ -203,21 +251,25 @@ def test_lost_updates_by_hand():
 
 @narrow
 def test_gradients_of_16_bit_masters_are_accumulated_in_fp32(dtype: torch.dtype):
-    """Contract: 1e-9 (zero in float16) survives, and 1 + 1000 times 2^-10 (each lost in bfloat16) adds up."""
+    """Contract: 1e-9 (zero in float16) survives, and 1 + 1000 times 2^-10 (each lost in bfloat16)
+    adds up.
+    """
     master = nn.Parameter(torch.ones(2, dtype=dtype))
     MasterOptimizer({"w": master}, set(), config(name="adamw"))
     weights = [torch.tensor([1e-9, 1.0]), *[torch.tensor([1e-9, 2.0**-10])] * 1000]
     for weight in weights:
         (master.float() * weight).sum().backward()
     assert master.grad is not None and master.grad.dtype == torch.float32
-    # The product's backward is float32, the cast's is in the master's dtype: low-bit layers skip the cast.
+    # The product's backward is float32, the cast's is in the master's dtype: low-bit layers skip
+    # the cast.
     assert float(master.grad[1]) == pytest.approx(1 + 1000 / 1024)
 
 
 @optimizers
 def test_offloaded_moments_change_no_bit(name: str):
-    """Contract: moments that visit the master for a step and go home give the bits of moments that stay; between steps
-    they are at home, at one address. Blind spot: both homes are the CPU here."""
+    """Contract: moments that visit the master for a step and go home give the bits of moments that
+    stay; between steps they are at home, at one address. Blind spot: both homes are the CPU here.
+    """
     settings_ = config(name=name)
     stay, visit = masters_in(torch.bfloat16)["up"], masters_in(torch.bfloat16)["up"]
     steps = [
@@ -232,7 +284,14 @@ def test_offloaded_moments_change_no_bit(name: str):
             step.step(0.02)
         addresses.add(tuple(tensor.data_ptr() for _, _, tensor in steps[1]._moments()))
     assert torch.equal(stay, visit) and len(addresses) == 1
-    again = MasterStep(visit, _matrices(name, "up", visit), settings_, "nearest", None, torch.device("cpu"))
+    again = MasterStep(
+        visit,
+        _matrices(name, "up", visit),
+        settings_,
+        "nearest",
+        None,
+        torch.device("cpu"),
+    )
     again.load_state_dict(steps[1].state_dict())
     for (_, _, ours), (_, _, theirs) in zip(again._moments(), steps[0]._moments(), strict=True):
         assert torch.equal(ours, theirs)
@@ -245,14 +304,18 @@ def test_offload_without_a_gpu_is_refused():
 
 def test_the_default_rounding_is_the_masters():
     assert [OptimizerConfig().rounding_of(d) for d in ("float32", "bfloat16", "float16")] == [
-        "nearest", "stochastic", "stochastic",
-    ]  # fmt: skip
+        "nearest",
+        "stochastic",
+        "stochastic",
+    ]
     assert config(rounding="nearest").rounding_of("bfloat16") == "nearest"
 
 
 def test_gradient_norm_and_dropping():
-    """The norm is global over all masters (3, 4 and 12: 13), skips masters without gradient, and is non-finite where
-    any gradient is. Gradients of float16 masters are fp32: a norm of 90000, beyond float16, does not overflow."""
+    """The norm is global over all masters (3, 4 and 12: 13), skips masters without gradient, and is
+    non-finite where any gradient is. Gradients of float16 masters are fp32: a norm of 90000, beyond
+    float16, does not overflow.
+    """
     masters = {k: nn.Parameter(torch.zeros(2, 2)) for k in "abcd"}
     optimizer = MasterOptimizer(masters, {"a"}, OptimizerConfig())
     assert optimizer.gradient_norm() == 0.0
@@ -272,8 +335,15 @@ def test_gradient_norm_and_dropping():
 
 
 def test_stacked_muon_moves_each_matrix_as_torchs_does():
-    """Contract: what steps a layer's experts on a GPU; momenta to the bit, masters but for bfloat16's last bits."""
-    settings: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.8, "adjust_lr_fn": "match_rms_adamw"}
+    """Contract: what steps a layer's experts on a GPU; momenta to the bit, masters but for
+    bfloat16's last bits.
+    """
+    settings: dict[str, Any] = {
+        "lr": 0.02,
+        "weight_decay": 0.1,
+        "momentum": 0.8,
+        "adjust_lr_fn": "match_rms_adamw",
+    }
     stacked, alone = ([nn.Parameter(normal(8, 12, seed=n)) for n in range(3)] for _ in range(2))
     optimizers = StackedMuon(stacked, **settings), torch.optim.Muon(alone, **settings)
     for step in range(3):
@@ -283,13 +353,17 @@ def test_stacked_muon_moves_each_matrix_as_torchs_does():
         for optimizer in optimizers:
             optimizer.step()
     for a, b in zip(stacked, alone, strict=True):
-        assert torch.equal(*(o.state[p]["momentum_buffer"] for o, p in zip(optimizers, (a, b), strict=True)))
+        assert torch.equal(
+            *(o.state[p]["momentum_buffer"] for o, p in zip(optimizers, (a, b), strict=True))
+        )
         torch.testing.assert_close(a, b, rtol=0, atol=1e-3)
 
 
 def separate(stacked: nn.Parameter, rows: int) -> list[nn.Parameter]:
     """Each matrix of `rows` rows as a parameter of its own."""
-    return [nn.Parameter(part.clone()) for expert in stacked.detach() for part in expert.split(rows)]
+    return [
+        nn.Parameter(part.clone()) for expert in stacked.detach() for part in expert.split(rows)
+    ]
 
 
 @given(
@@ -300,21 +374,32 @@ def separate(stacked: nn.Parameter, rows: int) -> list[nn.Parameter]:
     seed=st.integers(0, 2**20),
 )
 @settings(max_examples=examples(20))
-def test_muon_on_stacks_is_muon_on_matrices(experts: int, inner: int, hidden: int, dtype: torch.dtype, seed: int):
-    """Contract: five steps on [E, 2I, H] and [E, H, I] equal, bit for bit, those on every expert's gate, up and down as
-    2-D parameters: each matrix is orthogonalized alone. Includes steps without a gradient for one expert (zeros), and
-    a state that is saved and loaded half way."""
+def test_muon_on_stacks_is_muon_on_matrices(
+    experts: int, inner: int, hidden: int, dtype: torch.dtype, seed: int
+):
+    """Contract: five steps on [E, 2I, H] and [E, H, I] equal, bit for bit, those on every expert's
+    gate, up and down as 2-D parameters: each matrix is orthogonalized alone. Includes steps without
+    a gradient for one expert (zeros), and a state that is saved and loaded half way.
+    """
     generator = torch.Generator().manual_seed(seed)
-    shapes = {"gate_up_proj": (experts, 2 * inner, hidden), "down_proj": (experts, hidden, inner)}
+    shapes = {
+        "gate_up_proj": (experts, 2 * inner, hidden),
+        "down_proj": (experts, hidden, inner),
+    }
     stacks = {
-        f"layers.0.mlp.experts.{name}": nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
+        f"layers.0.mlp.experts.{name}": nn.Parameter(
+            torch.randn(shape, generator=generator).to(dtype)
+        )
         for name, shape in shapes.items()
     }
     rows = (inner, hidden)
     matrices = [separate(stack, r) for stack, r in zip(stacks.values(), rows, strict=True)]
     alone = {str(i): p for i, p in enumerate(p for parts in matrices for p in parts)}
     how = OptimizerConfig(name="muon", lr=0.05, weight_decay=0.1, rounding="nearest")
-    ours, theirs = MasterOptimizer(stacks, set(stacks), how), MasterOptimizer(alone, set(alone), how)
+    ours, theirs = (
+        MasterOptimizer(stacks, set(stacks), how),
+        MasterOptimizer(alone, set(alone), how),
+    )
     for step in range(5):
         for stack, parts, r in zip(stacks.values(), matrices, rows, strict=True):
             stack.grad = torch.randn(stack.shape, generator=generator)
@@ -340,7 +425,11 @@ def test_which_matrices_muon_takes(kind: str):
     model = low_bit(random_moe(CONFIGS[kind]), "w8a8")
     taken = model.matrices()
     left = {name for name, master in model.masters.items() if master.ndim > 1} - taken
-    routers = {name for name in model.masters if name.endswith((".gate.weight", ".shared_expert_gate.weight"))}
+    routers = {
+        name
+        for name in model.masters
+        if name.endswith((".gate.weight", ".shared_expert_gate.weight"))
+    }
     assert {n for n, m in model.masters.items() if m.ndim == 3} <= taken
     assert left - routers == {"model.embed_tokens.weight", "lm_head.weight"}
     assert not {name for name in routers if name.endswith(".gate.weight")} & taken

@@ -1,5 +1,7 @@
-"""Masters of which each process has some rows: materialized and stepped as whole ones are, bit for bit, by processes
-over gloo (`tests/support/shard_worker.py`). Whole trainings are in `test_zero.py`."""
+"""Masters of which each process has some rows: materialized and stepped as whole ones are, bit for
+bit, by processes over gloo (`tests/support/shard_worker.py`). Whole trainings are in
+`test_zero.py`.
+"""
 
 import itertools
 from typing import Any
@@ -23,9 +25,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ROWS)
 def test_rows_are_stepped_as_the_whole_is(made: dict[str, Any], name: str):
-    """With equal gradients three steps are those of one process, bit for bit: AdamW, Muon over matrices cut between
-    processes and over experts, 16-bit masters rounded to nearest. Between steps the state goes through a checkpoint,
-    whose moments are those of one process."""
+    """With equal gradients three steps are those of one process, bit for bit: AdamW, Muon over
+    matrices cut between processes and over experts, 16-bit masters rounded to nearest. Between
+    steps the state goes through a checkpoint, whose moments are those of one process.
+    """
     theirs, their_state = row_steps(name)
     ours, our_state = made[name]
     for key, master in theirs.items():
@@ -38,12 +41,16 @@ def test_rows_are_stepped_as_the_whole_is(made: dict[str, Any], name: str):
 
 
 def test_rows_are_materialized_as_the_whole_is(made: dict[str, Any]):
-    """Codes, scales, tensor-wide and kept ones too, of every scheme, matrices and experts; also without a row."""
+    """Codes, scales, tensor-wide and kept ones too, of every scheme, matrices and experts; also
+    without a row.
+    """
     assert len(made["equal"]) > 30
     assert [name for name, equal in made["equal"].items() if not equal] == []
 
 
-def test_gradients_sent_in_16_bits_are_rounded_once_and_added_up_in_fp32(made: dict[str, Any]):
+def test_gradients_sent_in_16_bits_are_rounded_once_and_added_up_in_fp32(
+    made: dict[str, Any],
+):
     """Contract: a process's own part is not rounded; the default rounds none."""
     whole = [normal(5, 24, seed=rank) for rank in range(2)]
     for rank, (exact, rounded) in enumerate(made["sums"]):
@@ -54,9 +61,14 @@ def test_gradients_sent_in_16_bits_are_rounded_once_and_added_up_in_fp32(made: d
         assert not torch.equal(exact, rounded)
 
 
-@pytest.mark.parametrize(("rows", "world", "unit"), [(1, 2, 1), (7, 3, 1), (384, 2, 128), (128, 4, 128), (64, 8, 1)])
+@pytest.mark.parametrize(
+    ("rows", "world", "unit"),
+    [(1, 2, 1), (7, 3, 1), (384, 2, 128), (128, 4, 128), (64, 8, 1)],
+)
 def test_every_row_is_one_processes(rows: int, world: int, unit: int):
-    """Parts follow each other, blocks are not cut, and shares differ by a block at most; a vector is wholly one's."""
+    """Parts follow each other, blocks are not cut, and shares differ by a block at most; a vector
+    is wholly one's.
+    """
     edges = cut_rows(torch.Size((rows, 4)), 0, world, unit, turn=3).edges
     shares = [b - a for a, b in itertools.pairwise(edges)]
     assert edges[0] == 0 and edges[-1] == rows and all(edge % unit == 0 for edge in edges)

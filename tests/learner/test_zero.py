@@ -1,6 +1,9 @@
-"""Two processes under ZeRO 0-3 against one process without: the same masters, codes and checkpoints.
+"""Two processes under ZeRO 0-3 against one process without: the same masters, codes and
+checkpoints.
 
-The processes are real, over gloo (`tests/support/zero_worker.py`); one launch does all jobs of this file."""
+The processes are real, over gloo (`tests/support/zero_worker.py`); one launch does all jobs of this
+file.
+"""
 
 import functools
 import hashlib
@@ -17,7 +20,14 @@ from qarl.learner.learner import Learner
 from qarl.quant.checkpoint.load import load_masters
 from qarl.quant.model.add_lora import add_adapters
 from qarl.run.checkpoint import save_checkpoint
-from tests.support.learners import assert_same_trajectory, batch_of, distances, make_learner, masters_of, random_model
+from tests.support.learners import (
+    assert_same_trajectory,
+    batch_of,
+    distances,
+    make_learner,
+    masters_of,
+    random_model,
+)
 from tests.support.models import low_bit
 from tests.support.moe_models import CONFIGS, random_moe
 from tests.support.runs import run_two_workers
@@ -29,7 +39,8 @@ ADAMW = {"lr": 1e-4, "name": "adamw"}
 LEARNER: dict[str, Any] = {
     "mini_batches": 2,
     "micro_batch_tokens": 30,
-    "logprob_chunk_tokens": 8,  # several a micro-batch, of other counts in the other process
+    # several a micro-batch, of other counts in the other process
+    "logprob_chunk_tokens": 8,
     "optimizer": ADAMW,
 }
 MUON: dict[str, Any] = {**LEARNER, "optimizer": {"lr": 1e-4, "name": "muon"}}
@@ -42,27 +53,41 @@ Done = dict[str, Any]
 
 
 def plain(batches: int, learner: dict[str, Any] = LEARNER) -> tuple[Learner, list[list[float]]]:
-    """One process: the learner after these batches, and the numbers of each as `zero_worker` writes them."""
+    """One process: the learner after these batches, and the numbers of each as `zero_worker` writes
+    them.
+    """
     found = make_learner("bf16", torch.float32, **learner)
     stats = [found.learn(batch_of(), step=step) for step in range(batches)]
-    return found, [[s.loss, s.grad_norm, s.clipped, s.entropy, s.updates, s.skipped, s.kl] for s in stats]
+    return found, [
+        [s.loss, s.grad_norm, s.clipped, s.entropy, s.updates, s.skipped, s.kl] for s in stats
+    ]
 
 
 @functools.cache
-def trained(batches: int, muon: bool = False) -> tuple[dict[str, torch.Tensor], dict[str, Any], list[list[float]]]:
-    """Masters, the optimizer's state and the numbers of `plain`: trained once for all tests, which only read them."""
+def trained(
+    batches: int, muon: bool = False
+) -> tuple[dict[str, torch.Tensor], dict[str, Any], list[list[float]]]:
+    """Masters, the optimizer's state and the numbers of `plain`: trained once for all tests, which
+    only read them.
+    """
     learner, numbers = plain(batches, MUON if muon else LEARNER)
     return masters_of(learner), learner.state_dict()["optimizer"]["masters"], numbers
 
 
 def written_by_two(folder: Path, name: str) -> Path:
-    """A checkpoint of two files: the second "damaged" by a flipped bit, or "followed" by one of an empty manifest."""
-    target = save_checkpoint(folder, 7, {"learner": {"masters": {}, "optimizer": {"masters": {}}}}, keep=1)
+    """A checkpoint of two files: the second "damaged" by a flipped bit, or "followed" by one of an
+    empty manifest.
+    """
+    target = save_checkpoint(
+        folder, 7, {"learner": {"masters": {}, "optimizer": {"masters": {}}}}, keep=1
+    )
     files = [target / "state-00000.pt", target / "state-00001.pt"]
     content = files[0].read_bytes()
     digest = hashlib.sha256(content).hexdigest()
     files[1].write_bytes(content[:-1] + bytes([content[-1] ^ 1]) if name == "damaged" else content)
-    (target / "manifest.json").write_text(json.dumps({"step": 7, "sha256": {file.name: digest for file in files}}))
+    (target / "manifest.json").write_text(
+        json.dumps({"step": 7, "sha256": {file.name: digest for file in files}})
+    )
     if name == "followed":
         (save_checkpoint(folder, 8, {}, keep=2) / "manifest.json").write_text("")
     return folder
@@ -78,46 +103,115 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
     torch.save(half.state_dict(), folder / "half.pt")
     torch.save(plain(1, MUON)[0].state_dict(), folder / "muon.pt")
 
-    def job(name: str, stage: int, first: int = 0, last: int = BATCHES, **other: Any) -> dict[str, Any]:
+    def job(
+        name: str, stage: int, first: int = 0, last: int = BATCHES, **other: Any
+    ) -> dict[str, Any]:
         learner = {**other.pop("learner", LEARNER), "zero_stage": stage}
-        given = {"folder": str(folder / "model"), "scheme": "bf16", "dtype": "float32", "resume": None}
-        return {**given, "learner": learner, "batches": [first, last], "save": str(folder / f"{name}.pt"), **other}
+        given = {
+            "folder": str(folder / "model"),
+            "scheme": "bf16",
+            "dtype": "float32",
+            "resume": None,
+        }
+        return {
+            **given,
+            "learner": learner,
+            "batches": [first, last],
+            "save": str(folder / f"{name}.pt"),
+            **other,
+        }
 
     jobs = [job(f"stage {stage}", stage) for stage in range(4)]
-    jobs += [job(f"w4a16 stage {stage}", stage, scheme="w4a16", dtype="bfloat16", last=2) for stage in (0, 3)]
-    jobs += [job(f"half stage {stage}", stage, BATCHES // 2, resume=str(folder / "half.pt")) for stage in (0, 2, 3)]
+    jobs += [
+        job(f"w4a16 stage {stage}", stage, scheme="w4a16", dtype="bfloat16", last=2)
+        for stage in (0, 3)
+    ]
+    jobs += [
+        job(f"half stage {stage}", stage, BATCHES // 2, resume=str(folder / "half.pt"))
+        for stage in (0, 2, 3)
+    ]
     jobs += [job(f"muon stage {stage}", stage, learner=MUON, last=2) for stage in range(3)]
-    resumed = {"first": 1, "last": 2, "learner": MUON, "resume": str(folder / "muon.pt")}
+    resumed = {
+        "first": 1,
+        "last": 2,
+        "learner": MUON,
+        "resume": str(folder / "muon.pt"),
+    }
     jobs += [job("muon half stage 1", 1, **resumed)]
-    jobs += [job("muon experts stage 3", 3, learner={**EXPERTS, **MUON}, folder=str(folder / "experts"), last=1)]
-    jobs += [job("lora stage 3", 3, learner={**LORA, **KEEPS_NONE}, scheme="w4a16", dtype="bfloat16", last=2)]
+    jobs += [
+        job(
+            "muon experts stage 3",
+            3,
+            learner={**EXPERTS, **MUON},
+            folder=str(folder / "experts"),
+            last=1,
+        )
+    ]
+    jobs += [
+        job(
+            "lora stage 3",
+            3,
+            learner={**LORA, **KEEPS_NONE},
+            scheme="w4a16",
+            dtype="bfloat16",
+            last=2,
+        )
+    ]
     jobs += [job("kl stage 3", 3, learner=KL, last=3)]
-    jobs += [job("experts stage 3", 3, learner={**EXPERTS, **KEEPS_NONE}, folder=str(folder / "experts"), last=3)]
+    jobs += [
+        job(
+            "experts stage 3",
+            3,
+            learner={**EXPERTS, **KEEPS_NONE},
+            folder=str(folder / "experts"),
+            last=3,
+        )
+    ]
     jobs += [job("plain stage 3", 3, learner=PLAIN, scheme="w8a8", dtype="bfloat16", last=3)]
-    jobs += [job(f"bfloat16 stage {n}", n, learner={**MUON, "master_dtype": "bfloat16"}, last=1) for n in (1, 2, 3)]
+    jobs += [
+        job(
+            f"bfloat16 stage {n}",
+            n,
+            learner={**MUON, "master_dtype": "bfloat16"},
+            last=1,
+        )
+        for n in (1, 2, 3)
+    ]
     for name in ("intact", "damaged", "followed"):
-        read = {"read": str(written_by_two(folder / name, name)), "step_over": name == "followed"}
+        read = {
+            "read": str(written_by_two(folder / name, name)),
+            "step_over": name == "followed",
+        }
         jobs += [{**read, "save": str(folder / f"{name}.pt")}]
     (folder / "jobs.json").write_text(json.dumps(jobs))
     run_two_workers("zero_worker", folder / "jobs.json", folder / "log.txt")
-    found = {path.stem: torch.load(path) for path in folder.glob("*.pt") if path.stem not in ("half", "muon")}
+    found = {
+        path.stem: torch.load(path)
+        for path in folder.glob("*.pt")
+        if path.stem not in ("half", "muon")
+    }
     return {**found, "folder": folder}
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_two_processes_learn_as_one(done: Done, stage: int):
-    """Contract: 8 updates by AdamW in fp32, each process computing its micro-batches alone, end at the masters of one
-    process; loss, gradient norm, clipped share and entropy of every batch agree. A loss averaged twice, a micro-batch
-    counted twice, or a norm over a shard would be off at once."""
+    """Contract: 8 updates by AdamW in fp32, each process computing its micro-batches alone, end at
+    the masters of one process; loss, gradient norm, clipped share and entropy of every batch agree.
+    A loss averaged twice, a micro-batch counted twice, or a norm over a shard would be off at once.
+    """
     masters, _, numbers = trained(BATCHES)
     ours = done[f"stage {stage}"]
     assert_same_trajectory(trained(0)[0], masters, ours["state"]["masters"])
-    torch.testing.assert_close(torch.tensor(ours["numbers"]), torch.tensor(numbers), rtol=2e-3, atol=2e-4)
+    torch.testing.assert_close(
+        torch.tensor(ours["numbers"]), torch.tensor(numbers), rtol=2e-3, atol=2e-4
+    )
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_partitioned_masters_give_the_codes_of_whole_ones(done: Done, stage: int):
-    """Quantization sees whole rows and groups: codes are, bit for bit, those of the gathered masters in one process."""
+    """Quantization sees whole rows and groups: codes are, bit for bit, those of the gathered
+    masters in one process.
+    """
     ours = done[f"w4a16 stage {stage}"]
     other = make_learner("w4a16", torch.bfloat16, **LEARNER)
     with torch.no_grad():
@@ -127,17 +221,26 @@ def test_partitioned_masters_give_the_codes_of_whole_ones(done: Done, stage: int
     expected = {item.name: item.tensor for item in other.model.low_bit_tensors()}
     assert ours["codes"].keys() == expected.keys()
     assert all(torch.equal(ours["codes"][name], expected[name]) for name in expected)
-    assert not torch.equal(ours["state"]["masters"]["model.norm.weight"], trained(0)[0]["model.norm.weight"])
+    assert not torch.equal(
+        ours["state"]["masters"]["model.norm.weight"],
+        trained(0)[0]["model.norm.weight"],
+    )
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_checkpoint_of_one_process_goes_on_in_two(done: Done, stage: int):
-    assert_same_trajectory(trained(0)[0], trained(BATCHES)[0], done[f"half stage {stage}"]["state"]["masters"])
+    assert_same_trajectory(
+        trained(0)[0],
+        trained(BATCHES)[0],
+        done[f"half stage {stage}"]["state"]["masters"],
+    )
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_checkpoint_of_two_processes_goes_on_in_one(done: Done, stage: int):
-    """Masters, both moments and the step count are those one process would have; one more batch proves them used."""
+    """Masters, both moments and the step count are those one process would have; one more batch
+    proves them used.
+    """
     masters, moments, _ = trained(BATCHES + 1)
     ours, _ = plain(0)
     ours.load_state_dict(done[f"stage {stage}"]["state"])
@@ -152,11 +255,18 @@ def test_a_checkpoint_of_two_processes_goes_on_in_one(done: Done, stage: int):
             assert (found[key] - wanted[key]).abs().mean() <= 0.02 * wanted[key].abs().mean()
 
 
-def alone_on(folder: Path, scheme: str, dtype: torch.dtype, settings: dict[str, Any], batches: int) -> Learner:
+def alone_on(
+    folder: Path,
+    scheme: str,
+    dtype: torch.dtype,
+    settings: dict[str, Any],
+    batches: int,
+) -> Learner:
     """One process that learned as `zero_worker` does."""
     config = LearnerConfig.model_validate(settings)
     model, reference = (
-        low_bit(load_masters(folder, torch.float32), scheme, dtype, aligned=config.aligned) for _ in range(2)
+        low_bit(load_masters(folder, torch.float32), scheme, dtype, aligned=config.aligned)
+        for _ in range(2)
     )
     if isinstance(config.lora, LoraConfig):
         add_adapters(model, config.lora, seed=0)
@@ -166,21 +276,34 @@ def alone_on(folder: Path, scheme: str, dtype: torch.dtype, settings: dict[str, 
     return learner
 
 
-@pytest.mark.parametrize(("job", "model", "scheme", "dtype", "settings", "batches"), [
-    ("lora stage 3", "model", "w4a16", torch.bfloat16, LORA, 2),
-    ("experts stage 3", "experts", "bf16", torch.float32, EXPERTS, 3),
-    ("kl stage 3", "model", "bf16", torch.float32, KL, 3),
-    ("plain stage 3", "model", "w8a8", torch.bfloat16, PLAIN, 3),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("job", "model", "scheme", "dtype", "settings", "batches"),
+    [
+        ("lora stage 3", "model", "w4a16", torch.bfloat16, LORA, 2),
+        ("experts stage 3", "experts", "bf16", torch.float32, EXPERTS, 3),
+        ("kl stage 3", "model", "bf16", torch.float32, KL, 3),
+        ("plain stage 3", "model", "w8a8", torch.bfloat16, PLAIN, 3),
+    ],
+)
 def test_partitioned_adapters_experts_and_references(
-    done: Done, job: str, model: str, scheme: str, dtype: torch.dtype, settings: dict[str, Any], batches: int
+    done: Done,
+    job: str,
+    model: str,
+    scheme: str,
+    dtype: torch.dtype,
+    settings: dict[str, Any],
+    batches: int,
 ):
-    """The factors over a partitioned frozen base, and fused experts with their routers' loss, learn under ZeRO-3 what
-    they learn in one process, with codes that all make together whenever one needs them; so do a policy near a
-    partitioned reference, and a plain learner, which multiplies a cast put together. The digest is the base's."""
+    """The factors over a partitioned frozen base, and fused experts with their routers' loss, learn
+    under ZeRO-3 what they learn in one process, with codes that all make together whenever one
+    needs them; so do a policy near a partitioned reference, and a plain learner, which multiplies a
+    cast put together. The digest is the base's.
+    """
     alone = alone_on(done["folder"] / model, scheme, dtype, settings, batches)
     ours = done[job]["state"]
-    assert ours["base"] == alone.state_dict()["base"] and (ours["base"] is None) == (not job.startswith("lora"))
+    assert ours["base"] == alone.state_dict()["base"] and (ours["base"] is None) == (
+        not job.startswith("lora")
+    )
     start = masters_of(alone_on(done["folder"] / model, scheme, dtype, settings, 0))
     moved, off = distances(start, masters_of(alone), ours["masters"])
     assert moved.mean() > 5e-5 and off.mean() <= 0.01 * moved.mean()
@@ -190,19 +313,23 @@ def test_partitioned_adapters_experts_and_references(
 
 @pytest.mark.parametrize("job", [*(f"muon stage {n}" for n in range(3)), "muon half stage 1"])
 def test_muon_in_two_processes_is_muon_in_one(done: Done, job: str):
-    """Also where a checkpoint of one process goes on in two. These gradients have fewer tokens than rows, and the
-    orthogonalization in bfloat16 blows the rounding noise of their null space up to a share of the update, anew with
-    every other order of sums: a third was seen, where unrelated updates would differ by more than they move. Equal
-    gradients, and the momentum that goes back to one process: test_sharded.py."""
+    """Also where a checkpoint of one process goes on in two. These gradients have fewer tokens than
+    rows, and the orthogonalization in bfloat16 blows the rounding noise of their null space up to a
+    share of the update, anew with every other order of sums: a third was seen, where unrelated
+    updates would differ by more than they move. Equal gradients, and the momentum that goes back to
+    one process: test_sharded.py.
+    """
     moved, off = distances(trained(0)[0], trained(2, muon=True)[0], done[job]["state"]["masters"])
     assert moved.mean() > 2e-5 and off.mean() <= 0.5 * moved.mean()
 
 
 def test_a_process_holds_and_sends_its_share_alone(done: Done):
-    """Under ZeRO-3: half of every master, up to a row, with its gradient and moments. A step sends fp32 gradients once
-    a micro-batch and the weight version once an update, and no more than a tenth beyond (norms, metrics). Golden: of
-    every micro-batch one collective for each of 24 masters and one more for the tied output head, which is called
-    several times; half of the fp32 gradients' bytes."""
+    """Under ZeRO-3: half of every master, up to a row, with its gradient and moments. A step sends
+    fp32 gradients once a micro-batch and the weight version once an update, and no more than a
+    tenth beyond (norms, metrics). Golden: of every micro-batch one collective for each of 24
+    masters and one more for the tied output head, which is called several times; half of the fp32
+    gradients' bytes.
+    """
     numbers = done["w4a16 stage 3"]
     assert numbers["held"] == pytest.approx(0.5, abs=0.02)
     assert 0.5 * numbers["expected_bytes"] < numbers["sent_bytes"] < 1.1 * numbers["expected_bytes"]
@@ -212,7 +339,9 @@ def test_a_process_holds_and_sends_its_share_alone(done: Done):
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_16_bit_masters_are_rounded_in_every_process(done: Done, stage: int):
-    """From stage 1 on bfloat16 masters are rounded stochastically, each process by its own generator, which is kept."""
+    """From stage 1 on bfloat16 masters are rounded stochastically, each process by its own
+    generator, which is kept.
+    """
     state = done[f"bfloat16 stage {stage}"]["state"]
     assert all(master.dtype == torch.bfloat16 for master in state["masters"].values())
     first, second = state["optimizer"]["generator"]
@@ -220,24 +349,33 @@ def test_16_bit_masters_are_rounded_in_every_process(done: Done, stage: int):
 
 
 def test_muon_steps_partitioned_experts_one_by_one(done: Done):
-    """Each expert's gate, up and down have momentum of their own, as in one process, up to orthogonalization."""
+    """Each expert's gate, up and down have momentum of their own, as in one process, up to
+    orthogonalization.
+    """
     state, folder = done["muon experts stage 3"]["state"], done["folder"]
     start, expected = (
-        masters_of(alone_on(folder / "experts", "bf16", torch.float32, {**EXPERTS, **MUON}, batches))
+        masters_of(
+            alone_on(folder / "experts", "bf16", torch.float32, {**EXPERTS, **MUON}, batches)
+        )
         for batches in (0, 1)
     )
     moved, off = distances(start, expected, state["masters"])
     assert moved.mean() > 2e-5 and off.mean() <= 0.5 * moved.mean()
     experts = state["optimizer"]["masters"]
-    name, config = next(n for n in experts if n.endswith("gate_up_proj")), CONFIGS["qwen3_moe"]
+    name, config = (
+        next(n for n in experts if n.endswith("gate_up_proj")),
+        CONFIGS["qwen3_moe"],
+    )
     assert len(experts[name]["moments"]) == 2 * config.num_experts
     shape = (config.moe_intermediate_size, config.hidden_size)
     assert all(moments["momentum_buffer"].shape == shape for moments in experts[name]["moments"])
 
 
 def test_each_process_hashes_a_part_and_all_know_of_the_damage(done: Done):
-    """The second file is the second process's to hash; the first stops as well. Where an older checkpoint may be gone
-    on from, all do, also those that come when the first has set the damaged one aside."""
+    """The second file is the second process's to hash; the first stops as well. Where an older
+    checkpoint may be gone on from, all do, also those that come when the first has set the damaged
+    one aside.
+    """
     assert done["intact"]["said"] == ["step 7"] * 2
     first, second = done["damaged"]["said"]
     assert first == second and "the SHA-256 of state-00001.pt differs from its manifest" in first

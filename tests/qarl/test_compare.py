@@ -1,5 +1,7 @@
-"""`qarl compare`: which cells there are, what is refused before the first, how metrics become figures and figures a
-table; two variants with two seeds are trained for real, and go on after one was killed."""
+"""`qarl compare`: which cells there are, what is refused before the first, how metrics become
+figures and figures a table; two variants with two seeds are trained for real, and go on after one
+was killed.
+"""
 
 import dataclasses
 import json
@@ -29,8 +31,22 @@ from qarl.configs.schema.run import RunConfig
 from tests.support import forks
 from tests.support.cases import cases
 
-SMALL = ["--steps", "2", "--prompts", "8", "--samples", "4", "--mini-batches", "1", "--eval.problems", "16",
-         "--eval-every", "2", "--checkpoint-every", "1"]  # fmt: skip
+SMALL = [
+    "--steps",
+    "2",
+    "--prompts",
+    "8",
+    "--samples",
+    "4",
+    "--mini-batches",
+    "1",
+    "--eval.problems",
+    "16",
+    "--eval-every",
+    "2",
+    "--checkpoint-every",
+    "1",
+]
 
 
 def shipped(name: str, output: Path = Path("runs"), **chosen: Any) -> Comparison:
@@ -43,7 +59,10 @@ def left(comparison: Comparison) -> dict[Cell, list[list[str]]]:
 
 def configs(comparison: Comparison) -> dict[str, RunConfig]:
     """Of the first seed, by variant."""
-    return {each.name: comparison.run_config(Cell(each, comparison.seeds[0])) for each in comparison.variants}
+    return {
+        each.name: comparison.run_config(Cell(each, comparison.seeds[0]))
+        for each in comparison.variants
+    }
 
 
 @pytest.mark.parametrize("name", files.shipped_comparisons())
@@ -55,33 +74,61 @@ def test_every_shipped_file_gives_configurations(name: str):
 
 
 def test_one_run_of_everything_before_the_next_seed():
-    """Variants that set a varied option stay one; comparisons are within what is varied; quantized ones come last."""
-    comparison = shipped("ptq", vary={"scheme": ("w4a16", "w8a8")}, variants=("bf16", "rtn", "qarl"), seeds=(0, 1))
+    """Variants that set a varied option stay one; comparisons are within what is varied; quantized
+    ones come last.
+    """
+    comparison = shipped(
+        "ptq",
+        vary={"scheme": ("w4a16", "w8a8")},
+        variants=("bf16", "rtn", "qarl"),
+        seeds=(0, 1),
+    )
     names = [cell.name for cell in comparison.cells()]
     assert names == [
-        *("bf16-seed0", "qarl-w4a16-seed0", "qarl-w8a8-seed0", "bf16-seed1", "qarl-w4a16-seed1", "qarl-w8a8-seed1"),
+        *(
+            "bf16-seed0",
+            "qarl-w4a16-seed0",
+            "qarl-w8a8-seed0",
+            "bf16-seed1",
+            "qarl-w4a16-seed1",
+            "qarl-w8a8-seed1",
+        ),
         *("rtn-w4a16-seed0", "rtn-w8a8-seed0", "rtn-w4a16-seed1", "rtn-w8a8-seed1"),
     ]
     rtn = next(each for each in comparison.variants if each.name == "rtn-w8a8")
     assert rtn.reference == "qarl-w8a8" and rtn.quantized == Quantized("bf16", "rtn", None)
     assert comparison.run_config(Cell(rtn, 0)).scheme == "w8a8"
     schemes = {each.name: each for each in shipped("schemes").variants}
-    assert (schemes["qarl-grpo"].reference, schemes["qarl-grpo"].baseline) == ("bf16-grpo", "plain-grpo")
+    assert (schemes["qarl-grpo"].reference, schemes["qarl-grpo"].baseline) == (
+        "bf16-grpo",
+        "plain-grpo",
+    )
 
 
 def test_what_differs_between_runs_is_what_is_compared():
-    """Of all objectives the configurations are equal once objective, its correction and aggregation, and on_policy's
-    one update a batch are set aside; of the pairings, once what computes is."""
+    """Of all objectives the configurations are equal once objective, its correction and
+    aggregation, and on_policy's one update a batch are set aside; of the pairings, once what
+    computes is.
+    """
     objectives = configs(shipped("objectives", seeds=(3,)))
     names = {name for part in choice_sections()["learner.objective"] for name in part.names()}
-    assert set(objectives) == names - {"own"} and {config.seed for config in objectives.values()} == {3}
-    assert objectives["gspo"].learner.objective.model_dump()["clip_high"] == 0.1, "what the file has for TBPO"
+    assert set(objectives) == names - {"own"} and {
+        config.seed for config in objectives.values()
+    } == {3}
+    assert objectives["gspo"].learner.objective.model_dump()["clip_high"] == 0.1, (
+        "what the file has for TBPO"
+    )
     pairings = configs(shipped("precision-gap"))
     for group, parts in (
         (objectives, ("objective", "correction", "aggregation", "mini_batches")),
-        (pairings, ("aligned", "compute_dtype", "operators", "ratio_fix", "master_dtype")),
+        (
+            pairings,
+            ("aligned", "compute_dtype", "operators", "ratio_fix", "master_dtype"),
+        ),
     ):
-        trees = [config.model_dump(exclude={"output", "scheme", "dtype"}) for config in group.values()]
+        trees = [
+            config.model_dump(exclude={"output", "scheme", "dtype"}) for config in group.values()
+        ]
         for tree in trees:
             for part in parts:
                 del tree["learner"][part]
@@ -101,20 +148,34 @@ def test_options_hold_for_variants_that_do_not_set_them():
     assert scales == ["minmax"] * 2 + ["kept"] * 4
     file = files.varied({"scheme": ("bf16", "w4a16"), "learner.optimizer.lr": ("1e-4", "5e-4")})
     product = configs(make_comparison(file, Path("runs"), {}, config="immediate-eos"))
-    assert [*product] == ["bf16-lr-1e-4", "bf16-lr-5e-4", "w4a16-lr-1e-4", "w4a16-lr-5e-4"]
-    assert product["bf16-lr-5e-4"].learner.optimizer.lr == 5e-4 and product["bf16-lr-5e-4"].rollout.prompts == 32
+    assert [*product] == [
+        "bf16-lr-1e-4",
+        "bf16-lr-5e-4",
+        "w4a16-lr-1e-4",
+        "w4a16-lr-5e-4",
+    ]
+    assert (
+        product["bf16-lr-5e-4"].learner.optimizer.lr == 5e-4
+        and product["bf16-lr-5e-4"].rollout.prompts == 32
+    )
 
 
 @pytest.mark.parametrize(("tree", "texts"), cases(__file__, "texts"))
-def test_options_are_written_as_in_a_configuration_or_on_the_command_line(tree: dict[str, Any], texts: dict[str, str]):
+def test_options_are_written_as_in_a_configuration_or_on_the_command_line(
+    tree: dict[str, Any], texts: dict[str, str]
+):
     assert files.option_texts(tree) == texts
 
 
 @pytest.mark.parametrize(("body", "arguments", "said"), cases(__file__, "refusals"))
-def test_what_is_refused_before_the_first_run(body: dict[str, Any] | None, arguments: str, said: str, tmp_path, capsys):
+def test_what_is_refused_before_the_first_run(
+    body: dict[str, Any] | None, arguments: str, said: str, tmp_path, capsys
+):
     command = ["compare", *arguments.split(), "--output", str(tmp_path / "runs")]
     if body is not None:
-        (tmp_path / "mine.yaml").write_text(json.dumps({"variants": {"a": {"scheme": "bf16"}, "b": {}}} | body))
+        (tmp_path / "mine.yaml").write_text(
+            json.dumps({"variants": {"a": {"scheme": "bf16"}, "b": {}}} | body)
+        )
         command.insert(1, str(tmp_path / "mine.yaml"))
     assert main(command) == 2
     assert said in capsys.readouterr().err.replace("\n", " ")
@@ -123,64 +184,135 @@ def test_what_is_refused_before_the_first_run(body: dict[str, Any] | None, argum
 
 def test_figures_of_metrics():
     """Of the steps that measured one: the first of these did not learn."""
-    steps = [{"step": n, "reward": n - 3.0, **({"learn/k3": 0.1 * n} if n > 1 else {})} for n in range(1, 13)]
-    values = {text: value_of(Figure.parse("x", text), steps) for text in (
-        "reward last 10", "learn/k3 mean", "learn/k3 first 1", "reward reaches 0.5", "reward reaches 99", "x mean",
-    )}  # fmt: skip
-    assert [*values.values()] == [pytest.approx(4.5), pytest.approx(0.7), pytest.approx(0.2), 4, None, None]
+    steps = [
+        {"step": n, "reward": n - 3.0, **({"learn/k3": 0.1 * n} if n > 1 else {})}
+        for n in range(1, 13)
+    ]
+    values = {
+        text: value_of(Figure.parse("x", text), steps)
+        for text in (
+            "reward last 10",
+            "learn/k3 mean",
+            "learn/k3 first 1",
+            "reward reaches 0.5",
+            "reward reaches 99",
+            "x mean",
+        )
+    }
+    assert [*values.values()] == [
+        pytest.approx(4.5),
+        pytest.approx(0.7),
+        pytest.approx(0.2),
+        4,
+        None,
+        None,
+    ]
 
 
 def test_the_gap_that_is_closed():
     assert gap_closed({0: 0.70}, {0: 0.60}, {0: 0.72}) == pytest.approx(0.10 / 0.12)
-    assert gap_closed({0: 0.7, 1: 0.5}, {0: 0.6}, {0: 0.8, 1: 0.9}) == pytest.approx(0.5), "shared seeds alone"
+    assert gap_closed({0: 0.7, 1: 0.5}, {0: 0.6}, {0: 0.8, 1: 0.9}) == pytest.approx(0.5), (
+        "shared seeds alone"
+    )
     assert gap_closed({0: 0.7}, {0: 0.8}, {0: 0.7}) is None, "the baseline does not trail"
-    assert gap_closed({0: 0.7, 1: 0.7}, {0: 0.6, 1: 0.71}, {0: 0.7, 1: 0.7}) is None, "nor by more than seeds differ"
+    assert gap_closed({0: 0.7, 1: 0.7}, {0: 0.6, 1: 0.71}, {0: 0.7, 1: 0.7}) is None, (
+        "nor by more than seeds differ"
+    )
 
 
 def measured(accuracy: float, device: str = "CPU", moved: float | None = None) -> Measured:
     figures = {} if moved else {"k3": 1e-3 * accuracy, "steps": 7.0 if accuracy > 0.72 else None}
     environment = {} if moved else {"torch": "2", "device": device}
-    return Measured(accuracy=accuracy, evaluated=None, moved=moved, figures=figures, curves={}, environment=environment)
+    return Measured(
+        accuracy=accuracy,
+        evaluated=None,
+        moved=moved,
+        figures=figures,
+        curves={},
+        environment=environment,
+    )
 
 
 def test_the_table():
-    accuracies = {"bf16": (0.8, 0.7), "plain": (0.6, 0.5), "qarl": (0.75, 0.7), "rtn": (0.5, 0.6)}
+    accuracies = {
+        "bf16": (0.8, 0.7),
+        "plain": (0.6, 0.5),
+        "qarl": (0.75, 0.7),
+        "rtn": (0.5, 0.6),
+    }
     file = ComparisonFile(
         variants={
-            "bf16": {"scheme": "bf16"}, "plain": {"aligned": False}, "qarl": {}, "rtn": {"ptq": "rtn", "of": "bf16"},
+            "bf16": {"scheme": "bf16"},
+            "plain": {"aligned": False},
+            "qarl": {},
+            "rtn": {"ptq": "rtn", "of": "bf16"},
         },
-        reference="bf16", baseline="plain",
-    )  # fmt: skip
+        reference="bf16",
+        baseline="plain",
+    )
     comparison = make_comparison(file, Path("runs"), {}, seeds=(0, 1))
     cells = {
-        cell: measured(accuracies[cell.variant.name][cell.seed], moved=0.25 if cell.variant.quantized else None)
+        cell: measured(
+            accuracies[cell.variant.name][cell.seed],
+            moved=0.25 if cell.variant.quantized else None,
+        )
         for cell in comparison.cells()
     }
     bf16, plain, qarl, rtn = rows(cells)
-    assert bf16["to_reference"] is None and plain["to_baseline"] is None and plain["gap_closed"] is None
-    assert qarl["to_reference"]["mean"] == pytest.approx(-0.025) and qarl["to_reference"]["low"] == pytest.approx(-0.05)
-    assert qarl["deployed"]["error"] == pytest.approx(0.025) and qarl["gap_closed"] == pytest.approx(0.175 / 0.2)
+    assert (
+        bf16["to_reference"] is None
+        and plain["to_baseline"] is None
+        and plain["gap_closed"] is None
+    )
+    assert qarl["to_reference"]["mean"] == pytest.approx(-0.025) and qarl["to_reference"][
+        "low"
+    ] == pytest.approx(-0.05)
+    assert qarl["deployed"]["error"] == pytest.approx(0.025) and qarl[
+        "gap_closed"
+    ] == pytest.approx(0.175 / 0.2)
     assert qarl["accuracies"] == {0: 0.75, 1: 0.7} and rtn["moved"]["mean"] == 0.25
     console = Console(width=240)
     with console.capture() as captured:
         table(cells).show(console)
     text = captured.get()
-    assert "72.5 ± 2.5 [70.0, 75.0]" in text and "-2.5 ± 2.5 [-5.0, +0.0]" in text and "7 (1 of 2)" in text
+    assert (
+        "72.5 ± 2.5 [70.0, 75.0]" in text
+        and "-2.5 ± 2.5 [-5.0, +0.0]" in text
+        and "7 (1 of 2)" in text
+    )
     assert "evaluated" not in text and "runs differ" not in text
     cells[Cell(comparison.variants[0], 1)] = measured(0.7, "another CPU")
     assert remarks(cells) == ["runs differ in device: CPU, another CPU"]
-    cells[Cell(comparison.variants[0], 1)] = dataclasses.replace(measured(0.7), curves={"learn/clippd": [None]})
+    cells[Cell(comparison.variants[0], 1)] = dataclasses.replace(
+        measured(0.7), curves={"learn/clippd": [None]}
+    )
     (remark,) = remarks(cells)
-    assert remark == "no step measured 'learn/clippd' (figures); docs/reference/metrics.md lists what there is"
+    assert (
+        remark == "no step measured 'learn/clippd' (figures); docs/reference/metrics.md lists what"
+        " there is"
+    )
 
 
 @pytest.mark.slow
-def test_cells_are_trained_once_and_go_on_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
-    """Two schemes, two seeds, two at a time. What a kill before the last checkpoint leaves of one run, and one before
-    the first of another, is all that is trained again, to the same figures; another configuration's run is refused."""
+def test_cells_are_trained_once_and_go_on_after_a_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+):
+    """Two schemes, two seeds, two at a time. What a kill before the last checkpoint leaves of one
+    run, and one before the first of another, is all that is trained again, to the same figures;
+    another configuration's run is refused.
+    """
     monkeypatch.setattr(sys, "executable", str(forks.interpreter(tmp_path)))
     output = tmp_path / "runs"
-    command = ["compare", "--vary", "scheme=bf16,w4a16", "--seeds", "0,1", "--output", str(output), *SMALL]
+    command = [
+        "compare",
+        "--vary",
+        "scheme=bf16,w4a16",
+        "--seeds",
+        "0,1",
+        "--output",
+        str(output),
+        *SMALL,
+    ]
     data = []
     for number in range(2):
         file = tmp_path / f"{number}.json"
@@ -192,7 +324,10 @@ def test_cells_are_trained_once_and_go_on_after_a_kill(tmp_path: Path, monkeypat
                 shutil.rmtree(output / name / "checkpoints/step-000002")
             shutil.rmtree(output / "bf16-seed0/checkpoints")
     out = capsys.readouterr().out
-    assert "4 cells, 0 of them finished before, 2 at a time" in out and "4 cells, 2 of them finished before" in out
+    assert (
+        "4 cells, 0 of them finished before, 2 at a time" in out
+        and "4 cells, 2 of them finished before" in out
+    )
     assert "run folder" in (output / "bf16-seed0.log").read_text()
     for each in data:
         for cell in each["cells"]:
@@ -201,15 +336,23 @@ def test_cells_are_trained_once_and_go_on_after_a_kill(tmp_path: Path, monkeypat
             del row["figures"]["s/step"]
     assert data[0] == data[1]
     assert [(cell["variant"], cell["seed"]) for cell in data[0]["cells"]] == [
-        ("bf16", 0), ("w4a16", 0), ("bf16", 1), ("w4a16", 1),
-    ]  # fmt: skip
-    assert all(len(cell["curves"]["reward"]) == 2 and cell["accuracy"] is not None for cell in data[0]["cells"])
+        ("bf16", 0),
+        ("w4a16", 0),
+        ("bf16", 1),
+        ("w4a16", 1),
+    ]
+    assert all(
+        len(cell["curves"]["reward"]) == 2 and cell["accuracy"] is not None
+        for cell in data[0]["cells"]
+    )
     assert data[0]["failed"] == [] and data[0]["rows"][1]["reference"] == "bf16"
     assert main([*command, "--lr", "1e-5"]) == 2
     assert "has learner" in capsys.readouterr().err
 
 
-def test_a_cell_that_fails_is_shown_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+def test_a_cell_that_fails_is_shown_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+):
     """Whose process ends with the status of its seed."""
     child = tmp_path / "child"
     child.write_text('#!/bin/sh\necho "$@"\nexit "$(sed -n "s/^seed: //p" "$5")"\n')
@@ -229,7 +372,11 @@ def test_workers_have_their_share_of_cores_and_gpus(monkeypatch: pytest.MonkeyPa
     """Where there are fewer GPUs than workers, some share one; one worker has all there is."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 9)
-    for devices, shares in {"0,1,2,3,4": ["0,1", "2,3"], "5,7": ["5", "7", "5"], "8,9": ["8,9"]}.items():
+    for devices, shares in {
+        "0,1,2,3,4": ["0,1", "2,3"],
+        "5,7": ["5", "7", "5"],
+        "8,9": ["8,9"],
+    }.items():
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
         workers = [_environment(place, len(shares)) for place in range(len(shares))]
         assert [each["CUDA_VISIBLE_DEVICES"] for each in workers] == shares
@@ -243,17 +390,26 @@ def test_a_running_cell_shows_its_last_step(tmp_path: Path, monkeypatch: pytest.
     child.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(child))
     monkeypatch.setattr("qarl.compare.cells._SILENT", 0.3)
-    comparison, console = shipped("schemes", tmp_path / "runs"), Console(record=True, width=60)
+    comparison, console = (
+        shipped("schemes", tmp_path / "runs"),
+        Console(record=True, width=60),
+    )
     cell, commands = next(iter(left(comparison).items()))
     assert not run_cells(comparison, {cell: commands[:1]}, 1, console)
     lines = console.export_text().splitlines()
-    assert lines[2] == f"{cell.name}: step  2/9  ETA 0:09" and lines[3].startswith(f"{cell.name}: done in")
+    assert lines[2] == f"{cell.name}: step  2/9  ETA 0:09" and lines[3].startswith(
+        f"{cell.name}: done in"
+    )
 
 
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_comparison_that_is_stopped_leaves_no_child(number: signal.Signals, early: bool, tmp_path: Path, monkeypatch):
-    """Begun with SIGINT ignored, as in a shell's background. early: before its second cell is submitted."""
+def test_a_comparison_that_is_stopped_leaves_no_child(
+    number: signal.Signals, early: bool, tmp_path: Path, monkeypatch
+):
+    """Begun with SIGINT ignored, as in a shell's background. early: before its second cell is
+    submitted.
+    """
     child = tmp_path / "child"
     child.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 60\n")
     child.chmod(0o755)

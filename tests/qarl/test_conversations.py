@@ -1,4 +1,6 @@
-"""Conversations: what was sampled is what is learned from, and what was said between turns is not."""
+"""Conversations: what was sampled is what is learned from, and what was said between turns is
+not.
+"""
 
 import asyncio
 import json
@@ -27,16 +29,27 @@ NASTY = ["<|im_end|>", "<|im_start|>tool\n", "é", "🙂", HALF, " ", "\n", "<to
 PROBLEM = Problem("p", "q?", "42")
 
 
-def spoken(rollout: Any, tokenizer: Any, samples: int = 2, limit: int = 60, seconds: float = 5.0) -> tuple[Any, Any]:
+def spoken(
+    rollout: Any,
+    tokenizer: Any,
+    samples: int = 2,
+    limit: int = 60,
+    seconds: float = 5.0,
+) -> tuple[Any, Any]:
     sampler = Sampler(len(tokenizer))
-    prompts, sampling = [Prompt("p", "q?", (5, 6))], Sampling(samples, limit, first_prompt=4)
+    prompts, sampling = (
+        [Prompt("p", "q?", (5, 6))],
+        Sampling(samples, limit, first_prompt=4),
+    )
     talk = converse(sampler, Speaker(rollout, tokenizer, seconds), [PROBLEM], prompts, sampling)  # type: ignore[arg-type]
     return asyncio.run(talk)[1][0], sampler.asked
 
 
 def test_tokens_sampled_are_tokens_learned(tokenizer: Any):
-    """Over random conversations with adversarial texts: each completion is its requests' answers with what was said
-    between them, in order; exactly the answers have log-probs, a place in the mask, and are counted."""
+    """Over random conversations with adversarial texts: each completion is its requests' answers
+    with what was said between them, in order; exactly the answers have log-probs, a place in the
+    mask, and are counted.
+    """
     chance, said = random.Random(0), []
 
     async def rollout(policy: Conversation, problem: Problem) -> float:
@@ -50,12 +63,18 @@ def test_tokens_sampled_are_tokens_learned(tokenizer: Any):
         return chance.random()
 
     completions, asked = spoken(rollout, tokenizer, samples=500)
-    group = Group(Prompt("p", "q?", (5, 6)), tuple(completions), tuple(c.reward or 0.0 for c in completions))
+    group = Group(
+        Prompt("p", "q?", (5, 6)),
+        tuple(completions),
+        tuple(c.reward or 0.0 for c in completions),
+    )
     batch = make_batch([group])
     for row, completion in enumerate(completions):
         turns = [answer for prompt, answer in asked if prompt.draws[:2] == (4, row)]
         sampled = [token for turn in turns for token in turn.token_ids]
-        assert [t for t, own in zip(completion.token_ids, completion.sampled, strict=True) if own] == sampled
+        assert [
+            t for t, own in zip(completion.token_ids, completion.sampled, strict=True) if own
+        ] == sampled
         assert batch.tokens[row, 1:][batch.response_mask[row]].tolist() == sampled
         logprobs = torch.tensor([x for turn in turns for x in turn.logprobs])
         assert torch.equal(batch.sampler_logprobs[row][batch.response_mask[row]], logprobs)
@@ -64,9 +83,15 @@ def test_tokens_sampled_are_tokens_learned(tokenizer: Any):
         texts = [completion.token_ids[start:end] for start, end in completion.environment]
         assert texts == said[row] and len(completion.token_ids) <= 60
         assert dict(completion.events)["turns"] == len(turns)
-    counted, spans = batch_metrics([group]), [span for c in completions for span in c.environment]
+    counted, spans = (
+        batch_metrics([group]),
+        [span for c in completions for span in c.environment],
+    )
     assert counted["response_tokens"] == batch.response_mask.sum() / 500
-    assert counted["conversation"]["environment_tokens"] == sum(end - start for start, end in spans) / 500
+    assert (
+        counted["conversation"]["environment_tokens"]
+        == sum(end - start for start, end in spans) / 500
+    )
 
 
 def test_what_a_rollout_cannot_do(tokenizer: Any, tmp_path: Path):
@@ -103,7 +128,11 @@ def test_what_a_rollout_cannot_do(tokenizer: Any, tmp_path: Path):
         with pytest.raises(RewardError, match=words):
             spoken(rollout, tokenizer, seconds=0.2)
     (tmp_path / "mine.py").write_text("def f(policy, problem): ...\nasync def g(policy): ...\n")
-    for name, words in {"f": "must be an async function", "g": "cannot be called", "h": "has no function"}.items():
+    for name, words in {
+        "f": "must be an async function",
+        "g": "cannot be called",
+        "h": "has no function",
+    }.items():
         with pytest.raises(TaskError, match=words):
             load_rollout(f"{tmp_path}/mine.py:{name}")
 
@@ -137,7 +166,9 @@ def test_without_room_a_conversation_ends_cut_off(tokenizer: Any):
 
     for rollout, reward in ((endless, None), (catches, 1.0)):
         completions, _ = spoken(rollout, tokenizer)
-        assert all(c.truncated and len(c.token_ids) <= 60 and c.reward == reward for c in completions)
+        assert all(
+            c.truncated and len(c.token_ids) <= 60 and c.reward == reward for c in completions
+        )
 
 
 MINE = """
@@ -164,46 +195,98 @@ class Tools:
 
 @pytest.mark.slow
 def test_a_run_of_conversations(tmp_path: Path):
-    """One turn through a rollout, beside tools or by an agent is the run without, in every metric and digest. Ten turns
-    are sampled by the policy that learns, to the last bit, and are recorded as what they were."""
+    """One turn through a rollout, beside tools or by an agent is the run without, in every metric
+    and digest. Ten turns are sampled by the policy that learns, to the last bit, and are recorded
+    as what they were.
+    """
     (tmp_path / "mine.py").write_text(MINE)
     copy = shutil.copytree(ensure_tiny("tiny-qwen3"), tmp_path / "tiny")
     settings = json.loads((copy / "tokenizer_config.json").read_text())
     settings["chat_template"] = "{% if tools %}{% endif %}" + settings["chat_template"]
     (copy / "tokenizer_config.json").write_text(json.dumps(settings))
-    small = ("--config", "tiny-qwen3", "--model", str(copy), "--steps", "2", "--prompts", "4", "--samples", "4",
-             "--eval.problems", "8", "--max-new-tokens", "200", "--record", "all", "--export", "false")  # fmt: skip
+    small = (
+        "--config",
+        "tiny-qwen3",
+        "--model",
+        str(copy),
+        "--steps",
+        "2",
+        "--prompts",
+        "4",
+        "--samples",
+        "4",
+        "--eval.problems",
+        "8",
+        "--max-new-tokens",
+        "200",
+        "--record",
+        "all",
+        "--export",
+        "false",
+    )
     ways = {
-        "plain": (), "once": ("--task.rollout", "mine.py:once"), "often": ("--task.rollout", "mine.py:often"),
-        "tools": ("--task.environment", "mine.py:Tools"), "agent": ("--task.rollout", "mine.py:agent"),
-    }  # fmt: skip
+        "plain": (),
+        "once": ("--task.rollout", "mine.py:once"),
+        "often": ("--task.rollout", "mine.py:often"),
+        "tools": ("--task.environment", "mine.py:Tools"),
+        "agent": ("--task.rollout", "mine.py:agent"),
+    }
     runs = {}
     for way, options in ways.items():
         succeeded("train", *small, *options, "--output", tmp_path / way, cwd=tmp_path)
         runs[way] = lines(tmp_path / way)
     for way in ("once", "tools", "agent"):
-        alone = [{k: v for k, v in step.items() if not k.startswith("conversation/")} for step in runs[way]]
+        alone = [
+            {k: v for k, v in step.items() if not k.startswith("conversation/")}
+            for step in runs[way]
+        ]
         assert alone == runs["plain"]
     for number, step in enumerate(runs["often"], 1):
         assert step["conversation/turns"] == 10 and step["learn/mismatch/max_abs"] == 0
-        (group, *_) = read_groups(tmp_path / "often" / "tokens" / f"step-{number:06d}.parquet")
+        group, *_ = read_groups(tmp_path / "often" / "tokens" / f"step-{number:06d}.parquet")
         assert all(len(c.environment) == 9 and sum(c.sampled) <= 30 for c in group.completions)
 
 
 @pytest.mark.slow
 def test_a_run_with_tools(tmp_path: Path):
-    """A policy that has seen a little of its tool calls it, and learns to the last bit; a stopped run goes on alike."""
+    """A policy that has seen a little of its tool calls it, and learns to the last bit; a stopped
+    run goes on alike.
+    """
     recipe = replace(RECIPES["tiny-qwen3-tools"], warm_start_steps=60, warm_start_batch=32)
     model = ensure_recipe("tools", recipe, tmp_path / "models")
-    small = ("--model", str(model), "--prompts", "4", "--samples", "4", "--eval.problems", "0", "--record", "all",
-             "--reward", "qarl.tasks:short_reward", "--export", "false")  # fmt: skip
+    small = (
+        "--model",
+        str(model),
+        "--prompts",
+        "4",
+        "--samples",
+        "4",
+        "--eval.problems",
+        "0",
+        "--record",
+        "all",
+        "--reward",
+        "qarl.tasks:short_reward",
+        "--export",
+        "false",
+    )
     for name, steps in (("whole", 2), ("half", 1)):
-        options = ("--config", "tiny-qwen3-tools", *small, "--steps", str(steps), "--output", tmp_path / name)
+        options = (
+            "--config",
+            "tiny-qwen3-tools",
+            *small,
+            "--steps",
+            str(steps),
+            "--output",
+            tmp_path / name,
+        )
         succeeded("train", *options, cwd=tmp_path)
     succeeded("train", "--resume", tmp_path / "half", "--steps", "2", cwd=tmp_path)
     for number, step in enumerate(read_metrics(tmp_path / "whole" / "metrics.jsonl"), 1):
         assert step["conversation/tool_calls"] > 1
         assert step["learn/mismatch/max_abs"] == 0
-        files = [tmp_path / name / "tokens" / f"step-{number:06d}.parquet" for name in ("whole", "half")]
+        files = [
+            tmp_path / name / "tokens" / f"step-{number:06d}.parquet" for name in ("whole", "half")
+        ]
         first, second = map(read_groups, files)
         assert first == second and any(c.environment for group in first for c in group.completions)

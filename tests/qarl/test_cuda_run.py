@@ -23,22 +23,40 @@ from tests.support.models import SIZES
 
 @no_cuda
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
-def test_an_engines_configuration(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """Contract, as vLLM's own CUDA platform resolves it: CUDA graphs of vLLM's own kernels, for no more sequences than
-    decode at once, nothing compiled by Inductor, whose norms round twice; a runner and a scheduler that CPUs have not.
-    Blind spot: attention, whose kernels are in the CUDA wheel."""
+def test_an_engines_configuration(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """Contract, as vLLM's own CUDA platform resolves it: CUDA graphs of vLLM's own kernels, for no
+    more sequences than decode at once, nothing compiled by Inductor, whose norms round twice; a
+    runner and a scheduler that CPUs have not. Blind spot: attention, whose kernels are in the CUDA
+    wheel.
+    """
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(vllm.config.vllm, "HAS_TRITON", True)
     Qwen3Config(**SIZES, architectures=["Qwen3ForCausalLM"]).save_pretrained(tmp_path)
 
     arguments = llm_arguments(VllmOptions(RolloutConfig(max_prompt_tokens=20, max_new_tokens=20)))
-    arguments = {key: value for key, value in arguments.items() if key in EngineArgs.__dataclass_fields__}
+    arguments = {
+        key: value for key, value in arguments.items() if key in EngineArgs.__dataclass_fields__
+    }
     with stub_cuda(capability):
-        config = EngineArgs(model=str(tmp_path), **arguments).create_engine_config(UsageContext.LLM_CLASS)
+        config = EngineArgs(model=str(tmp_path), **arguments).create_engine_config(
+            UsageContext.LLM_CLASS
+        )
     graphs, scheduler = config.compilation_config, config.scheduler_config
-    assert (graphs.mode, graphs.cudagraph_mode) == (CompilationMode.NONE, CUDAGraphMode.FULL)
-    assert (graphs.max_cudagraph_capture_size, len(graphs.cudagraph_capture_sizes or ())) == (256, 35)
-    assert config.use_v2_model_runner and scheduler.async_scheduling and scheduler.enable_chunked_prefill
+    assert (graphs.mode, graphs.cudagraph_mode) == (
+        CompilationMode.NONE,
+        CUDAGraphMode.FULL,
+    )
+    assert (
+        graphs.max_cudagraph_capture_size,
+        len(graphs.cudagraph_capture_sizes or ()),
+    ) == (256, 35)
+    assert (
+        config.use_v2_model_runner
+        and scheduler.async_scheduling
+        and scheduler.enable_chunked_prefill
+    )
     assert config.kernel_config.ir_op_priority.rms_norm == ["vllm_c", "native"]
 
 

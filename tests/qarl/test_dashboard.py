@@ -1,5 +1,7 @@
-"""What a person sees of a run: the live panel before and after a step, at any width; lines without a terminal; figures
-in Weights & Biases, offline, where it is installed. Tables: whole names, whole figures, alike rows folded."""
+"""What a person sees of a run: the live panel before and after a step, at any width; lines without
+a terminal; figures in Weights & Biases, offline, where it is installed. Tables: whole names, whole
+figures, alike rows folded.
+"""
 
 import io
 from collections.abc import Callable
@@ -44,8 +46,16 @@ def stats(lr: float) -> LearnStats:
 
 
 def step(number: int, reward: float, learned: bool = True) -> StepMetrics:
-    seconds, learned_from = {"sample": 1.0, "learn": 2.0}, stats(5e-4) if learned else None
-    changing = {"step": number, "weight_version": number, "reward": reward, "accuracy": 0.5 if number == 2 else None}
+    seconds, learned_from = (
+        {"sample": 1.0, "learn": 2.0},
+        stats(5e-4) if learned else None,
+    )
+    changing = {
+        "step": number,
+        "weight_version": number,
+        "reward": reward,
+        "accuracy": 0.5 if number == 2 else None,
+    }
     return StepMetrics(**cases(__file__, "a step"), **changing, learn=learned_from, seconds=seconds)
 
 
@@ -60,13 +70,24 @@ def drawn(dashboard: Dashboard, columns: int) -> list[str]:
     return shown(lambda console: console.print(dashboard.panel()), columns)
 
 
-@pytest.mark.parametrize(("steps", "terminal", "every"), [(5, True, 2), (150, True, 20), (45, False, 100)])
-def test_the_panel_and_its_lines_are_those_recorded(steps: int, terminal: bool, every: int, monkeypatch):
-    """What goes on and how long, of a terminal after some of its steps, and elsewhere of all; at most 80 columns."""
-    clock, shown, warnings = Mock(return_value=100.0), [], [EarlyWarning("reward", 3, "the reward fell [sic]")]
+@pytest.mark.parametrize(
+    ("steps", "terminal", "every"), [(5, True, 2), (150, True, 20), (45, False, 100)]
+)
+def test_the_panel_and_its_lines_are_those_recorded(
+    steps: int, terminal: bool, every: int, monkeypatch
+):
+    """What goes on and how long, of a terminal after some of its steps, and elsewhere of all; at
+    most 80 columns.
+    """
+    clock, shown, warnings = (
+        Mock(return_value=100.0),
+        [],
+        [EarlyWarning("reward", 3, "the reward fell [sic]")],
+    )
     console = Console(file=io.StringIO(), width=120, color_system=None, force_terminal=terminal)
     config = load_config(
-        config_file("tiny-qwen3"), {"steps": str(steps), "eval.every": str(every), "model": "a/[model]"}
+        config_file("tiny-qwen3"),
+        {"steps": str(steps), "eval.every": str(every), "model": "a/[model]"},
     )
     monkeypatch.setattr("qarl.report.dashboard.time.monotonic", clock)
     with patch("qarl.report.dashboard.Live"):
@@ -78,26 +99,39 @@ def test_the_panel_and_its_lines_are_those_recorded(steps: int, terminal: bool, 
         dashboard.entered("sample" if number % 2 else "learn")
         of_step = step(number, number * number % 7 - 2.0, learned=number % 4 != 0)
         dashboard.stepped(
-            replace(of_step, seconds={**of_step.seconds, "evaluate": 40.0 * (number % 3)}), warnings[number != 3 :]
+            replace(of_step, seconds={**of_step.seconds, "evaluate": 40.0 * (number % 3)}),
+            warnings[number != 3 :],
         )
         clock.return_value += 60
         shown += drawn(dashboard, 120) if terminal and number in (1, 2, 5, 12, 64, 149) else []
     dashboard.finished()
     assert isinstance(console.file, io.StringIO) and max(map(len, [*shown, ""])) <= 80
-    assert_recorded(__file__, f"{steps} steps", [shown, drawn(dashboard, 120), console.file.getvalue().splitlines()])
+    assert_recorded(
+        __file__,
+        f"{steps} steps",
+        [shown, drawn(dashboard, 120), console.file.getvalue().splitlines()],
+    )
 
 
 def test_a_run_that_rewards_alone_judge_shows_their_mean():
     """Before training, in the lines of steps, and as a gain at the end."""
     console = Console(file=io.StringIO(), width=120, color_system=None)
-    dashboard, first = Dashboard(load_config(None, {"steps": "2"}), console), Heldout(0.0, -1.5)
+    dashboard, first = (
+        Dashboard(load_config(None, {"steps": "2"}), console),
+        Heldout(0.0, -1.5),
+    )
     dashboard.baseline(first)
     dashboard.stepped(replace(step(2, 0.5), accuracy=0.0, heldout_reward=-1.25))
     assert isinstance(console.file, io.StringIO)
     begun, line = console.file.getvalue().splitlines()
-    assert begun == "before training: held-out mean reward -1.5" and line.endswith("held-out reward -1.25")
+    assert begun == "before training: held-out mean reward -1.5" and line.endswith(
+        "held-out reward -1.25"
+    )
     assert heldout({"heldout_accuracy": 0.0, "heldout_reward": -1.25}) == Heldout(0.0, -1.25)
-    assert (Heldout(0.0, -1.25).since(first), Heldout(0.5).since(Heldout(0.25))) == ("+0.25", "+25.0 points")
+    assert (Heldout(0.0, -1.25).since(first), Heldout(0.5).since(Heldout(0.25))) == (
+        "+0.25",
+        "+25.0 points",
+    )
 
 
 def test_sparklines_are_scaled_from_the_smallest_to_the_largest():
@@ -122,8 +156,12 @@ def test_a_phase_of_the_start_is_shown_at_once_and_its_seconds_at_its_end():
     assert loading.startswith("loading … 0.") and loading.endswith(" s") and failing == "failing … "
 
 
-def test_figures_are_logged_and_a_resumed_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    pytest.importorskip("wandb", reason="an optional extra, in none of the locks: pip install qarl[log]")
+def test_figures_are_logged_and_a_resumed_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    pytest.importorskip(
+        "wandb", reason="an optional extra, in none of the locks: pip install qarl[log]"
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "offline")
     config = load_config(None, {"log": "wandb"})
@@ -134,8 +172,12 @@ def test_figures_are_logged_and_a_resumed_run_goes_on(tmp_path: Path, monkeypatc
     assert len(list(tmp_path.glob(f"wandb/offline-run-*/run-{tmp_path.name}.wandb"))) == 2
 
 
-def test_a_logger_that_fails_stops_a_start_and_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Contract: without a login the run ends in a line, before anything is loaded; later the loss is said once."""
+def test_a_logger_that_fails_stops_a_start_and_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Contract: without a login the run ends in a line, before anything is loaded; later the loss
+    is said once.
+    """
     config = load_config(None, {"log": "wandb", "steps": "1"})
     logged = SimpleNamespace(log=Mock(side_effect=OSError("no network")), finish=Mock())
     library = SimpleNamespace(init=lambda **_: logged)
@@ -145,28 +187,50 @@ def test_a_logger_that_fails_stops_a_start_and_no_run(tmp_path: Path, monkeypatc
         log({"reward": 0.5}, 1)
         log({"reward": 0.5}, 2)
     assert isinstance(console.file, io.StringIO)
-    assert console.file.getvalue().count("step 1: log 'wandb' failed: no network; the run goes on without it") == 1
+    assert (
+        console.file.getvalue().count(
+            "step 1: log 'wandb' failed: no network; the run goes on without it"
+        )
+        == 1
+    )
     assert logged.log.mock_calls == [call({"reward": 0.5}, step=1)] and not logged.finish.called
     library.init = Mock(side_effect=RuntimeError("no API key"))
-    with pytest.raises(ConfigError, match=r"log 'wandb' cannot begin: no API key; .*WANDB_MODE=offline"):
+    with pytest.raises(
+        ConfigError, match=r"log 'wandb' cannot begin: no API key; .*WANDB_MODE=offline"
+    ):
         run(config, RunFolder(tmp_path), False, console, Processes())
 
 
-def audited(name: str, scheme: str = "w4a16", engine_kernel: str = "CPUWNA16LinearKernel") -> AuditRow:
+def audited(
+    name: str, scheme: str = "w4a16", engine_kernel: str = "CPUWNA16LinearKernel"
+) -> AuditRow:
     group = 128 if scheme == "w4a16" else None
     kernels = ("CPUWNA16LinearKernel", engine_kernel)
-    learner, engine = (LayerReport(name, scheme, group, "torch.bfloat16", kernel) for kernel in kernels)
+    learner, engine = (
+        LayerReport(name, scheme, group, "torch.bfloat16", kernel) for kernel in kernels
+    )
     return AuditRow(name, learner, engine, "")
 
 
 def large_model() -> list[AuditRow]:
-    parts = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"]
+    parts = [
+        "self_attn.q_proj",
+        "self_attn.k_proj",
+        "self_attn.o_proj",
+        "mlp.gate_proj",
+        "mlp.down_proj",
+    ]
     rows = [
-        audited(f"model.layers.{i}.{part}", "bf16" if part == "mlp.down_proj" and i in (0, 1, 27) else "w4a16")
+        audited(
+            f"model.layers.{i}.{part}",
+            "bf16" if part == "mlp.down_proj" and i in (0, 1, 27) else "w4a16",
+        )
         for i in range(28)
         for part in parts
     ]
-    experts = [audited(f"model.layers.{i}.mlp.experts.{e}.up_proj") for i in range(28) for e in range(3)]
+    experts = [
+        audited(f"model.layers.{i}.mlp.experts.{e}.up_proj") for i in range(28) for e in range(3)
+    ]
     return [*rows, *experts, audited("lm_head", "bf16")]
 
 
@@ -178,20 +242,36 @@ def test_kernels_that_differ_have_a_column_each():
 def test_a_table_too_narrow_for_its_words_is_a_block_a_row():
     table = PlainTable("a name", "b")
     table.add_row("longer than", "twelve-letters")
-    assert shown(table.show, 12) == ["a name  longer", "        than", "b       twelve-letters", ""]
+    assert shown(table.show, 12) == [
+        "a name  longer",
+        "        than",
+        "b       twelve-letters",
+        "",
+    ]
 
 
 _CELLS = st.text("abcde [/]…×", max_size=40).map(str.strip)
 
 
-@given(st.lists(st.tuples(_CELLS, _CELLS, st.floats(0, 1e9)), min_size=1, max_size=5), st.integers(5, 120))
-def test_no_word_is_cut_and_no_line_longer_than_it_must(rows: list[tuple[str, str, float]], columns: int):
-    table = PlainTable("a name", "some words", "a figure", figures=["a figure"], title="what it shows")
+@given(
+    st.lists(st.tuples(_CELLS, _CELLS, st.floats(0, 1e9)), min_size=1, max_size=5),
+    st.integers(5, 120),
+)
+def test_no_word_is_cut_and_no_line_longer_than_it_must(
+    rows: list[tuple[str, str, float]], columns: int
+):
+    table = PlainTable(
+        "a name", "some words", "a figure", figures=["a figure"], title="what it shows"
+    )
     for name, words, figure in rows:
         table.add_row(name, Text(words, style="red"), f"{figure:.3e}")
     lines = shown(table.show, columns)
-    words = {word for row in rows for cell in row[:2] for word in cell.split()} | {f"{row[2]:.3e}" for row in rows}
+    words = {word for row in rows for cell in row[:2] for word in cell.split()} | {
+        f"{row[2]:.3e}" for row in rows
+    }
     assert words <= set(" ".join(lines).split())
     longest = max(map(len, words))
     assert max(map(len, lines)) <= max(columns, longest + len("some words") + 2)
-    assert len(shown(table.show, columns, False)) == 2 + len(rows), "without a terminal: a line a row"
+    assert len(shown(table.show, columns, False)) == 2 + len(rows), (
+        "without a terminal: a line a row"
+    )

@@ -24,16 +24,28 @@ def run(tmp_path: Path, random_policy, monkeypatch: pytest.MonkeyPatch) -> RunFo
     monkeypatch.chdir(tmp_path)
     base = Path(shutil.copytree(random_policy(True), tmp_path / "base"))
     (base / "README.md").write_text(LICENSED)
-    config = load_config(config_file("tiny-qwen3"), {"output": "runs/one", "model": "base", "steps": "3"})
+    config = load_config(
+        config_file("tiny-qwen3"), {"output": "runs/one", "model": "base", "steps": "3"}
+    )
     run = RunFolder.create(config)
     shutil.copytree(base, run.export)
     note = export_note(run.path, config, 3, run.export, base)
     (run.export / "qarl.json").write_text(json.dumps(note))
-    add_to_note(run.export, digest="d1ce", heldout_accuracy=0.5, heldout_interval=[0.4, 0.6], heldout_problems=256)
+    add_to_note(
+        run.export,
+        digest="d1ce",
+        heldout_accuracy=0.5,
+        heldout_interval=[0.4, 0.6],
+        heldout_problems=256,
+    )
     write_card(run.export)
-    lines = ({"step": step, "accuracy": 0.25} if step == 2 else {"step": step} for step in (1, 2, 3))
+    lines = (
+        {"step": step, "accuracy": 0.25} if step == 2 else {"step": step} for step in (1, 2, 3)
+    )
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    run.start.write_text(json.dumps({"audit": [], "canary": None, "accuracy": 0.125, "figures": []}))
+    run.start.write_text(
+        json.dumps({"audit": [], "canary": None, "accuracy": 0.125, "figures": []})
+    )
     return run
 
 
@@ -44,14 +56,29 @@ def test_a_model_card_says_what_the_note_does(run: RunFolder, tmp_path: Path):
     tree = yaml.safe_load(front[1])
     assert (tree["license"], tree["license_name"]) == ("other", "made-up")
     assert "base_model" not in tree, "a folder's name is no id"
-    assert tree["tags"] == ["qarl", "reinforcement-learning", "compressed-tensors", "w4a16"]
-    for part in ("# one\n", "`base`, trained", "step 3", "50.0% [40.0, 60.0] of 256 problems", "`d1ce`", "qarl 0.1.0"):
+    assert tree["tags"] == [
+        "qarl",
+        "reinforcement-learning",
+        "compressed-tensors",
+        "w4a16",
+    ]
+    for part in (
+        "# one\n",
+        "`base`, trained",
+        "step 3",
+        "50.0% [40.0, 60.0] of 256 problems",
+        "`d1ce`",
+        "qarl 0.1.0",
+    ):
         assert part in text, part
     assert str(tmp_path) not in text + (run.export / "qarl.json").read_text()
     add_to_note(run.export, base="Qwen/Qwen3-8B-Base", ptq="gptq", licence={})
     write_card(run.export)
     text = (run.export / "README.md").read_text()
-    assert "base_model: Qwen/Qwen3-8B-Base\nlibrary_name" in text and "by gptq after reinforcement" in text
+    assert (
+        "base_model: Qwen/Qwen3-8B-Base\nlibrary_name" in text
+        and "by gptq after reinforcement" in text
+    )
 
 
 def test_answers_for_eyes(run: RunFolder, random_policy, monkeypatch: pytest.MonkeyPatch, capsys):
@@ -59,20 +86,28 @@ def test_answers_for_eyes(run: RunFolder, random_policy, monkeypatch: pytest.Mon
     asked = ["sample", str(run.path), "1 + 1 =", "--max-new-tokens", "3"]
     assert main([*asked, "--beside", str(random_policy(True))]) == 0
     first, answer, second, same = capsys.readouterr().out.splitlines()
-    assert (first, second) == (f"— {run.path} (3 tokens, length)", f"— {random_policy(True)} (3 tokens, length)")
+    assert (first, second) == (
+        f"— {run.path} (3 tokens, length)",
+        f"— {random_policy(True)} (3 tokens, length)",
+    )
     assert answer == same, "the same weights, and the same seed"
     for option, value in (("--temperature", "-1"), ("--samples", "0")):
         assert main(["sample", str(run.path), "x", option, value]) == 2
         assert f"eval.{option[2:]} {value} must be" in capsys.readouterr().err
 
 
-def test_what_an_export_says(run: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_what_an_export_says(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     """Of exports that tests/runs makes."""
     (run.checkpoints / "step-000003").mkdir(parents=True)
     (run.checkpoints / "step-000003" / "manifest.json").touch()
     written = SimpleNamespace(tensors=9, bytes=3 * 2**19, hexdigest=lambda: "0123456789abcdef" * 4)
     exported = SimpleNamespace(step=3, moved=0.0125, calibration=[[1, 2], [3]], written=written)
-    proof = "9 tensors, 1.5 MiB, digest 0123456789abcdef…; loaded in a fresh engine, mean |Δ log p| against"
+    proof = (
+        "9 tensors, 1.5 MiB, digest 0123456789abcdef…; loaded in a fresh engine, mean |Δ log p|"
+        " against"
+    )
     monkeypatch.setattr("qarl.run.export.export_run", lambda *_: exported)
     assert main(["export", str(run.path), "-o", "out"]) == 0
     assert capsys.readouterr().out == f"wrote step 3 to out: {proof} the learner 1.25e-02 nats\n"
@@ -82,9 +117,14 @@ def test_what_an_export_says(run: RunFolder, monkeypatch: pytest.MonkeyPatch, ca
     assert capsys.readouterr().out == f"{quantized} {proof} the unquantized policy 1.25e-02 nats\n"
 
 
-def test_runs_are_a_table(run: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_runs_are_a_table(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     own = {"steps": "9", "scheme": "w8a8"}
-    two, bad, odd = (RunFolder.create(load_config(None, {"output": f"runs/{n}", **own})) for n in ("two", "bad", "odd"))
+    two, bad, odd = (
+        RunFolder.create(load_config(None, {"output": f"runs/{n}", **own}))
+        for n in ("two", "bad", "odd")
+    )
     odd.metrics.write_text("null\n")
     (bad.path / "config.yaml").write_text("stpes: 5\n")
     two.metrics.write_text('{"step": 4, "reward": 1}\n{"step": 5, "rew')
@@ -100,6 +140,9 @@ def test_runs_are_a_table(run: RunFolder, monkeypatch: pytest.MonkeyPatch, capsy
     shown = table()
     assert shown["one"][:4] == ["exported", "3/3", "w4a16", "12.5% → 50.0%"]
     assert shown["two"][:3] == ["stopped", "4/9", "w8a8"]
-    assert shown["bad"][0].startswith("unreadable: unknown key 'stpes'") and "unreadable" in shown["odd"][0]
+    assert (
+        shown["bad"][0].startswith("unreadable: unknown key 'stpes'")
+        and "unreadable" in shown["odd"][0]
+    )
     with two.locked():
         assert table()["two"][0] == "running"

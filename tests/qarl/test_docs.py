@@ -1,5 +1,7 @@
-"""Documentation names what there is: every page is listed, every link leads somewhere, every metric is explained.
-Records of benchmarks: what `--json` writes beside the figures, and tables in docs that are made of them."""
+"""Documentation names what there is: every page is listed, every link leads somewhere, every metric
+is explained. Records of benchmarks: what `--json` writes beside the figures, and tables in docs
+that are made of them.
+"""
 
 import dataclasses
 import json
@@ -21,7 +23,10 @@ from tests.support.learners import batch_of, make_learner
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
-TEXTS = [*PAGES, *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"))]
+TEXTS = [
+    *PAGES,
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+]
 
 
 def fields(record: type, prefix: str = "") -> Iterator[str]:
@@ -36,41 +41,74 @@ def fields(record: type, prefix: str = "") -> Iterator[str]:
 
 
 def phases(folder: str, prefix: str) -> set[str]:
-    """Return the metrics' names of all phases that the folder's stopwatches time, apart from those of the learner."""
+    """Return the metrics' names of all phases that the folder's stopwatches time, apart from those
+    of the learner.
+    """
     learner = ROOT / "qarl/learner"
-    files = [f for f in (ROOT / folder).rglob("*.py") if folder != "qarl" or learner not in f.parents]
+    files = [
+        f for f in (ROOT / folder).rglob("*.py") if folder != "qarl" or learner not in f.parents
+    ]
     sources = "".join(file.read_text() for file in files)
-    return {f"{prefix}{name}" for name in re.findall(r'with (?:self\.\w+\.|self\.)?(?:stop)?watch\("(\w+)"\)', sources)}
+    return {
+        f"{prefix}{name}"
+        for name in re.findall(r'with (?:self\.\w+\.|self\.)?(?:stop)?watch\("(\w+)"\)', sources)
+    }
 
 
 def test_every_metric_is_in_the_glossary_and_nothing_else():
-    rows = re.findall(r"^\| `([\w/]+)` \| ", (ROOT / "docs/reference/metrics.md").read_text(), flags=re.MULTILINE)
+    rows = re.findall(
+        r"^\| `([\w/]+)` \| ",
+        (ROOT / "docs/reference/metrics.md").read_text(),
+        flags=re.MULTILINE,
+    )
     assert len(rows) == len(set(rows))
-    written = {*fields(StepMetrics), *phases("qarl", "seconds/"), *phases("qarl/learner", "seconds/learn/")}
-    for name, value in make_learner().learn(batch_of(), step=0).records.items():  # of the learner's diagnostics
-        written |= {*fields(type(value), f"learn/{name}/")} if dataclasses.is_dataclass(value) else {f"learn/{name}"}
-    assert {"reward", "learn/mismatch/k3", "learn/ages/age", "seconds/sample", "seconds/learn/backward"} <= written
+    written = {
+        *fields(StepMetrics),
+        *phases("qarl", "seconds/"),
+        *phases("qarl/learner", "seconds/learn/"),
+    }
+    # of the learner's diagnostics
+    for name, value in make_learner().learn(batch_of(), step=0).records.items():
+        written |= (
+            {*fields(type(value), f"learn/{name}/")}
+            if dataclasses.is_dataclass(value)
+            else {f"learn/{name}"}
+        )
+    assert {
+        "reward",
+        "learn/mismatch/k3",
+        "learn/ages/age",
+        "seconds/sample",
+        "seconds/learn/backward",
+    } <= written
     assert set(rows) == written
 
 
 def test_the_reference_is_what_the_code_says():
     for name, text in runpy.run_path(str(ROOT / "scripts" / "reference.py"))["pages"]().items():
-        assert (ROOT / "docs/reference" / name).read_text() == text, f"write {name} anew: python scripts/reference.py"
+        assert (ROOT / "docs/reference" / name).read_text() == text, (
+            f"write {name} anew: python scripts/reference.py"
+        )
 
 
 def test_the_index_lists_every_page_once():
     """The laboratory's are in the index's last line and in its own."""
     listed = []
     for index in (ROOT / "docs/index.md", ROOT / "docs/lab/index.md"):
-        links = re.findall(r"^\| \[[\w-]+\.md\]\(([\w/-]+\.md)\) \| .+ \|$", index.read_text(), re.MULTILINE)
+        links = re.findall(
+            r"^\| \[[\w-]+\.md\]\(([\w/-]+\.md)\) \| .+ \|$",
+            index.read_text(),
+            re.MULTILINE,
+        )
         listed += [index.parent / link for link in links]
     assert sorted(listed) == [page for page in PAGES if page.name != "index.md"]
 
 
 @pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.name)
 def test_links_lead_somewhere_and_files_that_are_named_exist(page: Path):
-    """Links within the repository, their headings too; addresses elsewhere are not followed. `room/file.py` in
-    backticks; a changelog may tell of what is gone."""
+    """Links within the repository, their headings too; addresses elsewhere are not followed.
+    `room/file.py` in backticks; a changelog may tell of what is gone.
+    """
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if target.startswith(("http", "mailto:")):
             continue
@@ -78,7 +116,10 @@ def test_links_lead_somewhere_and_files_that_are_named_exist(page: Path):
         linked = (page.parent / name).resolve() if name else page
         assert linked.exists(), f"{page.name} links to {target}"
         if heading:
-            headings = [text.lower() for text in re.findall(r"^#+ (.+)$", linked.read_text(), flags=re.MULTILINE)]
+            headings = [
+                text.lower()
+                for text in re.findall(r"^#+ (.+)$", linked.read_text(), flags=re.MULTILINE)
+            ]
             anchors = {re.sub(r"[^\w -]", "", text).replace(" ", "-") for text in headings}
             assert heading in anchors, f"{page.name} links to {target}"
     if page.name == "CHANGELOG.md":
@@ -97,7 +138,9 @@ def test_a_record_says_how_to_measure_it_again():
     publish = record(["publish", "--json=x", "--rounds", "1"], [], "python -m benchmarks")
     assert publish["command"] == "python -m benchmarks publish --rounds 1"
     assert made["data"] == [{"x": 1}]
-    assert made["environment"]["device"].endswith("AMX") or "NVIDIA" in made["environment"]["device"]
+    assert (
+        made["environment"]["device"].endswith("AMX") or "NVIDIA" in made["environment"]["device"]
+    )
     assert {"python", "torch", "transformers", "compressed-tensors"} <= made["environment"].keys()
     if (ROOT / ".git").exists():
         assert len(made["commit"].removesuffix(" with changes")) == 40
@@ -108,28 +151,45 @@ def test_records_are_as_a_benchmark_wrote_them(file: Path):
     """Of a commit without changes, without NaN, which JSON has not."""
     read = json.loads(file.read_text(), parse_constant=pytest.fail)
     assert read.keys() == {"command", "commit", "environment", "data"}
-    assert read["command"].startswith(("qarl bench ", "qarl compare ", "python ")) and len(read["commit"]) == 40
+    assert (
+        read["command"].startswith(("qarl bench ", "qarl compare ", "python "))
+        and len(read["commit"]) == 40
+    )
 
 
 def test_docs_agree_with_their_records():
     command = [sys.executable, "scripts/docs_tables.py", "--check"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, f"{done.stdout}{done.stderr}; write them anew with: python scripts/docs_tables.py"
+    assert done.returncode == 0, (
+        f"{done.stdout}{done.stderr}; write them anew with: python scripts/docs_tables.py"
+    )
 
 
 def test_json_holds_no_nan(tmp_path: Path):
     write_json(str(tmp_path / "x.json"), {"low": nan, "rounds": [(1.0, inf)], "count": 1})
-    assert json.loads((tmp_path / "x.json").read_text()) == {"low": None, "rounds": [[1.0, None]], "count": 1}
+    assert json.loads((tmp_path / "x.json").read_text()) == {
+        "low": None,
+        "rounds": [[1.0, None]],
+        "count": 1,
+    }
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_dockerfiles_install_what_the_suite_runs_with(device: str):
-    """Contract: by the one script, with that device's lock and overrides, and not as root. Blind spot: no image is
-    built; the script's steps were run in an empty environment."""
+    """Contract: by the one script, with that device's lock and overrides, and not as root. Blind
+    spot: no image is built; the script's steps were run in an empty environment.
+    """
     lines = (ROOT / f"docker/{device}.Dockerfile").read_text().splitlines()
-    assert {f"RUN bash /src/docker/install.sh {device}", "USER qarl", 'ENTRYPOINT ["qarl"]'} <= set(lines)
+    assert {
+        f"RUN bash /src/docker/install.sh {device}",
+        "USER qarl",
+        'ENTRYPOINT ["qarl"]',
+    } <= set(lines)
     assert lines.index("USER qarl") > lines.index(f"RUN bash /src/docker/install.sh {device}")
     script = ROOT / "docker/install.sh"
-    assert '--constraint "$root/$env.lock"' in script.read_text() and (ROOT / f"scripts/env/{device}.lock").is_file()
+    assert (
+        '--constraint "$root/$env.lock"' in script.read_text()
+        and (ROOT / f"scripts/env/{device}.lock").is_file()
+    )
     assert (ROOT / f"scripts/env/{device}.overrides.txt").is_file()
     assert subprocess.run(["bash", "-n", script]).returncode == 0

@@ -1,5 +1,7 @@
-"""Early warnings: silent on runs that learn or do nothing, and one for each collapse. Runs are generated, step by step,
-as smooth curves with noise; what a real collapse looks like beyond that is not seen here."""
+"""Early warnings: silent on runs that learn or do nothing, and one for each collapse. Runs are
+generated, step by step, as smooth curves with noise; what a real collapse looks like beyond that is
+not seen here.
+"""
 
 import math
 import random
@@ -20,7 +22,9 @@ HEALTHY: dict[str, Curve] = {
 }
 
 
-def lines_of(steps: int, seed: int, reward: Curve = HEALTHY["learns"], **curves: Curve) -> list[dict[str, Any]]:
+def lines_of(
+    steps: int, seed: int, reward: Curve = HEALTHY["learns"], **curves: Curve
+) -> list[dict[str, Any]]:
     """Metrics with a tenth of noise on all but the reward, whose noise is 0.01 to 0.1 a step."""
     generator = random.Random(seed)
     noise = generator.choice((0.01, 0.03, 0.1))
@@ -50,18 +54,51 @@ def late(before: float, after: float) -> Curve:
 def test_healthy_runs_are_silent(kind: str):
     curves = {} if kind in HEALTHY else {"learn__entropy": late(0.7, 0.01)}
     for seed in range(104):
-        lines = lines_of(150 if seed < 100 else 1000, seed, HEALTHY.get(kind, HEALTHY["saturates"]), **curves)
+        lines = lines_of(
+            150 if seed < 100 else 1000,
+            seed,
+            HEALTHY.get(kind, HEALTHY["saturates"]),
+            **curves,
+        )
         assert early_warnings(lines) == [], seed
 
 
 COLLAPSES: dict[str, tuple[Curve, dict[str, Curve], set[str]]] = {
-    "mismatch grows": (HEALTHY["learns"], {"learn__mismatch__mean_abs": late(0.01, 0.4)}, {"mismatch"}),
-    "one answer, no gain": (HEALTHY["flat"], {"learn__entropy": late(0.7, 0.01)}, {"entropy"}),
-    "noise": (late(0.6, 0.0), {"learn__entropy": late(0.7, 3.0)}, {"entropy", "reward"}),
-    "loops": (late(0.6, 0.1), {"response_tokens": late(80, 400), "truncated": late(0.01, 0.9)}, {"length", "reward"}),
-    "nothing said": (late(0.6, 0.0), {"response_tokens": late(80, 3)}, {"length", "reward"}),
-    "rewards are noise": (late(0.8, 0.3), {"reward_deviation": late(0.07, 0.28)}, {"deviation", "reward"}),
-    "falls below its start": (late(0.6, 0.2), {"reward_deviation": lambda x: 0.4}, {"reward"}),
+    "mismatch grows": (
+        HEALTHY["learns"],
+        {"learn__mismatch__mean_abs": late(0.01, 0.4)},
+        {"mismatch"},
+    ),
+    "one answer, no gain": (
+        HEALTHY["flat"],
+        {"learn__entropy": late(0.7, 0.01)},
+        {"entropy"},
+    ),
+    "noise": (
+        late(0.6, 0.0),
+        {"learn__entropy": late(0.7, 3.0)},
+        {"entropy", "reward"},
+    ),
+    "loops": (
+        late(0.6, 0.1),
+        {"response_tokens": late(80, 400), "truncated": late(0.01, 0.9)},
+        {"length", "reward"},
+    ),
+    "nothing said": (
+        late(0.6, 0.0),
+        {"response_tokens": late(80, 3)},
+        {"length", "reward"},
+    ),
+    "rewards are noise": (
+        late(0.8, 0.3),
+        {"reward_deviation": late(0.07, 0.28)},
+        {"deviation", "reward"},
+    ),
+    "falls below its start": (
+        late(0.6, 0.2),
+        {"reward_deviation": lambda x: 0.4},
+        {"reward"},
+    ),
 }
 
 
@@ -77,16 +114,29 @@ def test_collapses_are_seen_once_and_named(kind: str):
 
 @pytest.mark.parametrize("kind", COLLAPSES)
 def test_warnings_of_gradual_collapses_are_those_recorded(kind: str):
-    """The step, which moves with a threshold, and the words; of collapses that go far, half the way and a quarter."""
+    """The step, which moves with a threshold, and the words; of collapses that go far, half the way
+    and a quarter.
+    """
     reward, curves, _ = COLLAPSES[kind]
     shown = []
     for part in (1.0, 0.5, 0.25):
-        some = {name: lambda x, c=c, part=part: c(0) + part * (c(x) - c(0)) for name, c in curves.items()}
+        some = {
+            name: lambda x, c=c, part=part: c(0) + part * (c(x) - c(0))
+            for name, c in curves.items()
+        }
         lines = [
-            lines_of(90, seed, lambda x, part=part: reward(0) + part * (reward(x) - reward(0)), **some)
+            lines_of(
+                90,
+                seed,
+                lambda x, part=part: reward(0) + part * (reward(x) - reward(0)),
+                **some,
+            )
             for seed in (0, 1)
         ]
-        shown += [[f"{each.step} {each.sign}: {each.text}" for each in early_warnings(of_run)] for of_run in lines]
+        shown += [
+            [f"{each.step} {each.sign}: {each.text}" for each in early_warnings(of_run)]
+            for of_run in lines
+        ]
     assert_recorded(__file__, kind, shown)
 
 
@@ -97,12 +147,24 @@ def test_a_resumed_run_is_not_warned_again():
 
 
 def test_a_policy_that_breaks_at_once_is_seen():
-    """Within two steps, as the embedded default at 40 times its learning rate: there is no healthy window to compare
-    with, but nothing is taught any more and every completion is cut off."""
-    broken = [{"step": n, "reward": 0.25 * (n == 1), "response_tokens": 8.0, "truncated": float(n > 5),
-               "mixed_reward_groups": 0.5 * (n == 1)} for n in range(1, 60)]  # fmt: skip
+    """Within two steps, as the embedded default at 40 times its learning rate: there is no healthy
+    window to compare with, but nothing is taught any more and every completion is cut off.
+    """
+    broken = [
+        {
+            "step": n,
+            "reward": 0.25 * (n == 1),
+            "response_tokens": 8.0,
+            "truncated": float(n > 5),
+            "mixed_reward_groups": 0.5 * (n == 1),
+        }
+        for n in range(1, 60)
+    ]
     found = early_warnings(broken)
-    assert [(warning.sign, warning.step) for warning in found] == [("groups", 11), ("length", 20)]
+    assert [(warning.sign, warning.step) for warning in found] == [
+        ("groups", 11),
+        ("length", 20),
+    ]
 
 
 def test_steps_that_learned_nothing_are_stepped_over():
@@ -112,13 +174,18 @@ def test_steps_that_learned_nothing_are_stepped_over():
 
 
 def test_a_warning_stops_a_run_that_asks_for_it():
-    """An error before the last step, with the sign and what to do; on the last step, where the run is done, none."""
+    """An error before the last step, with the sign and what to do; on the last step, where the run
+    is done, none.
+    """
     lines = lines_of(200, 0, late(0.6, 0.0))
     (warning,) = early_warnings(lines)
     for steps, stopped in ((200, True), (warning.step, False)):
         watch = RunWatch(lines[: warning.step - 1], steps)
         if stopped:
-            with pytest.raises(EarlyWarningError, match=rf"stopped at step {warning.step}: the reward fell .*--early"):
+            with pytest.raises(
+                EarlyWarningError,
+                match=rf"stopped at step {warning.step}: the reward fell .*--early",
+            ):
                 watch.add(lines[warning.step - 1])
         else:
             assert watch.add(lines[warning.step - 1]) == [warning]

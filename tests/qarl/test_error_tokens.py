@@ -7,7 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qarl.report.error_tokens import IMPROBABLE, LONGEST_PERIOD, REPEATS, count_error_tokens, repeated_tokens
+from qarl.report.error_tokens import (
+    IMPROBABLE,
+    LONGEST_PERIOD,
+    REPEATS,
+    count_error_tokens,
+    repeated_tokens,
+)
 from qarl.rollout.types import Completion, Group, Prompt
 from tests.support.cases import cases
 
@@ -25,19 +31,28 @@ def group(*pairs: tuple[Completion, float]) -> Group:
     return Group(Prompt("0", "", (1,)), tuple(c for c, _ in pairs), tuple(r for _, r in pairs))
 
 
-@pytest.mark.parametrize(("tokens", "expected"), cases(__file__, "loops").values(), ids=cases(__file__, "loops"))
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    cases(__file__, "loops").values(),
+    ids=cases(__file__, "loops"),
+)
 def test_loops(tokens: list[int], expected: str):
     assert "".join("x" if hit else "." for hit in repeated_tokens([tokens])) == expected
 
 
 def test_shares_and_their_split_by_advantage():
-    """Eight tokens: a loop of four in the worse answer, one of them improbable too; one improbable in the better. Equal
-    rewards have no sign: 0.1 three times has a mean that is not 0.1 in floating point."""
+    """Eight tokens: a loop of four in the worse answer, one of them improbable too; one improbable
+    in the better. Equal rewards have no sign: 0.1 three times has a mean that is not 0.1 in
+    floating point.
+    """
     worse, better = completion([5, 5, 5, 5], (1,)), completion([1, 2, 3, 4], (0,))
     assert count_error_tokens([group((worse, 0.0), (better, 1.0))]) == {
-        "error_tokens": 5 / 8, "improbable_tokens": 2 / 8, "repeated_tokens": 4 / 8, "error_tokens_negative": 1.0,
+        "error_tokens": 5 / 8,
+        "improbable_tokens": 2 / 8,
+        "repeated_tokens": 4 / 8,
+        "error_tokens_negative": 1.0,
         "error_tokens_positive": 1 / 4,
-    }  # fmt: skip
+    }
     even = count_error_tokens([group(*[(completion([1, 2]), 0.1)] * 3)])
     assert even["error_tokens"] == 0.0
     assert even["error_tokens_negative"] is None and even["error_tokens_positive"] is None
@@ -49,7 +64,9 @@ def test_a_token_of_exactly_the_bound_is_probable():
 
 
 def by_definition(tokens: list[int]) -> list[bool]:
-    """Mark every stretch that is one n-gram `REPEATS` times, and what follows as long as it goes on repeating."""
+    """Mark every stretch that is one n-gram `REPEATS` times, and what follows as long as it goes on
+    repeating.
+    """
     hit = [False] * len(tokens)
     for period in range(1, LONGEST_PERIOD + 1):
         for start in range(len(tokens) - REPEATS * period + 1):
@@ -62,13 +79,20 @@ def by_definition(tokens: list[int]) -> list[bool]:
 
 
 LOOPY = st.lists(
-    st.tuples(st.lists(st.integers(0, 2), max_size=9), st.integers(1, 5)).map(lambda p: p[0] * p[1]), max_size=3
+    st.tuples(st.lists(st.integers(0, 2), max_size=9), st.integers(1, 5)).map(
+        lambda p: p[0] * p[1]
+    ),
+    max_size=3,
 ).map(lambda parts: [token for part in parts for token in part])
 
 
 @given(st.lists(LOOPY, min_size=1, max_size=4))
-def test_loops_are_those_of_the_definition_sequence_by_sequence(sequences: list[list[int]]):
-    """Many sequences at once give what each gives alone: equal tails and heads of neighbours do not join."""
+def test_loops_are_those_of_the_definition_sequence_by_sequence(
+    sequences: list[list[int]],
+):
+    """Many sequences at once give what each gives alone: equal tails and heads of neighbours do not
+    join.
+    """
     expected = [hit for sequence in sequences for hit in by_definition(sequence)]
     assert repeated_tokens(sequences).tolist() == expected
 
@@ -78,7 +102,9 @@ BLIND: dict[str, tuple[list[int], bool]] = cases(__file__, "blind")
 
 @pytest.mark.parametrize("case", BLIND)
 def test_where_it_fails(case: str):
-    """What docs/lab/experiments.md says it misses, and what it takes for an error and is none: of all tokens."""
+    """What docs/lab/experiments.md says it misses, and what it takes for an error and is none: of
+    all tokens.
+    """
     tokens, wrong = BLIND[case]
     assert repeated_tokens([tokens]).tolist() == [not wrong] * len(tokens)
     assert case in (ROOT / "docs/lab/experiments.md").read_text()

@@ -1,4 +1,6 @@
-"""`qarl train --help` and `--help-all`: what is in them, that they fit, and that any terminal can show them."""
+"""`qarl train --help` and `--help-all`: what is in them, that they fit, and that any terminal can
+show them.
+"""
 
 import io
 import sys
@@ -11,7 +13,12 @@ from qarl.configs.flags import FLAGS
 from qarl.configs.load import default_config, field_paths, load_config
 
 
-def shown(option: str, columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[str]:
+def shown(
+    option: str,
+    columns: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> list[str]:
     """The lines of `qarl train OPTION` in a terminal of so many columns."""
     monkeypatch.setenv("COLUMNS", str(columns))
     assert main(["train", option]) == 0
@@ -24,7 +31,9 @@ def test_help_fits_two_screens(columns: int, monkeypatch, capsys):
     assert len(lines) <= 90 and max(map(len, lines)) <= columns
 
 
-def test_help_has_the_default_commands_defaults_and_every_short_flag_in_one_group(monkeypatch, capsys):
+def test_help_has_the_default_commands_defaults_and_every_short_flag_in_one_group(
+    monkeypatch, capsys
+):
     assert sorted(flag for names in GROUPS.values() for flag in names) == sorted(FLAGS)
     text = " ".join(" ".join(shown("--help", 80, monkeypatch, capsys)).split())
     steps = load_config(default_config(None), {}).steps
@@ -51,6 +60,12 @@ def test_help_can_be_written_in_ascii(option: str, monkeypatch):
 
 def test_defaults_read_as_they_are_typed():
     numbers = [(5e-4, "5e-4"), (1.5e-3, "1.5e-3"), (0.0, "0"), (65536.0, "65536")]
-    others = [(True, "true"), (None, ""), ((), ""), ((0.9, 0.95), "0.9,0.95"), ({"a": 2}, "{a: 2}")]
+    others = [
+        (True, "true"),
+        (None, ""),
+        ((), ""),
+        ((0.9, 0.95), "0.9,0.95"),
+        ({"a": 2}, "{a: 2}"),
+    ]
     for value, text in numbers + others:
         assert written(value) == text

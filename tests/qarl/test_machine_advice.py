@@ -1,7 +1,9 @@
-"""`qarl check --machine` and what `make env DEVICE=cuda` tells: what is missing is named, with its remedy. And
-scripts/gpu_bringup.sh without a GPU: its commands are ones there are, and it goes on where it stopped.
+"""`qarl check --machine` and what `make env DEVICE=cuda` tells: what is missing is named, with its
+remedy. And scripts/gpu_bringup.sh without a GPU: its commands are ones there are, and it goes on
+where it stopped.
 
-Blind to GPUs: none was at hand, and what is said of one comes from a driver that is made up here."""
+Blind to GPUs: none was at hand, and what is said of one comes from a driver that is made up here.
+"""
 
 import json
 import os
@@ -48,12 +50,21 @@ def test_a_cpu_machine_is_well_without_gpu_and_compiler(tmp_path: Path, monkeypa
     assert "versions: python " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("flags", "said"), [("avx2", "in bfloat16"), ("avx2 avx512f", "avx512f"), ("sse", "no AVX2")])
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [("avx2", "in bfloat16"), ("avx2 avx512f", "avx512f"), ("sse", "no AVX2")],
+)
 def test_what_a_processor_lacks_is_said(flags: str, said: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Path, "read_text", lambda *_, **__: f"model name\t: One\nflags\t\t: fpu {flags}\n")
+    monkeypatch.setattr(
+        Path,
+        "read_text",
+        lambda *_, **__: f"model name\t: One\nflags\t\t: fpu {flags}\n",
+    )
     processor = advice._processor()
     assert processor.text.startswith("One, ") and said in processor.text
-    assert bool(processor.remedy) == (flags == "sse") and ("in bfloat16" in processor.text) == (flags == "avx2")
+    assert bool(processor.remedy) == (flags == "sse") and ("in bfloat16" in processor.text) == (
+        flags == "avx2"
+    )
 
 
 def test_a_gpu_machine_is_told_what_it_lacks(tmp_path: Path, monkeypatch):
@@ -62,7 +73,10 @@ def test_a_gpu_machine_is_told_what_it_lacks(tmp_path: Path, monkeypatch):
     assert none["GPUs"].remedy == "install NVIDIA's driver, or: make env DEVICE=cpu"
     assert none["compiler"].remedy.startswith("apt install gcc")
     found = lines(monkeypatch, str(tool(tmp_path / "bin", "nvidia-smi", f"echo '{OLD}'")))
-    assert found["GPU 0"].text == "NVIDIA A100-SXM4-80GB, capability 8, 1.0 of 80.0 GiB free" and found["GPU 0"].remedy
+    assert (
+        found["GPU 0"].text == "NVIDIA A100-SXM4-80GB, capability 8, 1.0 of 80.0 GiB free"
+        and found["GPU 0"].remedy
+    )
     assert found["driver"].remedy == "CUDA 13 needs 580 or later: update it"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert not machines.visible_gpus() and machines.driver_gpus()
@@ -73,7 +87,9 @@ def test_a_check_that_fails_is_a_line(monkeypatch):
         raise ImportError("libcudart.so.13: cannot open shared object file")
 
     line = advice._guarded(_torch, False)
-    assert line.text == "ImportError: libcudart.so.13: cannot open shared object file" and line.remedy
+    assert (
+        line.text == "ImportError: libcudart.so.13: cannot open shared object file" and line.remedy
+    )
 
 
 def told(place: Path, *python: str) -> str:
@@ -84,7 +100,12 @@ def told(place: Path, *python: str) -> str:
         if not (place / name).exists():
             (place / name).symlink_to(path)
     script = str(ROOT / "scripts" / "env" / "check_cuda.sh")
-    done = subprocess.run([str(place / "bash"), script, *python], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [str(place / "bash"), script, *python],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == ("MISSING" in done.stderr)
     return done.stderr
 
@@ -119,22 +140,47 @@ def bringup(folder: Path, fails: str = "") -> tuple[int, list[str], dict[str, in
         tool(programs, name, STAND_IN, shell="bash")
     resumed = folder / "out/runs/resumed/checkpoints"
     environment = os.environ | {
-        "PATH": f"{programs}:{os.environ['PATH']}", "VENV": str(folder), "CALLS": str(calls), "FAILS": fails,
-        "RESUMED": str(resumed), "PYTHON": str(programs / "python"),
-    }  # fmt: skip
-    done = subprocess.run(["bash", SCRIPT, folder / "out"], env=environment, capture_output=True, text=True, timeout=60)
-    steps = {file.stem: json.loads(file.read_text())["status"] for file in (folder / "out").glob("*.json")}
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "VENV": str(folder),
+        "CALLS": str(calls),
+        "FAILS": fails,
+        "RESUMED": str(resumed),
+        "PYTHON": str(programs / "python"),
+    }
+    done = subprocess.run(
+        ["bash", SCRIPT, folder / "out"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    steps = {
+        file.stem: json.loads(file.read_text())["status"]
+        for file in (folder / "out").glob("*.json")
+    }
     return done.returncode, calls.read_text().splitlines(), steps
 
 
-def test_it_skips_what_depends_on_a_failure_and_does_not_repeat_what_passed(tmp_path: Path):
+def test_it_skips_what_depends_on_a_failure_and_does_not_repeat_what_passed(
+    tmp_path: Path,
+):
     """Contract: status counts failures and skips; a second call runs those alone."""
     status, first, steps = bringup(tmp_path, fails="-k products")
-    assert steps["products"] == 3 and {steps["environment"], steps["codes"], steps["operators"]} == {0}
+    assert steps["products"] == 3 and {
+        steps["environment"],
+        steps["codes"],
+        steps["operators"],
+    } == {0}
     assert status > 5 and not {"gradients", "engine", "train"} & steps.keys()
     status, second, steps = bringup(tmp_path)
-    assert status == 0 and not set(steps.values()) - {0} and steps.keys() >= {"train", "resume", "large-experts"}
-    assert not any(" env " in call for call in second) and any("--resume" in call for call in second)
+    assert (
+        status == 0
+        and not set(steps.values()) - {0}
+        and steps.keys() >= {"train", "resume", "large-experts"}
+    )
+    assert not any(" env " in call for call in second) and any(
+        "--resume" in call for call in second
+    )
     status, third, _ = bringup(tmp_path)
     assert status == 0 and third == [] and first
 
@@ -155,14 +201,20 @@ def test_every_run_and_test_it_names_is_there(tmp_path: Path):
 
 
 def test_the_piece_without_vllm_tells_what_differs(tmp_path: Path):
-    """On a CPU, where all is equal; here codes are found to differ. Blind spot: what only runs on GPUs."""
+    """On a CPU, where all is equal; here codes are found to differ. Blind spot: what only runs on
+    GPUs.
+    """
     code = "import sys, runpy, torch\nsys.modules['vllm'], same = None, torch.equal\n"
     code += "torch.equal = lambda a, b: a.dtype != torch.uint8 and same(a, b)\n"
     code += "sys.argv = ['', sys.argv[1], '--device', 'cpu', '--small']\n"
     code += f"runpy.run_path({str(ROOT / 'scripts/gpu_torch.py')!r}, run_name='__main__')"
     command = [sys.executable, "-c", code, tmp_path]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
+    )
     records = {file.stem: json.loads(file.read_text()) for file in tmp_path.glob("torch-*.json")}
-    assert [name for name, record in records.items() if record["status"]] == ["torch-codes"], done.stdout
+    assert [name for name, record in records.items() if record["status"]] == ["torch-codes"], (
+        done.stdout
+    )
     assert len(records) == 6 and done.returncode == 1
     assert "differ from the CPU's: bf16" in records["torch-codes"]["error"]

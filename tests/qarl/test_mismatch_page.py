@@ -1,6 +1,8 @@
-"""`qarl mismatch`: layer by layer on tiny models in process, with a wrong layer planted; the page without a browser.
-Pitfalls: each planted in a healthy set-up is found by its name, and healthy ones of every kind give none. Policies are
-random logits there, so what engines and tokenizers do of themselves is not seen."""
+"""`qarl mismatch`: layer by layer on tiny models in process, with a wrong layer planted; the page
+without a browser. Pitfalls: each planted in a healthy set-up is found by its name, and healthy ones
+of every kind give none. Policies are random logits there, so what engines and tokenizers do of
+themselves is not seen.
+"""
 
 import dataclasses
 import json
@@ -14,7 +16,13 @@ import pytest
 import torch
 
 from qarl.advice import mismatch
-from qarl.advice.mismatch import LEARNERS, Investigation, LayerDeviation, ScoredLearner, scored_learners
+from qarl.advice.mismatch import (
+    LEARNERS,
+    Investigation,
+    LayerDeviation,
+    ScoredLearner,
+    scored_learners,
+)
 from qarl.advice.pitfalls import Evidence, find_pitfalls
 from qarl.configs.load import load_config
 from qarl.configs.schema.learner import LearnerConfig
@@ -35,16 +43,26 @@ Three = tuple[LowBitModel, LowBitModel, LowBitModel]
 
 
 def test_a_start_from_codes_is_what_is_measured(random_policy: Any, monkeypatch: Any):
-    """Contract: with `--init gptq` the engine is opened on its codes, which are not those of the rounded masters."""
+    """Contract: with `--init gptq` the engine is opened on its codes, which are not those of the
+    rounded masters.
+    """
     folder, opened = random_policy(True), []
     other = low_bit(load_masters(folder, torch.float32), "w4a16")
     multiply_masters(other, 1.5, "model.layers.0.mlp.up_proj.weight")
     codes = [LowBitTensor(item.name, item.tensor.clone()) for item in other.low_bit_tensors()]
     monkeypatch.setattr(mismatch, "initial_codes", lambda policy, config: codes)
-    monkeypatch.setattr(mismatch, "engine_of", lambda model, *of: opened.append(stream_bytes(model)))
-    options = {"model": str(folder), "scheme": "w4a16", "quantization.scale": "kept", "quantization.init": "gptq"}
+    monkeypatch.setattr(
+        mismatch, "engine_of", lambda model, *of: opened.append(stream_bytes(model))
+    )
+    options = {
+        "model": str(folder),
+        "scheme": "w4a16",
+        "quantization.scale": "kept",
+        "quantization.init": "gptq",
+    }
     config = load_config(None, options)
-    with pytest.raises(TypeError, match="context manager"):  # where it would begin to sample
+    # where it would begin to sample
+    with pytest.raises(TypeError, match="context manager"):
         mismatch.investigate(config, load_task(config.task))
     assert same_stream(other, opened[0])
 
@@ -54,14 +72,24 @@ def three(scheme: str, moe: bool = False) -> Three:
     models = []
     for kind in LEARNERS.values():
         masters = random_moe(CONFIGS["qwen3_moe"]) if moe else random_model()
-        models.append(low_bit(masters, scheme, kernel=kind.kernel, operators=kind.operators, aligned=kind.aligned))
+        models.append(
+            low_bit(
+                masters,
+                scheme,
+                kernel=kind.kernel,
+                operators=kind.operators,
+                aligned=kind.aligned,
+            )
+        )
     plain, dequantized, aligned = models
     return plain, dequantized, aligned
 
 
 def test_a_wrong_layer_is_found_and_named():
-    """One layer of the aligned learner multiplies with scales 10 % too large, inside the stack the engine makes of gate
-    and up: its kernel error is 0.1, within 5 %, no other layer is named, and the scheme's errors are as before."""
+    """One layer of the aligned learner multiplies with scales 10 % too large, inside the stack the
+    engine makes of gate and up: its kernel error is 0.1, within 5 %, no other layer is named, and
+    the scheme's errors are as before.
+    """
     models, batch = three("w4a16"), batch_of()
     before = {row.layer: row for row in mismatch.layer_errors(*models, batch)}
     weight = models[2].linears[WRONG].codes()
@@ -69,7 +97,9 @@ def test_a_wrong_layer_is_found_and_named():
     weight.scale.mul_(1.1)
     models[2].release_products()
     rows = mismatch.layer_errors(*models, batch)
-    assert [row.layer for row in faulty_layers(rows)] == [WRONG] and not faulty_layers(list(before.values()))
+    assert [row.layer for row in faulty_layers(rows)] == [WRONG] and not faulty_layers(
+        list(before.values())
+    )
     found = {row.layer: row for row in rows}
     assert found.keys() == set(models[0].linears)
     assert found[WRONG].kernel == pytest.approx(0.1, rel=0.05)
@@ -85,50 +115,108 @@ def test_a_wrong_layer_is_found_and_named():
 
 
 def test_experts_are_compared_as_layers():
-    rows = {row.layer: row for row in mismatch.layer_errors(*three("w4a16-g32", moe=True), batch_of())}
+    rows = {
+        row.layer: row for row in mismatch.layer_errors(*three("w4a16-g32", moe=True), batch_of())
+    }
     experts = [row for layer, row in rows.items() if layer.endswith("mlp.experts")]
-    assert len(experts) == 1 and all(0.02 < row.scheme < 0.5 and row.kernel < 0.02 for row in experts)
+    assert len(experts) == 1 and all(
+        0.02 < row.scheme < 0.5 and row.kernel < 0.02 for row in experts
+    )
 
 
 def investigation(models: Three, batch: Batch) -> Investigation:
-    learners = {name: mismatch.scored(model, batch) for name, model in zip(LEARNERS, models, strict=True)}
+    learners = {
+        name: mismatch.scored(model, batch) for name, model in zip(LEARNERS, models, strict=True)
+    }
     layers = mismatch.layer_errors(*models, batch)
-    return Investigation(batch=batch, learners=learners, layers=layers, multiplies="its own layers", pitfalls=[])
+    return Investigation(
+        batch=batch,
+        learners=learners,
+        layers=layers,
+        multiplies="its own layers",
+        pitfalls=[],
+    )
 
 
 def test_the_page_holds_what_was_measured():
-    """Scatter, position and probability for each learner, every layer, text as text; no more points than fit."""
+    """Scatter, position and probability for each learner, every layer, text as text; no more points
+    than fit.
+    """
     count = 3 * POINTS
     generator = np.random.default_rng(0)
     sampler = -generator.random(count) * 5
     learners = [
-        ScoredLearner(name, sampler, sampler + apart, np.full(3, POINTS), {"mean_abs": apart, "equal": 0.0, "k3": None})
+        ScoredLearner(
+            name,
+            sampler,
+            sampler + apart,
+            np.full(3, POINTS),
+            {"mean_abs": apart, "equal": 0.0, "k3": None},
+        )
         for name, apart in (("plain", 0.2), ("<b>aligned", 0.0))
     ]
     layers = [LayerDeviation(f"layer.{n}", 0.1, 1e-4 * (1 + FAULTY * (n == 7))) for n in range(20)]
-    page = mismatch_page("model <script>", findings(learners, layers, "kernels & more"), learners, layers)
+    page = mismatch_page(
+        "model <script>", findings(learners, layers, "kernels & more"), learners, layers
+    )
     data = json.loads(page.split('id="data">', 1)[1].split("</script>", 1)[0])
-    assert [figure["id"] for figure in data["figures"]] == ["probabilities", "by-position", "by-probability"]
+    assert [figure["id"] for figure in data["figures"]] == [
+        "probabilities",
+        "by-position",
+        "by-probability",
+    ]
     assert all(len(line["x"]) == POINTS for line in data["figures"][0]["lines"])
     (figure,) = data["layers"]
-    assert figure["labels"][7] == "layer.7" and [each["y"][7] for each in figure["lines"]] == [0.1, 6e-4]
+    assert figure["labels"][7] == "layer.7" and [each["y"][7] for each in figure["lines"]] == [
+        0.1,
+        6e-4,
+    ]
     assert data["measured"] == [["mean_abs", 0.2, 0], ["equal", 0, 0]]
-    assert "model &lt;script&gt;" in page and "kernels &amp; more" in page and "model <script>" not in page
-    assert "{{" not in page and "http" not in page.replace("http://www.w3.org/2000/svg", "").replace("http-equiv", "")
+    assert (
+        "model &lt;script&gt;" in page
+        and "kernels &amp; more" in page
+        and "model <script>" not in page
+    )
+    assert "{{" not in page and "http" not in page.replace(
+        "http://www.w3.org/2000/svg", ""
+    ).replace("http-equiv", "")
 
 
 def test_words_of_a_page_are_those_recorded():
-    """Layers on both sides of what is named; plain learners, of what alignment is worth: 10 and 100 nats an answer."""
+    """Layers on both sides of what is named; plain learners, of what alignment is worth: 10 and 100
+    nats an answer.
+    """
     rng, shown = random.Random(4), []
     layers = [LayerDeviation(f"l{n}", 0.01 * n, 2e-5 + 1e-6 * n) for n in range(9)]
-    for errors in ([], [(0.1, 1e-4)], [(0.1, 1.1e-4)], [(0.9, 1.2e-4), (0.1, 1.3e-4), (0.2, 1e-2)], [(0, 0)] * 40):
-        rows = layers[: 9 if len(errors) < 9 else 0] + [LayerDeviation("odd", *each) for each in errors]
+    for errors in (
+        [],
+        [(0.1, 1e-4)],
+        [(0.1, 1.1e-4)],
+        [(0.9, 1.2e-4), (0.1, 1.3e-4), (0.2, 1e-2)],
+        [(0, 0)] * 40,
+    ):
+        rows = layers[: 9 if len(errors) < 9 else 0] + [
+            LayerDeviation("odd", *each) for each in errors
+        ]
         shown.append(findings([], rows, "kernels"))
     sampler = np.array([-rng.randrange(1, 512) / 64 for _ in range(3010)])
     learners = []
     for number, apart in enumerate((0.0, 1e-3, 0.09, 0.1, 0.9, 1.0, 3.0)):
-        measured = {"mean_abs": apart, "equal": float(number == 0), "k3": None, "max_abs": 2 * apart}
-        learners.append(ScoredLearner("plain", sampler, sampler - apart / 10, np.full(3010 // 1005, 1005), measured))
+        measured = {
+            "mean_abs": apart,
+            "equal": float(number == 0),
+            "k3": None,
+            "max_abs": 2 * apart,
+        }
+        learners.append(
+            ScoredLearner(
+                "plain",
+                sampler,
+                sampler - apart / 10,
+                np.full(3010 // 1005, 1005),
+                measured,
+            )
+        )
     shown.append(findings(learners, layers, "kernels"))
     words = [[dataclasses.asdict(finding) for finding in each] for each in shown]
     assert_recorded(__file__, "words", words)
@@ -140,7 +228,9 @@ KINDS = {"aligned": 0.0, "other kernels": 0.01, "plain": 0.25}
 
 
 def healthy(seed: int, kind: str = "other kernels", **config: Any) -> Evidence:
-    """Eight groups of eight, sampled from a policy that is the learner's up to noise in its logits; rewards 0 and 1."""
+    """Eight groups of eight, sampled from a policy that is the learner's up to noise in its logits;
+    rewards 0 and 1.
+    """
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(64, LONGEST, VOCABULARY, generator=generator) * 3
     logits[..., END] = -2
@@ -153,10 +243,16 @@ def healthy(seed: int, kind: str = "other kernels", **config: Any) -> Evidence:
         count = tokens.index(END) + 1 if END in tokens else LONGEST
         logprobs = sampler[row].gather(-1, drawn[row][:, None])[:count, 0]
         reason = "stop" if END in tokens else "length"
-        completions.append(Completion(tuple(tokens[:count]), tuple(logprobs.tolist()), "", 0, reason))
+        completions.append(
+            Completion(tuple(tokens[:count]), tuple(logprobs.tolist()), "", 0, reason)
+        )
     rewards = torch.randint(0, 2, (8, 8), generator=generator).float().tolist()
     groups = [
-        Group(Prompt(str(n), "", (*PROMPT, n + 10)), tuple(completions[8 * n : 8 * n + 8]), tuple(rewards[n]))
+        Group(
+            Prompt(str(n), "", (*PROMPT, n + 10)),
+            tuple(completions[8 * n : 8 * n + 8]),
+            tuple(rewards[n]),
+        )
         for n in range(8)
     ]
     batch = make_batch(groups, 0)
@@ -164,20 +260,33 @@ def healthy(seed: int, kind: str = "other kernels", **config: Any) -> Evidence:
     learner, logprobs = torch.zeros(batch.response_mask.shape), logits.log_softmax(-1)
     for row, completion in enumerate(completions):
         count = len(completion.token_ids)
-        learner[row, len(PROMPT) : len(PROMPT) + count] = logprobs[row].gather(-1, drawn[row][:, None])[:count, 0]
+        learner[row, len(PROMPT) : len(PROMPT) + count] = logprobs[row].gather(
+            -1, drawn[row][:, None]
+        )[:count, 0]
     last_bits = torch.randn(learner.shape, generator=generator) * 1e-3
     return Evidence(
-        groups=groups, batch=batch, learner=learner, alone=learner[:8] + last_bits[:8], packed=learner + last_bits,
-        begin_token=None, encode=lambda ids: list(ids),
-        masters={"w": torch.randn(8, 8, generator=generator) * 0.02}, config=LearnerConfig.model_validate(config),
-    )  # fmt: skip
+        groups=groups,
+        batch=batch,
+        learner=learner,
+        alone=learner[:8] + last_bits[:8],
+        packed=learner + last_bits,
+        begin_token=None,
+        encode=lambda ids: list(ids),
+        masters={"w": torch.randn(8, 8, generator=generator) * 0.02},
+        config=LearnerConfig.model_validate(config),
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_healthy_set_ups_have_none(kind: str):
-    """100 in all: with the engine's kernels, with others, and a plain learner of a quantized sampler."""
+    """100 in all: with the engine's kernels, with others, and a plain learner of a quantized
+    sampler.
+    """
     for seed in range(34):
-        coarse = {"master_dtype": "bfloat16", "optimizer": {"lr": 5e-5, "rounding": "nearest"}}
+        coarse = {
+            "master_dtype": "bfloat16",
+            "optimizer": {"lr": 5e-5, "rounding": "nearest"},
+        }
         assert find_pitfalls(healthy(seed, kind, **coarse)) == [], seed
 
 
@@ -187,7 +296,9 @@ def with_sampler(evidence: Evidence, change: Callable[[torch.Tensor], torch.Tens
     return dataclasses.replace(evidence, batch=dataclasses.replace(batch, sampler_logprobs=changed))
 
 
-def with_groups(evidence: Evidence, change: Callable[[Group], dict[str, Any]], **others: Any) -> Evidence:
+def with_groups(
+    evidence: Evidence, change: Callable[[Group], dict[str, Any]], **others: Any
+) -> Evidence:
     groups = [dataclasses.replace(group, **change(group)) for group in evidence.groups]
     return dataclasses.replace(evidence, groups=groups, **others)
 
@@ -197,14 +308,20 @@ def mostly_above(values: torch.Tensor) -> torch.Tensor:
     return torch.where(lowered, values - 0.3, values)
 
 
-COARSE = LearnerConfig.model_validate({"master_dtype": "bfloat16", "optimizer": {"lr": 1e-6, "rounding": "nearest"}})
+COARSE = LearnerConfig.model_validate(
+    {"master_dtype": "bfloat16", "optimizer": {"lr": 1e-6, "rounding": "nearest"}}
+)
 PLANTED: dict[str, Callable[[Evidence], Evidence]] = {
     "ratio mean before any update": lambda e: with_sampler(e, lambda v: v + 0.004),
     "one-sided clipping": lambda e: with_sampler(e, mostly_above),
-    "positions, packed against padded": lambda e: dataclasses.replace(e, packed=e.learner.roll(1, 0)),
+    "positions, packed against padded": lambda e: dataclasses.replace(
+        e, packed=e.learner.roll(1, 0)
+    ),
     "log-probs that depend on the batch": lambda e: dataclasses.replace(e, alone=e.alone * 1.02),
     "template round trip": lambda e: dataclasses.replace(e, encode=lambda ids: [9, *ids]),
-    "BOS token twice": lambda e: with_groups(e, lambda _: {"prompt": Prompt("", "", (2, 2, 5))}, begin_token=2),
+    "BOS token twice": lambda e: with_groups(
+        e, lambda _: {"prompt": Prompt("", "", (2, 2, 5))}, begin_token=2
+    ),
     "learning rate below the masters' resolution": lambda e: dataclasses.replace(e, config=COARSE),
     "group deviation": lambda e: with_groups(e, lambda _: {"rewards": (1.0,) * 8}),
 }
@@ -213,7 +330,9 @@ WITH_OTHERS = ("ratio mean before any update", "one-sided clipping")
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_pitfall_is_found(name: str):
-    """By its name, in the first of its words and with a figure; of those that change nothing else, alone."""
+    """By its name, in the first of its words and with a figure; of those that change nothing else,
+    alone.
+    """
     for seed in range(5):
         planted = PLANTED[name](healthy(seed, "other kernels"))
         found = find_pitfalls(planted)
@@ -224,10 +343,14 @@ def test_a_planted_pitfall_is_found(name: str):
 
 
 def test_rewards_that_differ_by_rounding_alone():
-    evidence = with_groups(healthy(0), lambda _: {"rewards": tuple(100 + 1e-5 * n for n in range(8))})
+    evidence = with_groups(
+        healthy(0), lambda _: {"rewards": tuple(100 + 1e-5 * n for n in range(8))}
+    )
     (pitfall,) = find_pitfalls(evidence)
     assert pitfall.about == "group deviation" and "advantages divide by that" in pitfall.text
-    unscaled = dataclasses.replace(evidence, config=LearnerConfig.model_validate({"advantage": "dr_grpo"}))
+    unscaled = dataclasses.replace(
+        evidence, config=LearnerConfig.model_validate({"advantage": "dr_grpo"})
+    )
     assert find_pitfalls(unscaled) == []
 
 

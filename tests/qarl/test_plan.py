@@ -1,4 +1,6 @@
-"""`qarl plan`: the formula against arithmetic done by hand, what it decides, refuses and proposes."""
+"""`qarl plan`: the formula against arithmetic done by hand, what it decides, refuses and
+proposes.
+"""
 
 import json
 import shlex
@@ -49,7 +51,9 @@ def folder(place: Path, name: str) -> Path:
 
 def config(**overrides: object) -> RunConfig:
     """The paper's settings but for some fields, `__` for a dot."""
-    return load_config(PAPER, {key.replace("__", "."): str(value) for key, value in overrides.items()})
+    return load_config(
+        PAPER, {key.replace("__", "."): str(value) for key, value in overrides.items()}
+    )
 
 
 @pytest.fixture
@@ -63,7 +67,10 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Non
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def tell(*mebibytes: int | str) -> None:
-        rows = [H100.replace("0, GPU-a", f"{n}, GPU-{n}").replace("81559", str(m)) for n, m in enumerate(mebibytes)]
+        rows = [
+            H100.replace("0, GPU-a", f"{n}, GPU-{n}").replace("81559", str(m))
+            for n, m in enumerate(mebibytes)
+        ]
         tool.write_text("#!/bin/sh\n" + "".join(f"echo '{row}'\n" for row in rows))
         tool.chmod(0o755)
 
@@ -74,11 +81,17 @@ def test_sizes_come_from_config_json_or_from_what_is_published(tmp_path: Path):
     for name, shapes in NAMED.items():
         if name in PUBLISHED:
             assert sizes_of(str(folder(tmp_path, name))) == (shapes, "its config.json")
-    assert sizes_of("Qwen/Qwen3-30B-A3B-Base")[0] == sizes_of("qwen3-30b-a3b")[0] == NAMED["qwen3-30b-a3b"]
+    assert (
+        sizes_of("Qwen/Qwen3-30B-A3B-Base")[0]
+        == sizes_of("qwen3-30b-a3b")[0]
+        == NAMED["qwen3-30b-a3b"]
+    )
     assert sizes_of("Qwen/Qwen2.5-Math-7B")[0] == NAMED["qwen2.5-7b"]
     billions = [0.6, 1.5, 1.7, 4.0, 7.6, 8.2, 14.8, 30.5, 32.8, 235.1]
     assert sorted(round(shapes.parameters / 1e9, 1) for shapes in NAMED.values()) == billions
-    recipes = {name: shapes_of(recipe_config(recipe).to_dict(), name) for name, recipe in RECIPES.items()}
+    recipes = {
+        name: shapes_of(recipe_config(recipe).to_dict(), name) for name, recipe in RECIPES.items()
+    }
     assert recipes == {name: shapes for name, shapes in EMBEDDED.items() if name != REAL_MODEL}
 
 
@@ -92,26 +105,52 @@ def bytes_of(memory: Memory) -> dict[str, int]:
 
 
 def test_parts_are_those_of_arithmetic_by_hand():
-    """fp32 masters and gradients, Muon's one moment of matrices and AdamW's two of the rest; codes, output head and
-    embedding; ZeRO-3 over 8. Of 1.7B a layer keeps 70 KiB a token: C = Q = 2048, K = 1024, I = 6144, in bytes 4 C of
-    what norms are of, 4 C of that as multiplied, 2 (Q + 2 K) and 2 (Q + K) of queries, keys and values, 2 Q of
-    attention's output, 6 I of the MLP; a checkpointed layer 4 C: a branch and the residual."""
-    small = gib("qwen3-1.7b", 1, learner__gradient_checkpointing="false", learner__micro_batch_tokens=18432)
+    """fp32 masters and gradients, Muon's one moment of matrices and AdamW's two of the rest; codes,
+    output head and embedding; ZeRO-3 over 8. Of 1.7B a layer keeps 70 KiB a token: C = Q = 2048, K
+    = 1024, I = 6144, in bytes 4 C of what norms are of, 4 C of that as multiplied, 2 (Q + 2 K) and
+    2 (Q + K) of queries, keys and values, 2 Q of attention's output, 6 I of the MLP; a checkpointed
+    layer 4 C: a branch and the residual.
+    """
+    small = gib(
+        "qwen3-1.7b",
+        1,
+        learner__gradient_checkpointing="false",
+        learner__micro_batch_tokens=18432,
+    )
     assert (small["masters"], small["gradients"], small["moments"]) == (6.4, 6.4, 7.6)
     assert small["codes"] == pytest.approx(0.7 + 0.6 + 0.6, abs=0.1)
     assert small["activations"] == pytest.approx(28 * 18432 * 70 * 1024 / GIB, rel=0.01)
     assert "kernel layout" not in small
-    assert gib("qwen3-1.7b", 1, learner__kernel="reference")["kernel layout"] == 3.2  # 2 bytes of 1.41B and of the head
-    calibrated = {"quantization__scale": "kept", "quantization__init": "gptq", "learner__aligned": "false"}
+    # 2 bytes of 1.41B and of the head
+    assert gib("qwen3-1.7b", 1, learner__kernel="reference")["kernel layout"] == 3.2
+    calibrated = {
+        "quantization__scale": "kept",
+        "quantization__init": "gptq",
+        "learner__aligned": "false",
+    }
     assert gib("qwen3-1.7b", 1, **calibrated)["moves"] == 5.2  # 4 bytes of 1.409B
     large = gib("qwen3-8b", 1)
-    assert (large["masters"], large["gradients"], large["moments"]) == (30.5, 30.5, 35.1)
+    assert (large["masters"], large["gradients"], large["moments"]) == (
+        30.5,
+        30.5,
+        35.1,
+    )
     assert large["activations"] == pytest.approx(22528 * (36 * 4 * 4096 + 70e3 * 2) / GIB, rel=0.1)
     experts = gib("qwen3-30b-a3b", 8, learner__zero_stage=3)
-    assert (experts["masters"], experts["gradients"], experts["moments"]) == (14.2, 14.2, 14.5)
-    assert experts["codes"] == pytest.approx(15.6, abs=0.1) == experts["engine"] - 2.0  # CUDA graphs
+    assert (experts["masters"], experts["gradients"], experts["moments"]) == (
+        14.2,
+        14.2,
+        14.5,
+    )
+    # CUDA graphs
+    assert experts["codes"] == pytest.approx(15.6, abs=0.1) == experts["engine"] - 2.0
     assert experts["workspaces"] == round((16384 + 22528) * 8 * 2 * (2048 + 3 * 768) / GIB, 1)
-    half = gib("qwen3-8b", 1, learner__master_dtype="bfloat16", learner__optimizer__offload="cpu")
+    half = gib(
+        "qwen3-8b",
+        1,
+        learner__master_dtype="bfloat16",
+        learner__optimizer__offload="cpu",
+    )
     assert half["masters"] == 15.3 and "moments" not in half
     adapted = gib("qwen3-8b", 1, learner__lora__name="lora", learner__optimizer__name="adamw")
     rank_16 = 36 * 16 * (2 * (4096 + 4096) + 2 * (1024 + 4096) + 3 * (4096 + 12288))
@@ -119,9 +158,16 @@ def test_parts_are_those_of_arithmetic_by_hand():
 
 
 def test_what_saving_a_checkpoint_takes_by_hand():
-    """At stage 3 the largest module whole: embeddings' master and moments, two of AdamW's, less gradients of 1/8."""
+    """At stage 3 the largest module whole: embeddings' master and moments, two of AdamW's, less
+    gradients of 1/8.
+    """
     for name, moments in (("adamw", 2), ("muon", 1)):
-        of = _Count(NAMED["qwen3-1.7b"], config(learner__zero_stage=3, learner__optimizer__name=name), "cuda", 8)
+        of = _Count(
+            NAMED["qwen3-1.7b"],
+            config(learner__zero_stage=3, learner__optimizer__name=name),
+            "cuda",
+            8,
+        )
         assert of.saving() == 151936 * 2048 * 4 * (1 + moments) - of.gradients()
 
 
@@ -132,40 +178,80 @@ def test_another_choice_leaves_the_fields_of_the_one_before():
 
 
 def test_a_learner_apart_from_its_servers_has_no_engine_and_may_keep_no_weights():
-    """Sampling elsewhere, all that is left of a mixture's 15.7 GiB of codes are a layer's, of 48, and what lies outside
-    them: embedding and head in bfloat16, the head once more as it is multiplied. Servers that a run starts count."""
+    """Sampling elsewhere, all that is left of a mixture's 15.7 GiB of codes are a layer's, of 48,
+    and what lies outside them: embedding and head in bfloat16, the head once more as it is
+    multiplied. Servers that a run starts count.
+    """
     apart = {"rollout__servers": "http://a:1", "learner__zero_stage": 3}
     parts = gib("qwen3-30b-a3b", 8, **apart)
-    assert not {"engine", "KV cache"} & parts.keys() and parts["kernel layout"] == pytest.approx(14.4 + 0.6, abs=0.2)
-    none = gib("qwen3-30b-a3b", 8, **apart, learner__keep_codes="false", learner__keep_kernel_layout="false")
+    assert not {"engine", "KV cache"} & parts.keys() and parts["kernel layout"] == pytest.approx(
+        14.4 + 0.6, abs=0.2
+    )
+    none = gib(
+        "qwen3-30b-a3b",
+        8,
+        **apart,
+        learner__keep_codes="false",
+        learner__keep_kernel_layout="false",
+    )
     head = 151936 * 2048 * 2 / GIB
     assert none["kernel layout"] == pytest.approx(14.4 / 48 + head, abs=0.06)
     assert none["codes"] == pytest.approx(14.4 / 48 + 2 * head, abs=0.06)
-    local = [count_memory(NAMED["qwen3-1.7b"], config(rollout__servers=n), "cpu", 1) for n in (1, 2)]
+    local = [
+        count_memory(NAMED["qwen3-1.7b"], config(rollout__servers=n), "cpu", 1) for n in (1, 2)
+    ]
     assert bytes_of(local[1])["engine"] == 2 * bytes_of(local[0])["engine"]
-    plan = make_plan(config(**apart, model="m"), NAMED["qwen3-30b-a3b"], "", parse_machine("8x48GB"), 8)
-    assert helping(plan)["--learner.keep_kernel_layout false"] == pytest.approx(14.4 * 47 / 48 * GIB, rel=0.02)
+    plan = make_plan(
+        config(**apart, model="m"),
+        NAMED["qwen3-30b-a3b"],
+        "",
+        parse_machine("8x48GB"),
+        8,
+    )
+    assert helping(plan)["--learner.keep_kernel_layout false"] == pytest.approx(
+        14.4 * 47 / 48 * GIB, rel=0.02
+    )
 
 
 def test_a_process_reads_its_share_into_the_hosts_memory():
-    """An eighth, whole embeddings, and 16 experts of a layer three times. A checkpoint of full training takes more."""
-    base = {"learner__zero_stage": 3, "learner__master_dtype": "bfloat16", "learner__lora__name": "lora"}
+    """An eighth, whole embeddings, and 16 experts of a layer three times. A checkpoint of full
+    training takes more.
+    """
+    base = {
+        "learner__zero_stage": 3,
+        "learner__master_dtype": "bfloat16",
+        "learner__lora__name": "lora",
+    }
     whole = 2 * 151936 * 4096 + 3 * 16 * 3 * 1536 * 4096
     shapes = NAMED["qwen3-235b-a22b"]
     read = (shapes.parameters // 8 + whole) * 2
-    assert count_memory(shapes, config(**base), "cuda", 8).host == read == pytest.approx(59 * GIB, 0.01)
-    assert count_memory(shapes, config(**{**base, "learner__lora__name": "none"}), "cuda", 8).host > read
+    assert (
+        count_memory(shapes, config(**base), "cuda", 8).host
+        == read
+        == pytest.approx(59 * GIB, 0.01)
+    )
+    assert (
+        count_memory(shapes, config(**{**base, "learner__lora__name": "none"}), "cuda", 8).host
+        > read
+    )
 
 
 def test_layer_rules_and_targets_count_by_name():
     down = 36 * 4096 * 12288
-    plain, mixed = (gib("qwen3-8b", 1, layers=rule)["codes"] for rule in ("nothing=w8a8", "*.down_proj=bf16"))
+    plain, mixed = (
+        gib("qwen3-8b", 1, layers=rule)["codes"] for rule in ("nothing=w8a8", "*.down_proj=bf16")
+    )
     assert mixed - plain == pytest.approx(down * (2 - 0.516) / GIB, abs=0.1)
-    on_cpus = partial(gib, "qwen3-8b", 1, device="cpu", scheme="fp8", rollout__servers=1)  # fp8's products are in fp32
-    plain, mixed = (on_cpus(layers=rule)["kernel layout"] for rule in ("nothing=w8a8", "*.down_proj=bf16"))
+    # fp8's products are in fp32
+    on_cpus = partial(gib, "qwen3-8b", 1, device="cpu", scheme="fp8", rollout__servers=1)
+    plain, mixed = (
+        on_cpus(layers=rule)["kernel layout"] for rule in ("nothing=w8a8", "*.down_proj=bf16")
+    )
     assert plain - mixed == pytest.approx(down * (4 - 2) / GIB, abs=0.1)
     lora = partial(gib, "qwen3-8b", 1, learner__lora__name="lora", learner__lora__rank=256)
-    q, all_, others = (lora(learner__lora__targets=t)["gradients"] for t in ("*.q_proj", "*", "*.qkv_proj"))
+    q, all_, others = (
+        lora(learner__lora__targets=t)["gradients"] for t in ("*.q_proj", "*", "*.qkv_proj")
+    )
     assert q < all_ == others, "names of another family stand for all"
 
 
@@ -173,13 +259,22 @@ def test_what_is_open_is_decided_and_what_is_given_is_kept():
     open_, shapes = load_config(None, {"model": "m"}), NAMED["qwen3-1.7b"]
     decided = make_plan(open_, shapes, "", parse_machine("1xB200"), 1)
     assert decided.config.learner.gradient_checkpointing is False and decided.share <= 0.9
-    assert decided.config.rollout.kv_cache_gib == bytes_of(decided.memory)["KV cache"] / GIB == 56  # all 256 sequences
+    # all 256 sequences
+    assert decided.config.rollout.kv_cache_gib == bytes_of(decided.memory)["KV cache"] / GIB == 56
     small = make_plan(open_, shapes, "", parse_machine("1x48GB"), 1)
     assert small.config.learner.gradient_checkpointing is True and small.fits
     cpu = make_plan(open_, shapes, "", Machine("cpu", "cpu", 1, 400 * GIB), 1)
-    assert (cpu.config.learner.gradient_checkpointing, cpu.config.rollout.kv_cache_gib) == (False, 1)
-    assert (cpu.config.learner.compile, decided.config.learner.compile) == (False, "auto")
-    given = load_config(None, {"rollout.kv_cache_gib": "7", "learner.gradient_checkpointing": "false"})
+    assert (
+        cpu.config.learner.gradient_checkpointing,
+        cpu.config.rollout.kv_cache_gib,
+    ) == (False, 1)
+    assert (cpu.config.learner.compile, decided.config.learner.compile) == (
+        False,
+        "auto",
+    )
+    given = load_config(
+        None, {"rollout.kv_cache_gib": "7", "learner.gradient_checkpointing": "false"}
+    )
     assert make_plan(given, shapes, "", parse_machine("1x24GB"), 1).config == given
 
 
@@ -195,40 +290,80 @@ def test_every_help_saves_and_the_command_fits(tmp_path: Path):
 
 def test_the_command_plans_without_torch_in_80_columns(tmp_path: Path):
     model = folder(tmp_path, "qwen3-30b-a3b")
-    code = "import sys; from qarl.cli.main import main; sys.exit(main(sys.argv[1:]) + 9 * ('torch' in sys.modules))"
+    code = (
+        "import sys; from qarl.cli.main import main; sys.exit(main(sys.argv[1:]) + 9 * ('torch' in"
+        " sys.modules))"
+    )
     file = tmp_path / "plan.json"
-    arguments = ["plan", "--model", str(model), "--scheme", "w4a16", "--gpus", "8x80GB", "--json", str(file)]
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+    arguments = [
+        "plan",
+        "--model",
+        str(model),
+        "--scheme",
+        "w4a16",
+        "--gpus",
+        "8x80GB",
+        "--json",
+        str(file),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert {"--processes 8", "--learner.zero_stage 3"} <= {line.split(":")[0].strip() for line in lines}
+    assert {"--processes 8", "--learner.zero_stage 3"} <= {
+        line.split(":")[0].strip() for line in lines
+    }
     assert max(len(line) for line in lines if str(tmp_path) not in line) <= 80
     arguments += ["--learner.zero_stage", "0"]  # given, and so kept
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 2, done.stderr
     lines = done.stdout.splitlines()
     assert max(len(line) for line in lines if str(tmp_path) not in line) <= 80
     written = json.loads(file.read_text())
-    assert sum(written["parts"].values()) == written["total"] > written["capacity"] and not written["fits"]
+    assert (
+        sum(written["parts"].values()) == written["total"] > written["capacity"]
+        and not written["fits"]
+    )
     start = next(number for number, line in enumerate(lines) if line.startswith("  qarl train"))
     works = shlex.split(" ".join(line.rstrip("\\") for line in lines[start:]).split("fits ")[0])
     assert main(["plan", "--gpus", "8x80GB", *works[2:]]) == 0
 
 
-def test_train_is_refused_before_anything_is_loaded(driver: Callable[..., None], capsys: pytest.CaptureFixture[str]):
+def test_train_is_refused_before_anything_is_loaded(
+    driver: Callable[..., None], capsys: pytest.CaptureFixture[str]
+):
     driver(81559)
     assert main(["train", "--scheme", "w4a16", "--model", "Qwen/Qwen3-30B-A3B-Base"]) == 2
     said = capsys.readouterr().err
     assert "GiB too much on 1 × NVIDIA H100 80GB HBM3; nothing was loaded" in said
-    assert "fits 1 × NVIDIA H100" in said and "--learner.lora.base host" in said and "fits 4 × H200" in said
+    assert (
+        "fits 1 × NVIDIA H100" in said
+        and "--learner.lora.base host" in said
+        and "fits 4 × H200" in said
+    )
 
 
-def test_cpus_refuse_beyond_a_quarter_more_than_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+def test_cpus_refuse_beyond_a_quarter_more_than_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+):
     model = folder(tmp_path, "qwen3-0.6b")
     given = load_config(default_config(str(model)), {"model": str(model)})
     shapes = NAMED["qwen3-0.6b"]
     needed = make_plan(given, shapes, "", Machine("cpu", "cpu", 1, 10**15), 1).memory.total
-    for share, refused, fits in ((1.3, True, False), (1.2, False, False), (0.99, False, True)):
+    for share, refused, fits in (
+        (1.3, True, False),
+        (1.2, False, False),
+        (0.99, False, True),
+    ):
         plan = make_plan(given, shapes, "", Machine("cpu", "cpu", 1, int(needed / share)), 1)
         assert (plan.refused, plan.fits) == (refused, fits)
     monkeypatch.setattr(machines, "available_memory", lambda: GIB)
@@ -237,7 +372,11 @@ def test_cpus_refuse_beyond_a_quarter_more_than_there_is(tmp_path: Path, monkeyp
 
 
 def test_the_memory_is_what_a_control_group_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    files = {"memory.max": "3000\n", "memory.current": "2000\n", "memory.stat": "anon 5\ninactive_file 700\n"}
+    files = {
+        "memory.max": "3000\n",
+        "memory.current": "2000\n",
+        "memory.stat": "anon 5\ninactive_file 700\n",
+    }
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(machines, "Path", lambda _: tmp_path)
@@ -246,10 +385,16 @@ def test_the_memory_is_what_a_control_group_leaves(tmp_path: Path, monkeypatch: 
     assert machines.available_memory() > GIB
 
 
-def test_the_machine_is_what_the_driver_tells(driver: Callable[..., None], monkeypatch: pytest.MonkeyPatch):
+def test_the_machine_is_what_the_driver_tells(
+    driver: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+):
     driver(81559)
     found = this_machine()
-    assert (found.name, found.device, found.count) == ("1 × NVIDIA H100 80GB HBM3", "cuda", 1)
+    assert (found.name, found.device, found.count) == (
+        "1 × NVIDIA H100 80GB HBM3",
+        "cuda",
+        1,
+    )
     assert (found.memory, found.taken) == (81559 * 2**20, 559 * 2**20) and found.host
     driver("[N/A]")
     assert this_machine().memory == 2000 * GIB  # the host's
@@ -260,49 +405,88 @@ def test_the_machine_is_what_the_driver_tells(driver: Callable[..., None], monke
     for chosen in ("0", "GPU-0a"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
         assert len(machines.visible_gpus()) == 1
-    for chosen, remedy in (("1", "unset it"), ("", "unset it"), ("MIG-1/2", "slices of GPUs")):
+    for chosen, remedy in (
+        ("1", "unset it"),
+        ("", "unset it"),
+        ("MIG-1/2", "slices of GPUs"),
+    ):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
-        with pytest.raises(ConfigError, match=f"'{chosen}' names none of this machine's 1 GPUs: {remedy}"):
+        with pytest.raises(
+            ConfigError,
+            match=f"'{chosen}' names none of this machine's 1 GPUs: {remedy}",
+        ):
             this_machine()
     monkeypatch.setenv("PATH", "")
     assert machines.driver_gpus() == [] and this_machine().device == "cpu"
 
 
-LITERAL = ["train", "--scheme", "w4a16", "--model", "Qwen/Qwen3-30B-A3B-Base", "--dry-run"]
+LITERAL = [
+    "train",
+    "--scheme",
+    "w4a16",
+    "--model",
+    "Qwen/Qwen3-30B-A3B-Base",
+    "--dry-run",
+]
 
 
-def test_a_run_takes_all_gpus_and_a_recipe_that_fits(driver: Callable[..., None], capsys: pytest.CaptureFixture[str]):
-    """Contract: every choice is said with its reason; what was given is kept; other processes are started with what was
-    chosen; what changes the answers or what is trained is not chosen."""
+def test_a_run_takes_all_gpus_and_a_recipe_that_fits(
+    driver: Callable[..., None], capsys: pytest.CaptureFixture[str]
+):
+    """Contract: every choice is said with its reason; what was given is kept; other processes are
+    started with what was chosen; what changes the answers or what is trained is not chosen.
+    """
 
     def chosen(*gpus: int, more: Sequence[str] = ()) -> tuple[list[str], dict[str, Any]]:
         driver(*gpus)
-        assert main([*LITERAL, *more]) in (0, 2)  # 2: the model is on no hub here, which comes last
+        # 2: the model is on no hub here, which comes last
+        assert main([*LITERAL, *more]) in (0, 2)
         out = capsys.readouterr().out
-        lines = [line.removeprefix("# chosen: ") for line in out.splitlines() if line.startswith("#")]
+        lines = [
+            line.removeprefix("# chosen: ") for line in out.splitlines() if line.startswith("#")
+        ]
         return lines, yaml.safe_load(out)
 
     eight = 8 * [81559]
     said, made = chosen(*eight)
-    assert [line.partition(":")[0] for line in said] == ["--config recipes/qwen3-30b-a3b-8x80gb", "--processes 8"]
+    assert [line.partition(":")[0] for line in said] == [
+        "--config recipes/qwen3-30b-a3b-8x80gb",
+        "--processes 8",
+    ]
     assert (made["learner"]["zero_stage"], made["rollout"]["prompts"]) == (3, 256)
     said, made = chosen(*eight, more=["--prompts", "12", "--learner.optimizer.offload", "none"])
     assert said[1].startswith("--processes 6: one a GPU; rollout.prompts 12")
     assert made["learner"]["optimizer"]["offload"] == "none"
     said, made = chosen(81559)
-    assert len(said) == 1 and "does not fit" in said[0] and made["learner"]["lora"]["name"] == "none"
+    assert (
+        len(said) == 1 and "does not fit" in said[0] and made["learner"]["lora"]["name"] == "none"
+    )
     assert made["rollout"]["max_new_tokens"] == 16384
     choice = choose(config(model="Qwen/Qwen3-8B-Base"), {}, None, None, parse_machine("8x80GB"))
     assert choice.arguments(None) == ["--config", "recipes/qwen3-8b-8x80gb"]
-    tiny = choose(load_config(config_file("tiny-qwen3"), {}), {}, None, None, parse_machine("8xH100"))
+    tiny = choose(
+        load_config(config_file("tiny-qwen3"), {}),
+        {},
+        None,
+        None,
+        parse_machine("8xH100"),
+    )
     assert (tiny.processes, tiny.words) == (1, ())
 
 
 def test_processes_of_several_machines_choose_as_one(
-    driver: Callable[..., None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    driver: Callable[..., None],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ):
-    """As many as their launcher says; what the first decides is the run's; those started otherwise are refused."""
-    for name, value in {"RANK": "0", "WORLD_SIZE": "32", "LOCAL_WORLD_SIZE": "8"}.items():
+    """As many as their launcher says; what the first decides is the run's; those started otherwise
+    are refused.
+    """
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "32",
+        "LOCAL_WORLD_SIZE": "8",
+    }.items():
         monkeypatch.setenv(name, value)
     driver(*8 * [81559])
     assert main(LITERAL) in (0, 2)
@@ -311,23 +495,35 @@ def test_processes_of_several_machines_choose_as_one(
     dense, machine = config(model="Qwen/Qwen3-14B"), parse_machine("8x80GB")
     one, four = (choose(dense, {}, "small", count, machine, 8) for count in (8, 32))
     assert one.processes == 8 and four.processes == 32 and {*four.fields} <= {*one.fields}
-    assert not choose(dense, {}, "small", 2, machine).fields, "what eight GPUs would take is not chosen for two"
+    assert not choose(dense, {}, "small", 2, machine).fields, (
+        "what eight GPUs would take is not chosen for two"
+    )
     plan = make_plan(dense, *sizes_of(dense.model), machine, 32, 8)
     assert {fitted.processes for fitted, _ in fitting(plan)} == {32} and helping(plan)
-    together: Any = SimpleNamespace(gathered=lambda mine: [dense, mine], first_does=lambda work: work())
-    with pytest.raises(ConfigError, match="process 1 was started with seed 1, process 0 with 0; start all"):
+    together: Any = SimpleNamespace(
+        gathered=lambda mine: [dense, mine], first_does=lambda work: work()
+    )
+    with pytest.raises(
+        ConfigError,
+        match="process 1 was started with seed 1, process 0 with 0; start all",
+    ):
         agreed(dense, dense.model_copy(update={"seed": 1}), together)
     assert agreed(dense, dense, together) is dense
 
 
 def test_a_persons_file_is_kept_but_for_what_it_leaves_open(tmp_path: Path):
     file = tmp_path / "mine.yaml"
-    file.write_text("model: Qwen/Qwen3-14B\nlearner:\n  master_dtype: float32\n  optimizer:\n    offload: none\n")
+    file.write_text(
+        "model: Qwen/Qwen3-14B\nlearner:\n  master_dtype: float32\n  optimizer:\n    offload:"
+        " none\n"
+    )
     choice = choose(load_config(file, {}), {}, str(file), None, parse_machine("4x80GB"))
     assert choice.file == str(file) and choice.processes == 4
     some = {"learner.zero_stage", "learner.master_dtype", "learner.optimizer.offload"}
     assert some & choice.fields.keys() == {"learner.zero_stage"}
-    (tmp_path / "config.json").write_text(json.dumps({**PUBLISHED["qwen3-30b-a3b"], "mlp_only_layers": [0]}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({**PUBLISHED["qwen3-30b-a3b"], "mlp_only_layers": [0]})
+    )
     uncounted = choose(config(model=str(tmp_path)), {}, None, None, parse_machine("8x80GB"))
     assert (uncounted.processes, uncounted.words) == (8, ("--processes 8: one a GPU",))
 
@@ -338,8 +534,10 @@ RECIPES_ON = cases(__file__, "recipes")
 
 @pytest.mark.parametrize("name", RECIPES_ON)
 def test_recipes_resolve_suit_their_model_and_fit(name: str, capsys: pytest.CaptureFixture[str]):
-    """Contract: a dry run accepts the file, rules and adapters suit the model's true dimensions on the meta device,
-    its processes and ZeRO stage go together, and it fits with a tenth to spare. Blind spot: none was run."""
+    """Contract: a dry run accepts the file, rules and adapters suit the model's true dimensions on
+    the meta device, its processes and ZeRO stage go together, and it fits with a tenth to spare.
+    Blind spot: none was run.
+    """
     file, machine = f"recipes/{name}", parse_machine(RECIPES_ON[name])
     assert f"--gpus {RECIPES_ON[name]}\n" in config_file(file).read_text()
     assert main(["train", "--config", file, "--task", "chain_sum", "--dry-run"]) == 0
@@ -359,11 +557,14 @@ def test_recipes_resolve_suit_their_model_and_fit(name: str, capsys: pytest.Capt
 
 @pytest.mark.parametrize(("model", "gpus", "said"), cases(__file__, "init"))
 def test_init_writes_a_run_that_fits(model: str, gpus: str, said: str, tmp_path: Path, capsys):
-    """Contract: what trains everything comes before adapters, and the file alone plans as it says. A model's positions
-    and the columns of its matrices are those of its config.json."""
+    """Contract: what trains everything comes before adapters, and the file alone plans as it says.
+    A model's positions and the columns of its matrices are those of its config.json.
+    """
     if model == "short":
         model = str(tmp_path / model)
-        Qwen3Config(hidden_size=96, intermediate_size=160, max_position_embeddings=100).save_pretrained(model)
+        Qwen3Config(
+            hidden_size=96, intermediate_size=160, max_position_embeddings=100
+        ).save_pretrained(model)
     assert main(["init", str(tmp_path / "mine"), "--model", model, "--gpus", gpus]) == 0
     file = tmp_path / "mine" / "run.yaml"
     assert said in file.read_text()

@@ -1,7 +1,10 @@
-"""The plan's activations against what a forward through the engine's model keeps for its backward, counted on a CPU, of
-small layers; and its learning against the peak of a forward and backward on a GPU, traced on tensors without values.
+"""The plan's activations against what a forward through the engine's model keeps for its backward,
+counted on a CPU, of small layers; and its learning against the peak of a forward and backward on a
+GPU, traced on tensors without values.
 
-Blind spots: kernels' workspaces, the allocator's rounding, NCCL; the optimizer's step and the engine."""
+Blind spots: kernels' workspaces, the allocator's rounding, NCCL; the optimizer's step and the
+engine.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -38,17 +41,27 @@ LAYERS, HIDDEN = DENSE["num_hidden_layers"], DENSE["hidden_size"]
 @pytest.mark.parametrize("scheme", ["w4a16", "w8a8"])
 @pytest.mark.parametrize("config", [DENSE, EXPERTS], ids=["dense", "experts"])
 def test_activations_are_those_a_forward_keeps(config: dict[str, Any], scheme: str):
-    """Contract: within 2 %, without and with checkpointing. With checkpointing the plan counts one layer's more, which
-    the backward computes again, and the first layer's input as the others': a branch and a residual."""
+    """Contract: within 2 %, without and with checkpointing. With checkpointing the plan counts one
+    layer's more, which the backward computes again, and the first layer's input as the others': a
+    branch and a residual.
+    """
     whole, checkpointed = (kept(config, scheme, checkpointing) for checkpointing in (False, True))
     column = TOKENS * HIDDEN * 2
-    a_layer = (whole - 2 * column) / LAYERS  # without what the last norm keeps, and its output
-    planned = [planned_activations(config, scheme, checkpointing, "cpu") for checkpointing in (False, True)]
-    assert planned == [pytest.approx(whole, rel=0.02), pytest.approx(checkpointed + column + a_layer, rel=0.02)]
+    # without what the last norm keeps, and its output
+    a_layer = (whole - 2 * column) / LAYERS
+    planned = [
+        planned_activations(config, scheme, checkpointing, "cpu") for checkpointing in (False, True)
+    ]
+    assert planned == [
+        pytest.approx(whole, rel=0.02),
+        pytest.approx(checkpointed + column + a_layer, rel=0.02),
+    ]
 
 
 def kept(config: dict[str, Any], scheme: str, checkpointing: bool) -> int:
-    """Bytes of the storages with a row a token that autograd holds after a forward in bfloat16, and of its result."""
+    """Bytes of the storages with a row a token that autograd holds after a forward in bfloat16, and
+    of its result.
+    """
     torch.manual_seed(0)
     masters = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32)
     model = low_bit(masters, scheme, kernel="auto", operators="engine")
@@ -66,19 +79,26 @@ def kept(config: dict[str, Any], scheme: str, checkpointing: bool) -> int:
     return sum(storage.nbytes() for storage in held.values())
 
 
-def planned_activations(config: dict[str, Any], scheme: str, checkpointing: bool, device: str) -> int:
+def planned_activations(
+    config: dict[str, Any], scheme: str, checkpointing: bool, device: str
+) -> int:
     settings = {
-        "scheme": scheme, "learner.micro_batch_tokens": str(TOKENS), "rollout.max_prompt_tokens": "64",
-        "rollout.max_new_tokens": "64", "learner.gradient_checkpointing": str(checkpointing).lower(),
+        "scheme": scheme,
+        "learner.micro_batch_tokens": str(TOKENS),
+        "rollout.max_prompt_tokens": "64",
+        "rollout.max_new_tokens": "64",
+        "learner.gradient_checkpointing": str(checkpointing).lower(),
         "rollout.kv_cache_gib": "1",
-    }  # fmt: skip
+    }
     run = load_config(config_file("tiny-qwen3"), settings)
     parts = count_memory(shapes_of(config, "model"), run, device, 1).parts
     return next(part.bytes for part in parts if part.name == "activations")
 
 
 class Peak(TorchDispatchMode):
-    """bytes: most that tensors made within had at once. paused: counting none as most, as in a compiled kernel."""
+    """bytes: most that tensors made within had at once. paused: counting none as most, as in a
+    compiled kernel.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +110,11 @@ class Peak(TorchDispatchMode):
         if func.namespace == "_C":  # vLLM's, which write into what they are given
             return None
         result = func(*args, **(kwargs or {}))
-        before = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        before = {
+            t.untyped_storage()._cdata
+            for t in tree_leaves((args, kwargs))
+            if isinstance(t, torch.Tensor)
+        }
         for tensor in (t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.is_meta):
             storage = tensor.untyped_storage()
             if storage._cdata not in before and tensor.nbytes:
@@ -116,24 +140,39 @@ class Peak(TorchDispatchMode):
 class Products:
     """Of engine's layers: each makes its output and nothing else."""
 
-    def linear(self, name: str, weights: Any, biases: Any, like: Any = None) -> Callable[..., torch.Tensor]:
+    def linear(
+        self, name: str, weights: Any, biases: Any, like: Any = None
+    ) -> Callable[..., torch.Tensor]:
         return lambda x: x.new_empty(len(x), sum(weight.shape[0] for weight in weights))
 
     def experts(self, layer: str, shape: Any, weights: Any) -> Callable[..., torch.Tensor]:
         return lambda x, *routed: torch.empty_like(x)
 
 
-def traced(config: dict[str, Any], scheme: str, tokens: int, checkpointing: bool, monkeypatch, sharded: bool) -> int:
+def traced(
+    config: dict[str, Any],
+    scheme: str,
+    tokens: int,
+    checkpointing: bool,
+    monkeypatch,
+    sharded: bool,
+) -> int:
     peak = Peak()
-    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: tensor.is_meta), raising=False)
+    monkeypatch.setattr(
+        torch.Tensor, "is_cuda", property(lambda tensor: tensor.is_meta), raising=False
+    )
     for place, name, value in (
-        (flash, "takes", lambda *query: True), (flash, "_engine_version", lambda *query: None),
+        (flash, "takes", lambda *query: True),
+        (flash, "_engine_version", lambda *query: None),
         (scales, "_look", lambda extremes: None),
-        (gradients, "compiled", peak.kernel), (Shard, "reduce", lambda shard, whole, dtype: lambda: shard.rows(whole)),
-    ):  # fmt: skip
+        (gradients, "compiled", peak.kernel),
+        (Shard, "reduce", lambda shard, whole, dtype: lambda: shard.rows(whole)),
+    ):
         monkeypatch.setattr(place, name, value)
     with torch.device("meta"):
-        masters = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32)
+        masters = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(**config), dtype=torch.float32
+        )
     model = low_bit(masters, scheme, operators="engine")
     model.context.multiply_with(Products())  # pyright: ignore[reportArgumentType]
     model.checkpoint_layers(checkpointing)
@@ -149,12 +188,17 @@ def traced(config: dict[str, Any], scheme: str, tokens: int, checkpointing: bool
             operator.is_native = False
             if type(module).__name__ == "SiluAndMul":
                 operator.method = lambda x: x.new_empty(len(x), x.shape[1] // 2)
-    with meta.patch(meta_nonzero_assume_all_nonzero=True), peak:  # pyright: ignore[reportAttributeAccessIssue]
+    counts_rows = meta.patch(  # pyright: ignore[reportAttributeAccessIssue]
+        meta_nonzero_assume_all_nonzero=True
+    )
+    with counts_rows, peak:
         ids = torch.zeros(tokens, dtype=torch.int64, device="meta")
         hidden = model.graph.hidden(ids, Sequences.apart([256] * (tokens // 256)))
         how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
         parts = zip(hidden.split(512), ids.split(512), strict=True)
-        picked: list[Any] = [checkpoint(_chunk, model.head, *part, True, 1.0, **how) for part in parts]
+        picked: list[Any] = [
+            checkpoint(_chunk, model.head, *part, True, 1.0, **how) for part in parts
+        ]
         del hidden
         torch.cat([logprobs for logprobs, _ in picked]).sum().backward()
     return peak.bytes
@@ -162,26 +206,53 @@ def traced(config: dict[str, Any], scheme: str, tokens: int, checkpointing: bool
 
 @pytest.mark.parametrize(
     ("scheme", "checkpointing", "sharded"),
-    [("w4a16", True, False), ("w4a16", False, True), ("w8a8", True, True), ("w8a8", False, False)],
+    [
+        ("w4a16", True, False),
+        ("w4a16", False, True),
+        ("w8a8", True, True),
+        ("w8a8", False, False),
+    ],
 )
 @pytest.mark.parametrize("tokens", [4096, 22528])
 @pytest.mark.parametrize("name", ["qwen3-1.7b", "qwen3-30b-a3b"])
 def test_learning_takes_no_more_than_planned(
-    name: str, tokens: int, scheme: str, checkpointing: bool, sharded: bool, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    tokens: int,
+    scheme: str,
+    checkpointing: bool,
+    sharded: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ):
-    """Contract: planned ≥ traced, by a tenth at most, of three layers; a replay under AdamW has no engine and no step
-    that is larger, and of so few layers a checkpoint would be."""
-    assert (memory._GROUPED, memory._AHEAD) == (grouped_backward.TOKENS, gradients.AHEAD)
+    """Contract: planned ≥ traced, by a tenth at most, of three layers; a replay under AdamW has no
+    engine and no step that is larger, and of so few layers a checkpoint would be.
+    """
+    assert (memory._GROUPED, memory._AHEAD) == (
+        grouped_backward.TOKENS,
+        gradients.AHEAD,
+    )
     monkeypatch.setattr(_Count, "saving", lambda count: 0)
     config = {**PUBLISHED[name], "num_hidden_layers": 3}
     settings = {
-        "scheme": scheme, "learner.micro_batch_tokens": tokens, "learner.gradient_checkpointing": checkpointing,
-        "rollout.max_new_tokens": 1024, "rollout.max_prompt_tokens": 512, "rollout.prompts": 128,
-        "learner.optimizer.name": "adamw", "learner.diagnostics_every": 0, "from_rollouts": "run", "eval.problems": 0,
-        "export": False, **({"learner.zero_stage": 3} if sharded else {}),
-    }  # fmt: skip
-    run = load_config(config_file("tiny-qwen3"), {key: str(value).lower() for key, value in settings.items()})
+        "scheme": scheme,
+        "learner.micro_batch_tokens": tokens,
+        "learner.gradient_checkpointing": checkpointing,
+        "rollout.max_new_tokens": 1024,
+        "rollout.max_prompt_tokens": 512,
+        "rollout.prompts": 128,
+        "learner.optimizer.name": "adamw",
+        "learner.diagnostics_every": 0,
+        "from_rollouts": "run",
+        "eval.problems": 0,
+        "export": False,
+        **({"learner.zero_stage": 3} if sharded else {}),
+    }
+    run = load_config(
+        config_file("tiny-qwen3"),
+        {key: str(value).lower() for key, value in settings.items()},
+    )
     plan = count_memory(shapes_of(config, "model"), run, "cuda", 8 if sharded else 1)
-    planned = sum(part.bytes for part in plan.parts if part.name in ("activations", "working", "ZeRO buffers"))
+    planned = sum(
+        part.bytes for part in plan.parts if part.name in ("activations", "working", "ZeRO buffers")
+    )
     peak = traced(config, scheme, tokens, checkpointing, monkeypatch, sharded)
     assert peak <= planned <= 1.1 * peak

@@ -1,6 +1,7 @@
 """What `qarl plan` counts for drawn configurations, kept so that a change of its sums is seen.
 
-Record anew, where a change is meant: tests/support/records.py."""
+Record anew, where a change is meant: tests/support/records.py.
+"""
 
 import random
 from typing import Any
@@ -30,13 +31,18 @@ def counted(count: _Count) -> dict[str, Any]:
     return {name: value() if callable(value := getattr(count, name)) else value for name in names}
 
 
-@mock.patch("qarl.planning.memory._WIDE", ("fp8",))  # as on CPUs with AVX-512, whichever this is
+# as on CPUs with AVX-512, whichever this is
+@mock.patch("qarl.planning.memory._WIDE", ("fp8",))
 def plans(part: int = 0, parts: int = 1, count: int = 80) -> dict[str, Any]:
-    """By its options, each plan's numbers, words and remedies, or why there is none; every so many of those drawn."""
+    """By its options, each plan's numbers, words and remedies, or why there is none; every so many
+    of those drawn.
+    """
     rng, all_plans = random.Random(0), {}
     for number in range(count):
         name = rng.choice([*NAMED, *(name for name in EMBEDDED if name.startswith("tiny"))])
-        machine, processes = rng.choice([(CPU, 1), (CPU, 2), *((parse_machine(f"{n}x80GB"), n) for n in (1, 4, 8))])
+        machine, processes = rng.choice(
+            [(CPU, 1), (CPU, 2), *((parse_machine(f"{n}x80GB"), n) for n in (1, 4, 8))]
+        )
         fields = {key: rng.choice(values) for key, values in DRAWN.items()}
         said = f"{name} on {machine.name} by {processes}: " + " ".join(fields.values())
         if number % parts != part:
@@ -50,7 +56,12 @@ def plans(part: int = 0, parts: int = 1, count: int = 80) -> dict[str, Any]:
         words = [one_line(plan), verdict(plan), *table(plan)]
         counts = counted(_Count(plan.shapes, plan.config, machine.device, processes))
         helps = helping(plan) if number % 4 == 0 else {}
-        all_plans[said] = {**as_data(plan), "helping": helps, "words": words, "counts": counts}
+        all_plans[said] = {
+            **as_data(plan),
+            "helping": helps,
+            "words": words,
+            "counts": counts,
+        }
     return all_plans
 
 

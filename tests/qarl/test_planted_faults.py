@@ -1,5 +1,7 @@
-"""`qarl init` and `qarl check`: what is written is healthy, and more than fifty faults of configuration, questions,
-reward, template and model, planted in it one at a time, are found and named."""
+"""`qarl init` and `qarl check`: what is written is healthy, and more than fifty faults of
+configuration, questions, reward, template and model, planted in it one at a time, are found and
+named.
+"""
 
 import ast
 import json
@@ -26,7 +28,9 @@ Tree = dict[str, Any]
 
 @pytest.fixture
 def starter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, random_policy) -> Path:
-    """The folder that `qarl init` writes, as the working folder, on a policy that need not be warmed up."""
+    """The folder that `qarl init` writes, as the working folder, on a policy that need not be
+    warmed up.
+    """
     monkeypatch.chdir(tmp_path)
     assert main(["init", "mine"]) == 0
     monkeypatch.chdir(tmp_path / "mine")
@@ -39,7 +43,13 @@ def starter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, random_policy) -> P
 def folder(starter: Path) -> Path:
     """Made small: eight questions, judged by exact answers."""
     rows = [json.loads(line) for line in Path("questions.jsonl").read_text().splitlines()]
-    save([row for split in ("train", "heldout") for row in [r for r in rows if r["split"] == split][:4]])
+    save(
+        [
+            row
+            for split in ("train", "heldout")
+            for row in [r for r in rows if r["split"] == split][:4]
+        ]
+    )
     set_field("task", {"name": "questions.jsonl"})
     return starter
 
@@ -68,7 +78,9 @@ def said_of(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.parametrize(("path", "value", "said"), cases(__file__, "configuration"))
-def test_a_fault_of_the_configuration_is_named(folder: Path, capsys, path: str, value: Any, said: str):
+def test_a_fault_of_the_configuration_is_named(
+    folder: Path, capsys, path: str, value: Any, said: str
+):
     set_field(path, value)
     assert said in said_of(capsys)
 
@@ -85,15 +97,29 @@ QUESTIONS: dict[str, tuple[Callable[[list[Tree]], list[Tree]], str]] = {
     "no questions": (lambda rows: [], "task file questions.jsonl is empty"),
     "none to train on": (lambda rows: rows[4:], "has no train questions"),
     "none held out": (lambda rows: rows[:4], "has no heldout questions"),
-    "in both splits": (lambda rows: [*rows, {**rows[0], "split": "heldout"}], "is in both splits"),
-    "all too long": (lambda rows: [{**r, "question": r["question"] * 9} for r in rows], "longer than rollout.max_pr"),
-    "answers too long": (lambda rows: [{**r, "answer": "12345678 " * 9} for r in rows], "which 4 of 4 exceed"),
+    "in both splits": (
+        lambda rows: [*rows, {**rows[0], "split": "heldout"}],
+        "is in both splits",
+    ),
+    "all too long": (
+        lambda rows: [{**r, "question": r["question"] * 9} for r in rows],
+        "longer than rollout.max_pr",
+    ),
+    "answers too long": (
+        lambda rows: [{**r, "answer": "12345678 " * 9} for r in rows],
+        "which 4 of 4 exceed",
+    ),
 }
-QUESTIONS |= {name: (changed(**values), said) for name, (values, said) in cases(__file__, "second row").items()}
+QUESTIONS |= {
+    name: (changed(**values), said)
+    for name, (values, said) in cases(__file__, "second row").items()
+}
 
 
 @pytest.mark.parametrize(("change", "said"), QUESTIONS.values(), ids=QUESTIONS)
-def test_a_fault_of_the_questions_is_named(folder: Path, capsys, change: Callable[[list[Tree]], list[Tree]], said: str):
+def test_a_fault_of_the_questions_is_named(
+    folder: Path, capsys, change: Callable[[list[Tree]], list[Tree]], said: str
+):
     save(change([json.loads(line) for line in Path("questions.jsonl").read_text().splitlines()]))
     assert said in said_of(capsys)
 
@@ -106,25 +132,43 @@ def test_a_fault_of_the_reward_is_named(folder: Path, capsys, code: str, said: s
 
 
 MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no tokenizer": (lambda model: (model / "tokenizer.json").unlink(), "has no tokenizer"),
-    "no weights": (lambda model: (model / "model.safetensors").unlink(), "has no weights"),
+    "no tokenizer": (
+        lambda model: (model / "tokenizer.json").unlink(),
+        "has no tokenizer",
+    ),
+    "no weights": (
+        lambda model: (model / "model.safetensors").unlink(),
+        "has no weights",
+    ),
     "a tensor short": (
-        lambda model: save_file(dict([*load_file(file := model / "model.safetensors").items()][1:]), file),
+        lambda model: save_file(
+            dict([*load_file(file := model / "model.safetensors").items()][1:]), file
+        ),
         "and its config.json asks for",
     ),
     "a template that raises": (
-        lambda model: (model / "chat_template.jinja").write_text("{{ raise_exception('no user') }}"),
+        lambda model: (model / "chat_template.jinja").write_text(
+            "{{ raise_exception('no user') }}"
+        ),
         "cannot be applied: TemplateError: no user",
     ),
     "no end": (
-        lambda model: [f.write_text(f.read_text().replace('"eos_token', '"x')) for f in model.glob("*config.json")],
-        "warning: end: without an EOS token every completion is cut off -> give one, or rollout.stop",
+        lambda model: [
+            f.write_text(f.read_text().replace('"eos_token', '"x'))
+            for f in model.glob("*config.json")
+        ],
+        (
+            "warning: end: without an EOS token every completion is cut off -> give one, or"
+            " rollout.stop"
+        ),
     ),
 }
 
 
 @pytest.mark.parametrize(("damage", "said"), MODELS.values(), ids=MODELS)
-def test_a_fault_of_the_model_is_named(folder: Path, capsys, damage: Callable[[Path], object], said: str):
+def test_a_fault_of_the_model_is_named(
+    folder: Path, capsys, damage: Callable[[Path], object], said: str
+):
     shutil.copytree(yaml.safe_load(Path("run.yaml").read_text())["model"], "model")
     set_field("model", "./model")
     damage(Path("model"))
@@ -132,16 +176,26 @@ def test_a_fault_of_the_model_is_named(folder: Path, capsys, damage: Callable[[P
 
 
 @pytest.mark.parametrize("options", cases(__file__, "looked at"))
-def test_what_check_says_is_what_was_recorded(folder: Path, options: str, capsys: pytest.CaptureFixture[str]):
-    """Level, subject and words of each finding, but those that are the machine's or name the model's folder."""
+def test_what_check_says_is_what_was_recorded(
+    folder: Path, options: str, capsys: pytest.CaptureFixture[str]
+):
+    """Level, subject and words of each finding, but those that are the machine's or name the
+    model's folder.
+    """
     status = main(["check", "run.yaml", "--json", "check.json", *shlex.split(options)])
     said = [list(each.values()) for each in json.loads(Path("check.json").read_text())]
     apart = ("model", "kernels", "memory", "disk")
-    assert_recorded(__file__, f"check {options}", [status, [each for each in said if each[1] not in apart]])
+    assert_recorded(
+        __file__,
+        f"check {options}",
+        [status, [each for each in said if each[1] not in apart]],
+    )
 
 
 def test_init_writes_what_is_healthy(starter: Path, capsys: pytest.CaptureFixture[str]):
-    """Contract: every file is commented, the questions are split, and check has nothing to say against them."""
+    """Contract: every file is commented, the questions are split, and check has nothing to say
+    against them.
+    """
     assert sorted(path.name for path in starter.iterdir()) == sorted(FILES)
     assert "#" in (starter / "run.yaml").read_text()
     assert ast.get_docstring(ast.parse((starter / "reward.py").read_text()))
@@ -160,15 +214,25 @@ def test_a_judge_that_tells_nothing_is_a_warning(starter: Path, capsys, field: s
     assert main(["check", "run.yaml"]) == 1
     text = capsys.readouterr().out
     assert said in text and text.endswith("1 warning\n"), text
-    for form in ("'box' in text", "-len(text)", "sum(map(ord, text)) % 7")[: 1 if field == "correct" else 3]:
+    for form in ("'box' in text", "-len(text)", "sum(map(ord, text)) % 7")[
+        : 1 if field == "correct" else 3
+    ]:
         (starter / "same.py").write_text(f"def same(problem, text):\n    return {form}\n")
-        assert main(["check", "run.yaml"]) == (field == "correct"), "of the form alone: no verdict, but a reward"
+        assert main(["check", "run.yaml"]) == (field == "correct"), (
+            "of the form alone: no verdict, but a reward"
+        )
 
 
 def test_the_starters_reward_is_what_it_says(starter: Path):
     task = load_task(load_config(starter / "run.yaml", {}).task)
     (problem,) = task.problems("heldout", 0, 1, 0)
     near = str(int(problem.answer) + 1)
-    said = [*((problem, text) for text in (problem.answer, near, "many")), (replace(problem, metadata={}), near)]
+    said = [
+        *((problem, text) for text in (problem.answer, near, "many")),
+        (replace(problem, metadata={}), near),
+    ]
     responses = [Response(*each) for each in said]
-    assert task.rewards(responses) == [1.0, 0.5, 0.0, 0.0] and task.correct(responses) == [True, *[False] * 3]
+    assert task.rewards(responses) == [1.0, 0.5, 0.0, 0.0] and task.correct(responses) == [
+        True,
+        *[False] * 3,
+    ]

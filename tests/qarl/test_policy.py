@@ -21,31 +21,59 @@ from tests.support.models import VOCABULARY, loss_of, some_tokens
 
 @pytest.fixture(params=["engine", "transformers"])
 def aligned(request: pytest.FixtureRequest, random_policy: Callable[[bool], Path]) -> qarl.Policy:
-    options: dict[str, Any] = {"kernel": "reference", "operators": request.param, "tokenizer": random_policy(True)}
+    options: dict[str, Any] = {
+        "kernel": "reference",
+        "operators": request.param,
+        "tokenizer": random_policy(True),
+    }
     return qarl.align(random_model(), "w8a8", **options)
 
 
 def test_sequences_are_the_same_however_they_come(aligned: qarl.Policy):
-    """Contract: logits, log-probs and gradients of rows of one length are those of the same tokens padded on the left
-    or the right and packed, to the last bit but for the gradients, whose sums are in another order."""
+    """Contract: logits, log-probs and gradients of rows of one length are those of the same tokens
+    padded on the left or the right and packed, to the last bit but for the gradients, whose sums
+    are in another order.
+    """
     tokens, real = some_tokens(2, 5), torch.ones(2, 8)
-    left, right, real[0, :3] = torch.zeros(2, 8, dtype=torch.int64), tokens.flatten()[None], 0
+    left, right, real[0, :3] = (
+        torch.zeros(2, 8, dtype=torch.int64),
+        tokens.flatten()[None],
+        0,
+    )
     left[0, 3:], left[1, :5], real[1, 5:] = tokens[0], tokens[1], 0
     ways: list[dict[str, Any]] = [
-        {"input_ids": tokens}, {"input_ids": left, "attention_mask": real},
+        {"input_ids": tokens},
+        {"input_ids": left, "attention_mask": real},
         {"input_ids": right, "cu_seqlens": torch.tensor([0, 5, 10])},
         {"input_ids": right, "position_ids": torch.arange(5).repeat(2)[None]},
-    ]  # fmt: skip
+    ]
     seen = []
     for way in ways:
-        logits, kept = aligned(**way).logits, way.get("attention_mask", torch.ones_like(way["input_ids"])).bool()
+        logits, kept = (
+            aligned(**way).logits,
+            way.get("attention_mask", torch.ones_like(way["input_ids"])).bool(),
+        )
         assert logits.dtype == aligned.dtype and not logits[~kept].any()
         values, entropies = aligned.logprobs(**way, temperature=0.7)
         loss_of(logits[kept].view(2, 5, -1), tokens).backward()
-        gradients = torch.cat([m.grad.flatten() for m in aligned.parameters() if m.grad is not None])
-        seen.append((logits[kept].detach(), values[values != 0].detach(), entropies[entropies != 0], gradients))
+        gradients = torch.cat(
+            [m.grad.flatten() for m in aligned.parameters() if m.grad is not None]
+        )
+        seen.append(
+            (
+                logits[kept].detach(),
+                values[values != 0].detach(),
+                entropies[entropies != 0],
+                gradients,
+            )
+        )
         aligned.zero_grad()
-    expected = (seen[0][0].float() / 0.7).log_softmax(-1).view(2, 5, -1)[:, :-1].gather(-1, tokens[:, 1:, None])
+    expected = (
+        (seen[0][0].float() / 0.7)
+        .log_softmax(-1)
+        .view(2, 5, -1)[:, :-1]
+        .gather(-1, tokens[:, 1:, None])
+    )
     torch.testing.assert_close(seen[0][1], expected.flatten(), rtol=0, atol=1e-5)
     for other in seen[1:]:
         assert all(torch.equal(a, b) for a, b in zip(seen[0][:3], other[:3], strict=True))
@@ -55,7 +83,9 @@ def test_sequences_are_the_same_however_they_come(aligned: qarl.Policy):
 
 
 def test_a_batch_is_scored_as_its_rows_are(aligned: qarl.Policy):
-    """In the batch's order, however it is cut and whoever shares a prompt; with the engine's operators, bit for bit."""
+    """In the batch's order, however it is cut and whoever shares a prompt; with the engine's
+    operators, bit for bit.
+    """
     batch = batch_of()
     values, _ = aligned.logprobs(batch.tokens, batch.response_mask, batch.real())
     small = aligned.settings.learner.model_copy(update={"micro_batch_tokens": 32})
@@ -66,43 +96,67 @@ def test_a_batch_is_scored_as_its_rows_are(aligned: qarl.Policy):
 
 @pytest.mark.parametrize("name", sorted(OBJECTIVES))
 def test_losses_are_the_learners(name: str):
-    batch, config = batch_of(), LearnerConfig.model_validate({"objective": {"name": name}, "mini_batches": 1})
-    new, sampler = (batch.sampler_logprobs * 1.01).requires_grad_(), batch.sampler_logprobs
+    batch, config = (
+        batch_of(),
+        LearnerConfig.model_validate({"objective": {"name": name}, "mini_batches": 1}),
+    )
+    new, sampler = (
+        (batch.sampler_logprobs * 1.01).requires_grad_(),
+        batch.sampler_logprobs,
+    )
     tensors = sampler, sampler, batch.advantages, batch.response_mask
     terms = LossInput(new, sampler, sampler, None, response_mask=tensors[3], advantages=tensors[2])
     expected = policy_loss(terms, config, BatchSize(len(new), int(batch.response_mask.sum())))
     share = getattr(qarl.losses, name)(new, *tensors)
     assert torch.equal(share.loss, expected.loss) and share.metrics == expected.metrics
     loss, weights = getattr(qarl.losses, name), torch.rand_like(new)
-    alone = loss(new, *tensors, correction="none", aggregation="token-mean").loss * batch.response_mask.sum()
+    alone = (
+        loss(new, *tensors, correction="none", aggregation="token-mean").loss
+        * batch.response_mask.sum()
+    )
     terms = new, sampler, batch.advantages
     of_tokens = loss.of_tokens(*terms, batch.response_mask)
     assert of_tokens.loss.shape == of_tokens.clipped.shape == new.shape
     torch.testing.assert_close((of_tokens.loss * batch.response_mask).sum(), alone)
-    assert torch.equal(loss.of_tokens(*terms, batch.response_mask, weights).loss, of_tokens.loss * weights)
-    for call in (lambda: loss(new, *tensors, sideways=1), lambda: loss.of_tokens(*terms, tensors[3], sideways=1)):
+    assert torch.equal(
+        loss.of_tokens(*terms, batch.response_mask, weights).loss,
+        of_tokens.loss * weights,
+    )
+    for call in (
+        lambda: loss(new, *tensors, sideways=1),
+        lambda: loss.of_tokens(*terms, tensors[3], sideways=1),
+    ):
         with pytest.raises(ConfigError, match=r"'sideways' is unknown|takes no options"):
             call()
 
 
 def test_models_that_cannot_be_aligned():
-    with pytest.raises(ConfigError, match="align has no option 'mini_batches'"):  # it would do nothing
+    # it would do nothing
+    with pytest.raises(ConfigError, match="align has no option 'mini_batches'"):
         qarl.align(random_model(), mini_batches=2)
     peft, quantized, frozen = (random_model() for _ in range(3))
     peft.peft_config = {}  # pyright: ignore[reportAttributeAccessIssue]
     quantized.config.quantization_config = {"quant_method": "awq"}
     frozen.lm_head.weight.requires_grad_(False)
     for model, message in (
-        (peft, "merge_and_unload"), (nn.DataParallel(frozen), r"\(\.module\)"), (quantized, "quantized already.*awq"),
-        (frozen, "is frozen"), (nn.Linear(2, 2), "is a Linear"), (random_model(), "built in memory"),
-    ):  # fmt: skip
+        (peft, "merge_and_unload"),
+        (nn.DataParallel(frozen), r"\(\.module\)"),
+        (quantized, "quantized already.*awq"),
+        (frozen, "is frozen"),
+        (nn.Linear(2, 2), "is a Linear"),
+        (random_model(), "built in memory"),
+    ):
         with pytest.raises(ModelError, match=message):
             qarl.align(model)  # pyright: ignore[reportArgumentType]
 
 
-def test_a_policy_whose_masters_get_no_gradient_is_refused(random_policy: Callable[[bool], Path], monkeypatch):
+def test_a_policy_whose_masters_get_no_gradient_is_refused(
+    random_policy: Callable[[bool], Path], monkeypatch
+):
     """With the engine's operators, of which some have no derivative; transformers' all have one."""
-    monkeypatch.setattr("qarl.api.align.require_gradients", Mock(side_effect=GraphError("no gradient")))
+    monkeypatch.setattr(
+        "qarl.api.align.require_gradients", Mock(side_effect=GraphError("no gradient"))
+    )
     options: dict[str, Any] = {"kernel": "reference", "tokenizer": random_policy(True)}
     qarl.align(random_model(), operators="transformers", **options)
     with pytest.raises(GraphError, match="no gradient"):
@@ -110,33 +164,57 @@ def test_a_policy_whose_masters_get_no_gradient_is_refused(random_policy: Callab
 
 
 def test_calls_out_of_turn(aligned: qarl.Policy, tmp_path: Path):
-    ids, strangers, others = some_tokens(2, 4), nn.LSTM(2, 2).parameters(), [*aligned.parameters()]
-    assert [len(group) for group in aligned.muon_groups()] == [14, len(others) - 14], "seven matrices of two layers"
+    ids, strangers, others = (
+        some_tokens(2, 4),
+        nn.LSTM(2, 2).parameters(),
+        [*aligned.parameters()],
+    )
+    assert [len(group) for group in aligned.muon_groups()] == [
+        14,
+        len(others) - 14,
+    ], "seven matrices of two layers"
     for fault, refused in (
         ("from 0 to 95", lambda: aligned(ids + VOCABULARY)),
         ("begin anew", lambda: aligned(ids, position_ids=torch.arange(8).view(2, 4))),
         ("give each as", lambda: aligned(ids, cu_seqlens=torch.tensor([0, 8]))),
-        ("must begin with 0", lambda: aligned(ids[:1], cu_seqlens=torch.tensor([2, 6]))),
+        (
+            "must begin with 0",
+            lambda: aligned(ids[:1], cu_seqlens=torch.tensor([2, 6])),
+        ),
         ("mask .* must be bool", lambda: aligned.logprobs(ids, torch.ones(2, 4))),
         ("temperature 0", lambda: aligned.logprobs(ids, temperature=0)),
         ("masters stay on", lambda: aligned.half()),
-        ("first being 'a'", lambda: aligned.load_state_dict({"a": ids, **aligned.state_dict()})),
-        ("leaves out 1 .* steps 4", lambda: aligned.check(torch.optim.SGD([*strangers, *others[1:]]))),
-    ):  # fmt: skip
+        (
+            "first being 'a'",
+            lambda: aligned.load_state_dict({"a": ids, **aligned.state_dict()}),
+        ),
+        (
+            "leaves out 1 .* steps 4",
+            lambda: aligned.check(torch.optim.SGD([*strangers, *others[1:]])),
+        ),
+    ):
         with pytest.raises(qarl.PolicyError, match=fault):
             refused()
-    assert {*nn.ModuleDict({"a": aligned}).state_dict()} == {f"a.{name}" for name in aligned.state_dict()}
-    (aligned.logprobs(ids)[0].sum() * 0).backward()  # of equal rewards: a step that moves nothing is one, too
+    assert {*nn.ModuleDict({"a": aligned}).state_dict()} == {
+        f"a.{name}" for name in aligned.state_dict()
+    }
+    # of equal rewards: a step that moves nothing is one, too
+    (aligned.logprobs(ids)[0].sum() * 0).backward()
     torch.optim.SGD(aligned.parameters(), lr=0.1).step()
     aligned.refresh()
     aligned.logprobs(ids)[0].sum().backward()
-    with pytest.raises(qarl.PolicyError, match="none has moved"):  # an optimizer made before `align`
+    # an optimizer made before `align`
+    with pytest.raises(qarl.PolicyError, match="none has moved"):
         aligned.refresh()
-    torch.optim.AdamW(aligned.parameters(), fused=True).step()  # whose writes torch does not count
+    # whose writes torch does not count
+    torch.optim.AdamW(aligned.parameters(), fused=True).step()
     with pytest.raises(qarl.PolicyError, match="masters moved since version 1"):
         aligned.export(tmp_path / "export")
     aligned.refresh()
-    digest, state = aligned.export(tmp_path / "export"), {n: p.clone() for n, p in aligned.state_dict().items()}
+    digest, state = (
+        aligned.export(tmp_path / "export"),
+        {n: p.clone() for n, p in aligned.state_dict().items()},
+    )
     torch.optim.SGD(aligned.parameters(), lr=0.5).step()
     with pytest.raises(qarl.PolicyError, match="masters moved since version 2"):
         aligned(ids)

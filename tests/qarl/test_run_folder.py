@@ -1,8 +1,9 @@
-"""A run's folder: locked by its run, gone where the start failed, what a resumed run may be asked, and what is kept of
-its steps; a disk that refuses, in a line.
+"""A run's folder: locked by its run, gone where the start failed, what a resumed run may be asked,
+and what is kept of its steps; a disk that refuses, in a line.
 
-Blind spots: writers are not tried one by one, what they raise is; one process. tests/runs/test_train.py has whole
-runs."""
+Blind spots: writers are not tried one by one, what they raise is; one process.
+tests/runs/test_train.py has whole runs.
+"""
 
 import contextlib
 import errno
@@ -46,7 +47,9 @@ from tests.support.tensors import stream_digest
 
 
 def new_run(path: Path, *steps: int, **noted: Any) -> RunFolder:
-    """A run folder with (empty) checkpoints of these steps. noted: of an export; without it there is none."""
+    """A run folder with (empty) checkpoints of these steps. noted: of an export; without it there
+    is none.
+    """
     config = load_config(None, {"output": str(path), "steps": "8"})
     run = RunFolder.create(config)
     for step in steps:
@@ -55,12 +58,16 @@ def new_run(path: Path, *steps: int, **noted: Any) -> RunFolder:
         (checkpoint / "manifest.json").write_text(json.dumps({"step": step, "sha256": {}}))
     if noted:
         run.export.mkdir()
-        (run.export / "qarl.json").write_text(json.dumps(export_note(path, config, 8, run.export) | noted))
+        (run.export / "qarl.json").write_text(
+            json.dumps(export_note(path, config, 8, run.export) | noted)
+        )
     return run
 
 
 def test_a_run_is_written_by_one_process_at_a_time(tmp_path: Path):
-    """Contract: a second one is told which process has it; the lock goes with the process, also by kill -9."""
+    """Contract: a second one is told which process has it; the lock goes with the process, also by
+    kill -9.
+    """
     run = new_run(tmp_path / "run")
     code = f"""
 import time
@@ -72,7 +79,10 @@ with RunFolder.open(Path({str(run.path)!r})).locked():
 """
     holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None and holder.stdout.readline() == "held\n"
-    with pytest.raises(ConfigError, match=f"is written by process {holder.pid}; wait for it"), run.locked():
+    with (
+        pytest.raises(ConfigError, match=f"is written by process {holder.pid}; wait for it"),
+        run.locked(),
+    ):
         pass
     holder.send_signal(signal.SIGKILL)
     holder.wait()
@@ -89,7 +99,9 @@ def test_a_discarded_run_takes_the_folders_made_for_it_along(tmp_path: Path):
 
 
 @pytest.mark.parametrize("resume", [False, True])
-def test_only_a_new_run_that_could_not_start_goes(resume: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_only_a_new_run_that_could_not_start_goes(
+    resume: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     run = new_run(tmp_path / "run")
     monkeypatch.setattr("qarl.loop.train", Mock(side_effect=ConfigError("no")))
     with pytest.raises(ConfigError, match="no"):
@@ -99,16 +111,24 @@ def test_only_a_new_run_that_could_not_start_goes(resume: bool, tmp_path: Path, 
 
 def test_metrics_are_added_to_what_is_there_of_steps_before(tmp_path: Path):
     """Also where a folder that is resumed has lost its metrics, and where a new run's has some."""
-    for resumed, before, after in ((2, "", [9]), (None, "1", [1, 9]), (2, "123", [1, 2, 9])):
+    for resumed, before, after in (
+        (2, "", [9]),
+        (None, "1", [1, 9]),
+        (2, "123", [1, 2, 9]),
+    ):
         folder = new_run(tmp_path / f"{resumed}{before}")
         if before:
             folder.metrics.write_text("".join(f'{{"step": {step}}}\n' for step in before))
         with metrics_writer(folder, resumed, True, lambda figures, step: None) as write:
             write(Mock(flat=lambda: {"step": 9}, step=9))
-        assert [json.loads(line)["step"] for line in folder.metrics.read_text().splitlines()] == after
+        assert [
+            json.loads(line)["step"] for line in folder.metrics.read_text().splitlines()
+        ] == after
 
 
-def test_trying_a_folder_makes_none_that_another_run_may_be_making(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_trying_a_folder_makes_none_that_another_run_may_be_making(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Runs start side by side in a folder that is not there yet."""
     made: list[Path] = []
     make = os.mkdir
@@ -131,7 +151,9 @@ def test_a_step_or_a_checkpoint_is_a_beginning(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("arguments", "status", "said"), cases(__file__, "finished"))
-def test_what_a_finished_run_answers(tmp_path: Path, capsys, arguments: str, status: int, said: str):
+def test_what_a_finished_run_answers(
+    tmp_path: Path, capsys, arguments: str, status: int, said: str
+):
     run = new_run(tmp_path / "run", 4, 8, verified=True)
     before = sorted(tmp_path.rglob("*"))
     assert main(["train", "--resume", str(run.path), *arguments.split()]) == status
@@ -142,26 +164,47 @@ def test_what_a_finished_run_answers(tmp_path: Path, capsys, arguments: str, sta
 
 def test_one_of_several_processes_speaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     run = new_run(tmp_path / "run", 4, 8, verified=True)
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+    for name, value in {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+    }.items():
         monkeypatch.setenv(name, value)
     assert main(["train", "--resume", str(run.path)]) == 0
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("noted", [{"digest": "d1ce"}, {"verified": True, "step": 4}], ids=["unproven", "earlier"])
-def test_a_run_whose_export_is_not_proven_goes_on(tmp_path: Path, monkeypatch, capsys, noted: dict[str, Any]):
-    """Contract: it exports and proves again, whether the proof was missing or failed, or is of fewer steps."""
+@pytest.mark.parametrize(
+    "noted",
+    [{"digest": "d1ce"}, {"verified": True, "step": 4}],
+    ids=["unproven", "earlier"],
+)
+def test_a_run_whose_export_is_not_proven_goes_on(
+    tmp_path: Path, monkeypatch, capsys, noted: dict[str, Any]
+):
+    """Contract: it exports and proves again, whether the proof was missing or failed, or is of
+    fewer steps.
+    """
     run = new_run(tmp_path / "run", 4, 8, **noted)
-    monkeypatch.setattr("qarl.cli.main.planned", Mock(side_effect=ConfigError("its start is planned")))
+    monkeypatch.setattr(
+        "qarl.cli.main.planned", Mock(side_effect=ConfigError("its start is planned"))
+    )
     assert main(["train", "--resume", str(run.path)]) == 2
     assert "its start is planned" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("line", ["train --resume {run}", "export {run} -o {run}-out", "serve {run}", "eval {run}"])
+@pytest.mark.parametrize(
+    "line",
+    ["train --resume {run}", "export {run} -o {run}-out", "serve {run}", "eval {run}"],
+)
 def test_a_run_without_a_checkpoint_has_nothing_to_go_on_from(tmp_path: Path, capsys, line: str):
     run = new_run(tmp_path / "run")
     assert main(line.format(run=run.path).split()) == 2
-    assert "holds no checkpoint yet, the first of which is of step 8: wait for it" in capsys.readouterr().err
+    assert (
+        "holds no checkpoint yet, the first of which is of step 8: wait for it"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_newer_config_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -175,16 +218,22 @@ def by_text(file: Path) -> None:
     file.write_text("x")
 
 
-RUST = SafetensorError(f"Error while serializing: I/O error: No space left on device (os error {errno.ENOSPC})")
+RUST = SafetensorError(
+    f"Error while serializing: I/O error: No space left on device (os error {errno.ENOSPC})"
+)
 
 
 @pytest.mark.parametrize("write", [by_text, Mock(side_effect=RUST)], ids=["text", "rust"])
-def test_a_full_disk_is_one_line_and_other_errors_stay_what_they_are(write, capsys: pytest.CaptureFixture[str]):
+def test_a_full_disk_is_one_line_and_other_errors_stay_what_they_are(
+    write, capsys: pytest.CaptureFixture[str]
+):
     parser = Parser(prog="qarl")
     parser.set_defaults(run=lambda *_: write(Path("/dev/full")), fields=False, engine=False)
     assert run_command(parser, []) == 1
     message = " ".join(capsys.readouterr().err.split())
-    assert message.startswith("disk: cannot write") and "No space left on device; make room" in message
+    assert (
+        message.startswith("disk: cannot write") and "No space left on device; make room" in message
+    )
     parser.set_defaults(run=lambda *_: by_text(Path("/proc/none/x")), fields=False, engine=False)
     with pytest.raises(FileNotFoundError):
         run_command(parser, [])
@@ -197,25 +246,42 @@ def test_packages_that_do_not_fit_are_one_line(capsys: pytest.CaptureFixture[str
     parser.set_defaults(run=Mock(side_effect=error), fields=False, engine=False)
     assert run_command(parser, []) == 2
     message = " ".join(capsys.readouterr().err.split())
-    assert message.startswith("installation: operator nms does not exist: packages here do not fit one another.")
+    assert message.startswith(
+        "installation: operator nms does not exist: packages here do not fit one another."
+    )
 
 
-def test_a_disk_without_room_for_one_checkpoint_is_refused(random_policy: Policies, monkeypatch: pytest.MonkeyPatch):
-    """Contract: what a checkpoint takes is masters, one moment of Muon's matrices, else AdamW's two; adapters pass."""
+def test_a_disk_without_room_for_one_checkpoint_is_refused(
+    random_policy: Policies, monkeypatch: pytest.MonkeyPatch
+):
+    """Contract: what a checkpoint takes is masters, one moment of Muon's matrices, else AdamW's
+    two; adapters pass.
+    """
     folder = random_policy(True)
-    sizes = {n: p.numel() for n, p in make_model(folder, "bf16", kernel="reference").masters.items()}
+    sizes = {
+        n: p.numel() for n, p in make_model(folder, "bf16", kernel="reference").masters.items()
+    }
     matrices = sum(size for name, size in sizes.items() if "_proj" in name)
-    for name, needed in (("muon", 12 * sum(sizes.values()) - 4 * matrices), ("adamw", 12 * sum(sizes.values()))):
+    for name, needed in (
+        ("muon", 12 * sum(sizes.values()) - 4 * matrices),
+        ("adamw", 12 * sum(sizes.values())),
+    ):
         options = {"model": str(folder), "learner.optimizer.name": name}
         for free in (needed - 1, needed):
-            monkeypatch.setattr("shutil.disk_usage", lambda _, free=free: SimpleNamespace(free=free))
-            refused = pytest.raises(ConfigError, match=r"takes \d\.\d\d MiB, and .* free; make room")
+            monkeypatch.setattr(
+                "shutil.disk_usage", lambda _, free=free: SimpleNamespace(free=free)
+            )
+            refused = pytest.raises(
+                ConfigError, match=r"takes \d\.\d\d MiB, and .* free; make room"
+            )
             with refused if free < needed else contextlib.nullcontext():
                 check_disk(load_config(None, options), folder)
             check_disk(load_config(None, options | {"learner.lora.name": "lora"}), folder)
 
 
-def test_a_run_folder_that_cannot_be_filled_is_not_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_folder_that_cannot_be_filled_is_not_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     monkeypatch.setattr(run_folder, "describe_environment", full)
     with pytest.raises(OSError, match="No space left"):
@@ -224,15 +290,28 @@ def test_a_run_folder_that_cannot_be_filled_is_not_left(tmp_path: Path, monkeypa
 
 
 def test_the_best_policy_by_accuracy_is_exported(random_policy: Policies, tmp_path: Path):
-    """Contract: the one of the highest accuracy since before the run, ties to the earlier; also over a resumption."""
+    """Contract: the one of the highest accuracy since before the run, ties to the earlier; also
+    over a resumption.
+    """
     source = random_policy(True)
     model, folder = make_model(source, "w4a16"), RunFolder(tmp_path)
     policy: Any = SimpleNamespace(model=model, folder=source, processes=Processes())
-    config, at = load_config(config_file("tiny-qwen3"), {"checkpoint.best": "true"}), Position(first_accuracy=0.3)
-    checkpoints, digests, rollouts = StepCheckpoints(config, folder, policy, at), [], Any
+    config, at = (
+        load_config(config_file("tiny-qwen3"), {"checkpoint.best": "true"}),
+        Position(first_accuracy=0.3),
+    )
+    checkpoints, digests, rollouts = (
+        StepCheckpoints(config, folder, policy, at),
+        [],
+        Any,
+    )
     for accuracy in (0.2, 0.5, None, 0.5, 0.6):
         if at.step == 4:  # from here on as if resumed
-            lines = [{"step": 2, "accuracy": 0.5}, {"step": 4, "accuracy": 0.5}, {"step": 5, "accuracy": 1}]
+            lines = [
+                {"step": 2, "accuracy": 0.5},
+                {"step": 4, "accuracy": 0.5},
+                {"step": 5, "accuracy": 1},
+            ]
             folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
             checkpoints = StepCheckpoints(config, folder, policy, at)
         at.step += 1

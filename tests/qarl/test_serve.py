@@ -33,7 +33,9 @@ def export(tmp_path: Path) -> Path:
 @pytest.fixture
 def run(export: Path, tmp_path: Path) -> Path:
     """A run folder around it, of 64 + 8 tokens."""
-    config = load_config(config_file("tiny-qwen3"), {"dtype": "float16", "rollout.kv_cache_gib": "3"})
+    config = load_config(
+        config_file("tiny-qwen3"), {"dtype": "float16", "rollout.kv_cache_gib": "3"}
+    )
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "config.yaml").write_text(json.dumps(config.model_dump(mode="json")))
@@ -62,20 +64,35 @@ def test_a_taken_port_is_refused(run: Path, capsys):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert f"cannot listen at 127.0.0.1:{port}" in refusal([str(run), "--port", str(port)], capsys)
+        assert f"cannot listen at 127.0.0.1:{port}" in refusal(
+            [str(run), "--port", str(port)], capsys
+        )
     assert "allowed are 1 to 65535" in refusal([str(run), "--port", "99999"], capsys)
-    assert "cannot listen at nowhere.invalid:8000" in refusal([str(run), "--host", "nowhere.invalid"], capsys)
+    assert "cannot listen at nowhere.invalid:8000" in refusal(
+        [str(run), "--host", "nowhere.invalid"], capsys
+    )
 
 
 def test_a_run_is_served_as_its_engine_ran(run: Path):
     served = find_served(run)
-    assert (served.folder, served.name, served.dtype) == (run / "export", "run", "float16")
+    assert (served.folder, served.name, served.dtype) == (
+        run / "export",
+        "run",
+        "float16",
+    )
     assert (served.max_model_len, served.kv_cache_gib) == (72, 3)
     command = server_command(served, "127.0.0.1", 8000, ["--max-model-len", "50"])
-    assert command[-2:] == ["--max-model-len", "50"], "what the user asks of vLLM comes last, and wins"
+    assert command[-2:] == [
+        "--max-model-len",
+        "50",
+    ], "what the user asks of vLLM comes last, and wins"
     assert command[command.index("--dtype") + 1] == "float16"
 
 
 def test_an_export_alone_is_served_with_its_own_dtype(export: Path):
     served = find_served(export)
-    assert (served.name, served.dtype, served.max_model_len) == ("a policy", "float16", None)
+    assert (served.name, served.dtype, served.max_model_len) == (
+        "a policy",
+        "float16",
+        None,
+    )

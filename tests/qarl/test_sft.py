@@ -1,4 +1,6 @@
-"""`qarl sft`: what pairs become, its loss and gradient, and a run from pairs to export and masters."""
+"""`qarl sft`: what pairs become, its loss and gradient, and a run from pairs to export and
+masters.
+"""
 
 import json
 from pathlib import Path
@@ -18,7 +20,14 @@ from qarl.rollout.types import Completion, Group, Prompt
 from qarl.run.prompts import Prompter
 from qarl.sft.data import Pair, encode, read_pairs
 from qarl.sft.run import sft_config
-from qarl.sft.train import accumulate_gradients, batch_rows, mean_loss, open_learner, pairs_batch, update
+from qarl.sft.train import (
+    accumulate_gradients,
+    batch_rows,
+    mean_loss,
+    open_learner,
+    pairs_batch,
+    update,
+)
 from qarl.sync.export import export_masters
 from qarl.tasks.base import Problem, TaskError, is_heldout
 from tests.support.cases import cases
@@ -52,16 +61,24 @@ def write_rows(file: Path, rows: list[dict[str, Any]]) -> Path:
 def gradients(learner: Learner, batch: Any) -> dict[str, torch.Tensor]:
     """Of the batch's mean loss, by master; they are dropped again."""
     accumulate_gradients(learner, batch, RowLogprobs(batch))
-    found = {name: p.grad.clone() for name, p in learner.model.masters.items() if p.grad is not None}
+    found = {
+        name: p.grad.clone() for name, p in learner.model.masters.items() if p.grad is not None
+    }
     learner.sharded.optimizer.zero_grad()
     return found
 
 
 def test_loss_and_gradient_are_transformers_cross_entropy(random_policy):
-    """Contract: unquantized in float32, the loss is cross-entropy over the completions' tokens and no others, averaged
-    over all of them, and so are its gradients, up to the order of sums: 1e-6 nats, 1e-4 of a master's largest. The
-    folder's own weights are loaded a second time by transformers."""
-    overrides = {"model": str(random_policy(True)), "scheme": "bf16", "dtype": "float32"}
+    """Contract: unquantized in float32, the loss is cross-entropy over the completions' tokens and
+    no others, averaged over all of them, and so are its gradients, up to the order of sums: 1e-6
+    nats, 1e-4 of a master's largest. The folder's own weights are loaded a second time by
+    transformers.
+    """
+    overrides = {
+        "model": str(random_policy(True)),
+        "scheme": "bf16",
+        "dtype": "float32",
+    }
     learner = open_learner(sft_config("pairs.jsonl", overrides, steps=1))
     batch = pairs_batch(random_pairs(vocabulary=512), pad_token=0)
     ours = gradients(learner, batch)
@@ -81,8 +98,10 @@ def test_loss_and_gradient_are_transformers_cross_entropy(random_policy):
 
 @pytest.mark.parametrize("scheme", ["w4a16", "w8a8"])
 def test_micro_batches_change_no_step(scheme: str):
-    """Contract: cut into one sequence a forward, a batch has the same loss and gradient as at once, but for the order
-    of sums: a mean over the batch's tokens, not over micro-batches of unequal length. Blind spot: fp32 alone."""
+    """Contract: cut into one sequence a forward, a batch has the same loss and gradient as at once,
+    but for the order of sums: a mean over the batch's tokens, not over micro-batches of unequal
+    length. Blind spot: fp32 alone.
+    """
     batch = pairs_batch(random_pairs(), pad_token=0)
     whole = make_learner(scheme, torch.float32)
     cut = make_learner(scheme, torch.float32, micro_batch_tokens=1)
@@ -115,13 +134,18 @@ def test_every_epoch_has_each_pair_once_in_an_order_of_its_own():
     assert sorted(rows[:10]) == sorted(rows[10:]) == list(range(10))
     assert rows[:10] != rows[10:]
     assert steps == [batch_rows(step, 4, 10, epochs=None, seed=0) for step in range(5)]
-    assert [len(batch_rows(step, 6, 10, epochs=1, seed=0)) for step in range(2)] == [6, 4]
+    assert [len(batch_rows(step, 6, 10, epochs=1, seed=0)) for step in range(2)] == [
+        6,
+        4,
+    ]
     assert rows[:4] != batch_rows(0, 4, 10, epochs=None, seed=1)
 
 
 @pytest.mark.parametrize("kind", ["tied", "untied", "experts"])
 def test_masters_are_read_back_to_the_bit(kind: str, random_policy, random_experts, tmp_path: Path):
-    """Contract: of tied and untied heads and of stacked experts, which checkpoints name one by one."""
+    """Contract: of tied and untied heads and of stacked experts, which checkpoints name one by
+    one.
+    """
     source = random_experts(True) if kind == "experts" else random_policy(kind == "tied")
     model = low_bit(load_masters(source, torch.float32), "w8a8")
     export_masters(model, source, tmp_path / "masters")
@@ -135,7 +159,12 @@ def test_masters_are_read_back_to_the_bit(kind: str, random_policy, random_exper
 FORMS = {
     "prompt and completion": {"prompt": "Say 4", "completion": "four"},
     "question and answer": {"question": "Say 4", "answer": "four"},
-    "messages": {"messages": [{"role": "user", "content": "Say 4"}, {"role": "assistant", "content": "four"}]},
+    "messages": {
+        "messages": [
+            {"role": "user", "content": "Say 4"},
+            {"role": "assistant", "content": "four"},
+        ]
+    },
     "lists": {
         "prompt": [{"role": "user", "content": "Say 4"}],
         "completion": [{"role": "assistant", "content": "four"}],
@@ -156,18 +185,32 @@ def test_every_form_of_a_row_is_the_same_tokens(form: str, random_policy, tmp_pa
     assert end == tokenizer.eos_token_id
 
 
-def test_the_last_turn_of_a_chat_is_learned_from_and_a_system_prompt_stands_before_text(tmp_path: Path):
-    turns = [("system", "S"), ("user", "1"), ("assistant", "2"), ("user", "3"), ("assistant", "4")]
+def test_the_last_turn_of_a_chat_is_learned_from_and_a_system_prompt_stands_before_text(
+    tmp_path: Path,
+):
+    turns = [
+        ("system", "S"),
+        ("user", "1"),
+        ("assistant", "2"),
+        ("user", "3"),
+        ("assistant", "4"),
+    ]
     chat = [{"role": role, "content": content} for role, content in turns]
-    file = write_rows(tmp_path / "pairs.jsonl", [{"messages": chat}, {"prompt": "3", "completion": "4"}])
-    of_chat, of_text = (pair.problem for pair in read_pairs(TaskConfig(name=str(file), system="T"), 0.0))
+    file = write_rows(
+        tmp_path / "pairs.jsonl",
+        [{"messages": chat}, {"prompt": "3", "completion": "4"}],
+    )
+    of_chat, of_text = (
+        pair.problem for pair in read_pairs(TaskConfig(name=str(file), system="T"), 0.0)
+    )
     assert (list(of_chat.messages), of_chat.answer) == (chat[:-1], "4")
     assert [message["content"] for message in of_text.messages] == ["T", "3"]
 
 
 def test_held_out_pairs_are_those_that_a_task_holds_out(tmp_path: Path):
-    """Contract: at the default fraction, those of RL on the same file; a larger fraction has them all, and a row's own
-    split comes first."""
+    """Contract: at the default fraction, those of RL on the same file; a larger fraction has them
+    all, and a row's own split comes first.
+    """
     rows: list[dict[str, Any]] = [{"question": f"Say {n}", "answer": str(n)} for n in range(300)]
     task = TaskConfig(name=str(write_rows(tmp_path / "pairs.jsonl", rows)))
 
@@ -179,7 +222,8 @@ def test_held_out_pairs_are_those_that_a_task_holds_out(tmp_path: Path):
     assert len(heldout(0.3)) == pytest.approx(90, abs=25)
     assert heldout(0.0) == set()
     write_rows(
-        tmp_path / "pairs.jsonl", [{**row, "split": "heldout" if n < 3 else "train"} for n, row in enumerate(rows)]
+        tmp_path / "pairs.jsonl",
+        [{**row, "split": "heldout" if n < 3 else "train"} for n, row in enumerate(rows)],
     )
     assert heldout(0.0) == heldout(0.3) == {"Say 0", "Say 1", "Say 2"}
 
@@ -195,11 +239,15 @@ def test_a_row_that_cannot_be_used_is_refused_by_its_line(row: Any, said: str, t
 
 def test_empty_and_long_pairs_are_refused(random_policy):
     prompter = Prompter(random_policy(True), 10**6)
-    pairs = [Pair(Problem(f"p:{n}", "Say 4", text), heldout=False) for n, text in enumerate(["four", "", "4" * 600])]
+    pairs = [
+        Pair(Problem(f"p:{n}", "Say 4", text), heldout=False)
+        for n, text in enumerate(["four", "", "4" * 600])
+    ]
     with pytest.raises(TaskError, match="p:1: the completion '' has no token"):
         encode(prompter, pairs, 512)
     with pytest.raises(
-        TaskError, match=r"1 of 2 pairs are longer than the model's 512 positions: p:2 \(6\d\d tokens\)"
+        TaskError,
+        match=r"1 of 2 pairs are longer than the model's 512 positions: p:2 \(6\d\d tokens\)",
     ):
         encode(prompter, pairs[::2], 512)
 
@@ -218,15 +266,42 @@ def test_a_wrong_command_is_one_message_and_nothing_is_left(
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_a_run_lowers_the_held_out_loss_and_exports_the_codes_of_its_masters(random_policy, tmp_path: Path, capsys):
-    """Contract: end to end in w4a16, without an engine; masters/ quantized anew give export/ to the digest."""
+def test_a_run_lowers_the_held_out_loss_and_exports_the_codes_of_its_masters(
+    random_policy, tmp_path: Path, capsys
+):
+    """Contract: end to end in w4a16, without an engine; masters/ quantized anew give export/ to the
+    digest.
+    """
     rows = [{"prompt": f"Repeat {n % 10}", "completion": f"{n % 10}{n % 10}"} for n in range(64)]
     for n, row in enumerate(rows):
         row["split"] = "heldout" if n >= 48 else "train"
     data = write_rows(tmp_path / "pairs.jsonl", rows)
     model = random_policy(True)
-    options = ["--batch", "16", "--epochs", "4", "--lr", "3e-3", "--learner.optimizer.warmup_steps", "2"]
-    assert main(["sft", "--data", str(data), "--model", str(model), "--output", str(tmp_path / "run"), *options]) == 0
+    options = [
+        "--batch",
+        "16",
+        "--epochs",
+        "4",
+        "--lr",
+        "3e-3",
+        "--learner.optimizer.warmup_steps",
+        "2",
+    ]
+    assert (
+        main(
+            [
+                "sft",
+                "--data",
+                str(data),
+                "--model",
+                str(model),
+                "--output",
+                str(tmp_path / "run"),
+                *options,
+            ]
+        )
+        == 0
+    )
     text = capsys.readouterr().out
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 13))
@@ -239,4 +314,6 @@ def test_a_run_lowers_the_held_out_loss_and_exports_the_codes_of_its_masters(ran
     assert f"qarl train --model {tmp_path / 'run/masters'} --scheme w4a16" in text
     masters = load_masters(tmp_path / "run/masters", torch.float32)
     assert digested(low_bit(masters, "w4a16").low_bit_tensors()).hexdigest() == note["digest"]
-    assert not (tmp_path / "run/config.yaml").exists(), "it is no run that train --resume goes on with"
+    assert not (tmp_path / "run/config.yaml").exists(), (
+        "it is no run that train --resume goes on with"
+    )

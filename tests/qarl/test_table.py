@@ -1,4 +1,6 @@
-"""Tasks made of a person's own rows: the same problems by every road, what is left out, and every fault named."""
+"""Tasks made of a person's own rows: the same problems by every road, what is left out, and every
+fault named.
+"""
 
 import csv
 import json
@@ -21,11 +23,15 @@ from qarl.quant.checkpoint.load import load_config, resolve_model
 from qarl.tasks import Problem, Response, RewardError, Table, Task, TaskError, load_task
 from tests.support.cases import cases, pattern
 
-ROWS: list[dict[str, Any]] = [{"question": f"{i} + 1 =", "answer": str(i + 1), "source": "made up"} for i in range(100)]
+ROWS: list[dict[str, Any]] = [
+    {"question": f"{i} + 1 =", "answer": str(i + 1), "source": "made up"} for i in range(100)
+]
 
 
 def write(path: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
-    """The rows in the format that the path's ending names; a folder becomes a data set of one Parquet file."""
+    """The rows in the format that the path's ending names; a folder becomes a data set of one
+    Parquet file.
+    """
     if path.suffix == ".jsonl":
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     elif path.suffix in (".csv", ".tsv"):
@@ -47,9 +53,13 @@ def load(path: Path | str, **fields: Any) -> Task:
 
 @pytest.mark.parametrize("ending", [".jsonl", ".csv", ".tsv", ".parquet"])
 def test_every_format_gives_the_same_problems(ending: str, tmp_path: Path):
-    """Contract: stateless, disjoint, repeating every question in a new order; other columns are metadata."""
+    """Contract: stateless, disjoint, repeating every question in a new order; other columns are
+    metadata.
+    """
     task = load(write(tmp_path / f"q{ending}"))
-    train, heldout = ({p.question for p in task.problems(split, 0, 100, 3)} for split in ("train", "heldout"))
+    train, heldout = (
+        {p.question for p in task.problems(split, 0, 100, 3)} for split in ("train", "heldout")
+    )
     assert len(train) + len(heldout) == 100 and heldout and not train & heldout
     assert task.problems("train", 5, 300, 3) == task.problems("train", 0, 305, 3)[5:]
     one_pass = task.problems("train", len(train), len(train), 3)
@@ -57,25 +67,37 @@ def test_every_format_gives_the_same_problems(ending: str, tmp_path: Path):
     assert one_pass != task.problems("train", 0, len(train), 3)
     assert one_pass[0].metadata == {"source": "made up"}
     same = load(write(tmp_path / "same.jsonl")).problems("train", 0, 20, 0)
-    assert [(p.question, p.answer) for p in task.problems("train", 0, 20, 0)] == [(p.question, p.answer) for p in same]
+    assert [(p.question, p.answer) for p in task.problems("train", 0, 20, 0)] == [
+        (p.question, p.answer) for p in same
+    ]
 
 
 def test_prompts_alone_are_judged_by_a_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Right is what the reward gives 1 or more, or what the checker says; without a function answers are missed."""
+    """Right is what the reward gives 1 or more, or what the checker says; without a function
+    answers are missed.
+    """
     (tmp_path / "mine.py").write_text(
         "def few(completions, **rest): return [2 - len(c) if c else None for c in completions]\n"
         "def named(completions, solution): return [0.0] * len(solution)\n"
     )
     monkeypatch.chdir(tmp_path)
-    bare = write(tmp_path / "q.jsonl", [{"prompt": row["question"], "kind": "sum"} for row in ROWS])
+    bare = write(
+        tmp_path / "q.jsonl",
+        [{"prompt": row["question"], "kind": "sum"} for row in ROWS],
+    )
     task = load(bare, reward="mine.py:few")
     rows = "100 rows, column 'prompt' for the missing 'question', prompts alone"
     assert task.describe() == f"{bare}: {rows}; 84 to train on, 16 held out"
     (problem,) = task.problems("train", 0, 1, 0)
     assert (problem.answer, problem.metadata) == ("", {"kind": "sum"})
     responses = [Response(problem, text) for text in ("", "a", "ab")]
-    assert (task.rewards(responses), task.correct(responses)) == ([None, 1, 0], [False, True, False])
-    assert load(bare, prompt="prompt", reward="mine.py:few", correct="exact").correct(responses) == [True, False, False]
+    assert (task.rewards(responses), task.correct(responses)) == (
+        [None, 1, 0],
+        [False, True, False],
+    )
+    assert load(bare, prompt="prompt", reward="mine.py:few", correct="exact").correct(
+        responses
+    ) == [True, False, False]
     for fields, said in [
         ({}, "or judge prompts without answers"),
         ({"answer": "kid", "reward": "mine.py:few"}, "'kid'"),
@@ -84,15 +106,21 @@ def test_prompts_alone_are_judged_by_a_function(tmp_path: Path, monkeypatch: pyt
         with pytest.raises(TaskError, match=said):
             load(bare, prompt="prompt", **fields)
     with pytest.raises(
-        RewardError, match=r"reward 'mine.py:named' of task .* asks for a column 'solution', .* has kind"
+        RewardError,
+        match=r"reward 'mine.py:named' of task .* asks for a column 'solution', .* has kind",
     ):
         load(bare, reward="mine.py:named").rewards(responses)
 
 
 @pytest.mark.usefixtures("hub_cache")
 def test_a_local_data_set(tmp_path: Path):
-    """A folder as it lies on the Hub, and one that `save_to_disk` wrote; columns by name, splits by name."""
-    rows = [{"problem": row["question"], "reward_model": {"ground_truth": row["answer"]}} for row in ROWS]
+    """A folder as it lies on the Hub, and one that `save_to_disk` wrote; columns by name, splits by
+    name.
+    """
+    rows = [
+        {"problem": row["question"], "reward_model": {"ground_truth": row["answer"]}}
+        for row in ROWS
+    ]
     rows[7]["reward_model"]["ground_truth"] = None
     columns = {"prompt": "problem", "answer": "reward_model.ground_truth"}
     folder = write(tmp_path / "set", rows)
@@ -100,15 +128,36 @@ def test_a_local_data_set(tmp_path: Path):
     (problem,) = task.problems("train", 0, 1, 0)
     assert int(problem.question.split()[0]) + 1 == int(problem.answer)
     assert problem.id.startswith(f"hf:{folder}[train]:")
-    splits: Any = {"train": datasets.Dataset.from_list(rows[:60]), "test": datasets.Dataset.from_list(rows[60:])}
+    splits: Any = {
+        "train": datasets.Dataset.from_list(rows[:60]),
+        "test": datasets.Dataset.from_list(rows[60:]),
+    }
     datasets.DatasetDict(splits).save_to_disk(tmp_path / "disk")
     task = load(f"hf:{tmp_path / 'disk'}", heldout="test", **columns)
-    told = f"hf:{tmp_path / 'disk'}: 100 rows, left out 1 without an answer; 59 to train on, 40 held out"
+    told = (
+        f"hf:{tmp_path / 'disk'}: 100 rows, left out 1 without an answer; 59 to train on, 40"
+        " held out"
+    )
     assert task.describe() == told
     for name, fields, said in [
-        (f"hf:{folder}", {"split": "dev", **columns}, r"Unknown split \"dev\".*--task\.split"),
-        (f"hf:{tmp_path / 'disk'}", {"split": "dev", **columns}, "no split 'dev'; it has train, test"),
-        (f"hf:{folder}", {}, r"no column 'answer'; there are: problem, reward_model \(name it by --task\.answer, or "),
+        (
+            f"hf:{folder}",
+            {"split": "dev", **columns},
+            r"Unknown split \"dev\".*--task\.split",
+        ),
+        (
+            f"hf:{tmp_path / 'disk'}",
+            {"split": "dev", **columns},
+            "no split 'dev'; it has train, test",
+        ),
+        (
+            f"hf:{folder}",
+            {},
+            (
+                r"no column 'answer'; there are: problem, reward_model \(name it by"
+                r" --task\.answer, or "
+            ),
+        ),
         (f"hf:{tmp_path / 'none'}", {}, "there is no folder"),
     ]:
         with pytest.raises(TaskError, match=said):
@@ -117,54 +166,91 @@ def test_a_local_data_set(tmp_path: Path):
 
 @pytest.mark.usefixtures("hub_cache")
 def test_without_a_network_nothing_waits_for_the_hub(monkeypatch: pytest.MonkeyPatch):
-    """Contract: a data set says how to copy it; a model is refused as soon. Afterwards the Hub is asked again,
-    and where there is a host it is asked as ever."""
+    """Contract: a data set says how to copy it; a model is refused as soon. Afterwards the Hub is
+    asked again, and where there is a host it is asked as ever.
+    """
 
     def waited(seconds: float):
         pytest.fail(f"waits for {seconds} s")
 
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr("time.sleep", waited)
-    with pytest.raises(TaskError, match=r"'hf:no/such' cannot be loaded.*`hf download --repo-type dataset no/such"):
+    with pytest.raises(
+        TaskError,
+        match=r"'hf:no/such' cannot be loaded.*`hf download --repo-type dataset no/such",
+    ):
         load("hf:no/such")
     for config_of in (load_config, sizes_of, resolve_model):
-        with pytest.raises(ModelError, match=r"no connection to http://127.0.0.1:9, and not in the cache"):
+        with pytest.raises(
+            ModelError,
+            match=r"no connection to http://127.0.0.1:9, and not in the cache",
+        ):
             config_of("no/such")
     assert not constants.HF_HUB_OFFLINE
     with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
         Thread(target=server.handle_request).start()
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setattr(
+            "huggingface_hub.constants.ENDPOINT",
+            f"http://127.0.0.1:{server.server_port}",
+        )
         with hub_or_cache():
             assert not constants.HF_HUB_OFFLINE
 
 
 def test_a_prompt_may_be_a_chat(tmp_path: Path):
-    said = [("system", "Add."), ("user", "1 + 1 ="), ("assistant", "2"), ("user", "and 1 more?")]
+    said = [
+        ("system", "Add."),
+        ("user", "1 + 1 ="),
+        ("assistant", "2"),
+        ("user", "and 1 more?"),
+    ]
     turns = [{"role": role, "content": text} for role, text in said]
-    task = load(write(tmp_path / "t.jsonl", [{"prompt": turns, "answer": "3", "split": "train"}]), prompt="prompt")
+    task = load(
+        write(tmp_path / "t.jsonl", [{"prompt": turns, "answer": "3", "split": "train"}]),
+        prompt="prompt",
+    )
     (problem,) = task.problems("train", 0, 1, 0)
     assert problem.chat == turns and problem.question == "and 1 more?"
     doubled = load(tmp_path / "t.jsonl", prompt="prompt", system="Be brief.")
-    with pytest.raises(TaskError, match=r"task\.system 'Be brief\.' is given, but problem 't\.jsonl:1' begins with a"):
+    with pytest.raises(
+        TaskError,
+        match=r"task\.system 'Be brief\.' is given, but problem 't\.jsonl:1' begins with a",
+    ):
         doubled.problems("train", 0, 1, 0)
 
 
 def test_an_explicit_split_is_obeyed(tmp_path: Path):
-    rows = [{"question": "a", "answer": "1", "split": "train"}, {"question": "b", "answer": " 2", "split": "heldout"}]
+    rows = [
+        {"question": "a", "answer": "1", "split": "train"},
+        {"question": "b", "answer": " 2", "split": "heldout"},
+    ]
     (problem,) = load(write(tmp_path / "t.jsonl", rows)).problems("heldout", 0, 1, 0)
     assert problem == Problem("t.jsonl:2", "b", " 2")
 
 
 def test_what_is_left_out_is_counted(tmp_path: Path):
-    questions = [("a", "1", "train"), ("a", "1", "train"), ("a", "2", "train"), ("longer", "1", "train")]
+    questions = [
+        ("a", "1", "train"),
+        ("a", "1", "train"),
+        ("a", "2", "train"),
+        ("longer", "1", "train"),
+    ]
     questions.append(("b", "1", "heldout"))
-    rows = [{"question": question, "answer": answer, "split": split} for question, answer, split in questions]
-    task = load(write(tmp_path / "t.jsonl", rows)).shortened(lambda problems: [len(p.question) < 3 for p in problems])
+    rows = [
+        {"question": question, "answer": answer, "split": split}
+        for question, answer, split in questions
+    ]
+    task = load(write(tmp_path / "t.jsonl", rows)).shortened(
+        lambda problems: [len(p.question) < 3 for p in problems]
+    )
     left = "left out 2 repeated (1 with another answer) and 1 longer than rollout.max_prompt_tokens"
     assert task.describe() == f"{tmp_path / 't.jsonl'}: 5 rows, {left}; 1 to train on, 1 held out"
     assert [p.answer for p in task.problems("train", 0, 2, 0)] == ["1", "1"]
     empty = task.shortened(lambda problems: [False] * len(problems))
-    with pytest.raises(TaskError, match=r"has no train questions, left out .*; raise --rollout\.max_prompt_tokens"):
+    with pytest.raises(
+        TaskError,
+        match=r"has no train questions, left out .*; raise --rollout\.max_prompt_tokens",
+    ):
         empty.problems("train", 0, 1, 0)
 
 
@@ -178,7 +264,10 @@ def test_bad_files_are_named(name: str, content: str, message: str, tmp_path: Pa
 
 def test_whole_numbers_are_answers_and_a_byte_order_mark_is_none(tmp_path: Path):
     file = tmp_path / "q.jsonl"
-    file.write_text('{"question": "1 + 1 = é", "answer": 2, "split": "train"}\n', encoding="utf-8-sig")
+    file.write_text(
+        '{"question": "1 + 1 = é", "answer": 2, "split": "train"}\n',
+        encoding="utf-8-sig",
+    )
     assert load(file).problems("train", 0, 1, 0)[0].answer == "2"
     write(tmp_path / "q.parquet", [{"question": "a", "answer": 3, "split": "train"}])
     assert load(tmp_path / "q.parquet").problems("train", 0, 1, 0)[0].answer == "3"

@@ -1,6 +1,8 @@
-"""Tasks: stateless problems, disjoint splits, exact rewards, and errors that say what to change; their list on the
-command line, each with its options and an example. Of worked solutions every line is right, only the final answer
-counts, and the embedded policies that learn them can write them down."""
+"""Tasks: stateless problems, disjoint splits, exact rewards, and errors that say what to change;
+their list on the command line, each with its options and an example. Of worked solutions every line
+is right, only the final answer counts, and the embedded policies that learn them can write them
+down.
+"""
 
 import dataclasses
 import re
@@ -16,7 +18,16 @@ from qarl.cli.main import main
 from qarl.configs.load import config_file, default_config, load_config
 from qarl.configs.schema.task import TaskConfig
 from qarl.embedded.recipe import IGNORED, RECIPES, encode_problems, recipe_tokenizer
-from qarl.tasks import Problem, ReasoningGymTask, Response, RewardError, Task, TaskError, load_task, solution_of
+from qarl.tasks import (
+    Problem,
+    ReasoningGymTask,
+    Response,
+    RewardError,
+    Task,
+    TaskError,
+    load_task,
+    solution_of,
+)
 from qarl.tasks.procedural import reasoning_gym_datasets
 from qarl.tasks.rewards import each
 from qarl.tasks.worked import final_answer, running_totals
@@ -31,18 +42,24 @@ def chain_sum() -> ReasoningGymTask:
 @given(start=st.integers(0, 2000), count=st.integers(0, 40), seed=st.integers(0, 2**40))
 @settings(max_examples=examples(30))
 @pytest.mark.parametrize("split", ["train", "heldout"])
-def test_problem_k_does_not_depend_on_what_else_was_asked(split, start, count, seed, chain_sum) -> None:
+def test_problem_k_does_not_depend_on_what_else_was_asked(
+    split, start, count, seed, chain_sum
+) -> None:
     assert chain_sum.problems(split, start, count, seed) == [
         ReasoningGymTask("chain_sum").problems(split, start + k, 1, seed)[0] for k in range(count)
     ]
 
 
-def test_problems_are_the_same_in_another_process_and_others_with_another_seed(chain_sum) -> None:
+def test_problems_are_the_same_in_another_process_and_others_with_another_seed(
+    chain_sum,
+) -> None:
     script = (
         "from qarl.tasks import ReasoningGymTask; "
         "print([p.question for p in ReasoningGymTask('chain_sum').problems('heldout', 0, 4, 7)])"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == str([p.question for p in chain_sum.problems("heldout", 0, 4, 7)])
     assert chain_sum.problems("train", 0, 8, 0) != chain_sum.problems("train", 0, 8, 1)
 
@@ -62,9 +79,12 @@ def test_chain_sum_defaults_to_two_terms_of_at_most_two_digits(chain_sum) -> Non
 
 
 @pytest.mark.parametrize(
-    ("text", "score", "correct"), [("7", 1.0, True), (" 7\n", 1.0, True), ("77", 0.5, False), ("8", 0.0, False)]
+    ("text", "score", "correct"),
+    [("7", 1.0, True), (" 7\n", 1.0, True), ("77", 0.5, False), ("8", 0.0, False)],
 )
-def test_chain_sum_gives_partial_credit_that_is_not_accuracy(text, score, correct, chain_sum) -> None:
+def test_chain_sum_gives_partial_credit_that_is_not_accuracy(
+    text, score, correct, chain_sum
+) -> None:
     problem = Problem("p", "3 + 4 =", "7")
     assert chain_sum.score(problem, text) == score
     assert (chain_sum.scorer()([Response(problem, text)]) == [1.0]) is correct
@@ -72,15 +92,24 @@ def test_chain_sum_gives_partial_credit_that_is_not_accuracy(text, score, correc
 
 def test_a_task_too_small_to_set_questions_aside_says_so(chain_sum, monkeypatch) -> None:
     monkeypatch.setattr("qarl.tasks.procedural.is_heldout", lambda question: False)
-    with pytest.raises(TaskError, match=r"no heldout question in 256 draws.*too small to set questions aside"):
+    with pytest.raises(
+        TaskError,
+        match=r"no heldout question in 256 draws.*too small to set questions aside",
+    ):
         chain_sum.problems("heldout", 0, 1, 0)
 
 
 def test_options_and_requests_that_a_task_refuses(chain_sum) -> None:
     for message, refused in (
         ("'seed' is chosen", lambda: ReasoningGymTask("chain_sum", {"seed": 2})),
-        ("max_terms must be >= min_terms", lambda: ReasoningGymTask("chain_sum", {"min_terms": 3, "max_terms": 2})),
-        ("unknown split 'test'; allowed: train, heldout", lambda: chain_sum.problems("test", 0, 1, 0)),
+        (
+            "max_terms must be >= min_terms",
+            lambda: ReasoningGymTask("chain_sum", {"min_terms": 3, "max_terms": 2}),
+        ),
+        (
+            "unknown split 'test'; allowed: train, heldout",
+            lambda: chain_sum.problems("test", 0, 1, 0),
+        ),
         ("start=-1", lambda: chain_sum.problems("train", -1, 1, 0)),
     ):
         with pytest.raises(TaskError, match=message):
@@ -89,14 +118,24 @@ def test_options_and_requests_that_a_task_refuses(chain_sum) -> None:
 
 @pytest.mark.parametrize("field", ["prompt", "answer", "subset", "split", "heldout"])
 def test_fields_of_a_file_are_refused_for_a_built_in_task(field) -> None:
-    with pytest.raises(TaskError, match=rf"task\.{field} 'x' names part of a file.*'chain_sum' is none: leave it out"):
+    with pytest.raises(
+        TaskError,
+        match=rf"task\.{field} 'x' names part of a file.*'chain_sum' is none: leave it out",
+    ):
         load_task(TaskConfig.model_validate({"name": "chain_sum", field: "x"}))
 
 
 def test_a_bad_reward_names_problem_and_completion() -> None:
-    """What else a reward may do wrong: tests/qarl/test_rewards.py and tests/qarl/test_planted_faults.py."""
-    task = dataclasses.replace(load_task(TaskConfig(name="chain_sum")), reward=each(lambda problem, text: 1e300))
-    with pytest.raises(RewardError, match=r"returned 1e\+300 \(float\); .*at most 1e\+15 in magnitude") as caught:
+    """What else a reward may do wrong: tests/qarl/test_rewards.py and
+    tests/qarl/test_planted_faults.py.
+    """
+    task = dataclasses.replace(
+        load_task(TaskConfig(name="chain_sum")),
+        reward=each(lambda problem, text: 1e300),
+    )
+    with pytest.raises(
+        RewardError, match=r"returned 1e\+300 \(float\); .*at most 1e\+15 in magnitude"
+    ) as caught:
         task.rewards([Response(Problem("id-9", "3 + 4 =", "7"), "some text")])
     for part in ("chain_sum", "id-9", "3 + 4 =", "some text"):
         assert part in str(caught.value)
@@ -106,9 +145,14 @@ def test_a_checker_says_true_or_false() -> None:
     task = load_task(TaskConfig(name="chain_sum"))
     response = Response(Problem("id-9", "3 + 4 =", "7"), "7")
     for outcome, verdict in ((True, True), (1.0, True), (0, False)):
-        assert dataclasses.replace(task, checker=lambda _, o=outcome: [o]).correct([response]) == [verdict]
+        assert dataclasses.replace(task, checker=lambda _, o=outcome: [o]).correct([response]) == [
+            verdict
+        ]
     for outcome in (0.5, None, "yes"):
-        with pytest.raises(RewardError, match=r"the checker of task 'chain_sum' returned .*; a verdict must be true"):
+        with pytest.raises(
+            RewardError,
+            match=r"the checker of task 'chain_sum' returned .*; a verdict must be true",
+        ):
             dataclasses.replace(task, checker=lambda _, o=outcome: [o]).correct([response])
 
 
@@ -123,7 +167,9 @@ def test_every_task_has_a_name_and_a_line(columns: int, monkeypatch, capsys):
 
 
 def test_light_commands_load_nothing_heavy():
-    """Reports and tasks neither torch nor what brings it; a task's own library only where a task is shown."""
+    """Reports and tasks neither torch nor what brings it; a task's own library only where a task is
+    shown.
+    """
     code = (
         "import sys, qarl.page.build, qarl.tasks; from qarl.cli.main import main\n"
         "heavy = {'torch', 'vllm', 'transformers'}\n"
@@ -144,7 +190,9 @@ def task() -> Task:
 
 @given(terms=st.lists(st.integers(-(10**8), 10**8), min_size=2, max_size=30))
 @settings(max_examples=examples(200))
-def test_every_line_of_a_solution_is_true_and_the_last_is_the_sum(terms: list[int]) -> None:
+def test_every_line_of_a_solution_is_true_and_the_last_is_the_sum(
+    terms: list[int],
+) -> None:
     """Each line goes on from the result of the line before."""
     solution, total = running_totals(terms), str(terms[0])
     for line in solution.split("\n"):
@@ -170,13 +218,27 @@ def test_only_the_final_answer_counts_and_it_is_all_or_nothing(task: Task) -> No
     (problem,) = task.problems("train", 0, 1, 0)
     right, solution = problem.answer, solution_of(problem)
     for text in (right, f" {right}\n", f"1 + 1 = 3 = {right}", solution):
-        assert task.correct([Response(problem, text)]) == [True] and task.rewards([Response(problem, text)]) == [1.0]
-    for text in ("", right[:-1], f"{right}0", f"0{right}", f"{solution} =", f"{solution}\n1 + 1 = 2", f"{right} = x"):
-        assert task.correct([Response(problem, text)]) == [False] and task.rewards([Response(problem, text)]) == [0.0]
+        assert task.correct([Response(problem, text)]) == [True] and task.rewards(
+            [Response(problem, text)]
+        ) == [1.0]
+    for text in (
+        "",
+        right[:-1],
+        f"{right}0",
+        f"0{right}",
+        f"{solution} =",
+        f"{solution}\n1 + 1 = 2",
+        f"{right} = x",
+    ):
+        assert task.correct([Response(problem, text)]) == [False] and task.rewards(
+            [Response(problem, text)]
+        ) == [0.0]
 
 
 def test_terms_and_digits_are_options() -> None:
-    task = load_task(TaskConfig(name="running_total", options={"min_terms": 3, "max_terms": 4, "digits": 2}))
+    task = load_task(
+        TaskConfig(name="running_total", options={"min_terms": 3, "max_terms": 4, "digits": 2})
+    )
     chains = [problem.metadata["terms"] for problem in task.problems("train", 0, 50, 0)]
     assert {len(chain) for chain in chains} == {3, 4}
     assert all(10 <= abs(term) < 100 for chain in chains for term in chain)
@@ -190,7 +252,10 @@ def test_an_embedded_policy_learns_what_it_was_warmed_up_on(name: str) -> None:
 
 @pytest.mark.parametrize("name", LONG)
 def test_solutions_are_long_and_fit(name: str, task: Task) -> None:
-    config, tokenizer = load_config(config_file(name), {}), recipe_tokenizer(RECIPES[name])
+    config, tokenizer = (
+        load_config(config_file(name), {}),
+        recipe_tokenizer(RECIPES[name]),
+    )
     pad: Any = tokenizer.pad_token_id
     ids, labels = encode_problems(tokenizer, task.problems("train", 0, 1000, 0))
     lengths = labels.ne(IGNORED).sum(dim=1)
@@ -201,8 +266,12 @@ def test_solutions_are_long_and_fit(name: str, task: Task) -> None:
 
 
 @pytest.mark.parametrize("name", ["countdown", "prime_factorization"])
-def test_what_a_data_set_cannot_read_is_wrong_and_what_it_evaluates_ends_no_run(name: str) -> None:
+def test_what_a_data_set_cannot_read_is_wrong_and_what_it_evaluates_ends_no_run(
+    name: str,
+) -> None:
     task = load_task(TaskConfig(name=name))
     (problem,) = task.problems("train", 0, 1, 0)
-    rewards = task.rewards([Response(problem, "abc"), Response(problem, '__import__("os")._exit(3)')])
+    rewards = task.rewards(
+        [Response(problem, "abc"), Response(problem, '__import__("os")._exit(3)')]
+    )
     assert all(reward is not None and reward < 0.1 for reward in rewards), rewards

@@ -13,7 +13,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qarl.configs.schema.task import TaskConfig
 from qarl.embedded import recipe as embedded
-from qarl.embedded.recipe import IGNORED, RECIPES, TinyRecipe, build_tiny, encode_problems, ensure_recipe, recipe_config
+from qarl.embedded.recipe import (
+    IGNORED,
+    RECIPES,
+    TinyRecipe,
+    build_tiny,
+    encode_problems,
+    ensure_recipe,
+    recipe_config,
+)
 from qarl.quant.checkpoint.shapes import weight_shapes
 from qarl.quant.runtime.answers import cache_folder
 from qarl.quant.schemes import is_protected
@@ -21,7 +29,9 @@ from qarl.tasks import load_task
 from tests.support.profiles import examples
 from tests.support.records import assert_recorded
 
-SMALL = TinyRecipe(num_hidden_layers=1, intermediate_size=128, warm_start_steps=2, warm_start_batch=8)
+SMALL = TinyRecipe(
+    num_hidden_layers=1, intermediate_size=128, warm_start_steps=2, warm_start_batch=8
+)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +50,9 @@ def tokenizer(built):
 
 @pytest.mark.parametrize("experts", [0, 4])
 def test_wide_columns_change_no_output_and_coarsen_rows(experts: int) -> None:
-    """A factor that is a power of two leaves every logit as it was, to the bit; int4 codes of rows get coarser."""
+    """A factor that is a power of two leaves every logit as it was, to the bit; int4 codes of rows
+    get coarser.
+    """
     recipe = replace(SMALL, num_experts=experts, warm_start_steps=0)
     config = recipe_config(recipe, dtype="float32")
     model = AutoModelForCausalLM.from_config(config).eval()
@@ -52,7 +64,9 @@ def test_wide_columns_change_no_output_and_coarsen_rows(experts: int) -> None:
 
 
 def row_errors(model: torch.nn.Module) -> dict[str, float]:
-    """Of the matrices that read a norm's output: mean |rounded to int4 by rows - weight| of the columns not widened."""
+    """Of the matrices that read a norm's output: mean |rounded to int4 by rows - weight| of the
+    columns not widened.
+    """
     errors = {}
     for name, weight in model.named_parameters():
         if name.endswith(("q_proj.weight", "gate_proj.weight", "experts.gate_up_proj")):
@@ -94,11 +108,15 @@ def test_the_recipes_are_those_recorded() -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_quantized_linear_tiles(name) -> None:
-    """Inputs in multiples of 128, outputs of 32, of every expert too; on the meta device, without building."""
+    """Inputs in multiples of 128, outputs of 32, of every expert too; on the meta device, without
+    building.
+    """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(recipe_config(RECIPES[name]))
     shapes = weight_shapes(model)
-    assert bool(RECIPES[name].num_experts) == any(".experts.7.down_proj" in layer for layer in shapes)
+    assert bool(RECIPES[name].num_experts) == any(
+        ".experts.7.down_proj" in layer for layer in shapes
+    )
     for layer, (rows, columns) in shapes.items():
         assert is_protected(layer) or (columns % 128 == 0 and rows % 32 == 0), layer
 
@@ -110,7 +128,9 @@ def test_any_text_survives_the_tokenizer(text, tokenizer) -> None:
 
 
 def test_no_token_holds_a_digit_and_anything_else(tokenizer) -> None:
-    assert all(len(token) == 1 for token in tokenizer.get_vocab() if set(token) & set(string.digits))
+    assert all(
+        len(token) == 1 for token in tokenizer.get_vocab() if set(token) & set(string.digits)
+    )
 
 
 def test_the_chat_template_is_chatml_and_prompts_are_short(tokenizer) -> None:
@@ -131,17 +151,25 @@ def test_only_answers_and_end_tokens_are_trained_on(tokenizer) -> None:
         kept = label != IGNORED
         assert tokenizer.decode(label[kept]) == problem.answer + "<|im_end|>"
         assert torch.equal(row[kept], label[kept])
-    ids, labels = encode_problems(tokenizer, [replace(problems[0], metadata={"values_by_name": {"a": 7}})])
+    ids, labels = encode_problems(
+        tokenizer, [replace(problems[0], metadata={"values_by_name": {"a": 7}})]
+    )
     assert "7".join(embedded.TOOL_RESULT) in tokenizer.decode(ids[labels == IGNORED])
 
 
 def test_two_at_once_build_once_where_an_earlier_build_died(built, tmp_path, capsys) -> None:
-    """Threads stand in for processes: flock excludes by open file, whichever process or thread opened it."""
+    """Threads stand in for processes: flock excludes by open file, whichever process or thread
+    opened it.
+    """
     (leftover := tmp_path / f"{built.name}.part").mkdir()
     (leftover / "junk").touch()
     with ThreadPoolExecutor(2) as racers:
         folders = list(racers.map(lambda _: ensure_recipe("small", SMALL, tmp_path), range(2)))
-    assert folders[0] == folders[1] and contents(folders[0]) == contents(built) and not leftover.exists()
+    assert (
+        folders[0] == folders[1]
+        and contents(folders[0]) == contents(built)
+        and not leftover.exists()
+    )
     messages = capsys.readouterr().err.splitlines()
     assert [message.split()[0] for message in messages] == ["building", "warm", "warm"]
 

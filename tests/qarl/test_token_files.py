@@ -1,5 +1,6 @@
-"""Completions recorded token by token: what is kept, what each column holds, files that survive kill and resume; groups
-read from them again, and which runs cannot be learned from a second time."""
+"""Completions recorded token by token: what is kept, what each column holds, files that survive
+kill and resume; groups read from them again, and which runs cannot be learned from a second time.
+"""
 
 import dataclasses
 import shutil
@@ -19,17 +20,31 @@ from qarl.learner.batching import make_batch
 from qarl.learner.clip_reasons import CLIP_REASONS
 from qarl.learner.diagnostics.token_log import TokenLog
 from qarl.report.run_folder import RunFolder
-from qarl.report.token_files import TokenFileError, drop_after, read_groups, read_step, step_files
+from qarl.report.token_files import (
+    TokenFileError,
+    drop_after,
+    read_groups,
+    read_step,
+    step_files,
+)
 from qarl.report.token_recorder import TokenRecorder, chosen_rows, token_texts
 from qarl.rollout.types import Group
 from qarl.run.replay import comparison
 from tests.support.cases import cases, pattern
-from tests.support.learners import SAMPLES, VOCABULARY, logprobs_of, make_groups, make_learner
+from tests.support.learners import (
+    SAMPLES,
+    VOCABULARY,
+    logprobs_of,
+    make_groups,
+    make_learner,
+)
 
 TOKENIZER = train_tokenizer(["12 + 34 = 46", "héllo 你好"], 300, 64)
 
 
-def recorded(folder: Path, record: Any = "all", **config: Any) -> tuple[list[dict[str, Any]], TokenLog, list[Group]]:
+def recorded(
+    folder: Path, record: Any = "all", **config: Any
+) -> tuple[list[dict[str, Any]], TokenLog, list[Group]]:
     """The rows of one step's file, of a batch that a learner has learned."""
     groups = make_groups()
     batch = make_batch(groups, VOCABULARY - 1)
@@ -41,13 +56,21 @@ def recorded(folder: Path, record: Any = "all", **config: Any) -> tuple[list[dic
 
 
 def test_every_column_is_what_sampler_learner_and_loss_had(tmp_path: Path):
-    """Contract: row for row the batch's own values; the mismatch is their difference; texts add up to the completion.
-    Mini-batches that teach nothing leave ratio and clip unknown."""
-    rows, log, groups = recorded(tmp_path, objective={"name": "grpo", "clip_low": 1e-4, "clip_high": 1e-4})
-    assert [(r["group"], r["sample"]) for r in rows] == [(g, s) for g in range(len(groups)) for s in range(SAMPLES)]
+    """Contract: row for row the batch's own values; the mismatch is their difference; texts add up
+    to the completion. Mini-batches that teach nothing leave ratio and clip unknown.
+    """
+    rows, log, groups = recorded(
+        tmp_path, objective={"name": "grpo", "clip_low": 1e-4, "clip_high": 1e-4}
+    )
+    assert [(r["group"], r["sample"]) for r in rows] == [
+        (g, s) for g in range(len(groups)) for s in range(SAMPLES)
+    ]
     for index, row in enumerate(rows):
         group = groups[row["group"]]
-        completion, start = group.completions[row["sample"]], len(group.prompt.token_ids) - 1
+        completion, start = (
+            group.completions[row["sample"]],
+            len(group.prompt.token_ids) - 1,
+        )
         span = slice(start, start + len(completion.token_ids))
         assert row["token_id"] == list(completion.token_ids)
         assert row["prompt_token_ids"] == list(group.prompt.token_ids)
@@ -57,7 +80,9 @@ def test_every_column_is_what_sampler_learner_and_loss_had(tmp_path: Path):
         np.testing.assert_array_equal(row["mismatch"], apart)
         assert row["worst_token"] == np.abs(apart).argmax()
         assert row["advantage"] == log.batch.advantages[index, span].tolist()
-        assert row["reward"] == group.rewards[row["sample"]] and row["group_rewards"] == list(group.rewards)
+        assert row["reward"] == group.rewards[row["sample"]] and row["group_rewards"] == list(
+            group.rewards
+        )
         if log.updated[index]:
             np.testing.assert_array_equal(row["log_ratio"], log.log_ratio[index, span].numpy())
         else:
@@ -65,7 +90,9 @@ def test_every_column_is_what_sampler_learner_and_loss_had(tmp_path: Path):
     reasons = [reason for row in rows for reason in row["clip"]]
     assert {"A > 0 above", "A < 0 below"} < set(reasons) <= {*CLIP_REASONS, None}
     for row in rows:
-        for reason, ratio, advantage in zip(row["clip"], row["log_ratio"], row["advantage"], strict=True):
+        for reason, ratio, advantage in zip(
+            row["clip"], row["log_ratio"], row["advantage"], strict=True
+        ):
             if reason == "A > 0 above":
                 assert ratio > 0 and advantage > 0
             if reason == "A < 0 below":
@@ -75,25 +102,39 @@ def test_every_column_is_what_sampler_learner_and_loss_had(tmp_path: Path):
 def test_clipped_sequences_are_told_from_clipped_tokens(tmp_path: Path):
     bands = {"epsilon_high": 1e-4, "delta_high": 1e-4, "delta_low": 1e-4}
     rows, _, _ = recorded(tmp_path, objective={"name": "tbpo", **bands})
-    reasons = {reason for row in rows for reason in row["clip"]} - {None, "none", "corrected"}
+    reasons = {reason for row in rows for reason in row["clip"]} - {
+        None,
+        "none",
+        "corrected",
+    }
     assert reasons and all(reason.startswith("sequence, A") for reason in reasons)
-    assert all(len(set(row["clip"]) - {"corrected"}) <= 1 for row in rows), "a sequence is clipped whole"
+    assert all(len(set(row["clip"]) - {"corrected"}) <= 1 for row in rows), (
+        "a sequence is clipped whole"
+    )
 
 
 def test_the_unquantized_policy_is_asked_about_what_is_kept(tmp_path: Path):
-    """Contract: in a step that diagnoses, the completions of least and of most reward have the log-probs of the masters
-    before the updates, by hand those of an unaligned learner; a step that does not, and a learner that is not aligned,
-    has none. MismatchByAgeMeter are each completion's update."""
+    """Contract: in a step that diagnoses, the completions of least and of most reward have the
+    log-probs of the masters before the updates, by hand those of an unaligned learner; a step that
+    does not, and a learner that is not aligned, has none. MismatchByAgeMeter are each completion's
+    update.
+    """
     rows, log, groups = recorded(tmp_path / "due", 2, diagnostics_every=1, dtype=torch.float32)
     plain = logprobs_of(make_learner(aligned=False, dtype=torch.float32), log.batch).values
     assert len(rows) == 4 and {row["age"] for row in rows} <= {0, 1}
     places = [(g, s) for g, group in enumerate(groups) for s in range(len(group.completions))]
     for row in rows:
-        index, length = places.index((row["group"], row["sample"])), len(row["token_id"])
+        index, length = (
+            places.index((row["group"], row["sample"])),
+            len(row["token_id"]),
+        )
         start = len(groups[row["group"]].prompt.token_ids) - 1
         expected = plain[index, start : start + length].numpy()
         np.testing.assert_allclose(row["unquantized_logprob"], expected, atol=1e-4)
-    for name, config in (("not", {"diagnostics_every": 0}), ("plain", {"diagnostics_every": 1, "aligned": False})):
+    for name, config in (
+        ("not", {"diagnostics_every": 0}),
+        ("plain", {"diagnostics_every": 1, "aligned": False}),
+    ):
         others, _, _ = recorded(tmp_path / name, "all", **config)
         assert {value for row in others for value in row["unquantized_logprob"]} == {None}
     assert {row["age"] for row in others} == {0, 1}
@@ -120,10 +161,14 @@ def test_a_step_that_taught_nothing_is_recorded_all_the_same(tmp_path: Path):
     TokenRecorder(tmp_path, 2, TOKENIZER, None, True).write(1, groups, None)
     rows = pq.read_table(step_files(tmp_path)[1]).to_pylist()
     assert len(rows) == 4 and rows[0]["worst_token"] is None
-    assert {value for row in rows for value in row["mismatch"] + row["log_ratio"] + row["clip"]} == {None}
+    assert {
+        value for row in rows for value in row["mismatch"] + row["log_ratio"] + row["clip"]
+    } == {None}
 
 
-def test_nothing_is_written_where_nothing_is_asked_for_or_by_other_processes(tmp_path: Path):
+def test_nothing_is_written_where_nothing_is_asked_for_or_by_other_processes(
+    tmp_path: Path,
+):
     groups = make_groups()
     off = TokenRecorder(tmp_path / "off", 0, TOKENIZER, None, True)
     assert off.log(make_batch(groups, 0), groups) is None
@@ -133,7 +178,9 @@ def test_nothing_is_written_where_nothing_is_asked_for_or_by_other_processes(tmp
 
 
 def test_a_resumed_run_has_every_step_once(tmp_path: Path):
-    """Killed in step 4, with step 3 done and half a file of step 4 written; resumed from the checkpoint of step 2."""
+    """Killed in step 4, with step 3 done and half a file of step 4 written; resumed from the
+    checkpoint of step 2.
+    """
     groups = make_groups()
     recorder = TokenRecorder(tmp_path, 1, TOKENIZER, None, True)
     for step in (1, 2, 3):
@@ -141,10 +188,17 @@ def test_a_resumed_run_has_every_step_once(tmp_path: Path):
     (tmp_path / "step-000004.parquet.part").write_bytes(b"PAR1")
     assert list(step_files(tmp_path)) == [1, 2, 3]
     resumed = TokenRecorder(tmp_path, 1, TOKENIZER, 2, True)
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["step-000001.parquet", "step-000002.parquet"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        "step-000001.parquet",
+        "step-000002.parquet",
+    ]
     for step in (3, 4):
         resumed.write(step, groups, None)
-    steps = [row["step"] for file in step_files(tmp_path).values() for row in pq.read_table(file).to_pylist()]
+    steps = [
+        row["step"]
+        for file in step_files(tmp_path).values()
+        for row in pq.read_table(file).to_pylist()
+    ]
     assert steps == [1, 1, 2, 2, 3, 3, 4, 4]
     drop_after(tmp_path / "nowhere", 0)
 
@@ -177,7 +231,9 @@ def test_texts_of_tokens_add_up_and_any_ids_have_some(text: str, pieces: int):
 def test_damaged_files_and_other_formats_are_named(tmp_path: Path):
     file = tmp_path / "step-000001.parquet"
     file.write_bytes(b"PAR1 and no more")
-    with pytest.raises(TokenFileError, match=r"step-000001.parquet' is damaged .*remove it to go on"):
+    with pytest.raises(
+        TokenFileError, match=r"step-000001.parquet' is damaged .*remove it to go on"
+    ):
         read_step(file)
     for metadata, said in cases(__file__, "formats"):
         pq.write_table(pa.table({"step": [1]}).replace_schema_metadata(metadata), file)
@@ -189,7 +245,11 @@ def single(group: Group) -> Group:
     """With log-probs as an engine has them, in fp32, and experts of a router."""
     experts = np.arange(24, dtype=np.int16).reshape(4, 3, 2)
     alike = [
-        dataclasses.replace(c, logprobs=tuple(np.array(c.logprobs, np.float32).tolist()), experts=experts)
+        dataclasses.replace(
+            c,
+            logprobs=tuple(np.array(c.logprobs, np.float32).tolist()),
+            experts=experts,
+        )
         for c in group.completions
     ]
     return dataclasses.replace(group, completions=tuple(alike))
@@ -197,12 +257,16 @@ def single(group: Group) -> Group:
 
 @pytest.fixture
 def recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
-    """A run of three steps, of which all completions of the first two are recorded, and one of the third."""
+    """A run of three steps, of which all completions of the first two are recorded, and one of the
+    third.
+    """
     monkeypatch.chdir(tmp_path)
     run = RunFolder.create(load_config(None, {"output": "run", "steps": "3", "record": "all"}))
     for step in (1, 2, 3):
         record = "all" if step < 3 else 1
-        TokenRecorder(run.tokens, record, TOKENIZER, None, True).write(step, make_groups(step), None)
+        TokenRecorder(run.tokens, record, TOKENIZER, None, True).write(
+            step, make_groups(step), None
+        )
     return run
 
 
@@ -217,7 +281,9 @@ def test_groups_are_read_as_they_were_learned_from(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("arguments", "said"), cases(__file__, "refusals"))
-def test_what_cannot_be_replayed(recording: RunFolder, capsys: pytest.CaptureFixture[str], arguments: str, said: str):
+def test_what_cannot_be_replayed(
+    recording: RunFolder, capsys: pytest.CaptureFixture[str], arguments: str, said: str
+):
     assert main(["train", "--from-rollouts", "run", *arguments.split()]) == 2
     assert said in capsys.readouterr().err
     assert [path.name for path in Path().iterdir()] == ["run"]
@@ -230,13 +296,23 @@ def test_missing_and_damaged_steps(recording: RunFolder, capsys: pytest.CaptureF
     assert "step-000002.parquet' is damaged" in capsys.readouterr().err
     shutil.rmtree(recording.tokens)
     assert main(["train", "--from-rollouts", "run"]) == 2
-    said = "has recorded no completions of step 1, of 3 to learn from; take a run that was started with --record all"
+    said = (
+        "has recorded no completions of step 1, of 3 to learn from; take a run that was started"
+        " with --record all"
+    )
     assert said in capsys.readouterr().err
 
 
 def test_the_first_difference_is_named():
     """Of the learner's figures; times and what was sampled besides are not its."""
-    before = [{"step": 1, "learn/loss": 0.5, "digest": "a", "reward": 1}, {"step": 2, "learn/loss": 0.5, "digest": "b"}]
+    before = [
+        {"step": 1, "learn/loss": 0.5, "digest": "a", "reward": 1},
+        {"step": 2, "learn/loss": 0.5, "digest": "b"},
+    ]
     after = [{**before[0], "reward": 2}, {**before[1], "digest": "c"}]
-    assert comparison(Path("run"), before, after) == "first apart from run in step 2: digest c, was b"
-    assert comparison(Path("run"), before, after[:1]).startswith("equal to run to the last bit, in all 1 steps")
+    assert (
+        comparison(Path("run"), before, after) == "first apart from run in step 2: digest c, was b"
+    )
+    assert comparison(Path("run"), before, after[:1]).startswith(
+        "equal to run to the last bit, in all 1 steps"
+    )

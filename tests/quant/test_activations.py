@@ -13,14 +13,20 @@ from qarl.quant.schemes import COMPUTE_DTYPES, SCHEMES, get_scheme
 from tests.support.profiles import examples
 from tests.support.tensors import as_bytes
 
-on_cpu_builds = pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM's CPU operators are in its CPU build only")
+on_cpu_builds = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="vLLM's CPU operators are in its CPU build only"
+)
 
 
 @st.composite
-def activations(draw: st.DrawFn, exponents: tuple[int, int] = (-30, 30), multiple: int = 1) -> torch.Tensor:
-    """Compute dtype [N, I]: heavy tails at very different magnitudes a row, rows of zeros, exact rounding ties.
+def activations(
+    draw: st.DrawFn, exponents: tuple[int, int] = (-30, 30), multiple: int = 1
+) -> torch.Tensor:
+    """Compute dtype [N, I]: heavy tails at very different magnitudes a row, rows of zeros, exact
+    rounding ties.
 
-    multiple: I is one of it."""
+    multiple: I is one of it.
+    """
     dtype = draw(st.sampled_from(list(COMPUTE_DTYPES.values())))
     tokens = draw(st.sampled_from((1, 3, 17)) | st.integers(1, 24))
     columns = draw(st.sampled_from((1, 3, 17, 33, 128, 257)) | st.integers(1, 300))
@@ -29,7 +35,12 @@ def activations(draw: st.DrawFn, exponents: tuple[int, int] = (-30, 30), multipl
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
     normal = torch.randn(tokens, columns, generator=generator)
     if draw(st.booleans()):
-        x = normal * torch.randn(tokens, columns, generator=generator).mul(draw(st.sampled_from((0.0, 1.0, 2.0)))).exp()
+        x = (
+            normal
+            * torch.randn(tokens, columns, generator=generator)
+            .mul(draw(st.sampled_from((0.0, 1.0, 2.0))))
+            .exp()
+        )
         x *= 10.0 ** torch.randint(*exponents, (tokens, 1), generator=generator)
     else:  # absmax 127 · 2^k: scale 2^k, every value a multiple of half a code
         x = (normal * 40).clamp(-127, 127).mul(2).round() / 2
@@ -55,16 +66,21 @@ def vllm_fp8(group_columns: int) -> Any:
 @pytest.mark.parametrize(("scheme", "dtype"), [("w8a8", torch.int8), ("fp8", torch.float8_e4m3fn)])
 @given(x=activations())
 @settings(max_examples=examples(300))
-def test_codes_of_tokens_are_vllms_dynamic_quantization(scheme: str, dtype: torch.dtype, x: torch.Tensor):
-    """Contract: codes and scales are those of vLLM's CPU kernel `dynamic_scaled_int8_quant`, and of its `QuantFP8`, so
-    backward sees what the product multiplied. Blind spot: the kernel's paths for other instruction sets than here."""
+def test_codes_of_tokens_are_vllms_dynamic_quantization(
+    scheme: str, dtype: torch.dtype, x: torch.Tensor
+):
+    """Contract: codes and scales are those of vLLM's CPU kernel `dynamic_scaled_int8_quant`, and of
+    its `QuantFP8`, so backward sees what the product multiplied. Blind spot: the kernel's paths for
+    other instruction sets than here.
+    """
     from vllm._custom_ops import onednn_scaled_int8_quant
 
     codes, scale, *_ = onednn_scaled_int8_quant(x) if scheme == "w8a8" else vllm_fp8(-1)(x)
     ours = quantize_activation(x, get_scheme(scheme))
     assert ours.codes.dtype == codes.dtype == dtype and ours.scale.dtype == torch.float32
     assert torch.equal(as_bytes(ours.scale), as_bytes(scale))
-    counted = (scale > 0).view(-1, 1)  # without AVX-512 codes of a token of zeros are -128, times a scale of 0
+    # without AVX-512 codes of a token of zeros are -128, times a scale of 0
+    counted = (scale > 0).view(-1, 1)
     assert torch.equal(as_bytes(ours.codes) * counted, as_bytes(codes) * counted)
 
 
@@ -72,9 +88,10 @@ def test_codes_of_tokens_are_vllms_dynamic_quantization(scheme: str, dtype: torc
 @given(activations(exponents=(-6, 6), multiple=128), st.sampled_from([0.0, 1.0, -30.0]))
 @settings(max_examples=examples(200))
 def test_int8_asymmetric_is_what_the_int4_product_multiplies(x: torch.Tensor, offset: float):
-    """Contract: (code - zero point) · scale is what torch's `_dyn_quant_matmul_4bit`, which vLLM's kernel calls, makes
-    of an activation, bit for bit. The operator keeps its codes to itself: it is asked for x · identity (one code of 1,
-    scale 1), for which every sum has one term."""
+    """Contract: (code - zero point) · scale is what torch's `_dyn_quant_matmul_4bit`, which vLLM's
+    kernel calls, makes of an activation, bit for bit. The operator keeps its codes to itself: it is
+    asked for x · identity (one code of 1, scale 1), for which every sum has one term.
+    """
     x = (x.float() + offset).to(x.dtype)
     columns = x.shape[1]
     identity = torch.eye(columns, dtype=torch.uint8) + 8
@@ -91,8 +108,10 @@ def test_int8_asymmetric_is_what_the_int4_product_multiplies(x: torch.Tensor, of
 @given(x=activations(multiple=128))
 @settings(max_examples=examples(200))
 def test_fp8_groups_are_vllms(x: torch.Tensor):
-    """The same for fp8 in token groups of 128 and vLLM's `QuantFP8`, for groups whose absmax is 1/512 or more: below,
-    this implementation of vLLM's keeps a smallest scale that its CUDA kernel, which is followed here, does not have."""
+    """The same for fp8 in token groups of 128 and vLLM's `QuantFP8`, for groups whose absmax is
+    1/512 or more: below, this implementation of vLLM's keeps a smallest scale that its CUDA kernel,
+    which is followed here, does not have.
+    """
     codes, scale = vllm_fp8(128).forward_native(x)
     ours = quantize_activation(x, get_scheme("fp8-block"))
     assert ours.scale.shape == scale.shape
@@ -106,12 +125,19 @@ def test_fp8_groups_are_vllms(x: torch.Tensor):
 @given(x=activations(exponents=(-8, 8), multiple=16))
 @settings(max_examples=examples(200))
 def test_e2m1_groups_are_vllms(x: torch.Tensor):
-    """The same for NVFP4 and vLLM's `ref_nvfp4_quant` under the constant global scale: values and scales."""
-    from vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils import ref_nvfp4_quant
+    """The same for NVFP4 and vLLM's `ref_nvfp4_quant` under the constant global scale: values and
+    scales.
+    """
+    from vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils import (
+        ref_nvfp4_quant,
+    )
 
     values, scale = ref_nvfp4_quant(x, torch.tensor(get_scheme("nvfp4").input_global_scale), 16)
     ours = quantize_activation(x, get_scheme("nvfp4"))
-    assert ours.codes.dtype == torch.uint8 and ours.codes.shape == (x.shape[0], x.shape[1] // 2)
+    assert ours.codes.dtype == torch.uint8 and ours.codes.shape == (
+        x.shape[0],
+        x.shape[1] // 2,
+    )
     assert torch.equal(ours.scale.float(), scale)
     assert torch.equal(ours.values(), values)
 
@@ -123,13 +149,20 @@ GROUPS = {"fp8-block": 128, "nvfp4": 16}
 @pytest.mark.parametrize("name", ACTIVATION_SCHEMES)
 @pytest.mark.parametrize("dtype", COMPUTE_DTYPES.values())
 def test_zero_rows_and_dequantization(name: str, dtype: torch.dtype):
-    """Rows of zeros give zeros and finite scales; dequantized(dtype) is the fp32 product rounded once, by token."""
+    """Rows of zeros give zeros and finite scales; dequantized(dtype) is the fp32 product rounded
+    once, by token.
+    """
     columns = 2 * GROUPS.get(name, 18)
     x = torch.randn(4, columns, generator=torch.Generator().manual_seed(0)).to(dtype)
     x[1] = 0.0
     low_bit = quantize_activation(x, get_scheme(name))
-    assert low_bit.scale.shape == (4, columns // GROUPS.get(name, columns)) and low_bit.scale.float().isfinite().all()
-    assert name != "fp8-block" or float(low_bit.scale[1, 0]) == pytest.approx(1e-10 / 448, rel=1e-5, abs=0)
+    assert (
+        low_bit.scale.shape == (4, columns // GROUPS.get(name, columns))
+        and low_bit.scale.float().isfinite().all()
+    )
+    assert name != "fp8-block" or float(low_bit.scale[1, 0]) == pytest.approx(
+        1e-10 / 448, rel=1e-5, abs=0
+    )
     scale = low_bit.scale.float().repeat_interleave(columns // low_bit.scale.shape[1], dim=1)
     for out in (torch.float32, dtype):
         expected = (low_bit.values() * scale).to(out)

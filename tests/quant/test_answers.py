@@ -1,4 +1,6 @@
-"""Answers about the machine: asked once, asked again where anything they depend on changed, and never in the way."""
+"""Answers about the machine: asked once, asked again where anything they depend on changed, and
+never in the way.
+"""
 
 import json
 import subprocess
@@ -45,7 +47,10 @@ def test_a_variable_that_chooses_kernels_asks_again(monkeypatch: pytest.MonkeyPa
     assert answers.read_answer("support", {}) is None
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"question": {}}', '{"question": {"a": 1}, "answer": 2}', "\xff"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", '{"question": {}}', '{"question": {"a": 1}, "answer": 2}', "\xff"],
+)
 def test_a_damaged_file_is_as_good_as_none(cache: Path, text: str):
     answers.keep_answer("support", {}, 1)
     (file,) = (cache / "answers").iterdir()
@@ -55,7 +60,9 @@ def test_a_damaged_file_is_as_good_as_none(cache: Path, text: str):
     assert answers.read_answer("support", {}) == 2
 
 
-def test_a_cache_that_cannot_be_written_is_as_good_as_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_cache_that_cannot_be_written_is_as_good_as_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("QARL_CACHE", str(tmp_path / "file" / "cache"))
     answers.keep_answer("support", {}, 1)
@@ -83,7 +90,9 @@ def test_kernels_are_asked_once_a_machine(cache: Path, monkeypatch: pytest.Monke
 def test_the_second_list_of_schemes_imports_neither_torch_nor_vllm(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    """The second process inherits this one's environment, which vLLM changed: so it counts here as it is at the end."""
+    """The second process inherits this one's environment, which vLLM changed: so it counts here as
+    it is at the end.
+    """
     monkeypatch.setattr(answers, "surroundings", answers.surroundings.__wrapped__)
     assert main(["schemes"]) == 0
     first = capsys.readouterr().out
@@ -91,5 +100,7 @@ def test_the_second_list_of_schemes_imports_neither_torch_nor_vllm(
         "import sys; from qarl.cli.main import main; status = main(['schemes']); "
         "assert not {'torch', 'vllm', 'transformers'} & set(sys.modules); sys.exit(status)"
     )
-    second = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    second = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert second.stdout == first

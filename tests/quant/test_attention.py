@@ -1,5 +1,6 @@
-"""Attention by the engine's kernel: its values, its gradients, and that sequences stay apart. That it gives the
-engine's bits is held where an engine runs (tests/engine/test_publish.py)."""
+"""Attention by the engine's kernel: its values, its gradients, and that sequences stay apart. That
+it gives the engine's bits is held where an engine runs (tests/engine/test_publish.py).
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,21 +21,35 @@ pytestmark = no_cuda
 LENGTHS = [1, 33, 7, 64, 7, 7]
 APART = Sequences.apart(LENGTHS)
 Rows = list[torch.Tensor]
-SINKS, SLOPES = torch.tensor([-1.0, 0.5, 2.0, 5.0]), torch.tensor([0.5, 0.25, 0.125, 0.0625])
+SINKS, SLOPES = (
+    torch.tensor([-1.0, 0.5, 2.0, 5.0]),
+    torch.tensor([0.5, 0.25, 0.125, 0.0625]),
+)
 KINDS: dict[str, dict[str, Any]] = {
-    "plain": {}, "window of 1": {"window": 1}, "window of 7": {"window": 7}, "window of 40": {"window": 40},
-    "cap": {"cap": 2.0}, "ALiBi": {"slopes": SLOPES}, "sinks": {},
+    "plain": {},
+    "window of 1": {"window": 1},
+    "window of 7": {"window": 7},
+    "window of 40": {"window": 40},
+    "cap": {"cap": 2.0},
+    "ALiBi": {"slopes": SLOPES},
+    "sinks": {},
     "sinks and all else": {"cap": 2.0, "window": 7, "slopes": SLOPES},
-    "FP8 cache": {"fp8": True}, "FP8 queries": {"fp8": True, "fp8_queries": True},
-}  # fmt: skip
+    "FP8 cache": {"fp8": True},
+    "FP8 queries": {"fp8": True, "fp8_queries": True},
+}
 
 
 def inputs(dtype: torch.dtype, head: int = 32) -> Rows:
     """q of four heads, k and v of two, of all sequences in one row."""
-    return [normal(sum(LENGTHS), h, head, seed=n).to(dtype).requires_grad_() for n, h in enumerate((4, 2, 2))]
+    return [
+        normal(sum(LENGTHS), h, head, seed=n).to(dtype).requires_grad_()
+        for n, h in enumerate((4, 2, 2))
+    ]
 
 
-def attend(rows: Rows, scoring: Scoring, row: Sequences, sinks: Any = None, by: Any = attention) -> torch.Tensor:
+def attend(
+    rows: Rows, scoring: Scoring, row: Sequences, sinks: Any = None, by: Any = attention
+) -> torch.Tensor:
     q, k, v = rows
     return by(q, k, v, sinks, scoring, row)
 
@@ -42,19 +57,30 @@ def attend(rows: Rows, scoring: Scoring, row: Sequences, sinks: Any = None, by: 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("head", [32, 80, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_values_and_gradients_are_those_of_torchs_attention(dtype: torch.dtype, head: int, kind: str):
-    """Both compute in fp32 and round once, vLLM's with an exponential good to 1e-5; gradients are torch's, of the same
-    inputs, of an FP8 cache its values. Blind spot: sinks in float16, which vLLM's kernel does not take."""
+def test_values_and_gradients_are_those_of_torchs_attention(
+    dtype: torch.dtype, head: int, kind: str
+):
+    """Both compute in fp32 and round once, vLLM's with an exponential good to 1e-5; gradients are
+    torch's, of the same inputs, of an FP8 cache its values. Blind spot: sinks in float16, which
+    vLLM's kernel does not take.
+    """
     if "FP8" in kind and (head % 32 or not AVX512):
         pytest.skip("vLLM has no FP8 cache of such heads, or on such CPUs")
-    scoring, of_sinks = Scoring(scale=0.3, **KINDS[kind]), torch.float32 if dtype == torch.float16 else dtype
+    scoring, of_sinks = (
+        Scoring(scale=0.3, **KINDS[kind]),
+        torch.float32 if dtype == torch.float16 else dtype,
+    )
     results = []
     for function in (attention, torch_attention):
         leaves = inputs(dtype, head) + [SINKS.to(of_sinks).requires_grad_()] * ("sinks" in kind)
         if function is torch_attention:
             rounded = "q" * scoring.fp8_queries + "kv" * scoring.fp8
             leaves[:3] = [
-                t.detach().to(torch.float8_e4m3fn).to(dtype).requires_grad_() if name in rounded else t
+                (
+                    t.detach().to(torch.float8_e4m3fn).to(dtype).requires_grad_()
+                    if name in rounded
+                    else t
+                )
                 for name, t in zip("qkv", leaves, strict=False)
             ]
         y = attend(leaves[:3], scoring, APART, *leaves[3:], by=function)
@@ -67,10 +93,17 @@ def test_values_and_gradients_are_those_of_torchs_attention(dtype: torch.dtype, 
 
 
 @pytest.mark.parametrize(("window", "fp8"), [(None, False), (7, False), *[(None, True)] * AVX512])
-def test_a_token_depends_on_nothing_beside_or_behind_it_to_the_bit(window: int | None, fp8: bool, monkeypatch):
-    """Contract: sequences packed together are as each alone; a sequence's first tokens as they are without the rest, so
-    decoding gives what scoring the whole does; and pages may be larger, as the engine's are."""
-    rows, scoring = [t.detach() for t in inputs(torch.bfloat16)], Scoring(scale=0.3, window=window, fp8=fp8)
+def test_a_token_depends_on_nothing_beside_or_behind_it_to_the_bit(
+    window: int | None, fp8: bool, monkeypatch
+):
+    """Contract: sequences packed together are as each alone; a sequence's first tokens as they are
+    without the rest, so decoding gives what scoring the whole does; and pages may be larger, as the
+    engine's are.
+    """
+    rows, scoring = (
+        [t.detach() for t in inputs(torch.bfloat16)],
+        Scoring(scale=0.3, window=window, fp8=fp8),
+    )
 
     def alone(start: int, count: int) -> torch.Tensor:
         return attend([t[start : start + count] for t in rows], scoring, Sequences.apart([count]))
@@ -85,10 +118,14 @@ def test_a_token_depends_on_nothing_beside_or_behind_it_to_the_bit(window: int |
 
 @pytest.mark.parametrize("window", [None, 7, 40])
 @pytest.mark.parametrize("function", [attention, torch_attention])
-def test_a_prompt_that_several_see_is_as_if_each_brought_it(function: Callable[..., torch.Tensor], window: int | None):
-    """Contract: a response's attention over the first sequence's prompt has the bits of a whole sequence's; a prompt's
-    gradient is the sum of all that see it, to fp32's rounding."""
-    whole = torch.tensor([40, 9, 37, 38])  # the third is another group's, and shares nothing
+def test_a_prompt_that_several_see_is_as_if_each_brought_it(
+    function: Callable[..., torch.Tensor], window: int | None
+):
+    """Contract: a response's attention over the first sequence's prompt has the bits of a whole
+    sequence's; a prompt's gradient is the sum of all that see it, to fp32's rounding.
+    """
+    # the third is another group's, and shares nothing
+    whole = torch.tensor([40, 9, 37, 38])
     shared, leader = torch.tensor([0, 7, 0, 33]), torch.tensor([0, 0, 2, 2])
     packed = pack(whole, 40, shared, leader)
     row, scoring = packed.sequences, Scoring(scale=0.3, window=window)
@@ -112,9 +149,14 @@ def test_a_prompt_that_several_see_is_as_if_each_brought_it(function: Callable[.
 
 def test_heads_that_no_engine_has_are_refused():
     """No attention, and attention of latents, ask for nothing."""
-    for passing in (LlamaConfig(hidden_size=128, num_attention_heads=4), MambaConfig(), DeepseekV2Config()):
+    for passing in (
+        LlamaConfig(hidden_size=128, num_attention_heads=4),
+        MambaConfig(),
+        DeepseekV2Config(),
+    ):
         kernel.require_head_size("m", passing)
     with pytest.raises(
-        ModelError, match=r"'m' has attention heads of 16 values, which vLLM lacks on CPUs \(there are 32,"
+        ModelError,
+        match=r"'m' has attention heads of 16 values, which vLLM lacks on CPUs \(there are 32,",
     ):
         kernel.require_head_size("m", LlamaConfig(hidden_size=64, num_attention_heads=4))

@@ -1,7 +1,9 @@
-"""Products of the straight-through backward: how far rounding may take them, and gradients added where they are made.
-Rows worked on a block at a time: every row once, and the same bits as all rows at once.
+"""Products of the straight-through backward: how far rounding may take them, and gradients added
+where they are made. Rows worked on a block at a time: every row once, and the same bits as all rows
+at once.
 
-Axes: N tokens, O output rows, I input columns."""
+Axes: N tokens, O output rows, I input columns.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -19,14 +21,24 @@ from qarl.learner.gradients import compiles, configure_backward, rounds_weights
 from qarl.learner.logprobs import _Normalized, token_logprobs
 from qarl.quant.layers import straight_through as backward
 from qarl.quant.layers.gradients import Gradients
-from qarl.quant.layers.straight_through import add_weight_gradient, input_gradient, multiplies_natively
+from qarl.quant.layers.straight_through import (
+    add_weight_gradient,
+    input_gradient,
+    multiplies_natively,
+)
 from qarl.quant.materialize.activations import quantize_activation
 from qarl.quant.runtime import cpu_blocks as blocks
 from qarl.quant.runtime.cpu_blocks import row_blocks
 from qarl.quant.schemes import get_scheme
 from tests.support.kernels import needs_cuda
 from tests.support.layers import layer_gradients, make_linear
-from tests.support.learners import drift, experts_policy, logprob_gradients, policy, random_batch
+from tests.support.learners import (
+    drift,
+    experts_policy,
+    logprob_gradients,
+    policy,
+    random_batch,
+)
 from tests.support.tensors import as_bytes, heavy, normal
 
 BFLOAT16, CPU = torch.bfloat16, torch.device("cpu")
@@ -35,13 +47,15 @@ BFLOAT16, CPU = torch.bfloat16, torch.device("cpu")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_a_rounded_weight_moves_dx_by_its_own_rounding_alone(dtype: torch.dtype, tokens: int):
-    """Contract, element by element, u = eps/2 the unit roundoff of the compute dtype, γ = O · 2⁻²⁴ of fp32 sums:
+    """Contract, element by element, u = eps/2 the unit roundoff of the compute dtype, γ = O · 2⁻²⁴
+    of fp32 sums:
 
         exact:   |dx - dy·Ŵ| ≤ u |dx| + γ Σ|dy||Ŵ|                    (the sum is rounded once)
         compute: |dx - dy·Ŵ| ≤ u |dx| + (u + γ) Σ|dy||Ŵ|              (and every Ŵ once)
 
-    The second must be needed somewhere: a rounding that is not there would make the first hold for both. Subnormals of
-    float16 add their spacing, 2⁻²⁴."""
+    The second must be needed somewhere: a rounding that is not there would make the first hold for
+    both. Subnormals of float16 add their spacing, 2⁻²⁴.
+    """
     weight, dy = heavy(96, 64, seed=1), normal(tokens, 96, seed=2).to(dtype)
     exact = dy.double() @ weight.double()
     sums = dy.double().abs() @ weight.double().abs()
@@ -56,7 +70,9 @@ def test_a_rounded_weight_moves_dx_by_its_own_rounding_alone(dtype: torch.dtype,
 
 @pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8"])
 def test_rounded_inputs_change_dx_alone(scheme: str):
-    """dW and db are the same bits; dx differs where the dtype lacks code · scale, within fp32's order of sums."""
+    """dW and db are the same bits; dx differs where the dtype lacks code · scale, within fp32's
+    order of sums.
+    """
     linear = make_linear(scheme)
     x, dy = heavy(13, 256, seed=3).to(BFLOAT16), normal(13, 128, seed=6).to(BFLOAT16)
     exact = layer_gradients(linear, x, dy)
@@ -75,8 +91,12 @@ def test_rounded_inputs_change_dx_alone(scheme: str):
 
 
 def test_auto_rounds_where_the_device_multiplies_the_dtype():
-    """float16 has no fast product on CPUs, fp32 nothing to round to; a choice is obeyed, or refused by experts."""
-    assert not multiplies_natively(torch.float16, CPU) and multiplies_natively(torch.float16, torch.device("cuda"))
+    """float16 has no fast product on CPUs, fp32 nothing to round to; a choice is obeyed, or refused
+    by experts.
+    """
+    assert not multiplies_natively(torch.float16, CPU) and multiplies_natively(
+        torch.float16, torch.device("cuda")
+    )
     assert multiplies_natively(torch.float32, CPU)
     for dtype in (torch.float16, BFLOAT16):
         model = policy(dtype=dtype)
@@ -87,11 +107,16 @@ def test_auto_rounds_where_the_device_multiplies_the_dtype():
             assert model.gradients.fp32_input_grad == (setting == "exact")
     experts = experts_policy(BFLOAT16)
     assert not rounds_weights(experts, "exact")
-    with pytest.raises(ConfigError, match=r"input_gradients is 'compute', but gradients through experts"):
+    with pytest.raises(
+        ConfigError,
+        match=r"input_gradients is 'compute', but gradients through experts",
+    ):
         rounds_weights(experts, "compute")
 
 
-def test_compiling_is_refused_where_nothing_would_be_compiled(monkeypatch: pytest.MonkeyPatch):
+def test_compiling_is_refused_where_nothing_would_be_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+):
     model = policy()
     assert not compiles(model, False)
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
@@ -102,7 +127,10 @@ def test_compiling_is_refused_where_nothing_would_be_compiled(monkeypatch: pytes
         assert compiles(on_gpu, "auto") is (operators == "engine")
     monkeypatch.undo()
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-    with pytest.raises(ConfigError, match=r"learner\.compile is true, but nothing .* TORCHDYNAMO_DISABLE is set; mend"):
+    with pytest.raises(
+        ConfigError,
+        match=r"learner\.compile is true, but nothing .* TORCHDYNAMO_DISABLE is set; mend",
+    ):
         compiles(model, True)
     monkeypatch.delenv("TORCHDYNAMO_DISABLE")
     monkeypatch.setenv("CXX", "no-such-compiler")
@@ -114,11 +142,17 @@ def test_compiling_is_refused_where_nothing_would_be_compiled(monkeypatch: pytes
 
 @pytest.mark.parametrize("kind", [torch.float32, BFLOAT16])
 @pytest.mark.parametrize("shape", [(1, 3, 5), (300, 9000, 4), (17, 64, 33)])
-def test_weight_gradients_are_exact_products_summed_in_fp32(kind: torch.dtype, shape: tuple[int, int, int]):
-    """Contract: total += dyᵀ x / scale with |error| ≤ (N + 2) 2⁻²³ (|total| + Σ|dy||x|), whatever the operands' dtype;
-    9000 rows are several blocks. A product rounded to bfloat16 is off by 2⁻⁹."""
+def test_weight_gradients_are_exact_products_summed_in_fp32(
+    kind: torch.dtype, shape: tuple[int, int, int]
+):
+    """Contract: total += dyᵀ x / scale with |error| ≤ (N + 2) 2⁻²³ (|total| + Σ|dy||x|), whatever
+    the operands' dtype; 9000 rows are several blocks. A product rounded to bfloat16 is off by 2⁻⁹.
+    """
     tokens, rows, columns = shape
-    dy, x = normal(tokens, rows, seed=1).to(kind), normal(tokens, columns, seed=2).to(kind)
+    dy, x = (
+        normal(tokens, rows, seed=1).to(kind),
+        normal(tokens, columns, seed=2).to(kind),
+    )
     start = normal(rows, columns, seed=3)
     made = Gradients()
     made.scale = 8.0
@@ -132,19 +166,27 @@ def test_weight_gradients_are_exact_products_summed_in_fp32(kind: torch.dtype, s
 @pytest.mark.parametrize("kind", ["bf16", "w4a16", "w8a8", "experts"])
 @pytest.mark.parametrize("loss_scale", [1.0, 1024.0])
 def test_gradients_added_in_place_are_autograds(kind: str, loss_scale: float):
-    """Contract: after two micro-batches, with nothing cleared between, every master's gradient is the sum that autograd
-    has of each, up to the order of fp32 sums; the tied embedding, which two places add to, among them. A gradient lost,
-    or added twice, is off by its own size."""
+    """Contract: after two micro-batches, with nothing cleared between, every master's gradient is
+    the sum that autograd has of each, up to the order of fp32 sums; the tied embedding, which two
+    places add to, among them. A gradient lost, or added twice, is off by its own size.
+    """
     found = []
     for in_place in (False, True):
         model = experts_policy(BFLOAT16) if kind == "experts" else policy(kind)
-        model.context.gradients.scale, model.context.gradients.in_place = loss_scale, in_place
+        model.context.gradients.scale, model.context.gradients.in_place = (
+            loss_scale,
+            in_place,
+        )
         totals: dict[str, torch.Tensor] = {}
         for lengths in ([9, 4], [17, 12, 3]):
             batch = random_batch(lengths, model.config.vocab_size)
             if in_place:
-                logprobs, _ = token_logprobs(model, batch.tokens, batch.response_mask, packed=batch.packed())
-                (logprobs * torch.linspace(-1, 1, logprobs.numel()).view_as(logprobs)).sum().backward()
+                logprobs, _ = token_logprobs(
+                    model, batch.tokens, batch.response_mask, packed=batch.packed()
+                )
+                (
+                    logprobs * torch.linspace(-1, 1, logprobs.numel()).view_as(logprobs)
+                ).sum().backward()
                 totals = {n: p.grad for n, p in model.masters.items() if p.grad is not None}
             else:
                 _, part = logprob_gradients(model, batch, packed=batch.packed())
@@ -159,17 +201,27 @@ def test_gradients_added_in_place_are_autograds(kind: str, loss_scale: float):
 @needs_cuda("16-bit operands with an fp32 result")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_cudas_weight_gradients_are_not_rounded(dtype: torch.dtype):
-    """As on CPUs: exact products, fp32 sums. A result rounded to 16 bits fails by 2⁻⁹ or 2⁻¹² of its size."""
-    dy, x = normal(200, 128, seed=1).to(dtype).cuda(), normal(200, 64, seed=2).to(dtype).cuda()
+    """As on CPUs: exact products, fp32 sums. A result rounded to 16 bits fails by 2⁻⁹ or 2⁻¹² of
+    its size.
+    """
+    dy, x = (
+        normal(200, 128, seed=1).to(dtype).cuda(),
+        normal(200, 64, seed=2).to(dtype).cuda(),
+    )
     total = torch.zeros(128, 64, device="cuda")
     add_weight_gradient(total, dy, x, Gradients())
     exact = dy.double().t() @ x.double()
-    assert ((total.double() - exact).abs() <= 202 * 2.0**-23 * (dy.double().abs().t() @ x.double().abs())).all()
+    assert (
+        (total.double() - exact).abs()
+        <= 202 * 2.0**-23 * (dy.double().abs().t() @ x.double().abs())
+    ).all()
 
 
 @given(st.integers(0, 40), st.integers(0, 9), st.integers(1, 50))
 def test_blocks_are_all_rows_once(rows: int, columns: int, elements: int):
-    """Contract: the blocks of every tensor are that tensor's rows in order, each block within the bound or one row."""
+    """Contract: the blocks of every tensor are that tensor's rows in order, each block within the
+    bound or one row.
+    """
     wide, narrow = torch.arange(rows * columns).view(rows, columns), torch.arange(rows)
     with mock.patch.object(blocks, "_ELEMENTS", elements):
         parts = list(row_blocks(wide, narrow))
@@ -180,8 +232,9 @@ def test_blocks_are_all_rows_once(rows: int, columns: int, elements: int):
 
 @pytest.mark.parametrize("scheme", ["w8a8", "fp8", "w4a8", "fp8-block", "nvfp4"])
 def test_activations_by_blocks_are_those_of_all_rows(scheme: str, monkeypatch: pytest.MonkeyPatch):
-    """Contract: codes, scales and zero points of every token, and a weight gradient out of them, are bit for bit those
-    of all tokens at once; the gradient's own blocks are of 16 tokens."""
+    """Contract: codes, scales and zero points of every token, and a weight gradient out of them,
+    are bit for bit those of all tokens at once; the gradient's own blocks are of 16 tokens.
+    """
     monkeypatch.setattr(backward, "_TOKENS", 16)
     x, dy = heavy(41, 256, seed=3).bfloat16(), normal(41, 24, seed=4).bfloat16()
     whole = quantize_activation(x, get_scheme(scheme))
@@ -191,18 +244,33 @@ def test_activations_by_blocks_are_those_of_all_rows(scheme: str, monkeypatch: p
         monkeypatch.setattr(blocks, "_ELEMENTS", elements)
         found = quantize_activation(x, get_scheme(scheme))
         for ours, theirs in zip(vars(found).values(), vars(whole).values(), strict=True):
-            assert torch.equal(as_bytes(ours), as_bytes(theirs)) if torch.is_tensor(theirs) else ours == theirs
+            assert (
+                torch.equal(as_bytes(ours), as_bytes(theirs))
+                if torch.is_tensor(theirs)
+                else ours == theirs
+            )
         total = torch.zeros(24, 256)
         add_weight_gradient(total, dy, found, Gradients())
         assert torch.equal(total, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_log_probs_by_blocks_are_those_of_all_rows(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
-    """Contract: log-probs, entropies and their gradient are bit for bit those of plain operators on the whole."""
-    logits, targets, dy = normal(37, 211, seed=1).to(dtype), torch.arange(37) * 5, normal(37, 1, seed=2)[:, 0]
+def test_log_probs_by_blocks_are_those_of_all_rows(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+):
+    """Contract: log-probs, entropies and their gradient are bit for bit those of plain operators on
+    the whole.
+    """
+    logits, targets, dy = (
+        normal(37, 211, seed=1).to(dtype),
+        torch.arange(37) * 5,
+        normal(37, 1, seed=2)[:, 0],
+    )
     logp = logits.log_softmax(-1, dtype=torch.float32)
-    picked, entropies = logp.gather(-1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+    picked, entropies = (
+        logp.gather(-1, targets[:, None])[:, 0],
+        -(logp.exp() * logp).sum(-1),
+    )
     gradient = logits.softmax(-1, dtype=torch.float32) * -dy[:, None]
     gradient = gradient.scatter_add(-1, targets[:, None], dy[:, None]).to(dtype)
     for elements in (1, 3 * 211, 1 << 20):

@@ -1,4 +1,6 @@
-"""torch.compile of passes over tensors: any number of kinds in a process. By the eager backend, without a compiler."""
+"""torch.compile of passes over tensors: any number of kinds in a process. By the eager backend,
+without a compiler.
+"""
 
 import math
 from collections.abc import Iterator
@@ -19,10 +21,18 @@ from tests.support.tensors import as_bytes
 LIMIT = 8
 """Of torch: compilations of one code object (`torch._dynamo.config.recompile_limit`)."""
 
-ONE_PASS = [s for s in map(get_scheme, SCHEMES) if s.weights and (s.weights.type == "int" or s.weights.num_bits == 8)]
+ONE_PASS = [
+    s
+    for s in map(get_scheme, SCHEMES)
+    if s.weights and (s.weights.type == "int" or s.weights.num_bits == 8)
+]
 """Schemes whose codes one compiled pass makes: all but `bf16` and those of 4-bit floats."""
 KINDS = list(product(ONE_PASS, (torch.float32, torch.bfloat16, torch.float16)))
-FEW = [k for k in KINDS if k[0].name in ("w4a16-g32", "w4a16-channel", "w8a8", "w4a8", "fp8") and k[1] != torch.float16]
+FEW = [
+    k
+    for k in KINDS
+    if k[0].name in ("w4a16-g32", "w4a16-channel", "w8a8", "w4a8", "fp8") and k[1] != torch.float16
+]
 
 
 def graphs() -> int:
@@ -30,7 +40,9 @@ def graphs() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-def made(scheme: Scheme, master: torch.dtype, shape: tuple[int, int], compiles: bool) -> torch.Tensor:
+def made(
+    scheme: Scheme, master: torch.dtype, shape: tuple[int, int], compiles: bool
+) -> torch.Tensor:
     weight = torch.linspace(-1.0, 1.0, math.prod(shape)).sin().view(shape).to(master)
     return as_bytes(by_operators(weight, scheme, torch.bfloat16, "layer", compiles=compiles).codes)
 
@@ -40,7 +52,11 @@ def eager_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Dynamo traces, guards and counts as ever; what it traced then runs as torch's operators."""
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
     traced = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function, options, **how: traced(function, backend="eager", **how))
+    monkeypatch.setattr(
+        torch,
+        "compile",
+        lambda function, options, **how: traced(function, backend="eager", **how),
+    )
     runtime.compiled.cache_clear()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -50,13 +66,17 @@ def eager_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_schemes_compile_in_one_process(eager_backend: None):
-    """Contract: more combinations of scheme and dtypes than torch compiles one function for, each once and with the
-    operators' bits; of another shape once more, and no further shape again. In `make test-thorough` every scheme in
-    every dtype of masters. Blind spot: Triton's code (tests/quant/test_fused.py has it, on a GPU)."""
+    """Contract: more combinations of scheme and dtypes than torch compiles one function for, each
+    once and with the operators' bits; of another shape once more, and no further shape again. In
+    `make test-thorough` every scheme in every dtype of masters. Blind spot: Triton's code
+    (tests/quant/test_fused.py has it, on a GPU).
+    """
     kinds = KINDS if thorough() else FEW
     assert len(kinds) > LIMIT == torch._dynamo.config.recompile_limit
     for scheme, master in kinds:
-        assert torch.equal(*(made(scheme, master, (128, 256), compiles) for compiles in (True, False))), scheme.name
+        assert torch.equal(
+            *(made(scheme, master, (128, 256), compiles) for compiles in (True, False))
+        ), scheme.name
     assert graphs() <= len(kinds)
     before = graphs()
     for rows in (256, 384, 512):
@@ -65,19 +85,32 @@ def test_schemes_compile_in_one_process(eager_backend: None):
 
 
 def test_codes_are_dequantized_in_one_pass(eager_backend: None):
-    """Contract: of a scheme and dtype one graph, of any number of rows, with the operators' bits. Blind: as above."""
+    """Contract: of a scheme and dtype one graph, of any number of rows, with the operators' bits.
+    Blind: as above.
+    """
     names = [name for name in SCHEMES if get_scheme(name).weights]
     for rows, name, dtype in product((128, 256, 384), names, (torch.bfloat16, torch.float32)):
         weight = torch.linspace(-1.0, 1.0, rows * 256).sin().view(rows, 256)
         low_bit = by_operators(weight, get_scheme(name), torch.bfloat16, "layer")
         height = low_bit.scheme.block[0] if low_bit.scheme.block else 1
-        operands = (low_bit.codes, low_bit.scale, low_bit.global_scale, low_bit._bits, height, dtype)
-        assert torch.equal(runtime.compiled(_multiplied)(*operands), low_bit.dequantized(dtype)), name
+        operands = (
+            low_bit.codes,
+            low_bit.scale,
+            low_bit.global_scale,
+            low_bit._bits,
+            height,
+            dtype,
+        )
+        assert torch.equal(runtime.compiled(_multiplied)(*operands), low_bit.dequantized(dtype)), (
+            name
+        )
     assert graphs() <= 4 * len(names)
 
 
 def test_a_backward_compiles_for_every_number_of_tokens_at_once(eager_backend: None):
-    """Contract: norms and gates of all layers once for the first number of tokens, once more for any, never again."""
+    """Contract: norms and gates of all layers once for the first number of tokens, once more for
+    any, never again.
+    """
     from vllm.model_executor.layers.activation import SiluAndMul
     from vllm.model_executor.layers.layernorm import RMSNorm
 

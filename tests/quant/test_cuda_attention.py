@@ -1,4 +1,6 @@
-"""Attention as CUDA has it, on CPU tensors and on tensors without values. Blind spot: FlashAttention (tests/gpu)."""
+"""Attention as CUDA has it, on CPU tensors and on tensors without values. Blind spot:
+FlashAttention (tests/gpu).
+"""
 
 import ast
 from pathlib import Path
@@ -18,21 +20,33 @@ BF16 = torch.bfloat16
 LENGTHS = [5, 1, 7, 3]
 APART = Sequences.apart(LENGTHS)
 SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=BF16)
-KINDS = {"plain": {}, "window": {"window": 4}, "cap and sinks": {"cap": 2.0}, "ALiBi": {"slopes": torch.ones(4)}}
+KINDS = {
+    "plain": {},
+    "window": {"window": 4},
+    "cap and sinks": {"cap": 2.0},
+    "ALiBi": {"slopes": torch.ones(4)},
+}
 
 
 def test_attention_of_many_sequences_is_one_call(monkeypatch: pytest.MonkeyPatch):
-    """Contract: one product forward and one backward, whatever the number of sequences, without asking for a value.
-    Torch's operators, which round each, score in fp32 where that is more than a product."""
+    """Contract: one product forward and one backward, whatever the number of sequences, without
+    asking for a value. Torch's operators, which round each, score in fp32 where that is more than a
+    product.
+    """
     monkeypatch.setattr(flash, "takes", lambda *query: True)
     monkeypatch.setattr(flash, "_engine_version", lambda *query: None)
-    q, k, v = (torch.empty(sum(LENGTHS), heads, 64, dtype=BF16, device="meta") for heads in (4, 2, 2))
+    q, k, v = (
+        torch.empty(sum(LENGTHS), heads, 64, dtype=BF16, device="meta") for heads in (4, 2, 2)
+    )
     leaves = [t.requires_grad_() for t in (q, k, v)]
     with Calls() as calls:
         y = attention(q, k, v, None, Scoring(scale=0.125), APART)
         y.sum().backward()
     assert y.shape == q.shape and [t.grad.shape for t in leaves] == [t.shape for t in leaves]  # type: ignore[union-attr]
-    assert [name for name in calls.names if "attn" in name] == ["_varlen_attn", "_varlen_attn_backward"]
+    assert [name for name in calls.names if "attn" in name] == [
+        "_varlen_attn",
+        "_varlen_attn_backward",
+    ]
     with Calls() as calls:
         torch_attention(q, k, v, None, Scoring(scale=0.125, cap=2.0), APART)
     assert calls.dtypes == {torch.float32}
@@ -40,11 +54,17 @@ def test_attention_of_many_sequences_is_one_call(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_attention_asks_the_engines_kernel(kind: str, monkeypatch: pytest.MonkeyPatch):
-    """Contract: its arguments are those vLLM's function has, what scores are made of among them, and what it returns is
-    used; where scores are more than scaled products, gradients are those of torch's attention in fp32."""
+    """Contract: its arguments are those vLLM's function has, what scores are made of among them,
+    and what it returns is used; where scores are more than scaled products, gradients are those of
+    torch's attention in fp32.
+    """
     # Its module does not import without the CUDA extensions; its text tells as much.
     file = Path(fa_utils.__file__).parents[3] / "vllm_flash_attn" / "flash_attn_interface.py"
-    functions = {node.name: node for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)}
+    functions = {
+        node.name: node
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.FunctionDef)
+    }
     known = {argument.arg for argument in functions["flash_attn_varlen_func"].args.args}
     scoring, calls = Scoring(scale=0.3, **KINDS[kind]), []
     sinks = SINKS if "sinks" in kind else None
@@ -56,26 +76,64 @@ def test_attention_asks_the_engines_kernel(kind: str, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(flash, "takes", lambda *query: True)
     monkeypatch.setattr(fa_utils, "flash_attn_varlen_func", by_torch, raising=False)
-    monkeypatch.setattr(fa_utils, "get_flash_attn_version", lambda **needed: 2 if needed["requires_alibi"] else 3)
-    q, k, v = rows = [normal(sum(LENGTHS), heads, 32, seed=heads).to(BF16).requires_grad_() for heads in (4, 2, 2)]
-    y, expected = attention(q, k, v, sinks, scoring, APART), torch_attention(q, k, v, sinks, scoring, APART)
+    monkeypatch.setattr(
+        fa_utils,
+        "get_flash_attn_version",
+        lambda **needed: 2 if needed["requires_alibi"] else 3,
+    )
+    q, k, v = rows = [
+        normal(sum(LENGTHS), heads, 32, seed=heads).to(BF16).requires_grad_() for heads in (4, 2, 2)
+    ]
+    y, expected = (
+        attention(q, k, v, sinks, scoring, APART),
+        torch_attention(q, k, v, sinks, scoring, APART),
+    )
     (asked,) = calls
     assert torch.equal(y, expected + 1)
-    assert asked["cu_seqlens_q"].tolist() == [0, 5, 6, 13, 16] and asked["cu_seqlens_q"].dtype == torch.int32
-    how = {"causal": True, "max_seqlen_k": 7, "softmax_scale": 0.3, "softcap": scoring.cap, "s_aux": sinks}
-    how |= {"window_size": [(scoring.window or 0) - 1, 0], "fa_version": 3 - (kind == "ALiBi")}
+    assert (
+        asked["cu_seqlens_q"].tolist() == [0, 5, 6, 13, 16]
+        and asked["cu_seqlens_q"].dtype == torch.int32
+    )
+    how = {
+        "causal": True,
+        "max_seqlen_k": 7,
+        "softmax_scale": 0.3,
+        "softcap": scoring.cap,
+        "s_aux": sinks,
+    }
+    how |= {
+        "window_size": [(scoring.window or 0) - 1, 0],
+        "fa_version": 3 - (kind == "ALiBi"),
+    }
     assert {name: asked[name] for name in how} == how and asked["alibi_slopes"] is scoring.slopes
     if kind in ("cap and sinks", "ALiBi"):
         ours, theirs = (torch.autograd.grad(t, rows, y.detach()) for t in (y, expected))
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def test_what_flash_attention_cannot_score_takes_torchs(monkeypatch: pytest.MonkeyPatch):
-    """Contract: sinks, which its second version has not, and scores of more than scaled products without vLLM's."""
-    q, plain, capped = torch.empty(16, 4, 64, dtype=BF16), Scoring(scale=1.0), Scoring(scale=1.0, cap=2.0)
+def test_what_flash_attention_cannot_score_takes_torchs(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Contract: sinks, which its second version has not, and scores of more than scaled products
+    without vLLM's.
+    """
+    q, plain, capped = (
+        torch.empty(16, 4, 64, dtype=BF16),
+        Scoring(scale=1.0),
+        Scoring(scale=1.0, cap=2.0),
+    )
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    taken = [(2, plain, None), (None, plain, None), (2, capped, None), (3, plain, SINKS)]
+    taken = [
+        (2, plain, None),
+        (None, plain, None),
+        (2, capped, None),
+        (3, plain, SINKS),
+    ]
     for version, *how in [*taken, (2, plain, SINKS), (None, capped, None)]:
-        monkeypatch.setattr(fa_utils, "get_flash_attn_version", lambda version=version, **needed: version)
+        monkeypatch.setattr(
+            fa_utils,
+            "get_flash_attn_version",
+            lambda version=version, **needed: version,
+        )
         assert flash.takes(q, *how) is ((version, *how) in taken)
     assert not flash.takes(q.float(), plain, None)

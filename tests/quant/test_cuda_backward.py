@@ -1,4 +1,6 @@
-"""Gradients as CUDA has them: values on CPU tensors, and on tensors without values that say they are on a GPU."""
+"""Gradients as CUDA has them: values on CPU tensors, and on tensors without values that say they
+are on a GPU.
+"""
 
 import pytest
 import torch
@@ -10,7 +12,12 @@ from qarl.quant.layers import grouped_backward
 from qarl.quant.layers.experts import RoutedLowBitExperts
 from qarl.quant.layers.gradients import Gradients
 from qarl.quant.layers.lora import Adapter
-from qarl.quant.layers.straight_through import LARGEST_PRODUCT, _operands, add_weight_gradient, product_in_fp32
+from qarl.quant.layers.straight_through import (
+    LARGEST_PRODUCT,
+    _operands,
+    add_weight_gradient,
+    product_in_fp32,
+)
 from qarl.quant.materialize.activations import quantize_activation
 from qarl.quant.schemes import get_scheme
 from tests.support.fake_cuda import Calls, fake_cuda
@@ -22,7 +29,9 @@ BF16 = torch.bfloat16
 
 @pytest.mark.parametrize("scheme", ["w8a8", "w4a8", "fp8", "fp8-block", "nvfp4"])
 def test_weight_gradients_of_quantized_activations_by_tensor_cores(scheme: str):
-    """Contract: operands of the gradient's dtype, |error| ≤ (2⁻⁹ + N 2⁻²³) Σ|dy||x̂|; on a GPU no product in fp32."""
+    """Contract: operands of the gradient's dtype, |error| ≤ (2⁻⁹ + N 2⁻²³) Σ|dy||x̂|; on a GPU no
+    product in fp32.
+    """
     low_bit = quantize_activation(normal(200, 128, seed=1).to(BF16), get_scheme(scheme))
     dy = normal(200, 64, seed=2).to(BF16)
     left, right = _operands(dy, low_bit)
@@ -33,14 +42,26 @@ def test_weight_gradients_of_quantized_activations_by_tensor_cores(scheme: str):
     if low_bit.codes.dtype == torch.uint8:
         return  # whose table of values is no tensor of that kind
     with fake_cuda() as calls:
-        there = quantize_activation(torch.empty(200, 128, dtype=BF16, device="cuda"), get_scheme(scheme))
-        total, dy = torch.empty(64, 128, device="cuda"), torch.empty(200, 64, dtype=BF16, device="cuda")
+        there = quantize_activation(
+            torch.empty(200, 128, dtype=BF16, device="cuda"), get_scheme(scheme)
+        )
+        total, dy = (
+            torch.empty(64, 128, device="cuda"),
+            torch.empty(200, 64, dtype=BF16, device="cuda"),
+        )
         add_weight_gradient(total, dy, there, Gradients())
     assert calls.dtypes == {BF16}
 
 
-def grouped_gradients(experts: RoutedLowBitExperts, tokens: int, monkeypatch: pytest.MonkeyPatch, grouped: bool):
-    """Of input, routing weights and everything that is trained, with or without grouped products."""
+def grouped_gradients(
+    experts: RoutedLowBitExperts,
+    tokens: int,
+    monkeypatch: pytest.MonkeyPatch,
+    grouped: bool,
+):
+    """Of input, routing weights and everything that is trained, with or without grouped
+    products.
+    """
     monkeypatch.setattr(RoutedLowBitExperts, "multiplies_grouped", lambda self, dy: grouped)
     weights, index = routed(tokens)
     index = torch.where(index == 3, 4, index)  # no token for expert 3, some twice to 4
@@ -56,14 +77,18 @@ def grouped_gradients(experts: RoutedLowBitExperts, tokens: int, monkeypatch: py
 
 @pytest.mark.parametrize("scheme", ["bf16", "w4a16-g32", "w8a8", "fp8", "nvfp4"])
 def test_experts_gradients_by_grouped_products(scheme: str, monkeypatch: pytest.MonkeyPatch):
-    """Contract: within 2 % of autograd's in float64, 4 % where rounded activations take another code here and there;
-    tokens in several parts, an expert without any. A wrong order of rows, weight or expert is off by its own size."""
+    """Contract: within 2 % of autograd's in float64, 4 % where rounded activations take another
+    code here and there; tokens in several parts, an expert without any. A wrong order of rows,
+    weight or expert is off by its own size.
+    """
     monkeypatch.setattr(grouped_backward, "TOKENS", 16)
     experts = make_experts(scheme)
     inputs, found = grouped_gradients(experts, 40, monkeypatch, grouped=True)
     expected = textbook_gradients(experts, *inputs)
     for gradient, other in zip(found, expected, strict=True):
-        assert relative_error(gradient.double(), other) < (0.04 if experts.quantizes_activations else 0.02)
+        assert relative_error(gradient.double(), other) < (
+            0.04 if experts.quantizes_activations else 0.02
+        )
     assert not found[2][3].any() and not found[3][3].any()
 
 
@@ -84,15 +109,22 @@ def test_experts_adapters_by_grouped_products(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_no_expert_is_asked_about_by_the_host():
-    """Contract: as many calls for any number of experts, and none asks for a value, for which the host would wait."""
+    """Contract: as many calls for any number of experts, and none asks for a value, for which the
+    host would wait.
+    """
     counts = []
     for count in (4, 128):
         there = {"device": "meta", "dtype": BF16}
-        gate_up, down = torch.empty(count, 64, 32, **there), torch.empty(count, 32, 32, **there)
+        gate_up, down = (
+            torch.empty(count, 64, 32, **there),
+            torch.empty(count, 32, 32, **there),
+        )
         x, weights = torch.empty(50, 32, **there), torch.empty(50, 2, device="meta")
         index = torch.zeros(50, 2, dtype=torch.int64, device="meta")
         with Calls() as calls:
-            (part,) = grouped_backward.token_gradients(x, weights, index, x, (gate_up, down), F.silu, lambda used: used)
+            (part,) = grouped_backward.token_gradients(
+                x, weights, index, x, (gate_up, down), F.silu, lambda used: used
+            )
             shapes = [tuple(matrix.product().shape) for matrix in part.matrices]
         assert shapes == [(count, 64, 32), (count, 32, 32)]
         assert part.x.shape == x.shape and part.weights.shape == weights.shape
@@ -101,7 +133,9 @@ def test_no_expert_is_asked_about_by_the_host():
 
 
 def test_a_heads_weight_gradient_is_multiplied_in_parts():
-    """Contract: beside the gradient itself, 128 MiB of an output head's 1.2 GB (Qwen3-1.7B); every row once."""
+    """Contract: beside the gradient itself, 128 MiB of an output head's 1.2 GB (Qwen3-1.7B); every
+    row once.
+    """
     rows: list[int] = []
     largest = 0
 

@@ -1,6 +1,8 @@
-"""Which kernels vLLM chooses on GPUs, asked of vLLM's own selection under a stand-in for the platform, and what its
-experts find outside of an engine's step; and its batch-invariant mode on both sides (`bitwise`). Blind spot: that those
-kernels run, what they compute, and whether bits are equal (tests/gpu)."""
+"""Which kernels vLLM chooses on GPUs, asked of vLLM's own selection under a stand-in for the
+platform, and what its experts find outside of an engine's step; and its batch-invariant mode on
+both sides (`bitwise`). Blind spot: that those kernels run, what they compute, and whether bits are
+equal (tests/gpu).
+"""
 
 import itertools
 import sys
@@ -15,8 +17,14 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from vllm.forward_context import get_forward_context, is_forward_context_available
-from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernelModularImpl
-from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.fused_moe.modular_kernel import (
+    FusedMoEKernelModularImpl,
+)
+from vllm.model_executor.layers.linear import (
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
 from vllm.model_executor.layers.quantization.utils import marlin_utils
 from vllm.utils import torch_utils
 from vllm.utils.flashinfer import has_flashinfer
@@ -36,7 +44,13 @@ from qarl.quant.schemes import SCHEMES, Scheme, get_scheme
 from qarl.rollout.vllm.options import VllmOptions, llm_arguments
 from qarl.run.session import enable_batch_invariance
 from tests.support.cases import cases
-from tests.support.cuda_platform import CAPABILITIES, config_of, engines_experts, fits, stub_cuda
+from tests.support.cuda_platform import (
+    CAPABILITIES,
+    config_of,
+    engines_experts,
+    fits,
+    stub_cuda,
+)
 from tests.support.kernels import chosen_kernel, no_cuda
 
 SHAPES = cases(__file__, "shapes")
@@ -48,11 +62,18 @@ def engines_layers(factory: VllmFactory, model: str, scheme: Scheme) -> dict[str
     """As vLLM's decoders of these families build them, without tensor parallelism."""
     hidden, heads, kv_heads, size, inner = SHAPES[model]
     quantized = factory._quant_config(scheme)
-    shared = {"bias": False, "params_dtype": torch.bfloat16, "quant_config": quantized, "disable_tp": True}
+    shared = {
+        "bias": False,
+        "params_dtype": torch.bfloat16,
+        "quant_config": quantized,
+        "disable_tp": True,
+    }
     return {
         "qkv_proj": QKVParallelLinear(hidden, size, heads, kv_heads, prefix="qkv_proj", **shared),
         "o_proj": RowParallelLinear(heads * size, hidden, prefix="o_proj", **shared),
-        "gate_up_proj": MergedColumnParallelLinear(hidden, [inner] * 2, prefix="gate_up_proj", **shared),
+        "gate_up_proj": MergedColumnParallelLinear(
+            hidden, [inner] * 2, prefix="gate_up_proj", **shared
+        ),
         "down_proj": RowParallelLinear(inner, hidden, prefix="down_proj", **shared),
     }
 
@@ -71,21 +92,33 @@ def learners_parts(model: str) -> dict[str, tuple[list[int], int]]:
 @no_cuda
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
 def test_learner_and_engine_choose_one_kernel(capability: tuple[int, int]):
-    """Contract: for every scheme vLLM has a kernel for, and every shape of these models. Without stacks it fails on
-    9.0, where Machete wants rows in multiples of 128 and tiny-qwen3's k and v have 64."""
+    """Contract: for every scheme vLLM has a kernel for, and every shape of these models. Without
+    stacks it fails on
+    9.0, where Machete wants rows in multiples of 128 and tiny-qwen3's k and v have 64.
+    """
     factory, compared = VllmFactory(torch.bfloat16), 0
     with stub_cuda(capability):
         for scheme in map(get_scheme, SCHEMES):
             for model in SHAPES:
                 parts = learners_parts(model)
-                if not fits(scheme, *((part, columns) for rows, columns in parts.values() for part in rows)):
+                if not fits(
+                    scheme,
+                    *((part, columns) for rows, columns in parts.values() for part in rows),
+                ):
                     continue
                 try:
                     with factory._loading(META):
-                        engine = {n: kernel_name(layer) for n, layer in engines_layers(factory, model, scheme).items()}
-                except (NotImplementedError, ValueError):  # no kernel: `support` refuses the scheme
+                        engine = {
+                            n: kernel_name(layer)
+                            for n, layer in engines_layers(factory, model, scheme).items()
+                        }
+                # no kernel: `support` refuses the scheme
+                except (NotImplementedError, ValueError):
                     continue
-                learner = {name: chosen_kernel(factory, name, *part, scheme, META) for name, part in parts.items()}
+                learner = {
+                    name: chosen_kernel(factory, name, *part, scheme, META)
+                    for name, part in parts.items()
+                }
                 assert learner == engine, (scheme.name, model)
                 compared += 1
     assert compared > 80
@@ -96,7 +129,10 @@ def test_one_layer_of_a_stack_alone_would_take_another_kernel():
     """So the test above sees what it should."""
     factory, scheme = VllmFactory(torch.bfloat16), get_scheme("w4a16")
     with stub_cuda((9, 0)):
-        names = [chosen_kernel(factory, "layer", rows, 128, scheme, META) for rows in ([128, 64, 64], [64])]
+        names = [
+            chosen_kernel(factory, "layer", rows, 128, scheme, META)
+            for rows in ([128, 64, 64], [64])
+        ]
     assert names == ["MacheteLinearKernel", "HummingLinearKernel"]
 
 
@@ -116,7 +152,14 @@ def test_flashinfer_is_left_out_though_vllm_finds_it(monkeypatch: pytest.MonkeyP
     assert names == ["CutlassNvFp4LinearKernel"] * 2
 
 
-@pytest.mark.parametrize("error", [KeyError("triton"), AttributeError("no attribute 'hf_text_config'"), OSError("gcc")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        KeyError("triton"),
+        AttributeError("no attribute 'hf_text_config'"),
+        OSError("gcc"),
+    ],
+)
 def test_whatever_a_probe_raises_is_a_reason(error: Exception, monkeypatch: pytest.MonkeyPatch):
     """One scheme's fault never ends `qarl schemes`, nor hides which schemes can run."""
 
@@ -125,7 +168,11 @@ def test_whatever_a_probe_raises_is_a_reason(error: Exception, monkeypatch: pyte
 
     monkeypatch.setattr(supported, "make_factory", fails)
     found = support.__wrapped__("w4a16", torch.bfloat16)
-    assert found.kernel == "" and found.reason.startswith(type(error).__name__) and str(error) in found.reason
+    assert (
+        found.kernel == ""
+        and found.reason.startswith(type(error).__name__)
+        and str(error) in found.reason
+    )
 
 
 class HummingKernel:
@@ -141,9 +188,15 @@ class HummingKernel:
 
 @pytest.mark.parametrize("experts", [False, True])
 @pytest.mark.parametrize(("scheme", "quantizes", "said"), cases(__file__, "humming"))
-def test_hummings_activations_are_read_from_its_configuration(scheme: str, quantizes: bool, said: str, experts: bool):
+def test_hummings_activations_are_read_from_its_configuration(
+    scheme: str, quantizes: bool, said: str, experts: bool
+):
     kernel = HummingKernel(quantizes, experts)
-    method = SimpleNamespace(moe_kernel=SimpleNamespace(fused_experts=kernel)) if experts else SimpleNamespace()
+    method = (
+        SimpleNamespace(moe_kernel=SimpleNamespace(fused_experts=kernel))
+        if experts
+        else SimpleNamespace()
+    )
     layer = SimpleNamespace(quant_method=method, scheme=SimpleNamespace(kernel=kernel))
     name = kernel_name(layer)
     assert name == f"HummingKernel, {QUANTIZED if quantizes else UNQUANTIZED}"
@@ -152,16 +205,24 @@ def test_hummings_activations_are_read_from_its_configuration(scheme: str, quant
 
 
 @no_cuda
-def test_experts_find_scratch_and_a_context_outside_of_a_step(monkeypatch: pytest.MonkeyPatch):
-    """Contract: vLLM's own allocation of scratch, and Humming's question for the forward's context, succeed without an
-    engine, and beside one whose scratch is locked; afterwards everything is as it was."""
+def test_experts_find_scratch_and_a_context_outside_of_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Contract: vLLM's own allocation of scratch, and Humming's question for the forward's context,
+    succeed without an engine, and beside one whose scratch is locked; afterwards everything is as
+    it was.
+    """
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: None)
     vllm_experts.uncompiled_config.cache_clear()
     kernel = SimpleNamespace(
         fused_experts=SimpleNamespace(
             workspace_dtype=lambda dtype: dtype,
-            workspace_shapes=lambda m, n, k, top_k, *_: ((m, top_k, n), (m, top_k, n // 2), (m, k)),
+            workspace_shapes=lambda m, n, k, top_k, *_: (
+                (m, top_k, n),
+                (m, top_k, n // 2),
+                (m, k),
+            ),
             finalize_weight_and_reduce_impl=lambda: None,
         ),
         prepare_finalize=SimpleNamespace(allocate_fused_expert_output=lambda *_: None),
@@ -171,7 +232,9 @@ def test_experts_find_scratch_and_a_context_outside_of_a_step(monkeypatch: pytes
     arguments: Any = (kernel, torch.bfloat16, cpu, 40, 40, 64, 32, 2, 4, 4, None, None)
 
     def allocate() -> tuple[torch.Size, ...]:
-        return tuple(tensor.shape for tensor in FusedMoEKernelModularImpl._allocate_buffers(*arguments)[:3])
+        return tuple(
+            tensor.shape for tensor in FusedMoEKernelModularImpl._allocate_buffers(*arguments)[:3]
+        )
 
     with stub_cuda((9, 0)):
         with pytest.raises(AssertionError, match="WorkspaceManager not initialized"):
@@ -188,14 +251,28 @@ def test_experts_find_scratch_and_a_context_outside_of_a_step(monkeypatch: pytes
 
 @no_cuda
 @pytest.mark.parametrize("kind", [VllmMatmul, vllm_experts.VllmExperts])
-def test_a_recomputed_product_stays_on_its_threads_stream(kind: Any, monkeypatch: pytest.MonkeyPatch):
-    """Contract: Marlin's locks, taken where a checkpointed layer is computed again in a thread of autograd's, change
-    that thread's stream for no other and are not asked of the engine's manager, which graphs have locked. Without it
-    vLLM sets a new stream, and what autograd runs next reads what that has not written. Blind spot: the kernel."""
+def test_a_recomputed_product_stays_on_its_threads_stream(
+    kind: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """Contract: Marlin's locks, taken where a checkpointed layer is computed again in a thread of
+    autograd's, change that thread's stream for no other and are not asked of the engine's manager,
+    which graphs have locked. Without it vLLM sets a new stream, and what autograd runs next reads
+    what that has not written. Blind spot: the kernel.
+    """
     thread, locks = threading.local(), set()
-    monkeypatch.setattr(torch.cuda, "Stream", type("Stream", (), {"wait_stream": lambda new, other: None}))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: getattr(thread, "stream", "torch's"))
-    monkeypatch.setattr(torch_utils, "prev_set_stream", lambda stream: setattr(thread, "stream", stream))
+    monkeypatch.setattr(
+        torch.cuda,
+        "Stream",
+        type("Stream", (), {"wait_stream": lambda new, other: None}),
+    )
+    monkeypatch.setattr(
+        torch.cuda,
+        "current_stream",
+        lambda device=None: getattr(thread, "stream", "torch's"),
+    )
+    monkeypatch.setattr(
+        torch_utils, "prev_set_stream", lambda stream: setattr(thread, "stream", stream)
+    )
     monkeypatch.setattr(torch_utils, "_current_stream_tls", threading.local())
 
     def multiply(x: torch.Tensor, *_: object) -> torch.Tensor:
@@ -207,14 +284,23 @@ def test_a_recomputed_product_stays_on_its_threads_stream(kind: Any, monkeypatch
         y.sum().backward()
         return thread.stream, getattr(torch_utils._current_stream_tls, "value", None)
 
-    method = SimpleNamespace(apply=lambda layer, *args: multiply(*args), is_monolithic=False, topk_indices_dtype=None)
+    method = SimpleNamespace(
+        apply=lambda layer, *args: multiply(*args),
+        is_monolithic=False,
+        topk_indices_dtype=None,
+    )
     layer: Any = SimpleNamespace(quant_method=method, forward_modular=multiply)
     routed = () if kind is VllmMatmul else (torch.ones(3, 1), torch.zeros(3, 1))
     engines = workspace.WorkspaceManager(torch.device("cpu"))
     engines.lock()
     monkeypatch.setattr(workspace, "_manager", engines)
     with stub_cuda((8, 0)), ThreadPoolExecutor(1) as autograd:
-        y = checkpoint(kind(layer), torch.ones(3, 4, requires_grad=True), *routed, use_reentrant=False)
+        y = checkpoint(
+            kind(layer),
+            torch.ones(3, 4, requires_grad=True),
+            *routed,
+            use_reentrant=False,
+        )
         assert autograd.submit(backward, y).result() == ("autograd's", None)
     assert len(locks) == 2, "streams that may run at once have locks of their own"
     assert torch.cuda.current_stream() == "torch's" and workspace._manager is engines
@@ -230,22 +316,38 @@ numbers = itertools.count()
 @no_cuda
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
 def test_learner_and_engine_choose_one_kernel_for_experts(capability: tuple[int, int]):
-    """Contract: for every scheme vLLM has experts for, every shape of these mixtures and every family's names of
-    matrices. Integer weights are Marlin's on 9.0 too, where vLLM prefers Humming."""
+    """Contract: for every scheme vLLM has experts for, every shape of these mixtures and every
+    family's names of matrices. Integer weights are Marlin's on 9.0 too, where vLLM prefers Humming.
+    """
     factory, chosen = VllmFactory(torch.bfloat16), {}
     with stub_cuda(capability):
         for name, model in itertools.product(SCHEMES, MIXTURES):
-            scheme, (experts, top_k, hidden, columns) = get_scheme(name), MIXTURES[model]
+            scheme, (experts, top_k, hidden, columns) = (
+                get_scheme(name),
+                MIXTURES[model],
+            )
             if not fits(scheme, (2 * columns, hidden), (hidden, columns)):
                 continue
             for layout in LAYOUTS:
-                quantized, shape = config_of(scheme), ExpertsShape(experts, top_k, hidden, columns, "silu", layout)
+                quantized, shape = (
+                    config_of(scheme),
+                    ExpertsShape(experts, top_k, hidden, columns, "silu", layout),
+                )
                 with factory._loading(META):
                     try:
-                        engine = kernel_name(engines_experts(shape, quantized, f"{next(numbers)}.experts", layout))
-                    except (NotImplementedError, ValueError, AssertionError):  # no kernel: `support` refuses the scheme
+                        engine = kernel_name(
+                            engines_experts(shape, quantized, f"{next(numbers)}.experts", layout)
+                        )
+                    # no kernel: `support` refuses the scheme
+                    except (NotImplementedError, ValueError, AssertionError):
                         continue
-                    learner = empty_experts(f"{next(numbers)}.experts", shape, META, factory._config, quantized)
+                    learner = empty_experts(
+                        f"{next(numbers)}.experts",
+                        shape,
+                        META,
+                        factory._config,
+                        quantized,
+                    )
                 assert kernel_name(learner) == engine, (name, model)
                 chosen[name, model] = engine
     assert len(chosen) > 30
@@ -254,7 +356,17 @@ def test_learner_and_engine_choose_one_kernel_for_experts(capability: tuple[int,
 
 BF16 = torch.bfloat16
 QKV = ([2048, 1024, 1024], 2048)
-_BOTH = {"bf16", "w4a16", "w4a16-g64", "w4a16-g32", "w4a16-channel", "w8a16", "w4a8", "w8a8", "fp8"}
+_BOTH = {
+    "bf16",
+    "w4a16",
+    "w4a16-g64",
+    "w4a16-g32",
+    "w4a16-channel",
+    "w8a16",
+    "w4a8",
+    "w8a8",
+    "fp8",
+}
 KEEP = {(9, 0): _BOTH | {"w4afp8", "mxfp4a16"}, (10, 0): _BOTH | {"nvfp4"}}
 """Schemes whose kernels for Qwen3-1.7B's qkv keep the mode."""
 
@@ -267,9 +379,11 @@ def mode(monkeypatch: pytest.MonkeyPatch) -> None:
 @no_cuda
 @pytest.mark.parametrize("capability", KEEP, ids=str)
 def test_kernels_that_keep_the_mode_say_so(capability: tuple[int, int], mode: None):
-    """Contract: int4 and int8 weights go to Humming instead of Machete and Marlin; of the others, those that vLLM does
-    not call batch-invariant are refused before anything loads."""
-    factory, names = VllmFactory(BF16), {}  # before the stand-in: vLLM's plugins are loaded for this platform
+    """Contract: int4 and int8 weights go to Humming instead of Machete and Marlin; of the others,
+    those that vLLM does not call batch-invariant are refused before anything loads.
+    """
+    # before the stand-in: vLLM's plugins are loaded for this platform
+    factory, names = VllmFactory(BF16), {}
     with stub_cuda(capability):
         for scheme in map(get_scheme, SCHEMES):
             try:
@@ -278,29 +392,40 @@ def test_kernels_that_keep_the_mode_say_so(capability: tuple[int, int], mode: No
                 continue
             refused = "as `bitwise` asks" in supported._other_arithmetic(scheme, names[scheme.name])
             assert refused != (BATCH_INVARIANT in names[scheme.name])
-    assert {name for name, kernel in names.items() if BATCH_INVARIANT in kernel} == KEEP[capability], names
+    assert {name for name, kernel in names.items() if BATCH_INVARIANT in kernel} == KEEP[
+        capability
+    ], names
     assert names["w4a16"] == f"HummingLinearKernel, {BATCH_INVARIANT}"
 
 
 def test_the_engine_is_told_the_same(mode: None):
-    """vLLM's own reading of the arguments: attention by the kernel the learner calls, weights by the same backend."""
+    """vLLM's own reading of the arguments: attention by the kernel the learner calls, weights by
+    the same backend.
+    """
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     arguments = llm_arguments(VllmOptions())
-    known = EngineArgs(model="none", **{name: arguments[name] for name in ("attention_backend", "kernel_config")})
+    known = EngineArgs(
+        model="none",
+        **{name: arguments[name] for name in ("attention_backend", "kernel_config")},
+    )
     assert known.kernel_config.linear_backend_per_quant == {"mixed_precision": "humming"}
     assert AttentionBackendEnum[arguments["attention_backend"]] is AttentionBackendEnum.FLASH_ATTN
 
 
 def test_attention_asks_for_it(mode: None, monkeypatch: pytest.MonkeyPatch):
-    """Contract: it does not split keys. Norms are vLLM's own modules, which read the mode themselves."""
+    """Contract: it does not split keys. Norms are vLLM's own modules, which read the mode
+    themselves.
+    """
     from vllm.v1.attention.backends import fa_utils
 
     splits = []
     monkeypatch.setattr(fa_utils, "get_flash_attn_version", lambda **needed: 3)
     kernel = "flash_attn_varlen_func"
-    monkeypatch.setattr(fa_utils, kernel, lambda **how: splits.append(how["num_splits"]), raising=False)
+    monkeypatch.setattr(
+        fa_utils, kernel, lambda **how: splits.append(how["num_splits"]), raising=False
+    )
     q, scoring = torch.zeros(6, 1, 8, dtype=BF16), Scoring(scale=1.0)
     flash_attention.flash_attention(q, q, q, None, scoring, [6], [6])
     monkeypatch.delenv("VLLM_BATCH_INVARIANT")
@@ -309,7 +434,9 @@ def test_attention_asks_for_it(mode: None, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(("capability", "on"), [((8, 0), False), ((9, 0), True)])
-def test_it_is_turned_on_where_the_backward_works(capability: tuple[int, int], on: bool, monkeypatch):
+def test_it_is_turned_on_where_the_backward_works(
+    capability: tuple[int, int], on: bool, monkeypatch
+):
     config = load_config(None, {"bitwise": "true"})
     for name in ("VLLM_BATCH_INVARIANT", "VLLM_USE_V2_MODEL_RUNNER"):
         monkeypatch.setenv(name, "0")  # put back at the end

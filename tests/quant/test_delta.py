@@ -1,8 +1,9 @@
-"""Deltas: the version they make is the one they were made of, to the bit, and nothing else is ever taken. The digest of
-a stream: what changes it, what does not, and one value that stays what it is.
+"""Deltas: the version they make is the one they were made of, to the bit, and nothing else is ever
+taken. The digest of a stream: what changes it, what does not, and one value that stays what it is.
 
-Blind spots: a delta that was forged together with its digest, who may send is the transport's to know; two streams with
-one digest, of which there is none to test with by chance."""
+Blind spots: a delta that was forged together with its digest, who may send is the transport's to
+know; two streams with one digest, of which there is none to test with by chance.
+"""
 
 import json
 import random
@@ -29,16 +30,28 @@ from tests.support.profiles import examples, thorough
 from tests.support.tensors import stream_digest
 
 Named = dict[str, torch.Tensor]
-DTYPES = (torch.int32, torch.int8, torch.uint8, torch.int64, torch.bfloat16, torch.float16, torch.float32)
+DTYPES = (
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+    torch.int64,
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+)
 
 
 def stream(tensors: Named) -> list[LowBitTensor]:
     return [LowBitTensor(name, tensor) for name, tensor in tensors.items()]
 
 
-def random_bytes(dtype: torch.dtype, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+def random_bytes(
+    dtype: torch.dtype, shape: tuple[int, ...], generator: torch.Generator
+) -> torch.Tensor:
     size = torch.empty(shape, dtype=dtype).nbytes
-    return torch.randint(0, 256, (size,), generator=generator).to(torch.uint8).view(dtype).view(shape)
+    return (
+        torch.randint(0, 256, (size,), generator=generator).to(torch.uint8).view(dtype).view(shape)
+    )
 
 
 def altered(tensor: torch.Tensor, share: float, generator: torch.Generator) -> torch.Tensor:
@@ -55,7 +68,9 @@ def octets(tensor: torch.Tensor) -> torch.Tensor:
 
 def same(held: VersionCache, tensors: Named) -> bool:
     theirs = {item.name: item.tensor for item in held.tensors()}
-    same_bytes = (torch.equal(octets(theirs[name]), octets(tensor)) for name, tensor in tensors.items())
+    same_bytes = (
+        torch.equal(octets(theirs[name]), octets(tensor)) for name, tensor in tensors.items()
+    )
     return list(theirs) == list(tensors) and all(same_bytes)
 
 
@@ -75,22 +90,35 @@ def small_blocks() -> Iterator[None]:
             st.lists(st.integers(0, 40), max_size=3),
             st.sampled_from((0.0, 0.001, 0.05, 0.5, 1.0)),
         ),
-        min_size=1, max_size=5,
+        min_size=1,
+        max_size=5,
     ),
     st.integers(0, 2**31),
-)  # fmt: skip
+)
 @settings(max_examples=examples(200))
-def test_a_delta_makes_the_version_it_is_of(tensors: list[tuple[torch.dtype, list[int], float]], seed: int):
-    """Of any dtypes, shapes, empty ones too, and share of changed bytes, over versions; it lists what changed alone."""
+def test_a_delta_makes_the_version_it_is_of(
+    tensors: list[tuple[torch.dtype, list[int], float]], seed: int
+):
+    """Of any dtypes, shapes, empty ones too, and share of changed bytes, over versions; it lists
+    what changed alone.
+    """
     generator = torch.Generator().manual_seed(seed)
-    version = {f"t{n}": random_bytes(dtype, tuple(shape), generator) for n, (dtype, shape, _) in enumerate(tensors)}
+    version = {
+        f"t{n}": random_bytes(dtype, tuple(shape), generator)
+        for n, (dtype, shape, _) in enumerate(tensors)
+    }
     sender, receiver = (VersionCache(0, stream(version)) for _ in range(2))
     for number in (1, 2):
-        after = {f"t{n}": altered(version[f"t{n}"], share, generator) for n, (*_, share) in enumerate(tensors)}
+        after = {
+            f"t{n}": altered(version[f"t{n}"], share, generator)
+            for n, (*_, share) in enumerate(tensors)
+        }
         delta = sender.make_delta(number, stream(after))
         receiver.apply(delta, number, sender.digest)
         changed = [entry.name for entry in module._read(delta, len(delta))[0].tensors]
-        assert changed == [n for n in after if not torch.equal(octets(version[n]), octets(after[n]))]
+        assert changed == [
+            n for n in after if not torch.equal(octets(version[n]), octets(after[n]))
+        ]
         assert same(receiver, after) and same(sender, after)
         assert receiver.digest == sender.digest == stream_digest(stream(after))
         assert receiver.version == number
@@ -105,8 +133,14 @@ def test_every_schemes_tensors(scheme: str):
     masters = {name: torch.randn(256, 512, generator=generator) * 0.02 for name in ("a", "b")}
 
     def version() -> list[LowBitTensor]:
-        made = {name: materialize(m, get_scheme(scheme), torch.bfloat16) for name, m in masters.items()}
-        return [LowBitTensor(f"{n}.{suffix}", t) for n, weight in made.items() for suffix, t in weight.tensors()]
+        made = {
+            name: materialize(m, get_scheme(scheme), torch.bfloat16) for name, m in masters.items()
+        }
+        return [
+            LowBitTensor(f"{n}.{suffix}", t)
+            for n, weight in made.items()
+            for suffix, t in weight.tensors()
+        ]
 
     sender, receiver = (VersionCache(0, version()) for _ in range(2))
     for master in masters.values():
@@ -122,12 +156,20 @@ MAGIC_BYTES, START = 8, 12
 
 
 def small() -> tuple[Named, Named]:
-    """A version of eight tensors and the next, in which some changed here and there, some throughout, some not."""
+    """A version of eight tensors and the next, in which some changed here and there, some
+    throughout, some not.
+    """
     generator = torch.Generator().manual_seed(1)
     shares = (0.01, 0.01, 0.0, 1.0, 0.02, 0.0, 0.4, 0.005)
     names = [f"layers.{n}.weight" for n in range(len(shares))]
-    before = {name: random_bytes(dtype, (16, 24), generator) for name, dtype in zip(names, cycle(DTYPES), strict=False)}
-    after = {name: altered(t, share, generator) for (name, t), share in zip(before.items(), shares, strict=True)}
+    before = {
+        name: random_bytes(dtype, (16, 24), generator)
+        for name, dtype in zip(names, cycle(DTYPES), strict=False)
+    }
+    after = {
+        name: altered(t, share, generator)
+        for (name, t), share in zip(before.items(), shares, strict=True)
+    }
     return before, after
 
 
@@ -149,7 +191,9 @@ def reheaded(delta: bytes, change: Callable[[dict[str, Any]], object]) -> bytes:
 
 
 def changed(**fields: Any) -> Callable[[dict[str, Any]], object]:
-    """Of the header, of its first tensor ("tensor.name") and of that one's first block ("block.size")."""
+    """Of the header, of its first tensor ("tensor.name") and of that one's first block
+    ("block.size").
+    """
 
     def change(header: dict[str, Any]) -> None:
         tensor = header["tensors"][0]
@@ -168,19 +212,36 @@ def more_changes(count: int) -> Callable[[dict[str, Any]], object]:
     return change
 
 
-HOSTILE = {name: (changed(**fields), pattern(said)) for name, (fields, said) in cases(__file__, "headers").items()} | {
-    "a name without an end": (changed(**{"tensor.name": "x" * 10_000}), "header cannot be read|no delta"),
+HOSTILE = {
+    name: (changed(**fields), pattern(said))
+    for name, (fields, said) in cases(__file__, "headers").items()
+} | {
+    "a name without an end": (
+        changed(**{"tensor.name": "x" * 10_000}),
+        "header cannot be read|no delta",
+    ),
     "one change more": (more_changes(1), "decompressed"),
     "one change less": (more_changes(-1), "decompressed"),
-    "no blocks": (changed(**{"tensor.blocks": []}), "are announced|0 blocks instead of 1"),
-    "a block more": (lambda h: h["tensors"][0]["blocks"].append({"changes": 0, "size": 0}), "2 blocks instead of 1"),
+    "no blocks": (
+        changed(**{"tensor.blocks": []}),
+        "are announced|0 blocks instead of 1",
+    ),
+    "a block more": (
+        lambda h: h["tensors"][0]["blocks"].append({"changes": 0, "size": 0}),
+        "2 blocks instead of 1",
+    ),
     "lost field": (lambda h: h.pop("base"), "base: Field required"),
-    "deep": (changed(tensors=json.loads("[" * 500 + "]" * 500)), "header cannot be read"),
+    "deep": (
+        changed(tensors=json.loads("[" * 500 + "]" * 500)),
+        "header cannot be read",
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_a_hostile_header_is_refused_and_nothing_changes(made: tuple[VersionCache, bytes, str], kind: str):
+def test_a_hostile_header_is_refused_and_nothing_changes(
+    made: tuple[VersionCache, bytes, str], kind: str
+):
     receiver, delta, announced = made
     change, message = HOSTILE[kind]
     before, after = small()
@@ -193,11 +254,18 @@ def test_a_hostile_header_is_refused_and_nothing_changes(made: tuple[VersionCach
 
 def test_a_tensor_is_changed_once():
     """Whole twice, it would be undone to what came in between."""
-    before, after = {"w": torch.zeros(64, dtype=torch.int8)}, {"w": torch.ones(64, dtype=torch.int8)}
+    before, after = (
+        {"w": torch.zeros(64, dtype=torch.int8)},
+        {"w": torch.ones(64, dtype=torch.int8)},
+    )
     sender, receiver = (VersionCache(1, stream(before)) for _ in range(2))
     delta = sender.make_delta(2, stream(after)) + bytes([2] * 64)
     with pytest.raises(DeltaError, match="changes a tensor twice"):
-        receiver.apply(reheaded(delta, lambda h: h.update(tensors=h["tensors"] * 2)), 2, sender.digest)
+        receiver.apply(
+            reheaded(delta, lambda h: h.update(tensors=h["tensors"] * 2)),
+            2,
+            sender.digest,
+        )
     assert same(receiver, before)
 
 
@@ -211,7 +279,9 @@ def test_a_change_is_within_its_block():
         module._apply(octets, changes, payload, "w")
 
 
-def test_what_does_not_make_the_digest_it_says_is_undone(made: tuple[VersionCache, bytes, str]):
+def test_what_does_not_make_the_digest_it_says_is_undone(
+    made: tuple[VersionCache, bytes, str],
+):
     """Found when all of it has been applied."""
     receiver, delta, _ = made
     before, _ = small()
@@ -222,13 +292,17 @@ def test_what_does_not_make_the_digest_it_says_is_undone(made: tuple[VersionCach
 
 
 def mutated(delta: bytes, other: bytes, chance: random.Random) -> bytes:
-    """Bits flipped, bytes replaced, cut out, repeated, swapped or taken from another delta, anywhere or in the header;
-    half the time with a header of the length it says."""
+    """Bits flipped, bytes replaced, cut out, repeated, swapped or taken from another delta,
+    anywhere or in the header; half the time with a header of the length it says.
+    """
     data = bytearray(delta)
     (length,) = struct.unpack_from("<I", delta, MAGIC_BYTES)
     for _ in range(chance.choice((1, 1, 1, 2, 5))):
         end = len(data) if chance.random() < 0.5 else START + length
-        at, size = chance.randrange(max(1, min(end, len(data)))), chance.choice((1, 2, 4, 16, 100))
+        at, size = (
+            chance.randrange(max(1, min(end, len(data)))),
+            chance.choice((1, 2, 4, 16, 100)),
+        )
         kind = chance.randrange(6)
         if kind == 0 and data:
             data[at] ^= 1 << chance.randrange(8)
@@ -244,7 +318,9 @@ def mutated(delta: bytes, other: bytes, chance: random.Random) -> bytes:
             digits = [n for n, b in enumerate(data[:end]) if 48 <= b <= 57]
             if digits:
                 place = chance.choice(digits)
-                data[place : place + 1] = chance.choice((b"-1", b"0", b"9" * 20, b"null", b"1e9", b"7"))
+                data[place : place + 1] = chance.choice(
+                    (b"-1", b"0", b"9" * 20, b"null", b"1e9", b"7")
+                )
     if chance.random() < 0.5 and len(data) > START:
         closing = bytes(data).rfind(b"}]}")
         if closing > START:
@@ -253,7 +329,9 @@ def mutated(delta: bytes, other: bytes, chance: random.Random) -> bytes:
 
 
 def test_ten_thousand_mutated_deltas():
-    """Each is refused in our own words or makes exactly the version it was of; what is held never changes otherwise."""
+    """Each is refused in our own words or makes exactly the version it was of; what is held never
+    changes otherwise.
+    """
     before, after = small()
     sender, receiver = VersionCache(1, stream(before)), VersionCache(1, stream(before))
     delta, announced = sender.make_delta(2, stream(after)), sender.digest
@@ -277,11 +355,22 @@ def test_ten_thousand_mutated_deltas():
 
 def test_a_version_over_another_is_the_version_in_its_memory():
     """Contract: as made anew, whatever the other held; tensors that are alike keep their memory."""
-    before = {"same": torch.zeros(4, 3), "other": torch.zeros(2, dtype=torch.int8), "gone": torch.zeros(5)}
-    after = {"new": torch.ones(2), "same": torch.rand(3, 4).t(), "other": torch.ones(3, dtype=torch.int8)}
+    before = {
+        "same": torch.zeros(4, 3),
+        "other": torch.zeros(2, dtype=torch.int8),
+        "gone": torch.zeros(5),
+    }
+    after = {
+        "new": torch.ones(2),
+        "same": torch.rand(3, 4).t(),
+        "other": torch.ones(3, dtype=torch.int8),
+    }
     old = VersionCache(1, stream(before))
     memory = {item.name: item.tensor.data_ptr() for item in old.tensors()}
-    made, fresh = VersionCache(2, stream(after), reuse=old), VersionCache(2, stream(after))
+    made, fresh = (
+        VersionCache(2, stream(after), reuse=old),
+        VersionCache(2, stream(after)),
+    )
     assert (made.digest, made.bytes, made.version) == (fresh.digest, fresh.bytes, 2)
     assert {item.name: item.tensor.data_ptr() for item in made.tensors()}["same"] == memory["same"]
 
@@ -297,7 +386,9 @@ def digest(*items: Item) -> str:
 
 
 def tensor(size: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(0, 256, (size,), generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
+    return torch.randint(0, 256, (size,), generator=torch.Generator().manual_seed(seed)).to(
+        torch.uint8
+    )
 
 
 @pytest.fixture
@@ -307,10 +398,30 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_digest_is_the_same_on_every_machine_and_in_every_version():
-    """Checkpoints and exports keep it, so it has to stay. Sizes on all sides of the hash's own cases and of a piece."""
+    """Checkpoints and exports keep it, so it has to stay. Sizes on all sides of the hash's own
+    cases and of a piece.
+    """
     data = (torch.arange(2 * PIECE + 3) * 40503 >> 7 & 255).to(torch.uint8)
-    sizes = (0, 1, 16, 17, 128, 129, 240, 241, 1024, 1025, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE + 3)
-    assert digest(*((f"layer.{size}", data[:size]) for size in sizes)) == "8bf4580193af6020e7b1cb10b769c4f0"
+    sizes = (
+        0,
+        1,
+        16,
+        17,
+        128,
+        129,
+        240,
+        241,
+        1024,
+        1025,
+        PIECE - 1,
+        PIECE,
+        PIECE + 1,
+        2 * PIECE + 3,
+    )
+    assert (
+        digest(*((f"layer.{size}", data[:size]) for size in sizes))
+        == "8bf4580193af6020e7b1cb10b769c4f0"
+    )
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -325,8 +436,12 @@ def test_any_flipped_bit_changes_it(data: st.DataObject, sizes: list[int]):
 
 @pytest.mark.usefixtures("small_pieces")
 @given(st.data(), SIZES, NAMES)
-def test_names_order_dtype_shape_and_tensor_boundaries_count(data: st.DataObject, sizes: list[int], name: str):
-    """Same bytes in the same order but for swaps: all else differs in the header, or in where a tensor ends."""
+def test_names_order_dtype_shape_and_tensor_boundaries_count(
+    data: st.DataObject, sizes: list[int], name: str
+):
+    """Same bytes in the same order but for swaps: all else differs in the header, or in where a
+    tensor ends.
+    """
     items = [(f"T{i}", tensor(size, i)) for i, size in enumerate(sizes)]
     at = data.draw(st.integers(0, len(items) - 2))
     (first, a), (second, b) = items[at : at + 2]
@@ -339,16 +454,25 @@ def test_names_order_dtype_shape_and_tensor_boundaries_count(data: st.DataObject
         [(first, a.view(torch.int8)), (second, b)],
         [(first, a[None]), (second, b)],
         [(first, bytes_of_both)],  # one tensor lost, its bytes kept
-        [(first, bytes_of_both[: len(a) - cut]), (second, bytes_of_both[len(a) - cut :])],
+        [
+            (first, bytes_of_both[: len(a) - cut]),
+            (second, bytes_of_both[len(a) - cut :]),
+        ],
         [(first, a)],  # one tensor lost
         [(first, a), (first, a), (second, b)],  # and one sent twice
     ]
-    digests = [digest(*items[:at], *pair, *items[at + 2 :]) for pair in ([items[at], items[at + 1]], *pairs)]
+    digests = [
+        digest(*items[:at], *pair, *items[at + 2 :])
+        for pair in ([items[at], items[at + 1]], *pairs)
+    ]
     assert len(set(digests)) == len(digests)
 
 
 @pytest.mark.usefixtures("small_pieces")
-@given(st.integers(4000, 40_000), st.sampled_from([torch.int32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8]))
+@given(
+    st.integers(4000, 40_000),
+    st.sampled_from([torch.int32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8]),
+)
 @settings(max_examples=examples(40))
 def test_it_depends_neither_on_threads_nor_on_strides(bytes_: int, dtype: torch.dtype):
     data = tensor(bytes_ // 8 * 8).view(dtype).view(2, -1)
@@ -365,30 +489,48 @@ def test_it_depends_neither_on_threads_nor_on_strides(bytes_: int, dtype: torch.
 @needs_cuda("a digest of tensors on it")
 def test_it_does_not_depend_on_the_device():
     data = tensor(2 * PIECE + 6).view(torch.bfloat16).view(2, -1)
-    assert digest(("a", data.cuda())) == digest(("a", data.cuda().T.contiguous().T)) == digest(("a", data))
+    assert (
+        digest(("a", data.cuda()))
+        == digest(("a", data.cuda().T.contiguous().T))
+        == digest(("a", data))
+    )
 
 
 def test_a_gpus_tensors_are_read_many_at_once(monkeypatch: pytest.MonkeyPatch):
-    """As many copies as the stream has bytes, the same digest, none for a receiver of the same. Not run on GPUs."""
-    items = [LowBitTensor(f"T{n}", tensor(size, n)) for n, size in enumerate((300, 0, 20, 700, 1, 64))]
+    """As many copies as the stream has bytes, the same digest, none for a receiver of the same. Not
+    run on GPUs.
+    """
+    items = [
+        LowBitTensor(f"T{n}", tensor(size, n)) for n, size in enumerate((300, 0, 20, 700, 1, 64))
+    ]
     items.append(LowBitTensor("m", tensor(96).view(torch.bfloat16).view(2, -1).T))
     expected = hashing.digested(items).hexdigest()
     monkeypatch.setattr(hashing, "_on_gpu", lambda _: True)
     copies: list[int] = []
     read = StreamDigest._read_waiting
-    monkeypatch.setattr(StreamDigest, "_read_waiting", lambda s: copies.append(len(s._waiting)) or read(s))
+    monkeypatch.setattr(
+        StreamDigest,
+        "_read_waiting",
+        lambda s: copies.append(len(s._waiting)) or read(s),
+    )
     for at_once, packs in ((1 << 25, [7]), (500, [4, 3]), (1, [1, 2, 1, 1, 1, 1])):
         monkeypatch.setattr(hashing, "_AT_ONCE", at_once)
         copies.clear()
         sent, received = StreamDigest(), ReceivedDigest()
-        assert [item.name for item in received.over(sent.over(items))] == [item.name for item in items]
+        assert [item.name for item in received.over(sent.over(items))] == [
+            item.name for item in items
+        ]
         assert sent.hexdigest() == received.hexdigest() == expected
         assert [count for count in copies if count] == packs
 
 
-def test_what_arrives_is_read_again_unless_it_is_the_tensor_just_sent(monkeypatch: pytest.MonkeyPatch):
-    """Contract: the receiver's digest is the sender's for the same stream, however it came; the very tensor that was
-    just hashed is not read twice. Blind spot: a write between the two that torch does not count."""
+def test_what_arrives_is_read_again_unless_it_is_the_tensor_just_sent(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Contract: the receiver's digest is the sender's for the same stream, however it came; the
+    very tensor that was just hashed is not read twice. Blind spot: a write between the two that
+    torch does not count.
+    """
     readings: list[torch.Tensor] = []
     read = hashing._hashed
     monkeypatch.setattr(hashing, "_hashed", lambda tensor: readings.append(tensor) or read(tensor))
@@ -397,7 +539,10 @@ def test_what_arrives_is_read_again_unless_it_is_the_tensor_just_sent(monkeypatc
         """Whether both ends agree on two tensors, and how often a tensor was read."""
         sent, received = StreamDigest(), ReceivedDigest()
         readings.clear()
-        for item in (LowBitTensor("a", tensor(300, 1)), LowBitTensor("b", tensor(20, 2))):
+        for item in (
+            LowBitTensor("a", tensor(300, 1)),
+            LowBitTensor("b", tensor(20, 2)),
+        ):
             sent.update(item)
             received.update(deliver(item))
         assert (received.bytes, received.tensors) == (320, 2)
@@ -409,13 +554,18 @@ def test_what_arrives_is_read_again_unless_it_is_the_tensor_just_sent(monkeypatc
 
     assert ends(lambda item: item) == (True, 2)
     assert ends(lambda item: LowBitTensor(item.name, item.tensor.clone())) == (True, 4)
-    assert ends(lambda item: LowBitTensor(item.name, item.tensor.clone() ^ 1)) == (False, 4)
+    assert ends(lambda item: LowBitTensor(item.name, item.tensor.clone() ^ 1)) == (
+        False,
+        4,
+    )
     assert ends(written) == (False, 4)
     assert ends(lambda item: LowBitTensor(f"{item.name}!", item.tensor)) == (False, 2)
 
 
 def test_a_version_that_was_written_over_past_torch_is_sent_as_it_is():
-    """Materialization writes into the same tensors by compiled loops: a sender never takes over an earlier hash."""
+    """Materialization writes into the same tensors by compiled loops: a sender never takes over an
+    earlier hash.
+    """
     data = tensor(1000)
     before = digest(("a", data))
     data.numpy()[7] ^= 1

@@ -1,4 +1,6 @@
-"""A layer of routed low-bit experts: its products against vLLM's dense layers, its straight-through gradients."""
+"""A layer of routed low-bit experts: its products against vLLM's dense layers, its straight-through
+gradients.
+"""
 
 import gc
 import weakref
@@ -14,26 +16,54 @@ from qarl.quant.kernels import make_factory
 from qarl.quant.layers.experts import RoutedLowBitExperts
 from qarl.quant.schemes import SCHEMES, get_scheme
 from tests.support.kernels import CPU_SCHEMES, TRUNCATES, no_cuda, products
-from tests.support.layers import SHAPE, as_multiplied, kept_tensors, make_experts, routed, textbook_gradients, unpacked
+from tests.support.layers import (
+    SHAPE,
+    as_multiplied,
+    kept_tensors,
+    make_experts,
+    routed,
+    textbook_gradients,
+    unpacked,
+)
 from tests.support.tensors import heavy, normal, relative_error
 
-STEP = {"w8a8": 0.008, "w4a8": 0.012, "fp8": 0.025, "fp8-block": 0.025, "w4afp8": 0.06, "nvfp4": 0.05}
-"""Relative error allowed for codes of activations between the two products that fall to the other side."""
+STEP = {
+    "w8a8": 0.008,
+    "w4a8": 0.012,
+    "fp8": 0.025,
+    "fp8-block": 0.025,
+    "w4afp8": 0.06,
+    "nvfp4": 0.05,
+}
+"""Relative error allowed for codes of activations between the two products that fall to the other
+side.
+"""
 
 SUMMED = (SHAPE.hidden + SHAPE.intermediate) * torch.finfo(torch.float32).eps / 2
-"""Relative error allowed for two fp32 sums of I terms, one after the other: √I half units of Σ|x||w| each
-(`test_linear.summation_error`), which for terms of random sign is √I of the sum. It shows in float32 alone."""
+"""Relative error allowed for two fp32 sums of I terms, one after the other: √I half units of
+Σ|x||w| each (`test_linear.summation_error`), which for terms of random sign is √I of the sum. It
+shows in float32 alone.
+"""
 ROUTINGS = {
     "random": (SHAPE, lambda: routed(23)),
     "one token": (SHAPE, lambda: routed(1)),
-    "two experts idle": (SHAPE, lambda: (routed(9)[0], torch.tensor([[4, 1], [1, 2], [2, 4]] * 3))),
+    "two experts idle": (
+        SHAPE,
+        lambda: (routed(9)[0], torch.tensor([[4, 1], [1, 2], [2, 4]] * 3)),
+    ),
     "all to the same": (SHAPE, lambda: (routed(7)[0], torch.tensor([[3, 0]] * 7))),
-    "one expert a token": (replace(SHAPE, top_k=1), lambda: (torch.ones(11, 1), torch.arange(11)[:, None] % 5)),
+    "one expert a token": (
+        replace(SHAPE, top_k=1),
+        lambda: (torch.ones(11, 1), torch.arange(11)[:, None] % 5),
+    ),
     "every expert for every token": (
         replace(SHAPE, experts=3, top_k=3),
         lambda: (normal(4, 3, seed=1).softmax(-1), torch.tensor([[2, 0, 1]] * 4)),
     ),
-    "weights that do not sum to one": (SHAPE, lambda: (routed(6)[0] * 2.5, routed(6)[1])),
+    "weights that do not sum to one": (
+        SHAPE,
+        lambda: (routed(6)[0] * 2.5, routed(6)[1]),
+    ),
 }
 routings = pytest.mark.parametrize("routing", ROUTINGS)
 
@@ -42,20 +72,32 @@ routings = pytest.mark.parametrize("routing", ROUTINGS)
 def test_experts_of_other_forms_are_refused_one_by_one():
     from qarl.quant.kernels.vllm_cpu.experts import PerExpertMethod
 
-    usual = {"has_bias": False, "is_act_and_mul": True, "use_ep": False, "apply_router_weight_on_input": False}
+    usual = {
+        "has_bias": False,
+        "is_act_and_mul": True,
+        "use_ep": False,
+        "apply_router_weight_on_input": False,
+    }
     for name in usual:
         form = SimpleNamespace(**usual | {name: not usual[name]})
-        with pytest.raises(ValueError, match="mlp: per-expert products cover gated experts without bias"):
+        with pytest.raises(
+            ValueError,
+            match="mlp: per-expert products cover gated experts without bias",
+        ):
             PerExpertMethod(Any, SimpleNamespace(**vars(form), moe_config=form), "mlp", False)  # type: ignore[arg-type]
 
 
 @no_cuda
 @routings
 @products(vllm=CPU_SCHEMES[1:])
-def test_vllms_experts_are_its_dense_layers_one_by_one(kernel: str, scheme: str, dtype: torch.dtype, routing: str):
-    """Contract: bit for bit Σ w_k · down(silu(gate)·up) with the dense layers vLLM builds for every expert's own
-    matrices and vLLM's activation, summed in fp32 in the order of the experts' numbers and rounded once.
-    tests/engine/test_experts_engine.py holds the module to the one inside a running engine."""
+def test_vllms_experts_are_its_dense_layers_one_by_one(
+    kernel: str, scheme: str, dtype: torch.dtype, routing: str
+):
+    """Contract: bit for bit Σ w_k · down(silu(gate)·up) with the dense layers vLLM builds for every
+    expert's own matrices and vLLM's activation, summed in fp32 in the order of the experts' numbers
+    and rounded once. tests/engine/test_experts_engine.py holds the module to the one inside a
+    running engine.
+    """
     shape, route = ROUTINGS[routing]
     experts = make_experts(scheme, kernel, dtype, shape)
     weights, index = route()
@@ -68,7 +110,9 @@ def test_vllms_experts_are_its_dense_layers_one_by_one(kernel: str, scheme: str,
             rows = chosen.any(-1).nonzero()[:, 0]
             if not len(rows):
                 continue
-            merged = factory.linear(f"{experts.layer}.{e}.gate_proj", [expert.gate_up], [None])(x[rows])
+            merged = factory.linear(f"{experts.layer}.{e}.gate_proj", [expert.gate_up], [None])(
+                x[rows]
+            )
             hidden = torch.empty(len(rows), shape.intermediate, dtype=dtype)
             torch.ops._C.silu_and_mul(hidden, merged)
             out = factory.linear(f"{experts.layer}.{e}.down_proj", [expert.down], [None])(hidden)
@@ -78,7 +122,11 @@ def test_vllms_experts_are_its_dense_layers_one_by_one(kernel: str, scheme: str,
 
 
 def exact_output(
-    experts: RoutedLowBitExperts, x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor, masters: bool = False
+    experts: RoutedLowBitExperts,
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    index: torch.Tensor,
+    masters: bool = False,
 ) -> torch.Tensor:
     """In float64, token by token. masters: multiply those, unquantized."""
     y, codes = torch.zeros(x.shape, dtype=torch.float64), experts.codes().experts
@@ -97,16 +145,22 @@ def exact_output(
 
 @pytest.mark.parametrize("routing", ["random", "one expert a token"])
 @products(vllm=CPU_SCHEMES, reference=SCHEMES)
-def test_the_product_is_that_of_the_published_codes(kernel: str, scheme: str, dtype: torch.dtype, routing: str):
-    """Contract: within BOUND of float64 on codes and scales, quantized activations included. The product of the masters
-    is further off wherever codes are coarse: so a kernel that read other weights would be seen."""
+def test_the_product_is_that_of_the_published_codes(
+    kernel: str, scheme: str, dtype: torch.dtype, routing: str
+):
+    """Contract: within BOUND of float64 on codes and scales, quantized activations included. The
+    product of the masters is further off wherever codes are coarse: so a kernel that read other
+    weights would be seen.
+    """
     shape, route = ROUTINGS[routing]
     experts = make_experts(scheme, kernel, dtype, shape)
     weights, index = route()
     x = heavy(len(index), shape.hidden, seed=9, rows=False).to(dtype)
     with torch.no_grad():
         y = experts(x, index, weights)
-    exact, unquantized = (exact_output(experts, x, weights, index, masters) for masters in (False, True))
+    exact, unquantized = (
+        exact_output(experts, x, weights, index, masters) for masters in (False, True)
+    )
     bound = 1.5 * torch.finfo(dtype).eps + SUMMED + STEP.get(scheme, 0.0)
     if TRUNCATES and kernel == "vllm" and scheme.startswith("w4a16") and dtype == torch.bfloat16:
         bound *= 2
@@ -120,8 +174,13 @@ def test_the_product_is_that_of_the_published_codes(kernel: str, scheme: str, dt
 @pytest.mark.parametrize("kind", ["linear", "experts"])
 @pytest.mark.parametrize("scheme", CPU_SCHEMES)
 def test_an_old_weight_version_is_freed_at_once(scheme: str, kind: str):
-    """No reference cycle keeps a replaced product alive: with large models each would hold gigabytes."""
-    experts, factory = make_experts(scheme, "vllm").codes(), make_factory("vllm", torch.bfloat16)
+    """No reference cycle keeps a replaced product alive: with large models each would hold
+    gigabytes.
+    """
+    experts, factory = (
+        make_experts(scheme, "vllm").codes(),
+        make_factory("vllm", torch.bfloat16),
+    )
     gc.disable()
     try:
         if kind == "linear":
@@ -136,7 +195,11 @@ def test_an_old_weight_version_is_freed_at_once(scheme: str, kind: str):
 
 
 def own_gradients(
-    experts: RoutedLowBitExperts, x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor, dy: torch.Tensor
+    experts: RoutedLowBitExperts,
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    index: torch.Tensor,
+    dy: torch.Tensor,
 ) -> list[torch.Tensor]:
     x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
     experts(x, index, weights).backward(dy)
@@ -144,16 +207,25 @@ def own_gradients(
 
 
 @routings
-@pytest.mark.parametrize(("scheme", "aligned"), [*((scheme, True) for scheme in SCHEMES), ("w8a8", False)])
-def test_gradients_are_those_of_straight_through_fake_quantization(scheme: str, aligned: bool, routing: str):
-    """Contract: gradients of inputs, routing weights and both masters equal autograd's through dequantized weights and
-    activations with every rounding as identity, in the relative Frobenius norm: 1e-5, and 2e-3 where a code of the
-    second product's activations may fall to the other side. Experts without a token get exact zeros. Quantizing no
-    activation gives gradients further off than that bound. Blind spot: codes are quant's own."""
+@pytest.mark.parametrize(
+    ("scheme", "aligned"), [*((scheme, True) for scheme in SCHEMES), ("w8a8", False)]
+)
+def test_gradients_are_those_of_straight_through_fake_quantization(
+    scheme: str, aligned: bool, routing: str
+):
+    """Contract: gradients of inputs, routing weights and both masters equal autograd's through
+    dequantized weights and activations with every rounding as identity, in the relative Frobenius
+    norm: 1e-5, and 2e-3 where a code of the second product's activations may fall to the other
+    side. Experts without a token get exact zeros. Quantizing no activation gives gradients further
+    off than that bound. Blind spot: codes are quant's own.
+    """
     shape, route = ROUTINGS[routing]
     experts = make_experts(scheme, "reference", torch.float32, shape, aligned)
     weights, index = route()
-    x, dy = heavy(len(index), shape.hidden, seed=9, rows=False), heavy(len(index), shape.hidden, seed=11, rows=False)
+    x, dy = (
+        heavy(len(index), shape.hidden, seed=9, rows=False),
+        heavy(len(index), shape.hidden, seed=11, rows=False),
+    )
     ours = own_gradients(experts, x, weights, index, dy)
     theirs = textbook_gradients(experts, x, weights, index, dy)
     bound = 2e-3 if experts.quantizes_activations else 1e-5
@@ -169,12 +241,23 @@ def test_gradients_are_those_of_straight_through_fake_quantization(scheme: str, 
 
 
 @products(vllm=CPU_SCHEMES, reference=SCHEMES)
-@pytest.mark.parametrize("master_dtype", [torch.float32, torch.bfloat16], ids=["fp32-masters", "bf16-masters"])
-def test_gradients_in_a_low_compute_dtype(kernel: str, scheme: str, dtype: torch.dtype, master_dtype: torch.dtype):
-    """Whatever kernel multiplied: gradients come in the dtype of what they are for, within the bound of the forward."""
+@pytest.mark.parametrize(
+    "master_dtype",
+    [torch.float32, torch.bfloat16],
+    ids=["fp32-masters", "bf16-masters"],
+)
+def test_gradients_in_a_low_compute_dtype(
+    kernel: str, scheme: str, dtype: torch.dtype, master_dtype: torch.dtype
+):
+    """Whatever kernel multiplied: gradients come in the dtype of what they are for, within the
+    bound of the forward.
+    """
     experts = make_experts(scheme, kernel, dtype, master_dtype=master_dtype)
     weights, index = routed(23)
-    x, dy = heavy(23, 128, seed=9, rows=False).to(dtype), normal(23, 128, seed=11).to(dtype)
+    x, dy = (
+        heavy(23, 128, seed=9, rows=False).to(dtype),
+        normal(23, 128, seed=11).to(dtype),
+    )
     ours = own_gradients(experts, x, weights, index, dy)
     theirs = textbook_gradients(experts, x, weights, index, dy)
     kept = (dtype, torch.float32, master_dtype, master_dtype)
@@ -187,7 +270,10 @@ def test_gradients_in_a_low_compute_dtype(kernel: str, scheme: str, dtype: torch
 def test_gradients_only_where_they_are_needed():
     """Frozen masters and inputs without gradient: the others' gradients are the same bits."""
     weights, index = routed(9)
-    x, dy = heavy(9, 128, seed=9, rows=False).bfloat16(), normal(9, 128, seed=11).bfloat16()
+    x, dy = (
+        heavy(9, 128, seed=9, rows=False).bfloat16(),
+        normal(9, 128, seed=11).bfloat16(),
+    )
     everything = own_gradients(make_experts("w8a8"), x, weights, index, dy)
     frozen = make_experts("w8a8")
     frozen.gate_up_proj.requires_grad_(False)
@@ -197,15 +283,23 @@ def test_gradients_only_where_they_are_needed():
     assert frozen.down_proj.grad is not None and torch.equal(frozen.down_proj.grad, everything[3])
 
 
-KEPT = {"w8a8": (1, 4), "w4a8": (1, 8), "fp8": (1, 4), "w4afp8": (1, 4), "fp8-block": (1, 4), "nvfp4": (0.5, 8)}
+KEPT = {
+    "w8a8": (1, 4),
+    "w4a8": (1, 8),
+    "fp8": (1, 4),
+    "w4afp8": (1, 4),
+    "fp8-block": (1, 4),
+    "nvfp4": (0.5, 8),
+}
 """Bytes of codes a value, and of scales (with zero points) a token, of 128 columns."""
 
 
 @products(vllm=CPU_SCHEMES, reference=SCHEMES)
 def test_what_is_kept_for_backward(kernel: str, scheme: str, dtype: torch.dtype):
-    """Contract: routing (weights and expert numbers) and the layer's input: as codes of at most a byte with their
-    scales where the scheme quantizes activations, else in the compute dtype. No weight, dequantized or not, and nothing
-    of the tokens inside the experts."""
+    """Contract: routing (weights and expert numbers) and the layer's input: as codes of at most a
+    byte with their scales where the scheme quantizes activations, else in the compute dtype. No
+    weight, dequantized or not, and nothing of the tokens inside the experts.
+    """
     experts = make_experts(scheme, kernel, dtype)
     weights, index = routed(23)
     x = heavy(23, 128, seed=9, rows=False).to(dtype).requires_grad_()

@@ -36,7 +36,9 @@ def test_what_is_neither_a_folder_nor_a_hub_id_is_refused(name: str, tmp_path: P
 def test_a_gguf_file_is_refused_with_the_python_that_makes_a_folder_of_it(
     name: str, config: str | None, tmp_path: Path
 ):
-    """Given itself, or the folder that holds it. The Python is compiled here; it was run by hand on one real file."""
+    """Given itself, or the folder that holds it. The Python is compiled here; it was run by hand on
+    one real file.
+    """
     file = tmp_path / name
     file.touch()
     if config is not None:
@@ -52,19 +54,28 @@ def test_a_gguf_file_is_refused_with_the_python_that_makes_a_folder_of_it(
 
 
 @pytest.mark.parametrize(("config", "longest"), cases(__file__, "positions"))
-def test_positions_bound_prompt_and_completion(config: dict[str, Any], longest: int, tmp_path: Path):
+def test_positions_bound_prompt_and_completion(
+    config: dict[str, Any], longest: int, tmp_path: Path
+):
     (tmp_path / "config.json").write_text(json.dumps(config))
     check_context(tmp_path, longest)
     if config:
-        with pytest.raises(ModelError, match=f"= {longest + 1}, but the model .* has {longest} positions"):
+        with pytest.raises(
+            ModelError,
+            match=f"= {longest + 1}, but the model .* has {longest} positions",
+        ):
             check_context(tmp_path, longest + 1)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope", "su", "yarn", "llama3"])
 @pytest.mark.parametrize("place", ["rope_scaling", "rope_parameters", "of layers"])
-def test_rotations_that_depend_on_the_longest_sequence_are_refused(kind: str, place: str, tmp_path: Path):
+def test_rotations_that_depend_on_the_longest_sequence_are_refused(
+    kind: str, place: str, tmp_path: Path
+):
     rope = {"type" if place == "rope_scaling" else "rope_type": kind}
-    config = {"rope_parameters": {"full_attention": rope}} if place == "of layers" else {place: rope}
+    config = (
+        {"rope_parameters": {"full_attention": rope}} if place == "of layers" else {place: rope}
+    )
     (tmp_path / "config.json").write_text(json.dumps(config))
     if kind in ("yarn", "llama3"):
         check_rotary(tmp_path)
@@ -77,7 +88,9 @@ def test_a_model_is_described_by_its_files(tmp_path: Path):
     model = random_model(tied=False)
     model.save_pretrained(tmp_path)
     assert type(load_config(str(tmp_path))) is type(model.config)
-    assert tensor_shapes(tmp_path) == {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    assert tensor_shapes(tmp_path) == {
+        name: list(tensor.shape) for name, tensor in model.state_dict().items()
+    }
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ModelError, match="has no weights"):
         tensor_shapes(tmp_path)

@@ -1,4 +1,6 @@
-"""Compiled materialization, held to torch's operators bit for bit, and what reusing buffers must not break."""
+"""Compiled materialization, held to torch's operators bit for bit, and what reusing buffers must
+not break.
+"""
 
 import re
 import subprocess
@@ -17,7 +19,12 @@ from qarl.quant.kernels import LowBitMatmul, make_factory
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.layers.linear import LowBitLinear
 from qarl.quant.materialize import LowBitWeight, by_operators, materialize, materializer
-from qarl.quant.materialize.cpu_dispatch import Materializer, Way, numba_missing, quantize_on_cpu
+from qarl.quant.materialize.cpu_dispatch import (
+    Materializer,
+    Way,
+    numba_missing,
+    quantize_on_cpu,
+)
 from qarl.quant.materialize.experts import materialize_experts
 from qarl.quant.materialize.weight import empty
 from qarl.quant.runtime.thread_pool import in_threads
@@ -26,14 +33,27 @@ from tests.support.kernels import needs_cuda
 from tests.support.profiles import examples
 from tests.support.tensors import as_bytes, same_bits
 
-FUSED = ("w4a16", "w4a16-g32", "w4a16-channel", "w8a16", "w8a8", "w4a8", "w4afp8", "fp8")
+FUSED = (
+    "w4a16",
+    "w4a16-g32",
+    "w4a16-channel",
+    "w8a16",
+    "w8a8",
+    "w4a8",
+    "w4afp8",
+    "fp8",
+)
 EAGER = ("fp8-block", "nvfp4a16", "mxfp4a16")
 COMPUTE = (torch.bfloat16, torch.float16, torch.float32)
 CPU = torch.device("cpu")
 
-needs_numba = pytest.mark.skipif(numba_missing() is not None, reason="numba cannot be imported here")
+needs_numba = pytest.mark.skipif(
+    numba_missing() is not None, reason="numba cannot be imported here"
+)
 schemes = pytest.mark.parametrize("name", FUSED)
-masters = pytest.mark.parametrize("master", [MASTER_DTYPES["float32"], MASTER_DTYPES["bfloat16"]], ids=str)
+masters = pytest.mark.parametrize(
+    "master", [MASTER_DTYPES["float32"], MASTER_DTYPES["bfloat16"]], ids=str
+)
 computes = pytest.mark.parametrize("dtype", COMPUTE, ids=str)
 
 
@@ -51,9 +71,16 @@ def check(weight: torch.Tensor, name: str, dtype: torch.dtype) -> None:
     assert same_bits(buffers.tensors(), expected.tensors())
 
 
-def random_bits(rows: int, columns: int, master: torch.dtype, seed: int, finite: bool = True) -> torch.Tensor:
+def random_bits(
+    rows: int, columns: int, master: torch.dtype, seed: int, finite: bool = True
+) -> torch.Tensor:
     """Uniform bits: every exponent and sign, subnormals, and unless `finite` infinities and NaN."""
-    bits = torch.randint(0, 256, (rows, columns * master.itemsize), generator=torch.Generator().manual_seed(seed))
+    bits = torch.randint(
+        0,
+        256,
+        (rows, columns * master.itemsize),
+        generator=torch.Generator().manual_seed(seed),
+    )
     weight = bits.to(torch.uint8).view(master)
     return torch.where(weight.isfinite(), weight, 1.0).to(master) if finite else weight
 
@@ -72,16 +99,29 @@ def random_bits(rows: int, columns: int, master: torch.dtype, seed: int, finite:
 )
 @settings(max_examples=examples(60))
 def test_compiled_loops_give_the_operators_bits(
-    name: str, master: torch.dtype, dtype: torch.dtype,
-    rows: int, groups: int, columns: int, exponent: int, tail: float, seed: int,
-):  # fmt: skip
-    """Contract: codes and scales are those of torch's operators, bit for bit, over 2,880 layers: heavy tails, every
-    magnitude of float32, odd widths, groups of zeros; whatever the operators refuse, the loop refuses.
-    Blind spot: both could be wrong alike; tests/quant/test_materialize.py holds `materialize` to compressed-tensors."""
+    name: str,
+    master: torch.dtype,
+    dtype: torch.dtype,
+    rows: int,
+    groups: int,
+    columns: int,
+    exponent: int,
+    tail: float,
+    seed: int,
+):
+    """Contract: codes and scales are those of torch's operators, bit for bit, over 2,880 layers:
+    heavy tails, every magnitude of float32, odd widths, groups of zeros; whatever the operators
+    refuse, the loop refuses. Blind spot: both could be wrong alike; tests/quant/test_materialize.py
+    holds `materialize` to compressed-tensors.
+    """
     scheme = get_scheme(name)
-    width = (scheme.group_size or columns * (8 if scheme.packs_integers else 1)) * (groups if scheme.group_size else 1)
+    width = (scheme.group_size or columns * (8 if scheme.packs_integers else 1)) * (
+        groups if scheme.group_size else 1
+    )
     generator = torch.Generator().manual_seed(seed)
-    normal, spread = (torch.randn(rows, width, generator=generator, dtype=torch.float64) for _ in range(2))
+    normal, spread = (
+        torch.randn(rows, width, generator=generator, dtype=torch.float64) for _ in range(2)
+    )
     weight = normal * (tail * spread).exp() * 10.0**exponent
     weight[rows // 2, : width // groups] = 0.0
     check(weight.clamp(-3.3e38, 3.3e38).to(master), name, dtype)
@@ -92,7 +132,9 @@ def test_compiled_loops_give_the_operators_bits(
 @masters
 @computes
 def test_arbitrary_bits_give_the_operators_bits(name: str, master: torch.dtype, dtype: torch.dtype):
-    """1,000 layers a scheme over the dtypes, of uniformly random bits, and scaled so that most scales are ordinary."""
+    """1,000 layers a scheme over the dtypes, of uniformly random bits, and scaled so that most
+    scales are ordinary.
+    """
     columns = get_scheme(name).group_size or 64
     for seed in range(84):
         weight = random_bits(3, 2 * columns, master, seed)
@@ -104,16 +146,21 @@ def test_arbitrary_bits_give_the_operators_bits(name: str, master: torch.dtype, 
 @schemes
 @computes
 def test_every_bfloat16_value_gives_the_operators_bits(name: str, dtype: torch.dtype):
-    """All 65,280 finite values, each in a group with an absmax of 1 (values above it: in a group of their own)."""
+    """All 65,280 finite values, each in a group with an absmax of 1 (values above it: in a group of
+    their own).
+    """
     values = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
     values = values[values.isfinite()]
     width = get_scheme(name).group_size or 128
     small = values[values.abs() <= 1].view(-1)
-    small = torch.cat((small, torch.ones(-len(small) % (width - 1), dtype=torch.bfloat16))).view(-1, width - 1)
+    small = torch.cat((small, torch.ones(-len(small) % (width - 1), dtype=torch.bfloat16))).view(
+        -1, width - 1
+    )
     weight = torch.cat((small, torch.ones(len(small), 1, dtype=torch.bfloat16)), dim=1)
     check(weight, name, dtype)
     check(weight.float(), name, dtype)
-    for scale in (448.0, 7.5, 127.5):  # the stored scale is 1: the codes are the values, rounded
+    # the stored scale is 1: the codes are the values, rounded
+    for scale in (448.0, 7.5, 127.5):
         check(weight * scale, name, dtype)
         check(weight.float() * scale, name, dtype)
     large = values[values.abs() > 1]
@@ -122,11 +169,14 @@ def test_every_bfloat16_value_gives_the_operators_bits(name: str, dtype: torch.d
 
 @needs_numba
 def test_float32_rounds_to_e4m3_as_torch_does():
-    """A row whose absmax is 448 has scale 1: codes are torch's own conversion, here of every midpoint between two e4m3
-    values, its float32 neighbours, subnormals and both zeros."""
+    """A row whose absmax is 448 has scale 1: codes are torch's own conversion, here of every
+    midpoint between two e4m3 values, its float32 neighbours, subnormals and both zeros.
+    """
     e4m3 = torch.arange(0, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     middle = (e4m3[1:] + e4m3[:-1]) / 2
-    near = [torch.nextafter(middle, torch.full_like(middle, end)) for end in (-torch.inf, torch.inf)]
+    near = [
+        torch.nextafter(middle, torch.full_like(middle, end)) for end in (-torch.inf, torch.inf)
+    ]
     extra = torch.tensor([0.0, 2.0**-10, 1e-40, 1e-20, 2.0**-149, 448.0, 447.9])
     values = torch.cat((e4m3, middle, *near, extra))
     weight = torch.cat((values, -values)).view(1, -1)
@@ -142,9 +192,13 @@ def test_threads_and_strides_change_no_bit(name: str, monkeypatch: pytest.Monkey
     weight = torch.randn(1030, 512, generator=torch.Generator().manual_seed(0))
     expected = list(by_operators(weight, get_scheme(name), torch.bfloat16, "layer").tensors())
     for count in (1, 2, 3):
-        monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)  # vLLM ignores set_num_threads
+        # vLLM ignores set_num_threads
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
         assert same_bits(materialize(weight, get_scheme(name), torch.bfloat16).tensors(), expected)
-    for view in (weight.t().contiguous().t(), torch.cat((weight, weight), dim=1)[:, :512]):
+    for view in (
+        weight.t().contiguous().t(),
+        torch.cat((weight, weight), dim=1)[:, :512],
+    ):
         assert not view.is_contiguous()
         assert same_bits(materialize(view, get_scheme(name), torch.bfloat16).tensors(), expected)
 
@@ -152,22 +206,30 @@ def test_threads_and_strides_change_no_bit(name: str, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("name", SCHEMES)
 @masters
 def test_a_buffer_is_written_again(name: str, master: torch.dtype):
-    """Contract: with `out`, the result is `out` at its addresses, a fresh result's bits; of every scheme and tensor."""
+    """Contract: with `out`, the result is `out` at its addresses, a fresh result's bits; of every
+    scheme and tensor.
+    """
     scheme, generator = get_scheme(name), torch.Generator().manual_seed(0)
-    first, second = ((torch.randn(128, 384, generator=generator) * s).to(master) for s in (1.0, 0.1))
+    first, second = (
+        (torch.randn(128, 384, generator=generator) * s).to(master) for s in (1.0, 0.1)
+    )
     made = materialize(first, scheme, torch.bfloat16)
     old = LowBitWeight(scheme, made.codes.clone(), None, made.shape)
     addresses = [t.data_ptr() for t in (made.codes, made.scale, made.global_scale) if t is not None]
     again = materialize(second, scheme, torch.bfloat16, out=made)
     assert again is made
-    assert addresses == [t.data_ptr() for t in (made.codes, made.scale, made.global_scale) if t is not None]
+    assert addresses == [
+        t.data_ptr() for t in (made.codes, made.scale, made.global_scale) if t is not None
+    ]
     assert same_bits(made.tensors(), materialize(second, scheme, torch.bfloat16).tensors())
     assert not torch.equal(as_bytes(old.codes), as_bytes(made.codes))
 
 
 @pytest.mark.parametrize("name", ["bf16", "w4a16-g32", "fp8", "nvfp4a16", "mxfp4a16"])
 def test_experts_buffers_are_written_again(name: str):
-    """The same for a layer's experts, whose tensors are views of two stacks (NVFP4: of their own)."""
+    """The same for a layer's experts, whose tensors are views of two stacks (NVFP4: of their
+    own).
+    """
     generator = torch.Generator().manual_seed(0)
 
     def stacks(scale: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -183,13 +245,17 @@ def test_experts_buffers_are_written_again(name: str):
     assert same_bits(again.tensors(layout), fresh.tensors(layout))
     for (key, now, before), (_, tensor) in zip(held, again.tensors(layout), strict=True):
         if not key.endswith("weight_shape"):
-            assert now.data_ptr() == tensor.data_ptr() and not torch.equal(as_bytes(now), as_bytes(before))
+            assert now.data_ptr() == tensor.data_ptr() and not torch.equal(
+                as_bytes(now), as_bytes(before)
+            )
 
 
 @pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "plain"])
 def test_products_are_built_at_the_first_forward_of_a_version(aligned: bool):
-    """Contract: refresh() makes no second copy for an aligned layer; the first forward does, once, and of the version
-    that refresh() made, whatever the masters have become since; so is one that is built again after its release."""
+    """Contract: refresh() makes no second copy for an aligned layer; the first forward does, once,
+    and of the version that refresh() made, whatever the masters have become since; so is one that
+    is built again after its release.
+    """
     built: list[str] = []
     reference = make_factory("reference", torch.bfloat16)
 
@@ -197,7 +263,10 @@ def test_products_are_built_at_the_first_forward_of_a_version(aligned: bool):
         built.append(layer)
         return reference.linear(layer, *arguments)
 
-    parameter, bias = torch.nn.Parameter(torch.randn(32, 128)), torch.nn.Parameter(torch.randn(32))
+    parameter, bias = (
+        torch.nn.Parameter(torch.randn(32, 128)),
+        torch.nn.Parameter(torch.randn(32)),
+    )
     context = LayerContext(torch.bfloat16, "reference", aligned)
     context.multiply_with(SimpleNamespace(linear=counting))  # type: ignore[arg-type]
     linear = LowBitLinear("up", parameter, bias, get_scheme("w4a16"), context)
@@ -220,26 +289,31 @@ def test_the_materializer_is_named():
     assert materializer(get_scheme("bf16"), torch.float32, CPU) == Materializer(Way.CAST)
     for name in EAGER:
         assert materializer(get_scheme(name), torch.bfloat16, CPU) == Materializer(Way.TORCH)
-    assert str(materializer(get_scheme("w4a16"), torch.float16, CPU)) == (
-        "torch (the compiled loops take float32 and bfloat16 masters, not float16)"
+    assert (
+        str(materializer(get_scheme("w4a16"), torch.float16, CPU))
+        == "torch (the compiled loops take float32 and bfloat16 masters, not float16)"
     )
     if numba_missing() is None:
-        assert {materializer(get_scheme(name), torch.bfloat16, CPU) for name in FUSED} == {Materializer(Way.NUMBA)}
+        assert {materializer(get_scheme(name), torch.bfloat16, CPU) for name in FUSED} == {
+            Materializer(Way.NUMBA)
+        }
 
 
 @pytest.mark.slow
 def test_without_numba_operators_make_the_same_and_it_is_said():
-    """In a process where numba cannot be imported: the same bits, and `materializer` says why they came slower."""
+    """In a process where numba cannot be imported: the same bits, and `materializer` says why they
+    came slower.
+    """
     code = (
-        "import sys; sys.modules['numba'] = None\n"
-        "import torch\n"
-        "from qarl.quant.materialize import materialize, materializer\n"
-        "from qarl.quant.schemes import get_scheme\n"
-        "weight = torch.linspace(-1, 1, 4096).sin().view(16, 256)\n"
-        "made = materialize(weight, get_scheme('w4a16'), torch.bfloat16)\n"
-        "print(made.codes.sum().item(), materializer(get_scheme('w4a16'), weight.dtype, weight.device))\n"
+        "import sys; sys.modules['numba'] = None\nimport torch\nfrom qarl.quant.materialize import"
+        " materialize, materializer\nfrom qarl.quant.schemes import get_scheme\nweight ="
+        " torch.linspace(-1, 1, 4096).sin().view(16, 256)\nmade = materialize(weight,"
+        " get_scheme('w4a16'), torch.bfloat16)\nprint(made.codes.sum().item(),"
+        " materializer(get_scheme('w4a16'), weight.dtype, weight.device))\n"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
     weight = torch.linspace(-1, 1, 4096).sin().view(16, 256)
     total = materialize(weight, get_scheme("w4a16"), torch.bfloat16).codes.sum().item()
     assert out.startswith(f"{total} torch (numba cannot be imported: ")
@@ -267,8 +341,12 @@ def test_an_error_in_a_thread_is_raised():
 @schemes
 @masters
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_compiled_operators_give_the_operators_bits_on_cuda(name: str, master: torch.dtype, dtype: torch.dtype):
-    """Contract: on CUDA, torch.compile's codes and scales are the eager operators' there, and those of a CPU."""
+def test_compiled_operators_give_the_operators_bits_on_cuda(
+    name: str, master: torch.dtype, dtype: torch.dtype
+):
+    """Contract: on CUDA, torch.compile's codes and scales are the eager operators' there, and those
+    of a CPU.
+    """
     scheme = get_scheme(name)
     for seed in range(20):
         generator = torch.Generator().manual_seed(seed)
@@ -276,5 +354,7 @@ def test_compiled_operators_give_the_operators_bits_on_cuda(name: str, master: t
         weight[3] = 0.0
         there = weight.cuda()
         assert materializer(scheme, master, there.device).way is Way.COMPILED
-        made = ((name, tensor.cpu()) for name, tensor in materialize(there, scheme, dtype).tensors())
+        made = (
+            (name, tensor.cpu()) for name, tensor in materialize(there, scheme, dtype).tensors()
+        )
         assert same_bits(made, materialize(weight, scheme, dtype).tensors())

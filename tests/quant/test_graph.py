@@ -6,7 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BloomConfig, BloomForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+)
 
 from qarl.configs.errors import GraphError
 from qarl.quant.graph import experts, operators
@@ -20,17 +25,25 @@ from tests.support.moe_models import CONFIGS, random_moe
 
 
 def test_vllm_has_its_leaves_where_the_graph_takes_them():
-    """Contract: one failure here, naming the leaf, where an upgrade of vLLM moves one. Blind spot: a new operator that
-    runs between leaves; the gradient gate (tests/learner/test_gradient_gate.py) and tests/engine/test_families.py."""
+    """Contract: one failure here, naming the leaf, where an upgrade of vLLM moves one. Blind spot:
+    a new operator that runs between leaves; the gradient gate (tests/learner/test_gradient_gate.py)
+    and tests/engine/test_families.py.
+    """
     from vllm.distributed import parallel_state
     from vllm.model_executor.custom_op import CustomOp
     from vllm.model_executor.layers import rotary_embedding
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
     from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
-    from vllm.model_executor.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+    from vllm.model_executor.layers.linear import (
+        ColumnParallelLinear,
+        ReplicatedLinear,
+        RowParallelLinear,
+    )
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
-    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+    from vllm.model_executor.layers.vocab_parallel_embedding import (
+        VocabParallelEmbedding,
+    )
     from vllm.model_executor.models.transformers.base import Base
 
     def text(code: Any) -> str:
@@ -41,17 +54,38 @@ def test_vllm_has_its_leaves_where_the_graph_takes_them():
         assert "self.quant_method.apply(self, " in text(linear.forward), linear
     assert "lm_head.quant_method.apply(" in text(LogitsProcessor._apply_head)
     assert "self.quant_method.embedding(self, " in text(VocabParallelEmbedding.forward)
-    assert list(inspect.signature(Attention.forward).parameters)[1:4] == ["query", "key", "value"]
-    for attribute in ("_forward_entry", "_shared_experts", "_fse_fuse_gate", "routed_experts", "router"):
-        assert f"self.{attribute} " in text(MoERunner.__init__) or f"self.{attribute}:" in text(MoERunner.__init__)
-    assert list(inspect.signature(BaseRouter._select_experts).parameters)[1:3] == ["hidden_states", "router_logits"]
-    assert isinstance(rotary_embedding._ROPE_DICT, dict) and callable(Base._decorate_for_torch_compile)
+    assert list(inspect.signature(Attention.forward).parameters)[1:4] == [
+        "query",
+        "key",
+        "value",
+    ]
+    for attribute in (
+        "_forward_entry",
+        "_shared_experts",
+        "_fse_fuse_gate",
+        "routed_experts",
+        "router",
+    ):
+        assert f"self.{attribute} " in text(MoERunner.__init__) or f"self.{attribute}:" in text(
+            MoERunner.__init__
+        )
+    assert list(inspect.signature(BaseRouter._select_experts).parameters)[1:3] == [
+        "hidden_states",
+        "router_logits",
+    ]
+    assert isinstance(rotary_embedding._ROPE_DICT, dict) and callable(
+        Base._decorate_for_torch_compile
+    )
     assert all(hasattr(parallel_state, group) for group in vllm_kernels._GROUPS)
-    assert {operators.RMSNorm, operators.SiluAndMul}.issubset(CustomOp.__subclasses__()) and experts.MoERunner
+    assert {operators.RMSNorm, operators.SiluAndMul}.issubset(
+        CustomOp.__subclasses__()
+    ) and experts.MoERunner
 
 
 def test_a_graph_has_no_weights_and_leaves_no_group_behind_nor_rotary_embedding():
-    """Whoever reads a weight past its leaf fails, and does not compute with what was never loaded."""
+    """Whoever reads a weight past its leaf fails, and does not compute with what was never
+    loaded.
+    """
     from vllm.distributed import parallel_state
     from vllm.model_executor.layers import rotary_embedding
 
@@ -59,24 +93,56 @@ def test_a_graph_has_no_weights_and_leaves_no_group_behind_nor_rotary_embedding(
     model = LowBitModel(qwen3(), get_scheme("w8a8"), LayerContext(torch.bfloat16, "auto"), "engine")
     all_logits(model, some_tokens())
     assert kept == rotary_embedding._ROPE_DICT
-    assert all(getattr(parallel_state, group) is not vllm_kernels._ALONE for group in vllm_kernels._GROUPS)
+    assert all(
+        getattr(parallel_state, group) is not vllm_kernels._ALONE for group in vllm_kernels._GROUPS
+    )
 
 
-LATENT = {"q_lora_rank": 64, "kv_lora_rank": 64, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 64}
+LATENT = {
+    "q_lora_rank": 64,
+    "kv_lora_rank": 64,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 64,
+}
 
 
-@pytest.mark.parametrize(("model", "words"), [
-    (lambda: BloomForCausalLM(BloomConfig(hidden_size=64, n_layer=1, n_head=2, vocab_size=96)),
-     r"changes what it loads into 'transformer\.h\.0\.self_attention\.query_key_value\.weight'"),
-    (lambda: DeepseekV3ForCausalLM(DeepseekV3Config(
-        **{**SIZES, "num_key_value_heads": 4, **LATENT}, n_routed_experts=4, n_group=1, topk_group=1,
-        num_experts_per_tok=2, moe_intermediate_size=64)),
-     r"MLAAttention at 'model\.layers\.0\..*needed is a leaf"),
-    (lambda: random_moe(CONFIGS["ernie4_5_moe"]), r"leaves out the correction bias of 'model\.layers\.1\.mlp"),
-], ids=["turned weights", "latent attention", "bias left out"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (
+            lambda: BloomForCausalLM(
+                BloomConfig(hidden_size=64, n_layer=1, n_head=2, vocab_size=96)
+            ),
+            (
+                r"changes what it loads into"
+                r" 'transformer\.h\.0\.self_attention\.query_key_value\.weight'"
+            ),
+        ),
+        (
+            lambda: DeepseekV3ForCausalLM(
+                DeepseekV3Config(
+                    **{**SIZES, "num_key_value_heads": 4, **LATENT},
+                    n_routed_experts=4,
+                    n_group=1,
+                    topk_group=1,
+                    num_experts_per_tok=2,
+                    moe_intermediate_size=64,
+                )
+            ),
+            r"MLAAttention at 'model\.layers\.0\..*needed is a leaf",
+        ),
+        (
+            lambda: random_moe(CONFIGS["ernie4_5_moe"]),
+            r"leaves out the correction bias of 'model\.layers\.1\.mlp",
+        ),
+    ],
+    ids=["turned weights", "latent attention", "bias left out"],
+)
 def test_what_the_graph_has_no_leaf_for_is_refused_by_class_and_name(model: Any, words: str):
-    """Contract: "engine" refuses before anything is changed; "auto" takes transformers' operators and says why, and
-    `qarl schemes --model` says the same from the configuration alone."""
+    """Contract: "engine" refuses before anything is changed; "auto" takes transformers' operators
+    and says why, and `qarl schemes --model` says the same from the configuration alone.
+    """
     with torch.device("meta"):
         empty = model()
     answer = agreement(empty, torch.bfloat16)

@@ -27,7 +27,9 @@ DENSE = ("tied", "untied")
 
 
 def written(kind: str, folder: Path) -> Path:
-    """A checkpoint as transformers writes it. kind: of a mixture of experts, or a dense model's output head."""
+    """A checkpoint as transformers writes it. kind: of a mixture of experts, or a dense model's
+    output head.
+    """
     model = random_moe(CONFIGS[kind]) if kind in CONFIGS else qwen3(tied=kind == "tied")
     model.save_pretrained(folder)
     return folder
@@ -44,21 +46,29 @@ def test_layouts_and_renamings_are_transformers_own():
     """Whole checkpoints below; here what no model of theirs covers."""
     router = family_of("phimoe").checkpoint_name("model.layers.0.mlp.router.weight")
     assert router == "model.layers.0.block_sparse_moe.gate.weight"
-    assert family_of("mixtral").checkpoint_name("model.layers.0.mlp") == "model.layers.0.block_sparse_moe"
+    assert (
+        family_of("mixtral").checkpoint_name("model.layers.0.mlp")
+        == "model.layers.0.block_sparse_moe"
+    )
     assert family_of("nobody") == family_of("llama") == Family()
 
 
 @pytest.mark.parametrize("kind", [*DENSE, *CONFIGS])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_the_unquantized_stream_is_what_save_pretrained_writes(kind: str, dtype: str, tmp_path: Path):
-    """Contract: same names, none missing, none extra; same shapes; parameters rounded once to the compute dtype, and
-    persistent buffers (a router's correction bias) as they are. transformers' own reader and writer are the oracle."""
+def test_the_unquantized_stream_is_what_save_pretrained_writes(
+    kind: str, dtype: str, tmp_path: Path
+):
+    """Contract: same names, none missing, none extra; same shapes; parameters rounded once to the
+    compute dtype, and persistent buffers (a router's correction bias) as they are. transformers'
+    own reader and writer are the oracle.
+    """
     theirs = load_file(written(kind, tmp_path) / "model.safetensors")
     model = make_model(tmp_path, "bf16", dtype, kernel="reference")
     ours = streamed(model)
     buffers = {name for name, _ in model.module.named_buffers()}
     assert ours.keys() == theirs.keys()
-    biased = kind in ("deepseek_v3", "glm4_moe", "dots1")  # so that some buffers are compared
+    # so that some buffers are compared
+    biased = kind in ("deepseek_v3", "glm4_moe", "dots1")
     assert biased == bool(buffers & theirs.keys())
     for name, tensor in theirs.items():
         expected = tensor if name in buffers else tensor.to(COMPUTE_DTYPES[dtype])
@@ -66,27 +76,48 @@ def test_the_unquantized_stream_is_what_save_pretrained_writes(kind: str, dtype:
         assert torch.equal(ours[name], expected), name
 
 
-@pytest.mark.parametrize(("kind", "scheme", "layers"), [
-    *((kind, scheme, "[]") for kind in (*DENSE, "qwen3_moe") for scheme in SCHEMES),
-    *((kind, scheme, "[]") for kind in CONFIGS if kind != "qwen3_moe" for scheme in ("w4a16-g32", "w8a8", "nvfp4")),
-    ("tied", "w4a16", "first:1=bf16,*.down_proj=w8a8"),
-])  # fmt: skip
-def test_a_quantized_stream_has_the_names_with_suffixes(kind: str, scheme: str, layers: str, tmp_path: Path):
-    """Every matrix the plan quantizes has the tensors of `materialize` of that matrix alone, a tied head none; nothing
-    else changes. `qarl schemes` counts as many bytes."""
+@pytest.mark.parametrize(
+    ("kind", "scheme", "layers"),
+    [
+        *((kind, scheme, "[]") for kind in (*DENSE, "qwen3_moe") for scheme in SCHEMES),
+        *(
+            (kind, scheme, "[]")
+            for kind in CONFIGS
+            if kind != "qwen3_moe"
+            for scheme in ("w4a16-g32", "w8a8", "nvfp4")
+        ),
+        ("tied", "w4a16", "first:1=bf16,*.down_proj=w8a8"),
+    ],
+)
+def test_a_quantized_stream_has_the_names_with_suffixes(
+    kind: str, scheme: str, layers: str, tmp_path: Path
+):
+    """Every matrix the plan quantizes has the tensors of `materialize` of that matrix alone, a tied
+    head none; nothing else changes. `qarl schemes` counts as many bytes.
+    """
     plain = load_file(written(kind, tmp_path) / "model.safetensors")
     model = make_model(tmp_path, scheme, layers=layers, kernel="reference")
-    for name in [name for name, tensor in plain.items() if tensor.ndim == 3]:  # Granite's: [E, 2I, H] and [E, H, I]
+    # Granite's: [E, 2I, H] and [E, H, I]
+    for name in [name for name, tensor in plain.items() if tensor.ndim == 3]:
         stack, layer = plain.pop(name), name.rsplit(".", 2)[0] + ".experts"
         keys = ("gate_proj", "up_proj") if "input" in name else ("down_proj",)
         parts = list(zip(keys, stack.chunk(len(keys), 1), strict=True))
-        plain |= {f"{layer}.{e}.{key}.weight": part[e] for key, part in parts for e in range(len(stack))}
+        plain |= {
+            f"{layer}.{e}.{key}.weight": part[e] for key, part in parts for e in range(len(stack))
+        }
     ours, shapes = streamed(model), weight_shapes(model_skeleton(tmp_path))
-    _, counted = checkpoint_bytes(get_scheme(scheme), model_skeleton(tmp_path), torch.bfloat16.itemsize)
-    buffers = {name for name, _ in model.module.named_buffers()}  # routers' biases, which it does not count
-    assert layers != "[]" or counted == sum(tensor.nbytes for name, tensor in ours.items() if name not in buffers)
+    _, counted = checkpoint_bytes(
+        get_scheme(scheme), model_skeleton(tmp_path), torch.bfloat16.itemsize
+    )
+    # routers' biases, which it does not count
+    buffers = {name for name, _ in model.module.named_buffers()}
+    assert layers != "[]" or counted == sum(
+        tensor.nbytes for name, tensor in ours.items() if name not in buffers
+    )
     experts = [layer for layer in shapes if ".experts." in layer]
-    assert (len(experts) > 8) == (kind in CONFIGS) and (scheme == "bf16" or not set(experts) & set(model.plan.ignored))
+    assert (len(experts) > 8) == (kind in CONFIGS) and (
+        scheme == "bf16" or not set(experts) & set(model.plan.ignored)
+    )
     for layer, shape in shapes.items():
         weight = plain.pop(f"{layer}.weight", None)
         if weight is None:  # a tied head
@@ -97,19 +128,30 @@ def test_a_quantized_stream_has_the_names_with_suffixes(kind: str, scheme: str, 
         for suffix, tensor in materialize(weight, found, torch.bfloat16, layer).tensors():
             given = ours.pop(f"{layer}.{suffix}")
             assert (given.dtype, given.shape) == (tensor.dtype, tensor.shape), f"{layer}.{suffix}"
-            if not found.fuses_scales:  # else over gate and up together, see tests/quant/test_experts.py
-                assert torch.equal(given.view(torch.uint8), tensor.view(torch.uint8)), f"{layer}.{suffix}"
+            # else over gate and up together, see tests/quant/test_experts.py
+            if not found.fuses_scales:
+                assert torch.equal(given.view(torch.uint8), tensor.view(torch.uint8)), (
+                    f"{layer}.{suffix}"
+                )
     assert ours.keys() == plain.keys()
-    assert all(torch.equal(t, plain[name] if name in buffers else plain[name].bfloat16()) for name, t in ours.items())
+    assert all(
+        torch.equal(t, plain[name] if name in buffers else plain[name].bfloat16())
+        for name, t in ours.items()
+    )
     reported = {row.name: row.scheme for row in model.layers()}
-    assert kind in CONFIGS or reported == {name: scheme.name for name, scheme in model.plan.schemes.items()}
+    assert kind in CONFIGS or reported == {
+        name: scheme.name for name, scheme in model.plan.schemes.items()
+    }
 
 
 @kinds
 def test_routers_and_shared_expert_gates_stay_in_the_compute_dtype(kind: str, tmp_path: Path):
     random_moe(CONFIGS[kind]).save_pretrained(tmp_path)
     plan = plan_layers(model_skeleton(tmp_path), get_scheme("w8a8"))
-    router = {"mixtral": "block_sparse_moe.gate", "granitemoe": "block_sparse_moe.router.layer"}.get(kind, "mlp.gate")
+    router = {
+        "mixtral": "block_sparse_moe.gate",
+        "granitemoe": "block_sparse_moe.router.layer",
+    }.get(kind, "mlp.gate")
     expected = {f"model.layers.1.{router}", "lm_head"}
     expected |= {f"model.layers.0.{router}"} if kind in ("mixtral", "granitemoe") else set()
     expected |= {"model.layers.0.mlp.gate"} if kind == "olmoe" else set()
@@ -117,10 +159,16 @@ def test_routers_and_shared_expert_gates_stay_in_the_compute_dtype(kind: str, tm
     assert set(plan.ignored) == expected
 
 
-@pytest.mark.parametrize(("kind", "experts"), [(GptOssConfig, "num_local_experts"), (Qwen3NextConfig, "num_experts")])
+@pytest.mark.parametrize(
+    ("kind", "experts"),
+    [(GptOssConfig, "num_local_experts"), (Qwen3NextConfig, "num_experts")],
+)
 def test_unknown_layouts_are_refused_from_the_skeleton(kind: Any, experts: str, tmp_path: Path):
     kind(**SIZES, **{experts: 4}, num_experts_per_tok=2, head_dim=64).save_pretrained(tmp_path)
-    with pytest.raises(SchemeError, match=f"'{kind.model_type}'.*3-D weights.*known are mixtures of experts"):
+    with pytest.raises(
+        SchemeError,
+        match=f"'{kind.model_type}'.*3-D weights.*known are mixtures of experts",
+    ):
         model_skeleton(tmp_path)
 
 
@@ -129,40 +177,61 @@ def spoiled(tmp_path: Path, kind: str, drop: str, shards: bool = False) -> Path:
     random_moe(CONFIGS[kind]).save_pretrained(tmp_path, max_shard_size="300KB" if shards else "1GB")
     for file in tmp_path.glob("*.safetensors"):
         tensors = load_file(file)
-        save_file({n: t for n, t in tensors.items() if drop not in n}, file, metadata={"format": "pt"})
+        save_file(
+            {n: t for n, t in tensors.items() if drop not in n},
+            file,
+            metadata={"format": "pt"},
+        )
     return tmp_path
 
 
 @pytest.mark.parametrize("shards", [False, True], ids=["one-file", "shards"])
 @pytest.mark.parametrize(("kind", "drop", "first", "more"), cases(__file__, "missing experts"))
-def test_missing_experts_are_named(kind: str, drop: str, first: str, more: str, shards: bool, tmp_path: Path):
+def test_missing_experts_are_named(
+    kind: str, drop: str, first: str, more: str, shards: bool, tmp_path: Path
+):
     folder = spoiled(tmp_path, kind, drop, shards)
     for read in (model_skeleton, lambda path: load_masters(path, torch.float32)):
         with pytest.raises(
-            ModelError, match=rf"other experts than .*: '[\w.]*{first}' is missing instead of [^(]*{more}; copy it"
+            ModelError,
+            match=(
+                rf"other experts than .*: '[\w.]*{first}' is missing instead of [^(]*{more};"
+                r" copy it"
+            ),
         ):
             read(folder)
 
 
 def test_a_layer_without_any_expert_is_refused(tmp_path: Path):
     folder = spoiled(tmp_path, "qwen3_moe", "layers.1.mlp.experts.")
-    with pytest.raises(ModelError, match=r"lacks 2 tensors, the first being 'model\.layers\.1\.mlp\.experts\.down"):
+    with pytest.raises(
+        ModelError,
+        match=r"lacks 2 tensors, the first being 'model\.layers\.1\.mlp\.experts\.down",
+    ):
         load_masters(folder, torch.float32)
 
 
 def test_experts_of_other_number_or_size_than_the_config_says(tmp_path: Path):
     random_moe(CONFIGS["qwen3_moe"]).save_pretrained(tmp_path)
     written = (tmp_path / "config.json").read_text()
-    (tmp_path / "config.json").write_text(written.replace('"num_local_experts": 5', '"num_local_experts": 4'))
+    (tmp_path / "config.json").write_text(
+        written.replace('"num_local_experts": 5', '"num_local_experts": 4')
+    )
     with pytest.raises(ModelError, match=r"experts\.4\.down_proj\.weight' is .* instead of none"):
         model_skeleton(tmp_path)
-    (tmp_path / "config.json").write_text(written.replace('_intermediate_size": 128', '_intermediate_size": 64'))
-    with pytest.raises(ModelError, match=r"gate_proj\.weight' is \[128, 128\] instead of \[64, 128\]"):
+    (tmp_path / "config.json").write_text(
+        written.replace('_intermediate_size": 128', '_intermediate_size": 64')
+    )
+    with pytest.raises(
+        ModelError, match=r"gate_proj\.weight' is \[128, 128\] instead of \[64, 128\]"
+    ):
         model_skeleton(tmp_path)
 
 
 def test_fused_checkpoints_are_left_to_the_loader(tmp_path: Path):
-    """transformers can write its own fused names too, and reads them back: nothing is missing there."""
+    """transformers can write its own fused names too, and reads them back: nothing is missing
+    there.
+    """
     model = random_moe(CONFIGS["qwen3_moe"])
     model.save_pretrained(tmp_path, save_original_format=False)
     names = load_file(tmp_path / "model.safetensors").keys()
@@ -172,34 +241,54 @@ def test_fused_checkpoints_are_left_to_the_loader(tmp_path: Path):
 
 
 def test_sizes_no_group_divides_name_the_experts_layer(tmp_path: Path):
-    config = type(CONFIGS["qwen3_moe"])(**{**CONFIGS["qwen3_moe"].to_dict(), "moe_intermediate_size": 96})
+    config = type(CONFIGS["qwen3_moe"])(
+        **{**CONFIGS["qwen3_moe"].to_dict(), "moe_intermediate_size": 96}
+    )
     config.save_pretrained(tmp_path)
-    said = r"'w4a16': layer 'model\.layers\.1\.mlp\.experts\.0\.down_proj' has 96 input columns, no multiple of .* 128"
+    said = (
+        r"'w4a16': layer 'model\.layers\.1\.mlp\.experts\.0\.down_proj' has 96 input columns, no"
+        r" multiple of .* 128"
+    )
     with pytest.raises(SchemeError, match=rf"{said}.*\(and 4 more layers\)"):
         plan_layers(model_skeleton(tmp_path), get_scheme("w4a16"))
     plan_layers(model_skeleton(tmp_path), get_scheme("w8a8"))
 
 
 @pytest.mark.parametrize("kind", [*CONFIGS, "tied"])
-def test_a_process_reads_its_rows_and_one_whole_parameter(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Contract: the rows of three processes end to end are the model, in its dtype; beside its rows and what stays
-    whole a process never has more than one whole matrix or stack. Of experts it reads its own alone."""
+def test_a_process_reads_its_rows_and_one_whole_parameter(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Contract: the rows of three processes end to end are the model, in its dtype; beside its rows
+    and what stays whole a process never has more than one whole matrix or stack. Of experts it
+    reads its own alone.
+    """
     model = qwen3() if kind == "tied" else random_moe(CONFIGS[kind])
     model.save_pretrained(tmp_path)
     whole = load_masters(tmp_path, torch.bfloat16)
     heads = ("model.embed_tokens.weight", "lm_head.weight")
-    cut = {name: p.numel() for name, p in whole.named_parameters() if p.ndim > 1 and name not in heads}
+    cut = {
+        name: p.numel() for name, p in whole.named_parameters() if p.ndim > 1 and name not in heads
+    }
     read, most, stacks = core_model_loading.set_param_for_module, [0], set[str]()
 
     def counted(model: Any, name: str, value: torch.Tensor, *others: Any) -> None:
         read(model, name, value, *others)
         stacks.update([name] if value.ndim == 3 else [])
-        most[0] = max(most[0], sum(p.numel() for n, p in model.named_parameters() if n in cut and not p.is_meta))
+        most[0] = max(
+            most[0],
+            sum(p.numel() for n, p in model.named_parameters() if n in cut and not p.is_meta),
+        )
 
     monkeypatch.setattr(core_model_loading, "set_param_for_module", counted)
-    parts = [dict(load_masters(tmp_path, torch.bfloat16, share=Share(n, 3)).named_parameters()) for n in range(3)]
+    parts = [
+        dict(load_masters(tmp_path, torch.bfloat16, share=Share(n, 3)).named_parameters())
+        for n in range(3)
+    ]
     for name, parameter in whole.named_parameters():
         assert torch.equal(torch.cat([part[name] for part in parts]), parameter)
         assert all(whole_shape(part[name]) == parameter.shape for part in parts)
-    assert most[0] <= max(sum(part[name].numel() for name in cut) for part in parts) + max(cut.values())
-    assert bool(stacks) == any(len(shape) == 3 for shape in tensor_shapes(tmp_path).values())  # stored as stacks
+    assert most[0] <= max(sum(part[name].numel() for name in cut) for part in parts) + max(
+        cut.values()
+    )
+    # stored as stacks
+    assert bool(stacks) == any(len(shape) == 3 for shape in tensor_shapes(tmp_path).values())

@@ -1,4 +1,6 @@
-"""One low-bit linear layer: its product, its straight-through gradients, what it keeps for backward."""
+"""One low-bit linear layer: its product, its straight-through gradients, what it keeps for
+backward.
+"""
 
 import itertools
 import math
@@ -21,13 +23,22 @@ from qarl.quant.schemes import COMPUTE_DTYPES, SCHEMES, get_scheme
 from qarl.rollout.vllm.worker import _prepare_heads
 from tests.support.cases import cases
 from tests.support.kernels import VLLM_CPU_KERNELS, no_cuda, products
-from tests.support.layers import collected, dequantized_activation, kept_tensors, layer_gradients, make_linear, unpacked
+from tests.support.layers import (
+    collected,
+    dequantized_activation,
+    kept_tensors,
+    layer_gradients,
+    make_linear,
+    unpacked,
+)
 from tests.support.profiles import examples
 from tests.support.tensors import heavy, normal, relative_error
 
 BOUND = {"vllm": 1.0, "reference": 1.5}
-"""Relative Frobenius error allowed against the float64 product, in units of the compute dtype's epsilon: half a unit
-a rounding. The output is always one; vLLM's int4 kernel rounds the dequantized weight, the reference both operands."""
+"""Relative Frobenius error allowed against the float64 product, in units of the compute dtype's
+epsilon: half a unit a rounding. The output is always one; vLLM's int4 kernel rounds the dequantized
+weight, the reference both operands.
+"""
 
 schemes = pytest.mark.parametrize("scheme", list(SCHEMES))
 dtypes = pytest.mark.parametrize("dtype", COMPUTE_DTYPES.values(), ids=COMPUTE_DTYPES)
@@ -35,11 +46,15 @@ every_product = products(vllm=VLLM_CPU_KERNELS, reference=SCHEMES)
 
 
 def summation_error(x: torch.Tensor, weight: torch.Tensor) -> float:
-    """What fp32 sums of I products may be off by, Frobenius norm: √I half units of fp32 of Σ|x||w|, the growth of
-    rounding errors that are independent (Higham and Mary, SIAM J. Sci. Comput. 41, 2019). It shows in float32 alone,
-    where the output is no coarser than the sums. x: [N, I], weight: [O, I], both as multiplied."""
+    """What fp32 sums of I products may be off by, Frobenius norm: √I half units of fp32 of Σ|x||w|,
+    the growth of rounding errors that are independent (Higham and Mary, SIAM J. Sci. Comput. 41,
+    2019). It shows in float32 alone, where the output is no coarser than the sums. x: [N, I],
+    weight: [O, I], both as multiplied.
+    """
     half_unit = torch.finfo(torch.float32).eps / 2
-    return x.shape[1] ** 0.5 * half_unit * float((x.double().abs() @ weight.double().abs().t()).norm())
+    return (
+        x.shape[1] ** 0.5 * half_unit * float((x.double().abs() @ weight.double().abs().t()).norm())
+    )
 
 
 @every_product
@@ -54,25 +69,36 @@ def summation_error(x: torch.Tensor, weight: torch.Tensor) -> float:
 @example(tokens=9, rows=80, columns=128, seed=0)
 @settings(max_examples=examples(15))
 def test_forward_is_the_kernels_product_of_the_published_codes(
-    kernel: str, scheme: str, dtype: torch.dtype, bias: bool, tokens: int, rows: int, columns: int, seed: int
+    kernel: str,
+    scheme: str,
+    dtype: torch.dtype,
+    bias: bool,
+    tokens: int,
+    rows: int,
+    columns: int,
+    seed: int,
 ):
-    """Contract: ‖y - ŷ‖ ≤ BOUND · eps · ‖ŷ‖, and what summing in fp32 costs, with ŷ = x̂ · Ŵᵀ + b in float64 from
-    published codes and scales. A kernel that read other weights, scales or unquantized activations is further away: so
-    is the product of the masters, which is checked to be more than two bounds off where codes are coarse against the
-    dtype (int4, or a dtype other than bfloat16). Of w8a8 also rows that vLLM's own kernel for CPUs with AMX does not
-    take, nor float16: `vllm_cpu.int8` stands in."""
+    """Contract: ‖y - ŷ‖ ≤ BOUND · eps · ‖ŷ‖, and what summing in fp32 costs, with ŷ = x̂ · Ŵᵀ + b
+    in float64 from published codes and scales. A kernel that read other weights, scales or
+    unquantized activations is further away: so is the product of the masters, which is checked to
+    be more than two bounds off where codes are coarse against the dtype (int4, or a dtype other
+    than bfloat16). Of w8a8 also rows that vLLM's own kernel for CPUs with AMX does not take, nor
+    float16: `vllm_cpu.int8` stands in.
+    """
     rows = 128 if scheme == "fp8-block" or (rows % 32 and scheme != "w8a8") else rows
     linear = make_linear(scheme, kernel, dtype, (rows, columns), bias, seed)
     x = heavy(tokens, columns, seed=seed + 20).to(dtype)
     used, weight = dequantized_activation(x, linear), unpacked(linear.codes())
     exact, summed = used @ weight.t(), summation_error(used, weight)
-    off = relative_error(x.double() @ linear.master.detach().double().t(), exact)  # before a bias outweighs the product
+    # before a bias outweighs the product
+    off = relative_error(x.double() @ linear.master.detach().double().t(), exact)
     if linear.bias is not None:
         exact = exact + linear.bias.detach().to(dtype).double()
     with torch.no_grad():
         y = linear(x)
     assert y.dtype == dtype and y.shape == exact.shape
-    coarsest = torch.bfloat16 if scheme == "w4a8" and kernel == "vllm" else dtype  # whose operator's scales are that
+    # whose operator's scales are that
+    coarsest = torch.bfloat16 if scheme == "w4a8" and kernel == "vllm" else dtype
     bound = BOUND[kernel] * torch.finfo(coarsest).eps + summed / float(exact.norm())
     assert relative_error(y, exact) <= bound
     args = get_scheme(scheme).weights
@@ -81,12 +107,17 @@ def test_forward_is_the_kernels_product_of_the_published_codes(
 
 
 @no_cuda
-@pytest.mark.parametrize(("scheme", "kernel"), [("w4a16", "mp"), ("w4a16-channel", "mp"), ("w8a8", "int8")])
+@pytest.mark.parametrize(
+    ("scheme", "kernel"), [("w4a16", "mp"), ("w4a16-channel", "mp"), ("w8a8", "int8")]
+)
 @dtypes
-def test_cpus_without_avx512_multiply_in_fp32(scheme: str, kernel: str, dtype: torch.dtype, monkeypatch):
-    """Their kernels, wherever this runs: within rounding of the exact product, of columns whose int8 products are
-    beyond fp32's integers together; a row is the same whatever stands beside it. oneDNN has parts of rows copied: as
-    they lie 512 rows by 768 × 2304 take 41 s."""
+def test_cpus_without_avx512_multiply_in_fp32(
+    scheme: str, kernel: str, dtype: torch.dtype, monkeypatch
+):
+    """Their kernels, wherever this runs: within rounding of the exact product, of columns whose
+    int8 products are beyond fp32's integers together; a row is the same whatever stands beside it.
+    oneDNN has parts of rows copied: as they lie 512 rows by 768 × 2304 take 41 s.
+    """
     from vllm.model_executor.kernels import linear as tables
     from vllm.platforms.interface import PlatformEnum
 
@@ -106,19 +137,26 @@ def test_cpus_without_avx512_multiply_in_fp32(scheme: str, kernel: str, dtype: t
         "int8": (tables._POSSIBLE_INT8_KERNELS, CPUInt8ScaledMMFp32Kernel),
     }[kernel]
     monkeypatch.setitem(table, PlatformEnum.CPU, [own])
-    linear, x = make_linear(scheme, "vllm", dtype, (64, 2176), bias=False), heavy(9, 2176, seed=3).to(dtype)
+    linear, x = (
+        make_linear(scheme, "vllm", dtype, (64, 2176), bias=False),
+        heavy(9, 2176, seed=3).to(dtype),
+    )
     used, weight = dequantized_activation(x, linear), unpacked(linear.codes())
     exact = used @ weight.t()
     with torch.no_grad():
         y = linear(x)
         assert linear.product.name == own.__name__ and torch.equal(linear(x[4:5]), y[4:5])
-    assert relative_error(y, exact) <= torch.finfo(dtype).eps + summation_error(used, weight) / float(exact.norm())
+    assert relative_error(y, exact) <= torch.finfo(dtype).eps + summation_error(
+        used, weight
+    ) / float(exact.norm())
 
 
 @no_cuda
 def test_fp8_products_in_fp32_are_those_of_e4m3():
-    """`quant.kernels.vllm_cpu.fp8` against the product it stands in for: the same values, the sums in another order,
-    which does not depend on how many tokens there are: the last to be decoded is alone, and scored with others."""
+    """`quant.kernels.vllm_cpu.fp8` against the product it stands in for: the same values, the sums
+    in another order, which does not depend on how many tokens there are: the last to be decoded is
+    alone, and scored with others.
+    """
     from qarl.quant.kernels.vllm_cpu.fp8 import decoded, fp32_product
 
     every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
@@ -130,7 +168,11 @@ def test_fp8_products_in_fp32_are_those_of_e4m3():
     ours = decoded(x) @ decoded(weight).t()
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6 * float(theirs.abs().max()))
     assert torch.equal(decoded(weight.t()), decoded(weight).t()), "not contiguous"
-    tokens, weight, threads = heavy(144, 1024, seed=1), heavy(1024, 1024, seed=2), torch.get_num_threads()
+    tokens, weight, threads = (
+        heavy(144, 1024, seed=1),
+        heavy(1024, 1024, seed=2),
+        torch.get_num_threads(),
+    )
     try:
         for torch_has, count in itertools.product((1, 2), (1, 3, 5, 13, 64)):
             torch.set_num_threads(torch_has)
@@ -151,18 +193,24 @@ def test_int4_weights_are_packed_as_vllm_packs_them(shape: tuple[int, int]):
 
     rows, columns = shape
     generator = torch.Generator().manual_seed(rows)
-    words = torch.randint(-(2**31), 2**31, (rows, columns // 8), generator=generator).to(torch.int32)
+    words = torch.randint(-(2**31), 2**31, (rows, columns // 8), generator=generator).to(
+        torch.int32
+    )
     wide = quant_utils.unpack_quantized_values_into_int32(words.t(), scalar_types.uint4b8, 0)
     theirs = quant_utils.pack_quantized_values_into_int32(wide, scalar_types.uint4b8, 1)
-    assert torch.equal(repacked(words), theirs.view(columns, -1, 2).permute(1, 0, 2).reshape(-1, columns * 2))
+    assert torch.equal(
+        repacked(words),
+        theirs.view(columns, -1, 2).permute(1, 0, 2).reshape(-1, columns * 2),
+    )
 
 
 @pytest.mark.parametrize("scheme", ["w8a8", "fp8", "bf16"])
 @pytest.mark.parametrize("shape", [(1, 1), (3, 17), (17, 200), (5, 1000)])
 @dtypes
 def test_odd_shapes_multiply_too(scheme: str, shape: tuple[int, int], dtype: torch.dtype):
-    """Per-row schemes take any shape with the reference arithmetic; the leading axes of x are kept. The error is
-    bounded elementwise against Σ|x̂||Ŵ|, since one short row may cancel."""
+    """Per-row schemes take any shape with the reference arithmetic; the leading axes of x are kept.
+    The error is bounded elementwise against Σ|x̂||Ŵ|, since one short row may cancel.
+    """
     linear = make_linear(scheme, "reference", dtype, shape, bias=False)
     x = heavy(6, shape[1], seed=3).to(dtype)
     y = linear(x.view(2, 3, -1))
@@ -172,8 +220,12 @@ def test_odd_shapes_multiply_too(scheme: str, shape: tuple[int, int], dtype: tor
     assert (error <= 2 * torch.finfo(dtype).eps * (x_used.abs() @ weight.abs().t())).all()
 
 
-def fake_quant_gradients(linear: LowBitLinear, x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
-    """The textbook straight-through estimator, v + (dq(v) - v).detach() on both operands, by autograd in float32."""
+def fake_quant_gradients(
+    linear: LowBitLinear, x: torch.Tensor, dy: torch.Tensor
+) -> list[torch.Tensor]:
+    """The textbook straight-through estimator, v + (dq(v) - v).detach() on both operands, by
+    autograd in float32.
+    """
     x_used = dequantized_activation(x, linear).float() if linear.context.aligned else x.float()
     cast = linear.master.detach().to(linear.context.dtype)
     w_used = unpacked(linear.codes()).float() if linear.context.aligned else cast.float()
@@ -188,21 +240,37 @@ def fake_quant_gradients(linear: LowBitLinear, x: torch.Tensor, dy: torch.Tensor
 @schemes
 @pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
 @pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "plain"])
-@given(tokens=st.integers(1, 24), shape=st.sampled_from([(1, 128), (17, 256), (48, 384)]), seed=st.integers(0, 2**20))
+@given(
+    tokens=st.integers(1, 24),
+    shape=st.sampled_from([(1, 128), (17, 256), (48, 384)]),
+    seed=st.integers(0, 2**20),
+)
 @settings(max_examples=examples(15))
 def test_gradients_are_those_of_straight_through_fake_quantization(
-    scheme: str, bias: bool, aligned: bool, tokens: int, shape: tuple[int, int], seed: int
+    scheme: str,
+    bias: bool,
+    aligned: bool,
+    tokens: int,
+    shape: tuple[int, int],
+    seed: int,
 ):
-    """Contract: dx = dy · Ŵ, dW = dyᵀ · x̂, db = Σ dy. Derivation: autograd through the detach trick in float32, with
-    the layer computing in float32 as well, so that only the order of sums differs (tolerance 1e-5 of the largest).
-    Blind spot: the codes come from quant.*; tests of materialization and activations pin those to the libraries."""
+    """Contract: dx = dy · Ŵ, dW = dyᵀ · x̂, db = Σ dy. Derivation: autograd through the detach
+    trick in float32, with the layer computing in float32 as well, so that only the order of sums
+    differs (tolerance 1e-5 of the largest). Blind spot: the codes come from quant.*; tests of
+    materialization and activations pin those to the libraries.
+    """
     shape = (128, shape[1]) if scheme == "fp8-block" else shape
     linear = make_linear(scheme, "reference", torch.float32, shape, bias, seed, aligned=aligned)
-    x, dy = heavy(tokens, shape[1], seed=seed + 3), heavy(tokens, shape[0], seed=seed + 6)
+    x, dy = (
+        heavy(tokens, shape[1], seed=seed + 3),
+        heavy(tokens, shape[0], seed=seed + 6),
+    )
     ours, theirs = layer_gradients(linear, x, dy), fake_quant_gradients(linear, x, dy)
     for given_, expected in zip(ours, theirs, strict=True):
         assert given_.dtype == torch.float32
-        torch.testing.assert_close(given_, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+        torch.testing.assert_close(
+            given_, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max())
+        )
 
 
 @every_product
@@ -210,15 +278,21 @@ def test_gradients_are_those_of_straight_through_fake_quantization(
 def test_gradients_in_a_low_compute_dtype_are_rounded_once(
     scheme: str, kernel: str, dtype: torch.dtype, master_dtype: torch.dtype
 ):
-    """Whatever kernel multiplied: dx is the float32 gradient rounded to the compute dtype, dW and db to the master's.
-    Equal up to one unit in the last place, where another order of sums falls to the other side."""
+    """Whatever kernel multiplied: dx is the float32 gradient rounded to the compute dtype, dW and
+    db to the master's. Equal up to one unit in the last place, where another order of sums falls to
+    the other side.
+    """
     linear = make_linear(scheme, kernel, dtype, (128, 256), master_dtype=master_dtype)
     x, dy = heavy(13, 256, seed=3).to(dtype), normal(13, 128, seed=6).to(dtype)
     ours, theirs = layer_gradients(linear, x, dy), fake_quant_gradients(linear, x, dy)
-    for given_, expected, kept in zip(ours, theirs, (dtype, master_dtype, master_dtype), strict=True):
+    for given_, expected, kept in zip(
+        ours, theirs, (dtype, master_dtype, master_dtype), strict=True
+    ):
         assert given_.dtype == kept
         rtol = 1e-5 if kept == torch.float32 else torch.finfo(kept).eps
-        torch.testing.assert_close(given_.float(), expected, rtol=rtol, atol=1e-5 * float(expected.abs().max()))
+        torch.testing.assert_close(
+            given_.float(), expected, rtol=rtol, atol=1e-5 * float(expected.abs().max())
+        )
 
 
 KEPT = cases(__file__, "kept")
@@ -227,9 +301,11 @@ KEPT = cases(__file__, "kept")
 
 @every_product
 def test_the_activation_kept_for_backward_is_low_bit(scheme: str, kernel: str, dtype: torch.dtype):
-    """Contract: between forward and backward the layer keeps N·I codes of at most a byte and their scales, and no other
-    tensor; an 8-bit forward must not cost a 16-bit activation. Weight-only and unquantized layers, which keep N·I
-    values of the compute dtype, show that the hook sees what it should."""
+    """Contract: between forward and backward the layer keeps N·I codes of at most a byte and their
+    scales, and no other tensor; an 8-bit forward must not cost a 16-bit activation. Weight-only and
+    unquantized layers, which keep N·I values of the compute dtype, show that the hook sees what it
+    should.
+    """
     linear = make_linear(scheme, kernel, dtype)
     x = normal(24, 256, seed=2).to(dtype).requires_grad_()
     with kept_tensors() as saved:
@@ -237,7 +313,9 @@ def test_the_activation_kept_for_backward_is_low_bit(scheme: str, kernel: str, d
     y.float().sum().backward()
     assert x.grad is not None
     expected = KEPT.get(scheme, [(str(dtype).removeprefix("torch."), 256)])
-    assert [(t.dtype, t.numel()) for t in saved] == [(getattr(torch, kind), 24 * count) for kind, count in expected]
+    assert [(t.dtype, t.numel()) for t in saved] == [
+        (getattr(torch, kind), 24 * count) for kind, count in expected
+    ]
 
 
 @every_product
@@ -246,10 +324,15 @@ def test_the_activation_kept_for_backward_is_low_bit(scheme: str, kernel: str, d
 def test_a_changed_master_takes_effect_at_refresh(
     kernel: str, scheme: str, dtype: torch.dtype, master: torch.dtype, aligned: bool
 ):
-    """Contract: forward multiplies the materialized version. An optimizer step alone changes no output bit, neither
-    of weight nor of bias; refresh() does, and then equals a layer built from the new master. Also where the master is
-    of the compute dtype, and no rounding separates the two."""
-    linear, fresh = (make_linear(scheme, kernel, dtype, seed=s, master_dtype=master, aligned=aligned) for s in (0, 5))
+    """Contract: forward multiplies the materialized version. An optimizer step alone changes no
+    output bit, neither of weight nor of bias; refresh() does, and then equals a layer built from
+    the new master. Also where the master is of the compute dtype, and no rounding separates the
+    two.
+    """
+    linear, fresh = (
+        make_linear(scheme, kernel, dtype, seed=s, master_dtype=master, aligned=aligned)
+        for s in (0, 5)
+    )
     x = normal(7, 256, seed=1).to(dtype)
     assert linear.bias is not None and fresh.bias is not None
     before = linear(x)
@@ -266,37 +349,56 @@ def test_a_changed_master_takes_effect_at_refresh(
 @dtypes
 @pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
 def test_an_unaligned_layer_is_plain_linear_algebra(scheme: str, dtype: torch.dtype, bias: bool):
-    """y = F.linear(x, master in the compute dtype), bit for bit, and `weight_used` says so; codes are still made."""
+    """y = F.linear(x, master in the compute dtype), bit for bit, and `weight_used` says so; codes
+    are still made.
+    """
     linear = make_linear(scheme, dtype=dtype, bias=bias, aligned=False)
     x = heavy(9, 256, seed=4).to(dtype)
     cast = linear.master.detach().to(dtype)
-    assert torch.equal(linear(x), F.linear(x, cast, None if linear.bias is None else linear.bias.detach().to(dtype)))
+    assert torch.equal(
+        linear(x),
+        F.linear(x, cast, None if linear.bias is None else linear.bias.detach().to(dtype)),
+    )
     assert torch.equal(linear.weight_used(), cast.float())
     low_bit = materialize(linear.master, get_scheme(scheme), dtype)
-    assert linear.low_bit is not None and torch.equal(linear.low_bit.dequantized(), low_bit.dequantized())
+    assert linear.low_bit is not None and torch.equal(
+        linear.low_bit.dequantized(), low_bit.dequantized()
+    )
 
 
 def test_a_layer_never_materialized_raises_with_its_name():
     master = nn.Parameter(torch.ones(32, 128))
     context = LayerContext(torch.bfloat16, "reference")
     linear = LowBitLinear("model.layers.9.k_proj", master, None, get_scheme("fp8"), context)
-    with pytest.raises(RuntimeError, match=r"'model\.layers\.9\.k_proj' was never materialized.*refresh"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"'model\.layers\.9\.k_proj' was never materialized.*refresh",
+    ):
         linear(torch.ones(2, 128, dtype=torch.bfloat16))
 
 
 @no_cuda
-def test_unquantized_products_in_blocks_know_nothing_of_other_rows(monkeypatch: pytest.MonkeyPatch):
-    """What is done for CPUs with AMX, in vLLM's own dispatch: as many rows whatever is multiplied, each as in a block
-    of its own; of other dtypes where pairs of rows do not suffice, as here; what is no matrix stays as it is."""
+def test_unquantized_products_in_blocks_know_nothing_of_other_rows(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """What is done for CPUs with AMX, in vLLM's own dispatch: as many rows whatever is multiplied,
+    each as in a block of its own; of other dtypes where pairs of rows do not suffice, as here; what
+    is no matrix stays as it is.
+    """
     from vllm.model_executor.layers import utils
 
     calls: list[int] = []
 
     def counted(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         calls.append(len(x))
-        return F.linear(x, weight, bias) + len(x)  # a kernel that rounds by the number of rows
+        # a kernel that rounds by the number of rows
+        return F.linear(x, weight, bias) + len(x)
 
-    monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", lambda layer, _: setattr(layer, "cpu_linear", counted))
+    monkeypatch.setattr(
+        utils,
+        "dispatch_cpu_unquantized_gemm",
+        lambda layer, _: setattr(layer, "cpu_linear", counted),
+    )
     multiply_alike(amx=True)
     once = utils.dispatch_cpu_unquantized_gemm
     multiply_alike(amx=False)
@@ -314,7 +416,10 @@ def test_unquantized_products_in_blocks_know_nothing_of_other_rows(monkeypatch: 
         assert torch.equal(result, expected[:rows].unflatten(0, shape))
         assert {*calls} <= {ROWS, 0} and sum(calls) == -(-rows // ROWS) * ROWS, "blocks"
         calls.clear()
-    for other in (nn.Conv1d(4, 4, 1, dtype=torch.bfloat16), nn.Linear(1, 1, device="meta")):
+    for other in (
+        nn.Conv1d(4, 4, 1, dtype=torch.bfloat16),
+        nn.Linear(1, 1, device="meta"),
+    ):
         utils.dispatch_cpu_unquantized_gemm(other, True)
         assert other.cpu_linear is counted
     wide = nn.Linear(16, 24)
@@ -325,22 +430,33 @@ def test_unquantized_products_in_blocks_know_nothing_of_other_rows(monkeypatch: 
         rows = math.prod(shape)
         result = in_pairs(counted)(x[:rows].unflatten(0, shape), layer.weight, bias)
         computed = 2 if rows == 1 else len(result)
-        assert torch.equal(result, (F.linear(x[:rows], layer.weight, bias) + computed).unflatten(0, shape))
+        assert torch.equal(
+            result,
+            (F.linear(x[:rows], layer.weight, bias) + computed).unflatten(0, shape),
+        )
     head: Any = object.__new__(ParallelLMHead)
     nn.Module.__init__(head)
     vars(head).update(cpu_linear=None, weight=layer.weight)
-    _prepare_heads(head)  # as after a publish, in a process that had the worker's module before the plugin
+    # as after a publish, in a process that had the worker's module before the plugin
+    _prepare_heads(head)
     assert torch.equal(head.cpu_linear(x[:1], layer.weight, bias), expected[:1])
 
 
 @no_cuda
 def test_an_unquantized_row_alone_is_that_row_among_others():
-    """vLLM's own products, as its plugin leaves them. Of bfloat16, where the CPU has no units for it, a value in 20,000
-    would differ if a row were multiplied alone, and with them a token of hundreds."""
+    """vLLM's own products, as its plugin leaves them. Of bfloat16, where the CPU has no units for
+    it, a value in 20,000 would differ if a row were multiplied alone, and with them a token of
+    hundreds.
+    """
     from vllm.model_executor.layers import utils
 
     register()
-    layer, x = nn.Linear(256, 1024, bias=False).bfloat16(), normal(128, 256, seed=0).bfloat16()
+    layer, x = (
+        nn.Linear(256, 1024, bias=False).bfloat16(),
+        normal(128, 256, seed=0).bfloat16(),
+    )
     utils.dispatch_cpu_unquantized_gemm(layer, False)
-    whole, alone = (torch.cat([layer.cpu_linear(rows, layer.weight, None) for rows in x.split(n)]) for n in (128, 1))  # type: ignore[operator]
-    assert torch.equal(whole, alone)
+    multiply: Any = layer.cpu_linear
+    together = multiply(x, layer.weight, None)
+    alone = torch.cat([multiply(row, layer.weight, None) for row in x.split(1)])
+    assert torch.equal(together, alone)

@@ -16,12 +16,31 @@ from qarl.quant.checkpoint.shapes import weight_shapes
 from qarl.quant.layers.lora import Adapter
 from qarl.quant.layers.stack import fuse_scales
 from qarl.quant.materialize import materialize
-from qarl.quant.model.add_lora import LoraError, adapted_weights, add_adapters, describe_adapters
+from qarl.quant.model.add_lora import (
+    LoraError,
+    adapted_weights,
+    add_adapters,
+    describe_adapters,
+)
 from qarl.quant.runtime.shards import Shard
 from qarl.quant.schemes import SCHEMES
 from tests.support.cases import cases, pattern
-from tests.support.layers import dequantized_activation, make_experts, make_linear, routed, textbook_gradients, unpacked
-from tests.support.learners import all_equal, batch_of, logprobs_of, make_learner, masters_of, random_model
+from tests.support.layers import (
+    dequantized_activation,
+    make_experts,
+    make_linear,
+    routed,
+    textbook_gradients,
+    unpacked,
+)
+from tests.support.learners import (
+    all_equal,
+    batch_of,
+    logprobs_of,
+    make_learner,
+    masters_of,
+    random_model,
+)
 from tests.support.models import low_bit, same_stream, stream_bytes
 from tests.support.moe_models import CONFIGS, random_moe
 from tests.support.tensors import heavy, normal, relative_error, same_bits
@@ -38,16 +57,22 @@ def adapter_for(base: torch.Tensor, seed: int = 3, zero: bool = False) -> Adapte
     return adapter
 
 
-def lora_learner(scheme: str = "w4a16", seed: int = 0, lora: LoraConfig = LORA, **config: Any) -> Learner:
+def lora_learner(
+    scheme: str = "w4a16", seed: int = 0, lora: LoraConfig = LORA, **config: Any
+) -> Learner:
     """A learner whose model has adapters from the start, drawn from seed 7."""
     plain = make_learner(scheme, seed=seed, **config)
     add_adapters(plain.model, lora, seed=7)
     return Learner(plain.model, plain.config)
 
 
-def test_matrices_that_wait_on_the_host_come_where_codes_are_made(monkeypatch: pytest.MonkeyPatch):
-    """Contract: all but matrices of linear layers and experts is moved, a tied embedding too; and what is materialized
-    is on the context's device. Blind spot: pinned memory, and copies beside others, which GPUs have."""
+def test_matrices_that_wait_on_the_host_come_where_codes_are_made(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Contract: all but matrices of linear layers and experts is moved, a tied embedding too; and
+    what is materialized is on the context's device. Blind spot: pinned memory, and copies beside
+    others, which GPUs have.
+    """
     model, moved, to = random_moe(CONFIGS["qwen3_moe"]), set(), torch.Tensor.to
 
     def noted(tensor: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
@@ -57,8 +82,12 @@ def test_matrices_that_wait_on_the_host_come_where_codes_are_made(monkeypatch: p
     with monkeypatch.context() as patched:
         patched.setattr(torch.Tensor, "to", noted)
         matrices_on_host(model, torch.device("cpu"))
-    stayed = {name.rpartition(".")[0] for name, p in model.named_parameters() if p.data_ptr() not in moved}
-    layers = {name for name, m in model.named_modules() if isinstance(m, nn.Linear)} | set(dict(fused_experts(model)))
+    stayed = {
+        name.rpartition(".")[0] for name, p in model.named_parameters() if p.data_ptr() not in moved
+    }
+    layers = {name for name, m in model.named_modules() if isinstance(m, nn.Linear)} | set(
+        dict(fused_experts(model))
+    )
     assert stayed == (layers - {"lm_head"} if model.config.tie_word_embeddings else layers)
     linear = make_linear("w4a16")
     assert {tensor.device.type for tensor in linear.merged()} == {"cpu"}
@@ -68,12 +97,16 @@ def test_matrices_that_wait_on_the_host_come_where_codes_are_made(monkeypatch: p
 
 @pytest.mark.parametrize("master", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_merged_weight_is_base_plus_scaled_product(master: torch.dtype):
-    """W + (12/4) B A against float64, rounded once to the base's dtype; experts of which a process has some have
-    the bits they have in the stack; B of zeros gives the base bit for bit, signs of zeros included."""
+    """W + (12/4) B A against float64, rounded once to the base's dtype; experts of which a process
+    has some have the bits they have in the stack; B of zeros gives the base bit for bit, signs of
+    zeros included.
+    """
     stack = (heavy(3 * 32, 64, seed=0) * 0.05).to(master).view(3, 32, 64)
     adapter = adapter_for(stack)
     merged = adapter.merge(stack)
-    exact = stack.double() + 3.0 * adapter.lora_B.detach().double() @ adapter.lora_A.detach().double()
+    exact = (
+        stack.double() + 3.0 * adapter.lora_B.detach().double() @ adapter.lora_A.detach().double()
+    )
     assert merged.dtype == master and not torch.equal(merged, stack)
     assert ((merged.double() - exact).abs() <= torch.finfo(master).eps * exact.abs() + 1e-7).all()
     for rank in range(2):
@@ -87,19 +120,32 @@ def test_the_merged_weight_is_base_plus_scaled_product(master: torch.dtype):
 def test_a_is_drawn_as_peft_draws_it():
     """Uniform in ±1/√I, every expert's anew, the same for the same seed; B is zero."""
     base = torch.zeros(5, 48, 400)
-    one, again, other = (Adapter(base, 16, 32.0, torch.Generator().manual_seed(s)) for s in (1, 1, 2))
+    one, again, other = (
+        Adapter(base, 16, 32.0, torch.Generator().manual_seed(s)) for s in (1, 1, 2)
+    )
     a = one.lora_A.detach()
     assert a.shape == (5, 16, 400) and one.lora_B.shape == (5, 48, 16) and not one.lora_B.any()
-    assert torch.equal(a, again.lora_A) and not torch.equal(a, other.lora_A) and not torch.equal(a[0], a[1])
-    assert 0.049 < a.abs().max() <= 0.05 + 1e-7 and a.std() == pytest.approx(0.05 / math.sqrt(3), rel=0.02)
+    assert (
+        torch.equal(a, again.lora_A)
+        and not torch.equal(a, other.lora_A)
+        and not torch.equal(a[0], a[1])
+    )
+    assert 0.049 < a.abs().max() <= 0.05 + 1e-7 and a.std() == pytest.approx(
+        0.05 / math.sqrt(3), rel=0.02
+    )
 
 
 @pytest.mark.parametrize("scheme", list(SCHEMES))
 @pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "plain"])
 def test_an_adapted_layer_is_one_with_the_merged_master(scheme: str, aligned: bool):
-    """Contract: codes, scales and products of an adapted layer are, bit for bit, those of a layer whose master is the
-    merged weight, and before training those of the base. Layers sharing a tensor-wide scale see each other merged."""
-    linear, partner = make_linear(scheme, aligned=aligned), make_linear(scheme, aligned=aligned, seed=5)
+    """Contract: codes, scales and products of an adapted layer are, bit for bit, those of a layer
+    whose master is the merged weight, and before training those of the base. Layers sharing a
+    tensor-wide scale see each other merged.
+    """
+    linear, partner = (
+        make_linear(scheme, aligned=aligned),
+        make_linear(scheme, aligned=aligned, seed=5),
+    )
     x = heavy(6, 256, seed=2).bfloat16()
     base = linear(x)
     adapter = adapter_for(partner.master)
@@ -110,11 +156,15 @@ def test_an_adapted_layer_is_one_with_the_merged_master(scheme: str, aligned: bo
     with torch.no_grad():
         adapter.lora_B.mul_(1e4)
     largest = max(float(master.detach().abs().max()) for master in (linear.master, partner.master))
-    assert partner.merged()[0].abs().max() > 2 * largest  # so that a tensor-wide scale is that of its merged weight
+    # so that a tensor-wide scale is that of its merged weight
+    assert partner.merged()[0].abs().max() > 2 * largest
     fuse_scales([[partner, linear]])
     linear.adapt(0, adapter_for(linear.master))
     linear.refresh()
-    full, full_partner = make_linear(scheme, aligned=aligned), make_linear(scheme, aligned=aligned)
+    full, full_partner = (
+        make_linear(scheme, aligned=aligned),
+        make_linear(scheme, aligned=aligned),
+    )
     full.master.data, full_partner.master.data = (each.merged()[0] for each in (linear, partner))
     fuse_scales([[full_partner, full]])
     full.refresh()
@@ -125,8 +175,9 @@ def test_an_adapted_layer_is_one_with_the_merged_master(scheme: str, aligned: bo
 
 @pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8", "nvfp4"])
 def test_factor_gradients_are_autograds_through_the_merged_weight(scheme: str):
-    """Contract: dA, dB and dx equal autograd's, float64, of y = x̂ · (Ŵ + s·BA - sg(s·BA))ᵀ: the value the codes stand
-    for, the gradient of the merged weight. The base and the bias get none."""
+    """Contract: dA, dB and dx equal autograd's, float64, of y = x̂ · (Ŵ + s·BA - sg(s·BA))ᵀ: the
+    value the codes stand for, the gradient of the merged weight. The base and the bias get none.
+    """
     linear = make_linear(scheme, dtype=torch.float32)
     adapter = adapter_for(linear.master)
     linear.adapt(0, adapter)
@@ -151,10 +202,15 @@ def test_factor_gradients_are_autograds_through_the_merged_weight(scheme: str):
     assert linear.master.grad is None and linear.bias.grad is None
 
 
-@pytest.mark.parametrize(("scheme", "aligned"), [("w4a16", True), ("w8a8", True), ("nvfp4a16", True), ("w4a16", False)])
+@pytest.mark.parametrize(
+    ("scheme", "aligned"),
+    [("w4a16", True), ("w8a8", True), ("nvfp4a16", True), ("w4a16", False)],
+)
 def test_factor_gradients_of_experts(scheme: str, aligned: bool):
-    """Contract: with dW the dense reference's gradient of each merged expert (autograd, float64), dA = s Bᵀ dW and
-    dB = s dW Aᵀ; experts without a token get zeros. Codes are those of masters holding the merged weights."""
+    """Contract: with dW the dense reference's gradient of each merged expert (autograd, float64),
+    dA = s Bᵀ dW and dB = s dW Aᵀ; experts without a token get zeros. Codes are those of masters
+    holding the merged weights.
+    """
     experts = make_experts(scheme, "reference", torch.float32, aligned=aligned)
     for master in experts.masters:
         master.requires_grad_(False)
@@ -164,7 +220,10 @@ def test_factor_gradients_of_experts(scheme: str, aligned: bool):
     experts.context.gradients.scale = 8.0
     weights, index = routed(11)
     index[index == 0] = 1
-    x, dy = heavy(11, experts.shape.hidden, seed=9), normal(11, experts.shape.hidden, seed=11)
+    x, dy = (
+        heavy(11, experts.shape.hidden, seed=9),
+        normal(11, experts.shape.hidden, seed=11),
+    )
     experts(x, index, weights).backward(dy * 8.0)
     full = make_experts(scheme, "reference", torch.float32, aligned=aligned)
     full.gate_up_proj.data, full.down_proj.data = (m.clone() for m in experts.merged())
@@ -175,13 +234,18 @@ def test_factor_gradients_of_experts(scheme: str, aligned: bool):
         assert adapter is not None and master.grad is None
         a, b = adapter.lora_A.detach().double(), adapter.lora_B.detach().double()
         bound = 2e-3 if experts.quantizes_activations else 1e-5
-        for ours, theirs in ((adapter.lora_A, 3.0 * b.mT @ dw), (adapter.lora_B, 3.0 * dw @ a.mT)):
+        for ours, theirs in (
+            (adapter.lora_A, 3.0 * b.mT @ dw),
+            (adapter.lora_B, 3.0 * dw @ a.mT),
+        ):
             assert ours.grad is not None and relative_error(ours.grad, theirs) <= bound
             assert not ours.grad[0].any() and ours.grad[1].any()
 
 
 def test_the_first_policy_is_the_base_and_only_adapters_are_masters():
-    """Before training the stream is the base's to the bit; linear layers have adapters, and all else is frozen."""
+    """Before training the stream is the base's to the bit; linear layers have adapters, and all
+    else is frozen.
+    """
     base = make_learner().model
     model = lora_learner().model
     model.refresh()
@@ -192,16 +256,24 @@ def test_the_first_policy_is_the_base_and_only_adapters_are_masters():
     trained = {id(p) for p in model.parameters() if p.requires_grad}
     assert trained == {id(p) for p in model.masters.values()}
     told = describe_adapters(model, LORA)
-    assert "rank 4, alpha 12 on 14 of 15 weight matrices" in told and told.endswith("norms, biases, lm_head")
+    assert "rank 4, alpha 12 on 14 of 15 weight matrices" in told and told.endswith(
+        "norms, biases, lm_head"
+    )
     assert f"{sum(p.numel() for p in model.masters.values()):,} parameters are trained" in told
 
 
 @pytest.mark.parametrize(("scheme", "optimizer"), [("w4a16", "muon"), ("w8a8", "adamw")])
 def test_training_moves_adapters_alone(scheme: str, optimizer: str):
-    """Over updates: what was rewarded becomes likelier, the base keeps every bit and every gradient stays None, the
-    optimizer's state is that of the adapters alone, and the stream is the materialized merged weights bit for bit."""
+    """Over updates: what was rewarded becomes likelier, the base keeps every bit and every gradient
+    stays None, the optimizer's state is that of the adapters alone, and the stream is the
+    materialized merged weights bit for bit.
+    """
     wide = {"epsilon_high": 10.0, "delta_high": 10.0, "delta_low": 0.99}
-    learner = lora_learner(scheme, objective=wide, optimizer={"name": optimizer, "lr": 5e-3, "weight_decay": 0.0})
+    learner = lora_learner(
+        scheme,
+        objective=wide,
+        optimizer={"name": optimizer, "lr": 5e-3, "weight_decay": 0.0},
+    )
     model, batch = learner.model, batch_of()
     before = {name: p.detach().clone() for name, p in model.loaded.items()}
     old = logprobs_of(learner, batch).values
@@ -215,7 +287,9 @@ def test_training_moves_adapters_alone(scheme: str, optimizer: str):
     assert steps.keys() == model.masters.keys()
     states = [s for step in steps.values() for s in step["moments"]]
     held = sum(t.numel() for s in states for t in s.values() if torch.is_tensor(t) and t.ndim > 1)
-    assert held == (1 if optimizer == "muon" else 2) * sum(p.numel() for p in model.masters.values())
+    assert held == (1 if optimizer == "muon" else 2) * sum(
+        p.numel() for p in model.masters.values()
+    )
     for name, linear in model.linears.items():
         if name == "lm_head":
             continue
@@ -227,8 +301,12 @@ def test_training_moves_adapters_alone(scheme: str, optimizer: str):
 
 
 def test_checkpointed_layers_give_adapters_the_same_gradients():
-    """Nothing below the first adapter has a gradient, so a recomputed input needs none; factors' are the same bits."""
-    plain, again = (lora_learner(gradient_checkpointing=given, mini_batches=1) for given in (False, True))
+    """Nothing below the first adapter has a gradient, so a recomputed input needs none; factors'
+    are the same bits.
+    """
+    plain, again = (
+        lora_learner(gradient_checkpointing=given, mini_batches=1) for given in (False, True)
+    )
     for learner in (plain, again):
         learner.learn(batch_of(0), step=0)
         learner.learn(batch_of(1), step=1)
@@ -237,8 +315,9 @@ def test_checkpointed_layers_give_adapters_the_same_gradients():
 
 
 def test_adapters_of_another_base_are_refused():
-    """One weight of the base differs by its last bit: the adapters were trained on another policy. So it is with a
-    checkpoint of full masters; nothing of either is taken over."""
+    """One weight of the base differs by its last bit: the adapters were trained on another policy.
+    So it is with a checkpoint of full masters; nothing of either is taken over.
+    """
     learner, other = lora_learner(), lora_learner()
     state = learner.state_dict()
     other.load_state_dict(state)
@@ -249,17 +328,25 @@ def test_adapters_of_another_base_are_refused():
         other.model.masters["model.layers.0.mlp.up_proj.lora_B"].fill_(1.0)
     before = masters_of(other)
     for wrong in (state, make_learner().state_dict()):
-        with pytest.raises(ConfigError, match=r"adapters are for a base with .*, this policy has digest [0-9a-f]{16}…"):
+        with pytest.raises(
+            ConfigError,
+            match=r"adapters are for a base with .*, this policy has digest [0-9a-f]{16}…",
+        ):
             other.load_state_dict(wrong)
-    with pytest.raises(ConfigError, match=r"base with digest [0-9a-f]{16}…, this policy has no frozen base"):
+    with pytest.raises(
+        ConfigError,
+        match=r"base with digest [0-9a-f]{16}…, this policy has no frozen base",
+    ):
         make_learner().load_state_dict(state)
     assert all_equal(masters_of(other), before)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
 def test_a_mixture_of_experts_learns_by_adapters(kind: str):
-    """Experts are adapted under their layer's name, routers are not; a backward reaches every adapter of a layer with
-    tokens, and after a step the experts' codes are those of the merged stacks."""
+    """Experts are adapted under their layer's name, routers are not; a backward reaches every
+    adapter of a layer with tokens, and after a step the experts' codes are those of the merged
+    stacks.
+    """
     model = low_bit(random_moe(CONFIGS[kind]), "w8a8", torch.float32)
     before = stream_bytes(model)
     add_adapters(model, LORA, seed=0)
@@ -267,19 +354,29 @@ def test_a_mixture_of_experts_learns_by_adapters(kind: str):
     assert len(stacks) == 2 * len(model.experts)
     assert not any(name.endswith(("gate", "lm_head")) for name in model.adapted)
     tokens = torch.randint(3, 512, (2, 20), generator=torch.Generator().manual_seed(0))
-    model.head(model.hidden(tokens, torch.ones_like(tokens, dtype=torch.bool))).square().mean().backward()
+    model.head(
+        model.hidden(tokens, torch.ones_like(tokens, dtype=torch.bool))
+    ).square().mean().backward()
     with torch.no_grad():
         for name, master in model.masters.items():
-            assert master.grad is not None and bool(master.grad.any()) == name.endswith("lora_B"), name  # B = 0 so far
+            # B = 0 so far
+            assert master.grad is not None and bool(master.grad.any()) == name.endswith("lora_B"), (
+                name
+            )
             master.sub_(master.grad.sign() * 1e-2)
     model.refresh()
     after = stream_bytes(model)
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert any(".experts.0." in name for name in moved)
-    assert not any(n.endswith(("norm.weight", "gate.weight", "embed_tokens.weight", "lm_head.weight")) for n in moved)
+    assert not any(
+        n.endswith(("norm.weight", "gate.weight", "embed_tokens.weight", "lm_head.weight"))
+        for n in moved
+    )
     for layer, experts in model.experts.items():
         full = random_moe(CONFIGS[kind]).get_submodule(layer.replace("block_sparse_moe", "mlp"))
-        for master, merged in zip((full.gate_up_proj, full.down_proj), experts.merged(), strict=True):
+        for master, merged in zip(
+            (full.gate_up_proj, full.down_proj), experts.merged(), strict=True
+        ):
             assert isinstance(master, nn.Parameter) and not torch.equal(master, merged)
 
 
@@ -291,14 +388,34 @@ def test_what_does_not_fit_the_model_is_refused(lora: dict[str, Any], message: s
 
 def test_targets_are_patterns_over_checkpoint_names():
     shapes = weight_shapes(random_model())
-    found = adapted_weights(shapes, "qwen3", LoraConfig.model_validate({"rank": 2, "targets": "last:1,*.0.*.q_proj"}))
+    found = adapted_weights(
+        shapes,
+        "qwen3",
+        LoraConfig.model_validate({"rank": 2, "targets": "last:1,*.0.*.q_proj"}),
+    )
     assert found[0] == "model.layers.0.self_attn.q_proj" and len(found) == 8
     assert all(name.startswith("model.layers.1.") for name in found[1:])
     experts = weight_shapes(random_moe(CONFIGS["mixtral"]))
-    down = adapted_weights(experts, "mixtral", LoraConfig.model_validate({"rank": 2, "targets": "*.w2"}))
+    down = adapted_weights(
+        experts, "mixtral", LoraConfig.model_validate({"rank": 2, "targets": "*.w2"})
+    )
     assert down == [f"model.layers.{i}.block_sparse_moe.experts.down_proj" for i in range(2)]
     for part in ("*.experts.1.*", "*.w1"):
-        with pytest.raises(LoraError, match=r"take part of '.*\.(gate_up|down)_proj' and leave out .*experts\.\*'"):
-            adapted_weights(experts, "mixtral", LoraConfig.model_validate({"rank": 2, "targets": part}))
-    with pytest.raises(LoraError, match=r"'\*\.gate' matches 'model\.layers\.0\..*\.gate', which stays frozen"):
-        adapted_weights(experts, "mixtral", LoraConfig.model_validate({"rank": 2, "targets": "*.gate"}))
+        with pytest.raises(
+            LoraError,
+            match=r"take part of '.*\.(gate_up|down)_proj' and leave out .*experts\.\*'",
+        ):
+            adapted_weights(
+                experts,
+                "mixtral",
+                LoraConfig.model_validate({"rank": 2, "targets": part}),
+            )
+    with pytest.raises(
+        LoraError,
+        match=r"'\*\.gate' matches 'model\.layers\.0\..*\.gate', which stays frozen",
+    ):
+        adapted_weights(
+            experts,
+            "mixtral",
+            LoraConfig.model_validate({"rank": 2, "targets": "*.gate"}),
+        )

@@ -1,5 +1,6 @@
-"""Master weight → codes and scales, held against compressed-tensors' own quantizer and compressors, byte for byte;
-fused experts → every expert's, on that expert's own matrices."""
+"""Master weight → codes and scales, held against compressed-tensors' own quantizer and compressors,
+byte for byte; fused experts → every expert's, on that expert's own matrices.
+"""
 
 import re
 from contextlib import nullcontext
@@ -44,44 +45,73 @@ def half_range(scheme: Scheme) -> float:
     """absmax / scale of an integer or fp8 scheme; for fp4 the largest code."""
     args = scheme.weights
     assert args is not None
-    return {"int": (2**args.num_bits - 1) / 2, "float": 448.0 if args.num_bits == 8 else 6.0}[args.type]
+    return {
+        "int": (2**args.num_bits - 1) / 2,
+        "float": 448.0 if args.num_bits == 8 else 6.0,
+    }[args.type]
 
 
 @st.composite
-def masters(draw: st.DrawFn, scheme: Scheme, exponents: tuple[int, int] = (-44, 36)) -> torch.Tensor:
-    """A weight [O, I] the scheme can hold: heavy tails or exact rounding ties, zeros, and chosen single values."""
+def masters(
+    draw: st.DrawFn, scheme: Scheme, exponents: tuple[int, int] = (-44, 36)
+) -> torch.Tensor:
+    """A weight [O, I] the scheme can hold: heavy tails or exact rounding ties, zeros, and chosen
+    single values.
+    """
     group, rows = scheme.group_size, scheme.block[0] if scheme.block else 1
-    outputs = rows * draw(st.integers(1, 2)) if scheme.block else draw(st.sampled_from((1, 3, 17)) | st.integers(1, 24))
+    outputs = (
+        rows * draw(st.integers(1, 2))
+        if scheme.block
+        else draw(st.sampled_from((1, 3, 17)) | st.integers(1, 24))
+    )
     if group:
         inputs = group * draw(st.integers(1, 3))
     else:
-        inputs = draw(st.sampled_from((1, 3, 17)) | st.integers(1, 200)) * (8 if scheme.packs_integers else 1)
+        inputs = draw(st.sampled_from((1, 3, 17)) | st.integers(1, 200)) * (
+            8 if scheme.packs_integers else 1
+        )
     per_scale = group or inputs
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
     normal = torch.randn(outputs, inputs, generator=generator, dtype=torch.float64)
     if draw(st.booleans()):
         tail = draw(st.sampled_from((0.0, 1.0, 3.0)))
-        weight = normal * (tail * torch.randn(outputs, inputs, generator=generator, dtype=torch.float64)).exp()
+        weight = (
+            normal
+            * (tail * torch.randn(outputs, inputs, generator=generator, dtype=torch.float64)).exp()
+        )
         weight *= 10.0 ** draw(st.integers(*exponents))
-    else:  # half or quarter multiples of a power-of-two scale: every rounding is exact or a tie
+    # half or quarter multiples of a power-of-two scale: every rounding is exact or a tie
+    else:
         half, steps = half_range(scheme), 4 if scheme.name in FP4 else 2
         weight = (normal * half / 3).clamp(-half, half).mul(steps).round() / steps
         weight[:, ::per_scale] = half * draw(st.sampled_from((-1, 1)))
         weight *= 2.0 ** draw(st.integers(-20, 20))
-    holes = torch.rand(outputs // rows, inputs // per_scale, generator=generator) < draw(st.sampled_from((0.0, 0.4)))
+    holes = torch.rand(outputs // rows, inputs // per_scale, generator=generator) < draw(
+        st.sampled_from((0.0, 0.4))
+    )
     weight[holes.repeat_interleave(rows, dim=0).repeat_interleave(per_scale, dim=1)] = 0.0
-    single = torch.tensor(draw(st.lists(finite_floats, max_size=min(4, outputs * inputs))), dtype=torch.float64)
+    single = torch.tensor(
+        draw(st.lists(finite_floats, max_size=min(4, outputs * inputs))),
+        dtype=torch.float64,
+    )
     weight.view(-1)[torch.randperm(outputs * inputs, generator=generator)[: len(single)]] = single
     # From 1.75 · 2^127 on the library's power-of-two scale is infinite, and all of its codes zero.
-    master = draw(master_dtypes.filter(lambda dtype: dtype != torch.float16 or scheme.name not in FP4))
-    largest = min(1.5 * 2.0**127 if scheme.name == "mxfp4a16" else LARGEST, torch.finfo(master).max)
+    master = draw(
+        master_dtypes.filter(lambda dtype: dtype != torch.float16 or scheme.name not in FP4)
+    )
+    largest = min(
+        1.5 * 2.0**127 if scheme.name == "mxfp4a16" else LARGEST,
+        torch.finfo(master).max,
+    )
     return weight.clamp(-largest, largest).to(master)
 
 
 def per_element(low_bit: LowBitWeight, values: torch.Tensor) -> torch.Tensor:
     """A value a scale → a value an element, [O, I]."""
     rows, columns = low_bit.shape
-    return values.repeat_interleave(rows // values.shape[0], dim=0).repeat_interleave(columns // values.shape[1], dim=1)
+    return values.repeat_interleave(rows // values.shape[0], dim=0).repeat_interleave(
+        columns // values.shape[1], dim=1
+    )
 
 
 def check_against_library(weight: torch.Tensor, scheme: Scheme, dtype: torch.dtype) -> None:
@@ -91,20 +121,26 @@ def check_against_library(weight: torch.Tensor, scheme: Scheme, dtype: torch.dty
             with pytest.raises(ValueError, match="is beyond"):
                 materialize(weight, scheme, dtype)
             return
-    elif not torch.isfinite(scale).all():  # the library stores the overflow; materialize refuses it
+    # the library stores the overflow; materialize refuses it
+    elif not torch.isfinite(scale).all():
         with pytest.raises(ValueError, match="a scale beyond"):
             materialize(weight, scheme, dtype)
         return
     low_bit = materialize(weight, scheme, dtype)
     theirs, ours = library(weight, scheme, dtype), dict(low_bit.tensors())
     assert set(ours) == set(theirs)
-    kept = scale != 0  # the library divides by a scale that vanished in the cast; see the test of those groups
+    # the library divides by a scale that vanished in the cast; see the test of those groups
+    kept = scale != 0
     if not kept.all():
-        assert torch.equal(as_bytes(ours["weight_scale"][kept]), as_bytes(theirs["weight_scale"][kept]))
+        assert torch.equal(
+            as_bytes(ours["weight_scale"][kept]), as_bytes(theirs["weight_scale"][kept])
+        )
         codes = theirs["weight_packed" if scheme.packs_integers else "weight"]
         unpacked = LowBitWeight(scheme, codes, None, low_bit.shape)
         chosen = per_element(low_bit, kept)
-        assert torch.equal(as_bytes(low_bit.unpacked()[chosen]), as_bytes(unpacked.unpacked()[chosen]))
+        assert torch.equal(
+            as_bytes(low_bit.unpacked()[chosen]), as_bytes(unpacked.unpacked()[chosen])
+        )
         return
     for name, tensor in ours.items():
         assert tensor.dtype == theirs[name].dtype and tensor.shape == theirs[name].shape, name
@@ -115,9 +151,11 @@ def check_against_library(weight: torch.Tensor, scheme: Scheme, dtype: torch.dty
 @settings(max_examples=examples(300))
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_codes_and_scales_are_the_librarys_bytes(name: str, data: st.DataObject):
-    """Contract: materialize = `calculate_qparams` + cast to the compute dtype + the format's `compress`, bit for bit
-    and by name, over awkward shapes, all master and compute dtypes, magnitudes from 1e-44 to 3e38, ties, zero groups.
-    Blind spot: the library is called per tensor here; that the engine unpacks alike is the publish tests' link."""
+    """Contract: materialize = `calculate_qparams` + cast to the compute dtype + the format's
+    `compress`, bit for bit and by name, over awkward shapes, all master and compute dtypes,
+    magnitudes from 1e-44 to 3e38, ties, zero groups. Blind spot: the library is called per tensor
+    here; that the engine unpacks alike is the publish tests' link.
+    """
     scheme = get_scheme(name)
     check_against_library(data.draw(masters(scheme)), scheme, data.draw(compute_dtypes))
 
@@ -127,20 +165,32 @@ def test_codes_and_scales_are_the_librarys_bytes(name: str, data: st.DataObject)
 def test_views_and_large_layers_are_the_librarys_bytes(name: str, dtype: torch.dtype):
     """The same for a layer of ordinary size, and for a parameter that requires gradients."""
     generator = torch.Generator().manual_seed(7)
-    weight = torch.randn(384, 1024, generator=generator) * torch.randn(384, 1024, generator=generator).exp() * 0.02
+    weight = (
+        torch.randn(384, 1024, generator=generator)
+        * torch.randn(384, 1024, generator=generator).exp()
+        * 0.02
+    )
     check_against_library(weight, get_scheme(name), dtype)
     low_bit = materialize(torch.nn.Parameter(weight), get_scheme(name), dtype)
-    assert low_bit.scale is not None and not low_bit.codes.requires_grad and not low_bit.scale.requires_grad
+    assert (
+        low_bit.scale is not None
+        and not low_bit.codes.requires_grad
+        and not low_bit.scale.requires_grad
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in STORES_COMPUTE_SCALES if name != "fp8-block"])
 @pytest.mark.parametrize("master", [MASTER_DTYPES["float32"], MASTER_DTYPES["bfloat16"]])
 @pytest.mark.parametrize("magnitude", [1e-7, 3e-8, 1e-9, 1e-20])
-def test_groups_whose_float16_scale_vanishes_stay_close_to_zero(name: str, master: torch.dtype, magnitude: float):
-    """Contract: where absmax / half-range rounds to zero in float16 (below 2^-25) the library divides by zero. Here
-    the scale is 2^-23, so results are finite; codes are still the master divided by that scale, and the dequantized
-    weight stays within one code of the master: as tiny as it was. The ordinary row beside it is not touched.
-    A float16 master's scale vanishes before that cast, and is float16's epsilon, as in the library."""
+def test_groups_whose_float16_scale_vanishes_stay_close_to_zero(
+    name: str, master: torch.dtype, magnitude: float
+):
+    """Contract: where absmax / half-range rounds to zero in float16 (below 2^-25) the library
+    divides by zero. Here the scale is 2^-23, so results are finite; codes are still the master
+    divided by that scale, and the dequantized weight stays within one code of the master: as tiny
+    as it was. The ordinary row beside it is not touched. A float16 master's scale vanishes before
+    that cast, and is float16's epsilon, as in the library.
+    """
     scheme = get_scheme(name)
     weight = torch.randn(3, 256, generator=torch.Generator().manual_seed(1)).clamp(-3, 3)
     weight[1] *= magnitude / 3
@@ -161,13 +211,22 @@ def test_groups_whose_float16_scale_vanishes_stay_close_to_zero(name: str, maste
 @settings(max_examples=examples(60))
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_dequantized_is_code_times_scale_rounded_once(name: str, data: st.DataObject):
-    """dequantized(dtype) = code · scale, exact (computed here in float64), rounded once to dtype. An NVFP4 scale is a
-    quotient of two stored numbers, rounded to float32 first."""
+    """dequantized(dtype) = code · scale, exact (computed here in float64), rounded once to dtype.
+    An NVFP4 scale is a quotient of two stored numbers, rounded to float32 first.
+    """
     scheme = get_scheme(name)
     compute = data.draw(compute_dtypes)
-    low_bit = materialize(data.draw(masters(scheme, exponents=(-20, 4)).filter(_ordinary)), scheme, compute)
+    low_bit = materialize(
+        data.draw(masters(scheme, exponents=(-20, 4)).filter(_ordinary)),
+        scheme,
+        compute,
+    )
     assert low_bit.scale is not None
-    scale = 2.0 ** (low_bit.scale.to(torch.float64) - 127) if name == "mxfp4a16" else low_bit.scale.to(torch.float64)
+    scale = (
+        2.0 ** (low_bit.scale.to(torch.float64) - 127)
+        if name == "mxfp4a16"
+        else low_bit.scale.to(torch.float64)
+    )
     if low_bit.global_scale is not None:
         scale = (low_bit.scale.float() / low_bit.global_scale).to(torch.float64)
     exact = low_bit.unpacked().to(torch.float64) * per_element(low_bit, scale)
@@ -183,9 +242,12 @@ def _ordinary(weight: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("dtype", COMPUTE_DTYPES.values())
 @pytest.mark.parametrize(
-    ("name", "shape"), [(n, s) for s in ((256, 384), (6, 256)) for n in SCHEMES if SCHEME_SPECS[n].fits(s)]
+    ("name", "shape"),
+    [(n, s) for s in ((256, 384), (6, 256)) for n in SCHEMES if SCHEME_SPECS[n].fits(s)],
 )
-def test_weights_and_inputs_take_the_bytes_of_the_table(name: str, shape: tuple[int, int], dtype: torch.dtype):
+def test_weights_and_inputs_take_the_bytes_of_the_table(
+    name: str, shape: tuple[int, int], dtype: torch.dtype
+):
     """Names, dtypes and shapes of their tensors are the library's, above."""
     scheme, spec = get_scheme(name), SCHEME_SPECS[name]
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
@@ -208,11 +270,16 @@ def test_schemes_are_the_librarys_presets(name: str):
 
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_formats_are_those_the_library_infers(name: str):
-    """Both readers resolve the format alike; w4afp8 is stored packed, as vLLM reads it, where the library would not."""
+    """Both readers resolve the format alike; w4afp8 is stored packed, as vLLM reads it, where the
+    library would not.
+    """
     scheme = get_scheme(name)
     assert scheme.quantization is not None and scheme.format is not None
     inferred = infer_module_format(torch.nn.Linear, scheme.quantization)
-    assert scheme.format == inferred or (name, inferred.value) == ("w4afp8", "int-quantized")
+    assert scheme.format == inferred or (name, inferred.value) == (
+        "w4afp8",
+        "int-quantized",
+    )
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -234,7 +301,9 @@ def test_a_scheme_is_recognized_by_its_arguments(name: str):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("master", MASTER_DTYPES.values())
 def test_non_finite_weights_are_refused(name: str, bad: float, master: torch.dtype):
-    """One NaN or infinity anywhere raises: its code would look ordinary. Of fp4 float16 masters are refused."""
+    """One NaN or infinity anywhere raises: its code would look ordinary. Of fp4 float16 masters are
+    refused.
+    """
     weight = torch.randn(128, 256, generator=torch.Generator().manual_seed(0)).to(master)
     weight[2, 200] = bad
     said = r"'a\.b': .*NaN or infinity .* resume from a checkpoint"
@@ -242,7 +311,8 @@ def test_non_finite_weights_are_refused(name: str, bad: float, master: torch.dty
         said = r"layer 'a\.b' has a float16 master, .* learner\.master_dtype to 'bfloat16'"
     with pytest.raises(ValueError, match=said):
         materialize(weight, get_scheme(name), torch.bfloat16, "a.b")
-    if name in ("w4a16", "w8a8"):  # under scales that are kept, nothing is divided by what is not finite
+    # under scales that are kept, nothing is divided by what is not finite
+    if name in ("w4a16", "w8a8"):
         kept = materialize(weight.nan_to_num(0, 1, -1), get_scheme(name), torch.bfloat16).scale
         with pytest.raises(ValueError, match=said):
             materialize(weight, get_scheme(name), torch.bfloat16, "a.b", scale=kept)
@@ -250,15 +320,24 @@ def test_non_finite_weights_are_refused(name: str, bad: float, master: torch.dty
 
 def test_a_scale_beyond_float16_is_refused_with_the_remedy():
     weight = torch.full((1, 128), 6e5)
-    with pytest.raises(ValueError, match=r"magnitude 6e\+05 .* beyond torch\.float16's range; use bfloat16"):
+    with pytest.raises(
+        ValueError,
+        match=r"magnitude 6e\+05 .* beyond torch\.float16's range; use bfloat16",
+    ):
         materialize(weight, get_scheme("w4a16"), torch.float16)
-    assert torch.isfinite(materialize(weight, get_scheme("w4a16"), torch.bfloat16).dequantized()).all()
+    assert torch.isfinite(
+        materialize(weight, get_scheme("w4a16"), torch.bfloat16).dequantized()
+    ).all()
 
 
 @pytest.mark.parametrize(("name", "shape", "message"), cases(__file__, "shapes"))
 def test_shapes_a_scheme_cannot_hold_are_refused(name: str, shape: tuple[int, int], message: str):
-    """The error names scheme, layer and both sizes; nothing is padded silently. Others hold any shape."""
-    with pytest.raises(SchemeError, match=f"scheme '{name}': layer 'x' {re.escape(message)}") as error:
+    """The error names scheme, layer and both sizes; nothing is padded silently. Others hold any
+    shape.
+    """
+    with pytest.raises(
+        SchemeError, match=f"scheme '{name}': layer 'x' {re.escape(message)}"
+    ) as error:
         materialize(torch.ones(shape), get_scheme(name), torch.bfloat16, "x")
     proposed = str(error.value).partition("fits it (")[2].partition(")")[0].split(", ")
     assert {"w8a8", "fp8", "bf16"} <= {*proposed}
@@ -270,7 +349,9 @@ def test_shapes_a_scheme_cannot_hold_are_refused(name: str, shape: tuple[int, in
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
-def expert_masters(experts: int, inner: int, hidden: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def expert_masters(
+    experts: int, inner: int, hidden: int, seed: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """fp32 [E, 2I, H] and [E, H, I]."""
     gate_up = heavy(experts, 2 * inner, hidden, seed=seed, rows=False) * 0.05
     return gate_up, heavy(experts, hidden, inner, seed=seed + 2, rows=False) * 0.05
@@ -278,11 +359,19 @@ def expert_masters(experts: int, inner: int, hidden: int, seed: int) -> tuple[to
 
 @st.composite
 def stacks(draw: st.DrawFn, scheme: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Masters [E, 2I, H] and [E, H, I]: experts of different magnitudes, one of zeros, in fp32 or bf16."""
+    """Masters [E, 2I, H] and [E, H, I]: experts of different magnitudes, one of zeros, in fp32 or
+    bf16.
+    """
     step = max(get_scheme(scheme).group_size or 8, 8)
-    experts, inner, hidden = draw(st.integers(1, 6)), step * draw(st.integers(1, 2)), step * draw(st.integers(1, 2))
+    experts, inner, hidden = (
+        draw(st.integers(1, 6)),
+        step * draw(st.integers(1, 2)),
+        step * draw(st.integers(1, 2)),
+    )
     seed = draw(st.integers(0, 2**32 - 1))
-    size = 10.0 ** torch.randint(-2, 3, (experts, 1, 1), generator=torch.Generator().manual_seed(seed))
+    size = 10.0 ** torch.randint(
+        -2, 3, (experts, 1, 1), generator=torch.Generator().manual_seed(seed)
+    )
     gate_up, down = (stack * size for stack in expert_masters(experts, inner, hidden, seed))
     if draw(st.booleans()):
         gate_up[draw(st.integers(0, experts - 1))] = 0
@@ -290,12 +379,22 @@ def stacks(draw: st.DrawFn, scheme: str) -> tuple[torch.Tensor, torch.Tensor]:
     return gate_up.to(dtype), down.to(dtype)
 
 
-def by_library(gate_up: torch.Tensor, down: torch.Tensor, scheme: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """By compressed-tensors, expert by expert and matrix by matrix; NVFP4's tensor-wide scale spans gate and up."""
+def by_library(
+    gate_up: torch.Tensor, down: torch.Tensor, scheme: str, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """By compressed-tensors, expert by expert and matrix by matrix; NVFP4's tensor-wide scale spans
+    gate and up.
+    """
     found = get_scheme(scheme)
     rows, tensors = gate_up.shape[1] // 2, {}
     for e in range(len(gate_up)):
-        parts = dict(zip(PROJECTIONS, (gate_up[e, :rows], gate_up[e, rows:], down[e]), strict=True))
+        parts = dict(
+            zip(
+                PROJECTIONS,
+                (gate_up[e, :rows], gate_up[e, rows:], down[e]),
+                strict=True,
+            )
+        )
         if found.quantization is None:
             tensors |= {f"{e}.{name}.weight": part.to(dtype) for name, part in parts.items()}
             continue
@@ -313,9 +412,13 @@ def by_library(gate_up: torch.Tensor, down: torch.Tensor, scheme: str, dtype: to
 @pytest.mark.parametrize("dtype", COMPUTE_DTYPES.values(), ids=COMPUTE_DTYPES)
 @given(data=st.data())
 @settings(max_examples=examples(8))
-def test_every_experts_tensors_are_the_librarys(scheme: str, dtype: torch.dtype, data: st.DataObject):
-    """Contract: names, dtypes, shapes and bytes are those compressed-tensors writes for the expert's matrix alone: one
-    pass over a stack lets no expert's scale see another's weights. Magnitudes of experts differ by up to 10^4."""
+def test_every_experts_tensors_are_the_librarys(
+    scheme: str, dtype: torch.dtype, data: st.DataObject
+):
+    """Contract: names, dtypes, shapes and bytes are those compressed-tensors writes for the
+    expert's matrix alone: one pass over a stack lets no expert's scale see another's weights.
+    Magnitudes of experts differ by up to 10^4.
+    """
     gate_up, down = data.draw(stacks(scheme))
     low_bit = materialize_experts(gate_up, down, get_scheme(scheme), dtype, "layer")
     theirs = by_library(gate_up, down, scheme, dtype)
@@ -324,8 +427,15 @@ def test_every_experts_tensors_are_the_librarys(scheme: str, dtype: torch.dtype,
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_experts_are_views_of_one_buffer_a_stack(scheme: str):
-    """What is multiplied is published without a copy; NVFP4, whose scale spans a matrix, has a buffer an expert."""
-    low_bit = materialize_experts(*expert_masters(3, 128, 128, seed=0), get_scheme(scheme), torch.bfloat16, "layer")
+    """What is multiplied is published without a copy; NVFP4, whose scale spans a matrix, has a
+    buffer an expert.
+    """
+    low_bit = materialize_experts(
+        *expert_masters(3, 128, 128, seed=0),
+        get_scheme(scheme),
+        torch.bfloat16,
+        "layer",
+    )
     single = not get_scheme(scheme).fuses_scales
     for part in ("gate_up", "down"):
         weights = [getattr(expert, part) for expert in low_bit.experts]
@@ -335,15 +445,27 @@ def test_experts_are_views_of_one_buffer_a_stack(scheme: str):
         for name, tensor in streamed.items():
             source = expert.down if name.startswith("down") else expert.gate_up
             if name.endswith((".weight", ".weight_packed")):
-                assert tensor.untyped_storage().data_ptr() == source.codes.untyped_storage().data_ptr()
+                assert (
+                    tensor.untyped_storage().data_ptr() == source.codes.untyped_storage().data_ptr()
+                )
             if name.endswith(".weight_scale"):
                 assert source.scale is not None
-                assert tensor.untyped_storage().data_ptr() == source.scale.untyped_storage().data_ptr()
+                assert (
+                    tensor.untyped_storage().data_ptr() == source.scale.untyped_storage().data_ptr()
+                )
 
 
 @pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "bf16"])
 def test_one_bad_weight_among_all_experts_is_refused(scheme: str):
     gate_up, down = expert_masters(3, 128, 128, seed=2)
     down[2, 100, 50] = float("nan")
-    with pytest.raises(ValueError, match=r"'model\.layers\.0\.mlp\.experts': a master weight holds NaN"):
-        materialize_experts(gate_up, down, get_scheme(scheme), torch.bfloat16, "model.layers.0.mlp.experts")
+    with pytest.raises(
+        ValueError, match=r"'model\.layers\.0\.mlp\.experts': a master weight holds NaN"
+    ):
+        materialize_experts(
+            gate_up,
+            down,
+            get_scheme(scheme),
+            torch.bfloat16,
+            "model.layers.0.mlp.experts",
+        )

@@ -1,5 +1,7 @@
-"""A whole model over low-bit tensors: its stream of names and bytes, its masters' gradients, its operators; and a
-learner that computes in another dtype than the engine: its own forward and backward, the engine's bytes."""
+"""A whole model over low-bit tensors: its stream of names and bytes, its masters' gradients, its
+operators; and a learner that computes in another dtype than the engine: its own forward and
+backward, the engine's bytes.
+"""
 
 import copy
 from pathlib import Path
@@ -20,21 +22,38 @@ from qarl.learner.optim.loss_scale import PrecisionError
 from qarl.quant.checkpoint.load import load_masters
 from qarl.quant.layers.context import Forward, LayerContext
 from qarl.quant.model.low_bit_model import LowBitModel
-from qarl.quant.schemes import COMPUTE_DTYPES, SCHEMES, SchemeError, get_scheme, write_quantization_config
+from qarl.quant.schemes import (
+    COMPUTE_DTYPES,
+    SCHEMES,
+    SchemeError,
+    get_scheme,
+    write_quantization_config,
+)
 from qarl.quant.types import LayerReport
 from qarl.sync.publisher import Publisher
 from tests.support import Policies, models
 from tests.support.cases import cases
 from tests.support.engines import SEQUENCES, start_engine
 from tests.support.learners import batch_of
-from tests.support.models import all_logits, gradients, low_bit, qwen3, same_stream, some_tokens, stream_bytes
+from tests.support.models import (
+    all_logits,
+    gradients,
+    low_bit,
+    qwen3,
+    same_stream,
+    some_tokens,
+    stream_bytes,
+)
 from tests.support.moe_models import CONFIGS, random_moe
 from tests.support.tensors import relative_error
 
 LINEARS = [
     f"model.layers.{layer}.{part}"
     for layer in range(2)
-    for part in (*(f"self_attn.{p}_proj" for p in "qkvo"), *(f"mlp.{p}_proj" for p in ("gate", "up", "down")))
+    for part in (
+        *(f"self_attn.{p}_proj" for p in "qkvo"),
+        *(f"mlp.{p}_proj" for p in ("gate", "up", "down")),
+    )
 ]
 tied_or_not = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 schemes = pytest.mark.parametrize("scheme", list(SCHEMES))
@@ -49,21 +68,27 @@ def plain_gradients(model: PreTrainedModel, tokens: torch.Tensor) -> dict[str, t
 @tied_or_not
 @schemes
 def test_the_stream_is_the_storage_the_forward_uses(tied: bool, scheme: str):
-    """Contract: nothing is copied on the way out. By address for codes, scales, embeddings and norms; and by effect:
-    writing into a streamed code changes the logits of products that are built anew."""
+    """Contract: nothing is copied on the way out. By address for codes, scales, embeddings and
+    norms; and by effect: writing into a streamed code changes the logits of products that are built
+    anew.
+    """
     model = low_bit(qwen3(tied), scheme)
     streamed = {item.name: item.tensor for item in model.low_bit_tensors()}
     for name, linear in model.linears.items():
         if tied and name == "lm_head":
             continue
         for suffix, tensor in linear.codes().tensors():
-            if suffix not in ("weight_shape", "input_global_scale"):  # constants, no storage of the forward's
+            # constants, no storage of the forward's
+            if suffix not in ("weight_shape", "input_global_scale"):
                 assert streamed[f"{name}.{suffix}"].data_ptr() == tensor.data_ptr()
     run = model.graph.module
     norms = "model.norm", "model.layers.1.self_attn.k_norm"
     read = {f"{name}.weight": run.get_submodule(name).weight for name in norms}
     tokens = torch.arange(models.VOCABULARY)
-    assert torch.equal(run.get_submodule("model.embed_tokens")(tokens), streamed["model.embed_tokens.weight"])
+    assert torch.equal(
+        run.get_submodule("model.embed_tokens")(tokens),
+        streamed["model.embed_tokens.weight"],
+    )
     for name, tensor in read.items():
         assert isinstance(tensor, torch.Tensor) and streamed[name].data_ptr() == tensor.data_ptr()
         assert streamed[name].dtype == torch.bfloat16
@@ -77,18 +102,26 @@ def test_the_stream_is_the_storage_the_forward_uses(tied: bool, scheme: str):
 
 @pytest.mark.parametrize("scheme", ["w4a16", "nvfp4", "fp8"])
 def test_the_stream_is_the_same_with_either_operators(scheme: str):
-    """Contract: layers that an engine stacks share a scale, also where the learner's graph is the engine's own."""
-    engines, others = (low_bit(qwen3(), scheme, operators=operators) for operators in ("engine", "transformers"))
+    """Contract: layers that an engine stacks share a scale, also where the learner's graph is the
+    engine's own.
+    """
+    engines, others = (
+        low_bit(qwen3(), scheme, operators=operators) for operators in ("engine", "transformers")
+    )
     assert same_stream(engines, stream_bytes(others))
 
 
 @tied_or_not
 @pytest.mark.parametrize(("scheme", "aligned"), [("bf16", True), ("w4a16", False)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_are_plain_autograds_without_quantization(tied: bool, dtype: torch.dtype, scheme: str, aligned: bool):
-    """Contract: with nothing quantized, and where an unaligned learner multiplies its masters, float32 masters with
-    copies in the compute dtype train as the model cast to it would: logits are its logits bit for bit, gradients agree
-    within a few roundings of it. With the engine's operators: `test_engine_operators_compute_the_same_function`."""
+def test_gradients_are_plain_autograds_without_quantization(
+    tied: bool, dtype: torch.dtype, scheme: str, aligned: bool
+):
+    """Contract: with nothing quantized, and where an unaligned learner multiplies its masters,
+    float32 masters with copies in the compute dtype train as the model cast to it would: logits are
+    its logits bit for bit, gradients agree within a few roundings of it. With the engine's
+    operators: `test_engine_operators_compute_the_same_function`.
+    """
     plain = qwen3(tied)
     operators = "transformers" if aligned else "auto"
     model = low_bit(copy.deepcopy(plain), scheme, dtype, operators=operators, aligned=aligned)
@@ -97,16 +130,21 @@ def test_gradients_are_plain_autograds_without_quantization(tied: bool, dtype: t
     assert torch.equal(all_logits(model, tokens), plain(input_ids=tokens).logits)
     expected = plain_gradients(plain, tokens)
     for name, gradient in gradients(model, tokens).items():
-        assert relative_error(gradient, expected[name]) < max(1e-4, 4 * torch.finfo(dtype).eps), name
+        assert relative_error(gradient, expected[name]) < max(1e-4, 4 * torch.finfo(dtype).eps), (
+            name
+        )
 
 
 @tied_or_not
 @schemes
 @pytest.mark.parametrize("operators", ["engine", "transformers"])
-def test_every_master_gets_a_gradient_and_those_of_micro_batches_add_up(tied: bool, scheme: str, operators: str):
-    """Contract: no parameter is left out of training; gradients have the masters' dtype and shape, are finite and not
-    all zero; and two backward passes before a step leave their sum in every master, copies and tied masters included:
-    nothing is overwritten or counted twice."""
+def test_every_master_gets_a_gradient_and_those_of_micro_batches_add_up(
+    tied: bool, scheme: str, operators: str
+):
+    """Contract: no parameter is left out of training; gradients have the masters' dtype and shape,
+    are finite and not all zero; and two backward passes before a step leave their sum in every
+    master, copies and tied masters included: nothing is overwritten or counted twice.
+    """
     model = low_bit(qwen3(tied), scheme, operators=operators)
     first, second = some_tokens(2, 7, seed=1), some_tokens(3, 12, seed=2)
     one, two = gradients(model, first), gradients(model, second)
@@ -114,7 +152,11 @@ def test_every_master_gets_a_gradient_and_those_of_micro_batches_add_up(tied: bo
     gradients(model, first)
     models.loss_of(all_logits(model, second), second).backward()
     for name, master in model.masters.items():
-        assert master.grad is not None and master.grad.dtype == torch.float32 and master.grad.shape == master.shape
+        assert (
+            master.grad is not None
+            and master.grad.dtype == torch.float32
+            and master.grad.shape == master.shape
+        )
         assert one[name].any() and master.grad.isfinite().all(), name
         assert relative_error(master.grad, one[name] + two[name]) < 1e-6, name
         assert relative_error(master.grad, two[name]) > 0.01, name
@@ -123,19 +165,28 @@ def test_every_master_gets_a_gradient_and_those_of_micro_batches_add_up(tied: bo
 @pytest.mark.parametrize("master", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", COMPUTE_DTYPES.values())
 def test_bfloat16_masters_and_float16_compute(master: torch.dtype, dtype: torch.dtype):
-    """Any master dtype with any compute dtype: gradients arrive in the master's, streams carry the compute dtype."""
+    """Any master dtype with any compute dtype: gradients arrive in the master's, streams carry the
+    compute dtype.
+    """
     model = low_bit(models.cast(qwen3(), master), "w8a8", dtype)
     found = gradients(model, some_tokens())
     assert found.keys() == model.masters.keys() and {g.dtype for g in found.values()} == {master}
     dtypes = {item.name.rpartition(".")[2]: item.tensor.dtype for item in model.low_bit_tensors()}
     assert dtypes["weight_scale"] == dtype
-    assert {i.tensor.dtype for i in model.low_bit_tensors() if "norm" in i.name or "embed" in i.name} == {dtype}
+    assert {
+        i.tensor.dtype for i in model.low_bit_tensors() if "norm" in i.name or "embed" in i.name
+    } == {dtype}
 
 
-@pytest.mark.parametrize(("kind", "aligned"), [("tied", True), ("untied", True), ("experts", True), ("experts", False)])
+@pytest.mark.parametrize(
+    ("kind", "aligned"),
+    [("tied", True), ("untied", True), ("experts", True), ("experts", False)],
+)
 @schemes
 def test_a_new_weight_version_is_made_by_refresh_alone(kind: str, aligned: bool, scheme: str):
-    """Contract: forward and stream stay at the last refresh's version; after it they are a newly built model's."""
+    """Contract: forward and stream stay at the last refresh's version; after it they are a newly
+    built model's.
+    """
     model, other = (low_bit(policy(kind, seed), scheme, aligned=aligned) for seed in range(2))
     tokens = some_tokens()
     before = all_logits(model, tokens).detach()
@@ -161,8 +212,9 @@ def test_an_error_in_a_published_forward_does_not_leave_the_model_aligned():
 
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = cases(__file__, "families")
-"""Qwen2 has no field head_dim, and takes 128 / 4. Gemma 3: a layer with a window, one without; each with its own rotary
-embedding."""
+"""Qwen2 has no field head_dim, and takes 128 / 4. Gemma 3: a layer with a window, one without; each
+with its own rotary embedding.
+"""
 
 
 def random_of(config: str, **changes: Any) -> PreTrainedModel:
@@ -172,11 +224,15 @@ def random_of(config: str, **changes: Any) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.float16, 3e-3), (torch.bfloat16, 2.5e-2)])
+@pytest.mark.parametrize(
+    ("dtype", "bound"),
+    [(torch.float32, 1e-5), (torch.float16, 3e-3), (torch.bfloat16, 2.5e-2)],
+)
 def test_engine_operators_compute_the_same_function(family: str, dtype: torch.dtype, bound: float):
-    """Contract: parameter names and order stay; in float32 logits are transformers' up to the order of sums; in 16
-    bits they are within three roundings of it (relative Frobenius error), being rounded in other places. Gradients
-    reach every parameter and in float32 are transformers' own."""
+    """Contract: parameter names and order stay; in float32 logits are transformers' up to the order
+    of sums; in 16 bits they are within three roundings of it (relative Frobenius error), being
+    rounded in other places. Gradients reach every parameter and in float32 are transformers' own.
+    """
     if family == "gemma3" and dtype == torch.float16:
         pytest.skip("vLLM refuses it")
     config, changes = FAMILIES[family]
@@ -206,10 +262,15 @@ def is_untouched(model: PreTrainedModel, before: dict[str, torch.Tensor]) -> boo
 
 @pytest.mark.parametrize("hidden", [96, 192, 136])
 def test_widths_a_scheme_cannot_hold_are_refused_before_anything_changes(hidden: int):
-    """Every layer is checked first: the error names the first, counts the others, and the model is as it was."""
+    """Every layer is checked first: the error names the first, counts the others, and the model is
+    as it was.
+    """
     model = qwen3(hidden_size=hidden)
     before: dict[str, torch.Tensor] = dict(model.named_parameters())
-    with pytest.raises(SchemeError, match=rf"'model\.layers\.0\.self_attn\.q_proj' has {hidden} input.*and 9 more"):
+    with pytest.raises(
+        SchemeError,
+        match=rf"'model\.layers\.0\.self_attn\.q_proj' has {hidden} input.*and 9 more",
+    ):
         low_bit(model, "w4a16", operators="engine")
     assert is_untouched(model, before)
     assert all(isinstance(m, nn.Linear) for n, m in model.named_modules() if n.endswith("_proj"))
@@ -218,10 +279,15 @@ def test_widths_a_scheme_cannot_hold_are_refused_before_anything_changes(hidden:
 
 
 def test_logits_changed_after_the_head_are_the_engines_matter():
-    """Contract: its model caps them; transformers' forward is left at the head, and such a model refused there."""
+    """Contract: its model caps them; transformers' forward is left at the head, and such a model
+    refused there.
+    """
     model = random_of("Gemma2Config", final_logit_softcapping=2.0)
     before: dict[str, torch.Tensor] = dict(model.named_parameters())
-    with pytest.raises(GraphError, match=r"final_logit_softcapping = 2\.0.*set learner\.operators to 'engine'"):
+    with pytest.raises(
+        GraphError,
+        match=r"final_logit_softcapping = 2\.0.*set learner\.operators to 'engine'",
+    ):
         low_bit(model, "w8a8", operators="transformers")
     assert is_untouched(model, before)
     logits = all_logits(low_bit(model, "bf16"), some_tokens())
@@ -230,25 +296,39 @@ def test_logits_changed_after_the_head_are_the_engines_matter():
 
 
 def test_a_rule_for_a_router_is_the_engines_matter():
-    """Contract: transformers' own operators multiply routers by their masters, and would not train what is sampled."""
-    model, context = random_moe(CONFIGS["qwen3_moe"]), LayerContext(torch.bfloat16, "reference")
+    """Contract: transformers' own operators multiply routers by their masters, and would not train
+    what is sampled.
+    """
+    model, context = (
+        random_moe(CONFIGS["qwen3_moe"]),
+        LayerContext(torch.bfloat16, "reference"),
+    )
     rules = [LayerRule(match="model.layers.1.mlp.gate", scheme="w8a8")]
-    with pytest.raises(SchemeError, match=r"quantizes the router 'model\.layers\.1\.mlp\.gate', which transformers'"):
+    with pytest.raises(
+        SchemeError,
+        match=r"quantizes the router 'model\.layers\.1\.mlp\.gate', which transformers'",
+    ):
         LowBitModel(model, get_scheme("w4a16"), context, "transformers", rules)
 
 
 @tied_or_not
 @schemes
 def test_layers_and_quantization_config_agree(tied: bool, scheme: str):
-    """The learner's side of the audit lists every linear layer once with what it really is, and config.json ignores
-    exactly the layers reported unquantized, tied head included."""
+    """The learner's side of the audit lists every linear layer once with what it really is, and
+    config.json ignores exactly the layers reported unquantized, tied head included.
+    """
     model = low_bit(qwen3(tied), scheme)
     found = get_scheme(scheme)
-    expected = [LayerReport(name, scheme, found.group_size, "torch.bfloat16", "dequantized") for name in LINEARS]
+    expected = [
+        LayerReport(name, scheme, found.group_size, "torch.bfloat16", "dequantized")
+        for name in LINEARS
+    ]
     expected.append(LayerReport("lm_head", "bf16", None, "torch.bfloat16", "dequantized"))
     assert model.layers() == expected
     config = model.plan.quantization_config()
-    assert config == (None if scheme == "bf16" else write_quantization_config([(found, ["Linear"])], ["lm_head"]))
+    assert config == (
+        None if scheme == "bf16" else write_quantization_config([(found, ["Linear"])], ["lm_head"])
+    )
 
 
 operators_of = pytest.mark.parametrize("operators", ["transformers", "engine"])
@@ -256,21 +336,32 @@ PLAIN: dict[str, Any] = {"operators": "transformers", "aligned": False}
 
 
 def policy(kind: str, seed: int = 0) -> PreTrainedModel:
-    return random_moe(CONFIGS["qwen3_moe"], seed) if kind == "experts" else qwen3(kind == "tied", seed)
+    return (
+        random_moe(CONFIGS["qwen3_moe"], seed) if kind == "experts" else qwen3(kind == "tied", seed)
+    )
 
 
 @pytest.mark.parametrize("kind", ["tied", "untied", "experts"])
 @pytest.mark.parametrize(
-    ("dtype", "compute"), [("bfloat16", "float32"), ("float16", "bfloat16"), ("bfloat16", "bfloat16")]
+    ("dtype", "compute"),
+    [("bfloat16", "float32"), ("float16", "bfloat16"), ("bfloat16", "bfloat16")],
 )
 @operators_of
-def test_the_engine_sees_its_own_dtype_and_the_learner_another(kind: str, dtype: str, compute: str, operators: str):
-    """Contract: the stream is that of an aligned learner in the engine's dtype, byte for byte, before and after the
-    masters move; the forward is that of an unaligned model all in the compute dtype, bit for bit; within
-    `Forward.PUBLISHED` it is the aligned one's, bit for bit, and afterwards what it was."""
+def test_the_engine_sees_its_own_dtype_and_the_learner_another(
+    kind: str, dtype: str, compute: str, operators: str
+):
+    """Contract: the stream is that of an aligned learner in the engine's dtype, byte for byte,
+    before and after the masters move; the forward is that of an unaligned model all in the compute
+    dtype, bit for bit; within `Forward.PUBLISHED` it is the aligned one's, bit for bit, and
+    afterwards what it was.
+    """
     plain, tokens = policy(kind), some_tokens()
     engine, other = COMPUTE_DTYPES[dtype], COMPUTE_DTYPES[compute]
-    unaligned: dict[str, Any] = {"operators": operators, "aligned": False, "compute": other}
+    unaligned: dict[str, Any] = {
+        "operators": operators,
+        "aligned": False,
+        "compute": other,
+    }
     model = low_bit(copy.deepcopy(plain), "w4a16", engine, **unaligned)
     aligned = low_bit(copy.deepcopy(plain), "w4a16", engine, operators=operators)
     alone = low_bit(copy.deepcopy(plain), "w4a16", other, **unaligned)
@@ -294,8 +385,9 @@ def test_the_engine_sees_its_own_dtype_and_the_learner_another(kind: str, dtype:
 
 @pytest.mark.parametrize("kind", ["tied", "experts"])
 def test_an_aligned_learner_can_be_asked_without_its_codes(kind: str):
-    """Contract: in `Forward.UNQUANTIZED` an aligned model, moved by a refresh, is bit for bit the unaligned one of its
-    masters; outside it is what it was. int8 activations are left out too."""
+    """Contract: in `Forward.UNQUANTIZED` an aligned model, moved by a refresh, is bit for bit the
+    unaligned one of its masters; outside it is what it was. int8 activations are left out too.
+    """
     plain, tokens = policy(kind), some_tokens()
     aligned = low_bit(copy.deepcopy(plain), "w8a8", operators="transformers")
     unaligned = low_bit(plain, "w8a8", operators="transformers", aligned=False)
@@ -310,8 +402,10 @@ def test_an_aligned_learner_can_be_asked_without_its_codes(kind: str):
 
 @pytest.mark.parametrize("kind", ["tied", "experts"])
 def test_a_float32_learner_has_float32_gradients(kind: str):
-    """Contract: gradients are those of autograd through transformers' fp32 model, to fp32's rounding, though the engine
-    is bfloat16; bfloat16 anywhere in forward or backward would be off by 1e-3 and more."""
+    """Contract: gradients are those of autograd through transformers' fp32 model, to fp32's
+    rounding, though the engine is bfloat16; bfloat16 anywhere in forward or backward would be off
+    by 1e-3 and more.
+    """
     plain, tokens = policy(kind), some_tokens()
     model = low_bit(copy.deepcopy(plain), "w4a16", **PLAIN, compute=torch.float32)
     found = gradients(model, tokens)
@@ -321,15 +415,26 @@ def test_a_float32_learner_has_float32_gradients(kind: str):
         assert float((found[name] - parameter.grad).norm() / parameter.grad.norm()) < 2e-5, name
 
 
-@pytest.mark.parametrize(("dtype", "compute", "active"), [("bfloat16", "float16", True), ("float16", "float32", False)])
+@pytest.mark.parametrize(
+    ("dtype", "compute", "active"),
+    [("bfloat16", "float16", True), ("float16", "float32", False)],
+)
 def test_the_loss_scale_follows_the_learners_dtype(dtype: str, compute: str, active: bool):
-    model = low_bit(qwen3(), "w4a16", COMPUTE_DTYPES[dtype], **PLAIN, compute=COMPUTE_DTYPES[compute])
+    model = low_bit(
+        qwen3(),
+        "w4a16",
+        COMPUTE_DTYPES[dtype],
+        **PLAIN,
+        compute=COMPUTE_DTYPES[compute],
+    )
     config = LearnerConfig.model_validate({"aligned": False, "compute_dtype": compute})
     assert Learner(model, config).loss_scale.active == active
 
 
 def test_an_overflow_is_told_of_the_dtype_it_happened_in():
-    """The norm's weight is beyond float16 and within bfloat16: the float16 learner is at fault, not its engine."""
+    """The norm's weight is beyond float16 and within bfloat16: the float16 learner is at fault, not
+    its engine.
+    """
     model = low_bit(qwen3(), "bf16", **PLAIN, compute=torch.float16)
     models.multiply_masters(model, 1e6, "model.norm.weight")
     config = LearnerConfig.model_validate({"aligned": False, "compute_dtype": "float16"})
@@ -338,25 +443,40 @@ def test_an_overflow_is_told_of_the_dtype_it_happened_in():
 
 
 def test_an_aligned_learner_has_no_dtype_of_its_own():
-    with pytest.raises(ConfigError, match=r"compute_dtype 'float32' with learner.aligned true: .* engine's dtype"):
+    with pytest.raises(
+        ConfigError,
+        match=r"compute_dtype 'float32' with learner.aligned true: .* engine's dtype",
+    ):
         config_from_tree({"learner": {"compute_dtype": "float32"}})
-    assert config_from_tree({"learner": {"compute_dtype": "float32", "aligned": False}}).learner.compute_dtype
+    assert config_from_tree(
+        {"learner": {"compute_dtype": "float32", "aligned": False}}
+    ).learner.compute_dtype
     with pytest.raises(SchemeError, match="aligned learner multiplies the engine's codes"):
         LayerContext(torch.bfloat16, "reference", compute_dtype=torch.float32)
 
 
 @pytest.mark.slow
 def test_the_canary_compares_the_published_codes(random_policy: Policies, tmp_path: Path):
-    """Contract: with a float32 learner the canary still multiplies published codes in the engine's bfloat16: with the
-    engine's operators it finds what an aligned learner finds, not the gap of the plain float32 forward."""
+    """Contract: with a float32 learner the canary still multiplies published codes in the engine's
+    bfloat16: with the engine's operators it finds what an aligned learner finds, not the gap of the
+    plain float32 forward.
+    """
     folder = random_policy(True)
     model, aligned = (
-        low_bit(load_masters(folder, torch.float32), "w4a16", kernel="vllm", operators="engine", **how)
+        low_bit(
+            load_masters(folder, torch.float32),
+            "w4a16",
+            kernel="vllm",
+            operators="engine",
+            **how,
+        )
         for how in ({"aligned": False, "compute": torch.float32}, {})
     )
     engine = start_engine(model, folder, tmp_path / "start", "bfloat16")
     try:
-        ours, theirs = (Publisher(m, engine, SEQUENCES, 0.05, 1).publish(1).canary for m in (model, aligned))
+        ours, theirs = (
+            Publisher(m, engine, SEQUENCES, 0.05, 1).publish(1).canary for m in (model, aligned)
+        )
     finally:
         engine.close()
     assert ours is not None and ours == theirs and ours.mean_abs < 1e-3

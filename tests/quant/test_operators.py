@@ -1,4 +1,6 @@
-"""vLLM's operators in the graph: bits, inputs left alone, gradients, what is kept. Blind spot: CUDA's (tests/gpu)."""
+"""vLLM's operators in the graph: bits, inputs left alone, gradients, what is kept. Blind spot:
+CUDA's (tests/gpu).
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -26,7 +28,9 @@ dtypes = pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
 
 
 class Planted(CustomOp):
-    """x² · weight + weight: reads its weight past autograd, and its kernel writes into its input."""
+    """x² · weight + weight: reads its weight past autograd, and its kernel writes into its
+    input.
+    """
 
     name = "planted"
 
@@ -49,29 +53,51 @@ def norm(x: torch.Tensor, *rest: torch.Tensor, one: float = 0.0) -> Any:
 
 
 def turned(rotary: Any, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    how = rotary.head_size, rotary.rotary_dim, rotary.cos_sin_cache.float(), rotary.is_neox_style
+    how = (
+        rotary.head_size,
+        rotary.rotary_dim,
+        rotary.cos_sin_cache.float(),
+        rotary.is_neox_style,
+    )
     return tuple(rotary.forward_static(POSITIONS, row, None, *how)[0] for row in rows)
 
 
 POSITIONS = torch.tensor([0, 630, 5, 5, 17, 1, 2, 3, 4, 40])
 ROWS = heavy(10, 48, seed=1)
-HEADS = normal(10, 5 * 16, seed=5).view(10, 5, 16)[:, 1:4]  # a view, as of queries among keys and values
+# a view, as of queries among keys and values
+HEADS = normal(10, 5 * 16, seed=5).view(10, 5, 16)[:, 1:4]
 QK = [normal(10, 3 * 32, seed=3), normal(10, 32, seed=4)]
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
 CASES: dict[str, tuple[Callable[[], CustomOp], Tensors, Callable[..., Any]]] = {
     "norm": (lambda: RMSNorm(48), [ROWS], norm),
     "norm of a sum": (lambda: RMSNorm(48), [ROWS, heavy(10, 48, seed=9)], norm),
-    "norm without a weight": (lambda: RMSNorm(48, has_weight=False), [ROWS], lambda x: norm(x, torch.tensor(1.0))),
+    "norm without a weight": (
+        lambda: RMSNorm(48, has_weight=False),
+        [ROWS],
+        lambda x: norm(x, torch.tensor(1.0)),
+    ),
     "norm of heads": (lambda: RMSNorm(16), [HEADS], norm),
     "Gemma's norm": (lambda: GemmaRMSNorm(48), [ROWS], lambda *t: norm(*t, one=1.0)),
-    "Gemma's norm of a sum": (lambda: GemmaRMSNorm(48), [ROWS, ROWS.flip(0)], lambda *t: norm(*t, one=1.0)),
+    "Gemma's norm of a sum": (
+        lambda: GemmaRMSNorm(48),
+        [ROWS, ROWS.flip(0)],
+        lambda *t: norm(*t, one=1.0),
+    ),
     "rotation": (rope(32), QK, turned),
     "rotation of neighbours": (rope(32, 0.5, neox=False), QK, turned),
     "longer rotation of a part": (rope(32, 0.5, **YARN), QK, turned),
     "rotation of queries": (rope(32), QK[:1], turned),
     "gate": (lambda: SiluAndMul(), [ROWS], lambda x: F.silu(x[:, :24]) * x[:, 24:]),
-    "GELU's gate": (lambda: GeluAndMul(), [ROWS], lambda x: F.gelu(x[:, :24]) * x[:, 24:]),
-    "norm with a mean": (lambda: LayerNorm(48), [ROWS], lambda x, *w: F.layer_norm(x, (48,), *w)),
+    "GELU's gate": (
+        lambda: GeluAndMul(),
+        [ROWS],
+        lambda x: F.gelu(x[:, :24]) * x[:, 24:],
+    ),
+    "norm with a mean": (
+        lambda: LayerNorm(48),
+        [ROWS],
+        lambda x, *w: F.layer_norm(x, (48,), *w),
+    ),
     "planted": (Planted, [ROWS], lambda x, weight: x * x * weight + weight),
 }
 WRITTEN = list(CASES)[:-3]
@@ -84,7 +110,11 @@ def arguments_of(name: str, dtype: torch.dtype) -> Tensors:
 
 def run(name: str, dtype: torch.dtype, compiled: bool = False) -> tuple[Tensors, Tensors]:
     operator = make_operator(CASES[name][0], dtype, compiled)
-    return differentiated(operator, arguments_of(name, dtype), [w.master for w in operator.weights.values()])
+    return differentiated(
+        operator,
+        arguments_of(name, dtype),
+        [w.master for w in operator.weights.values()],
+    )
 
 
 def assert_near(ours: Tensors, theirs: Tensors, bound: float) -> None:
@@ -96,9 +126,11 @@ def assert_near(ours: Tensors, theirs: Tensors, bound: float) -> None:
 @dtypes
 @pytest.mark.parametrize("name", list(CASES))
 def test_values_are_the_engines_and_gradients_the_formulas(name: str, dtype: torch.dtype):
-    """Contract: the bits of the engine's own call; gradients are autograd's in fp32 through the formula here, of the
-    same rounded values, to 4 units in the last place of the largest. No input is written into, and nothing but inputs
-    is kept, no copy of them; of rotations the positions alone, of a sum that is normalized what is passed on."""
+    """Contract: the bits of the engine's own call; gradients are autograd's in fp32 through the
+    formula here, of the same rounded values, to 4 units in the last place of the largest. No input
+    is written into, and nothing but inputs is kept, no copy of them; of rotations the positions
+    alone, of a sum that is normalized what is passed on.
+    """
     make, drawn, formula = CASES[name]
     operator, arguments = make_operator(make, dtype), arguments_of(name, dtype)
     weights, rows = operator.weights.values(), arguments[-len(drawn) :]
@@ -111,7 +143,9 @@ def test_values_are_the_engines_and_gradients_the_formulas(name: str, dtype: tor
     keepable = [POSITIONS] if formula is turned else [*([passed[1]] if added else rows), *copies]
     assert [t.data_ptr() for t in kept] == [t.data_ptr() for t in keepable]
     with torch.no_grad():
-        expected = outputs_of(make_operator(make, dtype).module(*(t.detach().clone() for t in arguments)))
+        expected = outputs_of(
+            make_operator(make, dtype).module(*(t.detach().clone() for t in arguments))
+        )
     assert all(a.dtype == dtype and torch.equal(a, b) for a, b in zip(y, expected, strict=True))
     assert [g.dtype for g in ours] == [t.dtype for t in (*rows, *masters)]
     fp32 = [t.detach().float().requires_grad_() for t in (*rows, *masters)]
@@ -120,8 +154,12 @@ def test_values_are_the_engines_and_gradients_the_formulas(name: str, dtype: tor
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_the_generic_backward_agrees_with_those_written_out(name: str, monkeypatch: pytest.MonkeyPatch):
-    """Contract: autograd's through vLLM's native form, a block of rows at a time, whose weight gradients add up."""
+def test_the_generic_backward_agrees_with_those_written_out(
+    name: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Contract: autograd's through vLLM's native form, a block of rows at a time, whose weight
+    gradients add up.
+    """
     assert operators._written_out(make_operator(CASES[name][0], BF16)) is not None
     y, ours = run(name, torch.float32)
     monkeypatch.setattr(operators, "_written_out", lambda operator: None)
@@ -134,9 +172,12 @@ def test_the_generic_backward_agrees_with_those_written_out(name: str, monkeypat
 @pytest.mark.slow
 @dtypes
 @pytest.mark.parametrize("name", [name for name in WRITTEN if "rotation" not in name])
-def test_compiled_gradients_are_those_of_operators(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
-    """Contract: rounded where torch's operators round; sums and transcendentals of another order or library may move a
-    last place. Blind spot: compiled for a CPU; Triton's code has not run."""
+def test_compiled_gradients_are_those_of_operators(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+):
+    """Contract: rounded where torch's operators round; sums and transcendentals of another order or
+    library may move a last place. Blind spot: compiled for a CPU; Triton's code has not run.
+    """
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
     if compiler_missing("cpu"):
         pytest.skip("there is no C++ compiler")

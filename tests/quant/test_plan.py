@@ -1,4 +1,6 @@
-"""Per-layer schemes: how rules resolve, and that engine and compressed-tensors read the same plan from config.json."""
+"""Per-layer schemes: how rules resolve, and that engine and compressed-tensors read the same plan
+from config.json.
+"""
 
 import re
 from collections.abc import Sequence
@@ -7,7 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+from compressed_tensors.quantization import (
+    QuantizationConfig,
+    apply_quantization_config,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -26,11 +31,17 @@ from tests.support.profiles import examples
 LAYERS, EXPERTS = 3, 2
 ATTENTION = [f"self_attn.{p}_proj" for p in "qkvo"]
 MLP = [f"mlp.{p}_proj" for p in ("gate", "up", "down")]
-DENSE = [f"model.layers.{i}.{part}" for i in range(LAYERS) for part in (*ATTENTION, *MLP)] + ["lm_head"]
+DENSE = [f"model.layers.{i}.{part}" for i in range(LAYERS) for part in (*ATTENTION, *MLP)] + [
+    "lm_head"
+]
 MOE = [
     f"model.layers.{i}.{part}"
     for i in range(LAYERS)
-    for part in (*ATTENTION, "mlp.gate", *(f"mlp.experts.{e}.{p[4:]}" for e in range(EXPERTS) for p in MLP))
+    for part in (
+        *ATTENTION,
+        "mlp.gate",
+        *(f"mlp.experts.{e}.{p[4:]}" for e in range(EXPERTS) for p in MLP),
+    )
 ] + ["lm_head"]
 FIXED = {"model.embed_tokens": "it is looked up"}
 SCHEMES = ["bf16", "w4a16", "w8a8", "fp8"]
@@ -52,7 +63,10 @@ def of(plan: Plan, pattern: str) -> set[str]:
 def test_a_head_is_quantized_where_a_rule_names_it():
     assert of(plan_of("lm_head=w8a8"), "lm_head") == {"w8a8"}
     alike = plan_of("lm_head=w8a8", main="w8a8").quantization_config()
-    assert alike is not None and alike["config_groups"]["group_0"]["targets"] == ["Linear", "lm_head"]
+    assert alike is not None and alike["config_groups"]["group_0"]["targets"] == [
+        "Linear",
+        "lm_head",
+    ]
     assert of(plan_of("model.layers.0.mlp.gate=w8a8", layers=MOE), "*.0.mlp.gate") == {"w8a8"}
     assert of(plan_of("lm_head=bf16"), "lm_head") == {"bf16"}
 
@@ -60,11 +74,26 @@ def test_a_head_is_quantized_where_a_rule_names_it():
 def test_counted_decoder_layers_leave_their_router_alone():
     plan = plan_of("first:2=w8a8", layers=MOE)
     assert of(plan, "model.layers.[01].mlp.gate") == {"bf16"}
-    assert of(plan, "model.layers.[01].mlp.experts.*") == of(plan, "model.layers.[01].self_attn.*") == {"w8a8"}
+    assert (
+        of(plan, "model.layers.[01].mlp.experts.*")
+        == of(plan, "model.layers.[01].self_attn.*")
+        == {"w8a8"}
+    )
 
 
-COUNTED = {"first:1": ("model.layers.0.",), "last:2": ("model.layers.1.", "model.layers.2."), "first:3": ("model",)}
-PATTERNS = [*COUNTED, "*.down_proj", "*.o_proj", "*.self_attn.*", "re:.*mlp", "model.layers.1.*"]
+COUNTED = {
+    "first:1": ("model.layers.0.",),
+    "last:2": ("model.layers.1.", "model.layers.2."),
+    "first:3": ("model",),
+}
+PATTERNS = [
+    *COUNTED,
+    "*.down_proj",
+    "*.o_proj",
+    "*.self_attn.*",
+    "re:.*mlp",
+    "model.layers.1.*",
+]
 
 
 @given(
@@ -72,17 +101,28 @@ PATTERNS = [*COUNTED, "*.down_proj", "*.o_proj", "*.self_attn.*", "re:.*mlp", "m
     main=st.sampled_from(SCHEMES),
 )
 def test_rules_resolve_as_a_plain_loop_would(chosen: list[tuple[str, str]], main: str):
-    """Patterns that split no fused module: a plan unless a rule or the main scheme is idle, with the widest bounds."""
+    """Patterns that split no fused module: a plan unless a rule or the main scheme is idle, with
+    the widest bounds.
+    """
 
     def hits(pattern: str, layer: str) -> bool:
         if pattern in COUNTED:
             return layer.startswith(COUNTED[pattern])
-        return bool(re.match(pattern[3:], layer)) if pattern[:3] == "re:" else fnmatchcase(layer, pattern)
+        return (
+            bool(re.match(pattern[3:], layer))
+            if pattern[:3] == "re:"
+            else fnmatchcase(layer, pattern)
+        )
 
     expected = {layer: "bf16" if layer == "lm_head" else main for layer in DENSE}
-    expected |= {layer: s for p, s in reversed(chosen) for layer in DENSE if hits(p, layer)}  # the first that hits
+    # the first that hits
+    expected |= {layer: s for p, s in reversed(chosen) for layer in DENSE if hits(p, layer)}
     shadowed = any(
-        all(any(hits(earlier, layer) for earlier, _ in chosen[:i]) for layer in DENSE if hits(p, layer))
+        all(
+            any(hits(earlier, layer) for earlier, _ in chosen[:i])
+            for layer in DENSE
+            if hits(p, layer)
+        )
         for i, (p, _) in enumerate(chosen)
     )
     listed = [LayerRule(match=p, scheme=s) for p, s in chosen]
@@ -105,21 +145,32 @@ def test_routers_and_experts(text: str, message: str):
     with pytest.raises(SchemeError, match=pattern(message)):
         plan_of(text, layers=MOE)
     spared = plan_of("*.mlp.gate=bf16,model.layers.0.*=w8a8", layers=MOE)
-    assert of(spared, "model.layers.0.mlp.gate") == {"bf16"} and of(spared, "model.layers.0.mlp.exp*") == {"w8a8"}
+    assert of(spared, "model.layers.0.mlp.gate") == {"bf16"} and of(
+        spared, "model.layers.0.mlp.exp*"
+    ) == {"w8a8"}
 
 
 @pytest.mark.parametrize("text", cases(__file__, "ways"))
 def test_ways_to_write_the_same_rules(tmp_path, text: str):
     pattern = r"re:.*\.(gate|up){1,2}_proj$"
-    expected = (LayerRule(match="first:1", scheme="bf16"), LayerRule(match=pattern, scheme="w8a8"))
+    expected = (
+        LayerRule(match="first:1", scheme="bf16"),
+        LayerRule(match=pattern, scheme="w8a8"),
+    )
     assert rules(text) == expected
     quoted = text if text.startswith("[") else f'"{text.replace(chr(92), chr(92) * 2)}"'
     (tmp_path / "c.yaml").write_text(f"layers: {quoted}\n")
     assert load_config(tmp_path / "c.yaml", {}).layers == expected
 
 
-FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
-MODULES = {name: type(name, (nn.Module,), {})() for name in ("QKVParallelLinear", "RowParallelLinear", "RoutedExperts")}
+FUSED = {
+    "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+    "gate_up_proj": ["gate_proj", "up_proj"],
+}
+MODULES = {
+    name: type(name, (nn.Module,), {})()
+    for name in ("QKVParallelLinear", "RowParallelLinear", "RoutedExperts")
+}
 
 
 def engine_modules(layers: Sequence[str]) -> dict[str, list[str]]:
@@ -134,17 +185,27 @@ def engine_modules(layers: Sequence[str]) -> dict[str, list[str]]:
 
 
 def vllm_reads(config: dict[str, Any], name: str) -> str:
-    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+        CompressedTensorsConfig,
+    )
 
     parsed = CompressedTensorsConfig.from_config(config)
     parsed.packed_modules_mapping = FUSED
     parsed._add_fused_moe_to_target_scheme_map()
-    kind = "RoutedExperts" if ".experts." in name else "QKVParallelLinear" if "qkv" in name else "RowParallelLinear"
+    kind = (
+        "RoutedExperts"
+        if ".experts." in name
+        else "QKVParallelLinear"
+        if "qkv" in name
+        else "RowParallelLinear"
+    )
     found = parsed.get_scheme_dict(MODULES[kind], name)
     if found is None:
         return "bf16"
     scheme = scheme_of_args(found["weights"], found["input_activations"])  # type: ignore[arg-type]
-    assert scheme is not None and scheme.format is not None and found["format"] == scheme.format.value
+    assert (
+        scheme is not None and scheme.format is not None and found["format"] == scheme.format.value
+    )
     return scheme.name
 
 
@@ -166,8 +227,10 @@ def plans(draw: st.DrawFn, layers: Sequence[str]) -> Plan:
 @settings(max_examples=examples(40))
 @given(data=st.data())
 def test_vllm_resolves_every_layer_as_planned(layers: Sequence[str], data: st.DataObject):
-    """Contract: vLLM's own resolution of config.json gives each module the plan's scheme and format. Blind spot:
-    stand-in modules, so what a model class passes as prefix and mapping is seen only with a running engine."""
+    """Contract: vLLM's own resolution of config.json gives each module the plan's scheme and
+    format. Blind spot: stand-in modules, so what a model class passes as prefix and mapping is seen
+    only with a running engine.
+    """
     plan = data.draw(plans(layers))
     config = plan.quantization_config()
     if config is None:
@@ -200,16 +263,23 @@ def test_compressed_tensors_resolves_every_layer_as_planned(data: st.DataObject)
 def test_a_config_says_whether_schemes_are_mixed():
     alone = plan_of("*.down_proj=w8a8", main="bf16").quantization_config()
     assert alone is not None and alone["format"] == "int-quantized"
-    assert alone["config_groups"]["group_0"]["targets"] == [f"model.layers.{i}.mlp.down_proj" for i in range(LAYERS)]
+    assert alone["config_groups"]["group_0"]["targets"] == [
+        f"model.layers.{i}.mlp.down_proj" for i in range(LAYERS)
+    ]
     config = plan_of("*.down_proj=w8a8,first:1=bf16").quantization_config()
     assert config is not None and config["format"] == "mixed-precision"
     formats = [group["format"] for group in config["config_groups"].values()]
     assert formats == ["pack-quantized", "int-quantized"]
-    assert sorted(config["ignore"]) == ["lm_head", *(n for n in sorted(DENSE) if ".0." in n and "down" not in n)]
+    assert sorted(config["ignore"]) == [
+        "lm_head",
+        *(n for n in sorted(DENSE) if ".0." in n and "down" not in n),
+    ]
 
 
 def test_experts_take_one_line_a_layer():
-    """config.json would hold thousands of names otherwise, and readers compare each module with each of them."""
+    """config.json would hold thousands of names otherwise, and readers compare each module with
+    each of them.
+    """
     config = plan_of("first:1=bf16,*.self_attn.*=w8a8", layers=MOE).quantization_config()
     assert config is not None
     assert r"re:model\.layers\.0\.mlp\.experts\.\d+\.[^.]+$" in config["ignore"]
@@ -218,7 +288,12 @@ def test_experts_take_one_line_a_layer():
 
 
 def tiny(tied: bool, kind: str = "qwen3", **changes: Any) -> Any:
-    sizes = {**SIZES, "num_hidden_layers": LAYERS, "tie_word_embeddings": tied, **changes}
+    sizes = {
+        **SIZES,
+        "num_hidden_layers": LAYERS,
+        "tie_word_embeddings": tied,
+        **changes,
+    }
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)).eval()
 
 
@@ -228,7 +303,10 @@ def test_a_tied_head_has_nothing_to_quantize(kind: str, device: str):
     scheme = get_scheme("w4a16")
     with torch.device(device):
         tied, untied = tiny(True, kind), tiny(False, kind)
-    with pytest.raises(SchemeError, match=r"would quantize 'lm_head', which cannot be: this output head is tied"):
+    with pytest.raises(
+        SchemeError,
+        match=r"would quantize 'lm_head', which cannot be: this output head is tied",
+    ):
         plan_layers(tied, scheme, rules("lm_head=w8a8"))
     assert plan_layers(untied, scheme, rules("lm_head=w8a8")).schemes["lm_head"].name == "w8a8"
     with pytest.raises(SchemeError, match="embedding is looked up, not multiplied"):
@@ -238,7 +316,10 @@ def test_a_tied_head_has_nothing_to_quantize(kind: str, device: str):
 def test_shapes_are_checked_against_each_layers_scheme():
     """A layer the main scheme cannot hold is fine where a rule gives it one that can."""
     model = tiny(True, intermediate_size=192)
-    with pytest.raises(SchemeError, match="down_proj' has 192 input columns, no multiple of the group size 128"):
+    with pytest.raises(
+        SchemeError,
+        match="down_proj' has 192 input columns, no multiple of the group size 128",
+    ):
         plan_layers(model, get_scheme("w4a16"))
     assert plan_layers(model, get_scheme("w4a16"), rules("*.down_proj=w8a8"))
     with pytest.raises(SchemeError, match="down_proj' has 192 input columns"):

@@ -1,5 +1,7 @@
-"""Routing in the graph: the engine's weights, also of experts chosen elsewhere, and their gradients. Blind spot: the
-kernels that route on GPUs (tests/gpu); here a router's class is one of theirs, and its arithmetic that of CPUs."""
+"""Routing in the graph: the engine's weights, also of experts chosen elsewhere, and their
+gradients. Blind spot: the kernels that route on GPUs (tests/gpu); here a router's class is one of
+theirs, and its arithmetic that of CPUs.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -7,9 +9,15 @@ from typing import Any
 import pytest
 import torch
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
-from vllm.model_executor.layers.fused_moe.router.fused_topk_bias_router import FusedTopKBiasRouter
-from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
-from vllm.model_executor.layers.fused_moe.router.grouped_topk_router import GroupedTopKRouter
+from vllm.model_executor.layers.fused_moe.router.fused_topk_bias_router import (
+    FusedTopKBiasRouter,
+)
+from vllm.model_executor.layers.fused_moe.router.fused_topk_router import (
+    FusedTopKRouter,
+)
+from vllm.model_executor.layers.fused_moe.router.grouped_topk_router import (
+    GroupedTopKRouter,
+)
 
 from qarl.configs.errors import GraphError
 from qarl.quant.graph.experts import RoutedLayer, weights_of
@@ -17,7 +25,11 @@ from qarl.quant.graph.kinds import _of_experts
 from qarl.quant.graph.router_log import RouterLog
 from tests.support.tensors import normal, relative_error
 
-LOGITS, PULL, HIDDEN = normal(9, 16, seed=1).bfloat16(), normal(9, 4, seed=2), torch.zeros(9, 8)
+LOGITS, PULL, HIDDEN = (
+    normal(9, 16, seed=1).bfloat16(),
+    normal(9, 4, seed=2),
+    torch.zeros(9, 8),
+)
 GROUPS = {"num_expert_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
 CORRECTED = {"scoring_func": "sigmoid", "e_score_correction_bias": normal(16, seed=3)}
 KINDS: dict[str, dict[str, Any]] = {
@@ -35,7 +47,9 @@ def router(kind: str) -> CPURouter:
 
 def formula(logits: torch.Tensor, index: torch.Tensor, kind: str) -> torch.Tensor:
     how = KINDS[kind]
-    scores = (logits.sigmoid() if "corrected" in kind else logits.softmax(-1)).gather(-1, index.long())
+    scores = (logits.sigmoid() if "corrected" in kind else logits.softmax(-1)).gather(
+        -1, index.long()
+    )
     scores = scores / scores.sum(-1, keepdim=True) if how.get("renormalize", True) else scores
     return scores * how.get("routed_scaling_factor", 1.0)
 
@@ -43,10 +57,17 @@ def formula(logits: torch.Tensor, index: torch.Tensor, kind: str) -> torch.Tenso
 def layer(kind: str) -> Any:
     """Its experts return what they are given."""
     runner = SimpleNamespace(
-        routed_experts=SimpleNamespace(apply_router_weight_on_input=False), layer_id=3, layer_name="layers.3.experts",
-        moe_config=SimpleNamespace(has_bias=False, swiglu_limit=None, swiglu_alpha=None, is_act_and_mul=True),
-        _fse_fuse_gate=False, _shared_experts=None, gate=None, router=router(kind),
-    )  # fmt: skip
+        routed_experts=SimpleNamespace(apply_router_weight_on_input=False),
+        layer_id=3,
+        layer_name="layers.3.experts",
+        moe_config=SimpleNamespace(
+            has_bias=False, swiglu_limit=None, swiglu_alpha=None, is_act_and_mul=True
+        ),
+        _fse_fuse_gate=False,
+        _shared_experts=None,
+        gate=None,
+        router=router(kind),
+    )
     return RoutedLayer(runner, lambda hidden, index, weights: (index, weights), RouterLog())  # type: ignore[arg-type]
 
 
@@ -60,15 +81,22 @@ GPUS = {
 
 @pytest.mark.parametrize("kind", GPUS)
 def test_routers_of_gpus_have_the_formulas_weights(kind: str):
-    """Contract: from fp32 logits, with a factor where there is one, whatever the router is called."""
+    """Contract: from fp32 logits, with a factor where there is one, whatever the router is
+    called.
+    """
     index = LOGITS.argsort(-1)[:, 2:6]
-    torch.testing.assert_close(weights_of(GPUS[kind], LOGITS.float(), index), formula(LOGITS.float(), index, kind))
+    torch.testing.assert_close(
+        weights_of(GPUS[kind], LOGITS.float(), index),
+        formula(LOGITS.float(), index, kind),
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_replayed_experts_are_taken_where_there_are_any(kind: str):
-    """Contract: -1 keeps the router's choice, and experts it chose have its weights, to the bit, from bfloat16 logits;
-    others have theirs, up to bfloat16's rounding of an exponent. In fp32 a plain softmax has other bits."""
+    """Contract: -1 keeps the router's choice, and experts it chose have its weights, to the bit,
+    from bfloat16 logits; others have theirs, up to bfloat16's rounding of an exponent. In fp32 a
+    plain softmax has other bits.
+    """
     routed = layer(kind)
     index, weights = routed(HIDDEN, LOGITS, None, None)
     routed.replayed = torch.full((9, 4), -1, dtype=torch.int16)
@@ -76,15 +104,23 @@ def test_replayed_experts_are_taken_where_there_are_any(kind: str):
     mixed, theirs = routed(HIDDEN, LOGITS, None, None)
     assert mixed.tolist() == [*index[:5].tolist(), *[[15, 0, 7, 8]] * 4]
     assert theirs.dtype == torch.float32 and torch.equal(theirs[:5], weights[:5])
-    assert torch.equal(weights_of(router(kind), LOGITS.float(), index), weights) is ("groups" in kind)
+    assert torch.equal(weights_of(router(kind), LOGITS.float(), index), weights) is (
+        "groups" in kind
+    )
     torch.testing.assert_close(theirs, formula(LOGITS.float(), mixed, kind), rtol=0.04, atol=0.0)
 
 
 @pytest.mark.parametrize("replayed", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_those_of_the_formula(kind: str, replayed: bool):
-    """Contract: autograd's in fp32, up to bfloat16's roundings; for the router's choice and for another's."""
-    routed, leaf, exact = layer(kind), LOGITS.clone().requires_grad_(), LOGITS.float().requires_grad_()
+    """Contract: autograd's in fp32, up to bfloat16's roundings; for the router's choice and for
+    another's.
+    """
+    routed, leaf, exact = (
+        layer(kind),
+        LOGITS.clone().requires_grad_(),
+        LOGITS.float().requires_grad_(),
+    )
     routed.replayed = LOGITS.argsort(-1)[:, 2:6].int() if replayed else None
     index, weights = routed(HIDDEN, leaf, None, None)
     (ours,) = torch.autograd.grad(weights, leaf, PULL)
@@ -92,11 +128,17 @@ def test_gradients_are_those_of_the_formula(kind: str, replayed: bool):
     assert relative_error(ours, theirs) < 0.01
 
 
-def test_a_routers_kernels_bits_are_used_with_the_formulas_gradient(monkeypatch: pytest.MonkeyPatch):
+def test_a_routers_kernels_bits_are_used_with_the_formulas_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+):
     """Contract: as on GPUs, whose routers autograd does not see into."""
     routed, exact = layer("softmax"), LOGITS.float().softmax(-1).topk(4)
     others, leaf = exact.values * (1 + 3e-7), LOGITS.clone().requires_grad_()
-    monkeypatch.setattr(routed._runner.router, "_select_experts", lambda *_, **__: (others, exact.indices))
+    monkeypatch.setattr(
+        routed._runner.router,
+        "_select_experts",
+        lambda *_, **__: (others, exact.indices),
+    )
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     index, weights = routed(HIDDEN, leaf, None, None)
     assert torch.equal(weights, others) and not torch.equal(others, exact.values)
@@ -110,7 +152,9 @@ def test_what_has_no_gradient_is_refused():
     routed = layer("softmax")
     routed._runner.router.scoring_func = "sqrtsoftplus"
     routed._runner.moe_config.has_bias = True
-    assert _of_experts(routed._runner) == "experts with biases and a router by the root of a softplus"
+    assert (
+        _of_experts(routed._runner) == "experts with biases and a router by the root of a softplus"
+    )
     own = CPURouter(4, 16, custom_routing_function=lambda **_: None)
     with pytest.raises(GraphError, match="CPURouter routes by a function of its model's"):
         weights_of(own, LOGITS, torch.zeros(9, 4))

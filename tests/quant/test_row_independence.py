@@ -1,6 +1,8 @@
-"""A token's bits depend on its own past alone: at shapes of real models, drawn, on one, two and four threads.
+"""A token's bits depend on its own past alone: at shapes of real models, drawn, on one, two and
+four threads.
 
-Layers are drawn here, not models, so that it stays quick; a whole real model is in tests/runs/test_real_model.py.
+Layers are drawn here, not models, so that it stays quick; a whole real model is in
+tests/runs/test_real_model.py.
 """
 
 import pytest
@@ -12,14 +14,24 @@ from hypothesis import strategies as st
 from qarl.configs.schemes import SCHEME_SPECS
 from qarl.quant.kernels import cpu_attention as attention
 from qarl.quant.kernels.base import Scoring
-from qarl.quant.kernels.row_independence import ROWS_ASKED, cancelling_inputs, dependence, on_threads
+from qarl.quant.kernels.row_independence import (
+    ROWS_ASKED,
+    cancelling_inputs,
+    dependence,
+    on_threads,
+)
 from qarl.quant.kernels.vllm import VllmFactory
 from qarl.quant.kernels.vllm_cpu import register
 from qarl.quant.materialize import materialize
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.schemes import get_scheme
 from qarl.sync.audit import AuditError, require_equal_rows
-from tests.support.kernels import AVX512, CPU_SCHEMES, attention_depends_on_requests, no_cuda
+from tests.support.kernels import (
+    AVX512,
+    CPU_SCHEMES,
+    attention_depends_on_requests,
+    no_cuda,
+)
 from tests.support.models import low_bit, qwen3
 from tests.support.moe_models import CONFIGS, random_moe
 from tests.support.profiles import examples
@@ -32,7 +44,16 @@ ROWS_OUT = (64, 192, 576, 1024, 1536, 4096, 9728, 14336)
 WORDS = (49_152, 151_936)
 ELEMENTS = 1 << 23
 """Of the largest drawn weight: what takes longer shows nothing more."""
-HEADS = ((9, 3, 64), (12, 2, 128), (14, 2, 64), (16, 16, 64), (28, 4, 128), (4, 1, 256), (8, 4, 96), (8, 4, 80))
+HEADS = (
+    (9, 3, 64),
+    (12, 2, 128),
+    (14, 2, 64),
+    (16, 16, 64),
+    (28, 4, 128),
+    (4, 1, 256),
+    (8, 4, 96),
+    (8, 4, 80),
+)
 """Query heads, key heads and head size, among them heads that share a key head by 7 and by 16."""
 
 
@@ -40,19 +61,33 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 def test_keys_are_not_split_over_threads():
-    """What vLLM's builder of every batch reads; tests/runs/test_real_model.py shows that it matters."""
+    """What vLLM's builder of every batch reads; tests/runs/test_real_model.py shows that it
+    matters.
+    """
     register()
     assert vllm.envs.VLLM_CPU_ATTN_SPLIT_KV is False
 
 
-@given(st.sampled_from(CPU_SCHEMES), st.sampled_from(DTYPES), st.sampled_from(COLUMNS), st.sampled_from(ROWS_OUT))
+@given(
+    st.sampled_from(CPU_SCHEMES),
+    st.sampled_from(DTYPES),
+    st.sampled_from(COLUMNS),
+    st.sampled_from(ROWS_OUT),
+)
 @settings(max_examples=examples(48))
-def test_a_row_is_multiplied_alike_beside_any_rows_and_on_any_threads(scheme: str, dtype: str, columns: int, rows: int):
+def test_a_row_is_multiplied_alike_beside_any_rows_and_on_any_threads(
+    scheme: str, dtype: str, columns: int, rows: int
+):
     """Contract: 1, 2, 3, 7, 64 and 400 rows, on 1, 2 and 4 threads, have the same bits."""
     assume(columns * rows <= ELEMENTS and SCHEME_SPECS[scheme].fits((rows, columns)))
-    assume(dtype != "float32" or "w4a16" not in scheme)  # vLLM's int4 kernel on CPUs has no float32
+    # vLLM's int4 kernel on CPUs has no float32
+    assume(dtype != "float32" or "w4a16" not in scheme)
     compute = getattr(torch, dtype)
-    weight = materialize(heavy(rows, columns, seed=columns, rows=False) * 0.05, get_scheme(scheme), compute)
+    weight = materialize(
+        heavy(rows, columns, seed=columns, rows=False) * 0.05,
+        get_scheme(scheme),
+        compute,
+    )
     product = VllmFactory(compute).linear("layer", [weight], [None])
     x = cancelling_inputs(weight.dequantized(torch.float32)[:16], compute, rows=400)
     together = on_threads(2, lambda: product(x))
@@ -60,13 +95,22 @@ def test_a_row_is_multiplied_alike_beside_any_rows_and_on_any_threads(scheme: st
     for count in (1, 2, 4):
         for few in (1, 2, 3, 7, 64):
             part = x[5 * few : 6 * few].contiguous()
-            assert torch.equal(on_threads(count, lambda part=part: product(part)), together[5 * few : 6 * few])
+            assert torch.equal(
+                on_threads(count, lambda part=part: product(part)),
+                together[5 * few : 6 * few],
+            )
 
 
 @pytest.mark.parametrize("words", WORDS)
 def test_a_log_prob_is_computed_alike_beside_any_rows_and_on_any_threads(words: int):
     """The output head, unquantized in every scheme, and the normalization over its words."""
-    drawn = torch.randint(-99, 100, (words, 1152), dtype=torch.int8, generator=torch.Generator().manual_seed(0))
+    drawn = torch.randint(
+        -99,
+        100,
+        (words, 1152),
+        dtype=torch.int8,
+        generator=torch.Generator().manual_seed(0),
+    )
     weight = materialize(drawn.bfloat16().mul_(1e-3), get_scheme("bf16"), torch.bfloat16)
     head = VllmFactory(torch.bfloat16).linear("lm_head", [weight], [None])
     x = normal(8, 1152, seed=1).bfloat16()
@@ -76,7 +120,9 @@ def test_a_log_prob_is_computed_alike_beside_any_rows_and_on_any_threads(words: 
 
     together = on_threads(2, lambda: logprobs(x))
     for count in (1, 2):
-        alone = on_threads(count, lambda: torch.cat([logprobs(x[row : row + 1]) for row in range(3)]))
+        alone = on_threads(
+            count, lambda: torch.cat([logprobs(x[row : row + 1]) for row in range(3)])
+        )
         assert torch.equal(alone, together[:3])
 
 
@@ -91,8 +137,10 @@ def test_a_log_prob_is_computed_alike_beside_any_rows_and_on_any_threads(words: 
 def test_a_token_attends_alike_prefilled_and_decoded_on_any_threads(
     heads: tuple[int, int, int], dtype: str, keys: int, window: int | None, fp8: bool
 ):
-    """Contract: whole sequences, as the learner has them, a chunk, as a resumed or cached prompt has them, and single
-    queries, alone and beside others, as they are decoded. Sequences are longer than the kernel's tiles for prompts."""
+    """Contract: whole sequences, as the learner has them, a chunk, as a resumed or cached prompt
+    has them, and single queries, alone and beside others, as they are decoded. Sequences are longer
+    than the kernel's tiles for prompts.
+    """
     H, G, D = heads
     assume(not fp8 or (AVX512 and D % 32 == 0))
     compute = getattr(torch, dtype)
@@ -100,7 +148,9 @@ def test_a_token_attends_alike_prefilled_and_decoded_on_any_threads(
     scoring = Scoring(scale=D**-0.5, window=window, fp8=fp8)
 
     def attend(start: int, stop: int) -> torch.Tensor:
-        return attention.cpu_attention(q[start:stop], k[:stop], v[:stop], scoring, [stop - start], [stop])
+        return attention.cpu_attention(
+            q[start:stop], k[:stop], v[:stop], scoring, [stop - start], [stop]
+        )
 
     whole = attend(0, keys)
     decoded = sorted({0, 15, keys // 2, keys - 2, keys - 1})
@@ -125,18 +175,34 @@ def test_attention_in_requests_of_any_length_depends_on_them():
 @pytest.mark.parametrize(
     ("isa", "shared", "window", "expected"),
     [
-        ("vec", 1, None, 8), ("vec", 2, None, 4), ("vec", 3, None, 8), ("vec", 8, None, 1), ("vec", 16, None, 8),
-        ("vec16", 16, None, 1), ("vec16", 1, None, 16), ("vec", 2, 2048, 4), ("vec", 2, 2049, 1), ("other", 1, None, 1),
+        ("vec", 1, None, 8),
+        ("vec", 2, None, 4),
+        ("vec", 3, None, 8),
+        ("vec", 8, None, 1),
+        ("vec", 16, None, 8),
+        ("vec16", 16, None, 1),
+        ("vec16", 1, None, 16),
+        ("vec", 2, 2048, 4),
+        ("vec", 2, 2049, 1),
+        ("other", 1, None, 1),
     ],
-)  # fmt: skip
-def test_requests_fill_the_kernels_rows_once(isa: str, shared: int, window: int | None, expected: int):
-    """By hand, from the kernel's sources: heads that do not fill the rows evenly are attended to one by one."""
+)
+def test_requests_fill_the_kernels_rows_once(
+    isa: str, shared: int, window: int | None, expected: int
+):
+    """By hand, from the kernel's sources: heads that do not fill the rows evenly are attended to
+    one by one.
+    """
     assert attention.queries_per_request(isa, shared, window) == expected
 
 
 def test_short_requests_cover_every_query_once():
-    """Three sequences of 5, 1 and 4 queries, the first and last of which see 2 and 6 tokens before their own."""
-    requests = attention.short_requests(torch.tensor([0, 5, 6, 10]), torch.tensor([7, 1, 10]), queries=2)
+    """Three sequences of 5, 1 and 4 queries, the first and last of which see 2 and 6 tokens before
+    their own.
+    """
+    requests = attention.short_requests(
+        torch.tensor([0, 5, 6, 10]), torch.tensor([7, 1, 10]), queries=2
+    )
     assert requests.start.tolist() == [0, 2, 4, 5, 6, 8, 10]
     assert requests.seen.tolist() == [4, 6, 7, 1, 8, 10]
     assert requests.sequence.tolist() == [0, 0, 0, 1, 2, 2]
@@ -153,9 +219,13 @@ def summed_row_by_row(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.stack([(row.float() * weight.float()).sum(-1) for row in x]).bfloat16()
 
 
-@pytest.mark.parametrize(("otherwise", "when"), [(1, "1 row alone"), (3, "3 rows"), (33, "33 rows")])
+@pytest.mark.parametrize(
+    ("otherwise", "when"), [(1, "1 row alone"), (3, "3 rows"), (33, "33 rows")]
+)
 def test_a_product_that_adds_up_otherwise_for_few_rows_is_found(otherwise: int, when: str):
-    """Planted: another order of summation for one number of rows, of which random inputs would show little."""
+    """Planted: another order of summation for one number of rows, of which random inputs would show
+    little.
+    """
     weight = normal(16, 1536, seed=0).bfloat16()
 
     def product(x: torch.Tensor) -> torch.Tensor:
@@ -171,7 +241,11 @@ def test_a_product_that_adds_up_otherwise_on_one_thread_is_found():
     weight = normal(16, 1536, seed=0).bfloat16()
 
     def product(x: torch.Tensor) -> torch.Tensor:
-        return summed_in_halves(x, weight) if torch.get_num_threads() == 1 else summed_row_by_row(x, weight)
+        return (
+            summed_in_halves(x, weight)
+            if torch.get_num_threads() == 1
+            else summed_row_by_row(x, weight)
+        )
 
     differences = []
 
@@ -185,7 +259,9 @@ def test_a_product_that_adds_up_otherwise_on_one_thread_is_found():
     assert difference.when == "on 1 thread"
 
 
-def test_threads_are_those_asked_for_where_vllm_has_bound_them(monkeypatch: pytest.MonkeyPatch):
+def test_threads_are_those_asked_for_where_vllm_has_bound_them(
+    monkeypatch: pytest.MonkeyPatch,
+):
     """Its worker replaces `torch.set_num_threads` by a function that does nothing."""
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     before = torch.get_num_threads()
@@ -202,8 +278,9 @@ def test_a_product_that_computes_rows_alike_passes():
 
 @pytest.mark.parametrize("experts", [False, True])
 def test_a_models_kernels_are_asked_once_for_each_shape(experts: bool):
-    """By hand, of two decoder layers: stacked q, k and v; output projection; gate and up; down, where it has another
-    shape; head; attention; and experts with their router in one of the layers."""
+    """By hand, of two decoder layers: stacked q, k and v; output projection; gate and up; down,
+    where it has another shape; head; attention; and experts with their router in one of the layers.
+    """
     checked = random_policy(experts).check_rows()
     assert checked.dependent == ()
     assert checked.kernels == (7 if experts else 6)
@@ -211,7 +288,9 @@ def test_a_models_kernels_are_asked_once_for_each_shape(experts: bool):
     require_equal_rows(checked)
 
 
-def test_a_layer_whose_row_alone_is_multiplied_otherwise_is_named(monkeypatch: pytest.MonkeyPatch):
+def test_a_layer_whose_row_alone_is_multiplied_otherwise_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+):
     """Planted in one layer of a model; `bitwise` refuses it."""
     model = random_policy(experts=False)
     stack = next(iter(model._layers.stacks.values()))
@@ -226,7 +305,10 @@ def test_a_layer_whose_row_alone_is_multiplied_otherwise_is_named(monkeypatch: p
     monkeypatch.setattr(stack, "_kernel", RowAloneIsOther())
     checked = model.check_rows()
     assert [kernel.layer for kernel in checked.dependent] == [stack.parts[0].layer]
-    with pytest.raises(AuditError, match=r"^bitwise, and 1 of \d+ kernels compute a row otherwise .*1 row alone"):
+    with pytest.raises(
+        AuditError,
+        match=r"^bitwise, and 1 of \d+ kernels compute a row otherwise .*1 row alone",
+    ):
         require_equal_rows(checked)
 
 

@@ -1,5 +1,6 @@
-"""Scales that outlive a weight version: codes under them, and a start from another's codes. Codes that are made again
-when they are needed, instead of being kept (`LowBitModel.release_codes`)."""
+"""Scales that outlive a weight version: codes under them, and a start from another's codes. Codes
+that are made again when they are needed, instead of being kept (`LowBitModel.release_codes`).
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +25,15 @@ from qarl.quant.schemes import MASTER_DTYPES, Scheme, SchemeError, get_scheme
 from qarl.quant.types import LowBitTensor
 from tests.support.cases import cases
 from tests.support.learners import all_equal, random_model
-from tests.support.models import all_logits, loss_of, low_bit, multiply_masters, qwen3, some_tokens, stream_bytes
+from tests.support.models import (
+    all_logits,
+    loss_of,
+    low_bit,
+    multiply_masters,
+    qwen3,
+    some_tokens,
+    stream_bytes,
+)
 from tests.support.moe_models import CONFIGS, random_moe
 from tests.support.tensors import as_bytes, heavy, normal, same_bits
 
@@ -32,7 +41,9 @@ INTEGERS = ("w4a16", "w4a16-g32", "w4a16-channel", "w8a16", "w8a8", "w4a8")
 
 
 def codes_one_by_one(weight: torch.Tensor, scheme: Scheme, scale: torch.Tensor) -> torch.Tensor:
-    """round(clamp(w / s)), the quotient rounded to the wider of the two dtypes, each code by itself."""
+    """round(clamp(w / s)), the quotient rounded to the wider of the two dtypes, each code by
+    itself.
+    """
     assert scheme.weights is not None
     low, high, _ = integer_range(scheme.weights.num_bits)
     columns = weight.shape[1] // scale.shape[1]
@@ -40,18 +51,25 @@ def codes_one_by_one(weight: torch.Tensor, scheme: Scheme, scale: torch.Tensor) 
     codes = torch.empty(weight.shape, dtype=torch.int8)
     for o, row in enumerate(weight.tolist()):
         for i, value in enumerate(row):
-            quotient = float(torch.tensor(value / scale[o, i // columns].item(), dtype=torch.float64).to(dtype))
-            codes[o, i] = round(min(max(quotient, low), high))  # Python rounds halves to even
+            quotient = float(
+                torch.tensor(value / scale[o, i // columns].item(), dtype=torch.float64).to(dtype)
+            )
+            # Python rounds halves to even
+            codes[o, i] = round(min(max(quotient, low), high))
     return codes
 
 
 @pytest.mark.parametrize("name", INTEGERS)
 @pytest.mark.parametrize("master", MASTER_DTYPES.values(), ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_codes_under_a_kept_scale_are_those_of_a_slow_reference(name: str, master: torch.dtype, dtype: torch.dtype):
-    """Contract: materialize(…, scale=s) stores s and round(clamp(w / s)), by compiled loops and by torch's operators,
-    fresh and into buffers. Values far beyond the codes' range, quotients that overflow the dtype, and ties are among
-    them. Blind spot: a float64 quotient rounded to float32 could differ from float32's own; the seeds show none."""
+def test_codes_under_a_kept_scale_are_those_of_a_slow_reference(
+    name: str, master: torch.dtype, dtype: torch.dtype
+):
+    """Contract: materialize(…, scale=s) stores s and round(clamp(w / s)), by compiled loops and by
+    torch's operators, fresh and into buffers. Values far beyond the codes' range, quotients that
+    overflow the dtype, and ties are among them. Blind spot: a float64 quotient rounded to float32
+    could differ from float32's own; the seeds show none.
+    """
     scheme = get_scheme(name)
     weight = heavy(5, 256, seed=3) * 0.05
     weight[1, :4] = torch.tensor([3e4, -3e4, 0.0, -0.0])
@@ -82,9 +100,15 @@ def kept_model(model: PreTrainedModel, scheme: str) -> LowBitModel:
     return kept
 
 
-@pytest.mark.parametrize("make", [random_model, lambda: random_moe(CONFIGS["qwen3_moe"])], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    "make",
+    [random_model, lambda: random_moe(CONFIGS["qwen3_moe"])],
+    ids=["dense", "experts"],
+)
 def test_kept_scales_stay_where_masters_move(make: Callable[[], PreTrainedModel]):
-    """Contract: keeping changes nothing of the present version; masters that move change all codes and no scale."""
+    """Contract: keeping changes nothing of the present version; masters that move change all codes
+    and no scale.
+    """
     model = kept_model(make(), "w4a16")
     first = {item.name: item.tensor.clone() for item in model.low_bit_tensors()}
     model.refresh()
@@ -96,7 +120,9 @@ def test_kept_scales_stay_where_masters_move(make: Callable[[], PreTrainedModel]
 
 
 def other_codes(model: LowBitModel) -> list[LowBitTensor]:
-    """A version as a calibration might make it: every code within 2 of the rounded one, scales up to 20 % larger."""
+    """A version as a calibration might make it: every code within 2 of the rounded one, scales up
+    to 20 % larger.
+    """
     generator = torch.Generator().manual_seed(5)
     for layer in model.low_bit_layers():
         for weight in quantized_weights(layer.low_bit):
@@ -104,33 +130,57 @@ def other_codes(model: LowBitModel) -> list[LowBitTensor]:
             args = weight.scheme.weights
             assert args is not None
             low, high, _ = integer_range(args.num_bits)
-            moved = weight.unpacked() + torch.randint(-2, 3, weight.shape, generator=generator, dtype=torch.int8)
-            values = moved.clamp(low, high).float().view(*weight.scale.shape, -1) * weight.scale.float().unsqueeze(-1)
+            moved = weight.unpacked() + torch.randint(
+                -2, 3, weight.shape, generator=generator, dtype=torch.int8
+            )
+            values = moved.clamp(low, high).float().view(
+                *weight.scale.shape, -1
+            ) * weight.scale.float().unsqueeze(-1)
             scale = weight.scale.clone()
-            materialize(values.view(weight.shape), weight.scheme, scale.dtype, out=weight, scale=scale)
+            materialize(
+                values.view(weight.shape),
+                weight.scheme,
+                scale.dtype,
+                out=weight,
+                scale=scale,
+            )
             weight.scale.mul_(1.2)
     return [LowBitTensor(item.name, item.tensor.clone()) for item in model.low_bit_tensors()]
 
 
-@pytest.mark.parametrize("make", [random_model, lambda: random_moe(CONFIGS["qwen3_moe"])], ids=["dense", "experts"])
 @pytest.mark.parametrize(
-    ("scheme", "master"), [("w4a16", torch.float32), ("w4a16", torch.bfloat16), ("w8a8", torch.float32)], ids=str
+    "make",
+    [random_model, lambda: random_moe(CONFIGS["qwen3_moe"])],
+    ids=["dense", "experts"],
 )
-def test_a_start_from_given_codes_has_exactly_those(make: Callable[[], Any], scheme: str, master: torch.dtype):
-    """Contract: after `start_from_codes` the masters, rounded to nearest under the kept scales, give every tensor of
-    the given version bit for bit, now and at any later refresh; the unquantized tensors among them."""
+@pytest.mark.parametrize(
+    ("scheme", "master"),
+    [("w4a16", torch.float32), ("w4a16", torch.bfloat16), ("w8a8", torch.float32)],
+    ids=str,
+)
+def test_a_start_from_given_codes_has_exactly_those(
+    make: Callable[[], Any], scheme: str, master: torch.dtype
+):
+    """Contract: after `start_from_codes` the masters, rounded to nearest under the kept scales,
+    give every tensor of the given version bit for bit, now and at any later refresh; the
+    unquantized tensors among them.
+    """
     tensors = other_codes(kept_model(make().to(master), scheme))
     model = kept_model(make().to(master), scheme)
     before = {item.name: item.tensor.clone() for item in model.low_bit_tensors()}
     start_from_codes(model, tensors)
     model.refresh()
-    ours, theirs = ([(item.name, item.tensor) for item in items] for items in (model.low_bit_tensors(), tensors))
+    ours, theirs = (
+        [(item.name, item.tensor) for item in items] for items in (model.low_bit_tensors(), tensors)
+    )
     assert same_bits(ours, theirs)
     assert sum(not torch.equal(tensor, before[name]) for name, tensor in ours) > 10
 
 
 def test_a_small_update_leaves_nearly_all_codes_where_a_start_put_them():
-    """A hundredth of a scale changes a hundredth of the codes, as in a rounded model: no master starts at a border."""
+    """A hundredth of a scale changes a hundredth of the codes, as in a rounded model: no master
+    starts at a border.
+    """
     model = kept_model(random_model(), "w4a16")
     start_from_codes(model, other_codes(kept_model(random_model(), "w4a16")))
     generator = torch.Generator().manual_seed(7)
@@ -146,25 +196,38 @@ def test_a_small_update_leaves_nearly_all_codes_where_a_start_put_them():
 
 
 def test_an_unaligned_learner_starts_as_its_own_policy_under_codes_of_others():
-    """Contract: its masters and forward stay as they were, its version is the given codes, and both survive a
-    checkpoint, whose model has masters alone to begin with."""
+    """Contract: its masters and forward stay as they were, its version is the given codes, and both
+    survive a checkpoint, whose model has masters alone to begin with.
+    """
     tensors = other_codes(kept_model(random_model(), "w4a16"))
     model, resumed = (low_bit(random_model(), "w4a16", aligned=False) for _ in range(2))
     tokens = some_tokens()
     before = all_logits(model, tokens)
     start_from_codes(model, tensors, keep_masters=True)
     keep_scales(resumed)
-    load_scales_state(resumed, {name: tensor.clone() for name, tensor in scales_state(model).items()})
+    load_scales_state(
+        resumed, {name: tensor.clone() for name, tensor in scales_state(model).items()}
+    )
     resumed.refresh()
     for each in (model, resumed):
         assert torch.equal(all_logits(each, tokens), before)
-        assert same_bits(*([(item.name, item.tensor) for item in items] for items in (each.low_bit_tensors(), tensors)))
+        assert same_bits(
+            *(
+                [(item.name, item.tensor) for item in items]
+                for items in (each.low_bit_tensors(), tensors)
+            )
+        )
 
 
 def test_codes_that_masters_cannot_hold_are_refused():
-    """Codes of 8 bits need more than a bfloat16 master's 8 bits of significand; and a changed norm is no code."""
+    """Codes of 8 bits need more than a bfloat16 master's 8 bits of significand; and a changed norm
+    is no code.
+    """
     tensors = other_codes(kept_model(random_model().bfloat16(), "w8a8"))
-    with pytest.raises(SchemeError, match=r"cannot be made from masters in bfloat16; set learner\.master_dtype"):
+    with pytest.raises(
+        SchemeError,
+        match=r"cannot be made from masters in bfloat16; set learner\.master_dtype",
+    ):
         start_from_codes(kept_model(random_model().bfloat16(), "w8a8"), tensors)
 
 
@@ -180,8 +243,10 @@ def test_scales_are_kept_of_integers_alone(scheme: str, message: str):
 @pytest.mark.parametrize("scheme", ["w4a16", "w8a8", "nvfp4"])
 @pytest.mark.parametrize("way", ["codes alone", "kernels too", "scales are kept"])
 def test_codes_that_are_not_kept_are_made_again_to_the_same_bits(scheme: str, kind: str, way: str):
-    """Contract: logits, gradients and streams of each version are those of a model that keeps its codes; between uses
-    no code has a value. With kernels made at each use, and with scales kept from version to version, too."""
+    """Contract: logits, gradients and streams of each version are those of a model that keeps its
+    codes; between uses no code has a value. With kernels made at each use, and with scales kept
+    from version to version, too.
+    """
     if way == "scales are kept" and scheme == "nvfp4":
         pytest.skip("its scales are not kept")
     build = qwen3 if kind == "dense" else lambda: random_moe(CONFIGS["qwen3_moe"])
@@ -196,8 +261,14 @@ def test_codes_that_are_not_kept_are_made_again_to_the_same_bits(scheme: str, ki
     for _ in range(2):
         streams, grads = [], []
         for model in models:
-            weights = [weight for layer in model.low_bit_layers() for weight in quantized_weights(layer.low_bit)]
-            assert {weight.codes.device.type for weight in weights} == {"cpu" if model is models[0] else "meta"}
+            weights = [
+                weight
+                for layer in model.low_bit_layers()
+                for weight in quantized_weights(layer.low_bit)
+            ]
+            assert {weight.codes.device.type for weight in weights} == {
+                "cpu" if model is models[0] else "meta"
+            }
             loss_of(all_logits(model, tokens), tokens).backward()
             grads.append({name: master.grad for name, master in model.masters.items()})
             streams.append(stream_bytes(model))

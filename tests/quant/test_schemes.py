@@ -1,4 +1,6 @@
-"""Which schemes run here, what they cost, and that those which cannot run are refused before anything loads."""
+"""Which schemes run here, what they cost, and that those which cannot run are refused before
+anything loads.
+"""
 
 import functools
 import json
@@ -22,7 +24,13 @@ from qarl.quant.kernels.reference import ReferenceFactory
 from qarl.quant.kernels.supported import require_support, support
 from qarl.quant.kernels.vllm_layers import INT8_ACTIVATIONS, kernel_name
 from qarl.quant.materialize import materialize
-from qarl.quant.schemes import COMPUTE_DTYPES, SCHEMES, SchemeError, get_scheme, write_quantization_config
+from qarl.quant.schemes import (
+    COMPUTE_DTYPES,
+    SCHEMES,
+    SchemeError,
+    get_scheme,
+    write_quantization_config,
+)
 from qarl.run.session import check_input
 from qarl.sync.export import export_checkpoint
 from qarl.tasks import load_task
@@ -37,15 +45,21 @@ from tests.support.tensors import same_bits
 @pytest.mark.parametrize("dtype", COMPUTE_DTYPES.values())
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_vllm_says_which_schemes_run(scheme: str, dtype: torch.dtype):
-    """Contract: vLLM's own low-bit kernel and no reason, or a reason in words and no kernel; experts run where dense
-    layers do. Float16's largest number is near: the small layer that is asked with must not overflow it."""
-    runs = scheme in VLLM_CPU_KERNELS and not (dtype == torch.float32 and "w4a16" in scheme and AVX512)
+    """Contract: vLLM's own low-bit kernel and no reason, or a reason in words and no kernel;
+    experts run where dense layers do. Float16's largest number is near: the small layer that is
+    asked with must not overflow it.
+    """
+    runs = scheme in VLLM_CPU_KERNELS and not (
+        dtype == torch.float32 and "w4a16" in scheme and AVX512
+    )
     for experts in (False, True):
         found = support(scheme, dtype, experts)
         assert (found.reason == "") == bool(found.kernel) == runs, found
         if runs and experts:
             own = "CPUUnquantizedExperts" if scheme == "bf16" else VLLM_CPU_KERNELS[scheme]
-            assert own in found.kernel and found.kernel.endswith(", per expert") == (scheme != "bf16")
+            assert own in found.kernel and found.kernel.endswith(", per expert") == (
+                scheme != "bf16"
+            )
         elif runs:
             assert VLLM_CPU_KERNELS[scheme] in found.kernel
         else:
@@ -64,7 +78,10 @@ def test_asking_leaves_the_random_state_alone():
 @no_cuda
 def test_a_scheme_that_cannot_run_is_refused_with_the_reason_and_the_ones_that_can():
     fault = "leaves activations" if torch.cpu._is_amx_tile_supported() else "requires AMX"
-    with pytest.raises(SchemeError, match=rf"'fp8-block' cannot run in the engine .*{fault}.*can: 'bf16', 'w4a16'"):
+    with pytest.raises(
+        SchemeError,
+        match=rf"'fp8-block' cannot run in the engine .*{fault}.*can: 'bf16', 'w4a16'",
+    ):
         require_support(get_scheme("fp8-block"), torch.bfloat16)
     require_support(get_scheme("w4a8"), torch.bfloat16)
 
@@ -72,9 +89,14 @@ def test_a_scheme_that_cannot_run_is_refused_with_the_reason_and_the_ones_that_c
 @no_cuda
 @pytest.mark.skipif(not AVX512, reason="there QaRL multiplies, and has it")
 def test_float32_is_refused_in_vllms_words_where_it_has_none():
-    """vLLM's int4 kernel for CPUs has no float32; every scheme that does is named, and none that does not."""
+    """vLLM's int4 kernel for CPUs has no float32; every scheme that does is named, and none that
+    does not.
+    """
     config = RunConfig.model_validate({"scheme": "w4a16", "dtype": "float32", "model": "./nowhere"})
-    with pytest.raises(SchemeError, match=r"cannot run in the engine .*float32.*cpu_gemm_wna16.*'Float'") as raised:
+    with pytest.raises(
+        SchemeError,
+        match=r"cannot run in the engine .*float32.*cpu_gemm_wna16.*'Float'",
+    ) as raised:
         check_input(config, load_task(config.task))
     able = str(raised.value).rpartition("schemes that can: ")[2]
     assert able == "'bf16', 'w8a8', 'w4a8', 'fp8'"
@@ -82,12 +104,18 @@ def test_float32_is_refused_in_vllms_words_where_it_has_none():
 
 @pytest.mark.parametrize(("scheme", "kernel", "said"), cases(__file__, "kernels"))
 def test_kernels_that_compute_something_else_are_refused(scheme: str, kernel: str, said: str):
-    """vLLM falls back to weight-only kernels, and forward, without a word; the scheme's name would then be wrong."""
-    reason = support_module._other_arithmetic(get_scheme(scheme), kernel.format(int8=INT8_ACTIVATIONS))
+    """vLLM falls back to weight-only kernels, and forward, without a word; the scheme's name would
+    then be wrong.
+    """
+    reason = support_module._other_arithmetic(
+        get_scheme(scheme), kernel.format(int8=INT8_ACTIVATIONS)
+    )
     assert (said in reason) if said else reason == ""
 
 
-def test_without_vllm_no_scheme_runs_and_learners_multiply_by_the_reference(monkeypatch: pytest.MonkeyPatch):
+def test_without_vllm_no_scheme_runs_and_learners_multiply_by_the_reference(
+    monkeypatch: pytest.MonkeyPatch,
+):
     for module in (support_module, kernels_module):
         monkeypatch.setattr(module, "has_vllm", lambda: False)
     assert "not installed" in support.__wrapped__("w4a16", torch.bfloat16).reason
@@ -98,8 +126,10 @@ def test_without_vllm_no_scheme_runs_and_learners_multiply_by_the_reference(monk
 
 @no_cuda
 def test_a_kernel_that_the_environment_changes_says_so():
-    """Contract: vLLM's mark on a layer that int8 activations are to multiply is read from the layer. Where vLLM sets it
-    (CPUs with AMX, `VLLM_CPU_INT4_W4A8` not 0) the variable is refused: tests/rollout/test_vllm.py."""
+    """Contract: vLLM's mark on a layer that int8 activations are to multiply is read from the
+    layer. Where vLLM sets it (CPUs with AMX, `VLLM_CPU_INT4_W4A8` not 0) the variable is refused:
+    tests/rollout/test_vllm.py.
+    """
     name = "CPUWNA16NibbleKernel" if AVX512 else "CPUWNA16Fp32LinearKernel"
     weight = materialize(torch.ones(64, 128), get_scheme("w4a16"), torch.bfloat16)
     layer = make_factory("vllm", torch.bfloat16).linear("layer", [weight], [None])._linear  # type: ignore[attr-defined]
@@ -109,7 +139,10 @@ def test_a_kernel_that_the_environment_changes_says_so():
 
 
 def test_the_command_prints_and_writes(
-    random_policy: Policies, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    random_policy: Policies,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ):
     """What a scheme's tensors take in all: tests/quant/test_layout.py."""
     monkeypatch.setenv("COLUMNS", "80")
@@ -118,8 +151,13 @@ def test_the_command_prints_and_writes(
     assert list(rows) == list(SCHEMES)
     assert rows["bf16"]["bytes_per_parameter"] == 2.0 and rows["bf16"]["shape_reason"] == ""
     parameters = load_file(random_policy(True) / "model.safetensors").values()
-    assert rows["bf16"]["checkpoint_bytes"] == 2 * sum(parameter.numel() for parameter in parameters)
-    assert "64 output rows" in rows["fp8-block"]["shape_reason"] and rows["fp8-block"]["checkpoint_bytes"] is None
+    assert rows["bf16"]["checkpoint_bytes"] == 2 * sum(
+        parameter.numel() for parameter in parameters
+    )
+    assert (
+        "64 output rows" in rows["fp8-block"]["shape_reason"]
+        and rows["fp8-block"]["checkpoint_bytes"] is None
+    )
     assert rows["nvfp4"]["kernel"] == "" and "NVIDIA" in rows["nvfp4"]["reason"]
     printed = capsys.readouterr().out
     lines = {line.split()[0]: line for line in printed.splitlines()}
@@ -131,12 +169,21 @@ def test_the_command_prints_and_writes(
 
 @pytest.mark.parametrize("verbose", [False, True])
 def test_a_scheme_whose_groups_do_not_divide_the_models_width_does_not_run(
-    verbose: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    verbose: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ):
-    """A hidden size of 576 is 4.5 groups of 128 and nine of 64. The line of a scheme says that alone, and the last
-    line what to take instead."""
+    """A hidden size of 576 is 4.5 groups of 128 and nine of 64. The line of a scheme says that
+    alone, and the last line what to take instead.
+    """
     monkeypatch.setenv("QARL_CACHE", str(tmp_path / "cache"))
-    config = LlamaConfig(hidden_size=576, intermediate_size=1536, num_hidden_layers=1, num_attention_heads=9)
+    config = LlamaConfig(
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=1,
+        num_attention_heads=9,
+    )
     config.save_pretrained(tmp_path)
     rows = scheme_rows(str(tmp_path), "bfloat16")
     _show(Console(width=100), rows, str(tmp_path), verbose)
@@ -148,23 +195,31 @@ def test_a_scheme_whose_groups_do_not_divide_the_models_width_does_not_run(
     assert by_name["w4a16-g64"].runs
     assert by_name["w4a16"].kernel not in lines["w4a16"]
     (remedy,) = [line for line in printed if "does not fit" in line]
-    assert remedy.startswith(f"{tmp_path} does not fit w4a16, w8a16, w4a8, w4afp8, fp8-block; take one that does")
+    assert remedy.startswith(
+        f"{tmp_path} does not fit w4a16, w8a16, w4a8, w4afp8, fp8-block; take one that does"
+    )
     assert "runs here: w4a16-g64, w4a16-g32, w4a16-channel" in remedy
     if not verbose:
-        assert lines["w4a16"].endswith("-  no    576 input columns, no multiple of the group size 128")
+        assert lines["w4a16"].endswith(
+            "-  no    576 input columns, no multiple of the group size 128"
+        )
         assert lines["w4a16-g64"].split()[-1] == "yes"
 
 
 LLMCOMPRESSOR_PRESETS = cases(__file__, "presets")
-"""Those that llmcompressor writes without calibration data; the baseline's schemes are tests/runs/test_ptq.py's."""
+"""Those that llmcompressor writes without calibration data; the baseline's schemes are
+tests/runs/test_ptq.py's.
+"""
 restore_granite_experts = functools.cache(_restore_granite_experts)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", LLMCOMPRESSOR_PRESETS)
 def test_exports_are_llmcompressors_round_to_nearest(scheme: str, tmp_path: Path):
-    """Contract: of a bfloat16 model, llmcompressor's data-free `oneshot` and `export_checkpoint` write the same
-    tensors: names, dtypes, bytes. The whole road is compared, fused global scales of NVFP4 included."""
+    """Contract: of a bfloat16 model, llmcompressor's data-free `oneshot` and `export_checkpoint`
+    write the same tensors: names, dtypes, bytes. The whole road is compared, fused global scales of
+    NVFP4 included.
+    """
     pytest.importorskip("llmcompressor.version", reason="llmcompressor is not installed")
     restore_granite_experts()
     import llmcompressor
@@ -173,7 +228,9 @@ def test_exports_are_llmcompressors_round_to_nearest(scheme: str, tmp_path: Path
     model = cast(qwen3(), torch.bfloat16)
     model.save_pretrained(tmp_path / "model")
     theirs = Qwen3ForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
-    recipe: Any = QuantizationModifier(targets="Linear", scheme=LLMCOMPRESSOR_PRESETS[scheme], ignore=["lm_head"])
+    recipe: Any = QuantizationModifier(
+        targets="Linear", scheme=LLMCOMPRESSOR_PRESETS[scheme], ignore=["lm_head"]
+    )
     llmcompressor.oneshot(model=theirs, recipe=recipe)
     theirs.save_pretrained(tmp_path / "theirs", save_compressed=True)
     export_checkpoint(low_bit(model, scheme), tmp_path / "model", tmp_path / "ours")

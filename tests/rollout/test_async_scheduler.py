@@ -1,5 +1,7 @@
-"""The scheduler that vLLM has on GPUs, which schedules a step before the last one's tokens are known: its own engine
-core, scheduler and executor, and a worker that computes nothing. Blind spot: vLLM's GPU worker (tests/gpu)."""
+"""The scheduler that vLLM has on GPUs, which schedules a step before the last one's tokens are
+known: its own engine core, scheduler and executor, and a worker that computes nothing. Blind spot:
+vLLM's GPU worker (tests/gpu).
+"""
 
 from collections.abc import Iterable
 from types import SimpleNamespace
@@ -32,19 +34,30 @@ END, PROMPTS = 2, (3, 21, 40, 5)
 
 
 class Worker(WorkerBase):
-    """Samples token 10 + p at position p of an answer, and END at position 3 of a prompt that begins with 1. A
-    log-prob says of which weights: minus (1000 · version + 100 · first token of the prompt + p)."""
+    """Samples token 10 + p at position p of an answer, and END at position 3 of a prompt that
+    begins with 1. A log-prob says of which weights: minus (1000 · version + 100 · first token of
+    the prompt + p).
+    """
 
     version = 0
 
     def init_device(self) -> None:
         self.first, self.length = dict[str, int](), dict[str, int]()
-        vars(self)["model_runner"] = SimpleNamespace(get_model=lambda: None, reset_encoder_cache=lambda: None)
+        vars(self)["model_runner"] = SimpleNamespace(
+            get_model=lambda: None, reset_encoder_cache=lambda: None
+        )
         nothing = ("load_model", "set_kv_cache_layout", "initialize_from_config")
-        vars(self).update(dict.fromkeys(nothing, lambda *_: None), get_supported_tasks=lambda: ("generate",))
+        vars(self).update(
+            dict.fromkeys(nothing, lambda *_: None),
+            get_supported_tasks=lambda: ("generate",),
+        )
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
-        return {"layer": FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=16, dtype=torch.bfloat16)}
+        return {
+            "layer": FullAttentionSpec(
+                block_size=16, num_kv_heads=1, head_size=16, dtype=torch.bfloat16
+            )
+        }
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
         return ["NHD"]
@@ -63,16 +76,29 @@ class Worker(WorkerBase):
             self.length[request.req_id] = len(request.prompt_token_ids)
             computed[request.req_id] = request.num_computed_tokens
         scheduled = scheduler_output.num_scheduled_tokens.items()
-        self.positions = {name: computed[name] + count - self.length[name] for name, count in scheduled}
+        self.positions = {
+            name: computed[name] + count - self.length[name] for name, count in scheduled
+        }
         return None if self.positions else ModelRunnerOutput([], {})
 
     def sample_tokens(self, grammar_output: Any) -> ModelRunnerOutput:
         names, first = list(self.positions), self.first
         tokens = [END if first[n] == 1 and p == 3 else 10 + p for n, p in self.positions.items()]
-        logprobs = [-(1000.0 * self.version + 100 * first[n] + p) for n, p in self.positions.items()]
-        answers = [[token] if p >= 0 else [] for token, p in zip(tokens, self.positions.values(), strict=True)]
-        columns = (np.array([tokens]).T, np.array([logprobs]).T, np.zeros(len(names), dtype=int))
-        return ModelRunnerOutput(names, {n: i for i, n in enumerate(names)}, answers, LogprobsLists(*columns))
+        logprobs = [
+            -(1000.0 * self.version + 100 * first[n] + p) for n, p in self.positions.items()
+        ]
+        answers = [
+            [token] if p >= 0 else []
+            for token, p in zip(tokens, self.positions.values(), strict=True)
+        ]
+        columns = (
+            np.array([tokens]).T,
+            np.array([logprobs]).T,
+            np.zeros(len(names), dtype=int),
+        )
+        return ModelRunnerOutput(
+            names, {n: i for i, n in enumerate(names)}, answers, LogprobsLists(*columns)
+        )
 
 
 def load(_model: Any, _config: Any, stream: Iterable[LowBitTensor]) -> LoadReport:
@@ -82,24 +108,39 @@ def load(_model: Any, _config: Any, stream: Iterable[LowBitTensor]) -> LoadRepor
     return LoadReport(digest.hexdigest(), digest.tensors, (), ())
 
 
-def test_no_token_is_of_weights_before_a_publish(random_policy: Policies, monkeypatch: pytest.MonkeyPatch):
-    """Contract: a step that was scheduled beyond an answer's end, and computed by the weights before, is given to no
-    request of the next call; a publish between two calls is not refused; tokens are of the version reported."""
+def test_no_token_is_of_weights_before_a_publish(
+    random_policy: Policies, monkeypatch: pytest.MonkeyPatch
+):
+    """Contract: a step that was scheduled beyond an answer's end, and computed by the weights
+    before, is given to no request of the next call; a publish between two calls is not refused;
+    tokens are of the version reported.
+    """
     settle = CpuPlatform.check_and_update_config.__func__
 
     def settled(cls: type, config: Any) -> None:
         settle(cls, config)
         config.scheduler_config.async_scheduling = True
 
-    gpus = {"worker_cls": f"{__name__}.Worker", "enable_chunked_prefill": True, "max_num_batched_tokens": 48}
+    gpus = {
+        "worker_cls": f"{__name__}.Worker",
+        "enable_chunked_prefill": True,
+        "max_num_batched_tokens": 48,
+    }
     monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(settled))
-    monkeypatch.setattr(engines, "llm_arguments", lambda o: {**llm_arguments(o), **gpus, "num_gpu_blocks_override": 64})
+    monkeypatch.setattr(
+        engines,
+        "llm_arguments",
+        lambda o: {**llm_arguments(o), **gpus, "num_gpu_blocks_override": 64},
+    )
     monkeypatch.setattr(engines, "text_of", lambda *_: "")
     monkeypatch.setattr(worker, "load_stream", load)
     rollout = RolloutConfig(max_prompt_tokens=48, max_new_tokens=16, max_num_seqs=6)
     engine = VllmEngine(random_policy(True), VllmOptions(rollout, "bfloat16"))
     core: Any = engine._llm.llm_engine.engine_core
-    assert core.engine_core.batch_queue_size == 2 and type(core.engine_core.scheduler).__name__ == "AsyncScheduler"
+    assert (
+        core.engine_core.batch_queue_size == 2
+        and type(core.engine_core.scheduler).__name__ == "AsyncScheduler"
+    )
     prompts = [Prompt(str(n), "", (n, *range(20, 19 + length))) for n, length in enumerate(PROMPTS)]
     for version in (1, 2, 3):
         engine.load(iter([LowBitTensor("a", torch.zeros(version))]), version)
@@ -107,7 +148,15 @@ def test_no_token_is_of_weights_before_a_publish(random_policy: Policies, monkey
         for n, group in enumerate(answers):
             length = 4 if n == 1 else 5 + version
             for answer in group:
-                assert answer.token_ids == (*(10 + p for p in range(length - 1)), END if n == 1 else 9 + length)
-                assert answer.logprobs == tuple(-(1000.0 * version + 100 * n + p) for p in range(length))
-                assert (answer.weight_version, answer.finish_reason) == (version, "stop" if n == 1 else "length")
+                assert answer.token_ids == (
+                    *(10 + p for p in range(length - 1)),
+                    END if n == 1 else 9 + length,
+                )
+                assert answer.logprobs == tuple(
+                    -(1000.0 * version + 100 * n + p) for p in range(length)
+                )
+                assert (answer.weight_version, answer.finish_reason) == (
+                    version,
+                    "stop" if n == 1 else "length",
+                )
     engine.close()

@@ -1,5 +1,7 @@
-"""How a publish goes into a GPU's layers, on CPU tensors: vLLM's own reload, for layers chosen under a stand-in for the
-platform. Blind spot: what their kernels make of the weights (tests/gpu); here processing only looks."""
+"""How a publish goes into a GPU's layers, on CPU tensors: vLLM's own reload, for layers chosen
+under a stand-in for the platform. Blind spot: what their kernels make of the weights (tests/gpu);
+here processing only looks.
+"""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -13,8 +15,12 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.fusion.fused_act_quant import maybe_fused_act_quant
 from vllm.model_executor.layers.linear import QKVParallelLinear, ReplicatedLinear
-from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
-from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+    CompressedTensorsConfig,
+)
+from vllm.model_executor.layers.quantization.utils.quant_utils import (
+    kFp8StaticTensorSym,
+)
 from vllm.model_executor.model_loader import reload as reloading
 
 from qarl.quant.checkpoint.families import ExpertsShape
@@ -25,7 +31,13 @@ from qarl.quant.schemes import SCHEMES, Scheme, get_scheme
 from qarl.rollout.engine import EngineError
 from qarl.rollout.vllm import worker
 from qarl.rollout.vllm.in_place import tensors_beside
-from tests.support.cuda_platform import LAYOUT, config_of, engines_experts, fits, stub_cuda
+from tests.support.cuda_platform import (
+    LAYOUT,
+    config_of,
+    engines_experts,
+    fits,
+    stub_cuda,
+)
 from tests.support.kernels import no_cuda
 from tests.support.tensors import normal
 
@@ -34,32 +46,53 @@ ROWS = {"q": 2 * HEAD, "k": HEAD, "v": HEAD}
 Stream = Iterator[tuple[str, Any]]
 
 
-def stacked(scheme: Scheme, quantized: CompressedTensorsConfig | None, name: str) -> tuple[nn.Module, Stream]:
-    """A layer of the least rows, where miscounting weighs most, and how each tensor of a version goes into it."""
+def stacked(
+    scheme: Scheme, quantized: CompressedTensorsConfig | None, name: str
+) -> tuple[nn.Module, Stream]:
+    """A layer of the least rows, where miscounting weighs most, and how each tensor of a version
+    goes into it.
+    """
     layer = QKVParallelLinear(
-        HIDDEN, HEAD, 2, 1, bias=True, params_dtype=torch.bfloat16, quant_config=quantized, prefix=name,
+        HIDDEN,
+        HEAD,
+        2,
+        1,
+        bias=True,
+        params_dtype=torch.bfloat16,
+        quant_config=quantized,
+        prefix=name,
         disable_tp=True,
-    )  # fmt: skip
+    )
 
     def stream() -> Stream:
         for part, rows in ROWS.items():
             weight = materialize(normal(rows, HIDDEN, seed=rows), scheme, torch.bfloat16)
             for key, tensor in (*weight.tensors(), ("bias", torch.arange(rows) / 8)):
                 parameter = getattr(layer, key)
-                yield key, lambda p=parameter, t=tensor, part=part: p.weight_loader(p, t, part)
+                yield (
+                    key,
+                    lambda p=parameter, t=tensor, part=part: p.weight_loader(p, t, part),
+                )
 
     return layer, stream()
 
 
-def routed(scheme: Scheme, quantized: CompressedTensorsConfig | None, name: str) -> tuple[nn.Module, Stream]:
-    layer = engines_experts(ExpertsShape(EXPERTS, 2, HIDDEN, HIDDEN, "silu", LAYOUT), quantized, name)
+def routed(
+    scheme: Scheme, quantized: CompressedTensorsConfig | None, name: str
+) -> tuple[nn.Module, Stream]:
+    layer = engines_experts(
+        ExpertsShape(EXPERTS, 2, HIDDEN, HIDDEN, "silu", LAYOUT), quantized, name
+    )
 
     def stream() -> Stream:
         shapes = (EXPERTS, 2 * HIDDEN, HIDDEN), (EXPERTS, HIDDEN, HIDDEN)
         masters = [normal(shape[0] * shape[1], shape[2], seed=1).view(shape) for shape in shapes]
         weights = materialize_experts(masters[0], masters[1], scheme, torch.bfloat16, name)
         for key, tensor in weights.tensors(LAYOUT):
-            yield key.rpartition(".")[2], lambda pair=(key, tensor): list(layer.load_weights([pair]))
+            yield (
+                key.rpartition(".")[2],
+                lambda pair=(key, tensor): list(layer.load_weights([pair])),
+            )
 
     return layer, stream()
 
@@ -67,11 +100,15 @@ def routed(scheme: Scheme, quantized: CompressedTensorsConfig | None, name: str)
 @no_cuda
 @pytest.mark.parametrize("kind", [stacked, routed])
 def test_a_publish_refills_one_layer_object(kind: Any):
-    """Contract, for every scheme on 9.0: nothing but the layer's own tensors is written, in place, once, and only when
-    all are there. `weight_shape`, which a stack loads more often than it has, may come after and counts for nothing."""
+    """Contract, for every scheme on 9.0: nothing but the layer's own tensors is written, in place,
+    once, and only when all are there. `weight_shape`, which a stack loads more often than it has,
+    may come after and counts for nothing.
+    """
     factory, refilled = VllmFactory(torch.bfloat16), []
     with stub_cuda((9, 0)):
-        for number, name in enumerate(name for name in SCHEMES if fits(get_scheme(name), (HEAD, HIDDEN))):
+        for number, name in enumerate(
+            name for name in SCHEMES if fits(get_scheme(name), (HEAD, HIDDEN))
+        ):
             scheme = get_scheme(name)
             quantized = config_of(scheme)
             with factory._loading(torch.device("cpu")):
@@ -85,9 +122,12 @@ def test_a_publish_refills_one_layer_object(kind: Any):
 
 
 def refill(layer: nn.Module, stream: Any, name: str) -> None:
-    """Two versions: of a kernel that permutes a bias into another storage, as Marlin does, and of one that registers
-    another parameter, as Humming does."""
-    before = {key: (p, p.data_ptr(), p.shape, p.dtype) for key, p in layer.named_parameters(recurse=False)}
+    """Two versions: of a kernel that permutes a bias into another storage, as Marlin does, and of
+    one that registers another parameter, as Humming does.
+    """
+    before = {
+        key: (p, p.data_ptr(), p.shape, p.dtype) for key, p in layer.named_parameters(recurse=False)
+    }
     version, bias = list(stream), getattr(layer, "bias", None)
     loaded, seen = list[str](), list[list[str]]()
 
@@ -95,7 +135,9 @@ def refill(layer: nn.Module, stream: Any, name: str) -> None:
         seen.append(list(loaded))
         if bias is not None:
             module.bias.data = module.bias.flip(0)
-            module.bias = module.bias if len(seen) == 1 else nn.Parameter(module.bias, requires_grad=False)
+            module.bias = (
+                module.bias if len(seen) == 1 else nn.Parameter(module.bias, requires_grad=False)
+            )
 
     layer.quant_method.process_weights_after_loading = prepare  # type: ignore
     reloading.record_metadata_for_reloading(layer)
@@ -108,21 +150,34 @@ def refill(layer: nn.Module, stream: Any, name: str) -> None:
         reloading.finalize_layerwise_reload(layer, SimpleNamespace(dtype=torch.bfloat16))
         count = [len([key for key in keys if key != "weight_shape"]) for keys in (*seen, loaded)]
         assert len(count) == number + 1 and count[number - 1] == count[-1], name
-        after = {key: (p, p.data_ptr(), p.shape, p.dtype) for key, p in layer.named_parameters(recurse=False)}
+        after = {
+            key: (p, p.data_ptr(), p.shape, p.dtype)
+            for key, p in layer.named_parameters(recurse=False)
+        }
         assert before.keys() == after.keys(), name
         for key, (parameter, *place) in before.items():
-            assert after[key][0] is parameter and list(after[key][1:]) == place, (name, key)
+            assert after[key][0] is parameter and list(after[key][1:]) == place, (
+                name,
+                key,
+            )
         if bias is not None:
-            assert torch.equal(bias.flip(0).float(), torch.cat([torch.arange(n) / 8 for n in ROWS.values()])), name
+            assert torch.equal(
+                bias.flip(0).float(),
+                torch.cat([torch.arange(n) / 8 for n in ROWS.values()]),
+            ), name
             bias.fill_(0)
             vars(bias).clear()
 
 
 @no_cuda
 def test_graphs_read_each_version_where_the_first_was(monkeypatch: pytest.MonkeyPatch):
-    """Contract: what a kernel has beside the layer's tensors, here CUTLASS's strides for FP8, is refilled where it was,
-    and it takes its scales from the layer; where that cannot be, graphs end in an error and eager steps go on."""
-    config: Any = SimpleNamespace(model_config=SimpleNamespace(enforce_eager=False, dtype=torch.bfloat16))
+    """Contract: what a kernel has beside the layer's tensors, here CUTLASS's strides for FP8, is
+    refilled where it was, and it takes its scales from the layer; where that cannot be, graphs end
+    in an error and eager steps go on.
+    """
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(enforce_eager=False, dtype=torch.bfloat16)
+    )
     monkeypatch.setattr(worker, "set_current_vllm_config", lambda _: nullcontext())
     for name in ("trace_names", "checkpoint_names"):
         monkeypatch.setattr(worker, name, lambda *_: {})
@@ -148,14 +203,19 @@ def test_graphs_read_each_version_where_the_first_was(monkeypatch: pytest.Monkey
         for path, (_, _, tensor) in tensors_beside(model).items():
             assert tensor is first[path][2] and ("others" not in path or tensor.tolist() == [2, 2])
         others.append(torch.zeros(3))
-        with pytest.raises(EngineError, match=r"others\.0.*cannot refill; set rollout\.enforce_eager true"):
+        with pytest.raises(
+            EngineError,
+            match=r"others\.0.*cannot refill; set rollout\.enforce_eager true",
+        ):
             worker.load_stream(model, config, iter(()))
         config.model_config.enforce_eager = True
         worker.load_stream(model, config, iter(()))
 
 
 def test_an_engine_quantizes_inputs_in_its_layers():
-    """As the learner does, for a kernel over gate and quantization rounds otherwise; from the start, before graphs."""
+    """As the learner does, for a kernel over gate and quantization rounds otherwise; from the
+    start, before graphs.
+    """
     with alone(), set_current_vllm_config(VllmConfig()):
         gate, linear = SiluAndMul(), ReplicatedLinear(32, 32, disable_tp=True)
     linear._input_quant_key = kFp8StaticTensorSym  # type: ignore[assignment]

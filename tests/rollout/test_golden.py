@@ -1,8 +1,11 @@
-"""A run's whole life on two servers, step by step: what it asks of each and says, what comes of it, and what it leaves
-behind; kept, so that a change of any request, time limit, answer or message is seen, and so are limits and defaults.
-Our side of a server is real: middleware, worker, files. Blind spots: vLLM (tests/engine); HTTP (test_replicas.py).
+"""A run's whole life on two servers, step by step: what it asks of each and says, what comes of it,
+and what it leaves behind; kept, so that a change of any request, time limit, answer or message is
+seen, and so are limits and defaults. Our side of a server is real: middleware, worker, files. Blind
+spots: vLLM (tests/engine); HTTP (test_replicas.py).
 
-Record anew, where a change is meant: python -m tests.rollout.test_golden; the steps are the record's own."""
+Record anew, where a change is meant: python -m tests.rollout.test_golden; the steps are the
+record's own.
+"""
 
 import importlib
 import inspect
@@ -33,20 +36,35 @@ from qarl.rollout.vllm.options import VllmOptions
 from tests.support.servers import altered
 
 GOLDEN = Path(__file__).with_suffix(".json")
-PROMPTS = [Prompt("a", "", (1, 2)), Prompt("b", "", (3,), (7, 8, 9)), Prompt("c", "", (4, 5, 6))]
+PROMPTS = [
+    Prompt("a", "", (1, 2)),
+    Prompt("b", "", (3,), (7, 8, 9)),
+    Prompt("c", "", (4, 5, 6)),
+]
 
 
 class StandIn(worker.ServerExtension):
-    """One server with a model of layers a and b. fails: methods it refuses once. diary: what it did in a step."""
+    """One server with a model of layers a and b. fails: methods it refuses once. diary: what it did
+    in a step.
+    """
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch):
         patch.setenv(receive.RECEIVED, str(folder))
         self.fails, self.label, self.diary = list[str](), "default", list[str]()
         settings: Any = SimpleNamespace(max_model_len=100, logprobs_mode="raw_logprobs")
-        self.vllm_config, self.model_runner = SimpleNamespace(model_config=settings), SimpleNamespace(get_model=list)  # type: ignore
-        self.app = Starlette(middleware=[Middleware(access.RequireKey), Middleware(receive.ReceiveVersions)])
+        self.vllm_config = SimpleNamespace(model_config=settings)  # type: ignore[assignment]
+        self.model_runner = SimpleNamespace(get_model=list)  # type: ignore[assignment]
+        self.app = Starlette(
+            middleware=[
+                Middleware(access.RequireKey),
+                Middleware(receive.ReceiveVersions),
+            ]
+        )
         self.app.add_route("/{path:path}", self.answer, ["POST"])
-        self.app.state.engine_client, self.app.middleware_stack = self, self.app.build_middleware_stack()
+        self.app.state.engine_client, self.app.middleware_stack = (
+            self,
+            self.app.build_middleware_stack(),
+        )
 
     async def collective_rpc(self, method: str, **arguments: Any) -> list[Any]:
         while (answer := getattr(self, method)(**arguments)) is None and method == "qarl_stage":
@@ -58,27 +76,46 @@ class StandIn(worker.ServerExtension):
 
     async def answer(self, request: Request) -> JSONResponse:
         body = json.loads(await request.body())
-        method, asked = body.get("method", request.url.path), body.get("sampling_params", {})
+        method, asked = (
+            body.get("method", request.url.path),
+            body.get("sampling_params", {}),
+        )
         self.diary.append(method)
         if method in self.fails:
-            return JSONResponse(self.fails.remove(method), 500 if method == "qarl_layer_reports" else 400)
+            return JSONResponse(
+                self.fails.remove(method),
+                500 if method == "qarl_layer_reports" else 400,
+            )
         if "method" in body:
             return JSONResponse({"results": await self.collective_rpc(method, **body["kwargs"])})
         self.label = body.get("new_version", self.label)
         spans = [{"version": self.label, "start": 0, "end": asked.get("max_tokens")}]
-        return JSONResponse(altered(weight_versions=spans) | {"output_mode": body.get("output_mode")})
+        return JSONResponse(
+            altered(weight_versions=spans) | {"output_mode": body.get("output_mode")}
+        )
 
 
-def life(folder: Path, patch: pytest.MonkeyPatch, changes: dict[str, Any], steps: list[str]) -> list[Any]:
-    log, lost, loaded, runs = list[str](), set[str](), AbsentEngine().load, list[engine.ServerEngine]()
+def life(
+    folder: Path, patch: pytest.MonkeyPatch, changes: dict[str, Any], steps: list[str]
+) -> list[Any]:
+    log, lost, loaded, runs = (
+        list[str](),
+        set[str](),
+        AbsentEngine().load,
+        list[engine.ServerEngine](),
+    )
 
-    async def request(self: client.Server, kind: str, path: str, seconds: float, **content: Any) -> Any:
+    async def request(
+        self: client.Server, kind: str, path: str, seconds: float, **content: Any
+    ) -> Any:
         headers = self._session.headers
         log.append(f"{self.url} {path} {seconds} {content} {dict(headers)}")
         if self.url in lost:
             raise client.BrokenAnswerError(f"{self.url} is absent")
         data = {"content": content["data"].read()} if "data" in content else content
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(servers[self.url].app), headers=headers) as asking:
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(servers[self.url].app), headers=headers
+        ) as asking:
             answer = await asking.request(kind, f"{self.url}{path}", **data)
         if answer.status_code != 200:
             raise self._refused(path.partition("?")[0], answer.status_code, answer.text)
@@ -86,17 +123,28 @@ def life(folder: Path, patch: pytest.MonkeyPatch, changes: dict[str, Any], steps
 
     def join(name: str = "key", value: str = "k") -> None:
         options: dict[str, Any] = (
-            {"max_prompt_tokens": 60, "max_new_tokens": 40, "server_full_every": 3} | changes | {name: value}
+            {"max_prompt_tokens": 60, "max_new_tokens": 40, "server_full_every": 3}
+            | changes
+            | {name: value}
         )
-        key, *own = options.pop("key", "k"), options.pop("learner", "run"), options.pop("lead", "1") == "1"
+        key, *own = (
+            options.pop("key", "k"),
+            options.pop("learner", "run"),
+            options.pop("lead", "1") == "1",
+        )
         settings = VllmOptions(RolloutConfig(servers=tuple(servers), **options))
         urls, end = [f"{url}/" for url in servers], lambda: log.append("end")
-        runs.append(engine.ServerEngine(urls, key, folder / "versions", folder, settings, *own, at_end=end))
+        runs.append(
+            engine.ServerEngine(urls, key, folder / "versions", folder, settings, *own, at_end=end)
+        )
 
     def load(version: str, *more: str) -> Any:
         rows = torch.arange(4096) * int(version) if int(version) == 2 else torch.arange(4096)
         rows[int(version)] += int(version)
-        return runs[-1].load((LowBitTensor(f"{n}.weight", rows.int()) for n in ("a", "b", *more)), int(version))
+        return runs[-1].load(
+            (LowBitTensor(f"{n}.weight", rows.int()) for n in ("a", "b", *more)),
+            int(version),
+        )
 
     said = SimpleNamespace(warning=lambda words, *fields: log.append(words % fields))
     patch.setenv("VLLM_API_KEY", "k")
@@ -104,25 +152,48 @@ def life(folder: Path, patch: pytest.MonkeyPatch, changes: dict[str, Any], steps
     patch.setattr(torch.cuda, "is_available", lambda: False)
     servers = {f"http://{n}": StandIn(folder / f"received-{n}", patch) for n in "01"}
     for holder, name, value in [
-        (engine, "_log", said), (replicas, "_log", said),
-        (replicas, "_PAUSE_SECONDS", 0.001), (client.Server, "_request", request),
-        (replica.VllmReplica, "allow_pause", lambda self, seconds: said.warning("%s pauses %s", self.url, seconds)),
-        (engine, "load_tokenizer", str), (engine, "text_of", lambda *all_of: str(all_of)),
-        (worker, "trace_names", lambda model, _: model.extend("ab")), (worker, "checkpoint_names", lambda m: {0: [*m]}),
+        (engine, "_log", said),
+        (replicas, "_log", said),
+        (replicas, "_PAUSE_SECONDS", 0.001),
+        (client.Server, "_request", request),
+        (
+            replica.VllmReplica,
+            "allow_pause",
+            lambda self, seconds: said.warning("%s pauses %s", self.url, seconds),
+        ),
+        (engine, "load_tokenizer", str),
+        (engine, "text_of", lambda *all_of: str(all_of)),
+        (worker, "trace_names", lambda model, _: model.extend("ab")),
+        (worker, "checkpoint_names", lambda m: {0: [*m]}),
         (worker, "load_stream", lambda _, __, stream: loaded(stream, 0)),
-    ]:  # fmt: skip
+    ]:
         patch.setattr(holder, name, value)
     acts: dict[str, Any] = {
-        "join": join, "load": load, "leave": lambda: runs.pop().close(), "audit": lambda: runs[-1].layers(),
-        "sample": lambda *stop: runs[-1].generate(PROMPTS, Sampling(2, 2, seed=5, first_prompt=4, stop=stop)),
-        "score": lambda: [runs[-1].logprobs_of_each([[1, 7], [4, 7]]), runs[-1].logprobs([[1, 7]])],
-        "fail": lambda n, *methods: servers[f"http://{n}"].fails.extend(methods), "find": lost.clear,
+        "join": join,
+        "load": load,
+        "leave": lambda: runs.pop().close(),
+        "audit": lambda: runs[-1].layers(),
+        "sample": (
+            lambda *stop: runs[-1].generate(
+                PROMPTS, Sampling(2, 2, seed=5, first_prompt=4, stop=stop)
+            )
+        ),
+        "score": lambda: [
+            runs[-1].logprobs_of_each([[1, 7], [4, 7]]),
+            runs[-1].logprobs([[1, 7]]),
+        ],
+        "fail": lambda n, *methods: servers[f"http://{n}"].fails.extend(methods),
+        "find": lost.clear,
         "lose": lambda *numbers: lost.update(f"http://{n}" for n in numbers),
         "claim": lambda n, learner: servers[f"http://{n}"].qarl_claim(learner),
-        "command": lambda *n: start.server_command(ServerSpec(folder, "n", "half", *map(int, n)), "h", 1, ["-x"])[1:],
+        "command": lambda *n: start.server_command(
+            ServerSpec(folder, "n", "half", *map(int, n)), "h", 1, ["-x"]
+        )[1:],
         "replica": lambda: start.replica_command(folder, VllmOptions(), "h", 1, ["-x"])[1:],
-        "restart": lambda n: servers.update({f"http://{n}": StandIn(folder / f"received-{n}", patch)}),
-    }  # fmt: skip
+        "restart": lambda n: servers.update(
+            {f"http://{n}": StandIn(folder / f"received-{n}", patch)}
+        ),
+    }
     journal = list[Any]()
     for step in steps:
         try:
@@ -137,15 +208,24 @@ def life(folder: Path, patch: pytest.MonkeyPatch, changes: dict[str, Any], steps
 
 
 def limits() -> dict[str, str]:
-    """Numbers and words at the top of every file, and what its functions take where nothing is said."""
+    """Numbers and words at the top of every file, and what its functions take where nothing is
+    said.
+    """
     plain, all_of = (int, float, str, tuple, range), dict[str, str]()
     for module in pkgutil.walk_packages(rollout.__path__, "qarl.rollout."):
         for name, value in vars(importlib.import_module(module.name)).items():
             values = {name: value} if name.isupper() else {}
             own = getattr(value, "__module__", "") == module.name
             if own and (inspect.isfunction(value) or hasattr(value, "__dataclass_fields__")):
-                values = {f"{name}.{key}": one.default for key, one in inspect.signature(value).parameters.items()}
-            all_of |= {f"{module.name}.{key}": repr(one) for key, one in values.items() if isinstance(one, plain)}
+                values = {
+                    f"{name}.{key}": one.default
+                    for key, one in inspect.signature(value).parameters.items()
+                }
+            all_of |= {
+                f"{module.name}.{key}": repr(one)
+                for key, one in values.items()
+                if isinstance(one, plain)
+            }
     return all_of
 
 
@@ -153,12 +233,23 @@ LIMITS, *LIVES = json.loads(GOLDEN.read_text())
 
 
 @pytest.mark.parametrize(("changes", "rows"), [(changes, rows) for changes, *rows in LIVES])
-def test_a_run_leaves_its_servers_as_recorded(changes: Any, rows: list[Any], tmp_path: Path, monkeypatch: Any):
-    assert (limits(), life(tmp_path, monkeypatch, changes, [step for step, *_ in rows])) == (LIMITS, rows)
+def test_a_run_leaves_its_servers_as_recorded(
+    changes: Any, rows: list[Any], tmp_path: Path, monkeypatch: Any
+):
+    assert (
+        limits(),
+        life(tmp_path, monkeypatch, changes, [step for step, *_ in rows]),
+    ) == (LIMITS, rows)
 
 
 if __name__ == "__main__":
     for number, (settings, *rows) in enumerate(LIVES):
-        with tempfile.TemporaryDirectory() as parent, pytest.MonkeyPatch.context() as patched:
-            LIVES[number] = settings, *life(Path(parent), patched, settings, [step for step, *_ in rows])
+        with (
+            tempfile.TemporaryDirectory() as parent,
+            pytest.MonkeyPatch.context() as patched,
+        ):
+            LIVES[number] = (
+                settings,
+                *life(Path(parent), patched, settings, [step for step, *_ in rows]),
+            )
     GOLDEN.write_text(json.dumps([limits(), *LIVES], indent=1) + "\n")

@@ -1,7 +1,10 @@
-"""Servers that fail: what is asked again and of whom, who is left out and taken back, and when it ends.
+"""Servers that fail: what is asked again and of whom, who is left out and taken back, and when it
+ends.
 
-Real sockets and real HTTP; what answers is a stand-in for the network's far end with an answer as vLLM gives it. Blind
-spot: what a real server does meanwhile, which `scripts/server_faults.py` tries."""
+Real sockets and real HTTP; what answers is a stand-in for the network's far end with an answer as
+vLLM gives it. Blind spot: what a real server does meanwhile, which `scripts/server_faults.py`
+tries.
+"""
 
 import asyncio
 import itertools
@@ -79,8 +82,10 @@ def answering(**fields: Any) -> Fault:
 
 
 class Network:
-    """Servers by number. faults: what the next requests to each meet, one after the other, the last for good. requests:
-    how many each got. beats: what the next signs of life meet, where the server does not hang."""
+    """Servers by number. faults: what the next requests to each meet, one after the other, the last
+    for good. requests: how many each got. beats: what the next signs of life meet, where the server
+    does not hang.
+    """
 
     def __init__(self, *faults: list[Fault]):
         self.faults = [list(some) for some in faults]
@@ -94,13 +99,23 @@ class Network:
         servers = []
         for number in range(len(self.faults)):
             app = web.Application()
-            app.router.add_route("*", "/{path:.*}", lambda request, number=number: self._answered(request, number))
+            app.router.add_route(
+                "*",
+                "/{path:.*}",
+                lambda request, number=number: self._answered(request, number),
+            )
             runner = web.AppRunner(app, shutdown_timeout=0.01)
             await runner.setup()
             site = web.TCPSite(runner, "127.0.0.1", 0)
             await site.start()
             self._runners.append(runner)
-            servers.append(VllmReplica(f"http://127.0.0.1:{runner.addresses[0][1]}", self._session, seconds=5.0))
+            servers.append(
+                VllmReplica(
+                    f"http://127.0.0.1:{runner.addresses[0][1]}",
+                    self._session,
+                    seconds=5.0,
+                )
+            )
         return Replicas(servers, in_flight=4)
 
     async def __aexit__(self, *_: object) -> None:
@@ -116,7 +131,9 @@ class Network:
         else:
             fault = hanging if faults[0] is hanging else next(self.beats)
         answer = await fault(request)
-        return answer or web.json_response(ANSWER if request.path == GENERATE else {"is_paused": self.paused})
+        return answer or web.json_response(
+            ANSWER if request.path == GENERATE else {"is_paused": self.paused}
+        )
 
 
 COMPLETION = read_completion(ANSWER, "", {"3-d": 3})
@@ -141,12 +158,23 @@ def sampled(network: Network, requests: int = 6, pause_seconds: float = 0.0) -> 
 
 @pytest.mark.parametrize(
     "fault",
-    [broken_off, failing, garbled, endless, answering(logprobs={"content": [{"logprob": -9999.0}] * 2}),
-     answering(logprobs={"content": [{"logprob": -0.5}]}), answering(token_ids=["5", "6"])],
+    [
+        broken_off,
+        failing,
+        garbled,
+        endless,
+        answering(logprobs={"content": [{"logprob": -9999.0}] * 2}),
+        answering(logprobs={"content": [{"logprob": -0.5}]}),
+        answering(token_ids=["5", "6"]),
+    ],
     ids=["broken off", "failing", "garbled", "endless", "NaN", "short", "no tokens"],
-)  # fmt: skip
-def test_an_answer_that_cannot_be_used_is_asked_for_again(fault: Fault, caplog: pytest.LogCaptureFixture):
-    """Contract: all completions come in, one line says what was wrong; after `TRIES` it is an error that says so."""
+)
+def test_an_answer_that_cannot_be_used_is_asked_for_again(
+    fault: Fault, caplog: pytest.LogCaptureFixture
+):
+    """Contract: all completions come in, one line says what was wrong; after `TRIES` it is an error
+    that says so.
+    """
     network = Network([fault, sound])
     with caplog.at_level(logging.WARNING):
         assert sampled(network) == [COMPLETION] * 6
@@ -156,25 +184,36 @@ def test_an_answer_that_cannot_be_used_is_asked_for_again(fault: Fault, caplog: 
 
 
 def test_prompts_go_to_no_other_address():
-    with pytest.raises(EngineError, match=r"refused /inference/v1/generate \(HTTP 307\): 307: Temporary Redirect$"):
+    with pytest.raises(
+        EngineError,
+        match=r"refused /inference/v1/generate \(HTTP 307\): 307: Temporary Redirect$",
+    ):
         sampled(Network([elsewhere]))
 
 
 def test_the_others_do_what_a_lost_server_would_have(caplog: pytest.LogCaptureFixture):
-    """Contract: nothing that came in is asked for again, nor a lost server by those who queued for it; one line names
-    the server, and no server left is an error."""
+    """Contract: nothing that came in is asked for again, nor a lost server by those who queued for
+    it; one line names the server, and no server left is an error.
+    """
     network = Network([sound, hanging], [sound])
     with caplog.at_level(logging.WARNING):
         assert sampled(network, requests=12) == [COMPLETION] * 12
-    assert network.requests == [5, 11], "of six, one came in, four came to nothing and one was waiting"
+    assert network.requests == [
+        5,
+        11,
+    ], "of six, one came in, four came to nothing and one was waiting"
     (line,) = caplog.messages
-    assert "did not answer /is_paused within 0.2 s" in line and "going on with 1 of 2 servers" in line
+    assert (
+        "did not answer /is_paused within 0.2 s" in line and "going on with 1 of 2 servers" in line
+    )
     with pytest.raises(EngineError, match=r"no server is left.*resume the run"):
         sampled(Network([hanging]))
 
 
 def test_a_server_with_other_weights_samples_nothing_more():
-    """Contract: so one that was restarted, and one that another run publishes to; what it sampled is not used."""
+    """Contract: so one that was restarted, and one that another run publishes to; what it sampled
+    is not used.
+    """
     old = answering(weight_versions=[{"version": "default", "start": 0, "end": 2}])
     assert sampled(Network([old], [sound])) == [COMPLETION] * 6
     with pytest.raises(EngineError, match=r"by 'default', and not all by '3-d'.*it was restarted"):
@@ -191,7 +230,9 @@ def sampling_for(seconds: float) -> Network:
 
 
 def test_a_paused_server_is_waited_for_as_long_as_a_publish_may_take():
-    """Contract: where publishes wait for no request, one that pauses while it samples is not lost for that."""
+    """Contract: where publishes wait for no request, one that pauses while it samples is not lost
+    for that.
+    """
     for seconds, pause_seconds in ((30, 0.0), (30, 0.2), (0.3, 2.0)):
         network = sampling_for(seconds)
         network.paused = True
@@ -234,7 +275,9 @@ def test_signs_of_life_are_asked_for_while_a_server_samples():
 
 
 def test_one_that_is_taken_back_samples_nothing_before_the_publish_is_done():
-    """Contract: requests that other servers fail meanwhile do not go to it, for it has weights of long ago."""
+    """Contract: requests that other servers fail meanwhile do not go to it, for it has weights of
+    long ago.
+    """
 
     async def go(network: Network) -> list[int]:
         async with network as servers:

@@ -1,5 +1,7 @@
-"""What servers send is checked, who may ask them is too, and how they are named and started; without a server. Files of
-a weight version that somebody else wrote to: refused, or the version that was announced to the last bit."""
+"""What servers send is checked, who may ask them is too, and how they are named and started;
+without a server. Files of a weight version that somebody else wrote to: refused, or the version
+that was announced to the last bit.
+"""
 
 import asyncio
 import dataclasses
@@ -35,12 +37,27 @@ from qarl.rollout.open import open_engine
 from qarl.rollout.servers import open as opening
 from qarl.rollout.servers.engine import ServerEngine
 from qarl.rollout.servers.open import _folder_name, run_name
-from qarl.rollout.servers.versions import Version, read_version, remove_versions, write_delta, write_version
+from qarl.rollout.servers.versions import (
+    Version,
+    read_version,
+    remove_versions,
+    write_delta,
+    write_version,
+)
 from qarl.rollout.servers.vllm import receive, start
 from qarl.rollout.servers.vllm.access import RequireKey, server_key
-from qarl.rollout.servers.vllm.answers import completion_request, read_completion, read_logprobs, scoring_request
+from qarl.rollout.servers.vllm.answers import (
+    completion_request,
+    read_completion,
+    read_logprobs,
+    scoring_request,
+)
 from qarl.rollout.servers.vllm.replica import _one
-from qarl.rollout.servers.vllm.start import replica_environment, start_replicas, visible_devices
+from qarl.rollout.servers.vllm.start import (
+    replica_environment,
+    start_replicas,
+    visible_devices,
+)
 from qarl.rollout.types import Prompt, Sampling
 from qarl.rollout.vllm.options import VllmOptions, llm_arguments
 from tests.support.cases import cases
@@ -56,7 +73,11 @@ def span(version: str, start: int, end: int) -> dict[str, Any]:
 
 def test_a_completion_is_the_samplers_own_tokens():
     completion = read_completion(ANSWER, "http://a", PUBLISHED)
-    assert (completion.token_ids, completion.logprobs, completion.text) == ((5, 6), (-0.5, -1.25), "ab")
+    assert (completion.token_ids, completion.logprobs, completion.text) == (
+        (5, 6),
+        (-0.5, -1.25),
+        "ab",
+    )
     assert completion.versions == [3, 3] and completion.switches == () and not completion.truncated
     assert read_completion(altered(finish_reason="length"), "http://a", PUBLISHED).truncated
     certain = altered(logprobs={"content": [{"logprob": 0.0}, {"logprob": -1.25}]})
@@ -65,35 +86,59 @@ def test_a_completion_is_the_samplers_own_tokens():
 
 
 def test_a_completion_says_which_weights_sampled_each_token():
-    """Contract: by the versions that vLLM names, none before those of the call, later tokens by later ones."""
+    """Contract: by the versions that vLLM names, none before those of the call, later tokens by
+    later ones.
+    """
     spans = [span("3-d", 0, 1), span("5-e", 1, 2)]
     versions = PUBLISHED | {"5-e": 5}
     completion = read_completion(altered(weight_versions=spans), "http://a", versions)
-    assert (completion.weight_version, completion.switches, completion.versions) == (3, ((1, 5),), [3, 5])
+    assert (completion.weight_version, completion.switches, completion.versions) == (
+        3,
+        ((1, 5),),
+        [3, 5],
+    )
     unordered = (("5-e", "3-d", 1), ("3-d", "5-e", 0), ("3-d", "3-d", 1))
-    for wrong in (spans[1:], spans[:1], *([span(a, 0, 1), span(b, begin, 2)] for a, b, begin in unordered)):
-        with pytest.raises(EngineError, match="not all by '3-d' and '5-e', which were published last"):
+    for wrong in (
+        spans[1:],
+        spans[:1],
+        *([span(a, 0, 1), span(b, begin, 2)] for a, b, begin in unordered),
+    ):
+        with pytest.raises(
+            EngineError, match="not all by '3-d' and '5-e', which were published last"
+        ):
             read_completion(altered(weight_versions=wrong), "http://a", versions)
 
 
 def test_the_workers_of_a_server_stage_one_version():
     report = {"version_digest": "a", "tensors": 3}
-    with pytest.raises(EngineError, match="the workers of the server at http://a staged different versions"):
+    with pytest.raises(
+        EngineError,
+        match="the workers of the server at http://a staged different versions",
+    ):
         _one([report, report | {"version_digest": "b"}], "http://a", "staged")
 
 
 def test_a_request_depends_on_prompt_and_sample_alone():
-    """Contract: sample k of the run's prompt j is asked for alike, whichever process or server it falls to; and where
-    no stop text is looked for, a server decodes nothing."""
-    prompt, whole = Prompt("p", "", (1, 2)), Sampling(samples=2, max_new_tokens=4, seed=3)
+    """Contract: sample k of the run's prompt j is asked for alike, whichever process or server it
+    falls to; and where no stop text is looked for, a server decodes nothing.
+    """
+    prompt, whole = (
+        Prompt("p", "", (1, 2)),
+        Sampling(samples=2, max_new_tokens=4, seed=3),
+    )
     shared = dataclasses.replace(whole, first_prompt=5)
-    assert completion_request(prompt, whole, 6, 1, "s") == completion_request(prompt, shared, 1, 1, "s")
+    assert completion_request(prompt, whole, 6, 1, "s") == completion_request(
+        prompt, shared, 1, 1, "s"
+    )
     others = [completion_request(prompt, whole, j, k, "s") for j in range(3) for k in range(2)]
     assert len({request["sampling_params"]["seed"] for request in others}) == 6
     assert json.loads(json.dumps(others)) == others
     for stop, mode in (((), "tokens"), (("END",), "text")):
         request = completion_request(prompt, dataclasses.replace(whole, stop=stop), 0, 0, "s")
-        assert (request["output_mode"], request["sampling_params"]["detokenize"]) == (mode, bool(stop))
+        assert (request["output_mode"], request["sampling_params"]["detokenize"]) == (
+            mode,
+            bool(stop),
+        )
     assert not scoring_request((1, 2), "s")["sampling_params"]["detokenize"]
 
 
@@ -112,7 +157,12 @@ def test_log_probs_are_of_the_tokens_asked_for():
             read_logprobs(one, sequence, "http://a", PUBLISHED)
 
 
-def asked(path: str, headers: list[Any], kind: str = "http", body: bytes = b'{"method": "qarl_state"}') -> list[Any]:
+def asked(
+    path: str,
+    headers: list[Any],
+    kind: str = "http",
+    body: bytes = b'{"method": "qarl_state"}',
+) -> list[Any]:
     """What a guarded application sends back; it answers "inside", where it reads this body."""
     sent: list[Any] = []
 
@@ -132,27 +182,50 @@ def asked(path: str, headers: list[Any], kind: str = "http", body: bytes = b'{"m
     return sent
 
 
-def test_nothing_but_health_is_answered_without_the_key(monkeypatch: pytest.MonkeyPatch):
-    """Contract: paths that load weights, pause or call into workers too, which vLLM's own check leaves open."""
+def test_nothing_but_health_is_answered_without_the_key(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Contract: paths that load weights, pause or call into workers too, which vLLM's own check
+    leaves open.
+    """
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     right = [(b"authorization", b"Bearer secret")]
-    for path in ("/collective_rpc", "/pause", "/update_weights", "/inference/v1/generate", "/metrics", "/"):
-        for wrong in ([], [(b"authorization", b"Bearer Secret")], [(b"authorization", b"secret")]):
+    for path in (
+        "/collective_rpc",
+        "/pause",
+        "/update_weights",
+        "/inference/v1/generate",
+        "/metrics",
+        "/",
+    ):
+        for wrong in (
+            [],
+            [(b"authorization", b"Bearer Secret")],
+            [(b"authorization", b"secret")],
+        ):
             assert asked(path, wrong)[0]["status"] == 401
         assert asked(path, right) == [{"type": "inside"}]
     assert asked("/v1/realtime", [], "websocket") == [{"type": "websocket.close", "code": 1008}]
-    assert asked("/health", []) == asked("", [], "lifespan") == [{"type": "inside"}], "where vLLM starts and ends"
+    assert asked("/health", []) == asked("", [], "lifespan") == [{"type": "inside"}], (
+        "where vLLM starts and ends"
+    )
 
 
 @pytest.mark.parametrize("body", map(str.encode, cases(__file__, "calls")))
-def test_calls_into_the_workers_are_of_our_methods_alone(body: bytes, monkeypatch: pytest.MonkeyPatch):
-    """With the key, and where there is none: `__class__` ends the thread that answers, and a server hangs for good."""
+def test_calls_into_the_workers_are_of_our_methods_alone(
+    body: bytes, monkeypatch: pytest.MonkeyPatch
+):
+    """With the key, and where there is none: `__class__` ends the thread that answers, and a server
+    hangs for good.
+    """
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     assert asked("/collective_rpc", [], body=body)[0]["status"] == 403
     assert asked("/collective_rpc", []) == asked("/pause", [], body=body) == [{"type": "inside"}]
 
 
-def test_a_key_is_read_from_its_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_key_is_read_from_its_file_or_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("QARL_SERVER_KEY", "of the environment")
     (tmp_path / "key").write_text("of-the-file\n")
     assert server_key(None) == "of the environment"
@@ -172,28 +245,53 @@ def test_servers_are_a_number_or_addresses():
         with pytest.raises(ConfigError, match=message):
             load_config(None, {"rollout.servers": value})
     for name, value in (("server_folder", "/x"), ("server_transfer", "http")):
-        with pytest.raises(ConfigError, match=rf"rollout\.{name} {value} is for sampling on servers"):
+        with pytest.raises(
+            ConfigError, match=rf"rollout\.{name} {value} is for sampling on servers"
+        ):
             load_config(None, {f"rollout.{name}": value})
 
 
 @pytest.mark.parametrize(
-    ("gpus", "setting", "eager"), [(False, None, True), (False, False, False), (True, None, False), (True, True, True)]
+    ("gpus", "setting", "eager"),
+    [
+        (False, None, True),
+        (False, False, False),
+        (True, None, False),
+        (True, True, True),
+    ],
 )
-def test_an_engine_has_the_runs_settings(gpus: bool, setting: bool | None, eager: bool, monkeypatch):
+def test_an_engine_has_the_runs_settings(
+    gpus: bool, setting: bool | None, eager: bool, monkeypatch
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus)
-    arguments = llm_arguments(VllmOptions(RolloutConfig(enforce_eager=setting, kv_cache_gib=3, max_prompt_tokens=9000)))
-    assert (arguments["enforce_eager"], arguments["kv_cache_memory_bytes"]) == (eager, 3 * 2**30)
+    arguments = llm_arguments(
+        VllmOptions(RolloutConfig(enforce_eager=setting, kv_cache_gib=3, max_prompt_tokens=9000))
+    )
+    assert (arguments["enforce_eager"], arguments["kv_cache_memory_bytes"]) == (
+        eager,
+        3 * 2**30,
+    )
     assert arguments["max_model_len"] == 10024 == arguments.get("max_num_batched_tokens", 10024)
-    assert ("max_num_batched_tokens" in arguments, "compilation_config" in arguments) == (not gpus, gpus and not eager)
+    assert (
+        "max_num_batched_tokens" in arguments,
+        "compilation_config" in arguments,
+    ) == (not gpus, gpus and not eager)
 
 
-def test_a_replica_keeps_to_itself_whatever_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """And on CPUs memory, unless told otherwise. That nothing listens elsewhere then: tests/engine/test_servers.py."""
+def test_a_replica_keeps_to_itself_whatever_the_environment_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """And on CPUs memory, unless told otherwise. That nothing listens elsewhere then:
+    tests/engine/test_servers.py.
+    """
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     environment = replica_environment("k", tmp_path)
     assert environment["GLOO_SOCKET_IFNAME"] == "lo" and environment["VLLM_HOST_IP"] == "127.0.0.1"
-    assert environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "0" and environment["VLLM_API_KEY"] == "k"
+    assert (
+        environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "0"
+        and environment["VLLM_API_KEY"] == "k"
+    )
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     monkeypatch.delenv(ON_CPU, raising=False)
     assert "GLIBC_TUNABLES" not in replica_environment(None, tmp_path)
@@ -204,11 +302,13 @@ def test_a_replica_keeps_to_itself_whatever_the_environment_says(tmp_path: Path,
 
 
 def test_a_server_and_what_it_started_end_with_the_run():
-    """Contract: whoever is killed, and whatever either makes of SIGTERM, which a starting server ignores."""
+    """Contract: whoever is killed, and whatever either makes of SIGTERM, which a starting server
+    ignores.
+    """
     server = (
-        "import signal, subprocess, time; from qarl.quant.runtime.parent import end_group_with_the_parent as ends;"
-        "signal.signal(15, signal.SIG_IGN); ends(); print(subprocess.Popen(['sleep', '60']).pid, flush=True);"
-        "time.sleep(60)"
+        "import signal, subprocess, time; from qarl.quant.runtime.parent import"
+        " end_group_with_the_parent as ends;signal.signal(15, signal.SIG_IGN); ends();"
+        " print(subprocess.Popen(['sleep', '60']).pid, flush=True);time.sleep(60)"
     )
     start = f"subprocess.Popen([sys.executable, '-c', {server!r}], start_new_session=True)"
     run = f"import subprocess, sys, time; print({start}.pid, flush=True); time.sleep(60)"
@@ -227,8 +327,9 @@ def test_an_engine_that_cannot_begin_leaves_nothing_running(tmp_path: Path):
 
 
 def test_a_run_keeps_its_name_on_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Contract: one name a run, whoever asks first, and no two runs' are the same. In a folder that they share each has
-    its own: two seeds of one configuration, and two runs of one name."""
+    """Contract: one name a run, whoever asks first, and no two runs' are the same. In a folder that
+    they share each has its own: two seeds of one configuration, and two runs of one name.
+    """
     with ThreadPoolExecutor(8) as threads:
         names = set(threads.map(lambda _: run_name(tmp_path / "a"), range(8)))
     monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
@@ -249,59 +350,119 @@ handler = type("Handler", (http.server.BaseHTTPRequestHandler,), {"do_GET": lamb
 
 
 def test_replicas_are_waited_for_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """All answer when they are handed over. An error shows the log's last eight lines, and leaves no process."""
-    monkeypatch.setattr(start, "replica_command", lambda *_: [sys.executable, "-ISc", SERVER, str(_[3]), *_[4]])
+    """All answer when they are handed over. An error shows the log's last eight lines, and leaves
+    no process.
+    """
+    monkeypatch.setattr(
+        start,
+        "replica_command",
+        lambda *_: [sys.executable, "-ISc", SERVER, str(_[3]), *_[4]],
+    )
     monkeypatch.setattr(start, "_PATIENCE", 0.3)
-    ports, logs, others = start.free_ports(2), tmp_path / "below" / "logs", psutil.Process().children()
+    ports, logs, others = (
+        start.free_ports(2),
+        tmp_path / "below" / "logs",
+        psutil.Process().children(),
+    )
     arguments = (tmp_path, VllmOptions(), ports, "the key", logs)
     replicas = start_replicas(*arguments, 30.0, more=["ready"], threads=3)
     assert [r.url for r in replicas] == [f"http://127.0.0.1:{port}" for port in ports]
     monkeypatch.setattr(start, "_PORTS", range(ports[0], ports[0] + 1))
-    with pytest.raises(EngineError, match=f"1 servers need .*, and of {ports[0]} to {ports[0]} 0 are"):
+    with pytest.raises(
+        EngineError, match=f"1 servers need .*, and of {ports[0]} to {ports[0]} 0 are"
+    ):
         start.free_ports(1)
-    assert {psutil.Process(r.process.pid).environ().get("OMP_NUM_THREADS") for r in replicas} == {"3"}
+    assert {psutil.Process(r.process.pid).environ().get("OMP_NUM_THREADS") for r in replicas} == {
+        "3"
+    }
     for number, replica in enumerate(replicas):
-        assert (replica.log, replica.received) == (logs / f"server-{number}.log", logs / f"received-{number}")
+        assert (replica.log, replica.received) == (
+            logs / f"server-{number}.log",
+            logs / f"received-{number}",
+        )
         assert os.getsid(replica.process.pid) == replica.process.pid
         replica.received.mkdir()
     start.stop_replicas(replicas)
     assert [(r.process.returncode, r.received.exists()) for r in replicas] == [(-15, False)] * 2
     lines = "\n".join(map(str, [*range(8, 1, -1), "the key"]))
-    for what, seconds, message in (("ends", 30.0, "ended with status 3"), ("hangs", 1.0, "does not answer yet")):
-        with pytest.raises(EngineError, match=rf"{ports[0]} {message}; its log '.*server-0.log' ends:\n{lines}$"):
+    for what, seconds, message in (
+        ("ends", 30.0, "ended with status 3"),
+        ("hangs", 1.0, "does not answer yet"),
+    ):
+        with pytest.raises(
+            EngineError,
+            match=rf"{ports[0]} {message}; its log '.*server-0.log' ends:\n{lines}$",
+        ):
             start_replicas(*arguments, seconds, more=[what])
         assert psutil.Process().children() == others
 
 
-def test_the_engine_that_a_run_asks_for_is_opened_and_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """On servers only where the run has some and this process samples on them; closed once, whatever the body does."""
-    calls, engine = list[Any](), SimpleNamespace(close=lambda: calls.append("closed") or 1 / 0)
-    monkeypatch.setattr("qarl.rollout.vllm.engine.VllmEngine", lambda *_: calls.append("own") or engine)
-    monkeypatch.setattr(opening, "ServerEngine", lambda *fields, **end: calls.append(fields) or engine)
-    monkeypatch.setattr(opening, "start_replicas", lambda *fields, **_: [SimpleNamespace(url=str(fields[4]))])
+def test_the_engine_that_a_run_asks_for_is_opened_and_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """On servers only where the run has some and this process samples on them; closed once,
+    whatever the body does.
+    """
+    calls, engine = (
+        list[Any](),
+        SimpleNamespace(close=lambda: calls.append("closed") or 1 / 0),
+    )
+    monkeypatch.setattr(
+        "qarl.rollout.vllm.engine.VllmEngine", lambda *_: calls.append("own") or engine
+    )
+    monkeypatch.setattr(
+        opening, "ServerEngine", lambda *fields, **end: calls.append(fields) or engine
+    )
+    monkeypatch.setattr(
+        opening,
+        "start_replicas",
+        lambda *fields, **_: [SimpleNamespace(url=str(fields[4]))],
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    own, there = dict[str, Any](servers=2), dict[str, Any](servers=("http://a",), server_folder="/x")
+    own, there = (
+        dict[str, Any](servers=2),
+        dict[str, Any](servers=("http://a",), server_folder="/x"),
+    )
     for fields, use in (({}, True), (own, False), (own, True), (there, True)):
         opened = open_engine(tmp_path / "a", RolloutConfig(**fields), "half", use_servers=use)
         with pytest.raises(ValueError, match="of the body"), opened:
             raise ValueError("of the body")
     first, second = (list(fields) for fields in calls if isinstance(fields, tuple))
     assert [*calls[::2][:2], *calls[1::2]] == ["own"] * 2 + ["closed"] * 4
-    assert (first[0], len(first[1]), first[2]) == ([str(tmp_path / "servers")], 43, tmp_path / "versions")
+    assert (first[0], len(first[1]), first[2]) == (
+        [str(tmp_path / "servers")],
+        43,
+        tmp_path / "versions",
+    )
     name = run_name(tmp_path)
-    assert second[:3] == [("http://a",), None, Path("/x") / _folder_name(tmp_path, name)] and second[5:] == [name, True]
-    with pytest.raises(ZeroDivisionError), open_engine(tmp_path / "a", RolloutConfig(), "half"):
+    assert second[:3] == [
+        ("http://a",),
+        None,
+        Path("/x") / _folder_name(tmp_path, name),
+    ] and second[5:] == [name, True]
+    with (
+        pytest.raises(ZeroDivisionError),
+        open_engine(tmp_path / "a", RolloutConfig(), "half"),
+    ):
         calls.clear()
     assert calls == ["closed"]
 
 
-@pytest.mark.parametrize(("ahead", "limit", "each"), [(0, None, None), (1, None, 2), (1, "4", None)])
+@pytest.mark.parametrize(
+    ("ahead", "limit", "each"), [(0, None, None), (1, None, 2), (1, "4", None)]
+)
 def test_learner_and_servers_share_cores_where_they_work_at_once(
-    ahead: int, limit: str | None, each: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ahead: int,
+    limit: str | None,
+    each: int | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     """Unless OMP_NUM_THREADS says it; all are the run's again when its servers have ended."""
     counts, of_servers = [8], list[Any]()
-    monkeypatch.setattr(opening, "start_replicas", lambda *_, threads: of_servers.append(threads) or [])
+    monkeypatch.setattr(
+        opening, "start_replicas", lambda *_, threads: of_servers.append(threads) or []
+    )
     monkeypatch.setattr(opening, "ServerEngine", lambda *_, at_end: at_end)
     monkeypatch.setattr(torch, "get_num_threads", lambda: counts[-1])
     monkeypatch.setattr(torch, "set_num_threads", counts.append)
@@ -309,13 +470,17 @@ def test_learner_and_servers_share_cores_where_they_work_at_once(
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if limit:
         monkeypatch.setenv("OMP_NUM_THREADS", limit)
-    end: Any = opening.open_servers(tmp_path / "a", VllmOptions(RolloutConfig(servers=3, max_staleness=ahead)))
+    end: Any = opening.open_servers(
+        tmp_path / "a", VllmOptions(RolloutConfig(servers=3, max_staleness=ahead))
+    )
     assert (of_servers, counts[-1]) == ([each], each or 8)
     end()
     assert counts[-1] == 8
     monkeypatch.setattr(opening, "ServerEngine", lambda *_, at_end: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        opening.open_servers(tmp_path / "a", VllmOptions(RolloutConfig(servers=3, max_staleness=ahead)))
+        opening.open_servers(
+            tmp_path / "a", VllmOptions(RolloutConfig(servers=3, max_staleness=ahead))
+        )
     assert counts[-1] == 8, "a start that fails"
 
 
@@ -338,7 +503,10 @@ def test_a_version_is_whole_or_absent_and_in_its_own_folder(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
     stream = [LowBitTensor(f"{name}.weight", torch.arange(3)) for name in "ba"]
     version = write_version(stream, tmp_path, 7)
-    assert [item.name for item in version.tensors()] == ["b.weight", "a.weight"], "in the stream's order"
+    assert [item.name for item in version.tensors()] == [
+        "b.weight",
+        "a.weight",
+    ], "in the stream's order"
     write_version(stream, tmp_path, 8)
     remove_versions(tmp_path, but=8)
     assert [folder.name for folder in tmp_path.iterdir()] == ["version-8"]
@@ -346,7 +514,11 @@ def test_a_version_is_whole_or_absent_and_in_its_own_folder(tmp_path: Path):
 
 @pytest.mark.parametrize(("release", "untested", "serves"), cases(__file__, "releases"))
 def test_a_vllm_that_was_not_tested_is_named_and_one_without_spans_refused(
-    release: str, untested: str | None, serves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    release: str,
+    untested: str | None,
+    serves: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(libraries, "version", lambda package: release)
     words = libraries.untested_vllm()
@@ -355,14 +527,31 @@ def test_a_vllm_that_was_not_tested_is_named_and_one_without_spans_refused(
     if serves:
         assert start_replicas(*nothing) == []
     else:
-        with pytest.raises(EngineError, match=f"servers of vLLM {release[:4]} do not say which weights sampled"):
+        with pytest.raises(
+            EngineError,
+            match=f"servers of vLLM {release[:4]} do not say which weights sampled",
+        ):
             start_replicas(*nothing)
 
 
 MUTATIONS = 10_000 if thorough() else 200
 NASTY: list[Any] = [
-    None, True, -1, 2**63, 1e308, "", "..", "../x", "/etc/passwd", "a\x00b", "x" * 5000, [], [[]], {}, {"a": {}},
-]  # fmt: skip
+    None,
+    True,
+    -1,
+    2**63,
+    1e308,
+    "",
+    "..",
+    "../x",
+    "/etc/passwd",
+    "a\x00b",
+    "x" * 5000,
+    [],
+    [[]],
+    {},
+    {"a": {}},
+]
 
 
 def stream(step: int) -> list[LowBitTensor]:
@@ -387,7 +576,9 @@ def written(parent: Path, whole: bool) -> tuple[Version, VersionCache]:
 
 
 def received(version: Version, held: VersionCache | None) -> VersionCache | None:
-    """What a server makes of the files that were announced as `version`; None where it would report another digest."""
+    """What a server makes of the files that were announced as `version`; None where it would report
+    another digest.
+    """
     files = read_version(version.folder)
     if files.digest != version.digest:
         return None
@@ -398,7 +589,21 @@ def received(version: Version, held: VersionCache | None) -> VersionCache | None
 def mutate(folder: Path, chance: random.Random) -> None:
     """One thing that who may write into the folder might do."""
     file = chance.choice(sorted(folder.iterdir()))
-    kind = chance.choice(["flip", "cut", "grow", "field", "field", "field", "link", "gone", "fifo", "folder", "sparse"])
+    kind = chance.choice(
+        [
+            "flip",
+            "cut",
+            "grow",
+            "field",
+            "field",
+            "field",
+            "link",
+            "gone",
+            "fifo",
+            "folder",
+            "sparse",
+        ]
+    )
     if kind == "field":
         manifest = json.loads((folder / "manifest.json").read_text())
         place, name = manifest, chance.choice(sorted(manifest))
@@ -410,7 +615,15 @@ def mutate(folder: Path, chance: random.Random) -> None:
         if chance.random() < 0.1:
             del place[name]
         else:
-            place[name] = chance.choice([*NASTY, ["a.weight_packed"], ["a.weight_packed"] * 2, [1], {"x": ["b"]}])
+            place[name] = chance.choice(
+                [
+                    *NASTY,
+                    ["a.weight_packed"],
+                    ["a.weight_packed"] * 2,
+                    [1],
+                    {"x": ["b"]},
+                ]
+            )
         (folder / "manifest.json").write_text(json.dumps(manifest))
     else:
         replace(file, kind, chance)
@@ -444,11 +657,12 @@ def replace(file: Path, kind: str, chance: random.Random) -> None:
 
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "delta"])
 def test_a_version_that_was_written_to_is_refused_or_the_one_announced(whole: bool, tmp_path: Path):
-    """Contract: as it is, it is received, a delta where a version is held. Bytes, lengths, the manifest's fields,
-    links, pipes, folders and holes in the place of files: reading raises, in bounded time and memory, or gives the
-    announced version; and what a server holds is what it was.
+    """Contract: as it is, it is received, a delta where a version is held. Bytes, lengths, the
+    manifest's fields, links, pipes, folders and holes in the place of files: reading raises, in
+    bounded time and memory, or gives the announced version; and what a server holds is what it was.
 
-    Blind spot: a writer that changes files while they are read; their digest is of what was read."""
+    Blind spot: a writer that changes files while they are read; their digest is of what was read.
+    """
     version, held = written(tmp_path, whole)
     assert received(version, VersionCache(1, stream(1))) is not None
     if not whole:
@@ -478,7 +692,9 @@ def test_what_a_hostile_version_is_refused_for(harm: Any, message: str, tmp_path
     version, held = written(tmp_path, whole=True)
     if isinstance(harm, dict) or harm == "deep":
         manifest = version.folder / "manifest.json"
-        manifest.write_text("[" * 200_000 if harm == "deep" else json.dumps(json.loads(manifest.read_text()) | harm))
+        manifest.write_text(
+            "[" * 200_000 if harm == "deep" else json.dumps(json.loads(manifest.read_text()) | harm)
+        )
     else:
         replace(version.folder / "tensors-0.safetensors", harm, random.Random(0))
     with pytest.raises(ValueError, match=message):
@@ -499,11 +715,16 @@ def sent_by(bodies: list[Any]) -> Callable[[], Any]:
 
 
 @pytest.mark.parametrize(("bodies", "message"), cases(__file__, "bodies"))
-def test_a_file_that_does_not_come_as_announced_is_refused(bodies: list[Any], message: str, tmp_path, monkeypatch):
+def test_a_file_that_does_not_come_as_announced_is_refused(
+    bodies: list[Any], message: str, tmp_path, monkeypatch
+):
     """Blind spot: HTTP itself, which is `tests/engine/test_servers.py`'s."""
     monkeypatch.setattr(receive, "_SILENCE_SECONDS", 0.05)
     request = Request({"type": "http"}, sent_by(bodies))
-    with (tmp_path / "file").open("wb") as file, pytest.raises(HTTPException, match=message):
+    with (
+        (tmp_path / "file").open("wb") as file,
+        pytest.raises(HTTPException, match=message),
+    ):
         asyncio.run(receive.copy(request, file, 6))
     request = Request({"type": "http"}, sent_by(["abc", "def", ""]))
     with (tmp_path / "file").open("wb") as file:
@@ -515,7 +736,19 @@ def test_a_file_that_is_refused_is_read_to_its_end(tmp_path: Path, monkeypatch: 
     """So its sender, who reads no answer before, finds the refusal and no broken connection."""
     monkeypatch.setenv(receive.RECEIVED, str(tmp_path))
     bodies, answer = ["abc", "def", ""], AsyncMock()
-    app = SimpleNamespace(state=SimpleNamespace(engine_client=AsyncMock(**{"collective_rpc.return_value": []})))
-    scope = {"type": "http", "method": "POST", "path": f"{receive.VERSIONS}/1/delta", "headers": [], "app": app}
-    asyncio.run(receive.ReceiveVersions(AsyncMock())(scope | {"query_string": b"run=a"}, sent_by(bodies), answer))
+    app = SimpleNamespace(
+        state=SimpleNamespace(engine_client=AsyncMock(**{"collective_rpc.return_value": []}))
+    )
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": f"{receive.VERSIONS}/1/delta",
+        "headers": [],
+        "app": app,
+    }
+    asyncio.run(
+        receive.ReceiveVersions(AsyncMock())(
+            scope | {"query_string": b"run=a"}, sent_by(bodies), answer
+        )
+    )
     assert answer.call_args_list[0].args[0]["status"] == 411 and bodies == []

@@ -1,4 +1,6 @@
-"""vLLM's words for what a run asks, and what becomes of its answers, without an engine (tests/engine has one)."""
+"""vLLM's words for what a run asks, and what becomes of its answers, without an engine
+(tests/engine has one).
+"""
 
 import hashlib
 import os
@@ -23,14 +25,25 @@ from qarl.rollout.servers.vllm.start import server_command
 from qarl.rollout.servers.vllm.worker import ReceivedVersions, StagedVersion
 from qarl.rollout.types import Prompt, Sampling, ServerSpec
 from qarl.rollout.vllm.engine import VllmEngine, vllm_requests
-from qarl.rollout.vllm.options import VllmOptions, llm_arguments, prepare_environment, refuse_unsupported
+from qarl.rollout.vllm.options import (
+    VllmOptions,
+    llm_arguments,
+    prepare_environment,
+    refuse_unsupported,
+)
 from qarl.rollout.vllm.requests import sampling_arguments, scoring_arguments
 from qarl.rollout.vllm.worker import _scheme_of, compare_names
 from tests.support.cases import cases
 from tests.support.kernels import no_cuda
 
-SAMPLING = Sampling(samples=2, max_new_tokens=6, temperature=0.5, top_p=0.9, top_k=5, min_p=0.1, seed=3)
-PROMPTS = [Prompt("a", "", (1, 2)), Prompt("b", "", (3,), max_new_tokens=4), Prompt("c", "", (4,), (7, 8, 9))]
+SAMPLING = Sampling(
+    samples=2, max_new_tokens=6, temperature=0.5, top_p=0.9, top_k=5, min_p=0.1, seed=3
+)
+PROMPTS = [
+    Prompt("a", "", (1, 2)),
+    Prompt("b", "", (3,), max_new_tokens=4),
+    Prompt("c", "", (4,), (7, 8, 9)),
+]
 
 
 def test_a_completions_request():
@@ -39,48 +52,96 @@ def test_a_completions_request():
     assert asked == cases(__file__, "request") | {"seed": seed}
     other = replace(SAMPLING, temperature=0.0, stop=("#", "##"), loop_limit=4, ignore_end=True)
     asked = sampling_arguments(other, PROMPTS[1], 0, 0)
-    assert (asked["seed"], asked["stop"], asked["detokenize"], asked["ignore_eos"]) == (None, ["#", "##"], True, True)
-    assert asked["repetition_detection"] == {"max_pattern_size": 8, "min_pattern_size": 1, "min_count": 4}
+    assert (asked["seed"], asked["stop"], asked["detokenize"], asked["ignore_eos"]) == (
+        None,
+        ["#", "##"],
+        True,
+        True,
+    )
+    assert asked["repetition_detection"] == {
+        "max_pattern_size": 8,
+        "min_pattern_size": 1,
+        "min_count": 4,
+    }
     assert asked["max_tokens"] == 4
-    assert scoring_arguments() == {"temperature": 0, "max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
+    assert scoring_arguments() == {
+        "temperature": 0,
+        "max_tokens": 1,
+        "prompt_logprobs": 0,
+        "detokenize": False,
+    }
     inputs, params = vllm_requests(PROMPTS, replace(SAMPLING, loop_limit=3))
-    assert [each["prompt_token_ids"] for each in inputs] == [[1, 2], [1, 2], [3], [3], [4], [4]]
-    seeds = [sampling_arguments(SAMPLING, prompt, j, k)["seed"] for j, prompt in enumerate(PROMPTS) for k in (0, 1)]
-    assert [each.seed for each in params] == seeds and len({*seeds}) == 5, "a prompt with draws of its own has one"
-    assert {(each.temperature, each.repetition_detection.min_count) for each in params} == {(0.5, 3)}
+    assert [each["prompt_token_ids"] for each in inputs] == [
+        [1, 2],
+        [1, 2],
+        [3],
+        [3],
+        [4],
+        [4],
+    ]
+    seeds = [
+        sampling_arguments(SAMPLING, prompt, j, k)["seed"]
+        for j, prompt in enumerate(PROMPTS)
+        for k in (0, 1)
+    ]
+    assert [each.seed for each in params] == seeds and len({*seeds}) == 5, (
+        "a prompt with draws of its own has one"
+    )
+    assert {(each.temperature, each.repetition_detection.min_count) for each in params} == {
+        (0.5, 3)
+    }
 
 
 @no_cuda
 def test_an_engines_arguments_on_a_cpu():
-    rollout = RolloutConfig(max_prompt_tokens=5000, max_new_tokens=4000, max_num_seqs=7, temperature=0.5)
+    rollout = RolloutConfig(
+        max_prompt_tokens=5000, max_new_tokens=4000, max_num_seqs=7, temperature=0.5
+    )
     expected = cases(__file__, "arguments")
     assert llm_arguments(VllmOptions(rollout)) == expected
-    rollout = rollout.model_copy(update={"temperature": 1.0, "prefix_caching": False, "max_new_tokens": 8})
+    rollout = rollout.model_copy(
+        update={"temperature": 1.0, "prefix_caching": False, "max_new_tokens": 8}
+    )
     options = VllmOptions(rollout, "float16", multi_process=True)
     assert llm_arguments(options) == expected | cases(__file__, "changed")
 
 
 @no_cuda
 def test_what_the_environment_says_is_kept_or_refused(monkeypatch: pytest.MonkeyPatch):
-    names = ("QARL_SETTLES_VLLM", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_NO_USAGE_STATS")
+    names = (
+        "QARL_SETTLES_VLLM",
+        "VLLM_ENABLE_V1_MULTIPROCESSING",
+        "VLLM_NO_USAGE_STATS",
+    )
     for name in names:
         monkeypatch.setenv(name, "x")
     prepare_environment()
     assert [os.environ[name] for name in names] == ["1", "x", "x"]
     for name in names:
         monkeypatch.delenv(name)
-    server_command(ServerSpec(Path(), "a", "bfloat16"), "127.0.0.1", 1, [])  # which prepares its own
+    # which prepares its own
+    server_command(ServerSpec(Path(), "a", "bfloat16"), "127.0.0.1", 1, [])
     assert [os.environ[name] for name in names] == ["1", "0", "1"]
-    for amx, value, refused in ((True, "1", True), (True, "0", False), (False, "1", False)):
+    for amx, value, refused in (
+        (True, "1", True),
+        (True, "0", False),
+        (False, "1", False),
+    ):
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda amx=amx: amx)
         monkeypatch.setenv("VLLM_CPU_INT4_W4A8", value)
         if refused:
-            with pytest.raises(InputError, match=r"W4A8=1: on this CPU.* AMX.* int8 activations.* set it to 0"):
+            with pytest.raises(
+                InputError,
+                match=r"W4A8=1: on this CPU.* AMX.* int8 activations.* set it to 0",
+            ):
                 refuse_unsupported(VllmOptions())
         else:
             refuse_unsupported(VllmOptions())
     monkeypatch.setenv("VLLM_CPU_ATTN_SPLIT_KV", "1")
-    with pytest.raises(InputError, match=r"SPLIT_KV=1: vLLM's attention would split .* unset it or set it to 0"):
+    with pytest.raises(
+        InputError,
+        match=r"SPLIT_KV=1: vLLM's attention would split .* unset it or set it to 0",
+    ):
         refuse_unsupported(VllmOptions())
     monkeypatch.setenv("VLLM_CPU_ATTN_SPLIT_KV", "0")
     with pytest.raises(EngineError, match=r"router_replay: .* set it to false on this machine"):
@@ -88,7 +149,9 @@ def test_what_the_environment_says_is_kept_or_refused(monkeypatch: pytest.Monkey
 
 
 def test_a_process_has_one_engine_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A second is refused while one is open; closing gives back what vLLM holds of the process, for the next."""
+    """A second is refused while one is open; closing gives back what vLLM holds of the process, for
+    the next.
+    """
     monkeypatch.setattr("vllm.LLM", Mock())
     monkeypatch.setattr("vllm.distributed.cleanup_dist_env_and_memory", cleaned := Mock())
     monkeypatch.setattr(VllmEngine, "_open", False)
@@ -108,22 +171,36 @@ class Entries(list):
 
 
 class Answers:
-    """What an engine calls in vLLM. refuses: what its next call raises. off: between sampled and scored tokens."""
+    """What an engine calls in vLLM. refuses: what its next call raises. off: between sampled and
+    scored tokens.
+    """
 
     refuses: Exception | None = None
     resets, off = True, 0
     get_tokenizer, reset_prefix_cache = (lambda self: None), (lambda self: self.resets)
 
-    def generate(self, inputs: Sequence[dict[str, list[int]]], params: Any, use_tqdm: bool) -> list[Any]:
+    def generate(
+        self, inputs: Sequence[dict[str, list[int]]], params: Any, use_tqdm: bool
+    ) -> list[Any]:
         """Of each request its number twice; of a prompt's tokens their negative."""
         if self.refuses is not None:
             raise self.refuses
-        return [self._finished(number, asked["prompt_token_ids"]) for number, asked in enumerate(inputs)]
+        return [
+            self._finished(number, asked["prompt_token_ids"]) for number, asked in enumerate(inputs)
+        ]
 
     def _finished(self, number: int, prompt: list[int]) -> Any:
-        made = {"token_ids": [number, number], "text": f"t{number}", "finish_reason": None, "routed_experts": number}
+        made = {
+            "token_ids": [number, number],
+            "text": f"t{number}",
+            "finish_reason": None,
+            "routed_experts": number,
+        }
         output = SimpleNamespace(logprobs=Entries([number, number + self.off]), **made)
-        scored = [None, *({token: SimpleNamespace(logprob=-token), 99: None} for token in prompt[1:])]
+        scored = [
+            None,
+            *({token: SimpleNamespace(logprob=-token), 99: None} for token in prompt[1:]),
+        ]
         return SimpleNamespace(outputs=[output], prompt_token_ids=prompt, prompt_logprobs=scored)
 
     def collective_rpc(self, method: str, args: Any) -> list[Any]:
@@ -145,25 +222,34 @@ def test_answers_are_grouped_by_prompt_and_checked():
         [((n, n), f"t{n}", n) for n in pair] for pair in ((0, 1), (2, 3))
     ]
     assert {c.logprobs for group in groups for c in group} == {(-1.0, -0.5)}
-    assert {(c.weight_version, c.finish_reason) for group in groups for c in group} == {(4, "unknown")}
+    assert {(c.weight_version, c.finish_reason) for group in groups for c in group} == {
+        (4, "unknown")
+    }
     assert engine.logprobs([[1, 2, 3], [4, 5]]) == [[-2, -3], [-5]]
     assert engine.logprobs_of_each([[1, 2]]) == [[[-2]]]
     llm.off = 1
     with pytest.raises(EngineError, match="other tokens than it sampled: 2 for 2"):
         engine.generate(PROMPTS, replace(SAMPLING, stop=("#",)))
     llm.refuses = ValueError("no memory")
-    with pytest.raises(EngineError, match="vLLM failed in 'generate' at weight version 4: no memory"):
+    with pytest.raises(
+        EngineError, match="vLLM failed in 'generate' at weight version 4: no memory"
+    ):
         engine.logprobs([[1, 2]])
 
 
 def test_a_publish_that_breaks_off_is_not_sampled_from():
     engine = engine_of(llm := Answers())
-    assert engine.load(iter("abc"), 5) == LoadReport("qarl_load", 3, (), ()) and engine.weight_version == 5  # type: ignore
+    tensors: Any = iter("abc")
+    assert engine.load(tensors, 5) == LoadReport("qarl_load", 3, (), ())
+    assert engine.weight_version == 5
     llm.refuses = EngineError("of our own")
     with pytest.raises(EngineError, match=r"^of our own$"):
         engine.load(iter(()), 6)
     llm.refuses = None
-    for ask in (lambda: engine.generate(PROMPTS, SAMPLING), lambda: engine.logprobs([[1, 2]])):
+    for ask in (
+        lambda: engine.generate(PROMPTS, SAMPLING),
+        lambda: engine.logprobs([[1, 2]]),
+    ):
         with pytest.raises(EngineError, match="parts of two weight versions; publish again"):
             ask()
     llm.resets = False
@@ -175,7 +261,9 @@ def test_a_publish_that_breaks_off_is_not_sampled_from():
 
 
 def test_a_server_whose_load_broke_off_has_no_version(monkeypatch: pytest.MonkeyPatch):
-    """Contract: it answers what it loaded last, whole; nothing after half a load, until another mends it."""
+    """Contract: it answers what it loaded last, whole; nothing after half a load, until another
+    mends it.
+    """
     monkeypatch.setattr(server_worker, "trace_names", Mock())
     monkeypatch.setattr(server_worker, "load_stream", loads := Mock())
     report = LoadReport("digest", 0, (), ())
@@ -185,7 +273,10 @@ def test_a_server_whose_load_broke_off_has_no_version(monkeypatch: pytest.Monkey
         received._staging.set_result(StagedVersion(Mock(), report, keep=False))
         loads.side_effect = [outcome]
         if outcome is report:
-            assert received.load("digest") == received.load("digest") == report and received.load("other") is None
+            assert (
+                received.load("digest") == received.load("digest") == report
+                and received.load("other") is None
+            )
         else:
             with pytest.raises(RuntimeError, match="out of memory"):
                 received.load("digest")
@@ -201,12 +292,18 @@ def test_names_are_compared_layer_by_layer():
 def test_a_layer_without_codes_is_reported_unquantized():
     """In a model that has none, and where a quantized model leaves the layer alone."""
     alone = SimpleNamespace(quant_method=UnquantizedLinearMethod())
-    for layer, quantization in ((SimpleNamespace(quant_method=None), None), (alone, "of the other layers")):
-        assert _scheme_of(layer, "a", SimpleNamespace(quant_config=quantization)) == ("bf16", None)  # type: ignore
+    cases: list[Any] = [(SimpleNamespace(quant_method=None), None), (alone, "of the other layers")]
+    for layer, quantization in cases:
+        config: Any = SimpleNamespace(quant_config=quantization)
+        assert _scheme_of(layer, "a", config) == ("bf16", None)
 
 
 def test_a_replay_has_no_engine_to_ask():
-    for ask in ((engine := AbsentEngine()).generate, engine.logprobs, engine.logprobs_of_each):
+    for ask in (
+        (engine := AbsentEngine()).generate,
+        engine.logprobs,
+        engine.logprobs_of_each,
+    ):
         with pytest.raises(EngineError, match="leave from_rollouts out"):
             ask([], None)
     report = engine.load(iter(()), 3)

@@ -1,4 +1,6 @@
-"""A second kind of engine: plain transformers, which `open_engine` could choose, carries a whole run."""
+"""A second kind of engine: plain transformers, which `open_engine` could choose, carries a whole
+run.
+"""
 
 import io
 import itertools
@@ -27,7 +29,10 @@ from qarl.rollout.types import Completion, Prompt, Sampling
 from qarl.sync.gate import GateError
 from tests.support import Policies
 from tests.support.runs import lines
-from tests.support.transformers_engine import TransformersEngine, use_transformers_engine
+from tests.support.transformers_engine import (
+    TransformersEngine,
+    use_transformers_engine,
+)
 
 
 class SkewedEngine(TransformersEngine):
@@ -36,17 +41,34 @@ class SkewedEngine(TransformersEngine):
     def _sample(self, prompt: Prompt, sampling: Sampling, seed: int) -> Completion:
         found = super()._sample(prompt, sampling, seed)
         skewed = tuple(value - 1.0 for value in found.logprobs)
-        return Completion(found.token_ids, skewed, found.text, found.weight_version, found.finish_reason)
+        return Completion(
+            found.token_ids,
+            skewed,
+            found.text,
+            found.weight_version,
+            found.finish_reason,
+        )
 
 
 @pytest.fixture
 def config(random_policy: Policies, tmp_path: Path) -> RunConfig:
-    return config_from_tree({
-        "model": str(random_policy(True)), "scheme": "bf16", "steps": 2, "output": str(tmp_path / "run"),
-        "task": {"name": "chain_sum", "reward": "tests.support.rewards:reward"}, "eval": {"problems": 0},
-        "rollout": {"prompts": 2, "samples": 4, "max_new_tokens": 4},
-        "learner": {"kernel": "reference", "operators": "transformers", "mini_batches": 2, "optimizer": {"lr": 1e-3}},
-    })  # fmt: skip
+    return config_from_tree(
+        {
+            "model": str(random_policy(True)),
+            "scheme": "bf16",
+            "steps": 2,
+            "output": str(tmp_path / "run"),
+            "task": {"name": "chain_sum", "reward": "tests.support.rewards:reward"},
+            "eval": {"problems": 0},
+            "rollout": {"prompts": 2, "samples": 4, "max_new_tokens": 4},
+            "learner": {
+                "kernel": "reference",
+                "operators": "transformers",
+                "mini_batches": 2,
+                "optimizer": {"lr": 1e-3},
+            },
+        }
+    )
 
 
 def sampling_ahead(config: RunConfig, versions: int, **changes: Any) -> RunConfig:
@@ -63,18 +85,25 @@ def run(config: RunConfig, folder: RunFolder | None = None) -> tuple[RunFolder, 
 
 
 def test_a_run_needs_no_more_than_the_protocol(config: RunConfig, monkeypatch: pytest.MonkeyPatch):
-    """Audit, canary, gate, two steps of learning and publishing, and an export that a fresh engine repeats bit for bit:
-    all with an engine that only tests know. Blind spot: low-bit schemes, which transformers does not multiply."""
+    """Audit, canary, gate, two steps of learning and publishing, and an export that a fresh engine
+    repeats bit for bit: all with an engine that only tests know. Blind spot: low-bit schemes, which
+    transformers does not multiply.
+    """
     use_transformers_engine(monkeypatch)
     folder, outcome = run(config)
     first, second = read_metrics(folder.metrics)
-    assert (first["weight_version"], second["weight_version"]) == (1, 2) and outcome.export == folder.export
+    assert (first["weight_version"], second["weight_version"]) == (
+        1,
+        2,
+    ) and outcome.export == folder.export
     assert first["digest"] != second["digest"] and first["learn/mismatch/mean_abs"] < 0.01
     assert TransformersEngine.running == 0
 
 
 class WatchedEngine(TransformersEngine):
-    """Notes the weight version of every call, at its beginning and at its end, and whether the main thread waits."""
+    """Notes the weight version of every call, at its beginning and at its end, and whether the main
+    thread waits.
+    """
 
     calls: ClassVar[list[tuple[int, int, bool]]] = []
 
@@ -82,21 +111,36 @@ class WatchedEngine(TransformersEngine):
         begun = self.weight_version
         found = super().generate(prompts, sampling)
         time.sleep(0.2)  # longer than a publish that would not wait
-        self.calls.append((begun, self.weight_version, threading.current_thread() is threading.main_thread()))
+        self.calls.append(
+            (
+                begun,
+                self.weight_version,
+                threading.current_thread() is threading.main_thread(),
+            )
+        )
         return found
 
 
-def test_a_batch_is_sampled_ahead_by_one_version_and_kept(config: RunConfig, monkeypatch: pytest.MonkeyPatch):
-    """Contract of `rollout.max_staleness` 1: the first batch by version 0, every other by the version before the one
-    that learns from it, from beginning to end, beside the learner; equal runs are equal; a run that is resumed from its
-    second step goes on to the last bit, though the weights that sampled its third batch are gone."""
+def test_a_batch_is_sampled_ahead_by_one_version_and_kept(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+):
+    """Contract of `rollout.max_staleness` 1: the first batch by version 0, every other by the
+    version before the one that learns from it, from beginning to end, beside the learner; equal
+    runs are equal; a run that is resumed from its second step goes on to the last bit, though the
+    weights that sampled its third batch are gone.
+    """
     use_transformers_engine(monkeypatch, WatchedEngine)
     config = sampling_ahead(config, 1, steps=4, checkpoint={"every": 1, "keep": 9})
     WatchedEngine.calls.clear()
     folder, _ = run(config)
     whole = lines(folder.path)
     assert [line["staleness"] for line in whole] == [0, 1, 1, 1]
-    assert WatchedEngine.calls == [(0, 0, True), (0, 0, False), (1, 1, False), (2, 2, False)]
+    assert WatchedEngine.calls == [
+        (0, 0, True),
+        (0, 0, False),
+        (1, 1, False),
+        (2, 2, False),
+    ]
     for step in (3, 4):
         shutil.rmtree(folder.checkpoints / f"step-{step:06d}")
     run(config, folder)
@@ -126,12 +170,17 @@ class LockedEngine(TransformersEngine):
             return super().load(stream, version)
 
 
-def test_several_batches_are_sampled_ahead_and_none_is_lost(config: RunConfig, monkeypatch: pytest.MonkeyPatch):
-    """Contract of `rollout.max_staleness` from 2: no batch is by weights more than so many versions before those that
-    learn from it, the first ones are that old; a checkpoint has all that were begun, so that a run which is resumed
-    samples none of them again; what it waits for them is in the next step's seconds.
+def test_several_batches_are_sampled_ahead_and_none_is_lost(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+):
+    """Contract of `rollout.max_staleness` from 2: no batch is by weights more than so many versions
+    before those that learn from it, the first ones are that old; a checkpoint has all that were
+    begun, so that a run which is resumed samples none of them again; what it waits for them is in
+    the next step's seconds.
 
-    Blind spot: batches here are of one version each; those of several are `tests/engine/test_servers.py`'s."""
+    Blind spot: batches here are of one version each; those of several are
+    `tests/engine/test_servers.py`'s.
+    """
     use_transformers_engine(monkeypatch, LockedEngine)
     config = sampling_ahead(config, 2, steps=6, checkpoint={"every": 3, "keep": 9})
     LockedEngine.begun.clear()
@@ -153,11 +202,16 @@ def test_several_batches_are_sampled_ahead_and_none_is_lost(config: RunConfig, m
 
 
 @pytest.mark.parametrize("aligned", [True, False])
-def test_a_run_starts_from_the_codes_of_its_method(aligned: bool, config: RunConfig, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_starts_from_the_codes_of_its_method(
+    aligned: bool, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+):
     """Before an engine is started, and with its own masters where it multiplies those."""
     monkeypatch.setattr("qarl.loop.initial_codes", lambda *_: ["the codes"])
     monkeypatch.setattr("qarl.loop.start_from_codes", started := Mock(side_effect=InterruptedError))
-    tree = config.model_dump() | {"scheme": "w4a16", "quantization": {"init": "gptq", "scale": "kept"}}
+    tree = config.model_dump() | {
+        "scheme": "w4a16",
+        "quantization": {"init": "gptq", "scale": "kept"},
+    }
     tree["learner"]["aligned"] = aligned
     with pytest.raises(InterruptedError):
         run(config_from_tree(tree))
@@ -172,7 +226,9 @@ def test_an_engine_is_closed_where_a_run_fails(config: RunConfig, monkeypatch: p
 
 
 def test_the_first_error_is_the_one_told(monkeypatch: pytest.MonkeyPatch, random_policy: Policies):
-    """A body's error is not hidden by what closing a broken engine raises; without one, closing may fail aloud."""
+    """A body's error is not hidden by what closing a broken engine raises; without one, closing may
+    fail aloud.
+    """
 
     class Stuck(TransformersEngine):
         def close(self) -> None:
@@ -180,8 +236,14 @@ def test_the_first_error_is_the_one_told(monkeypatch: pytest.MonkeyPatch, random
             raise OSError("stuck")
 
     use_transformers_engine(monkeypatch, Stuck)
-    with pytest.raises(ValueError, match="body"), open_engine(random_policy(True), RolloutConfig(), "bfloat16"):
+    with (
+        pytest.raises(ValueError, match="body"),
+        open_engine(random_policy(True), RolloutConfig(), "bfloat16"),
+    ):
         raise ValueError("body")
-    with pytest.raises(OSError, match="stuck"), open_engine(random_policy(True), RolloutConfig(), "bfloat16"):
+    with (
+        pytest.raises(OSError, match="stuck"),
+        open_engine(random_policy(True), RolloutConfig(), "bfloat16"),
+    ):
         pass
     assert TransformersEngine.running == 0

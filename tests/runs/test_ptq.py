@@ -19,11 +19,22 @@ from qarl.configs.load import config_from_tree
 from qarl.ptq.compressor import CompressorError, Job, _batches, compress
 from qarl.ptq.expected_checkpoint import checkpoint_layout, read_as
 from qarl.ptq.export import check_request, initial_codes, quantize, verify
-from qarl.ptq.methods import CALIBRATION, MAX_CALIBRATION_TOKENS, METHODS, calibration_count, methods_for
+from qarl.ptq.methods import (
+    CALIBRATION,
+    MAX_CALIBRATION_TOKENS,
+    METHODS,
+    calibration_count,
+    methods_for,
+)
 from qarl.ptq.source import Source, open_source
 from qarl.quant.checkpoint.load import load_masters
 from qarl.quant.model.kept_scales import start_from_codes
-from qarl.quant.schemes import COMPUTE_DTYPES, SCHEMES, get_scheme, write_quantization_config
+from qarl.quant.schemes import (
+    COMPUTE_DTYPES,
+    SCHEMES,
+    get_scheme,
+    write_quantization_config,
+)
 from qarl.report.run_folder import RunFolder
 from qarl.rollout.open import open_engine
 from qarl.sync.audit import AuditError
@@ -37,12 +48,25 @@ from tests.support.runs import succeeded
 from tests.support.tensors import as_bytes, stream_digest
 
 BF16 = config_from_tree({"scheme": "bf16"})
-SMALL = ("--steps", "2", "--rollout.prompts", "8", "--rollout.samples", "4", "--eval.problems", "32")
+SMALL = (
+    "--steps",
+    "2",
+    "--rollout.prompts",
+    "8",
+    "--rollout.samples",
+    "4",
+    "--eval.problems",
+    "32",
+)
 
 
 def unquantized(folder: Path, out: Path, dtype: str) -> Path:
     """The checkpoint a bf16 run of this policy would deploy."""
-    export_checkpoint(low_bit(load_masters(folder, torch.float32), "bf16", COMPUTE_DTYPES[dtype]), folder, out)
+    export_checkpoint(
+        low_bit(load_masters(folder, torch.float32), "bf16", COMPUTE_DTYPES[dtype]),
+        folder,
+        out,
+    )
     return out
 
 
@@ -51,9 +75,13 @@ def test_which_methods_are_for_a_scheme(scheme: str, methods: str):
     assert methods_for(SCHEMES[scheme]) == tuple(methods.split())
     for name in METHODS:
         if name in methods.split():
-            assert check_request(BF16, "run", name, scheme, None) == (0 if name == "rtn" else CALIBRATION)
+            assert check_request(BF16, "run", name, scheme, None) == (
+                0 if name == "rtn" else CALIBRATION
+            )
         else:
-            with pytest.raises(ConfigError, match=f"method '{name}' is for .*, not for '{scheme}'; "):
+            with pytest.raises(
+                ConfigError, match=f"method '{name}' is for .*, not for '{scheme}'; "
+            ):
                 check_request(BF16, "run", name, scheme, None)
 
 
@@ -69,16 +97,22 @@ def test_calibration_is_bounded_by_its_worst_case(count: int, prompt: int, new: 
 
 
 @pytest.mark.parametrize(("scheme", "arguments", "message"), cases(__file__, "refusals"))
-def test_the_command_refuses_in_one_line(tmp_path: Path, capsys, scheme: str, arguments: str, message: str):
+def test_the_command_refuses_in_one_line(
+    tmp_path: Path, capsys, scheme: str, arguments: str, message: str
+):
     learner = {} if scheme == "bf16" else {"lora": {"name": "lora"}}
-    run = RunFolder.create(config_from_tree({"scheme": scheme, "output": str(tmp_path / "run"), "learner": learner}))
+    run = RunFolder.create(
+        config_from_tree({"scheme": scheme, "output": str(tmp_path / "run"), "learner": learner})
+    )
     assert main(["export", str(run.path), "-o", str(tmp_path / "out"), *arguments.split()]) == 2
     assert message in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["run"]
 
 
 @given(st.lists(st.lists(st.integers(0, 500), min_size=1, max_size=6).map(tuple), max_size=60))
-def test_batches_hold_every_sequence_uncut_and_unpadded(sequences: list[tuple[int, ...]]):
+def test_batches_hold_every_sequence_uncut_and_unpadded(
+    sequences: list[tuple[int, ...]],
+):
     batches = _batches(tuple(sequences))
     rows = [tuple(row) for batch in batches for row in batch["input_ids"].tolist()]
     assert sorted(rows) == sorted(sequences)
@@ -86,7 +120,9 @@ def test_batches_hold_every_sequence_uncut_and_unpadded(sequences: list[tuple[in
 
 
 def test_the_placeholder_is_still_needed():
-    """When transformers has the class again, or llmcompressor no longer asks for it, the placeholder goes."""
+    """When transformers has the class again, or llmcompressor no longer asks for it, the
+    placeholder goes.
+    """
     from importlib.util import find_spec
 
     from transformers.models.granitemoe import modeling_granitemoe
@@ -113,10 +149,14 @@ QUANTIZED = {"dense": 14, "qwen3_moe": 15, "mixtral": 18}
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "scheme", "dtype", "tied"), cases(__file__, "round to nearest"))
-def test_rtn_is_materialize_bit_for_bit(request, tmp_path: Path, kind: str, scheme: str, dtype: str, tied: bool):
-    """Contract: round to nearest by llmcompressor is QaRL's export of the same unquantized checkpoint: names, dtypes,
-    shapes, bytes; every expert is quantized, no router is. So the baseline and QaRL differ in what was trained, not in
-    how it is stored. Once by the real process, on which the other tests' forks rest."""
+def test_rtn_is_materialize_bit_for_bit(
+    request, tmp_path: Path, kind: str, scheme: str, dtype: str, tied: bool
+):
+    """Contract: round to nearest by llmcompressor is QaRL's export of the same unquantized
+    checkpoint: names, dtypes, shapes, bytes; every expert is quantized, no router is. So the
+    baseline and QaRL differ in what was trained, not in how it is stored. Once by the real process,
+    on which the other tests' forks rest.
+    """
     if (kind, scheme) != ("dense", "w4a16"):
         request.getfixturevalue("forked_compressor")
     dense = kind == "dense"
@@ -125,7 +165,10 @@ def test_rtn_is_materialize_bit_for_bit(request, tmp_path: Path, kind: str, sche
     folder = unquantized(masters, tmp_path / "unquantized", dtype)
     layout = checkpoint_layout(folder, scheme, dtype)
     (tmp_path / "work").mkdir()
-    compress(Job(str(folder), scheme, "rtn", layout.ignored, (), str(tmp_path / "out")), tmp_path / "work")
+    compress(
+        Job(str(folder), scheme, "rtn", layout.ignored, (), str(tmp_path / "out")),
+        tmp_path / "work",
+    )
     theirs = {item.name: item.tensor for item in read_as(layout, tmp_path / "out")}
     compute = COMPUTE_DTYPES[dtype]
     ours = low_bit(load_masters(folder, compute), scheme, compute)
@@ -143,8 +186,16 @@ def written(random_policy: Policies, tmp_path: Path):
     """(layout, folder, tensors): a W4A16 checkpoint by QaRL itself, to be spoiled."""
     folder = unquantized(random_policy(False), tmp_path / "unquantized", "bfloat16")
     layout = checkpoint_layout(folder, "w4a16", "bfloat16")
-    export_checkpoint(low_bit(load_masters(folder, torch.bfloat16), "w4a16"), folder, tmp_path / "written")
-    return layout, tmp_path / "written", load_file(tmp_path / "written" / "model.safetensors")
+    export_checkpoint(
+        low_bit(load_masters(folder, torch.bfloat16), "w4a16"),
+        folder,
+        tmp_path / "written",
+    )
+    return (
+        layout,
+        tmp_path / "written",
+        load_file(tmp_path / "written" / "model.safetensors"),
+    )
 
 
 def test_a_checkpoint_of_the_layout_is_read_in_its_order(written):
@@ -177,7 +228,17 @@ def test_another_layout_is_refused(written, spoil: str, message: str):
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A plain run of two steps, whose sampler alone is low-bit, where a comparison expects it."""
     folder = tmp_path_factory.mktemp("runs") / "tiny-qwen3-plain-seed0"
-    succeeded("train", "--scheme", "w4a16", "--learner.aligned", "false", "--output", folder, *SMALL, cwd=folder.parent)
+    succeeded(
+        "train",
+        "--scheme",
+        "w4a16",
+        "--learner.aligned",
+        "false",
+        "--output",
+        folder,
+        *SMALL,
+        cwd=folder.parent,
+    )
     return folder
 
 
@@ -190,8 +251,9 @@ def load_and_verify(source: Source, folder: Path) -> float:
 @pytest.mark.usefixtures("forked_compressor")
 @pytest.mark.parametrize("scheme", ["w4a16", "w8a8", "fp8"] if thorough() else ["w4a16"])
 def test_every_method_gives_a_checkpoint_vllm_loads(run: Path, tmp_path: Path, scheme: str):
-    """Each is audited in a fresh engine and stays near the unquantized policy; calibration changes the bytes. A run
-    that starts from GPTQ's codes publishes the bytes of that checkpoint first."""
+    """Each is audited in a fresh engine and stays near the unquantized policy; calibration changes
+    the bytes. A run that starts from GPTQ's codes publishes the bytes of that checkpoint first.
+    """
     source = open_source(RunFolder.open(run), tmp_path, scheme, 32)
     assert len(source.calibration) == 32
     rollout = source.config.rollout
@@ -208,55 +270,108 @@ def test_every_method_gives_a_checkpoint_vllm_loads(run: Path, tmp_path: Path, s
         assert stream_digest(model.low_bit_tensors()) == digests["gptq"]
     if scheme == "w4a16":
         assert moved["gptq"] < 0.7 * moved["rtn"], moved
-        other = dataclasses.replace(source, layout=checkpoint_layout(source.folder, "w8a8", "bfloat16"))
+        other = dataclasses.replace(
+            source, layout=checkpoint_layout(source.folder, "w8a8", "bfloat16")
+        )
         with pytest.raises(AuditError, match="scheme 'w8a8'"):
             load_and_verify(other, tmp_path / "rtn")
 
 
-def test_a_run_begins_with_what_its_method_makes(random_policy: Policies, monkeypatch: pytest.MonkeyPatch):
-    """From as many sequences as an export samples, or as the longest leave room for. What codes become: test_scales."""
+def test_a_run_begins_with_what_its_method_makes(
+    random_policy: Policies, monkeypatch: pytest.MonkeyPatch
+):
+    """From as many sequences as an export samples, or as the longest leave room for. What codes
+    become: test_scales.
+    """
     monkeypatch.setattr("qarl.ptq.export.sample_source", lambda *chosen: chosen[-2:])
-    monkeypatch.setattr("qarl.ptq.export.quantized_tensors", lambda sampled, method, _: iter([method, *sampled]))
+    monkeypatch.setattr(
+        "qarl.ptq.export.quantized_tensors",
+        lambda sampled, method, _: iter([method, *sampled]),
+    )
     policy: Any = SimpleNamespace(folder=random_policy(True))
     for longest, count in ((64, CALIBRATION), (10**7, 1)):
         limits = {"max_prompt_tokens": 8, "max_new_tokens": longest}
-        tree = {"scheme": "w8a8", "rollout": limits, "learner": {"micro_batch_tokens": longest + 8}}
+        tree = {
+            "scheme": "w8a8",
+            "rollout": limits,
+            "learner": {"micro_batch_tokens": longest + 8},
+        }
         config = config_from_tree({**tree, "quantization": {"init": "gptq", "scale": "kept"}})
         assert initial_codes(policy, config) == ["gptq", "w8a8", count]
 
 
 @pytest.mark.slow
 def test_the_export_command(run: Path, tmp_path: Path):
-    """One line, a folder `qarl eval` reads, and nothing else: no log, no progress bar, no file in the way."""
+    """One line, a folder `qarl eval` reads, and nothing else: no log, no progress bar, no file in
+    the way.
+    """
     (tmp_path / "cwd").mkdir()
-    arguments = ("export", run, "-o", "out", "--ptq", "gptq", "--scheme", "w4a16", "--calibration", "16")
+    arguments = (
+        "export",
+        run,
+        "-o",
+        "out",
+        "--ptq",
+        "gptq",
+        "--scheme",
+        "w4a16",
+        "--calibration",
+        "16",
+    )
     done = succeeded(*arguments, cwd=tmp_path / "cwd")
     assert "by gptq to w4a16 on 16 sequences (" in done.stdout
     assert len(done.stdout.splitlines()) == 1
-    assert not [word for word in ("it/s", "GPTQ", "INFO", "WARN") if word in done.stderr], done.stderr
+    assert not [word for word in ("it/s", "GPTQ", "INFO", "WARN") if word in done.stderr], (
+        done.stderr
+    )
     assert [p.name for p in (tmp_path / "cwd").iterdir()] == ["out"]
-    ours, theirs = (json.loads((f / "config.json").read_text()) for f in (run / "export", tmp_path / "cwd" / "out"))
-    assert theirs["quantization_config"] == write_quantization_config([(get_scheme("w4a16"), ["Linear"])], ["lm_head"])
+    ours, theirs = (
+        json.loads((f / "config.json").read_text())
+        for f in (run / "export", tmp_path / "cwd" / "out")
+    )
+    assert theirs["quantization_config"] == write_quantization_config(
+        [(get_scheme("w4a16"), ["Linear"])], ["lm_head"]
+    )
     assert ours == theirs
     note = json.loads((tmp_path / "cwd" / "out" / "qarl.json").read_text())
-    assert (note["scheme"], note["ptq"], note["step"], note["task"]["name"]) == ("w4a16", "gptq", 2, "chain_sum")
+    assert (note["scheme"], note["ptq"], note["step"], note["task"]["name"]) == (
+        "w4a16",
+        "gptq",
+        2,
+        "chain_sum",
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_compressor")
-def test_a_comparison_with_what_is_quantized_afterwards(run: Path, tmp_path: Path, monkeypatch, capsys):
-    """The plain run is found, and its checkpoint quantized and evaluated by both ways of asking; a second call runs
-    nothing and shows the same. Another method is not mixed with what is there."""
+def test_a_comparison_with_what_is_quantized_afterwards(
+    run: Path, tmp_path: Path, monkeypatch, capsys
+):
+    """The plain run is found, and its checkpoint quantized and evaluated by both ways of asking; a
+    second call runs nothing and shows the same. Another method is not mixed with what is there.
+    """
     monkeypatch.setattr(sys, "executable", str(forks.interpreter(tmp_path)))
     file = tmp_path / "mine.yaml"
     tree = {
-        "seeds": [0], "evaluate": {"samples": 2, "temperature": 1},
-        "variants": {"tiny-qwen3-plain": {"aligned": False}, "rtn": {"ptq": "rtn", "of": "tiny-qwen3-plain"}},
-    }  # fmt: skip
+        "seeds": [0],
+        "evaluate": {"samples": 2, "temperature": 1},
+        "variants": {
+            "tiny-qwen3-plain": {"aligned": False},
+            "rtn": {"ptq": "rtn", "of": "tiny-qwen3-plain"},
+        },
+    }
     data = []
     for _ in range(2):
         file.write_text(json.dumps(tree))
-        command = ["compare", str(file), "--output", str(run.parent), "--json", str(tmp_path / "rows.json"), *SMALL]
+        command = [
+            "compare",
+            str(file),
+            "--output",
+            str(run.parent),
+            "--json",
+            str(tmp_path / "rows.json"),
+            *SMALL,
+        ]
         assert main(command) == 0
         data.append(json.loads((tmp_path / "rows.json").read_text())["data"])
     assert data[0] == data[1] and data[0]["failed"] == []
@@ -269,4 +384,6 @@ def test_a_comparison_with_what_is_quantized_afterwards(run: Path, tmp_path: Pat
     tree["variants"]["rtn"]["ptq"] = "gptq"
     file.write_text(json.dumps(tree))
     assert main(["compare", str(file), "--output", str(run.parent), *SMALL]) == 2
-    assert "was quantized to w4a16 by rtn, not to w4a16 by gptq" in capsys.readouterr().err.replace("\n", " ")
+    assert "was quantized to w4a16 by rtn, not to w4a16 by gptq" in capsys.readouterr().err.replace(
+        "\n", " "
+    )

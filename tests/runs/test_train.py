@@ -1,5 +1,6 @@
-"""Whole runs through the command line, with the real engine: learning, also by LoRA, resuming, refusing; and learning
-again from a run's recorded completions, without an engine."""
+"""Whole runs through the command line, with the real engine: learning, also by LoRA, resuming,
+refusing; and learning again from a run's recorded completions, without an engine.
+"""
 
 import json
 import os
@@ -24,43 +25,80 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize(("scheme", "dtype", "more"), cases(__file__, "runs"))
 def test_a_run_from_start_to_export(tmp_path: Path, scheme: str, dtype: str, more: str):
     run = tmp_path / "run"
-    done = succeeded("train", "--scheme", scheme, "--dtype", dtype, "--output", run, *SMALL, *more.split())
+    done = succeeded(
+        "train",
+        "--scheme",
+        scheme,
+        "--dtype",
+        dtype,
+        "--output",
+        run,
+        *SMALL,
+        *more.split(),
+    )
     assert "of the exported checkpoint in a fresh engine" in done.stdout
     metrics = lines(run)
     assert [m["step"] for m in metrics] == [1, 2, 3, 4]
     assert [m["weight_version"] for m in metrics] == [1, 2, 3, 4]
     assert len({m["digest"] for m in metrics}) == 4
     aligned = "false" not in more
-    # Products in float32 sum in an order that depends on the number of rows, and on GPUs attention is torch's.
-    exact = aligned and "reference" not in more and dtype != "float32" and not torch.cuda.is_available()
+    # Products in float32 sum in an order that depends on the number of rows, and on GPUs attention
+    # is torch's.
+    exact = (
+        aligned and "reference" not in more and dtype != "float32" and not torch.cuda.is_available()
+    )
     for m in metrics:
-        assert m["learn/updates"] in (1, 2)  # a mini-batch of equal rewards teaches nothing
+        # a mini-batch of equal rewards teaches nothing
+        assert m["learn/updates"] in (1, 2)
         assert (m["learn/mismatch/mean_abs"] < 0.005) or not aligned
         assert (m["learn/mismatch/equal"] == 1) or not exact
         measured = {m[f"learn/{name}"] is not None for name in ("lost_updates", "crossed_bfloat16")}
-        assert measured == {m["step"] == 1} and "learn/flipped_codes" in m, "every tenth step from the first"
+        assert measured == {m["step"] == 1} and "learn/flipped_codes" in m, (
+            "every tenth step from the first"
+        )
         assert ("accuracy" in m) == (m["step"] % 2 == 0), "what a step has not is left out"
     assert sum(m["learn/updates"] for m in metrics) > 4
     written = json.loads((run / "export" / "config.json").read_text())
     assert ("quantization_config" in written) == (scheme != "bf16")
-    assert (run / "export" / "model.safetensors").stat().st_mode & 0o777 == 0o644, "servers run under other users"
+    assert (run / "export" / "model.safetensors").stat().st_mode & 0o777 == 0o644, (
+        "servers run under other users"
+    )
     note = json.loads((run / "export" / "qarl.json").read_text())
-    assert (note["run"], note["step"], note["scheme"], note["task"]["name"]) == ("run", 4, scheme, "chain_sum")
+    assert (note["run"], note["step"], note["scheme"], note["task"]["name"]) == (
+        "run",
+        4,
+        scheme,
+        "chain_sum",
+    )
     assert note["digest"] == metrics[-1]["digest"]
     low, high = note["heldout_interval"]
     assert low <= note["heldout_accuracy"] <= high
-    files = "config.yaml environment.json start.json tokens/step-000004.parquet tensorboard export/tokenizer.json"
+    files = (
+        "config.yaml environment.json start.json tokens/step-000004.parquet tensorboard"
+        " export/tokenizer.json"
+    )
     for name in files.split():
         assert (run / name).exists(), name
 
 
 @pytest.mark.parametrize("kind", ["dense", "experts"])
-def test_kill_and_resume_gives_the_uninterrupted_run(kind: str, random_experts: Policies, tmp_path: Path):
-    """kill -9 in the middle of a step; after --resume every metric but wall time is a whole run's to the last bit."""
+def test_kill_and_resume_gives_the_uninterrupted_run(
+    kind: str, random_experts: Policies, tmp_path: Path
+):
+    """kill -9 in the middle of a step; after --resume every metric but wall time is a whole run's
+    to the last bit.
+    """
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     flags: list[str | Path] = [*SMALL, "--steps", "6", "--export", "false"]
     if kind == "experts":
-        flags += ["--config", "tiny-qwen3-moe", "--model", random_experts(True), "--prompts", "4"]
+        flags += [
+            "--config",
+            "tiny-qwen3-moe",
+            "--model",
+            random_experts(True),
+            "--prompts",
+            "4",
+        ]
         flags += ["--reward", "tests.support.rewards:reward", "--eval.problems", "0"]
     succeeded("train", *flags, "--output", whole)
     process = Run("train", *flags, "--output", cut)
@@ -71,30 +109,59 @@ def test_kill_and_resume_gives_the_uninterrupted_run(kind: str, random_experts: 
     succeeded("train", "--resume", cut)
     assert lines(cut) == lines(whole)
     assert kind == "dense" or len({line["digest"] for line in lines(whole)}) == 6
-    tokens = [{file.name: file.read_bytes() for file in (run / "tokens").iterdir()} for run in (cut, whole)]
+    tokens = [
+        {file.name: file.read_bytes() for file in (run / "tokens").iterdir()}
+        for run in (cut, whole)
+    ]
     assert tokens[0] == tokens[1] and len(tokens[0]) == 6
 
 
 def test_a_late_error_loses_no_step(tmp_path: Path):
-    """Contract: a reward that raises in step 3, with no checkpoint due before, ends the run with one of step 2."""
+    """Contract: a reward that raises in step 3, with no checkpoint due before, ends the run with
+    one of step 2.
+    """
     (tmp_path / "late.py").write_text(
         "calls = []\n\n\ndef reward(problem, text):\n    calls.append(text)\n"
         "    assert len(calls) <= 40, 'judge away'\n    return float(len(text))\n"
     )
     run = tmp_path / "run"
-    flags = ["--prompts", "4", "--samples", "4", "--eval.problems", "0", "--reward", f"{tmp_path}/late.py:reward"]
+    flags = [
+        "--prompts",
+        "4",
+        "--samples",
+        "4",
+        "--eval.problems",
+        "0",
+        "--reward",
+        f"{tmp_path}/late.py:reward",
+    ]
     done = Run("train", *flags, "--output", run).wait()
     assert done.returncode == 1 and "judge away" in done.stderr, done.stderr
     assert f"step-000002 is intact: qarl train --resume {run} --task.on_error none" in done.stdout
     step, state = load_checkpoint(run / "checkpoints")
     position = state["position"]
-    assert (step, position["step"], len(lines(run)), position["version"]) == (2, 2, 2, lines(run)[-1]["weight_version"])
+    assert (step, position["step"], len(lines(run)), position["version"]) == (
+        2,
+        2,
+        2,
+        lines(run)[-1]["weight_version"],
+    )
 
 
 def test_interrupt_saves_and_resume_goes_on(tmp_path: Path):
     """Of one process at a stage that divides nothing among one."""
     run = tmp_path / "run"
-    flags = [*SMALL, "--steps", "400", "--checkpoint-every", "400", "--eval.problems", "0", "--export", "false"]
+    flags = [
+        *SMALL,
+        "--steps",
+        "400",
+        "--checkpoint-every",
+        "400",
+        "--eval.problems",
+        "0",
+        "--export",
+        "false",
+    ]
     flags += ["--learner.zero_stage", "1"]
     process = Run("train", *flags, "--output", run)
     wait_for_lines(process, run / "metrics.jsonl", 2)
@@ -111,21 +178,48 @@ def test_equal_rewards_teach_nothing_and_are_counted(tmp_path: Path):
     (tmp_path / "flat.py").write_text("def reward(problem, text):\n    return 1.0\n")
     run = tmp_path / "run"
     done = succeeded(
-        "train", *SMALL, "--steps", "2", "--reward", "flat:reward", "--output", run, "--export", "false",
-        "--max-new-tokens", "1", folders=[tmp_path],
-    )  # fmt: skip
+        "train",
+        *SMALL,
+        "--steps",
+        "2",
+        "--reward",
+        "flat:reward",
+        "--output",
+        run,
+        "--export",
+        "false",
+        "--max-new-tokens",
+        "1",
+        folders=[tmp_path],
+    )
     metrics = lines(run)
-    assert "no step taught anything" in done.stdout and "% of completions are cut off by" in done.stdout
+    assert (
+        "no step taught anything" in done.stdout
+        and "% of completions are cut off by" in done.stdout
+    )
     assert [m["skipped_batches"] for m in metrics] == [1, 2]
     assert [m["weight_version"] for m in metrics] == [0, 0]
     assert not any("digest" in m for m in metrics)
 
 
 def test_a_broken_reward_stops_with_its_problem(tmp_path: Path):
-    """One that is fine for reference answers, so that the run starts; no step was done, so nothing is left of it."""
-    code = "def reward(problem, text):\n    if text == problem.answer:\n        return 1.0\n    raise KeyError('boom')"
+    """One that is fine for reference answers, so that the run starts; no step was done, so nothing
+    is left of it.
+    """
+    code = (
+        "def reward(problem, text):\n    if text == problem.answer:\n        return 1.0\n    raise"
+        " KeyError('boom')"
+    )
     (tmp_path / "broken.py").write_text(code)
-    done = qarl("train", *SMALL, "--reward", "broken:reward", "--output", tmp_path / "run", folders=[tmp_path])
+    done = qarl(
+        "train",
+        *SMALL,
+        "--reward",
+        "broken:reward",
+        "--output",
+        tmp_path / "run",
+        folders=[tmp_path],
+    )
     assert done.returncode == 1
     assert not (tmp_path / "run").exists()
     assert "raised KeyError: 'boom' (" in done.stderr and "problem id:" in done.stderr
@@ -134,11 +228,25 @@ def test_a_broken_reward_stops_with_its_problem(tmp_path: Path):
 
 
 def test_a_dead_engine_leaves_a_resumable_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The engine's model runner is broken at step 3 by a fault injected from outside the code under test."""
+    """The engine's model runner is broken at step 3 by a fault injected from outside the code under
+    test.
+    """
     run = tmp_path / "run"
     with monkeypatch.context() as planted:
-        planted.setenv(learner_faults.VARIABLE, json.dumps({"engine_dies_at": 3, "log": str(tmp_path / "log")}))
-        done = qarl("train", *SMALL, "--eval.problems", "0", "--export", "false", "--output", run)
+        planted.setenv(
+            learner_faults.VARIABLE,
+            json.dumps({"engine_dies_at": 3, "log": str(tmp_path / "log")}),
+        )
+        done = qarl(
+            "train",
+            *SMALL,
+            "--eval.problems",
+            "0",
+            "--export",
+            "false",
+            "--output",
+            run,
+        )
     assert done.returncode == 1, done.stderr
     assert "vLLM failed in 'generate' at weight version 2: the device fell off" in done.stderr
     assert f"checkpoint step-000002 is intact: qarl train --resume {run}" in done.stdout
@@ -147,7 +255,9 @@ def test_a_dead_engine_leaves_a_resumable_run(tmp_path: Path, monkeypatch: pytes
 
 
 def test_export_and_eval_commands(tmp_path: Path):
-    """`qarl export` writes the same bytes the run's own export holds, and `qarl eval` reads both."""
+    """`qarl export` writes the same bytes the run's own export holds, and `qarl eval` reads
+    both.
+    """
     finished = tmp_path / "run"
     succeeded("train", *SMALL, "--steps", "2", "--output", finished)
     exported = succeeded("export", finished, "-o", tmp_path / "out")
@@ -164,40 +274,92 @@ def test_export_and_eval_commands(tmp_path: Path):
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
-        (lambda each: each.pop("model.layers.0.mlp.up_proj.weight"), "lacks 1 tensors, the first being"),
-        (lambda each: each["model.norm.weight"][3].fill_(float("nan")), "holds NaN or infinity"),
+        (
+            lambda each: each.pop("model.layers.0.mlp.up_proj.weight"),
+            "lacks 1 tensors, the first being",
+        ),
+        (
+            lambda each: each["model.norm.weight"][3].fill_(float("nan")),
+            "holds NaN or infinity",
+        ),
     ],
     ids=["incomplete", "damaged"],
 )
-def test_unusable_weights_are_refused(tmp_path: Path, random_policy, harm: Callable[[Any], object], message: str):
-    """What only reading all of the weights shows, before a run folder is made; the rest of a model's files is
-    `tests/qarl/test_refusals.py`'s, experts that are missing `tests/quant/test_layout.py`'s."""
+def test_unusable_weights_are_refused(
+    tmp_path: Path, random_policy, harm: Callable[[Any], object], message: str
+):
+    """What only reading all of the weights shows, before a run folder is made; the rest of a
+    model's files is `tests/qarl/test_refusals.py`'s, experts that are missing
+    `tests/quant/test_layout.py`'s.
+    """
     weights = Path(shutil.copytree(random_policy(True), tmp_path / "model")) / "model.safetensors"
     tensors = load_file(weights)
     harm(tensors)
     save_file(tensors, weights, metadata={"format": "pt"})
-    done = qarl("train", "--config", "tiny-qwen3", *SMALL, "--model", weights.parent, "--output", tmp_path / "run")
+    done = qarl(
+        "train",
+        "--config",
+        "tiny-qwen3",
+        *SMALL,
+        "--model",
+        weights.parent,
+        "--output",
+        tmp_path / "run",
+    )
     assert done.returncode == 2, done.stdout + done.stderr
     assert message in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "run").exists()
 
 
-LORA = ["--learner.lora.name", "lora", "--learner.lora.rank", "8", "--lr", "5e-3", "--learner.kl.name", "k3"]
+LORA = [
+    "--learner.lora.name",
+    "lora",
+    "--learner.lora.rank",
+    "8",
+    "--lr",
+    "5e-3",
+    "--learner.kl.name",
+    "k3",
+]
 
 
 def test_a_lora_run_from_start_to_export(tmp_path: Path):
-    """Contract: every step publishes merged codes that the engine takes for the learner's (mismatch, canary); the
-    checkpoint is of the adapters alone and continues; `qarl export` writes the bytes of the run's own export, in which
-    adapted layers alone differ from what the engine started with. The first policy is the KL's reference."""
+    """Contract: every step publishes merged codes that the engine takes for the learner's
+    (mismatch, canary); the checkpoint is of the adapters alone and continues; `qarl export` writes
+    the bytes of the run's own export, in which adapted layers alone differ from what the engine
+    started with. The first policy is the KL's reference.
+    """
     run = tmp_path / "run"
-    done = succeeded("train", *SMALL, *LORA, "--learner.lora.targets", "*_proj", "--steps", "2", "--output", run)
-    assert "LoRA: rank 8, alpha 32 on 14 of 15 weight matrices; 32,768 parameters are trained" in done.stdout
-    state = torch.load(run / "checkpoints" / "step-000002" / "state-00000.pt", weights_only=True)["learner"]
-    assert all(name.endswith((".lora_A", ".lora_B")) for name in state["masters"]) and len(state["base"]) == 32
+    done = succeeded(
+        "train",
+        *SMALL,
+        *LORA,
+        "--learner.lora.targets",
+        "*_proj",
+        "--steps",
+        "2",
+        "--output",
+        run,
+    )
+    assert (
+        "LoRA: rank 8, alpha 32 on 14 of 15 weight matrices; 32,768 parameters are trained"
+        in done.stdout
+    )
+    state = torch.load(run / "checkpoints" / "step-000002" / "state-00000.pt", weights_only=True)[
+        "learner"
+    ]
+    assert (
+        all(name.endswith((".lora_A", ".lora_B")) for name in state["masters"])
+        and len(state["base"]) == 32
+    )
     succeeded("train", "--resume", run, "--steps", "3")
     metrics = lines(run)
-    assert [m["weight_version"] for m in metrics] == [1, 2, 3] and len({m["digest"] for m in metrics}) == 3
-    assert all(m["learn/mismatch/mean_abs"] < 0.005 and m["learn/updates"] in (1, 2) for m in metrics)
+    assert [m["weight_version"] for m in metrics] == [1, 2, 3] and len(
+        {m["digest"] for m in metrics}
+    ) == 3
+    assert all(
+        m["learn/mismatch/mean_abs"] < 0.005 and m["learn/updates"] in (1, 2) for m in metrics
+    )
     assert 0 <= metrics[0]["learn/kl"] < metrics[2]["learn/kl"]
     succeeded("export", run, "-o", tmp_path / "out")
     ours, theirs = (folder / "model.safetensors" for folder in (tmp_path / "out", run / "export"))
@@ -209,29 +371,56 @@ def test_a_lora_run_from_start_to_export(tmp_path: Path):
     assert len({name.partition(".weight")[0] for name in moved}) == 14
 
 
-RECORDED = [*SMALL, "--steps", "2", "--eval.problems", "0", "--export", "false", "--record", "all"]
-MORE = ["--learner.kl.name", "k3", "--objective", "grpo", "--rollout.dynamic_sampling", "1"]
+RECORDED = [
+    *SMALL,
+    "--steps",
+    "2",
+    "--eval.problems",
+    "0",
+    "--export",
+    "false",
+    "--record",
+    "all",
+]
+MORE = [
+    "--learner.kl.name",
+    "k3",
+    "--objective",
+    "grpo",
+    "--rollout.dynamic_sampling",
+    "1",
+]
 
 
 def masters(run: Path, step: int) -> dict[str, torch.Tensor]:
-    state = torch.load(run / "checkpoints" / f"step-{step:06d}" / "state-00000.pt", weights_only=True)
+    state = torch.load(
+        run / "checkpoints" / f"step-{step:06d}" / "state-00000.pt", weights_only=True
+    )
     return state["learner"]["masters"]
 
 
 def test_a_replay_is_the_recorded_run_to_the_last_bit(tmp_path: Path):
-    """Contract: every metric of the learner, every version's digest, all masters and what is recorded of every token
-    are those of the run with an engine. Blind spot: one process; groups that dynamic sampling dropped are not on
-    record, so figures of all that was sampled are left out."""
+    """Contract: every metric of the learner, every version's digest, all masters and what is
+    recorded of every token are those of the run with an engine. Blind spot: one process; groups
+    that dynamic sampling dropped are not on record, so figures of all that was sampled are left
+    out.
+    """
     run, again = (tmp_path / name for name in ("run", "again"))
     succeeded("train", *RECORDED, *MORE, "--output", run)
     done = succeeded("train", "--from-rollouts", run, "--output", again)
     assert f"equal to {run} to the last bit, in all 2 steps" in done.stdout
     assert not (again / "engine-start").exists() and not (again / "export").exists()
     for before, after in zip(lines(run), lines(again), strict=True):
-        of_the_learner = [name for name in before if name.startswith(("learn/", "digest", "weight_version"))]
-        assert len(of_the_learner) > 40 and [before[n] for n in of_the_learner] == [after[n] for n in of_the_learner]
+        of_the_learner = [
+            name for name in before if name.startswith(("learn/", "digest", "weight_version"))
+        ]
+        assert len(of_the_learner) > 40 and [before[n] for n in of_the_learner] == [
+            after[n] for n in of_the_learner
+        ]
     first, second = masters(run, 2), masters(again, 2)
-    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    assert first.keys() == second.keys() and all(
+        torch.equal(first[name], second[name]) for name in first
+    )
     for step in (1, 2):
         name = f"tokens/step-{step:06d}.parquet"
         assert (run / name).read_bytes() == (again / name).read_bytes()

@@ -1,5 +1,7 @@
-"""`qarl train --processes 2` with real engines: sampled shares, interrupts, a process that dies, other numbers; and
-`qarl train` on servers equals `qarl train` alone, also with a fault (`scripts/server_faults.py` makes more)."""
+"""`qarl train --processes 2` with real engines: sampled shares, interrupts, a process that dies,
+other numbers; and `qarl train` on servers equals `qarl train` alone, also with a fault
+(`scripts/server_faults.py` makes more).
+"""
 
 import json
 import os
@@ -20,18 +22,40 @@ from qarl.rollout.servers.vllm.start import free_ports
 from qarl.run.checkpoint import list_checkpoints, load_checkpoint
 from tests.support import forks
 from tests.support.profiles import thorough
-from tests.support.runs import ROOT, SMALL, Run, command, environment, lines, succeeded, wait_for_lines
+from tests.support.runs import (
+    ROOT,
+    SMALL,
+    Run,
+    command,
+    environment,
+    lines,
+    succeeded,
+    wait_for_lines,
+)
 
-SHORT = ("--rollout.prompts", "16", "--rollout.samples", "4", "--eval.problems", "0", "--export", "false")
+SHORT = (
+    "--rollout.prompts",
+    "16",
+    "--rollout.samples",
+    "4",
+    "--eval.problems",
+    "0",
+    "--export",
+    "false",
+)
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
 def started(*arguments: str, launcher: list[str] | None = None) -> subprocess.Popen[str]:
     """`qarl ARGUMENTS` going on, without a terminal."""
     return subprocess.Popen(
-        command(*arguments) if launcher is None else [*launcher, *arguments], env=environment(), text=True,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        command(*arguments) if launcher is None else [*launcher, *arguments],
+        env=environment(),
+        text=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
 
 
 def wait_for_checkpoint(run: Path, process: subprocess.Popen[str], seconds: float = 400) -> None:
@@ -42,13 +66,27 @@ def wait_for_checkpoint(run: Path, process: subprocess.Popen[str], seconds: floa
 
 
 @pytest.mark.slow
-def test_two_processes_train_interrupt_and_go_on_in_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Contract: with ZeRO-3 and one engine a process the first batch is that of one process (the same prompts and
-    seeds, wherever they are sampled), learner and sampler agree, an interrupt ends the step in hand with a checkpoint,
-    and one process without ZeRO goes on from it. Forks; interpreters of their own are the next test's."""
+def test_two_processes_train_interrupt_and_go_on_in_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Contract: with ZeRO-3 and one engine a process the first batch is that of one process (the
+    same prompts and seeds, wherever they are sampled), learner and sampler agree, an interrupt ends
+    the step in hand with a checkpoint, and one process without ZeRO goes on from it. Forks;
+    interpreters of their own are the next test's.
+    """
     two, one = tmp_path / "two", tmp_path / "one"
-    steady = ("--learner.optimizer.decay_steps", "0")  # a rate that does not depend on the number of steps
-    adamw = ("--optimizer", "adamw", *SHORT, *steady, "--checkpoint-every", "1", "--record", "all")
+    # a rate that does not depend on the number of steps
+    steady = ("--learner.optimizer.decay_steps", "0")
+    adamw = (
+        "--optimizer",
+        "adamw",
+        *SHORT,
+        *steady,
+        "--checkpoint-every",
+        "1",
+        "--record",
+        "all",
+    )
     launched = ("--processes", "2", "--learner.zero_stage", "3", "--steps", "500")
     with monkeypatch.context() as patch:
         patch.setenv("PYTHON_EXEC", str(forks.interpreter(tmp_path)))
@@ -61,32 +99,59 @@ def test_two_processes_train_interrupt_and_go_on_in_one(tmp_path: Path, monkeypa
     step, state = load_checkpoint(two / "checkpoints")
     seen = read_metrics(two / "metrics.jsonl")
     assert [line["step"] for line in seen] == list(range(1, step + 1))
-    assert not any(torch.is_tensor(t) and t.numel() == 0 for t in state["learner"]["masters"].values())
+    assert not any(
+        torch.is_tensor(t) and t.numel() == 0 for t in state["learner"]["masters"].values()
+    )
     succeeded("train", "--steps", "1", "--output", one, *adamw)
     (alone,) = read_metrics(one / "metrics.jsonl")
     for name in ("prompts", "reward", "response_tokens", "mixed_reward_groups"):
         assert seen[0][name] == alone[name], name
-    assert seen[0]["learn/mismatch/mean_abs"] == pytest.approx(alone["learn/mismatch/mean_abs"], abs=2e-4)
+    assert seen[0]["learn/mismatch/mean_abs"] == pytest.approx(
+        alone["learn/mismatch/mean_abs"], abs=2e-4
+    )
     assert seen[0]["learn/grad_norm"] == pytest.approx(alone["learn/grad_norm"], rel=1e-2)
     shared, whole = (pq.read_table(step_file(run / "tokens", 1)).to_pylist() for run in (two, one))
-    for ours, theirs in zip(shared, whole, strict=True):  # what each process had of the updates is put together
-        assert (ours["token_id"], ours["advantage"]) == (theirs["token_id"], theirs["advantage"])
+    # what each process had of the updates is put together
+    for ours, theirs in zip(shared, whole, strict=True):
+        assert (ours["token_id"], ours["advantage"]) == (
+            theirs["token_id"],
+            theirs["advantage"],
+        )
         assert ours["learner_logprob"] == pytest.approx(theirs["learner_logprob"], abs=0.05)
-        assert [ratio is None for ratio in ours["log_ratio"]] == [ratio is None for ratio in theirs["log_ratio"]]
-    succeeded("train", "--resume", two, "--learner.zero_stage", "null", "--steps", str(step + 1))
-    assert [line["step"] for line in read_metrics(two / "metrics.jsonl")] == list(range(1, step + 2))
+        assert [ratio is None for ratio in ours["log_ratio"]] == [
+            ratio is None for ratio in theirs["log_ratio"]
+        ]
+    succeeded(
+        "train",
+        "--resume",
+        two,
+        "--learner.zero_stage",
+        "null",
+        "--steps",
+        str(step + 1),
+    )
+    assert [line["step"] for line in read_metrics(two / "metrics.jsonl")] == list(
+        range(1, step + 2)
+    )
 
 
 @pytest.mark.slow
 def test_where_a_process_dies_the_others_stop(tmp_path: Path):
-    """Contract: within a minute, with a failing exit status, no process left behind and the checkpoint intact."""
+    """Contract: within a minute, with a failing exit status, no process left behind and the
+    checkpoint intact.
+    """
     run = tmp_path / "run"
     launched = ("--processes", "2", "--steps", "500", "--checkpoint-every", "1")
     process = started("train", *launched, "--output", str(run), *SHORT)
     wait_for_checkpoint(run, process)
     ranks = psutil.Process(process.pid).children()
     assert len(ranks) == 2
-    listening = [c.laddr.ip for rank in ranks for c in rank.net_connections() if c.status == psutil.CONN_LISTEN]
+    listening = [
+        c.laddr.ip
+        for rank in ranks
+        for c in rank.net_connections()
+        if c.status == psutil.CONN_LISTEN
+    ]
     assert listening and {*listening} <= {"127.0.0.1", "::1"}
     killed = time.monotonic()
     ranks[1].kill()
@@ -102,7 +167,10 @@ def test_where_the_launcher_is_killed_no_process_is_left(tmp_path: Path):
     sleeper = tmp_path / "sleeper"
     sleeper.write_text("#!/bin/sh\nexec sleep 300\n")
     sleeper.chmod(0o755)
-    code = f"import sys\nfrom qarl.cli import launch\nsys.executable = {str(sleeper)!r}\nlaunch.launch([], 2)"
+    code = (
+        "import sys\nfrom qarl.cli import launch\nsys.executable ="
+        f" {str(sleeper)!r}\nlaunch.launch([], 2)"
+    )
     launcher = psutil.Popen([sys.executable, "-c", code], env=environment())
     deadline = time.monotonic() + 60
     while len(ranks := launcher.children()) < 2 or any(rank.name() != "sleep" for rank in ranks):
@@ -115,36 +183,87 @@ def test_where_the_launcher_is_killed_no_process_is_left(tmp_path: Path):
 
 @pytest.mark.slow
 def test_torchrun_starts_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The command is launched by torchrun as it is; input that is wrong is told once, and no run folder is made."""
+    """The command is launched by torchrun as it is; input that is wrong is told once, and no run
+    folder is made.
+    """
     monkeypatch.setenv("PYTHON_EXEC", str(forks.interpreter(tmp_path)))
     launch = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "qarl"]
     run = tmp_path / "run"
-    given = ["train", "--output", str(run), "--steps", "1", *SHORT[2:], "--rollout.prompts"]
+    given = [
+        "train",
+        "--output",
+        str(run),
+        "--steps",
+        "1",
+        *SHORT[2:],
+        "--rollout.prompts",
+    ]
     with (tmp_path / "log").open("a") as log:
-        wrong = subprocess.run([*launch, *given, "15"], env=environment(), stdout=log, stderr=log, timeout=300)
+        wrong = subprocess.run(
+            [*launch, *given, "15"],
+            env=environment(),
+            stdout=log,
+            stderr=log,
+            timeout=300,
+        )
     assert wrong.returncode != 0 and not run.exists()
-    assert (tmp_path / "log").read_text().count("rollout.prompts 15 is no multiple of 2 processes") == 1
+    assert (tmp_path / "log").read_text().count(
+        "rollout.prompts 15 is no multiple of 2 processes"
+    ) == 1
     if not thorough():  # `--processes 2` above starts processes by the same launcher
         return
     monkeypatch.delenv("PYTHON_EXEC")
-    right = subprocess.run([*launch, *given, "16"], env=environment(), capture_output=True, text=True, timeout=400)
+    right = subprocess.run(
+        [*launch, *given, "16"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
     assert right.returncode == 0, right.stderr
-    assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [1]
+    assert [
+        json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()
+    ] == [1]
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not thorough(), reason="two runs of two processes are two minutes of CPU; `make test-thorough`")
+@pytest.mark.skipif(
+    not thorough(),
+    reason="two runs of two processes are two minutes of CPU; `make test-thorough`",
+)
 def test_two_nodes_are_two_processes(tmp_path: Path):
-    """Contract: torchrun on two nodes, each started by itself with its rank, makes the run of `--processes 2`: every
-    metric, every digest. Blind spot: both are this machine and see one file system."""
-    given = ("--steps", "2", *SHORT, "--sync.canary_every", "1", "--checkpoint-every", "1")
+    """Contract: torchrun on two nodes, each started by itself with its rank, makes the run of
+    `--processes 2`: every metric, every digest. Blind spot: both are this machine and see one file
+    system.
+    """
+    given = (
+        "--steps",
+        "2",
+        *SHORT,
+        "--sync.canary_every",
+        "1",
+        "--checkpoint-every",
+        "1",
+    )
     alone = started("train", "--processes", "2", "--output", str(tmp_path / "one"), *given)
     printed, _ = alone.communicate(timeout=400)
     assert alone.returncode == 0, printed
     port = str(free_ports(1)[0])
     two = ("train", "--output", str(tmp_path / "two"), *given)
-    launch = [*TORCHRUN, "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", port, "--nproc-per-node", "1"]
-    nodes = [started(*two, launcher=[*launch, "--node-rank", rank, "-m", "qarl"]) for rank in ("0", "1")]
+    launch = [
+        *TORCHRUN,
+        "--nnodes",
+        "2",
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        port,
+        "--nproc-per-node",
+        "1",
+    ]
+    nodes = [
+        started(*two, launcher=[*launch, "--node-rank", rank, "-m", "qarl"]) for rank in ("0", "1")
+    ]
     for node in nodes:
         printed, _ = node.communicate(timeout=400)
         assert node.returncode == 0, printed
@@ -153,17 +272,41 @@ def test_two_nodes_are_two_processes(tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not thorough(), reason="two servers are a minute of CPU; `make test-thorough` starts them")
+@pytest.mark.skipif(
+    not thorough(),
+    reason="two servers are a minute of CPU; `make test-thorough` starts them",
+)
 @pytest.mark.parametrize(("scheme", "transfer"), [("w4a16", "files"), ("w8a8", "http")])
-def test_a_run_on_two_servers_is_the_run_in_process(scheme: str, transfer: str, random_policy, tmp_path: Path):
-    """Contract: metrics except seconds, digests of every version, and held-out accuracy are equal to the last bit. The
-    output head is quantized: an unquantized one rounds otherwise where four sequences or fewer are decoded at once, and
-    two servers come to that sooner than one engine (docs/guide/servers.md)."""
+def test_a_run_on_two_servers_is_the_run_in_process(
+    scheme: str, transfer: str, random_policy, tmp_path: Path
+):
+    """Contract: metrics except seconds, digests of every version, and held-out accuracy are equal
+    to the last bit. The output head is quantized: an unquantized one rounds otherwise where four
+    sequences or fewer are decoded at once, and two servers come to that sooner than one engine
+    (docs/guide/servers.md).
+    """
     options = [
-        "--model", str(random_policy(False)), "--scheme", scheme, "--layers", "lm_head=w8a8", "--task", "chain_sum",
-        "--reward", "tests.support.rewards:reward", "--rollout.max_prompt_tokens", "64", "--max-new-tokens", "8",
-        "--learner.micro_batch_tokens", "512", "--export", "false", "--sync.canary_every", "1",
-    ]  # fmt: skip
+        "--model",
+        str(random_policy(False)),
+        "--scheme",
+        scheme,
+        "--layers",
+        "lm_head=w8a8",
+        "--task",
+        "chain_sum",
+        "--reward",
+        "tests.support.rewards:reward",
+        "--rollout.max_prompt_tokens",
+        "64",
+        "--max-new-tokens",
+        "8",
+        "--learner.micro_batch_tokens",
+        "512",
+        "--export",
+        "false",
+        "--sync.canary_every",
+        "1",
+    ]
     served = ("--rollout.servers", "2", "--rollout.server_transfer", transfer)
     for name, servers in (("inside", ()), ("outside", served)):
         succeeded("train", *SMALL, *options, *servers, "--output", tmp_path / name)
@@ -173,10 +316,29 @@ def test_a_run_on_two_servers_is_the_run_in_process(scheme: str, transfer: str, 
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not thorough(), reason="two servers and a dozen runs are minutes; `make test-thorough` makes them")
+@pytest.mark.skipif(
+    not thorough(),
+    reason="two servers and a dozen runs are minutes; `make test-thorough` makes them",
+)
 @pytest.mark.parametrize("fault", ["cut after", "disk full", "second learner"])
 def test_a_run_with_a_fault_is_the_run_without(fault: str):
-    """Contract: it goes on, or stops with a line and is resumed; metrics and digests are those of a run in process."""
-    command = [sys.executable, "scripts/server_faults.py", "--runs", "100", "--only", fault]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=900)
+    """Contract: it goes on, or stops with a line and is resumed; metrics and digests are those of a
+    run in process.
+    """
+    command = [
+        sys.executable,
+        "scripts/server_faults.py",
+        "--runs",
+        "100",
+        "--only",
+        fault,
+    ]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,6 @@
-"""TRL's trainers on an exact low-bit policy. Blind spots: one process, CPUs; tools and environments are TRL's own."""
+"""TRL's trainers on an exact low-bit policy. Blind spots: one process, CPUs; tools and environments
+are TRL's own.
+"""
 
 import dataclasses
 import importlib
@@ -17,28 +19,43 @@ import qarl
 from qarl.configs.errors import ConfigError
 from tests.support.cases import cases
 
-trl: Any = pytest.importorskip("trl", reason="an optional extra, in no lock: pip install 'trl>=1.16,<1.17'")
+trl: Any = pytest.importorskip(
+    "trl", reason="an optional extra, in no lock: pip install 'trl>=1.16,<1.17'"
+)
 grpo: Any = importlib.import_module("qarl.integrations.trl.grpo")
 
 OPTIONS: dict[str, Any] = cases(__file__, "options")
 
 
 def reward(completions: list[Any], number: list[int], **_: Any) -> list[float]:
-    return [n % 2 + len(c[0]["content"]) + len(set(c[0]["content"])) for c, n in zip(completions, number, strict=True)]
+    return [
+        n % 2 + len(c[0]["content"]) + len(set(c[0]["content"]))
+        for c, n in zip(completions, number, strict=True)
+    ]
 
 
 def test_two_steps_are_exact_and_a_resumed_training_ends_equal(random_policy, tmp_path: Path):
-    """By TRL's metric, of its log-probs of the learner and those that the engine gave, every token's are equal before
-    each update; masters move. From TRL's checkpoint of the first step the second is repeated to the last bit."""
+    """By TRL's metric, of its log-probs of the learner and those that the engine gave, every
+    token's are equal before each update; masters move. From TRL's checkpoint of the first step the
+    second is repeated to the last bit.
+    """
     prompts = [[{"role": "user", "content": "1 + " * n + "1"}] for n in range(1, 9)]
     data, results = Dataset.from_dict({"prompt": prompts, "number": list(range(8))}), []
     for checkpoint in (None, str(tmp_path / "checkpoint-1")):
-        policy, args = qarl.align(random_policy(True), "w4a16"), trl.GRPOConfig(str(tmp_path), **OPTIONS)
-        trainer = grpo.LowBitGRPOTrainer(policy, reward, args, train_dataset=data, geometric_cap=2.0)
+        policy, args = (
+            qarl.align(random_policy(True), "w4a16"),
+            trl.GRPOConfig(str(tmp_path), **OPTIONS),
+        )
+        trainer = grpo.LowBitGRPOTrainer(
+            policy, reward, args, train_dataset=data, geometric_cap=2.0
+        )
         before = [master.detach().clone() for master in policy.parameters()]
         trainer.train(resume_from_checkpoint=checkpoint)
         logs = [log for log in trainer.state.log_history if "reward" in log]
-        assert [log["sampling/sampling_logp_difference/max"] for log in logs] == [0.0, 0.0]
+        assert [log["sampling/sampling_logp_difference/max"] for log in logs] == [
+            0.0,
+            0.0,
+        ]
         assert logs[-1]["grad_norm"] > 0
         assert not any(map(torch.equal, before, policy.parameters()))
         results.append((policy.export(tmp_path / f"export-{len(results)}"), logs[-1]["loss"]))
@@ -47,56 +64,111 @@ def test_two_steps_are_exact_and_a_resumed_training_ends_equal(random_policy, tm
 
 
 def test_log_probs_of_trls_rows_are_the_policys(random_policy):
-    """Padded on both sides, prompts in common, one row all masked; and as TRL's asynchronous trainer packs them, where
-    sequences fork within their completions."""
+    """Padded on both sides, prompts in common, one row all masked; and as TRL's asynchronous
+    trainer packs them, where sequences fork within their completions.
+    """
     from trl.experimental.async_grpo.packing import TreeRow  # pyright: ignore[reportMissingImports]
 
     from qarl.integrations.trl.async_grpo import _packed_forward
 
     asks = inspect.getsource(trl.trainer.utils.get_peak_flops_per_device)
-    assert "device_name = torch.cuda.get_device_name(accelerator.device)\n" in asks, "see docs/lab/workarounds.md"
+    assert "device_name = torch.cuda.get_device_name(accelerator.device)\n" in asks, (
+        "see docs/lab/workarounds.md"
+    )
     policy, tree = qarl.align(random_policy(True), "w4a16"), TreeRow()
-    sequences = [([5, 6, 7, 8, 9, 10], 3), ([5, 6, 7, 8, 9, 11, 12], 3), ([5, 6, 7, 3], 3), ([9, 8, 4, 4], 2)]
-    tokens, real, labels = torch.zeros(5, 9).long(), torch.zeros(5, 9).long(), torch.full((5, 9), -100)
+    sequences = [
+        ([5, 6, 7, 8, 9, 10], 3),
+        ([5, 6, 7, 8, 9, 11, 12], 3),
+        ([5, 6, 7, 3], 3),
+        ([9, 8, 4, 4], 2),
+    ]
+    tokens, real, labels = (
+        torch.zeros(5, 9).long(),
+        torch.zeros(5, 9).long(),
+        torch.full((5, 9), -100),
+    )
     real[4, 2:4] = 1
     for row, (ids, prompt) in enumerate(sequences):
         start, end = 4 - prompt, 4 - prompt + len(ids)
         tokens[row, start:end], real[row, start:end] = torch.tensor(ids), 1
         labels[row, 4:end] = tokens[row, 4:end]
         mask, zeros = np.arange(len(ids)) >= prompt, np.zeros(len(ids))
-        sample = {"input_ids": np.array(ids), "completion_mask": mask, "old_log_probs": zeros}
+        sample = {
+            "input_ids": np.array(ids),
+            "completion_mask": mask,
+            "old_log_probs": zeros,
+        }
         tree.add({**sample, "advantage": 1.0, "group_id": row})
-    expected = torch.cat([policy.logprobs(torch.tensor([ids]))[0][0, prompt - 1 :] for ids, prompt in sequences])
+    expected = torch.cat(
+        [policy.logprobs(torch.tensor([ids]))[0][0, prompt - 1 :] for ids, prompt in sequences]
+    )
     forward, wanted = grpo._fused_forward(policy, 1.0), labels[:, 1:] != -100
-    padded = forward(None, input_ids=tokens, attention_mask=real, labels=labels, fused_lm_head=True).log_probs
+    padded = forward(
+        None, input_ids=tokens, attention_mask=real, labels=labels, fused_lm_head=True
+    ).log_probs
     assert torch.equal(padded[wanted], expected)
     assert not padded[~wanted].any()
     row = tree.pack()
-    ids, shifted, tree = row["input_ids"][None], row["shift_labels"][None], {n: row[n] for n in row if "tree" in n}
+    ids, shifted, tree = (
+        row["input_ids"][None],
+        row["shift_labels"][None],
+        {n: row[n] for n in row if "tree" in n},
+    )
     packed = _packed_forward(policy, 1.0)(None, input_ids=ids, shift_labels=shifted, **tree)
     assert torch.equal(packed.log_probs[0][row["token_index"]], expected)
 
 
 def test_trls_options_are_tbpo():
-    """With ratios on all sides of the bands, and a sampler of other log-probs, TRL's loss and gradient are those of
-    QaRL's objective and its geometric correction."""
+    """With ratios on all sides of the bands, and a sampler of other log-probs, TRL's loss and
+    gradient are those of QaRL's objective and its geometric correction.
+    """
     generator, ids = torch.Generator().manual_seed(0), torch.zeros(8, 5).long()
     old, current, sampler = (torch.randn(8, 5, generator=generator) * 0.5 for _ in range(3))
-    mask, advantages = torch.arange(5) < torch.arange(8)[:, None] % 4 + 2, torch.linspace(-2, 2, 8)
+    mask, advantages = (
+        torch.arange(5) < torch.arange(8)[:, None] % 4 + 2,
+        torch.linspace(-2, 2, 8),
+    )
     theirs, ours = (current.clone().requires_grad_() for _ in range(2))
     trainer = SimpleNamespace(
-        _get_per_token_logps_and_entropies=lambda *_, **__: (theirs, torch.zeros(8, 5), None), aux_loss_enabled=False,
-        top_entropy_quantile=1.0, off_policy_mask_threshold=None, beta=0.0, importance_sampling_level="sequence",
-        loss_type="grpo", epsilon_low=0.05, epsilon_high=0.1, args=SimpleNamespace(delta=1.2), use_vllm=True,
-        model=SimpleNamespace(training=True), current_gradient_accumulation_steps=1, _entropy_bonus_enabled=False,
-        _metrics={"train": defaultdict(list)}, accelerator=SimpleNamespace(gather=torch.clone, reduce=lambda x, **_: x),
+        _get_per_token_logps_and_entropies=lambda *_, **__: (
+            theirs,
+            torch.zeros(8, 5),
+            None,
+        ),
+        aux_loss_enabled=False,
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        beta=0.0,
+        importance_sampling_level="sequence",
+        loss_type="grpo",
+        epsilon_low=0.05,
+        epsilon_high=0.1,
+        args=SimpleNamespace(delta=1.2),
+        use_vllm=True,
+        model=SimpleNamespace(training=True),
+        current_gradient_accumulation_steps=1,
+        _entropy_bonus_enabled=False,
+        _metrics={"train": defaultdict(list)},
+        accelerator=SimpleNamespace(gather=torch.clone, reduce=lambda x, **_: x),
         vllm_importance_sampling_correction=True,
-    )  # fmt: skip
-    weight = grpo.correction(old, sampler, mask, grpo.TruncatedConfig(name="geometric", cap=1.5)).weight
-    batch = dict.fromkeys(("prompt_ids", "prompt_mask", "completion_ids"), ids) | {"completion_mask": mask.long()}
-    batch |= {"advantages": advantages, "old_per_token_logps": old, "importance_sampling_ratio": weight}
+    )
+    weight = grpo.correction(
+        old, sampler, mask, grpo.TruncatedConfig(name="geometric", cap=1.5)
+    ).weight
+    batch = dict.fromkeys(("prompt_ids", "prompt_mask", "completion_ids"), ids) | {
+        "completion_mask": mask.long()
+    }
+    batch |= {
+        "advantages": advantages,
+        "old_per_token_logps": old,
+        "importance_sampling_ratio": weight,
+    }
     loss = trl.GRPOTrainer._compute_loss(trainer, None, batch)
-    options: dict[str, Any] = {"epsilon_high": 0.1, "delta_high": 0.2, "delta_low": 0.05}
+    options: dict[str, Any] = {
+        "epsilon_high": 0.1,
+        "delta_high": 0.2,
+        "delta_low": 0.05,
+    }
     options["correction"] = {"name": "geometric", "cap": 1.5}
     expected = qarl.losses.tbpo(ours, old, sampler, advantages, mask, **options).loss
     (loss + expected).backward()
@@ -104,14 +176,26 @@ def test_trls_options_are_tbpo():
 
 
 def test_options_are_adjusted_aloud_or_refused_by_name(random_policy, tmp_path: Path, caplog):
-    policy, options = qarl.align(random_policy(True), "w4a16"), {f.name for f in dataclasses.fields(trl.GRPOConfig)}
+    policy, options = (
+        qarl.align(random_policy(True), "w4a16"),
+        {f.name for f in dataclasses.fields(trl.GRPOConfig)},
+    )
     for name in " ".join(grpo._REFUSED.values()).split():
         args = trl.GRPOConfig(str(tmp_path), **OPTIONS)
-        assert name in options | trl.GRPOTrainer.__init__.__annotations__.keys(), f"TRL has no {name} any more"
+        assert name in options | trl.GRPOTrainer.__init__.__annotations__.keys(), (
+            f"TRL has no {name} any more"
+        )
         setattr(args, name, "else")
         with pytest.raises(ConfigError, match=f"^{name} 'else': .*; leave {name} out$"):
             grpo.adapt(policy, args, {})
     args = trl.GRPOConfig(str(tmp_path), **OPTIONS)
     grpo.adapt(policy, args, {})
-    assert [record.message.partition(":")[0] for record in caplog.records] == ["gradient_checkpointing", "bf16"]
-    assert (args.gradient_checkpointing, args.bf16, policy.low_bit.context.checkpointing) == (False, False, True)
+    assert [record.message.partition(":")[0] for record in caplog.records] == [
+        "gradient_checkpointing",
+        "bf16",
+    ]
+    assert (
+        args.gradient_checkpointing,
+        args.bf16,
+        policy.low_bit.context.checkpointing,
+    ) == (False, False, True)

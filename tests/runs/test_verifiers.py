@@ -1,5 +1,6 @@
-"""Environments of the package verifiers, in a process of their own. Blind spots: harnesses that `uv run` starts,
-containers, and environments of the hub."""
+"""Environments of the package verifiers, in a process of their own. Blind spots: harnesses that `uv
+run` starts, containers, and environments of the hub.
+"""
 
 import asyncio
 import json
@@ -23,7 +24,10 @@ from qarl.tasks import RewardError, Task, TaskError, load_task
 from tests.support.conversations import Script
 from tests.support.runs import succeeded
 
-pytest.importorskip("verifiers", reason="an optional extra, in no lock: pip install 'verifiers>=0.4,<0.5'")
+pytest.importorskip(
+    "verifiers",
+    reason="an optional extra, in no lock: pip install 'verifiers>=0.4,<0.5'",
+)
 
 MODULE = """
 import asyncio, os
@@ -77,7 +81,13 @@ __all__ = ["Guesses", "Asks"]
 
 
 def options(how: str = "asks", **taskset: Any) -> dict[str, Any]:
-    return {"agent": {"runtime": {"type": "subprocess"}, "harness": {"id": "guesses", "how": how}}, "taskset": taskset}
+    return {
+        "agent": {
+            "runtime": {"type": "subprocess"},
+            "harness": {"id": "guesses", "how": how},
+        },
+        "taskset": taskset,
+    }
 
 
 @pytest.fixture
@@ -88,14 +98,24 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def task(how: str, time_limit: float = 20.0, **fields: Any) -> Task:
-    return load_task(TaskConfig(name="verifiers:guesses", options=options(how), time_limit=time_limit, **fields))
+    return load_task(
+        TaskConfig(
+            name="verifiers:guesses",
+            options=options(how),
+            time_limit=time_limit,
+            **fields,
+        )
+    )
 
 
 def spoken(task: Task, says: list[str], limit: int = 500) -> Any:
     tokenizer: Any = AutoTokenizer.from_pretrained(ensure_tiny("tiny-qwen3"))
     tokenizer.chat_template = TOOL_TEMPLATE
     problems = task.problems("train", 0, 2, 0)
-    prompts, engine = [Prompt(problem.id, problem.question, (5,)) for problem in problems], Script(tokenizer, says)
+    prompts, engine = (
+        [Prompt(problem.id, problem.question, (5,)) for problem in problems],
+        Script(tokenizer, says),
+    )
     assert task.rollout is not None
     speaker = Speaker(task.rollout, tokenizer, None, ChatServer(tokenizer, "hermes", {}, 500))
     return asyncio.run(converse(engine, speaker, problems, prompts, Sampling(2, limit)))  # type: ignore[arg-type]
@@ -108,14 +128,18 @@ def test_an_environment_speaks_and_judges(module: Path):
     prompts, ((one, same), (other, _)) = spoken(asks, ["hm", "so", first.question.split()[1]])
     assert one == same and one.reward == 1.0 > other.reward and dict(one.events)["turns"] == 3
     assert len(one.environment) == 2 and prompts[0].token_ids != prompts[1].token_ids != (5,)
-    assert asks.problems("heldout", 0, 1, 0)[0].id not in {p.id for p in asks.problems("train", 0, 21, 0)}
+    assert asks.problems("heldout", 0, 1, 0)[0].id not in {
+        p.id for p in asks.problems("train", 0, 21, 0)
+    }
     _, ((cut, _), _) = spoken(asks, ["hm", "so", "1"], limit=12)
     assert cut.truncated and cut.reward is not None
 
 
 @pytest.mark.parametrize("how", ["fails", "hangs", "dies"])
 def test_what_an_environment_does_ends_no_run(module: Path, how: str):
-    """Each conversation is as far as it came, without a reward, and counted; the host is begun again."""
+    """Each conversation is as far as it came, without a reward, and counted; the host is begun
+    again.
+    """
     broken = task(how, time_limit=2.0)
     for _ in range(2):
         _, groups = spoken(broken, ["hm", "so", "1"])
@@ -129,7 +153,11 @@ def test_what_cannot_be_used(module: Path):
         spoken(task("silent"), ["hm"])
     with pytest.raises(TaskError, match=r"task.reward 'exact' is not for 'verifiers:guesses'"):
         task("asks", reward="exact")
-    wrong = ("not found", "nowhere", {}), ("agents", "guesses", {"agents": 1}), ("no task", "guesses", options(count=0))
+    wrong = (
+        ("not found", "nowhere", {}),
+        ("agents", "guesses", {"agents": 1}),
+        ("no task", "guesses", options(count=0)),
+    )
     for words, name, env in wrong:
         with pytest.raises(TaskError, match=words):
             load_task(TaskConfig(name=f"verifiers:{name}", options=env))
@@ -139,11 +167,39 @@ def test_what_cannot_be_used(module: Path):
 def test_a_run(module: Path):
     """Two steps are sampled by the policy that learns, to the last bit, and no process is left."""
     copy = shutil.copytree(ensure_tiny("tiny-qwen3"), module / "tiny")
-    small = ("--config", "tiny-qwen3", "--model", str(copy), "--steps", "2", "--prompts", "4", "--samples", "4",
-             "--eval.problems", "2", "--max-new-tokens", "120", "--task.options", json.dumps(options()))  # fmt: skip
-    succeeded("train", *small, "--task.name", "verifiers:guesses", "--output", module / "run", cwd=module)
+    small = (
+        "--config",
+        "tiny-qwen3",
+        "--model",
+        str(copy),
+        "--steps",
+        "2",
+        "--prompts",
+        "4",
+        "--samples",
+        "4",
+        "--eval.problems",
+        "2",
+        "--max-new-tokens",
+        "120",
+        "--task.options",
+        json.dumps(options()),
+    )
+    succeeded(
+        "train",
+        *small,
+        "--task.name",
+        "verifiers:guesses",
+        "--output",
+        module / "run",
+        cwd=module,
+    )
     steps = read_metrics(module / "run" / "metrics.jsonl")
     assert [step["learn/mismatch/max_abs"] for step in steps] == [0, 0]
     assert all(1 <= step["conversation/turns"] <= 3 for step in steps)
-    hosts = [each for each in psutil.process_iter(["cmdline"]) if "verifiers_host" in str(each.info["cmdline"])]
+    hosts = [
+        each
+        for each in psutil.process_iter(["cmdline"])
+        if "verifiers_host" in str(each.info["cmdline"])
+    ]
     assert all(process.ppid() == os.getpid() for process in hosts), "one outlived its run"

@@ -4,4 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 Policies = Callable[[bool], Path]
-"""The fixtures `random_policy` and `random_experts`: whether embeddings are tied → the model's folder."""
+"""The fixtures `random_policy` and `random_experts`: whether embeddings are tied → the model's
+folder.
+"""

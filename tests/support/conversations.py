@@ -8,7 +8,9 @@ from qarl.rollout.types import Completion, Prompt, Sampling
 
 
 class Script:
-    """Whose policy says the same things in every conversation, turn by turn. asked: what it was given."""
+    """Whose policy says the same things in every conversation, turn by turn. asked: what it was
+    given.
+    """
 
     def __init__(self, tokenizer: Any, says: list[str]):
         self.tokenizer, self.says = tokenizer, says
@@ -24,8 +26,9 @@ class Script:
 
 
 class Sampler:
-    """Whose policy says random tokens, which depend on the request alone. pieces: of several tokens, which it says
-    after them. asked: all requests and answers."""
+    """Whose policy says random tokens, which depend on the request alone. pieces: of several
+    tokens, which it says after them. asked: all requests and answers.
+    """
 
     def __init__(self, vocabulary: int, pieces: Sequence[Sequence[int]] = ()):
         self.vocabulary, self.pieces = vocabulary, pieces
@@ -35,14 +38,23 @@ class Sampler:
         return [[self._one(prompt, sampling)] for prompt in prompts]
 
     def _one(self, prompt: Prompt, sampling: Sampling) -> Completion:
-        assert sampling.samples == 1 and prompt.draws is not None and prompt.max_new_tokens is not None
+        assert (
+            sampling.samples == 1 and prompt.draws is not None and prompt.max_new_tokens is not None
+        )
         chance = random.Random(str((prompt.token_ids, prompt.draws)))
         said = chance.choices(self.pieces, k=chance.randint(1, 4)) if self.pieces else []
-        drawn = [chance.randrange(self.vocabulary) for _ in range(chance.randint(not self.pieces, 6))]
-        tokens = tuple([*drawn, *(token for piece in said for token in piece)][: prompt.max_new_tokens])
+        drawn = [
+            chance.randrange(self.vocabulary) for _ in range(chance.randint(not self.pieces, 6))
+        ]
+        tokens = tuple(
+            [*drawn, *(token for piece in said for token in piece)][: prompt.max_new_tokens]
+        )
         answer = Completion(
-            token_ids=tokens, logprobs=tuple(-chance.random() for _ in tokens), text="", weight_version=3,
+            token_ids=tokens,
+            logprobs=tuple(-chance.random() for _ in tokens),
+            text="",
+            weight_version=3,
             finish_reason="length" if len(tokens) == prompt.max_new_tokens else "stop",
-        )  # fmt: skip
+        )
         self.asked.append((prompt, answer))
         return answer

@@ -1,4 +1,6 @@
-"""vLLM's kernel selection as on a GPU, without one: its Python asks the platform, which is a stand-in here."""
+"""vLLM's kernel selection as on a GPU, without one: its Python asks the platform, which is a
+stand-in here.
+"""
 
 import functools
 import importlib
@@ -18,7 +20,9 @@ from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
 from vllm.model_executor.layers.fused_moe.oracle import int_wna16
 from vllm.model_executor.layers.linear import LinearBase
-from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+    CompressedTensorsConfig,
+)
 from vllm.platforms.interface import DeviceCapability, Platform
 from vllm.plugins import load_general_plugins
 
@@ -36,8 +40,13 @@ _PACKAGES = ("has_humming", "has_deep_gemm")
 
 _WHEEL: dict[str, int] = cases(__file__, "wheel")
 """Questions that the wheel's operators answer, and the least capability they say yes to."""
-_LAZY = ("vllm.model_executor.layers.fused_moe.oracle", "vllm.model_executor.layers.fused_moe.experts")
-"""Packages whose modules vLLM imports as it chooses: imported beforehand, else they would keep the stand-in."""
+_LAZY = (
+    "vllm.model_executor.layers.fused_moe.oracle",
+    "vllm.model_executor.layers.fused_moe.experts",
+)
+"""Packages whose modules vLLM imports as it chooses: imported beforehand, else they would keep the
+stand-in.
+"""
 
 
 def fits(scheme: Scheme, *shapes: tuple[int, int]) -> bool:
@@ -51,7 +60,9 @@ def fits(scheme: Scheme, *shapes: tuple[int, int]) -> bool:
 
 
 class HummingGemms(StrEnum):
-    """As `humming.GemmType`, of which choosing reads a kernel's own; that package is in the CUDA lock alone."""
+    """As `humming.GemmType`, of which choosing reads a kernel's own; that package is in the CUDA
+    lock alone.
+    """
 
     INDEXED = "indexed"
     GROUPED_CONTIGUOUS = "grouped_contiguous"
@@ -59,14 +70,18 @@ class HummingGemms(StrEnum):
 
 
 _SCHEMAS = "quant_key_to_input_schema"
-"""vLLM's function that asks whether Humming quantizes such activations: it does for MXFP4 and NVFP4 (by reading)."""
+"""vLLM's function that asks whether Humming quantizes such activations: it does for MXFP4 and NVFP4
+(by reading).
+"""
 
 sys.modules.setdefault("vllm._C_stable_libtorch", ModuleType("operators of the CUDA wheel"))
 from vllm.platforms.cuda import CudaPlatformBase  # noqa: E402
 
 
 class StubCuda(CudaPlatformBase):
-    """A GPU of one compute capability. What it is asked that is not here, vLLM's CUDA platform answers."""
+    """A GPU of one compute capability. What it is asked that is not here, vLLM's CUDA platform
+    answers.
+    """
 
     capability = DeviceCapability(9, 0)
     get_device_capability = classmethod(lambda cls, device_id=0: cls.capability)  # type: ignore[assignment]
@@ -82,22 +97,36 @@ def config_of(scheme: Scheme) -> CompressedTensorsConfig | None:
 
 
 def engines_experts(
-    shape: ExpertsShape, scheme: CompressedTensorsConfig | None, name: str, layout: ExpertLayout = LAYOUT
+    shape: ExpertsShape,
+    scheme: CompressedTensorsConfig | None,
+    name: str,
+    layout: ExpertLayout = LAYOUT,
 ) -> RoutedExperts:
     """As vLLM's decoders build them, without parallelism."""
     return FusedMoEFactory(
-        num_experts=shape.experts, top_k=shape.top_k, hidden_size=shape.hidden, intermediate_size=shape.intermediate,
-        renormalize=True, quant_config=scheme, tp_size=1, dp_size=1, pcp_size=1, prefix=name,
+        num_experts=shape.experts,
+        top_k=shape.top_k,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        renormalize=True,
+        quant_config=scheme,
+        tp_size=1,
+        dp_size=1,
+        pcp_size=1,
+        prefix=name,
         ckpt_names=(layout.gate, layout.down, layout.up),
-    ).routed_experts  # fmt: skip
+    ).routed_experts
 
 
 @contextmanager
 def stub_cuda(capability: tuple[int, int]) -> Iterator[None]:
-    """Within this context modules of vLLM, and of ours that ask it, are told that they run on such a GPU."""
+    """Within this context modules of vLLM, and of ours that ask it, are told that they run on such
+    a GPU.
+    """
     stub = type("Stub", (StubCuda,), {"capability": DeviceCapability(*capability)})()
     number = 10 * capability[0] + capability[1]
-    load_general_plugins()  # vLLM does so once a process: on the stand-in ours would leave out the CPU's kernels
+    # vLLM does so once a process: on the stand-in ours would leave out the CPU's kernels
+    load_general_plugins()
     _import_lazy()
     places: list[tuple[ModuleType, str, Any]] = [(vllm.platforms, "_current_platform", stub)]
     for name, module in list(sys.modules.items()):
@@ -107,7 +136,10 @@ def stub_cuda(capability: tuple[int, int]) -> Iterator[None]:
                 places.append((module, "current_platform", stub))
             places += [(module, key, lambda: True) for key in _PACKAGES if key in attributes]
             places += [(module, _SCHEMAS, lambda key: None)] if _SCHEMAS in attributes else []
-            wheel = {key: number >= least if key.isupper() else _from(least, number) for key, least in _WHEEL.items()}
+            wheel = {
+                key: number >= least if key.isupper() else _from(least, number)
+                for key, least in _WHEEL.items()
+            }
             places += [(module, key, answer) for key, answer in wheel.items() if key in attributes]
     _forget(places)
     patches = [patch.object(module, key, value) for module, key, value in places]

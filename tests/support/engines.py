@@ -16,25 +16,53 @@ from qarl.rollout.vllm.options import VllmOptions
 from qarl.sync.export import export_checkpoint
 from tests.support.imports import import_libraries
 
-SEQUENCES = [torch.randint(16, 512, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (9, 24, 40)]
+SEQUENCES = [
+    torch.randint(16, 512, (n,), generator=torch.Generator().manual_seed(n)).tolist()
+    for n in (9, 24, 40)
+]
 
 
-def make_model(folder: Path, scheme: str, dtype="bfloat16", layers="[]", kernel="vllm", **context: Any) -> LowBitModel:
-    """The low-bit model over a folder's masters; layers: rules as `--layers` takes them. context: `LayerContext`'s."""
+def make_model(
+    folder: Path,
+    scheme: str,
+    dtype="bfloat16",
+    layers="[]",
+    kernel="vllm",
+    **context: Any,
+) -> LowBitModel:
+    """The low-bit model over a folder's masters; layers: rules as `--layers` takes them. context:
+    `LayerContext`'s.
+    """
     compute, rules = COMPUTE_DTYPES[dtype], load_config(None, {"layers": layers}).layers
     masters = load_masters(folder, torch.float32)
-    return LowBitModel(masters, get_scheme(scheme), LayerContext(compute, kernel, **context), rules=rules)
+    return LowBitModel(
+        masters,
+        get_scheme(scheme),
+        LayerContext(compute, kernel, **context),
+        rules=rules,
+    )
 
 
-def start_engine(model: LowBitModel, folder: Path, checkpoint: Path, dtype="bfloat16", **rollout: Any) -> VllmEngine:
-    """An engine on the model's export, written to `checkpoint`; folder: of its tokenizer. rollout: other fields."""
+def start_engine(
+    model: LowBitModel, folder: Path, checkpoint: Path, dtype="bfloat16", **rollout: Any
+) -> VllmEngine:
+    """An engine on the model's export, written to `checkpoint`; folder: of its tokenizer. rollout:
+    other fields.
+    """
     import_libraries()
     export_checkpoint(model, folder, checkpoint)
-    fields = {"max_prompt_tokens": 32, "max_new_tokens": 32, "max_num_seqs": 16, **rollout}
+    fields = {
+        "max_prompt_tokens": 32,
+        "max_new_tokens": 32,
+        "max_num_seqs": 16,
+        **rollout,
+    }
     return VllmEngine(checkpoint, VllmOptions(RolloutConfig(**fields), dtype))
 
 
-def answers_when_fresh(model: LowBitModel, folder: Path, checkpoint: Path, dtype="bfloat16") -> list[list[float]]:
+def answers_when_fresh(
+    model: LowBitModel, folder: Path, checkpoint: Path, dtype="bfloat16"
+) -> list[list[float]]:
     """Of `SEQUENCES`, by an engine that is started as `start_engine` does, and closed."""
     engine = start_engine(model, folder, checkpoint, dtype)
     answers = engine.logprobs(SEQUENCES)
@@ -48,5 +76,7 @@ def disturb(model: LowBitModel, seed: int) -> None:
     with torch.no_grad():
         for master in model.masters.values():
             spread = master.std() if master.numel() > 1 else master.abs()
-            master.add_(torch.randn(master.shape, generator=generator) * spread.clamp_min(0.05) * 0.3)
+            master.add_(
+                torch.randn(master.shape, generator=generator) * spread.clamp_min(0.05) * 0.3
+            )
     model.refresh()

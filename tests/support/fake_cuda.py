@@ -1,4 +1,6 @@
-"""CUDA's code paths without a GPU: tensors without values that say they are on one, and what is called on the way."""
+"""CUDA's code paths without a GPU: tensors without values that say they are on one, and what is
+called on the way.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

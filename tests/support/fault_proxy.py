@@ -1,7 +1,9 @@
-"""A proxy between a learner and one server that breaks one request, as networks and ailing servers do.
+"""A proxy between a learner and one server that breaks one request, as networks and ailing servers
+do.
 
-Requests and answers pass unchanged, but for the one it is armed for: the n-th of a phase. What it can do to answers is
-what a server could send; what the server itself does is its own."""
+Requests and answers pass unchanged, but for the one it is armed for: the n-th of a phase. What it
+can do to answers is what a server could send; what the server itself does is its own.
+"""
 
 import asyncio
 import contextlib
@@ -23,20 +25,40 @@ PHASES = ("join", "audit", "stage", "commit", "canary", "sample")
 """And "send", where versions are sent (`rollout.server_transfer http`)."""
 SENDING = "half a request"
 """What can happen to a request that has a body."""
-NETWORK = ("cut before", "cut after", "half an answer", "HTTP 500", "no JSON", "slow", "hang")
+NETWORK = (
+    "cut before",
+    "cut after",
+    "half an answer",
+    "HTTP 500",
+    "no JSON",
+    "slow",
+    "hang",
+)
 """What can happen to any request. "cut after": when the server has done it."""
-ANSWERS = ("NaN", "one log-prob too few", "one log-prob too many", "other weights", "no tokens")
+ANSWERS = (
+    "NaN",
+    "one log-prob too few",
+    "one log-prob too many",
+    "other weights",
+    "no tokens",
+)
 """What can be wrong with an answer of tokens."""
 SLOW_SECONDS = 2.0
 _PHASE_OF = {
-    "qarl_claim": "join", "qarl_layer_reports": "audit", "qarl_abandon": "stage", "/pause": "commit",
-    "/resume": "commit", "qarl_release": "leave",
-}  # fmt: skip
+    "qarl_claim": "join",
+    "qarl_layer_reports": "audit",
+    "qarl_abandon": "stage",
+    "/pause": "commit",
+    "/resume": "commit",
+    "qarl_release": "leave",
+}
 
 
 @dataclass(frozen=True)
 class Fault:
-    """kind: of `NETWORK`, `ANSWERS`, `SENDING` or `act`. number: of the phase's requests, from 1. act: done before."""
+    """kind: of `NETWORK`, `ANSWERS`, `SENDING` or `act`. number: of the phase's requests, from 1.
+    act: done before.
+    """
 
     kind: str
     phase: str
@@ -45,7 +67,9 @@ class Fault:
 
 
 class Proxy:
-    """In front of the server at `target`, in a thread of its own, until `close`. url: where it listens."""
+    """In front of the server at `target`, in a thread of its own, until `close`. url: where it
+    listens.
+    """
 
     def __init__(self, target: str):
         self._target = target
@@ -56,7 +80,9 @@ class Proxy:
         self.url: str = asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result()
 
     def reset(self, fault: Fault | None) -> None:
-        """Be as new, and armed for `fault`. struck: when it struck, by time.time. counts: requests of each phase."""
+        """Be as new, and armed for `fault`. struck: when it struck, by time.time. counts: requests
+        of each phase.
+        """
         self.struck: float | None = None
         self.counts: Counter[str] = Counter()
         self._fault, self._phase, self._hangs = fault, "join", False
@@ -119,7 +145,9 @@ class Proxy:
                 self._phase = "send"
             elif path == GENERATE:
                 parameters = fields.get("sampling_params", {})
-                self._phase = "canary" if parameters.get("prompt_logprobs") is not None else "sample"
+                self._phase = (
+                    "canary" if parameters.get("prompt_logprobs") is not None else "sample"
+                )
             else:
                 self._phase = _PHASE_OF.get(fields.get("method", path), self._phase)
         if path in ("/is_paused", "/health"):
@@ -132,14 +160,27 @@ class Proxy:
             return None
         return fault if self.counts[self._phase] >= fault.number else None
 
-    async def _passed_on(self, request: web.Request, body: Any, length: int | None = None) -> web.Response:
-        headers = {name: request.headers[name] for name in ("Authorization", "Content-Type") if name in request.headers}
+    async def _passed_on(
+        self, request: web.Request, body: Any, length: int | None = None
+    ) -> web.Response:
+        headers = {
+            name: request.headers[name]
+            for name in ("Authorization", "Content-Type")
+            if name in request.headers
+        }
         headers |= {} if length is None else {"Content-Length": str(length)}
         try:
             async with self._session.request(
-                request.method, f"{self._target}{request.path_qs}", data=body, headers=headers
+                request.method,
+                f"{self._target}{request.path_qs}",
+                data=body,
+                headers=headers,
             ) as answer:
-                return web.Response(status=answer.status, body=await answer.read(), content_type=answer.content_type)
+                return web.Response(
+                    status=answer.status,
+                    body=await answer.read(),
+                    content_type=answer.content_type,
+                )
         except (aiohttp.ClientError, OSError):
             return _cut(request)
 
@@ -159,7 +200,9 @@ def _cut(request: web.Request) -> web.Response:
 async def _half(request: web.Request, answer: web.Response) -> web.StreamResponse:
     whole = answer.body
     assert isinstance(whole, bytes)
-    begun = web.StreamResponse(headers={"Content-Length": str(len(whole)), "Content-Type": "application/json"})
+    begun = web.StreamResponse(
+        headers={"Content-Length": str(len(whole)), "Content-Type": "application/json"}
+    )
     await begun.prepare(request)
     await begun.write(whole[: len(whole) // 2])
     await asyncio.sleep(0.05)

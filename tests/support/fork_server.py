@@ -1,14 +1,17 @@
-"""Runs commands in children forked from a process that has everything imported; `tests.support.forks` starts it.
+"""Runs commands in children forked from a process that has everything imported;
+`tests.support.forks` starts it.
 
-A command spends 15 s of CPU on imports and 2 on a run of toy size. The server listens at a Unix socket for each kind of
-command. A connection sends one line of JSON, {"arguments", "cwd", "environment", "stdout", "stderr"}, the last two
-being files to append to, and is answered with two lines: "begun", with the child's process id, and "ended", with that
-and the exit status as `subprocess` gives it. Commands of several connections run at once. A child is a whole process,
-less what a fork cannot show: the cost of imports, another hash seed, the interpreter's end.
+A command spends 15 s of CPU on imports and 2 on a run of toy size. The server listens at a Unix
+socket for each kind of command. A connection sends one line of JSON, {"arguments", "cwd",
+"environment", "stdout", "stderr"}, the last two being files to append to, and is answered with two
+lines: "begun", with the child's process id, and "ended", with that and the exit status as
+`subprocess` gives it. Commands of several connections run at once. A child is a whole process, less
+what a fork cannot show: the cost of imports, another hash seed, the interpreter's end.
 
-Kinds: "qarl", the command, whose `sys.executable` is torchrun's `PYTHON_EXEC` if that is set; "worker", the `main` of a
-module here, with a path; "compressor", what `qarl.ptq.compressor` starts, served by a fork of the server that has
-imported llmcompressor, which no other kind is to have in its process.
+Kinds: "qarl", the command, whose `sys.executable` is torchrun's `PYTHON_EXEC` if that is set;
+"worker", the `main` of a module here, with a path; "compressor", what `qarl.ptq.compressor` starts,
+served by a fork of the server that has imported llmcompressor, which no other kind is to have in
+its process.
 """
 
 import atexit
@@ -35,11 +38,16 @@ def _run(kind: str, request: dict[str, Any]) -> int:
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["cwd"])
-    sys.path[1:1] = [path for path in os.environ["PYTHONPATH"].split(os.pathsep) if path not in sys.path]
+    sys.path[1:1] = [
+        path for path in os.environ["PYTHONPATH"].split(os.pathsep) if path not in sys.path
+    ]
     for descriptor, name in enumerate((os.devnull, request["stdout"], request["stderr"])):
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND if descriptor else os.O_RDONLY
         os.dup2(os.open(name, flags, 0o600), descriptor)
-    sys.argv, sys.executable = [kind, *request["arguments"]], os.environ.get("PYTHON_EXEC", sys.executable)
+    sys.argv, sys.executable = (
+        [kind, *request["arguments"]],
+        os.environ.get("PYTHON_EXEC", sys.executable),
+    )
     try:
         status = _MAINS[kind](request["arguments"])
     except SystemExit as end:
@@ -96,7 +104,13 @@ def _answer(kind: str, connection: socket.socket) -> None:
             connection.detach()
             os._exit(_run(kind, request))
         print("begun", child, file=stream, flush=True)
-        print("ended", child, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), file=stream, flush=True)
+        print(
+            "ended",
+            child,
+            os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]),
+            file=stream,
+            flush=True,
+        )
 
 
 def serve(listeners: dict[str, socket.socket], lifeline: int) -> None:
@@ -126,10 +140,15 @@ def serve(listeners: dict[str, socket.socket], lifeline: int) -> None:
 
 
 def serve_from_fork(listeners: dict[str, socket.socket], lifeline: int) -> None:
-    """As `serve`, to its end, in the fork of a process of pytest's: what that set up for itself is put back."""
+    """As `serve`, to its end, in the fork of a process of pytest's: what that set up for itself is
+    put back.
+    """
     try:
         faulthandler.disable()
-        sys.unraisablehook, threading.excepthook = sys.__unraisablehook__, threading.__excepthook__
+        sys.unraisablehook, threading.excepthook = (
+            sys.__unraisablehook__,
+            threading.__excepthook__,
+        )
         for descriptor in (0, 1, 2):
             os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)
         sys.stdin, sys.stdout = os.fdopen(0), os.fdopen(1, "w")

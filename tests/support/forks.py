@@ -46,7 +46,9 @@ def start() -> None:
 
 
 def start_from_here() -> None:
-    """The server as a fork of this process, which imports everything first and so need not do it again."""
+    """The server as a fork of this process, which imports everything first and so need not do it
+    again.
+    """
     from tests.support import fork_server
     from tests.support.imports import import_everything
 
@@ -63,14 +65,26 @@ def start_from_here() -> None:
 class Fork:
     """A command of a kind, begun; see `tests.support.fork_server` for its fields."""
 
-    def __init__(self, kind: str, arguments: list[str], cwd: Path, environment: dict[str, str], out: Path, err: Path):
+    def __init__(
+        self,
+        kind: str,
+        arguments: list[str],
+        cwd: Path,
+        environment: dict[str, str],
+        out: Path,
+        err: Path,
+    ):
         if sockets is None:
             start()
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(str(sockets / kind))  # type: ignore[operator]
         self._stream = self._socket.makefile("rw")
         request = {"arguments": arguments, "cwd": str(cwd), "environment": environment}
-        print(json.dumps({**request, "stdout": str(out), "stderr": str(err)}), file=self._stream, flush=True)
+        print(
+            json.dumps({**request, "stdout": str(out), "stderr": str(err)}),
+            file=self._stream,
+            flush=True,
+        )
         self.pid = self._answer("begun")[0]
 
     def _answer(self, word: str) -> list[int]:
@@ -88,11 +102,20 @@ class Fork:
 
 def compress(work: Path, log: Path) -> int:
     """In place of `qarl.ptq.compressor._in_own_process`: 12 s of CPU less."""
-    return Fork("compressor", ["job.json"], work, {**os.environ, "PYTHONPATH": str(ROOT)}, log, log).wait()
+    return Fork(
+        "compressor",
+        ["job.json"],
+        work,
+        {**os.environ, "PYTHONPATH": str(ROOT)},
+        log,
+        log,
+    ).wait()
 
 
 def interpreter(folder: Path) -> Path:
-    """An executable for `sys.executable -m qarl`: its command runs in the fork server, and gets signals passed on."""
+    """An executable for `sys.executable -m qarl`: its command runs in the fork server, and gets
+    signals passed on.
+    """
     if sockets is None:
         start()
     file = folder / "python"

@@ -1,4 +1,6 @@
-"""Which schemes a GPU of a capability is known to run: there a refusal fails a test instead of skipping it."""
+"""Which schemes a GPU of a capability is known to run: there a refusal fails a test instead of
+skipping it.
+"""
 
 from importlib.util import find_spec
 
@@ -12,24 +14,42 @@ _INT4 = ("w4a16", "w4a16-g64", "w4a16-g32", "w4a16-channel")
 RUNS = {
     (8, 0): ("bf16", *_INT4, "w8a16", "w8a8"),
     (8, 9): ("bf16", *_INT4, "w8a16", "w8a8", "fp8"),
-    (9, 0): ("bf16", *_INT4, "w8a16", "w8a8", "w4afp8", "fp8", "fp8-block", "nvfp4a16", "mxfp4a16"),
+    (9, 0): (
+        "bf16",
+        *_INT4,
+        "w8a16",
+        "w8a8",
+        "w4afp8",
+        "fp8",
+        "fp8-block",
+        "nvfp4a16",
+        "mxfp4a16",
+    ),
 }
-"""Schemes that vLLM's sources have dense kernels for on a GPU of a capability: there a refusal fails a test."""
+"""Schemes that vLLM's sources have dense kernels for on a GPU of a capability: there a refusal
+fails a test.
+"""
 RUNS_EXPERTS = ("bf16", "w4a16", "w8a8", "fp8")
 """Of those, the ones it has for routed experts too."""
 
 
 def bound(scheme: str) -> float:
-    """Of a product's relative error. CUTLASS rounds w4afp8's group scales to e4m3 as it loads them: 2.2 to 2.6 %."""
+    """Of a product's relative error. CUTLASS rounds w4afp8's group scales to e4m3 as it loads them:
+    2.2 to 2.6 %.
+    """
     return 0.04 if scheme == "w4afp8" else 0.02
 
 
 def need(scheme: str, experts: bool = False) -> None:
-    """Skip with the reason where vLLM cannot run a scheme on this machine; fail where it is known to."""
+    """Skip with the reason where vLLM cannot run a scheme on this machine; fail where it is known
+    to.
+    """
     if not find_spec("vllm"):
         pytest.skip("vllm is not installed")
     reason = support(scheme, DTYPE, experts).reason
-    known = scheme in RUNS.get(torch.cuda.get_device_capability(), ()) and (not experts or scheme in RUNS_EXPERTS)
+    known = scheme in RUNS.get(torch.cuda.get_device_capability(), ()) and (
+        not experts or scheme in RUNS_EXPERTS
+    )
     if reason and known:
         pytest.fail(f"vLLM has kernels for {scheme!r} on GPUs of this capability: {reason}")
     if reason:

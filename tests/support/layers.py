@@ -31,14 +31,20 @@ def make_linear(
     aligned: bool = True,
 ) -> LowBitLinear:
     master = nn.Parameter((heavy(*shape, seed=seed) * 0.05).to(master_dtype))
-    bias_master = nn.Parameter((normal(shape[0], seed=seed + 9) * 0.3).to(master_dtype)) if bias else None
+    bias_master = (
+        nn.Parameter((normal(shape[0], seed=seed + 9) * 0.3).to(master_dtype)) if bias else None
+    )
     context = LayerContext(dtype, kernel, aligned)
-    linear = LowBitLinear("model.layers.1.mlp.up_proj", master, bias_master, get_scheme(scheme), context)
+    linear = LowBitLinear(
+        "model.layers.1.mlp.up_proj", master, bias_master, get_scheme(scheme), context
+    )
     linear.refresh()
     return linear
 
 
-def dequantized_activation(x: torch.Tensor, layer: LowBitLinear | RoutedLowBitExperts) -> torch.Tensor:
+def dequantized_activation(
+    x: torch.Tensor, layer: LowBitLinear | RoutedLowBitExperts
+) -> torch.Tensor:
     """code · scale of an input, float64; the input itself where the scheme does not quantize it."""
     if layer.scheme.activations is None:
         return x.double()
@@ -74,7 +80,12 @@ def collected(*leaves: torch.Tensor | None) -> list[torch.Tensor]:
 
 
 def make_experts(
-    scheme: str, kernel="reference", dtype=torch.bfloat16, shape=SHAPE, aligned=True, master_dtype=torch.float32
+    scheme: str,
+    kernel="reference",
+    dtype=torch.bfloat16,
+    shape=SHAPE,
+    aligned=True,
+    master_dtype=torch.float32,
 ) -> RoutedLowBitExperts:
     E, H, inner = shape.experts, shape.hidden, shape.intermediate
     gate_up = nn.Parameter((heavy(E, 2 * inner, H, seed=0, rows=False) * 0.06).to(master_dtype))
@@ -85,7 +96,9 @@ def make_experts(
     return experts
 
 
-def routed(tokens: int, shape: ExpertsShape = SHAPE, seed: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
+def routed(
+    tokens: int, shape: ExpertsShape = SHAPE, seed: int = 5
+) -> tuple[torch.Tensor, torch.Tensor]:
     """weights fp32 [N, K] that sum to one, and K different experts a token, int64 [N, K]."""
     logits = normal(tokens, shape.experts, seed=seed)
     picked, index = logits.topk(shape.top_k, dim=-1)
@@ -97,7 +110,11 @@ def unpacked(low_bit: LowBitWeight) -> torch.Tensor:
     codes = low_bit.unpacked().double()
     if low_bit.scale is None:
         return codes
-    scale = low_bit.wide_scale().double().repeat_interleave(low_bit.shape[0] // low_bit.scale.shape[0], dim=0)
+    scale = (
+        low_bit.wide_scale()
+        .double()
+        .repeat_interleave(low_bit.shape[0] // low_bit.scale.shape[0], dim=0)
+    )
     return codes * scale.repeat_interleave(low_bit.shape[1] // scale.shape[1], dim=1)
 
 
@@ -115,11 +132,17 @@ def straight_through(value: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
 def textbook_gradients(
     experts: RoutedLowBitExperts, *inputs: torch.Tensor, activations: bool = True
 ) -> list[torch.Tensor]:
-    """Of x, routing weights and both masters, by torch's autograd on float64 through the detach trick.
+    """Of x, routing weights and both masters, by torch's autograd on float64 through the detach
+    trick.
 
-    inputs: x, weights, index, dy. activations: quantize them too (else only weights, to show that it matters)."""
+    inputs: x, weights, index, dy. activations: quantize them too (else only weights, to show that
+    it matters).
+    """
     x, weights, index, dy = inputs
-    x, weights = x.detach().double().requires_grad_(), weights.detach().double().requires_grad_()
+    x, weights = (
+        x.detach().double().requires_grad_(),
+        weights.detach().double().requires_grad_(),
+    )
     gate_up, down = (master.detach().double().requires_grad_() for master in experts.masters)
     y = torch.zeros(x.shape, dtype=torch.float64)
 
@@ -130,10 +153,19 @@ def textbook_gradients(
     for e in range(experts.shape.experts):
         rows, slots = (index == e).nonzero(as_tuple=True)
         if experts.context.aligned:
-            matrices = unpacked(experts.codes().experts[e].gate_up), unpacked(experts.codes().experts[e].down)
+            matrices = (
+                unpacked(experts.codes().experts[e].gate_up),
+                unpacked(experts.codes().experts[e].down),
+            )
         else:
-            matrices = gate_up[e].to(experts.context.dtype), down[e].to(experts.context.dtype)
-        both, out = straight_through(gate_up[e], matrices[0]), straight_through(down[e], matrices[1])
+            matrices = (
+                gate_up[e].to(experts.context.dtype),
+                down[e].to(experts.context.dtype),
+            )
+        both, out = (
+            straight_through(gate_up[e], matrices[0]),
+            straight_through(down[e], matrices[1]),
+        )
         merged = used(x[rows]) @ both.t()
         merged = straight_through(merged, merged.detach().to(experts.context.dtype))
         gate, up = merged.chunk(2, dim=-1)

@@ -1,7 +1,9 @@
-"""What goes wrong in a learner, planted in a process of `tests.support.fork_server` before its command.
+"""What goes wrong in a learner, planted in a process of `tests.support.fork_server` before its
+command.
 
-`QARL_TEST_FAULT` is JSON: {"log": file for what is warned of, with times; "engine_dies_at": which call of the engine's
-`generate`; "planted_by": a module whose `plant` gets all of this}."""
+`QARL_TEST_FAULT` is JSON: {"log": file for what is warned of, with times; "engine_dies_at": which
+call of the engine's `generate`; "planted_by": a module whose `plant` gets all of this}.
+"""
 
 import importlib
 import itertools
@@ -54,7 +56,9 @@ def _break_engine(call: int) -> None:
 
     def broken(self: VllmEngine, *arguments: Any) -> Any:
         if next(calls) == call:
-            self._llm.collective_rpc(lambda worker: setattr(worker.model_runner, "execute_model", fail))
+            self._llm.collective_rpc(
+                lambda worker: setattr(worker.model_runner, "execute_model", fail)
+            )
         return generate(self, *arguments)
 
     VllmEngine.generate = broken  # type: ignore[method-assign]

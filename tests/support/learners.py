@@ -33,21 +33,39 @@ def random_model(tied: bool = True, seed: int = 0) -> Qwen3ForCausalLM:
 
 
 def make_learner(
-    scheme="w4a16", dtype=torch.bfloat16, seed=0, operators="auto", reference=None, temperature=1.0, **config: Any
+    scheme="w4a16",
+    dtype=torch.bfloat16,
+    seed=0,
+    operators="auto",
+    reference=None,
+    temperature=1.0,
+    **config: Any,
 ) -> Learner:
     """config: of the learner, and scale, float16's first; reference: the model of its KL."""
     scale = float(config.pop("scale", 2**16))
     aligned = config.get("aligned", True)
     model = low_bit(random_model(seed=seed), scheme, dtype, operators=operators, aligned=aligned)
     optimizer = {"lr": 1e-3, **config.pop("optimizer", {})}
-    settings = {"mini_batches": 2, "diagnostics_every": 0, "optimizer": optimizer, **config}
-    learner = Learner(model, LearnerConfig.model_validate(settings), reference, temperature=temperature)
+    settings = {
+        "mini_batches": 2,
+        "diagnostics_every": 0,
+        "optimizer": optimizer,
+        **config,
+    }
+    learner = Learner(
+        model,
+        LearnerConfig.model_validate(settings),
+        reference,
+        temperature=temperature,
+    )
     learner.loss_scale = LossScale(learner.loss_scale.active, scale)
     return learner
 
 
 def make_groups(seed: int = 0) -> list[Group]:
-    """Prompts of 1–7 tokens, responses of 1–12, uneven rewards; the last group's are equal and teach nothing."""
+    """Prompts of 1–7 tokens, responses of 1–12, uneven rewards; the last group's are equal and
+    teach nothing.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def integers(low: int, high: int, count: int) -> tuple[int, ...]:
@@ -59,8 +77,14 @@ def make_groups(seed: int = 0) -> list[Group]:
         for _ in range(SAMPLES):
             n = integers(1, 13, 1)[0]
             logprobs = torch.rand(n, generator=generator).mul(-14).tolist()
-            completions.append(Completion(integers(0, VOCABULARY, n), tuple(logprobs), "", 0, "stop"))
-        rewards = (1.0,) * SAMPLES if p == PROMPTS - 1 else (1.0, *map(float, integers(0, 2, SAMPLES - 2)), 0.0)
+            completions.append(
+                Completion(integers(0, VOCABULARY, n), tuple(logprobs), "", 0, "stop")
+            )
+        rewards = (
+            (1.0,) * SAMPLES
+            if p == PROMPTS - 1
+            else (1.0, *map(float, integers(0, 2, SAMPLES - 2)), 0.0)
+        )
         prompt = Prompt(str(p), "", integers(0, VOCABULARY, integers(1, 8, 1)[0]))
         groups.append(Group(prompt, tuple(completions), rewards))
     return groups
@@ -85,7 +109,9 @@ def all_equal(a: Tensors, b: Tensors) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def distances(start: Tensors, expected: Tensors, found: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+def distances(
+    start: Tensors, expected: Tensors, found: Tensors
+) -> tuple[torch.Tensor, torch.Tensor]:
     """By how much each weight of the masters moved, and by how much the two ends differ there."""
     assert found.keys() == expected.keys() == start.keys()
     moved = torch.cat([(expected[n] - start[n]).abs().flatten() for n in start])
@@ -93,16 +119,20 @@ def distances(start: Tensors, expected: Tensors, found: Tensors) -> tuple[torch.
 
 
 def assert_same_trajectory(start: Tensors, expected: Tensors, found: Tensors) -> None:
-    """Of 8 updates by AdamW at 1e-4 in fp32, where only the order of sums differs: by a hundredth of what moved on
-    average, by a few learning rates where Adam divides a small sum by its own size. Seen were less than 1e-4 of it,
-    of gradients with noise of a hundredth 0.0137, and no more after 20 updates."""
+    """Of 8 updates by AdamW at 1e-4 in fp32, where only the order of sums differs: by a hundredth
+    of what moved on average, by a few learning rates where Adam divides a small sum by its own
+    size. Seen were less than 1e-4 of it, of gradients with noise of a hundredth 0.0137, and no more
+    after 20 updates.
+    """
     moved, off = distances(start, expected, found)
     assert moved.mean() > 5e-5
     assert off.mean() <= 0.01 * moved.mean() and off.max() <= 8e-4
 
 
 def poison(learner: Learner, name: str, value: float, only: int | None = None):
-    """One element of one master's gradient becomes `value`, or of one of its gradients; returns the hook's handle."""
+    """One element of one master's gradient becomes `value`, or of one of its gradients; returns the
+    hook's handle.
+    """
     numbers = itertools.count()
 
     def spoil(gradient: torch.Tensor) -> torch.Tensor:
@@ -114,7 +144,9 @@ def poison(learner: Learner, name: str, value: float, only: int | None = None):
     return learner.model.masters[name].register_hook(spoil)
 
 
-def policy(scheme="w4a16", operators="engine", dtype=torch.bfloat16, kernel="reference") -> LowBitModel:
+def policy(
+    scheme="w4a16", operators="engine", dtype=torch.bfloat16, kernel="reference"
+) -> LowBitModel:
     return low_bit(random_model(), scheme, dtype, kernel, operators)
 
 
@@ -136,12 +168,21 @@ def logprob_gradients(model: LowBitModel, batch: Batch, **how: Any) -> tuple[tor
 def drift(a: Tensors, b: Tensors) -> tuple[float, float]:
     """Largest and mean |a - b| over all tensors, each in units of the tensor's mean |b|."""
     assert a.keys() == b.keys()
-    off = [((a[n].double() - b[n].double()).abs() / b[n].double().abs().mean().clamp_min(1e-30)).flatten() for n in a]
+    off = [
+        (
+            (a[n].double() - b[n].double()).abs() / b[n].double().abs().mean().clamp_min(1e-30)
+        ).flatten()
+        for n in a
+    ]
     return float(torch.cat(off).max()), float(torch.cat(off).mean())
 
 
-def random_batch(lengths: list[int], vocabulary: int, experts: tuple[int, int, int] | None = None) -> Batch:
-    """Sequences of these lengths; the first token of each is its prompt. experts: (layers, chosen, of how many)."""
+def random_batch(
+    lengths: list[int], vocabulary: int, experts: tuple[int, int, int] | None = None
+) -> Batch:
+    """Sequences of these lengths; the first token of each is its prompt. experts: (layers, chosen,
+    of how many).
+    """
     generator = torch.Generator().manual_seed(sum(lengths))
     longest = max(lengths)
     length = torch.tensor(lengths)

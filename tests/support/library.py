@@ -1,4 +1,6 @@
-"""What compressed-tensors itself writes for a weight: the second source materialization is held to."""
+"""What compressed-tensors itself writes for a weight: the second source materialization is held
+to.
+"""
 
 import torch
 from compressed_tensors.compressors import BaseCompressor
@@ -9,13 +11,19 @@ from qarl.quant.schemes import Scheme
 FP4 = ("nvfp4a16", "nvfp4", "mxfp4a16")
 
 
-def library_scale(weight: torch.Tensor, scheme: Scheme, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """compressed-tensors' scale as a module would hold it, and the global scale; min-max observation."""
+def library_scale(
+    weight: torch.Tensor, scheme: Scheme, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """compressed-tensors' scale as a module would hold it, and the global scale; min-max
+    observation.
+    """
     args = scheme.weights
     assert args is not None
     if scheme.block:
         rows, columns = scheme.block
-        observed = weight.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).transpose(1, 2).flatten(2)
+        observed = (
+            weight.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).transpose(1, 2).flatten(2)
+        )
     else:
         observed = weight.unflatten(1, (-1, scheme.group_size or weight.shape[1]))
     absmax = weight.abs().max().reshape(1)
@@ -33,5 +41,7 @@ def library(weight: torch.Tensor, scheme: Scheme, dtype: torch.dtype) -> dict[st
         state["weight_global_scale"] = global_scale
     if scheme.activations is not None and global_scale is not None:
         state["input_global_scale"] = torch.ones(1)
-    written = BaseCompressor.get_value_from_registry(scheme.format.value).compress(state, scheme.quantization)
+    written = BaseCompressor.get_value_from_registry(scheme.format.value).compress(
+        state, scheme.quantization
+    )
     return {name: tensor for name, tensor in written.items() if tensor is not None}

@@ -13,14 +13,22 @@ from tests.support.tensors import as_bytes
 
 VOCABULARY = 96
 SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 64,
-}  # fmt: skip
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 64,
+}
 PUBLISHED = cases(__file__, "published")  # fields of a config.json
 
 
 def randomize(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
-    """Every parameter drawn anew: matrices that keep the scale of their input, norms around one, biases around zero."""
+    """Every parameter drawn anew: matrices that keep the scale of their input, norms around one,
+    biases around zero.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -33,21 +41,37 @@ def randomize(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
 
 
 def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """As `from_pretrained(dtype=...)` would load it: parameters alone, the rotary frequencies stay float32."""
+    """As `from_pretrained(dtype=...)` would load it: parameters alone, the rotary frequencies stay
+    float32.
+    """
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
 
 
 def low_bit(
-    model: Any, scheme: str, dtype=torch.bfloat16, kernel="reference", operators="auto", aligned=True, compute=None
+    model: Any,
+    scheme: str,
+    dtype=torch.bfloat16,
+    kernel="reference",
+    operators="auto",
+    aligned=True,
+    compute=None,
 ) -> LowBitModel:
     """Low-bit layers over a model's parameters."""
-    return LowBitModel(model, get_scheme(scheme), LayerContext(dtype, kernel, aligned, compute), operators)
+    return LowBitModel(
+        model,
+        get_scheme(scheme),
+        LayerContext(dtype, kernel, aligned, compute),
+        operators,
+    )
 
 
 def qwen3(tied: bool = True, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    return randomize(Qwen3ForCausalLM(Qwen3Config(**{**SIZES, "tie_word_embeddings": tied, **changes})), seed)
+    return randomize(
+        Qwen3ForCausalLM(Qwen3Config(**{**SIZES, "tie_word_embeddings": tied, **changes})),
+        seed,
+    )
 
 
 def some_tokens(B: int = 3, T: int = 11, seed: int = 0) -> torch.Tensor:
@@ -55,7 +79,9 @@ def some_tokens(B: int = 3, T: int = 11, seed: int = 0) -> torch.Tensor:
 
 
 def all_logits(model: LowBitModel, tokens: torch.Tensor) -> torch.Tensor:
-    return model.head(model.hidden(tokens, torch.ones_like(tokens, dtype=torch.bool))).view(*tokens.shape, -1)
+    return model.head(model.hidden(tokens, torch.ones_like(tokens, dtype=torch.bool))).view(
+        *tokens.shape, -1
+    )
 
 
 def stream_bytes(model: LowBitModel) -> dict[str, torch.Tensor]:
@@ -64,9 +90,13 @@ def stream_bytes(model: LowBitModel) -> dict[str, torch.Tensor]:
 
 
 def same_stream(model: LowBitModel, expected: dict[str, torch.Tensor]) -> bool:
-    """Whether the stream has the names and bytes of an earlier one, or of another model's, in their order."""
+    """Whether the stream has the names and bytes of an earlier one, or of another model's, in their
+    order.
+    """
     ours = stream_bytes(model)
-    return list(ours) == list(expected) and all(torch.equal(ours[name], expected[name]) for name in ours)
+    return list(ours) == list(expected) and all(
+        torch.equal(ours[name], expected[name]) for name in ours
+    )
 
 
 @torch.no_grad()

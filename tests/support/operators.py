@@ -5,7 +5,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm.config import CompilationConfig, CompilationMode, VllmConfig, set_current_vllm_config
+from vllm.config import (
+    CompilationConfig,
+    CompilationMode,
+    VllmConfig,
+    set_current_vllm_config,
+)
 from vllm.model_executor.custom_op import CustomOp
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.utils.torch_utils import set_default_torch_dtype
@@ -16,10 +21,16 @@ from qarl.quant.layers.context import LayerContext
 from tests.support.tensors import normal
 
 
-def make_operator(make: Callable[[], CustomOp], dtype: torch.dtype, compiled=False, device="cpu") -> Operator:
+def make_operator(
+    make: Callable[[], CustomOp], dtype: torch.dtype, compiled=False, device="cpu"
+) -> Operator:
     """Weights are about one, and in every dtype bfloat16's."""
     config = VllmConfig(compilation_config=CompilationConfig(mode=CompilationMode.NONE))
-    with set_current_vllm_config(config), set_default_torch_dtype(dtype), torch.device(device):
+    with (
+        set_current_vllm_config(config),
+        set_default_torch_dtype(dtype),
+        torch.device(device),
+    ):
         module = make()
     context, weights = LayerContext(dtype, "reference"), {}
     context.gradients.configure(compiled=compiled)
@@ -35,7 +46,12 @@ def make_operator(make: Callable[[], CustomOp], dtype: torch.dtype, compiled=Fal
 
 def rope(head: int, part: float = 1.0, neox: bool = True, **scaling: Any) -> Callable[[], CustomOp]:
     """part: how much of a head is turned. neox: its halves, not neighbours."""
-    parameters = {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": part, **scaling}
+    parameters = {
+        "rope_theta": 1e4,
+        "rope_type": "default",
+        "partial_rotary_factor": part,
+        **scaling,
+    }
     return lambda: get_rope(head, 4096, neox, rope_parameters=parameters)
 
 
@@ -44,7 +60,9 @@ def outputs_of(y: Any) -> list[torch.Tensor]:
 
 
 def differentiated(
-    call: Callable[..., Any], arguments: Sequence[torch.Tensor], masters: Sequence[torch.Tensor] = ()
+    call: Callable[..., Any],
+    arguments: Sequence[torch.Tensor],
+    masters: Sequence[torch.Tensor] = (),
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """What it returns, and gradients of those arguments that have one, and of masters."""
     y, leaves = outputs_of(call(*arguments)), [t for t in arguments if t.requires_grad]

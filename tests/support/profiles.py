@@ -1,4 +1,6 @@
-"""How much chance is tried: hypothesis' profiles `ci`, the default, and `thorough` (`make test-thorough`)."""
+"""How much chance is tried: hypothesis' profiles `ci`, the default, and `thorough` (`make
+test-thorough`).
+"""
 
 from hypothesis import settings
 
@@ -6,7 +8,8 @@ CI_SHARE = 4
 """The profile `ci` tries one example in so many, but at least `FEWEST`."""
 FEWEST = 5
 
-settings.register_profile("ci", deadline=None, max_examples=100 // CI_SHARE)  # untimed: first calls compile
+# untimed: first calls compile
+settings.register_profile("ci", deadline=None, max_examples=100 // CI_SHARE)
 settings.register_profile("thorough", deadline=None, max_examples=100)
 
 
@@ -16,5 +19,7 @@ def thorough() -> bool:
 
 
 def examples(count: int) -> int:
-    """`count` in the profile `thorough`, a quarter in `ci`: `@settings` would overrule a profile."""
+    """`count` in the profile `thorough`, a quarter in `ci`: `@settings` would overrule a
+    profile.
+    """
     return count if thorough() else max(count // CI_SHARE, min(count, FEWEST))

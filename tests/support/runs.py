@@ -13,8 +13,22 @@ from typing import Any
 from qarl.rollout.servers.vllm.start import free_ports
 from tests.support.forks import ROOT, Fork
 
-SMALL = ["--steps", "4", "--prompts", "8", "--samples", "4", "--eval.problems", "32", "--eval-every", "2",
-         "--checkpoint-every", "2", "--mini-batches", "2"]  # fmt: skip
+SMALL = [
+    "--steps",
+    "4",
+    "--prompts",
+    "8",
+    "--samples",
+    "4",
+    "--eval.problems",
+    "32",
+    "--eval-every",
+    "2",
+    "--checkpoint-every",
+    "2",
+    "--mini-batches",
+    "2",
+]
 
 
 def command(*arguments: str | Path) -> list[str]:
@@ -23,7 +37,9 @@ def command(*arguments: str | Path) -> list[str]:
 
 
 def once(arguments: list[str]) -> list[str]:
-    """Of an option given twice the last, so that a test may change one of `SMALL`; `qarl` itself refuses it."""
+    """Of an option given twice the last, so that a test may change one of `SMALL`; `qarl` itself
+    refuses it.
+    """
     kept: list[str] = []
     for index, item in enumerate(arguments):
         value_of = arguments[index - 1] if index and arguments[index - 1].startswith("--") else None
@@ -34,18 +50,31 @@ def once(arguments: list[str]) -> list[str]:
 
 
 def environment(*folders: Path) -> dict[str, str]:
-    """Of a command: this process's own, wide lines, and folders where modules are found besides the checkout."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (*folders, ROOT))), "COLUMNS": "200"}
+    """Of a command: this process's own, wide lines, and folders where modules are found besides the
+    checkout.
+    """
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, (*folders, ROOT))),
+        "COLUMNS": "200",
+    }
 
 
 class Run:
     """`qarl ARGUMENTS`, begun in a child of the fork server. folders: see `environment`."""
 
-    def __init__(self, *arguments: str | Path, cwd: Path | None = None, folders: Sequence[Path] = ()):
+    def __init__(
+        self,
+        *arguments: str | Path,
+        cwd: Path | None = None,
+        folders: Sequence[Path] = (),
+    ):
         self.args = once(list(map(str, arguments)))
         self._folder = tempfile.TemporaryDirectory(prefix="qarl-run-")
         self._out, self._err = (Path(self._folder.name) / name for name in ("stdout", "stderr"))
-        self._fork = Fork("qarl", self.args, cwd or ROOT, environment(*folders), self._out, self._err)
+        self._fork = Fork(
+            "qarl", self.args, cwd or ROOT, environment(*folders), self._out, self._err
+        )
         self.pid = self._fork.pid
 
     def poll(self) -> int | None:
@@ -74,14 +103,28 @@ def succeeded(*arguments: str | Path, **where: Any) -> subprocess.CompletedProce
 
 def qarl_alone(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """As `qarl`, by the real command: 15 s of CPU more. For what a fork cannot show."""
-    return subprocess.run(command(*arguments), capture_output=True, text=True, env=environment(), timeout=600)
+    return subprocess.run(
+        command(*arguments),
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=600,
+    )
 
 
 def run_two_workers(module: str, argument: Path, log: Path) -> None:
-    """`main` of that module of tests.support in the two processes of a group, as torchrun would tell them of it."""
+    """`main` of that module of tests.support in the two processes of a group, as torchrun would
+    tell them of it.
+    """
     port, ranks = str(free_ports(1)[0]), []
     for rank in "01":
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+        place = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "OMP_NUM_THREADS": "1",
+        }
         place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         ranks.append(Fork("worker", [module, str(argument)], ROOT, environment() | place, log, log))
     assert [each.wait() for each in ranks] == [0, 0], log.read_text()
@@ -90,7 +133,10 @@ def run_two_workers(module: str, argument: Path, log: Path) -> None:
 def lines(run: Path) -> list[dict[str, Any]]:
     """Metrics without wall times: all that two equal runs must share."""
     found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not k.startswith(("seconds/", "learn/seconds/"))} for line in found]
+    return [
+        {k: v for k, v in line.items() if not k.startswith(("seconds/", "learn/seconds/"))}
+        for line in found
+    ]
 
 
 def wait_for_lines(process: Run, file: Path, count: int) -> None:

@@ -23,9 +23,22 @@ def request(url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
 
 @contextmanager
 def server(export: Path) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
-    """The command in a session of its own, and its address; nothing of that session is left at the end."""
+    """The command in a session of its own, and its address; nothing of that session is left at the
+    end.
+    """
     (port,) = free_ports(1)
-    command = [sys.executable, "-m", "qarl", "serve", str(export), "--port", str(port), "--", "--max-num-seqs", "4"]
+    command = [
+        sys.executable,
+        "-m",
+        "qarl",
+        "serve",
+        str(export),
+        "--port",
+        str(port),
+        "--",
+        "--max-num-seqs",
+        "4",
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
         yield f"http://127.0.0.1:{port}", process

@@ -1,6 +1,7 @@
 """One process of `tests/learner/test_sharded.py`, forked in the environment that torchrun gives.
 
-What is made of rows here, without a model, goes to a file."""
+What is made of rows here, without a model, goes to a file.
+"""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,14 +16,21 @@ from qarl.quant.checkpoint.families import ExpertLayout
 from qarl.quant.layers.gradients import Gradients
 from qarl.quant.materialize import materialize
 from qarl.quant.materialize.experts import materialize_experts
-from qarl.quant.runtime.shards import Share, cut_rows, shard_of, shard_parameters, whole_value
+from qarl.quant.runtime.shards import (
+    Share,
+    cut_rows,
+    shard_of,
+    shard_parameters,
+    whole_value,
+)
 from qarl.quant.schemes import SCHEMES, Scheme, is_integer
 from qarl.run.checkpoint import merge_states
 from tests.support.tensors import normal, same_bits
 
 SHAPES = {"a": (6, 16), "experts.gate_up_proj": (3, 8, 32), "b": (7, 48), "norm": (16,)}
-"""Of masters in `row_steps`. Rows are as long as the fused AdamW's vectors, or several: its last elements beyond them
-are rounded otherwise, wherever a process's part ends."""
+"""Of masters in `row_steps`. Rows are as long as the fused AdamW's vectors, or several: its last
+elements beyond them are rounded otherwise, wherever a process's part ends.
+"""
 
 
 def gradient_of(key: str, step: int) -> torch.Tensor:
@@ -34,12 +42,19 @@ ROWS = ("adamw", "muon", "muon bfloat16")
 """Optimizers of `row_steps`, and masters' dtypes."""
 
 
-def row_steps(name: str, processes: Processes | None = None) -> tuple[dict[str, torch.nn.Parameter], dict[str, Any]]:
-    """Three steps over masters of `SHAPES` with gradients of `gradient_of`, of whole masters or of each
-    process's rows; between them the optimizer's state goes through a checkpoint. Masters and state."""
+def row_steps(
+    name: str, processes: Processes | None = None
+) -> tuple[dict[str, torch.nn.Parameter], dict[str, Any]]:
+    """Three steps over masters of `SHAPES` with gradients of `gradient_of`, of whole masters or of
+    each process's rows; between them the optimizer's state goes through a checkpoint. Masters and
+    state.
+    """
     kind, _, dtype = name.partition(" ")
     settings = {"name": kind, "lr": 1e-2, "rounding": "nearest", "grad_clip": 1e9}
-    masters = {key: torch.nn.Parameter(gradient_of(key, 0).to(getattr(torch, dtype or "float32"))) for key in SHAPES}
+    masters = {
+        key: torch.nn.Parameter(gradient_of(key, 0).to(getattr(torch, dtype or "float32")))
+        for key in SHAPES
+    }
     holder = torch.nn.ParameterDict({str(n): master for n, master in enumerate(masters.values())})
     if processes is not None:
         shard_parameters(holder, Share(processes.rank, processes.world))
@@ -47,7 +62,10 @@ def row_steps(name: str, processes: Processes | None = None) -> tuple[dict[str, 
 
     def learner() -> ShardedOptimizer:
         model: Any = SimpleNamespace(
-            masters=masters, matrices=lambda: set(SHAPES) - {"norm"}, device=torch.device("cpu"), gradients=Gradients()
+            masters=masters,
+            matrices=lambda: set(SHAPES) - {"norm"},
+            device=torch.device("cpu"),
+            gradients=Gradients(),
         )
         config = LearnerConfig.model_validate({"optimizer": settings})
         return ShardedOptimizer(model, config, processes or Processes())
@@ -68,8 +86,9 @@ def row_steps(name: str, processes: Processes | None = None) -> tuple[dict[str, 
 
 
 def equal_matrices(scheme: Scheme, blocks: int, processes: Processes) -> bool:
-    """Whether a matrix of so many blocks of rows, made of rows, is that made of the whole: into new buffers, and over
-    the first version, with kept scales where there are some."""
+    """Whether a matrix of so many blocks of rows, made of rows, is that made of the whole: into new
+    buffers, and over the first version, with kept scales where there are some.
+    """
     height = scheme.block[0] if scheme.block else 1
     shape = torch.Size((blocks * height, 256))
     first, second, partner = (normal(*shape, seed=seed) for seed in range(3))
@@ -80,7 +99,16 @@ def equal_matrices(scheme: Scheme, blocks: int, processes: Processes) -> bool:
     equal = []
     for weight in (first, second):
         theirs = materialize(weight, scheme, torch.bfloat16, "weight", fused, theirs, kept)
-        ours = materialize(shard.rows(weight), scheme, torch.bfloat16, "weight", rows, ours, kept, shard)
+        ours = materialize(
+            shard.rows(weight),
+            scheme,
+            torch.bfloat16,
+            "weight",
+            rows,
+            ours,
+            kept,
+            shard,
+        )
         equal.append(same_bits(ours.tensors(), theirs.tensors()))
         if scheme.weights is not None and is_integer(scheme.weights):
             assert theirs.scale is not None
@@ -89,14 +117,18 @@ def equal_matrices(scheme: Scheme, blocks: int, processes: Processes) -> bool:
 
 
 def equal_experts(scheme: Scheme, processes: Processes) -> bool:
-    """Whether three experts, made by the processes that have them, are those made of the whole stacks."""
+    """Whether three experts, made by the processes that have them, are those made of the whole
+    stacks.
+    """
     height = scheme.block[0] if scheme.block else 1
     stacks = [normal(3, count * height, 256, seed=count) for count in (2, 1)]
     shards = [cut_rows(stack.shape, processes.rank, processes.world, 1, 0) for stack in stacks]
     gate_up, down = (shard.rows(stack) for shard, stack in zip(shards, stacks, strict=True))
     theirs = materialize_experts(stacks[0], stacks[1], scheme, torch.bfloat16, "experts")
     ours = materialize_experts(gate_up, down, scheme, torch.bfloat16, "experts", shards=shards)
-    ours = materialize_experts(gate_up, down, scheme, torch.bfloat16, "experts", ours, shards=shards)
+    ours = materialize_experts(
+        gate_up, down, scheme, torch.bfloat16, "experts", ours, shards=shards
+    )
     return same_bits(ours.tensors(ExpertLayout()), theirs.tensors(ExpertLayout()))
 
 
@@ -109,7 +141,8 @@ def reduced(processes: Processes) -> list[torch.Tensor]:
         sums.append(shard.reduce(mine, dtype)().clone())
     even = normal(6, 24, seed=processes.rank)
     shard = cut_rows(even.shape, processes.rank, processes.world, 1, 0)
-    assert torch.equal(shard.reduce(even.clone(), scatters=True)(), shard.reduce(even)())  # what GPUs do
+    # what GPUs do
+    assert torch.equal(shard.reduce(even.clone(), scatters=True)(), shard.reduce(even)())
     return sums
 
 
@@ -119,10 +152,16 @@ def main(file: Path) -> None:
     made: dict[str, Any] = {}
     for name in ROWS:
         masters, state = row_steps(name, processes)
-        made[name] = {key: whole_value(master) for key, master in masters.items()}, state
+        made[name] = (
+            {key: whole_value(master) for key, master in masters.items()},
+            state,
+        )
     equal = {}
     for name, scheme in SCHEMES.items():
-        equal |= {f"{name}, {blocks} blocks": equal_matrices(scheme, blocks, processes) for blocks in (1, 3)}
+        equal |= {
+            f"{name}, {blocks} blocks": equal_matrices(scheme, blocks, processes)
+            for blocks in (1, 3)
+        }
         equal[f"{name}, experts"] = equal_experts(scheme, processes)
     told, sums = processes.gathered(equal), processes.gathered(reduced(processes))
     if processes.first:

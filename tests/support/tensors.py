@@ -13,20 +13,29 @@ def normal(*shape: int, seed: int) -> torch.Tensor:
 
 
 def heavy(*shape: int, seed: int, rows: bool = True) -> torch.Tensor:
-    """Log-normal times normal, and rows of different magnitudes unless told: what makes quantization visible."""
+    """Log-normal times normal, and rows of different magnitudes unless told: what makes
+    quantization visible.
+    """
     drawn = normal(*shape, seed=seed) * normal(*shape, seed=seed + 1).exp()
     return drawn * normal(shape[0], 1, seed=seed + 2).exp() if rows else drawn
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """uint8, the last dimension as many times longer: equal bytes are equal bits, NaN and signs of zero included."""
+    """uint8, the last dimension as many times longer: equal bytes are equal bits, NaN and signs of
+    zero included.
+    """
     return torch.atleast_1d(tensor.contiguous()).view(torch.uint8)
 
 
-def same_bits(ours: Iterable[tuple[str, torch.Tensor]], theirs: Iterable[tuple[str, torch.Tensor]]) -> bool:
+def same_bits(
+    ours: Iterable[tuple[str, torch.Tensor]], theirs: Iterable[tuple[str, torch.Tensor]]
+) -> bool:
     """Whether the same names stand in the same order, each with one dtype, shape and bits."""
     return all(
-        a == b and x.dtype == y.dtype and x.shape == y.shape and torch.equal(as_bytes(x), as_bytes(y))
+        a == b
+        and x.dtype == y.dtype
+        and x.shape == y.shape
+        and torch.equal(as_bytes(x), as_bytes(y))
         for (a, x), (b, y) in zip(ours, theirs, strict=True)
     )
 

@@ -34,7 +34,10 @@ class TransformersEngine:
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
         return [
-            [self._sample(p, sampling, 1000 * sampling.seed + 100 * j + k) for k in range(sampling.samples)]
+            [
+                self._sample(p, sampling, 1000 * sampling.seed + 100 * j + k)
+                for k in range(sampling.samples)
+            ]
             for j, p in enumerate(prompts, sampling.first_prompt)
         ]
 
@@ -46,14 +49,23 @@ class TransformersEngine:
             tokens.append(int(logp.exp().multinomial(1, generator=generator)))
             logprobs.append(float(logp[tokens[-1]]))
         new = tuple(tokens[len(prompt.token_ids) :])
-        return Completion(new, tuple(logprobs), self._tokenizer.decode(new), self.weight_version, "length")
+        return Completion(
+            new,
+            tuple(logprobs),
+            self._tokenizer.decode(new),
+            self.weight_version,
+            "length",
+        )
 
     def sampled_by_step(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[int]:
         for completion in itertools.chain(*self.generate(prompts, sampling)):
             yield from (1 for _ in completion.token_ids)
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        return [self._logp(s).gather(-1, torch.tensor(s[1:])[:, None])[:, 0].tolist() for s in map(list, sequences)]
+        return [
+            self._logp(s).gather(-1, torch.tensor(s[1:])[:, None])[:, 0].tolist()
+            for s in map(list, sequences)
+        ]
 
     def logprobs_of_each(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
         return [self.logprobs(sequences)]
@@ -62,12 +74,19 @@ class TransformersEngine:
         return None
 
     def layers(self) -> list[LayerReport]:
-        linear = [name for name, module in self._model.named_modules() if isinstance(module, nn.Linear)]
+        linear = [
+            name for name, module in self._model.named_modules() if isinstance(module, nn.Linear)
+        ]
         return [LayerReport(name, "bf16", None, str(self._dtype), "torch") for name in linear]
 
     @torch.no_grad()
     def load(self, stream: Iterable[LowBitTensor], version: int) -> LoadReport:
-        digest, missing, unconsumed, consumed = StreamDigest(), set(dict(self._model.named_parameters())), [], 0
+        digest, missing, unconsumed, consumed = (
+            StreamDigest(),
+            set(dict(self._model.named_parameters())),
+            [],
+            0,
+        )
         for item in stream:
             digest.update(item)
             if item.name in missing:
@@ -84,6 +103,11 @@ class TransformersEngine:
         TransformersEngine.running -= 1
 
 
-def use_transformers_engine(monkeypatch: pytest.MonkeyPatch, kind: Any = TransformersEngine) -> None:
+def use_transformers_engine(
+    monkeypatch: pytest.MonkeyPatch, kind: Any = TransformersEngine
+) -> None:
     """Have `open_engine` choose it."""
-    monkeypatch.setattr("qarl.rollout.open._start", lambda checkpoint, rollout, dtype, *how: kind(checkpoint, dtype))
+    monkeypatch.setattr(
+        "qarl.rollout.open._start",
+        lambda checkpoint, rollout, dtype, *how: kind(checkpoint, dtype),
+    )

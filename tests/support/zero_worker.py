@@ -1,6 +1,8 @@
 """One process of `tests/learner/test_zero.py`, forked in the environment that torchrun gives.
 
-A job trains a random policy on `batch_of()` under one ZeRO stage and writes its whole state; see `run`."""
+A job trains a random policy on `batch_of()` under one ZeRO stage and writes its whole state; see
+`run`.
+"""
 
 import json
 import time
@@ -28,12 +30,17 @@ from tests.support.learners import batch_of
 
 
 def run(job: dict[str, Any], processes: Processes) -> None:
-    """job: folder (model), scheme, dtype, learner (configuration), batches [first, last), resume (or None), save."""
+    """job: folder (model), scheme, dtype, learner (configuration), batches [first, last), resume
+    (or None), save.
+    """
     config = LearnerConfig.model_validate(job["learner"])
     dtype: torch.dtype = getattr(torch, job["dtype"])
 
     def initial_model() -> LowBitModel:
-        scheme, context = get_scheme(job["scheme"]), LayerContext(dtype, "reference", config.aligned)
+        scheme, context = (
+            get_scheme(job["scheme"]),
+            LayerContext(dtype, "reference", config.aligned),
+        )
         share = share_of(config, processes, [scheme])
         masters = load_masters(Path(job["folder"]), MASTER_DTYPES[config.master_dtype], share=share)
         return LowBitModel(masters, scheme, context)
@@ -53,25 +60,42 @@ def run(job: dict[str, Any], processes: Processes) -> None:
             backward(loss)
         sums.append((dict(of_one.calls), of_one.bytes))
 
-    with Sent(processes.world) as sent, mock.patch.object(torch.Tensor, "backward", backwards):
+    with (
+        Sent(processes.world) as sent,
+        mock.patch.object(torch.Tensor, "backward", backwards),
+    ):
         stats = [learner.learn(batch_of(), step=step) for step in range(*job["batches"])]
     state = merge_states(processes.gathered(learner.state_dict()))
     codes = {item.name: item.tensor.clone() for item in model.low_bit_tensors()}
     tied = model.linears["lm_head"].codes().codes if "lm_head" in model.linears else torch.empty(0)
     if processes.first:
-        numbers = [[s.loss, s.grad_norm, s.clipped, s.entropy, s.updates, s.skipped, s.kl] for s in stats]
-        held, whole = (sum(f(p).numel() for p in model.masters.values()) for f in (torch.detach, whole_shape))
+        numbers = [
+            [s.loss, s.grad_norm, s.clipped, s.entropy, s.updates, s.skipped, s.kl] for s in stats
+        ]
+        held, whole = (
+            sum(f(p).numel() for p in model.masters.values()) for f in (torch.detach, whole_shape)
+        )
         gradients = 4 * (whole + tied.numel()) * len(sums)
         version = tied.nbytes + sum(tensor.nbytes for tensor in codes.values())
-        expected = (gradients + version * sum(s.updates for s in stats)) * (processes.world - 1) / processes.world
-        made = {"state": state, "codes": codes, "numbers": numbers, "held": held / whole}
+        expected = (
+            (gradients + version * sum(s.updates for s in stats))
+            * (processes.world - 1)
+            / processes.world
+        )
+        made = {
+            "state": state,
+            "codes": codes,
+            "numbers": numbers,
+            "held": held / whole,
+        }
         made["sums"] = sums
         torch.save({**made, "sent_bytes": sent.bytes, "expected_bytes": expected}, job["save"])
 
 
 def read(job: dict[str, Any], processes: Processes) -> None:
-    """Read the checkpoint in the folder `read` together, the first process ahead of the other, and save what each said
-    of it. step_over: whether to go on from an older one."""
+    """Read the checkpoint in the folder `read` together, the first process ahead of the other, and
+    save what each said of it. step_over: whether to go on from an older one.
+    """
     if not processes.first:
         time.sleep(0.5)  # so that it comes when what the first one sets aside is gone
     try:

@@ -1,7 +1,8 @@
-"""The floor under the bounds of canary and gate: right implementations stay within it, planted faults do not.
+"""The floor under the bounds of canary and gate: right implementations stay within it, planted
+faults do not.
 
-Random models of two layers, and no engine: the learner's graph is the engine's model, to the last bit. A real model's
-figures are in docs/lab/floor.md. Blind spot: GPUs.
+Random models of two layers, and no engine: the learner's graph is the engine's model, to the last
+bit. A real model's figures are in docs/lab/floor.md. Blind spot: GPUs.
 """
 
 import copy
@@ -22,10 +23,15 @@ from tests.support.profiles import thorough
 
 SEEDS = range(12 if thorough() else 3)
 SCHEMES = ("bf16", "w8a8", "w4a16")
-SEQUENCES = [torch.randint(0, 96, (48,), generator=torch.Generator().manual_seed(n)).tolist() for n in range(8)]
+SEQUENCES = [
+    torch.randint(0, 96, (48,), generator=torch.Generator().manual_seed(n)).tolist()
+    for n in range(8)
+]
 
 
-def model_of(masters: PreTrainedModel, scheme: str, operators: str = "engine", **changes: Any) -> LowBitModel:
+def model_of(
+    masters: PreTrainedModel, scheme: str, operators: str = "engine", **changes: Any
+) -> LowBitModel:
     kernel = "vllm" if operators == "engine" else "reference"
     context = LayerContext(torch.bfloat16, kernel)
     return LowBitModel(copy.deepcopy(masters), get_scheme(scheme), context, operators, **changes)
@@ -41,8 +47,9 @@ def distance(a: LowBitModel, b: LowBitModel) -> float:
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_right_implementation_is_within_its_bound(scheme: str, seed: int):
-    """Contract: transformers' operators over dequantized codes, which is right, is no farther from the engine's model
-    than the bound says, whose floor is measured of either."""
+    """Contract: transformers' operators over dequantized codes, which is right, is no farther from
+    the engine's model than the bound says, whose floor is measured of either.
+    """
     masters = qwen3(seed=seed)
     engine, right = model_of(masters, scheme), model_of(masters, scheme, "transformers")
     for model in (engine, right):
@@ -68,10 +75,14 @@ def permuted(masters: PreTrainedModel) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("fault", ["group size", "stale version", "one layer in another scheme", "two rows swapped"])
+@pytest.mark.parametrize(
+    "fault",
+    ["group size", "stale version", "one layer in another scheme", "two rows swapped"],
+)
 def test_planted_faults_are_beyond_the_bound_of_equal_kernels(fault: str, seed: int):
-    """Contract: where both sides have the same exact kernels, the smallest faults are seen: they move log-probs by as
-    much as other roundings do, and a tenth of that is allowed."""
+    """Contract: where both sides have the same exact kernels, the smallest faults are seen: they
+    move log-probs by as much as other roundings do, and a tenth of that is allowed.
+    """
     masters = qwen3(seed=seed)
     engine = model_of(masters, "w4a16")
     rules = [LayerRule(match="model.layers.1.self_attn.o_proj", scheme="w8a8")]

@@ -1,4 +1,6 @@
-"""What a publish is held to, on values made here: the audit, the step-0 gate, and how near an export has to be."""
+"""What a publish is held to, on values made here: the audit, the step-0 gate, and how near an
+export has to be.
+"""
 
 import math
 from dataclasses import fields, replace
@@ -14,8 +16,15 @@ from qarl.run.verify_export import difference_beyond
 from qarl.sync.audit import AuditError, audit, require_agreement
 from qarl.sync.gate import Gate, GateError, require_equal
 
-LAYER = LayerReport(name="a", scheme="w4a16", group_size=128, dtype="torch.bfloat16", kernel="Marlin")
-OTHER: dict[str, Any] = {"scheme": "w8a8", "group_size": 32, "dtype": "torch.float16", "kernel": "Machete"}
+LAYER = LayerReport(
+    name="a", scheme="w4a16", group_size=128, dtype="torch.bfloat16", kernel="Marlin"
+)
+OTHER: dict[str, Any] = {
+    "scheme": "w8a8",
+    "group_size": 32,
+    "dtype": "torch.float16",
+    "kernel": "Machete",
+}
 
 
 def test_the_audit_compares_every_field():
@@ -31,15 +40,27 @@ def test_the_audit_compares_every_field():
     with pytest.raises(AuditError, match="a: kernel 'Marlin' is not known to be batch-invariant"):
         require_agreement(audit([LAYER], [LAYER], same_kernels=True, same_bits=True))
     with pytest.raises(AuditError, match="a: scheme "):
-        require_agreement(audit([LAYER], [replace(LAYER, scheme="w8a8")], same_kernels=True, same_bits=True))
+        require_agreement(
+            audit(
+                [LAYER],
+                [replace(LAYER, scheme="w8a8")],
+                same_kernels=True,
+                same_bits=True,
+            )
+        )
     for sides, who in ((([LAYER], []), "learner"), (([], [LAYER]), "engine")):
         with pytest.raises(AuditError, match=f"a: known to the {who} only"):
             require_agreement(audit(*sides, same_kernels=True))
 
 
-@pytest.mark.parametrize(("count", "rest"), [(8, ""), (9, "\n  … and 1 more"), (11, "\n  … and 3 more")])
+@pytest.mark.parametrize(
+    ("count", "rest"), [(8, ""), (9, "\n  … and 1 more"), (11, "\n  … and 3 more")]
+)
 def test_the_audit_shows_eight_layers_and_counts_the_rest(count: int, rest: str):
-    ours, theirs = ([replace(LAYER, name=f"{n}", scheme=scheme) for n in range(count)] for scheme in ("w4a16", "w8a8"))
+    ours, theirs = (
+        [replace(LAYER, name=f"{n}", scheme=scheme) for n in range(count)]
+        for scheme in ("w4a16", "w8a8")
+    )
     with pytest.raises(AuditError) as error:
         require_agreement(audit([LAYER, *ours], [LAYER, *theirs], same_kernels=True))
     heading, shown = str(error.value).split("\ncheck that")[0].split(":\n", 1)
@@ -48,12 +69,21 @@ def test_the_audit_shows_eight_layers_and_counts_the_rest(count: int, rest: str)
     assert shown == "\n".join(lines) + rest
 
 
-@pytest.mark.parametrize(("sides", "leaves", "quantizes"), [
-    (("w4a16", "bf16"), "engine", "learner"), (("bf16", "w8a8"), "learner", "engine"),
-])  # fmt: skip
-def test_different_ignore_lists_are_told_in_these_words(sides: tuple[str, str], leaves: str, quantizes: str):
+@pytest.mark.parametrize(
+    ("sides", "leaves", "quantizes"),
+    [
+        (("w4a16", "bf16"), "engine", "learner"),
+        (("bf16", "w8a8"), "learner", "engine"),
+    ],
+)
+def test_different_ignore_lists_are_told_in_these_words(
+    sides: tuple[str, str], leaves: str, quantizes: str
+):
     ours, theirs = ([replace(LAYER, scheme=scheme), replace(LAYER, name="b")] for scheme in sides)
-    words = f"a: different ignore lists: the {leaves} leaves this layer .* the {quantizes} quantizes it in 'w"
+    words = (
+        f"a: different ignore lists: the {leaves} leaves this layer .* the {quantizes} quantizes it"
+        " in 'w"
+    )
     with pytest.raises(AuditError, match=f"disagree about 1 of 2 layers(.|\n)*{words}"):
         require_agreement(audit(ours, theirs, same_kernels=True))
 
@@ -78,9 +108,15 @@ def test_the_gate_passes_bounds_that_are_set_and_no_more(field: str):
 @pytest.mark.parametrize(("field", "limit"), [("mean_abs_log_w", 0.06), ("k3", 0.009)])
 def test_the_gate_measures_the_bounds_that_are_not_set(field: str, limit: float):
     """Three times a floor of 0.02, and nine times that of k3, which is quadratic."""
-    gate, floor = Gate(tolerance=3.0), replace(DIFFERENT, mean_abs_log_w=0.02, k3=-0.001)
+    gate, floor = (
+        Gate(tolerance=3.0),
+        replace(DIFFERENT, mean_abs_log_w=0.02, k3=-0.001),
+    )
     gate(replace(DIFFERENT, **{field: 0.999 * limit}), lambda: floor)
-    with pytest.raises(GateError, match=rf"above the bound {limit:g} \(3 times what two right implementations"):
+    with pytest.raises(
+        GateError,
+        match=rf"above the bound {limit:g} \(3 times what two right implementations",
+    ):
         gate(replace(DIFFERENT, **{field: 1.001 * limit}), lambda: floor)
 
 
@@ -92,7 +128,10 @@ def test_bitwise_is_equality():
     sampler, mask = torch.full((1, 2), -0.75), torch.ones(1, 2, dtype=torch.bool)
     require_equal(measure_mismatch(sampler, sampler, mask), never)
     for first in (torch.nextafter(sampler, torch.zeros(1, 2))[0, 0].item(), math.nan):
-        with pytest.raises(GateError, match=r"bitwise, and 50.00% of the sampled tokens .* (5.96e-08|nan) nats apart"):
+        with pytest.raises(
+            GateError,
+            match=r"bitwise, and 50.00% of the sampled tokens .* (5.96e-08|nan) nats apart",
+        ):
             require_equal(measure_mismatch(torch.tensor([[first, -0.75]]), sampler, mask), never)
 
 

@@ -1,4 +1,6 @@
-"""What the publisher checks of an engine's reports (a real one: tests/engine/test_publish.py); files of an export."""
+"""What the publisher checks of an engine's reports (a real one: tests/engine/test_publish.py);
+files of an export.
+"""
 
 import itertools
 import json
@@ -24,23 +26,42 @@ from tests.support.cases import cases
 from tests.support.learners import make_learner
 
 SIZES = {"a": 4, "b.w": 1, "c": 4, "d": 1}
-STREAM = [LowBitTensor(name, torch.full((size,), n).int()) for n, (name, size) in enumerate(SIZES.items())]
+STREAM = [
+    LowBitTensor(name, torch.full((size,), n).int()) for n, (name, size) in enumerate(SIZES.items())
+]
 SEQUENCES = [[1, 5, 9, 2], [3, 3]]
 
 
 class Ends:
-    """Both ends of a publish. unconsumed, missing: what the engine reports. offsets: how far each replica's log-probs
-    are from the learner's. sent: versions, in order."""
+    """Both ends of a publish. unconsumed, missing: what the engine reports. offsets: how far each
+    replica's log-probs are from the learner's. sent: versions, in order.
+    """
 
-    def __init__(self, unconsumed: Sequence[str] = (), missing: Sequence[str] = (), offsets: Sequence[float] = (0.0,)):
+    def __init__(
+        self,
+        unconsumed: Sequence[str] = (),
+        missing: Sequence[str] = (),
+        offsets: Sequence[float] = (0.0,),
+    ):
         self.model: Any = make_learner().model
-        self.unconsumed, self.missing, self.offsets = tuple(unconsumed), tuple(missing), offsets
-        self.other_bytes, self.canaries, self.sent, self.shared = False, 0, list[int](), cast(Any, None)
+        self.unconsumed, self.missing, self.offsets = (
+            tuple(unconsumed),
+            tuple(missing),
+            offsets,
+        )
+        self.other_bytes, self.canaries, self.sent, self.shared = (
+            False,
+            0,
+            list[int](),
+            cast(Any, None),
+        )
 
     def load(self, stream: Iterable[LowBitTensor], version: int) -> LoadReport:
         self.sent.append(version)
         digest = digested(stream).hexdigest()
-        return LoadReport("0" * 32 if self.other_bytes else digest, 3, self.unconsumed, self.missing)
+        return LoadReport(
+            "0" * 32 if self.other_bytes else digest, 3, self.unconsumed, self.missing
+        )
 
     def logprobs_of_each(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
         self.canaries += 1
@@ -54,7 +75,13 @@ class Ends:
     def shared_layers(self) -> Any:
         return self.shared
 
-    def publisher(self, canary: bool = False, bound: float = 0.5, every: int = 2, processes: Any = None) -> Publisher:
+    def publisher(
+        self,
+        canary: bool = False,
+        bound: float = 0.5,
+        every: int = 2,
+        processes: Any = None,
+    ) -> Publisher:
         engine: Any = self
         return Publisher(self.model, engine, SEQUENCES if canary else [], bound, every, processes)
 
@@ -62,8 +89,16 @@ class Ends:
 def test_a_publish_reports_what_was_sent():
     published = (ends := Ends()).publisher().publish(7)
     sent = digested(ends.model.low_bit_tensors())
-    assert (published.version, published.digest, ends.sent) == (7, sent.hexdigest(), [7])
-    assert (published.tensors, published.bytes, published.canary) == (sent.tensors, sent.bytes, None)
+    assert (published.version, published.digest, ends.sent) == (
+        7,
+        sent.hexdigest(),
+        [7],
+    )
+    assert (published.tensors, published.bytes, published.canary) == (
+        sent.tensors,
+        sent.bytes,
+        None,
+    )
 
 
 @pytest.mark.parametrize(("unconsumed", "missing", "problem"), cases(__file__, "lost"))
@@ -82,7 +117,10 @@ def test_processes_with_other_tensors_are_named():
     ends = Ends()
     apart: Any = SimpleNamespace(gathered=lambda digest: [digest, digest, "f" * 32])
     own = digested(ends.model.low_bit_tensors()).hexdigest()[:16]
-    with pytest.raises(PublishError, match=f"digest {own}… in process 0, {'f' * 16}… in process 2; the run"):
+    with pytest.raises(
+        PublishError,
+        match=f"digest {own}… in process 0, {'f' * 16}… in process 2; the run",
+    ):
         ends.publisher(processes=apart).publish(0)
 
 
@@ -92,7 +130,9 @@ def test_the_canary_is_due_at_the_first_publish_and_every_nth():
     assert due == [True, False, False, True, False, False, True, False] and ends.canaries == 3
 
 
-@pytest.mark.parametrize("offsets", [(0.0, 0.25, -0.125), (0.0, 0.0, math.nan), (0.75, 0.0), (0.0, 0.75)])
+@pytest.mark.parametrize(
+    "offsets", [(0.0, 0.25, -0.125), (0.0, 0.0, math.nan), (0.75, 0.0), (0.0, 0.75)]
+)
 def test_the_canary_passes_its_bound_and_no_more(offsets: tuple[float, ...]):
     """Of replicas the farthest is reported, and any of them stops the run."""
     ends = Ends(offsets=offsets)
@@ -102,7 +142,8 @@ def test_the_canary_passes_its_bound_and_no_more(offsets: tuple[float, ...]):
         ends.publisher(canary=True, bound=0.2500001).publish(0)
     else:
         with pytest.raises(
-            PublishError, match=r"mean \|Δ log p\| .* is (0.75|nan) nats, above the bound 0.5 \(sync.can"
+            PublishError,
+            match=r"mean \|Δ log p\| .* is (0.75|nan) nats, above the bound 0.5 \(sync.can",
         ):
             ends.publisher(canary=True).publish(0)
         with pytest.raises(PublishError, match=r"above the bound 0 \(bitwise\)"):
@@ -110,8 +151,10 @@ def test_the_canary_passes_its_bound_and_no_more(offsets: tuple[float, ...]):
 
 
 def test_shared_layers_get_a_version_as_it_is_made(monkeypatch: pytest.MonkeyPatch):
-    """Contract: the version after the present one is written at a refresh, and its publish writes no second time; the
-    publish of another writes what is there then. Its seconds are those of writing and publishing."""
+    """Contract: the version after the present one is written at a refresh, and its publish writes
+    no second time; the publish of another writes what is there then. Its seconds are those of
+    writing and publishing.
+    """
     ends, hooks, multiplied = Ends(), list[Callable[[], None] | None](), list[Any]()
     publisher = ends.publisher()
     with pytest.raises(KernelError, match="the engine's layers are in another process"):
@@ -137,21 +180,38 @@ def test_shared_layers_get_a_version_as_it_is_made(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("most", [20, 40, 1 << 20])
-def test_an_exports_files_are_those_that_transformers_looks_for(most: int, tmp_path: Path, monkeypatch):
-    """Contract: tensors in as many files as it takes, a file ends with the tensor that fills it, an index where there
-    are several; companions of the source; a note with the digest. A folder that is there is left alone."""
+def test_an_exports_files_are_those_that_transformers_looks_for(
+    most: int, tmp_path: Path, monkeypatch
+):
+    """Contract: tensors in as many files as it takes, a file ends with the tensor that fills it, an
+    index where there are several; companions of the source; a note with the digest. A folder that
+    is there is left alone.
+    """
     monkeypatch.setattr(tensor_files, "_FILE_BYTES", most)
     source, folder = tmp_path / "source", tmp_path / "below" / "export"
     source.mkdir()
-    for name in ("tokenizer.json", "chat_template.jinja", "model.safetensors", "notes.txt"):
+    for name in (
+        "tokenizer.json",
+        "chat_template.jinja",
+        "model.safetensors",
+        "notes.txt",
+    ):
         (source / name).write_text(name)
     digest = write_checkpoint(STREAM, {"b": [1], "a": 2}, source, folder, {"run": "r"})
     assert (folder / "config.json").read_text() == '{\n  "a": 2,\n  "b": [\n    1\n  ]\n}\n'
-    assert (folder / "qarl.json").read_text() == json.dumps({"run": "r", "digest": digest.hexdigest()}, indent=2) + "\n"
-    files = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
+    assert (folder / "qarl.json").read_text() == json.dumps(
+        {"run": "r", "digest": digest.hexdigest()}, indent=2
+    ) + "\n"
+    files = [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+    ]
     assert (folder / "tokenizer.json").read_text() == "tokenizer.json"
     names = {"chat_template.jinja", "config.json", "qarl.json", "tokenizer.json"}
-    assert {p.name for p in folder.iterdir()} == names | ({*files} if most == 20 else {"model.safetensors"})
+    assert {p.name for p in folder.iterdir()} == names | (
+        {*files} if most == 20 else {"model.safetensors"}
+    )
     if most == 20:
         where = {"a": files[0], "b.w": files[0], "c": files[1], "d": files[1]}
         assert all(name in load_file(folder / file) for name, file in where.items())
@@ -173,7 +233,10 @@ def test_an_exports_files_are_those_that_transformers_looks_for(most: int, tmp_p
 def test_an_exports_configuration_says_how_it_is_quantized(scheme: str):
     """And not where its masters were read from."""
     model = make_learner(scheme, torch.float16).model
-    model.config._name_or_path, model.config.quantization_config = "/home/me/base", {"stale": 1}  # type: ignore
+    model.config._name_or_path, model.config.quantization_config = (
+        "/home/me/base",
+        {"stale": 1},
+    )  # type: ignore
     written = checkpoint_config(model)
     assert written["dtype"] == "float16" and "_name_or_path" not in written
     assert written.get("quantization_config") == model.plan.quantization_config(None)

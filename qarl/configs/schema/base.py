@@ -1,4 +1,6 @@
-"""What every configuration section is built from, and sections chosen by name. Imports neither torch nor vllm."""
+"""What every configuration section is built from, and sections chosen by name. Imports neither
+torch nor vllm.
+"""
 
 import os
 import re
@@ -6,14 +8,23 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    model_validator,
+)
 
 from qarl.configs.words import did_you_mean, quoted
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 Text = Annotated[str, Field(min_length=1)]
 
-COMMA_SEPARATED = BeforeValidator(lambda v: [part.strip() for part in v.split(",")] if isinstance(v, str) else v)
+COMMA_SEPARATED = BeforeValidator(
+    lambda v: [part.strip() for part in v.split(",")] if isinstance(v, str) else v
+)
 """Of a list that may be written `A,B`; where items hold commas it is given as a list."""
 
 LARGEST_SEED = 2**63 - 1
@@ -21,8 +32,14 @@ LARGEST_SEED = 2**63 - 1
 
 
 def at_home(path: str) -> str:
-    """With the user's home for a leading `~`, also of each of several functions' files, and of the part behind hf:."""
-    return re.sub(r"((?:^|,)\s*(?:hf:)?)(~[^/,]*)(?=/|$)", lambda at: at[1] + os.path.expanduser(at[2]), path)
+    """With the user's home for a leading `~`, also of each of several functions' files, and of the
+    part behind hf:.
+    """
+    return re.sub(
+        r"((?:^|,)\s*(?:hf:)?)(~[^/,]*)(?=/|$)",
+        lambda at: at[1] + os.path.expanduser(at[2]),
+        path,
+    )
 
 
 PathText = Annotated[Text, AfterValidator(at_home)]
@@ -30,18 +47,28 @@ PathText = Annotated[Text, AfterValidator(at_home)]
 
 
 class Section(BaseModel):
-    """A frozen group of fields; unknown keys, infinities and NaN are errors. Text may look like a number."""
+    """A frozen group of fields; unknown keys, infinities and NaN are errors. Text may look like a
+    number.
+    """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, coerce_numbers_to_str=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, coerce_numbers_to_str=True
+    )
 
     @model_validator(mode="before")
     @classmethod
     def _numbers(cls, data: Any) -> Any:
         for name, field in cls.model_fields.items() if isinstance(data, dict) else ():
             kinds, value = _leaves(field.annotation), data.get(name)
-            numeric = bool not in kinds and any(kind in (int, float) or type(kind) is int for kind in kinds)
-            if numeric and any(type(part) is bool for part in (value if isinstance(value, list | tuple) else [value])):
-                raise ValueError(f"{name} {str(value).lower()} must be a number")  # Python takes True for 1
+            numeric = bool not in kinds and any(
+                kind in (int, float) or type(kind) is int for kind in kinds
+            )
+            if numeric and any(
+                type(part) is bool
+                for part in (value if isinstance(value, list | tuple) else [value])
+            ):
+                # Python takes True for 1
+                raise ValueError(f"{name} {str(value).lower()} must be a number")
         return data
 
 
@@ -54,8 +81,8 @@ def _leaves(annotation: Any) -> list[Any]:
 class Choice(Section):
     """One alternative of a section whose `name` decides which other fields it has.
 
-    So an option can only be given where it is used: one that the chosen alternative ignores is an error, and every
-    alternative has defaults of its own.
+    So an option can only be given where it is used: one that the chosen alternative ignores is an
+    error, and every alternative has defaults of its own.
     """
 
     @classmethod
@@ -74,37 +101,48 @@ def leaf_values(section: Section, prefix: str = "") -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name in type(section).model_fields:
         value = getattr(section, name)
-        values |= leaf_values(value, f"{prefix}{name}.") if isinstance(value, Section) else {prefix + name: value}
+        values |= (
+            leaf_values(value, f"{prefix}{name}.")
+            if isinstance(value, Section)
+            else {prefix + name: value}
+        )
     return values
 
 
 def differing(one: Section, other: Section) -> dict[str, tuple[Any, Any]]:
-    """Dotted path → both values of every field in which they differ; None in a section that lacks it."""
+    """Dotted path → both values of every field in which they differ; None in a section that lacks
+    it.
+    """
     before, after = leaf_values(one), leaf_values(other)
     paths = [path for path in {**before, **after} if before.get(path) != after.get(path)]
     return {path: (before.get(path), after.get(path)) for path in paths}
 
 
 def alternatives(annotation: Any) -> tuple[type[Section], ...]:
-    """The sections a field's annotation allows: several for a choice, one for a plain section, none for a value."""
+    """The sections a field's annotation allows: several for a choice, one for a plain section, none
+    for a value.
+    """
     parts = typing.get_args(annotation) or (annotation,)
     sections = tuple(part for part in parts if isinstance(part, type) and issubclass(part, Section))
     return sections if len(sections) == len(parts) else ()
 
 
 def refuse(faults: Mapping[str, object], error: type[Exception] = ValueError) -> None:
-    """Raise `error` with the first fault that is there. faults: what is wrong with its remedy → whether it is."""
+    """Raise `error` with the first fault that is there. faults: what is wrong with its remedy →
+    whether it is.
+    """
     for fault, is_there in faults.items():
         if is_there:
             raise error(fault)
 
 
 def chooser(kind: str, path: str, union: Any, default: str | None = None) -> Callable[[Any], Any]:
-    """A validator that runs before the union's own: fills in the default name and refuses what does not fit.
+    """A validator that runs before the union's own: fills in the default name and refuses what does
+    not fit.
 
-    kind, path: what is chosen, and where, for messages. union: of `Choice` classes. default: the name where none is
-    given; None where the enclosing section fills it in. Raises `ValueError` for an unknown name and for an option that
-    the chosen alternative does not have.
+    kind, path: what is chosen, and where, for messages. union: of `Choice` classes. default: the
+    name where none is given; None where the enclosing section fills it in. Raises `ValueError` for
+    an unknown name and for an option that the chosen alternative does not have.
     """
     by_name = {name: section for section in typing.get_args(union) for name in section.names()}
 
@@ -114,7 +152,9 @@ def chooser(kind: str, path: str, union: Any, default: str | None = None) -> Cal
         name = value.get("name", default)
         if name not in by_name:
             near = did_you_mean(str(name), by_name)
-            raise ValueError(f"name {quoted(name)} is no {kind}; choose one of {', '.join(by_name)}{near}")
+            raise ValueError(
+                f"name {quoted(name)} is no {kind}; choose one of {', '.join(by_name)}{near}"
+            )
         options = by_name[name].options()
         for option in value:
             if option not in ("name", *options):
@@ -123,7 +163,8 @@ def chooser(kind: str, path: str, union: Any, default: str | None = None) -> Cal
                 remedy = f", or give --{path}.name {having[-1]}" if having else ""
                 takes = ", ".join(options) or "no options"
                 raise ValueError(
-                    f"{option!r} {where}, not of {kind} {name!r}, which takes {takes}; leave it out{remedy}"
+                    f"{option!r} {where}, not of {kind} {name!r}, which takes {takes}; leave it"
+                    f" out{remedy}"
                 )
         return {**value, "name": name}
 
@@ -131,7 +172,9 @@ def chooser(kind: str, path: str, union: Any, default: str | None = None) -> Cal
 
 
 def pattern_fault(pattern: str) -> str | None:
-    """What is wrong with a pattern over layer names (`quant.checkpoint.patterns`), after its quotation; or None."""
+    """What is wrong with a pattern over layer names (`quant.checkpoint.patterns`), after its
+    quotation; or None.
+    """
     kind, _, count = pattern.partition(":")
     if not pattern:
         return "is empty; write a layer's name, a shell pattern, re:EXPRESSION, first:K or last:K"

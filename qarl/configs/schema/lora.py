@@ -6,7 +6,10 @@ from pydantic import BeforeValidator, Field, field_validator
 
 from qarl.configs.schema.base import COMMA_SEPARATED, Choice, chooser, pattern_fault
 
-_LORA = "lora: train low-rank adapters over frozen masters (docs/guide/lora.md); none: train the masters"
+_LORA = (
+    "lora: train low-rank adapters over frozen masters (docs/guide/lora.md); none: train the"
+    " masters"
+)
 
 
 class NoLora(Choice):
@@ -20,15 +23,24 @@ class LoraConfig(Choice):
 
     name: Literal["lora"] = Field(default="lora", description=_LORA)
     rank: int = Field(default=16, ge=1, description="rows of A and columns of B")
-    alpha: float = Field(default=32.0, gt=0, description="the product B A is scaled by this over the rank")
+    alpha: float = Field(
+        default=32.0,
+        gt=0,
+        description="the product B A is scaled by this over the rank",
+    )
     targets: Annotated[tuple[str, ...], COMMA_SEPARATED] = Field(
         default=(),
-        description="layers adapted, PATTERN,… as in `layers`; none given: every linear layer of the decoder",
+        description=(
+            "layers adapted, PATTERN,… as in `layers`; none given: every linear layer of the"
+            " decoder"
+        ),
     )
     base: Literal["device", "host"] = Field(
         default="device",
-        description="host: frozen matrices wait in the host's memory and come a layer at a time where a version is "
-        "made, for models that fill a GPU",
+        description=(
+            "host: frozen matrices wait in the host's memory and come a layer at a time where a"
+            " version is made, for models that fill a GPU"
+        ),
     )
 
     @field_validator("targets")
@@ -43,5 +55,7 @@ class LoraConfig(Choice):
 
 AnyLora = NoLora | LoraConfig
 LoraChoice = Annotated[
-    AnyLora, Field(discriminator="name"), BeforeValidator(chooser("LoRA setting", "learner.lora", AnyLora, "none"))
+    AnyLora,
+    Field(discriminator="name"),
+    BeforeValidator(chooser("LoRA setting", "learner.lora", AnyLora, "none")),
 ]

@@ -1,7 +1,9 @@
-"""What is maximized: objectives, corrections, aggregations and the KL penalty, each chosen by its name.
+"""What is maximized: objectives, corrections, aggregations and the KL penalty, each chosen by its
+name.
 
 docs/reference/objectives.md derives every one. Bounds are on ratios: 4e-4 allows a ratio of 1.0004.
-`default_correction` and `default_aggregation` are what a run takes that names none."""
+`default_correction` and `default_aggregation` are what a run takes that names none.
+"""
 
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -12,7 +14,10 @@ from qarl.configs.schema.base import Choice, PathText, chooser
 _WHAT = "what is maximized; the default is the QaRL paper's tbpo"
 _WEIGHT = "weight for the gap between sampler and learner; the default is the objective's own"
 _SUM = "how token losses become one number; the default is the objective's own"
-_KL = "estimator of the penalty on the distance from the initial policy, which takes a second model in memory"
+_KL = (
+    "estimator of the penalty on the distance from the initial policy, which takes a second model"
+    " in memory"
+)
 _LOW = "lower ratio bound, 1 - this, for negative advantages"
 _HIGH = "upper ratio bound, 1 + this, for positive advantages"
 _DUAL = "upper ratio bound for negative advantages (c)"
@@ -31,9 +36,20 @@ class TbpoConfig(Objective):
 
     default_correction: ClassVar[dict[str, Any]] = {"name": "geometric"}
     name: Literal["tbpo"] = Field(default="tbpo", description=_WHAT)
-    epsilon_high: float = Field(default=4e-4, gt=0, description="ratio bound for positive advantages, 1 + this")
-    delta_high: float = Field(default=7e-4, gt=0, description="upper ratio bound for negative advantages, 1 + this")
-    delta_low: float = Field(default=3e-4, gt=0, lt=1, description="lower ratio bound for negative ones, 1 - this")
+    epsilon_high: float = Field(
+        default=4e-4, gt=0, description="ratio bound for positive advantages, 1 + this"
+    )
+    delta_high: float = Field(
+        default=7e-4,
+        gt=0,
+        description="upper ratio bound for negative advantages, 1 + this",
+    )
+    delta_low: float = Field(
+        default=3e-4,
+        gt=0,
+        lt=1,
+        description="lower ratio bound for negative ones, 1 - this",
+    )
 
 
 class GrpoConfig(Objective):
@@ -86,8 +102,12 @@ class SapoConfig(Objective):
     """A soft gate in place of a clip, with the temperatures SAPO recommends."""
 
     name: Literal["sapo"] = Field(default="sapo", description=_WHAT)
-    tau_positive: float = Field(default=1.0, gt=0, description="gate temperature for positive advantages")
-    tau_negative: float = Field(default=1.05, gt=0, description="gate temperature for negative advantages")
+    tau_positive: float = Field(
+        default=1.0, gt=0, description="gate temperature for positive advantages"
+    )
+    tau_negative: float = Field(
+        default=1.05, gt=0, description="gate temperature for negative advantages"
+    )
 
 
 class CispoConfig(Objective):
@@ -98,7 +118,9 @@ class CispoConfig(Objective):
 
     default_aggregation: ClassVar[str] = "token-mean"
     name: Literal["cispo"] = Field(default="cispo", description=_WHAT)
-    ratio_cap: float = Field(default=5.0, ge=1, description="the detached token ratio is at most this")
+    ratio_cap: float = Field(
+        default=5.0, ge=1, description="the detached token ratio is at most this"
+    )
 
 
 class OnPolicyConfig(Objective):
@@ -111,32 +133,51 @@ class OnPolicyConfig(Objective):
 class PgSeqIsConfig(Objective):
     """REINFORCE under the whole sequence's importance weight."""
 
-    default_correction: ClassVar[dict[str, Any]] = {"name": "none", "ratio_from": "sampler"}
+    default_correction: ClassVar[dict[str, Any]] = {
+        "name": "none",
+        "ratio_from": "sampler",
+    }
     default_aggregation: ClassVar[str] = "seq-sum"
     name: Literal["pg_seq_is"] = Field(default="pg_seq_is", description=_WHAT)
 
 
 class OwnConfig(Objective):
-    """A function of your own, called as those in `learner/objectives/` are; see `learner.objectives.own`."""
+    """A function of your own, called as those in `learner/objectives/` are; see
+    `learner.objectives.own`.
+    """
 
     name: Literal["own"] = Field(default="own", description=_WHAT)
     function: PathText = Field(
-        description="objective 'own': file.py:function or package.module:function(inputs, config) "
-        "(docs/reference/objectives.md)"
+        description=(
+            "objective 'own': file.py:function or package.module:function(inputs, config) "
+            "(docs/reference/objectives.md)"
+        )
     )
 
 
 AnyObjective = (
-    TbpoConfig | GrpoConfig | PositiveGrpoConfig | DapoConfig | DualClipConfig | GspoConfig | GspoDualClipConfig
-    | SapoConfig | CispoConfig | OnPolicyConfig | PgSeqIsConfig | OwnConfig
-)  # fmt: skip
+    TbpoConfig
+    | GrpoConfig
+    | PositiveGrpoConfig
+    | DapoConfig
+    | DualClipConfig
+    | GspoConfig
+    | GspoDualClipConfig
+    | SapoConfig
+    | CispoConfig
+    | OnPolicyConfig
+    | PgSeqIsConfig
+    | OwnConfig
+)
 ObjectiveChoice = Annotated[
     AnyObjective,
     Field(discriminator="name"),
     BeforeValidator(chooser("objective", "learner.objective", AnyObjective, "tbpo")),
 ]
 
-_RATIO_FROM = "denominator of the ratio: learner (before the batch), or sampler (bypass: no weight needed)"
+_RATIO_FROM = (
+    "denominator of the ratio: learner (before the batch), or sampler (bypass: no weight needed)"
+)
 
 
 class NoCorrection(Choice):
@@ -149,8 +190,14 @@ class NoCorrection(Choice):
 class TruncatedConfig(Choice):
     """Truncated importance sampling, or the geometric sequence weight with QaRL's two-sided cap."""
 
-    name: Literal["token_tis", "sequence_tis", "geometric"] = Field(default="token_tis", description=_WEIGHT)
-    cap: float = Field(default=2.0, ge=1, description="largest weight; geometric: the smallest is 1 / this")
+    name: Literal["token_tis", "sequence_tis", "geometric"] = Field(
+        default="token_tis", description=_WEIGHT
+    )
+    cap: float = Field(
+        default=2.0,
+        ge=1,
+        description="largest weight; geometric: the smallest is 1 / this",
+    )
 
 
 class TokenMisConfig(Choice):
@@ -180,21 +227,31 @@ CorrectionChoice = Annotated[
 
 
 def ratio_from(correction: Any) -> str:
-    """ "learner" or "sampler"; corrections that weight by learner over sampler allow the learner alone."""
+    """ "learner" or "sampler"; corrections that weight by learner over sampler allow the learner
+    alone.
+    """
     return getattr(correction, "ratio_from", "learner")
 
 
 class MeanAggregation(Choice):
-    """token-mean: over all tokens of a mini-batch. seq-mean-token-mean: within each response, then over them."""
+    """token-mean: over all tokens of a mini-batch. seq-mean-token-mean: within each response, then
+    over them.
+    """
 
-    name: Literal["token-mean", "seq-mean-token-mean"] = Field(default="seq-mean-token-mean", description=_SUM)
+    name: Literal["token-mean", "seq-mean-token-mean"] = Field(
+        default="seq-mean-token-mean", description=_SUM
+    )
 
 
 class SeqSumAggregation(Choice):
-    """Sum over a response's tokens, divided by a constant, then the mean over responses (Dr. GRPO)."""
+    """Sum over a response's tokens, divided by a constant, then the mean over responses (Dr.
+    GRPO).
+    """
 
     name: Literal["seq-sum"] = Field(default="seq-sum", description=_SUM)
-    constant: float = Field(default=1.0, gt=0, description="divides each response's sum (1: the sum itself)")
+    constant: float = Field(
+        default=1.0, gt=0, description="divides each response's sum (1: the sum itself)"
+    )
 
 
 AnyAggregation = MeanAggregation | SeqSumAggregation
@@ -215,10 +272,14 @@ class KlConfig(Choice):
     """A penalty on the distance from the policy the run started with."""
 
     name: Literal["k1", "k2", "k3"] = Field(default="k3", description=_KL)
-    coefficient: float = Field(default=1e-3, gt=0, description="β: nats of KL a token are worth this much loss")
+    coefficient: float = Field(
+        default=1e-3, gt=0, description="β: nats of KL a token are worth this much loss"
+    )
 
 
 AnyKl = NoKl | KlConfig
 KlChoice = Annotated[
-    AnyKl, Field(discriminator="name"), BeforeValidator(chooser("KL penalty", "learner.kl", AnyKl, "none"))
+    AnyKl,
+    Field(discriminator="name"),
+    BeforeValidator(chooser("KL penalty", "learner.kl", AnyKl, "none")),
 ]

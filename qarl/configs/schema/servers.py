@@ -1,4 +1,6 @@
-"""Where a run samples, when not inside itself: servers by number or by URL. Imports neither torch nor vllm."""
+"""Where a run samples, when not inside itself: servers by number or by URL. Imports neither torch
+nor vllm.
+"""
 
 from typing import Annotated
 from urllib.parse import urlsplit
@@ -13,7 +15,9 @@ _MOST = 1024
 def _checked(servers: int | tuple[str, ...]) -> int | tuple[str, ...]:
     if isinstance(servers, int):
         if not 1 <= servers <= _MOST:
-            raise ValueError(f"{servers} is no number of servers; allowed are 1 to {_MOST}, or their URLs")
+            raise ValueError(
+                f"{servers} is no number of servers; allowed are 1 to {_MOST}, or their URLs"
+            )
         return servers
     urls = tuple(_address(url) for url in servers)
     if not urls or len(set(urls)) < len(urls):
@@ -23,12 +27,20 @@ def _checked(servers: int | tuple[str, ...]) -> int | tuple[str, ...]:
 
 def _address(url: str) -> str:
     parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/") or parts.query:
-        raise ValueError(f"{url!r} is no server's URL; write http://HOST:PORT, or a number of servers to start")
+    if (
+        parts.scheme not in ("http", "https")
+        or not parts.hostname
+        or parts.path not in ("", "/")
+        or parts.query
+    ):
+        raise ValueError(
+            f"{url!r} is no server's URL; write http://HOST:PORT, or a number of servers to start"
+        )
     if "@" in parts.netloc:
         raise ValueError(
-            f"the URL of {parts.hostname} holds a user or a password, which would be written into the run's records; "
-            "servers take a key, from rollout.server_key_file or QARL_SERVER_KEY"
+            f"the URL of {parts.hostname} holds a user or a password, which would be written into"
+            " the run's records; servers take a key, from rollout.server_key_file or"
+            " QARL_SERVER_KEY"
         )
     return url.rstrip("/")
 

@@ -1,7 +1,9 @@
-"""TRL's asynchronous trainer on an exact low-bit policy (docs/guide/trl.md): it learns while QaRL's servers sample.
+"""TRL's asynchronous trainer on an exact low-bit policy (docs/guide/trl.md): it learns while QaRL's
+servers sample.
 
-TRL's loop of prompts, tools and rewards runs in a thread, and each of its requests goes to QaRL's engine. Where TRL
-would send weights the policy is published, and what is under way on the servers goes on by them.
+TRL's loop of prompts, tools and rewards runs in a thread, and each of its requests goes to QaRL's
+engine. Where TRL would send weights the policy is published, and what is under way on the servers
+goes on by them.
 
 Axes: N tokens of a row of several sequences, in which those that they begin with are there once.
 """
@@ -17,8 +19,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer  # pyright: ignore[reportMissingImports]
-from trl.experimental.async_grpo.async_rollout_worker import _AsyncRolloutLoop  # pyright: ignore[reportMissingImports]
+from trl.experimental.async_grpo import (  # pyright: ignore[reportMissingImports]
+    AsyncGRPOConfig,
+    AsyncGRPOTrainer,
+    async_grpo_trainer,
+)
+from trl.experimental.async_grpo.async_rollout_worker import (  # pyright: ignore[reportMissingImports]
+    _AsyncRolloutLoop,
+)
 from trl.trainer.utils import FusedCausalLMOutput  # pyright: ignore[reportMissingImports]
 
 from qarl.api.engine import Engine
@@ -34,62 +42,112 @@ from qarl.quant.graph.packing import Packed, Sequences
 class LowBitAsyncGRPOTrainer(AsyncGRPOTrainer):
     """TRL's `AsyncGRPOTrainer` of a policy that `qarl.align` made.
 
-    model: the policy. engine: servers that take weights while they sample, `qarl.engine(policy, urls=[URL, …],
-    max_staleness=2)`. Other arguments are TRL's. Raises `ConfigError`, by name, for options that do not go with an
-    exact policy, and for another engine.
+    model: the policy. engine: servers that take weights while they sample, `qarl.engine(policy,
+    urls=[URL, …], max_staleness=2)`. Other arguments are TRL's. Raises `ConfigError`, by name, for
+    options that do not go with an exact policy, and for another engine.
     """
 
-    def __init__(self, model: Policy, reward_funcs: Any = None, args: Any = None, *, engine: Engine, **trl: Any):
+    def __init__(
+        self,
+        model: Policy,
+        reward_funcs: Any = None,
+        args: Any = None,
+        *,
+        engine: Engine,
+        **trl: Any,
+    ):
         args = args or AsyncGRPOConfig("low-bit-AsyncGRPO", bf16=False)
         adapt(model, args, trl)
         self.engine, rollout = engine, opened_for(args, engine)
         if rollout.max_staleness < 2:  # which is for servers alone
             raise ConfigError(
-                "the asynchronous trainer learns while its engine samples: give it servers that take weights then, "
-                "qarl.engine(policy, urls=[URL, ...], max_staleness=2)"
+                "the asynchronous trainer learns while its engine samples: give it servers that"
+                " take weights then, qarl.engine(policy, urls=[URL, ...], max_staleness=2)"
             )
         if args.token_budget is None:  # TRL would ask its server
             args.token_budget = rollout.longest
-        functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs] if reward_funcs else []
-        rewarding = {"reward_funcs": functions, **{n: trl[n] for n in ("tools", "environment_factory") if n in trl}}
-        trl |= dict.fromkeys(("rollout_worker", "weight_transfer"), _Rollouts(self, args, rewarding))
+        functions = (
+            reward_funcs
+            if isinstance(reward_funcs, list)
+            else [reward_funcs]
+            if reward_funcs
+            else []
+        )
+        rewarding = {
+            "reward_funcs": functions,
+            **{n: trl[n] for n in ("tools", "environment_factory") if n in trl},
+        }
+        trl |= dict.fromkeys(
+            ("rollout_worker", "weight_transfer"), _Rollouts(self, args, rewarding)
+        )
         if not torch.cuda.is_available():
-            # TRL 1.16 asks CUDA for its device's name, for a share of its peak, all the same: it cannot be made on CPUs
-            # before `trl.trainer.utils.get_peak_flops_per_device` looks first.
+            # TRL 1.16 asks CUDA for its device's name, for a share of its peak, all the same: it
+            # cannot be made on CPUs before `trl.trainer.utils.get_peak_flops_per_device` looks
+            # first.
             async_grpo_trainer.get_peak_flops_per_device = lambda accelerator, dtype: None
         super().__init__(str(model.folder), reward_funcs, args, **trl)
-        self.policy, self.model, self.model_wrapped = model, model.low_bit.module, model.low_bit.module
+        self.policy, self.model, self.model_wrapped = (
+            model,
+            model.low_bit.module,
+            model.low_bit.module,
+        )
         model.low_bit.router_log.enable(self.aux_loss_enabled)
         self.model.forward = MethodType(_packed_forward(model, args.temperature), self.model)
 
 
 class _Rollouts:
-    """TRL's `RolloutWorkerProtocol` and `WeightTransferProtocol` (`trl.experimental.async_grpo.async_grpo_trainer`) by
-    one engine, whose servers pause by themselves. rewarding: arguments of TRL's loop that its options do not hold."""
+    """TRL's `RolloutWorkerProtocol` and `WeightTransferProtocol`
+    (`trl.experimental.async_grpo.async_grpo_trainer`) by one engine, whose servers pause by
+    themselves. rewarding: arguments of TRL's loop that its options do not hold.
+    """
 
     def __init__(self, trainer: LowBitAsyncGRPOTrainer, args: Any, rewarding: dict[str, Any]):
         self._trainer, self._rewarding, self._turns = trainer, rewarding, 0
         self.rollout_buffer: queue.Queue[Any] = queue.Queue(args.queue_maxsize)
         self.metrics_queue: queue.Queue[Any] = queue.Queue(4096)
-        self._version, self._failed, self._reason = SimpleNamespace(value=0), threading.Event(), queue.Queue(1)
-        self._thread = threading.Thread(target=lambda: self._loop.run(), name="rollouts", daemon=True)
+        self._version, self._failed, self._reason = (
+            SimpleNamespace(value=0),
+            threading.Event(),
+            queue.Queue(1),
+        )
+        self._thread = threading.Thread(
+            target=lambda: self._loop.run(), name="rollouts", daemon=True
+        )
 
     def start(self) -> None:
         trainer, args = self._trainer, self._trainer.args
-        options = {name: getattr(args, name) for name in signature(_AsyncRolloutLoop).parameters if hasattr(args, name)}
+        options = {
+            name: getattr(args, name)
+            for name in signature(_AsyncRolloutLoop).parameters
+            if hasattr(args, name)
+        }
         self._loop = _AsyncRolloutLoop(
-            model_name="", dataset=trainer.train_dataset, processing_class=trainer.processing_class,
-            eos_token_ids=trainer.eos_token_ids, rollout_buffer=self.rollout_buffer, metrics_queue=self.metrics_queue,
-            model_version_value=self._version, heartbeat_value=SimpleNamespace(value=0.0), failed_event=self._failed,
-            exception_info_queue=self._reason, max_tokens=args.max_completion_length, **options, **self._rewarding,
-        )  # fmt: skip
+            model_name="",
+            dataset=trainer.train_dataset,
+            processing_class=trainer.processing_class,
+            eos_token_ids=trainer.eos_token_ids,
+            rollout_buffer=self.rollout_buffer,
+            metrics_queue=self.metrics_queue,
+            model_version_value=self._version,
+            heartbeat_value=SimpleNamespace(value=0.0),
+            failed_event=self._failed,
+            exception_info_queue=self._reason,
+            max_tokens=args.max_completion_length,
+            **options,
+            **self._rewarding,
+        )
         self._loop._generate_one_turn = self._sampled
         self._thread.start()
 
     async def _sampled(self, prompt_ids: list[int]) -> tuple[list[int], list[float]]:
-        seed, self._turns = step_seed(self._trainer.args.seed, self._turns), self._turns + 1
+        seed, self._turns = (
+            step_seed(self._trainer.args.seed, self._turns),
+            self._turns + 1,
+        )
         request = partial(self._trainer.engine.generate, [prompt_ids], seed=seed)
-        ((completion,),) = await asyncio.get_running_loop().run_in_executor(self._loop._tool_pool, request)
+        ((completion,),) = await asyncio.get_running_loop().run_in_executor(
+            self._loop._tool_pool, request
+        )
         return list(completion.token_ids), list(completion.logprobs)
 
     def stop(self) -> None:
@@ -114,19 +172,36 @@ class _Rollouts:
 
 
 def _packed_forward(policy: Policy, temperature: float) -> Callable[..., FusedCausalLMOutput]:
-    """A model's forward over a row as `trl.experimental.async_grpo.packing.TreeRow` packs it, by the policy."""
+    """A model's forward over a row as `trl.experimental.async_grpo.packing.TreeRow` packs it, by
+    the policy.
+    """
     chunk = policy.settings.learner.logprob_chunk_tokens
 
     def forward(module, input_ids, shift_labels, output_router_logits=False, **tree):
-        """input_ids, shift_labels: int64 [1, N]. Returns log-probs and entropies, fp32 [1, N], 0 at labels of -100."""
+        """input_ids, shift_labels: int64 [1, N]. Returns log-probs and entropies, fp32 [1, N], 0 at
+        labels of -100.
+        """
         wanted = shift_labels[:, :-1] != -100
         if not torch.equal(shift_labels[:, :-1][wanted], input_ids[:, 1:][wanted]):
-            raise ConfigError("a token's label is not the next one of its row: this version of TRL packs otherwise")
+            raise ConfigError(
+                "a token's label is not the next one of its row: this version of TRL packs"
+                " otherwise"
+            )
         kept = torch.ones_like(input_ids, dtype=torch.bool)
-        lengths, seen = (tuple(tree[f"tree_cu_seqlens_{name}"].diff().tolist()) for name in ("q", "k"))
+        lengths, seen = (
+            tuple(tree[f"tree_cu_seqlens_{name}"].diff().tolist()) for name in ("q", "k")
+        )
         places = torch.arange(kept.shape[1], device=kept.device)[None]
         packed = Packed(kept, places, Sequences(lengths, seen, tree["tree_kv_index"]))
-        computed = token_logprobs(policy.low_bit, input_ids, wanted, None, packed, chunk, temperature=temperature)
+        computed = token_logprobs(
+            policy.low_bit,
+            input_ids,
+            wanted,
+            None,
+            packed,
+            chunk,
+            temperature=temperature,
+        )
         log_probs, entropy = (nn.functional.pad(part, (0, 1)) for part in computed)
         aux_loss = load_balance_loss(policy.low_bit, kept, packed) if output_router_logits else None
         return FusedCausalLMOutput(log_probs=log_probs, entropy=entropy, aux_loss=aux_loss)

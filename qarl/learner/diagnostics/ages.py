@@ -1,8 +1,10 @@
-"""The mismatch of learner and sampler by age: how many updates a token's sampler is behind the weights that learn it.
+"""The mismatch of learner and sampler by age: how many updates a token's sampler is behind the
+weights that learn it.
 
-An update of a batch finds its tokens as many updates old as the batch had before it, and each weight version published
-since they were sampled (`rollout.max_staleness`) counts `learner.mini_batches` of them. At age 0 sampler and learner
-have the same weights, and what parts them is precision and kernels; what they are further apart later is staleness.
+An update of a batch finds its tokens as many updates old as the batch had before it, and each
+weight version published since they were sampled (`rollout.max_staleness`) counts
+`learner.mini_batches` of them. At age 0 sampler and learner have the same weights, and what parts
+them is precision and kernels; what they are further apart later is staleness.
 
 Axes: B sequences, T tokens, of which T-1 are predicted; n of B, t of T-1; k numbers of versions.
 """
@@ -18,8 +20,10 @@ from qarl.learner.diagnostics.figure import Figure
 
 @dataclass(frozen=True)
 class MismatchByAge:
-    """Lists of one length, by rising age. age: in updates. mean_abs: |log π_learner - log π_sampler| over the response
-    tokens of that age, at the weights that their update moves, nats. tokens: how many there are."""
+    """Lists of one length, by rising age. age: in updates. mean_abs: |log π_learner - log
+    π_sampler| over the response tokens of that age, at the weights that their update moves, nats.
+    tokens: how many there are.
+    """
 
     age: tuple[int, ...] = ()
     mean_abs: tuple[float, ...] = ()
@@ -31,23 +35,34 @@ class MismatchByAgeMeter(Observer):
 
     figures = (
         Figure(
-            id="by-age", title="Mismatch by age", unit="nats", axis="updates since the weights that sampled",
-            help="Mean |log π_learner − log π_sampler| of all tokens at the weights that their update moves, over "
-            "steps; bands reach from the lowest to the highest. At 0 it is precision and kernels, what it grows by is "
-            "staleness.",
-            lines={"mean": "learn/ages/mean_abs"}, places="learn/ages/age",
+            id="by-age",
+            title="Mismatch by age",
+            unit="nats",
+            axis="updates since the weights that sampled",
+            help=(
+                "Mean |log π_learner − log π_sampler| of all tokens at the weights that their"
+                " update moves, over steps; bands reach from the lowest to the highest. At 0 it is"
+                " precision and kernels, what it grows by is staleness."
+            ),
+            lines={"mean": "learn/ages/mean_abs"},
+            places="learn/ages/age",
         ),
-    )  # fmt: skip
+    )
 
     def __init__(self, learning: Learning):
         super().__init__(learning)
         batch = learning.batch
         mask, behind = batch.response_mask, batch.versions_behind
         if behind is None:
-            self._behind, self._tokens = torch.zeros(1, dtype=torch.int64), mask.sum(-1, keepdim=True)
+            self._behind, self._tokens = (
+                torch.zeros(1, dtype=torch.int64),
+                mask.sum(-1, keepdim=True),
+            )
         else:
             self._behind = behind[mask].unique()
-            self._tokens = torch.stack([((behind == k) & mask).sum(-1) for k in self._behind], dim=-1)
+            self._tokens = torch.stack(
+                [((behind == k) & mask).sum(-1) for k in self._behind], dim=-1
+            )
         self._update = torch.full_like(batch.length, -1)
         self._sums: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -60,7 +75,9 @@ class MismatchByAgeMeter(Observer):
         rows = micro.rows
         apart = (micro.current.detach() - rows.sampler_logprobs).abs() * rows.response_mask
         behind = rows.versions_behind
-        of_each = [apart if behind is None else apart * (behind == k) for k in self._behind.tolist()]
+        of_each = [
+            apart if behind is None else apart * (behind == k) for k in self._behind.tolist()
+        ]
         self._sums.append((micro.index, torch.stack([part.sum(-1) for part in of_each], dim=-1)))
 
     def record(self) -> dict[str, Any]:
@@ -79,13 +96,19 @@ class MismatchByAgeMeter(Observer):
         by_age = [(age, ages == age) for age in ages.unique().tolist() if age >= 0]
         return MismatchByAge(
             age=tuple(age for age, _ in by_age),
-            mean_abs=tuple(float(sums[some].sum()) / int(self._tokens[some].sum()) for _, some in by_age),
+            mean_abs=tuple(
+                float(sums[some].sum()) / int(self._tokens[some].sum()) for _, some in by_age
+            ),
             tokens=tuple(int(self._tokens[some].sum()) for _, some in by_age),
         )
 
     def _ages(self) -> torch.Tensor:
-        """Of a sequence's tokens so many versions behind, int64 [B, k]; -1 where it has none, or was in no update."""
+        """Of a sequence's tokens so many versions behind, int64 [B, k]; -1 where it has none, or
+        was in no update.
+        """
         update = self._update[:, None]
         return torch.where(
-            (self._tokens > 0) & (update >= 0), update + self._behind * self.learning.config.mini_batches, -1
+            (self._tokens > 0) & (update >= 0),
+            update + self._behind * self.learning.config.mini_batches,
+            -1,
         )

@@ -1,20 +1,22 @@
-"""Why learner and sampler give one token different log-probs: the log-ratio at the weights being stepped, in parts.
+"""Why learner and sampler give one token different log-probs: the log-ratio at the weights being
+stepped, in parts.
 
     log π_learner(W_k) - log π_sampler(W_j) =
         dtype      the learner's own forward      - the same in the engine's compute dtype
-      + scheme     masters in the engine's dtype  - the codes made of them, multiplied by the learner
-      + staleness  the codes of W_k               - the codes of W_j, which sampled
-      + kernel     the codes of W_j, multiplied by the learner - by the engine
+      + scheme     masters in the engine's dtype  - the codes made of them, multiplied by the
+      learner + staleness  the codes of W_k               - the codes of W_j, which sampled + kernel
+      the codes of W_j, multiplied by the learner - by the engine
 
-W_j are the weights before the batch's updates, W_k those before its last one. The forwards that a step does without
-(shadow forwards) are done for a sample of the last mini-batch, and every so many steps (`learner.diagnostics_every`).
-An aligned learner multiplies the codes itself: dtype and scheme are 0, and it needs one shadow forward, after the step.
-Where a version was published since the sample was drawn (`rollout.max_staleness`), the weights that drew it are gone:
-staleness is then the codes of W_k against the engine, and kernel, which is a part of that, not known.
+W_j are the weights before the batch's updates, W_k those before its last one. The forwards that a
+step does without (shadow forwards) are done for a sample of the last mini-batch, and every so many
+steps (`learner.diagnostics_every`). An aligned learner multiplies the codes itself: dtype and
+scheme are 0, and it needs one shadow forward, after the step. Where a version was published since
+the sample was drawn (`rollout.max_staleness`), the weights that drew it are gone: staleness is then
+the codes of W_k against the engine, and kernel, which is a part of that, not known.
 
-Source: "Defeating the trainer-generator precision mismatch in TRL" (Hugging Face, 2026; sections 5, 6 and 10.3), whose
-α is staleness + kernel and whose β is scheme + dtype.
-Axes: B sequences, T tokens, of which T-1 are predicted; n response tokens of the sample.
+Source: "Defeating the trainer-generator precision mismatch in TRL" (Hugging Face, 2026; sections 5,
+6 and 10.3), whose α is staleness + kernel and whose β is scheme + dtype. Axes: B sequences, T
+tokens, of which T-1 are predicted; n response tokens of the sample.
 """
 
 from dataclasses import dataclass, replace
@@ -40,13 +42,14 @@ SAMPLE_TOKENS = 2048
 class Decomposition:
     """Of the sample's response tokens; None where nothing was measured.
 
-    dtype, scheme, staleness, kernel: mean |part|, nats; kernel None where the weights that sampled are gone. alpha:
-    mean |staleness + kernel|, what a ratio of two low-bit policies would be; beta: mean |dtype + scheme|, the gap in
-    precision at W_k. signal_to_noise: alpha over beta, None where that is 0. phantom_clipped: share of tokens that the
-    objective clips and would not clip if the ratio were exp(α): the study's definition, at W_k, for any denominator.
-    deployed_improvement: mean of Δ · sign(A), nats, over tokens with an advantage A; Δ is what the last update changed
-    of log π of the published codes. deployed_efficiency: that over mean |Δ|: 1 where every token of the low-bit policy
-    moves as its advantage asks, near 0 where they move at random.
+    dtype, scheme, staleness, kernel: mean |part|, nats; kernel None where the weights that sampled
+    are gone. alpha: mean |staleness + kernel|, what a ratio of two low-bit policies would be; beta:
+    mean |dtype + scheme|, the gap in precision at W_k. signal_to_noise: alpha over beta, None where
+    that is 0. phantom_clipped: share of tokens that the objective clips and would not clip if the
+    ratio were exp(α): the study's definition, at W_k, for any denominator. deployed_improvement:
+    mean of Δ · sign(A), nats, over tokens with an advantage A; Δ is what the last update changed of
+    log π of the published codes. deployed_efficiency: that over mean |Δ|: 1 where every token of
+    the low-bit policy moves as its advantage asks, near 0 where they move at random.
     """
 
     dtype: float | None = None
@@ -63,9 +66,11 @@ class Decomposition:
 
 @dataclass(frozen=True)
 class Forwards:
-    """Log-probs of the same tokens, fp32 [B, T-1]. own: the learner's forward, by W_k; cast: unquantized, in the
-    engine's dtype, by W_k; published: the codes of W_k; before: those of the weights that sampled, None where they are
-    gone; after: those the update made; sampler: the engine's."""
+    """Log-probs of the same tokens, fp32 [B, T-1]. own: the learner's forward, by W_k; cast:
+    unquantized, in the engine's dtype, by W_k; published: the codes of W_k; before: those of the
+    weights that sampled, None where they are gone; after: those the update made; sampler: the
+    engine's.
+    """
 
     own: torch.Tensor
     cast: torch.Tensor
@@ -76,14 +81,24 @@ class Forwards:
 
     def parts(self) -> dict[str, torch.Tensor]:
         """The log-ratio's parts, fp32 [B, T-1] each; they add up to own - sampler."""
-        precision = {"dtype": self.own - self.cast, "scheme": self.cast - self.published}
+        precision = {
+            "dtype": self.own - self.cast,
+            "scheme": self.cast - self.published,
+        }
         if self.before is None:
             return precision | {"staleness": self.published - self.sampler}
-        return precision | {"staleness": self.published - self.before, "kernel": self.before - self.sampler}
+        return precision | {
+            "staleness": self.published - self.before,
+            "kernel": self.before - self.sampler,
+        }
 
 
-def decompose(forwards: Forwards, old: torch.Tensor, batch: Batch, config: LearnerConfig) -> Decomposition:
-    """old: the ratio's denominator where that is the learner's, fp32 [B, T-1]. batch: the same sequences."""
+def decompose(
+    forwards: Forwards, old: torch.Tensor, batch: Batch, config: LearnerConfig
+) -> Decomposition:
+    """old: the ratio's denominator where that is the learner's, fp32 [B, T-1]. batch: the same
+    sequences.
+    """
     mask = batch.response_mask
     used = forwards.published if config.ratio_fix == "shadow_forward" else forwards.own
     proximal = forwards.sampler if ratio_from(config.correction) == "sampler" else old
@@ -92,7 +107,10 @@ def decompose(forwards: Forwards, old: torch.Tensor, batch: Batch, config: Learn
     parts = forwards.parts()
     alpha = parts["staleness"] + parts["kernel"] if "kernel" in parts else parts["staleness"]
     beta = parts["dtype"] + parts["scheme"]
-    means = {name: float(part[mask].abs().mean()) for name, part in (parts | {"alpha": alpha, "beta": beta}).items()}
+    means = {
+        name: float(part[mask].abs().mean())
+        for name, part in (parts | {"alpha": alpha, "beta": beta}).items()
+    }
     taught = mask & (batch.advantages != 0)
     moved = (forwards.after - forwards.published)[taught]
     size = float(moved.abs().mean()) if len(moved) else 0.0
@@ -106,8 +124,12 @@ def decompose(forwards: Forwards, old: torch.Tensor, batch: Batch, config: Learn
     )
 
 
-def clipped_tokens(current: torch.Tensor, proximal: torch.Tensor, batch: Batch, config: LearnerConfig) -> torch.Tensor:
-    """What the configured objective clips, bool [B, T-1] or [B, 1]. current, proximal: log-probs, fp32 [B, T-1]."""
+def clipped_tokens(
+    current: torch.Tensor, proximal: torch.Tensor, batch: Batch, config: LearnerConfig
+) -> torch.Tensor:
+    """What the configured objective clips, bool [B, T-1] or [B, 1]. current, proximal: log-probs,
+    fp32 [B, T-1].
+    """
     inputs = ObjectiveInput(
         current=current,
         proximal=proximal,
@@ -123,16 +145,23 @@ class ShadowForwards(Observer):
 
     figures = (
         Figure(
-            id="parts", title="Where the log-ratio comes from", unit="nats a token",
+            id="parts",
+            title="Where the log-ratio comes from",
+            unit="nats a token",
             help="Mean |part| of log π_learner − log π_sampler at the weights stepped last.",
-            lines={name: f"learn/log_ratio/{name}" for name in ("dtype", "scheme", "staleness", "kernel")},
+            lines={
+                name: f"learn/log_ratio/{name}"
+                for name in ("dtype", "scheme", "staleness", "kernel")
+            },
             logarithmic=True,
         ),
-    )  # fmt: skip
+    )
 
     def __init__(self, learning: Learning):
         super().__init__(learning)
-        self._due = bool(learning.trained) and is_due(learning.config.diagnostics_every, learning.step)
+        self._due = bool(learning.trained) and is_due(
+            learning.config.diagnostics_every, learning.step
+        )
         self._model = learning.model
         self._values: dict[str, torch.Tensor] = {}
         self._own = RowLogprobs(learning.batch)
@@ -143,8 +172,10 @@ class ShadowForwards(Observer):
             self._behind = behind is not None and bool(behind[self.sample].any())
 
     def before_batch(self) -> None:
-        """By the codes that sampled, where they are still there; an aligned learner's old log-probs are these. The
-        rows that the log wants so are scored by unquantized weights, which an unaligned learner does anyway."""
+        """By the codes that sampled, where they are still there; an aligned learner's old log-probs
+        are these. The rows that the log wants so are scored by unquantized weights, which an
+        unaligned learner does anyway.
+        """
         if not self._due:
             return
         log = self.learning.log
@@ -184,10 +215,23 @@ class ShadowForwards(Observer):
         if not self._due:
             return {"log_ratio": Decomposition()}
         batch, config = self.learning.batch, self.learning.config
-        rows, own, old = batch.rows(self.sample), self._own.values[self.sample], self.learning.old.values[self.sample]
-        values = {"own": own, "cast": own, "published": own, "before": old, **self._values}
+        rows, own, old = (
+            batch.rows(self.sample),
+            self._own.values[self.sample],
+            self.learning.old.values[self.sample],
+        )
+        values = {
+            "own": own,
+            "cast": own,
+            "published": own,
+            "before": old,
+            **self._values,
+        }
         length = rows.response_mask.shape[1]
-        forwards = Forwards(**{name: v[:, :length] for name, v in values.items()}, sampler=rows.sampler_logprobs)
+        forwards = Forwards(
+            **{name: v[:, :length] for name, v in values.items()},
+            sampler=rows.sampler_logprobs,
+        )
         forwards = replace(forwards, before=None) if self._behind else forwards
         return {"log_ratio": decompose(forwards, old[:, :length], rows, config)}
 
@@ -196,5 +240,7 @@ class ShadowForwards(Observer):
 
 
 def sample_rows(batch: Batch, rows: torch.Tensor, tokens: int = SAMPLE_TOKENS) -> torch.Tensor:
-    """As many of the rows, int64 [n], from the first on, as have that many tokens together; one at least."""
+    """As many of the rows, int64 [n], from the first on, as have that many tokens together; one at
+    least.
+    """
     return rows[: max(1, int((batch.length[rows].cumsum(0) <= tokens).sum()))]

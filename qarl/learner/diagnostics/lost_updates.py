@@ -1,14 +1,16 @@
-"""What becomes of updates on their way to the sampler, measured every so many steps (`learner.diagnostics_every`).
+"""What becomes of updates on their way to the sampler, measured every so many steps
+(`learner.diagnostics_every`).
 
-An update of 1e-6 can be lost twice: where a 16-bit master is rounded back to what it was, and where a master moved and
-neither its low-bit code nor its bfloat16 rounding did.
+An update of 1e-6 can be lost twice: where a 16-bit master is rounded back to what it was, and where
+a master moved and neither its low-bit code nor its bfloat16 rounding did.
 
-    lost_updates      of the weights the optimizer meant to move, the share whose stored master did not change
-    crossed_bfloat16  of all masters, the share that an update took to another bfloat16
+    lost_updates      of the weights the optimizer meant to move, the share whose stored master did
+    not change crossed_bfloat16  of all masters, the share that an update took to another bfloat16
     flipped_codes     of all low-bit codes, the share that a materialization changed
 
-`diagnostics.decomposition` measures in the same steps what of it the sampler's policy does.
-Source of the second: "Defeating the trainer-generator precision mismatch in TRL" (Hugging Face, 2026; section 6.6).
+`diagnostics.decomposition` measures in the same steps what of it the sampler's policy does. Source
+of the second: "Defeating the trainer-generator precision mismatch in TRL" (Hugging Face, 2026;
+section 6.6).
 """
 
 from typing import Any
@@ -24,15 +26,20 @@ class LostUpdates(Observer):
 
     figures = (
         Figure(
-            id="codes", title="Updates that count", unit="share",
-            help="Low-bit codes that an update changed; masters that it took to another bfloat16; updates lost to the "
-            "masters' rounding.",
+            id="codes",
+            title="Updates that count",
+            unit="share",
+            help=(
+                "Low-bit codes that an update changed; masters that it took to another bfloat16;"
+                " updates lost to the masters' rounding."
+            ),
             lines={
-                "flipped codes": "learn/flipped_codes", "crossed bfloat16": "learn/crossed_bfloat16",
+                "flipped codes": "learn/flipped_codes",
+                "crossed bfloat16": "learn/crossed_bfloat16",
                 "lost updates": "learn/lost_updates",
             },
         ),
-    )  # fmt: skip
+    )
 
     def __init__(self, learning: Learning):
         super().__init__(learning)
@@ -49,8 +56,9 @@ class LostUpdates(Observer):
         self._crossed.add(arrived.crossed, arrived.weights)
 
     def record(self) -> dict[str, Any]:
-        """Means over the updates taken, None where there were none; flipped_codes also where no layer has low-bit
-        codes, crossed_bfloat16 where no weight of the model is trained (LoRA)."""
+        """Means over the updates taken, None where there were none; flipped_codes also where no
+        layer has low-bit codes, crossed_bfloat16 where no weight of the model is trained (LoRA).
+        """
         if self.flips is None:
             return dict.fromkeys(("lost_updates", "crossed_bfloat16", "flipped_codes"))
         return {

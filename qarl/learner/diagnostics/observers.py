@@ -7,5 +7,11 @@ from qarl.learner.diagnostics.lost_updates import LostUpdates
 from qarl.learner.diagnostics.start_distance import StartDistance
 from qarl.learner.diagnostics.token_record import TokenRecord
 
-OBSERVERS: tuple[type[Observer], ...] = (StartDistance, MismatchByAgeMeter, ShadowForwards, LostUpdates, TokenRecord)
+OBSERVERS: tuple[type[Observer], ...] = (
+    StartDistance,
+    MismatchByAgeMeter,
+    ShadowForwards,
+    LostUpdates,
+    TokenRecord,
+)
 """In the order in which each is called."""

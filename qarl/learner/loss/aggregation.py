@@ -26,12 +26,16 @@ class BatchSize:
 
 
 def aggregate(
-    values: torch.Tensor, response_mask: torch.Tensor, config: AnyAggregation, totals: BatchSize
+    values: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: AnyAggregation,
+    totals: BatchSize,
 ) -> torch.Tensor:
     """A micro-batch's share of the mini-batch's loss, 0-d.
 
-    values: fp32 [B, T-1], or [B, 1] where a response's tokens share one value. response_mask: bool [B, T-1]. Sharing
-    instead of repeating the value keeps sequence-level losses free of the rounding of a mean over equal numbers.
+    values: fp32 [B, T-1], or [B, 1] where a response's tokens share one value. response_mask: bool
+    [B, T-1]. Sharing instead of repeating the value keeps sequence-level losses free of the
+    rounding of a mean over equal numbers.
     """
     if config.name == "seq-mean-token-mean":
         return over_tokens(values, response_mask).sum() / totals.sequences
@@ -43,7 +47,9 @@ def aggregate(
 
 def over_tokens(values: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
     """Mean within each response, fp32 [B]; values as in `aggregate`."""
-    return values[:, 0] if is_shared(values, response_mask) else sequence_mean(values, response_mask)
+    return (
+        values[:, 0] if is_shared(values, response_mask) else sequence_mean(values, response_mask)
+    )
 
 
 def is_shared(values: torch.Tensor, response_mask: torch.Tensor) -> bool:

@@ -20,9 +20,11 @@ from qarl.learner.objectives.ratios import sequence_log_ratio
 
 @dataclass(frozen=True)
 class LossInput:
-    """Log-probs of the same tokens, fp32 [B, T-1]: current (being stepped, with gradient), old (the learner before the
-    batch; None where `needs_old` says no and nobody asked), sampler (the engine's), reference (the policy the run
-    started with; None without a KL penalty). response_mask: bool [B, T-1]. advantages: fp32 [B, T-1]."""
+    """Log-probs of the same tokens, fp32 [B, T-1]: current (being stepped, with gradient), old (the
+    learner before the batch; None where `needs_old` says no and nobody asked), sampler (the
+    engine's), reference (the policy the run started with; None without a KL penalty).
+    response_mask: bool [B, T-1]. advantages: fp32 [B, T-1].
+    """
 
     current: torch.Tensor
     old: torch.Tensor | None
@@ -34,8 +36,9 @@ class LossInput:
 
 @dataclass(frozen=True)
 class LossShare:
-    """loss: a micro-batch's share of the mini-batch's, 0-d, with gradient. numbers: its share of `LossMetrics`' fields,
-    0-d on its device. tokens: of the micro-batch."""
+    """loss: a micro-batch's share of the mini-batch's, 0-d, with gradient. numbers: its share of
+    `LossMetrics`' fields, 0-d on its device. tokens: of the micro-batch.
+    """
 
     loss: torch.Tensor
     numbers: dict[str, torch.Tensor | None]
@@ -48,8 +51,12 @@ class LossShare:
 
 
 def needs_old(config: LearnerConfig) -> bool:
-    """Whether the loss has the old log-probs in it: as the ratio's denominator, or in the correction's weight."""
-    return ratio_from(config.correction) != "sampler" or not isinstance(config.correction, NoCorrection)
+    """Whether the loss has the old log-probs in it: as the ratio's denominator, or in the
+    correction's weight.
+    """
+    return ratio_from(config.correction) != "sampler" or not isinstance(
+        config.correction, NoCorrection
+    )
 
 
 def policy_loss(terms: LossInput, config: LearnerConfig, totals: BatchSize) -> LossShare:
@@ -75,22 +82,32 @@ def policy_loss(terms: LossInput, config: LearnerConfig, totals: BatchSize) -> L
         return over_tokens(values, response_mask).sum().double() / totals.sequences
 
     log_ratio = (terms.current - proximal).detach()
-    reasons = clip_reasons(log_ratio, result.clipped, weights.truncated, terms.advantages, response_mask)
+    reasons = clip_reasons(
+        log_ratio, result.clipped, weights.truncated, terms.advantages, response_mask
+    )
     phantom_clipped = update_log_ratio = None
     sides: tuple[torch.Tensor | None, ...] = (None, None, None)
     if terms.old is not None:
         with torch.no_grad():
             phantom = torch.zeros_like(result.clipped)
             if bypass:  # log r = α + β here; with the learner's denominator β is gone
-                phantom = result.clipped & ~objective(replace(inputs, proximal=terms.old), section).clipped
+                phantom = (
+                    result.clipped
+                    & ~objective(replace(inputs, proximal=terms.old), section).clipped
+                )
             update = sequence_log_ratio(terms.current, terms.old, response_mask).abs().sum()
-        phantom_clipped, update_log_ratio = share(phantom), update.double() / totals.sequences
+        phantom_clipped, update_log_ratio = (
+            share(phantom),
+            update.double() / totals.sequences,
+        )
         sides = tuple(share(side & ~phantom) for side in clipped_sides(reasons))
     kl = {}
     if isinstance(config.kl, KlConfig):
         assert terms.reference is not None
         estimate = kl_estimate(terms.current, terms.reference, response_mask, config.kl.name)
-        loss = loss + config.kl.coefficient * aggregate(estimate, response_mask, config.aggregation, totals)
+        loss = loss + config.kl.coefficient * aggregate(
+            estimate, response_mask, config.aggregation, totals
+        )
         kl = {"kl": share(estimate.detach())}
     numbers = dict(
         loss=loss.detach(),

@@ -1,5 +1,7 @@
-"""What a mini-batch's loss tells. A new number is a field here with its value in `policy_loss` (or the learner), and a
-line that shows it (qarl/report/dashboard.py); adding up, averaging and writing follow from the field."""
+"""What a mini-batch's loss tells. A new number is a field here with its value in `policy_loss` (or
+the learner), and a line that shows it (qarl/report/dashboard.py); adding up, averaging and writing
+follow from the field.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
@@ -12,15 +14,18 @@ from qarl.learner.processes import Processes
 
 @dataclass(frozen=True)
 class LossMetrics:
-    """A micro-batch's share of its mini-batch's means: sums over the sequences at hand, over the mini-batch's count of
-    sequences. So shares add up, over micro-batches with `+`, over processes with `total`. None: not measured.
+    """A micro-batch's share of its mini-batch's means: sums over the sequences at hand, over the
+    mini-batch's count of sequences. So shares add up, over micro-batches with `+`, over processes
+    with `total`. None: not measured.
 
-    loss: what is descended, KL penalty and load-balance loss included. Shares of tokens: clipped, whose ratio reached a
-    bound; phantom_clipped, of those the ones that only the precision gap put there; of the others that have an
-    advantage, clipped_positive_above (A > 0, ratio above 1), clipped_negative_above and clipped_negative_below (A < 0);
-    corrected, whose correction weight was capped or masked. ratio_mean: of π_cur/π_proximal. update_log_ratio: mean
-    |log π_cur/π_old| of the sequences. (It, phantom_clipped and the sides are None where old log-probs were not needed,
-    `LossInput`.) kl: to the reference, nats a token. load_balance: the routers' auxiliary loss, 0 without.
+    loss: what is descended, KL penalty and load-balance loss included. Shares of tokens: clipped,
+    whose ratio reached a bound; phantom_clipped, of those the ones that only the precision gap put
+    there; of the others that have an advantage, clipped_positive_above (A > 0, ratio above 1),
+    clipped_negative_above and clipped_negative_below (A < 0); corrected, whose correction weight
+    was capped or masked. ratio_mean: of π_cur/π_proximal. update_log_ratio: mean
+    |log π_cur/π_old| of the sequences. (It, phantom_clipped and the sides are None where old
+      log-probs were not needed, `LossInput`.) kl: to the reference, nats a token. load_balance: the
+      routers' auxiliary loss, 0 without.
     """
 
     loss: float = 0.0
@@ -38,8 +43,14 @@ class LossMetrics:
     @classmethod
     def of(cls, numbers: Mapping[str, torch.Tensor | None]) -> "LossMetrics":
         """Of 0-d tensors on one device, by field; waits for it once."""
-        values = iter(torch.stack([number.double() for number in numbers.values() if number is not None]).tolist())
-        fields_of: dict[str, Any] = {n: None if number is None else next(values) for n, number in numbers.items()}
+        values = iter(
+            torch.stack(
+                [number.double() for number in numbers.values() if number is not None]
+            ).tolist()
+        )
+        fields_of: dict[str, Any] = {
+            n: None if number is None else next(values) for n, number in numbers.items()
+        }
         return cls(**fields_of)
 
     def __add__(self, other: "LossMetrics") -> "LossMetrics":
@@ -50,7 +61,9 @@ class LossMetrics:
     def total(self, processes: Processes) -> "LossMetrics":
         """The sum over processes, which all call this and have measured the same."""
         values = astuple(self)
-        sums = processes.total(torch.tensor([v or 0.0 for v in values], dtype=torch.float64)).tolist()
+        sums = processes.total(
+            torch.tensor([v or 0.0 for v in values], dtype=torch.float64)
+        ).tolist()
         measured: list[Any] = [None if v is None else s for v, s in zip(values, sums, strict=True)]
         return LossMetrics(*measured)
 

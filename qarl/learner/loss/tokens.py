@@ -12,18 +12,26 @@ from qarl.learner.objectives.ratios import sequence_mean
 
 @dataclass(frozen=True)
 class LossTokens:
-    """Without gradient, [B, T-1]. log_ratio: log π_cur - log π_proximal, fp32. clip: place in `CLIP_REASONS`, int32."""
+    """Without gradient, [B, T-1]. log_ratio: log π_cur - log π_proximal, fp32. clip: place in
+    `CLIP_REASONS`, int32.
+    """
 
     log_ratio: Tensor
     clip: Tensor
 
 
 def clip_reasons(
-    log_ratio: Tensor, clipped: Tensor, corrected: Tensor, advantages: Tensor, response_mask: Tensor
+    log_ratio: Tensor,
+    clipped: Tensor,
+    corrected: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
 ) -> Tensor:
-    """Places in `CLIP_REASONS`, int32 [B, T-1]. log_ratio, advantages: fp32, response_mask: bool [B, T-1]. clipped,
-    corrected: the objective's bound was reached, the mismatch weight was capped or masked; bool, of each token [B, T-1]
-    or of each sequence [B, 1]. A token without advantage has no gradient to lose: none."""
+    """Places in `CLIP_REASONS`, int32 [B, T-1]. log_ratio, advantages: fp32, response_mask: bool
+    [B, T-1]. clipped, corrected: the objective's bound was reached, the mismatch weight was capped
+    or masked; bool, of each token [B, T-1] or of each sequence [B, 1]. A token without advantage
+    has no gradient to lose: none.
+    """
     sequence = is_shared(clipped, response_mask)
     signed = sequence_mean(log_ratio, response_mask)[:, None] if sequence else log_ratio
     place = 1 + 4 * int(sequence) + 2 * (advantages < 0).int() + (signed < 0).int()
@@ -33,9 +41,12 @@ def clip_reasons(
 
 
 def clipped_sides(reasons: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Which tokens' ratio, or whose sequence's, is beyond the bound: A > 0 above, A < 0 above, A < 0 below; bool
-    [B, T-1] each. reasons: as `clip_reasons` returns them."""
+    """Which tokens' ratio, or whose sequence's, is beyond the bound: A > 0 above, A < 0 above, A <
+    0 below; bool [B, T-1] each. reasons: as `clip_reasons` returns them.
+    """
     sides = ("A > 0 above", "A < 0 above", "A < 0 below")
     places = ((CLIP_REASONS.index(side), CLIP_REASONS.index(f"sequence, {side}")) for side in sides)
-    above_positive, above_negative, below_negative = ((reasons == a) | (reasons == b) for a, b in places)
+    above_positive, above_negative, below_negative = (
+        (reasons == a) | (reasons == b) for a, b in places
+    )
     return above_positive, above_negative, below_negative

@@ -4,21 +4,44 @@ from typing import Any
 
 from qarl.learner.objectives.base import Objective, ObjectiveInput, ObjectiveResult
 from qarl.learner.objectives.own import own
-from qarl.learner.objectives.ppo import dual_clip, grpo, gspo, gspo_dual_clip, positive_grpo
+from qarl.learner.objectives.ppo import (
+    dual_clip,
+    grpo,
+    gspo,
+    gspo_dual_clip,
+    positive_grpo,
+)
 from qarl.learner.objectives.reinforce import cispo, on_policy, pg_seq_is
 from qarl.learner.objectives.sapo import sapo
 from qarl.learner.objectives.tbpo import tbpo
 
 OBJECTIVES: dict[str, Objective] = {
-    "tbpo": tbpo, "grpo": grpo, "positive_grpo": positive_grpo, "dapo": grpo, "dual_clip": dual_clip, "gspo": gspo,
-    "gspo_dual_clip": gspo_dual_clip, "sapo": sapo, "cispo": cispo, "on_policy": on_policy, "pg_seq_is": pg_seq_is,
-}  # fmt: skip
+    "tbpo": tbpo,
+    "grpo": grpo,
+    "positive_grpo": positive_grpo,
+    "dapo": grpo,
+    "dual_clip": dual_clip,
+    "gspo": gspo,
+    "gspo_dual_clip": gspo_dual_clip,
+    "sapo": sapo,
+    "cispo": cispo,
+    "on_policy": on_policy,
+    "pg_seq_is": pg_seq_is,
+}
 """All but `own`, which is whatever function its section names."""
 
 
 def find_objective(section: Any) -> Objective:
-    """The function of a section of `configs.schema.objectives`. Raises `ConfigError` for an own one not found."""
+    """The function of a section of `configs.schema.objectives`. Raises `ConfigError` for an own one
+    not found.
+    """
     return own(section.function) if section.name == "own" else OBJECTIVES[section.name]
 
 
-__all__ = ["OBJECTIVES", "Objective", "ObjectiveInput", "ObjectiveResult", "find_objective"]
+__all__ = [
+    "OBJECTIVES",
+    "Objective",
+    "ObjectiveInput",
+    "ObjectiveResult",
+    "find_objective",
+]

@@ -1,11 +1,11 @@
 """Advantages from the rewards of a prompt's group.
 
-    grpo      (R - mean) / std                      GRPO (arXiv 2402.03300, section 4.1.2)
-    dr_grpo   R - mean                              Dr. GRPO (arXiv 2503.20783): no bias to easy or hard prompts
-    rloo      R - mean of the group's others        RLOO (arXiv 2402.14740, section 2)
+    grpo      (R - mean) / std                      GRPO (arXiv 2402.03300, section 4.1.2) dr_grpo
+    R - mean                              Dr. GRPO (arXiv 2503.20783): no bias to easy or hard
+    prompts rloo      R - mean of the group's others        RLOO (arXiv 2402.14740, section 2)
 
-"Leave-one-out" is rloo's other name, not a fourth: R - mean of the others = S/(S-1) · (R - mean) in a group of S, so
-it differs from dr_grpo by that constant alone.
+"Leave-one-out" is rloo's other name, not a fourth: R - mean of the others = S/(S-1) · (R - mean) in
+a group of S, so it differs from dr_grpo by that constant alone.
 """
 
 import torch
@@ -18,9 +18,9 @@ _STD_FLOOR = 1e-6
 def group_advantages(rewards: torch.Tensor, estimator: str = "grpo") -> torch.Tensor:
     """Advantages within each group.
 
-    rewards: fp32 [G, S], one row per prompt's group of S ≥ 2 samples. estimator: "grpo", "dr_grpo" or "rloo". Returns
-    fp32 [G, S]; a group whose rewards are all equal teaches nothing and gets zeros. Raises `ConfigError` for another
-    estimator.
+    rewards: fp32 [G, S], one row per prompt's group of S ≥ 2 samples. estimator: "grpo", "dr_grpo"
+    or "rloo". Returns fp32 [G, S]; a group whose rewards are all equal teaches nothing and gets
+    zeros. Raises `ConfigError` for another estimator.
     """
     if estimator not in ("grpo", "dr_grpo", "rloo"):
         raise ConfigError(f"advantage {estimator!r} must be one of grpo, dr_grpo, rloo")
@@ -31,5 +31,9 @@ def group_advantages(rewards: torch.Tensor, estimator: str = "grpo") -> torch.Te
     else:
         samples = rewards.shape[-1]
         scaled = centered * (samples / max(samples - 1, 1)) if estimator == "rloo" else centered
-    differ = std > _STD_FLOOR if estimator == "grpo" else (rewards != rewards[..., :1]).any(-1, keepdim=True)
+    differ = (
+        std > _STD_FLOOR
+        if estimator == "grpo"
+        else (rewards != rewards[..., :1]).any(-1, keepdim=True)
+    )
     return torch.where(differ, scaled, torch.zeros_like(centered))

@@ -1,7 +1,8 @@
 """An objective of the user's: `--objective own --learner.objective.function mine.py:objective`.
 
-The function is called as those of this folder are (`learner.objectives.base.Objective`), for every micro-batch, with
-the section of the configuration as `config`. Its correction is token_tis unless another is named.
+The function is called as those of this folder are (`learner.objectives.base.Objective`), for every
+micro-batch, with the section of the configuration as `config`. Its correction is token_tis unless
+another is named.
 """
 
 import functools
@@ -13,7 +14,9 @@ from qarl.configs.errors import ConfigError, QarlError
 from qarl.configs.functions import FunctionKind, in_words, load_function
 from qarl.learner.objectives.base import Objective, ObjectiveInput, ObjectiveResult
 
-_KIND = FunctionKind("objective", "taking (inputs, config) and returning an ObjectiveResult", ConfigError)
+_KIND = FunctionKind(
+    "objective", "taking (inputs, config) and returning an ObjectiveResult", ConfigError
+)
 
 
 class ObjectiveError(QarlError, heading="objective"):
@@ -22,7 +25,9 @@ class ObjectiveError(QarlError, heading="objective"):
 
 @functools.cache
 def own(spec: str) -> Objective:
-    """The function that `spec` names, with its results checked. Raises `ConfigError` where it is not found."""
+    """The function that `spec` names, with its results checked. Raises `ConfigError` where it is
+    not found.
+    """
     function = load_function(_KIND, spec)
 
     def checked(inputs: ObjectiveInput, config: Any) -> ObjectiveResult:
@@ -41,14 +46,18 @@ def own(spec: str) -> Objective:
 def _fault(result: Any, inputs: ObjectiveInput) -> str:
     """What is wrong with a result; "" if nothing."""
     if not isinstance(result, ObjectiveResult):
-        return f"{type(result).__name__}; return qarl.learner.objectives.ObjectiveResult(loss, clipped)"
+        return (
+            f"{type(result).__name__}; return qarl.learner.objectives.ObjectiveResult(loss,"
+            " clipped)"
+        )
     rows, tokens = inputs.current.shape
     for name in ("loss", "clipped"):
         value, shapes = getattr(result, name), ((rows, tokens), (rows, 1))
         shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
         if shape not in shapes:
             return (
-                f"{name} {shape}; allowed are tensors {shapes[0]}, one value a token, and {shapes[1]}, one a sequence"
+                f"{name} {shape}; allowed are tensors {shapes[0]}, one value a token, and"
+                f" {shapes[1]}, one a sequence"
             )
     if result.clipped.dtype != torch.bool:
         return f"clipped of {result.clipped.dtype}; allowed is torch.bool"

@@ -1,8 +1,8 @@
-"""PPO's clip with a ratio a token (GRPO, DAPO) or a sequence (GSPO), its second clip for negative samples, and positive
-samples alone.
+"""PPO's clip with a ratio a token (GRPO, DAPO) or a sequence (GSPO), its second clip for negative
+samples, and positive samples alone.
 
-    r_t = π_cur / π_proximal,   s = exp(mean_t(log π_cur - log π_proximal))
-    J   = mean over responses of w · min(r · A, clip(r, 1 - ε_l, 1 + ε_h) · A),   r = r_t, in the mean over t, or s
+    r_t = π_cur / π_proximal,   s = exp(mean_t(log π_cur - log π_proximal)) J   = mean over
+    responses of w · min(r · A, clip(r, 1 - ε_l, 1 + ε_h) · A),   r = r_t, in the mean over t, or s
 """
 
 from qarl.configs.schema.objectives import (
@@ -13,44 +13,62 @@ from qarl.configs.schema.objectives import (
     PositiveGrpoConfig,
 )
 from qarl.learner.objectives.base import ObjectiveInput, ObjectiveResult
-from qarl.learner.objectives.ratios import clipped, sequence_advantages, sequence_ratio, token_ratio
+from qarl.learner.objectives.ratios import (
+    clipped,
+    sequence_advantages,
+    sequence_ratio,
+    token_ratio,
+)
 
 
 def grpo(inputs: ObjectiveInput, config: GrpoConfig) -> ObjectiveResult:
     """-w · surrogate of each token. Source: GRPO (arXiv 2402.03300, eq. 3).
 
-    DAPO (arXiv 2503.14476) is the same function: ε_h > ε_l (clip-higher, eq. 10), so that unlikely tokens can still
-    rise, and the mean over all tokens (eq. 8) are defaults of its section. Its dynamic sampling is
-    `rollout.dynamic_sampling`.
+    DAPO (arXiv 2503.14476) is the same function: ε_h > ε_l (clip-higher, eq. 10), so that unlikely
+    tokens can still rise, and the mean over all tokens (eq. 8) are defaults of its section. Its
+    dynamic sampling is `rollout.dynamic_sampling`.
     """
     return clipped(inputs, token_ratio(inputs), inputs.advantages, config)
 
 
 def dual_clip(inputs: ObjectiveInput, config: DualClipConfig) -> ObjectiveResult:
-    """-w · surrogate of each token; where A < 0 it is the larger of GRPO's and c · A, so that a negative sample's ratio
-    is bounded above as well. Source: Ye et al. (arXiv 1912.09729; c = 3)."""
+    """-w · surrogate of each token; where A < 0 it is the larger of GRPO's and c · A, so that a
+    negative sample's ratio is bounded above as well. Source: Ye et al. (arXiv 1912.09729; c = 3).
+    """
     return clipped(inputs, token_ratio(inputs), inputs.advantages, config, config.dual_clip)
 
 
 def gspo(inputs: ObjectiveInput, config: GspoConfig) -> ObjectiveResult:
-    """-w · surrogate of each sequence. Source: GSPO (arXiv 2507.18071, eq. 5 and 7; bounds of section 5.1)."""
+    """-w · surrogate of each sequence. Source: GSPO (arXiv 2507.18071, eq. 5 and 7; bounds of
+    section 5.1).
+    """
     return clipped(inputs, sequence_ratio(inputs), sequence_advantages(inputs), config)
 
 
 def gspo_dual_clip(inputs: ObjectiveInput, config: GspoDualClipConfig) -> ObjectiveResult:
     """-w · surrogate of each sequence with dual clip, as frameworks that have both can be set up.
 
-    For A < 0 it is clip(s, 1 - ε_l, c) A: with ε_l = δ_l, ε_h equal and c = 1 + δ_h it is TBPO's band; with the usual
-    c = 3 it is not.
+    For A < 0 it is clip(s, 1 - ε_l, c) A: with ε_l = δ_l, ε_h equal and c = 1 + δ_h it is TBPO's
+    band; with the usual c = 3 it is not.
     """
-    return clipped(inputs, sequence_ratio(inputs), sequence_advantages(inputs), config, config.dual_clip)
+    return clipped(
+        inputs,
+        sequence_ratio(inputs),
+        sequence_advantages(inputs),
+        config,
+        config.dual_clip,
+    )
 
 
 def positive_grpo(inputs: ObjectiveInput, config: PositiveGrpoConfig) -> ObjectiveResult:
-    """-w · min(r_t, 1 + ε_h) · max(A, 0) of each token: negative samples, where error tokens gather, give no gradient.
+    """-w · min(r_t, 1 + ε_h) · max(A, 0) of each token: negative samples, where error tokens
+    gather, give no gradient.
 
-    One of the QaRL paper's comparisons (arXiv 2604.07853). Negative responses still count where an aggregation divides.
+    One of the QaRL paper's comparisons (arXiv 2604.07853). Negative responses still count where an
+    aggregation divides.
     """
     ratio, gain = token_ratio(inputs), inputs.advantages.clamp_min(0.0)
     high = 1.0 + config.clip_high
-    return ObjectiveResult(-(inputs.weight * (ratio.clamp_max(high) * gain)), (ratio > high) & (gain > 0))
+    return ObjectiveResult(
+        -(inputs.weight * (ratio.clamp_max(high) * gain)), (ratio > high) & (gain > 0)
+    )

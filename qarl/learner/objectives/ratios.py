@@ -1,5 +1,7 @@
-"""Means and ratios over responses, and PPO's pessimistic clip on any ratio. Source: PPO (arXiv 1707.06347, eq. 7); dual
-clip (arXiv 1912.09729). Axes: B sequences, T tokens, of which T-1 are predicted."""
+"""Means and ratios over responses, and PPO's pessimistic clip on any ratio. Source: PPO (arXiv
+1707.06347, eq. 7); dual clip (arXiv 1912.09729). Axes: B sequences, T tokens, of which T-1 are
+predicted.
+"""
 
 from typing import Any
 
@@ -10,22 +12,32 @@ from qarl.learner.objectives.base import ObjectiveInput, ObjectiveResult
 
 
 def sequence_mean(values: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
-    """Mean over each response's tokens. values: fp32 [B, T-1]; response_mask: bool [B, T-1] → fp32 [B]."""
+    """Mean over each response's tokens. values: fp32 [B, T-1]; response_mask: bool [B, T-1] → fp32
+    [B].
+    """
     return (values * response_mask).sum(-1) / response_mask.sum(-1).clamp_min(1)
 
 
-def sequence_log_ratio(numerator: torch.Tensor, denominator: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
-    """mean_t(log numerator - log denominator) of each response, fp32 [B]: the log of a geometric-mean ratio."""
+def sequence_log_ratio(
+    numerator: torch.Tensor, denominator: torch.Tensor, response_mask: torch.Tensor
+) -> torch.Tensor:
+    """mean_t(log numerator - log denominator) of each response, fp32 [B]: the log of a
+    geometric-mean ratio.
+    """
     return sequence_mean(numerator - denominator, response_mask)
 
 
 def shadowed(current: torch.Tensor, shadow: torch.Tensor) -> torch.Tensor:
-    """The shadow's values with `current`'s gradient, fp32 [B, T-1] (`learner.ratio_fix`). shadow: without gradient."""
+    """The shadow's values with `current`'s gradient, fp32 [B, T-1] (`learner.ratio_fix`). shadow:
+    without gradient.
+    """
     return shadow + (current - current.detach())
 
 
 def score(logprobs: torch.Tensor) -> torch.Tensor:
-    """Exactly 1, with the gradient of the log-probs: x.detach() · score(log π) is REINFORCE's estimator, x ∇log π."""
+    """Exactly 1, with the gradient of the log-probs: x.detach() · score(log π) is REINFORCE's
+    estimator, x ∇log π.
+    """
     return 1.0 + (logprobs - logprobs.detach())
 
 
@@ -40,32 +52,41 @@ def sequence_ratio(inputs: ObjectiveInput) -> torch.Tensor:
 
 
 def sequence_advantages(inputs: ObjectiveInput) -> torch.Tensor:
-    """The advantage that a response's tokens share, fp32 [B, 1], to the bit; 0 for a row without a response.
+    """The advantage that a response's tokens share, fp32 [B, 1], to the bit; 0 for a row without a
+    response.
 
-    Raises `ConfigError` where they do not share one: an objective with one ratio a sequence cannot weigh its tokens.
+    Raises `ConfigError` where they do not share one: an objective with one ratio a sequence cannot
+    weigh its tokens.
     """
     mask, advantages = inputs.response_mask, inputs.advantages
-    shared = advantages.gather(-1, mask.int().argmax(-1, keepdim=True)).where(mask.any(-1, keepdim=True), 0.0)
+    shared = advantages.gather(-1, mask.int().argmax(-1, keepdim=True)).where(
+        mask.any(-1, keepdim=True), 0.0
+    )
     wrong = (mask & (advantages != shared)).any(-1)
     if wrong.any():
         row = int(wrong.int().argmax())
         values = advantages[row][mask[row]]
         raise ConfigError(
-            f"advantages differ within a response ({float(values.min()):g} to {float(values.max()):g}), and this "
-            "objective has one ratio for the whole of it; take an objective with a ratio for each token, such as grpo "
-            "or dapo, or give each response one advantage"
+            f"advantages differ within a response ({float(values.min()):g} to"
+            f" {float(values.max()):g}), and this objective has one ratio for the whole of it; take"
+            " an objective with a ratio for each token, such as grpo or dapo, or give each"
+            " response one advantage"
         )
     return shared
 
 
 def clipped(
-    inputs: ObjectiveInput, ratio: torch.Tensor, advantages: torch.Tensor, config: Any, dual: float | None = None
+    inputs: ObjectiveInput,
+    ratio: torch.Tensor,
+    advantages: torch.Tensor,
+    config: Any,
+    dual: float | None = None,
 ) -> ObjectiveResult:
     """-w · min(r A, clip(r, 1 - ε_l, 1 + ε_h) A), and where the clip decided.
 
-    ratio and advantages: fp32 [B, T-1], or [B, 1] of whole sequences. config: a section with `clip_low` and
-    `clip_high`. dual: c, below whose c A the minimum does not fall for negative advantages; PPO's leaves a negative
-    sample's ratio unbounded above.
+    ratio and advantages: fp32 [B, T-1], or [B, 1] of whole sequences. config: a section with
+    `clip_low` and `clip_high`. dual: c, below whose c A the minimum does not fall for negative
+    advantages; PPO's leaves a negative sample's ratio unbounded above.
     """
     plain = ratio * advantages
     bounded = ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high) * advantages

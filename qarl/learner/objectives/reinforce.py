@@ -1,5 +1,6 @@
-"""REINFORCE under a weight that has no gradient: J = Σ weight · A · log π_cur. Values are reported as -w · weight · A;
-only their gradients are that line's."""
+"""REINFORCE under a weight that has no gradient: J = Σ weight · A · log π_cur. Values are reported
+as -w · weight · A; only their gradients are that line's.
+"""
 
 import torch
 
@@ -11,7 +12,8 @@ _LOG_BOUND = 20.0
 
 
 def on_policy(inputs: ObjectiveInput, config: OnPolicyConfig) -> ObjectiveResult:
-    """-w · A · score of each token: one update a batch, so the ratio is 1 and there is nothing to clip.
+    """-w · A · score of each token: one update a batch, so the ratio is 1 and there is nothing to
+    clip.
 
     Source: REINFORCE (Williams, 1992) with a group baseline.
     """
@@ -20,7 +22,8 @@ def on_policy(inputs: ObjectiveInput, config: OnPolicyConfig) -> ObjectiveResult
 
 
 def cispo(inputs: ObjectiveInput, config: CispoConfig) -> ObjectiveResult:
-    """-w · min(r_t, c) · A · score of each token, so that none loses its gradient; `clipped` marks capped ratios.
+    """-w · min(r_t, c) · A · score of each token, so that none loses its gradient; `clipped` marks
+    capped ratios.
 
     Source: MiniMax-M1 (arXiv 2506.13585, eq. 4 and 5; without a lower bound, as used there).
     """
@@ -30,14 +33,18 @@ def cispo(inputs: ObjectiveInput, config: CispoConfig) -> ObjectiveResult:
 
 
 def pg_seq_is(inputs: ObjectiveInput, config: PgSeqIsConfig) -> ObjectiveResult:
-    """-w · W · A · score of each token, W = Π_t π_cur / π_proximal of the whole sequence: the unbiased off-policy
-    gradient; `clipped` marks sequences whose log W was held within ±20, so that float32 stays finite.
+    """-w · W · A · score of each token, W = Π_t π_cur / π_proximal of the whole sequence: the
+    unbiased off-policy gradient; `clipped` marks sequences whose log W was held within ±20, so that
+    float32 stays finite.
 
-    Source: "Defeating the training-inference mismatch via FP16" (arXiv 2510.26788, section 4). By default π_proximal is
-    the sampler (`ratio_from: sampler`), as there; against the learner, `sequence_tis` and `sequence_mis` give its
-    truncated and masked variants up to the drift within a batch.
+    Source: "Defeating the training-inference mismatch via FP16" (arXiv 2510.26788, section 4). By
+    default π_proximal is the sampler (`ratio_from: sampler`), as there; against the learner,
+    `sequence_tis` and `sequence_mis` give its truncated and masked variants up to the drift within
+    a batch.
     """
-    log_weight = ((inputs.current.detach() - inputs.proximal) * inputs.response_mask).sum(-1, keepdim=True)
+    log_weight = ((inputs.current.detach() - inputs.proximal) * inputs.response_mask).sum(
+        -1, keepdim=True
+    )
     weight = log_weight.clamp(-_LOG_BOUND, _LOG_BOUND).exp()
     reinforce = weight * inputs.advantages * score(inputs.current)
     return ObjectiveResult(-(inputs.weight * reinforce), log_weight.abs() > _LOG_BOUND)

@@ -3,8 +3,8 @@
     f(r) = 4/τ · σ(τ (r - 1)),  τ = τ_pos where A > 0, else τ_neg
     J    = mean over responses of mean_t  w_t · f(r_t) · A
 
-f'(r) = 4 σ (1 - σ) is 1 at r = 1 and falls off on both sides, faster for negative samples (τ_neg > τ_pos).
-Source: SAPO (arXiv 2511.20347).
+f'(r) = 4 σ (1 - σ) is 1 at r = 1 and falls off on both sides, faster for negative samples (τ_neg >
+τ_pos). Source: SAPO (arXiv 2511.20347).
 """
 
 import torch
@@ -17,6 +17,10 @@ from qarl.learner.objectives.ratios import token_ratio
 def sapo(inputs: ObjectiveInput, config: SapoConfig) -> ObjectiveResult:
     """-w · f(r) · A of each token; nothing is ever clipped."""
     ratio, advantages = token_ratio(inputs), inputs.advantages
-    tau = torch.full_like(advantages, config.tau_negative).masked_fill(advantages > 0, config.tau_positive)
+    tau = torch.full_like(advantages, config.tau_negative).masked_fill(
+        advantages > 0, config.tau_positive
+    )
     gate = (tau * (ratio - 1.0)).sigmoid() * (4.0 / tau)
-    return ObjectiveResult(-(inputs.weight * (gate * advantages)), torch.zeros_like(inputs.response_mask))
+    return ObjectiveResult(
+        -(inputs.weight * (gate * advantages)), torch.zeros_like(inputs.response_mask)
+    )

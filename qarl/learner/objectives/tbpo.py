@@ -5,9 +5,10 @@
          clip(r, 1 - δ_l, 1 + δ_h)      where A < 0
     J  = mean over responses of w̃ · r̃ · A,  shared by the response's tokens
 
-The paper's w̃ is the `geometric` correction, this objective's default. Clipping is on the ratio itself, not on the
-minimum of two surrogates, so a negative sample that has left the band on either side gives no gradient: error tokens
-cannot be pushed without bound. `gspo_dual_clip` with c = 1 + δ_h is the same function (docs/reference/objectives.md).
+The paper's w̃ is the `geometric` correction, this objective's default. Clipping is on the ratio
+itself, not on the minimum of two surrogates, so a negative sample that has left the band on either
+side gives no gradient: error tokens cannot be pushed without bound. `gspo_dual_clip` with c = 1 +
+δ_h is the same function (docs/reference/objectives.md).
 """
 
 import torch

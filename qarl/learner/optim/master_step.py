@@ -1,8 +1,10 @@
-"""One master's optimizer: torch's own, on the master itself or on an fp32 copy that lives for one step.
+"""One master's optimizer: torch's own, on the master itself or on an fp32 copy that lives for one
+step.
 
-Moments are fp32 for masters of every dtype. A 16-bit master is widened, stepped, and rounded back, so what a step needs
-beyond masters, gradients and moments is one master's size. With offload the moments lie in the host's memory between
-steps and visit the master's device for their step: the arithmetic is the same, bit for bit.
+Moments are fp32 for masters of every dtype. A 16-bit master is widened, stepped, and rounded back,
+so what a step needs beyond masters, gradients and moments is one master's size. With offload the
+moments lie in the host's memory between steps and visit the master's device for their step: the
+arithmetic is the same, bit for bit.
 """
 
 from collections.abc import Iterator
@@ -26,9 +28,10 @@ _CHUNK = 1 << 22
 
 @dataclass(frozen=True)
 class UpdateCounts:
-    """meant: weights the optimizer meant to move (its momentum there is not zero). lost: those of them whose stored
-    value is what it was. crossed: weights that round to another bfloat16 than before. All int64 scalars on the master's
-    device."""
+    """meant: weights the optimizer meant to move (its momentum there is not zero). lost: those of
+    them whose stored value is what it was. crossed: weights that round to another bfloat16 than
+    before. All int64 scalars on the master's device.
+    """
 
     meant: torch.Tensor
     lost: torch.Tensor
@@ -38,9 +41,10 @@ class UpdateCounts:
 class MasterStep:
     """Steps one master.
 
-    indices: its matrices for Muon, empty for AdamW. rounding: of a 16-bit master, with its generator (on the master's
-    device) where that is stochastic. home: where moments lie between steps; None: with the master. cut: of a matrix
-    for Muon of which this process has some rows; `muon.orthogonalize` then comes before each step.
+    indices: its matrices for Muon, empty for AdamW. rounding: of a 16-bit master, with its
+    generator (on the master's device) where that is stochastic. home: where moments lie between
+    steps; None: with the master. cut: of a matrix for Muon of which this process has some rows;
+    `muon.orthogonalize` then comes before each step.
     """
 
     def __init__(
@@ -53,7 +57,12 @@ class MasterStep:
         home: torch.device | None = None,
         cut: Shard | None = None,
     ):
-        self._master, self._rounding, self._generator, self._home = master, rounding, generator, home
+        self._master, self._rounding, self._generator, self._home = (
+            master,
+            rounding,
+            generator,
+            home,
+        )
         self._indices = indices or [(slice(None),) * min(1, master.ndim)]
         ndim = 2 if indices else master.ndim
         self._nothing = torch.empty((0,) * ndim, device=master.device)
@@ -64,17 +73,25 @@ class MasterStep:
         if not indices:
             # Fused: one pass over master, gradient and moments, with no copy as large as them.
             self._optimizer = torch.optim.AdamW(
-                self._parts, lr=config.lr, weight_decay=config.weight_decay, betas=config.betas, fused=True
+                self._parts,
+                lr=config.lr,
+                weight_decay=config.weight_decay,
+                betas=config.betas,
+                fused=True,
             )
         elif cut is None:
             stacked = len(self._parts) > 1 and master.is_cuda
-            self._optimizer = muon(self._parts, config, StackedMuon if stacked else torch.optim.Muon)
+            self._optimizer = muon(
+                self._parts, config, StackedMuon if stacked else torch.optim.Muon
+            )
         else:
             self._optimizer = RowMuon(self._parts[0], cut, muon(self._parts, config))
 
     @torch.no_grad()
     def step(self, lr: float, diagnose: bool = False) -> UpdateCounts | None:
-        """Step at that learning rate, if there is a gradient. Returns what became of the update if `diagnose`."""
+        """Step at that learning rate, if there is a gradient. Returns what became of the update if
+        `diagnose`.
+        """
         gradient = self._master.grad
         if gradient is None:
             return None
@@ -94,15 +111,18 @@ class MasterStep:
 
     @torch.no_grad()
     def update(self) -> torch.Tensor:
-        """Of a cut matrix: take its gradient into the momentum; what is to be orthogonalized, bfloat16 [o, I]."""
+        """Of a cut matrix: take its gradient into the momentum; what is to be orthogonalized,
+        bfloat16 [o, I].
+        """
         assert self._master.grad is not None
         with self._at_hand(self._master.grad):
             return self.row_muon.update()
 
     @contextmanager
     def _at_hand(self, gradient: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The master in fp32, itself or a copy of a 16-bit one, with parts, their gradients and moments there; all of
-        it is let go of at the end of the `with`."""
+        """The master in fp32, itself or a copy of a 16-bit one, with parts, their gradients and
+        moments there; all of it is let go of at the end of the `with`.
+        """
         fp32 = self._master.detach().to(torch.float32)
         for part, index in zip(self._parts, self._indices, strict=True):
             part.data = fp32[index]
@@ -115,8 +135,9 @@ class MasterStep:
         self._send_home()
 
     def in_range(self) -> torch.Tensor | None:
-        """Whether a 16-bit master holds finite numbers alone, a scalar on its device; None for an fp32 one. One pass
-        without a copy: the extremes of a tensor with a NaN are NaN."""
+        """Whether a 16-bit master holds finite numbers alone, a scalar on its device; None for an
+        fp32 one. One pass without a copy: the extremes of a tensor with a NaN are NaN.
+        """
         master = self._master.detach()
         if master.dtype == torch.float32:
             return None
@@ -147,9 +168,15 @@ class MasterStep:
         return UpdateCounts(meant, lost, crossed_bfloat16(before, self._master.detach()))
 
     def _moments(self) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
-        """(state, key, tensor) of what is as large as the master; AdamW's step count is not, and stays there."""
+        """(state, key, tensor) of what is as large as the master; AdamW's step count is not, and
+        stays there.
+        """
         for state in self._optimizer.state.values():
-            yield from ((state, k, v) for k, v in list(state.items()) if isinstance(v, torch.Tensor) and v.ndim)
+            yield from (
+                (state, k, v)
+                for k, v in list(state.items())
+                if isinstance(v, torch.Tensor) and v.ndim
+            )
 
     def _fetch(self) -> None:
         """Bring the moments to the master, leaving their home in place."""
@@ -165,7 +192,12 @@ class MasterStep:
                 kept = self._at_home.get((id(state), key))
                 if kept is None:
                     pinned = self._master.device.type == "cuda" and self._home.type == "cpu"
-                    kept = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._home, pin_memory=pinned)
+                    kept = torch.empty(
+                        tensor.shape,
+                        dtype=tensor.dtype,
+                        device=self._home,
+                        pin_memory=pinned,
+                    )
                 state[key] = kept.copy_(tensor)
             self._at_home = {}
 
@@ -178,14 +210,17 @@ class MasterStep:
         """Take over a `state_dict` of the same master, rounding and optimizer."""
         for part, moments in zip(self._parts, state["moments"], strict=True):
             # Copies, where the fused AdamW wants them, step counts too.
-            self._optimizer.state[part] = {k: v.to(self._master.device, copy=True) for k, v in moments.items()}
+            self._optimizer.state[part] = {
+                k: v.to(self._master.device, copy=True) for k, v in moments.items()
+            }
         self._at_home = {}
         self._send_home()
 
 
 def crossed_bfloat16(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    """How many weights round to another bfloat16 than before: of an update, what a sampler in bfloat16 can see. Both of
-    one shape; an int64 scalar on their device."""
+    """How many weights round to another bfloat16 than before: of an update, what a sampler in
+    bfloat16 can see. Both of one shape; an int64 scalar on their device.
+    """
     crossed = torch.zeros((), dtype=torch.int64, device=after.device)
     for old, new in zip(before.flatten().split(_CHUNK), after.flatten().split(_CHUNK), strict=True):
         crossed += (old.to(torch.bfloat16) != new.to(torch.bfloat16)).count_nonzero()
@@ -193,14 +228,27 @@ def crossed_bfloat16(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
 
 
 def muon(
-    parts: list[nn.Parameter], config: OptimizerConfig, kind: type[torch.optim.Muon] = torch.optim.Muon
+    parts: list[nn.Parameter],
+    config: OptimizerConfig,
+    kind: type[torch.optim.Muon] = torch.optim.Muon,
 ) -> torch.optim.Muon:
-    """torch's Muon as configured, with updates of AdamW's size. parts: [rows, columns] each. kind: which does it."""
+    """torch's Muon as configured, with updates of AdamW's size. parts: [rows, columns] each. kind:
+    which does it.
+    """
     return kind(
-        parts, lr=config.lr, weight_decay=config.weight_decay, momentum=config.momentum, adjust_lr_fn="match_rms_adamw"
+        parts,
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        momentum=config.momentum,
+        adjust_lr_fn="match_rms_adamw",
     )
 
 
 def on_host(moments: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Copies in the host's memory, so that no GPU has more than one master's moments whole at once."""
-    return [{key: value.to("cpu", copy=True) for key, value in of_matrix.items()} for of_matrix in moments]
+    """Copies in the host's memory, so that no GPU has more than one master's moments whole at
+    once.
+    """
+    return [
+        {key: value.to("cpu", copy=True) for key, value in of_matrix.items()}
+        for of_matrix in moments
+    ]

@@ -1,8 +1,10 @@
-"""torch's Muon over matrices of which each process has some rows, and over many matrices of one shape.
+"""torch's Muon over matrices of which each process has some rows, and over many matrices of one
+shape.
 
-Momentum and weight decay are elementwise, and stay with the rows. An update is orthogonalized whole: as many matrices
-at a time as there are processes, each of them by one. What travels is bfloat16 both ways, and nothing is lost by it:
-torch's orthogonalization begins with a cast to it, and ends in it.
+Momentum and weight decay are elementwise, and stay with the rows. An update is orthogonalized
+whole: as many matrices at a time as there are processes, each of them by one. What travels is
+bfloat16 both ways, and nothing is lost by it: torch's orthogonalization begins with a cast to it,
+and ends in it.
 """
 
 from collections.abc import Sequence
@@ -11,7 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz  # torch has no public name for either
+
+# torch has no public name for either
+from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from qarl.quant.runtime.shards import Shard
 
@@ -21,9 +25,11 @@ _ELEMENTS = 1 << 26
 
 
 class RowMuon(torch.optim.Optimizer):
-    """torch's Muon of one matrix in two halves, with the orthogonalization of others' rows in between.
+    """torch's Muon of one matrix in two halves, with the orthogonalization of others' rows in
+    between.
 
-    rows: fp32 [o, I], this process's. settings: torch's Muon as it would be for them, whose values and state these are.
+    rows: fp32 [o, I], this process's. settings: torch's Muon as it would be for them, whose values
+    and state these are.
     """
 
     def __init__(self, rows: nn.Parameter, shard: Shard, settings: torch.optim.Muon):
@@ -52,17 +58,24 @@ class RowMuon(torch.optim.Optimizer):
         assert direction is not None
         self.direction = None
         self._rows.mul_(1 - group["lr"] * group["weight_decay"])
-        self._rows.add_(direction, alpha=-_adjust_lr(group["lr"], group["adjust_lr_fn"], self.shard.shape))
+        self._rows.add_(
+            direction,
+            alpha=-_adjust_lr(group["lr"], group["adjust_lr_fn"], self.shard.shape),
+        )
 
     def orthogonalized(self, matrix: Tensor) -> Tensor:
         """bfloat16 [O, I] → bfloat16 [O, I]."""
         group = self.param_groups[0]
-        return _zeropower_via_newtonschulz(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        return _zeropower_via_newtonschulz(
+            matrix, group["ns_coefficients"], group["ns_steps"], group["eps"]
+        )
 
 
 def orthogonalize(optimizers: Sequence[RowMuon], updates: Sequence[Tensor]) -> None:
-    """Give each of at most as many matrices as there are processes its `direction`: the first by the first process, and
-    so on. updates: this process's rows of each. All processes come here together."""
+    """Give each of at most as many matrices as there are processes its `direction`: the first by
+    the first process, and so on. updates: this process's rows of each. All processes come here
+    together.
+    """
     shard = optimizers[0].shard
     mine: Tensor | None = None
     if shard.rank < len(optimizers):
@@ -78,9 +91,15 @@ def orthogonalize(optimizers: Sequence[RowMuon], updates: Sequence[Tensor]) -> N
         optimizer.direction = direction
 
 
-def _exchange(optimizers: Sequence[RowMuon], rows: Sequence[Tensor], mine: Tensor | None, to_owner: bool) -> None:
-    """Send every owner the rows of its matrix, or the rows back. rows: this process's of each owner's matrix. mine:
-    the whole matrix this process owns."""
+def _exchange(
+    optimizers: Sequence[RowMuon],
+    rows: Sequence[Tensor],
+    mine: Tensor | None,
+    to_owner: bool,
+) -> None:
+    """Send every owner the rows of its matrix, or the rows back. rows: this process's of each
+    owner's matrix. mine: the whole matrix this process owns.
+    """
     rank, world = optimizers[0].shard.rank, len(optimizers[0].shard.edges) - 1
     send, receive = (dist.isend, dist.irecv) if to_owner else (dist.irecv, dist.isend)
     operations = [
@@ -89,17 +108,26 @@ def _exchange(optimizers: Sequence[RowMuon], rows: Sequence[Tensor], mine: Tenso
         if owner != rank and part.numel()
     ]
     if mine is not None:
-        parts = ((other, optimizers[rank].shard.rows(mine, other)) for other in range(world) if other != rank)
-        operations += [dist.P2POp(receive, part.view(torch.uint8), other) for other, part in parts if part.numel()]
+        parts = (
+            (other, optimizers[rank].shard.rows(mine, other))
+            for other in range(world)
+            if other != rank
+        )
+        operations += [
+            dist.P2POp(receive, part.view(torch.uint8), other)
+            for other, part in parts
+            if part.numel()
+        ]
     for work in dist.batch_isend_irecv(operations) if operations else []:
         work.wait()
 
 
 class StackedMuon(torch.optim.Muon):
-    """Over many matrices of one shape, such as a layer's experts: one product for all of them on a GPU.
+    """Over many matrices of one shape, such as a layer's experts: one product for all of them on a
+    GPU.
 
-    Values, settings and state are those of torch's Muon but for the last bits of products in bfloat16.
-    params: fp32 [R, C] each, all of one shape, with a gradient each or none.
+    Values, settings and state are those of torch's Muon but for the last bits of products in
+    bfloat16. params: fp32 [R, C] each, all of one shape, with a gradient each or none.
     """
 
     @torch.no_grad()
@@ -128,5 +156,9 @@ class StackedMuon(torch.optim.Muon):
                 updates = foreach._foreach_lerp(gradients[part], momenta[part], group["momentum"])
             whole = torch.stack([*updates]).bfloat16()
             settings = group["ns_coefficients"], group["ns_steps"], group["eps"]
-            directions = torch.vmap(_zeropower_via_newtonschulz, in_dims=(0, None, None, None))(whole, *settings)
-            foreach._foreach_add_(parameters[part], [*directions.to(torch.float32).unbind()], alpha=step)
+            directions = torch.vmap(_zeropower_via_newtonschulz, in_dims=(0, None, None, None))(
+                whole, *settings
+            )
+            foreach._foreach_add_(
+                parameters[part], [*directions.to(torch.float32).unbind()], alpha=step
+            )

@@ -1,6 +1,8 @@
-"""Optimizers over the masters: AdamW, or Muon for the matrices of linear layers and AdamW for the rest.
+"""Optimizers over the masters: AdamW, or Muon for the matrices of linear layers and AdamW for the
+rest.
 
-Masters are stepped one after another (`learner.optim.master_step`), each by a torch optimizer of its own.
+Masters are stepped one after another (`learner.optim.master_step`), each by a torch optimizer of
+its own.
 """
 
 import math
@@ -23,8 +25,10 @@ from qarl.quant.runtime.shards import shard_of
 
 @dataclass(frozen=True)
 class UpdateDiagnostics:
-    """What became of an update in the masters. lost: of the weights with a momentum, the share whose stored value is
-    what it was. crossed: of all `weights`, those that round to another bfloat16 than before."""
+    """What became of an update in the masters. lost: of the weights with a momentum, the share
+    whose stored value is what it was. crossed: of all `weights`, those that round to another
+    bfloat16 than before.
+    """
 
     lost: float
     crossed: int
@@ -33,8 +37,10 @@ class UpdateDiagnostics:
 
 @dataclass(frozen=True)
 class Step:
-    """norm: global L2 norm of the mini-batch's gradient before clipping. taken: False where the norm is infinite or
-    NaN; every master is then what it was. arrived: what a diagnosed `MasterOptimizer.step` returned, else None."""
+    """norm: global L2 norm of the mini-batch's gradient before clipping. taken: False where the
+    norm is infinite or NaN; every master is then what it was. arrived: what a diagnosed
+    `MasterOptimizer.step` returned, else None.
+    """
 
     norm: float
     taken: bool
@@ -42,11 +48,12 @@ class Step:
 
 
 class MasterOptimizer:
-    """One optimizer step over all masters, fp32, bf16 or fp16. State is that of the torch optimizers inside and
-    the generator of stochastic rounding. lr: learning rate of the steps to come.
+    """One optimizer step over all masters, fp32, bf16 or fp16. State is that of the torch
+    optimizers inside and the generator of stochastic rounding. lr: learning rate of the steps to
+    come.
 
-    Of masters with a shard (`quant.runtime.shards`) every process steps its rows; `processes` are those that have them,
-    and call every method together.
+    Of masters with a shard (`quant.runtime.shards`) every process steps its rows; `processes` are
+    those that have them, and call every method together.
     """
 
     def __init__(
@@ -56,13 +63,16 @@ class MasterOptimizer:
         config: OptimizerConfig,
         processes: Processes | None = None,
     ):
-        """masters: name → parameter; gradients of 16-bit ones are accumulated in fp32 from here on. matrices: names of
-        the weights that Muon may take, [O, I] or stacked experts. Raises `ConfigError` where offload moves nothing."""
+        """masters: name → parameter; gradients of 16-bit ones are accumulated in fp32 from here on.
+        matrices: names of the weights that Muon may take, [O, I] or stacked experts. Raises
+        `ConfigError` where offload moves nothing.
+        """
         self._config = config
         self.lr = config.lr
         self._masters = masters
         self._sharded = any(shard_of(master) is not None for master in masters.values())
-        # Whole masters are stepped alike in every process, which has to round them alike and counts for all.
+        # Whole masters are stepped alike in every process, which has to round them alike and counts
+        # for all.
         self._processes = (processes if self._sharded else None) or Processes()
         self._device = next(iter(masters.values())).device
         home = _home(config, self._device)
@@ -75,7 +85,9 @@ class MasterOptimizer:
             indices = list(matrices_of(name, master.shape)) if name in by_muon else []
             rounding = config.rounding_of(short_name(master.dtype))
             cut = shard_of(master) if indices and master.ndim == 2 else None
-            self._steps[name] = MasterStep(master, indices, config, rounding, self._generator, home, cut)
+            self._steps[name] = MasterStep(
+                master, indices, config, rounding, self._generator, home, cut
+            )
 
     def gradient_norm(self) -> float:
         """Global L2 norm of all gradients, computed in fp32; infinite or NaN where any is."""
@@ -84,11 +96,15 @@ class MasterOptimizer:
         if not self._sharded:
             return whole
         here = _total_norm(p.grad for p in taught if shard_of(p) is not None)
-        squares = self._processes.total(torch.tensor(here**2, dtype=torch.float64, device=self._device))
+        squares = self._processes.total(
+            torch.tensor(here**2, dtype=torch.float64, device=self._device)
+        )
         return math.sqrt(whole**2 + float(squares))
 
     def clipped_step(self, diagnose: bool = False) -> Step:
-        """Clip to `grad_clip`, bit for bit as torch's `clip_grad_norm_`, and step, where gradients are finite."""
+        """Clip to `grad_clip`, bit for bit as torch's `clip_grad_norm_`, and step, where gradients
+        are finite.
+        """
         norm = self.gradient_norm()
         taken = math.isfinite(norm)
         if not taken:
@@ -99,10 +115,14 @@ class MasterOptimizer:
     def step(self, diagnose: bool = False) -> UpdateDiagnostics | None:
         """Step every master at the learning rate `lr`.
 
-        Returns what became of the update if `diagnose`. Raises `PrecisionError` where the step took a 16-bit master
-        out of its dtype's range.
+        Returns what became of the update if `diagnose`. Raises `PrecisionError` where the step took
+        a 16-bit master out of its dtype's range.
         """
-        cut = [step for name, step in self._steps.items() if step.cut and self._masters[name].grad is not None]
+        cut = [
+            step
+            for name, step in self._steps.items()
+            if step.cut and self._masters[name].grad is not None
+        ]
         done: list[UpdateCounts | None] = []
         for start in range(0, len(cut), self._processes.world):
             turn = cut[start : start + self._processes.world]
@@ -123,8 +143,14 @@ class MasterOptimizer:
         return UpdateDiagnostics(lost / max(meant, 1), crossed, weights)
 
     def _require_range(self) -> None:
-        """Raise `PrecisionError` naming the first master that is not finite; the device is waited for once."""
-        within = {name: finite for name, step in self._steps.items() if (finite := step.in_range()) is not None}
+        """Raise `PrecisionError` naming the first master that is not finite; the device is waited
+        for once.
+        """
+        within = {
+            name: finite
+            for name, step in self._steps.items()
+            if (finite := step.in_range()) is not None
+        }
         if not within:
             return
         outside = torch.stack(list(within.values())).logical_not().sum()
@@ -132,12 +158,14 @@ class MasterOptimizer:
             return
         name = next((name for name, finite in within.items() if not finite), None)
         if name is None:
-            raise FailedElsewhereError("a master left its range in another process, which says which")
+            raise FailedElsewhereError(
+                "a master left its range in another process, which says which"
+            )
         dtype = self._masters[name].dtype
         raise PrecisionError(
-            f"master {name!r} left the range of {short_name(dtype)} (±{torch.finfo(dtype).max:.5g}) by this step; "
-            "nothing of it is published: resume from a checkpoint with a lower learner.optimizer.lr, or start a run "
-            "with --master-dtype float32 or bfloat16"
+            f"master {name!r} left the range of {short_name(dtype)} (±{torch.finfo(dtype).max:.5g})"
+            " by this step; nothing of it is published: resume from a checkpoint with a lower"
+            " learner.optimizer.lr, or start a run with --master-dtype float32 or bfloat16"
         )
 
     def zero_grad(self) -> None:
@@ -169,8 +197,8 @@ def require_same_masters(state: dict[str, Any], masters: Collection[str]) -> Non
     other = sorted(state.get("masters", {}).keys() ^ set(masters))
     if other:
         raise ConfigError(
-            f"the checkpoint's optimizer state is of other masters: {len(other)} differ, the first being {other[0]!r}; "
-            "resume with the version and options that wrote it"
+            f"the checkpoint's optimizer state is of other masters: {len(other)} differ, the first"
+            f" being {other[0]!r}; resume with the version and options that wrote it"
         )
 
 
@@ -180,20 +208,30 @@ def _home(config: OptimizerConfig, device: torch.device) -> torch.device | None:
         return None
     if device.type == "cpu":
         raise ConfigError(
-            "learner.optimizer.offload 'cpu' moves the optimizer's state off a GPU, and the masters are on the CPU "
-            "already; leave it 'none' on this machine"
+            "learner.optimizer.offload 'cpu' moves the optimizer's state off a GPU, and the masters"
+            " are on the CPU already; leave it 'none' on this machine"
         )
     return torch.device("cpu")
 
 
-def muon_masters(masters: Mapping[str, nn.Parameter], matrices: Collection[str], config: OptimizerConfig) -> list[str]:
-    """Names of the masters that Muon takes, in order. matrices: of weights it may take; vectors in them are AdamW's."""
+def muon_masters(
+    masters: Mapping[str, nn.Parameter],
+    matrices: Collection[str],
+    config: OptimizerConfig,
+) -> list[str]:
+    """Names of the masters that Muon takes, in order. matrices: of weights it may take; vectors in
+    them are AdamW's.
+    """
     by_muon = config.name == "muon"
-    return [name for name, master in masters.items() if by_muon and name in matrices and master.ndim > 1]
+    return [
+        name for name, master in masters.items() if by_muon and name in matrices and master.ndim > 1
+    ]
 
 
 def matrices_of(name: str, shape: torch.Size) -> Iterator[Index]:
-    """Where the matrices of a master of that shape are: the whole of it, or each expert's; gate and up count as two."""
+    """Where the matrices of a master of that shape are: the whole of it, or each expert's; gate and
+    up count as two.
+    """
     if len(shape) == 2:
         yield (slice(None),)
         return

@@ -1,8 +1,8 @@
 """An fp32 value → a 16-bit master: to the nearest, or at random without bias.
 
-At a learning rate of 1e-6 an update is some 5e-5 of a weight, and bfloat16 steps by 4e-3 to 8e-3 of it: rounded to the
-nearest, almost no update arrives (docs/guide/precision.md). A stochastic master moves by a whole step in about one of a
-hundred updates, and its expectation is the fp32 value.
+At a learning rate of 1e-6 an update is some 5e-5 of a weight, and bfloat16 steps by 4e-3 to 8e-3 of
+it: rounded to the nearest, almost no update arrives (docs/guide/precision.md). A stochastic master
+moves by a whole step in about one of a hundred updates, and its expectation is the fp32 value.
 """
 
 from typing import Literal
@@ -14,13 +14,15 @@ _FLOAT16_TINY = 2.0**-14
 _FLOAT16_STEP = 2.0**-24
 
 
-def stochastic_round(values: torch.Tensor, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """fp32 of any shape → `dtype`: one of the two neighbours, the nearer one the more often, so that the expectation
-    is the value.
+def stochastic_round(
+    values: torch.Tensor, dtype: torch.dtype, generator: torch.Generator
+) -> torch.Tensor:
+    """fp32 of any shape → `dtype`: one of the two neighbours, the nearer one the more often, so
+    that the expectation is the value.
 
-    It is so exactly for bfloat16 and for float16's normal numbers: as many random bits as there are bits to drop are
-    added, and the sum is cut. float16 numbers below 2^-14 have steps of 2^-24; their odds are exact to 2^-24. Infinity
-    and NaN stay; generator: on the device of `values`.
+    It is so exactly for bfloat16 and for float16's normal numbers: as many random bits as there are
+    bits to drop are added, and the sum is cut. float16 numbers below 2^-14 have steps of 2^-24;
+    their odds are exact to 2^-24. Infinity and NaN stay; generator: on the device of `values`.
     """
     dropped = {torch.bfloat16: 16, torch.float16: 13}[dtype]
     bits = values.view(torch.int32)
@@ -43,4 +45,9 @@ def _random_16_bits(like: torch.Tensor, generator: torch.Generator) -> torch.Ten
     """int32 in [0, 2^16), of the shape of `like`; four of them from each random int64."""
     words = torch.empty(-(-like.numel() // 4), dtype=torch.int64, device=like.device)
     words.random_(-(2**63), None, generator=generator)
-    return words.view(torch.int16)[: like.numel()].view(like.shape).to(torch.int32).bitwise_and_(0xFFFF)
+    return (
+        words.view(torch.int16)[: like.numel()]
+        .view(like.shape)
+        .to(torch.int32)
+        .bitwise_and_(0xFFFF)
+    )

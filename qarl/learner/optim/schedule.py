@@ -8,8 +8,10 @@ from qarl.configs.schema.learner import OptimizerConfig
 
 @dataclass(frozen=True)
 class Schedule:
-    """Linear from lr / warmup up to lr over the first `warmup` steps, linear from lr down to lr / decay over the last
-    `decay` of `steps`, over all where there are fewer; None: a run without an end, which has no decay."""
+    """Linear from lr / warmup up to lr over the first `warmup` steps, linear from lr down to lr /
+    decay over the last `decay` of `steps`, over all where there are fewer; None: a run without an
+    end, which has no decay.
+    """
 
     lr: float
     warmup: int
@@ -28,7 +30,7 @@ def make_schedule(config: OptimizerConfig, steps: int | None) -> Schedule:
     """As configured. Raises `ConfigError` for a decay towards an end that is not known."""
     if config.decay_steps and steps is None:
         raise ConfigError(
-            f"learner.optimizer.decay_steps is {config.decay_steps}, but the learner was not told how many steps there "
-            "are; give it the number, or leave the decay out"
+            f"learner.optimizer.decay_steps is {config.decay_steps}, but the learner was not told"
+            " how many steps there are; give it the number, or leave the decay out"
         )
     return Schedule(config.lr, config.warmup_steps, config.decay_steps, steps)

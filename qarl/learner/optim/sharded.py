@@ -1,21 +1,25 @@
-"""How gradients of the masters become a step: in one process, or by several, each of which has its part under ZeRO.
+"""How gradients of the masters become a step: in one process, or by several, each of which has its
+part under ZeRO.
 
-    stage 0   every process adds up all gradients after the backward, and steps every master
-    stage 1   each is given the sum of its rows of a gradient, keeps their moments and steps them; the rows are gathered
-    stage 2   the same, and a gradient is summed as soon as the backward has it; others' rows of it are let go of
-    stage 3   masters are divided, too
+    stage 0   every process adds up all gradients after the backward, and steps every master stage 1
+    each is given the sum of its rows of a gradient, keeps their moments and steps them; the rows
+    are gathered stage 2   the same, and a gradient is summed as soon as the backward has it;
+    others' rows of it are let go of stage 3   masters are divided, too
 
-At stage 3 nothing reads masters but their own step: forward and backward multiply codes, which are whole in every
-process. So a master's rows, gradient and moments stay with their process (`quant.runtime.shards`), and what travels in
-a step is
+At stage 3 nothing reads masters but their own step: forward and backward multiply codes, which are
+whole in every process. So a master's rows, gradient and moments stay with their process
+(`quant.runtime.shards`), and what travels in a step is
 
-    gradients   fp32, a layer at a time in the backward, each row to its process; no process ever has a whole gradient
+    gradients   fp32, a layer at a time in the backward, each row to its process; no process ever
+    has a whole gradient
                 (`learner.reduce_dtype bfloat16`: rounded once for the way)
-    codes       once a weight version, quantized by the rows' processes and gathered: an eighth of the masters in int4
-    Muon        an update's rows to the process that orthogonalizes the matrix, and back, in bfloat16
+    codes       once a weight version, quantized by the rows' processes and gathered: an eighth of
+    the masters in int4 Muon        an update's rows to the process that orthogonalizes the matrix,
+    and back, in bfloat16
 
-Every optimizer, master dtype and rounding works at every stage. What has no shard at stage 3 (an adapter's factors) is
-whole in every process, as at stage 0. No process ever holds a whole model (`quant.checkpoint.read_rows`).
+Every optimizer, master dtype and rounding works at every stage. What has no shard at stage 3 (an
+adapter's factors) is whole in every process, as at stage 0. No process ever holds a whole model
+(`quant.checkpoint.read_rows`).
 """
 
 from collections.abc import Sequence
@@ -28,7 +32,13 @@ from torch import nn
 from qarl.configs.schema.learner import LearnerConfig
 from qarl.learner.optim.master_step import on_host
 from qarl.learner.optim.muon import MOMENTUM
-from qarl.learner.optim.optimizer import MasterOptimizer, Step, matrices_of, muon_masters, require_same_masters
+from qarl.learner.optim.optimizer import (
+    MasterOptimizer,
+    Step,
+    matrices_of,
+    muon_masters,
+    require_same_masters,
+)
 from qarl.learner.processes import Processes
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.runtime.shards import Share, fill, rows_of, shard_of, whole_value
@@ -38,8 +48,9 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class ShardedOptimizer:
-    """Steps the masters of one model, at stage 3 those rows of them that this process has read (`share_of`). All
-    processes call every method together, in the same order."""
+    """Steps the masters of one model, at stage 3 those rows of them that this process has read
+    (`share_of`). All processes call every method together, in the same order.
+    """
 
     def __init__(self, model: LowBitModel, config: LearnerConfig, processes: Processes):
         self._model = model
@@ -51,7 +62,9 @@ class ShardedOptimizer:
             for name, master in model.masters.items():
                 master.grad_dtype = torch.float32
                 if config.zero_stage == 2 and master.requires_grad:
-                    master.register_post_accumulate_grad_hook(partial(self._let_go, self._rows[name]))
+                    master.register_post_accumulate_grad_hook(
+                        partial(self._let_go, self._rows[name])
+                    )
         self.optimizer = MasterOptimizer(self._rows, model.matrices(), config.optimizer, processes)
         alone = processes.world == 1 and config.zero_stage is None
         model.gradients.configure(in_place=alone, reduce_dtype=MASTER_DTYPES[config.reduce_dtype])
@@ -81,26 +94,40 @@ class ShardedOptimizer:
         self._model.gradients.delivered(rows, gradient)
 
     def state_dict(self) -> dict[str, Any]:
-        """masters and optimizer, by name, each in one process alone. Independent of the stage and of `processes`."""
+        """masters and optimizer, by name, each in one process alone. Independent of the stage and
+        of `processes`.
+        """
         mine = self.optimizer.state_dict()
         generators = torch.stack(self._processes.gathered(mine["generator"]))
-        stepped = set().union(*self._processes.gathered({n for n, s in mine["masters"].items() if any(s["moments"])}))
+        stepped = set().union(
+            *self._processes.gathered({n for n, s in mine["masters"].items() if any(s["moments"])})
+        )
         masters, steps = {}, {}
         for number, (name, master) in enumerate(self._rows.items()):
             cut = shard_of(master) is not None
             whole = whole_value(master) if cut else master.detach()
-            moments = self._whole_moments(name, master, mine["masters"][name]["moments"], name in stepped)
+            moments = self._whole_moments(
+                name, master, mine["masters"][name]["moments"], name in stepped
+            )
             if number % self._processes.world == self._processes.rank:
                 masters[name] = whole.cpu() if cut else whole
                 steps[name] = {"moments": on_host(moments) if cut else moments}
-        return {"masters": masters, "optimizer": {"masters": steps, "generator": generators}}
+        return {
+            "masters": masters,
+            "optimizer": {"masters": steps, "generator": generators},
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over the `state_dict`s of all processes, put together; `ConfigError` where they are of other masters."""
+        """Take over the `state_dict`s of all processes, put together; `ConfigError` where they are
+        of other masters.
+        """
         require_same_masters(state["optimizer"], self._model.masters)
         steps = {}
         for name, master in self._model.masters.items():
-            shard, saved = shard_of(master), state["masters"][name].to(self._model.device)
+            shard, saved = (
+                shard_of(master),
+                state["masters"][name].to(self._model.device),
+            )
             with torch.no_grad():
                 master.copy_(saved if shard is None else shard.rows(saved))
             moments = state["optimizer"]["masters"][name]["moments"]
@@ -113,8 +140,9 @@ class ShardedOptimizer:
     def _whole_moments(
         self, name: str, master: nn.Parameter, mine: list[dict[str, Any]], stepped: bool
     ) -> list[dict[str, Any]]:
-        """As `MasterStep.state_dict` has them of the whole master, those of several matrices as views of one tensor.
-        mine: of this process's rows."""
+        """As `MasterStep.state_dict` has them of the whole master, those of several matrices as
+        views of one tensor. mine: of this process's rows.
+        """
         shard = shard_of(master)
         if shard is None:
             return mine
@@ -123,13 +151,19 @@ class ShardedOptimizer:
             return [{} for _ in indices]
         whole = {}
         for key in self._keys(name):
-            rows = torch.cat([part[key].flatten() for part in mine if key in part] or [master.new_empty(0)])
+            rows = torch.cat(
+                [part[key].flatten() for part in mine if key in part] or [master.new_empty(0)]
+            )
             room = torch.empty(shard.shape, device=master.device)
             whole[key] = fill(room, rows.view(master.shape), shard)
         counts = {} if name in self._matrices else {"step": mine[0]["step"]}
-        return [{**counts, **{key: tensor[index] for key, tensor in whole.items()}} for index in indices]
+        return [
+            {**counts, **{key: tensor[index] for key, tensor in whole.items()}} for index in indices
+        ]
 
-    def _own_moments(self, name: str, master: nn.Parameter, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _own_moments(
+        self, name: str, master: nn.Parameter, saved: list[dict[str, Any]]
+    ) -> list[dict[str, Any]]:
         """The inverse of `_whole_moments`, for this process's rows."""
         shard = shard_of(master)
         if shard is None:
@@ -142,12 +176,22 @@ class ShardedOptimizer:
             whole = torch.cat([part[key].flatten() for part in saved]).view(shard.shape)
             own[key] = shard.rows(whole)
         counts = {} if name in self._matrices else {"step": saved[0]["step"]}
-        return [{**counts, **{key: tensor[index].clone() for key, tensor in own.items()}} for index in indices]
+        return [
+            {**counts, **{key: tensor[index].clone() for key, tensor in own.items()}}
+            for index in indices
+        ]
 
 
-def share_of(config: LearnerConfig, processes: Processes, schemes: Sequence[Scheme]) -> Share | None:
-    """What this process reads of the masters, where `learner.zero_stage` is 3; None where all of them. schemes: of the
-    model's layers; rows that share a block of one stay together."""
+def share_of(
+    config: LearnerConfig, processes: Processes, schemes: Sequence[Scheme]
+) -> Share | None:
+    """What this process reads of the masters, where `learner.zero_stage` is 3; None where all of
+    them. schemes: of the model's layers; rows that share a block of one stay together.
+    """
     if config.zero_stage != 3:
         return None
-    return Share(processes.rank, processes.world, max((s.block[0] for s in schemes if s.block), default=1))
+    return Share(
+        processes.rank,
+        processes.world,
+        max((s.block[0] for s in schemes if s.block), default=1),
+    )

@@ -1,1 +1,3 @@
-"""What a checkpoint holds: names, shapes, families of models, and which layer takes which scheme."""
+"""What a checkpoint holds: names, shapes, families of models, and which layer takes which
+scheme.
+"""

@@ -1,9 +1,9 @@
 """How checkpoints name a model's weights, by transformers' own account of its architectures.
 
-transformers 5 holds a layer's experts as two 3-D parameters, `experts.gate_up_proj` [E, 2I, H] and `experts.down_proj`
-[E, H, I]. Checkpoints and vLLM name every expert's three matrices, and some modules in other words; the conversions by
-which transformers loads and saves them say which. tests/quant/test_layout.py holds the names to what `save_pretrained`
-writes.
+transformers 5 holds a layer's experts as two 3-D parameters, `experts.gate_up_proj` [E, 2I, H] and
+`experts.down_proj` [E, H, I]. Checkpoints and vLLM name every expert's three matrices, and some
+modules in other words; the conversions by which transformers loads and saves them say which.
+tests/quant/test_layout.py holds the names to what `save_pretrained` writes.
 
 Axes: E experts, H hidden columns, I expert columns.
 """
@@ -26,16 +26,19 @@ STACKED: Mapping[str, tuple[str, ...]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
-"""vLLM's `packed_modules_mapping` of most decoders: what it multiplies as one, and so gives one scheme and one
-tensor-wide scale → its parts."""
+"""vLLM's `packed_modules_mapping` of most decoders: what it multiplies as one, and so gives one
+scheme and one tensor-wide scale → its parts.
+"""
 
 _EACH = re.compile(r"(.*)\.experts\.\*\.(\w+)\.weight")
 
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """A checkpoint's names of an expert's matrices. stacked: an unquantized one has a layer's experts in two tensors,
-    as transformers has them (Granite, Gemma 4); quantized ones name each matrix, as vLLM reads them."""
+    """A checkpoint's names of an expert's matrices. stacked: an unquantized one has a layer's
+    experts in two tensors, as transformers has them (Granite, Gemma 4); quantized ones name each
+    matrix, as vLLM reads them.
+    """
 
     gate: str = "gate_proj"
     up: str = "up_proj"
@@ -50,8 +53,10 @@ class ExpertLayout:
 
 @dataclass(frozen=True)
 class ExpertsShape:
-    """A layer's experts. experts: E. top_k: K experts a token. hidden: H. intermediate: I. activation: between gate and
-    down projection, by transformers' name ("silu"). layout: the checkpoint's names."""
+    """A layer's experts. experts: E. top_k: K experts a token. hidden: H. intermediate: I.
+    activation: between gate and down projection, by transformers' name ("silu"). layout: the
+    checkpoint's names.
+    """
 
     experts: int
     top_k: int
@@ -63,8 +68,9 @@ class ExpertsShape:
 
 @dataclass(frozen=True)
 class Family:
-    """The names of one architecture's weights. experts: of experts' matrices, where it has any. renamed: parts of other
-    names that differ, (transformers', the checkpoint's)."""
+    """The names of one architecture's weights. experts: of experts' matrices, where it has any.
+    renamed: parts of other names that differ, (transformers', the checkpoint's).
+    """
 
     experts: ExpertLayout = ExpertLayout(stacked=True)
     renamed: tuple[tuple[str, str], ...] = ()
@@ -79,7 +85,9 @@ class Family:
 
 @functools.cache
 def family_of(model_type: str) -> Family:
-    """The names of a transformers `model_type`. Those without conversions are in transformers' own names."""
+    """The names of a transformers `model_type`. Those without conversions are in transformers' own
+    names.
+    """
     experts, renamed = {}, []
     conversion: Any
     for conversion in get_checkpoint_conversion_mapping(model_type) or ():
@@ -88,7 +96,8 @@ def family_of(model_type: str) -> Family:
         if len(targets) == 1 and all(each):
             experts[targets[0].rpartition(".")[2]] = [match[2] for match in each if match]
         elif len(sources) == len(targets) == 1 and not getattr(conversion, "operations", None):
-            suffix = ".weight" if targets[0].endswith(".weight") else ""  # of a module's name, not of a parameter's
+            # of a module's name, not of a parameter's
+            suffix = ".weight" if targets[0].endswith(".weight") else ""
             ours, written = (_plain(pattern, suffix) for pattern in (targets[0], sources[0]))
             if ours and written:
                 renamed.append((ours, written))
@@ -99,32 +108,40 @@ def family_of(model_type: str) -> Family:
 
 
 def _plain(pattern: str, suffix: str) -> str:
-    """A part of a name out of a pattern, dots around it; "" for what is no plain name. suffix: not to be in it."""
+    """A part of a name out of a pattern, dots around it; "" for what is no plain name. suffix: not
+    to be in it.
+    """
     name = pattern.replace("\\.", ".").removesuffix(suffix).strip(".")
     return f".{name}." if re.fullmatch(r"[\w.]+", name) else ""
 
 
 def experts_per_token(config: PreTrainedConfig) -> int:
     """K, by whichever name a configuration has it."""
-    return next(int(getattr(config, name)) for name in EXPERTS_A_TOKEN if getattr(config, name, None))
+    return next(
+        int(getattr(config, name)) for name in EXPERTS_A_TOKEN if getattr(config, name, None)
+    )
 
 
 def fused_experts(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
     """Every module of fused experts, by name.
 
-    Raises `SchemeError` for a model whose 3-D parameters are of no layout known here: they would be missed.
+    Raises `SchemeError` for a model whose 3-D parameters are of no layout known here: they would be
+    missed.
     """
     for name, module in model.named_modules():
-        three = {key for key, p in module.named_parameters(recurse=False) if len(whole_shape(p)) == 3}
+        three = {
+            key for key, p in module.named_parameters(recurse=False) if len(whole_shape(p)) == 3
+        }
         if not three:
             continue
         known = three == {"gate_up_proj", "down_proj"} and _gate_rows_first(module)
         if not known or any(key not in three for key, _ in module.named_parameters()):
             beside = sorted({key for key, _ in module.named_parameters()} - three)
             raise SchemeError(
-                f"{name!r} of model type {model.config.model_type!r} is a {type(module).__name__} of 3-D weights "
-                f"{sorted(three)}{f' beside {beside}' if beside else ''}; known are mixtures of experts with "
-                "gate_up_proj [E, 2I, H] and down_proj [E, H, I], and no biases"
+                f"{name!r} of model type {model.config.model_type!r} is a {type(module).__name__}"
+                f" of 3-D weights {sorted(three)}{f' beside {beside}' if beside else ''}; known are"
+                " mixtures of experts with gate_up_proj [E, 2I, H] and down_proj [E, H, I], and no"
+                " biases"
             )
         yield name, module
 

@@ -1,7 +1,9 @@
-"""A model folder's files, looked at before anything is loaded: config.json, tokenizer, context, weights' headers.
+"""A model folder's files, looked at before anything is loaded: config.json, tokenizer, context,
+weights' headers.
 
-Reads JSON and headers alone, and imports neither torch nor transformers, so that a fault is told in milliseconds. What
-a loader would find beyond that (names and shapes of the architecture's tensors) `quant.checkpoint.load` says.
+Reads JSON and headers alone, and imports neither torch nor transformers, so that a fault is told in
+milliseconds. What a loader would find beyond that (names and shapes of the architecture's tensors)
+`quant.checkpoint.load` says.
 """
 
 import json
@@ -14,7 +16,14 @@ from safetensors import SafetensorError, safe_open
 from qarl.configs.errors import ModelError
 from qarl.configs.hub import hub_or_cache
 
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+_TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "tekken.json",
+)
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 _GGUF = ".gguf"
 _CHANGING_ROTATIONS = ("dynamic", "longrope", "su")
@@ -24,8 +33,9 @@ EXPERTS_A_TOKEN = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
 
 
 def local_folder(name: str) -> Path | None:
-    """Return the folder `name`, or None if it reads as a hub id (owner/name). Raises `ModelError` for anything else,
-    a GGUF file among it."""
+    """Return the folder `name`, or None if it reads as a hub id (owner/name). Raises `ModelError`
+    for anything else, a GGUF file among it.
+    """
     path = Path(name).expanduser()
     if path.is_dir():
         return path
@@ -33,16 +43,21 @@ def local_folder(name: str) -> Path | None:
         raise ModelError(f"model {name!r} is a GGUF file; {_gguf_remedy(path)}")
     if path.is_file():
         raise ModelError(
-            f"model {name!r} is a file; give the folder of a model in transformers' format (config.json, tokenizer and "
-            "*.safetensors)"
+            f"model {name!r} is a file; give the folder of a model in transformers' format"
+            " (config.json, tokenizer and *.safetensors)"
         )
     if name.startswith((".", "/", "~")) or name.count("/") != 1 or not all(name.split("/")):
-        raise ModelError(f"model folder {name!r} does not exist; give a transformers folder, or a hub id (owner/name)")
+        raise ModelError(
+            f"model folder {name!r} does not exist; give a transformers folder, or a hub id"
+            " (owner/name)"
+        )
     return None
 
 
 def hub_config(name: str) -> Path:
-    """The config.json of a hub id, downloaded if it is not in the cache. Raises `ModelError` where it cannot be had."""
+    """The config.json of a hub id, downloaded if it is not in the cache. Raises `ModelError` where
+    it cannot be had.
+    """
     from huggingface_hub import hf_hub_download
 
     try:
@@ -56,13 +71,16 @@ def not_in_hub(name: str, error: Exception) -> ModelError:
     """What a user is told where a hub id could not be downloaded for `error`."""
     reason = str(error).strip().partition("\n")[0]
     return ModelError(
-        f"model {name!r} is no folder here, and could not be had from the hub: {reason}; check the path or the id, the "
-        "network (HF_ENDPOINT for a mirror, HF_HOME for a cache filled elsewhere), and HF_TOKEN for gated models"
+        f"model {name!r} is no folder here, and could not be had from the hub: {reason}; check the"
+        " path or the id, the network (HF_ENDPOINT for a mirror, HF_HOME for a cache filled"
+        " elsewhere), and HF_TOKEN for gated models"
     )
 
 
 def check_folder(folder: Path, tokens: int) -> None:
-    """Raise `ModelError` for what its files alone tell against training in it. tokens: of prompt and completion."""
+    """Raise `ModelError` for what its files alone tell against training in it. tokens: of prompt
+    and completion.
+    """
     check_model(folder)
     check_context(folder, tokens)
     check_rotary(folder)
@@ -71,13 +89,19 @@ def check_folder(folder: Path, tokens: int) -> None:
 
 
 def check_model(folder: Path) -> None:
-    """Raise `ModelError` for a folder without a readable config.json, or a checkpoint that is already quantized."""
+    """Raise `ModelError` for a folder without a readable config.json, or a checkpoint that is
+    already quantized.
+    """
     quantization = read_config(folder).get("quantization_config")
     if quantization:
-        method = quantization.get("quant_method", "unknown method") if isinstance(quantization, dict) else quantization
+        method = (
+            quantization.get("quant_method", "unknown method")
+            if isinstance(quantization, dict)
+            else quantization
+        )
         raise ModelError(
-            f"model {str(folder)!r} is already quantized ({method}); training needs full-precision masters: give the "
-            "original checkpoint"
+            f"model {str(folder)!r} is already quantized ({method}); training needs full-precision"
+            " masters: give the original checkpoint"
         )
 
 
@@ -86,32 +110,43 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not (folder / "config.json").is_file():
         if (folder / "config.yaml").is_file():
             raise ModelError(
-                f"{str(folder)!r} is a run, no model; give the model it was trained from (`model` in its config.yaml), "
-                f"or, of an unquantized run, {str(folder / 'export')!r}"
+                f"{str(folder)!r} is a run, no model; give the model it was trained from (`model`"
+                f" in its config.yaml), or, of an unquantized run, {str(folder / 'export')!r}"
             )
         if gguf := _gguf_files(folder):
             raise ModelError(
-                f"model folder {str(folder)!r} holds a GGUF file and no config.json; {_gguf_remedy(gguf[0])}"
+                f"model folder {str(folder)!r} holds a GGUF file and no config.json;"
+                f" {_gguf_remedy(gguf[0])}"
             )
         if (folder / "sft.yaml").is_file():
             raise ModelError(
-                f"{str(folder)!r} was written by `qarl sft`; give {str(folder / 'masters')!r} to train on, and "
-                f"{str(folder / 'export')!r} to serve or evaluate"
+                f"{str(folder)!r} was written by `qarl sft`; give {str(folder / 'masters')!r} to"
+                f" train on, and {str(folder / 'export')!r} to serve or evaluate"
             )
         runs = sorted(file.parent for file in folder.glob("*/config.yaml"))
-        instead = f"one of the runs in it, such as {str(runs[-1])!r}" if runs else "a transformers model folder"
+        instead = (
+            f"one of the runs in it, such as {str(runs[-1])!r}"
+            if runs
+            else "a transformers model folder"
+        )
         raise ModelError(f"model folder {str(folder)!r} has no config.json; give {instead}")
     return _read_object(folder / "config.json")
 
 
 def check_context(folder: Path, tokens: int) -> None:
-    """Raise `ModelError` where prompt and completion together are longer than the model's positions."""
+    """Raise `ModelError` where prompt and completion together are longer than the model's
+    positions.
+    """
     length = positions(read_config(folder))
-    if length is not None and tokens > length and os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN") != "1":
+    if (
+        length is not None
+        and tokens > length
+        and os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN") != "1"
+    ):
         raise ModelError(
-            f"rollout.max_prompt_tokens + rollout.max_new_tokens (--max-new-tokens) = {tokens}, but the model "
-            f"{str(folder)!r} has {int(length)} positions (max_position_embeddings in its config.json); lower "
-            "them until their sum fits"
+            f"rollout.max_prompt_tokens + rollout.max_new_tokens (--max-new-tokens) = {tokens}, but"
+            f" the model {str(folder)!r} has {int(length)} positions (max_position_embeddings in"
+            " its config.json); lower them until their sum fits"
         )
 
 
@@ -120,32 +155,40 @@ def positions(config: dict[str, Any]) -> float | None:
     config = config["text_config"] if isinstance(config.get("text_config"), dict) else config
     length = next((config[key] for key in _LENGTHS if isinstance(config.get(key), int)), None)
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    scaled = isinstance(rope, dict) and rope.get("rope_type", rope.get("type")) in ("linear", "dynamic")
-    factor = rope.get("factor", 1) if scaled else 1  # the positions of other kinds have it in them
+    scaled = isinstance(rope, dict) and rope.get("rope_type", rope.get("type")) in (
+        "linear",
+        "dynamic",
+    )
+    # the positions of other kinds have it in them
+    factor = rope.get("factor", 1) if scaled else 1
     return length and length * (factor if isinstance(factor, int | float) else 1)
 
 
 def check_rotary(folder: Path) -> None:
-    """Raise `ModelError` for a rotary embedding whose frequencies depend on the longest sequence that is computed
-    together: a token's log-prob would depend on what it is packed with, and not be the engine's."""
+    """Raise `ModelError` for a rotary embedding whose frequencies depend on the longest sequence
+    that is computed together: a token's log-prob would depend on what it is packed with, and not be
+    the engine's.
+    """
     config = read_config(folder)
     settings = [config.get("rope_scaling"), config.get("rope_parameters")]
-    settings += [inner for outer in settings if isinstance(outer, dict) for inner in outer.values()]  # a kind of layer
+    # a kind of layer
+    settings += [inner for outer in settings if isinstance(outer, dict) for inner in outer.values()]
     kinds = {rope.get("rope_type", rope.get("type")) for rope in settings if isinstance(rope, dict)}
     changing = [kind for kind in _CHANGING_ROTATIONS if kind in kinds]
     if changing:
         raise ModelError(
-            f"model {str(folder)!r} has rotary embeddings of type {changing[0]!r}, whose frequencies depend on the "
-            "longest sequence beside a token, so that learner and engine would disagree; where sequences stay within "
-            "max_position_embeddings, remove rope_scaling (or rope_parameters' rope_type) from its config.json"
+            f"model {str(folder)!r} has rotary embeddings of type {changing[0]!r}, whose"
+            " frequencies depend on the longest sequence beside a token, so that learner and"
+            " engine would disagree; where sequences stay within max_position_embeddings, remove"
+            " rope_scaling (or rope_parameters' rope_type) from its config.json"
         )
 
 
 def _check_tokenizer(folder: Path) -> None:
     if not any((folder / name).is_file() for name in _TOKENIZERS):
         raise ModelError(
-            f"model folder {str(folder)!r} has no tokenizer (tokenizer.json, tokenizer.model or vocab.json); copy it "
-            "from where the model came from"
+            f"model folder {str(folder)!r} has no tokenizer (tokenizer.json, tokenizer.model or"
+            " vocab.json); copy it from where the model came from"
         )
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if (folder / name).is_file():
@@ -160,7 +203,9 @@ def has_chat_template(folder: Path) -> bool:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The checkpoint's safetensors files; none of another format. Raises `ModelError` for one that is missing."""
+    """The checkpoint's safetensors files; none of another format. Raises `ModelError` for one that
+    is missing.
+    """
     index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if not index.is_file():
         return [whole] if whole.is_file() else []
@@ -171,32 +216,42 @@ def weight_files(folder: Path) -> list[Path]:
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise ModelError(
-            f"model {str(folder)!r} lacks {len(missing)} of its {len(files)} weight files, the first being "
-            f"{missing[0]!r}; copy them too"
+            f"model {str(folder)!r} lacks {len(missing)} of its {len(files)} weight files, the"
+            f" first being {missing[0]!r}; copy them too"
         )
     return files
 
 
 def tensor_shapes(folder: Path) -> dict[str, list[int]]:
-    """Name → shape of every tensor, by the files' headers; {} for a checkpoint in another format than safetensors.
+    """Name → shape of every tensor, by the files' headers; {} for a checkpoint in another format
+    than safetensors.
 
-    Raises `ModelError` for a folder without weights, and for a file that is cut short or no safetensors.
+    Raises `ModelError` for a folder without weights, and for a file that is cut short or no
+    safetensors.
     """
     files = weight_files(folder)
     if not files and not any(folder.glob("*.bin")):
         if gguf := _gguf_files(folder):
-            raise ModelError(f"model folder {str(folder)!r} has its weights in a GGUF file; {_gguf_remedy(gguf[0])}")
+            raise ModelError(
+                f"model folder {str(folder)!r} has its weights in a GGUF file;"
+                f" {_gguf_remedy(gguf[0])}"
+            )
         raise ModelError(
-            f"model folder {str(folder)!r} has no weights (model.safetensors, or model.safetensors.index.json and the "
-            "files it lists)"
+            f"model folder {str(folder)!r} has no weights (model.safetensors, or"
+            " model.safetensors.index.json and the files it lists)"
         )
     shapes: dict[str, list[int]] = {}
     for file in files:
         try:
             with safe_open(file, "numpy") as tensors:
-                shapes |= {name: list(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+                shapes |= {
+                    name: list(tensors.get_slice(name).get_shape())
+                    for name in tensors.keys()  # noqa: SIM118
+                }
         except SafetensorError as error:
-            raise ModelError(f"{str(file)!r} is no safetensors file, or cut short: {error}; copy it again") from error
+            raise ModelError(
+                f"{str(file)!r} is no safetensors file, or cut short: {error}; copy it again"
+            ) from error
     return shapes
 
 
@@ -205,15 +260,18 @@ def _gguf_files(folder: Path) -> list[Path]:
 
 
 def _gguf_remedy(file: Path) -> str:
-    """Return how a GGUF file becomes a folder that can be trained in: a line of words and three of Python."""
+    """Return how a GGUF file becomes a folder that can be trained in: a line of words and three of
+    Python.
+    """
     folder, target = str(file.absolute().parent), file.stem
     return (
-        "give the original checkpoint, whose weights were not rounded. If there is none, this Python makes a "
-        f"transformers folder of the file (pip install gguf first), for --model {target}:\n"
-        f"  from transformers import AutoModelForCausalLM, AutoTokenizer; folder, file = {folder!r}, {file.name!r}\n"
-        f"  AutoTokenizer.from_pretrained(folder, gguf_file=file).save_pretrained({target!r})\n"
-        "  model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file); "
-        f"model.hf_quantizer.remove_quantization_config(model); model.save_pretrained({target!r})"
+        "give the original checkpoint, whose weights were not rounded. If there is none, this"
+        " Python makes a transformers folder of the file (pip install gguf first), for --model"
+        f" {target}:\n  from transformers import AutoModelForCausalLM, AutoTokenizer; folder, file"
+        f" = {folder!r}, {file.name!r}\n  AutoTokenizer.from_pretrained(folder,"
+        f" gguf_file=file).save_pretrained({target!r})\n  model ="
+        " AutoModelForCausalLM.from_pretrained(folder, gguf_file=file);"
+        f" model.hf_quantizer.remove_quantization_config(model); model.save_pretrained({target!r})"
     )
 
 
@@ -225,5 +283,7 @@ def _read_object(file: Path) -> dict[str, Any]:
     except ValueError as error:  # of JSON and of UTF-8
         raise ModelError(f"{str(file)!r} is not JSON: {error}; copy it again") from error
     if not isinstance(tree, dict):
-        raise ModelError(f"{str(file)!r} holds a {type(tree).__name__}, not an object of settings; copy it again")
+        raise ModelError(
+            f"{str(file)!r} holds a {type(tree).__name__}, not an object of settings; copy it again"
+        )
     return tree

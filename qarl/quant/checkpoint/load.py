@@ -18,14 +18,22 @@ from transformers import (
 from qarl.configs.errors import ModelError
 from qarl.configs.hub import hub_or_cache
 from qarl.quant.checkpoint.families import fused_experts
-from qarl.quant.checkpoint.folder import check_model, local_folder, not_in_hub, tensor_shapes, weight_files
+from qarl.quant.checkpoint.folder import (
+    check_model,
+    local_folder,
+    not_in_hub,
+    tensor_shapes,
+    weight_files,
+)
 from qarl.quant.checkpoint.read_rows import reading_rows
 from qarl.quant.checkpoint.shapes import expert_modules, weight_shapes
 from qarl.quant.runtime.shards import Share, shard_parameters
 
 
 def resolve_model(name: str) -> Path:
-    """The local folder of a model: `name` itself, or the hub's snapshot of that id (downloaded if needed)."""
+    """The local folder of a model: `name` itself, or the hub's snapshot of that id (downloaded if
+    needed).
+    """
     folder = local_folder(name)
     if folder is not None:
         return folder
@@ -40,7 +48,9 @@ def resolve_model(name: str) -> Path:
 
 
 def load_config(name: str) -> PreTrainedConfig:
-    """The architecture of a model folder or hub id: its config.json, no weights. Raises `ModelError`."""
+    """The architecture of a model folder or hub id: its config.json, no weights. Raises
+    `ModelError`.
+    """
     folder = local_folder(name)
     if folder is not None:
         check_model(folder)
@@ -48,20 +58,26 @@ def load_config(name: str) -> PreTrainedConfig:
         with nullcontext() if folder else hub_or_cache():
             return AutoConfig.from_pretrained(folder or name)
     except Exception as error:
-        raise ModelError(f"model {name!r}: its config.json could not be read: {_first_lines(error)}") from error
+        raise ModelError(
+            f"model {name!r}: its config.json could not be read: {_first_lines(error)}"
+        ) from error
 
 
 def empty_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """A causal LM of this architecture on the meta device: names and shapes of its parameters, no memory."""
+    """A causal LM of this architecture on the meta device: names and shapes of its parameters, no
+    memory.
+    """
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
 
 
 def model_skeleton(folder: Path) -> PreTrainedModel:
-    """The model in `folder` on the meta device: names, kinds and shapes of its layers without any weight.
+    """The model in `folder` on the meta device: names, kinds and shapes of its layers without any
+    weight.
 
-    Raises `ModelError` for what `check_model` refuses, for a config.json of an unknown architecture, and for experts
-    that are incomplete; `SchemeError` for experts whose checkpoint layout is not known.
+    Raises `ModelError` for what `check_model` refuses, for a config.json of an unknown
+    architecture, and for experts that are incomplete; `SchemeError` for experts whose checkpoint
+    layout is not known.
     """
     check_model(folder)
     try:
@@ -69,11 +85,13 @@ def model_skeleton(folder: Path) -> PreTrainedModel:
         model = empty_model(config) if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else None
     except Exception as error:
         words = _first_lines(error)
-        raise ModelError(f"model {str(folder)!r} cannot be built from its config.json: {words}") from error
+        raise ModelError(
+            f"model {str(folder)!r} cannot be built from its config.json: {words}"
+        ) from error
     if model is None:
         raise ModelError(
-            f"model {str(folder)!r} is a {config.model_type!r}, no causal language model; give one that writes text "
-            "from left to right (Qwen3, Llama, Mistral, …)"
+            f"model {str(folder)!r} is a {config.model_type!r}, no causal language model; give one"
+            " that writes text from left to right (Qwen3, Llama, Mistral, …)"
         )
     stored = tensor_shapes(folder) if weight_files(folder) else {}
     _check_experts(folder, model, stored)
@@ -82,15 +100,20 @@ def model_skeleton(folder: Path) -> PreTrainedModel:
 
 
 def _check_shapes(folder: Path, model: PreTrainedModel, stored: dict[str, list[int]]) -> None:
-    """Of the tensors that file and architecture both name; the loader strips prefixes and stacks experts of others."""
+    """Of the tensors that file and architecture both name; the loader strips prefixes and stacks
+    experts of others.
+    """
     wrong = [
-        f"tensor {name!r} is {stored[name]} in its files and {list(tensor.shape)} by its config.json"
+        f"tensor {name!r} is {stored[name]} in its files and {list(tensor.shape)} by its"
+        " config.json"
         for name, tensor in model.state_dict().items()
         if name in stored and stored[name] != list(tensor.shape)
     ]
     if wrong:
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-        raise ModelError(f"model {str(folder)!r}: {wrong[0]}{more}; the two are of different models")
+        raise ModelError(
+            f"model {str(folder)!r}: {wrong[0]}{more}; the two are of different models"
+        )
 
 
 def _first_lines(error: Exception) -> str:
@@ -101,9 +124,11 @@ def _first_lines(error: Exception) -> str:
 
 
 def _check_experts(folder: Path, model: PreTrainedModel, stored: dict[str, list[int]]) -> None:
-    """Name the experts' tensors that are missing, too many or of another size: transformers stacks the experts that it
-    reads, and reports shapes of the stack. A layer of which the checkpoint has no expert under the layout's names is
-    left to the loader: it may be stored fused, or under a prefix the loader strips."""
+    """Name the experts' tensors that are missing, too many or of another size: transformers stacks
+    the experts that it reads, and reports shapes of the stack. A layer of which the checkpoint has
+    no expert under the layout's names is left to the loader: it may be stored fused, or under a
+    prefix the loader strips.
+    """
     expected = {f"{name}.weight": list(shape) for name, shape in weight_shapes(model).items()}
     faults = []
     for layer in expert_modules(model):
@@ -112,38 +137,53 @@ def _check_experts(folder: Path, model: PreTrainedModel, stored: dict[str, list[
             names = filter(one.match, {**expected, **stored})
             faults += [(name, stored.get(name), expected.get(name)) for name in names]
     wrong = [
-        f"{name!r} is {there or 'missing'} instead of {due or 'none'}" for name, there, due in faults if there != due
+        f"{name!r} is {there or 'missing'} instead of {due or 'none'}"
+        for name, there, due in faults
+        if there != due
     ]
     if wrong:
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
         raise ModelError(
-            f"model {str(folder)!r} has other experts than its config.json: {wrong[0]}{more}; copy it again"
+            f"model {str(folder)!r} has other experts than its config.json: {wrong[0]}{more}; copy"
+            " it again"
         )
 
 
 def load_masters(
-    folder: Path, dtype: torch.dtype, device: torch.device | None = None, share: Share | None = None
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device | None = None,
+    share: Share | None = None,
 ) -> PreTrainedModel:
-    """The model in `folder`, every parameter in the master dtype (fp32 or bf16), ready for `LowBitModel`.
+    """The model in `folder`, every parameter in the master dtype (fp32 or bf16), ready for
+    `LowBitModel`.
 
-    device: where the masters live and the learner computes; None is the CPU. share: the rows of each that this process
-    keeps, every parameter with its `shard`; None: all.
+    device: where the masters live and the learner computes; None is the CPU. share: the rows of
+    each that this process keeps, every parameter with its `shard`; None: all.
 
-    Raises what `model_skeleton` raises, and `ModelError` for truncated or missing tensors, and for those that hold NaN
-    or infinity, among this process's rows.
+    Raises what `model_skeleton` raises, and `ModelError` for truncated or missing tensors, and for
+    those that hold NaN or infinity, among this process's rows.
     """
     skeleton = model_skeleton(folder)
-    experts = max((len(p) for _, stacks in fused_experts(skeleton) for p in stacks.parameters()), default=0)
+    experts = max(
+        (len(p) for _, stacks in fused_experts(skeleton) for p in stacks.parameters()),
+        default=0,
+    )
     try:
         with reading_rows(share, experts) if share else nullcontext():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=dtype, output_loading_info=True
+            )
         model, info = loaded
     except Exception as error:
-        raise ModelError(f"model {str(folder)!r} could not be loaded: {_first_lines(error)}") from error
+        raise ModelError(
+            f"model {str(folder)!r} could not be loaded: {_first_lines(error)}"
+        ) from error
     if info["missing_keys"] or info.get("mismatched_keys"):
         missing = sorted(info["missing_keys"]) or [str(k) for k in info["mismatched_keys"]]
         raise ModelError(
-            f"model {str(folder)!r} lacks {len(missing)} tensors, the first being {missing[0]!r}; copy it again"
+            f"model {str(folder)!r} lacks {len(missing)} tensors, the first being {missing[0]!r};"
+            " copy it again"
         )
     if share is not None:
         shard_parameters(model, share)
@@ -152,11 +192,15 @@ def load_masters(
 
 
 def matrices_on_host(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
-    """Move a model that was loaded into the host's memory to a device, but for what layers bring there by their
-    context's device: weights of linear layers and stacks of experts. For a GPU they are pinned."""
+    """Move a model that was loaded into the host's memory to a device, but for what layers bring
+    there by their context's device: weights of linear layers and stacks of experts. For a GPU they
+    are pinned.
+    """
     linear = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
     stacks = {id(p) for _, m in fused_experts(model) for p in m.parameters() if p.ndim == 3}
-    staying = (linear | stacks) - {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    staying = (linear | stacks) - {
+        id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)
+    }
     for tensor in (*model.parameters(), *model.buffers()):
         if id(tensor) not in staying:
             tensor.data = tensor.data.to(device)
@@ -166,9 +210,12 @@ def matrices_on_host(model: PreTrainedModel, device: torch.device) -> PreTrained
 
 
 def check_finite(folder: Path | str, model: PreTrainedModel) -> None:
-    """Raise `ModelError` for a parameter with NaN or infinity. One pass: both extremes are finite where all is."""
+    """Raise `ModelError` for a parameter with NaN or infinity. One pass: both extremes are finite
+    where all is.
+    """
     for name, master in model.named_parameters():
         if master.numel() and not torch.stack(torch.aminmax(master.detach())).isfinite().all():
             raise ModelError(
-                f"model {str(folder)!r}: tensor {name!r} holds NaN or infinity; take another copy of the checkpoint"
+                f"model {str(folder)!r}: tensor {name!r} holds NaN or infinity; take another copy"
+                " of the checkpoint"
             )

@@ -1,7 +1,9 @@
-"""Which scheme each layer takes: a main scheme and an ordered list of rules, resolved against a model's layer names.
+"""Which scheme each layer takes: a main scheme and an ordered list of rules, resolved against a
+model's layer names.
 
-The plan is read by everything that quantizes, publishes, audits or exports, and writes the `quantization_config` the
-engine resolves its layers from. Errors are found here, before anything is loaded or changed.
+The plan is read by everything that quantizes, publishes, audits or exports, and writes the
+`quantization_config` the engine resolves its layers from. Errors are found here, before anything is
+loaded or changed.
 """
 
 import re
@@ -12,15 +14,22 @@ from typing import Any
 from qarl.configs.schema.run import LayerRule
 from qarl.quant.checkpoint.families import STACKED
 from qarl.quant.checkpoint.patterns import matching, nearest_names
-from qarl.quant.schemes import Scheme, SchemeError, get_scheme, is_protected, write_quantization_config
+from qarl.quant.schemes import (
+    Scheme,
+    SchemeError,
+    get_scheme,
+    is_protected,
+    write_quantization_config,
+)
 
 _EXPERT = re.compile(r"(.+\.experts)\.\d+\.[^.]+$")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The scheme of every linear layer. main: of layers no rule takes. schemes: by checkpoint name, in the model's
-    order; `bf16` where a layer stays in the compute dtype."""
+    """The scheme of every linear layer. main: of layers no rule takes. schemes: by checkpoint name,
+    in the model's order; `bf16` where a layer stays in the compute dtype.
+    """
 
     main: Scheme
     schemes: Mapping[str, Scheme] = field(repr=False)
@@ -40,27 +49,39 @@ class Plan:
         return {name: layers for name, layers in by_scheme.items() if layers}
 
     def quantization_config(self, kv_cache: str | None = None) -> dict[str, Any] | None:
-        """The `quantization_config` for config.json; None where nothing is quantized. kv_cache: "fp8" (e4m3), or None.
+        """The `quantization_config` for config.json; None where nothing is quantized. kv_cache:
+        "fp8" (e4m3), or None.
 
-        One group a scheme, the main scheme's first; `ignore` holds exactly the layers in the compute dtype. A main
-        scheme alone targets every "Linear", and an output head that takes it by name: vLLM's is none. Where schemes are
-        mixed every group names its layers: readers then need no rule of precedence (transformers' optimized FP8
-        loading has none and takes whatever "Linear" matches).
+        One group a scheme, the main scheme's first; `ignore` holds exactly the layers in the
+        compute dtype. A main scheme alone targets every "Linear", and an output head that takes it
+        by name: vLLM's is none. Where schemes are mixed every group names its layers: readers then
+        need no rule of precedence (transformers' optimized FP8 loading has none and takes whatever
+        "Linear" matches).
         """
         targets = {name: config_names(layers) for name, layers in self.quantized.items()}
         if list(targets) == [self.main.name]:
-            targets = {self.main.name: ["Linear", *filter(is_protected, targets[self.main.name])]}
+            targets = {
+                self.main.name: [
+                    "Linear",
+                    *filter(is_protected, targets[self.main.name]),
+                ]
+            }
         groups = [(get_scheme(name), names) for name, names in targets.items()]
         return write_quantization_config(groups, config_names(self.ignored), kv_cache)
 
 
-def make_plan(main: Scheme, rules: Sequence[LayerRule], layers: Sequence[str], fixed: Mapping[str, str]) -> Plan:
+def make_plan(
+    main: Scheme,
+    rules: Sequence[LayerRule],
+    layers: Sequence[str],
+    fixed: Mapping[str, str],
+) -> Plan:
     """Resolve rules against a model; the first rule that matches a layer decides.
 
-    layers: checkpoint names of the linear layers, in the model's order. fixed: name → why no scheme can quantize it;
-    embeddings are named here only. Raises `SchemeError` for a rule with an unknown scheme, one that matches nothing or
-    whose layers earlier rules took, one that would quantize a protected layer, and for layers the engine multiplies as
-    one that would differ.
+    layers: checkpoint names of the linear layers, in the model's order. fixed: name → why no scheme
+    can quantize it; embeddings are named here only. Raises `SchemeError` for a rule with an unknown
+    scheme, one that matches nothing or whose layers earlier rules took, one that would quantize a
+    protected layer, and for layers the engine multiplies as one that would differ.
     """
     names = list(dict.fromkeys([*layers, *fixed]))
     taken = _apply(rules, names)
@@ -72,14 +93,23 @@ def make_plan(main: Scheme, rules: Sequence[LayerRule], layers: Sequence[str], f
         default = unquantized if layer in fixed or main.leaves_alone(layer) else main
         schemes[layer] = get_scheme(taken[layer].scheme) if layer in taken else default
     _refuse_split(schemes, taken)
-    if main.quantization is not None and main.name not in {scheme.name for scheme in schemes.values()}:
-        why = "; the rules take them all, so give the scheme of most layers as `scheme`" if taken else ""
-        raise SchemeError(f"scheme {main.name!r} quantizes none of the model's {len(layers)} linear layers{why}")
+    if main.quantization is not None and main.name not in {
+        scheme.name for scheme in schemes.values()
+    }:
+        why = (
+            "; the rules take them all, so give the scheme of most layers as `scheme`"
+            if taken
+            else ""
+        )
+        raise SchemeError(
+            f"scheme {main.name!r} quantizes none of the model's {len(layers)} linear layers{why}"
+        )
     return Plan(main, schemes)
 
 
 def config_names(layers: Iterable[str]) -> list[str]:
-    """Layer names as config.json lists them, sorted: all experts of a layer as one anchored pattern.
+    """Layer names as config.json lists them, sorted: all experts of a layer as one anchored
+    pattern.
 
     A model has thousands of expert layers, and readers compare every module with every entry.
     """
@@ -99,16 +129,23 @@ def _apply(rules: Sequence[LayerRule], names: Sequence[str]) -> dict[str, LayerR
         except SchemeError as error:
             raise SchemeError(f"layer rule '{rule}': {error}") from error
         matched = matching(rule.match, names)
-        if rule.match.startswith(("first:", "last:")):  # what a scheme protects in decoder layers stays protected
-            matched = [n for n in matched if scheme.quantization is None or not scheme.leaves_alone(n)]
+        # what a scheme protects in decoder layers stays protected
+        if rule.match.startswith(("first:", "last:")):
+            matched = [
+                n for n in matched if scheme.quantization is None or not scheme.leaves_alone(n)
+            ]
         if not matched:
-            raise SchemeError(f"layer rule '{rule}' matches no layer of the model; {nearest_names(rule.match, names)}")
+            raise SchemeError(
+                f"layer rule '{rule}' matches no layer of the model;"
+                f" {nearest_names(rule.match, names)}"
+            )
         new = [name for name in matched if name not in taken]
         if not new:
             earlier = ", ".join(f"'{r}'" for r in dict.fromkeys(taken[name] for name in matched))
             raise SchemeError(
-                f"layer rule '{rule}' changes nothing: the first rule that matches decides, and {earlier} comes "
-                f"before it for all {len(matched)} layers it matches; move it forward or remove it"
+                f"layer rule '{rule}' changes nothing: the first rule that matches decides, and"
+                f" {earlier} comes before it for all {len(matched)} layers it matches; move it"
+                " forward or remove it"
             )
         taken.update(dict.fromkeys(new, rule))
     return taken
@@ -118,13 +155,19 @@ def _refuse_protected(rule: LayerRule, layer: str, fixed: Mapping[str, str]) -> 
     scheme = get_scheme(rule.scheme)
     if scheme.quantization is None:
         return
-    remedy = f"put a rule before it that leaves the layer alone ('{layer}=bf16'), or match fewer layers"
+    remedy = (
+        f"put a rule before it that leaves the layer alone ('{layer}=bf16'), or match fewer layers"
+    )
     if layer in fixed:
-        raise SchemeError(f"layer rule '{rule}' would quantize {layer!r}, which cannot be: {fixed[layer]}; {remedy}")
+        raise SchemeError(
+            f"layer rule '{rule}' would quantize {layer!r}, which cannot be: {fixed[layer]};"
+            f" {remedy}"
+        )
     if scheme.leaves_alone(layer) and rule.match != layer:
         raise SchemeError(
-            f"layer rule '{rule}' would quantize {layer!r}; output heads, embeddings and routers are quantized only "
-            f"where a rule names them exactly ('{layer}={rule.scheme}'); {remedy}"
+            f"layer rule '{rule}' would quantize {layer!r}; output heads, embeddings and routers"
+            f" are quantized only where a rule names them exactly ('{layer}={rule.scheme}');"
+            f" {remedy}"
         )
 
 
@@ -139,18 +182,27 @@ def _refuse_split(schemes: Mapping[str, Scheme], taken: Mapping[str, LayerRule])
             first.setdefault(schemes[part].name, part)
         if len(first) > 1:
             by = {part: f"rule '{rule}'" for part, rule in taken.items()}
-            clash = ", ".join(f"{part!r} takes {name!r} by {by.get(part, 'no rule')}" for name, part in first.items())
+            clash = ", ".join(
+                f"{part!r} takes {name!r} by {by.get(part, 'no rule')}"
+                for name, part in first.items()
+            )
             leaves = "|".join(dict.fromkeys(re.escape(part.rpartition(".")[2]) for part in parts))
             raise SchemeError(
-                f"the engine multiplies {fused!r} as one, so its {len(parts)} layers need one scheme, but {clash}; "
+                f"the engine multiplies {fused!r} as one, so its {len(parts)} layers need one"
+                f" scheme, but {clash}; "
                 rf"match all of them (for example re:.*\.({leaves})$) or none"
             )
 
 
 def stacked_name(layer: str) -> str:
-    """What the engine calls the module this layer is part of; the layer itself where it stands alone."""
+    """What the engine calls the module this layer is part of; the layer itself where it stands
+    alone.
+    """
     expert = _EXPERT.match(layer)
     if expert:
         return expert[1]
     parent, _, leaf = layer.rpartition(".")
-    return next((f"{parent}.{stack}" for stack, parts in STACKED.items() if leaf in parts), layer)
+    return next(
+        (f"{parent}.{stack}" for stack, parts in STACKED.items() if leaf in parts),
+        layer,
+    )

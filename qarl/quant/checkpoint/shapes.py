@@ -1,6 +1,8 @@
-"""Which matrices of a model are multiplied with tokens, by checkpoint name, and which scheme each takes.
+"""Which matrices of a model are multiplied with tokens, by checkpoint name, and which scheme each
+takes.
 
-Linear layers, routers, and every expert's matrices; the plan and the checkpoint speak of these names, in this order.
+Linear layers, routers, and every expert's matrices; the plan and the checkpoint speak of these
+names, in this order.
 """
 
 from collections.abc import Sequence
@@ -17,10 +19,11 @@ from qarl.quant.schemes import Scheme, SchemeError
 
 
 def plan_layers(model: PreTrainedModel, scheme: Scheme, rules: Sequence[LayerRule] = ()) -> Plan:
-    """Every matrix's scheme. model: may be on the meta device, only names, kinds and shapes are read.
+    """Every matrix's scheme. model: may be on the meta device, only names, kinds and shapes are
+    read.
 
-    Raises `SchemeError` for a model that cannot be trained, for what `make_plan` refuses, and for matrices whose shape
-    their scheme cannot hold.
+    Raises `SchemeError` for a model that cannot be trained, for what `make_plan` refuses, and for
+    matrices whose shape their scheme cannot hold.
     """
     shapes = weight_shapes(model)
     plan = make_plan(scheme, rules, list(shapes), _never_quantized(model, shapes))
@@ -47,7 +50,10 @@ def weight_shapes(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
             for expert in range(count):
                 for projection in (family.experts.gate, family.experts.up):
                     shapes[f"{written}.{expert}.{projection}"] = (merged // 2, hidden)
-                shapes[f"{written}.{expert}.{family.experts.down}"] = (hidden, merged // 2)
+                shapes[f"{written}.{expert}.{family.experts.down}"] = (
+                    hidden,
+                    merged // 2,
+                )
     return shapes
 
 
@@ -58,14 +64,20 @@ def expert_modules(model: PreTrainedModel) -> list[str]:
 
 
 def router_names(model: PreTrainedModel, experts: dict[str, nn.Module]) -> list[str]:
-    """The routers beside these fused experts, by module name: what has a row of its weight for each expert."""
+    """The routers beside these fused experts, by module name: what has a row of its weight for each
+    expert.
+    """
     names = []
     for name, fused in experts.items():
         parent, _, own = name.rpartition(".")
         count = whole_shape(fused.get_parameter("gate_up_proj"))[0]
         for beside, module in model.get_submodule(parent).named_modules():
             weight = module._parameters.get("weight")
-            if weight is not None and beside.split(".")[0] != own and whole_shape(weight)[0] == count:
+            if (
+                weight is not None
+                and beside.split(".")[0] != own
+                and whole_shape(weight)[0] == count
+            ):
                 names.append(f"{parent}.{beside}")
     return names
 
@@ -78,11 +90,21 @@ def _never_quantized(model: PreTrainedModel, shapes: dict[str, tuple[int, int]])
         written = family.checkpoint_name(name)
         weight = getattr(module, "weight", None)
         if isinstance(module, nn.Embedding):
-            reasons[written] = "an embedding is looked up, not multiplied, so it has no low-bit product"
+            reasons[written] = (
+                "an embedding is looked up, not multiplied, so it has no low-bit product"
+            )
         elif module is head and weight is getattr(embedding, "weight", None):
-            reasons[written] = "this output head is tied to the embedding and has no tensor of its own"
-        elif isinstance(weight, nn.Parameter) and len(whole_shape(weight)) == 2 and written not in shapes:
-            reasons[written] = f"it is a {type(module).__name__}, no nn.Linear, and has no low-bit product here"
+            reasons[written] = (
+                "this output head is tied to the embedding and has no tensor of its own"
+            )
+        elif (
+            isinstance(weight, nn.Parameter)
+            and len(whole_shape(weight)) == 2
+            and written not in shapes
+        ):
+            reasons[written] = (
+                f"it is a {type(module).__name__}, no nn.Linear, and has no low-bit product here"
+            )
     return reasons
 
 

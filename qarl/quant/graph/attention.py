@@ -1,10 +1,12 @@
 """Causal attention of whole sequences, by the engine's kernel: the leaf of vLLM's `Attention`.
 
-On CPUs the kernel gives the same bits for a token whether it is prefilled, decoded, or scored here. On CUDA
-FlashAttention takes all sequences in one call; decoding splits keys otherwise there. The backward is torch's, which
-computes scores and probabilities again, in fp32 on CPUs; FlashAttention's on CUDA.
+On CPUs the kernel gives the same bits for a token whether it is prefilled, decoded, or scored here.
+On CUDA FlashAttention takes all sequences in one call; decoding splits keys otherwise there. The
+backward is torch's, which computes scores and probabilities again, in fp32 on CPUs;
+FlashAttention's on CUDA.
 
-Axes: N tokens of all sequences, S tokens they see, H heads, G heads of keys and values, D head size.
+Axes: N tokens of all sequences, S tokens they see, H heads, G heads of keys and values, D head
+size.
 """
 
 from itertools import groupby
@@ -26,18 +28,28 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scoring: Scoring, sequences: Sequences
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        scoring: Scoring,
+        sequences: Sequences,
     ) -> Tensor:
-        """q: [N, H, D], k, v: [N, G, D] in the compute dtype → [N, H, D]. sinks: a score a head [H] of what no token
-        is, or None."""
+        """q: [N, H, D], k, v: [N, G, D] in the compute dtype → [N, H, D]. sinks: a score a head [H]
+        of what no token is, or None.
+        """
         ctx.scoring, ctx.sequences, ctx.flash = scoring, sequences, False
-        if scoring.fp8:  # the gradients below are of these values: straight through the rounding
+        # the gradients below are of these values: straight through the rounding
+        if scoring.fp8:
             k, v = fp8_values(k), fp8_values(v)
             q = fp8_values(q) if scoring.fp8_queries else q
         lengths, seen = sequences.lengths, sequences.seen
         keys, values = sequences.visible(k), sequences.visible(v)
         if flash_attention.takes(q, scoring, sinks):
-            y, sums = flash_attention.flash_attention(q, keys, values, sinks, scoring, lengths, seen)
+            y, sums = flash_attention.flash_attention(
+                q, keys, values, sinks, scoring, lengths, seen
+            )
             ctx.flash = scoring.plain and sinks is None
             ctx.save_for_backward(q, k, v, sinks, *((y, sums) if ctx.flash else ()))
             return y
@@ -49,16 +61,25 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         """By FlashAttention, or through `torch_attention` of the same values."""
-        q, k, v, sinks, *of_flash = ctx.saved_tensors  # once: a checkpointed layer gives them no second time
+        # once: a checkpointed layer gives them no second time
+        q, k, v, sinks, *of_flash = ctx.saved_tensors
         scoring, sequences = ctx.scoring, ctx.sequences
         if ctx.flash:
             operands = q, sequences.visible(k), sequences.visible(v)
             y, sums = of_flash
             dq, dk, dv = flash_attention.flash_gradients(
-                grad_outputs[0], operands, y, sums, scoring, sequences.lengths, sequences.seen
+                grad_outputs[0],
+                operands,
+                y,
+                sums,
+                scoring,
+                sequences.lengths,
+                sequences.seen,
             )
             return dq, sequences.summed(dk), sequences.summed(dv), None, None, None
-        q, k, v, *of_sinks = inputs = [t.detach().requires_grad_() for t in (q, k, v, sinks) if t is not None]
+        q, k, v, *of_sinks = inputs = [
+            t.detach().requires_grad_() for t in (q, k, v, sinks) if t is not None
+        ]
         with torch.enable_grad():
             y = torch_attention(q, k, v, of_sinks[0] if of_sinks else None, scoring, sequences)
         gradients = torch.autograd.grad(y, inputs, grad_outputs[0])
@@ -69,16 +90,33 @@ attention = _Attention.apply
 
 
 def torch_attention(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scoring: Scoring, sequences: Sequences
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    scoring: Scoring,
+    sequences: Sequences,
 ) -> Tensor:
-    """As `attention`, in torch's operators, rounded once on CPUs, and where scores are more than scaled products. Every
-    sequence is multiplied alone, those of one length in a row in one call."""
+    """As `attention`, in torch's operators, rounded once on CPUs, and where scores are more than
+    scaled products. Every sequence is multiplied alone, those of one length in a row in one call.
+    """
     plain = scoring.plain and sinks is None
     compute = q.dtype if plain and q.device.type != "cpu" else torch.float32
-    queries, keys, values = q.to(compute), *(sequences.visible(t.to(compute)) for t in (k, v))
-    shapes = [(*shape, len(list(run))) for shape, run in groupby(zip(sequences.lengths, sequences.seen, strict=True))]
+    queries, keys, values = (
+        q.to(compute),
+        *(sequences.visible(t.to(compute)) for t in (k, v)),
+    )
+    shapes = [
+        (*shape, len(list(run)))
+        for shape, run in groupby(zip(sequences.lengths, sequences.seen, strict=True))
+    ]
     of_queries, of_keys = ([shape[n] * shape[2] for shape in shapes] for n in (0, 1))
-    parts = zip(queries.split(of_queries), keys.split(of_keys), values.split(of_keys), strict=True)
+    parts = zip(
+        queries.split(of_queries),
+        keys.split(of_keys),
+        values.split(of_keys),
+        strict=True,
+    )
     done = []
     for (_, _, count), run in zip(shapes, parts, strict=True):
         # [count · tokens, H, D] → [count, H, tokens, D]: each sequence's own bits, in one call.
@@ -92,9 +130,13 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
     """One sequence a row; its queries are those of its last tokens."""
     length, seen = q.shape[2], k.shape[2]
     if length == seen and (scoring.window is None or seen <= scoring.window):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scoring.scale, enable_gqa=True)
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scoring.scale, enable_gqa=True
+        )
     mask = _sees(length, seen, scoring.window, q.device)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scoring.scale, enable_gqa=True)
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, scale=scoring.scale, enable_gqa=True
+    )
 
 
 def _scored(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scoring: Scoring) -> Tensor:

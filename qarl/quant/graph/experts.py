@@ -1,7 +1,9 @@
-"""Routed experts in the graph: the leaf of vLLM's `MoERunner`, which routes, multiplies, and adds shared experts.
+"""Routed experts in the graph: the leaf of vLLM's `MoERunner`, which routes, multiplies, and adds
+shared experts.
 
-The router is the engine's own. On CPUs it is torch's operators, which autograd goes through; on CUDA a kernel, whose
-weights get the gradient of the same formula. Experts that were chosen elsewhere get this model's weights by it, too.
+The router is the engine's own. On CPUs it is torch's operators, which autograd goes through; on
+CUDA a kernel, whose weights get the gradient of the same formula. Experts that were chosen
+elsewhere get this model's weights by it, too.
 
 Axes: N tokens, K experts a token, E experts, H hidden columns.
 """
@@ -18,9 +20,11 @@ from qarl.quant.layers.experts import RoutedLowBitExperts
 
 
 class RoutedLayer:
-    """The experts of one decoder layer. runner: vLLM's, whose entry this takes. experts: whose codes are multiplied.
-    log: takes the router's logits. number: of the decoder layer. replayed: experts to use instead of the router's
-    choice, integer [N, K], -1 where that stands; None: everywhere."""
+    """The experts of one decoder layer. runner: vLLM's, whose entry this takes. experts: whose
+    codes are multiplied. log: takes the router's logits. number: of the decoder layer. replayed:
+    experts to use instead of the router's choice, integer [N, K], -1 where that stands; None:
+    everywhere.
+    """
 
     def __init__(self, runner: MoERunner, experts: RoutedLowBitExperts, log: RouterLog):
         self._runner: Any = runner
@@ -30,11 +34,17 @@ class RoutedLayer:
         self._runner._forward_entry = self
 
     def __call__(
-        self, hidden: Tensor, logits: Tensor, shared_input: Tensor | None, tokens: Tensor | None, *unused: object
+        self,
+        hidden: Tensor,
+        logits: Tensor,
+        shared_input: Tensor | None,
+        tokens: Tensor | None,
+        *unused: object,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """hidden: compute dtype [N, H]; logits: [N, E], unless the runner holds the router; shared_input: of the shared
-        experts, if there are any; tokens: int64 [N], for routers that ask. Returns the routed experts' output, after
-        the shared experts' where there are any."""
+        """hidden: compute dtype [N, H]; logits: [N, E], unless the runner holds the router;
+        shared_input: of the shared experts, if there are any; tokens: int64 [N], for routers that
+        ask. Returns the routed experts' output, after the shared experts' where there are any.
+        """
         shared = self._runner._shared_experts
         shared = None if shared is None else shared._layer(shared_input)
         if self._runner.gate is not None:
@@ -44,7 +54,9 @@ class RoutedLayer:
         routed = self._experts(hidden, index, weights)
         return routed if shared is None else (shared, routed)
 
-    def _route(self, hidden: Tensor, logits: Tensor, tokens: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _route(
+        self, hidden: Tensor, logits: Tensor, tokens: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Weights fp32 [N, K] and experts integer [N, K]."""
         router = self._runner.router
         if self.replayed is None and not logits.is_cuda:
@@ -55,29 +67,38 @@ class RoutedLayer:
             index = torch.where(self.replayed < 0, index, self.replayed.to(index.dtype))
         weights = weights_of(router, logits, index)
         if self.replayed is None:
-            weights = weights + (best - weights).detach()  # the engine's own bits, with this gradient
+            # the engine's own bits, with this gradient
+            weights = weights + (best - weights).detach()
         return weights, index
 
 
 def weights_of(router: Any, logits: Tensor, index: Tensor) -> Tensor:
     """The router's weights of given experts, fp32 [N, K]. logits: [N, E]; index: integer [N, K].
 
-    Source: vLLM 0.32's `CPURouter`; its kernels on CUDA compute the same in fp32. Raises `GraphError` for a router with
-    a function of its own.
+    Source: vLLM 0.32's `CPURouter`; its kernels on CUDA compute the same in fp32. Raises
+    `GraphError` for a router with a function of its own.
     """
     if getattr(router, "custom_routing_function", None) is not None:
         raise GraphError(
-            f"{type(router).__name__} routes by a function of its model's, which gives no weights for experts that the "
-            "engine chose, nor a gradient on CUDA; set rollout.router_replay false, or learn on a CPU"
+            f"{type(router).__name__} routes by a function of its model's, which gives no weights"
+            " for experts that the engine chose, nor a gradient on CUDA; set rollout.router_replay"
+            " false, or learn on a CPU"
         )
-    scoring, renormalize = getattr(router, "scoring_func", "softmax"), router.renormalize
+    scoring, renormalize = (
+        getattr(router, "scoring_func", "softmax"),
+        router.renormalize,
+    )
     # On CUDA the routers of groups and of corrected scores, and no others, have the factor.
     grouped = getattr(router, "use_grouped_topk", hasattr(router, "routed_scaling_factor"))
     logits = logits.float() if grouped or logits.is_cuda else logits
     index = index.long()
     if scoring == "softmax" and not grouped:
         picked = logits.gather(-1, index)
-        weights = picked.softmax(-1) if renormalize else (picked - logits.logsumexp(-1, keepdim=True)).exp()
+        weights = (
+            picked.softmax(-1)
+            if renormalize
+            else (picked - logits.logsumexp(-1, keepdim=True)).exp()
+        )
         return weights.float()
     weights = (logits.sigmoid() if scoring == "sigmoid" else logits.softmax(-1)).gather(-1, index)
     weights = weights / weights.sum(-1, keepdim=True) if renormalize else weights

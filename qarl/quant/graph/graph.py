@@ -1,11 +1,12 @@
 """The learner's forward through vLLM's own model.
 
-`Graph` puts leaves into a skeleton: products of low-bit layers where vLLM has linear layers, copies of masters where it
-has other weights, operators and attention with gradients. Everything between them is vLLM's. Sequences are packed: one
-row of N tokens holds one after the other, and attention stays within each.
+`Graph` puts leaves into a skeleton: products of low-bit layers where vLLM has linear layers, copies
+of masters where it has other weights, operators and attention with gradients. Everything between
+them is vLLM's. Sequences are packed: one row of N tokens holds one after the other, and attention
+stays within each.
 
-Axes: N tokens of all sequences, n of those that are asked for, C hidden columns, V vocabulary, K experts a token, L
-decoder layers.
+Axes: N tokens of all sequences, n of those that are asked for, C hidden columns, V vocabulary, K
+experts a token, L decoder layers.
 """
 
 import contextlib
@@ -43,9 +44,11 @@ from qarl.quant.runtime.replaced import replaced
 
 @dataclass(frozen=True, kw_only=True)
 class Masters:
-    """What a graph multiplies and reads, by vLLM's names. stacks: linear layers and output head. experts: of each
-    `MoERunner`. weights: (module, parameter) → every other parameter. buffers: (module, parameter) → what is not
-    trained. padding: token of the input embedding whose row is not learned, -1 for none."""
+    """What a graph multiplies and reads, by vLLM's names. stacks: linear layers and output head.
+    experts: of each `MoERunner`. weights: (module, parameter) → every other parameter. buffers:
+    (module, parameter) → what is not trained. padding: token of the input embedding whose row is
+    not learned, -1 for none.
+    """
 
     stacks: Mapping[str, LinearStack]
     experts: Mapping[str, RoutedLowBitExperts]
@@ -56,7 +59,9 @@ class Masters:
 
 @dataclass
 class _Step:
-    """One forward. keys: keys and values of its layers, by vLLM's name, for layers that share them."""
+    """One forward. keys: keys and values of its layers, by vLLM's name, for layers that share
+    them.
+    """
 
     sequences: Sequences
     experts: torch.Tensor | None
@@ -64,30 +69,55 @@ class _Step:
 
 
 class Graph:
-    """vLLM's model, differentiable down to masters. skeleton: whose modules, all of kinds known here
-    (`quant.graph.kinds`), get leaves, for good. Raises `GraphError` for a layer that vLLM leaves unquantized and the
-    plan does not."""
+    """vLLM's model, differentiable down to masters. skeleton: whose modules, all of kinds known
+    here (`quant.graph.kinds`), get leaves, for good. Raises `GraphError` for a layer that vLLM
+    leaves unquantized and the plan does not.
+    """
 
-    def __init__(self, skeleton: Skeleton, masters: Masters, context: LayerContext, log: RouterLog):
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        masters: Masters,
+        context: LayerContext,
+        log: RouterLog,
+    ):
         self.skeleton, self.module = skeleton, skeleton.module
         self._masters, self._context = masters, context
         self._step: _Step | None = None
         self._read_directly: list[tuple[nn.Module, str, MasterCopy]] = []
-        self._shared = {m.kv_sharing_target_layer_name for m in self.module.modules() if isinstance(m, Attention)}
+        self._shared = {
+            m.kv_sharing_target_layer_name
+            for m in self.module.modules()
+            if isinstance(m, Attention)
+        }
         self._routed: list[RoutedLayer] = []
         self._log = log
-        named = ((m, key, p) for m in self.module.modules() for key, p in m._parameters.items() if p is not None)
+        named = (
+            (m, key, p)
+            for m in self.module.modules()
+            for key, p in m._parameters.items()
+            if p is not None
+        )
         self._owners = {id(parameter): (module, key) for module, key, parameter in named}
         for name, module in list(self.module.named_modules()):
             self._put_leaf(name, module)
         _drop_no_grad(self.module)
         self._checkpoint_layers()
 
-    def hidden(self, tokens: torch.Tensor, sequences: Sequences, experts: torch.Tensor | None = None) -> torch.Tensor:
-        """tokens: int64 [N]; experts: to route to, integer [N, L, K] over decoder layers, -1 where the router is to
-        choose; None lets it choose everywhere. Returns what the output head is given, compute dtype [N, C]."""
+    def hidden(
+        self,
+        tokens: torch.Tensor,
+        sequences: Sequences,
+        experts: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """tokens: int64 [N]; experts: to route to, integer [N, L, K] over decoder layers, -1 where
+        the router is to choose; None lets it choose everywhere. Returns what the output head is
+        given, compute dtype [N, C].
+        """
         if experts is not None and not self._routed:
-            raise GraphError("the engine's expert choices were given, and this model has no experts to route to")
+            raise GraphError(
+                "the engine's expert choices were given, and this model has no experts to route to"
+            )
         for module, key, weight in self._read_directly:
             module.__dict__[key] = weight.routed() if torch.is_grad_enabled() else weight.read
         with self._stepping(_Step(sequences, experts)), self._log.one_forward():
@@ -95,14 +125,15 @@ class Graph:
         return output[0] if isinstance(output, tuple) else output
 
     def require_same(self, kinds: Mapping[str, str]) -> None:
-        """Raise `KernelError` where the running engine's modules are others than these. kinds: of its modules, by name
-        (`quant.kernels.engine_layers`)."""
+        """Raise `KernelError` where the running engine's modules are others than these. kinds: of
+        its modules, by name (`quant.kernels.engine_layers`).
+        """
         ours = {name: operator_kind(module) for name, module in self.module.named_modules()}
         for name in sorted(ours.keys() | kinds.keys()):
             if ours.get(name) != kinds.get(name):
                 raise KernelError(
-                    f"the engine has {kinds.get(name, 'no module')} at {name!r}, and the learner's model of it "
-                    f"{ours.get(name, 'no module')}"
+                    f"the engine has {kinds.get(name, 'no module')} at {name!r}, and the learner's"
+                    f" model of it {ours.get(name, 'no module')}"
                 )
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -114,7 +145,10 @@ class Graph:
     def _stepping(self, step: _Step) -> Iterator[None]:
         for layer in self._routed:
             layer.replayed = None if step.experts is None else step.experts[:, layer.number]
-        with replaced(self, _step=step), self.skeleton.running(sum(step.sequences.lengths)):
+        with (
+            replaced(self, _step=step),
+            self.skeleton.running(sum(step.sequences.lengths)),
+        ):
             yield
 
     def _put_leaf(self, name: str, module: Any) -> None:
@@ -146,22 +180,30 @@ class Graph:
 
     def _stack(self, name: str, module: LinearBase) -> LinearStack:
         stack = self._masters.stacks[name]
-        scheme, unquantized = stack.parts[0].scheme, isinstance(module.quant_method, UnquantizedLinearMethod)
+        scheme, unquantized = (
+            stack.parts[0].scheme,
+            isinstance(module.quant_method, UnquantizedLinearMethod),
+        )
         if self.skeleton.config.quant_config and scheme.quantization and unquantized:
             raise GraphError(
-                f"{stack.parts[0].layer!r} would be in {scheme.name!r}, and vLLM multiplies it unquantized; put a rule "
-                f"before the others that leaves it alone ('{stack.parts[0].layer}=bf16')"
+                f"{stack.parts[0].layer!r} would be in {scheme.name!r}, and vLLM multiplies it"
+                " unquantized; put a rule before the others that leaves it alone"
+                f" ('{stack.parts[0].layer}=bf16')"
             )
         return stack
 
     def _take_buffers(self, name: str, module: nn.Module) -> None:
-        """Put in what the checkpoint has and nobody trains, into the very tensors that others may hold, too."""
+        """Put in what the checkpoint has and nobody trains, into the very tensors that others may
+        hold, too.
+        """
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None and (name, key) in self._masters.buffers:
                 tensor.data.copy_(self._masters.buffers[name, key].reshape(tensor.shape))
 
     def _weights(self, name: str, module: nn.Module) -> dict[str, MasterCopy]:
-        """Of a module's own parameters, which it reads from now on instead of those it was built with."""
+        """Of a module's own parameters, which it reads from now on instead of those it was built
+        with.
+        """
         weights = {}
         for of_module in (module._parameters, module._buffers):
             for key, tensor in list(of_module.items()):
@@ -191,14 +233,17 @@ class Graph:
         shared, own_name = module.kv_sharing_target_layer_name, str(module.layer_name)
         owner = self._owners.get(id(getattr(implementation, "sinks", None)))
 
-        def attend(query: torch.Tensor, key: Any, value: Any, *unused: object, **also: object) -> torch.Tensor:
+        def attend(
+            query: torch.Tensor, key: Any, value: Any, *unused: object, **also: object
+        ) -> torch.Tensor:
             assert self._step is not None
             q = query.reshape(-1, module.num_heads, module.head_size)
             if shared is not None:
                 k, v = self._step.keys[shared]
             else:
                 k, v = (t.reshape(-1, module.num_kv_heads, module.head_size) for t in (key, value))
-                if own_name in self._shared:  # no others: they would be kept to the backward's end
+                # no others: they would be kept to the backward's end
+                if own_name in self._shared:
                     self._step.keys[own_name] = k, v
             sinks = None if owner is None else getattr(*owner)
             of_forward = published if self._context.multiplies_codes else scoring
@@ -207,9 +252,14 @@ class Graph:
         return attend
 
     def _checkpoint_layers(self) -> None:
-        """Let decoder layers keep nothing but their input for the backward, where the context says so."""
+        """Let decoder layers keep nothing but their input for the backward, where the context says
+        so.
+        """
         lists = (m for m in self.module.modules() if isinstance(m, nn.ModuleList))
-        layers = next((m for m in lists if any(isinstance(part, Attention) for part in m.modules())), ())
+        layers = next(
+            (m for m in lists if any(isinstance(part, Attention) for part in m.modules())),
+            (),
+        )
         for layer in layers:
             layer.forward = self._checkpointed(layer.forward)
 
@@ -226,21 +276,33 @@ class Graph:
                 with self._stepping(step):
                     return forward(*args, **kwargs)
 
-            # Nothing here is random. The output is the same bits: codes and kernels stay those of one weight version.
+            # Nothing here is random. The output is the same bits: codes and kernels stay those of
+            # one weight version.
             return checkpoint(again, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
         return run
 
 
 class _Product:
-    """In the place of a layer's `quant_method`: multiplies by its low-bit layers, and looks up in its copy."""
+    """In the place of a layer's `quant_method`: multiplies by its low-bit layers, and looks up in
+    its copy.
+    """
 
-    def __init__(self, stack: LinearStack | None, weight: MasterCopy | None = None, padding: int = -1):
+    def __init__(
+        self,
+        stack: LinearStack | None,
+        weight: MasterCopy | None = None,
+        padding: int = -1,
+    ):
         self._stack, self._weight, self._padding = stack, weight, padding
 
-    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply(
+        self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """x: compute dtype [..., I] → [..., O], the bias of the low-bit layers included."""
-        assert self._stack is not None, f"{type(layer).__name__} multiplies, and has no low-bit layer"
+        assert self._stack is not None, (
+            f"{type(layer).__name__} multiplies, and has no low-bit layer"
+        )
         return self._stack(x)
 
     def embedding(self, layer: nn.Module, tokens: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,6 @@
-"""What the graph has no leaf for, by a module's class and what is loaded into it, before anything is built on it."""
+"""What the graph has no leaf for, by a module's class and what is loaded into it, before anything
+is built on it.
+"""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -16,21 +18,24 @@ from vllm.v1.attention.backend import AttentionType
 from qarl.configs.errors import GraphError
 
 
-def refuse_unknown(name: str, module: Any, sources: Mapping[tuple[str, str], Collection[str]]) -> None:
+def refuse_unknown(
+    name: str, module: Any, sources: Mapping[tuple[str, str], Collection[str]]
+) -> None:
     """Raise `GraphError` for a module of vLLM's that the learner has no gradient for.
 
     sources: what is loaded into each parameter (`quant.graph.loading`).
     """
     if isinstance(module, MoERunner) and _drops_bias(module.router):
         raise GraphError(
-            f"vLLM's router on CPUs leaves out the correction bias of {name!r}, so that it samples from another model "
-            "than the checkpoint's; train it on a GPU, or take another model"
+            f"vLLM's router on CPUs leaves out the correction bias of {name!r}, so that it samples"
+            " from another model than the checkpoint's; train it on a GPU, or take another model"
         )
     needed = _needed(name, module, sources)
     if needed:
         raise GraphError(
-            f"the engine's model has a {type(module).__name__} at {name!r}, which the learner has no gradient for: "
-            f"needed is {needed}; set learner.operators to 'transformers', or take another model"
+            f"the engine's model has a {type(module).__name__} at {name!r}, which the learner has"
+            f" no gradient for: needed is {needed}; set learner.operators to 'transformers', or"
+            " take another model"
         )
 
 
@@ -40,9 +45,13 @@ def _needed(name: str, module: Any, sources: Mapping[tuple[str, str], Collection
         if not sources.get((name, "weight")):
             return "a weight of the checkpoint that is loaded into it"
         adds_bias_itself = module.skip_bias_add and sources.get((name, "bias"))
-        return "a product without its bias, which the model adds by itself" if adds_bias_itself else ""
+        return (
+            "a product without its bias, which the model adds by itself" if adds_bias_itself else ""
+        )
     if isinstance(module, Attention):
-        causal = module.attn_type == AttentionType.DECODER and module.head_size_v == module.head_size
+        causal = (
+            module.attn_type == AttentionType.DECODER and module.head_size_v == module.head_size
+        )
         return "" if causal else "causal attention of keys and values of one size"
     if isinstance(module, AttentionLayerBase):
         return "a leaf with this attention's values in decoding and its gradient"
@@ -57,22 +66,30 @@ def _of_experts(runner: Any) -> str:
     experts, config = runner.routed_experts, runner.moe_config
     reasons = {
         "experts with biases": config.has_bias,
-        "a gate with a limit or a slope": config.swiglu_limit is not None or config.swiglu_alpha is not None,
+        "a gate with a limit or a slope": (
+            config.swiglu_limit is not None or config.swiglu_alpha is not None
+        ),
         "weights of experts applied to inputs": experts.apply_router_weight_on_input,
         "a router fused with the gate of shared experts": runner._fse_fuse_gate,
         "experts without a gate": not config.is_act_and_mul,
-        "a router by the root of a softplus": getattr(runner.router, "scoring_func", "softmax") == "sqrtsoftplus",
+        "a router by the root of a softplus": (
+            getattr(runner.router, "scoring_func", "softmax") == "sqrtsoftplus"
+        ),
     }
     return " and ".join(reason for reason, is_so in reasons.items() if is_so)
 
 
 def _drops_bias(router: Any) -> bool:
-    """vLLM 0.32's router of CPUs reads a correction bias where experts are in groups, and nowhere else (ERNIE 4.5)."""
+    """vLLM 0.32's router of CPUs reads a correction bias where experts are in groups, and nowhere
+    else (ERNIE 4.5).
+    """
     biased = isinstance(router, CPURouter) and router.e_score_correction_bias is not None
     return biased and not router.use_grouped_topk and router.scoring_func != "sqrtsoftplus"
 
 
-def _of_parameters(name: str, module: nn.Module, sources: Mapping[tuple[str, str], Collection[str]]) -> str:
+def _of_parameters(
+    name: str, module: nn.Module, sources: Mapping[tuple[str, str], Collection[str]]
+) -> str:
     """Of a module whose own parameters are read as tensors."""
     for key, parameter in module._parameters.items():
         if parameter is not None and len(sources.get((name, key), ())) != 1:

@@ -1,7 +1,8 @@
 """Which tensors of the checkpoint each of vLLM's modules takes, by vLLM's own account.
 
-The model's `load_weights` is run over tensors that hold nothing, with loaders that write down what they are given.
-So renamings, stacked projections and fused checkpoints are the model's business, and no table of ours names a family.
+The model's `load_weights` is run over tensors that hold nothing, with loaders that write down what
+they are given. So renamings, stacked projections and fused checkpoints are the model's business,
+and no table of ours names a family.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,21 +19,29 @@ from qarl.quant.kernels.vllm import alone
 def trace_loading(
     skeleton: Skeleton, shapes: Mapping[str, Sequence[int]], in_order: bool = True
 ) -> dict[tuple[str, str], list[str]]:
-    """Follow a checkpoint into a model. shapes: of its tensors, by name. Returns (module, parameter) by vLLM's names →
-    checkpoint names of the tensors that are put into it, in the order of their rows.
+    """Follow a checkpoint into a model. shapes: of its tensors, by name. Returns (module,
+    parameter) by vLLM's names → checkpoint names of the tensors that are put into it, in the order
+    of their rows.
 
-    in_order: refuse what loading changes. Raises `GraphError` where vLLM cannot load such a checkpoint.
+    in_order: refuse what loading changes. Raises `GraphError` where vLLM cannot load such a
+    checkpoint.
     """
     taken: dict[tuple[str, str], list[tuple[Any, str]]] = {}
-    places: dict[int, list[tuple[str, str]]] = {}  # several modules may have one tensor: a router's bias, tied weights
+    # several modules may have one tensor: a router's bias, tied weights
+    places: dict[int, list[tuple[str, str]]] = {}
 
     def recorder(keys: list[tuple[str, str]]) -> Any:
         def load(*args: Any, **named: Any) -> bool:
             loaded = next((v for v in (*args, *named.values()) if isinstance(v, _Followed)), None)
             for key in keys:
-                if in_order and not (loaded is not None and (loaded.in_order or ".routed_experts" in key[0])):
+                if in_order and not (
+                    loaded is not None and (loaded.in_order or ".routed_experts" in key[0])
+                ):
                     name = ".".join(key)
-                    raise GraphError(f"vLLM changes what it loads into {name!r}, and not as a cast or a view does")
+                    raise GraphError(
+                        f"vLLM changes what it loads into {name!r}, and not as a cast or a view"
+                        " does"
+                    )
                 if loaded is not None:
                     shard = next(iter(args[2:]), named.get("shard_id"))
                     taken.setdefault(key, []).append((shard, loaded.source))
@@ -45,14 +54,18 @@ def trace_loading(
             if tensor is not None:
                 places.setdefault(id(tensor), []).append((module_name, key))
                 tensor.weight_loader = recorder(places[id(tensor)])  # type: ignore[attr-defined]
-        if isinstance(module, VocabParallelEmbedding):  # some heads get their bias when it comes
+        # some heads get their bias when it comes
+        if isinstance(module, VocabParallelEmbedding):
             module.__dict__["weight_loader"] = recorder([(module_name, "bias")])
     try:
         with alone(), quiet():
-            skeleton.module.load_weights(_followed(shapes, skeleton.config.model_config.dtype).items())  # type: ignore[operator]
+            skeleton.module.load_weights(
+                _followed(shapes, skeleton.config.model_config.dtype).items()
+            )  # type: ignore[operator]
     except GraphError:
         raise
-    except Exception as error:  # what a loader of its own raises for names it does not know
+    # what a loader of its own raises for names it does not know
+    except Exception as error:
         kind = type(skeleton.module).__name__
         reason = f"{type(error).__name__}: {error}"
         raise GraphError(f"vLLM's {kind} loads no checkpoint of such names: {reason}") from error
@@ -62,12 +75,16 @@ def trace_loading(
 def _in_order(parts: Iterable[tuple[Any, str]]) -> list[tuple[Any, str]]:
     """By shard: q, k, v; or their numbers."""
     places = {"q": 0, "k": 1, "v": 2}
-    return sorted(parts, key=lambda part: places.get(part[0], part[0] if isinstance(part[0], int) else 0))
+    return sorted(
+        parts,
+        key=lambda part: places.get(part[0], part[0] if isinstance(part[0], int) else 0),
+    )
 
 
 class _Followed(torch.Tensor):
-    """A tensor without values. source: name in the checkpoint of what it was made from. in_order: whether by nothing
-    but casts and views of values where they are."""
+    """A tensor without values. source: name in the checkpoint of what it was made from. in_order:
+    whether by nothing but casts and views of values where they are.
+    """
 
     source = ""
     in_order = True
@@ -84,9 +101,26 @@ class _Followed(torch.Tensor):
 
 
 _IN_ORDER = {
-    "to", "float", "half", "bfloat16", "type", "detach", "contiguous", "clone", "cpu", "view", "view_as", "reshape",
-    "squeeze", "unsqueeze", "flatten", "narrow", "chunk", "split", "__get__",
-}  # fmt: skip
+    "to",
+    "float",
+    "half",
+    "bfloat16",
+    "type",
+    "detach",
+    "contiguous",
+    "clone",
+    "cpu",
+    "view",
+    "view_as",
+    "reshape",
+    "squeeze",
+    "unsqueeze",
+    "flatten",
+    "narrow",
+    "chunk",
+    "split",
+    "__get__",
+}
 """torch's functions that leave values where they are in a row-major order."""
 
 

@@ -1,11 +1,13 @@
-"""vLLM's operators with gradients: the value is the engine's own call, to the bit, the gradient that of its formula.
+"""vLLM's operators with gradients: the value is the engine's own call, to the bit, the gradient
+that of its formula.
 
-Any `CustomOp` of vLLM's has a `forward_native` in torch's operators beside the kernels it may run. The backward repeats
-that in fp32 under autograd, on what went in. Norms, rotary embeddings and SiLU's gate, which every layer has, have
-backwards written out, of fewer passes over memory.
+Any `CustomOp` of vLLM's has a `forward_native` in torch's operators beside the kernels it may run.
+The backward repeats that in fp32 under autograd, on what went in. Norms, rotary embeddings and
+SiLU's gate, which every layer has, have backwards written out, of fewer passes over memory.
 
-Inputs are kept, which their producers often keep anyway, and nothing else. Gradients are computed in fp32 and rounded
-once to the dtype of what they belong to; how, the `Gradients` of the model know.
+Inputs are kept, which their producers often keep anyway, and nothing else. Gradients are computed
+in fp32 and rounded once to the dtype of what they belong to; how, the `Gradients` of the model
+know.
 
 Axes: N tokens, C columns, H heads, D head size.
 """
@@ -32,7 +34,9 @@ _BLOCK = 1 << 17
 
 
 class Operator:
-    """One of vLLM's operators in the graph. module: a `CustomOp`. weights: of its parameters, by their names in it."""
+    """One of vLLM's operators in the graph. module: a `CustomOp`. weights: of its parameters, by
+    their names in it.
+    """
 
     def __init__(self, module: Any, weights: Mapping[str, MasterCopy], gradients: Gradients):
         self.module, self.weights, self.gradients = module, weights, gradients
@@ -45,21 +49,31 @@ class Operator:
         """As the module's own method."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        derived = torch.is_grad_enabled() and (self.weights or any(t.requires_grad for t in tensors))
+        derived = torch.is_grad_enabled() and (
+            self.weights or any(t.requires_grad for t in tensors)
+        )
         if not derived:
             return self.method(*args, **kwargs)
         written = _written_out(self)
         if written is not None and not kwargs:
-            return written.apply(self, *args, *(weight.routed() for weight in self.weights.values()))
+            return written.apply(
+                self, *args, *(weight.routed() for weight in self.weights.values())
+            )
         call = _Call(self, spec, leaves, len(tensors))
-        outputs = _Derived.apply(call, *tensors, *(weight.routed() for weight in self.weights.values()))
+        outputs = _Derived.apply(
+            call, *tensors, *(weight.routed() for weight in self.weights.values())
+        )
         return pytree.tree_unflatten(list(outputs), call.returned)
 
     def value(self, *args: Any, **kwargs: Any) -> Any:
         """The engine's, on copies of what its kernels may write into."""
-        if not self.is_native or any(t.is_cuda for t in pytree.tree_leaves(args) if isinstance(t, Tensor)):
+        if not self.is_native or any(
+            t.is_cuda for t in pytree.tree_leaves(args) if isinstance(t, Tensor)
+        ):
             args, kwargs = pytree.tree_map_only(
-                Tensor, lambda t: t.clone(memory_format=torch.contiguous_format), (args, kwargs)
+                Tensor,
+                lambda t: t.clone(memory_format=torch.contiguous_format),
+                (args, kwargs),
             )
         return self.method(*args, **kwargs)
 
@@ -67,21 +81,29 @@ class Operator:
 def _written_out(operator: Operator) -> Any:
     """The backward that is written out for it; None where autograd goes through its native form."""
     kind, method = type(operator.module), getattr(operator.method, "__func__", None)
-    if kind in (RMSNorm, GemmaRMSNorm) and getattr(operator.module, "variance_size_override", None) is None:
+    if (
+        kind in (RMSNorm, GemmaRMSNorm)
+        and getattr(operator.module, "variance_size_override", None) is None
+    ):
         return _Norm
     if kind is SiluAndMul:
         return _Gate
-    turns = {getattr(RotaryEmbedding, name) for name in ("forward_cpu", "forward_cuda", "forward_native")}
+    turns = {
+        getattr(RotaryEmbedding, name) for name in ("forward_cpu", "forward_cuda", "forward_native")
+    }
     return _Rotation if isinstance(operator.module, RotaryEmbedding) and method in turns else None
 
 
 class _Norm(torch.autograd.Function):
-    """x / rms(x) · weight, of a sum with a residual where there is one. Kept: what is normalized; of a sum, the rounded
-    one that is passed on, on CPUs too, where the norm is of the unrounded."""
+    """x / rms(x) · weight, of a sum with a residual where there is one. Kept: what is normalized;
+    of a sum, the rounded one that is passed on, on CPUs too, where the norm is of the unrounded.
+    """
 
     @staticmethod
     def forward(ctx: Any, operator: Operator, x: Tensor, *rest: Tensor) -> Any:
-        """x: compute dtype [..., C]; rest: the residual, of its shape, if any, and the weight [C], if it has one."""
+        """x: compute dtype [..., C]; rest: the residual, of its shape, if any, and the weight [C],
+        if it has one.
+        """
         count = len(rest) - len(operator.weights)
         ctx.operator, ctx.added = operator, count > 0
         y = operator.value(x.detach(), *(residual.detach() for residual in rest[:count]))
@@ -95,18 +117,26 @@ class _Norm(torch.autograd.Function):
         x, *weight = ctx.saved_tensors
         scale = None
         if weight:
-            scale = weight[0].detach().float() + (1.0 if type(operator.module) is GemmaRMSNorm else 0.0)
+            scale = weight[0].detach().float() + (
+                1.0 if type(operator.module) is GemmaRMSNorm else 0.0
+            )
         dx = torch.empty_like(x, memory_format=torch.contiguous_format)
         rows = [t.flatten(0, -2) for t in (dx, grad_outputs[0], x, *grad_outputs[1:])]
-        parts = operator.gradients.over_rows(_norm_gradients, rows, scale, operator.module.variance_epsilon)
+        parts = operator.gradients.over_rows(
+            _norm_gradients, rows, scale, operator.module.variance_epsilon
+        )
         dweight = [functools.reduce(torch.add, parts).to(weight[0].dtype)] if weight else []
         return None, dx, *([dx] if ctx.added else []), *dweight
 
 
-def _norm_gradients(dx: Tensor, dy: Tensor, x: Tensor, *rest: Tensor | float | None) -> Tensor | None:
-    """rest: the gradient of x as such, [N, C], where x is a sum passed on; the weight, fp32 [C] or None; epsilon.
+def _norm_gradients(
+    dx: Tensor, dy: Tensor, x: Tensor, *rest: Tensor | float | None
+) -> Tensor | None:
+    """rest: the gradient of x as such, [N, C], where x is a sum passed on; the weight, fp32 [C] or
+    None; epsilon.
 
-    With n = x / rms(x): dn = dy · weight, dx = (dn - n · mean(dn · n)) / rms(x). Returns dweight = Σ dy · n.
+    With n = x / rms(x): dn = dy · weight, dx = (dn - n · mean(dn · n)) / rms(x). Returns dweight =
+    Σ dy · n.
     """
     *of_sum, scale, epsilon = rest
     fp32, dnormal = x.float(), dy.float()
@@ -122,11 +152,15 @@ def _norm_gradients(dx: Tensor, dy: Tensor, x: Tensor, *rest: Tensor | float | N
 
 
 class _Rotation(torch.autograd.Function):
-    """Rotary embedding of queries and keys. Backward: the engine's rotation by the negatives, in fp32, rounded once."""
+    """Rotary embedding of queries and keys. Backward: the engine's rotation by the negatives, in
+    fp32, rounded once.
+    """
 
     @staticmethod
     def forward(ctx: Any, operator: Operator, positions: Tensor, *turned: Tensor | None) -> Any:
-        """positions: int64 [N]; turned: queries [N, H · D] and keys, or queries alone → the same."""
+        """positions: int64 [N]; turned: queries [N, H · D] and keys, or queries alone → the
+        same.
+        """
         ctx.operator = operator
         ctx.save_for_backward(positions)
         return operator.value(positions, *(t if t is None else t.detach() for t in turned))
@@ -135,7 +169,9 @@ class _Rotation(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         """The transposed rotation."""
         (positions,), operator = ctx.saved_tensors, ctx.operator
-        back = [g if g is None else g.clone(memory_format=torch.contiguous_format) for g in grad_outputs]
+        back = [
+            g if g is None else g.clone(memory_format=torch.contiguous_format) for g in grad_outputs
+        ]
         with _turned_back(operator.module):
             gradients = operator.method(positions, *back)
         return None, None, *gradients[: len(grad_outputs)]
@@ -210,18 +246,32 @@ class _Derived(torch.autograd.Function):
         operator, tensors = call.operator, ctx.saved_tensors
         inputs, weights = tensors[: call.tensors], tensors[call.tensors :]
         needed = ctx.needs_input_grad[1 : 1 + call.tensors]
-        fp32 = {n: w.detach().float().requires_grad_() for n, w in zip(operator.weights, weights, strict=True)}
+        fp32 = {
+            n: w.detach().float().requires_grad_()
+            for n, w in zip(operator.weights, weights, strict=True)
+        }
         dweights = [torch.zeros_like(w) for w in fp32.values()]
-        dinputs = [torch.zeros_like(t) if need else None for t, need in zip(inputs, needed, strict=True)]
+        dinputs = [
+            torch.zeros_like(t) if need else None for t, need in zip(inputs, needed, strict=True)
+        ]
         with torch.enable_grad(), _natively(), _reading(operator.module, fp32):
             for rows in _blocks(inputs):
-                part = [t.detach()[rows].float() if t.is_floating_point() else t[rows] for t in inputs]
-                part = [t.requires_grad_() if need else t for t, need in zip(part, needed, strict=True)]
+                part = [
+                    t.detach()[rows].float() if t.is_floating_point() else t[rows] for t in inputs
+                ]
+                part = [
+                    t.requires_grad_() if need else t for t, need in zip(part, needed, strict=True)
+                ]
                 args, kwargs = call.arguments(part)
                 outputs = pytree.tree_leaves(operator.native(*args, **kwargs))
-                pairs = [(o, g[rows].to(o.dtype)) for o, g in zip(outputs, grad_outputs, strict=True)
-                         if g is not None and o.requires_grad]  # fmt: skip
-                wanted = [t for t, need in zip(part, needed, strict=True) if need] + list(fp32.values())
+                pairs = [
+                    (o, g[rows].to(o.dtype))
+                    for o, g in zip(outputs, grad_outputs, strict=True)
+                    if g is not None and o.requires_grad
+                ]
+                wanted = [t for t, need in zip(part, needed, strict=True) if need] + list(
+                    fp32.values()
+                )
                 outs, grads = zip(*pairs, strict=True)
                 gradients = iter(torch.autograd.grad(outs, wanted, grads, allow_unused=True))
                 for into in (d for d in dinputs if d is not None):
@@ -231,7 +281,11 @@ class _Derived(torch.autograd.Function):
                 for total, gradient in zip(dweights, gradients, strict=True):
                     if gradient is not None:
                         total += gradient
-        return None, *dinputs, *(d.to(w.dtype) for d, w in zip(dweights, weights, strict=True))
+        return (
+            None,
+            *dinputs,
+            *(d.to(w.dtype) for d, w in zip(dweights, weights, strict=True)),
+        )
 
 
 def _blocks(tensors: Sequence[Tensor]) -> Iterator[slice | Any]:
@@ -274,8 +328,14 @@ def _reading(module: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]
 
 @contextlib.contextmanager
 def _natively() -> Iterator[None]:
-    """Within this context vLLM's operators are torch's, uncompiled, and not wrapped in what autograd cannot follow."""
-    with ir.enable_torch_wrap(False), torch.compiler.set_stance("force_eager"), contextlib.ExitStack() as stack:
+    """Within this context vLLM's operators are torch's, uncompiled, and not wrapped in what
+    autograd cannot follow.
+    """
+    with (
+        ir.enable_torch_wrap(False),
+        torch.compiler.set_stance("force_eager"),
+        contextlib.ExitStack() as stack,
+    ):
         for operator in ir.op.IrOp.registry.values():
             stack.enter_context(operator.set_priority(["native"]))
         yield

@@ -1,9 +1,12 @@
-"""Sequences one after the other in one row: without padding, and what several begin with computed once.
+"""Sequences one after the other in one row: without padding, and what several begin with computed
+once.
 
-Completions of one prompt have its tokens in common, and under causal attention everything computed of them. So the
-first of a group brings prompt and response, the others their responses, whose queries see the first one's prompt.
+Completions of one prompt have its tokens in common, and under causal attention everything computed
+of them. So the first of a group brings prompt and response, the others their responses, whose
+queries see the first one's prompt.
 
-Axes: B sequences, T tokens, N tokens of the row, S tokens that sequences see, over all of them, C columns.
+Axes: B sequences, T tokens, N tokens of the row, S tokens that sequences see, over all of them, C
+columns.
 """
 
 from collections.abc import Sequence
@@ -19,8 +22,9 @@ from qarl.quant.layers.gradients import add_rows
 class Sequences:
     """The sequences of a row, for its attention.
 
-    lengths: of each in the row, Σ = N. seen: how many tokens the last of each sees, Σ = S: its own and those before
-    them, which are another's. places: int64 [S], where in the row these are; None where each sees its own alone.
+    lengths: of each in the row, Σ = N. seen: how many tokens the last of each sees, Σ = S: its own
+    and those before them, which are another's. places: int64 [S], where in the row these are; None
+    where each sees its own alone.
     """
 
     lengths: tuple[int, ...]
@@ -44,13 +48,17 @@ class Sequences:
 
     def summed(self, gradients: torch.Tensor) -> torch.Tensor:
         """The gradient of what `visible` gave → of what it was given."""
-        return gradients if self.places is None else _summed(gradients, self.places, sum(self.lengths))
+        return (
+            gradients if self.places is None else _summed(gradients, self.places, sum(self.lengths))
+        )
 
 
 @dataclass(frozen=True)
 class Packed:
-    """How padded sequences are put into a row. kept: bool [B, T], the tokens that are in it, in row-major order.
-    places: int64 [B, T], where in it is what was computed of each token, 0 for padding."""
+    """How padded sequences are put into a row. kept: bool [B, T], the tokens that are in it, in
+    row-major order. places: int64 [B, T], where in it is what was computed of each token, 0 for
+    padding.
+    """
 
     kept: torch.Tensor
     places: torch.Tensor
@@ -58,8 +66,10 @@ class Packed:
 
 
 def pack(length: torch.Tensor, longest: int, shared: torch.Tensor, leader: torch.Tensor) -> Packed:
-    """length: int64 [B], tokens of each sequence, at most `longest`, T. shared, leader: int64 [B], the first so many
-    tokens of a sequence, fewer than it has, are those of the sequence numbered `leader`, which has them itself."""
+    """length: int64 [B], tokens of each sequence, at most `longest`, T. shared, leader: int64 [B],
+    the first so many tokens of a sequence, fewer than it has, are those of the sequence numbered
+    `leader`, which has them itself.
+    """
     token = torch.arange(longest, device=length.device)
     real, of_leader = token < length[:, None], token < shared[:, None]
     kept = real & ~of_leader
@@ -67,12 +77,17 @@ def pack(length: torch.Tensor, longest: int, shared: torch.Tensor, leader: torch
     places = torch.where(of_leader, own[leader], own).where(real, 0)
     seen, begun = torch.stack([length, shared]).tolist()
     lengths = tuple(all_of_it - first for all_of_it, first in zip(seen, begun, strict=True))
-    return Packed(kept, places, Sequences(lengths, tuple(seen), places[real] if any(begun) else None))
+    return Packed(
+        kept,
+        places,
+        Sequences(lengths, tuple(seen), places[real] if any(begun) else None),
+    )
 
 
 class Pick(torch.autograd.Function):
-    """Rows [N, …] at places, int64 [n], the same one at several of them, too: what its gradients are is summed up in
-    fp32 and rounded once."""
+    """Rows [N, …] at places, int64 [n], the same one at several of them, too: what its gradients
+    are is summed up in fp32 and rounded once.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

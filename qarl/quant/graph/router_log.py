@@ -1,4 +1,6 @@
-"""What the routers of a mixture of experts said, for losses and records. Axes: N tokens, E experts."""
+"""What the routers of a mixture of experts said, for losses and records. Axes: N tokens, E
+experts.
+"""
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
@@ -10,7 +12,9 @@ from qarl.quant.runtime.replaced import replaced
 
 
 class RouterLog:
-    """Logits of a model's routers in its last forward, [N, E] a layer, in order. enabled: whether they are kept."""
+    """Logits of a model's routers in its last forward, [N, E] a layer, in order. enabled: whether
+    they are kept.
+    """
 
     def __init__(self) -> None:
         self.enabled = False
@@ -20,7 +24,11 @@ class RouterLog:
     def watch(self, routers: Iterable[nn.Module]) -> None:
         """Take what these modules return."""
 
-        def take(router: nn.Module, inputs: object, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
+        def take(
+            router: nn.Module,
+            inputs: object,
+            output: torch.Tensor | tuple[torch.Tensor, ...],
+        ) -> None:
             self.take(output if isinstance(output, torch.Tensor) else output[0])
 
         for router in routers:
@@ -31,8 +39,9 @@ class RouterLog:
         self.enabled = enabled
 
     def one_forward(self) -> AbstractContextManager[None]:
-        """Drop what is held, and take what routers return within this context: in the backward, a checkpointed layer
-        comes by its router again."""
+        """Drop what is held, and take what routers return within this context: in the backward, a
+        checkpointed layer comes by its router again.
+        """
         self.logits.clear()
         return replaced(self, _open=self.enabled)
 

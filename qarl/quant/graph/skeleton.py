@@ -1,8 +1,8 @@
 """vLLM's model of an architecture, in this process, without an engine, a cache or weights.
 
-It is the class the engine builds, by the same configuration, so whatever vLLM's Python does between its layers is
-there. Large weights are on the meta device: the graph multiplies with layers of its own, and whoever reads a weight
-behind its back fails loudly.
+It is the class the engine builds, by the same configuration, so whatever vLLM's Python does between
+its layers is there. Large weights are on the meta device: the graph multiplies with layers of its
+own, and whoever reads a weight behind its back fails loudly.
 """
 
 import contextlib
@@ -33,7 +33,9 @@ from qarl.quant.runtime.batch_invariance import kernel_arguments
 from qarl.quant.runtime.replaced import replaced
 
 _SMALL = 1 << 16
-"""Elements of the largest tensor that is really there: cosines of few positions, correction biases, sinks."""
+"""Elements of the largest tensor that is really there: cosines of few positions, correction biases,
+sinks.
+"""
 
 
 class Skeleton:
@@ -45,7 +47,9 @@ class Skeleton:
 
     @contextlib.contextmanager
     def running(self, tokens: int) -> Iterator[None]:
-        """Within this context the model finds what its engine's step would give it. tokens: of this forward."""
+        """Within this context the model finds what its engine's step would give it. tokens: of this
+        forward.
+        """
         with alone(), set_forward_context(None, self.config, num_tokens=tokens):
             yield
 
@@ -59,9 +63,9 @@ def build_skeleton(
 ) -> Skeleton:
     """Build vLLM's model of a transformers configuration.
 
-    architecture: the transformers class's name. quantization: the checkpoint's `quantization_config`. dtype: the
-    engine's compute dtype. device: where the forward runs. Raises `GraphError` with vLLM's reason where it has no such
-    model.
+    architecture: the transformers class's name. quantization: the checkpoint's
+    `quantization_config`. dtype: the engine's compute dtype. device: where the forward runs. Raises
+    `GraphError` with vLLM's reason where it has no such model.
     """
     load_plugins()
     try:
@@ -70,19 +74,24 @@ def build_skeleton(
             written.architectures = [architecture]
             if quantization is not None:
                 written.quantization_config = quantization
-            written.save_pretrained(folder)  # config.json, as an export of this model has it
+            # config.json, as an export of this model has it
+            written.save_pretrained(folder)
             skeleton = skeleton_of(Path(folder), architecture, dtype, device)
     except Exception as error:
         raise GraphError(
-            f"vLLM builds no model of {architecture} to learn through: {_reason(error)}; set learner.operators to "
-            "'transformers', whose log-probs agree up to rounding, or take a model that vLLM runs"
+            f"vLLM builds no model of {architecture} to learn through: {_reason(error)}; set"
+            " learner.operators to 'transformers', whose log-probs agree up to rounding, or take a"
+            " model that vLLM runs"
         ) from error
-    if not ir.ops.rms_norm.get_priority():  # an engine in this process has chosen already
+    # an engine in this process has chosen already
+    if not ir.ops.rms_norm.get_priority():
         skeleton.config.kernel_config.ir_op_priority.set_default()
     return skeleton
 
 
-def skeleton_of(folder: Path, architecture: str, dtype: torch.dtype, device: torch.device) -> Skeleton:
+def skeleton_of(
+    folder: Path, architecture: str, dtype: torch.dtype, device: torch.device
+) -> Skeleton:
     """As `build_skeleton`, of the config.json in a folder. Raises whatever vLLM does."""
     _inspect_here(architecture)
     config = EngineArgs(
@@ -103,12 +112,18 @@ def skeleton_of(folder: Path, architecture: str, dtype: torch.dtype, device: tor
 def _reason(error: Exception) -> str:
     """vLLM's words on one line, those of a check of its own without pydantic's around them."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    own = (line.removeprefix("Value error, ").partition(" [type=")[0] for line in lines if "Value error, " in line)
+    own = (
+        line.removeprefix("Value error, ").partition(" [type=")[0]
+        for line in lines
+        if "Value error, " in line
+    )
     return next(own, lines[0] if lines else type(error).__name__).rstrip(".")
 
 
 def _inspect_here(architecture: str) -> None:
-    """Have vLLM look at its class in this process, which imports it anyway, and not in one that takes seconds."""
+    """Have vLLM look at its class in this process, which imports it anyway, and not in one that
+    takes seconds.
+    """
     for name in (architecture, "TransformersForCausalLM", "TransformersMoEForCausalLM"):
         entry = ModelRegistry.models.get(name)
         if entry is not None and not isinstance(entry, _RegisteredModel):
@@ -118,7 +133,9 @@ def _inspect_here(architecture: str) -> None:
 
 
 class _LargeOnMeta(TorchFunctionMode):
-    """Has vLLM's layers make room for large weights on the meta device, and for what is small where it is."""
+    """Has vLLM's layers make room for large weights on the meta device, and for what is small where
+    it is.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -131,7 +148,9 @@ class _LargeOnMeta(TorchFunctionMode):
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without vLLM's remarks on an engine that is none. Its loggers set their own levels as they are first used."""
+    """Without vLLM's remarks on an engine that is none. Its loggers set their own levels as they
+    are first used.
+    """
     before = logging.root.manager.disable
     logging.disable(max(before, logging.WARNING))
     try:

@@ -1,7 +1,8 @@
-"""Products by the layer objects of the running engine itself: no second copy of a weight version, no second kernel.
+"""Products by the layer objects of the running engine itself: no second copy of a weight version,
+no second kernel.
 
-They multiply the version the engine holds; who shares them writes each version into the engine first
-(`sync.publisher.Publisher.share_layers`).
+They multiply the version the engine holds; who shares them writes each version into the engine
+first (`sync.publisher.Publisher.share_layers`).
 """
 
 from collections.abc import Sequence
@@ -22,17 +23,23 @@ from qarl.quant.materialize.experts import LowBitExperts
 
 
 def operator_kind(module: nn.Module) -> str:
-    """What a module of vLLM's computes by: its class, and of an operator the method chosen for this platform."""
+    """What a module of vLLM's computes by: its class, and of an operator the method chosen for this
+    platform.
+    """
     method = getattr(module, "_forward_method", None)
-    method = getattr(method, "method", method)  # of a leaf in the learner's graph, what it calls
-    return f"{type(module).__name__}{'' if method is None else '.' + getattr(method, '__name__', '?')}"
+    # of a leaf in the learner's graph, what it calls
+    method = getattr(method, "method", method)
+    return (
+        f"{type(module).__name__}{'' if method is None else '.' + getattr(method, '__name__', '?')}"
+    )
 
 
 class EngineLayers:
-    """A `KernelFactory` over a loaded vLLM model: weights it is given are not read, the engine's layer of that name
-    holds them. kinds: of all its modules, by name.
+    """A `KernelFactory` over a loaded vLLM model: weights it is given are not read, the engine's
+    layer of that name holds them. kinds: of all its modules, by name.
 
-    Raises `KernelError` for a layer the engine does not have, or has a part of (tensor parallelism).
+    Raises `KernelError` for a layer the engine does not have, or has a part of (tensor
+    parallelism).
     """
 
     def __init__(self, model: nn.Module):
@@ -46,7 +53,11 @@ class EngineLayers:
                 self._layers[module.layer_name] = module
 
     def linear(
-        self, name: str, weights: Sequence[LowBitWeight], biases: Sequence[torch.Tensor | None], like: Any = None
+        self,
+        name: str,
+        weights: Sequence[LowBitWeight],
+        biases: Sequence[torch.Tensor | None],
+        like: Any = None,
     ) -> VllmMatmul:
         """See `KernelFactory.linear`."""
         module = self._layer(name)
@@ -59,7 +70,8 @@ class EngineLayers:
         module = self._layer(layer)
         if module.local_num_experts != shape.experts:
             raise KernelError(
-                f"the engine holds {module.local_num_experts} of the {shape.experts} experts of {layer!r}"
+                f"the engine holds {module.local_num_experts} of the {shape.experts} experts of"
+                f" {layer!r}"
             )
         return VllmExperts(module)
 

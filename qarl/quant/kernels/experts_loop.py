@@ -12,12 +12,14 @@ from transformers.activations import ACT2FN
 from qarl.quant.kernels.base import LowBitMatmul
 
 
-def sum_over_experts(x: Tensor, weights: Tensor, index: Tensor, expert: Callable[[int, Tensor], Tensor]) -> Tensor:
-    """Σ_k w_k · expert_k(x) over each token's K experts, summed in fp32 in the order of the experts' numbers and
-    rounded once: in learner and engine, so that both add up to the same bits.
+def sum_over_experts(
+    x: Tensor, weights: Tensor, index: Tensor, expert: Callable[[int, Tensor], Tensor]
+) -> Tensor:
+    """Σ_k w_k · expert_k(x) over each token's K experts, summed in fp32 in the order of the
+    experts' numbers and rounded once: in learner and engine, so that both add up to the same bits.
 
-    x: compute dtype [N, H]; weights: floating [N, K]; index: integer [N, K]; expert: number and its tokens [n, H] →
-    compute dtype [n, H]. Returns compute dtype [N, H].
+    x: compute dtype [N, H]; weights: floating [N, K]; index: integer [N, K]; expert: number and its
+    tokens [n, H] → compute dtype [n, H]. Returns compute dtype [N, H].
     """
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for number in index.unique().tolist():

@@ -1,9 +1,11 @@
-"""Attention of sequences of differing lengths in one call on CUDA: FlashAttention by vLLM's engine, or torch's.
+"""Attention of sequences of differing lengths in one call on CUDA: FlashAttention by vLLM's engine,
+or torch's.
 
 Both say log Σ exp of a query's scores as fp32 [H, N], which torch's backward takes.
 Source: vLLM 0.32, `vllm.v1.attention.backends.flash_attn`; torch 2.13, `torch.nn.attention.varlen`.
 
-Axes: N tokens of all sequences, S tokens they see, H heads, G heads of keys and values, D head size.
+Axes: N tokens of all sequences, S tokens they see, H heads, G heads of keys and values, D head
+size.
 """
 
 from collections.abc import Sequence
@@ -22,26 +24,52 @@ _LARGEST_HEAD = 256
 
 def takes(q: Tensor, scoring: Scoring, sinks: Tensor | None) -> bool:
     """Whether FlashAttention multiplies such queries [N, H, D], and scores them so."""
-    if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or q.shape[-1] > _LARGEST_HEAD:
+    if (
+        not q.is_cuda
+        or q.dtype not in (torch.bfloat16, torch.float16)
+        or q.shape[-1] > _LARGEST_HEAD
+    ):
         return False
-    return (scoring.plain and sinks is None) or _engine_version(q.shape[-1], scoring, sinks) is not None
+    return (scoring.plain and sinks is None) or _engine_version(
+        q.shape[-1], scoring, sinks
+    ) is not None
 
 
 def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scoring: Scoring, lengths: Sequence[int], seen: Sequence[int]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    scoring: Scoring,
+    lengths: Sequence[int],
+    seen: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     """Causal attention within each of several sequences that follow one another.
 
-    q: [N, H, D], k, v: [S, G, D], in a 16-bit dtype. sinks: a score a head [H] of what no token is, or None. lengths:
-    queries of each sequence, Σ = N, those of its last tokens. seen: tokens of each, Σ = S. By vLLM's kernel where it
-    has one for this device. Returns [N, H, D] and the log Σ exp, fp32 [H, N].
+    q: [N, H, D], k, v: [S, G, D], in a 16-bit dtype. sinks: a score a head [H] of what no token is,
+    or None. lengths: queries of each sequence, Σ = N, those of its last tokens. seen: tokens of
+    each, Σ = S. By vLLM's kernel where it has one for this device. Returns [N, H, D] and the log Σ
+    exp, fp32 [H, N].
     """
-    version, window = _engine_version(q.shape[-1], scoring, sinks), _sides(scoring.window)
+    version, window = (
+        _engine_version(q.shape[-1], scoring, sinks),
+        _sides(scoring.window),
+    )
     starts, longest = _starts(tuple(lengths), q.device), max(lengths)
     starts_k, longest_k = _starts(tuple(seen), q.device), max(seen)
     if version is None:
         y, sums, _ = torch.ops.torch_attn._varlen_attn(
-            q, k, v, starts, starts_k, longest, longest_k, True, scoring.scale, window, True
+            q,
+            k,
+            v,
+            starts,
+            starts_k,
+            longest,
+            longest_k,
+            True,
+            scoring.scale,
+            window,
+            True,
         )
         return y, sums
     from vllm.v1.attention.backends import fa_utils
@@ -76,14 +104,26 @@ def flash_gradients(
     lengths: Sequence[int],
     seen: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of q, k and v (`operands`), each in its dtype and shape. dy, y: [N, H, D]; sums: the log Σ exp, fp32 [H, N]."""
+    """Of q, k and v (`operands`), each in its dtype and shape. dy, y: [N, H, D]; sums: the log Σ
+    exp, fp32 [H, N].
+    """
     starts, longest = _starts(tuple(lengths), y.device), max(lengths)
     starts_k, longest_k = _starts(tuple(seen), y.device), max(seen)
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=y.device)
     return torch.ops.torch_attn._varlen_attn_backward(
-        dy.contiguous(), *operands, y, sums, starts, starts_k, longest, longest_k, True, no_dropout,
-        scoring.scale, _sides(scoring.window),
-    )  # fmt: skip
+        dy.contiguous(),
+        *operands,
+        y,
+        sums,
+        starts,
+        starts_k,
+        longest,
+        longest_k,
+        True,
+        no_dropout,
+        scoring.scale,
+        _sides(scoring.window),
+    )
 
 
 def _sides(window: int | None) -> list[int]:
@@ -92,7 +132,9 @@ def _sides(window: int | None) -> list[int]:
 
 
 def _engine_version(head_size: int, scoring: Scoring, sinks: Tensor | None) -> int | None:
-    """Of FlashAttention in vLLM's engine on this device; None where none scores so: version 2 has no sinks."""
+    """Of FlashAttention in vLLM's engine on this device; None where none scores so: version 2 has
+    no sinks.
+    """
     from vllm.v1.attention.backends import fa_utils
 
     version = fa_utils.get_flash_attn_version(
@@ -106,5 +148,7 @@ def _engine_version(head_size: int, scoring: Scoring, sinks: Tensor | None) -> i
 
 @lru_cache(maxsize=4)
 def _starts(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """int32 [sequences + 1], made once for all layers of a micro-batch: a copy to the device waits for it."""
+    """int32 [sequences + 1], made once for all layers of a micro-batch: a copy to the device waits
+    for it.
+    """
     return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)

@@ -1,4 +1,5 @@
-"""Products in the compute dtype: of masters cast to it (the unaligned learner), or of dequantized codes (fake quant).
+"""Products in the compute dtype: of masters cast to it (the unaligned learner), or of dequantized
+codes (fake quant).
 
 Axes: N tokens, O output rows, I input columns.
 """
@@ -21,8 +22,9 @@ from qarl.quant.schemes import Scheme
 
 @dataclass(frozen=True)
 class PlainMatmul:
-    """y = x · Wᵀ + b. weight: compute dtype [O, I]. rounds: the scheme whose activation codes x is rounded to first;
-    None: nothing is quantized."""
+    """y = x · Wᵀ + b. weight: compute dtype [O, I]. rounds: the scheme whose activation codes x is
+    rounded to first; None: nothing is quantized.
+    """
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -56,7 +58,11 @@ class ReferenceFactory:
     dtype: torch.dtype
 
     def linear(
-        self, name: str, weights: Sequence[LowBitWeight], biases: Sequence[torch.Tensor | None], like: Any = None
+        self,
+        name: str,
+        weights: Sequence[LowBitWeight],
+        biases: Sequence[torch.Tensor | None],
+        like: Any = None,
     ) -> SideBySide:
         """See `KernelFactory.linear`."""
         dtype = self.dtype if like is None else like.params_dtype
@@ -69,4 +75,7 @@ class ReferenceFactory:
         def product(weight: LowBitWeight) -> SideBySide:
             return self.linear(layer, [weight], [None])
 
-        return ExpertsLoop([(product(e.gate_up), product(e.down)) for e in weights.experts], shape.activation)
+        return ExpertsLoop(
+            [(product(e.gate_up), product(e.down)) for e in weights.experts],
+            shape.activation,
+        )

@@ -1,7 +1,8 @@
 """Which schemes can run on this machine, and why not: asked of the kernels themselves.
 
-A small layer is materialized, built by vLLM and multiplied once, so the answer, and the words of a refusal, are vLLM's
-own. They are the engine's; the learner's kernels are the same, or the reference, which runs everything.
+A small layer is materialized, built by vLLM and multiplied once, so the answer, and the words of a
+refusal, are vLLM's own. They are the engine's; the learner's kernels are the same, or the
+reference, which runs everything.
 """
 
 import dataclasses
@@ -28,7 +29,9 @@ _TOKENS = 4
 _LONGEST_REASON = 500
 
 _WEIGHT_ONLY_KERNELS = ("Marlin", "A16", "CPUFp8BlockScaledMM", "CPUFp8PerTensor")
-"""Parts of the names of vLLM kernels that leave activations in the compute dtype, whatever the checkpoint says."""
+"""Parts of the names of vLLM kernels that leave activations in the compute dtype, whatever the
+checkpoint says.
+"""
 
 _ACTIVATION_KERNELS = ("MxFp4", "Mxfp4", "NvFp4", "CPUExpertsInt4")
 """Of those that quantize activations, unless `_WEIGHT_ONLY_KERNELS` says otherwise."""
@@ -46,8 +49,9 @@ _REFUSALS = (ValueError, NotImplementedError, RuntimeError, AssertionError)
 
 @dataclass(frozen=True)
 class Support:
-    """kernel: what multiplies, as the audit names it; "" where nothing can. reason: why not; "" where it can. lasting:
-    until machine or software change, not for want of memory just now."""
+    """kernel: what multiplies, as the audit names it; "" where nothing can. reason: why not; ""
+    where it can. lasting: until machine or software change, not for want of memory just now.
+    """
 
     kernel: str
     reason: str
@@ -58,22 +62,31 @@ class Support:
 def support(scheme: str, dtype: torch.dtype, experts: bool = False) -> Support:
     """Whether the engine runs the named scheme in `dtype`.
 
-    experts: ask for routed experts instead of a linear layer. Imports vLLM, which takes seconds. Leaves torch's random
-    state alone.
+    experts: ask for routed experts instead of a linear layer. Imports vLLM, which takes seconds.
+    Leaves torch's random state alone.
     """
     resolved = get_scheme(scheme)
     if not has_vllm():
-        return Support("", "vLLM, which samples, is not installed here: pip install 'qarl[cpu]' or 'qarl[cuda]'")
+        return Support(
+            "",
+            "vLLM, which samples, is not installed here: pip install 'qarl[cpu]' or 'qarl[cuda]'",
+        )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     columns = _SHAPE[1]
-    x = torch.linspace(-2.0, 3.0, _TOKENS * columns, device=device).cos().view(_TOKENS, columns).to(dtype)
+    x = (
+        torch.linspace(-2.0, 3.0, _TOKENS * columns, device=device)
+        .cos()
+        .view(_TOKENS, columns)
+        .to(dtype)
+    )
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
             kernel, y = (_multiply_experts if experts else _multiply)(x, resolved)
     except KernelError as error:
         return Support("", str(error))
-    except Exception as error:  # what nobody foresaw, too: one scheme's reason, never the end of the question
+    # what nobody foresaw, too: one scheme's reason, never the end of the question
+    except Exception as error:
         words = _in_words(resolved, error)
         if isinstance(error, _REFUSALS) and not isinstance(error, torch.OutOfMemoryError):
             return Support("", words)
@@ -109,18 +122,29 @@ def _multiply_experts(x: torch.Tensor, scheme: Scheme) -> tuple[str, torch.Tenso
     """As `_multiply`, of two small experts that see every token."""
     count, columns = 2, _SHAPE[1]
     shape = ExpertsShape(
-        experts=count, top_k=count, hidden=columns, intermediate=columns, activation="silu", layout=ExpertLayout()
+        experts=count,
+        top_k=count,
+        hidden=columns,
+        intermediate=columns,
+        activation="silu",
+        layout=ExpertLayout(),
     )
     gate_up = _master((count, 2 * columns, columns), x.device)
-    weights = materialize_experts(gate_up, _master((count, columns, columns), x.device), scheme, x.dtype, _EXPERTS)
+    weights = materialize_experts(
+        gate_up, _master((count, columns, columns), x.device), scheme, x.dtype, _EXPERTS
+    )
     product = make_factory("vllm", x.dtype).experts(_EXPERTS, shape, weights)
     index = torch.arange(count, device=x.device).expand(len(x), count)
     return product.name, product(x, torch.full(index.shape, 0.5, device=x.device), index)
 
 
 def _master(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Values up to 1/√I, I columns: what leaves the gated experts is far from float16's largest number."""
-    return torch.linspace(-1.0, 1.0, math.prod(shape), device=device).sin().view(shape) / math.sqrt(shape[-1])
+    """Values up to 1/√I, I columns: what leaves the gated experts is far from float16's largest
+    number.
+    """
+    return torch.linspace(-1.0, 1.0, math.prod(shape), device=device).sin().view(shape) / math.sqrt(
+        shape[-1]
+    )
 
 
 def require_support(scheme: Scheme, dtype: torch.dtype, experts: bool = False) -> None:
@@ -136,23 +160,34 @@ def require_support(scheme: Scheme, dtype: torch.dtype, experts: bool = False) -
         of = " for a mixture of experts" if experts else ""
         others = f"schemes that can: {', '.join(map(repr, able))}" if able else "no scheme can"
         raise SchemeError(
-            f"scheme {scheme.name!r} cannot run in the engine on this machine{of} ({dtype}): {reason}; {others}"
+            f"scheme {scheme.name!r} cannot run in the engine on this machine{of} ({dtype}):"
+            f" {reason}; {others}"
         )
 
 
 def require_cache(kv_cache: str | None) -> None:
     """Raise `SchemeError` where the engine has no such cache of keys and values on this machine."""
-    if kv_cache is not None and has_vllm() and not torch.cuda.is_available() and not torch.cpu._is_avx512_supported():
+    if (
+        kv_cache is not None
+        and has_vllm()
+        and not torch.cuda.is_available()
+        and not torch.cpu._is_avx512_supported()
+    ):
         raise SchemeError(
-            f"quantization.kv_cache {kv_cache!r} cannot run in the engine on this machine: vLLM has it for CPUs with "
-            "AVX-512 alone, and for GPUs; leave it out"
+            f"quantization.kv_cache {kv_cache!r} cannot run in the engine on this machine: vLLM has"
+            " it for CPUs with AVX-512 alone, and for GPUs; leave it out"
         )
 
 
 def _in_words(scheme: Scheme, error: Exception) -> str:
     """An exception of vLLM's, on one line, with what is known beyond it."""
     lines = [line.strip() for line in str(error).split("\n") if line.strip()]
-    text = "; ".join(lines).split(" for layer_name=")[0].replace("Reasons:;", "Reasons:").removesuffix(" Reasons:")
+    text = (
+        "; ".join(lines)
+        .split(" for layer_name=")[0]
+        .replace("Reasons:;", "Reasons:")
+        .removesuffix(" Reasons:")
+    )
     text = text if len(text) <= _LONGEST_REASON else text[:_LONGEST_REASON] + "…"
     note = _NOTES.get(scheme.name)
     return f"{text.rstrip('.')} ({note})" if note else text or type(error).__name__
@@ -168,5 +203,8 @@ def _other_arithmetic(scheme: Scheme, kernel: str) -> str:
     if scheme.activations is None and quantizes:
         return f"vLLM would multiply with {kernel}, which quantizes activations"
     if batch_invariant() and BATCH_INVARIANT not in kernel:
-        return f"vLLM would multiply with {kernel}, which it does not call batch-invariant, as `bitwise` asks"
+        return (
+            f"vLLM would multiply with {kernel}, which it does not call batch-invariant, as"
+            " `bitwise` asks"
+        )
     return ""

@@ -1,8 +1,10 @@
-"""Products by the very layer vLLM builds: the same classes, kernel selection and weight layout as in the engine.
+"""Products by the very layer vLLM builds: the same classes, kernel selection and weight layout as
+in the engine.
 
-vLLM's linear layers are given the scheme's own `quantization_config`, so vLLM resolves scheme class and kernel from the
-same text it reads in a checkpoint. The layer is loaded with the low-bit tensors through its parameters' loaders and
-post-processed by its quant method: what the engine does with a checkpoint.
+vLLM's linear layers are given the scheme's own `quantization_config`, so vLLM resolves scheme class
+and kernel from the same text it reads in a checkpoint. The layer is loaded with the low-bit tensors
+through its parameters' loaders and post-processed by its quant method: what the engine does with a
+checkpoint.
 
 Axes: N tokens, O output rows, I input columns.
 """
@@ -14,10 +16,20 @@ from typing import Any
 
 import torch
 from transformers import PretrainedConfig
-from vllm.config import CompilationConfig, CompilationMode, KernelConfig, VllmConfig, set_current_vllm_config
+from vllm.config import (
+    CompilationConfig,
+    CompilationMode,
+    KernelConfig,
+    VllmConfig,
+    set_current_vllm_config,
+)
 from vllm.distributed import parallel_state
 from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
-from vllm.model_executor.layers.linear import LinearBase, MergedColumnParallelLinear, ReplicatedLinear
+from vllm.model_executor.layers.linear import (
+    LinearBase,
+    MergedColumnParallelLinear,
+    ReplicatedLinear,
+)
 from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -48,7 +60,9 @@ _ALONE = SimpleNamespace(
 
 
 class VllmMatmul:
-    """One vLLM linear layer or output head, ready to multiply. Keeps every tensor its kernel may point to alive."""
+    """One vLLM linear layer or output head, ready to multiply. Keeps every tensor its kernel may
+    point to alive.
+    """
 
     def __init__(self, linear: LinearBase | VocabParallelEmbedding):
         self._linear: Any = linear
@@ -60,33 +74,58 @@ class VllmMatmul:
             if isinstance(self._linear, GateLinear):  # chooses among kernels by itself
                 y = self._linear(x)
                 return y[0] if isinstance(y, tuple) else y
-            return self._linear.quant_method.apply(self._linear, x, getattr(self._linear, "bias", None))
+            return self._linear.quant_method.apply(
+                self._linear, x, getattr(self._linear, "bias", None)
+            )
 
 
 class VllmFactory:
-    """Builds `VllmMatmul`s for one compute dtype. Raises what vLLM raises where it has no kernel for a scheme."""
+    """Builds `VllmMatmul`s for one compute dtype. Raises what vLLM raises where it has no kernel
+    for a scheme.
+    """
 
     def __init__(self, dtype: torch.dtype):
-        load_plugins()  # as the engine's processes do; `quant.kernels.vllm_cpu` is one of them
+        # as the engine's processes do; `quant.kernels.vllm_cpu` is one of them
+        load_plugins()
         self._dtype = dtype
         compilation = CompilationConfig(mode=CompilationMode.NONE)
-        self._config = VllmConfig(compilation_config=compilation, kernel_config=KernelConfig(**kernel_arguments()))
-        # FP8 layers ask for the dtype, DeepGEMM and MoE kernels for the type of model, MXFP4 experts for quantization.
+        self._config = VllmConfig(
+            compilation_config=compilation,
+            kernel_config=KernelConfig(**kernel_arguments()),
+        )
+        # FP8 layers ask for the dtype, DeepGEMM and MoE kernels for the type of model, MXFP4
+        # experts for quantization.
         model = PretrainedConfig()
-        asked_for = SimpleNamespace(dtype=dtype, hf_config=model, hf_text_config=model, quantization_config=None)
+        asked_for = SimpleNamespace(
+            dtype=dtype, hf_config=model, hf_text_config=model, quantization_config=None
+        )
         self._config.model_config = asked_for  # pyright: ignore[reportAttributeAccessIssue]
         self._schemes: dict[str, QuantizationConfig] = {}
 
     def linear(
-        self, name: str, weights: Sequence[LowBitWeight], biases: Sequence[torch.Tensor | None], like: Any = None
+        self,
+        name: str,
+        weights: Sequence[LowBitWeight],
+        biases: Sequence[torch.Tensor | None],
+        like: Any = None,
     ) -> VllmMatmul:
         """See `KernelFactory.linear`."""
         rows = [weight.shape[0] for weight in weights]
         with self._loading(weights[0].codes.device):
-            linear = self._empty(name, rows, weights[0].shape[1], weights[0].scheme, biases[0] is not None, like)
+            linear = self._empty(
+                name,
+                rows,
+                weights[0].shape[1],
+                weights[0].scheme,
+                biases[0] is not None,
+                like,
+            )
             for part, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
                 place = (part,) if len(rows) > 1 else ()
-                tensors = [*weight.tensors(), *([] if bias is None else [("bias", bias.detach())])]
+                tensors = [
+                    *weight.tensors(),
+                    *([] if bias is None else [("bias", bias.detach())]),
+                ]
                 for key, tensor in tensors:
                     parameter = getattr(linear, key)
                     parameter.weight_loader(parameter, tensor, *place)
@@ -96,7 +135,13 @@ class VllmFactory:
         return VllmMatmul(linear)
 
     def _empty(
-        self, name: str, rows: Sequence[int], columns: int, scheme: Scheme, bias: bool, like: Any = None
+        self,
+        name: str,
+        rows: Sequence[int],
+        columns: int,
+        scheme: Scheme,
+        bias: bool,
+        like: Any = None,
     ) -> LinearBase:
         """To be called while `_loading`."""
         shared = {
@@ -123,11 +168,18 @@ class VllmFactory:
     @contextlib.contextmanager
     def _loading(self, device: torch.device) -> Iterator[None]:
         """What vLLM's layers expect while a model loads; their output dtype is torch's default."""
-        with set_current_vllm_config(self._config), set_default_torch_dtype(self._dtype), alone(), device:
+        with (
+            set_current_vllm_config(self._config),
+            set_default_torch_dtype(self._dtype),
+            alone(),
+            device,
+        ):
             yield
 
     def _quant_config(self, scheme: Scheme) -> QuantizationConfig | None:
-        written = write_quantization_config([(scheme, ["Linear"])] if scheme.quantization else [], [])
+        written = write_quantization_config(
+            [(scheme, ["Linear"])] if scheme.quantization else [], []
+        )
         if written is None:
             return None
         if scheme.name not in self._schemes:
@@ -137,5 +189,10 @@ class VllmFactory:
 
 
 def alone() -> contextlib.AbstractContextManager[None]:
-    """vLLM's groups as in a process by itself. Those of an engine in this process are put back unchanged."""
-    return replaced(parallel_state, **{name: _ALONE for name in _GROUPS if hasattr(parallel_state, name)})
+    """vLLM's groups as in a process by itself. Those of an engine in this process are put back
+    unchanged.
+    """
+    return replaced(
+        parallel_state,
+        **{name: _ALONE for name in _GROUPS if hasattr(parallel_state, name)},
+    )

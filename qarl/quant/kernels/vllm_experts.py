@@ -1,7 +1,9 @@
-"""Routed experts by the very module vLLM builds: fused kernels where vLLM has them, QaRL's plugin where it has none.
+"""Routed experts by the very module vLLM builds: fused kernels where vLLM has them, QaRL's plugin
+where it has none.
 
-As `quant.kernels.vllm` for dense layers: vLLM's `RoutedExperts` gets the scheme's own `quantization_config`, takes
-the low-bit tensors by their checkpoint names through its own loader, and post-processes them.
+As `quant.kernels.vllm` for dense layers: vLLM's `RoutedExperts` gets the scheme's own
+`quantization_config`, takes the low-bit tensors by their checkpoint names through its own loader,
+and post-processes them.
 
 Axes: N tokens, K experts a token, E experts, H hidden columns, I expert columns.
 """
@@ -16,7 +18,11 @@ from vllm.config import CompilationConfig, CompilationMode, VllmConfig
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, get_routing_method_type
+from vllm.model_executor.layers.fused_moe.config import (
+    FusedMoEConfig,
+    FusedMoEParallelConfig,
+    get_routing_method_type,
+)
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.platforms import current_platform
 from vllm.utils import torch_utils
@@ -34,21 +40,32 @@ class VllmExperts:
     def __init__(self, experts: RoutedExperts):
         self._experts = experts
         self.name = kernel_name(experts)
-        assert not experts.quant_method.is_monolithic, f"{self.name} routes tokens itself, without a gradient for it"
+        assert not experts.quant_method.is_monolithic, (
+            f"{self.name} routes tokens itself, without a gradient for it"
+        )
 
     def __call__(self, x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """See `ExpertsMatmul`."""
         index = index.to(self._experts.quant_method.topk_indices_dtype or torch.int32)
         with engine_step(x.device, len(x)):
-            y = self._experts.forward_modular(x.contiguous(), weights.contiguous(), index.contiguous())
-        assert isinstance(y, torch.Tensor)  # vLLM defers the sum over experts only where that was asked for
+            y = self._experts.forward_modular(
+                x.contiguous(), weights.contiguous(), index.contiguous()
+            )
+        # vLLM defers the sum over experts only where that was asked for
+        assert isinstance(y, torch.Tensor)
         return y
 
 
 def vllm_experts(
-    layer: str, shape: ExpertsShape, weights: LowBitExperts, config: VllmConfig, quant_config: QuantizationConfig | None
+    layer: str,
+    shape: ExpertsShape,
+    weights: LowBitExperts,
+    config: VllmConfig,
+    quant_config: QuantizationConfig | None,
 ) -> VllmExperts:
-    """Build and fill vLLM's module. To be called with `config` current and the compute dtype as torch's default."""
+    """Build and fill vLLM's module. To be called with `config` current and the compute dtype as
+    torch's default.
+    """
     experts = empty_experts(layer, shape, weights.device, config, quant_config)
     for _ in experts.load_weights(weights.tensors(shape.layout)):
         pass  # the loader is a generator: it loads as it is read
@@ -58,7 +75,11 @@ def vllm_experts(
 
 
 def empty_experts(
-    layer: str, shape: ExpertsShape, device: torch.device, config: VllmConfig, quant_config: QuantizationConfig | None
+    layer: str,
+    shape: ExpertsShape,
+    device: torch.device,
+    config: VllmConfig,
+    quant_config: QuantizationConfig | None,
 ) -> RoutedExperts:
     """vLLM's module, with its kernel chosen and nothing loaded. To be called as `vllm_experts`."""
     dtype, layout = torch.get_default_dtype(), shape.layout
@@ -99,23 +120,28 @@ def empty_experts(
 
 @contextmanager
 def engine_step(device: torch.device, tokens: int) -> Iterator[None]:
-    """Within this context vLLM's fused experts find what they would in its engine's step over so many tokens: scratch
-    memory, and the context of the step's forward. Nothing on CPUs, whose experts take neither."""
+    """Within this context vLLM's fused experts find what they would in its engine's step over so
+    many tokens: scratch memory, and the context of the step's forward. Nothing on CPUs, whose
+    experts take neither.
+    """
     if current_platform.is_cpu():
         yield
         return
-    with own_scratch(device), set_forward_context(None, uncompiled_config(), num_tokens=tokens):
+    with (
+        own_scratch(device),
+        set_forward_context(None, uncompiled_config(), num_tokens=tokens),
+    ):
         yield
 
 
 @contextmanager
 def own_scratch(device: torch.device) -> Iterator[None]:
-    """Within this context vLLM's kernels take scratch memory and locks from the learner's manager, and stay on torch's
-    current stream. Nothing on CPUs.
+    """Within this context vLLM's kernels take scratch memory and locks from the learner's manager,
+    and stay on torch's current stream. Nothing on CPUs.
 
-    The engine's manager is locked once it has warmed up, at the size of its own batches, and CUDA graphs hold its
-    addresses. In a thread where vLLM has set no stream, as autograd's, it would change to a new one, which what
-    autograd runs next does not wait for.
+    The engine's manager is locked once it has warmed up, at the size of its own batches, and CUDA
+    graphs hold its addresses. In a thread where vLLM has set no stream, as autograd's, it would
+    change to a new one, which what autograd runs next does not wait for.
     """
     if current_platform.is_cpu():
         yield

@@ -1,11 +1,18 @@
-"""Choices of vLLM's on GPUs that a learner could not follow, settled for engine, servers and learner alike.
+"""Choices of vLLM's on GPUs that a learner could not follow, settled for engine, servers and
+learner alike.
 
-- FlashInfer is left out. Whether vLLM finds it depends on nvcc and ninja in the shell's PATH. On Blackwell its experts
-  route tokens themselves, without a gradient for the router, and its attention is not the learner's.
-- Experts of integer weights are multiplied by Marlin where vLLM 0.32 prefers Humming (9.0), which compiles at start and
-  has no version of a publish proven. `moe_backend` would choose for all experts of a model, whatever their scheme.
-- No kernel quantizes a layer's input before it. In vLLM's Llama the gate's would, whose product is not rounded then.
-- DeepGEMM is left out. It quantizes block scales to powers of two, and the published codes again with them.
+- FlashInfer is left out. Whether vLLM finds it depends on nvcc and ninja in the shell's PATH. On
+  Blackwell its experts
+  route tokens themselves, without a gradient for the router, and its attention is not the
+  learner's.
+- Experts of integer weights are multiplied by Marlin where vLLM 0.32 prefers Humming (9.0), which
+  compiles at start and
+  has no version of a publish proven. `moe_backend` would choose for all experts of a model,
+  whatever their scheme.
+- No kernel quantizes a layer's input before it. In vLLM's Llama the gate's would, whose product is
+  not rounded then.
+- DeepGEMM is left out. It quantizes block scales to powers of two, and the published codes again
+  with them.
 """
 
 import os
@@ -16,7 +23,9 @@ from vllm.plugins import load_general_plugins
 
 
 def load_plugins() -> None:
-    """vLLM's plugins, as its own processes load them, and `settle`: before a learner builds a layer."""
+    """vLLM's plugins, as its own processes load them, and `settle`: before a learner builds a
+    layer.
+    """
     load_general_plugins()
     settle()
 
@@ -29,7 +38,10 @@ def settle() -> None:
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.utils.flashinfer import has_flashinfer
 
-    for holder, name in ((LinearBase, "requires_unquantized_input"), (int_wna16, "prioritize_humming")):
+    for holder, name in (
+        (LinearBase, "requires_unquantized_input"),
+        (int_wna16, "prioritize_humming"),
+    ):
         assert hasattr(holder, name), f"vLLM no longer has the {name} that is set here"
     LinearBase.requires_unquantized_input = True
     setattr(int_wna16, "prioritize_humming", list)  # noqa: B010  # leaves their order

@@ -1,8 +1,8 @@
 """How parameters outside linear layers and experts reach their masters.
 
-The forward reads a compute-dtype copy, which is also what is published unless the learner computes in a dtype of its
-own (`learner.compute_dtype`); the gradient goes to the master by autograd, in fp32 until it is there.
-Axes: V vocabulary, H hidden columns.
+The forward reads a compute-dtype copy, which is also what is published unless the learner computes
+in a dtype of its own (`learner.compute_dtype`); the gradient goes to the master by autograd, in
+fp32 until it is there. Axes: V vocabulary, H hidden columns.
 """
 
 from typing import Any
@@ -16,15 +16,18 @@ from qarl.quant.runtime.shards import fill, shard_of, whole_shape
 
 
 class MasterCopy:
-    """A parameter outside linear layers and experts: its master, and the copies that engine and learner read.
-    published: in the engine's dtype. computed: in the learner's; where that is the same, one tensor. Both are to be
-    filled."""
+    """A parameter outside linear layers and experts: its master, and the copies that engine and
+    learner read. published: in the engine's dtype. computed: in the learner's; where that is the
+    same, one tensor. Both are to be filled.
+    """
 
     def __init__(self, master: torch.Tensor, context: LayerContext):
         dtype, compute_dtype = context.dtype, context.compute_dtype
         self.master = master
         self.published = _empty_copy(master, dtype)
-        self.computed = self.published if compute_dtype == dtype else _empty_copy(master, compute_dtype)
+        self.computed = (
+            self.published if compute_dtype == dtype else _empty_copy(master, compute_dtype)
+        )
         self.context = context
 
     @property
@@ -43,13 +46,17 @@ class MasterCopy:
         return _Route.apply(self.master, self.read, self.context.gradients)
 
     def looked_up(self, tokens: torch.Tensor, padding: int = -1) -> torch.Tensor:
-        """Rows of what the forward takes: compute dtype [..., H] for int64 tokens of any shape. The backward sums rows
-        in fp32, without a compute-dtype gradient [V, H] in between. padding: a token whose row is not learned."""
+        """Rows of what the forward takes: compute dtype [..., H] for int64 tokens of any shape. The
+        backward sums rows in fp32, without a compute-dtype gradient [V, H] in between. padding: a
+        token whose row is not learned.
+        """
         return _Lookup.apply(tokens, self.master, self, padding)
 
 
 class ComputeCopy(nn.Module):
-    """A torch parametrization: reading the parameter gives the copy, with a way back to the master."""
+    """A torch parametrization: reading the parameter gives the copy, with a way back to the
+    master.
+    """
 
     def __init__(self, copy: MasterCopy):
         super().__init__()
@@ -91,7 +98,9 @@ def _empty_copy(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 class _Route(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, master: torch.Tensor, copy: torch.Tensor, gradients: Gradients) -> torch.Tensor:
+    def forward(
+        ctx: Any, master: torch.Tensor, copy: torch.Tensor, gradients: Gradients
+    ) -> torch.Tensor:
         ctx.master, ctx.gradients = master, gradients
         return copy.view_as(copy)
 
@@ -103,7 +112,13 @@ class _Route(torch.autograd.Function):
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tokens: torch.Tensor, master: torch.Tensor, copy: MasterCopy, padding: int) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        tokens: torch.Tensor,
+        master: torch.Tensor,
+        copy: MasterCopy,
+        padding: int,
+    ) -> torch.Tensor:
         ctx.save_for_backward(tokens)
         ctx.master, ctx.copy, ctx.padding = master, copy, padding
         return nn.functional.embedding(tokens, copy.read)
@@ -120,4 +135,9 @@ class _Lookup(torch.autograd.Function):
         rows = ctx.copy.read.shape[0]
         gradients.make_way(ctx.master)
         gradient = torch.ops.aten.embedding_dense_backward(dy, tokens, rows, ctx.padding, False)
-        return None, gradients.delivered(ctx.master, gradients.unscaled(gradient)), None, None
+        return (
+            None,
+            gradients.delivered(ctx.master, gradients.unscaled(gradient)),
+            None,
+            None,
+        )

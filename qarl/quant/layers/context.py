@@ -12,8 +12,10 @@ from qarl.quant.schemes import SchemeError
 
 
 class Forward(Enum):
-    """What a forward multiplies. LEARNER: what is learned by: the codes of an aligned learner, else its masters in its
-    compute dtype. PUBLISHED: the codes, in the engine's dtype. UNQUANTIZED: the masters, cast to the engine's dtype."""
+    """What a forward multiplies. LEARNER: what is learned by: the codes of an aligned learner, else
+    its masters in its compute dtype. PUBLISHED: the codes, in the engine's dtype. UNQUANTIZED: the
+    masters, cast to the engine's dtype.
+    """
 
     LEARNER = "learner"
     PUBLISHED = "published"
@@ -23,19 +25,21 @@ class Forward(Enum):
 class LayerContext:
     """How the layers of one model compute.
 
-    dtype: the engine's compute dtype: of activations, embeddings, norms, and of the scales that are published.
-    kernel: family of the products of codes, one of `quant.kernels.KERNELS`. aligned: whether the learner multiplies
-    those codes (True), or its masters cast to the compute dtype (False, the plain quantized-rollout baseline; codes are
-    still made for publishing). compute_dtype: what an unaligned forward computes in; None: `dtype`. gradients: how the
-    backward makes the masters'. checkpointing: whether decoder layers keep nothing but their input for the backward.
-    engine: the running engine's own layers, to multiply with instead of `kernel`'s; they hold each version before it is
-    used. keeps_codes: cache codes per version; if False, recompute them at every use (slower, less memory).
-    keeps_products: the same of what layers' own kernels multiply, the codes in a layout of theirs. kv_cache: "fp8"
-    where keys and values are cached in e4m3, None in `dtype`; forwards of codes read the same. device: where codes are
-    made and multiplied, None where the masters are (`quant.checkpoint.load.matrices_on_host`).
+    dtype: the engine's compute dtype: of activations, embeddings, norms, and of the scales that are
+    published. kernel: family of the products of codes, one of `quant.kernels.KERNELS`. aligned:
+    whether the learner multiplies those codes (True), or its masters cast to the compute dtype
+    (False, the plain quantized-rollout baseline; codes are still made for publishing).
+    compute_dtype: what an unaligned forward computes in; None: `dtype`. gradients: how the backward
+    makes the masters'. checkpointing: whether decoder layers keep nothing but their input for the
+    backward. engine: the running engine's own layers, to multiply with instead of `kernel`'s; they
+    hold each version before it is used. keeps_codes: cache codes per version; if False, recompute
+    them at every use (slower, less memory). keeps_products: the same of what layers' own kernels
+    multiply, the codes in a layout of theirs. kv_cache: "fp8" where keys and values are cached in
+    e4m3, None in `dtype`; forwards of codes read the same. device: where codes are made and
+    multiplied, None where the masters are (`quant.checkpoint.load.matrices_on_host`).
 
-    Raises `SchemeError` for an aligned learner with a compute dtype of its own, `KernelError` for a kernel that cannot
-    run here.
+    Raises `SchemeError` for an aligned learner with a compute dtype of its own, `KernelError` for a
+    kernel that cannot run here.
     """
 
     def __init__(
@@ -49,8 +53,8 @@ class LayerContext:
     ):
         if aligned and compute_dtype not in (None, dtype):
             raise SchemeError(
-                f"an aligned learner multiplies the engine's codes in the engine's dtype, {dtype}, not "
-                f"{compute_dtype}; leave the compute dtype out, or set aligned false"
+                f"an aligned learner multiplies the engine's codes in the engine's dtype, {dtype},"
+                f" not {compute_dtype}; leave the compute dtype out, or set aligned false"
             )
         self.dtype = dtype
         self.compute_dtype = compute_dtype or dtype
@@ -91,7 +95,9 @@ class LayerContext:
     @property
     def multiplies_codes(self) -> bool:
         """Whether this forward multiplies what is published."""
-        return self.forward is Forward.PUBLISHED or (self.aligned and self.forward is Forward.LEARNER)
+        return self.forward is Forward.PUBLISHED or (
+            self.aligned and self.forward is Forward.LEARNER
+        )
 
     @property
     def forward_dtype(self) -> torch.dtype:
@@ -103,18 +109,25 @@ class LayerContext:
         return replaced(self, forward=forward)
 
     def other_roundings(self, seed: int) -> AbstractContextManager[None]:
-        """Within this context every product's results are moved at random, by up to one unit in their last place: what
-        another right implementation may give, which adds up in another order."""
+        """Within this context every product's results are moved at random, by up to one unit in
+        their last place: what another right implementation may give, which adds up in another
+        order.
+        """
         return replaced(self, _roundings=torch.Generator().manual_seed(seed))
 
     def rounded(self, product: torch.Tensor) -> torch.Tensor:
         """Return a product's results as they are, or moved where `other_roundings` says so."""
         if self._roundings is None:
             return product
-        moves = torch.rand(product.shape, generator=self._roundings, dtype=torch.float32).to(product.device)
-        unit = torch.finfo(product.dtype).eps / 2  # of a value between 1 and 2, half of which rounds away
+        moves = torch.rand(product.shape, generator=self._roundings, dtype=torch.float32).to(
+            product.device
+        )
+        # of a value between 1 and 2, half of which rounds away
+        unit = torch.finfo(product.dtype).eps / 2
         return (product.float() * (1.0 + (2.0 * moves - 1.0) * unit)).to(product.dtype)
 
     def own_products(self) -> AbstractContextManager[None]:
-        """Within this context layers multiply with kernels of their own, not the engine's, each gone after its use."""
+        """Within this context layers multiply with kernels of their own, not the engine's, each
+        gone after its use.
+        """
         return replaced(self, engine=None, keeps_products=False)

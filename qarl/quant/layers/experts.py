@@ -1,10 +1,12 @@
 """A layer's routed experts: low-bit products forward, straight-through backward.
 
-Forward:  y = Σ_k w_k · down_e(act(gate_e(x)) · up_e(x)) over each token's K experts e, by the engine's experts module.
-Backward: expert after expert, the products are repeated in fp32 on the values the codes stand for and
-          differentiated, every rounding counted as identity. Nothing but the layer's input is kept between forward
-          and backward, and no more than one expert is dequantized at a time. In bfloat16 on CUDA all experts go at
-          once, through grouped products (`quant.layers.grouped_backward`).
+Forward:  y = Σ_k w_k · down_e(act(gate_e(x)) · up_e(x)) over each token's K experts e, by the
+engine's experts module. Backward: expert after expert, the products are repeated in fp32 on the
+values the codes stand for and
+          differentiated, every rounding counted as identity. Nothing but the layer's input is kept
+          between forward and backward, and no more than one expert is dequantized at a time. In
+          bfloat16 on CUDA all experts go at once, through grouped products
+          (`quant.layers.grouped_backward`).
 
 Axes: N tokens, K experts a token, E experts, H hidden columns, I expert columns.
 """
@@ -38,7 +40,8 @@ _AT_ONCE = 16
 class RoutedLowBitExperts(LowBitLayer[LowBitExperts, ExpertsMatmul]):
     """Replaces a module of fused experts.
 
-    layer: checkpoint name ("model.layers.0.mlp.experts"). gate_up, down: masters [E, 2I, H], gate first, and [E, H, I].
+    layer: checkpoint name ("model.layers.0.mlp.experts"). gate_up, down: masters [E, 2I, H], gate
+    first, and [E, H, I].
     """
 
     def __init__(
@@ -59,33 +62,69 @@ class RoutedLowBitExperts(LowBitLayer[LowBitExperts, ExpertsMatmul]):
 
     def _materialize(self, out: LowBitExperts | None) -> LowBitExperts:
         gate_up, down = self.to_round()
-        scales, shards = self._kept_scales(), [shard_of(master) for master in self.masters]
-        return materialize_experts(gate_up, down, self.scheme, self.context.dtype, self.layer, out, scales, shards)
+        scales, shards = (
+            self._kept_scales(),
+            [shard_of(master) for master in self.masters],
+        )
+        return materialize_experts(
+            gate_up,
+            down,
+            self.scheme,
+            self.context.dtype,
+            self.layer,
+            out,
+            scales,
+            shards,
+        )
 
     def _prepare(self, low_bit: LowBitExperts) -> ExpertsMatmul:
         return self.context.factory.experts(self.layer, self.shape, low_bit)
 
     def _cast(self) -> ExpertsMatmul:
         dtype, merged = self.context.forward_dtype, self.merged()
-        casts = [whole_value(master, dtype, rows) for master, rows in zip(self.masters, merged, strict=True)]
-        if not self.context.aligned:  # an aligned layer's are for one product, and none is derived through
+        casts = [
+            whole_value(master, dtype, rows)
+            for master, rows in zip(self.masters, merged, strict=True)
+        ]
+        # an aligned layer's are for one product, and none is derived through
+        if not self.context.aligned:
             self._casts = casts
-        pairs = [(PlainMatmul(gate_up, None), PlainMatmul(down, None)) for gate_up, down in zip(*casts, strict=True)]
+        pairs = [
+            (PlainMatmul(gate_up, None), PlainMatmul(down, None))
+            for gate_up, down in zip(*casts, strict=True)
+        ]
         return ExpertsLoop(pairs, self.shape.activation)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor):
-        """hidden_states: compute dtype [N, H]; top_k_index: int64 [N, K]; top_k_weights: floating [N, K] → compute
-        dtype [N, H]. The signature is that of the transformers modules replaced."""
+        """hidden_states: compute dtype [N, H]; top_k_index: int64 [N, K]; top_k_weights: floating
+        [N, K] → compute dtype [N, H]. The signature is that of the transformers modules replaced.
+        """
         weights = top_k_weights.to(torch.float32)
         kept = self.kept_input(hidden_states.detach()) if torch.is_grad_enabled() else ()
-        return _StraightThrough.apply(hidden_states, weights, *self.masters, top_k_index, self, kept, *self.factors)
+        return _StraightThrough.apply(
+            hidden_states,
+            weights,
+            *self.masters,
+            top_k_index,
+            self,
+            kept,
+            *self.factors,
+        )
 
     def weights_used(self) -> Callable[[int], tuple[Tensor, Tensor]]:
-        """Gives an expert's matrices as the forward multiplied them, exactly, fp32 [2I, H] and [H, I]."""
+        """Gives an expert's matrices as the forward multiplied them, exactly, fp32 [2I, H] and [H,
+        I].
+        """
         if not self.context.multiplies_codes:
-            return lambda expert: (self._casts[0][expert].to(torch.float32), self._casts[1][expert].to(torch.float32))
+            return lambda expert: (
+                self._casts[0][expert].to(torch.float32),
+                self._casts[1][expert].to(torch.float32),
+            )
         experts = self.codes().experts
-        return lambda expert: (experts[expert].gate_up.dequantized(), experts[expert].down.dequantized())
+        return lambda expert: (
+            experts[expert].gate_up.dequantized(),
+            experts[expert].down.dequantized(),
+        )
 
     def multiplies_grouped(self, dy: Tensor) -> bool:
         """Whether the backward of such an output gradient takes all experts at once."""
@@ -94,14 +133,18 @@ class RoutedLowBitExperts(LowBitLayer[LowBitExperts, ExpertsMatmul]):
         return dy.is_cuda and dy.dtype == torch.bfloat16 and grouped_backward.aligned(*sizes)
 
     def stacks_used(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """All experts' matrices as the forward multiplied them, rounded once to `dtype`, [E, 2I, H] and [E, H, I]."""
+        """All experts' matrices as the forward multiplied them, rounded once to `dtype`, [E, 2I, H]
+        and [E, H, I].
+        """
         if not self.context.multiplies_codes:
             gate_up, down = (cast.to(dtype) for cast in self._casts)
             return gate_up, down
         codes = self.codes()
         pairs = codes.stacks or (None, None)
         matrices = zip(*((expert.gate_up, expert.down) for expert in codes.experts), strict=True)
-        gate_up, down = (_dequantized(one, stack, dtype) for one, stack in zip(matrices, pairs, strict=True))
+        gate_up, down = (
+            _dequantized(one, stack, dtype) for one, stack in zip(matrices, pairs, strict=True)
+        )
         return gate_up, down
 
 
@@ -120,7 +163,8 @@ class _StraightThrough(torch.autograd.Function):
     ) -> Tensor:
         ctx.experts = experts
         ctx.save_for_backward(weights, index, *kept)
-        return experts.context.rounded(experts.product(x, weights, index)).data  # see `quant.layers.linear`
+        # see `quant.layers.linear`
+        return experts.context.rounded(experts.product(x, weights, index)).data
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
@@ -128,17 +172,32 @@ class _StraightThrough(torch.autograd.Function):
         weights, index, *kept = ctx.saved_tensors
         dmasters, returned_gradients = _master_gradients(experts, ctx.needs_input_grad[2:4])
         dfactors = [
-            () if a is None else tuple(torch.zeros_like(f, dtype=torch.float32) for f in (a.lora_A, a.lora_B))
+            (
+                ()
+                if a is None
+                else tuple(torch.zeros_like(f, dtype=torch.float32) for f in (a.lora_A, a.lora_B))
+            )
             for a in experts.adapters
         ]
         dy = grad_outputs[0]
         gradients_of = _grouped if experts.multiplies_grouped(dy) else _one_by_one
-        dx, dweights = gradients_of(experts, multiplied_input(kept), weights, index, dy, dmasters, dfactors)
+        dx, dweights = gradients_of(
+            experts, multiplied_input(kept), weights, index, dy, dmasters, dfactors
+        )
         returned = [
             None if gradient is None else experts.context.gradients.delivered(master, gradient)
             for master, gradient in zip(experts.masters, returned_gradients, strict=True)
         ]
-        return dx.to(experts.context.forward_dtype), dweights, *returned, None, None, None, *dfactors[0], *dfactors[1]
+        return (
+            dx.to(experts.context.forward_dtype),
+            dweights,
+            *returned,
+            None,
+            None,
+            None,
+            *dfactors[0],
+            *dfactors[1],
+        )
 
 
 def _one_by_one(
@@ -152,9 +211,17 @@ def _one_by_one(
 ) -> tuple[Tensor, Tensor]:
     """As `_grouped`, an expert at a time, in fp32."""
     gradients = experts.context.gradients
-    x = multiplied.dequantized(torch.float32) if isinstance(multiplied, LowBitActivation) else multiplied.float()
+    x = (
+        multiplied.dequantized(torch.float32)
+        if isinstance(multiplied, LowBitActivation)
+        else multiplied.float()
+    )
     dy = dy.to(torch.float32)
-    dx, dweights, weights_used = torch.zeros_like(x), torch.zeros_like(weights), experts.weights_used()
+    dx, dweights, weights_used = (
+        torch.zeros_like(x),
+        torch.zeros_like(weights),
+        experts.weights_used(),
+    )
     for expert in index.unique().tolist():
         rows, slots = (index == expert).nonzero(as_tuple=True)
         drows, dweights[rows, slots], products = _expert_backward(
@@ -164,15 +231,21 @@ def _one_by_one(
         for dmaster, (dout, used) in zip(dmasters, products, strict=True):
             if dmaster is not None:
                 add_weight_gradient(dmaster[expert], dout, used, gradients)
-        for adapter, dfactor, (dout, used) in zip(experts.adapters, dfactors, products, strict=True):
+        for adapter, dfactor, (dout, used) in zip(
+            experts.adapters, dfactors, products, strict=True
+        ):
             if adapter is not None:
                 for into, grad in zip(dfactor, adapter.gradients(dout, used, expert), strict=True):
                     into[expert] = gradients.unscaled(grad)
     return dx, dweights
 
 
-def _dequantized(matrices: Sequence[LowBitWeight], stack: LowBitWeight | None, dtype: torch.dtype) -> Tensor:
-    """[E, O, I], the fp32 values of `_AT_ONCE` experts at a time; of one where there is no stack of all."""
+def _dequantized(
+    matrices: Sequence[LowBitWeight], stack: LowBitWeight | None, dtype: torch.dtype
+) -> Tensor:
+    """[E, O, I], the fp32 values of `_AT_ONCE` experts at a time; of one where there is no stack of
+    all.
+    """
     rows, columns = matrices[0].shape
     experts = len(matrices)
     values = torch.empty(experts, rows, columns, dtype=dtype, device=matrices[0].codes.device)
@@ -192,19 +265,30 @@ def _grouped(
     dmasters: Sequence[Tensor | None],
     dfactors: Sequence[Sequence[Tensor]],
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the input, fp32 [N, H], and of the weights, fp32 [N, K], by grouped products; those of masters and
-    of adapters are added to `dmasters` and `dfactors`."""
+    """Gradients of the input, fp32 [N, H], and of the weights, fp32 [N, K], by grouped products;
+    those of masters and of adapters are added to `dmasters` and `dfactors`.
+    """
 
     def as_multiplied(values: Tensor) -> Tensor:
         if not experts.quantizes_activations:
             return values
         return multiplied_activation(values, experts.scheme).dequantized(dy.dtype)
 
-    x = multiplied.dequantized(dy.dtype) if isinstance(multiplied, LowBitActivation) else multiplied.to(dy.dtype)
+    x = (
+        multiplied.dequantized(dy.dtype)
+        if isinstance(multiplied, LowBitActivation)
+        else multiplied.to(dy.dtype)
+    )
     unscale = 1.0 / experts.context.gradients.scale
     parts = []
     for part in grouped_backward.token_gradients(
-        x, weights, index, dy, experts.stacks_used(dy.dtype), experts.activation, as_multiplied
+        x,
+        weights,
+        index,
+        dy,
+        experts.stacks_used(dy.dtype),
+        experts.activation,
+        as_multiplied,
     ):
         parts.append((part.x, part.weights))
         for dmaster, matrix in zip(dmasters, part.matrices, strict=True):
@@ -223,29 +307,42 @@ def _grouped(
 def _master_gradients(
     experts: RoutedLowBitExperts, needed: Sequence[bool]
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-    """What to add the masters' gradients to, fp32, and what of it autograd is given; None where there is none."""
+    """What to add the masters' gradients to, fp32, and what of it autograd is given; None where
+    there is none.
+    """
     gradients = experts.context.gradients
-    placed = [gradients.into(m) if need else None for m, need in zip(experts.masters, needed, strict=True)]
+    placed = [
+        gradients.into(m) if need else None for m, need in zip(experts.masters, needed, strict=True)
+    ]
     gradients.make_way(*experts.masters)
     returned = [
         torch.zeros(whole_shape(master), device=master.device) if need and total is None else None
         for master, need, total in zip(experts.masters, needed, placed, strict=True)
     ]
-    return [total if own is None else own for total, own in zip(placed, returned, strict=True)], returned
+    return [
+        total if own is None else own for total, own in zip(placed, returned, strict=True)
+    ], returned
 
 
 def _expert_backward(
-    experts: RoutedLowBitExperts, matrices: tuple[Tensor, Tensor], x: Tensor, weights: Tensor, dy: Tensor
+    experts: RoutedLowBitExperts,
+    matrices: tuple[Tensor, Tensor],
+    x: Tensor,
+    weights: Tensor,
+    dy: Tensor,
 ) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
-    """matrices: the expert's, see `RoutedLowBitExperts.weights_used`. x: fp32 [n, H], as multiplied; weights: fp32 [n];
-    dy: fp32 [n, H], of the layer's output.
+    """matrices: the expert's, see `RoutedLowBitExperts.weights_used`. x: fp32 [n, H], as
+    multiplied; weights: fp32 [n]; dy: fp32 [n, H], of the layer's output.
 
-    Returns the gradients of x and of weights, and of gate and up, then of down, the gradient of the product's output
-    [n, O] and its input as multiplied [n, I]: that of the matrix is the first, transposed, times the second.
+    Returns the gradients of x and of weights, and of gate and up, then of down, the gradient of the
+    product's output [n, O] and its input as multiplied [n, I]: that of the matrix is the first,
+    transposed, times the second.
     """
     gate_up, down = matrices
     with torch.enable_grad():
-        merged = (x @ gate_up.t()).to(experts.context.forward_dtype).to(torch.float32).requires_grad_()
+        merged = (
+            (x @ gate_up.t()).to(experts.context.forward_dtype).to(torch.float32).requires_grad_()
+        )
         gate, up = merged.chunk(2, dim=-1)
         activated = experts.activation(gate) * up
     used = activated.detach().to(experts.context.forward_dtype)

@@ -1,19 +1,26 @@
-"""A linear layer whose forward is the engine's low-bit product and whose backward is straight-through.
+"""A linear layer whose forward is the engine's low-bit product and whose backward is
+straight-through.
 
-Three products, and what is rounded in each (W the master, Ŵ and x̂ the values its and the input's codes stand for):
+Three products, and what is rounded in each (W the master, Ŵ and x̂ the values its and the input's
+codes stand for):
 
-    forward   y  = x̂ · Ŵᵀ     by the engine's own kernel over the published codes, so to the same bits: x is quantized
-                              a token at a time where the scheme has low-bit activations, else x̂ is x in the compute
-                              dtype; sums and scales as that kernel has them; y is rounded once to the compute dtype.
-    backward  dx = dy · Ŵ      Ŵ is dequantized in fp32. It is multiplied as such and only the sum is rounded, or, where
-                              the device multiplies 16-bit values natively, Ŵ is rounded to dy's dtype first.
-              dW = dyᵀ · x̂     exact operands, fp32 sums, an fp32 result: masters move by less than a 16-bit gradient
+    forward   y  = x̂ · Ŵᵀ     by the engine's own kernel over the published codes, so to the same
+    bits: x is quantized
+                              a token at a time where the scheme has low-bit activations, else x̂ is
+                              x in the compute dtype; sums and scales as that kernel has them; y is
+                              rounded once to the compute dtype.
+    backward  dx = dy · Ŵ      Ŵ is dequantized in fp32. It is multiplied as such and only the sum
+    is rounded, or, where
+                              the device multiplies 16-bit values natively, Ŵ is rounded to dy's
+                              dtype first.
+              dW = dyᵀ · x̂     exact operands, fp32 sums, an fp32 result: masters move by less than
+              a 16-bit gradient
                               resolves.
 
-Why Ŵ and x̂, not W and x: rounding is a staircase, of slope zero wherever it has one, so its gradient is replaced by
-that of the identity (straight-through). All else is the exact gradient of what the sampler computed. With W and x it
-would be that of another policy, off by the rounding the engine makes in every layer. x̂ is kept between forward and
-backward as its codes.
+Why Ŵ and x̂, not W and x: rounding is a staircase, of slope zero wherever it has one, so its
+gradient is replaced by that of the identity (straight-through). All else is the exact gradient of
+what the sampler computed. With W and x it would be that of another policy, off by the rounding the
+engine makes in every layer. x̂ is kept between forward and backward as its codes.
 
 `quant.layers.straight_through` has the backward's arithmetic, block by block.
 Axes: N tokens, O output rows, I input columns.
@@ -39,12 +46,17 @@ from qarl.quant.schemes import Scheme
 class LowBitLinear(LowBitLayer[LowBitWeight, LowBitMatmul]):
     """Replaces one `nn.Linear`.
 
-    master: fp32, bf16 or fp16 [O, I], what the optimizer steps. bias: [O], or None. fused: the layers the engine
-    multiplies together with this one (`quant.layers.stack.fuse_scales`).
+    master: fp32, bf16 or fp16 [O, I], what the optimizer steps. bias: [O], or None. fused: the
+    layers the engine multiplies together with this one (`quant.layers.stack.fuse_scales`).
     """
 
     def __init__(
-        self, layer: str, master: nn.Parameter, bias: nn.Parameter | None, scheme: Scheme, context: LayerContext
+        self,
+        layer: str,
+        master: nn.Parameter,
+        bias: nn.Parameter | None,
+        scheme: Scheme,
+        context: LayerContext,
     ):
         super().__init__(layer, scheme, context, master)
         self.master = master
@@ -59,8 +71,15 @@ class LowBitLinear(LowBitLayer[LowBitWeight, LowBitMatmul]):
         super().refresh()
 
     def _materialize(self, out: LowBitWeight | None) -> LowBitWeight:
-        weight, fused = self.to_round()[0], tuple(other.to_round()[0] for other in self.fused)
-        (scale,), dtype, shard = self._kept_scales(), self.context.dtype, shard_of(self.master)
+        weight, fused = (
+            self.to_round()[0],
+            tuple(other.to_round()[0] for other in self.fused),
+        )
+        (scale,), dtype, shard = (
+            self._kept_scales(),
+            self.context.dtype,
+            shard_of(self.master),
+        )
         return materialize(weight, self.scheme, dtype, self.layer, fused, out, scale, shard)
 
     def _prepare(self, low_bit: LowBitWeight) -> LowBitMatmul:
@@ -85,16 +104,21 @@ class LowBitLinear(LowBitLayer[LowBitWeight, LowBitMatmul]):
         return multiply((self,), self.product, x)
 
     def weight_used(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The weight the forward multiplied with, dequantized in fp32 and rounded once to `dtype`, [O, I]."""
+        """The weight the forward multiplied with, dequantized in fp32 and rounded once to `dtype`,
+        [O, I].
+        """
         if self.context.multiplies_codes:
             return self.codes().dequantized(dtype)
         assert isinstance(self._plain, PlainMatmul)
         return self._plain.weight.to(dtype)
 
 
-def multiply(parts: "Sequence[LowBitLinear]", product: LowBitMatmul, x: torch.Tensor) -> torch.Tensor:
-    """x: compute dtype [..., I] → compute dtype [..., O of all parts, one after the other], or wider where the engine
-    pads its output. product: over the parts' present versions."""
+def multiply(
+    parts: "Sequence[LowBitLinear]", product: LowBitMatmul, x: torch.Tensor
+) -> torch.Tensor:
+    """x: compute dtype [..., I] → compute dtype [..., O of all parts, one after the other], or
+    wider where the engine pads its output. product: over the parts' present versions.
+    """
     flat = x.reshape(-1, x.shape[-1])
     kept = parts[0].kept_input(flat.detach()) if torch.is_grad_enabled() else ()
     tensors = [t for part in parts for t in (part.master, part.bias, *part.factors)]
@@ -121,14 +145,19 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
-        """The parts' rows of the gradient, one after the other; that of the input is summed over them."""
+        """The parts' rows of the gradient, one after the other; that of the input is summed over
+        them.
+        """
         dy, x = grad_outputs[0], multiplied_input(ctx.saved_tensors)
         need_x, needed = ctx.needs_input_grad[0], list(ctx.needs_input_grad[4:])
         weights, gradients, start = [], [], 0
         for part in ctx.parts:
             rows = dy[:, start : start + part.out_features]
             start += part.out_features
-            own, needed = needed[: 2 + len(part.factors)], needed[2 + len(part.factors) :]
+            own, needed = (
+                needed[: 2 + len(part.factors)],
+                needed[2 + len(part.factors) :],
+            )
             gradients += _part_gradients(part, rows, x, *own[:2])
             if need_x:
                 exact = part.context.gradients.fp32_input_grad
@@ -137,7 +166,11 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def _part_gradients(
-    part: LowBitLinear, dy: torch.Tensor, x: torch.Tensor | LowBitActivation, need_master: bool, need_bias: bool
+    part: LowBitLinear,
+    dy: torch.Tensor,
+    x: torch.Tensor | LowBitActivation,
+    need_master: bool,
+    need_bias: bool,
 ) -> list[torch.Tensor | None]:
     """Of its master, bias and factors. dy: compute dtype [N, O]; x: [N, I] as multiplied."""
     gradients = part.context.gradients
@@ -155,6 +188,8 @@ def _part_gradients(
     dfactors: tuple[torch.Tensor, ...] = ()
     (adapter,) = part.adapters
     if adapter is not None:
-        used = x.dequantized(torch.float32) if isinstance(x, LowBitActivation) else x.to(torch.float32)
+        used = (
+            x.dequantized(torch.float32) if isinstance(x, LowBitActivation) else x.to(torch.float32)
+        )
         dfactors = adapter.gradients(dy.to(torch.float32), used)
     return [dw, db, *(gradients.unscaled(dfactor) for dfactor in dfactors)]

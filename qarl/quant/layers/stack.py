@@ -1,7 +1,9 @@
-"""Linear layers of one input, multiplied as one, as the engine multiplies them: q, k and v; gate and up.
+"""Linear layers of one input, multiplied as one, as the engine multiplies them: q, k and v; gate
+and up.
 
-One kernel over all rows, of the shape the engine's has, so kernel choice and summation order are the engine's too; and
-one quantization of the input. Masters, codes, names and gradients stay each layer's own.
+One kernel over all rows, of the shape the engine's has, so kernel choice and summation order are
+the engine's too; and one quantization of the input. Masters, codes, names and gradients stay each
+layer's own.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,8 +17,9 @@ from qarl.quant.layers.linear import LowBitLinear, multiply
 
 
 class LinearStack:
-    """name: the engine's of the whole ("model.layers.0.self_attn.qkv_proj"). parts: in the engine's order, all in one
-    scheme. like: vLLM's module, where it has a dtype or a forward of its own."""
+    """name: the engine's of the whole ("model.layers.0.self_attn.qkv_proj"). parts: in the engine's
+    order, all in one scheme. like: vLLM's module, where it has a dtype or a forward of its own.
+    """
 
     def __init__(self, name: str, parts: Sequence[LowBitLinear], like: Any = None):
         self.name, self._like = name, like
@@ -30,10 +33,15 @@ class LinearStack:
 
     @property
     def product(self) -> LowBitMatmul:
-        """The parts' present weight versions in the kernel's own layout; see `LowBitLayer.product`."""
+        """The parts' present weight versions in the kernel's own layout; see
+        `LowBitLayer.product`.
+        """
         if not self.parts[0].context.multiplies_codes:
             return SideBySide([part.product for part in self.parts], name="plain")
-        context, versions = self.parts[0].context, tuple(part.version for part in self.parts)
+        context, versions = (
+            self.parts[0].context,
+            tuple(part.version for part in self.parts),
+        )
         if self._kernel is not None and versions == self._versions and context.keeps_products:
             return self._kernel
         if versions != self._versions:
@@ -52,8 +60,10 @@ class LinearStack:
 
 
 def fuse_scales(together: Iterable[Sequence[LowBitLinear]]) -> None:
-    """Tell layers that the engine stacks, and whose tensor-wide scale must agree then (`Scheme.fuses_scales`), of each
-    other. Without this the engine would multiply k and v with the scale of q. together: the layers of each stack."""
+    """Tell layers that the engine stacks, and whose tensor-wide scale must agree then
+    (`Scheme.fuses_scales`), of each other. Without this the engine would multiply k and v with the
+    scale of q. together: the layers of each stack.
+    """
     for parts in together:
         for part in parts:
             if part.scheme.fuses_scales:

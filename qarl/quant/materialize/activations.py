@@ -1,8 +1,7 @@
 """Dynamic activation quantization, as the engine's kernels do it.
 
-The backward of schemes with low-bit activations keeps these codes and scales (4 to 9 bits a value) instead of a
-compute-dtype copy.
-Axes: N tokens, I input columns, Q quantization groups of a token.
+The backward of schemes with low-bit activations keeps these codes and scales (4 to 9 bits a value)
+instead of a compute-dtype copy. Axes: N tokens, I input columns, Q quantization groups of a token.
 """
 
 from collections.abc import Iterator
@@ -23,8 +22,8 @@ _FP8_MIN_GROUP_ABSMAX = 1e-10
 class LowBitActivation:
     """codes: int8 or float8_e4m3fn [N, I], or two e2m1 a byte, uint8 [N, I/2].
 
-    scale: fp32 [N, Q], float8_e4m3fn for e2m1 codes; Q = 1 per token. zero_point: fp32 [N, 1], the code of zero where
-    codes are asymmetric, else None. A value is (code - zero point) · scale.
+    scale: fp32 [N, Q], float8_e4m3fn for e2m1 codes; Q = 1 per token. zero_point: fp32 [N, 1], the
+    code of zero where codes are asymmetric, else None. A value is (code - zero point) · scale.
     """
 
     codes: torch.Tensor
@@ -34,7 +33,9 @@ class LowBitActivation:
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """What it is made of: codes, scale, and the zero point where there is one."""
-        return tuple(tensor for tensor in (self.codes, self.scale, self.zero_point) if tensor is not None)
+        return tuple(
+            tensor for tensor in (self.codes, self.scale, self.zero_point) if tensor is not None
+        )
 
     def split(self, tokens: int) -> Iterator["LowBitActivation"]:
         """So many tokens at a time, as views."""
@@ -64,11 +65,12 @@ class LowBitActivation:
 def quantize_activation(x: torch.Tensor, scheme: Scheme) -> LowBitActivation:
     """x: compute dtype [N, I]; scheme must quantize activations.
 
-    int8: scale absmax/127, codes round-half-even(x · (1/scale)), vLLM `dynamic_scaled_int8_quant` on CPU.
-    int8 asymmetric: torch's `_dyn_quant_matmul_4bit`, which vLLM's `Dynamic4bitLinearKernel` multiplies with.
-    fp8: scale max(absmax/448, 1/(448·512)), codes from x · (1/scale), vLLM `QuantFP8.forward_native`.
-    fp8 in groups: scale max(absmax, 1e-10)/448, codes from x / scale, vLLM `per_token_group_quant_fp8`.
-    e2m1 in groups: scale absmax/6 in e4m3 under the constant global scale, vLLM `ref_nvfp4_quant`.
+    int8: scale absmax/127, codes round-half-even(x · (1/scale)), vLLM `dynamic_scaled_int8_quant`
+    on CPU. int8 asymmetric: torch's `_dyn_quant_matmul_4bit`, which vLLM's
+    `Dynamic4bitLinearKernel` multiplies with. fp8: scale max(absmax/448, 1/(448·512)), codes from x
+    · (1/scale), vLLM `QuantFP8.forward_native`. fp8 in groups: scale max(absmax, 1e-10)/448, codes
+    from x / scale, vLLM `per_token_group_quant_fp8`. e2m1 in groups: scale absmax/6 in e4m3 under
+    the constant global scale, vLLM `ref_nvfp4_quant`.
     """
     assert scheme.activations is not None, f"scheme {scheme.name!r} does not quantize activations"
     parts = [_quantize(block, scheme) for (block,) in row_blocks(x)]
@@ -87,7 +89,11 @@ def _quantize(x: torch.Tensor, scheme: Scheme) -> LowBitActivation:
     if args.strategy == QuantizationStrategy.TOKEN:
         return _fp8(values)
     grouped = values.unflatten(-1, (-1, args.group_size or 0))
-    return _fp8_groups(grouped) if args.num_bits == 8 else _e2m1_groups(grouped, scheme.input_global_scale)
+    return (
+        _fp8_groups(grouped)
+        if args.num_bits == 8
+        else _e2m1_groups(grouped, scheme.input_global_scale)
+    )
 
 
 def _int8(values: torch.Tensor) -> LowBitActivation:
@@ -97,7 +103,9 @@ def _int8(values: torch.Tensor) -> LowBitActivation:
 
 
 def _int8_asymmetric(values: torch.Tensor) -> LowBitActivation:
-    """256 codes from min(x, 0) to max(x, 0); the zero point is where the further end puts it, rounded."""
+    """256 codes from min(x, 0) to max(x, 0); the zero point is where the further end puts it,
+    rounded.
+    """
     low = values.amin(dim=-1, keepdim=True).clamp_max(0.0)
     high = values.amax(dim=-1, keepdim=True).clamp_min(0.0)
     # A tensor over a tensor: torch turns a number over a tensor into a product with the reciprocal.
@@ -128,8 +136,12 @@ def _fp8_groups(grouped: torch.Tensor) -> LowBitActivation:
 
 
 def _e2m1_groups(grouped: torch.Tensor, global_scale: float | None) -> LowBitActivation:
-    assert global_scale == 1.0, "with another factor scale and zero groups need it in every formula below"
-    scale = (grouped.abs().amax(dim=-1) * (1.0 / FP4_MAX)).clamp_max(FP8_MAX).to(torch.float8_e4m3fn)
+    assert global_scale == 1.0, (
+        "with another factor scale and zero groups need it in every formula below"
+    )
+    scale = (
+        (grouped.abs().amax(dim=-1) * (1.0 / FP4_MAX)).clamp_max(FP8_MAX).to(torch.float8_e4m3fn)
+    )
     fp32 = scale.to(torch.float32)
     inverse = torch.where(fp32 == 0, 0.0, fp32.reciprocal())
     return LowBitActivation(fp4.encode((grouped * inverse.unsqueeze(-1)).flatten(-2)), scale)

@@ -1,8 +1,9 @@
-"""How many low-bit codes a materialization changes: what of the masters' movement the sampler can see.
+"""How many low-bit codes a materialization changes: what of the masters' movement the sampler can
+see.
 
-A master moves a little at every step, and a code changes where that crosses the middle between two. Codes are compared
-as they are stored, packed ones each by its own bits; -0 and 0 of floating-point codes count as two, and a scale that
-moves under unchanged codes does not count.
+A master moves a little at every step, and a code changes where that crosses the middle between two.
+Codes are compared as they are stored, packed ones each by its own bits; -0 and 0 of floating-point
+codes count as two, and a scale that moves under unchanged codes does not count.
 """
 
 import contextlib
@@ -40,7 +41,9 @@ class FlipCount(Changed):
 
     @contextlib.contextmanager
     def over(self, low_bit: LowBitWeight | LowBitExperts | None) -> Iterator[None]:
-        """Count what is materialized over a layer's version within this context, which takes a copy of its codes."""
+        """Count what is materialized over a layer's version within this context, which takes a copy
+        of its codes.
+        """
         weights = quantized_weights(low_bit)
         before = [weight.codes.clone() for weight in weights]
         yield
@@ -51,7 +54,8 @@ class FlipCount(Changed):
 def changed_codes(before: torch.Tensor, weight: LowBitWeight) -> int:
     """How many codes of a weight are others than in `before`, its codes of an earlier version."""
     old, new = (codes.reshape(-1).view(torch.uint8) for codes in (before, weight.codes))
-    halves = old.numel() < weight.shape[0] * weight.shape[1]  # two codes a byte, in int32 words too
+    # two codes a byte, in int32 words too
+    halves = old.numel() < weight.shape[0] * weight.shape[1]
     changed = torch.zeros((), dtype=torch.int64, device=old.device)
     for start in range(0, old.numel(), _CHUNK_BYTES):
         span = slice(start, start + _CHUNK_BYTES)
@@ -62,9 +66,12 @@ def changed_codes(before: torch.Tensor, weight: LowBitWeight) -> int:
     return int(changed)
 
 
-def quantized_weights(low_bit: LowBitWeight | LowBitExperts | None) -> list[LowBitWeight]:
-    """What a layer multiplies, in as few tensors as hold all its codes: one for each of its masters where scales are
-    not of whole matrices; none where nothing is quantized."""
+def quantized_weights(
+    low_bit: LowBitWeight | LowBitExperts | None,
+) -> list[LowBitWeight]:
+    """What a layer multiplies, in as few tensors as hold all its codes: one for each of its masters
+    where scales are not of whole matrices; none where nothing is quantized.
+    """
     if isinstance(low_bit, LowBitExperts):
         weights = list(low_bit.stacks or (w for e in low_bit.experts for w in (e.gate_up, e.down)))
     else:

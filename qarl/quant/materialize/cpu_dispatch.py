@@ -1,8 +1,10 @@
-"""Which code materializes a weight: compiled loops where there are some, torch's operators everywhere else.
+"""Which code materializes a weight: compiled loops where there are some, torch's operators
+everywhere else.
 
 | masters | integer, fp8 per row | other schemes |
 |---|---|---|
-| fp32 or bf16 on a CPU, with numba | one pass, `cpu_loops` | torch's operators, one layer's scratch |
+| fp32 or bf16 on a CPU, with numba | one pass, `cpu_loops` | torch's operators, one layer's scratch
+  |
 | fp16 on a CPU | torch's operators | torch's operators |
 | on CUDA | the same operators through torch.compile (Triton) | torch's operators |
 
@@ -27,7 +29,11 @@ from qarl.quant.schemes import FP8_MAX, Scheme, is_integer
 _MASTER_BITS = {torch.float32: torch.uint32, torch.bfloat16: torch.uint16}
 """numpy and numba know no bfloat16: masters are handed over as their bits."""
 
-_STORED = {torch.float32: (32, torch.uint32), torch.bfloat16: (0, torch.uint16), torch.float16: (16, torch.uint16)}
+_STORED = {
+    torch.float32: (32, torch.uint32),
+    torch.bfloat16: (0, torch.uint16),
+    torch.float16: (16, torch.uint16),
+}
 """Of scales: what `cpu_loops._as_stored` calls the dtype, and its bits."""
 
 _THREAD_ELEMENTS = 1 << 17
@@ -45,7 +51,9 @@ class Way(Enum):
 
 @dataclass(frozen=True)
 class Materializer:
-    """way: which code runs. reason: why no faster one does, where there is one elsewhere; else ""."""
+    """way: which code runs. reason: why no faster one does, where there is one elsewhere; else
+    "".
+    """
 
     way: Way
     reason: str = ""
@@ -65,7 +73,10 @@ def materializer(scheme: Scheme, master: torch.dtype, device: torch.device) -> M
         missing, fast = compiler_missing("cuda"), Way.COMPILED
     elif master not in _MASTER_BITS:
         name = str(master).removeprefix("torch.")
-        missing, fast = f"the compiled loops take float32 and bfloat16 masters, not {name}", Way.NUMBA
+        missing, fast = (
+            f"the compiled loops take float32 and bfloat16 masters, not {name}",
+            Way.NUMBA,
+        )
     else:
         missing, fast = numba_missing(), Way.NUMBA
     return Materializer(fast) if missing is None else Materializer(Way.TORCH, missing)
@@ -73,7 +84,9 @@ def materializer(scheme: Scheme, master: torch.dtype, device: torch.device) -> M
 
 @functools.cache
 def numba_missing() -> str | None:
-    """Why the compiled CPU loops cannot be used; None where they can. Imports numba, half a second."""
+    """Why the compiled CPU loops cannot be used; None where they can. Imports numba, half a
+    second.
+    """
     try:
         import qarl.quant.materialize.cpu_loops  # noqa: F401
     except ImportError as error:  # not installed, or not for this numpy
@@ -82,10 +95,14 @@ def numba_missing() -> str | None:
 
 
 def quantize_on_cpu(
-    weight: torch.Tensor, into: LowBitWeight, dtype: torch.dtype, layer: str, kept: torch.Tensor | None = None
+    weight: torch.Tensor,
+    into: LowBitWeight,
+    dtype: torch.dtype,
+    layer: str,
+    kept: torch.Tensor | None = None,
 ) -> None:
-    """Quantize a master, fp32 or bf16 [O, I], into `into`'s buffers; scheme of those, dtype: compute dtype. kept:
-    scales to use, of that dtype [O, Q], else None.
+    """Quantize a master, fp32 or bf16 [O, I], into `into`'s buffers; scheme of those, dtype:
+    compute dtype. kept: scales to use, of that dtype [O, Q], else None.
 
     Raises the `PrecisionError`s of `check_scale`, naming `layer`, with the buffers partly written.
     """
@@ -111,9 +128,24 @@ def quantize_on_cpu(
 
     def part(start: int, stop: int) -> bool:
         span = slice(start, stop)
-        return quantize_rows(master[span], group, stored, *numbers, kind, kept is not None, scales[span], codes[span])
+        return quantize_rows(
+            master[span],
+            group,
+            stored,
+            *numbers,
+            kind,
+            kept is not None,
+            scales[span],
+            codes[span],
+        )
 
     if not all(in_threads(part, rows, at_least=-(-_THREAD_ELEMENTS // columns))):
         largest = absmax(weight.reshape(rows, -1, group))
-        check_scale(largest, stored_scale(largest, half_range, dtype) if kept is None else kept, layer)
-        raise AssertionError(f"layer {layer!r}: refused by the compiled loop, accepted by torch's operators")
+        check_scale(
+            largest,
+            stored_scale(largest, half_range, dtype) if kept is None else kept,
+            layer,
+        )
+        raise AssertionError(
+            f"layer {layer!r}: refused by the compiled loop, accepted by torch's operators"
+        )

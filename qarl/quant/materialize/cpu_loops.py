@@ -1,13 +1,15 @@
-"""Integer and per-row fp8 codes on CPUs in one pass over the master: the arithmetic of `integer` and `fp8`, compiled.
+"""Integer and per-row fp8 codes on CPUs in one pass over the master: the arithmetic of `integer`
+and `fp8`, compiled.
 
-A row is read once from memory: its groups' absolute maxima, the stored scales and the codes are made while it is
-in the cache, and written where they are published from. Nothing of the weight's size is held in between. numba
-(LLVM, no compiler needed) builds the loops at first use, in about two seconds, and keeps them on disk.
+A row is read once from memory: its groups' absolute maxima, the stored scales and the codes are
+made while it is in the cache, and written where they are published from. Nothing of the weight's
+size is held in between. numba (LLVM, no compiler needed) builds the loops at first use, in about
+two seconds, and keeps them on disk.
 
-Every operation is IEEE's and rounds as torch's does (tests/quant/test_fused.py compares bits); no fast-math. All
-numbers are float32 values in registers: a bfloat16 master is widened, and what torch would round to bfloat16 is rounded
-here too. Bits are uint32 throughout, and numba widens mixed integers, hence the casts.
-Axes: O output rows, I input columns, Q quantization groups.
+Every operation is IEEE's and rounds as torch's does (tests/quant/test_fused.py compares bits); no
+fast-math. All numbers are float32 values in registers: a bfloat16 master is widened, and what torch
+would round to bfloat16 is rounded here too. Bits are uint32 throughout, and numba widens mixed
+integers, hence the casts. Axes: O output rows, I input columns, Q quantization groups.
 """
 
 from typing import Any
@@ -26,17 +28,22 @@ _intrinsic: Any = intrinsic
 _LARGEST = F(np.finfo(np.float32).max)
 _SMALLEST_STORED = F(np.finfo(np.float32).eps)
 _SPLIT = F(2.0**16 + 1)
-"""Veltkamp's splitting: x · s - (x · s - x) is x rounded to bfloat16's 8 bits, but for the direction of ties."""
+"""Veltkamp's splitting: x · s - (x · s - x) is x rounded to bfloat16's 8 bits, but for the
+direction of ties.
+"""
 _INTEGER_BIAS = F(1.5 * 2.0**23)
 """Added to a small float32, leaves its nearest integer (ties to even) in the lowest bits."""
 
 
 def _compiled(function: Any) -> Any:
-    """numba's compiler: IEEE arithmetic, no interpreter lock; kept on disk where a cache folder can be written."""
+    """numba's compiler: IEEE arithmetic, no interpreter lock; kept on disk where a cache folder can
+    be written.
+    """
     options = {"nogil": True, "error_model": "numpy", "fastmath": False}
     try:
         return njit(function, cache=True, **options)
-    except RuntimeError:  # "cannot cache function …: no locator available": a read-only home and installation
+    # "cannot cache function …: no locator available": a read-only home and installation
+    except RuntimeError:
         return njit(function, **options)
 
 
@@ -56,12 +63,16 @@ def _value(typing: Any, bits: Any) -> Any:
 @_intrinsic
 def _bits(typing: Any, value: Any) -> Any:
     """uint32 bits of a float32."""
-    return types.uint32(value), lambda context, builder, signature, args: builder.bitcast(args[0], ir.IntType(32))
+    return types.uint32(value), lambda context, builder, signature, args: builder.bitcast(
+        args[0], ir.IntType(32)
+    )
 
 
 @_intrinsic
 def _magnitude(typing: Any, bits: Any) -> Any:
-    """The same bits without the sign, in the same width. Ordered as the magnitudes are, with NaN above infinity."""
+    """The same bits without the sign, in the same width. Ordered as the magnitudes are, with NaN
+    above infinity.
+    """
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         width = args[0].type.width
@@ -80,10 +91,11 @@ def _to_bfloat16(value):
 
 @_compiled
 def _narrowed(bits, mantissa, bias):
-    """Bits of the nearest small float with that many mantissa bits and that exponent bias, ties to even.
+    """Bits of the nearest small float with that many mantissa bits and that exponent bias, ties to
+    even.
 
-    bits: of a float32 magnitude within the small float's range. Below its normal numbers, an addition to a number whose
-    last place is the small float's smallest step does the rounding.
+    bits: of a float32 magnitude within the small float's range. Below its normal numbers, an
+    addition to a number whose last place is the small float's smallest step does the rounding.
     """
     shift = U(23 - mantissa)
     odd = U(U(bits >> shift) & U(1))
@@ -125,15 +137,20 @@ def _absmax(group):
 
 @_compiled
 def _quotients(row, columns, scales, rounds, bounded, quotients):
-    """w / scale of a row, float32. rounds: whether torch rounds it to bfloat16, as it does for bfloat16 by bfloat16.
+    """w / scale of a row, float32. rounds: whether torch rounds it to bfloat16, as it does for
+    bfloat16 by bfloat16.
 
-    Then a product with the reciprocal does, at half the time. Both significands have 8 bits, so a quotient that is not
-    halfway between two bfloat16 numbers is at least 2^-17 of itself away from there, and the product within 2^-22 of
-    the quotient. None is halfway: that has 9 significant bits, and times an odd number it has no fewer.
-    Outside of the range below a reciprocal may be infinite, or have lost bits; and where quotients are not `bounded` by
-    half the code range, the splitting may overflow.
+    Then a product with the reciprocal does, at half the time. Both significands have 8 bits, so a
+    quotient that is not halfway between two bfloat16 numbers is at least 2^-17 of itself away from
+    there, and the product within 2^-22 of the quotient. None is halfway: that has 9 significant
+    bits, and times an odd number it has no fewer. Outside of the range below a reciprocal may be
+    infinite, or have lost bits; and where quotients are not `bounded` by half the code range, the
+    splitting may overflow.
     """
-    groups, results = row.reshape((scales.size, columns)), quotients.reshape((scales.size, columns))
+    groups, results = (
+        row.reshape((scales.size, columns)),
+        quotients.reshape((scales.size, columns)),
+    )
     for q in range(scales.size):
         group, result, scale = groups[q], results[q], scales[q]
         if rounds and bounded and F(2.0**-100) <= scale <= F(2.0**100):
@@ -171,7 +188,9 @@ def _e4m3(quotients, low, high, codes):
 
 @_compiled
 def _pack(nibbles, codes):
-    """Eight bytes holding four bits each, a uint64, to a uint32 of those bits, first byte lowest."""
+    """Eight bytes holding four bits each, a uint64, to a uint32 of those bits, first byte
+    lowest.
+    """
     for i in range(nibbles.size):
         word = nibbles[i]
         word = (word | (word >> np.uint64(4))) & np.uint64(0x00FF00FF00FF00FF)
@@ -181,7 +200,9 @@ def _pack(nibbles, codes):
 
 @_compiled
 def _row_scales(master, columns, stored, epsilon, half_range, scales, values):
-    """Of every group of a row: its scale as stored, and as a float32. Returns whether weights and scales are finite."""
+    """Of every group of a row: its scale as stored, and as a float32. Returns whether weights and
+    scales are finite.
+    """
     finite = True
     narrow = master.itemsize == 2
     for q in range(scales.size):
@@ -205,7 +226,9 @@ def _row_scales(master, columns, stored, epsilon, half_range, scales, values):
 
 @_compiled
 def _kept_scales(master, columns, stored, scales, values):
-    """Of every group of a row: the scale that is there, as a float32. Returns whether weights and scales are finite."""
+    """Of every group of a row: the scale that is there, as a float32. Returns whether weights and
+    scales are finite.
+    """
     finite = True
     for q in range(scales.size):
         finite &= _value(_absmax(master[q * columns : (q + 1) * columns])) <= _LARGEST
@@ -219,13 +242,28 @@ def _kept_scales(master, columns, stored, scales, values):
 
 
 @_compiled
-def quantize_rows(master, columns, stored, epsilon, half_range, low, high, offset, kind, kept, scales, codes):
-    """Quantize rows. Returns whether every weight and scale was finite; if not, the rest is not written.
+def quantize_rows(
+    master,
+    columns,
+    stored,
+    epsilon,
+    half_range,
+    low,
+    high,
+    offset,
+    kind,
+    kept,
+    scales,
+    codes,
+):
+    """Quantize rows. Returns whether every weight and scale was finite; if not, the rest is not
+    written.
 
-    master: bits of bfloat16 (uint16) or float32 (uint32) [O, I]. columns: of a quantization group. stored: see
-    `_as_stored`; epsilon: the scale of a group of zeros; half_range: absmax / scale; all floats are float32.
-    kind: 4 packs nibbles, 8 writes integers, 0 e4m3. offset: added to integer codes. kept: whether scales are read
-    instead of written. scales: bits, uint16 or uint32 [O, Q]. codes: uint32 [O, I/8] for kind 4, else uint8 [O, I].
+    master: bits of bfloat16 (uint16) or float32 (uint32) [O, I]. columns: of a quantization group.
+    stored: see `_as_stored`; epsilon: the scale of a group of zeros; half_range: absmax / scale;
+    all floats are float32. kind: 4 packs nibbles, 8 writes integers, 0 e4m3. offset: added to
+    integer codes. kept: whether scales are read instead of written. scales: bits, uint16 or uint32
+    [O, Q]. codes: uint32 [O, I/8] for kind 4, else uint8 [O, I].
     """
     rounds = master.itemsize == 2 and stored == 0
     width = master.shape[1]

@@ -24,7 +24,11 @@ class LowBitExpert:
     def tensors(self, layout: ExpertLayout) -> Iterator[tuple[str, torch.Tensor]]:
         """("gate_proj.weight_packed", tensor) and so on: views of what the forward multiplies."""
         rows = self.gate_up.shape[0] // 2
-        parts = (self.gate_up.rows(0, rows), self.gate_up.rows(rows, 2 * rows), self.down)
+        parts = (
+            self.gate_up.rows(0, rows),
+            self.gate_up.rows(rows, 2 * rows),
+            self.down,
+        )
         for projection, part in zip(layout.projections, parts, strict=True):
             for suffix, tensor in part.tensors():
                 yield f"{projection}.{suffix}", tensor
@@ -34,8 +38,8 @@ class LowBitExpert:
 class LowBitExperts:
     """A layer's experts in their checkpoint order.
 
-    stacks: gate and up of all experts [E · 2I, H], and down [E · H, I], of which the experts' are views; None where
-    each matrix was materialized alone.
+    stacks: gate and up of all experts [E · 2I, H], and down [E · H, I], of which the experts' are
+    views; None where each matrix was materialized alone.
     """
 
     experts: tuple[LowBitExpert, ...]
@@ -48,8 +52,13 @@ class LowBitExperts:
 
     def without_codes(self) -> "LowBitExperts":
         """See `LowBitWeight.without_codes`."""
-        experts = tuple(LowBitExpert(e.gate_up.without_codes(), e.down.without_codes()) for e in self.experts)
-        return LowBitExperts(experts, self.stacks and (self.stacks[0].without_codes(), self.stacks[1].without_codes()))
+        experts = tuple(
+            LowBitExpert(e.gate_up.without_codes(), e.down.without_codes()) for e in self.experts
+        )
+        return LowBitExperts(
+            experts,
+            self.stacks and (self.stacks[0].without_codes(), self.stacks[1].without_codes()),
+        )
 
     def tensors(self, layout: ExpertLayout) -> Iterator[tuple[str, torch.Tensor]]:
         """("0.gate_proj.weight_packed", tensor) and so on, expert by expert."""
@@ -68,19 +77,32 @@ def materialize_experts(
     scales: Sequence[torch.Tensor | None] = (None, None),
     shards: Sequence[Shard | None] = (None, None),
 ) -> LowBitExperts:
-    """Quantize a layer's experts. gate_up: master [E, 2I, H]; down: master [E, H, I]; dtype: compute dtype.
+    """Quantize a layer's experts. gate_up: master [E, 2I, H]; down: master [E, H, I]; dtype:
+    compute dtype.
 
-    Unless a scale spans a whole matrix (gate and up then share it), a stack is one pass into one buffer, of which every
-    expert's tensors are views. out: an earlier result, whose buffers are written again and returned. scales: of the two
-    stacks, where they are kept (see `materialize`). shards: where the masters are this process's experts alone; what
-    comes out is whole. Raises what `materialize` raises.
+    Unless a scale spans a whole matrix (gate and up then share it), a stack is one pass into one
+    buffer, of which every expert's tensors are views. out: an earlier result, whose buffers are
+    written again and returned. scales: of the two stacks, where they are kept (see `materialize`).
+    shards: where the masters are this process's experts alone; what comes out is whole. Raises what
+    `materialize` raises.
     """
     masters = (gate_up.detach(), down.detach())
     if scheme.fuses_scales:
-        kept = list(zip(*((e.gate_up, e.down) for e in out.experts), strict=True)) if out else [None, None]
+        kept = (
+            list(zip(*((e.gate_up, e.down) for e in out.experts), strict=True))
+            if out
+            else [None, None]
+        )
         weights = [
             [
-                materialize(matrix, scheme, dtype, layer, out=outs[number] if outs else None, shard=part)
+                materialize(
+                    matrix,
+                    scheme,
+                    dtype,
+                    layer,
+                    out=outs[number] if outs else None,
+                    shard=part,
+                )
                 for number, (matrix, part) in enumerate(_matrices(stack, shard))
             ]
             for stack, shard, outs in zip(masters, shards, kept, strict=True)
@@ -99,8 +121,12 @@ def materialize_experts(
     return LowBitExperts(tuple(LowBitExpert(g, d) for g, d in views), (first, second))
 
 
-def _matrices(stack: torch.Tensor, shard: Shard | None) -> Iterator[tuple[torch.Tensor, Shard | None]]:
-    """Every expert's matrix: of a stack with a shard, all of it in one process and no row elsewhere."""
+def _matrices(
+    stack: torch.Tensor, shard: Shard | None
+) -> Iterator[tuple[torch.Tensor, Shard | None]]:
+    """Every expert's matrix: of a stack with a shard, all of it in one process and no row
+    elsewhere.
+    """
     if shard is None:
         yield from ((matrix, None) for matrix in stack)
         return

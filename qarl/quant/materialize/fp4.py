@@ -1,9 +1,9 @@
-"""e2m1 codes, two a byte: NVFP4 (e4m3 scales of 16 columns under one fp32 scale) and MXFP4 (2^k for 32 columns).
+"""e2m1 codes, two a byte: NVFP4 (e4m3 scales of 16 columns under one fp32 scale) and MXFP4 (2^k for
+32 columns).
 
-e2m1 holds ±{0, 0.5, 1, 1.5, 2, 3, 4, 6}. Nothing here is stored in the compute dtype.
-Source: compressed-tensors 0.17 `generate_gparam`, `generate_mx_scales`, `calculate_qparams`, `cast_to_fp4`,
-`pack_fp4_to_uint8`.
-Axes: O output rows, I input columns, Q quantization groups.
+e2m1 holds ±{0, 0.5, 1, 1.5, 2, 3, 4, 6}. Nothing here is stored in the compute dtype. Source:
+compressed-tensors 0.17 `generate_gparam`, `generate_mx_scales`, `calculate_qparams`, `cast_to_fp4`,
+`pack_fp4_to_uint8`. Axes: O output rows, I input columns, Q quantization groups.
 """
 
 import torch
@@ -19,10 +19,13 @@ _SMALLEST_SCALE = 0.125
 
 
 def _edges() -> torch.Tensor:
-    """Largest value of each code but the last, fp32 [7]: midpoints, a tie going to the even code."""
+    """Largest value of each code but the last, fp32 [7]: midpoints, a tie going to the even
+    code.
+    """
     values = torch.tensor(_VALUES)
     middle = (values[1:] + values[:-1]) / 2
-    odd = torch.arange(7) % 2 == 1  # below these midpoints lies an odd code: a tie belongs to the next one
+    # below these midpoints lies an odd code: a tie belongs to the next one
+    odd = torch.arange(7) % 2 == 1
     return torch.where(odd, torch.nextafter(middle, torch.zeros(())), middle)
 
 
@@ -30,48 +33,65 @@ _EDGES = _edges()
 
 
 def check_master(weight: torch.Tensor, scheme: str, layer: str) -> None:
-    """Raise `SchemeError` for float16 masters: scales are computed in the master's dtype, as in compressed-tensors, and
-    float16 has no room for them. NVFP4's tensor-wide scale, 2688 / absmax, is infinite there (and stored as 1) below an
-    absmax of 0.041; MXFP4's powers of two are zero below 2^-24."""
+    """Raise `SchemeError` for float16 masters: scales are computed in the master's dtype, as in
+    compressed-tensors, and float16 has no room for them. NVFP4's tensor-wide scale, 2688 / absmax,
+    is infinite there (and stored as 1) below an absmax of 0.041; MXFP4's powers of two are zero
+    below 2^-24.
+    """
     if weight.dtype == torch.float16:
         raise SchemeError(
-            f"scheme {scheme!r}: layer {layer!r} has a float16 master, whose range is too narrow for the scales of fp4 "
-            "codes; set learner.master_dtype to 'bfloat16' or 'float32'"
+            f"scheme {scheme!r}: layer {layer!r} has a float16 master, whose range is too narrow"
+            " for the scales of fp4 codes; set learner.master_dtype to 'bfloat16' or 'float32'"
         )
 
 
 def check_range(weight: torch.Tensor, dtype: torch.dtype, layer: str) -> None:
-    """Raise `PrecisionError` for weights the compute dtype cannot hold once a kernel has dequantized them."""
+    """Raise `PrecisionError` for weights the compute dtype cannot hold once a kernel has
+    dequantized them.
+    """
     largest = float(finite_absmax(weight.flatten(), layer))
     if largest > torch.finfo(dtype).max:
         raise PrecisionError(
-            f"layer {layer!r}: a master weight of magnitude {largest:.3g} is beyond {dtype}'s range; use bfloat16 as "
-            "the compute dtype (--dtype bfloat16)"
+            f"layer {layer!r}: a master weight of magnitude {largest:.3g} is beyond {dtype}'s"
+            " range; use bfloat16 as the compute dtype (--dtype bfloat16)"
         )
 
 
 def quantize_nvfp4(
     weight: torch.Tensor, scheme: Scheme, largest: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """weight: fp32 or bf16 [O, I]; largest: magnitude of it and those fused with it, the master's dtype, scalar.
+    """weight: fp32 or bf16 [O, I]; largest: magnitude of it and those fused with it, the master's
+    dtype, scalar.
 
     Returns codes uint8 [O, I/2], scale float8_e4m3fn [O, Q], global scale fp32 [1]. A weight is
     code · scale / global scale; the global scale spreads the scales over e4m3's range.
     """
     grouped = weight.view(weight.shape[0], -1, scheme.group_size or 0)
     smallest = torch.finfo(largest.dtype).tiny
-    global_scale = (FP8_MAX * FP4_MAX / largest.clamp_min(smallest)).nan_to_num(posinf=1.0).to(torch.float32).view(1)
-    scale = (global_scale * (absmax(grouped) / FP4_MAX)).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    global_scale = (
+        (FP8_MAX * FP4_MAX / largest.clamp_min(smallest))
+        .nan_to_num(posinf=1.0)
+        .to(torch.float32)
+        .view(1)
+    )
+    scale = (
+        (global_scale * (absmax(grouped) / FP4_MAX))
+        .clamp(-FP8_MAX, FP8_MAX)
+        .to(torch.float8_e4m3fn)
+    )
     fp32 = scale.to(torch.float32)
     fp32 = fp32.masked_fill(fp32 == 0, _SMALLEST_SCALE)
     codes = encode((grouped / (fp32 / global_scale).unsqueeze(-1)).view(weight.shape))
     return codes, fp32.to(torch.float8_e4m3fn), global_scale
 
 
-def quantize_mxfp4(weight: torch.Tensor, scheme: Scheme, layer: str) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_mxfp4(
+    weight: torch.Tensor, scheme: Scheme, layer: str
+) -> tuple[torch.Tensor, torch.Tensor]:
     """weight: fp32 or bf16 [O, I] → codes uint8 [O, I/2], biased exponents uint8 [O, Q].
 
-    The exponent is that of absmax / 4, rounded up from a mantissa of 1.75 on, so that absmax lands in e2m1's range.
+    The exponent is that of absmax / 4, rounded up from a mantissa of 1.75 on, so that absmax lands
+    in e2m1's range.
     """
     grouped = weight.view(weight.shape[0], -1, scheme.group_size or 0)
     bits = finite_absmax(grouped, layer).to(torch.float32).view(torch.int32)
@@ -88,7 +108,8 @@ def power_of_two(exponent: torch.Tensor) -> torch.Tensor:
 
 
 def encode(values: torch.Tensor) -> torch.Tensor:
-    """fp32 [O, I] → the nearest e2m1 codes, uint8 [O, I/2], first column in the low half; beyond ±6 saturates.
+    """fp32 [O, I] → the nearest e2m1 codes, uint8 [O, I/2], first column in the low half; beyond ±6
+    saturates.
 
     A negative value that rounds to zero keeps its sign, as in compressed-tensors and on GPUs.
     """

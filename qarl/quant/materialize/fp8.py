@@ -15,8 +15,9 @@ def quantize(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """weight: fp32 or bf16 [O, I]; rows, columns: of a block that shares a scale; dtype: of scales.
 
-    Returns codes float8_e4m3fn [O, I], scale and absmax [P, Q]. The scale is absmax / 448; codes are weight / scale,
-    clamped, rounded to the nearest e4m3. As for integers, nothing is checked here.
+    Returns codes float8_e4m3fn [O, I], scale and absmax [P, Q]. The scale is absmax / 448; codes
+    are weight / scale, clamped, rounded to the nearest e4m3. As for integers, nothing is checked
+    here.
     """
     blocks = weight.reshape(weight.shape[0] // rows, rows, -1, columns).transpose(1, 2)
     largest = absmax(blocks.flatten(2))
@@ -26,5 +27,7 @@ def quantize(
 
 
 def fp8_values(values: torch.Tensor) -> torch.Tensor:
-    """The nearest e4m3 of each value, those beyond its range at its ends, in the dtype they came in."""
+    """The nearest e4m3 of each value, those beyond its range at its ends, in the dtype they came
+    in.
+    """
     return values.float().clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).to(values.dtype)

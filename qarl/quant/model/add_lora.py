@@ -1,9 +1,11 @@
-"""LoRA on a `LowBitModel`: which layers are adapted, and what takes the masters' place as what is trained.
+"""LoRA on a `LowBitModel`: which layers are adapted, and what takes the masters' place as what is
+trained.
 
-The base (every weight the model came with) is frozen; the factors A and B of the targeted layers' adapters become the
-model's masters, named "model.layers.0.self_attn.q_proj.lora_A". Fused experts get a factor pair an expert over gate and
-up together, and one over down: "model.layers.0.mlp.experts.gate_up_proj.lora_A". Embeddings, norms, biases, the output
-head and routers stay frozen. `quant.layers.lora` has the arithmetic.
+The base (every weight the model came with) is frozen; the factors A and B of the targeted layers'
+adapters become the model's masters, named "model.layers.0.self_attn.q_proj.lora_A". Fused experts
+get a factor pair an expert over gate and up together, and one over down:
+"model.layers.0.mlp.experts.gate_up_proj.lora_A". Embeddings, norms, biases, the output head and
+routers stay frozen. `quant.layers.lora` has the arithmetic.
 """
 
 import re
@@ -28,30 +30,36 @@ class LoraError(InputError, heading="LoRA"):
     """LoRA targets or a rank that do not fit the model."""
 
 
-def adapted_weights(shapes: Mapping[str, tuple[int, int]], model_type: str, config: LoraConfig) -> list[str]:
-    """The weights that get an adapter, in the model's order: names of linear layers, and "….experts.gate_up_proj" or
-    "….experts.down_proj" for all experts of a layer.
+def adapted_weights(
+    shapes: Mapping[str, tuple[int, int]], model_type: str, config: LoraConfig
+) -> list[str]:
+    """The weights that get an adapter, in the model's order: names of linear layers, and
+    "….experts.gate_up_proj" or "….experts.down_proj" for all experts of a layer.
 
-    shapes: see `quant.checkpoint.shapes.weight_shapes`. Raises `LoraError` for a target that matches nothing, one that
-    names a layer which stays frozen, targets that take part of a layer's experts, and a rank beyond a weight's smaller
-    dimension.
+    shapes: see `quant.checkpoint.shapes.weight_shapes`. Raises `LoraError` for a target that
+    matches nothing, one that names a layer which stays frozen, targets that take part of a layer's
+    experts, and a rank beyond a weight's smaller dimension.
     """
     chosen = set(_matched(config.targets, list(shapes)))
     for layer in chosen:
         if config.rank > min(shapes[layer]):
             raise LoraError(
-                f"learner.lora.rank {config.rank} is beyond the smaller dimension of {layer!r}, {list(shapes[layer])}; "
-                f"take {min(shapes[layer])} at most, or leave the layer out of learner.lora.targets"
+                f"learner.lora.rank {config.rank} is beyond the smaller dimension of {layer!r},"
+                f" {list(shapes[layer])}; take {min(shapes[layer])} at most, or leave the layer out"
+                " of learner.lora.targets"
             )
     names = family_of(model_type).experts
     weights = {layer: _weight_of(layer, names) for layer in shapes}
     taken = {weights[layer] for layer in chosen}
-    missed = next((layer for layer in shapes if weights[layer] in taken and layer not in chosen), None)
+    missed = next(
+        (layer for layer in shapes if weights[layer] in taken and layer not in chosen),
+        None,
+    )
     if missed is not None:
         raise LoraError(
-            f"learner.lora.targets take part of {weights[missed]!r} and leave out {missed!r}, but all experts of a "
-            f"layer are adapted alike, gate and up as one; match all of them (for example "
-            f"'{missed.rpartition('.experts.')[0]}.experts.*') or none"
+            f"learner.lora.targets take part of {weights[missed]!r} and leave out {missed!r}, but"
+            " all experts of a layer are adapted alike, gate and up as one; match all of them (for"
+            f" example '{missed.rpartition('.experts.')[0]}.experts.*') or none"
         )
     return list(dict.fromkeys(weights[layer] for layer in shapes if layer in chosen))
 
@@ -64,12 +72,13 @@ def _matched(targets: Sequence[str], layers: Sequence[str]) -> list[str]:
         new = matching(target, free)
         if not new and matching(target, layers):
             raise LoraError(
-                f"LoRA target {target!r} matches {matching(target, layers)[0]!r}, which stays frozen: output heads and "
-                "routers are not adapted; leave it out"
+                f"LoRA target {target!r} matches {matching(target, layers)[0]!r}, which stays"
+                " frozen: output heads and routers are not adapted; leave it out"
             )
         if not new:
             raise LoraError(
-                f"LoRA target {target!r} matches no linear layer of the model; {nearest_names(target, free)}"
+                f"LoRA target {target!r} matches no linear layer of the model;"
+                f" {nearest_names(target, free)}"
             )
         matched += new
     return matched
@@ -86,8 +95,9 @@ def _weight_of(layer: str, names: ExpertLayout | None) -> str:
 def add_adapters(model: LowBitModel, config: LoraConfig, seed: int) -> None:
     """Freeze every weight; the factors of adapters become the model's masters.
 
-    seed: A is drawn from it on the CPU, in the model's order, so that every learner process has the same. The weight
-    version stays that of the base, for every B is zero. Raises what `adapted_weights` raises, before anything changes.
+    seed: A is drawn from it on the CPU, in the model's order, so that every learner process has the
+    same. The weight version stays that of the base, for every B is zero. Raises what
+    `adapted_weights` raises, before anything changes.
     """
     adapted = adapted_weights(model.shapes, model.config.model_type, config)
     generator = torch.Generator().manual_seed(seed)
@@ -98,7 +108,9 @@ def add_adapters(model: LowBitModel, config: LoraConfig, seed: int) -> None:
     model.train_only(masters, adapted)
 
 
-def _attach(model: LowBitModel, name: str, config: LoraConfig, generator: torch.Generator) -> Adapter:
+def _attach(
+    model: LowBitModel, name: str, config: LoraConfig, generator: torch.Generator
+) -> Adapter:
     """Give a weight its adapter, by a name of `adapted_weights`."""
     module, _, stack = name.rpartition(".")
     layer, place = model.linears.get(name), 0
@@ -115,10 +127,13 @@ def describe_adapters(model: LowBitModel, config: LoraConfig) -> str:
     base = sum(whole_shape(p).numel() for p in model.loaded.values())
     names = family_of(model.config.model_type).experts
     weights = dict.fromkeys(_weight_of(layer, names) for layer in model.shapes)
-    frozen = [re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in weights if name not in model.adapted]
+    frozen = [
+        re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in weights if name not in model.adapted
+    ]
     names = ", ".join(dict.fromkeys(frozen))
     return (
-        f"LoRA: rank {config.rank}, alpha {config.alpha:g} on {len(model.adapted)} of {len(weights)} weight matrices; "
-        f"{trained:,} parameters are trained over {base:,} frozen ones ({trained / base:.1%}); frozen without adapter: "
-        f"embeddings, norms, biases{', ' if names else ''}{names}"
+        f"LoRA: rank {config.rank}, alpha {config.alpha:g} on {len(model.adapted)} of"
+        f" {len(weights)} weight matrices; {trained:,} parameters are trained over {base:,} frozen"
+        f" ones ({trained / base:.1%}); frozen without adapter: embeddings, norms,"
+        f" biases{', ' if names else ''}{names}"
     )

@@ -16,17 +16,23 @@ from qarl.quant.schemes import get_scheme
 
 @dataclass(frozen=True)
 class Agreement:
-    """level: "exact": the learner computes through the engine's own model, to the same bits. "floor": by transformers'
-    operators, as near as two implementations in one dtype are. "refused": it would learn another policy. reason: why
-    not better, "" where it is exact."""
+    """level: "exact": the learner computes through the engine's own model, to the same bits.
+    "floor": by transformers' operators, as near as two implementations in one dtype are. "refused":
+    it would learn another policy. reason: why not better, "" where it is exact.
+    """
 
     level: Literal["exact", "floor", "refused"]
     reason: str = ""
 
 
 def agreement(model: PreTrainedModel, dtype: torch.dtype) -> Agreement:
-    """Of a model on the meta device, in a compute dtype. Needs vLLM, and leaves the model unusable."""
-    context, plan = LayerContext(dtype, "reference"), plan_layers(model, get_scheme("bf16"))
+    """Of a model on the meta device, in a compute dtype. Needs vLLM, and leaves the model
+    unusable.
+    """
+    context, plan = (
+        LayerContext(dtype, "reference"),
+        plan_layers(model, get_scheme("bf16")),
+    )
     try:
         layers = replace_layers(model, plan, context, "engine")
         from qarl.quant.model.engine_model import build_graph

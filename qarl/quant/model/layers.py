@@ -13,11 +13,13 @@ from qarl.quant.layers.stack import LinearStack
 
 @dataclass(frozen=True, kw_only=True)
 class EngineModel:
-    """What vLLM makes of a checkpoint of this model. stacked: its linear layers and what it loads into each, layers by
-    checkpoint name. unusual: of those, the modules with a dtype or a forward of their own. experts: vLLM's name → the
-    checkpoint's of the module. read: (module, parameter) → checkpoint name of the tensor, for everything else. heads:
-    names of the modules that make logits. embedding: of the input's. steering: tensors that say which experts are
-    chosen and nothing else, so that no gradient comes to them."""
+    """What vLLM makes of a checkpoint of this model. stacked: its linear layers and what it loads
+    into each, layers by checkpoint name. unusual: of those, the modules with a dtype or a forward
+    of their own. experts: vLLM's name → the checkpoint's of the module. read: (module, parameter) →
+    checkpoint name of the tensor, for everything else. heads: names of the modules that make
+    logits. embedding: of the input's. steering: tensors that say which experts are chosen and
+    nothing else, so that no gradient comes to them.
+    """
 
     architecture: str
     unusual: Mapping[str, Any]
@@ -31,11 +33,13 @@ class EngineModel:
 
 @dataclass(frozen=True)
 class Layers:
-    """What a model is made of. linears, experts: by checkpoint name. copies: of everything else, by parameter name.
-    routers: by module name. operators: "engine" or "transformers". family: how checkpoints name all of it. stacks: of
-    linear layers, by the engine's name of the whole; none with transformers' operators, which multiply each alone.
-    engine: what vLLM makes of it, with the engine's operators. why_not: why these are not the engine's, where they may
-    be either. frozen: copies of what the model came with to be left as it is (a router's correction bias)."""
+    """What a model is made of. linears, experts: by checkpoint name. copies: of everything else, by
+    parameter name. routers: by module name. operators: "engine" or "transformers". family: how
+    checkpoints name all of it. stacks: of linear layers, by the engine's name of the whole; none
+    with transformers' operators, which multiply each alone. engine: what vLLM makes of it, with the
+    engine's operators. why_not: why these are not the engine's, where they may be either. frozen:
+    copies of what the model came with to be left as it is (a router's correction bias).
+    """
 
     linears: dict[str, LowBitLinear]
     stacks: dict[str, LinearStack]

@@ -1,7 +1,9 @@
-"""A transformers causal LM over low-bit tensors: master weights in, checkpoint-named low-bit tensors out.
+"""A transformers causal LM over low-bit tensors: master weights in, checkpoint-named low-bit
+tensors out.
 
-Every parameter has one master. `refresh()` makes a weight version; forward, publish and export all read what it made.
-`quant.model.surgery` puts the layers in, `quant.model.stream` names their tensors.
+Every parameter has one master. `refresh()` makes a weight version; forward, publish and export all
+read what it made. `quant.model.surgery` puts the layers in, `quant.model.stream` names their
+tensors.
 """
 
 import contextlib
@@ -41,14 +43,16 @@ if TYPE_CHECKING:
 class LowBitModel(nn.Module):
     """Wraps a model loaded in the master dtype.
 
-    model: transformers causal LM whose parameters become the masters. operators: see `replace_layers`; then whose
-    norms, rotary embedding, attention and routing the forward runs, "engine" or "transformers". why_not_engine: why
-    they are transformers', where they may be the engine's; "" elsewhere. rules: layers in other schemes than `scheme`;
-    `plan` says what each layer takes. shapes: checkpoint layer name → (O, I) of its weight
+    model: transformers causal LM whose parameters become the masters. operators: see
+    `replace_layers`; then whose norms, rotary embedding, attention and routing the forward runs,
+    "engine" or "transformers". why_not_engine: why they are transformers', where they may be the
+    engine's; "" elsewhere. rules: layers in other schemes than `scheme`; `plan` says what each
+    layer takes. shapes: checkpoint layer name → (O, I) of its weight
     (`quant.checkpoint.shapes.weight_shapes`). linears, experts: low-bit layers by checkpoint name
-    ("model.layers.0.mlp.experts"). loaded: every parameter the model came with, by name; masters: those that are
-    trained, all of them until `train_only`. adapted: the weights that have an adapter. router_log: logits of the
-    routers. Raises the `SchemeError`s of `plan_layers`, before anything is changed.
+    ("model.layers.0.mlp.experts"). loaded: every parameter the model came with, by name; masters:
+    those that are trained, all of them until `train_only`. adapted: the weights that have an
+    adapter. router_log: logits of the routers. Raises the `SchemeError`s of `plan_layers`, before
+    anything is changed.
     """
 
     def __init__(
@@ -67,7 +71,9 @@ class LowBitModel(nn.Module):
         self.loaded: dict[str, nn.Parameter] = dict(model.named_parameters())
         self.masters: dict[str, nn.Parameter] = dict(self.loaded)
         self.adapted: tuple[str, ...] = ()
-        self._buffers_kept = [name for name, _ in model.named_buffers() if name in model.state_dict()]
+        self._buffers_kept = [
+            name for name, _ in model.named_buffers() if name in model.state_dict()
+        ]
         self._after_refresh: Callable[[], None] | None = None
         self._layers = replace_layers(model, self.plan, context, operators)
         self.linears: dict[str, LowBitLinear] = self._layers.linears
@@ -76,7 +82,8 @@ class LowBitModel(nn.Module):
         self.why_not_engine: str = self._layers.why_not
         self.dtype, self.gradients = context.dtype, context.gradients
         self.module = model
-        if self.operators == "engine":  # they stand in no module of the model; whoever asks for parameters sees all
+        # they stand in no module of the model; whoever asks for parameters sees all
+        if self.operators == "engine":
             self._beside = nn.ModuleList(self.low_bit_layers())
         self.router_log = RouterLog()
         self._graphs: dict[torch.dtype, Graph] = {}
@@ -84,7 +91,8 @@ class LowBitModel(nn.Module):
             self.router_log.watch(model.get_submodule(name) for name in self._layers.routers)
         self.refresh()
         if self.operators == "engine":
-            _ = self.graph  # refuses what vLLM has no low-bit layer for, before anything is run
+            # refuses what vLLM has no low-bit layer for, before anything is run
+            _ = self.graph
 
     def low_bit_layers(self) -> Iterator[LowBitLinear | RoutedLowBitExperts]:
         """All that is materialized: linear layers, then experts."""
@@ -97,14 +105,19 @@ class LowBitModel(nn.Module):
 
     @torch.no_grad()
     def refresh(self, flips: FlipCount | None = None) -> None:
-        """Materialize every master: a new weight version, used by all forwards, the publish and the export.
+        """Materialize every master: a new weight version, used by all forwards, the publish and the
+        export.
 
-        It is written over the one before: tensors of an earlier stream (`low_bit_tensors`) change with it. flips: takes
-        in how many codes that changes, where they are kept.
+        It is written over the one before: tensors of an earlier stream (`low_bit_tensors`) change
+        with it. flips: takes in how many codes that changes, where they are kept.
         """
         with checked_together():
             for layer in self.low_bit_layers():
-                with flips.over(layer.low_bit) if flips and self.context.keeps_codes else contextlib.nullcontext():
+                with (
+                    flips.over(layer.low_bit)
+                    if flips and self.context.keeps_codes
+                    else contextlib.nullcontext()
+                ):
                     layer.refresh()
         for copy in self._layers.copies.values():
             copy.refresh()
@@ -116,22 +129,29 @@ class LowBitModel(nn.Module):
         self._after_refresh = call
 
     def release_codes(self) -> None:
-        """Keep no codes from here on: they are made again from the masters, a layer at a time, for every stream and
-        every backward. All processes then iterate over each stream together."""
+        """Keep no codes from here on: they are made again from the masters, a layer at a time, for
+        every stream and every backward. All processes then iterate over each stream together.
+        """
         self.context.drop_codes()
         for layer in self.low_bit_layers():
             layer.release_codes()
 
     def drop_products(self) -> None:
-        """Prepare kernels again at every use of a layer, whose forwards processes that share codes run together."""
+        """Prepare kernels again at every use of a layer, whose forwards processes that share codes
+        run together.
+        """
         self.context.drop_products()
         self.release_products()
 
     def multiply_with(self, engine: "EngineLayers | None") -> None:
-        """Have the forward multiply with the running engine's own layers, or again with its own (None). Raises
-        `KernelError`, and keeps its own, where a layer of this model is not among them."""
+        """Have the forward multiply with the running engine's own layers, or again with its own
+        (None). Raises `KernelError`, and keeps its own, where a layer of this model is not among
+        them.
+        """
         if engine is not None and self.operators != "engine":
-            raise KernelError("transformers' operators multiply each layer alone, and the engine stacks them")
+            raise KernelError(
+                "transformers' operators multiply each layer alone, and the engine stacks them"
+            )
         self.context.multiply_with(engine)
         self.release_products()
         if engine is not None:
@@ -143,8 +163,10 @@ class LowBitModel(nn.Module):
                 raise
 
     def multiplied(self, layer: str, *inputs: Tensor) -> Tensor:
-        """What the layer of that checkpoint name makes of an input, by the product that this model's forward uses, its
-        stack's where it is in one. inputs: as of `LowBitLinear.forward`, or of `RoutedLowBitExperts.forward`."""
+        """What the layer of that checkpoint name makes of an input, by the product that this
+        model's forward uses, its stack's where it is in one. inputs: as of `LowBitLinear.forward`,
+        or of `RoutedLowBitExperts.forward`.
+        """
         if layer in self.experts:
             return self.experts[layer](*inputs)
         for stack in self._layers.stacks.values():
@@ -176,24 +198,37 @@ class LowBitModel(nn.Module):
             from qarl.quant.model.engine_model import build_graph
 
             assert engine is not None
-            # The reference multiplies schemes, too, for which vLLM has no layer to build on this machine.
+            # The reference multiplies schemes, too, for which vLLM has no layer to build on this
+            # machine.
             quantization = None
             if self.context.kernel != "reference":
                 quantization = self.plan.quantization_config(self.context.kv_cache)
-            graph = build_graph(self.module, engine, quantization, self._layers, self.context, self.router_log)
+            graph = build_graph(
+                self.module,
+                engine,
+                quantization,
+                self._layers,
+                self.context,
+                self.router_log,
+            )
             self._graphs[dtype] = graph
         return self._graphs[dtype]
 
     def hidden(
-        self, tokens: Tensor, wanted: Tensor, experts: Tensor | None = None, packed: Packed | None = None
+        self,
+        tokens: Tensor,
+        wanted: Tensor,
+        experts: Tensor | None = None,
+        packed: Packed | None = None,
     ) -> Tensor:
         """What the output head is given at chosen positions.
 
-        tokens: int64 [B, T], padded on the right. wanted: bool [B, T]. experts: those to route to, integer [B, T, L, K]
-        over decoder layers L, -1 where the router is to choose; None lets it choose everywhere. packed: how the
-        sequences are put into one row of N tokens, without padding. Both are for the engine's operators alone (else
-        `GraphError`). Returns compute dtype [n, C], one row for each True in row-major order. Where `router_log` is
-        enabled it then holds one [B·T, E] a layer of experts ([N, E] packed).
+        tokens: int64 [B, T], padded on the right. wanted: bool [B, T]. experts: those to route to,
+        integer [B, T, L, K] over decoder layers L, -1 where the router is to choose; None lets it
+        choose everywhere. packed: how the sequences are put into one row of N tokens, without
+        padding. Both are for the engine's operators alone (else `GraphError`). Returns compute
+        dtype [n, C], one row for each True in row-major order. Where `router_log` is enabled it
+        then holds one [B·T, E] a layer of experts ([N, E] packed).
         """
         if self.operators == "engine":
             if packed is None:
@@ -204,17 +239,25 @@ class LowBitModel(nn.Module):
             hidden = self.graph.hidden(tokens[packed.kept], packed.sequences, experts)
             return Pick.apply(hidden, packed.places[wanted])
         if packed is not None or experts is not None:
-            what = "packed sequences need" if packed is not None else "replaying the engine's expert choices needs"
+            what = (
+                "packed sequences need"
+                if packed is not None
+                else "replaying the engine's expert choices needs"
+            )
             raise GraphError(
-                f"{what} the engine's operators, and this model has transformers'; leave sequences padded "
-                "(learner.packing false) and rollout.router_replay false, or set learner.operators to 'engine'"
+                f"{what} the engine's operators, and this model has transformers'; leave sequences"
+                " padded (learner.packing false) and rollout.router_replay false, or set"
+                " learner.operators to 'engine'"
             )
         with self.router_log.one_forward():
-            return self.module.base_model(input_ids=tokens, use_cache=False).last_hidden_state[wanted]
+            return self.module.base_model(input_ids=tokens, use_cache=False).last_hidden_state[
+                wanted
+            ]
 
     def checkpoint_layers(self, checkpointing: bool) -> None:
-        """Keep only every decoder layer's input between forward and backward, or everything. Raises `ValueError` where
-        transformers cannot do so for this model."""
+        """Keep only every decoder layer's input between forward and backward, or everything. Raises
+        `ValueError` where transformers cannot do so for this model.
+        """
         if self.operators == "engine":
             self.context.checkpoint(checkpointing)
             return
@@ -224,12 +267,15 @@ class LowBitModel(nn.Module):
             self.module.gradient_checkpointing_disable()
         for layer in self.module.modules():
             if isinstance(layer, GradientCheckpointingLayer):
-                layer.training = checkpointing  # transformers asks the layer for it; what is inside stays as it was
+                # transformers asks the layer for it; what is inside stays as it was
+                layer.training = checkpointing
 
     @contextlib.contextmanager
     def forward_as(self, forward: Forward) -> Iterator[None]:
-        """Within this context the model multiplies that, without gradient and by the masters of the last `refresh`: the
-        published codes also where it is unaligned, as the canary does, or no codes also where it is aligned."""
+        """Within this context the model multiplies that, without gradient and by the masters of the
+        last `refresh`: the published codes also where it is unaligned, as the canary does, or no
+        codes also where it is aligned.
+        """
         recasts = forward is Forward.UNQUANTIZED and not self.context.aligned
         try:
             with self.context.forward_as(forward):
@@ -249,44 +295,69 @@ class LowBitModel(nn.Module):
     def low_bit_tensors(self) -> Iterator[LowBitTensor]:
         """Every tensor of the deployable checkpoint, layer by layer, in the checkpoint's names.
 
-        Tied output heads are left out, as transformers leaves them out. Nothing is copied: these are the buffers that
-        the next `refresh` writes, to be read before it; after `release_codes` each layer's are gone with their use.
+        Tied output heads are left out, as transformers leaves them out. Nothing is copied: these
+        are the buffers that the next `refresh` writes, to be read before it; after `release_codes`
+        each layer's are gone with their use.
         """
         buffers = ((name, self.module.get_buffer(name)) for name in self._buffers_kept)
         return checkpoint_tensors(self._layers, self.loaded, buffers)
 
     def loaded_state(self) -> dict[str, Tensor]:
-        """Return every parameter the model came with, and the buffers that checkpoints keep, by transformers' names. A
-        tied output head is not among them; nothing is copied."""
+        """Return every parameter the model came with, and the buffers that checkpoints keep, by
+        transformers' names. A tied output head is not among them; nothing is copied.
+        """
         buffers = {name: self.module.get_buffer(name) for name in self._buffers_kept}
-        return {**{name: parameter.detach() for name, parameter in self.loaded.items()}, **buffers}
+        return {
+            **{name: parameter.detach() for name, parameter in self.loaded.items()},
+            **buffers,
+        }
 
     def layers(self) -> list[LayerReport]:
         """The learner's side of the audit: every layer with the kernel that multiplies it."""
         return layer_reports(self._layers, self.context)
 
     def check_rows(self) -> RowCheck:
-        """Ask every distinct kernel of the forward whether it computes a row alike beside any others (`row_check`)."""
-        return check_rows(self._layers, self.context, self.graph if self.operators == "engine" else None)
+        """Ask every distinct kernel of the forward whether it computes a row alike beside any
+        others (`row_check`).
+        """
+        return check_rows(
+            self._layers,
+            self.context,
+            self.graph if self.operators == "engine" else None,
+        )
 
     def materializers(self) -> dict[str, str]:
-        """Scheme → what makes its low-bit tensors here (`quant.materialize.materializer`), for all schemes in use."""
+        """Scheme → what makes its low-bit tensors here (`quant.materialize.materializer`), for all
+        schemes in use.
+        """
         schemes = {layer.scheme.name: layer.scheme for layer in self.low_bit_layers()}
         dtype = next(iter(self.loaded.values())).dtype
-        return {name: str(materializer(scheme, dtype, self.device)) for name, scheme in schemes.items()}
+        return {
+            name: str(materializer(scheme, dtype, self.device)) for name, scheme in schemes.items()
+        }
 
     def matrices(self) -> set[str]:
-        """Names of the masters that are matrices of the decoder: linear layers' weights and experts, no router and no
-        output head; or the factors of their adapters."""
+        """Names of the masters that are matrices of the decoder: linear layers' weights and
+        experts, no router and no output head; or the factors of their adapters.
+        """
         if self.adapted:
             return set(self.masters)
-        outside = {"lm_head", *map(self._layers.family.checkpoint_name, self._layers.routers)}
-        kept = {id(m) for layer in self.low_bit_layers() if layer.layer not in outside for m in layer.masters}
+        outside = {
+            "lm_head",
+            *map(self._layers.family.checkpoint_name, self._layers.routers),
+        }
+        kept = {
+            id(m)
+            for layer in self.low_bit_layers()
+            if layer.layer not in outside
+            for m in layer.masters
+        }
         return {name for name, master in self.masters.items() if id(master) in kept}
 
     def train_only(self, masters: Mapping[str, nn.Parameter], adapted: Sequence[str]) -> None:
-        """Freeze what the model came with and train `masters` instead: the factors of adapters, by name. adapted: the
-        weights that have one."""
+        """Freeze what the model came with and train `masters` instead: the factors of adapters, by
+        name. adapted: the weights that have one.
+        """
         for parameter in (*self.loaded.values(), *self.parameters()):
             parameter.requires_grad_(False)
         for master in masters.values():
@@ -295,5 +366,7 @@ class LowBitModel(nn.Module):
 
     @functools.cached_property
     def base_digest(self) -> str | None:
-        """The digest of the frozen weights under adapters, which no checkpoint of these has; None without adapters."""
+        """The digest of the frozen weights under adapters, which no checkpoint of these has; None
+        without adapters.
+        """
         return parameters_digest(self.loaded) if self.adapted else None

@@ -1,8 +1,10 @@
-"""The self-test of the machine before a run: does each kernel of this model compute a row from that row alone?
+"""The self-test of the machine before a run: does each kernel of this model compute a row from that
+row alone?
 
-Every distinct product (kernel, scheme, columns, rows out), every shape of experts and every shape of attention of the
-model is asked once, at its own shape, by the layers that the learner multiplies with: the engine's own where they are
-shared. `quant.kernels.row_independence` has the question. A CPU or a vLLM that nobody tried is found out here.
+Every distinct product (kernel, scheme, columns, rows out), every shape of experts and every shape
+of attention of the model is asked once, at its own shape, by the layers that the learner multiplies
+with: the engine's own where they are shared. `quant.kernels.row_independence` has the question. A
+CPU or a vLLM that nobody tried is found out here.
 
 Axes: N tokens, O output rows, I input columns, H heads, G heads of keys and values, D head size.
 """
@@ -17,7 +19,12 @@ from qarl.configs.words import few
 from qarl.quant.kernels import make_factory
 from qarl.quant.kernels.base import Scoring
 from qarl.quant.kernels.cpu_attention import cpu_attention
-from qarl.quant.kernels.row_independence import ROWS_ASKED, Dependence, cancelling_inputs, dependence
+from qarl.quant.kernels.row_independence import (
+    ROWS_ASKED,
+    Dependence,
+    cancelling_inputs,
+    dependence,
+)
 from qarl.quant.kernels.supported import kept_support
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.layers.experts import RoutedLowBitExperts
@@ -57,22 +64,31 @@ class RowCheck:
     def __str__(self) -> str:
         if not self.dependent:
             threads = "on 1 thread" if self.threads == 1 else f"on 1 thread and on {self.threads}"
-            return f"rows are computed alike, alone and among others, {threads}: {self.kernels} kernels asked"
+            return (
+                f"rows are computed alike, alone and among others, {threads}: {self.kernels}"
+                " kernels asked"
+            )
         named = few([str(kernel) for kernel in self.dependent])
         return (
-            f"{len(self.dependent)} of {self.kernels} kernels compute a row otherwise beside other rows or on other "
-            f"threads, so log-probs of learner and sampler are not equal to the last bit here: {named}"
+            f"{len(self.dependent)} of {self.kernels} kernels compute a row otherwise beside other"
+            " rows or on other threads, so log-probs of learner and sampler are not equal to the"
+            f" last bit here: {named}"
         )
 
 
 @torch.no_grad()
 def check_rows(layers: Layers, context: LayerContext, graph: Any = None) -> RowCheck:
-    """Ask each distinct kernel of a model. graph: the engine's model over the layers, None with other operators.
+    """Ask each distinct kernel of a model. graph: the engine's model over the layers, None with
+    other operators.
 
-    Takes milliseconds for a model of hundreds of millions of parameters, and a second or two for an output head of
-    150,000 words and 4,096 columns.
+    Takes milliseconds for a model of hundreds of millions of parameters, and a second or two for an
+    output head of 150,000 words and 4,096 columns.
     """
-    kernels = [*_products(layers, context), *_experts(layers, context), *_attention(graph, context)]
+    kernels = [
+        *_products(layers, context),
+        *_experts(layers, context),
+        *_attention(graph, context),
+    ]
     distinct = {(kernel, shape): (layer, ask) for layer, kernel, shape, ask in reversed(kernels)}
     dependent = []
     for (kernel, shape), (layer, ask) in reversed(distinct.items()):
@@ -83,13 +99,18 @@ def check_rows(layers: Layers, context: LayerContext, graph: Any = None) -> RowC
 
 
 def check_machine_rows() -> RowCheck:
-    """Ask the kernels of this machine at shapes of a model of some billion parameters, without a model.
+    """Ask the kernels of this machine at shapes of a model of some billion parameters, without a
+    model.
 
-    Every scheme that vLLM runs here in bfloat16, and unquantized products in every dtype, of 2,048 columns. Imports
-    vLLM.
+    Every scheme that vLLM runs here in bfloat16, and unquantized products in every dtype, of 2,048
+    columns. Imports vLLM.
     """
     kernels = [
-        *(("a layer", scheme, torch.bfloat16) for scheme in SCHEMES if kept_support(scheme, torch.bfloat16).kernel),
+        *(
+            ("a layer", scheme, torch.bfloat16)
+            for scheme in SCHEMES
+            if kept_support(scheme, torch.bfloat16).kernel
+        ),
         *(("a layer", "bf16", dtype) for dtype in (torch.float16, torch.float32)),
     ]
     dependent = []
@@ -97,13 +118,18 @@ def check_machine_rows() -> RowCheck:
         master = torch.randn(256, 2048, generator=torch.Generator().manual_seed(0))
         weight = materialize(master, get_scheme(scheme), dtype)
         product = make_factory("vllm", dtype).linear(layer, [weight], [None])
-        difference = dependence(product, cancelling_inputs(weight.rows(0, 128).dequantized(torch.float32)[:16], dtype))
+        difference = dependence(
+            product,
+            cancelling_inputs(weight.rows(0, 128).dequantized(torch.float32)[:16], dtype),
+        )
         if difference is not None:
             shape = f"{scheme} in {str(dtype).removeprefix('torch.')}, 2,048 columns to 256"
             dependent.append(DependentKernel(layer, product.name, shape, difference))
     difference = _ask_attention((16, 8, 128), None, LayerContext(torch.bfloat16, "vllm"))()
     if difference is not None:
-        dependent.append(DependentKernel("attention", "attention", "16 heads of 128, 8 of keys", difference))
+        dependent.append(
+            DependentKernel("attention", "attention", "16 heads of 128, 8 of keys", difference)
+        )
     return RowCheck(len(kernels) + 1, torch.get_num_threads(), tuple(dependent))
 
 
@@ -118,12 +144,22 @@ def _products(layers: Layers, context: LayerContext) -> Iterator[_Kernel]:
         *((stack.parts, stack) for stack in layers.stacks.values()),
         *(((layer,), layer) for layer in alone),
     ):
-        rows, columns = sum(part.out_features for part in parts), parts[0].master.shape[-1]
+        rows, columns = (
+            sum(part.out_features for part in parts),
+            parts[0].master.shape[-1],
+        )
         shape = f"{parts[0].scheme.name}, {columns:,} columns to {rows:,}"
-        yield parts[0].layer, multiplying.product.name, shape, _ask_product(parts[0], multiplying, context)
+        yield (
+            parts[0].layer,
+            multiplying.product.name,
+            shape,
+            _ask_product(parts[0], multiplying, context),
+        )
 
 
-def _ask_product(part: LowBitLinear, multiplying: Any, context: LayerContext) -> Callable[[], Dependence | None]:
+def _ask_product(
+    part: LowBitLinear, multiplying: Any, context: LayerContext
+) -> Callable[[], Dependence | None]:
     def ask() -> Dependence | None:
         codes = part.codes()
         height = codes.scheme.block[0] if codes.scheme.block else 16
@@ -137,11 +173,16 @@ def _ask_product(part: LowBitLinear, multiplying: Any, context: LayerContext) ->
 def _experts(layers: Layers, context: LayerContext) -> Iterator[_Kernel]:
     for layer in layers.experts.values():
         sizes = layer.shape
-        shape = f"{layer.scheme.name}, {sizes.experts} experts of {sizes.hidden:,} and {sizes.intermediate:,} columns"
+        shape = (
+            f"{layer.scheme.name}, {sizes.experts} experts of {sizes.hidden:,} and"
+            f" {sizes.intermediate:,} columns"
+        )
         yield layer.layer, layer.product.name, shape, _ask_experts(layer, context)
 
 
-def _ask_experts(layer: RoutedLowBitExperts, context: LayerContext) -> Callable[[], Dependence | None]:
+def _ask_experts(
+    layer: RoutedLowBitExperts, context: LayerContext
+) -> Callable[[], Dependence | None]:
     def ask() -> Dependence | None:
         generator = torch.Generator().manual_seed(0)
         device, shape = layer.masters[0].device, layer.shape
@@ -150,7 +191,8 @@ def _ask_experts(layer: RoutedLowBitExperts, context: LayerContext) -> Callable[
         )
         scores = torch.rand(ROWS_ASKED, shape.experts, generator=generator).to(device)
         weights, index = scores.topk(shape.top_k, dim=-1)
-        # Each row brings its own routing along, so that a part of the rows can be asked for by themselves.
+        # Each row brings its own routing along, so that a part of the rows can be asked for by
+        # themselves.
         places = torch.arange(ROWS_ASKED, device=device)
 
         def multiply(rows: torch.Tensor) -> torch.Tensor:
@@ -163,7 +205,9 @@ def _ask_experts(layer: RoutedLowBitExperts, context: LayerContext) -> Callable[
 
 
 def _attention(graph: Any, context: LayerContext) -> Iterator[_Kernel]:
-    """On CPUs alone: on GPUs sequences are attended to by kernels that are held to the engine's otherwise."""
+    """On CPUs alone: on GPUs sequences are attended to by kernels that are held to the engine's
+    otherwise.
+    """
     if graph is None:
         return
     from vllm.model_executor.layers.attention import Attention
@@ -180,18 +224,28 @@ def _ask_attention(
     heads: tuple[int, int, int], window: int | None, context: LayerContext
 ) -> Callable[[], Dependence | None]:
     H, G, D = heads
-    scoring = Scoring(scale=D**-0.5, window=window, fp8=context.kv_cache == "fp8" and context.multiplies_codes)
+    scoring = Scoring(
+        scale=D**-0.5,
+        window=window,
+        fp8=context.kv_cache == "fp8" and context.multiplies_codes,
+    )
 
     def ask() -> Dependence | None:
         generator = torch.Generator().manual_seed(0)
-        # Scores of about equal size: values then nearly cancel, and the order of summation shows in a 16-bit result.
-        drawn = (torch.randn(_SEEN, n, D, generator=generator, dtype=torch.float32, device="cpu") for n in (H, G, G))
+        # Scores of about equal size: values then nearly cancel, and the order of summation shows in
+        # a 16-bit result.
+        drawn = (
+            torch.randn(_SEEN, n, D, generator=generator, dtype=torch.float32, device="cpu")
+            for n in (H, G, G)
+        )
         q, k, v = (t.to(context.forward_dtype) for t in drawn)
         first = _SEEN - ROWS_ASKED
 
         def attend(rows: torch.Tensor) -> torch.Tensor:
             start, stop = int(rows[0, 0]), int(rows[-1, 0]) + 1
-            return cpu_attention(q[start:stop], k[:stop], v[:stop], scoring, [stop - start], [stop]).flatten(1)
+            return cpu_attention(
+                q[start:stop], k[:stop], v[:stop], scoring, [stop - start], [stop]
+            ).flatten(1)
 
         return dependence(attend, torch.arange(first, _SEEN).float()[:, None], slice(None))
 

@@ -1,4 +1,6 @@
-"""One weight version in the checkpoint's names: the tensors that are published and exported, and the audit's view."""
+"""One weight version in the checkpoint's names: the tensors that are published and exported, and
+the audit's view.
+"""
 
 from collections.abc import Iterable, Iterator
 
@@ -10,7 +12,9 @@ from qarl.quant.types import LayerReport, LowBitTensor
 
 
 def checkpoint_tensors(
-    layers: Layers, parameters: Iterable[str], buffers: Iterable[tuple[str, torch.Tensor]]
+    layers: Layers,
+    parameters: Iterable[str],
+    buffers: Iterable[tuple[str, torch.Tensor]],
 ) -> Iterator[LowBitTensor]:
     """Every tensor of the deployable checkpoint, layer by layer, none of them copied.
 
@@ -41,8 +45,9 @@ def _linear_tensors(layers: Layers, layer: str, key: str) -> Iterator[LowBitTens
 
 
 def _experts_tensors(layers: Layers, layer: str, key: str, written: str) -> Iterator[LowBitTensor]:
-    """All of a layer's, at the first of its two parameters; unless the checkpoint has those two, too. key, written:
-    the parameter's own name, and the checkpoint's."""
+    """All of a layer's, at the first of its two parameters; unless the checkpoint has those two,
+    too. key, written: the parameter's own name, and the checkpoint's.
+    """
     experts = layers.experts[layer]
     layout, stacks = experts.shape.layout, experts.codes().stacks
     if layout.stacked and experts.scheme.quantization is None:
@@ -55,11 +60,13 @@ def _experts_tensors(layers: Layers, layer: str, key: str, written: str) -> Iter
 
 
 def layer_reports(layers: Layers, context: LayerContext) -> list[LayerReport]:
-    """The learner's side of the audit: every linear layer and every layer's experts, with the kernel that multiplies
-    them; then routers that no linear layer multiplies."""
+    """The learner's side of the audit: every linear layer and every layer's experts, with the
+    kernel that multiplies them; then routers that no linear layer multiplies.
+    """
     dtype = str(context.dtype)
     multiplies = {part.layer: stack for stack in layers.stacks.values() for part in stack.parts}
-    # The engine has no layer for an output head that multiplies with the embedding itself (Gemma, Cohere).
+    # The engine has no layer for an output head that multiplies with the embedding itself (Gemma,
+    # Cohere).
     looked_up = layers.engine and layers.stacks.get(layers.engine.embedding)
     reports = [
         LayerReport(
@@ -72,7 +79,12 @@ def layer_reports(layers: Layers, context: LayerContext) -> list[LayerReport]:
         for layer in layers.low_bit()
         if not looked_up or layer not in looked_up.parts
     ]
-    routers = [name for name in map(layers.family.checkpoint_name, layers.routers) if name not in layers.linears]
+    routers = [
+        name
+        for name in map(layers.family.checkpoint_name, layers.routers)
+        if name not in layers.linears
+    ]
     return reports + [
-        LayerReport(name=name, scheme="bf16", group_size=None, dtype=dtype, kernel="unquantized") for name in routers
+        LayerReport(name=name, scheme="bf16", group_size=None, dtype=dtype, kernel="unquantized")
+        for name in routers
     ]

@@ -1,7 +1,8 @@
-"""Replaces a transformers model's modules by low-bit layers and copies, which read the model's parameters as masters.
+"""Replaces a transformers model's modules by low-bit layers and copies, which read the model's
+parameters as masters.
 
-Linear layers become `LowBitLinear`, fused experts `RoutedLowBitExperts`; everything else (embeddings, norms) keeps a
-compute-dtype copy whose gradient flows to its master.
+Linear layers become `LowBitLinear`, fused experts `RoutedLowBitExperts`; everything else
+(embeddings, norms) keeps a compute-dtype copy whose gradient flows to its master.
 """
 
 from collections import defaultdict
@@ -11,10 +12,21 @@ from torch.nn.utils import parametrize
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from qarl.configs.errors import GraphError
-from qarl.quant.checkpoint.families import ExpertsShape, Family, experts_per_token, family_of, fused_experts
+from qarl.quant.checkpoint.families import (
+    ExpertsShape,
+    Family,
+    experts_per_token,
+    family_of,
+    fused_experts,
+)
 from qarl.quant.checkpoint.plan import Plan, stacked_name
 from qarl.quant.checkpoint.shapes import router_names, weight_shapes
-from qarl.quant.layers.compute_copy import ComputeCopy, MasterCopy, MasterEmbedding, plain_lookup
+from qarl.quant.layers.compute_copy import (
+    ComputeCopy,
+    MasterCopy,
+    MasterEmbedding,
+    plain_lookup,
+)
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.layers.experts import RoutedLowBitExperts
 from qarl.quant.layers.linear import LowBitLinear
@@ -25,13 +37,17 @@ from qarl.quant.runtime.shards import whole_shape
 from qarl.quant.schemes import SchemeError, get_scheme
 
 
-def replace_layers(model: PreTrainedModel, plan: Plan, context: LayerContext, operators: str = "auto") -> Layers:
-    """Make low-bit layers and copies of a model's parameters, which stay the same objects. Nothing is materialized yet.
+def replace_layers(
+    model: PreTrainedModel, plan: Plan, context: LayerContext, operators: str = "auto"
+) -> Layers:
+    """Make low-bit layers and copies of a model's parameters, which stay the same objects. Nothing
+    is materialized yet.
 
-    operators: "engine": the forward is vLLM's own model (`quant.graph`), and `model` keeps the parameters alone.
-    "transformers": modules of `model` are replaced in place. "auto": the engine's for aligned models that vLLM runs
-    with modules of known kinds. Raises `SchemeError` for a quantized router that transformers' operators would multiply
-    unquantized, and `GraphError` for "engine" where it cannot be, before anything is changed.
+    operators: "engine": the forward is vLLM's own model (`quant.graph`), and `model` keeps the
+    parameters alone. "transformers": modules of `model` are replaced in place. "auto": the engine's
+    for aligned models that vLLM runs with modules of known kinds. Raises `SchemeError` for a
+    quantized router that transformers' operators would multiply unquantized, and `GraphError` for
+    "engine" where it cannot be, before anything is changed.
     """
     engine, why_not = None, ""
     if operators == "engine" or (operators == "auto" and context.aligned):
@@ -43,8 +59,9 @@ def replace_layers(model: PreTrainedModel, plan: Plan, context: LayerContext, op
             why_not = str(error)
     if engine is None and context.aligned and context.kv_cache is not None:
         raise GraphError(
-            f"quantization.kv_cache {context.kv_cache!r} needs vLLM's own model as the learner's, and this one "
-            f"computes with transformers' operators ({why_not or 'learner.operators'}); leave one of them out"
+            f"quantization.kv_cache {context.kv_cache!r} needs vLLM's own model as the learner's,"
+            " and this one computes with transformers' operators"
+            f" ({why_not or 'learner.operators'}); leave one of them out"
         )
     if engine is not None:
         return _engine_layers(model, plan, context, engine)
@@ -76,28 +93,39 @@ def replace_layers(model: PreTrainedModel, plan: Plan, context: LayerContext, op
 def _ask_vllm(model: PreTrainedModel, context: LayerContext) -> EngineModel:
     if not has_vllm():
         raise GraphError(
-            "learner.operators 'engine' runs vLLM's own model, and vLLM is not installed here: pip install 'qarl[cpu]' "
-            "or 'qarl[cuda]', or set learner.operators to 'transformers'"
+            "learner.operators 'engine' runs vLLM's own model, and vLLM is not installed here: pip"
+            " install 'qarl[cpu]' or 'qarl[cuda]', or set learner.operators to 'transformers'"
         )
     from qarl.quant.model.engine_model import checkpoint_tensors, engine_model
 
     return engine_model(model, checkpoint_tensors(model, weight_shapes(model)), context.dtype)
 
 
-def _engine_layers(model: PreTrainedModel, plan: Plan, context: LayerContext, engine: EngineModel) -> Layers:
-    """Low-bit layers for all that vLLM multiplies, in the model's order, stacked as it stacks them."""
+def _engine_layers(
+    model: PreTrainedModel, plan: Plan, context: LayerContext, engine: EngineModel
+) -> Layers:
+    """Low-bit layers for all that vLLM multiplies, in the model's order, stacked as it stacks
+    them.
+    """
     family, fused = family_of(model.config.model_type), dict(fused_experts(model))
-    parameters = {family.checkpoint_name(name): parameter for name, parameter in model.named_parameters()}
+    parameters = {
+        family.checkpoint_name(name): parameter for name, parameter in model.named_parameters()
+    }
     modules = {family.checkpoint_name(name): module for name, module in model.named_modules()}
     multiplied = {layer for layers in engine.stacked.values() for layer in layers}
     head = _output_head(model, family)
     ours = {name for name, module in modules.items() if isinstance(module, nn.Linear)}
     lost = sorted(ours - multiplied - {head})
     if lost:
-        raise GraphError(f"the engine's {engine.architecture} does not multiply {lost[0]!r}, which the checkpoint has")
+        raise GraphError(
+            f"the engine's {engine.architecture} does not multiply {lost[0]!r}, which the"
+            " checkpoint has"
+        )
     unknown = sorted(multiplied - modules.keys())
     if unknown:
-        raise GraphError(f"the engine's {engine.architecture} multiplies {unknown[0]!r}, which is no module here")
+        raise GraphError(
+            f"the engine's {engine.architecture} multiplies {unknown[0]!r}, which is no module here"
+        )
     for name in engine.steering:
         if name in parameters:
             parameters[name].requires_grad_(False)
@@ -107,7 +135,9 @@ def _engine_layers(model: PreTrainedModel, plan: Plan, context: LayerContext, en
             weight = parameters.get(f"{name}.weight", getattr(module, "weight", None))
             assert weight is not None, name
             bias = parameters.get(f"{name}.bias")
-            linears[name] = LowBitLinear(name, weight, bias, plan.schemes.get(name, get_scheme("bf16")), context)
+            linears[name] = LowBitLinear(
+                name, weight, bias, plan.schemes.get(name, get_scheme("bf16")), context
+            )
     stacks = {
         name: LinearStack(name, [linears[layer] for layer in layers], engine.unusual.get(name))
         for name, layers in engine.stacked.items()
@@ -117,7 +147,8 @@ def _engine_layers(model: PreTrainedModel, plan: Plan, context: LayerContext, en
     experts = _make_experts(model, fused, family, plan, context)
     taken = {id(m) for layer in (*linears.values(), *experts.values()) for m in layer.masters}
     taken |= {id(layer.bias) for layer in linears.values()}
-    embedding = model.get_input_embeddings().weight  # where the output head is tied to it, both read it
+    # where the output head is tied to it, both read it
+    embedding = model.get_input_embeddings().weight
     copies = {
         name: MasterCopy(parameter, context)
         for name, parameter in model.named_parameters()
@@ -134,37 +165,57 @@ def _engine_layers(model: PreTrainedModel, plan: Plan, context: LayerContext, en
         operators="engine",
         family=family,
         engine=engine,
-        frozen=tuple(name for name, p in model.named_parameters() if name in copies and not p.requires_grad),
+        frozen=tuple(
+            name for name, p in model.named_parameters() if name in copies and not p.requires_grad
+        ),
     )
 
 
 def _output_head(model: PreTrainedModel, family: Family) -> str:
-    """Checkpoint name of the module that makes logits. Raises `GraphError` where it is no linear layer."""
+    """Checkpoint name of the module that makes logits. Raises `GraphError` where it is no linear
+    layer.
+    """
     head = model.get_output_embeddings()
-    names = [family.checkpoint_name(name) for name, module in model.named_modules() if module is head]
+    names = [
+        family.checkpoint_name(name) for name, module in model.named_modules() if module is head
+    ]
     if not names or not isinstance(head, nn.Linear):
-        raise GraphError(f"{type(model).__name__} has a {type(head).__name__} for an output head, and no nn.Linear")
+        raise GraphError(
+            f"{type(model).__name__} has a {type(head).__name__} for an output head, and no"
+            " nn.Linear"
+        )
     return names[0]
 
 
-def _replace_linears(model: nn.Module, family: Family, plan: Plan, context: LayerContext) -> dict[str, LowBitLinear]:
+def _replace_linears(
+    model: nn.Module, family: Family, plan: Plan, context: LayerContext
+) -> dict[str, LowBitLinear]:
     replaced = {}
     for name, linear in list(model.named_modules()):
         if isinstance(linear, nn.Linear):
             assert isinstance(linear.weight, nn.Parameter)
             layer = family.checkpoint_name(name)
-            replaced[layer] = LowBitLinear(layer, linear.weight, linear.bias, plan.schemes[layer], context)
+            replaced[layer] = LowBitLinear(
+                layer, linear.weight, linear.bias, plan.schemes[layer], context
+            )
             model.set_submodule(name, replaced[layer])
     return replaced
 
 
 def _make_experts(
-    model: PreTrainedModel, fused: dict[str, nn.Module], family: Family, plan: Plan, context: LayerContext
+    model: PreTrainedModel,
+    fused: dict[str, nn.Module],
+    family: Family,
+    plan: Plan,
+    context: LayerContext,
 ) -> dict[str, RoutedLowBitExperts]:
     layers = {}
     for name, module in fused.items():
         layer, config = family.checkpoint_name(name), model.config
-        gate_up, down = module.get_parameter("gate_up_proj"), module.get_parameter("down_proj")
+        gate_up, down = (
+            module.get_parameter("gate_up_proj"),
+            module.get_parameter("down_proj"),
+        )
         count, merged, hidden = whole_shape(gate_up)
         shape = ExpertsShape(
             experts=count,
@@ -174,7 +225,8 @@ def _make_experts(
             activation=getattr(config, "hidden_activation", None) or config.hidden_act,
             layout=family.experts,
         )
-        scheme = plan.schemes[f"{layer}.0.{family.experts.down}"]  # one for all, as plans make sure
+        # one for all, as plans make sure
+        scheme = plan.schemes[f"{layer}.0.{family.experts.down}"]
         layers[layer] = RoutedLowBitExperts(layer, gate_up, down, shape, scheme, context)
     return layers
 
@@ -193,7 +245,9 @@ def _detach_copies(model: nn.Module, context: LayerContext) -> dict[str, MasterC
             name = f"{prefix}.{key}" if prefix else key
             copies[name] = MasterCopy(parameter, context)
             # Unsafe: the dtype changes on purpose.
-            parametrize.register_parametrization(module, key, ComputeCopy(copies[name]), unsafe=True)
+            parametrize.register_parametrization(
+                module, key, ComputeCopy(copies[name]), unsafe=True
+            )
     return copies
 
 
@@ -201,18 +255,23 @@ def _refuse_quantized_routers(plan: Plan, routers: list[str]) -> None:
     forced = [name for name in routers if plan.schemes[name].quantization is not None]
     if forced:
         raise SchemeError(
-            f"a rule quantizes the router {forced[0]!r}, which transformers' own operators multiply unquantized; drop "
-            "the rule, or set learner.operators to 'engine' where the model allows"
+            f"a rule quantizes the router {forced[0]!r}, which transformers' own operators multiply"
+            " unquantized; drop the rule, or set learner.operators to 'engine' where the model"
+            " allows"
         )
 
 
 def _refuse_changed_logits(model: PreTrainedModel, why_not: str) -> None:
-    """Raise `GraphError` for models that change logits after the output head: transformers' forward is left before."""
+    """Raise `GraphError` for models that change logits after the output head: transformers' forward
+    is left before.
+    """
     if key := changed_logits(model.config):
-        remedy = f", which cannot be: {why_not}" if why_not else "; set learner.operators to 'engine'"
+        remedy = (
+            f", which cannot be: {why_not}" if why_not else "; set learner.operators to 'engine'"
+        )
         raise GraphError(
-            f"model config has {key} = {getattr(model.config, key)}: logits that change after the output head need "
-            f"the engine's operators{remedy}"
+            f"model config has {key} = {getattr(model.config, key)}: logits that change after the"
+            f" output head need the engine's operators{remedy}"
         )
 
 

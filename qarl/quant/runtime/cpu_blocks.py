@@ -12,8 +12,13 @@ _ELEMENTS = 1 << 17
 
 
 def row_blocks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Tensors of equally many rows, the first of them the largest: a block of rows of each at a time; on other devices
-    than CPUs all rows at once."""
+    """Tensors of equally many rows, the first of them the largest: a block of rows of each at a
+    time; on other devices than CPUs all rows at once.
+    """
     first, rows = tensors[0], tensors[0].shape[0]
-    size = max(1, _ELEMENTS * rows // max(1, first.numel())) if first.device.type == "cpu" else max(1, rows)
+    size = (
+        max(1, _ELEMENTS * rows // max(1, first.numel()))
+        if first.device.type == "cpu"
+        else max(1, rows)
+    )
     return zip(*(t.split(size) for t in tensors), strict=True)

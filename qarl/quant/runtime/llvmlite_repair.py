@@ -1,9 +1,10 @@
 """Lets vLLM start in a process that has imported numba.
 
-llvmlite's library object answers every attribute name with a function, `__dict__` too. vLLM 0.32 looks on CPUs through
-the attributes of all modules (`vllm.triton_utils.dispatcher`), takes that `__dict__` for a dictionary and fails with
-"'_lib_fn_wrapper' object has no attribute 'get'". Here names of Python's own protocol are refused, as objects do.
-To be removed when `hasattr(llvmlite.binding.ffi.lib, "__dict__")` is False without it.
+llvmlite's library object answers every attribute name with a function, `__dict__` too. vLLM 0.32
+looks on CPUs through the attributes of all modules (`vllm.triton_utils.dispatcher`), takes that
+`__dict__` for a dictionary and fails with "'_lib_fn_wrapper' object has no attribute 'get'". Here
+names of Python's own protocol are refused, as objects do. To be removed when
+`hasattr(llvmlite.binding.ffi.lib, "__dict__")` is False without it.
 """
 
 from typing import Any
@@ -23,4 +24,6 @@ def repair() -> None:
             return answer(self, name)
 
         library.__getattr__ = answer_functions_only
-    assert not hasattr(ffi.lib, "__dict__"), "llvmlite's library object still claims a __dict__: vLLM would not start"
+    assert not hasattr(ffi.lib, "__dict__"), (
+        "llvmlite's library object still claims a __dict__: vLLM would not start"
+    )

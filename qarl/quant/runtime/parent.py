@@ -1,4 +1,6 @@
-"""This process and what started it: its place in a launcher's environment, and its end with it. Imports no torch."""
+"""This process and what started it: its place in a launcher's environment, and its end with it.
+Imports no torch.
+"""
 
 import ctypes
 import os
@@ -28,12 +30,16 @@ def local_world_size() -> int:
 
 
 def end_with_the_parent(number: int = signal.SIGTERM) -> None:
-    """In a child: ask for this signal should the process that started it be killed (Linux's PR_SET_PDEATHSIG)."""
+    """In a child: ask for this signal should the process that started it be killed (Linux's
+    PR_SET_PDEATHSIG).
+    """
     ctypes.CDLL(None).prctl(1, number)
 
 
 def end_group_with_the_parent() -> None:
-    """Kill this process and the group it leads once the one that started it is gone, by a thread that looks."""
+    """Kill this process and the group it leads once the one that started it is gone, by a thread
+    that looks.
+    """
     parent = os.getppid()
 
     def watch() -> None:

@@ -7,8 +7,9 @@ from typing import Any
 
 @contextmanager
 def replaced(holder: Any, **values: Any) -> Iterator[None]:
-    """Within this context the attributes of a module or an object have these values, and afterwards those they had; one
-    that was not there is None then."""
+    """Within this context the attributes of a module or an object have these values, and afterwards
+    those they had; one that was not there is None then.
+    """
     before = {name: getattr(holder, name, None) for name in values}
     try:
         for name, value in values.items():

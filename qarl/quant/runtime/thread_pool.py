@@ -1,6 +1,7 @@
 """Work in threads, for loops that let go of the interpreter: compiled kernels and hashes.
 
-As many as torch computes with (`torch.set_num_threads`). One pool a process, made anew in a forked child.
+As many as torch computes with (`torch.set_num_threads`). One pool a process, made anew in a forked
+child.
 """
 
 import functools
@@ -20,7 +21,8 @@ _RANGES_A_THREAD = 4
 def in_threads(work: Callable[[int, int], T], count: int, at_least: int) -> list[T]:
     """[work(start, stop), ...] over contiguous ranges that cover 0 … count-1, in order.
 
-    at_least: items of a range below which a thread costs more than it saves. The first exception is raised.
+    at_least: items of a range below which a thread costs more than it saves. The first exception is
+    raised.
     """
     threads = torch.get_num_threads()
     ranges = min(_RANGES_A_THREAD * threads, count // max(1, at_least))

@@ -1,8 +1,8 @@
-"""Independent servers as one engine: each holds the whole policy, prompts are dealt to them, and a weight version
-reaches all or none.
+"""Independent servers as one engine: each holds the whole policy, prompts are dealt to them, and a
+weight version reaches all or none.
 
-Sample k of prompt j depends on (seed, j, k) and the weights alone, so the number and the order of servers decide when
-it is sampled and not what.
+Sample k of prompt j depends on (seed, j, k) and the weights alone, so the number and the order of
+servers decide when it is sampled and not what.
 """
 
 import asyncio
@@ -31,8 +31,9 @@ from qarl.rollout.vllm.requests import load_tokenizer, text_of
 T = TypeVar("T")
 _BACK_SECONDS = 3.0
 _IDLE_SECONDS = 2.0
-"""Connections idle for longer are not used again: vLLM's servers close theirs after 5 s, and what is asked then breaks
-off."""
+"""Connections idle for longer are not used again: vLLM's servers close theirs after 5 s, and what
+is asked then breaks off.
+"""
 
 _log = logging.getLogger(__name__)
 
@@ -40,13 +41,14 @@ _log = logging.getLogger(__name__)
 class ServerEngine:
     """Servers that run already.
 
-    urls: where. key: that they ask for, or None. folder: the run's own, where weight versions are written, on a
-    file system that they see under the same path, unless `server_transfer` is http: then they are sent the files.
-    checkpoint: whose tokenizer makes texts of tokens. options: of the run; with `max_staleness` from 2 on requests
-    under way at a publish go on by its weights, else they end first. learner: the run's name, which no other
-    run's servers have. publishes: whether this process is the one of its run that publishes; the others count on it.
-    at_end: done after `close`. Raises `EngineError` for a server that does not
-    answer, refuses the key, lacks an endpoint, has other settings than `options`, or belongs to another run.
+    urls: where. key: that they ask for, or None. folder: the run's own, where weight versions are
+    written, on a file system that they see under the same path, unless `server_transfer` is http:
+    then they are sent the files. checkpoint: whose tokenizer makes texts of tokens. options: of the
+    run; with `max_staleness` from 2 on requests under way at a publish go on by its weights, else
+    they end first. learner: the run's name, which no other run's servers have. publishes: whether
+    this process is the one of its run that publishes; the others count on it. at_end: done after
+    `close`. Raises `EngineError` for a server that does not answer, refuses the key, lacks an
+    endpoint, has other settings than `options`, or belongs to another run.
     """
 
     def __init__(
@@ -75,10 +77,13 @@ class ServerEngine:
         self._thread = threading.Thread(target=self._loop.run_forever, name="servers", daemon=True)
         self._thread.start()
         self._session: aiohttp.ClientSession = self._wait(_open_session(key))
-        servers = [VllmReplica(url.rstrip("/"), self._session, rollout.server_seconds) for url in urls]
+        servers = [
+            VllmReplica(url.rstrip("/"), self._session, rollout.server_seconds) for url in urls
+        ]
         self._replicas = Replicas(servers, rollout.max_num_seqs)
         try:
-            for step in (self._admitted, self._claimed):  # none is claimed before all are known to fit
+            # none is claimed before all are known to fit
+            for step in (self._admitted, self._claimed):
                 self._wait(all_of(self._replicas.with_retries(server, step) for server in servers))
             self._tokenizer = load_tokenizer(checkpoint)
         except BaseException:
@@ -86,14 +91,21 @@ class ServerEngine:
             raise
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
-        """See `Engine.generate`. Prompt j goes to server j modulo their number; where that one fails, to the next."""
+        """See `Engine.generate`. Prompt j goes to server j modulo their number; where that one
+        fails, to the next.
+        """
         if not self._in_flight:
             self._refuse_unsettled()
         completions = self._wait(self._sampled(prompts, sampling))
         step = sampling.samples
         if not sampling.stop:
             for i, one in enumerate(completions):
-                text = text_of(self._tokenizer, prompts[i // step].token_ids, one.token_ids, one.finish_reason)
+                text = text_of(
+                    self._tokenizer,
+                    prompts[i // step].token_ids,
+                    one.token_ids,
+                    one.finish_reason,
+                )
                 completions[i] = dataclasses.replace(one, text=text)
         return [completions[i : i + step] for i in range(0, len(completions), step)]
 
@@ -114,14 +126,16 @@ class ServerEngine:
         for server, layers in reports.items():
             if layers != expected:
                 raise EngineError(
-                    f"the servers at {first.url} and {server.url} have different layers; start both alike"
+                    f"the servers at {first.url} and {server.url} have different layers; start both"
+                    " alike"
                 )
         return expected
 
     def load(self, stream: Iterable[LowBitTensor], version: int) -> LoadReport:
-        """See `Engine.load`. The stream is written once and read by every server; requests under way end first, or go
-        on by it. A process that does not publish returns what it would have sent. Raises `DeltaError` for
-        a stream of other tensors than the one before."""
+        """See `Engine.load`. The stream is written once and read by every server; requests under
+        way end first, or go on by it. A process that does not publish returns what it would have
+        sent. Raises `DeltaError` for a stream of other tensors than the one before.
+        """
         self._wait(self._set_publish_complete(False))
         if self._publishes:
             report, digest = self._published(stream, version)
@@ -130,7 +144,9 @@ class ServerEngine:
             report, digest = self._counted(stream)
         if report.took_all_of(digest):
             self.weight_version = version
-            self._labels = (self._labels if self._in_flight else {}) | {_label(version, digest): version}
+            self._labels = (self._labels if self._in_flight else {}) | {
+                _label(version, digest): version
+            }
             self._wait(self._set_publish_complete(True))
         return report
 
@@ -138,7 +154,9 @@ class ServerEngine:
         """See `Engine.shared_layers`: they are in other processes."""
 
     def close(self) -> None:
-        """Let go of the servers; they go on with the weights they have. Requests under way are given up."""
+        """Let go of the servers; they go on with the weights they have. Requests under way are
+        given up.
+        """
         if self._loop.is_running():
             self._wait(self._leave())
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -155,7 +173,9 @@ class ServerEngine:
             self._expect_pause(written.tensor_bytes)
             report = self._wait(self._to_all(written))
         except EngineError as error:
-            raise EngineError(f"weight version {version} did not reach all servers: {error}") from error
+            raise EngineError(
+                f"weight version {version} did not reach all servers: {error}"
+            ) from error
         self._sender.sent(version)
         return report, written.digest
 
@@ -171,20 +191,31 @@ class ServerEngine:
             self._loop.call_soon_threadsafe(self._replicas.allow_pauses, seconds_of(tensor_bytes))
 
     async def _held(self) -> list[str | None]:
-        """The digest of the version that each worker of each server holds, those taken back too; None for nothing."""
+        """The digest of the version that each worker of each server holds, those taken back too;
+        None for nothing.
+        """
         await self._replicas.readmit(self._answering, self._claimed)
         held_by_each = await self._replicas.on_all(lambda server: server.held())
         return [digest for digests in held_by_each.values() for digest in digests]
 
     async def _to_all(self, written: Version) -> LoadReport:
         """What the servers loaded; a delta that some refuse is followed by the whole version."""
-        how = (_label(written.version, written.digest), self._sender.keeps, self._in_flight, self._sends_as)
+        how = (
+            _label(written.version, written.digest),
+            self._sender.keeps,
+            self._in_flight,
+            self._sends_as,
+        )
         try:
             return await publish_files(self._replicas, written, *how)
         except EngineError as error:
             if written.base is None:
                 raise
-            _log.warning("the delta to weight version %d failed, so it is sent whole: %s", written.version, error)
+            _log.warning(
+                "the delta to weight version %d failed, so it is sent whole: %s",
+                written.version,
+                error,
+            )
             return await publish_files(self._replicas, self._sender.write_whole(), *how)
 
     async def _answering(self, server: VllmReplica) -> None:
@@ -202,37 +233,53 @@ class ServerEngine:
     async def _leave(self) -> None:
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             task.cancel()
-        leaving = (server.release() for server in self._replicas.present() if server in self._claims)
+        leaving = (
+            server.release() for server in self._replicas.present() if server in self._claims
+        )
         await asyncio.gather(*leaving, return_exceptions=True)
         await self._session.close()
 
     async def _sampled(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Completion]:
-        """Of every prompt in turn. A request that is answered while a version is published is read when it is."""
+        """Of every prompt in turn. A request that is answered while a version is published is read
+        when it is.
+        """
         await self._settled.wait()
         begun, salt = self.weight_version, self._salt
-        oldest = begun if self._publishes else begun - 1  # which may be on its way yet, from another process
+        # which may be on its way yet, from another process
+        oldest = begun if self._publishes else begun - 1
 
         def request(prompt: Prompt, j: int, k: int) -> Callable[[VllmReplica], Awaitable[Any]]:
             return lambda server: server.sample(prompt, sampling, j, k, salt)
 
         async def read(answer: Any, server: VllmReplica) -> Completion:
             await self._settled.wait()
-            labels = {label: version for label, version in self._labels.items() if version >= oldest}
+            labels = {
+                label: version for label, version in self._labels.items() if version >= oldest
+            }
             return server.read(answer, labels)
 
-        pairs = ((j, prompt, k) for j, prompt in enumerate(prompts) for k in range(sampling.samples))
+        pairs = (
+            (j, prompt, k) for j, prompt in enumerate(prompts) for k in range(sampling.samples)
+        )
         requests = [
-            (prompt.draws[0] if prompt.draws else sampling.first_prompt + j, request(prompt, j, k))
+            (
+                prompt.draws[0] if prompt.draws else sampling.first_prompt + j,
+                request(prompt, j, k),
+            )
             for j, prompt, k in pairs
         ]
         return await self._replicas.dispatch(requests, read)
 
-    async def _scored(self, server: VllmReplica, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    async def _scored(
+        self, server: VllmReplica, sequences: Sequence[Sequence[int]]
+    ) -> list[list[float]]:
         salt, labels = self._salt, {self._salt: self.weight_version}
         return await all_of(server.logprobs(sequence, salt, labels) for sequence in sequences)
 
     async def _set_publish_complete(self, complete: bool) -> None:
-        """Whether what is sampled now is of the version published last; in the requests' own thread."""
+        """Whether what is sampled now is of the version published last; in the requests' own
+        thread.
+        """
         if complete:
             self._replicas.all_are_current()
             self._settled.set()
@@ -246,10 +293,14 @@ class ServerEngine:
 
     def _refuse_unsettled(self) -> None:
         if not self._settled.is_set():
-            raise EngineError("the last publish did not reach all servers, or there was none; publish again")
+            raise EngineError(
+                "the last publish did not reach all servers, or there was none; publish again"
+            )
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """What a coroutine returns, run in the background's loop. Raises `EngineError` where it is closed meanwhile."""
+        """What a coroutine returns, run in the background's loop. Raises `EngineError` where it is
+        closed meanwhile.
+        """
         try:
             return asyncio.run_coroutine_threadsafe(work, self._loop).result()
         except CancelledError as error:

@@ -1,9 +1,10 @@
-"""Servers that may fail, each by itself: who is asked, how often, and who is left out until the next publish.
+"""Servers that may fail, each by itself: who is asked, how often, and who is left out until the
+next publish.
 
-An answer that broke off or cannot be used is asked for again, of the next server: sample k of prompt j is the same
-there. A server that is lost is left out, its requests go to the others, and the next publish takes it back where it
-answers again: until then its weights are not the ones published last. What fails `TRIES` times is an error, and so is
-having no server left.
+An answer that broke off or cannot be used is asked for again, of the next server: sample k of
+prompt j is the same there. A server that is lost is left out, its requests go to the others, and
+the next publish takes it back where it answers again: until then its weights are not the ones
+published last. What fails `TRIES` times is an error, and so is having no server left.
 """
 
 import asyncio
@@ -11,7 +12,12 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
-from qarl.rollout.engine import AnswerError, BrokenAnswerError, EngineError, LostServerError
+from qarl.rollout.engine import (
+    AnswerError,
+    BrokenAnswerError,
+    EngineError,
+    LostServerError,
+)
 from qarl.rollout.servers.vllm.replica import VllmReplica
 
 T = TypeVar("T")
@@ -41,10 +47,13 @@ class Replicas:
         return [server for server in self._servers if server not in self._lost]
 
     async def on_all(self, step: Callable[[VllmReplica], Awaitable[T]]) -> dict[VllmReplica, T]:
-        """What the step returns of each present server, all at once. Raises `EngineError` naming each that failed."""
+        """What the step returns of each present server, all at once. Raises `EngineError` naming
+        each that failed.
+        """
         servers = self._some()
         outcomes = await asyncio.gather(
-            *(self.with_retries(server, step) for server in servers), return_exceptions=True
+            *(self.with_retries(server, step) for server in servers),
+            return_exceptions=True,
         )
         failed: list[BaseException] = []
         for server, outcome in zip(servers, outcomes, strict=True):
@@ -55,11 +64,16 @@ class Replicas:
         if failed:
             raise EngineError("; ".join(str(error) for error in failed)) from failed[0]
         self._some()
-        return {s: o for s, o in zip(servers, outcomes, strict=True) if not isinstance(o, BaseException)}
+        return {
+            s: o for s, o in zip(servers, outcomes, strict=True) if not isinstance(o, BaseException)
+        }
 
-    async def with_retries(self, server: VllmReplica, step: Callable[[VllmReplica], Awaitable[T]]) -> T:
-        """What the step returns of one server, tried again where an answer cannot be used. Raises `LostServerError`
-        where they broke off each time."""
+    async def with_retries(
+        self, server: VllmReplica, step: Callable[[VllmReplica], Awaitable[T]]
+    ) -> T:
+        """What the step returns of one server, tried again where an answer cannot be used. Raises
+        `LostServerError` where they broke off each time.
+        """
         for attempt in range(1, TRIES):
             try:
                 return await step(server)
@@ -76,8 +90,9 @@ class Replicas:
         requests: Sequence[tuple[int, Callable[[VllmReplica], Awaitable[Any]]]],
         read: Callable[[Any, VllmReplica], Awaitable[T]],
     ) -> list[T]:
-        """What `read` makes of the answers to requests for tokens. requests: each with the number of the server that
-        is asked first, modulo their number."""
+        """What `read` makes of the answers to requests for tokens. requests: each with the number
+        of the server that is asked first, modulo their number.
+        """
         self._noticed.clear()
 
         async def one(number: int, request: Callable[[VllmReplica], Awaitable[Any]]) -> T:
@@ -102,7 +117,9 @@ class Replicas:
         return await all_of(one(number, request) for number, request in requests)
 
     async def readmit(self, *steps: Callable[[VllmReplica], Awaitable[None]]) -> None:
-        """Readmit lost servers that pass every step; they sample after the next publish alone (`all_are_current`)."""
+        """Readmit lost servers that pass every step; they sample after the next publish alone
+        (`all_are_current`).
+        """
 
         async def back(server: VllmReplica) -> None:
             try:
@@ -113,7 +130,10 @@ class Replicas:
                 return
             del self._lost[server]
             self._behind.add(server)
-            _log.warning("the server at %s answers again, and takes part in this publish", server.url)
+            _log.warning(
+                "the server at %s answers again, and takes part in this publish",
+                server.url,
+            )
 
         await all_of(back(server) for server in list(self._lost))
 
@@ -124,15 +144,20 @@ class Replicas:
     def _some(self) -> list[VllmReplica]:
         servers = self.present()
         if not servers:
-            raise EngineError(f"no server is left: {'; '.join(self._lost.values())}; start one and resume the run")
+            raise EngineError(
+                f"no server is left: {'; '.join(self._lost.values())}; start one and resume the run"
+            )
         return servers
 
     def _turn(self, number: int) -> VllmReplica:
-        """Replica `number` modulo their number, or the next one that is present and, while a version is published to
-        those that were left out, was not."""
+        """Replica `number` modulo their number, or the next one that is present and, while a
+        version is published to those that were left out, was not.
+        """
         present = set(self._some())
         present = present - self._behind or present
-        turns = (self._servers[(number + i) % len(self._servers)] for i in range(len(self._servers)))
+        turns = (
+            self._servers[(number + i) % len(self._servers)] for i in range(len(self._servers))
+        )
         return next(server for server in turns if server in present)
 
     def _leave_out(self, server: VllmReplica, reason: LostServerError) -> None:
@@ -153,7 +178,8 @@ async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one) for one in work]
-    except ExceptionGroup as errors:  # in `except*` Python before 3.11.4 makes a group of what is raised again
+    # in `except*` Python before 3.11.4 makes a group of what is raised again
+    except ExceptionGroup as errors:
         own, others = errors.split(EngineError)
         raise errors if others or own is None else own.exceptions[0] from None
     return [task.result() for task in tasks]

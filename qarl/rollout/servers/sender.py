@@ -1,4 +1,6 @@
-"""The run's side of a version's way: written whole, or as its difference from the version sent before."""
+"""The run's side of a version's way: written whole, or as its difference from the version sent
+before.
+"""
 
 from collections.abc import Collection, Iterable
 from contextlib import suppress
@@ -6,13 +8,20 @@ from pathlib import Path
 
 from qarl.quant.delta import VersionCache
 from qarl.quant.types import LowBitTensor
-from qarl.rollout.servers.versions import Version, remove_versions, write_delta, write_version
+from qarl.rollout.servers.versions import (
+    Version,
+    remove_versions,
+    write_delta,
+    write_version,
+)
 
 
 class VersionSender:
-    """Writes weight versions into a folder, and holds the last one in host memory, which the next is a delta from.
+    """Writes weight versions into a folder, and holds the last one in host memory, which the next
+    is a delta from.
 
-    folder: where servers read. full_every: of so many versions one is whole; with 1 all are, and none is held.
+    folder: where servers read. full_every: of so many versions one is whole; with 1 all are, and
+    none is held.
     """
 
     def __init__(self, folder: Path, full_every: int):
@@ -23,17 +32,26 @@ class VersionSender:
 
     @property
     def keeps(self) -> bool:
-        """Whether the next version may be a delta, from a version that servers then have to hold."""
+        """Whether the next version may be a delta, from a version that servers then have to
+        hold.
+        """
         return self._full_every > 1
 
-    def write(self, stream: Iterable[LowBitTensor], version: int, digests: Collection[str | None]) -> Version:
-        """Write a version as a delta where every server holds the one before, else whole; whole too where that is
-        smaller, or due. digests: the digest of what each server holds, None for nothing. Raises `EngineError` where the
-        disk refuses, `DeltaError` where the stream has other tensors than the one before; the next one is whole then.
+    def write(
+        self,
+        stream: Iterable[LowBitTensor],
+        version: int,
+        digests: Collection[str | None],
+    ) -> Version:
+        """Write a version as a delta where every server holds the one before, else whole; whole too
+        where that is smaller, or due. digests: the digest of what each server holds, None for
+        nothing. Raises `EngineError` where the disk refuses, `DeltaError` where the stream has
+        other tensors than the one before; the next one is whole then.
         """
         if not self.keeps:
             return write_version(stream, self._folder, version)
-        base, self._held = self._held, None  # neither one version nor the other until all of it is read
+        # neither one version nor the other until all of it is read
+        base, self._held = self._held, None
         if base is None or self._deltas + 1 >= self._full_every or set(digests) != {base.digest}:
             self._held = VersionCache(version, stream, reuse=base)
             return self.write_whole()

@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Any
 from qarl.quant.types import LayerReport, LowBitTensor
 from qarl.rollout.engine import EngineError, LoadReport
 from qarl.rollout.types import Completion, Prompt, Sampling
-from qarl.rollout.vllm.options import VllmOptions, llm_arguments, prepare_environment, refuse_unsupported
+from qarl.rollout.vllm.options import (
+    VllmOptions,
+    llm_arguments,
+    prepare_environment,
+    refuse_unsupported,
+)
 from qarl.rollout.vllm.requests import sampling_arguments, scoring_arguments, text_of
 
 if TYPE_CHECKING:
@@ -21,7 +26,8 @@ _WORKER_EXTENSION = "qarl.rollout.vllm.worker.WorkerExtension"
 class VllmEngine:
     """One vLLM engine over a checkpoint folder.
 
-    Raises `EngineError` with vLLM's reason and a remedy where it cannot start, and where one is open already.
+    Raises `EngineError` with vLLM's reason and a remedy where it cannot start, and where one is
+    open already.
     """
 
     _open = False
@@ -30,19 +36,28 @@ class VllmEngine:
         prepare_environment()
         from vllm import LLM
 
-        # On an error vLLM logs its whole schedule, thousands of lines; the exception says what went wrong.
+        # On an error vLLM logs its whole schedule, thousands of lines; the exception says what went
+        # wrong.
         logging.getLogger("vllm.logging_utils.dump_input").setLevel(logging.CRITICAL)
         if VllmEngine._open:
-            raise EngineError("vLLM's groups and contexts are global: one engine a process; close the open one first")
+            raise EngineError(
+                "vLLM's groups and contexts are global: one engine a process; close the open one"
+                " first"
+            )
         refuse_unsupported(options)
         self.weight_version = 0
         self._half_loaded = False
-        # vLLM collects garbage several times a start, and each time would walk the millions of objects that modules are
-        # made of. Those live as long as the process: out of the way with them (vLLM's own clean-up takes them back).
+        # vLLM collects garbage several times a start, and each time would walk the millions of
+        # objects that modules are made of. Those live as long as the process: out of the way with
+        # them (vLLM's own clean-up takes them back).
         gc.collect()
         gc.freeze()
         try:
-            self._llm = LLM(str(checkpoint), worker_extension_cls=_WORKER_EXTENSION, **llm_arguments(options))
+            self._llm = LLM(
+                str(checkpoint),
+                worker_extension_cls=_WORKER_EXTENSION,
+                **llm_arguments(options),
+            )
         except Exception as error:
             raise EngineError(
                 f"vLLM could not start on {str(checkpoint)!r}: {error}; check rollout.kv_cache_gib "
@@ -51,21 +66,33 @@ class VllmEngine:
         VllmEngine._open = True
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
-        """See `Engine.generate`. Log-probs are of the distribution sampled from (`VllmOptions.logprobs_mode`)."""
+        """See `Engine.generate`. Log-probs are of the distribution sampled from
+        (`VllmOptions.logprobs_mode`).
+        """
         self._refuse_half_loaded()
         inputs, params = vllm_requests(prompts, sampling)
         outputs = self._call("generate", inputs, params, use_tqdm=False)
         tokenizer = self._llm.get_tokenizer()
-        completions = [self._completion(output, tokenizer, bool(sampling.stop)) for output in outputs]
+        completions = [
+            self._completion(output, tokenizer, bool(sampling.stop)) for output in outputs
+        ]
         step = sampling.samples
         return [completions[i : i + step] for i in range(0, len(completions), step)]
 
     def _completion(self, finished, tokenizer: Any, has_text: bool) -> Completion:
         (output,) = finished.outputs
-        tokens, entries = tuple(output.token_ids), output.logprobs  # one entry a token: `logprobs` is 0
+        # one entry a token: `logprobs` is 0
+        tokens, entries = tuple(output.token_ids), output.logprobs
         if tuple(entries.token_ids) != tokens:
-            raise EngineError(f"vLLM gave log-probs of other tokens than it sampled: {len(entries)} for {len(tokens)}")
-        text = output.text if has_text else text_of(tokenizer, finished.prompt_token_ids, tokens, output.finish_reason)
+            raise EngineError(
+                f"vLLM gave log-probs of other tokens than it sampled: {len(entries)} for"
+                f" {len(tokens)}"
+            )
+        text = (
+            output.text
+            if has_text
+            else text_of(tokenizer, finished.prompt_token_ids, tokens, output.finish_reason)
+        )
         return Completion(
             token_ids=tokens,
             logprobs=tuple(entries.logprobs),
@@ -84,7 +111,10 @@ class VllmEngine:
         inputs = [{"prompt_token_ids": list(sequence)} for sequence in sequences]
         outputs = self._call("generate", inputs, params, use_tqdm=False)
         return [
-            [entry[token].logprob for token, entry in zip(s[1:], o.prompt_logprobs[1:], strict=True)]
+            [
+                entry[token].logprob
+                for token, entry in zip(s[1:], o.prompt_logprobs[1:], strict=True)
+            ]
             for s, o in zip(sequences, outputs, strict=True)
         ]
 
@@ -97,12 +127,16 @@ class VllmEngine:
         return self._call("collective_rpc", "qarl_layers")[0]
 
     def load(self, stream: Iterable[LowBitTensor], version: int) -> LoadReport:
-        """See `Engine.load`. The prefix cache is reset: nothing computed with the old weights is reused."""
+        """See `Engine.load`. The prefix cache is reset: nothing computed with the old weights is
+        reused.
+        """
         self._half_loaded = True
         report: LoadReport = self._call("collective_rpc", "qarl_load", args=(stream,))[0]
         self._half_loaded = False
         if not self._llm.reset_prefix_cache():
-            raise EngineError("vLLM refused to reset its prefix cache after a publish; requests are still running")
+            raise EngineError(
+                "vLLM refused to reset its prefix cache after a publish; requests are still running"
+            )
         self.weight_version = version
         return report
 
@@ -110,10 +144,14 @@ class VllmEngine:
         """See `Engine.shared_layers`."""
         from qarl.quant.kernels.engine_layers import EngineLayers
 
-        return EngineLayers(self._call("collective_rpc", lambda worker: worker.model_runner.get_model())[0])
+        return EngineLayers(
+            self._call("collective_rpc", lambda worker: worker.model_runner.get_model())[0]
+        )
 
     def close(self) -> None:
-        """Free the engine's memory and torch's process group, so that another can start in this process."""
+        """Free the engine's memory and torch's process group, so that another can start in this
+        process.
+        """
         from vllm.distributed import cleanup_dist_env_and_memory
 
         self._llm.llm_engine.engine_core.shutdown()
@@ -125,8 +163,8 @@ class VllmEngine:
     def _refuse_half_loaded(self) -> None:
         if self._half_loaded:
             raise EngineError(
-                "a publish broke off half way: the engine holds parts of two weight versions; publish again, "
-                "or restart it"
+                "a publish broke off half way: the engine holds parts of two weight versions;"
+                " publish again, or restart it"
             )
 
     def _call(self, method: str, *args, **kwargs):
@@ -136,10 +174,14 @@ class VllmEngine:
         except EngineError:
             raise
         except Exception as error:
-            raise EngineError(f"vLLM failed in {method!r} at weight version {self.weight_version}: {error}") from error
+            raise EngineError(
+                f"vLLM failed in {method!r} at weight version {self.weight_version}: {error}"
+            ) from error
 
 
-def vllm_requests(prompts: Sequence[Prompt], sampling: Sampling) -> tuple[list[dict[str, list[int]]], list[Any]]:
+def vllm_requests(
+    prompts: Sequence[Prompt], sampling: Sampling
+) -> tuple[list[dict[str, list[int]]], list[Any]]:
     """vLLM's inputs and parameters, `sampling.samples` of each prompt one after the other."""
     from vllm import SamplingParams
     from vllm.sampling_params import RepetitionDetectionParams
@@ -151,6 +193,9 @@ def vllm_requests(prompts: Sequence[Prompt], sampling: Sampling) -> tuple[list[d
             loops = arguments.pop("repetition_detection")
             inputs.append({"prompt_token_ids": list(prompt.token_ids)})
             params.append(
-                SamplingParams(**arguments, repetition_detection=loops and RepetitionDetectionParams(**loops))
+                SamplingParams(
+                    **arguments,
+                    repetition_detection=loops and RepetitionDetectionParams(**loops),
+                )
             )
     return inputs, params

@@ -1,7 +1,9 @@
-"""What checkpoints call the layers of vLLM's modules: by what its own loading does with a checkpoint's names.
+"""What checkpoints call the layers of vLLM's modules: by what its own loading does with a
+checkpoint's names.
 
-vLLM's names are often others: stacked projections, and modules that a family's loader renames. Its list of stacked
-projections (`packed_modules_mapping`) is not of what a checkpoint has stacked itself (GLM-4), nor of renamed ones.
+vLLM's names are often others: stacked projections, and modules that a family's loader renames. Its
+list of stacked projections (`packed_modules_mapping`) is not of what a checkpoint has stacked
+itself (GLM-4), nor of renamed ones.
 """
 
 from pathlib import Path
@@ -23,7 +25,8 @@ _TRACED: WeakKeyDictionary[nn.Module, dict[str, list[str]]] = WeakKeyDictionary(
 
 
 def trace_names(model: nn.Module, config: VllmConfig) -> None:
-    """Remember which layers of its checkpoint folder a model's modules are loaded from; 0.1 s the first time.
+    """Remember which layers of its checkpoint folder a model's modules are loaded from; 0.1 s the
+    first time.
 
     Not while the model computes: vLLM's groups are others meanwhile.
     """
@@ -33,15 +36,18 @@ def trace_names(model: nn.Module, config: VllmConfig) -> None:
     device = torch.device(current_platform.device_type)
     skeleton = skeleton_of(folder, served.architecture, served.dtype, device)
     layers: dict[str, list[str]] = {}
-    for (module, _), sources in trace_loading(skeleton, tensor_shapes(folder), in_order=False).items():
+    for (module, _), sources in trace_loading(
+        skeleton, tensor_shapes(folder), in_order=False
+    ).items():
         names = [source.rpartition(".")[0] for source in sources]
         layers[module] = list(dict.fromkeys([*layers.get(module, []), *names]))
     _TRACED[model] = layers
 
 
 def layer_names(model: nn.Module, name: str, module: nn.Module) -> list[str]:
-    """Checkpoint names of the layers in one of a traced model's modules, in the order of its rows; its own name where
-    nothing is loaded into it, as of a tied head."""
+    """Checkpoint names of the layers in one of a traced model's modules, in the order of its rows;
+    its own name where nothing is loaded into it, as of a tied head.
+    """
     names = [name] if _tied_head(model, module) else _TRACED[model].get(name, [name])
     if isinstance(module, RoutedExperts):
         before, between, _ = names[0].partition(".experts.")
@@ -50,16 +56,22 @@ def layer_names(model: nn.Module, name: str, module: nn.Module) -> list[str]:
 
 
 def checkpoint_names(model: nn.Module) -> dict[nn.Module, list[str]]:
-    """Every module of a traced model that owns parameters, and experts, with checkpoint names of the layers in it;
-    without tied heads, which have none of their own, and layers of latent attention, made from other layers'."""
+    """Every module of a traced model that owns parameters, and experts, with checkpoint names of
+    the layers in it; without tied heads, which have none of their own, and layers of latent
+    attention, made from other layers'.
+    """
     return {
         module: _TRACED[model].get(name, [name])
         for name, module in model.named_modules()
-        if (isinstance(module, RoutedExperts) or any(True for _ in module.parameters(recurse=False)))
+        if (
+            isinstance(module, RoutedExperts) or any(True for _ in module.parameters(recurse=False))
+        )
         and not is_deferred_attention_layer(module)
         and not _tied_head(model, module)
     }
 
 
 def _tied_head(model: nn.Module, module: nn.Module) -> bool:
-    return isinstance(module, ParallelLMHead) and getattr(model.config, "tie_word_embeddings", False)
+    return isinstance(module, ParallelLMHead) and getattr(
+        model.config, "tie_word_embeddings", False
+    )

@@ -1,13 +1,16 @@
-"""The worker's side of a publish: take a checkpoint-named stream into the loaded model, layer by layer.
+"""The worker's side of a publish: take a checkpoint-named stream into the loaded model, layer by
+layer.
 
 vLLM 0.32's own `reload_weights` is wrong on CPU in four ways, all undone here:
-- it copies reprocessed tensors back over the first load's, while oneDNN handlers keep raw pointers to what they
+- it copies reprocessed tensors back over the first load's, while oneDNN handlers keep raw pointers
+  to what they
   were built from (W8A8 then multiplies with freed scales). Here the new processed tensors stay.
 - a tied lm_head keeps the prepacked copy of the old embedding. Here its product is prepared again.
-- a W4A8 layer has one parameter under two names, and a reload waits for both. Here it keeps the checkpoint's name.
-- unquantized experts are prepacked at the first load only and then left raw. Here their kernel is made anew.
-tests/engine/test_publish.py holds the outcome against freshly loaded engines; remove each when vLLM's own reload
-passes it.
+- a W4A8 layer has one parameter under two names, and a reload waits for both. Here it keeps the
+  checkpoint's name.
+- unquantized experts are prepacked at the first load only and then left raw. Here their kernel is
+  made anew. tests/engine/test_publish.py holds the outcome against freshly loaded engines; remove
+  each when vLLM's own reload passes it.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,13 +21,27 @@ from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
-from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.fused_moe import (
+    RoutedExperts,
+    UnquantizedFusedMoEMethod,
+)
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsW4A8Int
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
+from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
+    CompressedTensorsW4A8Int,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+)
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+from vllm.model_executor.model_loader.reload.layerwise import (
+    _place_kernel_tensors,
+    get_layerwise_info,
+)
 from vllm.platforms import current_platform
 
 from qarl.quant.digest import ReceivedDigest
@@ -35,7 +52,11 @@ from qarl.rollout.engine import LoadReport
 from qarl.rollout.vllm.in_place import put_back, tensors_beside
 from qarl.rollout.vllm.names import checkpoint_names, layer_names, trace_names
 
-_UNQUANTIZED = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod)
+_UNQUANTIZED = (
+    UnquantizedLinearMethod,
+    UnquantizedEmbeddingMethod,
+    UnquantizedFusedMoEMethod,
+)
 
 
 class WorkerExtension:
@@ -49,7 +70,9 @@ class WorkerExtension:
         return load_stream(self.model_runner.get_model(), self.vllm_config, stream)
 
     def qarl_layers(self) -> list[LayerReport]:
-        """Every linear layer of the model, fused ones by their checkpoint names, and every layer's experts as one."""
+        """Every linear layer of the model, fused ones by their checkpoint names, and every layer's
+        experts as one.
+        """
         model: nn.Module = self.model_runner.get_model()
         dtype = str(self.vllm_config.model_config.dtype)
         trace_names(model, self.vllm_config)
@@ -64,13 +87,16 @@ class WorkerExtension:
                 continue
             kernel = kernel_name(module)
             for layer in layer_names(model, name, module):
-                reports.append(LayerReport(layer, scheme, group_size=group, dtype=dtype, kernel=kernel))
+                reports.append(
+                    LayerReport(layer, scheme, group_size=group, dtype=dtype, kernel=kernel)
+                )
         return reports
 
 
 def load_stream(model: nn.Module, config: VllmConfig, stream: Iterable[LowBitTensor]) -> LoadReport:
-    """Load a published stream into a running model, layer by layer. Where it breaks off, the model holds parts of two
-    weight versions, until another stream is loaded whole."""
+    """Load a published stream into a running model, layer by layer. Where it breaks off, the model
+    holds parts of two weight versions, until another stream is loaded whole.
+    """
     digest, sent = ReceivedDigest(), []
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
@@ -98,18 +124,28 @@ def load_stream(model: nn.Module, config: VllmConfig, stream: Iterable[LowBitTen
         if current_platform.is_cpu():
             _prepare_heads(model)
     unconsumed, missing = compare_names(before.values(), sent)
-    return LoadReport(digest.hexdigest(), len(sent), unconsumed, tuple(sorted({*missing, *partial})))
+    return LoadReport(
+        digest.hexdigest(), len(sent), unconsumed, tuple(sorted({*missing, *partial}))
+    )
 
 
-def compare_names(expected: Iterable[Iterable[str]], sent: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Of a stream of tensors `sent`, the layers that are none of the model's, and those of the model that get nothing.
-    expected: the layers in each of its modules (`checkpoint_names`)."""
-    known, layers = {name for names in expected for name in names}, {name.rpartition(".")[0] for name in sent}
+def compare_names(
+    expected: Iterable[Iterable[str]], sent: Iterable[str]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Of a stream of tensors `sent`, the layers that are none of the model's, and those of the
+    model that get nothing. expected: the layers in each of its modules (`checkpoint_names`).
+    """
+    known, layers = (
+        {name for names in expected for name in names},
+        {name.rpartition(".")[0] for name in sent},
+    )
     return tuple(sorted(layers - known)), tuple(sorted(known - layers))
 
 
 def _name_w4a8_weights_once(model: nn.Module) -> None:
-    """Drop the alias `weight_packed` of W4A8 weights from what a reload restores, and have the kernel use `weight`."""
+    """Drop the alias `weight_packed` of W4A8 weights from what a reload restores, and have the
+    kernel use `weight`.
+    """
     for module in model.modules():
         scheme = getattr(module, "scheme", None)
         if isinstance(scheme, CompressedTensorsW4A8Int):
@@ -118,9 +154,15 @@ def _name_w4a8_weights_once(model: nn.Module) -> None:
 
 
 def _begin_reload(model: nn.Module) -> None:
-    """vLLM's, but on GPUs biases, too, are loaded into tensors of their own and copied back. It loads them in place:
-    Marlin's permuting then moves them from where CUDA graphs read, and Humming's have lost what loads them."""
-    linear = [module for module in model.modules() if isinstance(module, LinearBase) and not current_platform.is_cpu()]
+    """vLLM's, but on GPUs biases, too, are loaded into tensors of their own and copied back. It
+    loads them in place: Marlin's permuting then moves them from where CUDA graphs read, and
+    Humming's have lost what loads them.
+    """
+    linear = [
+        module
+        for module in model.modules()
+        if isinstance(module, LinearBase) and not current_platform.is_cpu()
+    ]
     biased: list[Any] = [layer for layer in linear if layer.bias is not None]
     for layer in biased:
         if not hasattr(layer.bias, "weight_loader"):
@@ -128,34 +170,45 @@ def _begin_reload(model: nn.Module) -> None:
     initialize_layerwise_reload(model)
     for layer in biased:
         before, rows = layer.bias, sum(layer.output_partition_sizes)
-        layer.bias = nn.Parameter(before.new_empty(rows, dtype=layer.params_dtype), requires_grad=False)
+        layer.bias = nn.Parameter(
+            before.new_empty(rows, dtype=layer.params_dtype), requires_grad=False
+        )
         vars(layer.bias).update(vars(before))
 
 
 def _keep_new_tensors(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Make reprocessed tensors stay in every layer that has its own weight processing; returns those layers.
+    """Make reprocessed tensors stay in every layer that has its own weight processing; returns
+    those layers.
 
-    Unquantized embeddings and output heads are copied in place instead, so that tied ones stay one tensor.
+    Unquantized embeddings and output heads are copied in place instead, so that tied ones stay one
+    tensor.
     """
     kept = []
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
         processed = isinstance(method, QuantizeMethodBase)
-        in_place = is_deferred_attention_layer(module) or isinstance(method, UnquantizedEmbeddingMethod)
-        has_weights = any(True for _ in module.parameters(recurse=False)) or isinstance(module, RoutedExperts)
+        in_place = is_deferred_attention_layer(module) or isinstance(
+            method, UnquantizedEmbeddingMethod
+        )
+        has_weights = any(True for _ in module.parameters(recurse=False)) or isinstance(
+            module, RoutedExperts
+        )
         if processed and not in_place and has_weights:
             if isinstance(module, RoutedExperts):
                 module.quant_method.moe_kernel = None
             info = get_layerwise_info(module)
-            assert info.kernel_tensors is not None, "vLLM's reload no longer copies back into what it keeps here"
+            assert info.kernel_tensors is not None, (
+                "vLLM's reload no longer copies back into what it keeps here"
+            )
             info.kernel_tensors = None
             kept.append((name, module))
     return kept
 
 
 def _abandon_reload(model: nn.Module) -> None:
-    """End a reload that broke off, so that the next can begin: layers that wait for tensors get back those that are
-    copied into; the others stay empty until then."""
+    """End a reload that broke off, so that the next can begin: layers that wait for tensors get
+    back those that are copied into; the others stay empty until then.
+    """
     for module in model.modules():
         info = get_layerwise_info(module)
         if info.can_load():

@@ -1,7 +1,8 @@
-"""Products of vLLM's that it lacks on a CPU, or rounds otherwise there, registered in vLLM's own tables.
+"""Products of vLLM's that it lacks on a CPU, or rounds otherwise there, registered in vLLM's own
+tables.
 
-Entry point in `vllm.general_plugins`: each of vLLM's processes registers them before it builds a layer, and so does the
-learner (`quant.kernels.vllm`).
+Entry point in `vllm.general_plugins`: each of vLLM's processes registers them before it builds a
+layer, and so does the learner (`quant.kernels.vllm`).
 """
 
 import importlib
@@ -17,14 +18,17 @@ from qarl.quant.runtime.parent import end_group_with_the_parent, end_with_the_pa
 
 
 def register() -> None:
-    """Register them, once for a process on a CPU, before vLLM builds a layer; on GPUs see `quant.kernels.vllm_gpu`.
+    """Register them, once for a process on a CPU, before vLLM builds a layer; on GPUs see
+    `quant.kernels.vllm_gpu`.
 
-    On CPUs with AMX vLLM 0.32 multiplies int4 weights with activations in int8 unless the environment says not to,
-    whatever the checkpoint says. A value the user set is kept; `qarl.rollout.vllm.options` refuses it. Its int4 kernel
-    does not ask the operating system for AMX, which ends a process that has not asked before ("illegal instruction").
+    On CPUs with AMX vLLM 0.32 multiplies int4 weights with activations in int8 unless the
+    environment says not to, whatever the checkpoint says. A value the user set is kept;
+    `qarl.rollout.vllm.options` refuses it. Its int4 kernel does not ask the operating system for
+    AMX, which ends a process that has not asked before ("illegal instruction").
 
-    On every device, what a server starts ends with it, and it with the run that started it: vLLM's engine goes on for
-    ever where its server is killed, and a server whose engine starts where it is terminated or interrupted.
+    On every device, what a server starts ends with it, and it with the run that started it: vLLM's
+    engine goes on for ever where its server is killed, and a server whose engine starts where it is
+    terminated or interrupted.
     """
     import torch
     from vllm.platforms import current_platform
@@ -43,19 +47,29 @@ def register() -> None:
     if not current_platform.is_cpu():
         return
     from vllm.model_executor.layers.quantization import register_quantization_config
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    from vllm.v1.attention.backends.registry import (
+        AttentionBackendEnum,
+        register_backend,
+    )
 
     from qarl.quant.kernels.vllm_cpu.attention import AttentionBackend
     from qarl.quant.kernels.vllm_cpu.experts import PerExpertConfig
     from qarl.quant.kernels.vllm_cpu.fp8 import CPUFp32FP8ScaledMMLinearKernel
-    from qarl.quant.kernels.vllm_cpu.int4 import CPUWNA16Fp32LinearKernel, CPUWNA16NibbleKernel
+    from qarl.quant.kernels.vllm_cpu.int4 import (
+        CPUWNA16Fp32LinearKernel,
+        CPUWNA16NibbleKernel,
+    )
 
     register_backend(AttentionBackendEnum.CPU_ATTN)(AttentionBackend)
     register_quantization_config("compressed-tensors")(PerExpertConfig)
     _replace(CPUFp32FP8ScaledMMLinearKernel, "fp8")
-    has_int4 = hasattr(torch.ops._C, "cpu_gemm_wna16")  # where vLLM was compiled for AVX-512
+    # where vLLM was compiled for AVX-512
+    has_int4 = hasattr(torch.ops._C, "cpu_gemm_wna16")
     _replace(CPUWNA16NibbleKernel if has_int4 else CPUWNA16Fp32LinearKernel, "mp")
-    from qarl.quant.kernels.vllm_cpu.int8 import CPUInt8ScaledMMAnyDtypeKernel, CPUInt8ScaledMMFp32Kernel
+    from qarl.quant.kernels.vllm_cpu.int8 import (
+        CPUInt8ScaledMMAnyDtypeKernel,
+        CPUInt8ScaledMMFp32Kernel,
+    )
 
     if not torch.cpu._is_vnni_supported():
         _replace(CPUInt8ScaledMMFp32Kernel, "int8")
@@ -71,8 +85,10 @@ def register() -> None:
 
 
 def _leave_transformers_classes() -> None:
-    """vLLM's Transformers backend prepares transformers' own *class* for compilation, after which no other model of it
-    can be built or run in the process. Where nothing is compiled, it has no use of that."""
+    """vLLM's Transformers backend prepares transformers' own *class* for compilation, after which
+    no other model of it can be built or run in the process. Where nothing is compiled, it has no
+    use of that.
+    """
     from vllm.config import CompilationMode
     from vllm.model_executor.models.transformers.base import Base
 
@@ -105,8 +121,9 @@ def _end_where_interrupted() -> None:
 
 
 def _replace(kernel: type, kind: str) -> None:
-    """Make vLLM multiply with this kernel instead of the one it extends. kind: vLLM's name of a table of kernels, "mp"
-    that of integer weights with activations in the compute dtype."""
+    """Make vLLM multiply with this kernel instead of the one it extends. kind: vLLM's name of a
+    table of kernels, "mp" that of integer weights with activations in the compute dtype.
+    """
     from vllm.model_executor.kernels.linear import register_linear_kernel
     from vllm.platforms.interface import PlatformEnum
 

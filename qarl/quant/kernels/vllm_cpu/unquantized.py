@@ -1,11 +1,12 @@
 """Unquantized products for CPUs, in which a row does not depend on those beside it.
 
-vLLM 0.32 multiplies large weights by oneDNN and small ones by a kernel of its own. oneDNN adds up one row alone in
-another order than the same row among others: in bfloat16 and float32 from 1,025 input columns up, and in bfloat16 at
-every width on CPUs without AVX512-BF16. So one row alone is multiplied beside one of zeros, on every CPU and in every
-dtype, which takes it 15 to 50 % longer. With AMX oneDNN takes another kernel for up to 36 bfloat16 rows than
-for more, large weights several, and vLLM's own kernel another for up to four: every bfloat16 product takes the same
-number of rows there. Remove this when vLLM's products are batch-invariant on CPUs.
+vLLM 0.32 multiplies large weights by oneDNN and small ones by a kernel of its own. oneDNN adds up
+one row alone in another order than the same row among others: in bfloat16 and float32 from 1,025
+input columns up, and in bfloat16 at every width on CPUs without AVX512-BF16. So one row alone is
+multiplied beside one of zeros, on every CPU and in every dtype, which takes it 15 to 50 % longer.
+With AMX oneDNN takes another kernel for up to 36 bfloat16 rows than for more, large weights
+several, and vLLM's own kernel another for up to four: every bfloat16 product takes the same number
+of rows there. Remove this when vLLM's products are batch-invariant on CPUs.
 
 Axes: N tokens, O output rows, I input columns.
 """
@@ -25,10 +26,12 @@ ROWS = 64
 
 
 def multiply_alike(amx: bool) -> None:
-    """Have vLLM multiply by unquantized weights row by row alike, in layers built from now on; once a process.
+    """Have vLLM multiply by unquantized weights row by row alike, in layers built from now on; once
+    a process.
 
-    amx: whether the CPU has AMX, where bfloat16 products are cut into blocks. Others are asked, once for each shape and
-    dtype, whether pairs are enough on this machine (`quant.kernels.row_independence`), and cut into blocks if not.
+    amx: whether the CPU has AMX, where bfloat16 products are cut into blocks. Others are asked,
+    once for each shape and dtype, whether pairs are enough on this machine
+    (`quant.kernels.row_independence`), and cut into blocks if not.
     """
     from vllm.model_executor.layers import utils
 
@@ -55,7 +58,8 @@ def multiply_alike(amx: bool) -> None:
 
 @torch.no_grad()
 def pairs_suffice(product: Product, weight: torch.Tensor) -> bool:
-    """Return whether a row is multiplied alike beside any others, once it is never multiplied alone.
+    """Return whether a row is multiplied alike beside any others, once it is never multiplied
+    alone.
 
     weight: [O, I], what the product multiplies by. Takes as long as some 100 rows.
     """

@@ -1,7 +1,9 @@
-"""Who may ask a server for what: the key on the run's side, and its check inside the server, of all but its health.
+"""Who may ask a server for what: the key on the run's side, and its check inside the server, of all
+but its health.
 
-vLLM's own check of `VLLM_API_KEY` covers paths under /v1, /v2 and /inference alone; the ones that pause a server, load
-weights or call into its workers are open in version 0.32 (its help of --api-key says so).
+vLLM's own check of `VLLM_API_KEY` covers paths under /v1, /v2 and /inference alone; the ones that
+pause a server, load weights or call into its workers are open in version 0.32 (its help of
+--api-key says so).
 """
 
 import hmac
@@ -20,8 +22,9 @@ _CALLS = "/collective_rpc"
 
 
 def server_key(file: str | None) -> str | None:
-    """The API key in a file, or in the environment's `QARL_SERVER_KEY`, or None where there is neither. Raises
-    `InputError` for a file without one."""
+    """The API key in a file, or in the environment's `QARL_SERVER_KEY`, or None where there is
+    neither. Raises `InputError` for a file without one.
+    """
     if file is None:
         return os.environ.get(KEY_VARIABLE) or None
     try:
@@ -31,14 +34,17 @@ def server_key(file: str | None) -> str | None:
             f"the servers' API key cannot be read from {file!r}: {error}; give a file that holds it"
         ) from error
     if not key or not key.isascii() or len(key.split()) > 1:
-        raise InputError(f"{file!r} holds no API key; write it into the file, one word in ASCII and nothing else")
+        raise InputError(
+            f"{file!r} holds no API key; write it into the file, one word in ASCII and nothing else"
+        )
     return key
 
 
 class RequireKey:
-    """ASGI middleware: 401 without `Authorization: Bearer` and the key in `VLLM_API_KEY`; 403 for a call of another
-    method of the workers than QaRL's. Some of vLLM's or Python's own (`__class__`) end the thread that answers, and the
-    server hangs."""
+    """ASGI middleware: 401 without `Authorization: Bearer` and the key in `VLLM_API_KEY`; 403 for a
+    call of another method of the workers than QaRL's. Some of vLLM's or Python's own (`__class__`)
+    end the thread that answers, and the server hangs.
+    """
 
     def __init__(self, app: Callable[..., Awaitable[None]]):
         self._app = app
@@ -47,22 +53,36 @@ class RequireKey:
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         """Pass on, or refuse."""
-        if scope["type"] == "lifespan":  # the application's start and end, without a path
+        # the application's start and end, without a path
+        if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
         credentials = dict(scope.get("headers", ())).get(b"authorization", b"")
-        if self._expected is None or scope["path"] in _OPEN or hmac.compare_digest(credentials, self._expected or b""):
+        if (
+            self._expected is None
+            or scope["path"] in _OPEN
+            or hmac.compare_digest(credentials, self._expected or b"")
+        ):
             await (self._call if scope["path"] == _CALLS else self._app)(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
-            headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
+            headers = [
+                (b"content-type", b"application/json"),
+                (b"www-authenticate", b"Bearer"),
+            ]
             await send({"type": "http.response.start", "status": 401, "headers": headers})
-            await send({"type": "http.response.body", "body": b'{"error": "no or another key"}'})
+            await send(
+                {
+                    "type": "http.response.body",
+                    "body": b'{"error": "no or another key"}',
+                }
+            )
 
     async def _call(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         """Pass a call on, its body read, where its method is QaRL's."""
-        from starlette.requests import Request  # vLLM's, which a run that asks servers may lack
+        # vLLM's, which a run that asks servers may lack
+        from starlette.requests import Request
         from starlette.responses import PlainTextResponse
 
         body = await Request(scope, receive).body()

@@ -1,8 +1,8 @@
 """Requests for completions and log-probs as JSON, and what comes back, read and checked.
 
-Tokens go in and tokens come out: a completion's token ids and log-probs are the sampler's own. Its text, which rewards
-read, is made of those ids here, as it is in process; where a stop text has to be seen while they are sampled it is the
-server's, cut as vLLM cuts it in process.
+Tokens go in and tokens come out: a completion's token ids and log-probs are the sampler's own. Its
+text, which rewards read, is made of those ids here, as it is in process; where a stop text has to
+be seen while they are sampled it is the server's, cut as vLLM cuts it in process.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,11 +13,17 @@ from qarl.rollout.types import Completion, Prompt, Sampling
 from qarl.rollout.vllm.requests import sampling_arguments, scoring_arguments
 
 _NOT_A_NUMBER = -9999.0
-"""What vLLM's servers send for a log-prob that is NaN or minus infinity, which JSON has no number for."""
+"""What vLLM's servers send for a log-prob that is NaN or minus infinity, which JSON has no number
+for.
+"""
 
 
-def completion_request(prompt: Prompt, sampling: Sampling, j: int, k: int, salt: str) -> dict[str, Any]:
-    """Sample k of prompt j of a call. salt: of the prefix cache, so that no key or value of other weights is reused."""
+def completion_request(
+    prompt: Prompt, sampling: Sampling, j: int, k: int, salt: str
+) -> dict[str, Any]:
+    """Sample k of prompt j of a call. salt: of the prefix cache, so that no key or value of other
+    weights is reused.
+    """
     return {
         "token_ids": list(prompt.token_ids),
         "sampling_params": sampling_arguments(sampling, prompt, j, k),
@@ -28,13 +34,18 @@ def completion_request(prompt: Prompt, sampling: Sampling, j: int, k: int, salt:
 
 def scoring_request(sequence: Sequence[int], salt: str) -> dict[str, Any]:
     """For the log-probs of a sequence's tokens."""
-    return {"token_ids": list(sequence), "sampling_params": scoring_arguments(), "cache_salt": salt}
+    return {
+        "token_ids": list(sequence),
+        "sampling_params": scoring_arguments(),
+        "cache_salt": salt,
+    }
 
 
 def read_completion(answer: Any, url: str, labels: Mapping[str, int]) -> Completion:
-    """The completion in a server's answer, with no text where tokens alone were asked for. labels: of the weights that
-    may have sampled it, one after the other, and their versions. Raises `AnswerError` for an answer that is incomplete,
-    `LostServerError` for one of other weights."""
+    """The completion in a server's answer, with no text where tokens alone were asked for. labels:
+    of the weights that may have sampled it, one after the other, and their versions. Raises
+    `AnswerError` for an answer that is incomplete, `LostServerError` for one of other weights.
+    """
     try:
         (choice,) = answer["choices"]
         tokens, finish = tuple(choice["token_ids"]), choice["finish_reason"]
@@ -46,23 +57,38 @@ def read_completion(answer: Any, url: str, labels: Mapping[str, int]) -> Complet
     if finish not in ("stop", "length", "repetition"):
         raise AnswerError(f"the server at {url} ended a completion by {finish!r}")
     if not all(type(token) is int for token in tokens) or not isinstance(text, str):
-        raise AnswerError(f"the server at {url} gave tokens or a text that are none: {str(tokens)[:100]}")
+        raise AnswerError(
+            f"the server at {url} gave tokens or a text that are none: {str(tokens)[:100]}"
+        )
     if len(logprobs) != len(tokens) or not tokens:
-        raise AnswerError(f"the server at {url} gave {len(logprobs)} log-probs for {len(tokens)} tokens")
+        raise AnswerError(
+            f"the server at {url} gave {len(logprobs)} log-probs for {len(tokens)} tokens"
+        )
     _require_weights(spans, len(tokens), labels, url)
     _require_numbers(logprobs, url)
     (_, first), *switches = [(start, labels[label]) for label, start, _ in spans]
     return Completion(
-        token_ids=tokens, logprobs=logprobs, text=text, weight_version=first, finish_reason=finish,
+        token_ids=tokens,
+        logprobs=logprobs,
+        text=text,
+        weight_version=first,
+        finish_reason=finish,
         switches=tuple(switches),
-    )  # fmt: skip
+    )
 
 
-def read_logprobs(answer: Any, sequence: Sequence[int], url: str, labels: Mapping[str, int]) -> list[float]:
-    """Log-probs of tokens 1… in nats. labels: of weights that may have given them. Raises as `read_completion`."""
+def read_logprobs(
+    answer: Any, sequence: Sequence[int], url: str, labels: Mapping[str, int]
+) -> list[float]:
+    """Log-probs of tokens 1… in nats. labels: of weights that may have given them. Raises as
+    `read_completion`.
+    """
     try:
         entries = answer["prompt_logprobs"][1:]
-        logprobs = [float(entry[str(token)]["logprob"]) for token, entry in zip(sequence[1:], entries, strict=True)]
+        logprobs = [
+            float(entry[str(token)]["logprob"])
+            for token, entry in zip(sequence[1:], entries, strict=True)
+        ]
         spans = _spans(answer["choices"][0])
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise _unreadable(url, error) from error
@@ -72,28 +98,42 @@ def read_logprobs(answer: Any, sequence: Sequence[int], url: str, labels: Mappin
 
 
 def _unreadable(url: str, error: Exception) -> AnswerError:
-    return AnswerError(f"an answer of the server at {url} cannot be read: {type(error).__name__}: {error}")
+    return AnswerError(
+        f"an answer of the server at {url} cannot be read: {type(error).__name__}: {error}"
+    )
 
 
 def _spans(choice: dict[str, Any]) -> list[tuple[str, int, int]]:
-    return [(span["version"], span["start"], span["end"]) for span in choice["weight_versions"] or ()]
+    return [
+        (span["version"], span["start"], span["end"]) for span in choice["weight_versions"] or ()
+    ]
 
 
-def _require_weights(spans: list[tuple[str, int, int]], tokens: int, labels: Mapping[str, int], url: str) -> None:
+def _require_weights(
+    spans: list[tuple[str, int, int]], tokens: int, labels: Mapping[str, int], url: str
+) -> None:
     """All tokens by weights of `labels`, later ones by later weights."""
     ends = [0, *(end for _, _, end in spans)]
-    whole = ends[-1] == tokens and all(start == end for (_, start, _), end in zip(spans, ends, strict=False))
+    whole = ends[-1] == tokens and all(
+        start == end for (_, start, _), end in zip(spans, ends, strict=False)
+    )
     versions = [labels.get(label, -1) for label, _, _ in spans]
     if not whole or -1 in versions or versions != sorted(set(versions)):
-        shown = ", ".join(f"{start} to {end} by {label!r}" for label, start, end in spans) or "by no weights named"
+        shown = (
+            ", ".join(f"{start} to {end} by {label!r}" for label, start, end in spans)
+            or "by no weights named"
+        )
         published = " and ".join(map(repr, labels))
         since = "which was published last" if len(labels) == 1 else "which were published last"
         raise LostServerError(
-            f"the server at {url} sampled tokens {shown}, and not all by {published}, {since}: another run publishes "
-            "to it, or it was restarted; give every run servers of its own"
+            f"the server at {url} sampled tokens {shown}, and not all by {published}, {since}:"
+            " another run publishes to it, or it was restarted; give every run servers of its own"
         )
 
 
 def _require_numbers(logprobs: Sequence[float], url: str) -> None:
     if not all(_NOT_A_NUMBER < logprob <= 0 for logprob in logprobs):
-        raise AnswerError(f"the server at {url} gave a token a log-prob that is no number; its activations overflow")
+        raise AnswerError(
+            f"the server at {url} gave a token a log-prob that is no number; its activations"
+            " overflow"
+        )

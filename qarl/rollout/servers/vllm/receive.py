@@ -1,13 +1,15 @@
-"""Inside a server: the files of a weight version that a run sends come in here, where the two share no file system.
+"""Inside a server: the files of a weight version that a run sends come in here, where the two share
+no file system.
 
-    POST /qarl/versions/7/manifest.json?run=NAME           what is to come; what was there before goes
-    POST /qarl/versions/7/tensors-0.safetensors?run=NAME   each file of it, or its `delta`
+    POST /qarl/versions/7/manifest.json?run=NAME           what is to come; what was there before
+    goes POST /qarl/versions/7/tensors-0.safetensors?run=NAME   each file of it, or its `delta`
 
     → {"folder": "…/version-7"} to the last of them, {"folder": null} to those before
 
-The folder gets its name when all of it is there, and workers stage from it as from one that a run has written
-(`rollout.servers.versions`). So half a version is never staged; whether the bytes are right, its digest says then.
-What broke off is begun again with the manifest. (Not PUT: clients and proxies repeat one by themselves.)
+The folder gets its name when all of it is there, and workers stage from it as from one that a run
+has written (`rollout.servers.versions`). So half a version is never staged; whether the bytes are
+right, its digest says then. What broke off is begun again with the manifest. (Not PUT: clients and
+proxies repeat one by themselves.)
 """
 
 import asyncio
@@ -28,18 +30,22 @@ from qarl.quant.runtime.libraries import RECEIVED
 from qarl.rollout.servers.versions import MANIFEST, MANIFEST_BYTES, read_version
 
 VERSIONS = "/qarl/versions"
-_PATH = re.compile(VERSIONS + r"/([0-9]{1,10})/(manifest\.json|delta|tensors-[0-9]{1,6}\.safetensors)")
+_PATH = re.compile(
+    VERSIONS + r"/([0-9]{1,10})/(manifest\.json|delta|tensors-[0-9]{1,6}\.safetensors)"
+)
 _WRITTEN_AT_ONCE = 1 << 22
 _SILENCE_SECONDS = 60.0
 """Without a byte, after which a sender is taken to be gone."""
 _DISCARDED = 1 << 26
-"""Bytes of a refused file that are still read, so that a sender who reads no answer before its end finds the refusal,
-and no broken connection."""
+"""Bytes of a refused file that are still read, so that a sender who reads no answer before its end
+finds the refusal, and no broken connection.
+"""
 
 
 class ReceiveVersions:
-    """ASGI middleware behind `RequireKey`: takes a version's files from the run that this server belongs to, no more
-    bytes than the manifest says; all else is passed on."""
+    """ASGI middleware behind `RequireKey`: takes a version's files from the run that this server
+    belongs to, no more bytes than the manifest says; all else is passed on.
+    """
 
     def __init__(self, app: Callable[..., Awaitable[None]]):
         self._app = app
@@ -48,7 +54,11 @@ class ReceiveVersions:
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         """Take a file and say where its version is, or why not, or pass on."""
-        path = _PATH.fullmatch(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        path = (
+            _PATH.fullmatch(scope["path"])
+            if scope["type"] == "http" and scope["method"] == "POST"
+            else None
+        )
         if path is None or self._folder is None:
             await self._app(scope, receive, send)
             return
@@ -67,7 +77,9 @@ class ReceiveVersions:
 
 
 async def _require_the_run(request: Request) -> None:
-    """Raise where the server is another's than the run that asks; one that was restarted is nobody's yet."""
+    """Raise where the server is another's than the run that asks; one that was restarted is
+    nobody's yet.
+    """
     run = request.query_params.get("run", "")
     states = await request.app.state.engine_client.collective_rpc("qarl_state")
     for owner in {state["learner"] for state in states} - {"", run}:
@@ -81,7 +93,10 @@ async def _taken(building: Path, name: str, request: Request) -> Path | None:
         raise HTTPException(411, "the request names no Content-Length")
     limit = MANIFEST_BYTES if name == MANIFEST else _room(building, name)
     if (length := int(announced)) > limit:
-        raise HTTPException(413, f"{name} of {length} bytes is larger than the {limit} that are left for it")
+        raise HTTPException(
+            413,
+            f"{name} of {length} bytes is larger than the {limit} that are left for it",
+        )
     building.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=building.parent, delete=False) as file:
         arrived = Path(file.name)
@@ -106,7 +121,9 @@ def _room(building: Path, name: str) -> int:
 
 
 async def copy(request: Request, file: IO[bytes], length: int) -> None:
-    """A request's body into a file. Raises where it has other than `length` bytes, breaks off, or stops coming."""
+    """A request's body into a file. Raises where it has other than `length` bytes, breaks off, or
+    stops coming.
+    """
     left, pending = length, bytearray()
     async for part in _parts(request):
         pending += part
@@ -125,7 +142,8 @@ async def _parts(request: Request) -> AsyncIterator[bytes]:
     """Of a request's body, as they come."""
     stream = request.stream()
     try:
-        while part := await asyncio.wait_for(anext(stream), _SILENCE_SECONDS):  # the last one is empty
+        # the last one is empty
+        while part := await asyncio.wait_for(anext(stream), _SILENCE_SECONDS):
             yield part
     except TimeoutError:
         raise HTTPException(408, f"nothing came for {_SILENCE_SECONDS:g} s") from None
@@ -144,7 +162,9 @@ async def _discard(request: Request) -> None:
 
 
 def _place(arrived: Path, building: Path, name: str) -> Path | None:
-    """Put a file into the version it is of, which is begun by its manifest, and finished where it was the last."""
+    """Put a file into the version it is of, which is begun by its manifest, and finished where it
+    was the last.
+    """
     if name == MANIFEST:
         _clear(building.parent, arrived)
         building.mkdir()
@@ -155,7 +175,10 @@ def _place(arrived: Path, building: Path, name: str) -> Path | None:
         raise HTTPException(400, str(error)) from error
     free = shutil.disk_usage(building).free
     if name == MANIFEST and version.bytes > free:
-        raise HTTPException(507, f"{version.bytes} bytes are to come, and {free} are free in {str(building.parent)!r}")
+        raise HTTPException(
+            507,
+            f"{version.bytes} bytes are to come, and {free} are free in {str(building.parent)!r}",
+        )
     if not all((building / file).exists() for file in version.names):
         return None
     return building.rename(building.with_suffix(""))

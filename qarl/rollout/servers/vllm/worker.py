@@ -1,9 +1,11 @@
-"""Inside a server: a weight version is taken from files, in two steps, each a call of vLLM's into its workers.
+"""Inside a server: a weight version is taken from files, in two steps, each a call of vLLM's into
+its workers.
 
-    stage     read, hash, compare names with the model's: nothing is changed, and requests go on, for a thread does it
-    load      load it into the model, while the server is paused
+    stage     read, hash, compare names with the model's: nothing is changed, and requests go on,
+    for a thread does it load      load it into the model, while the server is paused
 
-So what can be wrong with a version is found before any replica has it: all of them take it, or all keep the one before.
+So what can be wrong with a version is found before any replica has it: all of them take it, or all
+keep the one before.
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -25,7 +27,9 @@ from qarl.rollout.vllm.worker import WorkerExtension, compare_names, load_stream
 
 @dataclass(frozen=True)
 class StagedVersion:
-    """version: whole, in host memory. report: what loading it would say. keep: whether to hold it when it is loaded."""
+    """version: whole, in host memory. report: what loading it would say. keep: whether to hold it
+    when it is loaded.
+    """
 
     version: VersionCache
     report: LoadReport
@@ -33,8 +37,9 @@ class StagedVersion:
 
 
 class ReceivedVersions:
-    """What one worker has of versions. cached: the version the model has, None where it is not kept, or not sure.
-    loaded: what the last load did, or None."""
+    """What one worker has of versions. cached: the version the model has, None where it is not
+    kept, or not sure. loaded: what the last load did, or None.
+    """
 
     def __init__(self, model: nn.Module, config: VllmConfig):
         self._model, self._config = model, config
@@ -51,13 +56,17 @@ class ReceivedVersions:
         self._staging = None
 
     def stage(self, folder: str, digest: str, tensor_bytes: int, keep: bool) -> LoadReport | None:
-        """What was staged since `abandon`, None while that is under way: begun at the first call, in a thread. Raises
-        what it raised.
+        """What was staged since `abandon`, None while that is under way: begun at the first call,
+        in a thread. Raises what it raised.
 
-        folder: of a weight version (`rollout.servers.versions`), as this machine sees it. digest, tensor_bytes: that
-        it has to have. keep: whether to hold it in host memory, for the next to be a delta from."""
+        folder: of a weight version (`rollout.servers.versions`), as this machine sees it. digest,
+        tensor_bytes: that it has to have. keep: whether to hold it in host memory, for the next to
+        be a delta from.
+        """
         if self._staging is None:
-            self._staging = self._thread.submit(self._stage, Path(folder), digest, tensor_bytes, keep)
+            self._staging = self._thread.submit(
+                self._stage, Path(folder), digest, tensor_bytes, keep
+            )
         return self._staging.result().report if self._staging.done() else None
 
     def _stage(self, folder: Path, digest: str, tensor_bytes: int, keep: bool) -> StagedVersion:
@@ -71,21 +80,28 @@ class ReceivedVersions:
         self.cached = None  # the model is still of the version before
         names = [item.name for item in version.tensors()]
         unconsumed, missing = compare_names(checkpoint_names(self._model).values(), names)
-        return StagedVersion(version, LoadReport(version.digest, len(names), unconsumed, missing), keep)
+        return StagedVersion(
+            version, LoadReport(version.digest, len(names), unconsumed, missing), keep
+        )
 
     def load(self, digest: str) -> LoadReport | None:
-        """Take the staged version of that digest, or have taken it already (the answer may have been lost); None where
-        neither is so. Raises `RuntimeError` where it had to be refused."""
+        """Take the staged version of that digest, or have taken it already (the answer may have
+        been lost); None where neither is so. Raises `RuntimeError` where it had to be refused.
+        """
         if self._staging is None:
             return self.loaded if self.loaded and self.loaded.digest == digest else None
         staged = self._staging.result()
         if not staged.report.took_all_of(digest):
-            raise RuntimeError(f"weight version {staged.version.version} does not fit: {staged.report}")
-        self.loaded = None  # it may break off half way, which leaves parts of two versions until another is loaded
+            raise RuntimeError(
+                f"weight version {staged.version.version} does not fit: {staged.report}"
+            )
+        # it may break off half way, which leaves parts of two versions until another is loaded
+        self.loaded = None
         self.loaded = load_stream(self._model, self._config, staged.version.tensors())
         if self.loaded != staged.report:
             raise RuntimeError(
-                f"weight version {staged.version.version} was staged as {staged.report} and loaded as {self.loaded}"
+                f"weight version {staged.version.version} was staged as {staged.report} and loaded"
+                f" as {self.loaded}"
             )
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
@@ -95,8 +111,9 @@ class ReceivedVersions:
 
 
 class ServerExtension(WorkerExtension):
-    """What a server's worker answers: plain data, for it goes through JSON. qarl_learner: the run this server belongs
-    to, "" for none."""
+    """What a server's worker answers: plain data, for it goes through JSON. qarl_learner: the run
+    this server belongs to, "" for none.
+    """
 
     qarl_learner = ""
 
@@ -106,7 +123,9 @@ class ServerExtension(WorkerExtension):
         return ReceivedVersions(self.model_runner.get_model(), self.vllm_config)
 
     def qarl_state(self) -> dict[str, Any]:
-        """Which run it belongs to, the digest of the version it holds, and the settings it samples by."""
+        """Which run it belongs to, the digest of the version it holds, and the settings it samples
+        by.
+        """
         config, cached = self.vllm_config.model_config, self.qarl_versions.cached
         return {
             "learner": self.qarl_learner,
