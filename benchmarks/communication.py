@@ -212,7 +212,8 @@ def _worker(folder: Path) -> None:
     """
     torch.set_num_threads(1)
     processes = join_processes()
-    batch, rows = make_batch(groups_of(draw_sequences(MODEL, seed=0)), PAD), []
+    batch = make_batch(groups_of(draw_sequences(MODEL, seed=0)), PAD)
+    rows = []
     for job in json.loads((folder / "jobs.json").read_text()):
         learner = _learner(folder / "model", job, processes, int(batch.length.sum()))
         learner.learn(batch, 0)

@@ -162,7 +162,8 @@ def _config(shape: str) -> PretrainedConfig:
         config: PretrainedConfig = moe_config(1e9)
     else:
         config = Qwen3Config(**_QWEN3[shape])
-    config.pad_token_id, config.eos_token_id = PAD, END
+    config.pad_token_id = PAD
+    config.eos_token_id = END
     return config
 
 
@@ -175,7 +176,8 @@ def _measured(
     job: Job,
 ) -> Delivered:
     """Rounds of one publish each way."""
-    clock, generator = _Clock(), torch.Generator().manual_seed(1)
+    clock = _Clock()
+    generator = torch.Generator().manual_seed(1)
     sizes: dict[str, list[int]] = {"bf16": [], "whole": [], "delta": []}
     for number in range(job.rounds):
         sizes["bf16"].append(_from_disk(plain, engine, folder, clock))

@@ -35,7 +35,10 @@ STEPS = 8
 differ.
 """
 
-_SPREAD, _TOKENS, _ROWS, _EXPERTS = 0.02, 512, 4096, 2
+_SPREAD = 0.02
+_TOKENS = 512
+_ROWS = 4096
+_EXPERTS = 2
 _DTYPE = torch.bfloat16
 
 
@@ -126,7 +129,8 @@ def kinds(config: PretrainedConfig) -> list[Kind]:
     """The matrices of a Qwen3, or a Qwen3-MoE; norms and routers, thousandths of it, are left
     out.
     """
-    hidden, layers = config.hidden_size, config.num_hidden_layers
+    hidden = config.hidden_size
+    layers = config.num_hidden_layers
     queries, values = (
         heads * config.head_dim
         for heads in (config.num_attention_heads, config.num_key_value_heads)
@@ -157,7 +161,8 @@ class _Total:
 
     def __init__(self) -> None:
         self.codes = self.changed = self.scales = self.moved = 0.0
-        self.full, self.delta = {True: 0.0, False: 0.0}, {True: 0.0, False: 0.0}
+        self.full = {True: 0.0, False: 0.0}
+        self.delta = {True: 0.0, False: 0.0}
 
     def add(
         self,

@@ -29,7 +29,8 @@ from qarl.rollout.vllm.engine import VllmEngine
 from qarl.rollout.vllm.options import VllmOptions
 from qarl.sync.export import export_checkpoint
 
-_LAYERS, _ROUNDS = 4, 5
+_LAYERS = 4
+_ROUNDS = 5
 
 
 def seconds_of_publish(folder: Path, scheme: str, experts: int) -> tuple[int, float]:
@@ -37,7 +38,8 @@ def seconds_of_publish(folder: Path, scheme: str, experts: int) -> tuple[int, fl
     in.
     """
     sizes = {**SIZES, "num_hidden_layers": _LAYERS, "moe_intermediate_size": 128}
-    masters, export = folder / "masters", folder / "export"
+    masters = folder / "masters"
+    export = folder / "export"
     shutil.copytree(ensure_tiny("tiny-qwen3-moe"), masters)
     torch.manual_seed(0)
     config = Qwen3MoeConfig(**sizes, num_experts=experts, num_experts_per_tok=4)

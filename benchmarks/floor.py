@@ -34,7 +34,8 @@ from qarl.run.session import model_folder
 from qarl.sync.floor import EXACT, OTHER_ROUNDINGS_SEED, ROUNDED, FixedSequences
 from qarl.tasks import load_task
 
-RIGHT, ROUNDINGS = LEARNERS["fake-quant"], LEARNERS["aligned"]
+RIGHT = LEARNERS["fake-quant"]
+ROUNDINGS = LEARNERS["aligned"]
 STEP = 2e-5
 """By which a stale version's masters are moved, up or down, as by one step of AdamW at that
 rate.
@@ -77,7 +78,8 @@ def faulty(
             "one layer unquantized",
             learner(masters, rules=(LayerRule(match=middle, scheme="bf16"),)),
         )
-    moved, generator = copy.deepcopy(masters), torch.Generator().manual_seed(1)
+    moved = copy.deepcopy(masters)
+    generator = torch.Generator().manual_seed(1)
     for parameter in moved.parameters():
         parameter.data.add_(STEP * torch.randn(parameter.shape, generator=generator).sign())
     yield f"stale by a step of {STEP:g}", learner(moved)
@@ -125,7 +127,8 @@ def _rows(
     expected: torch.Tensor,
     batch: Batch,
 ) -> list[Row]:
-    fixed, own = FixedSequences(aligned, sequences), scored(aligned, batch)
+    fixed = FixedSequences(aligned, sequences)
+    own = scored(aligned, batch)
     floor = fixed.floor().mean_abs
     with aligned.context.other_roundings(OTHER_ROUNDINGS_SEED):
         moved = scored(aligned, batch)

@@ -37,7 +37,8 @@ def nanoseconds(part: Callable[[], object], weights: int) -> float:
 
 def main() -> None:
     """Measure and print, a row a shape."""
-    scheme, dtype = get_scheme("w8a8"), torch.bfloat16
+    scheme = get_scheme("w8a8")
+    dtype = torch.bfloat16
     Console().print(
         "rows x columns: codes, sums, oneDNN's int8 layout, oneDNN's bfloat16 layout",
         highlight=False,
@@ -46,7 +47,9 @@ def main() -> None:
         master = torch.randn(rows, columns)
         weight = materialize(master, scheme, dtype, "layer")
         assert weight.scale is not None
-        codes, scale, plain = weight.codes, weight.scale.float(), master.to(dtype)
+        codes = weight.codes
+        scale = weight.scale.float()
+        plain = master.to(dtype)
         parts = (
             lambda master=master, weight=weight: materialize(
                 master, scheme, dtype, "layer", out=weight

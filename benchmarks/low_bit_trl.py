@@ -28,7 +28,11 @@ from qarl.report.metrics import read_metrics
 from qarl.report.record import record
 from qarl.run.session import model_folder
 
-_MODEL, _LR, _UPDATES, _WARM, _HELD_OUT = "tiny-qwen3", 2e-4, 2, 3, 512
+_MODEL = "tiny-qwen3"
+_LR = 2e-4
+_UPDATES = 2
+_WARM = 3
+_HELD_OUT = 512
 
 
 def trained_by_qarl(steps: int, seed: int) -> dict[str, Any]:
@@ -66,16 +70,15 @@ def trained_by_trl(low_bit: bool, steps: int, seed: int) -> dict[str, Any]:
     from qarl.integrations.trl import LowBitGRPOTrainer
 
     settings = qarl.config(_MODEL)
-    task, prompts, folder = (
-        qarl.load_task(settings.task),
-        settings.rollout.prompts,
-        model_folder(_MODEL),
-    )
+    task = qarl.load_task(settings.task)
+    prompts = settings.rollout.prompts
+    folder = model_folder(_MODEL)
     problems = [
         p for step in range(steps) for p in task.problems("train", step * prompts, prompts, seed)
     ]
     chats = [[{"role": "user", "content": problem.question}] for problem in problems]
-    tokenizer, ended = AutoTokenizer.from_pretrained(folder), []
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ended = []
 
     def reward(completions: Any, number: Any, **_: Any) -> list[float]:
         texts = [completion[0]["content"] for completion in completions]
@@ -153,7 +156,8 @@ def trained_by_trl(low_bit: bool, steps: int, seed: int) -> dict[str, Any]:
     right = sum(
         text.strip() == problem.answer for problem, text in zip(held_out, answers, strict=True)
     )
-    name, history = "sampling/sampling_logp_difference/max", trainer.state.log_history
+    name = "sampling/sampling_logp_difference/max"
+    history = trainer.state.log_history
     seconds = [after - before for before, after in pairwise(ended)]
     off = max((entry[name] for entry in history if name in entry), default=None)
     return {
@@ -201,10 +205,8 @@ def main() -> int:
             output = subprocess.run(of_seed, stdout=subprocess.PIPE, text=True, check=True).stdout
             seeds.append(json.loads(output.splitlines()[-1]))
             print(learner, seed, seeds[-1], flush=True)
-        accuracies, off = (
-            [row["accuracy"] for row in seeds],
-            [row["max_abs"] for row in seeds],
-        )
+        accuracies = [row["accuracy"] for row in seeds]
+        off = [row["max_abs"] for row in seeds]
         most = None if None in off else max(off)
         means = {
             "accuracy": fmean(accuracies),

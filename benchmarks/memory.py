@@ -117,7 +117,8 @@ def _measure_model(
     fields: dict[str, str],
 ) -> Iterator[Row]:
     with tempfile.TemporaryDirectory(prefix="qarl-bench-") as place:
-        folder, reward = Path(place) / "model", Path(place) / "mine.py"
+        folder = Path(place) / "model"
+        reward = Path(place) / "mine.py"
         _write(model, folder)
         reward.write_text(_REWARD)
         for scheme in schemes:

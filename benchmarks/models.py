@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-PAD, END = 0, 1
+PAD = 0
+END = 1
 
 
 @dataclass(frozen=True)

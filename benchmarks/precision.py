@@ -86,14 +86,16 @@ def measure(
     measured.
     """
     _check(options)
-    sizes, rows = MODELS["tiny"], []
+    sizes = MODELS["tiny"]
+    rows = []
     batches = [
         make_batch(groups_of(draw_sequences(sizes, options.seed + i)), PAD)
         for i in range(options.steps)
     ]
     with tempfile.TemporaryDirectory() as temporary:
         write_model(sizes, Path(temporary), options.seed)
-        start, reference = _start(Path(temporary)), None
+        start = _start(Path(temporary))
+        reference = None
         for dtype, rounding in masters:
             learner = _learner(Path(temporary), options, dtype, rounding)
             flips = FlipCount()
@@ -193,7 +195,9 @@ def _learn(learner: Learner, batches: list[Batch]) -> tuple[float, float]:
     and what measuring adds to a step: of medians, since the machine has other work.
     """
     learner.stopwatch = SynchronizedStopwatch()
-    lost, phases, totals = [], ([], []), []
+    lost = []
+    phases = ([], [])
+    totals = []
     # the first has more to do, and is not measured
     for number, batch in enumerate(batches, start=1):
         stats = learner.learn(batch, number)

@@ -83,7 +83,8 @@ def measure(
     found = get_scheme(scheme)
     if parameters < 1e6:
         raise ConfigError(f"--parameters {parameters:g} must be at least 1e6")
-    compute, master = COMPUTE_DTYPES[dtype], MASTER_DTYPES[master_dtype]
+    compute = COMPUTE_DTYPES[dtype]
+    master = MASTER_DTYPES[master_dtype]
     config = moe_config(parameters)
     masters = random_masters(config, master)
     # compiles: neither time nor memory of a version
@@ -168,12 +169,14 @@ def _rounds(
     seconds: list[tuple[float, ...]] = []
     for _ in range(repeats + 1):
         copy = min(_seconds(lambda: target.copy_(source)) for _ in range(3))
-        made, sent = _seconds(model.refresh), _seconds(lambda: _publish(model, sink))
+        made = _seconds(model.refresh)
+        sent = _seconds(lambda: _publish(model, sink))
         proven = _seconds(lambda: _publish_proven(model, sink))
         seconds.append((copy, made, sent, made + sent, proven, made + proven))
     copies, *others = zip(*seconds[1:], strict=True)
     bandwidths = [2 * _COPIED_BYTES / copy for copy in copies]
-    made_bytes, sent_bytes = master_bytes + low_bit_bytes, 2 * low_bit_bytes
+    made_bytes = master_bytes + low_bit_bytes
+    sent_bytes = 2 * low_bit_bytes
     named = {
         "materialize": made_bytes,
         "publish": sent_bytes,
@@ -196,7 +199,8 @@ def _publish(model: LowBitModel, sink: list[torch.Tensor]) -> None:
 
 
 def _publish_proven(model: LowBitModel, sink: list[torch.Tensor]) -> None:
-    sender, receiver = StreamDigest(), ReceivedDigest()
+    sender = StreamDigest()
+    receiver = ReceivedDigest()
     for item, target in zip(model.low_bit_tensors(), sink, strict=True):
         sender.update(item)
         receiver.update(item)

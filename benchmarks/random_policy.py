@@ -80,7 +80,8 @@ def random_policy(name: str, seed: int) -> Iterator[Path]:
 
 def write_policy(name: str, folder: Path, seed: int) -> None:
     """Write the model folder of a policy in `NAMES`."""
-    config, like = _CONFIGS.get(name), name if name in _LIKE else "random-qwen3"
+    config = _CONFIGS.get(name)
+    like = name if name in _LIKE else "random-qwen3"
     untrained = dataclasses.replace(
         RECIPES[_LIKE[like]], warm_start_steps=0, tie_word_embeddings=False, seed=seed
     )

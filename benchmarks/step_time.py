@@ -41,7 +41,9 @@ GPUS = {
     "h200": Rates(4.8e12, 450e9, 989e12),
     "b200": Rates(8.0e12, 900e9, 2250e12),
 }
-READING, MULTIPLYING, SENDING = 0.75, 0.5, 0.7
+READING = 0.75
+MULTIPLYING = 0.5
+SENDING = 0.7
 """Shares of those rates that large kernels and collectives reach."""
 LAYER_SECONDS = {"eager": (400e-6, 560e-6), "graphs": (40e-6, 80e-6)}
 """Least of a decoder layer's step of the engine, dense and of experts: its launches, without and
@@ -53,9 +55,11 @@ DEQUANTIZING = 20.0
 """Bytes of traffic for each weight that a backward dequantizes, by torch's operators one after
 another.
 """
-HOST_LINK, PAGEABLE = 20e9, 8e9
+HOST_LINK = 20e9
+PAGEABLE = 8e9
 """Bytes/s to pinned memory of the host, and to other."""
-A_CALL, A_COPY = 20e-6, 15e-6
+A_CALL = 20e-6
+A_COPY = 15e-6
 """Seconds of a publish for each tensor: vLLM's loader, and a copy to the host for the digest."""
 ITERATIONS = 5
 """Of Muon's orthogonalization."""
@@ -129,14 +133,14 @@ class _Count:
     """Of one process."""
 
     def __init__(self, plan: Plan, lengths: Lengths, rates: Rates):
-        self.plan, self.config, self.shapes, self.lengths = (
-            plan,
-            plan.config,
-            plan.shapes,
-            lengths,
-        )
-        self.reads, self.flops = rates.memory * READING, rates.flops * MULTIPLYING
-        self.sends, self.rates = rates.link * SENDING, rates
+        self.plan = plan
+        self.config = plan.config
+        self.shapes = plan.shapes
+        self.lengths = lengths
+        self.reads = rates.memory * READING
+        self.flops = rates.flops * MULTIPLYING
+        self.sends = rates.link * SENDING
+        self.rates = rates
         self.spec = SCHEME_SPECS[self.config.scheme]
         self.processes = plan.processes
         self.sequences = (
@@ -176,7 +180,8 @@ class _Count:
         """Decoding wave after wave, each step the larger of what it reads, multiplies and launches;
         and prefill.
         """
-        s, batch = self.shapes, self.at_once
+        s = self.shapes
+        batch = self.at_once
         touched = 1.0
         if s.experts:
             touched = 1 - (1 - s.experts_a_token / s.experts) ** batch
@@ -203,7 +208,8 @@ class _Count:
         meanwhile, if longer. With `learner.keep_codes false` the weights come three times a
         micro-batch, a plain learner's in bf16.
         """
-        s, learner = self.shapes, self.config.learner
+        s = self.shapes
+        learner = self.config.learner
         length = self.lengths.prompt + self.lengths.answer
         tokens = self.sequences * length
         forwards = 2 if learner.gradient_checkpointing is True else 1
@@ -226,7 +232,8 @@ class _Count:
 
     def optimizer(self) -> float:
         """Steps of a process's share of the masters, and the low-bit tensors made of them."""
-        s, learner = self.shapes, self.config.learner
+        s = self.shapes
+        learner = self.config.learner
         share = s.parameters / (self.processes if self.stage else 1)
         master = 2 if learner.master_dtype == "bfloat16" else 4
         muon = learner.optimizer.name == "muon"

@@ -16,20 +16,16 @@ def reward(problem, answer):
 
 
 def train(steps, model="tiny-qwen3", prompts=128):
-    policy, task = (
-        qarl.align(model, "w4a16"),
-        qarl.load_task(qarl.TaskConfig(name="chain_sum", options=SUMS)),
-    )
+    policy = qarl.align(model, "w4a16")
+    task = qarl.load_task(qarl.TaskConfig(name="chain_sum", options=SUMS))
     matrices, others = policy.muon_groups()
     muon = torch.optim.Muon(matrices, lr=8e-4, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
     adamw = torch.optim.AdamW(others, lr=8e-4, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
     with qarl.engine(policy, max_prompt_tokens=64, max_new_tokens=8, max_num_seqs=512) as engine:
         for step in range(steps):
-            problems, seed, groups = (
-                task.problems("train", step * prompts, prompts, 0),
-                qarl.step_seed(0, step),
-                [],
-            )
+            problems = task.problems("train", step * prompts, prompts, 0)
+            seed = qarl.step_seed(0, step)
+            groups = []
             for problem, answers in zip(
                 problems, engine.generate(problems, samples=8, seed=seed), strict=True
             ):

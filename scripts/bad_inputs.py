@@ -405,7 +405,9 @@ def _listing(place: Path) -> dict[str, int]:
 
 def faults(arguments: list[str], place: Path) -> list[str]:
     """How `qarl ARGUMENTS` breaks the contract; empty where it holds."""
-    out, err, before = io.StringIO(), io.StringIO(), _listing(place)
+    out = io.StringIO()
+    err = io.StringIO()
+    before = _listing(place)
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             status = main(arguments)
@@ -438,7 +440,8 @@ def try_all(count: int, seed: int) -> dict[str, list[tuple[list[str], list[str]]
     tried: dict[str, list[tuple[list[str], list[str]]]] = {kind.__name__[1:]: [] for kind in KINDS}
     home = Path.cwd()
     for index in range(count):
-        kind, rng = KINDS[index % len(KINDS)], random.Random(f"{seed}/{index}")
+        kind = KINDS[index % len(KINDS)]
+        rng = random.Random(f"{seed}/{index}")
         with tempfile.TemporaryDirectory() as folder:
             furnish(Path(folder))
             os.chdir(folder)

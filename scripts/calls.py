@@ -19,7 +19,8 @@ class Calls:
     """
 
     def __init__(self, root: Path | str, file: Path | str) -> None:
-        self.root, self.file = Path(root), Path(file)
+        self.root = Path(root)
+        self.file = Path(file)
         self._ran = set[str]()
         self._writes = os.environ.get("MUTATE_PID") not in (None, str(os.getpid()))
         os.register_at_fork(after_in_child=self._in_child)
@@ -48,14 +49,16 @@ class Calls:
         """What ran since the last time, as "file:function", here and in the processes that this one
         started.
         """
-        ran, self._ran = self._ran, set()
+        ran = self._ran
+        self._ran = set()
         if self.file.exists():
             ran |= set(self.file.read_text().split("\n")) - {""}
             self.file.unlink()
         return ran
 
     def _in_child(self) -> None:
-        self._writes, self._ran = True, set()
+        self._writes = True
+        self._ran = set()
 
     def _note(self, name: str) -> None:
         if name in self._ran:
@@ -77,7 +80,8 @@ def noting(source: bytes, place: str) -> ast.Module:
 
 class _Noting(ast.NodeTransformer):
     def __init__(self, place: str) -> None:
-        self._place, self._scope = place, list[str]()
+        self._place = place
+        self._scope = list[str]()
 
     def _call(self) -> ast.Call:
         name = ast.Constant(f"{self._place}:{'.'.join(self._scope)}")

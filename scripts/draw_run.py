@@ -25,7 +25,8 @@ def restored_step(flat: dict[str, Any]) -> StepMetrics:
         }
         return {name: value for name, value in inner.items() if "/" not in name}
 
-    stats, learn = None, part("learn/")
+    stats = None
+    learn = part("learn/")
     if learn:
         own = {name: learn.pop(name) for name in LearnStats.__dataclass_fields__ if name in learn}
         stats = LearnStats(

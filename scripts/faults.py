@@ -95,14 +95,16 @@ class Watch:
     def __init__(self, pid: int) -> None:
         self.seen: dict[tuple[int, float], psutil.Process] = {}
         self.listening = set[str]()
-        self._root, self._over = psutil.Process(pid), threading.Event()
+        self._root = psutil.Process(pid)
+        self._over = threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True)
         self._thread.start()
 
     def _look(self) -> None:
         looks = 0
         while not self._over.wait(0.2):
-            alive, looks = self.alive(), looks + 1
+            alive = self.alive()
+            looks = looks + 1
             for process in alive if looks % 5 == 0 else ():
                 with suppress(psutil.Error):
                     for socket in process.net_connections("inet"):
@@ -158,7 +160,8 @@ def broken(outcome: Outcome, arguments: list[str], breaks: Callable[[Watch], str
     thread.start()
     status, text = _ended(run, outcome)
     thread.join()
-    outcome.broken, outcome.ended = said[0], f"status {status}: {text}"
+    outcome.broken = said[0]
+    outcome.ended = f"status {status}: {text}"
     outcome.faults += watch.end()
     return status
 
@@ -259,13 +262,15 @@ class Trials:
     """folder: where runs go."""
 
     def __init__(self, folder: Path, seed: int) -> None:
-        self._folder, self._seed = folder, seed
+        self._folder = folder
+        self._seed = seed
         self._sound: dict[str, Alone] = {}
         Run("--version").wait()  # starts the fork server, whose seconds are no run's
 
     def _alone(self, name: str) -> Alone:
         if name not in self._sound:
-            run, began = self._folder / "alone", time.time()
+            run = self._folder / "alone"
+            began = time.time()
             done = Run("train", *SMALL, *RUNS[name].split(), "--output", run).wait()
             if done.returncode:
                 raise RuntimeError(
@@ -278,11 +283,9 @@ class Trials:
 
     def run(self, kind: str, number: int) -> Outcome:
         """One trial, drawn from seed, kind and number."""
-        began, run, rng = (
-            time.monotonic(),
-            self._folder / "run",
-            random.Random(f"{self._seed} {kind} {number}"),
-        )
+        began = time.monotonic()
+        run = self._folder / "run"
+        rng = random.Random(f"{self._seed} {kind} {number}")
         outcome = getattr(self, f"_{kind}")(number, run, rng)
         outcome.seed = self._seed
         outcome.seconds = round(time.monotonic() - began, 1)
@@ -298,7 +301,8 @@ class Trials:
 
     def _killed(self, outcome: Outcome, run: Path, rng: random.Random, root: bool) -> Outcome:
         alone = self._alone(outcome.run)
-        moment, pick = Moment.drawn(rng, outcome.number, alone), rng.random()
+        moment = Moment.drawn(rng, outcome.number, alone)
+        pick = rng.random()
 
         def kill(watch: Watch) -> str:
             moment.wait(run, watch)
@@ -321,7 +325,8 @@ class Trials:
     def _disks(self, number: int, run: Path, rng: random.Random) -> Outcome:
         name = rng.choice([name for name in RUNS if name != "two servers"])
         alone = self._alone(name)
-        moment, spare = Moment.drawn(rng, number, alone), rng.choice([0, 4096, 100_000])
+        moment = Moment.drawn(rng, number, alone)
+        spare = rng.choice([0, 4096, 100_000])
         outcome = Outcome("disks", number, name)
         place = self._folder / "disk"
         place.mkdir(exist_ok=True)
@@ -354,10 +359,8 @@ class Trials:
 
     def _combinations(self, number: int, run: Path, rng: random.Random) -> Outcome:
         combination = draw(rng.randrange(10**9))
-        outcome, reasons = (
-            Outcome("combinations", number, str(combination)),
-            refusals(combination),
-        )
+        outcome = Outcome("combinations", number, str(combination))
+        reasons = refusals(combination)
         arguments = [
             "train",
             *combination.arguments(),

@@ -47,7 +47,8 @@ def values(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def error(ours: torch.Tensor, expected: torch.Tensor) -> float:
     """Relative, in the Frobenius norm."""
-    ours, expected = ours.detach().double().cpu(), expected.detach().double().cpu()
+    ours = ours.detach().double().cpu()
+    expected = expected.detach().double().cpu()
     return float((ours - expected).norm() / expected.norm().clamp_min(1e-30))
 
 
@@ -111,21 +112,17 @@ def attention(device: str, small: bool) -> Figures:
 
     if device == "cpu":
         return {"skipped": "torch has it on GPUs alone"}
-    heads, groups, size, lengths = (
-        16,
-        8,
-        128,
-        [5, 64, 1, 130] if small else [1000, 3000, 1, 95],
-    )
+    heads = 16
+    groups = 8
+    size = 128
+    lengths = [5, 64, 1, 130] if small else [1000, 3000, 1, 95]
     starts = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
     q, k, v = (
         values(sum(lengths), n, size, seed=n).to(device, BF16) for n in (heads, groups, groups)
     )
-    dy, scale, longest = (
-        values(sum(lengths), heads, size, seed=9).to(device, BF16),
-        size**-0.5,
-        max(lengths),
-    )
+    dy = values(sum(lengths), heads, size, seed=9).to(device, BF16)
+    scale = size**-0.5
+    longest = max(lengths)
     y, sums, _ = torch.ops.torch_attn._varlen_attn(
         q, k, v, starts, starts, longest, longest, True, scale, [-1, 0], True
     )
@@ -165,13 +162,13 @@ def experts(device: str, small: bool) -> Figures:
         "model.layers.0.mlp.experts", gate_up, down, shape, get_scheme("w4a16"), context
     )
     layer.refresh()
-    x, scores = (
-        values(tokens, hidden, seed=3).to(device, BF16).requires_grad_(),
-        values(tokens, count, seed=4),
-    )
+    x = values(tokens, hidden, seed=3).to(device, BF16).requires_grad_()
+    scores = values(tokens, count, seed=4)
     scores[:, 5] = -100.0
     weights, index = scores.to(device).softmax(-1).topk(k)
-    dy, found, seconds = values(tokens, hidden, seed=5).to(device, BF16), [], []
+    dy = values(tokens, hidden, seed=5).to(device, BF16)
+    found = []
+    seconds = []
     for grouped in (True, False):
         layer.multiplies_grouped = lambda _, grouped=grouped: grouped  # type: ignore[method-assign]
         for _ in range(2):  # the first one warms up
@@ -228,7 +225,8 @@ def silu_gradients(dx: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
     """Of silu(gate) · up, x = (gate, up), into dx: what `quant.graph.operators`, which needs vLLM,
     has compiled.
     """
-    (dgate, dup), (gate, up) = dx.chunk(2, dim=-1), x.chunk(2, dim=-1)
+    (dgate, dup) = dx.chunk(2, dim=-1)
+    (gate, up) = x.chunk(2, dim=-1)
     dup.copy_(dy * torch.nn.functional.silu(gate))
     dgate.copy_(torch.ops.aten.silu_backward(dy * up, gate))
 
@@ -240,11 +238,10 @@ def compiled(device: str, small: bool) -> Figures:
     if "isolate_recompiles" not in inspect.signature(torch.compile).parameters:
         return {"skipped": f"torch {torch.__version__} cannot compile variants apart; 2.13 can"}
     rows, columns = (64, 256) if small else (32768, 6144)
-    dy, x = (
-        values(rows, columns, seed=1).to(device, BF16),
-        values(rows, 2 * columns, seed=2).to(device, BF16),
-    )
-    found, seconds = [], []
+    dy = values(rows, columns, seed=1).to(device, BF16)
+    x = values(rows, 2 * columns, seed=2).to(device, BF16)
+    found = []
+    seconds = []
     for function in (compile_.compiled(silu_gradients), silu_gradients):
         for _ in range(2):  # the first one compiles
             dx = torch.empty_like(x)
@@ -291,14 +288,12 @@ def main() -> int:
         passed = file.exists() and json.loads(file.read_text())["status"] == 0
         if passed or options.only not in (None, piece.__name__):
             continue
-        start, record = (
-            time.perf_counter(),
-            {
-                "step": f"torch-{piece.__name__}",
-                "status": 0,
-                "torch": torch.__version__,
-            },
-        )
+        start = time.perf_counter()
+        record = {
+            "step": f"torch-{piece.__name__}",
+            "status": 0,
+            "torch": torch.__version__,
+        }
         try:
             record["figures"] = piece(options.device, options.small)
         except Exception as raised:

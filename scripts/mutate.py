@@ -74,18 +74,17 @@ class Recorder:
 
     def __init__(self, calls: Calls) -> None:
         self.tests: dict[str, dict[str, Any]] = {}
-        self._calls, self._now, self._fixtures = (
-            calls,
-            set[str](),
-            dict[str, set[str]](),
-        )
+        self._calls = calls
+        self._now = set[str]()
+        self._fixtures = dict[str, set[str]]()
         self._passed = False
         self._sharing = set[str]()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: Any) -> Iterator[None]:
         """Keep what a fixture of several tests ran."""
-        before, self._now = self._now | self._calls.taken(), set()
+        before = self._now | self._calls.taken()
+        self._now = set()
         result = yield
         self._now |= self._calls.taken()
         if fixturedef.scope in ("class", "module"):
@@ -98,7 +97,9 @@ class Recorder:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: Any) -> Iterator[None]:
         """Watch one test from its fixtures on."""
-        self._now, self._passed, started = set(), True, time.monotonic()
+        self._now = set()
+        self._passed = True
+        started = time.monotonic()
         self._calls.taken()
         result = yield
         self._now |= self._calls.taken()
@@ -141,11 +142,9 @@ def run(
     mutation: Mutation, clone: Path, tests: dict[str, dict[str, Any]], seconds: float
 ) -> Outcome:
     """Plant, test, take out again. seconds: of the tests tried, as recorded, together."""
-    file, started, key = (
-        clone / mutation.file,
-        time.monotonic(),
-        f"{mutation.file}:{mutation.function}",
-    )
+    file = clone / mutation.file
+    started = time.monotonic()
+    key = f"{mutation.file}:{mutation.function}"
     near = [name for name in tests if key in tests[name]["functions"]]
     unseen = [] if near else [running(importers(mutation.file, clone), tests), list(tests)]
     tiers = [near, running([mutation.file], tests), *unseen]

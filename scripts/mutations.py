@@ -66,7 +66,9 @@ class Sites(ast.NodeVisitor):
 
     def __init__(self, file: str, source: bytes) -> None:
         self.sites: list[Mutation] = []
-        self._file, self._source, self._scope = file, source, [("", False)]
+        self._file = file
+        self._source = source
+        self._scope = [("", False)]
         lengths = [len(line) for line in source.splitlines(keepends=True)]
         self._starts = [sum(lengths[:number]) for number in range(len(lengths))]
         self.visit(ast.parse(source))

@@ -59,7 +59,9 @@ def _trace(version: int, die_at: int | None, count: str | None, log: Path) -> No
     """
     from qarl.sync.publisher import Publisher
 
-    publish, lines, within = Publisher.publish, [0], [False]
+    publish = Publisher.publish
+    lines = [0]
+    within = [False]
 
     def on_line(frame: FrameType, event: str, _argument: Any) -> Any:
         if event == "line" and within[0]:

@@ -51,7 +51,8 @@ def main() -> None:
     known = parser.parse_args()
     if (known.folder / "config.json").exists():
         return
-    config, source = SHAPES[known.shape], ensure_tiny("tiny-qwen3")
+    config = SHAPES[known.shape]
+    source = ensure_tiny("tiny-qwen3")
     config.num_hidden_layers = known.layers or config.num_hidden_layers
     config.layer_types = config.layer_types and config.layer_types[: config.num_hidden_layers]
     torch.manual_seed(0)

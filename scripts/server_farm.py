@@ -29,7 +29,9 @@ class Farm:
     """
 
     def __init__(self, checkpoint: Path, options: VllmOptions, logs: Path):
-        self.checkpoint, self.options, self._logs = checkpoint, options, logs
+        self.checkpoint = checkpoint
+        self.options = options
+        self._logs = logs
         self.todo: queue.Queue[Callable[[], None]] = queue.Queue()
         ports = free_ports(2)
         self.servers = start_replicas(checkpoint, options, ports, KEY, logs, seconds=300)

@@ -137,16 +137,12 @@ class Trial:
         folder: Path,
         counts: dict[str, Any],
     ):
-        self._case, self._farm, self._options, self._counts = (
-            case,
-            farm,
-            options,
-            counts,
-        )
-        self._folder, self._log = (
-            folder / f"run-{case.number}",
-            folder / f"log-{case.number}",
-        )
+        self._case = case
+        self._farm = farm
+        self._options = options
+        self._counts = counts
+        self._folder = folder / f"run-{case.number}"
+        self._log = folder / f"log-{case.number}"
         self._second: list[str] = []
         self._learner: Run | None = None
 
@@ -159,17 +155,22 @@ class Trial:
         if self._case.kind in (*NETWORK, *ANSWERS, *SERVER_FAULTS, SENDING):
             self._farm.proxies[self._case.server].reset(self._servers_fault())
         done = self._made("train", *self._options, "--output", str(self._folder))
-        ended, struck = time.time(), self._struck()
+        ended = time.time()
+        struck = self._struck()
         noted = [] if struck is None else self._noted(struck)
-        result, problem = "went on", _problem(done)
+        result = "went on"
+        problem = _problem(done)
         if done.returncode:
             result, problem = self._again(problem)
             noted.append((ended, problem if problem else _last_line(done)))
         equal = problem == "" and self._folder.exists() and lines(self._folder) == whole
         if struck is None:
-            result, equal, noted = "FAILED", False, [(ended, "the fault was not met")]
+            result = "FAILED"
+            equal = False
+            noted = [(ended, "the fault was not met")]
         if self._second and "takes its weights from" not in self._second[0]:
-            equal, noted = False, [(ended, self._second[0])]
+            equal = False
+            noted = [(ended, self._second[0])]
         lost = 0 if equal else sum(a != b for a, b in zip(lines(self._folder), whole, strict=False))
         first = min(noted, default=None)
         outcome = Outcome(
@@ -264,7 +265,8 @@ class Trial:
 
     def _second_learner(self) -> None:
         """Another run asks for the server meanwhile."""
-        farm, folder = self._farm, self._folder
+        farm = self._farm
+        folder = self._folder
         url = farm.servers[self._case.server].url
 
         def ask() -> None:
@@ -357,9 +359,11 @@ def set_up(
             ]
 
         try:
-            whole, counts = {}, {}
+            whole = {}
+            counts = {}
             for staleness in (0, 1):
-                output, count = folder / f"whole-{staleness}", folder / "count"
+                output = folder / f"whole-{staleness}"
+                count = folder / "count"
                 planted = {
                     **PLANTED,
                     "log": str(folder / "log"),

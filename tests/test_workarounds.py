@@ -34,7 +34,8 @@ UPSTREAM = cases(__file__, "upstream")
 
 def installed(library: str) -> Path:
     found = find_spec(library)
-    assert found is not None and found.origin is not None
+    assert found is not None
+    assert found.origin is not None
     return Path(found.origin).parent
 
 

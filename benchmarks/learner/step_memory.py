@@ -42,7 +42,8 @@ class StepMemory:
     def end(self) -> None:
         """Read the mark."""
         peak = self._peak()
-        self.step, self.total = peak - self._before, peak - self._baseline
+        self.step = peak - self._before
+        self.total = peak - self._baseline
 
     def _give_back(self) -> None:
         gc.collect()

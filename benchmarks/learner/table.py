@@ -73,7 +73,8 @@ def _trl_cells(row: Row, rows: list[Row]) -> tuple[str | Text, str | Text]:
         other.step_bytes for other in rows if other.trainer == "trl" and other.model == row.model
     ]
     assert row.against_trl is not None
-    speed, memory = 1 / row.against_trl, row.step_bytes / min(trl)
+    speed = 1 / row.against_trl
+    memory = row.step_bytes / min(trl)
     if row.trainer == "trl":
         return f"{speed:.2f} x", f"{memory:.0%}"
     return _judged(speed >= SPEED_AT_LEAST, f"{speed:.2f} x"), _judged(

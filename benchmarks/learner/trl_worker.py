@@ -37,15 +37,19 @@ class Clock:
     """Seconds, memory and tokens of every batch; the first warms up."""
 
     def __init__(self, job: Job, memory: StepMemory) -> None:
-        self._job, self.memory = job, memory
-        self.batches, self.seconds, self.seen = 0, [], []
+        self._job = job
+        self.memory = memory
+        self.batches = 0
+        self.seconds = []
+        self.seen = []
 
     def begin(self) -> None:
         """Completions are there."""
         self.batches += 1
         if self._job.memory and self.batches == 1 + self._job.steps + 1:
             self.memory.begin()
-        self._start, self._cpu = time.perf_counter(), time.process_time()
+        self._start = time.perf_counter()
+        self._cpu = time.process_time()
 
     def end(self) -> None:
         """The batch's last update is done."""
@@ -105,10 +109,8 @@ def rows_a_forward(sequences: Sequences, updates: int, budget: int) -> int:
 
 def arguments(job: Job, sequences: Sequences, output: str, cuda: bool) -> dict[str, Any]:
     """Of `GRPOConfig`: GRPO with clip 0.2, no KL penalty, AdamW, bound 1 on the gradient's norm."""
-    rows, an_update = (
-        rows_a_forward(sequences, job.updates, job.micro_batch_tokens),
-        len(sequences.completions) // job.updates,
-    )
+    rows = rows_a_forward(sequences, job.updates, job.micro_batch_tokens)
+    an_update = len(sequences.completions) // job.updates
     batches = 1 + job.steps + job.memory
     return {
         "output_dir": output,

@@ -40,7 +40,8 @@ def run(job: Job) -> Steps:
     from qarl.quant.schemes import COMPUTE_DTYPES, get_scheme
 
     cuda = torch.cuda.is_available()
-    dtype, groups = COMPUTE_DTYPES[job.dtype], groups_of(sequences)
+    dtype = COMPUTE_DTYPES[job.dtype]
+    groups = groups_of(sequences)
     memory = StepMemory(cuda)
     masters = load_masters(Path(job.model), torch.float32, torch.device("cuda" if cuda else "cpu"))
     model = LowBitModel(masters, get_scheme(job.setting), LayerContext(dtype, job.kernel))
@@ -48,7 +49,8 @@ def run(job: Job) -> Steps:
     learner.stopwatch = SynchronizedStopwatch()
 
     def step(number: int) -> dict[str, float]:
-        start, cpu = time.perf_counter(), time.process_time()
+        start = time.perf_counter()
+        cpu = time.process_time()
         stats = learner.learn(make_batch(groups, PAD), number)
         seconds = {
             "total": time.perf_counter() - start,
@@ -93,7 +95,8 @@ def groups_of(sequences: Sequences) -> list:
     """The batch as the sampler would have handed it over."""
     from qarl.rollout.types import Completion, Group, Prompt
 
-    n, groups = sequences.samples, []
+    n = sequences.samples
+    groups = []
     for i, prompt in enumerate(sequences.prompts):
         rows = range(i * n, (i + 1) * n)
         completions = tuple(

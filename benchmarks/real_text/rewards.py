@@ -44,7 +44,8 @@ def obeys_rule(problem: Any, text: str) -> float:
     words = text.split()
     if len(words) < 3:
         return 0.0
-    rule, value = problem.metadata["rule"], problem.answer
+    rule = problem.metadata["rule"]
+    value = problem.answer
     match rule:
         case "lowercase":
             obeyed = text == text.lower()

@@ -26,11 +26,13 @@ class Clock:
         """The first step begins. Later calls do nothing."""
         if self._begin is None:
             self._startup = time.time() - psutil.Process().create_time()
-            self._begin, self._cpu_begin = time.perf_counter(), time.process_time()
+            self._begin = time.perf_counter()
+            self._cpu_begin = time.process_time()
 
     def evaluate(self) -> None:
         """An evaluation begins."""
-        self._paused, self._cpu_paused = time.perf_counter(), time.process_time()
+        self._paused = time.perf_counter()
+        self._cpu_paused = time.process_time()
 
     def evaluated(self, step: int, accuracy: float) -> None:
         """It has ended, and gave this accuracy."""

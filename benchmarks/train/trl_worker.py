@@ -27,10 +27,8 @@ def rows_a_forward(prompt_tokens: int, job: TrlJob) -> int:
     """Sequences a forward: as many as divide an update's and stay within the budget of tokens when
     padded, at least 1. prompt_tokens: of the longest prompt.
     """
-    an_update, padded = (
-        job.prompts * job.samples // job.updates,
-        prompt_tokens + job.max_new_tokens,
-    )
+    an_update = job.prompts * job.samples // job.updates
+    padded = prompt_tokens + job.max_new_tokens
     fits = max(1, job.micro_batch_tokens // padded)
     return max(n for n in range(1, an_update + 1) if an_update % n == 0 and n <= fits)
 
@@ -68,7 +66,8 @@ def arguments(job: TrlJob, rows: int, output: str, cuda: bool) -> dict[str, Any]
 
 def run(job: TrlJob) -> Curve:
     """The whole training; the curve has answers instead of accuracies."""
-    clock, answers = Clock(job.prompts * job.samples), []
+    clock = Clock(job.prompts * job.samples)
+    answers = []
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback

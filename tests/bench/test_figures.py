@@ -60,11 +60,11 @@ def test_an_accuracy_is_reached_on_the_line_to_the_first_evaluation_that_has_it(
         point(40, 0.7),
     ]
     assert reached(points, 0.5) == Point(15, 120, 30.0, 45.0, 0.5)
-    assert reached(points, 0.6) == points[2] and reached(points, 0.65) == Point(
-        38, 304, 76.0, 114.0, 0.65
-    )
+    assert reached(points, 0.6) == points[2]
+    assert reached(points, 0.65) == Point(38, 304, 76.0, 114.0, 0.65)
     assert reached(points, 0.3) == reached(points, 0.2) == points[0]
-    assert reached(points, 0.71) is None and reached([], 0.5) is None
+    assert reached(points, 0.71) is None
+    assert reached([], 0.5) is None
 
 
 def test_ratios_are_to_the_quickest_setting_of_trl_with_the_same_seed(tmp_path: Path):
@@ -80,8 +80,11 @@ def test_ratios_are_to_the_quickest_setting_of_trl_with_the_same_seed(tmp_path: 
         training("qarl", "bf16", 1, 0.3, 0.5),
     ]
     rows = {(row.trainer, row.setting): row for row in train.summary(trainings, (0.5,))}
-    qarl, never = rows["qarl", "bf16"], rows["trl", "default"]
-    assert (qarl.seconds, qarl.cpu_seconds, qarl.samples) == (15, 22.5, 60)
+    qarl = rows["qarl", "bf16"]
+    never = rows["trl", "default"]
+    assert qarl.seconds == 15
+    assert qarl.cpu_seconds == 22.5
+    assert qarl.samples == 60
     assert qarl.of_trl == qarl.cpu_of_trl == pytest.approx((10 / 40 + 20 / 30) / 2)
     assert never.seconds is never.samples is never.of_trl is None
     assert rows["trl", "fp32"].of_trl == 1
@@ -142,11 +145,12 @@ def test_ratios_of_learners_are_between_processes_of_one_round():
     }
     rows = {(r.trainer, r.setting): r for r in learner._rows("tiny", 10, 100, found)}
     low = rows["qarl", "w4a16"]
-    assert (low.seconds, low.against_bf16, low.against_trl) == (2, 1, 2)
-    assert (
-        low.cpu_seconds == 4
-        and low.tokens_per_second == 50
-        and low.materialize_share == pytest.approx(0.02)
-    )
-    assert rows["trl", "default"].phases == {} and rows["trl", "default"].against_trl == 1
+    assert low.seconds == 2
+    assert low.against_bf16 == 1
+    assert low.against_trl == 2
+    assert low.cpu_seconds == 4
+    assert low.tokens_per_second == 50
+    assert low.materialize_share == pytest.approx(0.02)
+    assert rows["trl", "default"].phases == {}
+    assert rows["trl", "default"].against_trl == 1
     assert learner_table.table(list(rows.values()), "bfloat16").texts()[4:]

@@ -32,8 +32,10 @@ def test_bytes_that_must_move_are_those_of_masters_and_checkpoint():
     """
     found = publish.measure("w4a16", 2e6, "bfloat16", "float32", repeats=1)
     config = publish.moe_config(2e6)
-    hidden, layers = config.hidden_size, config.num_hidden_layers
-    heads, shared = config.num_attention_heads * config.head_dim, 2 * config.head_dim
+    hidden = config.hidden_size
+    layers = config.num_hidden_layers
+    heads = config.num_attention_heads * config.head_dim
+    shared = 2 * config.head_dim
     expert = config.moe_intermediate_size
     shapes = [(heads, hidden), (shared, hidden), (shared, hidden), (hidden, heads)]
     shapes += [
@@ -47,16 +49,14 @@ def test_bytes_that_must_move_are_those_of_masters_and_checkpoint():
     plain = 2 * config.vocab_size * hidden + hidden
     plain += layers * (config.num_experts * hidden + 2 * hidden + 2 * config.head_dim)
     parameters = plain + layers * sum(o * i for o, i in shapes)
-    assert found.parameters == parameters and found.master_bytes == 4 * parameters
+    assert found.parameters == parameters
+    assert found.master_bytes == 4 * parameters
     assert found.low_bit_bytes == low_bit + 2 * plain
     made, sent, both, *_ = found.work
-    assert (
-        made.bytes == found.master_bytes + found.low_bit_bytes
-        and sent.bytes == 2 * found.low_bit_bytes
-    )
-    assert both.bytes == made.bytes + sent.bytes and all(
-        s > 0 for w in found.work for s in w.seconds
-    )
+    assert made.bytes == found.master_bytes + found.low_bit_bytes
+    assert sent.bytes == 2 * found.low_bit_bytes
+    assert both.bytes == made.bytes + sent.bytes
+    assert all(s > 0 for w in found.work for s in w.seconds)
     assert "made by" in str(publish.table(found).title)
 
 
@@ -106,9 +106,8 @@ def test_the_plan_is_within_a_tenth_of_what_was_measured(
         for file in records.glob("memory-*.json")
         for row in json.loads(file.read_text())["data"]
     ]
-    assert {row["model"] for row in rows} >= {"40m", "150m", "70m-moe"} and len(
-        {row["scheme"] for row in rows}
-    ) == 3
+    assert {row["model"] for row in rows} >= {"40m", "150m", "70m-moe"}
+    assert len({row["scheme"] for row in rows}) == 3
     for row in rows:
         plan = planned(row["model"], row["scheme"], row.get("fields", {})).total
         assert abs(plan / row["measured"] - 1) <= 0.1, row
@@ -129,10 +128,8 @@ def test_a_step_on_gpus_is_what_a_hand_counts():
     assert bf16.parts["sampling"] == pytest.approx(
         8 * 1024 * (read / (0.75 * 3.35e12) + 36 * 40e-6) + 0.23, abs=0.1
     )
-    assert (
-        plain.parts["sampling"] == qarl.parts["sampling"] < bf16.parts["sampling"]
-        and bf16.at_once == 32
-    )
+    assert plain.parts["sampling"] == qarl.parts["sampling"] < bf16.parts["sampling"]
+    assert bf16.at_once == 32
 
 
 def test_names_are_those_of_what_is_measured():
@@ -158,4 +155,5 @@ def test_a_rounded_policy_is_where_its_codes_are(tmp_path: Path):
         assert linear is None or linear.scheme.name == "bf16" or not torch.equal(master, expected)
     marked = folder / "marked"
     marked.touch()
-    assert rounded_policy(source, "w4a16", folder) == folder and marked.exists()
+    assert rounded_policy(source, "w4a16", folder) == folder
+    assert marked.exists()

@@ -104,7 +104,8 @@ def test_ratios_are_of_one_round_and_a_step_is_its_quickest_phases():
       all is kept.
     """
     rows = {(row.scheme, row.kind): row for row in step_rows(ROUNDS)}
-    qarl, plain = rows["w8a8", "qarl"], rows["w8a8", "plain"]
+    qarl = rows["w8a8", "qarl"]
+    plain = rows["w8a8", "plain"]
     assert list(rows) == [("bf16", "bf16"), ("w8a8", "plain"), ("w8a8", "qarl")]
     assert qarl.of_bf16 == Spread.of([0.65, 0.6])
     assert plain.of_bf16 == Spread.of([0.6, 0.6])
@@ -328,7 +329,8 @@ def forked_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(module: str, argument: str, parse: Callable[[Any], Any], what: str) -> Any:
         assert module == "qarl.bench.worker"
         (tmp_path / "job.json").write_text(argument)
-        out, errors = tmp_path / f"{what}.out", tmp_path / f"{what}.err"
+        out = tmp_path / f"{what}.out"
+        errors = tmp_path / f"{what}.err"
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         fork = Fork(
             "worker",

@@ -63,14 +63,15 @@ def test_paper_files_hold_table_2(model: str):
     for value, path in TABLE_2.values():
         found = functools.reduce(getattr, path.split("."), config)
         assert found == PAPER[model].get(path, value), path
-    assert config.model == model and config.task.name == "math" and config.scheme == "w4a16"
+    assert config.model == model
+    assert config.task.name == "math"
+    assert config.scheme == "w4a16"
     assert config.rollout.prompts // config.learner.mini_batches == 64
-    assert (config.learner.objective.name, config.learner.correction.name) == (
-        "tbpo",
-        "geometric",
-    )
+    assert config.learner.objective.name == "tbpo"
+    assert config.learner.correction.name == "geometric"
     assert Sampling(samples=8, max_new_tokens=1).temperature == 1.0
-    assert "--processes 8" in file.read_text() and "seq_clip_ratio_low" in file.read_text()
+    assert "--processes 8" in file.read_text()
+    assert "seq_clip_ratio_low" in file.read_text()
 
 
 @pytest.mark.parametrize(("overrides", "named"), cases(__file__, "wrong values"))
@@ -80,9 +81,8 @@ def test_wrong_values_are_quoted(overrides: dict[str, str], named: str):
 
 
 def test_names_of_other_trainers_lead_to_fields():
-    assert {path for path in ELSEWHERE.values() if " " not in path} <= {*field_paths()} and not {
-        *ELSEWHERE
-    } & {*FLAGS}
+    assert {path for path in ELSEWHERE.values() if " " not in path} <= {*field_paths()}
+    assert not {*ELSEWHERE} & {*FLAGS}
 
 
 @pytest.mark.parametrize(("text", "stop"), cases(__file__, "stops"))
@@ -103,10 +103,8 @@ def test_objectives_bring_their_own_defaults():
         "clip_low": 0.2,
         "clip_high": 0.2,
     }
-    assert (grpo.correction.name, grpo.aggregation.name) == (
-        "token_tis",
-        "seq-mean-token-mean",
-    )
+    assert grpo.correction.name == "token_tis"
+    assert grpo.aggregation.name == "seq-mean-token-mean"
     same = load_config(file, {"learner.objective.name": "tbpo"}).learner
     assert same.objective.model_dump()["epsilon_high"] == 0.1
     dapo = load_config(
@@ -192,7 +190,8 @@ def test_functions_say_where_they_failed(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_what_dies_while_it_is_written_leaves_nothing(tmp_path: Path):
-    target, building = tmp_path / "a", tmp_path / "a.part"
+    target = tmp_path / "a"
+    building = tmp_path / "a.part"
     for before in (
         building.mkdir,
         lambda: building.write_text("of a process that died"),
@@ -200,16 +199,18 @@ def test_what_dies_while_it_is_written_leaves_nothing(tmp_path: Path):
         before()
         with pytest.raises(IsADirectoryError), written_aside(target) as path:
             path.write_bytes(tmp_path.read_bytes())
-        assert not target.exists() and not building.exists()
-    assert disk_error(Exception("No space left (os error 28)")) and not disk_error(
-        Exception("(os error 2)")
-    )
+        assert not target.exists()
+        assert not building.exists()
+    assert disk_error(Exception("No space left (os error 28)"))
+    assert not disk_error(Exception("(os error 2)"))
 
 
 def test_numbers_are_text_where_text_is_meant(tmp_path: Path):
     (tmp_path / "c.yaml").write_text("output: 2026\nmodel: 7\n")
     config = load_config(tmp_path / "c.yaml", {"task.name": "1e3"})
-    assert (config.output, config.model, config.task.name) == ("2026", "7", "1e3")
+    assert config.output == "2026"
+    assert config.model == "7"
+    assert config.task.name == "1e3"
     assert load_config(None, {"output": "null"}).output is None
 
 
@@ -219,10 +220,10 @@ def test_numbers_are_a_persons_and_the_files_own_name_keeps_its_options(
 ):
     (tmp_path / "c.yaml").write_text("\n".join(cases(__file__, "numbers")))
     config = load_config(tmp_path / "c.yaml", {**named, "seed": "010"})
-    assert config.task.options == {"p": 1e-3, "q": 10, "s": -8, "r": "1:30"} and config.seed == 10
-    assert (
-        config.task.system == "a" and config.learner.objective.model_dump()["epsilon_high"] == 0.1
-    )
+    assert config.task.options == {"p": 1e-3, "q": 10, "s": -8, "r": "1:30"}
+    assert config.seed == 10
+    assert config.task.system == "a"
+    assert config.learner.objective.model_dump()["epsilon_high"] == 0.1
 
 
 def test_the_default_file_follows_the_model():
@@ -264,12 +265,8 @@ def test_a_users_home_may_begin_a_path(monkeypatch: pytest.MonkeyPatch, tmp_path
         tmp_path / "c.yaml",
         {"task.reward": "~/a.py:f=0.5, ~/b~.py:g", "rollout.servers": "1"},
     )
-    assert (config.model, config.output, config.task.name) == (
-        "/me/m",
-        "/me/runs",
-        "hf:/me/d",
-    )
-    assert (config.task.reward, config.task.system) == (
-        "/me/a.py:f=0.5, /me/b~.py:g",
-        "~/text",
-    )
+    assert config.model == "/me/m"
+    assert config.output == "/me/runs"
+    assert config.task.name == "hf:/me/d"
+    assert config.task.reward == "/me/a.py:f=0.5, /me/b~.py:g"
+    assert config.task.system == "~/text"

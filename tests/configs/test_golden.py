@@ -90,7 +90,5 @@ def test_counts_and_sizes_in_words():
         "1.00 GiB",
         "1.50 GiB",
     ]
-    assert (
-        pattern_fault("first:1") is None
-        and "decoder layers with '0'" in f"{pattern_fault('last:0')}"
-    )
+    assert pattern_fault("first:1") is None
+    assert "decoder layers with '0'" in f"{pattern_fault('last:0')}"

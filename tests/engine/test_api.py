@@ -107,10 +107,8 @@ def test_a_loop_of_ones_own_is_the_trainers(random_policy: Callable[[bool], Path
         "--learner.optimizer.decay_steps",
         "0",
     )
-    assert (
-        published == [line["digest"] for line in lines(tmp_path / "run")]
-        and len(set(published)) == 3
-    )
+    assert published == [line["digest"] for line in lines(tmp_path / "run")]
+    assert len(set(published)) == 3
 
 
 @pytest.mark.slow
@@ -142,11 +140,11 @@ def test_the_notebook_runs_and_shows_what_it_did(
             ),
             names,
         )
-    assert len(names["rewards"]) == 3 and set(names["equal"]) == {1.0}
+    assert len(names["rewards"]) == 3
+    assert set(names["equal"]) == {1.0}
     stored = "".join("".join(output.get("text", "")) for cell in code for output in cell["outputs"])
-    assert (
-        stored.splitlines()[0] in capsys.readouterr().out and "equal in every step: True" in stored
-    )
+    assert stored.splitlines()[0] in capsys.readouterr().out
+    assert "equal in every step: True" in stored
     assert any("image/png" in output.get("data", ()) for cell in code for output in cell["outputs"])
 
 
@@ -157,12 +155,12 @@ def test_what_is_refused_while_an_engine_runs(
     import_libraries()
     policy, other = (qarl.align(random_policy(tied), "w4a16") for tied in (True, False))
     with qarl.engine(policy, max_prompt_tokens=8, max_new_tokens=8, max_num_seqs=8) as engine:
-        assert (
-            engine.multiplies == "the engine's own layers" and engine.published.canary is not None
-        )
+        assert engine.multiplies == "the engine's own layers"
+        assert engine.published.canary is not None
         prompt = engine.prompt([5, 6, 7])
         (answer,), (greedy,) = engine.generate([prompt, prompt], seed=1)
-        assert answer != greedy and engine.generate([[5, 6, 7]], seed=1) == [[answer]]
+        assert answer != greedy
+        assert engine.generate([[5, 6, 7]], seed=1) == [[answer]]
         batch = qarl.make_batch([qarl.Group(prompt, (answer, greedy), (0.0, 1.0))])
         skewed = qarl.Completion(
             answer.token_ids, tuple(p - 1 for p in answer.logprobs), "", 0, "stop"
@@ -173,11 +171,9 @@ def test_what_is_refused_while_an_engine_runs(
             )
         policy.batch_logprobs(batch).sum().backward()
         torch.optim.SGD(policy.parameters(), lr=0.1).step()
-        inner, entered, leave = (
-            engine._connection.engine,
-            threading.Event(),
-            threading.Event(),
-        )
+        inner = engine._connection.engine
+        entered = threading.Event()
+        leave = threading.Event()
         monkeypatch.setattr(inner, "generate", lambda *_: (entered.set(), leave.wait(60), [])[2])
         thread = threading.Thread(target=engine.generate, args=([prompt],))
         thread.start()

@@ -73,11 +73,10 @@ def check_every_layer_is_the_engines(model: LowBitModel, engine: VllmEngine) -> 
         product: Any = make_factory("vllm", layer.context.dtype).experts(
             layer.layer, layer.shape, layer.codes()
         )
-        ours, theirs = (
-            held(product._experts),
-            call(engine, lambda m, n: held(routed_experts(m, n)), name),
-        )
-        assert ours.keys() == theirs.keys() and ours
+        ours = held(product._experts)
+        theirs = call(engine, lambda m, n: held(routed_experts(m, n)), name)
+        assert ours.keys() == theirs.keys()
+        assert ours
         for key, tensor in ours.items():
             assert torch.equal(as_bytes(tensor), as_bytes(theirs[key])), f"{name}: {key}"
         for tokens in (1, 5, 40):
@@ -89,7 +88,8 @@ def check_every_layer_is_the_engines(model: LowBitModel, engine: VllmEngine) -> 
 
 
 def forward(model: torch.nn.Module, name: str, *given: torch.Tensor) -> torch.Tensor:
-    experts, (x, weights, index) = routed_experts(model, name), given
+    experts = routed_experts(model, name)
+    (x, weights, index) = given
     return experts.forward_modular(
         x, weights, index.to(experts.quant_method.topk_indices_dtype or torch.int32)
     ).clone()
@@ -208,11 +208,9 @@ def test_vllm_rotates_queries_of_several_heads_wrongly():
             {"rope_type": "default", "rope_theta": 10000.0},
             torch.float32,
         )
-    positions, q, k = (
-        torch.arange(9),
-        heavy(9, 4, 64, seed=0, rows=False),
-        heavy(9, 1, 64, seed=1, rows=False),
-    )
+    positions = torch.arange(9)
+    q = heavy(9, 4, 64, seed=0, rows=False)
+    k = heavy(9, 1, 64, seed=1, rows=False)
     right, _ = rope.forward_native(positions, q.clone(), k.clone())
     flat, _ = rope.forward_cpu(positions, q.flatten(1).clone(), k.flatten(1).clone())
     stacked, _ = rope.forward_cpu(positions, q.clone(), k.clone())

@@ -23,6 +23,8 @@ def test_a_family_agrees_to_the_last_bit_and_learns(family: str):
     """
     row = measure(family, "w8a8", "bfloat16", samples=2, tokens=24)
     rounds = family in ("granite-moe-shared", "stablelm") and torch.cpu._is_amx_tile_supported()
-    assert min(row["equal"], row["equal_own"]) >= (0.95 if rounds else 1.0) and not row["unreached"]
+    assert min(row["equal"], row["equal_own"]) >= (0.95 if rounds else 1.0)
+    assert not row["unreached"]
     floor, reference = (0.96, 0.27) if TRUNCATES else (0.97, 0.25)
-    assert row["cosine"] > floor and row["reference"] < reference
+    assert row["cosine"] > floor
+    assert row["reference"] < reference

@@ -92,10 +92,8 @@ def test_an_fp8_cache_is_the_learners_too(random_policy: Policies, tmp_path: Pat
     engine = start_engine(model, folder, tmp_path / "start")
     disturb(model, 1)
     Publisher(model, engine, SEQUENCES, 0.01, 1).publish(1)
-    equal, rounded = (
-        sampled_mismatch(model, engine, 1.0).equal,
-        engine.logprobs(SEQUENCES),
-    )
+    equal = sampled_mismatch(model, engine, 1.0).equal
+    rounded = engine.logprobs(SEQUENCES)
     engine.close()
     model.context.kv_cache = None
     assert equal == 1.0
@@ -228,7 +226,8 @@ def test_layers_shared_with_the_engine_compute_what_layers_of_its_own_do(
     for version in (1, 2):
         disturb(model, version)
         assert engine.weight_version == version
-        theirs, head = logits(model), multiplied_with(model)[-1]
+        theirs = logits(model)
+        head = multiplied_with(model)[-1]
         written = [parameter.data_ptr() for parameter in head.parameters()]
         assert publisher.publish(version).version == version
         assert written == [parameter.data_ptr() for parameter in head.parameters()]
@@ -304,16 +303,18 @@ def test_stops_and_loops_end_completions(running: Running):
     stop = free.text[middle : middle + 2]
     stopped = engine.generate(PROMPTS[:1], dataclasses.replace(sampling, stop=(stop,)))[0][0]
     count = len(stopped.token_ids)
-    assert stopped.text == free.text[: free.text.index(stop)] and count < 24
-    assert (stopped.token_ids, stopped.logprobs) == (
-        free.token_ids[:count],
-        free.logprobs[:count],
-    )
-    assert stopped.finish_reason == "stop" and free.truncated and not stopped.truncated
+    assert stopped.text == free.text[: free.text.index(stop)]
+    assert count < 24
+    assert stopped.token_ids == free.token_ids[:count]
+    assert stopped.logprobs == free.logprobs[:count]
+    assert stopped.finish_reason == "stop"
+    assert free.truncated
+    assert not stopped.truncated
     answers = engine.generate(PROMPTS, dataclasses.replace(sampling, temperature=0.0, loop_limit=2))
     looping = next(own[0] for own in answers if own[0].finish_reason == "repetition")
     tokens = looping.token_ids
-    assert looping.truncated and any(tokens[-n:] == tokens[-2 * n : -n] for n in range(1, 9))
+    assert looping.truncated
+    assert any(tokens[-n:] == tokens[-2 * n : -n] for n in range(1, 9))
 
 
 def test_a_completions_text_is_vllms_own(running: Running):
@@ -388,10 +389,8 @@ def test_completions_do_not_depend_on_the_cache_of_older_weights(running: Runnin
     """
     model, engine = running
     tokens = torch.randint(16, 512, (150,), generator=torch.Generator().manual_seed(1)).tolist()
-    prompt, sampling = (
-        Prompt("0", "", tuple(tokens)),
-        Sampling(samples=4, max_new_tokens=8, seed=5),
-    )
+    prompt = Prompt("0", "", tuple(tokens))
+    sampling = Sampling(samples=4, max_new_tokens=8, seed=5)
     engine.generate([prompt], sampling)
     disturb(model, 10)
     engine.load(model.low_bit_tensors(), 11)

@@ -28,7 +28,8 @@ _NEW_TOKENS = 12
 
 def test_a_served_export_answers_with_the_engines_tokens(random_policy: Policies, tmp_path: Path):
     """Blind spot: one request at a time; a batch of the server's own making may round otherwise."""
-    folder, export = random_policy(True), tmp_path / "an export"
+    folder = random_policy(True)
+    export = tmp_path / "an export"
     model = make_model(folder, "w4a16")
     disturb(model, 0)
     engine = start_engine(model, folder, export)
@@ -76,10 +77,8 @@ def assert_the_example_asks(export: Path) -> None:
     """examples/serve_export.sh serves, gets an answer to its question, and leaves nothing
     running.
     """
-    script, port = (
-        Path(__file__).parents[2] / "examples/serve_export.sh",
-        free_ports(1)[0],
-    )
+    script = Path(__file__).parents[2] / "examples/serve_export.sh"
+    port = free_ports(1)[0]
     env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     done = subprocess.run(
         [str(script), str(export), str(port)],

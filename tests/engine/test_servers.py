@@ -81,7 +81,8 @@ def served(random_policy: Policies, tmp_path_factory: pytest.TempPathFactory) ->
     disturb(model, 0)
     yield Served(model, replicas[0].url, "the key", folder / "start", replicas[0].received)
     stop_replicas(replicas)
-    assert replicas[0].process.poll() is not None and not replicas[0].received.exists()
+    assert replicas[0].process.poll() is not None
+    assert not replicas[0].received.exists()
 
 
 def joined(served: Served, folder: Path, learner: str = "one", **changes: object) -> ServerEngine:
@@ -114,7 +115,8 @@ def test_a_server_samples_what_is_published(served: Served, tmp_path: Path):
         engine.generate(PROMPTS, SAMPLING)
     publisher = Publisher(model, engine, SEQUENCES, bound=1e-9, canary_every=1)
     first = publisher.publish(1)
-    assert first.canary is not None and first.canary.mean_abs == 0
+    assert first.canary is not None
+    assert first.canary.mean_abs == 0
     whole = engine.generate(PROMPTS, SAMPLING)
     assert [len(group) for group in whole] == [2, 2, 2]
     assert {completion.weight_version for group in whole for completion in group} == {1}
@@ -160,7 +162,8 @@ def test_a_version_that_is_sent_is_the_one_that_is_read_from_files(
     Blind spot: a network that is slower than memory; servers that are lost meanwhile are
     `scripts/server_faults.py`'s.
     """
-    model, kept = served.model, served.received
+    model = served.model
+    kept = served.received
     engine = joined(served, tmp_path / "files")
     read = Publisher(model, engine, SEQUENCES, bound=1e-9, canary_every=1).publish(1)
     known = engine.logprobs(SEQUENCES)
@@ -171,14 +174,15 @@ def test_a_version_that_is_sent_is_the_one_that_is_read_from_files(
     engine = joined(served._replace(url=proxy.url), tmp_path / "sent", server_transfer="http")
     publisher = Publisher(model, engine, SEQUENCES, bound=1e-9, canary_every=1)
     first = publisher.publish(1)
-    assert (
-        proxy.struck
-        and "broke off its answer to /qarl/versions/1/tensors-0.safetensors" in caplog.text
-    )
-    assert first.digest == read.digest and engine.logprobs(SEQUENCES) == known
+    assert proxy.struck
+    assert "broke off its answer to /qarl/versions/1/tensors-0.safetensors" in caplog.text
+    assert first.digest == read.digest
+    assert engine.logprobs(SEQUENCES) == known
     nudge(model)
     second = publisher.publish(2)
-    assert first.canary and second.canary and first.canary.mean_abs == second.canary.mean_abs == 0
+    assert first.canary
+    assert second.canary
+    assert first.canary.mean_abs == second.canary.mean_abs == 0
     assert engine.logprobs(SEQUENCES) != known
     assert [folder.name for folder in kept.iterdir()] == ["version-2"]
     assert contents(kept / "version-2") == contents(tmp_path / "sent" / "version-2")
@@ -194,7 +198,8 @@ def test_a_version_that_is_sent_is_the_one_that_is_read_from_files(
         publisher.publish(3)
     kept.unlink()
     third = publisher.publish(3)
-    assert third.canary and third.canary.mean_abs == 0
+    assert third.canary
+    assert third.canary.mean_abs == 0
     assert "delta" not in contents(kept / "version-3")
     engine.close()
     proxy.close()
@@ -288,7 +293,8 @@ def test_requests_under_way_go_on_by_the_weights_published_meanwhile(
         publisher.publish(version)
 
     publish(1)
-    answered, published = Semaphore(0), Event()
+    answered = Semaphore(0)
+    published = Event()
 
     def sample(sampling: Sampling) -> list[list[Completion]]:
         """Ask without a pause: at least once before the publishes, and once after them."""
@@ -315,7 +321,8 @@ def test_requests_under_way_go_on_by_the_weights_published_meanwhile(
     completions = [(prompt, completion) for prompt, some in pairs for completion in some]
     by_one = {c.weight_version for _, c in completions if not c.switches}
     both = [(prompt, c) for prompt, c in completions if c.switches]
-    assert {1, 4} <= by_one <= {1, 2, 3, 4} and both
+    assert {1, 4} <= by_one <= {1, 2, 3, 4}
+    assert both
     scored = engine.logprobs([[*prompt.token_ids, *c.token_ids] for prompt, c in both])
     apart: dict[bool, list[float]] = {True: [], False: []}
     for (prompt, completion), logprobs in zip(both, scored, strict=True):
@@ -335,7 +342,8 @@ def test_a_completions_text_is_the_servers_own(served: Served, tmp_path: Path):
     where it has to look for a stop text; some end in the end token, some in the middle of a
     character. One stop text is met: it is cut off.
     """
-    engine, tokenizer = joined(served, tmp_path), load_tokenizer(served.checkpoint)
+    engine = joined(served, tmp_path)
+    tokenizer = load_tokenizer(served.checkpoint)
     engine.load(served.model.low_bit_tensors(), 1)
     sampling = Sampling(samples=32, max_new_tokens=24, seed=4)
     late, early = (
@@ -440,7 +448,8 @@ def test_no_route_is_open_and_no_socket_beyond_loopback(served: Served):
     without the key; and no process of the server listens but at the loopback. Blind spot: routes of
     a later vLLM that it lists nowhere.
     """
-    url, key = served.url, served.key
+    url = served.url
+    key = served.key
     listed = json.loads(asked(f"{url}/openapi.json", key)[1])["paths"]
     assert {
         "/pause",

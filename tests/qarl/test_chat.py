@@ -47,7 +47,8 @@ def spoken(
 
     engine: Any = Script(tokenizer, says)
     speaker = Speaker(rollout, tokenizer, 10.0, ChatServer(tokenizer, "hermes", {}, most))
-    problem, prompt = Problem("p", "q?", ""), Prompt("p", "q?", (5, 6))
+    problem = Problem("p", "q?", "")
+    prompt = Prompt("p", "q?", (5, 6))
     talk = converse(engine, speaker, [problem], [prompt], Sampling(samples, limit))
     (opened,), ((first, *_),) = asyncio.run(talk)
     return opened, first, engine.asked
@@ -58,7 +59,8 @@ def test_an_agents_conversation_is_one_line_of_tokens(tokenizer: Any, streamed: 
     """Two calls, their results in another order, and a user's words: each request's tokens begin
     with all that were sampled before, and the whole reads as the template writes it.
     """
-    answers, messages = [], list(CHAT)
+    answers = []
+    messages = list(CHAT)
     stream: dict[str, Any] = (
         {"stream": True, "stream_options": {"include_usage": True}} if streamed else {}
     )
@@ -68,7 +70,8 @@ def test_an_agents_conversation_is_one_line_of_tokens(tokenizer: Any, streamed: 
             answer = await create(messages=messages, tools=TOOLS, max_tokens=50, **stream)
             if streamed:
                 first, last, _ = [chunk.choices async for chunk in answer]
-                choice, message = last[0], first[0].delta.model_dump(exclude_none=True)
+                choice = last[0]
+                message = first[0].delta.model_dump(exclude_none=True)
             else:
                 (choice,) = answer.choices
                 message = choice.message.model_dump(exclude_none=True)
@@ -82,12 +85,16 @@ def test_an_agents_conversation_is_one_line_of_tokens(tokenizer: Any, streamed: 
         return 0.5
 
     opened, whole, asked = spoken(tokenizer, agent, ["so " + CALLS + CALLS, "hm", "<tool_call>{"])
-    assert answers == ["tool_calls", "stop", "stop"] and whole.reward == 0.5
+    assert answers == ["tool_calls", "stop", "stop"]
+    assert whole.reward == 0.5
     counts = dict(whole.events)
-    assert (counts["turns"], counts["tool_calls"], counts["broken_calls"]) == (3, 3, 1)
+    assert counts["turns"] == 3
+    assert counts["tool_calls"] == 3
+    assert counts["broken_calls"] == 1
     line = (*opened.token_ids, *whole.token_ids)
     for request in asked:
-        assert line[: len(request.token_ids)] == request.token_ids and request.max_new_tokens == 50
+        assert line[: len(request.token_ids)] == request.token_ids
+        assert request.max_new_tokens == 50
     begun = [{"role": "system", "content": "Be."}, {"role": "user", "content": "q?"}]
     text = tokenizer.apply_chat_template(
         begun, tools=TOOLS, tokenize=False, add_generation_prompt=True
@@ -147,7 +154,8 @@ def test_what_an_agent_cannot_ask(tokenizer: Any):
         return 1.0
 
     _, whole, asked = spoken(tokenizer, agent, ["one"])
-    assert len(asked) == 1 and whole.reward == 1.0
+    assert len(asked) == 1
+    assert whole.reward == 1.0
 
 
 def test_without_room_an_agent_is_answered_by_nothing(tokenizer: Any):
@@ -163,7 +171,9 @@ def test_without_room_an_agent_is_answered_by_nothing(tokenizer: Any):
             await create(messages=[*messages, cut.message, ASKED])
 
     _, whole, _ = spoken(tokenizer, agent, ["one"], limit=20)
-    assert whole.truncated and whole.reward is None and dict(whole.events)["turns"] == 1
+    assert whole.truncated
+    assert whole.reward is None
+    assert dict(whole.events)["turns"] == 1
 
 
 def test_what_no_conversation_can_have_ends_the_run(

@@ -70,9 +70,8 @@ def test_a_file_size_limit_leaves_the_old_checkpoint_and_no_part_of_an_export(
         pytest.raises(ExportError, match=r"cannot write checkpoint '.*export': .*File too large"),
     ):
         write_checkpoint(stream, {}, tmp_path, tmp_path / "export")
-    assert load_checkpoint(tmp_path)[0] == 1 and [p.name for p in tmp_path.iterdir()] == [
-        "step-000001"
-    ]
+    assert load_checkpoint(tmp_path)[0] == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000001"]
 
 
 def test_a_first_checkpoint_that_fails_claims_no_older_one(

@@ -96,13 +96,12 @@ def test_one_run_of_everything_before_the_next_seed():
         *("rtn-w4a16-seed0", "rtn-w8a8-seed0", "rtn-w4a16-seed1", "rtn-w8a8-seed1"),
     ]
     rtn = next(each for each in comparison.variants if each.name == "rtn-w8a8")
-    assert rtn.reference == "qarl-w8a8" and rtn.quantized == Quantized("bf16", "rtn", None)
+    assert rtn.reference == "qarl-w8a8"
+    assert rtn.quantized == Quantized("bf16", "rtn", None)
     assert comparison.run_config(Cell(rtn, 0)).scheme == "w8a8"
     schemes = {each.name: each for each in shipped("schemes").variants}
-    assert (schemes["qarl-grpo"].reference, schemes["qarl-grpo"].baseline) == (
-        "bf16-grpo",
-        "plain-grpo",
-    )
+    assert schemes["qarl-grpo"].reference == "bf16-grpo"
+    assert schemes["qarl-grpo"].baseline == "plain-grpo"
 
 
 def test_what_differs_between_runs_is_what_is_compared():
@@ -112,9 +111,8 @@ def test_what_differs_between_runs_is_what_is_compared():
     """
     objectives = configs(shipped("objectives", seeds=(3,)))
     names = {name for part in choice_sections()["learner.objective"] for name in part.names()}
-    assert set(objectives) == names - {"own"} and {
-        config.seed for config in objectives.values()
-    } == {3}
+    assert set(objectives) == names - {"own"}
+    assert {config.seed for config in objectives.values()} == {3}
     assert objectives["gspo"].learner.objective.model_dump()["clip_high"] == 0.1, (
         "what the file has for TBPO"
     )
@@ -154,10 +152,8 @@ def test_options_hold_for_variants_that_do_not_set_them():
         "w4a16-lr-1e-4",
         "w4a16-lr-5e-4",
     ]
-    assert (
-        product["bf16-lr-5e-4"].learner.optimizer.lr == 5e-4
-        and product["bf16-lr-5e-4"].rollout.prompts == 32
-    )
+    assert product["bf16-lr-5e-4"].learner.optimizer.lr == 5e-4
+    assert product["bf16-lr-5e-4"].rollout.prompts == 32
 
 
 @pytest.mark.parametrize(("tree", "texts"), cases(__file__, "texts"))
@@ -259,28 +255,24 @@ def test_the_table():
         for cell in comparison.cells()
     }
     bf16, plain, qarl, rtn = rows(cells)
-    assert (
-        bf16["to_reference"] is None
-        and plain["to_baseline"] is None
-        and plain["gap_closed"] is None
-    )
-    assert qarl["to_reference"]["mean"] == pytest.approx(-0.025) and qarl["to_reference"][
-        "low"
-    ] == pytest.approx(-0.05)
-    assert qarl["deployed"]["error"] == pytest.approx(0.025) and qarl[
-        "gap_closed"
-    ] == pytest.approx(0.175 / 0.2)
-    assert qarl["accuracies"] == {0: 0.75, 1: 0.7} and rtn["moved"]["mean"] == 0.25
+    assert bf16["to_reference"] is None
+    assert plain["to_baseline"] is None
+    assert plain["gap_closed"] is None
+    assert qarl["to_reference"]["mean"] == pytest.approx(-0.025)
+    assert qarl["to_reference"]["low"] == pytest.approx(-0.05)
+    assert qarl["deployed"]["error"] == pytest.approx(0.025)
+    assert qarl["gap_closed"] == pytest.approx(0.175 / 0.2)
+    assert qarl["accuracies"] == {0: 0.75, 1: 0.7}
+    assert rtn["moved"]["mean"] == 0.25
     console = Console(width=240)
     with console.capture() as captured:
         table(cells).show(console)
     text = captured.get()
-    assert (
-        "72.5 ± 2.5 [70.0, 75.0]" in text
-        and "-2.5 ± 2.5 [-5.0, +0.0]" in text
-        and "7 (1 of 2)" in text
-    )
-    assert "evaluated" not in text and "runs differ" not in text
+    assert "72.5 ± 2.5 [70.0, 75.0]" in text
+    assert "-2.5 ± 2.5 [-5.0, +0.0]" in text
+    assert "7 (1 of 2)" in text
+    assert "evaluated" not in text
+    assert "runs differ" not in text
     cells[Cell(comparison.variants[0], 1)] = measured(0.7, "another CPU")
     assert remarks(cells) == ["runs differ in device: CPU, another CPU"]
     cells[Cell(comparison.variants[0], 1)] = dataclasses.replace(
@@ -324,10 +316,8 @@ def test_cells_are_trained_once_and_go_on_after_a_kill(
                 shutil.rmtree(output / name / "checkpoints/step-000002")
             shutil.rmtree(output / "bf16-seed0/checkpoints")
     out = capsys.readouterr().out
-    assert (
-        "4 cells, 0 of them finished before, 2 at a time" in out
-        and "4 cells, 2 of them finished before" in out
-    )
+    assert "4 cells, 0 of them finished before, 2 at a time" in out
+    assert "4 cells, 2 of them finished before" in out
     assert "run folder" in (output / "bf16-seed0.log").read_text()
     for each in data:
         for cell in each["cells"]:
@@ -345,7 +335,8 @@ def test_cells_are_trained_once_and_go_on_after_a_kill(
         len(cell["curves"]["reward"]) == 2 and cell["accuracy"] is not None
         for cell in data[0]["cells"]
     )
-    assert data[0]["failed"] == [] and data[0]["rows"][1]["reference"] == "bf16"
+    assert data[0]["failed"] == []
+    assert data[0]["rows"][1]["reference"] == "bf16"
     assert main([*command, "--lr", "1e-5"]) == 2
     assert "has learner" in capsys.readouterr().err
 
@@ -390,16 +381,13 @@ def test_a_running_cell_shows_its_last_step(tmp_path: Path, monkeypatch: pytest.
     child.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(child))
     monkeypatch.setattr("qarl.compare.cells._SILENT", 0.3)
-    comparison, console = (
-        shipped("schemes", tmp_path / "runs"),
-        Console(record=True, width=60),
-    )
+    comparison = shipped("schemes", tmp_path / "runs")
+    console = Console(record=True, width=60)
     cell, commands = next(iter(left(comparison).items()))
     assert not run_cells(comparison, {cell: commands[:1]}, 1, console)
     lines = console.export_text().splitlines()
-    assert lines[2] == f"{cell.name}: step  2/9  ETA 0:09" and lines[3].startswith(
-        f"{cell.name}: done in"
-    )
+    assert lines[2] == f"{cell.name}: step  2/9  ETA 0:09"
+    assert lines[3].startswith(f"{cell.name}: done in")
 
 
 @pytest.mark.parametrize("early", [False, True])

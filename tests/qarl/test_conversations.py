@@ -37,10 +37,8 @@ def spoken(
     seconds: float = 5.0,
 ) -> tuple[Any, Any]:
     sampler = Sampler(len(tokenizer))
-    prompts, sampling = (
-        [Prompt("p", "q?", (5, 6))],
-        Sampling(samples, limit, first_prompt=4),
-    )
+    prompts = [Prompt("p", "q?", (5, 6))]
+    sampling = Sampling(samples, limit, first_prompt=4)
     talk = converse(sampler, Speaker(rollout, tokenizer, seconds), [PROBLEM], prompts, sampling)  # type: ignore[arg-type]
     return asyncio.run(talk)[1][0], sampler.asked
 
@@ -50,7 +48,8 @@ def test_tokens_sampled_are_tokens_learned(tokenizer: Any):
     with what was said between them, in order; exactly the answers have log-probs, a place in the
     mask, and are counted.
     """
-    chance, said = random.Random(0), []
+    chance = random.Random(0)
+    said = []
 
     async def rollout(policy: Conversation, problem: Problem) -> float:
         said.append(own := [])
@@ -81,12 +80,11 @@ def test_tokens_sampled_are_tokens_learned(tokenizer: Any):
         assert not batch.sampler_logprobs[row][~batch.response_mask[row]].any()
         assert not batch.advantages[row][~batch.response_mask[row]].any()
         texts = [completion.token_ids[start:end] for start, end in completion.environment]
-        assert texts == said[row] and len(completion.token_ids) <= 60
+        assert texts == said[row]
+        assert len(completion.token_ids) <= 60
         assert dict(completion.events)["turns"] == len(turns)
-    counted, spans = (
-        batch_metrics([group]),
-        [span for c in completions for span in c.environment],
-    )
+    counted = batch_metrics([group])
+    spans = [span for c in completions for span in c.environment]
     assert counted["response_tokens"] == batch.response_mask.sum() / 500
     assert (
         counted["conversation"]["environment_tokens"]
@@ -150,7 +148,8 @@ def test_a_slow_rollout_keeps_nobody_waiting(tokenizer: Any, monkeypatch: pytest
         return float(len(turn.token_ids))
 
     completions, asked = spoken(rollout, tokenizer)
-    assert [dict(c.events)["turns"] for c in completions] == [2, 1] and len(asked) == 3
+    assert [dict(c.events)["turns"] for c in completions] == [2, 1]
+    assert len(asked) == 3
 
 
 def test_without_room_a_conversation_ends_cut_off(tokenizer: Any):
@@ -242,7 +241,8 @@ def test_a_run_of_conversations(tmp_path: Path):
         ]
         assert alone == runs["plain"]
     for number, step in enumerate(runs["often"], 1):
-        assert step["conversation/turns"] == 10 and step["learn/mismatch/max_abs"] == 0
+        assert step["conversation/turns"] == 10
+        assert step["learn/mismatch/max_abs"] == 0
         group, *_ = read_groups(tmp_path / "often" / "tokens" / f"step-{number:06d}.parquet")
         assert all(len(c.environment) == 9 and sum(c.sampled) <= 30 for c in group.completions)
 
@@ -289,4 +289,5 @@ def test_a_run_with_tools(tmp_path: Path):
             tmp_path / name / "tokens" / f"step-{number:06d}.parquet" for name in ("whole", "half")
         ]
         first, second = map(read_groups, files)
-        assert first == second and any(c.environment for group in first for c in group.completions)
+        assert first == second
+        assert any(c.environment for group in first for c in group.completions)

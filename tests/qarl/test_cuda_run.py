@@ -43,20 +43,15 @@ def test_an_engines_configuration(
         config = EngineArgs(model=str(tmp_path), **arguments).create_engine_config(
             UsageContext.LLM_CLASS
         )
-    graphs, scheduler = config.compilation_config, config.scheduler_config
-    assert (graphs.mode, graphs.cudagraph_mode) == (
-        CompilationMode.NONE,
-        CUDAGraphMode.FULL,
-    )
-    assert (
-        graphs.max_cudagraph_capture_size,
-        len(graphs.cudagraph_capture_sizes or ()),
-    ) == (256, 35)
-    assert (
-        config.use_v2_model_runner
-        and scheduler.async_scheduling
-        and scheduler.enable_chunked_prefill
-    )
+    graphs = config.compilation_config
+    scheduler = config.scheduler_config
+    assert graphs.mode == CompilationMode.NONE
+    assert graphs.cudagraph_mode == CUDAGraphMode.FULL
+    assert graphs.max_cudagraph_capture_size == 256
+    assert len(graphs.cudagraph_capture_sizes or ()) == 35
+    assert config.use_v2_model_runner
+    assert scheduler.async_scheduling
+    assert scheduler.enable_chunked_prefill
     assert config.kernel_config.ir_op_priority.rms_norm == ["vllm_c", "native"]
 
 

@@ -46,10 +46,8 @@ def stats(lr: float) -> LearnStats:
 
 
 def step(number: int, reward: float, learned: bool = True) -> StepMetrics:
-    seconds, learned_from = (
-        {"sample": 1.0, "learn": 2.0},
-        stats(5e-4) if learned else None,
-    )
+    seconds = {"sample": 1.0, "learn": 2.0}
+    learned_from = stats(5e-4) if learned else None
     changing = {
         "step": number,
         "weight_version": number,
@@ -79,11 +77,9 @@ def test_the_panel_and_its_lines_are_those_recorded(
     """What goes on and how long, of a terminal after some of its steps, and elsewhere of all; at
     most 80 columns.
     """
-    clock, shown, warnings = (
-        Mock(return_value=100.0),
-        [],
-        [EarlyWarning("reward", 3, "the reward fell [sic]")],
-    )
+    clock = Mock(return_value=100.0)
+    shown = []
+    warnings = [EarlyWarning("reward", 3, "the reward fell [sic]")]
     console = Console(file=io.StringIO(), width=120, color_system=None, force_terminal=terminal)
     config = load_config(
         config_file("tiny-qwen3"),
@@ -105,7 +101,8 @@ def test_the_panel_and_its_lines_are_those_recorded(
         clock.return_value += 60
         shown += drawn(dashboard, 120) if terminal and number in (1, 2, 5, 12, 64, 149) else []
     dashboard.finished()
-    assert isinstance(console.file, io.StringIO) and max(map(len, [*shown, ""])) <= 80
+    assert isinstance(console.file, io.StringIO)
+    assert max(map(len, [*shown, ""])) <= 80
     assert_recorded(
         __file__,
         f"{steps} steps",
@@ -116,22 +113,17 @@ def test_the_panel_and_its_lines_are_those_recorded(
 def test_a_run_that_rewards_alone_judge_shows_their_mean():
     """Before training, in the lines of steps, and as a gain at the end."""
     console = Console(file=io.StringIO(), width=120, color_system=None)
-    dashboard, first = (
-        Dashboard(load_config(None, {"steps": "2"}), console),
-        Heldout(0.0, -1.5),
-    )
+    dashboard = Dashboard(load_config(None, {"steps": "2"}), console)
+    first = Heldout(0.0, -1.5)
     dashboard.baseline(first)
     dashboard.stepped(replace(step(2, 0.5), accuracy=0.0, heldout_reward=-1.25))
     assert isinstance(console.file, io.StringIO)
     begun, line = console.file.getvalue().splitlines()
-    assert begun == "before training: held-out mean reward -1.5" and line.endswith(
-        "held-out reward -1.25"
-    )
+    assert begun == "before training: held-out mean reward -1.5"
+    assert line.endswith("held-out reward -1.25")
     assert heldout({"heldout_accuracy": 0.0, "heldout_reward": -1.25}) == Heldout(0.0, -1.25)
-    assert (Heldout(0.0, -1.25).since(first), Heldout(0.5).since(Heldout(0.25))) == (
-        "+0.25",
-        "+25.0 points",
-    )
+    assert Heldout(0.0, -1.25).since(first) == "+0.25"
+    assert Heldout(0.5).since(Heldout(0.25)) == "+25.0 points"
 
 
 def test_sparklines_are_scaled_from_the_smallest_to_the_largest():
@@ -153,7 +145,9 @@ def test_a_phase_of_the_start_is_shown_at_once_and_its_seconds_at_its_end():
         say("[bold]1[/bold] of 'some' long words")
     assert plain.getvalue() == "[bold]1[/bold] of 'some' long words\n", "no markup, color or break"
     loading, failing = file.getvalue().splitlines()
-    assert loading.startswith("loading … 0.") and loading.endswith(" s") and failing == "failing … "
+    assert loading.startswith("loading … 0.")
+    assert loading.endswith(" s")
+    assert failing == "failing … "
 
 
 def test_figures_are_logged_and_a_resumed_run_goes_on(
@@ -193,7 +187,8 @@ def test_a_logger_that_fails_stops_a_start_and_no_run(
         )
         == 1
     )
-    assert logged.log.mock_calls == [call({"reward": 0.5}, step=1)] and not logged.finish.called
+    assert logged.log.mock_calls == [call({"reward": 0.5}, step=1)]
+    assert not logged.finish.called
     library.init = Mock(side_effect=RuntimeError("no API key"))
     with pytest.raises(
         ConfigError, match=r"log 'wandb' cannot begin: no API key; .*WANDB_MODE=offline"

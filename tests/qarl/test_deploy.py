@@ -75,10 +75,8 @@ def test_a_model_card_says_what_the_note_does(run: RunFolder, tmp_path: Path):
     add_to_note(run.export, base="Qwen/Qwen3-8B-Base", ptq="gptq", licence={})
     write_card(run.export)
     text = (run.export / "README.md").read_text()
-    assert (
-        "base_model: Qwen/Qwen3-8B-Base\nlibrary_name" in text
-        and "by gptq after reinforcement" in text
-    )
+    assert "base_model: Qwen/Qwen3-8B-Base\nlibrary_name" in text
+    assert "by gptq after reinforcement" in text
 
 
 def test_answers_for_eyes(run: RunFolder, random_policy, monkeypatch: pytest.MonkeyPatch, capsys):
@@ -86,10 +84,8 @@ def test_answers_for_eyes(run: RunFolder, random_policy, monkeypatch: pytest.Mon
     asked = ["sample", str(run.path), "1 + 1 =", "--max-new-tokens", "3"]
     assert main([*asked, "--beside", str(random_policy(True))]) == 0
     first, answer, second, same = capsys.readouterr().out.splitlines()
-    assert (first, second) == (
-        f"— {run.path} (3 tokens, length)",
-        f"— {random_policy(True)} (3 tokens, length)",
-    )
+    assert first == f"— {run.path} (3 tokens, length)"
+    assert second == f"— {random_policy(True)} (3 tokens, length)"
     assert answer == same, "the same weights, and the same seed"
     for option, value in (("--temperature", "-1"), ("--samples", "0")):
         assert main(["sample", str(run.path), "x", option, value]) == 2
@@ -140,9 +136,7 @@ def test_runs_are_a_table(
     shown = table()
     assert shown["one"][:4] == ["exported", "3/3", "w4a16", "12.5% → 50.0%"]
     assert shown["two"][:3] == ["stopped", "4/9", "w8a8"]
-    assert (
-        shown["bad"][0].startswith("unreadable: unknown key 'stpes'")
-        and "unreadable" in shown["odd"][0]
-    )
+    assert shown["bad"][0].startswith("unreadable: unknown key 'stpes'")
+    assert "unreadable" in shown["odd"][0]
     with two.locked():
         assert table()["two"][0] == "running"

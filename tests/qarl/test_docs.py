@@ -151,10 +151,8 @@ def test_records_are_as_a_benchmark_wrote_them(file: Path):
     """Of a commit without changes, without NaN, which JSON has not."""
     read = json.loads(file.read_text(), parse_constant=pytest.fail)
     assert read.keys() == {"command", "commit", "environment", "data"}
-    assert (
-        read["command"].startswith(("qarl bench ", "qarl compare ", "python "))
-        and len(read["commit"]) == 40
-    )
+    assert read["command"].startswith(("qarl bench ", "qarl compare ", "python "))
+    assert len(read["commit"]) == 40
 
 
 def test_docs_agree_with_their_records():
@@ -187,9 +185,7 @@ def test_dockerfiles_install_what_the_suite_runs_with(device: str):
     } <= set(lines)
     assert lines.index("USER qarl") > lines.index(f"RUN bash /src/docker/install.sh {device}")
     script = ROOT / "docker/install.sh"
-    assert (
-        '--constraint "$root/$env.lock"' in script.read_text()
-        and (ROOT / f"scripts/env/{device}.lock").is_file()
-    )
+    assert '--constraint "$root/$env.lock"' in script.read_text()
+    assert (ROOT / f"scripts/env/{device}.lock").is_file()
     assert (ROOT / f"scripts/env/{device}.overrides.txt").is_file()
     assert subprocess.run(["bash", "-n", script]).returncode == 0

@@ -45,7 +45,8 @@ def test_shares_and_their_split_by_advantage():
     in the better. Equal rewards have no sign: 0.1 three times has a mean that is not 0.1 in
     floating point.
     """
-    worse, better = completion([5, 5, 5, 5], (1,)), completion([1, 2, 3, 4], (0,))
+    worse = completion([5, 5, 5, 5], (1,))
+    better = completion([1, 2, 3, 4], (0,))
     assert count_error_tokens([group((worse, 0.0), (better, 1.0))]) == {
         "error_tokens": 5 / 8,
         "improbable_tokens": 2 / 8,
@@ -55,7 +56,8 @@ def test_shares_and_their_split_by_advantage():
     }
     even = count_error_tokens([group(*[(completion([1, 2]), 0.1)] * 3)])
     assert even["error_tokens"] == 0.0
-    assert even["error_tokens_negative"] is None and even["error_tokens_positive"] is None
+    assert even["error_tokens_negative"] is None
+    assert even["error_tokens_positive"] is None
 
 
 def test_a_token_of_exactly_the_bound_is_probable():

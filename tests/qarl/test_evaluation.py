@@ -74,21 +74,18 @@ def test_a_majority_by_hand():
         "what ties shares it"
     )
     assert majority([None, None], [False, False]) == 0.0
-    assert (
-        final_answer("so \\boxed{7}.") == final_answer(" 7\n") == "7"
-        and final_answer("x" * 2000) is None
-    )
+    assert final_answer("so \\boxed{7}.") == final_answer(" 7\n") == "7"
+    assert final_answer("x" * 2000) is None
 
 
 def test_figures_by_hand():
     found = result("1100", "0000", "1111", "1000")
-    assert found.accuracy == 7 / 16 and found.average().mean == pytest.approx(7 / 16)
+    assert found.accuracy == 7 / 16
+    assert found.average().mean == pytest.approx(7 / 16)
     passes = found.passes()
-    assert (
-        list(passes) == [1, 2, 4]
-        and passes[1].mean == pytest.approx(7 / 16)
-        and passes[4].mean == 0.75
-    )
+    assert list(passes) == [1, 2, 4]
+    assert passes[1].mean == pytest.approx(7 / 16)
+    assert passes[4].mean == 0.75
     assert passes[2].mean == pytest.approx(np.mean([1 - 1 / 6, 0, 1, 1 / 2]))
     assert found.majority().mean == pytest.approx((1 + 0 + 1 + 1 / 4) / 4)
     assert list(result("101").passes()) == [1, 2, 3]
@@ -114,15 +111,15 @@ def test_intervals_are_those_of_the_closed_form():
     for share in (0.0, 1.0):
         found = estimate([share] * 8, shares=True)
         far = found.high if share == 0 else 1 - found.low
-        assert (far, found.mean) == (
-            pytest.approx(0.262, abs=0.01),
-            share,
-        ) and share in (found.low, found.high)
+        assert far == pytest.approx(0.262, abs=0.01)
+        assert found.mean == share
+        assert share in (found.low, found.high)
         assert estimate([share] * 8).low == estimate([share] * 8).high == share
     assert estimate(half, shares=True) == estimate(half), (
         "a share that varies is drawn again as any values are"
     )
-    assert estimate([0.5]).mean == 0.5 and math.isnan(estimate([0.5]).low)
+    assert estimate([0.5]).mean == 0.5
+    assert math.isnan(estimate([0.5]).low)
 
 
 def test_pairs_are_of_the_same_questions_asked_alike():
@@ -139,10 +136,8 @@ def test_pairs_are_of_the_same_questions_asked_alike():
     )
     two = [evaluation(*each.results, result("11", "00", name="second")) for each in (own, other)]
     lines = [line.partition(":")[0] for line in _compared(two[0], two[1])]
-    assert (
-        lines == ["made up", "second", "mean of 2 benchmarks"]
-        and len([*_compared(own, other)]) == 1
-    )
+    assert lines == ["made up", "second", "mean of 2 benchmarks"]
+    assert len([*_compared(own, other)]) == 1
     for wrong, said in (
         (
             evaluation(result("11", "10")),

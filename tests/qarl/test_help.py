@@ -28,7 +28,8 @@ def shown(
 @pytest.mark.parametrize("columns", [80, 200])
 def test_help_fits_two_screens(columns: int, monkeypatch, capsys):
     lines = shown("--help", columns, monkeypatch, capsys)
-    assert len(lines) <= 90 and max(map(len, lines)) <= columns
+    assert len(lines) <= 90
+    assert max(map(len, lines)) <= columns
 
 
 def test_help_has_the_default_commands_defaults_and_every_short_flag_in_one_group(
@@ -37,7 +38,8 @@ def test_help_has_the_default_commands_defaults_and_every_short_flag_in_one_grou
     assert sorted(flag for names in GROUPS.values() for flag in names) == sorted(FLAGS)
     text = " ".join(" ".join(shown("--help", 80, monkeypatch, capsys)).split())
     steps = load_config(default_config(None), {}).steps
-    assert f"--steps N training steps [{steps}]" in text and "[tiny-qwen3]" in text
+    assert f"--steps N training steps [{steps}]" in text
+    assert "[tiny-qwen3]" in text
     assert all(name in text for name in ("tbpo", "sapo", "pg_seq_is")), "the objectives are named"
 
 

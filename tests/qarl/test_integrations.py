@@ -49,10 +49,8 @@ def test_verl_sums_tbpo_by_itself(monkeypatch: pytest.MonkeyPatch):
     tbpo = of(monkeypatch, "verl", "verl.trainer.ppo.core_algos", **theirs)
     bounds = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.2, "clip_ratio_c": 1.3}
     config = SimpleNamespace(**bounds, global_batch_info={"count": 9.0})
-    weights, current = (
-        torch.linspace(0.5, 1.5, 12).view(4, 3),
-        NEW.clone().requires_grad_(),
-    )
+    weights = torch.linspace(0.5, 1.5, 12).view(4, 3)
+    current = NEW.clone().requires_grad_()
     loss, metrics = tbpo(OLD, current, ADVANTAGES, MASK.long(), "token-mean", config, weights)
     expected = losses.tbpo.of_tokens(NEW, OLD, ADVANTAGES, MASK, weights, **BOUNDS)
     assert torch.equal(loss, (expected.loss * MASK).sum() / 9)
@@ -60,7 +58,9 @@ def test_verl_sums_tbpo_by_itself(monkeypatch: pytest.MonkeyPatch):
         [2 / 9, 4 / 9, -(2 * 0.4 - 3 * 0.4 + 0.4 + 3 * 0.01) / 9], abs=1e-6
     )
     loss.backward()
-    assert current.grad is not None and current.grad[3].all() and not current.grad[:3].any()
+    assert current.grad is not None
+    assert current.grad[3].all()
+    assert not current.grad[:3].any()
 
 
 def test_prime_rl_sums_tbpo_over_a_sample(monkeypatch: pytest.MonkeyPatch):
@@ -79,12 +79,14 @@ def test_prime_rl_sums_tbpo_over_a_sample(monkeypatch: pytest.MonkeyPatch):
             loss_mask=MASK[row],
             loss_weights=weights,
         )
-        output, one = tbpo(inputs, **BOUNDS), slice(row, row + 1)
+        output = tbpo(inputs, **BOUNDS)
+        one = slice(row, row + 1)
         more = None if weights is None else weights[None]
         expected = losses.tbpo.of_tokens(
             NEW[one], OLD[one], ADVANTAGES[one], MASK[one], more, **BOUNDS
         )
-        assert torch.equal(output.loss, expected.loss[MASK[one]].sum()) and output.loss.ndim == 0
+        assert torch.equal(output.loss, expected.loss[MASK[one]].sum())
+        assert output.loss.ndim == 0
         assert float(output.metrics["tbpo/clipped"]) == (1.0 if row == 0 else 0.0)
     inputs.loss_mask = torch.zeros(3, dtype=torch.bool)
     assert float(tbpo(inputs).loss) == float(tbpo(inputs).metrics["tbpo/clipped"]) == 0.0

@@ -42,10 +42,12 @@ def lines(monkeypatch: pytest.MonkeyPatch, path: str) -> dict[str, Finding]:
 
 def test_a_cpu_machine_is_well_without_gpu_and_compiler(tmp_path: Path, monkeypatch, capsys):
     found = lines(monkeypatch, str(tmp_path))
-    assert found["GPUs"].text.startswith("none that the driver names") and not found["GPUs"].remedy
+    assert found["GPUs"].text.startswith("none that the driver names")
+    assert not found["GPUs"].remedy
     assert "none (gcc, clang or cc); only learner.compile needs it" in found["compiler"].text
     assert {"versions", "CPU", "memory", "disk, runs", "disk, cache"} <= found.keys()
-    assert not found["versions"].remedy and "torch 2." in found["versions"].text
+    assert not found["versions"].remedy
+    assert "torch 2." in found["versions"].text
     assert main(["check", "--machine"]) in (0, 1)  # by this machine's memory and disk
     assert "versions: python " in capsys.readouterr().out
 
@@ -61,10 +63,10 @@ def test_what_a_processor_lacks_is_said(flags: str, said: str, monkeypatch: pyte
         lambda *_, **__: f"model name\t: One\nflags\t\t: fpu {flags}\n",
     )
     processor = advice._processor()
-    assert processor.text.startswith("One, ") and said in processor.text
-    assert bool(processor.remedy) == (flags == "sse") and ("in bfloat16" in processor.text) == (
-        flags == "avx2"
-    )
+    assert processor.text.startswith("One, ")
+    assert said in processor.text
+    assert bool(processor.remedy) == (flags == "sse")
+    assert ("in bfloat16" in processor.text) == (flags == "avx2")
 
 
 def test_a_gpu_machine_is_told_what_it_lacks(tmp_path: Path, monkeypatch):
@@ -73,13 +75,12 @@ def test_a_gpu_machine_is_told_what_it_lacks(tmp_path: Path, monkeypatch):
     assert none["GPUs"].remedy == "install NVIDIA's driver, or: make env DEVICE=cpu"
     assert none["compiler"].remedy.startswith("apt install gcc")
     found = lines(monkeypatch, str(tool(tmp_path / "bin", "nvidia-smi", f"echo '{OLD}'")))
-    assert (
-        found["GPU 0"].text == "NVIDIA A100-SXM4-80GB, capability 8, 1.0 of 80.0 GiB free"
-        and found["GPU 0"].remedy
-    )
+    assert found["GPU 0"].text == "NVIDIA A100-SXM4-80GB, capability 8, 1.0 of 80.0 GiB free"
+    assert found["GPU 0"].remedy
     assert found["driver"].remedy == "CUDA 13 needs 580 or later: update it"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert not machines.visible_gpus() and machines.driver_gpus()
+    assert not machines.visible_gpus()
+    assert machines.driver_gpus()
 
 
 def test_a_check_that_fails_is_a_line(monkeypatch):
@@ -87,9 +88,8 @@ def test_a_check_that_fails_is_a_line(monkeypatch):
         raise ImportError("libcudart.so.13: cannot open shared object file")
 
     line = advice._guarded(_torch, False)
-    assert (
-        line.text == "ImportError: libcudart.so.13: cannot open shared object file" and line.remedy
-    )
+    assert line.text == "ImportError: libcudart.so.13: cannot open shared object file"
+    assert line.remedy
 
 
 def told(place: Path, *python: str) -> str:
@@ -118,7 +118,8 @@ def test_make_env_names_what_is_missing_for_cuda(tmp_path: Path):
         assert f"MISSING: {what}" in nothing
     tool(place, "gcc")
     tool(place, "nvidia-smi", "exit 9")
-    assert "MISSING: a GPU" in told(place) and "compiler" not in told(place)
+    assert "MISSING: a GPU" in told(place)
+    assert "compiler" not in told(place)
     tool(place, "nvidia-smi", "echo 550.54.15")
     assert "MISSING: a driver for CUDA 13 (it is 550.54.15)" in told(place)
 
@@ -134,7 +135,8 @@ exit 0
 
 def bringup(folder: Path, fails: str = "") -> tuple[int, list[str], dict[str, int]]:
     """Exit status, the commands called by a stand-in for each program, and every step's status."""
-    programs, calls = folder / "bin", folder / "calls"
+    programs = folder / "bin"
+    calls = folder / "calls"
     calls.write_text("")
     for name in ("make", "python", "qarl"):
         tool(programs, name, STAND_IN, shell="bash")
@@ -166,23 +168,24 @@ def test_it_skips_what_depends_on_a_failure_and_does_not_repeat_what_passed(
 ):
     """Contract: status counts failures and skips; a second call runs those alone."""
     status, first, steps = bringup(tmp_path, fails="-k products")
-    assert steps["products"] == 3 and {
+    assert steps["products"] == 3
+    assert {
         steps["environment"],
         steps["codes"],
         steps["operators"],
     } == {0}
-    assert status > 5 and not {"gradients", "engine", "train"} & steps.keys()
+    assert status > 5
+    assert not {"gradients", "engine", "train"} & steps.keys()
     status, second, steps = bringup(tmp_path)
-    assert (
-        status == 0
-        and not set(steps.values()) - {0}
-        and steps.keys() >= {"train", "resume", "large-experts"}
-    )
-    assert not any(" env " in call for call in second) and any(
-        "--resume" in call for call in second
-    )
+    assert status == 0
+    assert not set(steps.values()) - {0}
+    assert steps.keys() >= {"train", "resume", "large-experts"}
+    assert not any(" env " in call for call in second)
+    assert any("--resume" in call for call in second)
     status, third, _ = bringup(tmp_path)
-    assert status == 0 and third == [] and first
+    assert status == 0
+    assert third == []
+    assert first
 
 
 def test_every_run_and_test_it_names_is_there(tmp_path: Path):
@@ -216,5 +219,6 @@ def test_the_piece_without_vllm_tells_what_differs(tmp_path: Path):
     assert [name for name, record in records.items() if record["status"]] == ["torch-codes"], (
         done.stdout
     )
-    assert len(records) == 6 and done.returncode == 1
+    assert len(records) == 6
+    assert done.returncode == 1
     assert "differ from the CPU's: bf16" in records["torch-codes"]["error"]

@@ -42,7 +42,8 @@ math-verify decides.
 
 
 def _whole(rng: random.Random) -> Case:
-    number, off = rng.randrange(-10_000, 10_000), rng.choice((0, 0, 1, -3))
+    number = rng.randrange(-10_000, 10_000)
+    off = rng.choice((0, 0, 1, -3))
     return (
         str(number),
         f"{number + off:,}" if rng.random() < 0.3 else str(number + off),
@@ -51,12 +52,10 @@ def _whole(rng: random.Random) -> Case:
 
 
 def _fraction(rng: random.Random) -> Case:
-    top, bottom, factor, off = (
-        rng.randrange(1, 40),
-        rng.randrange(2, 40),
-        rng.randrange(1, 5),
-        rng.choice((0, 0, 1)),
-    )
+    top = rng.randrange(1, 40)
+    bottom = rng.randrange(2, 40)
+    factor = rng.randrange(1, 5)
+    off = rng.choice((0, 0, 1))
     written = rng.choice((r"\frac{%d}{%d}", r"\dfrac{%d}{%d}", r"\tfrac{%d}{%d}", "%d/%d"))
     return (
         rf"\frac{{{top}}}{{{bottom}}}",
@@ -66,7 +65,8 @@ def _fraction(rng: random.Random) -> Case:
 
 
 def _unit(rng: random.Random) -> Case:
-    number, off = rng.randrange(1, 500), rng.choice((0, 0, 2))
+    number = rng.randrange(1, 500)
+    off = rng.choice((0, 0, 2))
     unit = rng.choice(
         (
             r"\text{ cm}",
@@ -95,12 +95,14 @@ def _pair(rng: random.Random) -> Case:
 
 def _words(rng: random.Random) -> Case:
     days = ("Monday", "Tuesday", "Friday")
-    reference, shown = rng.choice(days), rng.choice(days)
+    reference = rng.choice(days)
+    shown = rng.choice(days)
     return rf"\text{{{reference}}}", rf"\text{{{shown}}}", reference == shown
 
 
 def _nested(rng: random.Random) -> Case:
-    number, off = rng.randrange(1, 999), rng.choice((0, 0, 1))
+    number = rng.randrange(1, 999)
+    off = rng.choice((0, 0, 1))
     return (
         str(number),
         rng.choice((r"\boxed{%d}", "{%d}", "{{%d}}")) % (number + off),
@@ -209,7 +211,8 @@ def test_no_answer_hangs_a_run():
 
 def test_references_may_come_in_a_box_or_between_dollars_and_one_that_cannot_be_read_gives_no_signal():
     unreadable = [response("", r"\boxed{1}")]
-    assert math_scorer()(unreadable) == [None] and math_checker()(unreadable) == [False]
+    assert math_scorer()(unreadable) == [None]
+    assert math_checker()(unreadable) == [False]
     for reference in (r"\boxed{7}", "$7$", " 7 ", r"$\boxed{7}$"):
         assert math_checker()([response(reference, r"\boxed{7}"), response(reference, "7")]) == [
             True,
@@ -252,12 +255,11 @@ def test_a_suite_is_read_from_copies_and_judged_as_mathematics(tmp_path: Path):
     tasks = suite_tasks("math", write_copies(tmp_path / "copies"), TaskConfig())
     assert list(tasks) == [benchmark.name for benchmark in SUITES["math"]] == list(RIGHT)
     for name, task in tasks.items():
-        assert task.size("heldout") == len(ROWS[name]) and task.size("train") == 0
+        assert task.size("heldout") == len(ROWS[name])
+        assert task.size("train") == 0
         problem = min(task.problems("heldout", 0, len(ROWS[name]), 0), key=lambda p: p.id)
-        assert (
-            "\\boxed" in problem.chat[0]["content"]
-            and problem.chat[1]["content"] == problem.question
-        )
+        assert "\\boxed" in problem.chat[0]["content"]
+        assert problem.chat[1]["content"] == problem.question
         texts = (f"so \\boxed{{{RIGHT[name]}}}", RIGHT[name], "\\boxed{1000}")
         assert task.correct([Response(problem, text) for text in texts]) == [
             True,
@@ -295,7 +297,8 @@ def test_eval_asks_a_suite(
     compared with.
     """
     use_transformers_engine(monkeypatch)
-    copies, first = write_copies(tmp_path / "copies"), tmp_path / "first.json"
+    copies = write_copies(tmp_path / "copies")
+    first = tmp_path / "first.json"
     policy = str(random_policy(True))
     asked = [
         "eval",
@@ -323,9 +326,7 @@ def test_eval_asks_a_suite(
     assert "mean of 6 benchmarks: 0.0%\n" in out
     tree = json.loads(first.read_text())
     assert [b["name"] for b in tree["benchmarks"]] == list(RIGHT)
-    assert (
-        tree["settings"]["temperature"] == 1
-        and len(tree["benchmarks"][0]["questions"][0]["answers"]) == 2
-    )
+    assert tree["settings"]["temperature"] == 1
+    assert len(tree["benchmarks"][0]["questions"][0]["answers"]) == 2
     assert main([*asked, "--seed", "1", "--against", str(first)]) == 2
     assert "is asked with seed 1" in capsys.readouterr().err

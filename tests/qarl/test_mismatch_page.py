@@ -46,7 +46,8 @@ def test_a_start_from_codes_is_what_is_measured(random_policy: Any, monkeypatch:
     """Contract: with `--init gptq` the engine is opened on its codes, which are not those of the
     rounded masters.
     """
-    folder, opened = random_policy(True), []
+    folder = random_policy(True)
+    opened = []
     other = low_bit(load_masters(folder, torch.float32), "w4a16")
     multiply_masters(other, 1.5, "model.layers.0.mlp.up_proj.weight")
     codes = [LowBitTensor(item.name, item.tensor.clone()) for item in other.low_bit_tensors()]
@@ -90,16 +91,16 @@ def test_a_wrong_layer_is_found_and_named():
     engine makes of gate and up: its kernel error is 0.1, within 5 %, no other layer is named, and
     the scheme's errors are as before.
     """
-    models, batch = three("w4a16"), batch_of()
+    models = three("w4a16")
+    batch = batch_of()
     before = {row.layer: row for row in mismatch.layer_errors(*models, batch)}
     weight = models[2].linears[WRONG].codes()
     assert weight.scale is not None
     weight.scale.mul_(1.1)
     models[2].release_products()
     rows = mismatch.layer_errors(*models, batch)
-    assert [row.layer for row in faulty_layers(rows)] == [WRONG] and not faulty_layers(
-        list(before.values())
-    )
+    assert [row.layer for row in faulty_layers(rows)] == [WRONG]
+    assert not faulty_layers(list(before.values()))
     found = {row.layer: row for row in rows}
     assert found.keys() == set(models[0].linears)
     assert found[WRONG].kernel == pytest.approx(0.1, rel=0.05)
@@ -119,9 +120,8 @@ def test_experts_are_compared_as_layers():
         row.layer: row for row in mismatch.layer_errors(*three("w4a16-g32", moe=True), batch_of())
     }
     experts = [row for layer, row in rows.items() if layer.endswith("mlp.experts")]
-    assert len(experts) == 1 and all(
-        0.02 < row.scheme < 0.5 and row.kernel < 0.02 for row in experts
-    )
+    assert len(experts) == 1
+    assert all(0.02 < row.scheme < 0.5 and row.kernel < 0.02 for row in experts)
 
 
 def investigation(models: Three, batch: Batch) -> Investigation:
@@ -167,26 +167,25 @@ def test_the_page_holds_what_was_measured():
     ]
     assert all(len(line["x"]) == POINTS for line in data["figures"][0]["lines"])
     (figure,) = data["layers"]
-    assert figure["labels"][7] == "layer.7" and [each["y"][7] for each in figure["lines"]] == [
+    assert figure["labels"][7] == "layer.7"
+    assert [each["y"][7] for each in figure["lines"]] == [
         0.1,
         6e-4,
     ]
     assert data["measured"] == [["mean_abs", 0.2, 0], ["equal", 0, 0]]
-    assert (
-        "model &lt;script&gt;" in page
-        and "kernels &amp; more" in page
-        and "model <script>" not in page
-    )
-    assert "{{" not in page and "http" not in page.replace(
-        "http://www.w3.org/2000/svg", ""
-    ).replace("http-equiv", "")
+    assert "model &lt;script&gt;" in page
+    assert "kernels &amp; more" in page
+    assert "model <script>" not in page
+    assert "{{" not in page
+    assert "http" not in page.replace("http://www.w3.org/2000/svg", "").replace("http-equiv", "")
 
 
 def test_words_of_a_page_are_those_recorded():
     """Layers on both sides of what is named; plain learners, of what alignment is worth: 10 and 100
     nats an answer.
     """
-    rng, shown = random.Random(4), []
+    rng = random.Random(4)
+    shown = []
     layers = [LayerDeviation(f"l{n}", 0.01 * n, 2e-5 + 1e-6 * n) for n in range(9)]
     for errors in (
         [],
@@ -222,7 +221,10 @@ def test_words_of_a_page_are_those_recorded():
     assert_recorded(__file__, "words", words)
 
 
-END, VOCABULARY, PROMPT, LONGEST = 1, 40, (5, 6, 7), 24
+END = 1
+VOCABULARY = 40
+PROMPT = (5, 6, 7)
+LONGEST = 24
 KINDS = {"aligned": 0.0, "other kernels": 0.01, "plain": 0.25}
 """Deviation of the sampler's logits from the learner's."""
 
@@ -257,7 +259,8 @@ def healthy(seed: int, kind: str = "other kernels", **config: Any) -> Evidence:
     ]
     batch = make_batch(groups, 0)
 
-    learner, logprobs = torch.zeros(batch.response_mask.shape), logits.log_softmax(-1)
+    learner = torch.zeros(batch.response_mask.shape)
+    logprobs = logits.log_softmax(-1)
     for row, completion in enumerate(completions):
         count = len(completion.token_ids)
         learner[row, len(PROMPT) : len(PROMPT) + count] = logprobs[row].gather(
@@ -347,7 +350,8 @@ def test_rewards_that_differ_by_rounding_alone():
         healthy(0), lambda _: {"rewards": tuple(100 + 1e-5 * n for n in range(8))}
     )
     (pitfall,) = find_pitfalls(evidence)
-    assert pitfall.about == "group deviation" and "advantages divide by that" in pitfall.text
+    assert pitfall.about == "group deviation"
+    assert "advantages divide by that" in pitfall.text
     unscaled = dataclasses.replace(
         evidence, config=LearnerConfig.model_validate({"advantage": "dr_grpo"})
     )

@@ -117,7 +117,9 @@ def test_parts_are_those_of_arithmetic_by_hand():
         learner__gradient_checkpointing="false",
         learner__micro_batch_tokens=18432,
     )
-    assert (small["masters"], small["gradients"], small["moments"]) == (6.4, 6.4, 7.6)
+    assert small["masters"] == 6.4
+    assert small["gradients"] == 6.4
+    assert small["moments"] == 7.6
     assert small["codes"] == pytest.approx(0.7 + 0.6 + 0.6, abs=0.1)
     assert small["activations"] == pytest.approx(28 * 18432 * 70 * 1024 / GIB, rel=0.01)
     assert "kernel layout" not in small
@@ -130,18 +132,14 @@ def test_parts_are_those_of_arithmetic_by_hand():
     }
     assert gib("qwen3-1.7b", 1, **calibrated)["moves"] == 5.2  # 4 bytes of 1.409B
     large = gib("qwen3-8b", 1)
-    assert (large["masters"], large["gradients"], large["moments"]) == (
-        30.5,
-        30.5,
-        35.1,
-    )
+    assert large["masters"] == 30.5
+    assert large["gradients"] == 30.5
+    assert large["moments"] == 35.1
     assert large["activations"] == pytest.approx(22528 * (36 * 4 * 4096 + 70e3 * 2) / GIB, rel=0.1)
     experts = gib("qwen3-30b-a3b", 8, learner__zero_stage=3)
-    assert (experts["masters"], experts["gradients"], experts["moments"]) == (
-        14.2,
-        14.2,
-        14.5,
-    )
+    assert experts["masters"] == 14.2
+    assert experts["gradients"] == 14.2
+    assert experts["moments"] == 14.5
     # CUDA graphs
     assert experts["codes"] == pytest.approx(15.6, abs=0.1) == experts["engine"] - 2.0
     assert experts["workspaces"] == round((16384 + 22528) * 8 * 2 * (2048 + 3 * 768) / GIB, 1)
@@ -151,7 +149,8 @@ def test_parts_are_those_of_arithmetic_by_hand():
         learner__master_dtype="bfloat16",
         learner__optimizer__offload="cpu",
     )
-    assert half["masters"] == 15.3 and "moments" not in half
+    assert half["masters"] == 15.3
+    assert "moments" not in half
     adapted = gib("qwen3-8b", 1, learner__lora__name="lora", learner__optimizer__name="adamw")
     rank_16 = 36 * 16 * (2 * (4096 + 4096) + 2 * (1024 + 4096) + 3 * (4096 + 12288))
     assert adapted["moments"] == round(2 * 4 * rank_16 / GIB, 1)
@@ -184,9 +183,8 @@ def test_a_learner_apart_from_its_servers_has_no_engine_and_may_keep_no_weights(
     """
     apart = {"rollout__servers": "http://a:1", "learner__zero_stage": 3}
     parts = gib("qwen3-30b-a3b", 8, **apart)
-    assert not {"engine", "KV cache"} & parts.keys() and parts["kernel layout"] == pytest.approx(
-        14.4 + 0.6, abs=0.2
-    )
+    assert not {"engine", "KV cache"} & parts.keys()
+    assert parts["kernel layout"] == pytest.approx(14.4 + 0.6, abs=0.2)
     none = gib(
         "qwen3-30b-a3b",
         8,
@@ -256,22 +254,21 @@ def test_layer_rules_and_targets_count_by_name():
 
 
 def test_what_is_open_is_decided_and_what_is_given_is_kept():
-    open_, shapes = load_config(None, {"model": "m"}), NAMED["qwen3-1.7b"]
+    open_ = load_config(None, {"model": "m"})
+    shapes = NAMED["qwen3-1.7b"]
     decided = make_plan(open_, shapes, "", parse_machine("1xB200"), 1)
-    assert decided.config.learner.gradient_checkpointing is False and decided.share <= 0.9
+    assert decided.config.learner.gradient_checkpointing is False
+    assert decided.share <= 0.9
     # all 256 sequences
     assert decided.config.rollout.kv_cache_gib == bytes_of(decided.memory)["KV cache"] / GIB == 56
     small = make_plan(open_, shapes, "", parse_machine("1x48GB"), 1)
-    assert small.config.learner.gradient_checkpointing is True and small.fits
+    assert small.config.learner.gradient_checkpointing is True
+    assert small.fits
     cpu = make_plan(open_, shapes, "", Machine("cpu", "cpu", 1, 400 * GIB), 1)
-    assert (
-        cpu.config.learner.gradient_checkpointing,
-        cpu.config.rollout.kv_cache_gib,
-    ) == (False, 1)
-    assert (cpu.config.learner.compile, decided.config.learner.compile) == (
-        False,
-        "auto",
-    )
+    assert cpu.config.learner.gradient_checkpointing is False
+    assert cpu.config.rollout.kv_cache_gib == 1
+    assert cpu.config.learner.compile is False
+    assert decided.config.learner.compile == "auto"
     given = load_config(
         None, {"rollout.kv_cache_gib": "7", "learner.gradient_checkpointing": "false"}
     )
@@ -282,9 +279,11 @@ def test_every_help_saves_and_the_command_fits(tmp_path: Path):
     for gpus in ("1xH100", "4x80GB", "8x80GB", "8xH200"):
         machine = parse_machine(gpus)
         plan = make_plan(config(model="m"), NAMED["qwen3-30b-a3b"], "", machine, machine.count)
-        assert not plan.fits and all(saved > 0 for saved in helping(plan).values())
+        assert not plan.fits
+        assert all(saved > 0 for saved in helping(plan).values())
         works = fitting(plan)
-        assert works and all(fits.fits and fits.share <= 0.9 for fits, _ in works)
+        assert works
+        assert all(fits.fits and fits.share <= 0.9 for fits, _ in works)
         assert works[-1][0].config.learner.lora.name == "none"
 
 
@@ -329,10 +328,8 @@ def test_the_command_plans_without_torch_in_80_columns(tmp_path: Path):
     lines = done.stdout.splitlines()
     assert max(len(line) for line in lines if str(tmp_path) not in line) <= 80
     written = json.loads(file.read_text())
-    assert (
-        sum(written["parts"].values()) == written["total"] > written["capacity"]
-        and not written["fits"]
-    )
+    assert sum(written["parts"].values()) == written["total"] > written["capacity"]
+    assert not written["fits"]
     start = next(number for number, line in enumerate(lines) if line.startswith("  qarl train"))
     works = shlex.split(" ".join(line.rstrip("\\") for line in lines[start:]).split("fits ")[0])
     assert main(["plan", "--gpus", "8x80GB", *works[2:]]) == 0
@@ -345,11 +342,9 @@ def test_train_is_refused_before_anything_is_loaded(
     assert main(["train", "--scheme", "w4a16", "--model", "Qwen/Qwen3-30B-A3B-Base"]) == 2
     said = capsys.readouterr().err
     assert "GiB too much on 1 × NVIDIA H100 80GB HBM3; nothing was loaded" in said
-    assert (
-        "fits 1 × NVIDIA H100" in said
-        and "--learner.lora.base host" in said
-        and "fits 4 × H200" in said
-    )
+    assert "fits 1 × NVIDIA H100" in said
+    assert "--learner.lora.base host" in said
+    assert "fits 4 × H200" in said
 
 
 def test_cpus_refuse_beyond_a_quarter_more_than_there_is(
@@ -390,12 +385,11 @@ def test_the_machine_is_what_the_driver_tells(
 ):
     driver(81559)
     found = this_machine()
-    assert (found.name, found.device, found.count) == (
-        "1 × NVIDIA H100 80GB HBM3",
-        "cuda",
-        1,
-    )
-    assert (found.memory, found.taken) == (81559 * 2**20, 559 * 2**20) and found.host
+    assert found.name == "1 × NVIDIA H100 80GB HBM3"
+    assert found.device == "cuda"
+    assert found.count == 1
+    assert (found.memory, found.taken) == (81559 * 2**20, 559 * 2**20)
+    assert found.host
     driver("[N/A]")
     assert this_machine().memory == 2000 * GIB  # the host's
     driver(81559, 24576)
@@ -417,7 +411,8 @@ def test_the_machine_is_what_the_driver_tells(
         ):
             this_machine()
     monkeypatch.setenv("PATH", "")
-    assert machines.driver_gpus() == [] and this_machine().device == "cpu"
+    assert machines.driver_gpus() == []
+    assert this_machine().device == "cpu"
 
 
 LITERAL = [
@@ -458,9 +453,9 @@ def test_a_run_takes_all_gpus_and_a_recipe_that_fits(
     assert said[1].startswith("--processes 6: one a GPU; rollout.prompts 12")
     assert made["learner"]["optimizer"]["offload"] == "none"
     said, made = chosen(81559)
-    assert (
-        len(said) == 1 and "does not fit" in said[0] and made["learner"]["lora"]["name"] == "none"
-    )
+    assert len(said) == 1
+    assert "does not fit" in said[0]
+    assert made["learner"]["lora"]["name"] == "none"
     assert made["rollout"]["max_new_tokens"] == 16384
     choice = choose(config(model="Qwen/Qwen3-8B-Base"), {}, None, None, parse_machine("8x80GB"))
     assert choice.arguments(None) == ["--config", "recipes/qwen3-8b-8x80gb"]
@@ -492,14 +487,18 @@ def test_processes_of_several_machines_choose_as_one(
     assert main(LITERAL) in (0, 2)
     (said,) = (line for line in capsys.readouterr().out.splitlines() if "chosen" in line)
     assert said.startswith("# chosen: --config recipes/qwen3-30b-a3b-8x80gb: for this model")
-    dense, machine = config(model="Qwen/Qwen3-14B"), parse_machine("8x80GB")
+    dense = config(model="Qwen/Qwen3-14B")
+    machine = parse_machine("8x80GB")
     one, four = (choose(dense, {}, "small", count, machine, 8) for count in (8, 32))
-    assert one.processes == 8 and four.processes == 32 and {*four.fields} <= {*one.fields}
+    assert one.processes == 8
+    assert four.processes == 32
+    assert {*four.fields} <= {*one.fields}
     assert not choose(dense, {}, "small", 2, machine).fields, (
         "what eight GPUs would take is not chosen for two"
     )
     plan = make_plan(dense, *sizes_of(dense.model), machine, 32, 8)
-    assert {fitted.processes for fitted, _ in fitting(plan)} == {32} and helping(plan)
+    assert {fitted.processes for fitted, _ in fitting(plan)} == {32}
+    assert helping(plan)
     together: Any = SimpleNamespace(
         gathered=lambda mine: [dense, mine], first_does=lambda work: work()
     )
@@ -518,7 +517,8 @@ def test_a_persons_file_is_kept_but_for_what_it_leaves_open(tmp_path: Path):
         " none\n"
     )
     choice = choose(load_config(file, {}), {}, str(file), None, parse_machine("4x80GB"))
-    assert choice.file == str(file) and choice.processes == 4
+    assert choice.file == str(file)
+    assert choice.processes == 4
     some = {"learner.zero_stage", "learner.master_dtype", "learner.optimizer.offload"}
     assert some & choice.fields.keys() == {"learner.zero_stage"}
     (tmp_path / "config.json").write_text(
@@ -538,7 +538,8 @@ def test_recipes_resolve_suit_their_model_and_fit(name: str, capsys: pytest.Capt
     the meta device, its processes and ZeRO stage go together, and it fits with a tenth to spare.
     Blind spot: none was run.
     """
-    file, machine = f"recipes/{name}", parse_machine(RECIPES_ON[name])
+    file = f"recipes/{name}"
+    machine = parse_machine(RECIPES_ON[name])
     assert f"--gpus {RECIPES_ON[name]}\n" in config_file(file).read_text()
     assert main(["train", "--config", file, "--task", "chain_sum", "--dry-run"]) == 0
     assert "scheme: w4a16" in capsys.readouterr().out

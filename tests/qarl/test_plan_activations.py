@@ -35,7 +35,8 @@ from tests.support.models import PUBLISHED, low_bit
 LENGTHS = (60, 70, 62)
 TOKENS = sum(LENGTHS)
 DENSE, EXPERTS = (cases(__file__, name) for name in ("dense", "experts"))
-LAYERS, HIDDEN = DENSE["num_hidden_layers"], DENSE["hidden_size"]
+LAYERS = DENSE["num_hidden_layers"]
+HIDDEN = DENSE["hidden_size"]
 
 
 @pytest.mark.parametrize("scheme", ["w4a16", "w8a8"])
@@ -226,10 +227,8 @@ def test_learning_takes_no_more_than_planned(
     """Contract: planned ≥ traced, by a tenth at most, of three layers; a replay under AdamW has no
     engine and no step that is larger, and of so few layers a checkpoint would be.
     """
-    assert (memory._GROUPED, memory._AHEAD) == (
-        grouped_backward.TOKENS,
-        gradients.AHEAD,
-    )
+    assert memory._GROUPED == grouped_backward.TOKENS
+    assert memory._AHEAD == gradients.AHEAD
     monkeypatch.setattr(_Count, "saving", lambda count: 0)
     config = {**PUBLISHED[name], "num_hidden_layers": 3}
     settings = {

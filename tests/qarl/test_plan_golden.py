@@ -37,7 +37,8 @@ def plans(part: int = 0, parts: int = 1, count: int = 80) -> dict[str, Any]:
     """By its options, each plan's numbers, words and remedies, or why there is none; every so many
     of those drawn.
     """
-    rng, all_plans = random.Random(0), {}
+    rng = random.Random(0)
+    all_plans = {}
     for number in range(count):
         name = rng.choice([*NAMED, *(name for name in EMBEDDED if name.startswith("tiny"))])
         machine, processes = rng.choice(

@@ -232,7 +232,8 @@ def test_the_starters_reward_is_what_it_says(starter: Path):
         (replace(problem, metadata={}), near),
     ]
     responses = [Response(*each) for each in said]
-    assert task.rewards(responses) == [1.0, 0.5, 0.0, 0.0] and task.correct(responses) == [
+    assert task.rewards(responses) == [1.0, 0.5, 0.0, 0.0]
+    assert task.correct(responses) == [
         True,
         *[False] * 3,
     ]

@@ -34,13 +34,14 @@ def test_sequences_are_the_same_however_they_come(aligned: qarl.Policy):
     padded on the left or the right and packed, to the last bit but for the gradients, whose sums
     are in another order.
     """
-    tokens, real = some_tokens(2, 5), torch.ones(2, 8)
-    left, right, real[0, :3] = (
-        torch.zeros(2, 8, dtype=torch.int64),
-        tokens.flatten()[None],
-        0,
-    )
-    left[0, 3:], left[1, :5], real[1, 5:] = tokens[0], tokens[1], 0
+    tokens = some_tokens(2, 5)
+    real = torch.ones(2, 8)
+    left = torch.zeros(2, 8, dtype=torch.int64)
+    right = tokens.flatten()[None]
+    real[0, :3] = 0
+    left[0, 3:] = tokens[0]
+    left[1, :5] = tokens[1]
+    real[1, 5:] = 0
     ways: list[dict[str, Any]] = [
         {"input_ids": tokens},
         {"input_ids": left, "attention_mask": real},
@@ -49,11 +50,10 @@ def test_sequences_are_the_same_however_they_come(aligned: qarl.Policy):
     ]
     seen = []
     for way in ways:
-        logits, kept = (
-            aligned(**way).logits,
-            way.get("attention_mask", torch.ones_like(way["input_ids"])).bool(),
-        )
-        assert logits.dtype == aligned.dtype and not logits[~kept].any()
+        logits = aligned(**way).logits
+        kept = way.get("attention_mask", torch.ones_like(way["input_ids"])).bool()
+        assert logits.dtype == aligned.dtype
+        assert not logits[~kept].any()
         values, entropies = aligned.logprobs(**way, temperature=0.7)
         loss_of(logits[kept].view(2, 5, -1), tokens).backward()
         gradients = torch.cat(
@@ -96,20 +96,18 @@ def test_a_batch_is_scored_as_its_rows_are(aligned: qarl.Policy):
 
 @pytest.mark.parametrize("name", sorted(OBJECTIVES))
 def test_losses_are_the_learners(name: str):
-    batch, config = (
-        batch_of(),
-        LearnerConfig.model_validate({"objective": {"name": name}, "mini_batches": 1}),
-    )
-    new, sampler = (
-        (batch.sampler_logprobs * 1.01).requires_grad_(),
-        batch.sampler_logprobs,
-    )
+    batch = batch_of()
+    config = LearnerConfig.model_validate({"objective": {"name": name}, "mini_batches": 1})
+    new = (batch.sampler_logprobs * 1.01).requires_grad_()
+    sampler = batch.sampler_logprobs
     tensors = sampler, sampler, batch.advantages, batch.response_mask
     terms = LossInput(new, sampler, sampler, None, response_mask=tensors[3], advantages=tensors[2])
     expected = policy_loss(terms, config, BatchSize(len(new), int(batch.response_mask.sum())))
     share = getattr(qarl.losses, name)(new, *tensors)
-    assert torch.equal(share.loss, expected.loss) and share.metrics == expected.metrics
-    loss, weights = getattr(qarl.losses, name), torch.rand_like(new)
+    assert torch.equal(share.loss, expected.loss)
+    assert share.metrics == expected.metrics
+    loss = getattr(qarl.losses, name)
+    weights = torch.rand_like(new)
     alone = (
         loss(new, *tensors, correction="none", aggregation="token-mean").loss
         * batch.response_mask.sum()
@@ -164,11 +162,9 @@ def test_a_policy_whose_masters_get_no_gradient_is_refused(
 
 
 def test_calls_out_of_turn(aligned: qarl.Policy, tmp_path: Path):
-    ids, strangers, others = (
-        some_tokens(2, 4),
-        nn.LSTM(2, 2).parameters(),
-        [*aligned.parameters()],
-    )
+    ids = some_tokens(2, 4)
+    strangers = nn.LSTM(2, 2).parameters()
+    others = [*aligned.parameters()]
     assert [len(group) for group in aligned.muon_groups()] == [
         14,
         len(others) - 14,
@@ -211,10 +207,8 @@ def test_calls_out_of_turn(aligned: qarl.Policy, tmp_path: Path):
     with pytest.raises(qarl.PolicyError, match="masters moved since version 1"):
         aligned.export(tmp_path / "export")
     aligned.refresh()
-    digest, state = (
-        aligned.export(tmp_path / "export"),
-        {n: p.clone() for n, p in aligned.state_dict().items()},
-    )
+    digest = aligned.export(tmp_path / "export")
+    state = {n: p.clone() for n, p in aligned.state_dict().items()}
     torch.optim.SGD(aligned.parameters(), lr=0.5).step()
     with pytest.raises(qarl.PolicyError, match="masters moved since version 2"):
         aligned(ids)

@@ -128,8 +128,10 @@ def test_an_export_is_measured_as_its_run_is(tmp_path: Path, random_policy):
     asked: dict[str, Any] = {"overrides": {}, "max_new_tokens": None, "dtype": None}
     of_run, of_export = (plan_evaluation(str(path), **asked) for path in (run.path, run.export))
     assert dataclasses.replace(of_run, target=of_export.target) == of_export
-    assert of_export.task == config.task and of_export.rollout.max_num_seqs == 512
-    assert of_export.dtype == "float16" and of_export.rollout.max_new_tokens == 8
+    assert of_export.task == config.task
+    assert of_export.rollout.max_num_seqs == 512
+    assert of_export.dtype == "float16"
+    assert of_export.rollout.max_new_tokens == 8
     assert of_export.asking == config.eval.model_copy(update={"every": 50})
     changed = {
         "task.name": "gcd",
@@ -139,11 +141,9 @@ def test_an_export_is_measured_as_its_run_is(tmp_path: Path, random_policy):
     }
     other = plan_evaluation(str(run.export), **{**asked, "overrides": changed, "max_new_tokens": 9})
     assert (other.task, other.rollout.max_new_tokens) == (TaskConfig(name="gcd"), 9)
-    assert (other.asking.samples, other.asking.top_p, other.asking.problems) == (
-        4,
-        0.95,
-        config.eval.problems,
-    )
+    assert other.asking.samples == 4
+    assert other.asking.top_p == 0.95
+    assert other.asking.problems == config.eval.problems
     with pytest.raises(
         ConfigError, match=r"--dtype bfloat16: run .* computes in float16; leave it out"
     ):
@@ -184,10 +184,8 @@ def test_a_run_is_resumed_and_evaluated_in_any_folder(
     )
     monkeypatch.chdir(place / "data")
     found = RunFolder.open(place / "run").config()
-    assert (found.model, found.task.name) == (
-        str(place / "model"),
-        str(place / "q.jsonl"),
-    )
+    assert found.model == str(place / "model")
+    assert found.task.name == str(place / "q.jsonl")
     assert found.task.reward == f"{place / 'raises.py'}:reward=1, math"
     assert found.task.correct == "tests.support.rewards:reward"
     assert getattr(found.learner.objective, "function", None) == f"{place / 'own.py'}:objective"
@@ -201,11 +199,9 @@ def test_a_run_is_resumed_and_evaluated_in_any_folder(
     moved = plan_evaluation(str(place / "moved" / "run" / "export"), {}).task
     assert moved.name == str(place / "moved" / "q.jsonl")
     hub = absolute(TaskConfig(name="hf:model", data="hf:owner/name", rollout="talk.py:talk"), place)
-    assert (hub.name, hub.data, hub.rollout) == (
-        f"hf:{place / 'model'}",
-        "hf:owner/name",
-        f"{place / 'talk.py'}:talk",
-    )
+    assert hub.name == f"hf:{place / 'model'}"
+    assert hub.data == "hf:owner/name"
+    assert hub.rollout == f"{place / 'talk.py'}:talk"
     assert (
         absolute(TaskConfig(environment="tools.py:Shop"), place).environment
         == f"{place / 'tools.py'}:Shop"

@@ -131,7 +131,8 @@ def test_where_a_mismatch_is_drawn_by_hand():
     """Bins of equally many positions, and thirds of a decade of probability; empty ones, and those
     without mismatch, are left out. One token of probability 1 goes to the last bin.
     """
-    at, logprob = np.array([0, 0, 1, 2]), np.log([0.5, 0.4, 0.9, 1.0])
+    at = np.array([0, 0, 1, 2])
+    logprob = np.log([0.5, 0.4, 0.9, 1.0])
     figures = mismatch_figures(
         [None, (at, logprob, np.array([0.1, -0.3, 0.0, 0.4]))], "those of a run"
     )
@@ -189,7 +190,9 @@ def test_what_became_of_error_tokens(tmp_path: Path):
     ]
     clipped, corrected, learned = zip(*(row[4:] for row in data["treatment"]), strict=True)
     # reasons 2, 0 and 1
-    assert (clipped, corrected, learned) == ((1, 0, 1), (0, 0, 0), (0, 1, 0))
+    assert clipped == (1, 0, 1)
+    assert corrected == (0, 0, 0)
+    assert learned == (0, 1, 0)
     # all reasons but the first two
     sound = treatment([[rows(1, length=len(CLIP_REASONS))]])[0]
     assert sound[2:] == ["sound", 8, 0.875, 0.125, 0.0]
@@ -224,7 +227,8 @@ def test_equal_runs_give_equal_bytes(tmp_path: Path):
     shutil.copytree(run, tmp_path / "there" / "run")
     page = page_of(run)
     assert page == page_of(run) == page_of(tmp_path / "there" / "run")
-    assert page.startswith(MARK) and str(tmp_path) not in page
+    assert page.startswith(MARK)
+    assert str(tmp_path) not in page
 
 
 def test_text_stays_text(tmp_path: Path):
@@ -236,14 +240,14 @@ def test_text_stays_text(tmp_path: Path):
     assert elements.tags.count("script") == 2
     assert elements.tags.count("li") == len(verdict(configurations(read_runs([run, other])))) > 2
     assert page.count(' headline"') == 2
-    assert "img" not in elements.tags and not any(
-        name.startswith("on") for name, _ in elements.attributes
-    )
+    assert "img" not in elements.tags
+    assert not any(name.startswith("on") for name, _ in elements.attributes)
     assert not {"<", ">", "&"} & set(elements.data), (
         "browsers end a script where this parser does not"
     )
     data = json.loads(elements.data)
-    assert data["tokens"]["prompts"] == [HOSTILE] and HOSTILE in data["tokens"]["texts"]
+    assert data["tokens"]["prompts"] == [HOSTILE]
+    assert HOSTILE in data["tokens"]["texts"]
     assert data["runs"][0]["name"] == "<b>{{data}}"
 
 
@@ -256,7 +260,8 @@ def test_the_page_needs_no_network(tmp_path: Path):
         for name, text in elements.attributes
         if name == "content" and text and "default-src" in text
     )
-    assert policy.startswith("default-src 'none'") and "http" not in policy
+    assert policy.startswith("default-src 'none'")
+    assert "http" not in policy
 
 
 def test_seeds_share_a_curve_with_a_band(tmp_path: Path):
@@ -314,7 +319,8 @@ def test_long_runs_are_thinned_and_numbers_are_short(tmp_path: Path):
     ]
     run = new_run(tmp_path / "run", steps=2 * MOST_POINTS + 1, of=5000, tokens=False)
     (reward,) = data_of(run)["curves"][0]["lines"]
-    assert len(reward["x"]) <= MOST_POINTS and reward["x"][-1] == 2 * MOST_POINTS + 1
+    assert len(reward["x"]) <= MOST_POINTS
+    assert reward["x"][-1] == 2 * MOST_POINTS + 1
     assert reward["y"][0] == pytest.approx(0.2)
 
 
@@ -342,11 +348,10 @@ def test_tokens_come_through_the_packing():
     assert tokens["completions"]["advantage"] == [1.25, -1.25] * 2
     assert tokens["completions"]["age"] == [1, None] * 2
     unquantized = np.frombuffer(base64.b64decode(tokens["unquantized_logprob"]), "<f2")
-    assert unquantized[:3].tolist() == [-1.5] * 3 and np.isnan(unquantized[3:]).all()
-    assert (
-        tokens["completions"]["worst"] == [0, -1] * 2
-        and tokens["completions"]["truncated"] == [0, 1] * 2
-    )
+    assert unquantized[:3].tolist() == [-1.5] * 3
+    assert np.isnan(unquantized[3:]).all()
+    assert tokens["completions"]["worst"] == [0, -1] * 2
+    assert tokens["completions"]["truncated"] == [0, 1] * 2
     assert (tokens["recorded"], tokens["shown"]) == (4, 4)
 
 
@@ -389,7 +394,8 @@ def test_a_page_stays_small(tmp_path: Path, steps: int, length: int):
     data = json.loads(Elements(page.decode()).data)["tokens"]
     assert data["recorded"] == 2 * steps
     if steps == 50:
-        assert data["shown"] == 100 and sum(data["completions"]["length"]) == 100_000
+        assert data["shown"] == 100
+        assert sum(data["completions"]["length"]) == 100_000
     else:
         assert 0 < data["shown"] < data["recorded"]
         assert sum(data["completions"]["length"]) * 12 > BUDGET / 4
@@ -426,20 +432,21 @@ def test_what_is_refused(
     Path("start/start.json").write_text('{"canary": {}}')
     assert main(arguments.split()) == 2
     assert said in capsys.readouterr().err
-    assert (
-        not Path("report.html").exists() and Path("notes.html").read_text() == "<!doctype html>mine"
-    )
+    assert not Path("report.html").exists()
+    assert Path("notes.html").read_text() == "<!doctype html>mine"
 
 
 def test_a_page_is_written_and_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Of a run that is going on: a line half written is left out."""
-    run, page = new_run(tmp_path / "run", steps=2, of=9), tmp_path / "page.html"
+    run = new_run(tmp_path / "run", steps=2, of=9)
+    page = tmp_path / "page.html"
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "rew')
     assert main(["report", str(run), "-o", str(page)]) == 0
     assert f"wrote {page}: " in capsys.readouterr().out
     first = page.read_bytes()
-    assert main(["report", str(run), "-o", str(page)]) == 0 and page.read_bytes() == first
+    assert main(["report", str(run), "-o", str(page)]) == 0
+    assert page.read_bytes() == first
     assert "2 steps of 9; the run is not finished" in first.decode()
 
 
@@ -447,10 +454,8 @@ def test_a_run_that_goes_on_is_watched(tmp_path: Path, monkeypatch: pytest.Monke
     """The page is written anew when there are further steps, with an order to load it again until
     the run is done.
     """
-    run, page = (
-        new_run(tmp_path / "run", steps=1, of=3, tokens=False),
-        tmp_path / "page.html",
-    )
+    run = new_run(tmp_path / "run", steps=1, of=3, tokens=False)
+    page = tmp_path / "page.html"
     pages: list[str] = []
 
     def next_step(seconds: float) -> None:
@@ -464,7 +469,8 @@ def test_a_run_that_goes_on_is_watched(tmp_path: Path, monkeypatch: pytest.Monke
     assert main(["report", str(run), "-o", str(page), "--watch"]) == 0
     assert pages[0] == pages[1] != pages[2] != page.read_text()
     order = '<meta http-equiv="refresh" content="10">'
-    assert all(order in seen for seen in pages) and order not in page.read_text()
+    assert all(order in seen for seen in pages)
+    assert order not in page.read_text()
     assert sorted(file.name for file in tmp_path.iterdir()) == ["page.html", "run"]
 
 

@@ -328,7 +328,8 @@ def test_after_a_failure_the_next_call_has_a_process_again(
         rewards(task, "7", "die", "8")
     assert rewards(task, "7", "8") == [1.0, 0.0]
     out, err = capfd.readouterr()
-    assert not out and "thinking" in err
+    assert not out
+    assert "thinking" in err
 
 
 @pytest.mark.parametrize("spec", ["own_reward:f", "own_reward.py:f", "./own_reward.py:f"])

@@ -78,7 +78,8 @@ with RunFolder.open(Path({str(run.path)!r})).locked():
     time.sleep(60)
 """
     holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "held\n"
     with (
         pytest.raises(ConfigError, match=f"is written by process {holder.pid}; wait for it"),
         run.locked(),
@@ -139,7 +140,8 @@ def test_trying_a_folder_makes_none_that_another_run_may_be_making(
 
     monkeypatch.setattr(os, "mkdir", recorded)
     check_new_folder(tmp_path / "grid" / "one", "run folder", "--output")
-    assert [path.parent for path in made] == [tmp_path] and tmp_path / "grid" not in made
+    assert [path.parent for path in made] == [tmp_path]
+    assert tmp_path / "grid" not in made
     assert list(tmp_path.iterdir()) == []
 
 
@@ -231,9 +233,8 @@ def test_a_full_disk_is_one_line_and_other_errors_stay_what_they_are(
     parser.set_defaults(run=lambda *_: write(Path("/dev/full")), fields=False, engine=False)
     assert run_command(parser, []) == 1
     message = " ".join(capsys.readouterr().err.split())
-    assert (
-        message.startswith("disk: cannot write") and "No space left on device; make room" in message
-    )
+    assert message.startswith("disk: cannot write")
+    assert "No space left on device; make room" in message
     parser.set_defaults(run=lambda *_: by_text(Path("/proc/none/x")), fields=False, engine=False)
     with pytest.raises(FileNotFoundError):
         run_command(parser, [])
@@ -294,17 +295,14 @@ def test_the_best_policy_by_accuracy_is_exported(random_policy: Policies, tmp_pa
     over a resumption.
     """
     source = random_policy(True)
-    model, folder = make_model(source, "w4a16"), RunFolder(tmp_path)
+    model = make_model(source, "w4a16")
+    folder = RunFolder(tmp_path)
     policy: Any = SimpleNamespace(model=model, folder=source, processes=Processes())
-    config, at = (
-        load_config(config_file("tiny-qwen3"), {"checkpoint.best": "true"}),
-        Position(first_accuracy=0.3),
-    )
-    checkpoints, digests, rollouts = (
-        StepCheckpoints(config, folder, policy, at),
-        [],
-        Any,
-    )
+    config = load_config(config_file("tiny-qwen3"), {"checkpoint.best": "true"})
+    at = Position(first_accuracy=0.3)
+    checkpoints = StepCheckpoints(config, folder, policy, at)
+    digests = []
+    rollouts = Any
     for accuracy in (0.2, 0.5, None, 0.5, 0.6):
         if at.step == 4:  # from here on as if resumed
             lines = [
@@ -322,14 +320,16 @@ def test_the_best_policy_by_accuracy_is_exported(random_policy: Policies, tmp_pa
         note = tmp_path / "export-best" / "qarl.json"
         best = {1: None, 2: 2, 3: 2, 4: 2, 5: 5}[at.step]
         written = json.loads(note.read_text()) if note.exists() else {"step": None}
-        assert written["step"] == best and written.get("digest") == (best and digests[best - 1])
+        assert written["step"] == best
+        assert written.get("digest") == (best and digests[best - 1])
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["export-best"]
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EBADF])
 def test_a_full_disk_under_tensorboard_is_said_once(number: int, tmp_path: Path, monkeypatch):
     """Its thread keeps the error for whoever writes next; any other error is shown as ever."""
-    folder, shown = new_run(tmp_path / "run"), list[Any]()
+    folder = new_run(tmp_path / "run")
+    shown = list[Any]()
     monkeypatch.setattr(threading, "excepthook", shown.append)
     monkeypatch.setattr(RecordWriter, "write", Mock(side_effect=OSError(number, "of the disk")))
     metrics: Any = SimpleNamespace(flat=lambda: {"step": 1, "reward": 0.5}, step=1)

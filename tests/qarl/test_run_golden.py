@@ -57,7 +57,8 @@ def test_a_run_prints_measures_and_leaves(
     shown = {}
     for line in COMMANDS[name]:
         model = ["--model", str(random_policy(True))] if "--config" in line else []
-        status, printed = main([*line.split(), *model]), capsys.readouterr()
+        status = main([*line.split(), *model])
+        printed = capsys.readouterr()
         text = (printed.out + printed.err).replace(str(random_policy(True)), "MODEL")
         text = re.sub(
             r"\d[\d.]* s\b|ETA \S+|\S+ GiB|digest \S+|\d[\d.]*e-\d+|memory, planned.*",

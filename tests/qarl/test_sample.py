@@ -102,12 +102,17 @@ def test_metrics_of_a_step_by_hand():
 
 def test_without_it_a_step_is_one_round_and_keeps_everything():
     recorder, sampled, kept = run(None, 3, {13})
-    assert recorder.asked == [(12, PROMPTS, 5)] and sampled == kept == [
-        "12",
-        "13",
-        "14",
-        "15",
-    ]
+    assert recorder.asked == [(12, PROMPTS, 5)]
+    assert (
+        sampled
+        == kept
+        == [
+            "12",
+            "13",
+            "14",
+            "15",
+        ]
+    )
     assert recorder.seeds == [stable_hash("step", 5, 3) >> 1]
 
 
@@ -117,7 +122,8 @@ def test_rounds_are_repeated_until_the_batch_is_full():
     """
     recorder, sampled, kept = run(2, 1, {12, 13, 15, 16, 18, 20})
     assert recorder.asked == [(12, PROMPTS, 5), (16, PROMPTS, 5)]
-    assert sampled == [str(n) for n in range(12, 20)] and kept == [
+    assert sampled == [str(n) for n in range(12, 20)]
+    assert kept == [
         "12",
         "13",
         "15",
@@ -132,7 +138,9 @@ def test_rounds_are_bounded(dynamic: int, rounds: int):
     empty.
     """
     recorder, sampled, kept = run(dynamic, 0, {1})
-    assert len(recorder.asked) == rounds and len(sampled) == rounds * PROMPTS and kept == ["1"]
+    assert len(recorder.asked) == rounds
+    assert len(sampled) == rounds * PROMPTS
+    assert kept == ["1"]
     assert run(dynamic, 0, set())[2] == []
 
 
@@ -157,7 +165,8 @@ def test_completions_without_a_signal_are_left_out_and_counted(monkeypatch):
         lambda _, rs: [None if r.problem.id + r.text in mute else 1.0 for r in rs],
     )
     _, sampled, kept = run(None, 3, set())
-    assert sampled == ["12", "13", "14", "15"] and kept == ["14", "15"]
+    assert sampled == ["12", "13", "14", "15"]
+    assert kept == ["14", "15"]
     monkeypatch.setattr(Recorder, "rewards", lambda _, rs: [None] * len(rs))
     monkeypatch.setattr(Recorder, "name", "numbers", raising=False)
     with pytest.raises(

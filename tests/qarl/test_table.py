@@ -60,7 +60,9 @@ def test_every_format_gives_the_same_problems(ending: str, tmp_path: Path):
     train, heldout = (
         {p.question for p in task.problems(split, 0, 100, 3)} for split in ("train", "heldout")
     )
-    assert len(train) + len(heldout) == 100 and heldout and not train & heldout
+    assert len(train) + len(heldout) == 100
+    assert heldout
+    assert not train & heldout
     assert task.problems("train", 5, 300, 3) == task.problems("train", 0, 305, 3)[5:]
     one_pass = task.problems("train", len(train), len(train), 3)
     assert {p.question for p in one_pass} == train
@@ -91,10 +93,8 @@ def test_prompts_alone_are_judged_by_a_function(tmp_path: Path, monkeypatch: pyt
     (problem,) = task.problems("train", 0, 1, 0)
     assert (problem.answer, problem.metadata) == ("", {"kind": "sum"})
     responses = [Response(problem, text) for text in ("", "a", "ab")]
-    assert (task.rewards(responses), task.correct(responses)) == (
-        [None, 1, 0],
-        [False, True, False],
-    )
+    assert task.rewards(responses) == [None, 1, 0]
+    assert task.correct(responses) == [False, True, False]
     assert load(bare, prompt="prompt", reward="mine.py:few", correct="exact").correct(
         responses
     ) == [True, False, False]
@@ -210,7 +210,8 @@ def test_a_prompt_may_be_a_chat(tmp_path: Path):
         prompt="prompt",
     )
     (problem,) = task.problems("train", 0, 1, 0)
-    assert problem.chat == turns and problem.question == "and 1 more?"
+    assert problem.chat == turns
+    assert problem.question == "and 1 more?"
     doubled = load(tmp_path / "t.jsonl", prompt="prompt", system="Be brief.")
     with pytest.raises(
         TaskError,
@@ -276,4 +277,5 @@ def test_whole_numbers_are_answers_and_a_byte_order_mark_is_none(tmp_path: Path)
 def test_a_built_in_task_is_never_shortened():
     task = load_task(TaskConfig(name="chain_sum"))
     assert task.shortened(lambda problems: [False] * len(problems)) is task
-    assert task.describe() is None and not isinstance(task.source, Table)
+    assert task.describe() is None
+    assert not isinstance(task.source, Table)

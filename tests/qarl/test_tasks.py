@@ -67,7 +67,8 @@ def test_problems_are_the_same_in_another_process_and_others_with_another_seed(
 def test_splits_share_no_question(chain_sum) -> None:
     train = {p.question for seed in (0, 1) for p in chain_sum.problems("train", 0, 4000, seed)}
     heldout = {p.question for seed in (0, 1) for p in chain_sum.problems("heldout", 0, 1000, seed)}
-    assert len(train) > 3000 and len(heldout) > 300
+    assert len(train) > 3000
+    assert len(heldout) > 300
     assert not train & heldout
 
 
@@ -194,10 +195,12 @@ def test_every_line_of_a_solution_is_true_and_the_last_is_the_sum(
     terms: list[int],
 ) -> None:
     """Each line goes on from the result of the line before."""
-    solution, total = running_totals(terms), str(terms[0])
+    solution = running_totals(terms)
+    total = str(terms[0])
     for line in solution.split("\n"):
         ((left, operator, right, result),) = re.findall(r"^(-?\d+) ([+-]) (\d+) = (-?\d+)$", line)
-        assert left == total and int(result) == int(left) + int(operator + right)
+        assert left == total
+        assert int(result) == int(left) + int(operator + right)
         total = result
     assert final_answer(solution) == str(sum(terms))
 
@@ -208,19 +211,21 @@ def test_a_problem_s_answer_is_the_sum_it_asks_for(seed: int, start: int, task: 
     (problem,) = task.problems("heldout", start, 1, seed)
     (chain,) = re.findall(r"^Add step by step: (\d(?: [+-] \d){15})$", problem.question)
     terms = [int(term) for term in chain.replace("+ ", "+").replace("- ", "-").split()]
-    assert terms == problem.metadata["terms"] and problem.answer == str(sum(terms))
+    assert terms == problem.metadata["terms"]
+    assert problem.answer == str(sum(terms))
     assert all(0 <= sum(terms[:count]) < 100 for count in range(1, 17))
     response = [Response(problem, solution_of(problem))]
-    assert task.correct(response) == [True] and task.rewards(response) == [1.0]
+    assert task.correct(response) == [True]
+    assert task.rewards(response) == [1.0]
 
 
 def test_only_the_final_answer_counts_and_it_is_all_or_nothing(task: Task) -> None:
     (problem,) = task.problems("train", 0, 1, 0)
-    right, solution = problem.answer, solution_of(problem)
+    right = problem.answer
+    solution = solution_of(problem)
     for text in (right, f" {right}\n", f"1 + 1 = 3 = {right}", solution):
-        assert task.correct([Response(problem, text)]) == [True] and task.rewards(
-            [Response(problem, text)]
-        ) == [1.0]
+        assert task.correct([Response(problem, text)]) == [True]
+        assert task.rewards([Response(problem, text)]) == [1.0]
     for text in (
         "",
         right[:-1],
@@ -230,9 +235,8 @@ def test_only_the_final_answer_counts_and_it_is_all_or_nothing(task: Task) -> No
         f"{solution}\n1 + 1 = 2",
         f"{right} = x",
     ):
-        assert task.correct([Response(problem, text)]) == [False] and task.rewards(
-            [Response(problem, text)]
-        ) == [0.0]
+        assert task.correct([Response(problem, text)]) == [False]
+        assert task.rewards([Response(problem, text)]) == [0.0]
 
 
 def test_terms_and_digits_are_options() -> None:
@@ -252,15 +256,14 @@ def test_an_embedded_policy_learns_what_it_was_warmed_up_on(name: str) -> None:
 
 @pytest.mark.parametrize("name", LONG)
 def test_solutions_are_long_and_fit(name: str, task: Task) -> None:
-    config, tokenizer = (
-        load_config(config_file(name), {}),
-        recipe_tokenizer(RECIPES[name]),
-    )
+    config = load_config(config_file(name), {})
+    tokenizer = recipe_tokenizer(RECIPES[name])
     pad: Any = tokenizer.pad_token_id
     ids, labels = encode_problems(tokenizer, task.problems("train", 0, 1000, 0))
     lengths = labels.ne(IGNORED).sum(dim=1)
     prompts = ids.ne(pad).sum(dim=1) - lengths
-    assert int(lengths.min()) >= 40 and 64 <= float(lengths.double().mean()) <= 256
+    assert int(lengths.min()) >= 40
+    assert 64 <= float(lengths.double().mean()) <= 256
     assert int(lengths.max()) <= config.rollout.max_new_tokens
     assert int(prompts.max()) <= config.rollout.max_prompt_tokens
 

@@ -57,7 +57,8 @@ def test_wide_columns_change_no_output_and_coarsen_rows(experts: int) -> None:
     config = recipe_config(recipe, dtype="float32")
     model = AutoModelForCausalLM.from_config(config).eval()
     ids = torch.arange(40).view(2, 20)
-    before, errors = model(ids).logits, row_errors(model)
+    before = model(ids).logits
+    errors = row_errors(model)
     embedded.widen_columns(dict(model.named_parameters()), 4.0)
     assert torch.equal(model(ids).logits, before)
     assert all(after > 2 * errors[name] for name, after in row_errors(model).items())
@@ -79,10 +80,12 @@ def row_errors(model: torch.nn.Module) -> dict[str, float]:
 def test_two_builds_are_bit_identical_and_two_recipes_never_share_a_folder(built, tmp_path) -> None:
     assert ensure_recipe("small", replace(SMALL, warm_start_steps=0), built.parent) != built
     torch.manual_seed(7)  # another state than the first was built from
-    random_state, threads = torch.get_rng_state(), torch.get_num_threads()
+    random_state = torch.get_rng_state()
+    threads = torch.get_num_threads()
     build_tiny(SMALL, tmp_path / "again")
     assert contents(tmp_path / "again") == contents(built)
-    assert torch.equal(torch.get_rng_state(), random_state) and torch.get_num_threads() == threads
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert torch.get_num_threads() == threads
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -146,7 +149,8 @@ def test_the_chat_template_is_chatml_and_prompts_are_short(tokenizer) -> None:
 def test_only_answers_and_end_tokens_are_trained_on(tokenizer) -> None:
     problems = load_task(TaskConfig(name="chain_sum")).problems("train", 0, 20, 0)
     ids, labels = encode_problems(tokenizer, problems)
-    assert ids.shape == labels.shape and ids.dtype == labels.dtype == torch.int64
+    assert ids.shape == labels.shape
+    assert ids.dtype == labels.dtype == torch.int64
     for problem, row, label in zip(problems, ids, labels, strict=True):
         kept = label != IGNORED
         assert tokenizer.decode(label[kept]) == problem.answer + "<|im_end|>"
@@ -165,11 +169,9 @@ def test_two_at_once_build_once_where_an_earlier_build_died(built, tmp_path, cap
     (leftover / "junk").touch()
     with ThreadPoolExecutor(2) as racers:
         folders = list(racers.map(lambda _: ensure_recipe("small", SMALL, tmp_path), range(2)))
-    assert (
-        folders[0] == folders[1]
-        and contents(folders[0]) == contents(built)
-        and not leftover.exists()
-    )
+    assert folders[0] == folders[1]
+    assert contents(folders[0]) == contents(built)
+    assert not leftover.exists()
     messages = capsys.readouterr().err.splitlines()
     assert [message.split()[0] for message in messages] == ["building", "warm", "warm"]
 

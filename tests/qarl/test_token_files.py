@@ -67,10 +67,8 @@ def test_every_column_is_what_sampler_learner_and_loss_had(tmp_path: Path):
     ]
     for index, row in enumerate(rows):
         group = groups[row["group"]]
-        completion, start = (
-            group.completions[row["sample"]],
-            len(group.prompt.token_ids) - 1,
-        )
+        completion = group.completions[row["sample"]]
+        start = len(group.prompt.token_ids) - 1
         span = slice(start, start + len(completion.token_ids))
         assert row["token_id"] == list(completion.token_ids)
         assert row["prompt_token_ids"] == list(group.prompt.token_ids)
@@ -80,9 +78,8 @@ def test_every_column_is_what_sampler_learner_and_loss_had(tmp_path: Path):
         np.testing.assert_array_equal(row["mismatch"], apart)
         assert row["worst_token"] == np.abs(apart).argmax()
         assert row["advantage"] == log.batch.advantages[index, span].tolist()
-        assert row["reward"] == group.rewards[row["sample"]] and row["group_rewards"] == list(
-            group.rewards
-        )
+        assert row["reward"] == group.rewards[row["sample"]]
+        assert row["group_rewards"] == list(group.rewards)
         if log.updated[index]:
             np.testing.assert_array_equal(row["log_ratio"], log.log_ratio[index, span].numpy())
         else:
@@ -94,9 +91,11 @@ def test_every_column_is_what_sampler_learner_and_loss_had(tmp_path: Path):
             row["clip"], row["log_ratio"], row["advantage"], strict=True
         ):
             if reason == "A > 0 above":
-                assert ratio > 0 and advantage > 0
+                assert ratio > 0
+                assert advantage > 0
             if reason == "A < 0 below":
-                assert ratio < 0 and advantage < 0
+                assert ratio < 0
+                assert advantage < 0
 
 
 def test_clipped_sequences_are_told_from_clipped_tokens(tmp_path: Path):
@@ -107,7 +106,8 @@ def test_clipped_sequences_are_told_from_clipped_tokens(tmp_path: Path):
         "none",
         "corrected",
     }
-    assert reasons and all(reason.startswith("sequence, A") for reason in reasons)
+    assert reasons
+    assert all(reason.startswith("sequence, A") for reason in reasons)
     assert all(len(set(row["clip"]) - {"corrected"}) <= 1 for row in rows), (
         "a sequence is clipped whole"
     )
@@ -121,13 +121,12 @@ def test_the_unquantized_policy_is_asked_about_what_is_kept(tmp_path: Path):
     """
     rows, log, groups = recorded(tmp_path / "due", 2, diagnostics_every=1, dtype=torch.float32)
     plain = logprobs_of(make_learner(aligned=False, dtype=torch.float32), log.batch).values
-    assert len(rows) == 4 and {row["age"] for row in rows} <= {0, 1}
+    assert len(rows) == 4
+    assert {row["age"] for row in rows} <= {0, 1}
     places = [(g, s) for g, group in enumerate(groups) for s in range(len(group.completions))]
     for row in rows:
-        index, length = (
-            places.index((row["group"], row["sample"])),
-            len(row["token_id"]),
-        )
+        index = places.index((row["group"], row["sample"]))
+        length = len(row["token_id"])
         start = len(groups[row["group"]].prompt.token_ids) - 1
         expected = plain[index, start : start + length].numpy()
         np.testing.assert_allclose(row["unquantized_logprob"], expected, atol=1e-4)
@@ -142,14 +141,16 @@ def test_the_unquantized_policy_is_asked_about_what_is_kept(tmp_path: Path):
 
 def test_nothing_of_the_training_changes():
     batch = make_batch(make_groups(), VOCABULARY - 1)
-    plain, logged = make_learner(), make_learner()
+    plain = make_learner()
+    logged = make_learner()
     for step in range(2):
         assert plain.learn(batch, step) == logged.learn(batch, step, log=TokenLog(batch))
     assert all(torch.equal(p, logged.model.masters[n]) for n, p in plain.model.masters.items())
 
 
 def test_least_and_most_reward_with_the_worst_tokens_first():
-    rewards, worst = [0.0, 1.0, 0.0, 1.0, 0.5, 0.0], np.array([1, 2, 3, 4, 9, 2])
+    rewards = [0.0, 1.0, 0.0, 1.0, 0.5, 0.0]
+    worst = np.array([1, 2, 3, 4, 9, 2])
     assert chosen_rows(rewards, worst, 1) == [2, 3]
     assert chosen_rows(rewards, worst, 2) == [2, 5, 3, 1]
     assert chosen_rows(rewards, worst, 3) == chosen_rows(rewards, worst, "all") == list(range(6))
@@ -160,7 +161,8 @@ def test_a_step_that_taught_nothing_is_recorded_all_the_same(tmp_path: Path):
     groups = make_groups()
     TokenRecorder(tmp_path, 2, TOKENIZER, None, True).write(1, groups, None)
     rows = pq.read_table(step_files(tmp_path)[1]).to_pylist()
-    assert len(rows) == 4 and rows[0]["worst_token"] is None
+    assert len(rows) == 4
+    assert rows[0]["worst_token"] is None
     assert {
         value for row in rows for value in row["mismatch"] + row["log_ratio"] + row["clip"]
     } == {None}
@@ -206,14 +208,16 @@ def test_a_resumed_run_has_every_step_once(tmp_path: Path):
 def test_what_is_read_is_what_was_written(tmp_path: Path):
     rows, _, _ = recorded(tmp_path, objective={"name": "grpo", "clip_low": 1e-4, "clip_high": 1e-4})
     read = read_step(step_files(tmp_path)[1])
-    assert list(read.lengths) == [len(row["token_id"]) for row in rows] and len(read) == len(rows)
+    assert list(read.lengths) == [len(row["token_id"]) for row in rows]
+    assert len(read) == len(rows)
     for name in ("learner_logprob", "log_ratio", "advantage"):
         flat = [np.nan if value is None else value for row in rows for value in row[name]]
         np.testing.assert_array_equal(read.tokens[name], np.array(flat, dtype=np.float32))
     named = [None if code < 0 else CLIP_REASONS[code] for code in read.tokens["clip"]]
     assert named == [reason for row in rows for reason in row["clip"]]
     some = read.first(3)
-    assert len(some) == 3 and len(some.tokens["token"]) == sum(read.lengths[:3])
+    assert len(some) == 3
+    assert len(some.tokens["token"]) == sum(read.lengths[:3])
     assert some.completions["prompt_id"] == read.completions["prompt_id"][:3]
 
 
@@ -222,7 +226,8 @@ def test_texts_of_tokens_add_up_and_any_ids_have_some(text: str, pieces: int):
     """Bytes that are no UTF-8 too."""
     ids = TOKENIZER(text)["input_ids"]
     texts = token_texts(TOKENIZER, ids)
-    assert "".join(texts) == text and len(texts) == len(ids) >= pieces
+    assert "".join(texts) == text
+    assert len(texts) == len(ids) >= pieces
     for seed in range(20):
         ids = torch.randint(0, 300, (40,), generator=torch.Generator().manual_seed(seed)).tolist()
         assert len(token_texts(TOKENIZER, ids)) == 40
@@ -277,7 +282,8 @@ def test_groups_are_read_as_they_were_learned_from(tmp_path: Path):
     read = read_groups(step_files(tmp_path)[1])
     assert read == groups
     experts = read[1].completions[0].experts
-    assert experts.dtype == np.int16 and (experts == groups[1].completions[0].experts).all()
+    assert experts.dtype == np.int16
+    assert (experts == groups[1].completions[0].experts).all()
 
 
 @pytest.mark.parametrize(("arguments", "said"), cases(__file__, "refusals"))

@@ -124,16 +124,17 @@ def test_instances_are_apart_and_draw_alike(mine: Environments):
         ("get_reward", {}),
     )
     assert after(mine, *asked) == (first := after(mine, *asked))
-    assert first[:3] == ["", "3", "5"] and json.loads(first[3])[1] == "é" and first[4] == 0.5
+    assert first[:3] == ["", "3", "5"]
+    assert json.loads(first[3])[1] == "é"
+    assert first[4] == 0.5
     assert [tool["function"]["name"] for tool in mine.description.tools] == [
         "add",
         "later",
         "misbehave",
     ]
     said = mine.opening(Problem("p", "q?", "", {"k": 7}))
-    assert said.startswith(" (k is 7, 0.") and said == mine.opening(
-        Problem("p", "another", "", {"k": 7})
-    )
+    assert said.startswith(" (k is 7, 0.")
+    assert said == mine.opening(Problem("p", "another", "", {"k": 7}))
     with pytest.raises(RewardError, match=r"reset of problem 'p' raised .*mine.py, line"):
         mine.opening(Problem("p", "q?", "", {"k": "x"}))
 
@@ -142,7 +143,8 @@ def test_instances_are_apart_and_draw_alike(mine: Environments):
 def test_a_tool_that_fails_says_so(mine: Environments, how: str, words: str):
     """And the instance lives on where its process does."""
     _, outcome, then = after(mine, ("misbehave", {"how": how}), ("add", {"a": 1}))
-    assert isinstance(outcome, Failure) and words in outcome.words
+    assert isinstance(outcome, Failure)
+    assert words in outcome.words
     gone = how in ("exit", "starts")
     assert then == (outcome if gone else "2")
 
@@ -151,14 +153,15 @@ def test_what_cannot_be_interrupted_is_ended(mine: Environments, monkeypatch: py
     monkeypatch.setattr("qarl.tasks.environments.GRACE", 0.1)
     begun = time.monotonic()
     _, outcome, then = after(mine, ("misbehave", {"how": "blocks"}), ("add", {"a": 1}))
-    assert "took longer" in outcome.words and then == outcome and time.monotonic() - begun < 5
+    assert "took longer" in outcome.words
+    assert then == outcome
+    assert time.monotonic() - begun < 5
     _, big, nothing, number = after(
         mine, *[("misbehave", {"how": how}) for how in ("big", "none", "number")]
     )
-    assert big.startswith("x" * 100_000 + "… (10000000 characters") and (
-        nothing,
-        number,
-    ) == (None, "1.5")
+    assert big.startswith("x" * 100_000 + "… (10000000 characters")
+    assert nothing is None
+    assert number == "1.5"
 
 
 def test_no_process_is_left(mine: Environments):
@@ -223,7 +226,8 @@ def test_a_template_goes_on_from_what_was_sampled(
     """What is appended reads as what the template writes of the whole chat, and no result has a
     special token.
     """
-    turns, results = tool_turns(tokenizer, mine, template), RESULTS[-count:]
+    turns = tool_turns(tokenizer, mine, template)
+    results = RESULTS[-count:]
     tools = list(mine.description.tools)
     said = "<tool_call>{}</tool_call>"
     sampled = tokenizer(said, add_special_tokens=False)["input_ids"]
@@ -266,10 +270,8 @@ def completion(tokens: list[int], reason: str = "stop") -> Completion:
 
 def test_calls_are_read_as_vllm_reads_them(tokenizer: Any, mine: Environments):
     turns = tool_turns(tokenizer, mine)
-    one, broken = (
-        '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>',
-        ToolCall("", {}),
-    )
+    one = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    broken = ToolCall("", {})
     texts = {
         one: [ToolCall("add", {"a": 1})],
         "think" + one + one: [ToolCall("add", {"a": 1})] * 2,
@@ -330,11 +332,10 @@ def test_a_conversation_with_tools(tokenizer: Any, mine: Environments):
     }
     said = [tokenizer.decode(whole.token_ids[start:end]) for start, end in whole.environment]
     counts |= {"environment_tokens": sum(end - start for start, end in whole.environment)}
-    assert dict(whole.events) == counts and whole.reward == 0.75
-    assert (
-        "tool\n2<|im_end|>\n<|im_start|>tool\n3<|im_end|>" in said[0]
-        and "cannot be read" in said[3]
-    )
+    assert dict(whole.events) == counts
+    assert whole.reward == 0.75
+    assert "tool\n2<|im_end|>\n<|im_start|>tool\n3<|im_end|>" in said[0]
+    assert "cannot be read" in said[3]
     assert "there is no tool 'sub'; there are add, later" in said[1]
     assert "error: TypeError: Mine.add() got an unexpected keyword argument 'c'" in said[2]
 
@@ -342,9 +343,11 @@ def test_a_conversation_with_tools(tokenizer: Any, mine: Environments):
     odd = spoken(tokenizer, mine, [call("misbehave", how="half"), "42"])
     assert "tool\na?<|im_end|>" in tokenizer.decode(odd.token_ids)
     gone = spoken(tokenizer, mine, [call("misbehave", how="exit"), call("add", a=1), "42"])
-    assert gone.reward is None and dict(gone.events)["tool_errors"] == 2
+    assert gone.reward is None
+    assert dict(gone.events)["tool_errors"] == 2
     cut = spoken(tokenizer, mine, [call("add", a=1)] * 2 + ["42"], limit=40)
-    assert cut.truncated and cut.reward == 0.5
+    assert cut.truncated
+    assert cut.reward == 0.5
     with pytest.raises(RewardError, match="reset says '' of problem 'p' here"):
         spoken(tokenizer, mine, ["42"], prompt="q? something else")
 
@@ -374,7 +377,8 @@ def test_tokens_sampled_are_tokens_learned(tokenizer: Any, mine: Environments):
         512,
         [tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in pieces],
     )
-    speaker, prompts = Speaker(rollout, tokenizer, None), [Prompt("p", "q?", (5,))]
+    speaker = Speaker(rollout, tokenizer, None)
+    prompts = [Prompt("p", "q?", (5,))]
     talk = converse(engine, speaker, [PROBLEM], prompts, Sampling(CONVERSATIONS, 200))
     turns = 0
     for row, whole in enumerate(asyncio.run(talk)[1][0]):
@@ -383,14 +387,13 @@ def test_tokens_sampled_are_tokens_learned(tokenizer: Any, mine: Environments):
         sampled = [
             token for token, mine in zip(whole.token_ids, whole.sampled, strict=True) if mine
         ]
-        assert sampled == [token for turn in own for token in turn] and len(whole.token_ids) <= 200
+        assert sampled == [token for turn in own for token in turn]
+        assert len(whole.token_ids) <= 200
         for turn, (start, end) in zip(own, whole.environment, strict=False):
             said = whole.token_ids[start:end]
             results = sum(token == 1 for token in said) - 1
-            assert (
-                sum(token in (0, 2) for token in said) == results + (turn[-1] not in (0, 1, 2))
-                and results > 0
-            )
+            assert sum(token in (0, 2) for token in said) == results + (turn[-1] not in (0, 1, 2))
+            assert results > 0
         turns += len(own)
     assert turns > 1.3 * CONVERSATIONS
 
@@ -401,15 +404,11 @@ def test_the_embedded_policy_learns_what_it_is_asked_in_a_run(tokenizer: Any, tm
     """
     recipe = RECIPES["tiny-qwen3-tools"]
     assert recipe.environment is not None
-    tokenizer.chat_template, environments = (
-        TOOL_TEMPLATE,
-        Environments(recipe.environment, 5.0),
-    )
+    tokenizer.chat_template = TOOL_TEMPLATE
+    environments = Environments(recipe.environment, 5.0)
     tokenizer.save_pretrained(tmp_path)
-    prompter, tools = (
-        Prompter(tmp_path, 96, {}, environments, "hermes"),
-        list(environments.description.tools),
-    )
+    prompter = Prompter(tmp_path, 96, {}, environments, "hermes")
+    tools = list(environments.description.tools)
     turns = ToolTurns(tokenizer, "hermes", {"tools": tools})
     (problem,) = load_task(TaskConfig(name=recipe.task)).problems("train", 0, 1, 3)
     ids, _ = encode_problems(tokenizer, [problem], tools)

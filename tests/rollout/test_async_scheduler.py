@@ -29,7 +29,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec  # noqa: E402
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput  # noqa: E402
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase  # noqa: E402
 
-END, PROMPTS = 2, (3, 21, 40, 5)
+END = 2
+PROMPTS = (3, 21, 40, 5)
 """The end token, and prompts' lengths; the third is cut in chunks."""
 
 
@@ -42,7 +43,8 @@ class Worker(WorkerBase):
     version = 0
 
     def init_device(self) -> None:
-        self.first, self.length = dict[str, int](), dict[str, int]()
+        self.first = dict[str, int]()
+        self.length = dict[str, int]()
         vars(self)["model_runner"] = SimpleNamespace(
             get_model=lambda: None, reset_encoder_cache=lambda: None
         )
@@ -82,7 +84,8 @@ class Worker(WorkerBase):
         return None if self.positions else ModelRunnerOutput([], {})
 
     def sample_tokens(self, grammar_output: Any) -> ModelRunnerOutput:
-        names, first = list(self.positions), self.first
+        names = list(self.positions)
+        first = self.first
         tokens = [END if first[n] == 1 and p == 3 else 10 + p for n, p in self.positions.items()]
         logprobs = [
             -(1000.0 * self.version + 100 * first[n] + p) for n, p in self.positions.items()
@@ -137,10 +140,8 @@ def test_no_token_is_of_weights_before_a_publish(
     rollout = RolloutConfig(max_prompt_tokens=48, max_new_tokens=16, max_num_seqs=6)
     engine = VllmEngine(random_policy(True), VllmOptions(rollout, "bfloat16"))
     core: Any = engine._llm.llm_engine.engine_core
-    assert (
-        core.engine_core.batch_queue_size == 2
-        and type(core.engine_core.scheduler).__name__ == "AsyncScheduler"
-    )
+    assert core.engine_core.batch_queue_size == 2
+    assert type(core.engine_core.scheduler).__name__ == "AsyncScheduler"
     prompts = [Prompt(str(n), "", (n, *range(20, 19 + length))) for n, length in enumerate(PROMPTS)]
     for version in (1, 2, 3):
         engine.load(iter([LowBitTensor("a", torch.zeros(version))]), version)
@@ -155,8 +156,6 @@ def test_no_token_is_of_weights_before_a_publish(
                 assert answer.logprobs == tuple(
                     -(1000.0 * version + 100 * n + p) for p in range(length)
                 )
-                assert (answer.weight_version, answer.finish_reason) == (
-                    version,
-                    "stop" if n == 1 else "length",
-                )
+                assert answer.weight_version == version
+                assert answer.finish_reason == ("stop" if n == 1 else "length")
     engine.close()

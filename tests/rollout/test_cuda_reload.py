@@ -41,7 +41,9 @@ from tests.support.cuda_platform import (
 from tests.support.kernels import no_cuda
 from tests.support.tensors import normal
 
-HIDDEN, HEAD, EXPERTS = 256, 64, 4
+HIDDEN = 256
+HEAD = 64
+EXPERTS = 4
 ROWS = {"q": 2 * HEAD, "k": HEAD, "v": HEAD}
 Stream = Iterator[tuple[str, Any]]
 
@@ -104,7 +106,8 @@ def test_a_publish_refills_one_layer_object(kind: Any):
     once, and only when all are there. `weight_shape`, which a stack loads more often than it has,
     may come after and counts for nothing.
     """
-    factory, refilled = VllmFactory(torch.bfloat16), []
+    factory = VllmFactory(torch.bfloat16)
+    refilled = []
     with stub_cuda((9, 0)):
         for number, name in enumerate(
             name for name in SCHEMES if fits(get_scheme(name), (HEAD, HIDDEN))
@@ -128,8 +131,10 @@ def refill(layer: nn.Module, stream: Any, name: str) -> None:
     before = {
         key: (p, p.data_ptr(), p.shape, p.dtype) for key, p in layer.named_parameters(recurse=False)
     }
-    version, bias = list(stream), getattr(layer, "bias", None)
-    loaded, seen = list[str](), list[list[str]]()
+    version = list(stream)
+    bias = getattr(layer, "bias", None)
+    loaded = list[str]()
+    seen = list[list[str]]()
 
     def prepare(module: Any) -> None:
         seen.append(list(loaded))
@@ -181,7 +186,9 @@ def test_graphs_read_each_version_where_the_first_was(monkeypatch: pytest.Monkey
     monkeypatch.setattr(worker, "set_current_vllm_config", lambda _: nullcontext())
     for name in ("trace_names", "checkpoint_names"):
         monkeypatch.setattr(worker, name, lambda *_: {})
-    factory, scheme, model = VllmFactory(torch.bfloat16), get_scheme("fp8"), nn.Module()
+    factory = VllmFactory(torch.bfloat16)
+    scheme = get_scheme("fp8")
+    model = nn.Module()
     others = [torch.full((2,), 1)]
 
     def prepare(layer: Any) -> None:
@@ -201,7 +208,8 @@ def test_graphs_read_each_version_where_the_first_was(monkeypatch: pytest.Monkey
         others.append(torch.full((2,), 2))
         worker.load_stream(model, config, iter(()))
         for path, (_, _, tensor) in tensors_beside(model).items():
-            assert tensor is first[path][2] and ("others" not in path or tensor.tolist() == [2, 2])
+            assert tensor is first[path][2]
+            assert "others" not in path or tensor.tolist() == [2, 2]
         others.append(torch.zeros(3))
         with pytest.raises(
             EngineError,
@@ -217,11 +225,13 @@ def test_an_engine_quantizes_inputs_in_its_layers():
     start, before graphs.
     """
     with alone(), set_current_vllm_config(VllmConfig()):
-        gate, linear = SiluAndMul(), ReplicatedLinear(32, 32, disable_tp=True)
+        gate = SiluAndMul()
+        linear = ReplicatedLinear(32, 32, disable_tp=True)
     linear._input_quant_key = kFp8StaticTensorSym  # type: ignore[assignment]
     x = normal(3, 64, seed=0)
     with pytest.raises((AttributeError, TypeError)):  # no such kernel for CPUs
         maybe_fused_act_quant(gate, x, linear)
     with stub_cuda((9, 0)):
         unfused = maybe_fused_act_quant(gate, x, linear)
-    assert isinstance(unfused, torch.Tensor) and torch.equal(unfused, gate(x))
+    assert isinstance(unfused, torch.Tensor)
+    assert torch.equal(unfused, gate(x))

@@ -50,7 +50,9 @@ class StandIn(worker.ServerExtension):
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch):
         patch.setenv(receive.RECEIVED, str(folder))
-        self.fails, self.label, self.diary = list[str](), "default", list[str]()
+        self.fails = list[str]()
+        self.label = "default"
+        self.diary = list[str]()
         settings: Any = SimpleNamespace(max_model_len=100, logprobs_mode="raw_logprobs")
         self.vllm_config = SimpleNamespace(model_config=settings)  # type: ignore[assignment]
         self.model_runner = SimpleNamespace(get_model=list)  # type: ignore[assignment]
@@ -76,10 +78,8 @@ class StandIn(worker.ServerExtension):
 
     async def answer(self, request: Request) -> JSONResponse:
         body = json.loads(await request.body())
-        method, asked = (
-            body.get("method", request.url.path),
-            body.get("sampling_params", {}),
-        )
+        method = body.get("method", request.url.path)
+        asked = body.get("sampling_params", {})
         self.diary.append(method)
         if method in self.fails:
             return JSONResponse(
@@ -98,12 +98,10 @@ class StandIn(worker.ServerExtension):
 def life(
     folder: Path, patch: pytest.MonkeyPatch, changes: dict[str, Any], steps: list[str]
 ) -> list[Any]:
-    log, lost, loaded, runs = (
-        list[str](),
-        set[str](),
-        AbsentEngine().load,
-        list[engine.ServerEngine](),
-    )
+    log = list[str]()
+    lost = set[str]()
+    loaded = AbsentEngine().load
+    runs = list[engine.ServerEngine]()
 
     async def request(
         self: client.Server, kind: str, path: str, seconds: float, **content: Any
@@ -133,7 +131,11 @@ def life(
             options.pop("lead", "1") == "1",
         )
         settings = VllmOptions(RolloutConfig(servers=tuple(servers), **options))
-        urls, end = [f"{url}/" for url in servers], lambda: log.append("end")
+        urls = [f"{url}/" for url in servers]
+
+        def end() -> None:
+            log.append("end")
+
         runs.append(
             engine.ServerEngine(urls, key, folder / "versions", folder, settings, *own, at_end=end)
         )
@@ -211,7 +213,8 @@ def limits() -> dict[str, str]:
     """Numbers and words at the top of every file, and what its functions take where nothing is
     said.
     """
-    plain, all_of = (int, float, str, tuple, range), dict[str, str]()
+    plain = (int, float, str, tuple, range)
+    all_of = dict[str, str]()
     for module in pkgutil.walk_packages(rollout.__path__, "qarl.rollout."):
         for name, value in vars(importlib.import_module(module.name)).items():
             values = {name: value} if name.isupper() else {}
@@ -236,10 +239,8 @@ LIMITS, *LIVES = json.loads(GOLDEN.read_text())
 def test_a_run_leaves_its_servers_as_recorded(
     changes: Any, rows: list[Any], tmp_path: Path, monkeypatch: Any
 ):
-    assert (
-        limits(),
-        life(tmp_path, monkeypatch, changes, [step for step, *_ in rows]),
-    ) == (LIMITS, rows)
+    assert limits() == LIMITS
+    assert life(tmp_path, monkeypatch, changes, [step for step, *_ in rows]) == rows
 
 
 if __name__ == "__main__":

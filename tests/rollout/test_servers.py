@@ -73,12 +73,12 @@ def span(version: str, start: int, end: int) -> dict[str, Any]:
 
 def test_a_completion_is_the_samplers_own_tokens():
     completion = read_completion(ANSWER, "http://a", PUBLISHED)
-    assert (completion.token_ids, completion.logprobs, completion.text) == (
-        (5, 6),
-        (-0.5, -1.25),
-        "ab",
-    )
-    assert completion.versions == [3, 3] and completion.switches == () and not completion.truncated
+    assert completion.token_ids == (5, 6)
+    assert completion.logprobs == (-0.5, -1.25)
+    assert completion.text == "ab"
+    assert completion.versions == [3, 3]
+    assert completion.switches == ()
+    assert not completion.truncated
     assert read_completion(altered(finish_reason="length"), "http://a", PUBLISHED).truncated
     certain = altered(logprobs={"content": [{"logprob": 0.0}, {"logprob": -1.25}]})
     assert read_completion(certain, "http://a", PUBLISHED).logprobs == (0.0, -1.25)
@@ -92,11 +92,9 @@ def test_a_completion_says_which_weights_sampled_each_token():
     spans = [span("3-d", 0, 1), span("5-e", 1, 2)]
     versions = PUBLISHED | {"5-e": 5}
     completion = read_completion(altered(weight_versions=spans), "http://a", versions)
-    assert (completion.weight_version, completion.switches, completion.versions) == (
-        3,
-        ((1, 5),),
-        [3, 5],
-    )
+    assert completion.weight_version == 3
+    assert completion.switches == ((1, 5),)
+    assert completion.versions == [3, 5]
     unordered = (("5-e", "3-d", 1), ("3-d", "5-e", 0), ("3-d", "3-d", 1))
     for wrong in (
         spans[1:],
@@ -122,10 +120,8 @@ def test_a_request_depends_on_prompt_and_sample_alone():
     """Contract: sample k of the run's prompt j is asked for alike, whichever process or server it
     falls to; and where no stop text is looked for, a server decodes nothing.
     """
-    prompt, whole = (
-        Prompt("p", "", (1, 2)),
-        Sampling(samples=2, max_new_tokens=4, seed=3),
-    )
+    prompt = Prompt("p", "", (1, 2))
+    whole = Sampling(samples=2, max_new_tokens=4, seed=3)
     shared = dataclasses.replace(whole, first_prompt=5)
     assert completion_request(prompt, whole, 6, 1, "s") == completion_request(
         prompt, shared, 1, 1, "s"
@@ -135,10 +131,8 @@ def test_a_request_depends_on_prompt_and_sample_alone():
     assert json.loads(json.dumps(others)) == others
     for stop, mode in (((), "tokens"), (("END",), "text")):
         request = completion_request(prompt, dataclasses.replace(whole, stop=stop), 0, 0, "s")
-        assert (request["output_mode"], request["sampling_params"]["detokenize"]) == (
-            mode,
-            bool(stop),
-        )
+        assert request["output_mode"] == mode
+        assert request["sampling_params"]["detokenize"] == bool(stop)
     assert not scoring_request((1, 2), "s")["sampling_params"]["detokenize"]
 
 
@@ -267,15 +261,11 @@ def test_an_engine_has_the_runs_settings(
     arguments = llm_arguments(
         VllmOptions(RolloutConfig(enforce_eager=setting, kv_cache_gib=3, max_prompt_tokens=9000))
     )
-    assert (arguments["enforce_eager"], arguments["kv_cache_memory_bytes"]) == (
-        eager,
-        3 * 2**30,
-    )
+    assert arguments["enforce_eager"] == eager
+    assert arguments["kv_cache_memory_bytes"] == 3 * 2**30
     assert arguments["max_model_len"] == 10024 == arguments.get("max_num_batched_tokens", 10024)
-    assert (
-        "max_num_batched_tokens" in arguments,
-        "compilation_config" in arguments,
-    ) == (not gpus, gpus and not eager)
+    assert ("max_num_batched_tokens" in arguments) == (not gpus)
+    assert ("compilation_config" in arguments) == (gpus and not eager)
 
 
 def test_a_replica_keeps_to_itself_whatever_the_environment_says(
@@ -287,11 +277,10 @@ def test_a_replica_keeps_to_itself_whatever_the_environment_says(
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     environment = replica_environment("k", tmp_path)
-    assert environment["GLOO_SOCKET_IFNAME"] == "lo" and environment["VLLM_HOST_IP"] == "127.0.0.1"
-    assert (
-        environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "0"
-        and environment["VLLM_API_KEY"] == "k"
-    )
+    assert environment["GLOO_SOCKET_IFNAME"] == "lo"
+    assert environment["VLLM_HOST_IP"] == "127.0.0.1"
+    assert environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "0"
+    assert environment["VLLM_API_KEY"] == "k"
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     monkeypatch.delenv(ON_CPU, raising=False)
     assert "GLIBC_TUNABLES" not in replica_environment(None, tmp_path)
@@ -337,7 +326,8 @@ def test_a_run_keeps_its_name_on_another_machine(tmp_path: Path, monkeypatch: py
     assert [file.name for file in (tmp_path / "a/servers").iterdir()] == ["run"]
     runs = [tmp_path / name for name in ("a/seed0", "a/seed1", "b/seed0")]
     names = {_folder_name(run, run_name(run)) for run in runs}
-    assert len(names) == 3 and names == {_folder_name(run, run_name(run)) for run in runs}
+    assert len(names) == 3
+    assert names == {_folder_name(run, run_name(run)) for run in runs}
 
 
 SERVER = """
@@ -359,11 +349,9 @@ def test_replicas_are_waited_for_and_ended(tmp_path: Path, monkeypatch: pytest.M
         lambda *_: [sys.executable, "-ISc", SERVER, str(_[3]), *_[4]],
     )
     monkeypatch.setattr(start, "_PATIENCE", 0.3)
-    ports, logs, others = (
-        start.free_ports(2),
-        tmp_path / "below" / "logs",
-        psutil.Process().children(),
-    )
+    ports = start.free_ports(2)
+    logs = tmp_path / "below" / "logs"
+    others = psutil.Process().children()
     arguments = (tmp_path, VllmOptions(), ports, "the key", logs)
     replicas = start_replicas(*arguments, 30.0, more=["ready"], threads=3)
     assert [r.url for r in replicas] == [f"http://127.0.0.1:{port}" for port in ports]
@@ -376,10 +364,8 @@ def test_replicas_are_waited_for_and_ended(tmp_path: Path, monkeypatch: pytest.M
         "3"
     }
     for number, replica in enumerate(replicas):
-        assert (replica.log, replica.received) == (
-            logs / f"server-{number}.log",
-            logs / f"received-{number}",
-        )
+        assert replica.log == logs / f"server-{number}.log"
+        assert replica.received == logs / f"received-{number}"
         assert os.getsid(replica.process.pid) == replica.process.pid
         replica.received.mkdir()
     start.stop_replicas(replicas)
@@ -419,27 +405,24 @@ def test_the_engine_that_a_run_asks_for_is_opened_and_closed(
         lambda *fields, **_: [SimpleNamespace(url=str(fields[4]))],
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    own, there = (
-        dict[str, Any](servers=2),
-        dict[str, Any](servers=("http://a",), server_folder="/x"),
-    )
+    own = dict[str, Any](servers=2)
+    there = dict[str, Any](servers=("http://a",), server_folder="/x")
     for fields, use in (({}, True), (own, False), (own, True), (there, True)):
         opened = open_engine(tmp_path / "a", RolloutConfig(**fields), "half", use_servers=use)
         with pytest.raises(ValueError, match="of the body"), opened:
             raise ValueError("of the body")
     first, second = (list(fields) for fields in calls if isinstance(fields, tuple))
     assert [*calls[::2][:2], *calls[1::2]] == ["own"] * 2 + ["closed"] * 4
-    assert (first[0], len(first[1]), first[2]) == (
-        [str(tmp_path / "servers")],
-        43,
-        tmp_path / "versions",
-    )
+    assert first[0] == [str(tmp_path / "servers")]
+    assert len(first[1]) == 43
+    assert first[2] == tmp_path / "versions"
     name = run_name(tmp_path)
     assert second[:3] == [
         ("http://a",),
         None,
         Path("/x") / _folder_name(tmp_path, name),
-    ] and second[5:] == [name, True]
+    ]
+    assert second[5:] == [name, True]
     with (
         pytest.raises(ZeroDivisionError),
         open_engine(tmp_path / "a", RolloutConfig(), "half"),
@@ -459,7 +442,8 @@ def test_learner_and_servers_share_cores_where_they_work_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """Unless OMP_NUM_THREADS says it; all are the run's again when its servers have ended."""
-    counts, of_servers = [8], list[Any]()
+    counts = [8]
+    of_servers = list[Any]()
     monkeypatch.setattr(
         opening, "start_replicas", lambda *_, threads: of_servers.append(threads) or []
     )
@@ -606,9 +590,11 @@ def mutate(folder: Path, chance: random.Random) -> None:
     )
     if kind == "field":
         manifest = json.loads((folder / "manifest.json").read_text())
-        place, name = manifest, chance.choice(sorted(manifest))
+        place = manifest
+        name = chance.choice(sorted(manifest))
         if name == "files" and manifest["files"] and chance.random() < 0.7:
-            place, name = manifest["files"], next(iter(manifest["files"]))
+            place = manifest["files"]
+            name = next(iter(manifest["files"]))
             if chance.random() < 0.5:
                 place[str(chance.choice(NASTY))] = place.pop(name)
                 name = next(iter(place))
@@ -668,7 +654,8 @@ def test_a_version_that_was_written_to_is_refused_or_the_one_announced(whole: bo
     if not whole:
         with pytest.raises(DeltaError, match="none is held here; send the whole version"):
             received(version, None)
-    sound, before = tmp_path / "sound", held.digest
+    sound = tmp_path / "sound"
+    before = held.digest
     version.folder.rename(sound)
     refused = 0
     for number in range(MUTATIONS):
@@ -735,7 +722,8 @@ def test_a_file_that_does_not_come_as_announced_is_refused(
 def test_a_file_that_is_refused_is_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """So its sender, who reads no answer before, finds the refusal and no broken connection."""
     monkeypatch.setenv(receive.RECEIVED, str(tmp_path))
-    bodies, answer = ["abc", "def", ""], AsyncMock()
+    bodies = ["abc", "def", ""]
+    answer = AsyncMock()
     app = SimpleNamespace(
         state=SimpleNamespace(engine_client=AsyncMock(**{"collective_rpc.return_value": []}))
     )
@@ -751,4 +739,5 @@ def test_a_file_that_is_refused_is_read_to_its_end(tmp_path: Path, monkeypatch: 
             scope | {"query_string": b"run=a"}, sent_by(bodies), answer
         )
     )
-    assert answer.call_args_list[0].args[0]["status"] == 411 and bodies == []
+    assert answer.call_args_list[0].args[0]["status"] == 411
+    assert bodies == []

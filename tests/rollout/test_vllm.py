@@ -52,12 +52,10 @@ def test_a_completions_request():
     assert asked == cases(__file__, "request") | {"seed": seed}
     other = replace(SAMPLING, temperature=0.0, stop=("#", "##"), loop_limit=4, ignore_end=True)
     asked = sampling_arguments(other, PROMPTS[1], 0, 0)
-    assert (asked["seed"], asked["stop"], asked["detokenize"], asked["ignore_eos"]) == (
-        None,
-        ["#", "##"],
-        True,
-        True,
-    )
+    assert asked["seed"] is None
+    assert asked["stop"] == ["#", "##"]
+    assert asked["detokenize"] is True
+    assert asked["ignore_eos"] is True
     assert asked["repetition_detection"] == {
         "max_pattern_size": 8,
         "min_pattern_size": 1,
@@ -167,7 +165,8 @@ def test_a_process_has_one_engine_at_a_time(tmp_path: Path, monkeypatch: pytest.
 class Entries(list):
     """vLLM's log-probs of a completion's tokens."""
 
-    logprobs, token_ids = (-1.0, -0.5), property(tuple)
+    logprobs = (-1.0, -0.5)
+    token_ids = property(tuple)
 
 
 class Answers:
@@ -176,8 +175,14 @@ class Answers:
     """
 
     refuses: Exception | None = None
-    resets, off = True, 0
-    get_tokenizer, reset_prefix_cache = (lambda self: None), (lambda self: self.resets)
+    resets = True
+    off = 0
+
+    def get_tokenizer(self) -> None:
+        return None
+
+    def reset_prefix_cache(self) -> bool:
+        return self.resets
 
     def generate(
         self, inputs: Sequence[dict[str, list[int]]], params: Any, use_tqdm: bool
@@ -211,7 +216,9 @@ class Answers:
 
 def engine_of(llm: Answers) -> VllmEngine:
     engine: Any = VllmEngine.__new__(VllmEngine)
-    engine._llm, engine.weight_version, engine._half_loaded = llm, 4, False
+    engine._llm = llm
+    engine.weight_version = 4
+    engine._half_loaded = False
     return engine
 
 
@@ -257,7 +264,8 @@ def test_a_publish_that_breaks_off_is_not_sampled_from():
         engine.load(iter(()), 6)
     llm.resets = True
     engine.load(iter(()), 6)
-    assert engine.weight_version == 6 and engine.logprobs([[1, 2]]) == [[-2]]
+    assert engine.weight_version == 6
+    assert engine.logprobs([[1, 2]]) == [[-2]]
 
 
 def test_a_server_whose_load_broke_off_has_no_version(monkeypatch: pytest.MonkeyPatch):
@@ -273,10 +281,8 @@ def test_a_server_whose_load_broke_off_has_no_version(monkeypatch: pytest.Monkey
         received._staging.set_result(StagedVersion(Mock(), report, keep=False))
         loads.side_effect = [outcome]
         if outcome is report:
-            assert (
-                received.load("digest") == received.load("digest") == report
-                and received.load("other") is None
-            )
+            assert received.load("digest") == received.load("digest") == report
+            assert received.load("other") is None
         else:
             with pytest.raises(RuntimeError, match="out of memory"):
                 received.load("digest")
@@ -307,4 +313,5 @@ def test_a_replay_has_no_engine_to_ask():
         with pytest.raises(EngineError, match="leave from_rollouts out"):
             ask([], None)
     report = engine.load(iter(()), 3)
-    assert report.took_all_of(report.digest) and engine.weight_version == 3
+    assert report.took_all_of(report.digest)
+    assert engine.weight_version == 3

@@ -77,7 +77,8 @@ def refusals(combination: Combination) -> list[str]:
     """Parts of the messages with which the command may refuse it, each a reason that is true; empty
     where it runs.
     """
-    o, reasons = combination.options, []
+    o = combination.options
+    reasons = []
     if o.get("learner.lora.name") == "lora" and "learner.optimizer.rounding" in o:
         reasons.append("LoRA steps fp32 adapters")
     schemes = {o["scheme"], *(["w4a16"] if "=w4a16" in o.get("layers", "") else [])}
@@ -97,7 +98,8 @@ def stopped_by_other_experts(combination: Combination, said: str) -> bool:
     """Whether canary or gate stopped a run, as they may with some 50 tokens: where a mixture is
     multiplied by other kernels than the engine's, one token that goes to another expert is enough.
     """
-    o, checks = combination.options, ("step-0 gate: k3-KL", "the canary's mean")
+    o = combination.options
+    checks = ("step-0 gate: k3-KL", "the canary's mean")
     mixture = o.get("model") == "tiny-qwen3-moe" and o.get("learner.kernel") == "reference"
     return mixture and any(check in said for check in checks)
 
@@ -105,12 +107,15 @@ def stopped_by_other_experts(combination: Combination, said: str) -> bool:
 def test_the_command_itself_is_what_a_fork_runs(tmp_path: Path):
     """Exit status and words of the real command, on which the other tests' forks rest."""
     arguments = ("train", "--scheme", "w4a17", "--output", tmp_path / "run")
-    alone, forked = qarl_alone(*arguments), qarl(*arguments)
-    assert alone.returncode == forked.returncode == 2 and "Traceback" not in alone.stderr
+    alone = qarl_alone(*arguments)
+    forked = qarl(*arguments)
+    assert alone.returncode == forked.returncode == 2
+    assert "Traceback" not in alone.stderr
     assert (alone.stdout, alone.stderr) == (forked.stdout, forked.stderr)
 
 
-FEW, MANY = (0, 7), range(60)
+FEW = (0, 7)
+MANY = range(60)
 """Seeds; the few are one that is killed, and LoRA."""
 SIZES = [
     "--prompts",
@@ -139,7 +144,8 @@ def killed_and_resumed(arguments: list[str], run: Path) -> subprocess.CompletedP
 
 @pytest.mark.parametrize("seed", MANY if thorough() else FEW)
 def test_a_combination_runs_or_says_why_not(seed: int, tmp_path: Path):
-    combination, run = draw(seed), tmp_path / "run"
+    combination = draw(seed)
+    run = tmp_path / "run"
     arguments = [
         "train",
         *combination.arguments(),

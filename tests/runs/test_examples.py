@@ -35,7 +35,8 @@ def commands(script: str, *arguments: str | Path, folder: Path) -> list[list[str
 
 
 def test_own_task_with_an_objective_of_ones_own(tmp_path: Path):
-    folder, own = tmp_path / "a run", f"{EXAMPLES}/own_objective.py:objective"
+    folder = tmp_path / "a run"
+    own = f"{EXAMPLES}/own_objective.py:objective"
     options = [
         "--steps",
         "2",
@@ -58,10 +59,8 @@ def test_own_tasks_reward():
     )
     for split in ("train", "heldout"):
         for problem in task.problems(split, 0, 8, 0):
-            near, far = (
-                int(problem.answer) + problem.metadata["tolerance"],
-                int(problem.answer) + 3,
-            )
+            near = int(problem.answer) + problem.metadata["tolerance"]
+            far = int(problem.answer) + 3
             texts = (problem.answer, f" {near} ", str(far), "many")
             assert task.rewards([Response(problem, text) for text in texts]) == [
                 1.0,

@@ -92,11 +92,11 @@ def test_a_run_needs_no_more_than_the_protocol(config: RunConfig, monkeypatch: p
     use_transformers_engine(monkeypatch)
     folder, outcome = run(config)
     first, second = read_metrics(folder.metrics)
-    assert (first["weight_version"], second["weight_version"]) == (
-        1,
-        2,
-    ) and outcome.export == folder.export
-    assert first["digest"] != second["digest"] and first["learn/mismatch/mean_abs"] < 0.01
+    assert first["weight_version"] == 1
+    assert second["weight_version"] == 2
+    assert outcome.export == folder.export
+    assert first["digest"] != second["digest"]
+    assert first["learn/mismatch/mean_abs"] < 0.01
     assert TransformersEngine.running == 0
 
 
@@ -148,7 +148,8 @@ def test_a_batch_is_sampled_ahead_by_one_version_and_kept(
     assert WatchedEngine.calls[4:] == [(2, 2, False)], "the third batch was not sampled again"
 
 
-SLOW_BATCH, SLOW_SECONDS = 4, 1.0
+SLOW_BATCH = 4
+SLOW_SECONDS = 1.0
 
 
 class LockedEngine(TransformersEngine):
@@ -187,7 +188,9 @@ def test_several_batches_are_sampled_ahead_and_none_is_lost(
     folder, _ = run(config)
     whole = lines(folder.path)
     ages = [line["staleness"] for line in whole]
-    assert ages[0] == 0 and all(0 <= age <= 2 for age in ages) and max(ages) > 0
+    assert ages[0] == 0
+    assert all(0 <= age <= 2 for age in ages)
+    assert max(ages) > 0
     assert len(LockedEngine.begun) == 6
     third, fourth = read_metrics(folder.metrics)[2:4]
     phases = ("sample", "score", "learn", "publish", "record")
@@ -197,7 +200,8 @@ def test_several_batches_are_sampled_ahead_and_none_is_lost(
     run(config, folder)
     assert len(LockedEngine.begun) == 7, "of steps 4 to 6 the last alone was not in the checkpoint"
     resumed = lines(folder.path)
-    assert len(resumed) == 6 and resumed[:3] == whole[:3]
+    assert len(resumed) == 6
+    assert resumed[:3] == whole[:3]
     assert [line["reward"] for line in resumed[:5]] == [line["reward"] for line in whole[:5]]
 
 

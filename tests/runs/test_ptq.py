@@ -129,7 +129,8 @@ def test_the_placeholder_is_still_needed():
 
     assert not hasattr(modeling_granitemoe, "GraniteMoeParallelExperts")
     found = find_spec("llmcompressor")
-    assert found is not None and found.submodule_search_locations
+    assert found is not None
+    assert found.submodule_search_locations
     source = Path(found.submodule_search_locations[0]) / "modeling" / "moe" / "granitemoe.py"
     assert "import GraniteMoeParallelExperts" in source.read_text()
 
@@ -178,7 +179,8 @@ def test_rtn_is_materialize_bit_for_bit(
         assert (tensor.dtype, tensor.shape) == (item.tensor.dtype, item.tensor.shape), item.name
         assert torch.equal(as_bytes(tensor), as_bytes(item.tensor)), item.name
         quantized += item.name.endswith("weight_scale") and (dense or ".experts." in item.name)
-    assert not theirs and quantized == QUANTIZED[kind]
+    assert not theirs
+    assert quantized == QUANTIZED[kind]
 
 
 @pytest.fixture
@@ -258,7 +260,8 @@ def test_every_method_gives_a_checkpoint_vllm_loads(run: Path, tmp_path: Path, s
     assert len(source.calibration) == 32
     rollout = source.config.rollout
     assert max(map(len, source.calibration)) <= rollout.max_prompt_tokens + rollout.max_new_tokens
-    moved, digests = {}, {}
+    moved = {}
+    digests = {}
     for method in methods_for(SCHEMES[scheme]):
         digests[method] = quantize(source, method, tmp_path / method).hexdigest()
         moved[method] = load_and_verify(source, tmp_path / method)
@@ -334,12 +337,10 @@ def test_the_export_command(run: Path, tmp_path: Path):
     )
     assert ours == theirs
     note = json.loads((tmp_path / "cwd" / "out" / "qarl.json").read_text())
-    assert (note["scheme"], note["ptq"], note["step"], note["task"]["name"]) == (
-        "w4a16",
-        "gptq",
-        2,
-        "chain_sum",
-    )
+    assert note["scheme"] == "w4a16"
+    assert note["ptq"] == "gptq"
+    assert note["step"] == 2
+    assert note["task"]["name"] == "chain_sum"
 
 
 @pytest.mark.slow
@@ -374,12 +375,15 @@ def test_a_comparison_with_what_is_quantized_afterwards(
         ]
         assert main(command) == 0
         data.append(json.loads((tmp_path / "rows.json").read_text())["data"])
-    assert data[0] == data[1] and data[0]["failed"] == []
+    assert data[0] == data[1]
+    assert data[0]["failed"] == []
     plain, rtn = data[0]["cells"]
-    assert (plain["variant"], rtn["variant"]) == ("tiny-qwen3-plain", "rtn") and rtn["moved"] > 0
+    assert (plain["variant"], rtn["variant"]) == ("tiny-qwen3-plain", "rtn")
+    assert rtn["moved"] > 0
     assert all(0 <= cell[name] <= 1 for cell in (plain, rtn) for name in ("accuracy", "evaluated"))
     out = capsys.readouterr().out
-    assert "2 cells, 0 of them finished" in out and "2 cells, 2 of them finished" in out
+    assert "2 cells, 0 of them finished" in out
+    assert "2 cells, 2 of them finished" in out
     assert not list(run.parent.glob("tiny-qwen3-plain-seed0.yaml")), "nothing was trained"
     tree["variants"]["rtn"]["ptq"] = "gptq"
     file.write_text(json.dumps(tree))

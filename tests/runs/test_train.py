@@ -64,12 +64,10 @@ def test_a_run_from_start_to_export(tmp_path: Path, scheme: str, dtype: str, mor
         "servers run under other users"
     )
     note = json.loads((run / "export" / "qarl.json").read_text())
-    assert (note["run"], note["step"], note["scheme"], note["task"]["name"]) == (
-        "run",
-        4,
-        scheme,
-        "chain_sum",
-    )
+    assert note["run"] == "run"
+    assert note["step"] == 4
+    assert note["scheme"] == scheme
+    assert note["task"]["name"] == "chain_sum"
     assert note["digest"] == metrics[-1]["digest"]
     low, high = note["heldout_interval"]
     assert low <= note["heldout_accuracy"] <= high
@@ -88,7 +86,8 @@ def test_kill_and_resume_gives_the_uninterrupted_run(
     """kill -9 in the middle of a step; after --resume every metric but wall time is a whole run's
     to the last bit.
     """
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    whole = tmp_path / "whole"
+    cut = tmp_path / "cut"
     flags: list[str | Path] = [*SMALL, "--steps", "6", "--export", "false"]
     if kind == "experts":
         flags += [
@@ -113,7 +112,8 @@ def test_kill_and_resume_gives_the_uninterrupted_run(
         {file.name: file.read_bytes() for file in (run / "tokens").iterdir()}
         for run in (cut, whole)
     ]
-    assert tokens[0] == tokens[1] and len(tokens[0]) == 6
+    assert tokens[0] == tokens[1]
+    assert len(tokens[0]) == 6
 
 
 def test_a_late_error_loses_no_step(tmp_path: Path):
@@ -140,12 +140,10 @@ def test_a_late_error_loses_no_step(tmp_path: Path):
     assert f"step-000002 is intact: qarl train --resume {run} --task.on_error none" in done.stdout
     step, state = load_checkpoint(run / "checkpoints")
     position = state["position"]
-    assert (step, position["step"], len(lines(run)), position["version"]) == (
-        2,
-        2,
-        2,
-        lines(run)[-1]["weight_version"],
-    )
+    assert step == 2
+    assert position["step"] == 2
+    assert len(lines(run)) == 2
+    assert position["version"] == lines(run)[-1]["weight_version"]
 
 
 def test_interrupt_saves_and_resume_goes_on(tmp_path: Path):
@@ -193,10 +191,8 @@ def test_equal_rewards_teach_nothing_and_are_counted(tmp_path: Path):
         folders=[tmp_path],
     )
     metrics = lines(run)
-    assert (
-        "no step taught anything" in done.stdout
-        and "% of completions are cut off by" in done.stdout
-    )
+    assert "no step taught anything" in done.stdout
+    assert "% of completions are cut off by" in done.stdout
     assert [m["skipped_batches"] for m in metrics] == [1, 2]
     assert [m["weight_version"] for m in metrics] == [0, 0]
     assert not any("digest" in m for m in metrics)
@@ -222,7 +218,8 @@ def test_a_broken_reward_stops_with_its_problem(tmp_path: Path):
     )
     assert done.returncode == 1
     assert not (tmp_path / "run").exists()
-    assert "raised KeyError: 'boom' (" in done.stderr and "problem id:" in done.stderr
+    assert "raised KeyError: 'boom' (" in done.stderr
+    assert "problem id:" in done.stderr
     assert f"no step was done, so {tmp_path / 'run'} was removed" in done.stdout
     assert "Traceback" not in done.stderr
 
@@ -264,7 +261,8 @@ def test_export_and_eval_commands(tmp_path: Path):
     assert "loaded in a fresh engine" in exported.stdout
     ours, theirs = (d / "model.safetensors" for d in (tmp_path / "out", finished / "export"))
     assert ours.read_bytes() == theirs.read_bytes()
-    asked, first = ["--problems", "64", "--max-new-tokens", "8"], tmp_path / "eval.json"
+    asked = ["--problems", "64", "--max-new-tokens", "8"]
+    first = tmp_path / "eval.json"
     succeeded("eval", finished, *asked, "--json", first)
     done = succeeded("eval", tmp_path / "out", *asked, "--against", first)
     assert "of 64 held-out problems" in done.stdout
@@ -307,7 +305,8 @@ def test_unusable_weights_are_refused(
         tmp_path / "run",
     )
     assert done.returncode == 2, done.stdout + done.stderr
-    assert message in done.stderr and "Traceback" not in done.stderr
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
     assert not (tmp_path / "run").exists()
 
 
@@ -348,15 +347,12 @@ def test_a_lora_run_from_start_to_export(tmp_path: Path):
     state = torch.load(run / "checkpoints" / "step-000002" / "state-00000.pt", weights_only=True)[
         "learner"
     ]
-    assert (
-        all(name.endswith((".lora_A", ".lora_B")) for name in state["masters"])
-        and len(state["base"]) == 32
-    )
+    assert all(name.endswith((".lora_A", ".lora_B")) for name in state["masters"])
+    assert len(state["base"]) == 32
     succeeded("train", "--resume", run, "--steps", "3")
     metrics = lines(run)
-    assert [m["weight_version"] for m in metrics] == [1, 2, 3] and len(
-        {m["digest"] for m in metrics}
-    ) == 3
+    assert [m["weight_version"] for m in metrics] == [1, 2, 3]
+    assert len({m["digest"] for m in metrics}) == 3
     assert all(
         m["learn/mismatch/mean_abs"] < 0.005 and m["learn/updates"] in (1, 2) for m in metrics
     )
@@ -364,10 +360,12 @@ def test_a_lora_run_from_start_to_export(tmp_path: Path):
     succeeded("export", run, "-o", tmp_path / "out")
     ours, theirs = (folder / "model.safetensors" for folder in (tmp_path / "out", run / "export"))
     assert ours.read_bytes() == theirs.read_bytes()
-    start, end = load_file(run / "engine-start" / "model.safetensors"), load_file(ours)
+    start = load_file(run / "engine-start" / "model.safetensors")
+    end = load_file(ours)
     assert start.keys() == end.keys()
     moved = {name for name in end if not torch.equal(start[name], end[name])}
-    assert moved and all("_proj.weight" in name for name in moved)
+    assert moved
+    assert all("_proj.weight" in name for name in moved)
     assert len({name.partition(".weight")[0] for name in moved}) == 14
 
 
@@ -409,18 +407,18 @@ def test_a_replay_is_the_recorded_run_to_the_last_bit(tmp_path: Path):
     succeeded("train", *RECORDED, *MORE, "--output", run)
     done = succeeded("train", "--from-rollouts", run, "--output", again)
     assert f"equal to {run} to the last bit, in all 2 steps" in done.stdout
-    assert not (again / "engine-start").exists() and not (again / "export").exists()
+    assert not (again / "engine-start").exists()
+    assert not (again / "export").exists()
     for before, after in zip(lines(run), lines(again), strict=True):
         of_the_learner = [
             name for name in before if name.startswith(("learn/", "digest", "weight_version"))
         ]
-        assert len(of_the_learner) > 40 and [before[n] for n in of_the_learner] == [
-            after[n] for n in of_the_learner
-        ]
-    first, second = masters(run, 2), masters(again, 2)
-    assert first.keys() == second.keys() and all(
-        torch.equal(first[name], second[name]) for name in first
-    )
+        assert len(of_the_learner) > 40
+        assert [before[n] for n in of_the_learner] == [after[n] for n in of_the_learner]
+    first = masters(run, 2)
+    second = masters(again, 2)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
     for step in (1, 2):
         name = f"tokens/step-{step:06d}.parquet"
         assert (run / name).read_bytes() == (again / name).read_bytes()

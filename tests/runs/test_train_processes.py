@@ -74,7 +74,8 @@ def test_two_processes_train_interrupt_and_go_on_in_one(
     the step in hand with a checkpoint, and one process without ZeRO goes on from it. Forks;
     interpreters of their own are the next test's.
     """
-    two, one = tmp_path / "two", tmp_path / "one"
+    two = tmp_path / "two"
+    one = tmp_path / "one"
     # a rate that does not depend on the number of steps
     steady = ("--learner.optimizer.decay_steps", "0")
     adamw = (
@@ -95,7 +96,8 @@ def test_two_processes_train_interrupt_and_go_on_in_one(
     os.kill(process.pid, signal.SIGINT)
     done = process.wait()
     assert done.returncode == 130, done.stdout + done.stderr
-    assert "processes: 2, ZeRO stage 3" in done.stdout and done.stdout.count("run folder:") == 1
+    assert "processes: 2, ZeRO stage 3" in done.stdout
+    assert done.stdout.count("run folder:") == 1
     step, state = load_checkpoint(two / "checkpoints")
     seen = read_metrics(two / "metrics.jsonl")
     assert [line["step"] for line in seen] == list(range(1, step + 1))
@@ -113,10 +115,8 @@ def test_two_processes_train_interrupt_and_go_on_in_one(
     shared, whole = (pq.read_table(step_file(run / "tokens", 1)).to_pylist() for run in (two, one))
     # what each process had of the updates is put together
     for ours, theirs in zip(shared, whole, strict=True):
-        assert (ours["token_id"], ours["advantage"]) == (
-            theirs["token_id"],
-            theirs["advantage"],
-        )
+        assert ours["token_id"] == theirs["token_id"]
+        assert ours["advantage"] == theirs["advantage"]
         assert ours["learner_logprob"] == pytest.approx(theirs["learner_logprob"], abs=0.05)
         assert [ratio is None for ratio in ours["log_ratio"]] == [
             ratio is None for ratio in theirs["log_ratio"]
@@ -152,7 +152,8 @@ def test_where_a_process_dies_the_others_stop(tmp_path: Path):
         for c in rank.net_connections()
         if c.status == psutil.CONN_LISTEN
     ]
-    assert listening and {*listening} <= {"127.0.0.1", "::1"}
+    assert listening
+    assert {*listening} <= {"127.0.0.1", "::1"}
     killed = time.monotonic()
     ranks[1].kill()
     printed, _ = process.communicate(timeout=60)
@@ -160,7 +161,8 @@ def test_where_a_process_dies_the_others_stop(tmp_path: Path):
     assert process.returncode == 128 + signal.SIGKILL, printed
     assert not any(rank.is_running() for rank in ranks)
     step, state = load_checkpoint(run / "checkpoints")
-    assert step >= 1 and state["position"]["step"] == step
+    assert step >= 1
+    assert state["position"]["step"] == step
 
 
 def test_where_the_launcher_is_killed_no_process_is_left(tmp_path: Path):
@@ -174,7 +176,8 @@ def test_where_the_launcher_is_killed_no_process_is_left(tmp_path: Path):
     launcher = psutil.Popen([sys.executable, "-c", code], env=environment())
     deadline = time.monotonic() + 60
     while len(ranks := launcher.children()) < 2 or any(rank.name() != "sleep" for rank in ranks):
-        assert launcher.is_running() and time.monotonic() < deadline
+        assert launcher.is_running()
+        assert time.monotonic() < deadline
         time.sleep(0.05)
     launcher.kill()
     _, alive = psutil.wait_procs(ranks, timeout=20)
@@ -206,7 +209,8 @@ def test_torchrun_starts_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             stderr=log,
             timeout=300,
         )
-    assert wrong.returncode != 0 and not run.exists()
+    assert wrong.returncode != 0
+    assert not run.exists()
     assert (tmp_path / "log").read_text().count(
         "rollout.prompts 15 is no multiple of 2 processes"
     ) == 1
@@ -268,7 +272,8 @@ def test_two_nodes_are_two_processes(tmp_path: Path):
         printed, _ = node.communicate(timeout=400)
         assert node.returncode == 0, printed
     whole = lines(tmp_path / "one")
-    assert len(whole) == 2 and lines(tmp_path / "two") == whole
+    assert len(whole) == 2
+    assert lines(tmp_path / "two") == whole
 
 
 @pytest.mark.slow

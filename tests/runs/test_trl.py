@@ -40,12 +40,11 @@ def test_two_steps_are_exact_and_a_resumed_training_ends_equal(random_policy, tm
     second is repeated to the last bit.
     """
     prompts = [[{"role": "user", "content": "1 + " * n + "1"}] for n in range(1, 9)]
-    data, results = Dataset.from_dict({"prompt": prompts, "number": list(range(8))}), []
+    data = Dataset.from_dict({"prompt": prompts, "number": list(range(8))})
+    results = []
     for checkpoint in (None, str(tmp_path / "checkpoint-1")):
-        policy, args = (
-            qarl.align(random_policy(True), "w4a16"),
-            trl.GRPOConfig(str(tmp_path), **OPTIONS),
-        )
+        policy = qarl.align(random_policy(True), "w4a16")
+        args = trl.GRPOConfig(str(tmp_path), **OPTIONS)
         trainer = grpo.LowBitGRPOTrainer(
             policy, reward, args, train_dataset=data, geometric_cap=2.0
         )
@@ -75,24 +74,26 @@ def test_log_probs_of_trls_rows_are_the_policys(random_policy):
     assert "device_name = torch.cuda.get_device_name(accelerator.device)\n" in asks, (
         "see docs/lab/workarounds.md"
     )
-    policy, tree = qarl.align(random_policy(True), "w4a16"), TreeRow()
+    policy = qarl.align(random_policy(True), "w4a16")
+    tree = TreeRow()
     sequences = [
         ([5, 6, 7, 8, 9, 10], 3),
         ([5, 6, 7, 8, 9, 11, 12], 3),
         ([5, 6, 7, 3], 3),
         ([9, 8, 4, 4], 2),
     ]
-    tokens, real, labels = (
-        torch.zeros(5, 9).long(),
-        torch.zeros(5, 9).long(),
-        torch.full((5, 9), -100),
-    )
+    tokens = torch.zeros(5, 9).long()
+    real = torch.zeros(5, 9).long()
+    labels = torch.full((5, 9), -100)
     real[4, 2:4] = 1
     for row, (ids, prompt) in enumerate(sequences):
-        start, end = 4 - prompt, 4 - prompt + len(ids)
-        tokens[row, start:end], real[row, start:end] = torch.tensor(ids), 1
+        start = 4 - prompt
+        end = 4 - prompt + len(ids)
+        tokens[row, start:end] = torch.tensor(ids)
+        real[row, start:end] = 1
         labels[row, 4:end] = tokens[row, 4:end]
-        mask, zeros = np.arange(len(ids)) >= prompt, np.zeros(len(ids))
+        mask = np.arange(len(ids)) >= prompt
+        zeros = np.zeros(len(ids))
         sample = {
             "input_ids": np.array(ids),
             "completion_mask": mask,
@@ -102,18 +103,17 @@ def test_log_probs_of_trls_rows_are_the_policys(random_policy):
     expected = torch.cat(
         [policy.logprobs(torch.tensor([ids]))[0][0, prompt - 1 :] for ids, prompt in sequences]
     )
-    forward, wanted = grpo._fused_forward(policy, 1.0), labels[:, 1:] != -100
+    forward = grpo._fused_forward(policy, 1.0)
+    wanted = labels[:, 1:] != -100
     padded = forward(
         None, input_ids=tokens, attention_mask=real, labels=labels, fused_lm_head=True
     ).log_probs
     assert torch.equal(padded[wanted], expected)
     assert not padded[~wanted].any()
     row = tree.pack()
-    ids, shifted, tree = (
-        row["input_ids"][None],
-        row["shift_labels"][None],
-        {n: row[n] for n in row if "tree" in n},
-    )
+    ids = row["input_ids"][None]
+    shifted = row["shift_labels"][None]
+    tree = {n: row[n] for n in row if "tree" in n}
     packed = _packed_forward(policy, 1.0)(None, input_ids=ids, shift_labels=shifted, **tree)
     assert torch.equal(packed.log_probs[0][row["token_index"]], expected)
 
@@ -122,12 +122,11 @@ def test_trls_options_are_tbpo():
     """With ratios on all sides of the bands, and a sampler of other log-probs, TRL's loss and
     gradient are those of QaRL's objective and its geometric correction.
     """
-    generator, ids = torch.Generator().manual_seed(0), torch.zeros(8, 5).long()
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.zeros(8, 5).long()
     old, current, sampler = (torch.randn(8, 5, generator=generator) * 0.5 for _ in range(3))
-    mask, advantages = (
-        torch.arange(5) < torch.arange(8)[:, None] % 4 + 2,
-        torch.linspace(-2, 2, 8),
-    )
+    mask = torch.arange(5) < torch.arange(8)[:, None] % 4 + 2
+    advantages = torch.linspace(-2, 2, 8)
     theirs, ours = (current.clone().requires_grad_() for _ in range(2))
     trainer = SimpleNamespace(
         _get_per_token_logps_and_entropies=lambda *_, **__: (
@@ -176,10 +175,8 @@ def test_trls_options_are_tbpo():
 
 
 def test_options_are_adjusted_aloud_or_refused_by_name(random_policy, tmp_path: Path, caplog):
-    policy, options = (
-        qarl.align(random_policy(True), "w4a16"),
-        {f.name for f in dataclasses.fields(trl.GRPOConfig)},
-    )
+    policy = qarl.align(random_policy(True), "w4a16")
+    options = {f.name for f in dataclasses.fields(trl.GRPOConfig)}
     for name in " ".join(grpo._REFUSED.values()).split():
         args = trl.GRPOConfig(str(tmp_path), **OPTIONS)
         assert name in options | trl.GRPOTrainer.__init__.__annotations__.keys(), (
@@ -194,8 +191,6 @@ def test_options_are_adjusted_aloud_or_refused_by_name(random_policy, tmp_path: 
         "gradient_checkpointing",
         "bf16",
     ]
-    assert (
-        args.gradient_checkpointing,
-        args.bf16,
-        policy.low_bit.context.checkpointing,
-    ) == (False, False, True)
+    assert args.gradient_checkpointing is False
+    assert args.bf16 is False
+    assert policy.low_bit.context.checkpointing is True

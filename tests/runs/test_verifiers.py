@@ -112,10 +112,8 @@ def spoken(task: Task, says: list[str], limit: int = 500) -> Any:
     tokenizer: Any = AutoTokenizer.from_pretrained(ensure_tiny("tiny-qwen3"))
     tokenizer.chat_template = TOOL_TEMPLATE
     problems = task.problems("train", 0, 2, 0)
-    prompts, engine = (
-        [Prompt(problem.id, problem.question, (5,)) for problem in problems],
-        Script(tokenizer, says),
-    )
+    prompts = [Prompt(problem.id, problem.question, (5,)) for problem in problems]
+    engine = Script(tokenizer, says)
     assert task.rollout is not None
     speaker = Speaker(task.rollout, tokenizer, None, ChatServer(tokenizer, "hermes", {}, 500))
     return asyncio.run(converse(engine, speaker, problems, prompts, Sampling(2, limit)))  # type: ignore[arg-type]
@@ -126,13 +124,17 @@ def test_an_environment_speaks_and_judges(module: Path):
     asks = task("asks")
     first, _ = asks.problems("train", 0, 2, 0)
     prompts, ((one, same), (other, _)) = spoken(asks, ["hm", "so", first.question.split()[1]])
-    assert one == same and one.reward == 1.0 > other.reward and dict(one.events)["turns"] == 3
-    assert len(one.environment) == 2 and prompts[0].token_ids != prompts[1].token_ids != (5,)
+    assert one == same
+    assert one.reward == 1.0 > other.reward
+    assert dict(one.events)["turns"] == 3
+    assert len(one.environment) == 2
+    assert prompts[0].token_ids != prompts[1].token_ids != (5,)
     assert asks.problems("heldout", 0, 1, 0)[0].id not in {
         p.id for p in asks.problems("train", 0, 21, 0)
     }
     _, ((cut, _), _) = spoken(asks, ["hm", "so", "1"], limit=12)
-    assert cut.truncated and cut.reward is not None
+    assert cut.truncated
+    assert cut.reward is not None
 
 
 @pytest.mark.parametrize("how", ["fails", "hangs", "dies"])
@@ -144,7 +146,8 @@ def test_what_an_environment_does_ends_no_run(module: Path, how: str):
     for _ in range(2):
         _, groups = spoken(broken, ["hm", "so", "1"])
         for completion in (completion for group in groups for completion in group):
-            assert completion.reward is None and dict(completion.events)["environment_errors"] == 1
+            assert completion.reward is None
+            assert dict(completion.events)["environment_errors"] == 1
             assert completion.text == "hm"
 
 
