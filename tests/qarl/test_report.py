@@ -28,8 +28,6 @@ from qarl.page.verdict import verdict
 from qarl.report.run_folder import RunFolder
 from qarl.report.start_note import StartNote
 from qarl.report.token_files import TokenRows, write_step
-from tests.support.cases import cases
-from tests.support.records import assert_recorded
 
 HOSTILE = (
     '<!--<script></script ><script >alert("x")</script><img src=x onerror=alert(1)>&amp;\u2028'
@@ -37,8 +35,29 @@ HOSTILE = (
 )
 
 
-LINE = cases(__file__, "a line")
-"""Of metrics, but for what changes from step to step."""
+LINE: dict[str, Any] = {
+    "response_tokens": 3.0,
+    "error_tokens": 0.0,
+    "improbable_tokens": 0.0,
+    "repeated_tokens": 0.0,
+    "mixed_reward_groups": 0.8,
+    "truncated": 0.0,
+    "skipped_batches": 0,
+    "seconds/sample": 1.0,
+    "seconds/learn": 0.5,
+    "learn/clipped": 0.01,
+    "learn/phantom_clipped": None,
+    "learn/corrected": 0.0,
+    "learn/entropy": 0.5,
+    "learn/skipped": 0,
+    "learn/forward": 0.1,
+    "learn/mismatch/mean_abs": 0.001,
+    "learn/mismatch/max_abs": 0.1,
+    "learn/mismatch/mean_log_w": 0.0001,
+    "learn/mismatch/log_w_low": -0.01,
+    "learn/mismatch/log_w_high": 0.02,
+}
+"""Metrics of a step, except those that change from step to step."""
 
 
 def new_run(
@@ -401,8 +420,74 @@ def test_a_page_stays_small(tmp_path: Path, steps: int, length: int):
         assert sum(data["completions"]["length"]) * 12 > BUDGET / 4
 
 
-HEADLINES = cases(__file__, "headlines")
-"""What became of a run → its first step, the metrics of its steps, and what is said of it."""
+WAVE = [0.25, 0.3, 0.1, 0.2] * 4
+RISING_WAVE = [round(value + n * 0.1, 2) for n, value in enumerate(WAVE)]
+HEADLINES: dict[str, tuple[int, dict[str, list[float]], str, str]] = {
+    "level": (
+        1,
+        {"reward": [0.2] * 29},
+        "note",
+        "No change beyond noise: reward from 0.2 to 0.2",
+    ),
+    "a wave": (0, {"reward": WAVE}, "note", "No change beyond noise: reward"),
+    "a wave that rises": (0, {"reward": RISING_WAVE}, "good", "Learned: reward"),
+    "accuracy rises": (
+        1,
+        {"accuracy": [round(0.22 + 0.02 * n, 2) for n in range(29)]},
+        "good",
+        "Learned: held-out accuracy from 22.0% to 78.0",
+    ),
+    "accuracy falls": (
+        1,
+        {"accuracy": [round(0.78 - 0.02 * n, 2) for n in range(29)]},
+        "warning",
+        "Got worse: held-out accuracy",
+    ),
+    "nothing but rewards says which answers are right": (
+        1,
+        {
+            "accuracy": [0.0] * 29,
+            "heldout_reward": list(range(-4, 25)),
+            "reward": [round(0.1 + 0.1 * n, 2) for n in range(29)],
+        },
+        "good",
+        "Learned: reward from 0.2 to 2.8 (+2.6) in 29 steps",
+    ),
+    "a point of accuracy": (
+        1,
+        {"accuracy": [0.2, 0.21]},
+        "note",
+        "No change beyond noise: held-out accuracy",
+    ),
+    "1.7 standard errors": (
+        1,
+        {"accuracy": [0.5, 0.575]},
+        "note",
+        "No change beyond noise: held-out",
+    ),
+    "2.1 standard errors": (
+        0,
+        {"reward": [0.1, -0.1] * 5 + [0.45, 0.25] * 5},
+        "good",
+        "Learned: reward",
+    ),
+    "reward rises, accuracy does not": (
+        0,
+        {"accuracy": [0.2] * 16, "reward": RISING_WAVE},
+        "good",
+        (
+            "Learned: reward from 0.325 to 1.6 (+1.28), with no change of held-out accuracy from"
+            " 20.0% to 20.0%, which"
+        ),
+    ),
+    "no version is new": (
+        1,
+        {"weight_version": [0]},
+        "warning",
+        "Learned nothing in 1 step of 4; the run is not finished",
+    ),
+}
+"""What became of a run → its first step, the metrics of its steps, and its first finding."""
 
 
 @pytest.mark.parametrize(("first", "values", "level", "said"), HEADLINES.values(), ids=HEADLINES)
@@ -415,9 +500,39 @@ def test_the_headline_says_what_became_of_it(
     assert headline.level == level and headline.text.startswith(said), headline
 
 
-@pytest.mark.parametrize(("arguments", "said"), cases(__file__, "refusals"))
-def test_what_is_refused(
-    arguments: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+REFUSALS = [
+    ("report", "qarl report needs RUN"),
+    (
+        "report begun",
+        "run 'begun' has no steps yet; make its report once its first step is done",
+    ),
+    ("report run run", "run 'run' is given twice"),
+    (
+        "report older",
+        "line 1, lacks 'weight_version': another version of qarl wrote it",
+    ),
+    ("report damaged", "line 2, is no JSON"),
+    ("report start", "'start/start.json' cannot be read"),
+    (
+        "report run -o no/such/page.html",
+        "-o no/such/page.html: there is no folder 'no/such'",
+    ),
+    (
+        "report run -o empty",
+        "-o empty is a folder; name a file, such as empty/report.html",
+    ),
+    (
+        "report run -o notes.html",
+        "-o notes.html exists and is no report; name another file",
+    ),
+    ("report run --open", "unknown option --open"),
+]
+"""Command line → what its error says."""
+
+
+@pytest.mark.parametrize(("arguments", "error"), REFUSALS)
+def test_a_report_that_cannot_be_made_is_refused_and_nothing_is_written(
+    arguments: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
     for name in ("run", "older", "damaged", "start"):
@@ -431,7 +546,7 @@ def test_what_is_refused(
     )
     Path("start/start.json").write_text('{"canary": {}}')
     assert main(arguments.split()) == 2
-    assert said in capsys.readouterr().err
+    assert error in capsys.readouterr().err
     assert not Path("report.html").exists()
     assert Path("notes.html").read_text() == "<!doctype html>mine"
 
@@ -484,79 +599,196 @@ def test_early_warnings_are_named(tmp_path: Path):
     )
 
 
-BOUNDS = cases(__file__, "bounds")
-
-
-@pytest.mark.parametrize("field", BOUNDS)
-def test_findings_on_both_sides_of_a_bound_are_those_recorded(field: str, tmp_path: Path):
-    """Of runs of three and of twelve steps, alone and of two seeds, at the bound and a hundredth to
-    either side.
-    """
-    shown = []
-    for number, (steps, part) in enumerate((n, p) for n in (2, 11) for p in (0.99, 1.0, 1.01)):
-        values = [(n, BOUNDS[field] * part * (n > steps / 2)) for n in range(steps + 1)]
-        lines = [
-            line(n, **{"reward": 0.02 * (n % 2), "accuracy": 0.3, field: value})
-            for n, value in values
-        ]
-        lines[-1] |= {"learn/skipped": number, "skipped_batches": 300 * number}
-        places = [(tmp_path / f"{number}-{n}", {"seed": f"{n}"}) for n in (0, 1)]
-        runs = [
-            new_run(place, lines, steps + 1, tokens=False, fields=fields)
-            for place, fields in places
-        ]
-        for some in (runs[:1], runs):
-            shown.append(
-                [f"{each.level}: {each.text}" for each in verdict(configurations(read_runs(some)))]
-            )
-    assert_recorded(__file__, field, shown)
-
-
-def test_the_data_of_a_page_are_those_recorded(tmp_path: Path):
-    """Of two configurations, one with two seeds; with evaluations, diagnostics, canaries, and
-    phases of some steps.
-    """
-    drawn = [
-        Figure("over", "Over", "nats", "Steps.", {"d": "d/over"}, True),
-        Figure(
-            "lists",
-            "Lists",
-            "share",
-            "Places.",
-            {"d": "d/mean"},
-            axis="age",
-            places="d/place",
+BOUNDS = [
+    (
+        "learn/mismatch/mean_abs",
+        0.0505,
+        (
+            "Mean |Δ log p| is 0.051 nats at the end, above 0.05: sampler and learner are two"
+            " policies."
         ),
-        Figure("counted", "Counted", "share", "Counted.", {"d": "d/mean"}, axis="layer"),
+    ),
+    (
+        "learn/phantom_clipped",
+        0.0101,
+        "1.0% of tokens are clipped at the end for precision alone (above 1%).",
+    ),
+    (
+        "learn/corrected",
+        0.0505,
+        "5.1% of tokens have a mismatch weight that was capped or masked at the end (above 5%).",
+    ),
+    (
+        "truncated",
+        0.101,
+        "10.1% of completions are cut off by rollout.max_new_tokens at the end (above 10%).",
+    ),
+    (
+        "error_tokens",
+        0.0202,
+        "2.0% of tokens are improbable or in loops at the end (above 2%).",
+    ),
+    (
+        "mixed_reward_groups",
+        0.099,
+        (
+            "Only 9.9% of groups have rewards that differ at the end: the task is nearly solved, or"
+            " out of reach."
+        ),
+    ),
+]
+"""Metric, a value one hundredth beyond its bound, the finding."""
+
+
+def findings_at(value: float, field: str, folder: Path, seeds: int) -> list[str]:
+    """Return the findings of runs of three steps whose last steps have that value."""
+    lines = [line(n, reward=0.0, accuracy=0.3, **{field: value * (n > 1)}) for n in range(3)]
+    runs = [
+        new_run(folder / str(seed), lines, 3, tokens=False, fields={"seed": str(seed)})
+        for seed in range(seeds)
+    ]
+    return [finding.text for finding in verdict(configurations(read_runs(runs)))]
+
+
+@pytest.mark.parametrize("seeds", [1, 2])
+@pytest.mark.parametrize(("field", "beyond", "finding"), BOUNDS, ids=[row[0] for row in BOUNDS])
+def test_a_metric_is_a_finding_beyond_its_bound_alone(
+    field: str, beyond: float, finding: str, seeds: int, tmp_path: Path
+):
+    below = field == "mixed_reward_groups"
+    bound = beyond / (0.99 if below else 1.01)
+    assert finding in findings_at(beyond, field, tmp_path / "beyond", seeds)
+    within = findings_at(bound * (1.01 if below else 0.99), field, tmp_path / "within", seeds)
+    assert not any(text.split(" ", 2)[2] == finding.split(" ", 2)[2] for text in within)
+    assert len(within) == 1, "the headline"
+
+
+def test_steps_left_out_and_batches_that_taught_nothing_are_counted_over_seeds(
+    tmp_path: Path,
+):
+    lines = [line(n) for n in (1, 2, 3)]
+    lines[-1] |= {"learn/skipped": 1, "skipped_batches": 300}
+    runs = [
+        new_run(tmp_path / str(seed), lines, 3, tokens=False, fields={"seed": str(seed)})
+        for seed in (0, 1)
+    ]
+    one = [finding.text for finding in verdict(configurations(read_runs(runs[:1])))]
+    assert "1 optimizer step was left out because a gradient was not finite." in one
+    assert "300 batches taught nothing: within every group all rewards were equal." in one
+    both = [finding.text for finding in verdict(configurations(read_runs(runs)))]
+    assert "2 optimizer steps were left out because a gradient was not finite." in both
+    assert "600 batches taught nothing: within every group all rewards were equal." in both
+
+
+def page_of_three(tmp_path: Path) -> dict[str, Any]:
+    """Return the page's data of two configurations, the first with two seeds, of twelve steps each.
+
+    Every fourth step has an evaluation and a canary, shifted by a step a run; two of three steps
+    have the phase "old". The runs' start notes name figures of diagnostics.
+    """
+    figures = [
+        Figure("over", "Over", "nats", "Steps.", {"d": "d/over"}, True),
+        Figure("lists", "Lists", "share", "", {"d": "d/mean"}, axis="age", places="d/place"),
+        Figure("counted", "Counted", "share", "", {"d": "d/mean"}, axis="layer"),
     ]
     runs = []
     for number, fields in enumerate(({}, {"seed": "1"}, {"scheme": "w8a8", "dtype": "float32"})):
-        lines = [
-            line(
-                n,
-                reward=n * n % 5 / 7,
-                **{
-                    "d/over": n / 7,
-                    "d/mean": [n / 10, None, 0.5],
-                    "d/place": [0, n, 8],
-                },
-            )
-            for n in range(1, 13)
-        ]
-        for n, of_step in enumerate(lines):
-            of_step |= (
-                {"accuracy": n / 20, "canary": n / 50, "seconds/evaluate": 9.0}
-                if n % 4 == number
-                else {}
-            )
-            of_step |= (
-                {"seconds/learn/old": n / 3, "learn/phantom_clipped": n / 100} if n % 3 else {}
-            )
-        runs.append(new_run(tmp_path / f"run{number}", lines, 12 + number, fields=fields))
-        note = StartNote([["a"]], 0.02 * number or None, None if number else 0.25, drawn)
-        (runs[-1] / "start.json").write_text(json.dumps(asdict(note)))
-    for name, some in (("one", runs[:1]), ("three", runs)):
-        data = data_of(*some)
-        for run in data["runs"]:
-            del run["environment"]["device"]  # this machine's
-        assert_recorded(__file__, f"page of {name}", data)
+        lines = []
+        for index in range(12):
+            step = index + 1
+            more: dict[str, Any] = {
+                "d/over": step / 7,
+                "d/mean": [step / 10, None, 0.5],
+                "d/place": [0, step, 8],
+            }
+            if index % 4 == number:
+                more |= {
+                    "accuracy": index / 20,
+                    "canary": index / 50,
+                    "seconds/evaluate": 9.0,
+                }
+            if index % 3:
+                more |= {
+                    "seconds/learn/old": index / 3,
+                    "learn/phantom_clipped": index / 100,
+                }
+            lines.append(line(step, reward=step * step % 5 / 7, **more))
+        run = new_run(tmp_path / f"run{number}", lines, 12 + number, fields=fields)
+        note = StartNote([["a"]], 0.02 * number or None, None if number else 0.25, figures)
+        (run / "start.json").write_text(json.dumps(asdict(note)))
+        runs.append(run)
+    return data_of(*runs)
+
+
+def test_a_page_groups_runs_by_what_differs_besides_the_seed(tmp_path: Path):
+    page = page_of_three(tmp_path)
+    assert page["kinds"] == ["w4a16 · bfloat16", "w8a8 · float32"]
+    assert page["settings"] == [
+        ["scheme", "w4a16", "w8a8"],
+        ["dtype", "bfloat16", "float32"],
+    ]
+    first, second, third = page["runs"]
+    assert [run["of"] for run in (first, second, third)] == [0, 0, 1]
+    assert first["heldout"] == "25.0% → 40.0%", "from before step 1 to index 8"
+    assert second["heldout"] == "5.0% → 45.0%", "of indices 1 and 9: nothing before step 1"
+    assert second["reward"] == 0.5714, "12² % 5 / 7"
+    assert second["steps"] == second["publishes"] == 12
+    assert second["asked"] == 13
+    assert second["canaries"] == 4, "three of its steps, and that of its start"
+    assert second["canary"] == 0.18, "9 / 50"
+    assert second["digest"] == f"{12:032x}"
+    assert second["audit"] == [["a"]]
+
+
+def test_a_pages_curves_are_means_over_seeds_at_the_steps_that_measured(tmp_path: Path):
+    curves = {curve["id"]: curve for curve in page_of_three(tmp_path)["curves"]}
+    rewards = curves["reward"]["lines"]
+    steps = list(range(1, 13))
+    assert rewards[0]["x"] == rewards[1]["x"] == steps
+    assert rewards[0]["y"] == [round(step * step % 5 / 7, 4) for step in steps]
+    assert rewards[0]["low"] == rewards[0]["y"] == rewards[0]["high"], "the seeds are alike"
+    assert "low" not in rewards[1], "one seed has no band"
+    accuracy, other = curves["accuracy"]["lines"]
+    assert accuracy["x"] == [0, 1, 2, 5, 6, 9, 10], "0: before training, of the run that has it"
+    assert accuracy["y"] == [0.25, 0, 0.05, 0.2, 0.25, 0.4, 0.45]
+    assert other["x"] == [3, 7, 11]
+    assert other["y"] == [0.1, 0.3, 0.5]
+    phantom = next(each for each in curves["clipped"]["lines"] if each["name"] == "phantom")
+    assert phantom["x"] == [2, 3, 5, 6, 8, 9, 11, 12]
+    assert phantom["y"][:2] == [0.01, 0.02]
+    assert curves["mismatch"]["log"]
+    assert not curves["reward"]["log"]
+    diagnostic = curves["over"]
+    assert diagnostic["log"]
+    assert diagnostic["lines"][0]["y"][:2] == [0.1429, 0.2857], "1 / 7 and 2 / 7"
+
+
+def test_a_pages_times_and_profiles_are_means_over_steps(tmp_path: Path):
+    page = page_of_three(tmp_path)
+    # Nine seconds in three of twelve steps; "old": (1 + 2 + 4 + 5 + 7 + 8 + 10 + 11) / 3 / 12.
+    phases = {"sample": 1, "learn": 0.5, "evaluate": 2.25}
+    assert page["time"] == [
+        {"of": kind, "phases": phases, "learn": {"old": 1.333}} for kind in (0, 1)
+    ]
+    by_place, by_layer = page["profiles"]
+    assert by_place["lines"][0]["x"] == [0, 8], "the place in the middle has no value"
+    assert by_layer["lines"][0]["x"] == [1, 3], "without places, layers are counted from 1"
+    for profile in (by_place, by_layer):
+        assert profile["lines"][0]["y"] == [0.65, 0.5], "means of 0.1, 0.2, … 1.2 and of 0.5"
+        assert profile["lines"][0]["low"] == [0.1, 0.5]
+        assert profile["lines"][0]["high"] == [1.2, 0.5]
+
+
+def test_a_pages_tokens_are_counted_by_place_and_kind(tmp_path: Path):
+    """Two completions a step: three runs of twelve steps have 72."""
+    page = page_of_three(tmp_path)
+    assert page["tokens"]["recorded"] == page["tokens"]["shown"] == 72
+    assert page["tokens"]["prompts"] == [HOSTILE]
+    by_position, by_probability = page["where"]
+    assert by_position["lines"][0]["x"] == [1, 2, 3]
+    assert by_position["lines"][0]["y"] == [0.5, 0.35, 0.2]
+    assert by_probability["lines"][0]["y"] == [0.5, 0.35, 0.2]
+    sound, improbable, in_a_loop = page["treatment"][:3]
+    assert sound == [0, "A > 0", "sound", 24, 1, 0, 0]
+    assert improbable == [0, "A > 0", "improbable", 24, 0, 0, 1]
+    assert in_a_loop == [0, "A > 0", "in a loop", 24, 1, 0, 0]
