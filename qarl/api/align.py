@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 from qarl.api.policy import Policy
 from qarl.configs.errors import ConfigError, ModelError
 from qarl.configs.load import config_from_tree
-from qarl.configs.schema.base import refuse
 from qarl.learner.gradient_gate import require_gradients
 from qarl.learner.processes import Processes
 from qarl.quant.checkpoint.load import check_finite
@@ -124,19 +123,21 @@ def _source_of(model: Any, tokenizer: str | Path | None) -> str:
         )
     quantization = getattr(model.config, "quantization_config", None)
     for name, parameter in model.named_parameters():
-        faults = {
-            f"is quantized already ({getattr(quantization, 'quant_method', quantization)}); load it without quantization_config, from its original checkpoint": (
-                quantization or not parameter.is_floating_point()
-            ),
-            "has no values (meta device); load them first": parameter.is_meta,
-            "is frozen, and every parameter is trained; call model.requires_grad_(True)": (
-                not parameter.requires_grad
-            ),
-        }
-        refuse(
-            {f"model's parameter {name!r} {fault}": applies for fault, applies in faults.items()},
-            ModelError,
-        )
+        if quantization or not parameter.is_floating_point():
+            method = getattr(quantization, "quant_method", quantization)
+            raise ModelError(
+                f"model's parameter {name!r} is quantized already ({method}); load it without"
+                " quantization_config, from its original checkpoint"
+            )
+        if parameter.is_meta:
+            raise ModelError(
+                f"model's parameter {name!r} has no values (meta device); load them first"
+            )
+        if not parameter.requires_grad:
+            raise ModelError(
+                f"model's parameter {name!r} is frozen, and every parameter is trained; call"
+                " model.requires_grad_(True)"
+            )
     if not (tokenizer or model.name_or_path):
         raise ModelError(
             f"{kind.__name__} was built in memory; give align its tokenizer, a folder or hub id"

@@ -142,7 +142,7 @@ def describe(path: str, info: Any) -> str:
     section, _, leaf = path.rpartition(".")
     parts = choice_sections().get(section, ()) if leaf == "name" else ()
     names = ", ".join(name for part in parts for name in part.names())
-    return f"{info.description}: {names}" if names else info.description
+    return f"{info.description} One of {names}." if names else info.description
 
 
 def metavar(path: str, info: Any) -> str:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from qarl.configs.errors import ConfigError, InputError, SchemeError
 from qarl.configs.load import is_embedded, shipped_names
-from qarl.configs.schema.base import refuse
 from qarl.configs.schema.run import RunConfig
 from qarl.configs.schemes import check_scheme_name
 from qarl.configs.words import did_you_mean, quoted
@@ -55,23 +54,24 @@ def check_processes(config: RunConfig, count: int) -> None:
     """Raise `ConfigError` for settings that do not go with this number of processes; nothing is
     loaded for it.
     """
-    prompts, servers, init = (
-        config.rollout.prompts,
-        config.rollout.servers,
-        config.quantization.init,
-    )
-    faults = {
-        f"rollout.prompts {prompts} is no multiple of {count} processes, which sample as many each; take a multiple of {count}, or another number of processes": (
-            prompts % count
-        ),
-        f"quantization.init {init!r} is for one process, not {count}; leave --processes or the calibrated start out": (
-            count > 1 and init is not None
-        ),
-        f"rollout.servers {servers} would be started by each of {count} processes; start them once, with `qarl serve-rollouts`, and give their URLs": (
-            count > 1 and isinstance(servers, int)
-        ),
-    }
-    refuse(faults, ConfigError)
+    prompts = config.rollout.prompts
+    servers = config.rollout.servers
+    init = config.quantization.init
+    if prompts % count:
+        raise ConfigError(
+            f"rollout.prompts {prompts} is no multiple of {count} processes, which sample as many"
+            f" each; take a multiple of {count}, or another number of processes"
+        )
+    if count > 1 and init is not None:
+        raise ConfigError(
+            f"quantization.init {init!r} is for one process, not {count}; leave --processes or the"
+            " calibrated start out"
+        )
+    if count > 1 and isinstance(servers, int):
+        raise ConfigError(
+            f"rollout.servers {servers} would be started by each of {count} processes; start them"
+            " once, with `qarl serve-rollouts`, and give their URLs"
+        )
 
 
 def check_new_folder(path: Path, what: str, option: str) -> None:

@@ -38,7 +38,8 @@ def test_help_has_the_default_commands_defaults_and_every_short_flag_in_one_grou
     assert sorted(flag for names in GROUPS.values() for flag in names) == sorted(FLAGS)
     text = " ".join(" ".join(shown("--help", 80, monkeypatch, capsys)).split())
     steps = load_config(default_config(None), {}).steps
-    assert f"--steps N training steps [{steps}]" in text
+    described = "Number of training steps. Raise it if the reward still rises at the end."
+    assert f"--steps N {described} [{steps}]" in text
     assert "[tiny-qwen3]" in text
     assert all(name in text for name in ("tbpo", "sapo", "pg_seq_is")), "the objectives are named"
 

@@ -5,7 +5,7 @@ torch nor vllm.
 import os
 import re
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -125,15 +125,6 @@ def alternatives(annotation: Any) -> tuple[type[Section], ...]:
     parts = typing.get_args(annotation) or (annotation,)
     sections = tuple(part for part in parts if isinstance(part, type) and issubclass(part, Section))
     return sections if len(sections) == len(parts) else ()
-
-
-def refuse(faults: Mapping[str, object], error: type[Exception] = ValueError) -> None:
-    """Raise `error` with the first fault that is there. faults: what is wrong with its remedy →
-    whether it is.
-    """
-    for fault, is_there in faults.items():
-        if is_there:
-            raise error(fault)
 
 
 def chooser(kind: str, path: str, union: Any, default: str | None = None) -> Callable[[Any], Any]:

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
-from qarl.configs.schema.base import Dtype, Section, refuse
+from qarl.configs.schema.base import Dtype, Section
 from qarl.configs.schema.lora import LoraChoice, LoraConfig, NoLora
 from qarl.configs.schema.objectives import (
     AggregationChoice,
@@ -27,42 +27,77 @@ class OptimizerConfig(Section):
 
     name: Literal["adamw", "muon"] = Field(
         default="muon",
-        description="muon: matrices by Muon, the rest by AdamW; adamw: the usual choice elsewhere",
+        description=(
+            "Optimizer of the masters. With muon, matrices are stepped by Muon and the rest by"
+            " AdamW; adamw is the usual choice elsewhere."
+        ),
     )
     lr: float = Field(
         default=1e-6,
         gt=0,
         le=1,
-        description="learning rate (Muon's is scaled to AdamW's update size)",
+        description=(
+            "Learning rate (Muon's is scaled to AdamW's update size). Lower it if training is"
+            " unstable."
+        ),
     )
     weight_decay: float = Field(
         default=0.01,
         ge=0,
         le=1,
-        description="decoupled, a step and unit of learning rate",
+        description=(
+            "Decoupled weight decay per step and unit of learning rate. Raise it if weights grow"
+            " too large."
+        ),
     )
-    grad_clip: float = Field(default=1.0, gt=0, description="bound on the global gradient norm")
+    grad_clip: float = Field(
+        default=1.0,
+        gt=0,
+        description=(
+            "Upper bound on the global gradient norm. Lower it if single batches upset the policy."
+        ),
+    )
     warmup_steps: int = Field(
-        default=0, ge=0, description="first steps, over which the rate rises linearly"
+        default=0,
+        ge=0,
+        description=(
+            "First steps, over which the learning rate rises linearly. Raise it if the start is"
+            " unstable."
+        ),
     )
     decay_steps: int = Field(
-        default=0, ge=0, description="last steps, over which the rate falls linearly"
+        default=0,
+        ge=0,
+        description=(
+            "Last steps, over which the learning rate falls linearly so that the policy settles. A"
+            " shorter run decays over all of its steps."
+        ),
     )
     betas: tuple[_Beta, _Beta] = Field(
-        default=(0.9, 0.95), description="AdamW: decay of its two moving averages"
+        default=(0.9, 0.95),
+        description=(
+            "Decay rates of AdamW's two moving averages. Raise them if gradients are noisy."
+        ),
     )
     momentum: float = Field(
-        default=0.95, ge=0, lt=1, description="Muon: decay of its moving average"
+        default=0.95,
+        ge=0,
+        lt=1,
+        description="Decay rate of Muon's moving average. Raise it if gradients are noisy.",
     )
     rounding: Literal["nearest", "stochastic"] | None = Field(
         default=None,
         description=(
-            "of 16-bit masters after their step (docs/guide/precision.md); without it stochastic, "
-            "nearest for fp32"
+            "Rounding of 16-bit masters after a step (docs/guide/precision.md). Default:"
+            " stochastic, and nearest for float32."
         ),
     )
     offload: Literal["none", "cpu"] = Field(
-        default="none", description="cpu: state in the host's memory between steps"
+        default="none",
+        description=(
+            "Where the optimizer state is kept between steps. Set cpu, the host's memory, if GPU"
+            " memory is short."
+        ),
     )
 
     def rounding_of(self, master_dtype: str) -> Literal["nearest", "stochastic"]:
@@ -75,7 +110,10 @@ class LearnerConfig(Section):
 
     aligned: bool = Field(
         default=True,
-        description="multiply the sampler's own codes; false: a plain 16-bit learner",
+        description=(
+            "Multiply the sampler's own low-bit codes. Set false for the baseline, a plain 16-bit"
+            " learner."
+        ),
     )
     objective: ObjectiveChoice = Field(default_factory=TbpoConfig)
     correction: CorrectionChoice = Field(default_factory=TruncatedConfig)
@@ -85,124 +123,145 @@ class LearnerConfig(Section):
     optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig())
     zero_stage: Literal[0, 1, 2, 3] | None = Field(
         default=None,
-        description="ZeRO stage, higher for larger models; without it 0; in one process, none",
+        description=(
+            "ZeRO stage. Raise it for larger models. Default: 0, or no ZeRO in a single process."
+        ),
     )
     advantage: Literal["grpo", "dr_grpo", "rloo"] = Field(
         default="grpo",
         description=(
-            "reward minus group mean, grpo: over its deviation; dr_grpo: not over it; rloo: mean of"
-            " the others"
+            "Advantage of a completion: its reward minus the group's mean. With grpo it is divided"
+            " by the group's deviation, with dr_grpo it is not; rloo subtracts the mean of the"
+            " others."
         ),
     )
     ratio_fix: Literal["none", "shadow_forward"] = Field(
         default="none",
         description=(
-            "shadow_forward: ratios from the published codes, for an unaligned learner whose clip"
-            " cuts tokens for precision alone (docs/reference/objectives.md)"
+            "Set shadow_forward to compute ratios from the published codes, if an unaligned"
+            " learner's clip cuts tokens because of precision alone (docs/reference/objectives.md)."
         ),
     )
     mini_batches: int = Field(
         default=4,
         ge=1,
-        description="optimizer steps a batch; 1 for strictly on-policy learning",
+        description="Optimizer steps per batch. Set 1 for strictly on-policy learning.",
     )
     micro_batch_tokens: int = Field(
         default=16384,
         ge=1,
-        description="tokens a forward, padding too unless packed; lower it where memory is short",
+        description=(
+            "Tokens per forward pass, padding included unless packed. Lower it if memory is short."
+        ),
     )
     packing: bool | Literal["auto"] = Field(
         default="auto",
         description=(
-            "sequences one after the other, without padding; auto: where learner.operators are the"
-            " engine's"
+            "Concatenate sequences instead of padding them. With auto, only if the learner runs"
+            " the engine's operators (learner.operators)."
         ),
     )
     share_prompts: bool | Literal["auto"] = Field(
         default="auto",
         description=(
-            "compute a prompt once for all its completions in a forward; auto: packed on CPUs "
-            "(docs/explain/learner.md)"
+            "Compute a prompt once for all its completions in a forward pass. With auto, only for"
+            " packed sequences on CPUs (docs/explain/learner.md)."
         ),
     )
     logprob_chunk_tokens: int = Field(
-        default=512, ge=1, description="tokens whose logits are in memory at once"
+        default=512,
+        ge=1,
+        description=(
+            "Response tokens whose logits are in memory at once. Lower it for a large vocabulary."
+        ),
     )
     gradient_checkpointing: bool | Literal["auto"] = Field(
         default="auto",
         description=(
-            "compute decoder layers again in the backward: less memory, more time; auto: on GPUs"
-            " where `qarl plan` needs it"
+            "Compute decoder layers again in the backward pass, which saves memory and takes time."
+            " With auto, only on GPUs if `qarl plan` finds that the run needs it."
         ),
     )
     keep_codes: bool = Field(
         default=True,
         description=(
-            "false: make low-bit codes again from the masters for every publish and backward; less"
-            " memory, more time, and no flipped codes are counted"
+            "Keep low-bit codes in memory. Set false to save memory: codes are made again from the"
+            " masters for every publish and backward pass, which takes time, and flipped codes are"
+            " not counted."
         ),
     )
     keep_kernel_layout: bool = Field(
         default=True,
         description=(
-            "false: lay codes out for the kernel again at every forward of a layer, where the"
-            " engine is elsewhere (rollout.servers); with keep_codes false, a process holds one"
-            " layer's"
+            "Keep codes in the kernel's layout. Set false to save memory if the engine is"
+            " elsewhere (rollout.servers): every forward pass of a layer lays them out again, and"
+            " with keep_codes false a process holds one layer's."
         ),
     )
     input_gradients: Literal["auto", "exact", "compute"] = Field(
         default="auto",
         description=(
-            "exact: through weights in fp32; compute: rounded to the compute dtype, as most kernels"
-            " multiply them; auto: compute where the device multiplies that dtype natively"
-            " (docs/explain/learner.md)"
+            "Weights that input gradients are computed with: exact takes them in float32, compute"
+            " rounds them to the compute dtype, as most kernels do. With auto, compute if the"
+            " device multiplies that dtype natively (docs/explain/learner.md)."
         ),
     )
     reduce_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32",
         description=(
-            "in which ZeRO-3's processes send each other gradients, added up in fp32; bfloat16"
-            " halves what is sent, for slow networks"
+            "Dtype in which ZeRO-3's processes send each other gradients; they are summed in"
+            " float32. Set bfloat16 to halve the traffic on a slow network."
         ),
     )
     compile: bool | Literal["auto"] = Field(
         default="auto",
         description=(
-            "torch.compile the backwards of norms and gated MLPs; start-up takes longer; auto: on"
-            " GPUs with the engine's operators"
+            "Compile the backward passes of norms and gated MLPs with torch.compile, which makes"
+            " start-up longer. With auto, only on GPUs with the engine's operators."
         ),
     )
     master_dtype: Dtype = Field(
         default="float32",
-        description="bfloat16 halves their memory (docs/guide/precision.md)",
+        description=(
+            "Dtype of the master weights. Set bfloat16 to halve their memory"
+            " (docs/guide/precision.md)."
+        ),
     )
     compute_dtype: Dtype | None = Field(
-        default=None, description="an unaligned learner's; without it the run's dtype"
+        default=None,
+        description=(
+            "Compute dtype of an unaligned learner, for comparisons. Default: the run's dtype."
+        ),
     )
     kernel: Literal["auto", "vllm", "reference"] = Field(
         default="auto",
         description=(
-            "the learner's products; auto: vLLM's, without vLLM reference: of dequantized codes"
+            "Matrix kernels of the learner. With auto, vLLM's if it is installed, else reference,"
+            " which multiplies dequantized codes."
         ),
     )
     operators: Literal["auto", "engine", "transformers"] = Field(
         default="auto",
-        description="engine: vLLM's own model; auto: where it can be (docs/explain/families.md)",
+        description=(
+            "Operators of the learner's model. Those of engine are vLLM's own model, which auto"
+            " takes wherever it can (docs/explain/families.md)."
+        ),
     )
     router_aux_loss: float | None = Field(
         default=None,
         ge=0,
         description=(
-            "factor of the experts' load-balance loss, against unused ones; without it the model's"
+            "Factor of the experts' load-balance loss. Raise it if some experts go unused."
+            " Default: the model's own."
         ),
     )
     diagnostics_every: int = Field(
         default=10,
         ge=0,
         description=(
-            "steps between measurements of lost updates, codes and bfloat16 roundings that change,"
-            " where the log-ratio comes from and, with ratio_from sampler, the update's size; 0:"
-            " never, saves a little time"
+            "Steps between measurements of lost updates, of codes and bfloat16 roundings that"
+            " change, of the sources of the log-ratio and, with ratio_from sampler, of the update's"
+            " size. Set 0 for none, which saves a little time."
         ),
     )
 
@@ -240,73 +299,74 @@ class LearnerConfig(Section):
 
     @model_validator(mode="after")
     def _compatible(self) -> "LearnerConfig":
-        refuse(_contradictions(self))
-        refuse(_idle_precisions(self))
+        _check_objective(self)
+        _check_precisions(self)
         return self
 
 
-def _contradictions(learner: LearnerConfig) -> dict[str, bool]:
-    """What is wrong where two settings of a learner contradict each other, or one would do
-    nothing.
-    """
-    name, denominator, updates = (
-        learner.objective.name,
-        ratio_from(learner.correction),
-        learner.mini_batches,
-    )
-    uses_ratio, shadow = (
-        learner.objective.uses_ratio,
-        learner.ratio_fix == "shadow_forward",
-    )
-    several, shared = (
-        name == "on_policy" and updates != 1,
-        learner.base_on_host and learner.zero_stage == 3,
-    )
-    return {
-        f"objective 'on_policy' has one update a batch, but learner.mini_batches is {updates}; set it to 1": (
-            several
-        ),
-        f"objective {name!r} has no ratio, so learner.correction.ratio_from {denominator!r} would do nothing; leave it out": (
-            not uses_ratio and denominator != "learner"
-        ),
-        f"learner.ratio_fix 'shadow_forward' is for objectives with a ratio; {name!r} has none": (
-            shadow and not uses_ratio
-        ),
-        "learner.lora.base 'host' with learner.zero_stage 3, which shares the frozen matrices out over GPUs already; leave one of them out": (
-            shared
-        ),
-        "learner.ratio_fix 'shadow_forward' adds a forward in the engine's precision to one without, but with learner.aligned true the forward has that precision already; set ratio_fix none, or aligned false": (
-            shadow and learner.aligned
-        ),
-    }
+def _check_objective(learner: LearnerConfig) -> None:
+    """Raise `ValueError` if two settings contradict each other, or if one would have no effect."""
+    name = learner.objective.name
+    uses_ratio = learner.objective.uses_ratio
+    denominator = ratio_from(learner.correction)
+    updates = learner.mini_batches
+    shadow = learner.ratio_fix == "shadow_forward"
+    if name == "on_policy" and updates != 1:
+        raise ValueError(
+            f"objective 'on_policy' has one update a batch, but learner.mini_batches is {updates};"
+            " set it to 1"
+        )
+    if not uses_ratio and denominator != "learner":
+        raise ValueError(
+            f"objective {name!r} has no ratio, so learner.correction.ratio_from {denominator!r}"
+            " would do nothing; leave it out"
+        )
+    if shadow and not uses_ratio:
+        raise ValueError(
+            f"learner.ratio_fix 'shadow_forward' is for objectives with a ratio; {name!r} has none"
+        )
+    if learner.base_on_host and learner.zero_stage == 3:
+        raise ValueError(
+            "learner.lora.base 'host' with learner.zero_stage 3, which shares the frozen matrices"
+            " out over GPUs already; leave one of them out"
+        )
+    if shadow and learner.aligned:
+        raise ValueError(
+            "learner.ratio_fix 'shadow_forward' adds a forward in the engine's precision to one"
+            " without, but with learner.aligned true the forward has that precision already; set"
+            " ratio_fix none, or aligned false"
+        )
 
 
-def _idle_precisions(learner: LearnerConfig) -> dict[str, bool]:
-    """What is wrong with a precision option that the other options leave nothing to do."""
-    rounding, reduced, stage = (
-        learner.optimizer.rounding,
-        learner.reduce_dtype,
-        learner.zero_stage,
-    )
-    aligned, whole = (
-        learner.aligned and learner.compute_dtype is not None,
-        learner.master_dtype == "float32",
-    )
-    momentum, of_adamw = learner.optimizer.momentum, learner.optimizer.name == "adamw"
-    return {
-        f"learner.optimizer.momentum {momentum} is Muon's, and adamw has betas: leave it out": (
-            of_adamw and momentum != OptimizerConfig.model_fields["momentum"].default
-        ),
-        f"learner.compute_dtype {learner.compute_dtype!r} with learner.aligned true: an aligned learner multiplies the engine's codes in the engine's dtype; set dtype for both, or learner.aligned false": (
-            aligned
-        ),
-        f"learner.optimizer.rounding {rounding!r} is of 16-bit masters that are stepped; LoRA steps fp32 adapters over a frozen base: leave it out": (
-            learner.lora.name == "lora" and rounding is not None
-        ),
-        f"learner.optimizer.rounding {rounding!r} is for 16-bit masters; learner.master_dtype 'float32' holds the updates as they are: leave the rounding out, or choose master_dtype bfloat16 or float16": (
-            whole and rounding == "stochastic"
-        ),
-        f"learner.reduce_dtype {reduced!r} with learner.zero_stage {stage} has nothing to do: ZeRO-3 alone sends them in a dtype of its own; set learner.zero_stage 3, or leave it out": (
-            reduced != "float32" and stage != 3
-        ),
-    }
+def _check_precisions(learner: LearnerConfig) -> None:
+    """Raise `ValueError` if a precision option has no effect under the other options."""
+    optimizer = learner.optimizer
+    default_momentum = OptimizerConfig.model_fields["momentum"].default
+    if optimizer.name == "adamw" and optimizer.momentum != default_momentum:
+        raise ValueError(
+            f"learner.optimizer.momentum {optimizer.momentum} is Muon's, and adamw has betas: leave"
+            " it out"
+        )
+    if learner.aligned and learner.compute_dtype is not None:
+        raise ValueError(
+            f"learner.compute_dtype {learner.compute_dtype!r} with learner.aligned true: an aligned"
+            " learner multiplies the engine's codes in the engine's dtype; set dtype for both, or"
+            " learner.aligned false"
+        )
+    if learner.lora.name == "lora" and optimizer.rounding is not None:
+        raise ValueError(
+            f"learner.optimizer.rounding {optimizer.rounding!r} is of 16-bit masters that are"
+            " stepped; LoRA steps fp32 adapters over a frozen base: leave it out"
+        )
+    if learner.master_dtype == "float32" and optimizer.rounding == "stochastic":
+        raise ValueError(
+            f"learner.optimizer.rounding {optimizer.rounding!r} is for 16-bit masters;"
+            " learner.master_dtype 'float32' holds the updates as they are: leave the rounding out,"
+            " or choose master_dtype bfloat16 or float16"
+        )
+    if learner.reduce_dtype != "float32" and learner.zero_stage != 3:
+        raise ValueError(
+            f"learner.reduce_dtype {learner.reduce_dtype!r} with learner.zero_stage"
+            f" {learner.zero_stage} has nothing to do: ZeRO-3 alone sends them in a dtype of its"
+            " own; set learner.zero_stage 3, or leave it out"
+        )

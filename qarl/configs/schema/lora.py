@@ -7,8 +7,8 @@ from pydantic import BeforeValidator, Field, field_validator
 from qarl.configs.schema.base import COMMA_SEPARATED, Choice, chooser, pattern_fault
 
 _LORA = (
-    "lora: train low-rank adapters over frozen masters (docs/guide/lora.md); none: train the"
-    " masters"
+    "What is trained. Set lora for low-rank adapters over frozen masters (docs/guide/lora.md); none"
+    " trains the masters."
 )
 
 
@@ -22,24 +22,29 @@ class LoraConfig(Choice):
     """W + alpha/rank · B A. There is no dropout: sampler and learner have to be one policy."""
 
     name: Literal["lora"] = Field(default="lora", description=_LORA)
-    rank: int = Field(default=16, ge=1, description="rows of A and columns of B")
+    rank: int = Field(
+        default=16,
+        ge=1,
+        description=(
+            "Rank of the adapters: rows of A and columns of B. Raise it if they learn too little."
+        ),
+    )
     alpha: float = Field(
         default=32.0,
         gt=0,
-        description="the product B A is scaled by this over the rank",
+        description="Scale of the adapters: the product B A is multiplied by alpha / rank.",
     )
     targets: Annotated[tuple[str, ...], COMMA_SEPARATED] = Field(
         default=(),
         description=(
-            "layers adapted, PATTERN,… as in `layers`; none given: every linear layer of the"
-            " decoder"
+            "Layers to adapt, PATTERN,… as in `layers`. Default: every linear layer of the decoder."
         ),
     )
     base: Literal["device", "host"] = Field(
         default="device",
         description=(
-            "host: frozen matrices wait in the host's memory and come a layer at a time where a"
-            " version is made, for models that fill a GPU"
+            "Where the frozen matrices wait. Set host, the host's memory, for models that fill a"
+            " GPU: they come a layer at a time when a version is made."
         ),
     )
 

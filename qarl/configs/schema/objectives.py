@@ -11,16 +11,18 @@ from pydantic import BeforeValidator, Field
 
 from qarl.configs.schema.base import Choice, PathText, chooser
 
-_WHAT = "what is maximized; the default is the QaRL paper's tbpo"
-_WEIGHT = "weight for the gap between sampler and learner; the default is the objective's own"
-_SUM = "how token losses become one number; the default is the objective's own"
-_KL = (
-    "estimator of the penalty on the distance from the initial policy, which takes a second model"
-    " in memory"
+_OBJECTIVE = "Objective to maximize."
+_CORRECTION = (
+    "Weight that corrects the gap between sampler and learner. Default: the objective's own."
 )
-_LOW = "lower ratio bound, 1 - this, for negative advantages"
-_HIGH = "upper ratio bound, 1 + this, for positive advantages"
-_DUAL = "upper ratio bound for negative advantages (c)"
+_AGGREGATION = "How token losses are combined into one number. Default: the objective's own."
+_KL_PENALTY = (
+    "Estimator of the penalty on the distance from the initial policy. The penalty needs a second"
+    " model in memory."
+)
+_LOW = "Lower ratio bound for negative advantages, 1 - this."
+_HIGH = "Upper ratio bound for positive advantages, 1 + this."
+_DUAL = "Upper ratio bound for negative advantages (c)."
 
 
 class Objective(Choice):
@@ -35,27 +37,31 @@ class TbpoConfig(Objective):
     """Trust band on sequence ratios, with the bounds of the QaRL paper; the default."""
 
     default_correction: ClassVar[dict[str, Any]] = {"name": "geometric"}
-    name: Literal["tbpo"] = Field(default="tbpo", description=_WHAT)
+    name: Literal["tbpo"] = Field(default="tbpo", description=_OBJECTIVE)
     epsilon_high: float = Field(
-        default=4e-4, gt=0, description="ratio bound for positive advantages, 1 + this"
+        default=4e-4,
+        gt=0,
+        description=(
+            "Upper ratio bound for positive advantages, 1 + this. Raise it to allow larger updates."
+        ),
     )
     delta_high: float = Field(
         default=7e-4,
         gt=0,
-        description="upper ratio bound for negative advantages, 1 + this",
+        description="Upper ratio bound for negative advantages, 1 + this.",
     )
     delta_low: float = Field(
         default=3e-4,
         gt=0,
         lt=1,
-        description="lower ratio bound for negative ones, 1 - this",
+        description="Lower ratio bound for negative advantages, 1 - this.",
     )
 
 
 class GrpoConfig(Objective):
     """Token ratio clipped as in PPO; the usual baseline."""
 
-    name: Literal["grpo"] = Field(default="grpo", description=_WHAT)
+    name: Literal["grpo"] = Field(default="grpo", description=_OBJECTIVE)
     clip_low: float = Field(default=0.2, gt=0, lt=1, description=_LOW)
     clip_high: float = Field(default=0.2, gt=0, description=_HIGH)
 
@@ -63,7 +69,7 @@ class GrpoConfig(Objective):
 class PositiveGrpoConfig(Objective):
     """GRPO on samples of positive advantage alone, which have no lower bound."""
 
-    name: Literal["positive_grpo"] = Field(default="positive_grpo", description=_WHAT)
+    name: Literal["positive_grpo"] = Field(default="positive_grpo", description=_OBJECTIVE)
     clip_high: float = Field(default=0.2, gt=0, description=_HIGH)
 
 
@@ -71,14 +77,14 @@ class DapoConfig(GrpoConfig):
     """GRPO with a wider upper bound (clip-higher), against collapse of entropy."""
 
     default_aggregation: ClassVar[str] = "token-mean"
-    name: Literal["dapo"] = Field(default="dapo", description=_WHAT)
+    name: Literal["dapo"] = Field(default="dapo", description=_OBJECTIVE)
     clip_high: float = Field(default=0.28, gt=0, description=_HIGH)
 
 
 class DualClipConfig(GrpoConfig):
     """GRPO bounded for negative advantages too (dual-clip PPO), against error tokens."""
 
-    name: Literal["dual_clip"] = Field(default="dual_clip", description=_WHAT)
+    name: Literal["dual_clip"] = Field(default="dual_clip", description=_OBJECTIVE)
     dual_clip: float = Field(default=3.0, gt=1, description=_DUAL)
 
 
@@ -86,7 +92,7 @@ class GspoConfig(Objective):
     """Sequence ratio, for long answers and mixtures of experts."""
 
     default_correction: ClassVar[dict[str, Any]] = {"name": "geometric"}
-    name: Literal["gspo"] = Field(default="gspo", description=_WHAT)
+    name: Literal["gspo"] = Field(default="gspo", description=_OBJECTIVE)
     clip_low: float = Field(default=3e-4, gt=0, lt=1, description=_LOW)
     clip_high: float = Field(default=4e-4, gt=0, description=_HIGH)
 
@@ -94,19 +100,19 @@ class GspoConfig(Objective):
 class GspoDualClipConfig(GspoConfig):
     """GSPO bounded for negative advantages too."""
 
-    name: Literal["gspo_dual_clip"] = Field(default="gspo_dual_clip", description=_WHAT)
+    name: Literal["gspo_dual_clip"] = Field(default="gspo_dual_clip", description=_OBJECTIVE)
     dual_clip: float = Field(default=3.0, gt=1, description=_DUAL)
 
 
 class SapoConfig(Objective):
     """A soft gate in place of a clip, with the temperatures SAPO recommends."""
 
-    name: Literal["sapo"] = Field(default="sapo", description=_WHAT)
+    name: Literal["sapo"] = Field(default="sapo", description=_OBJECTIVE)
     tau_positive: float = Field(
-        default=1.0, gt=0, description="gate temperature for positive advantages"
+        default=1.0, gt=0, description="Temperature of the gate for positive advantages."
     )
     tau_negative: float = Field(
-        default=1.05, gt=0, description="gate temperature for negative advantages"
+        default=1.05, gt=0, description="Temperature of the gate for negative advantages."
     )
 
 
@@ -117,9 +123,9 @@ class CispoConfig(Objective):
     """
 
     default_aggregation: ClassVar[str] = "token-mean"
-    name: Literal["cispo"] = Field(default="cispo", description=_WHAT)
+    name: Literal["cispo"] = Field(default="cispo", description=_OBJECTIVE)
     ratio_cap: float = Field(
-        default=5.0, ge=1, description="the detached token ratio is at most this"
+        default=5.0, ge=1, description="Upper bound on the detached token ratio."
     )
 
 
@@ -127,7 +133,7 @@ class OnPolicyConfig(Objective):
     """One update a batch: no ratio, no options."""
 
     uses_ratio: ClassVar[bool] = False
-    name: Literal["on_policy"] = Field(default="on_policy", description=_WHAT)
+    name: Literal["on_policy"] = Field(default="on_policy", description=_OBJECTIVE)
 
 
 class PgSeqIsConfig(Objective):
@@ -138,7 +144,7 @@ class PgSeqIsConfig(Objective):
         "ratio_from": "sampler",
     }
     default_aggregation: ClassVar[str] = "seq-sum"
-    name: Literal["pg_seq_is"] = Field(default="pg_seq_is", description=_WHAT)
+    name: Literal["pg_seq_is"] = Field(default="pg_seq_is", description=_OBJECTIVE)
 
 
 class OwnConfig(Objective):
@@ -146,11 +152,11 @@ class OwnConfig(Objective):
     `learner.objectives.own`.
     """
 
-    name: Literal["own"] = Field(default="own", description=_WHAT)
+    name: Literal["own"] = Field(default="own", description=_OBJECTIVE)
     function: PathText = Field(
         description=(
-            "objective 'own': file.py:function or package.module:function(inputs, config) "
-            "(docs/reference/objectives.md)"
+            "Your objective, as file.py:function or package.module:function(inputs, config)"
+            " (docs/reference/objectives.md)."
         )
     )
 
@@ -176,14 +182,15 @@ ObjectiveChoice = Annotated[
 ]
 
 _RATIO_FROM = (
-    "denominator of the ratio: learner (before the batch), or sampler (bypass: no weight needed)"
+    "Denominator of the ratio: the learner before the batch, or the sampler (bypass), which needs"
+    " no weight."
 )
 
 
 class NoCorrection(Choice):
     """No weight."""
 
-    name: Literal["none"] = Field(default="none", description=_WEIGHT)
+    name: Literal["none"] = Field(default="none", description=_CORRECTION)
     ratio_from: Literal["learner", "sampler"] = Field(default="learner", description=_RATIO_FROM)
 
 
@@ -191,30 +198,34 @@ class TruncatedConfig(Choice):
     """Truncated importance sampling, or the geometric sequence weight with QaRL's two-sided cap."""
 
     name: Literal["token_tis", "sequence_tis", "geometric"] = Field(
-        default="token_tis", description=_WEIGHT
+        default="token_tis", description=_CORRECTION
     )
     cap: float = Field(
         default=2.0,
         ge=1,
-        description="largest weight; geometric: the smallest is 1 / this",
+        description="Largest weight; with geometric the smallest is 1 / this.",
     )
 
 
 class TokenMisConfig(Choice):
     """Masked importance sampling, bounds of IcePop."""
 
-    name: Literal["token_mis"] = Field(default="token_mis", description=_WEIGHT)
-    cap: float = Field(default=5.0, ge=1, description="a larger weight becomes 0")
-    floor: float = Field(default=0.5, ge=0, lt=1, description="a smaller weight becomes 0")
+    name: Literal["token_mis"] = Field(default="token_mis", description=_CORRECTION)
+    cap: float = Field(default=5.0, ge=1, description="Largest weight; a larger one becomes 0.")
+    floor: float = Field(
+        default=0.5, ge=0, lt=1, description="Smallest weight; a smaller one becomes 0."
+    )
     ratio_from: Literal["learner", "sampler"] = Field(default="learner", description=_RATIO_FROM)
 
 
 class SequenceMisConfig(Choice):
     """Masked by the whole sequence's weight, from above alone."""
 
-    name: Literal["sequence_mis"] = Field(default="sequence_mis", description=_WEIGHT)
-    cap: float = Field(default=2.0, ge=1, description="a larger weight becomes 0")
-    floor: float = Field(default=0.0, ge=0, lt=1, description="a smaller weight becomes 0")
+    name: Literal["sequence_mis"] = Field(default="sequence_mis", description=_CORRECTION)
+    cap: float = Field(default=2.0, ge=1, description="Largest weight; a larger one becomes 0.")
+    floor: float = Field(
+        default=0.0, ge=0, lt=1, description="Smallest weight; a smaller one becomes 0."
+    )
     ratio_from: Literal["learner", "sampler"] = Field(default="learner", description=_RATIO_FROM)
 
 
@@ -239,7 +250,7 @@ class MeanAggregation(Choice):
     """
 
     name: Literal["token-mean", "seq-mean-token-mean"] = Field(
-        default="seq-mean-token-mean", description=_SUM
+        default="seq-mean-token-mean", description=_AGGREGATION
     )
 
 
@@ -248,9 +259,9 @@ class SeqSumAggregation(Choice):
     GRPO).
     """
 
-    name: Literal["seq-sum"] = Field(default="seq-sum", description=_SUM)
+    name: Literal["seq-sum"] = Field(default="seq-sum", description=_AGGREGATION)
     constant: float = Field(
-        default=1.0, gt=0, description="divides each response's sum (1: the sum itself)"
+        default=1.0, gt=0, description="Divisor of each response's sum; 1 leaves the sum as it is."
     )
 
 
@@ -265,15 +276,20 @@ AggregationChoice = Annotated[
 class NoKl(Choice):
     """No KL penalty, no reference policy in memory."""
 
-    name: Literal["none"] = Field(default="none", description=_KL)
+    name: Literal["none"] = Field(default="none", description=_KL_PENALTY)
 
 
 class KlConfig(Choice):
     """A penalty on the distance from the policy the run started with."""
 
-    name: Literal["k1", "k2", "k3"] = Field(default="k3", description=_KL)
+    name: Literal["k1", "k2", "k3"] = Field(default="k3", description=_KL_PENALTY)
     coefficient: float = Field(
-        default=1e-3, gt=0, description="β: nats of KL a token are worth this much loss"
+        default=1e-3,
+        gt=0,
+        description=(
+            "Weight β of the penalty: loss per nat of KL per token. Raise it if the policy drifts"
+            " too far."
+        ),
     )
 
 

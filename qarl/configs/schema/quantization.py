@@ -17,22 +17,22 @@ class QuantizationConfig(Section):
     scale: ScaleRule = Field(
         default="minmax",
         description=(
-            "minmax: of each version's extremes; kept: the first version's, for integer weights "
-            "(docs/guide/scales.md)"
+            "Scales of the codes (docs/guide/scales.md). With minmax, from each version's"
+            " extremes; with kept, the first version's, for integer weights."
         ),
     )
     init: Literal["gptq"] | None = Field(
         default=None,
         description=(
-            "gptq: start from llmcompressor's codes, calibrated on the task; without it from"
-            " rounded masters"
+            "Codes to start from. Set gptq for llmcompressor's, calibrated on the task. Default:"
+            " rounded masters."
         ),
     )
     kv_cache: Literal["fp8"] | None = Field(
         default=None,
         description=(
-            "fp8: keys and values in e4m3, half their memory, of sampler, learner and export alike;"
-            " without it in `dtype`"
+            "Dtype of keys and values in sampler, learner and export alike. Set fp8, which is"
+            " e4m3, to halve their memory. Default: `dtype`."
         ),
     )
 

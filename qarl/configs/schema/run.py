@@ -16,7 +16,6 @@ from qarl.configs.schema.base import (
     Section,
     Text,
     pattern_fault,
-    refuse,
 )
 from qarl.configs.schema.learner import LearnerConfig
 from qarl.configs.schema.quantization import QuantizationConfig
@@ -37,129 +36,146 @@ class RolloutConfig(Section):
         default=32,
         ge=1,
         le=_MOST_PROMPTS,
-        description="prompts a step; more for a steadier gradient",
+        description=(
+            "Prompts per step. Raise it for a steadier gradient, at the price of more sampling."
+        ),
     )
     samples: int = Field(
         default=8,
         ge=2,
         le=10_000,
-        description="completions a prompt, whose rewards are compared",
+        description=(
+            "Completions per prompt, the group whose rewards are compared. Raise it if successes"
+            " are rare."
+        ),
     )
     max_prompt_tokens: int = Field(
         default=1024,
         ge=1,
         le=LONGEST,
         description=(
-            "tokens a prompt may have; longer questions of a file or data set are left out, and of"
-            " a built-in task an error"
+            "Upper limit on the tokens of a prompt. Longer questions of a file or data set are"
+            " left out; one of a built-in task is an error."
         ),
     )
     max_new_tokens: int = Field(
         default=1024,
         ge=1,
         le=LONGEST,
-        description="tokens a completion may have; raise it where many are truncated",
+        description="Upper limit on the tokens of a completion. Raise it if many are truncated.",
     )
     temperature: float = Field(
         default=1.0,
         gt=0,
         le=10,
-        description="of completions; the learner's log-probs are of the same distribution",
+        description=(
+            "Sampling temperature of completions. The learner's log-probs are of the same"
+            " distribution."
+        ),
     )
     stop: Annotated[
         tuple[Text, ...], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)
     ] = Field(
         default=(),
         description=(
-            "text that ends a completion and is left out of it, or a list of such, for models that"
-            " do not end by themselves"
+            "Text that ends a completion and is left out of it, or a list of such texts. Set it"
+            " for models that do not end by themselves."
         ),
     )
     loop_limit: int | None = Field(
         default=None,
         ge=2,
         description=(
-            "end a completion that repeats up to 8 tokens so many times in a row; without it loops"
-            " go on"
+            "End a completion that repeats up to 8 tokens this many times in a row. Default: loops"
+            " go on."
         ),
     )
     max_num_seqs: int = Field(
         default=256,
         ge=1,
         le=_MOST_PROMPTS,
-        description="sequences the engine decodes at once; lower it where memory is short",
+        description="Sequences that the engine decodes at once. Lower it if memory is short.",
     )
     kv_cache_gib: int | None = Field(
         default=None,
         ge=1,
         description=(
-            "the engine's key/value cache, GiB; without it one longest sequence's, on GPUs what"
-            " `qarl plan` finds free"
+            "Size of the engine's key/value cache in GiB. Default: on GPUs the memory that `qarl"
+            " plan` finds free, on CPUs that of one longest sequence."
         ),
     )
     prefix_caching: bool = Field(
         default=True,
-        description="reuse keys and values of shared prefixes within a version",
+        description=(
+            "Reuse keys and values of shared prefixes within a weight version. Set false to rule"
+            " the cache out as a cause."
+        ),
     )
     dynamic_sampling: int | None = Field(
         default=None,
         ge=0,
         description=(
-            "rounds of sampling to replace groups whose rewards are all equal, where many are;"
-            " without it all are kept"
+            "Rounds of sampling that replace groups whose rewards are all equal. Set it if many"
+            " are. Default: all groups are kept."
         ),
     )
     router_replay: bool = Field(
         default=False,
         description=(
-            "mixtures of experts on GPUs: learn with the experts the engine chose, where routing"
-            " differs"
+            "Learn with the experts that the engine chose, for mixtures of experts on GPUs. Set"
+            " true if learner and engine route differently."
         ),
     )
     enforce_eager: bool | None = Field(
         default=None,
         description=(
-            "decode without CUDA graphs; without it GPUs have them, and CPUs do not"
-            " (docs/explain/cuda.md)"
+            "Decode without CUDA graphs (docs/explain/cuda.md). Default: false on GPUs, true on"
+            " CPUs."
         ),
     )
     servers: Servers | None = Field(
         default=None,
         description=(
-            "sample on vLLM servers (docs/guide/servers.md): their URLs, or how many to start on"
-            " this machine; without it inside the run"
+            "Sample on vLLM servers, given by their URLs or by a number to start on this machine"
+            " (docs/guide/servers.md). Default: sample inside the run."
         ),
     )
     server_key_file: PathText | None = Field(
         default=None,
-        description="file with the servers' API key; without it the environment's QARL_SERVER_KEY",
+        description=(
+            "File with the servers' API key. Default: the key in the environment variable"
+            " QARL_SERVER_KEY."
+        ),
     )
     server_folder: PathText | None = Field(
         default=None,
         description=(
-            "folder where weight versions are written, in one of the run's own, and servers read"
-            " them under the same path; without it in the run's folder"
+            "Folder for weight versions, which servers read under the same path; each run writes"
+            " to a subfolder of its own. Default: in the run folder."
         ),
     )
     server_transfer: Literal["files", "http"] = Field(
         default="files",
         description=(
-            "how weight versions reach the servers: files, on a file system that they share with"
-            " the run, or http, sent to each"
+            "How weight versions reach the servers: as files on a file system that they share with"
+            " the run. Set http if they share none; each server is then sent them."
         ),
     )
     server_seconds: float = Field(
         default=600.0,
         gt=0,
-        description="that a server's answer may take, and its start",
+        description=(
+            "Timeout in seconds for one server request, and for server start-up. Raise it for slow"
+            " servers."
+        ),
     )
     server_full_every: int = Field(
         default=50,
         ge=1,
         description=(
-            "of so many weight versions one is sent to servers whole; the others are differences"
-            " from the one before, which run and servers then hold in host memory; 1: all whole,"
-            " none held"
+            "One in this many weight versions is sent in full; the others are differences from the"
+            " one before, which run and servers then hold in host memory. Set 1 to send all in full"
+            " and hold none."
         ),
     )
     max_staleness: int = Field(
@@ -167,8 +183,9 @@ class RolloutConfig(Section):
         ge=0,
         le=16,
         description=(
-            "batches that servers sample while the learner works on one: 1, by the weights before;"
-            " from 2 on new weights reach them while they sample (docs/guide/servers.md)"
+            "Batches that servers sample while the learner works on one. With 1 they use the"
+            " previous weights; from 2 on, new weights reach them while they sample"
+            " (docs/guide/servers.md)."
         ),
     )
 
@@ -203,30 +220,38 @@ class SyncConfig(Section):
     """Publishing and its proofs."""
 
     canary_every: int = Field(
-        default=50, ge=1, description="publishes between comparisons of fixed sequences"
+        default=50,
+        ge=1,
+        description=(
+            "Publishes between canaries, which compare log-probs of fixed sequences. The first"
+            " publish has one."
+        ),
     )
     canary_bound: float | None = Field(
         default=None,
         gt=0,
         description=(
-            "mean |Δ log p| in nats, of fixed sequences by learner and engine, beyond which the run"
-            " stops; without it the run measures what two right implementations of its model are"
-            " apart, and stops beyond 2 times that, or 0.1 times where both have the same exact"
-            " kernels"
+            "Upper limit on the mean |Δ log p| of fixed sequences between learner and engine, in"
+            " nats; beyond it the run stops. Default: 2 times the measured difference of two"
+            " correct implementations of the model, or 0.1 times if both have the same exact"
+            " kernels."
         ),
     )
     gate_bound: float | None = Field(
         default=None,
         gt=0,
         description=(
-            "mean |log w| of the first batch in nats, beyond which the run stops; without it"
-            " measured of the batch, as canary_bound is"
+            "Upper limit on the mean |log w| of the first batch, in nats; beyond it the run stops."
+            " Default: measured on the batch, as for canary_bound."
         ),
     )
     gate_k3_bound: float | None = Field(
         default=None,
         gt=0,
-        description="the same of k3, an estimate of KL(sampler ‖ learner)",
+        description=(
+            "Upper limit on k3 of the first batch, an estimate of KL(sampler ‖ learner) in nats;"
+            " beyond it the run stops. Default: as for gate_bound."
+        ),
     )
 
 
@@ -237,36 +262,49 @@ class EvalConfig(Section):
         default=256,
         ge=0,
         le=_MOST_PROMPTS,
-        description="held-out problems asked; more for finer accuracy, 0 for none",
+        description=(
+            "Number of held-out problems. Raise it for finer accuracy; set 0 for no evaluation."
+        ),
     )
     every: int = Field(
         default=50,
         ge=1,
-        description="steps between evaluations; the start and the last step have one",
+        description=(
+            "Steps between evaluations; the start and the last step have one. Raise it if"
+            " evaluation takes long."
+        ),
     )
     samples: int = Field(
         default=1,
         ge=1,
         le=10_000,
-        description="answers a problem, averaged over; several need a temperature",
+        description="Answers per problem, averaged over. Several need a temperature above 0.",
     )
-    temperature: float = Field(default=0.0, ge=0, le=10, description="of the answers; 0 is greedy")
+    temperature: float = Field(
+        default=0.0, ge=0, le=10, description="Sampling temperature of the answers. 0 is greedy."
+    )
     top_p: float = Field(
         default=1.0,
         gt=0,
         le=1,
-        description="answers from the likeliest tokens that hold this probability together",
+        description=(
+            "Sample answers from the likeliest tokens that together have this probability. 1 is"
+            " all tokens."
+        ),
     )
     top_k: int = Field(
         default=0,
         ge=0,
-        description="answers from so many of the likeliest tokens; 0 is all",
+        description="Sample answers from this many of the likeliest tokens. 0 is all tokens.",
     )
     min_p: float = Field(
         default=0.0,
         ge=0,
         lt=1,
-        description="answers from tokens at least so probable, as a share of the likeliest's",
+        description=(
+            "Sample answers from tokens with at least this fraction of the likeliest token's"
+            " probability. 0 is all tokens."
+        ),
     )
 
     @model_validator(mode="after")
@@ -293,16 +331,25 @@ class CheckpointConfig(Section):
     every: int = Field(
         default=50,
         ge=1,
-        description="steps between checkpoints to resume from; the last step has one",
+        description=(
+            "Steps between checkpoints to resume from; the last step has one. Lower it to lose"
+            " less in a crash."
+        ),
     )
     keep: int = Field(
         default=2,
         ge=1,
-        description="newest checkpoints kept: masters and optimizer state",
+        description=(
+            "Number of newest checkpoints to keep. Each takes the space of masters and optimizer"
+            " state."
+        ),
     )
     best: bool = Field(
         default=False,
-        description="write RUN/export-best where held-out accuracy is the highest so far",
+        description=(
+            "Write RUN/export-best, deployable as it is, whenever held-out accuracy is the highest"
+            " so far."
+        ),
     )
 
 
@@ -313,10 +360,12 @@ class LayerRule(Section):
 
     match: str = Field(
         description=(
-            "exact layer name, shell pattern, re:EXPRESSION, first:K or last:K decoder layers"
+            "Exact layer name, shell pattern, re:EXPRESSION, or first:K or last:K decoder layers."
         )
     )
-    scheme: str = Field(description="their scheme; bf16 leaves them in the compute dtype")
+    scheme: str = Field(
+        description="Scheme of these layers. Set bf16 to leave them in the compute dtype."
+    )
 
     def __str__(self) -> str:
         return f"{self.match}={self.scheme}"
@@ -357,67 +406,80 @@ class RunConfig(Section):
 
     model: PathText = Field(
         default="tiny-qwen3",
-        description=(
-            "an embedded model (tiny-qwen3, smollm2-135m), a transformers folder, or a hub id"
-        ),
+        description="Embedded model (tiny-qwen3, smollm2-135m), transformers folder, or hub id.",
     )
     scheme: str = Field(
         default="w4a16",
-        description="of sampler and learner; `qarl schemes` lists what runs here",
+        description=(
+            "Low-bit scheme of sampler and learner. `qarl schemes` lists those that run here."
+        ),
     )
     layers: Annotated[tuple[LayerRule, ...], BeforeValidator(_rules_from_text)] = Field(
         default=(),
         description=(
-            "layers in other schemes (docs/guide/layers.md), first match wins: PATTERN=SCHEME,…"
+            "Layers in other schemes, PATTERN=SCHEME,… (docs/guide/layers.md). The first match"
+            " wins."
         ),
     )
     dtype: Dtype = Field(
         default="bfloat16",
-        description="of activations on both sides; float16 lowers mismatch",
+        description=(
+            "Compute dtype of activations in learner and engine. Set float16 to lower the mismatch."
+        ),
     )
     bitwise: bool = Field(
         default=False,
         description=(
-            "learner's and sampler's log-probs equal to the last bit, or the run stops; on GPUs by"
-            " vLLM's batch-invariant kernels, which are slower (docs/explain/cuda.md)"
+            "Require the log-probs of learner and sampler to be equal to the last bit, or stop the"
+            " run. On GPUs this needs vLLM's batch-invariant kernels, which are slower"
+            " (docs/explain/cuda.md)."
         ),
     )
-    steps: int = Field(default=200, ge=1, le=10**9, description="training steps")
+    steps: int = Field(
+        default=200,
+        ge=1,
+        le=10**9,
+        description="Number of training steps. Raise it if the reward still rises at the end.",
+    )
     seed: int = Field(
         default=0,
         ge=0,
         le=LARGEST_SEED,
-        description="of problems, sampling and mini-batches",
+        description=(
+            "Seed for problem order, sampling and mini-batch shuffling. Change it for an"
+            " independent run."
+        ),
     )
     record: Annotated[int, Field(ge=0, le=_MOST_PROMPTS)] | Literal["all"] = Field(
         default=4,
         description=(
-            "completions of least and of most reward whose tokens each step records for `qarl"
-            " report`; all, or 0 for none"
+            "Completions of lowest reward, and as many of highest, whose tokens each step"
+            " records for `qarl report`. Set all, or 0 for none."
         ),
     )
     from_rollouts: PathText | None = Field(
         default=None,
         description=(
-            "run recorded with --record all, whose completions are learned from again, without an"
-            " engine"
+            "Run recorded with --record all. Its completions are learned from again, without an"
+            " engine."
         ),
     )
     early_warning: Literal["warn", "stop"] = Field(
         default="warn",
         description=(
-            "at a sign that a run goes wrong (docs/guide/report.md): warn, once for each, or stop"
+            "Reaction to a sign that a run goes wrong (docs/guide/report.md): warn, once for each"
+            " sign, or stop the run."
         ),
     )
     log: Literal["none", "wandb"] = Field(
         default="none",
         description=(
-            "where metrics go besides metrics.jsonl and TensorBoard (docs/reference/metrics.md)"
+            "Where metrics go besides metrics.jsonl and TensorBoard (docs/reference/metrics.md)."
         ),
     )
     output: PathText | None = Field(
         default=None,
-        description="run folder to make; without it runs/MODEL-SCHEME-TIME",
+        description="Run folder to create. Default: runs/MODEL-SCHEME-TIME.",
     )
     quantization: QuantizationConfig = Field(default_factory=lambda: QuantizationConfig())
     task: TaskConfig = Field(default_factory=lambda: TaskConfig())
@@ -426,123 +488,162 @@ class RunConfig(Section):
     sync: SyncConfig = Field(default_factory=lambda: SyncConfig())
     eval: EvalConfig = Field(default_factory=lambda: EvalConfig())
     checkpoint: CheckpointConfig = Field(default_factory=lambda: CheckpointConfig())
-    export: bool = Field(default=True, description="export the checkpoint at the end and verify it")
+    export: bool = Field(
+        default=True,
+        description=(
+            "Export the deployable checkpoint at the end and verify it. Set false to save that"
+            " time."
+        ),
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> "RunConfig":
-        learner, rollout, warmup = (
-            self.learner,
-            self.rollout,
-            self.learner.optimizer.warmup_steps,
-        )
-        decay = min(learner.optimizer.decay_steps, self.steps)
-        cache, unquantized = (
-            self.quantization.kv_cache,
-            self.scheme == UNQUANTIZED and not self.layers,
-        )
-        no_layout = not learner.keep_kernel_layout and self.shares_engine
-        refuse(self._without_an_engine() if self.from_rollouts is not None else {})
-        faults = {
-            f"learner.mini_batches {learner.mini_batches} is more than rollout.prompts {rollout.prompts}; each mini-batch needs at least one prompt's group": (
-                learner.mini_batches > rollout.prompts
-            ),
-            "rollout.router_replay true needs rollout.prefix_caching false: tokens found in the cache are not routed again, so the engine cannot tell their experts": (
-                rollout.router_replay and rollout.prefix_caching
-            ),
-            f"learner.optimizer.warmup_steps {warmup} and decay_steps {decay} are more than steps {self.steps}, so the learning rate would never be reached; lower them or raise it": (
-                warmup + max(decay, 1) > self.steps + 1
-            ),
-            "learner.keep_kernel_layout false, but the learner has none of its own: it multiplies with its masters, or with the layers of an engine in its process; give rollout.servers, or leave it out": (
-                no_layout
-            ),
-            f"quantization.kv_cache {cache!r} with scheme {self.scheme!r}, whose checkpoint has no quantization to say so in; choose a low-bit scheme, or leave it out": (
-                cache is not None and unquantized
-            ),
-            "checkpoint.best true with eval.problems 0: nothing says which is the best; give eval.problems, or leave it out": (
-                self.checkpoint.best and not self.eval.problems
-            ),
-            f"learner.micro_batch_tokens {learner.micro_batch_tokens} is less than one longest sequence, rollout.max_prompt_tokens + rollout.max_new_tokens = {rollout.longest}; raise the first or lower the others": (
-                learner.micro_batch_tokens < rollout.longest
-            ),
-        }
-        refuse(faults)
-        refuse(self._other_bits() if self.bitwise else {})
+        if self.from_rollouts is not None:
+            self._check_replay(self.from_rollouts)
+        self._check_sections()
+        if self.bitwise:
+            self._check_bitwise()
         if self.quantization.init is not None:
-            refuse(self._from_other_codes(self.quantization.init))
+            self._check_calibrated_start(self.quantization.init)
         return self
 
     @property
     def engine_here(self) -> bool:
-        """Whether the run has an engine in its own processes, not servers' or none."""
+        """Whether the run has an engine in its own processes, rather than servers or none."""
         return self.from_rollouts is None and self.rollout.servers is None
 
     @property
     def shares_engine(self) -> bool:
-        """Whether the learner multiplies with that engine's layers, or else with its masters: no
-        copy of its own.
+        """Whether the learner keeps no kernel layout of its own: it multiplies with the layers of
+        an engine in its process, or with its masters.
         """
         learner = self.learner
         engines = learner.kernel in ("auto", "vllm") and learner.operators != "transformers"
         return not learner.aligned or (engines and self.engine_here)
 
-    def _other_bits(self) -> dict[str, bool]:
-        """What cannot be equal to the last bit."""
-        learner, sync = self.learner, self.sync
-        bounded = any((sync.gate_bound, sync.gate_k3_bound, sync.canary_bound))
-        unequal = {
-            "learner.aligned false multiplies other weights than the sampler": not learner.aligned,
-            f"learner.kernel {learner.kernel!r} multiplies by other kernels": (
-                learner.kernel not in ("auto", "vllm")
-            ),
-            "learner.operators 'transformers' rounds elsewhere": (
-                learner.operators == "transformers"
-            ),
-            "rollout.servers samples in other processes": self.rollout.servers is not None,
-            "rollout.router_replay true takes vLLM's other model runner": (
-                self.rollout.router_replay
-            ),
-            "sync.gate_bound, gate_k3_bound or canary_bound allows a difference": bounded,
-        }
-        return {
-            f"bitwise true: {reason}; leave one of them out": applies
-            for reason, applies in unequal.items()
-        }
+    def _check_sections(self) -> None:
+        """Raise `ValueError` if settings of different sections contradict each other."""
+        learner = self.learner
+        rollout = self.rollout
+        kv_cache = self.quantization.kv_cache
+        unquantized = self.scheme == UNQUANTIZED and not self.layers
+        warmup = learner.optimizer.warmup_steps
+        decay = min(learner.optimizer.decay_steps, self.steps)
+        if learner.mini_batches > rollout.prompts:
+            raise ValueError(
+                f"learner.mini_batches {learner.mini_batches} is more than rollout.prompts"
+                f" {rollout.prompts}; each mini-batch needs at least one prompt's group"
+            )
+        if rollout.router_replay and rollout.prefix_caching:
+            raise ValueError(
+                "rollout.router_replay true needs rollout.prefix_caching false: tokens found in the"
+                " cache are not routed again, so the engine cannot tell their experts"
+            )
+        if warmup + max(decay, 1) > self.steps + 1:
+            raise ValueError(
+                f"learner.optimizer.warmup_steps {warmup} and decay_steps {decay} are more than"
+                f" steps {self.steps}, so the learning rate would never be reached; lower them or"
+                " raise it"
+            )
+        if not learner.keep_kernel_layout and self.shares_engine:
+            raise ValueError(
+                "learner.keep_kernel_layout false, but the learner has none of its own: it"
+                " multiplies with its masters, or with the layers of an engine in its process; give"
+                " rollout.servers, or leave it out"
+            )
+        if kv_cache is not None and unquantized:
+            raise ValueError(
+                f"quantization.kv_cache {kv_cache!r} with scheme {self.scheme!r}, whose checkpoint"
+                " has no quantization to say so in; choose a low-bit scheme, or leave it out"
+            )
+        if self.checkpoint.best and not self.eval.problems:
+            raise ValueError(
+                "checkpoint.best true with eval.problems 0: nothing says which is the best; give"
+                " eval.problems, or leave it out"
+            )
+        if learner.micro_batch_tokens < rollout.longest:
+            raise ValueError(
+                f"learner.micro_batch_tokens {learner.micro_batch_tokens} is less than one longest"
+                " sequence, rollout.max_prompt_tokens + rollout.max_new_tokens ="
+                f" {rollout.longest}; raise the first or lower the others"
+            )
 
-    def _from_other_codes(self, init: str) -> dict[str, object]:
-        """Where llmcompressor cannot quantize so, or a learner has no place for masters of another
-        origin.
+    def _check_bitwise(self) -> None:
+        """Raise `ValueError` if learner and sampler cannot be equal to the last bit."""
+        learner = self.learner
+        sync = self.sync
+        rules = (
+            (
+                not learner.aligned,
+                "learner.aligned false multiplies other weights than the sampler",
+            ),
+            (
+                learner.kernel not in ("auto", "vllm"),
+                f"learner.kernel {learner.kernel!r} multiplies by other kernels",
+            ),
+            (
+                learner.operators == "transformers",
+                "learner.operators 'transformers' rounds elsewhere",
+            ),
+            (
+                self.rollout.servers is not None,
+                "rollout.servers samples in other processes",
+            ),
+            (
+                self.rollout.router_replay,
+                "rollout.router_replay true takes vLLM's other model runner",
+            ),
+            (
+                any((sync.gate_bound, sync.gate_k3_bound, sync.canary_bound)),
+                "sync.gate_bound, gate_k3_bound or canary_bound allows a difference",
+            ),
+        )
+        for broken, reason in rules:
+            if broken:
+                raise ValueError(f"bitwise true: {reason}; leave one of them out")
+
+    def _check_calibrated_start(self, init: str) -> None:
+        """Raise `ValueError` if llmcompressor cannot quantize as configured, or if the learner
+        cannot start from masters other than the model folder's.
         """
-        rules, kl, stage = (
-            ", ".join(map(str, self.layers)),
-            self.learner.kl.name,
-            self.learner.zero_stage,
+        layers = ", ".join(map(str, self.layers))
+        kl = self.learner.kl.name
+        stage = self.learner.zero_stage
+        rules = (
+            (
+                self.layers,
+                f"with layers {layers}: llmcompressor quantizes a model in one scheme",
+            ),
+            (
+                self.learner.lora.name != "none",
+                "with learner.lora.name 'lora': a checkpoint of adapters holds no base, and this"
+                " one is not the model folder's",
+            ),
+            (
+                kl != "none",
+                f"with learner.kl.name {kl!r}: the penalty's reference is rounded from the model"
+                " folder, and is not the policy that starts",
+            ),
+            (
+                stage is not None,
+                f"is for one process without ZeRO, not for learner.zero_stage {stage}",
+            ),
         )
-        faults: dict[str, object] = {
-            f"with layers {rules}: llmcompressor quantizes a model in one scheme": self.layers,
-            "with learner.lora.name 'lora': a checkpoint of adapters holds no base, and this one is not the model folder's": (
-                self.learner.lora.name != "none"
-            ),
-            f"with learner.kl.name {kl!r}: the penalty's reference is rounded from the model folder, and is not the policy that starts": (
-                kl != "none"
-            ),
-            f"is for one process without ZeRO, not for learner.zero_stage {stage}": (
-                stage is not None
-            ),
-        }
-        return {
-            f"quantization.init {init!r} {fault}; leave one of them out": there
-            for fault, there in faults.items()
-        }
+        for broken, reason in rules:
+            if broken:
+                raise ValueError(f"quantization.init {init!r} {reason}; leave one of them out")
 
-    def _without_an_engine(self) -> dict[str, object]:
-        """What a replay cannot do."""
-        requests: dict[str, object] = {
-            f"eval.problems {self.eval.problems}": self.eval.problems,
-            "export true": self.export,
-            f"quantization.init {self.quantization.init!r}": self.quantization.init,
-        }
-        why = (
-            f"needs an engine, and from_rollouts {self.from_rollouts!r} learns without one; leave"
-            " one of them out (`qarl export` and `qarl eval` take a replay's folder as any run's)"
+    def _check_replay(self, recorded: str) -> None:
+        """Raise `ValueError` if an option needs an engine, which a replay of `recorded` lacks."""
+        rules = (
+            (self.eval.problems, f"eval.problems {self.eval.problems}"),
+            (self.export, "export true"),
+            (self.quantization.init, f"quantization.init {self.quantization.init!r}"),
         )
-        return {f"{field} {why}": asks for field, asks in requests.items()}
+        for needs_engine, option in rules:
+            if needs_engine:
+                raise ValueError(
+                    f"{option} needs an engine, and from_rollouts {recorded!r} learns without one;"
+                    " leave one of them out (`qarl export` and `qarl eval` take a replay's folder"
+                    " as any run's)"
+                )

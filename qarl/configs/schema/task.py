@@ -15,104 +15,112 @@ class TaskConfig(Section):
     name: PathText = Field(
         default="chain_sum",
         description=(
-            "built-in task (`qarl tasks` lists them), math, verifiers:ID, or your questions: a"
-            " .jsonl, .csv, .tsv or .parquet file, or hf:ID or hf:FOLDER for a Hugging Face"
-            " data set"
+            "Built-in task (see `qarl tasks`), math, verifiers:ID, hf:ID or hf:FOLDER (Hugging"
+            " Face), or a .jsonl, .csv, .tsv or .parquet file of yours."
         ),
     )
     options: dict[str, Any] = Field(
         default_factory=dict,
         description=(
-            "a built-in task's own options, to make it easier or harder (`qarl tasks NAME`); of"
-            " verifiers:ID its [env] section"
+            "Options of a built-in task, to make it easier or harder (`qarl tasks NAME`). For"
+            " verifiers:ID, its [env] section."
         ),
     )
     prompt: Text | None = Field(
         default=None,
         description=(
-            "column of a file or data set with the question, or chat messages; without it question,"
-            " else prompt"
+            "Column of a file or data set that holds the question or chat messages. Default:"
+            " question, else prompt."
         ),
     )
     answer: Text | None = Field(
         default=None,
         description=(
-            "column with the reference answer, a dot leading into nested ones; without it answer"
+            "Column that holds the reference answer; dots lead into nested columns. Default:"
+            " answer."
         ),
     )
     data: PathText | None = Field(
         default=None,
         description=(
-            "of task math: a file, or hf:ID or hf:FOLDER, with columns problem and answer; without"
-            " it the paper's, hf:Elliott/Openr1-Math-46k-8192"
+            "Problems of task math: a file, hf:ID or hf:FOLDER with columns problem and answer."
+            " Default: the paper's, hf:Elliott/Openr1-Math-46k-8192."
         ),
     )
     subset: Text | None = Field(
         default=None,
-        description="configuration of a Hugging Face data set that has several",
+        description="Configuration of a Hugging Face data set. Set it if the data set has several.",
     )
     split: Text | None = Field(
         default=None,
-        description="of a Hugging Face data set, to train on; without it train",
+        description="Split of a Hugging Face data set to train on. Default: train.",
     )
     heldout: Text | None = Field(
         default=None,
-        description="the split to evaluate on; without it a part of `split`",
+        description=(
+            "Split of a Hugging Face data set to evaluate on. Default: one question in eight of"
+            " `split`."
+        ),
     )
-    system: Text | None = Field(default=None, description="system prompt before every question")
+    system: Text | None = Field(default=None, description="System prompt before every question.")
     template: dict[str, Any] = Field(
         default_factory=dict,
-        description="arguments of the chat template, such as {enable_thinking: false}",
+        description="Arguments of the chat template, such as {enable_thinking: false}.",
     )
     reward: PathText | None = Field(
         default=None,
         description=(
-            "exact, math, or your function as mine.py:name or package.module:name"
-            " (docs/guide/tasks.md); several with weights: mine.py:a=1,mine.py:b=0.2. Without it"
-            " the task's own"
+            "Reward: your mine.py:name or package.module:name, exact, math, or a sum as"
+            " mine.py:a=1,mine.py:b=2. Default: the task's."
         ),
     )
     correct: PathText | None = Field(
         default=None,
         description=(
-            "what accuracy counts: exact, math, or your function, true for a right answer; without"
-            " it the task's own"
+            "Check that accuracy counts by: exact, math, or your function, which returns true for a"
+            " right answer (docs/guide/tasks.md). Default: the task's own."
         ),
     )
     rollout: PathText | None = Field(
         default=None,
         description=(
-            "your async function that speaks with the policy over several turns, as mine.py:name "
-            "(docs/guide/conversations.md); without it one answer a prompt"
+            "Your async function that talks with the policy over several turns, as mine.py:name"
+            " (docs/guide/conversations.md). Default: one answer per prompt."
         ),
     )
     environment: PathText | None = Field(
         default=None,
         description=(
-            "your class whose public methods are tools that the policy may call, as mine.py:Name "
-            "(docs/guide/conversations.md)"
+            "Your class whose public methods are tools that the policy may call, as mine.py:Name"
+            " (docs/guide/conversations.md)."
         ),
     )
     tool_parser: Text = Field(
         default="hermes",
-        description="how the model writes calls: one of vLLM's parsers",
+        description=(
+            "Name of the vLLM parser that reads the model's tool calls. Set the one that fits the"
+            " model's format."
+        ),
     )
     time_limit: float = Field(
         default=60.0,
         gt=0,
         le=10**6,
         description=(
-            "seconds for a call of your reward or environment, and for your rollout between turns"
+            "Timeout in seconds for one call of your reward or environment, and for your rollout"
+            " between turns."
         ),
     )
     memory_limit: float | None = Field(
-        default=None, gt=0, description="GiB a reward may allocate; without it no limit"
+        default=None,
+        gt=0,
+        description="Memory in GiB that your reward may allocate. Default: no limit.",
     )
     on_error: Literal["stop", "retry", "none"] = Field(
         default="stop",
         description=(
-            "where your reward fails: stop the run; ask twice more before that; or leave the"
-            " completion out"
+            "Reaction when your reward fails: stop the run, retry twice before that, or none to"
+            " leave the completion out."
         ),
     )
 

@@ -7,7 +7,6 @@ from urllib.parse import urlencode
 
 from pydantic import TypeAdapter
 
-from qarl.configs.schema.base import refuse
 from qarl.quant.types import LayerReport
 from qarl.rollout.engine import AnswerError, EngineError, LoadReport, LostServerError
 from qarl.rollout.servers.versions import MANIFEST, Version, seconds_of
@@ -164,17 +163,16 @@ def _one(reports: list[Any], url: str, kind: str) -> LoadReport:
 
 
 def _require_settings(url: str, state: dict[str, Any], options: VllmOptions) -> None:
-    mode, longest = options.logprobs_mode, options.rollout.longest
-    other_mode, too_short = (
-        state["logprobs_mode"] != mode,
-        state["max_model_len"] < longest,
-    )
-    faults = {
-        f"the server at {url} gives {state['logprobs_mode']}, and rollout.temperature needs {mode}; start it with --logprobs-mode {mode}": (
-            other_mode
-        ),
-        f"the server at {url} takes {state['max_model_len']} tokens, and rollout.max_prompt_tokens + rollout.max_new_tokens are {longest}; start it with --max-model-len {longest}": (
-            too_short
-        ),
-    }
-    refuse(faults, EngineError)
+    mode = options.logprobs_mode
+    longest = options.rollout.longest
+    if state["logprobs_mode"] != mode:
+        raise EngineError(
+            f"the server at {url} gives {state['logprobs_mode']}, and rollout.temperature needs"
+            f" {mode}; start it with --logprobs-mode {mode}"
+        )
+    if state["max_model_len"] < longest:
+        raise EngineError(
+            f"the server at {url} takes {state['max_model_len']} tokens, and"
+            " rollout.max_prompt_tokens + rollout.max_new_tokens are"
+            f" {longest}; start it with --max-model-len {longest}"
+        )
