@@ -1,4 +1,4 @@
-"""`qarl bench`: what this machine makes of the schemes; `qarl bench speed` is its one member."""
+"""`qarl bench`: measure the schemes on this machine. `qarl bench speed` is the one benchmark."""
 
 import argparse
 from functools import partial
@@ -25,7 +25,7 @@ _BATCHES = "1,4,16"
 
 def add_bench(commands: Any) -> None:
     """Add `qarl bench` to the commands."""
-    words = "measure the schemes on this machine: `qarl bench speed`"
+    words = "Measure the schemes on this machine: `qarl bench speed`."
     bench = commands.add_parser(
         "bench", help=words, description="Measure the schemes on this machine."
     )
@@ -36,20 +36,20 @@ def add_bench(commands: Any) -> None:
 def _add_speed(names: Any) -> None:
     speed = names.add_parser(
         "speed",
-        help="speed and memory of sampling and training per scheme, against bf16",
+        help="Measure speed and memory of sampling and training per scheme, against bf16.",
         description=(
-            "Measure speed and memory of every scheme this machine runs, against bf16: decoding and"
-            " prefill of the engine, the parts of the learner's step, publishing, and the whole"
-            " step, with QaRL and with a 16-bit learner. Each scheme runs in a process of its own."
-            " Prints tables and draws a picture."
+            "Measure speed and memory of every scheme that this machine runs, against bf16:"
+            " decoding and prefill of the engine, the parts of the learner's step, publishing, and"
+            " the whole step, with QaRL and with a 16-bit learner. Each scheme runs in its own"
+            " process. The command prints tables and draws a picture."
         ),
     )
     speed.add_argument(
         "--model",
         metavar="MODEL",
         help=(
-            "folder, hub id or embedded name (default: SmolLM2-135M-Instruct if it is in the cache,"
-            " else tiny-qwen3)"
+            "Folder, hub id or embedded name. Default: SmolLM2-135M-Instruct if it is in the"
+            " cache, else tiny-qwen3."
         ),
     )
     speed.add_argument(
@@ -57,13 +57,16 @@ def _add_speed(names: Any) -> None:
         type=scheme_names,
         default=(),
         metavar="A,B",
-        help="comma-separated; bf16 always comes first (default: all that run on this machine)",
+        help=(
+            "Schemes to measure, after bf16, which always comes first. Default: all that run on"
+            " this machine."
+        ),
     )
     speed.add_argument(
         "--dtype",
         choices=DTYPES,
         default="bfloat16",
-        help="compute dtype (default bfloat16)",
+        help="Compute dtype. Default: bfloat16.",
     )
     _add_engine_options(speed.add_argument_group("engine"))
     _add_step_options(speed.add_argument_group("training step"))
@@ -72,26 +75,26 @@ def _add_speed(names: Any) -> None:
         type=whole(1),
         default=3,
         metavar="N",
-        help="times that every process runs; figures are medians over rounds (default 3)",
+        help="Number of times that every process runs; figures are medians over them. Default: 3.",
     )
     speed.add_argument(
         "--seed",
         type=whole(0),
         default=0,
         metavar="N",
-        help="of prompts and samples (default 0)",
+        help="Seed for prompts and samples. Default: 0.",
     )
     speed.add_argument(
         "--picture",
         default="bench-speed.svg",
         metavar="FILE",
-        help="SVG to draw (default bench-speed.svg)",
+        help="SVG file to draw. Default: bench-speed.svg.",
     )
     speed.add_argument(
         "--json",
         type=json_file,
         metavar="FILE",
-        help="write every figure as JSON too, with the command, commit, machine and versions",
+        help="Write every figure as JSON too, with the command, commit, machine and versions.",
     )
     speed.set_defaults(run=_speed)
 
@@ -102,7 +105,7 @@ def _add_engine_options(group: Any) -> None:
         type=numbers("1,16", 1),
         default=numbers("1,16", 1)(_BATCHES),
         metavar="N,N",
-        help=f"sequences sampled together (default {_BATCHES})",
+        help=f"Numbers of sequences sampled together. Default: {_BATCHES}.",
     )
     group.add_argument(
         "--contexts",
@@ -110,8 +113,8 @@ def _add_engine_options(group: Any) -> None:
         default=(),
         metavar="N,N",
         help=(
-            "tokens of a prompt (default 64,256; on GPUs 512,4096, as far as the model has"
-            " positions)"
+            "Prompt lengths in tokens. Default: 64,256, and on GPUs 512,4096 as far as the model"
+            " has positions."
         ),
     )
     group.add_argument(
@@ -119,7 +122,7 @@ def _add_engine_options(group: Any) -> None:
         type=whole(4),
         default=16,
         metavar="N",
-        help="tokens decoded after each prompt; more give steadier figures (default 16)",
+        help="Tokens decoded after each prompt. Raise it for steadier figures. Default: 16.",
     )
 
 
@@ -129,51 +132,54 @@ def _add_step_options(group: Any) -> None:
         type=whole(1),
         default=2,
         metavar="N",
-        help="prompts of a step (default 2)",
+        help="Prompts per step. Default: 2.",
     )
     group.add_argument(
         "--samples",
         type=whole(2),
         default=4,
         metavar="N",
-        help="completions of a prompt (default 4)",
+        help="Completions per prompt. Default: 4.",
     )
     group.add_argument(
         "--prompt-tokens",
         type=whole(1),
         default=64,
         metavar="N",
-        help="of each prompt (default 64)",
+        help="Length of each prompt in tokens. Default: 64.",
     )
     group.add_argument(
         "--tokens",
         type=whole(1),
         default=128,
         metavar="N",
-        help="of each completion (default 128)",
+        help="Length of each completion in tokens. Default: 128.",
     )
     group.add_argument(
         "--updates",
         type=whole(1),
         default=2,
         metavar="N",
-        help="optimizer steps of a step (default 2)",
+        help="Optimizer steps per step. Default: 2.",
     )
     group.add_argument(
-        "--optimizer", choices=("adamw", "muon"), default="adamw", help="default adamw"
+        "--optimizer",
+        choices=("adamw", "muon"),
+        default="adamw",
+        help="Optimizer of the learner. Default: adamw.",
     )
     group.add_argument(
         "--steps",
         type=whole(1),
         default=2,
         metavar="N",
-        help="timed steps of each learner in each round (default 2)",
+        help="Timed steps of each learner in each round. Default: 2.",
     )
 
 
 def default_model() -> str:
-    """Return the name of the real model if its folder is in the cache, else the embedded
-    policy's.
+    """Return the name of the real model if its folder is in the cache, otherwise that of the
+    embedded policy.
     """
     from qarl.embedded.real_model import REAL_MODEL, real_model_folder
 

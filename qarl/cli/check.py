@@ -1,4 +1,4 @@
-"""`qarl check`: all that a run needs, looked at before it begins."""
+"""`qarl check`: check everything that a run needs before it begins."""
 
 import argparse
 import dataclasses
@@ -24,14 +24,14 @@ def add_check(commands: Any) -> None:
     check = commands.add_parser(
         "check",
         help=(
-            "look at a configuration before it runs: model, one prompt, the reward, lengths, disk,"
-            " kernels"
+            "Check a configuration before it runs: model, one prompt, the reward, lengths, disk,"
+            " kernels."
         ),
         usage="qarl check [CONFIG] [OPTIONS] [--ANY.FIELD VALUE …]\n       qarl check --machine",
         description=(
-            "Look at everything a run needs, without an engine or training. CONFIG is a YAML file,"
-            " or the name of a shipped one; options are those of `qarl train`. Exit status 1 where"
-            " something looks wrong."
+            "Check everything that a run needs, without an engine or training. CONFIG is a YAML"
+            " file or the name of a shipped one; options are those of `qarl train`. The exit status"
+            " is 1 if something looks wrong."
         ),
     )
     add_config(check)
@@ -39,20 +39,20 @@ def add_check(commands: Any) -> None:
         "--sample",
         action="store_true",
         help=(
-            "sample one batch too, and test on it that learner and sampler are one policy: ratios,"
-            " positions, prompts, embeddings and more"
+            "Sample one batch too, and test that learner and sampler are one policy: ratios,"
+            " positions, prompts, embeddings and more."
         ),
     )
     check.add_argument(
         "--machine",
         action="store_true",
         help=(
-            "look at the machine instead: driver, GPUs, memory, disk, compiler, vLLM's operators;"
-            " no model is needed (`qarl schemes` has every scheme's kernel)"
+            "Check the machine instead: driver, GPUs, memory, disk, compiler, vLLM's operators. It"
+            " needs no model. `qarl schemes` lists kernels."
         ),
     )
     check.add_argument(
-        "--json", type=json_file, metavar="FILE", help="write the findings as JSON too"
+        "--json", type=json_file, metavar="FILE", help="Write the findings as JSON too."
     )
     add_flags(check)
     check.set_defaults(run=_check)
@@ -68,7 +68,8 @@ def _check(known: argparse.Namespace, console: Console) -> int:
         quiet_libraries()
         from qarl.advice.machine import machine_findings
 
-        findings, tested = show(machine_findings(), console), ""
+        findings = show(machine_findings(), console)
+        tested = ""
     else:
         findings, tested = _of_run(
             chosen_config(known.config, known.overrides), known.sample, console
@@ -83,7 +84,9 @@ def _check(known: argparse.Namespace, console: Console) -> int:
 
 
 def _of_run(config: RunConfig, sample: bool, console: Console) -> tuple[list[Finding], str]:
-    """What was seen, and in words what was tested on a sampled batch."""
+    """Return the findings on a configuration, and words on the tests of a sampled batch ("" without
+    `sample`).
+    """
     task, previewed = _previewed(config, console, new=not sample)
     findings = show(previewed, console)
     if not sample:
@@ -92,15 +95,15 @@ def _of_run(config: RunConfig, sample: bool, console: Console) -> tuple[list[Fin
     from qarl.advice.pitfalls import CHECKS
 
     findings += show(investigation.pitfalls, console)
-    return (
-        findings,
-        f"; {len(CHECKS)} tests on {int(investigation.batch.response_mask.sum()):,} tokens",
-    )
+    tokens = int(investigation.batch.response_mask.sum())
+    return findings, f"; {len(CHECKS)} tests on {tokens:,} tokens"
 
 
 def _previewed(config: RunConfig, console: Console, new: bool) -> tuple[Task, list[Finding]]:
-    """The task of a configuration, and what `qarl.advice.preview` says of it, with its phases on
-    the console. new: whether a run's folder is to be made.
+    """Return a configuration's task and the findings of `qarl.advice.preview`. Phases are shown on
+    the console.
+
+    new: whether a run folder is to be created.
     """
     quiet_libraries(config.learner.compile is True)
     with phases_shown_on(console):

@@ -1,4 +1,4 @@
-"""`qarl compare`: its options, and from them to the table."""
+"""`qarl compare`: train and compare variants of one configuration over seeds."""
 
 import argparse
 from argparse import ArgumentTypeError
@@ -26,19 +26,19 @@ def add_compare(commands: Any) -> None:
     compare = commands.add_parser(
         "compare",
         help=(
-            "variants of one configuration over seeds, by what they deploy: schemes, objectives,"
-            " quantized afterwards"
+            "Compare variants of one configuration over seeds by what they deploy: schemes,"
+            " objectives, quantization afterwards."
         ),
         usage=(
             "qarl compare [FILE] [--vary OPTION=A,B] [--seeds 0,1,2] [OPTIONS] [--ANY.FIELD"
             " VALUE …]"
         ),
         description=(
-            "Train every variant with every seed, each as `qarl train` does in a folder of its"
-            " own, and compare what they deploy and how they got there, over seeds. Runs are kept:"
-            " the same command goes on where it stopped. A run that fails is shown, the rest goes"
-            " on, and the exit status is 1. FILE is a YAML file, or a shipped one:"
-            f" {', '.join(shipped_comparisons())}. Options of `qarl train` hold for all variants"
+            "Train every variant with every seed, each in its own folder as `qarl train` does, and"
+            " compare over seeds what they deploy and how they got there. Runs are kept: the same"
+            " command continues where it stopped. If a run fails it is shown, the others go on,"
+            " and the exit status is 1. FILE is a YAML file or a shipped one:"
+            f" {', '.join(shipped_comparisons())}. Options of `qarl train` apply to all variants"
             " that do not set them."
         ),
     )
@@ -47,7 +47,7 @@ def add_compare(commands: Any) -> None:
         "file",
         nargs="?",
         metavar="FILE",
-        help="what is compared: a YAML file, or a shipped name",
+        help="Comparison to run: a YAML file or a shipped name.",
     )
     add(
         "--vary",
@@ -56,8 +56,8 @@ def add_compare(commands: Any) -> None:
         default=[],
         metavar="OPTION=A,B",
         help=(
-            "a variant for each value, and for each combination where given again; of a FILE's"
-            " variants those that do not set it"
+            "Make a variant for each value, and for each combination if given again. With FILE it"
+            " applies to the variants that do not set it."
         ),
     )
     add(
@@ -65,50 +65,50 @@ def add_compare(commands: Any) -> None:
         type=split,
         default=(),
         metavar="A,B",
-        help="these of the FILE's alone",
+        help="Variants of FILE to run. Default: all.",
     )
     add(
         "--seeds",
         type=seeds,
         default=(),
         metavar="0,1,2",
-        help="default: the FILE's, else 0,1,2",
+        help="Seeds of the runs. Default: those of FILE, else 0,1,2.",
     )
     add(
         "--config",
         metavar="CONFIG",
-        help="configuration of all runs: a YAML file or a shipped name",
+        help="Configuration of all runs: a YAML file or a shipped name.",
     )
-    add("--output", metavar="FOLDER", help="of the runs (default runs/compare-FILE)")
+    add("--output", metavar="FOLDER", help="Folder of the runs. Default: runs/compare-FILE.")
     add(
         "--workers",
         type=whole(1),
         default=1,
         metavar="N",
-        help="runs at a time, sharing cores and GPUs (default 1)",
+        help="Runs at a time, which share cores and GPUs. Default: 1.",
     )
     add(
         "--processes",
         type=whole(1),
         metavar="N",
-        help="of each run, as of `qarl train`",
+        help="Processes of each run, as for `qarl train`.",
     )
     add(
         "--dry-run",
         action="store_true",
-        help="check all, show what is left to run, and exit",
+        help="Check everything, show what is left to run, and exit.",
     )
     add(
         "--json",
         type=json_file,
         metavar="FILE",
-        help="write every figure as JSON too, with command, commit, machine and versions",
+        help="Write every figure as JSON too, with command, commit, machine and versions.",
     )
     compare.set_defaults(run=_compare, fields=True)
 
 
 def _vary(text: str) -> tuple[str, tuple[str, ...]]:
-    """The dotted path and its values."""
+    """Return the dotted path and the values of a `--vary` option."""
     name, equals, values = text.partition("=")
     if not equals or len(split(values)) < 2:
         raise ArgumentTypeError(

@@ -1,5 +1,5 @@
-"""What a command does to the process it runs in: libraries' start-up chatter is kept off a person's
-terminal (their errors still come through), and text can be written in any encoding.
+"""Set-up of the process that a command runs in: libraries' start-up messages are silenced (their
+errors still come through), and text can be written in any encoding.
 """
 
 import io
@@ -23,17 +23,19 @@ _ENVIRONMENT = {
 
 
 def write_in_any_encoding() -> None:
-    """Let stdout and stderr write what their encoding has no character for, as "?"."""
+    """Make stdout and stderr write "?" for characters that their encoding lacks."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
 
 
 def quiet_libraries(compiles: bool = False) -> None:
-    """Call before torch, transformers or vllm are imported. Values the user set in the environment
-    are kept.
+    """Silence the start-up messages of torch, transformers and vLLM, and set their environment
+    variables.
 
-    compiles: leave torch.compile on, which the learner is to use (`learner.compile`).
+    Call this before any of them is imported. Values that the user set in the environment are kept.
+
+    compiles: leave torch.compile on, because the learner uses it (`learner.compile`).
     """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)

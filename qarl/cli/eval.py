@@ -1,6 +1,4 @@
-"""`qarl eval`: held-out questions and benchmarks, answered by a run, an export or any
-checkpoint.
-"""
+"""`qarl eval`: evaluate a run, an export or any checkpoint on held-out questions and benchmarks."""
 
 import argparse
 from collections.abc import Iterator
@@ -17,7 +15,7 @@ from qarl.evaluation.suites import SUITES
 from qarl.report.startup import phases_shown_on
 from qarl.run.evaluation_plan import Plan, Suite, plan_evaluation, plan_same
 
-if TYPE_CHECKING:  # which imports numpy
+if TYPE_CHECKING:  # because it imports numpy
     from qarl.evaluation.results import Evaluation
 
 
@@ -25,50 +23,51 @@ def add_eval(commands: Any) -> None:
     """Add `qarl eval` to the commands."""
     evaluate = commands.add_parser(
         "eval",
-        help="held-out accuracy of a run, an export or any checkpoint, through vLLM",
+        help="Measure held-out accuracy of a run, an export or any checkpoint, through vLLM.",
         usage="qarl eval TARGET [OPTIONS] [--task.FIELD VALUE …] [--eval.FIELD VALUE …]",
         description=(
-            "Held-out accuracy of a run, an export or any checkpoint, through vLLM: what the task's"
-            " checker counts, with a 95 % bootstrap interval over questions. What is not given is"
-            " the run's, which its export records. Every field of task and eval is an option by its"
-            " dotted name, as --task.correct mine.py:correct."
+            "Measure held-out accuracy of a run, an export or any checkpoint, through vLLM: the"
+            " fraction that the task's checker counts as correct, with a 95 % bootstrap interval"
+            " over questions. Settings that are not given are the run's, which its export records."
+            " Every field of task and eval is an option by its dotted name, such as --task.correct"
+            " mine.py:correct."
         ),
     )
     add = evaluate.add_argument
     add(
         "target",
         metavar="TARGET",
-        help="run folder (its export), checkpoint folder, hub id, or embedded name",
+        help="Run folder (its export), checkpoint folder, hub id, or embedded name.",
     )
     add(
         "--task",
         dest="short:task.name",
         metavar="NAME",
-        help="task name or file (default: the run's, else chain_sum)",
+        help="Task name or file. Default: the run's, else chain_sum.",
     )
     suites = "; ".join(
         f"{name} ({', '.join(b.name for b in suite)})" for name, suite in SUITES.items()
     )
-    add("--suite", choices=tuple(SUITES), help=f"benchmarks instead of a task: {suites}")
+    add("--suite", choices=tuple(SUITES), help=f"Benchmarks instead of a task: {suites}.")
     add(
         "--data",
         metavar="DIR",
-        help="local copies of the suite's benchmarks (default: from the Hub)",
+        help="Folder with local copies of the suite's benchmarks. Default: from the Hub.",
     )
     add(
         "--against",
         metavar="OTHER",
-        help="another target, or what --json wrote of one: the difference by question",
+        help="Another target, or what --json wrote of one, to compare with by question.",
     )
     add_sampling(evaluate)
     for name, metavar, text in (
         (
             "problems",
             "N",
-            "held-out problems (default: the run's, else 512; of a suite all)",
+            "Number of held-out problems. Default: the run's, else 512; of a suite, all.",
         ),
-        ("samples", "N", "answers to each (default: the run's, else 1)"),
-        ("top-k", "K", "from so many of the likeliest tokens (default 0, all)"),
+        ("samples", "N", "Answers per problem. Default: the run's, else 1."),
+        ("top-k", "K", "Sample answers from this many of the likeliest tokens. Default: 0, all."),
     ):
         add(
             f"--{name}",
@@ -80,49 +79,58 @@ def add_eval(commands: Any) -> None:
         "--max-prompt-tokens",
         type=int,
         metavar="N",
-        help="others are left out (default: the run's, else 448, of a suite 2048)",
+        help=(
+            "Leave out problems with longer prompts. Default: the run's, else 448; of a suite,"
+            " 2048."
+        ),
     )
     add(
         "--dtype",
         choices=DTYPES,
-        help="default: the run's, else the checkpoint's, and bfloat16 for float32",
+        help=(
+            "Compute dtype. Default: the run's, else the checkpoint's, but bfloat16 if that is"
+            " float32."
+        ),
     )
     add(
         "--json",
         type=json_file,
         metavar="FILE",
-        help="write all figures, and every question's answers, too",
+        help="Write all figures and the answers to every question as JSON too.",
     )
     evaluate.set_defaults(run=_eval, fields=True)
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
-    """How a policy answers: options of `qarl eval` and `qarl sample`."""
+    """Add the sampling options of `qarl eval` and `qarl sample` to a command."""
     add = parser.add_argument
     add(
         "--temperature",
         dest="short:eval.temperature",
         metavar="T",
-        help="of the answers (default: the run's, else 0, greedy)",
+        help="Sampling temperature. Default: the run's, else 0, greedy.",
     )
     add(
         "--top-p",
         dest="short:eval.top_p",
         metavar="P",
-        help="from the likeliest tokens of this probability (default 1)",
+        help=(
+            "Sample answers from the likeliest tokens that together have this probability."
+            " Default: 1."
+        ),
     )
     add(
         "--max-new-tokens",
         type=int,
         metavar="N",
-        help="of an answer (default: the run's, else 64)",
+        help="Upper limit on the tokens of an answer. Default: the run's, else 64.",
     )
     add(
         "--seed",
         type=whole(0),
         default=0,
         metavar="N",
-        help="of problems and sampling (default 0)",
+        help="Seed for problems and sampling. Default: 0.",
     )
 
 

@@ -1,7 +1,7 @@
-"""The help of `qarl train`: the common flags by group on one or two screens, every field with
-`--help-all`.
+"""Help of `qarl train`: `--help` shows the common flags by group on one or two screens, and
+`--help-all` every field.
 
-Defaults are those of the command without options (configs/tiny-qwen3.yaml), where they differ from
+Defaults are those of the command without options (configs/tiny-qwen3.yaml), which may differ from
 the schema's.
 """
 
@@ -57,27 +57,27 @@ GROUPS = {
         "kernel",
     ),
 }
-"""Title → short flags. Every short flag is in one group (tests/test_help.py)."""
+"""Title of a group → its short flags. Each is in one group (tests/qarl/test_help.py)."""
 
 EPILOG = (
-    "Defaults in brackets are those of `qarl train` alone; with --model or --config the paper's or"
-    " the file's count, which --dry-run prints. Every field of the configuration is an option by"
-    " its dotted name, such as --learner.lora.name lora: --help-all lists them."
+    "Defaults in brackets are those of `qarl train` without options. With --model or --config the"
+    " paper's or the file's apply, which --dry-run prints. Every field of the configuration is an"
+    " option by its dotted name, such as --learner.lora.name lora; --help-all lists them."
 )
 
 _FEW = 4
-"""Values an option may have to be listed in place of a metavariable."""
+"""Most values that are listed in place of a metavariable."""
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
-    """CONFIG of a command that begins with it."""
-    text = "YAML file, or a shipped name; default: as `qarl train`"
+    """Add the positional argument CONFIG to a command."""
+    text = "YAML file, or a shipped name. Default: as `qarl train`."
     parser.add_argument("config", nargs="?", metavar="CONFIG", help=text)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Make every field of the configuration an option of a command: short flags by group, and
-    `--help-all`.
+    """Make every field of the configuration an option of a command. Short flags are added by group;
+    `--help-all` lists the rest.
     """
     parser.set_defaults(fields=True)
     defaults = default_values()
@@ -85,7 +85,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--help-all",
         action=PrintAndExit,
         text=lambda: all_fields(shutil.get_terminal_size().columns),
-        help="every field of the configuration, with its default",
+        help="Print every field of the configuration with its default, and exit.",
     )
     for title, names in GROUPS.items():
         add_group(parser, title, names, defaults)
@@ -97,15 +97,18 @@ def add_group(
     names: Sequence[str],
     defaults: Mapping[str, Any],
 ) -> None:
-    """Add a group of short flags. names: of `FLAGS`. defaults: dotted path → what the help shows as
-    its default.
+    """Add a group of short flags.
+
+    names: keys of `FLAGS`. defaults: dotted path → the default that the help shows.
     """
     fields = field_paths()
     group = parser.add_argument_group(title)
     for name in names:
         path = FLAGS[name]
         default = written(defaults[path])
-        text = f"{describe(path, fields[path])}{f' [{default}]' if default else ''}"
+        text = describe(path, fields[path])
+        if default:
+            text += f" [{default}]"
         group.add_argument(
             f"--{name}",
             metavar=metavar(path, fields[path]),
@@ -115,30 +118,28 @@ def add_group(
 
 
 def default_values() -> dict[str, Any]:
-    """Dotted path → the value it has in a run without options, of every field such a run has."""
+    """Return dotted path → value of every field of a run without options."""
     return leaf_values(load_config(default_config(None), {}))
 
 
 def written(value: Any) -> str:
-    """A default as a person would type it; "" for nothing (None, an empty list)."""
+    """Return a default as a person would type it; "" for None and for empty collections."""
     if value is None or value in ((), {}):
         return ""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float):
+        if value >= 1e-2 or value == 0:
+            return f"{value:g}"
         digits, _, exponent = f"{value:e}".partition("e")
-        return (
-            f"{value:g}"
-            if value >= 1e-2 or value == 0
-            else f"{digits.rstrip('0').rstrip('.')}e{int(exponent)}"
-        )
+        return f"{digits.rstrip('0').rstrip('.')}e{int(exponent)}"
     if isinstance(value, dict):
         return yaml.safe_dump(value, default_flow_style=True, width=1000).strip()
     return ",".join(map(written, value)) if isinstance(value, tuple) else str(value)
 
 
 def describe(path: str, info: Any) -> str:
-    """A field's description; of a section's deciding name, the names too."""
+    """Return a field's description. If the field chooses its section, the names are listed too."""
     section, _, leaf = path.rpartition(".")
     parts = choice_sections().get(section, ()) if leaf == "name" else ()
     names = ", ".join(name for part in parts for name in part.names())
@@ -146,8 +147,8 @@ def describe(path: str, info: Any) -> str:
 
 
 def metavar(path: str, info: Any) -> str:
-    """What stands for an option's value: its few alternatives, N for a whole number, X for a
-    number, or VALUE.
+    """Return the metavariable of an option: its alternatives if they are few, NAME if they are
+    many, N for a whole number, X for a number, otherwise VALUE.
     """
     section, _, leaf = path.rpartition(".")
     if leaf == "name" and section in choice_sections():
@@ -157,14 +158,11 @@ def metavar(path: str, info: Any) -> str:
     ]
     words = list(get_args(info.annotation)) if get_origin(info.annotation) is Literal else []
     for kind in kinds:
-        words += (
-            get_args(kind)
-            if get_origin(kind) is Literal
-            else ("true", "false")
-            if kind is bool
-            else ()
-        )
-    # a whole number within bounds
+        if get_origin(kind) is Literal:
+            words += get_args(kind)
+        elif kind is bool:
+            words += ("true", "false")
+    # a whole number with bounds is Annotated[int, …]
     if words and any(int in get_args(kind) for kind in kinds):
         words.insert(0, "N")
     words = [str(word) for word in dict.fromkeys(words)]
@@ -174,38 +172,40 @@ def metavar(path: str, info: Any) -> str:
 
 
 def all_fields(columns: int) -> str:
-    """Every field by section, with default and description, wrapped to `columns` (`text_width`)."""
+    """Return every field by section with default and description, wrapped to `columns` (see
+    `text_width`).
+    """
     width = text_width(columns)
-    fields, defaults, lines = (
-        field_paths(),
-        default_values(),
-        textwrap.wrap(EPILOG, width),
-    )
+    fields = field_paths()
+    defaults = default_values()
+    lines = textwrap.wrap(EPILOG, width)
     for section, parts in {"": (RunConfig,), **sections()}.items():
         lines += _heading(section or "run", parts, width)
         for leaf in dict.fromkeys(leaf for part in parts for leaf in part.model_fields):
             path = f"{section}.{leaf}".lstrip(".")
-            if path in fields:
-                default = [written(defaults[path])] if path in defaults else []
-                default += [_alternatives(parts, leaf)] if len(parts) > 1 and leaf != "name" else []
-                lines += _field(
-                    path,
-                    metavar(path, fields[path]),
-                    "; ".join(default),
-                    fields[path].description,
-                    width,
-                )
+            if path not in fields:
+                continue
+            shown = [written(defaults[path])] if path in defaults else []
+            if len(parts) > 1 and leaf != "name":
+                shown.append(_alternatives(parts, leaf))
+            value = metavar(path, fields[path])
+            lines += _field(path, value, "; ".join(shown), fields[path].description, width)
     return "\n".join(lines)
 
 
 def _alternatives(parts: Sequence[Any], leaf: str) -> str:
-    """A field's default in each alternative of its section that has it."""
-    fields = {part: part.model_fields[leaf] for part in parts if leaf in part.model_fields}
-    return ", ".join(
-        f"{'/'.join(part.names())} "
-        f"{'required' if field.is_required() else written(field.get_default(call_default_factory=True)) or 'none'}"
-        for part, field in fields.items()
-    )
+    """Return a field's default in each alternative of its section that has the field."""
+    shown = []
+    for part in parts:
+        if leaf not in part.model_fields:
+            continue
+        field = part.model_fields[leaf]
+        if field.is_required():
+            default = "required"
+        else:
+            default = written(field.get_default(call_default_factory=True)) or "none"
+        shown.append(f"{'/'.join(part.names())} {default}")
+    return ", ".join(shown)
 
 
 def _heading(path: str, sections: Any, width: int) -> Iterator[str]:

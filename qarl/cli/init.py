@@ -1,5 +1,6 @@
-"""`qarl init`: a folder with questions, a reward and a configuration to start from; of one's own
-model too.
+"""`qarl init`: write a folder with questions, a reward and a configuration to start from.
+
+The configuration can be for a model of one's own.
 """
 
 import argparse
@@ -31,25 +32,27 @@ _OWN = {
     "task.correct": "reward.py:correct",
 }
 _SCHEMES = ("w4a16", "w4a16-g64", "w4a16-g32", "w4a16-channel", "w8a8")
-"""Of which the first that a model's matrices come to is taken."""
+"""Schemes to try in this order. The first one that fits all of a model's matrices is taken."""
 _ADAPTERS = {"learner.optimizer.name": "adamw", "learner.optimizer.lr": 1e-5}
-"""Of LoRA, whose factors want a larger rate than masters."""
+"""Optimizer settings for LoRA, whose factors need a larger learning rate than masters."""
 
 
 def add_init(commands: Any) -> None:
     """Add `qarl init` to the commands."""
     init = commands.add_parser(
         "init",
-        help="write commented questions, reward and configuration to start from",
+        help="Write commented questions, a reward and a configuration to start from.",
         description=(
-            f"Write {', '.join(FILES)} to a new folder: a task of your own that trains as it is, on"
-            " an embedded policy, or on --model with the settings of `--config small` and what"
-            " makes it fit the machine."
+            f"Write {', '.join(FILES)} to a new folder: a task of your own that trains without"
+            " changes, on an embedded policy, or on --model with the settings of `--config small`"
+            " and the changes that make it fit the machine."
         ),
     )
-    init.add_argument("folder", metavar="DIR", help="folder to make (must not exist)")
-    init.add_argument("--model", help="your model: a transformers folder, or a hub id")
-    init.add_argument("--gpus", help="for these instead of this machine's: 1x24GB, or 8xH100")
+    init.add_argument("folder", metavar="DIR", help="Folder to create, which must not exist.")
+    init.add_argument("--model", help="Model to train: a transformers folder or a hub id.")
+    init.add_argument(
+        "--gpus", help="GPUs to fit instead of this machine's, such as 1x24GB or 8xH100."
+    )
     init.set_defaults(run=_init)
 
 
@@ -58,10 +61,10 @@ def _init(known: argparse.Namespace, console: Console) -> int:
     check_new_folder(folder, "folder", "DIR")
     if known.gpus is not None and known.model is None:
         raise ConfigError(f"--gpus {known.gpus} goes with --model, the model that is to fit them")
-    write_starter(
-        folder,
-        _fitted(known.model, planned_machine(known.gpus)) if known.model is not None else None,
-    )
+    fitted = None
+    if known.model is not None:
+        fitted = _fitted(known.model, planned_machine(known.gpus))
+    write_starter(folder, fitted)
     say(console, f"wrote {', '.join(FILES)} to {folder}")
     say(console, f"cd {shlex.quote(str(folder))}")
     say(console, "qarl check run.yaml && qarl train --config run.yaml")
@@ -69,8 +72,8 @@ def _init(known: argparse.Namespace, console: Console) -> int:
 
 
 def _suited(model: str, shapes: Shapes) -> dict[str, Any]:
-    """What has to differ from `small` for the model: its positions, and a scheme that its matrices
-    come to.
+    """Return the fields in which a model needs other values than `small`: limits within its
+    positions, and a scheme that fits its matrices.
     """
     small = chosen_config("small", {"model": model})
     all_shapes = {*shapes.attention_matrices, *shapes.mlp_matrices}
@@ -90,40 +93,34 @@ def _suited(model: str, shapes: Shapes) -> dict[str, Any]:
 
 
 def _fitted(model: str, machine: Machine) -> str:
-    """A run.yaml for a model: shipped settings, and the least changes with which its memory fits
-    the machine. Raises `ConfigError` where none do.
+    """Return the text of a run.yaml for a model: shipped settings with the smallest changes that
+    make its memory fit the machine. Raises `ConfigError` if none do.
     """
     local = Path(at_home(model))
     model = str(local.resolve()) if local.is_dir() else model
     shapes, source = sizes_of(model)
     suited = _suited(model, shapes)
     config = chosen_config("small", {"model": model, **as_texts(suited)})
-    plan = make_plan(
-        config,
-        shapes,
-        source,
-        machine,
-        choose(config, {}, "small", None, machine).processes,
-    )
-    whole = smallest_fit(plan, machine, lambda fields: "learner.lora.name" not in fields)
-    works = whole or smallest_fit(plan, machine, lambda _: True)
-    if works is None:
+    processes = choose(config, {}, "small", None, machine).processes
+    plan = make_plan(config, shapes, source, machine, processes)
+    # train all masters if that fits, otherwise adapters
+    fit = smallest_fit(plan, machine, lambda fields: "learner.lora.name" not in fields)
+    fit = fit or smallest_fit(plan, machine, lambda _: True)
+    if fit is None:
         raise ConfigError(
             f"no settings known here make {model!r} fit {machine.name}: `qarl plan --config small"
             f" --model {shlex.quote(model)} --gpus …` says what takes the room, and which machine"
             " has it"
         )
-    fitting, changes = works
-    fields = {
-        **suited,
-        **changes,
-        **(_ADAPTERS if changes.get("learner.lora.name") == "lora" else {}),
-    }
+    fitting, changes = fit
+    fields = {**suited, **changes}
+    if changes.get("learner.lora.name") == "lora":
+        fields |= _ADAPTERS
     tree = {"model": model, **read_yaml(config_file("small"))}
     for path, value in {**_OWN, **fields}.items():
         set_field(tree, path, value)
-    said = " ".join(map(option, fields.items())) or "nothing"
+    changed = " ".join(map(option, fields.items())) or "nothing"
     return (
-        f"# {model} on {machine.name}, by `--config small`; changed for it: {said}\n# memory:"
+        f"# {model} on {machine.name}, by `--config small`; changed for it: {changed}\n# memory:"
         f" {one_line(fitting)}\n{yaml.safe_dump(tree, sort_keys=False)}"
     )

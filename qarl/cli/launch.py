@@ -1,8 +1,8 @@
-"""`qarl train --processes N`: the same command in N processes of this machine.
+"""`qarl train --processes N`: run the same command in N processes of this machine.
 
-It does what `torchrun --nproc-per-node N` does, with one difference that matters here: Ctrl-C
-reaches every process once, so that the step in hand is finished and a checkpoint written. On
-several machines use torchrun or deepspeed.
+This does what `torchrun --nproc-per-node N` does, with one difference: Ctrl-C reaches every process
+once, so that the current step is finished and a checkpoint written. On several machines use
+torchrun or deepspeed.
 """
 
 import os
@@ -24,7 +24,7 @@ from qarl.run.interrupt import handled
 
 REFUSED = InputError.exit_status
 _PATIENCE = 20.0
-"""Seconds the others have to stop after one process died, before they are killed."""
+"""Seconds that the other processes have to stop after one died, before they are killed."""
 
 
 def check_count(count: int) -> None:
@@ -40,12 +40,12 @@ def launch(arguments: Sequence[str], count: int) -> int:
     """Run `qarl ARGUMENTS` in `count` processes and return the exit status of the first that
     failed, else 0.
 
-    Where one dies, the others are stopped within half a minute: they would wait for it for ever;
-    all of them stop where this one is killed. They meet in a file: torch's own meeting point
-    listens on every interface.
+    If one dies, the others are stopped within half a minute, because they would wait for it for
+    ever. If this process is killed, all of them stop. Their rendezvous is a file, because torch's
+    own listens on every network interface.
     """
     with tempfile.TemporaryDirectory(prefix="qarl-") as folder:
-        place = {
+        shared = {
             RENDEZVOUS: f"{folder}/rendezvous",
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
             "WORLD_SIZE": str(count),
@@ -58,12 +58,12 @@ def launch(arguments: Sequence[str], count: int) -> int:
         }
         command = [sys.executable, "-m", "qarl", *arguments]
         environments = [
-            {**os.environ, **place, "RANK": str(r), "LOCAL_RANK": str(r)} for r in range(count)
+            {**os.environ, **shared, "RANK": str(r), "LOCAL_RANK": str(r)} for r in range(count)
         ]
         processes = [
             subprocess.Popen(command, env=e, preexec_fn=end_with_the_parent) for e in environments
         ]
-        # A terminal sends Ctrl-C to all processes of the foreground job; ours have it already.
+        # A terminal sends Ctrl-C to all processes of the foreground job, so it is not passed on.
         pass_on = partial(_send, processes)
         with handled(
             {
@@ -75,20 +75,22 @@ def launch(arguments: Sequence[str], count: int) -> int:
 
 
 def _send(processes: Sequence[subprocess.Popen[bytes]], number: int, _frame: object = None) -> None:
-    """Send those that have not ended a signal."""
+    """Send a signal to the processes that have not ended."""
     for process in processes:
         process.send_signal(number)
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Until all ended, or one failed and the others were stopped."""
+    """Wait until all processes ended, or one failed and the others were stopped. Return the exit
+    status.
+    """
     while True:
         codes = [process.poll() for process in processes]
         failed = next((code for code in codes if code), None)
         if failed is not None:
             _stop(processes)
             if any(process.returncode == REFUSED for process in processes):
-                # told by the process that looked; the others failed with it, with status 1
+                # the process that found the fault; the others failed with it, with status 1
                 return REFUSED
             return failed if failed > 0 else 128 - failed
         if all(code == 0 for code in codes):
@@ -97,8 +99,8 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
 
 
 def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Those that fail by themselves in a moment say why first; then SIGTERM, and after `_PATIENCE`
-    SIGKILL.
+    """Stop the processes. Those about to fail by themselves get 2 s to report why; then SIGTERM is
+    sent, and after `_PATIENCE` SIGKILL.
     """
     for patience, number in ((2.0, signal.SIGTERM), (_PATIENCE, signal.SIGKILL)):
         deadline = time.monotonic() + patience

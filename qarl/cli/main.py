@@ -1,5 +1,6 @@
-"""`qarl`: its commands, of which train and export are here. Heavy imports wait until a command
-needs them.
+"""The `qarl` program, with the commands train and export. Other commands have modules of their own.
+
+Heavy imports wait until a command needs them.
 """
 
 import argparse
@@ -50,30 +51,33 @@ from qarl.tasks import RewardError, Task
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns the exit status (0 done, 1 a run failed, 2 unusable input, 130
-    interrupted).
+    """Run one command and return its exit status.
+
+    0: done. 1: a run failed. 2: unusable input. 130: interrupted.
     """
     return run_command(_parser(), sys.argv[1:] if argv is None else argv)
 
 
 def run_command(parser: Parser, arguments: list[str]) -> int:
-    """Run the command that `arguments` name; errors are printed, and become the exit status of
-    `main`.
+    """Run the command that `arguments` name, print its error if it has one, and return the exit
+    status (see `main`).
     """
     write_in_any_encoding()
     console = Console()
     errors = Console(stderr=True)
     try:
-        cut = arguments.index("--") if "--" in arguments else len(arguments)
-        known, rest = parser.parse_known_args(normalized_argv(arguments[:cut]))
-        if unexpected := [
-            *([] if known.fields else rest),
-            *([] if known.engine else arguments[cut:]),
-        ]:
+        end = arguments.index("--") if "--" in arguments else len(arguments)
+        known, rest = parser.parse_known_args(normalized_argv(arguments[:end]))
+        # dotted fields are options of some commands only, and so is what follows -- for vLLM
+        unexpected = [] if known.fields else list(rest)
+        if not known.engine:
+            unexpected += arguments[end:]
+        if unexpected:
             raise ConfigError(
                 f"unexpected argument {unexpected[0]!r}; this command's --help lists what it takes"
             )
-        known.arguments, known.to_vllm = arguments, arguments[cut + 1 :]
+        known.arguments = arguments
+        known.to_vllm = arguments[end + 1 :]
         known.overrides = dotted_overrides(known, rest)
         return known.run(known, console)
     except SystemExit as ended:  # argparse's own, after --help and --version
@@ -98,14 +102,14 @@ def _parser() -> Parser:
     parser = Parser(
         prog="qarl",
         description="Reinforcement learning where sampler and learner share one low-bit tensor.",
-        epilog="Pages named docs/… lie in the folder that `qarl --version` names last.",
+        epilog="Pages named docs/… are in the folder that `qarl --version` prints last.",
     )
     parser.add_argument(
         "-V",
         "--version",
         action=PrintAndExit,
         text=_describe_version,
-        help="what is installed here",
+        help="Print the versions installed here, and exit.",
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for add in (
@@ -132,14 +136,12 @@ def _parser() -> Parser:
 
 
 def _describe_version() -> str:
-    """QaRL's version, and on the lines below Python's, those of the libraries a run computes with,
-    and docs/.
+    """Return the versions of QaRL, Python and the libraries that a run computes with, and the docs
+    folder, one a line.
     """
     libraries = (f"{name} {release}" for name, release in versions().items() if name != "qarl")
-    qarl, docs = (
-        installed("qarl") or "not installed as a package",
-        Path(__file__).resolve().parents[1] / "docs",
-    )
+    qarl = installed("qarl") or "not installed as a package"
+    docs = Path(__file__).resolve().parents[1] / "docs"
     return "\n".join(
         [
             f"qarl {qarl}",
@@ -153,32 +155,33 @@ def _describe_version() -> str:
 def _add_train(commands: Any) -> None:
     train = commands.add_parser(
         "train",
-        help="train a policy",
+        help="Train a policy.",
         usage="qarl train [OPTIONS] [--ANY.FIELD VALUE …]",
         description=(
-            "Train a policy. Without --model and --config: the embedded default, minutes on a CPU."
+            "Train a policy. Without --model and --config this is the embedded default, which"
+            " takes minutes on a CPU."
         ),
         epilog=EPILOG,
     )
     train.add_argument(
         "--config",
         metavar="FILE",
-        help="YAML file, or a shipped name (tiny-qwen3, paper/qwen3-8b-base)",
+        help="YAML file, or a shipped name such as paper/qwen3-8b-base.",
     )
-    train.add_argument("--resume", metavar="RUN", help="continue a run from its newest checkpoint")
+    train.add_argument("--resume", metavar="RUN", help="Continue a run from its newest checkpoint.")
     train.add_argument(
         "--processes",
         type=whole(1),
         metavar="N",
         help=(
-            "learn and sample in N processes of this machine, one a GPU; on several machines start"
-            " this command with torchrun or deepspeed instead"
+            "Learn and sample in N processes of this machine, one per GPU. On several machines,"
+            " start this command with torchrun or deepspeed instead."
         ),
     )
     train.add_argument(
         "--dry-run",
         action="store_true",
-        help="print the resolved configuration and exit",
+        help="Print the resolved configuration, and exit.",
     )
     add_flags(train)
     train.set_defaults(run=_train)
@@ -186,9 +189,10 @@ def _add_train(commands: Any) -> None:
 
 def _train(known: argparse.Namespace, console: Console) -> int:
     requested, folder = _configuration(known, known.overrides)
-    config, machine = requested, this_machine()
-    console.quiet = rank() > 0  # one of several processes speaks
-    # whoever started them by --processes has chosen
+    config = requested
+    machine = this_machine()
+    console.quiet = rank() > 0  # of several processes only the first prints
+    # processes that --processes started must not choose again: their parent has chosen
     if folder is None and not (launched() and known.processes):
         config = _choose(known, config, machine, console)
     if known.dry_run:
@@ -198,7 +202,7 @@ def _train(known: argparse.Namespace, console: Console) -> int:
     launching = known.processes not in (None, 1) and not launched()
     console.quiet = console.quiet or launching
     _say_begun(known, config, console)
-    # before a user's reward may import one of them
+    # now, because checking the input may import them, in a user's reward
     quiet_libraries(config.learner.compile is True)
     options = known.overrides if folder is None else {"resume": known.resume}
     config = planned(config, known.processes, options, known.config, partial(say, console), machine)
@@ -212,7 +216,10 @@ def _train(known: argparse.Namespace, console: Console) -> int:
 
 
 def _checked(config: RunConfig, new: bool, console: Console) -> Task:
-    """The task of a run whose input can be used. new: whether its folder is to be made."""
+    """Check the run's input and return its task.
+
+    new: whether the run folder is to be created.
+    """
     with phases_shown_on(console), phase("checking input"):
         task = check_files(config, new)
         if config.quantization.init is not None and new:
@@ -221,13 +228,14 @@ def _checked(config: RunConfig, new: bool, console: Console) -> Task:
 
 
 def _show(config: RunConfig, processes: int, new: bool, console: Console) -> int:
-    """`--dry-run`: the configuration, and what is wrong with it."""
+    """Print the configuration for `--dry-run`, and raise its errors."""
     check_processes(config, processes)
     say(
         console,
         yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False).rstrip(),
     )
-    check_files(config, new=new, dry=True)  # last, for a model may be on no hub here
+    # last, because the model may be out of reach here
+    check_files(config, new=new, dry=True)
     return 0
 
 
@@ -242,8 +250,8 @@ def _say_finished(folder: RunFolder, config: RunConfig, console: Console) -> int
 
 
 def _say_begun(known: argparse.Namespace, config: RunConfig, console: Console) -> None:
-    """What is trained; of a model alone, without a file, also that it takes the paper's settings
-    and task.
+    """Print what is trained. If a model was given without a configuration file, also print that the
+    paper's settings and task apply.
     """
     say(
         console,
@@ -265,8 +273,9 @@ def _say_begun(known: argparse.Namespace, config: RunConfig, console: Console) -
 
 
 def _launch(known: argparse.Namespace, config: RunConfig, new: bool) -> int:
-    """The same command in processes of this machine, once its input was checked here. new: as of
-    `_checked`.
+    """Check the input here, then run the same command in several processes of this machine.
+
+    new: see `_checked`.
     """
     _checked(config, new, Console(quiet=True))
     from qarl.cli.launch import check_count, launch
@@ -279,26 +288,30 @@ def _launch(known: argparse.Namespace, config: RunConfig, new: bool) -> int:
 def _choose(
     known: argparse.Namespace, config: RunConfig, machine: Machine, console: Console
 ) -> RunConfig:
-    """How the run uses this machine's GPUs, where that was not given; it is said, and is part of
-    the command that other processes are started with.
+    """Return the configuration with a choice of how to use this machine's GPUs, unless that was
+    given. The choice is printed, and added to the command that starts other processes.
     """
     check_schemes(config)
-    world, here = known.processes, None
+    processes = known.processes
+    local_processes = None
     if launched():
-        world, here = world_size(), local_world_size()
-    choice = choose(config, known.overrides, known.config, world, machine, here)
+        processes = world_size()
+        local_processes = local_world_size()
+    choice = choose(config, known.overrides, known.config, processes, machine, local_processes)
     for line in choice.words:
         say(console, f"{'# ' if known.dry_run else ''}chosen: {line}")
     known.arguments = [*known.arguments, *choice.arguments(known.config)]
-    known.overrides, known.config = choice.overrides(known.overrides), choice.file
-    known.processes = choice.processes if choice.processes > 1 and here is None else known.processes
+    known.overrides = choice.overrides(known.overrides)
+    known.config = choice.file
+    if choice.processes > 1 and local_processes is None:
+        known.processes = choice.processes
     return chosen_config(known.config, known.overrides) if choice.words else config
 
 
 def _configuration(
     known: argparse.Namespace, overrides: dict[str, str]
 ) -> tuple[RunConfig, RunFolder | None]:
-    """The configuration asked for, and the run that is to be continued in it, or None."""
+    """Return the requested configuration, and the folder of the run to continue or None."""
     if known.resume is None and "from_rollouts" in overrides:
         if known.config is not None:
             raise ConfigError(
@@ -323,8 +336,12 @@ def _configuration(
 def _run(
     config: RunConfig, requested: RunConfig, folder: RunFolder | None, console: Console
 ) -> int:
-    """In this process, one of those that were launched. folder: of a run that goes on."""
-    resumes, task = folder is not None, _checked(config, folder is None, console)
+    """Train in this process, which may be one of several, and return the exit status.
+
+    requested: the configuration before a choice was made. folder: of the run to continue, or None.
+    """
+    resumes = folder is not None
+    task = _checked(config, folder is None, console)
     config, folder, processes = joined(config, requested, folder, console, task)
     from qarl.cli.outcome import say_outcome
     from qarl.learner.processes import (
@@ -357,19 +374,14 @@ def _run(
 def _say_what_is_left(
     error: QarlError, config: RunConfig, folder: RunFolder, console: Console
 ) -> None:
-    """Of a run that failed: how to go on from its newest checkpoint that can be read."""
+    """Print how to continue a failed run from its newest readable checkpoint."""
     from qarl.run.checkpoint import intact_checkpoint
 
     intact = intact_checkpoint(folder.checkpoints)
     if intact is not None:
-        left_out = (
-            isinstance(error, RewardError) and config.task.reward and config.task.on_error == "stop"
-        )
-        more = (
-            " --task.on_error none, which leaves out completions whose reward fails"
-            if left_out
-            else ""
-        )
+        more = ""
+        if isinstance(error, RewardError) and config.task.reward and config.task.on_error == "stop":
+            more = " --task.on_error none, which leaves out completions whose reward fails"
         resumed_by = f"qarl train --resume {shlex.quote(str(folder.path))}"
         say(console, f"checkpoint {intact.name} is intact: {resumed_by}{more}")
     elif not folder.path.exists():
@@ -379,41 +391,42 @@ def _say_what_is_left(
 def _add_export(commands: Any) -> None:
     export = commands.add_parser(
         "export",
-        help="write a run's deployable checkpoint and prove it in a fresh engine",
+        help="Write a run's deployable checkpoint and prove it in a fresh engine.",
         description=(
-            "Write a run's deployable checkpoint and prove it in a fresh engine. A run trained in a"
-            " low-bit scheme is exported as the policy it is. With --ptq, a run's masters, whatever"
-            " sampled them, are quantized by llmcompressor afterwards: the baseline, not QaRL."
+            "Write a run's deployable checkpoint and prove it in a fresh engine. A run trained in"
+            " a low-bit scheme is exported as the policy it is. With --ptq, llmcompressor quantizes"
+            " the run's masters after training, in whatever scheme it sampled: this is the"
+            " baseline, not QaRL."
         ),
         epilog=(
-            "rtn rounds to nearest, without data, for any scheme; gptq is for weight-only schemes"
-            " and those with dynamic activations; awq for weight-only int4; smoothquant for int8"
+            "rtn rounds to nearest, needs no data and takes any scheme. gptq takes weight-only"
+            " schemes and those with dynamic activations, awq weight-only int4, smoothquant int8"
             " weights with int8 activations. Calibration sequences are prompts of the run's own"
             " task, each with a completion sampled from the policy."
         ),
     )
     export.add_argument(
-        "folder", metavar="RUN", help="run folder; its newest checkpoint is exported"
+        "folder", metavar="RUN", help="Run folder, whose newest checkpoint is exported."
     )
     export.add_argument(
         "-o",
         "--output",
         required=True,
         metavar="DIR",
-        help="folder to write (must not exist)",
+        help="Folder to create, which must not exist.",
     )
     ptq = export.add_argument_group("post-training quantization of a run's masters")
-    ptq.add_argument("--ptq", metavar="METHOD", help="rtn, gptq, awq or smoothquant")
+    ptq.add_argument("--ptq", metavar="METHOD", help="Method: rtn, gptq, awq or smoothquant.")
     ptq.add_argument(
         "--scheme",
         metavar="NAME",
-        help="low-bit scheme to quantize to; `qarl schemes` lists them",
+        help="Low-bit scheme to quantize to. `qarl schemes` lists them.",
     )
     ptq.add_argument(
         "--calibration",
         type=int,
         metavar="N",
-        help="calibration sequences to sample (default 256)",
+        help="Number of calibration sequences to sample. Default: 256.",
     )
     export.set_defaults(run=_export)
 
@@ -470,7 +483,10 @@ def _export_ptq(known: argparse.Namespace, console: Console) -> int:
 
 
 def _loaded(exported: Any, reference: str) -> str:
-    """exported: a `qarl.run.export.Exported`."""
+    """Describe the files of an export and how exactly a fresh engine reproduces `reference`.
+
+    exported: a `qarl.run.export.Exported`.
+    """
     written = exported.written
     return (
         f"{written.tensors} tensors, {written.bytes / 2**20:.1f} MiB, digest"

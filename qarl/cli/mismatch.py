@@ -1,4 +1,4 @@
-"""`qarl mismatch`: where learner and sampler part, of any checkpoint in any scheme, without
+"""`qarl mismatch`: show where learner and sampler differ, for any checkpoint and scheme, without
 training.
 """
 
@@ -25,19 +25,27 @@ def add_mismatch(commands: Any) -> None:
     """Add `qarl mismatch` to the commands."""
     mismatch = commands.add_parser(
         "mismatch",
-        help="where learner and sampler part, of any checkpoint and scheme: a page, layer by layer",
+        help=(
+            "Show where learner and sampler differ, for any checkpoint and scheme, as a page,"
+            " layer by layer."
+        ),
         usage="qarl mismatch [CONFIG] [OPTIONS] [--ANY.FIELD VALUE …]",
         description=(
-            "Sample a configuration's prompts once, score the completions by three learners"
+            "Sample a configuration's prompts once, score the completions with three learners"
             " (unquantized, codes dequantized, aligned), compare every layer's output, and write"
-            " what parts them as a page. Nothing is trained. CONFIG is a YAML file, or the name of"
-            " a shipped one; options are those of `qarl train`."
+            " the differences as a page. Nothing is trained. CONFIG is a YAML file or the name of a"
+            " shipped one; options are those of `qarl train`."
         ),
     )
     add_config(mismatch)
-    mismatch.add_argument("--page", default="mismatch.html", metavar="FILE", help="page to write")
     mismatch.add_argument(
-        "--json", type=json_file, metavar="FILE", help="write the figures as JSON too"
+        "--page",
+        default="mismatch.html",
+        metavar="FILE",
+        help=("Page to write. Default: mismatch.html."),
+    )
+    mismatch.add_argument(
+        "--json", type=json_file, metavar="FILE", help="Write the figures as JSON too."
     )
     add_flags(mismatch)
     mismatch.set_defaults(run=_mismatch)
@@ -82,8 +90,9 @@ def _mismatch(known: argparse.Namespace, console: Console) -> int:
 
 
 def investigated(config: RunConfig, console: Console, task: Task | None = None) -> Any:
-    """`qarl.advice.mismatch.investigate`, its phases on the console. task: the configuration's, if
-    checked already.
+    """Run `qarl.advice.mismatch.investigate` with its phases on the console, and return its result.
+
+    task: the configuration's, if it was checked already.
     """
     quiet_libraries()
     with phases_shown_on(console):
@@ -99,15 +108,15 @@ def investigated(config: RunConfig, console: Console, task: Task | None = None) 
 
 
 def show(findings: Iterable[Finding], console: Console) -> list[Finding]:
-    """Print each as it comes; returns all."""
+    """Print each finding as it comes, and return all of them."""
     shown = []
     for finding in findings:
-        mark = ("warning: " if finding.level == "warning" else "") + (
-            f"{finding.about}: " if finding.about else ""
-        )
-        body = (
-            "\n" + textwrap.indent(finding.text, "  | ") if "\n" in finding.text else finding.text
-        )
+        mark = "warning: " if finding.level == "warning" else ""
+        if finding.about:
+            mark += f"{finding.about}: "
+        body = finding.text
+        if "\n" in body:
+            body = "\n" + textwrap.indent(body, "  | ")
         remedy = f"\n  -> {finding.remedy}" if finding.remedy else ""
         say(console, f"{mark}{body}{remedy}")
         shown.append(finding)

@@ -1,5 +1,5 @@
-"""What the commands of `qarl` share: fields of the configuration as options, types of options,
-lines, and JSON.
+"""Helpers that the commands of `qarl` share: dotted overrides, types of options, printed lines, and
+JSON.
 """
 
 import argparse
@@ -23,9 +23,11 @@ DTYPES = get_args(Dtype)
 
 
 def dotted_overrides(known: argparse.Namespace, rest: list[str]) -> dict[str, str]:
-    """Dotted overrides from the short flags and from what argparse left over: `--a.b=VALUE`, and of
-    benchmarks, whose own options go first, short flags too. Raises `ConfigError` for an option
-    given twice, also where once by its short flag and once by its name.
+    """Collect dotted overrides from the short flags and from the arguments that argparse left over.
+
+    known: what argparse read. rest: what it left over, `--a.b=VALUE`; for benchmarks, whose own
+    options take precedence, short flags too. Raises `ConfigError` if an option is given twice, or
+    once by its short flag and once by its name.
     """
     short = {
         k.removeprefix("short:"): v
@@ -65,30 +67,30 @@ def dotted_overrides(known: argparse.Namespace, rest: list[str]) -> dict[str, st
 
 
 def say(console: Console, text: str) -> None:
-    """Print text as it is, on a line as long as it is."""
+    """Print text verbatim, without markup and without wrapping."""
     console.print(text, soft_wrap=True, markup=False, highlight=False)
 
 
 def text_width(columns: int) -> int:
-    """Columns that text is wrapped to in a terminal of so many: 50 to 120."""
+    """Return the width to wrap text to in a terminal of `columns`: 50 to 120."""
     return min(max(columns, 50), 120)
 
 
 def json_file(text: str) -> str:
-    """The `type` of `--json`: refuses what `write_json` could not write, before the work and not
-    after it.
+    """Return `text`, the `type` of `--json`. Raises `ArgumentTypeError` if `write_json` could not
+    write the file, so that this shows before the work and not after it.
     """
     file = Path(text)
-    place = file if file.exists() else file.parent
-    if file.is_dir() or not os.access(place, os.W_OK):
-        why = "is a folder" if file.is_dir() else f"{str(place)!r} cannot be written to"
+    target = file if file.exists() else file.parent
+    if file.is_dir() or not os.access(target, os.W_OK):
+        why = "is a folder" if file.is_dir() else f"{str(target)!r} cannot be written to"
         raise ArgumentTypeError(f"{text}: {why}; name a file elsewhere")
     return text
 
 
 def write_json(file: str | None, data: Any) -> None:
-    """Write `data` to `file`, if there is one: a line for each key, NaN and infinities, which JSON
-    has not, as null.
+    """Write `data` to `file` unless that is None, one line for each key. NaN and infinities, which
+    JSON lacks, become null.
     """
     if file:
         items = (
@@ -102,13 +104,13 @@ def write_json(file: str | None, data: Any) -> None:
 
 
 def split(text: str) -> tuple[str, ...]:
-    """Words with commas between, each once."""
+    """Split words at commas and drop repetitions."""
     return tuple(dict.fromkeys(word for word in text.split(",") if word))
 
 
 def words(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
-    """Return the `type` of an option that takes one or more words of `known` with commas between,
-    each once. It refuses others while the command line is read, before anything heavy is imported.
+    """Return the `type` of an option that takes one or more comma-separated words of `known`, each
+    once. It refuses others while the command line is read, before anything heavy is imported.
     """
 
     def parse(text: str) -> tuple[str, ...]:
@@ -122,19 +124,18 @@ def words(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
 
 
 scheme_names = words(SCHEME_NAMES)
-"""The `type` of `--schemes`."""
+"""`type` of `--schemes`."""
 
 
 def numbers(example: str, least: int = 0) -> Callable[[str], tuple[int, ...]]:
-    """The `type` of an option that takes different whole numbers from `least` up, with commas
-    between.
+    """Return the `type` of an option that takes different comma-separated whole numbers from
+    `least` up.
     """
 
     def parse(text: str) -> tuple[int, ...]:
         items = text.split(",")
-        if not all(item.isdecimal() and int(item) >= least for item in items) or len(
-            set(items)
-        ) < len(items):
+        valid = all(item.isdecimal() and int(item) >= least for item in items)
+        if not valid or len(set(items)) < len(items):
             raise ArgumentTypeError(
                 f"{text!r} must be different whole numbers from {least} up with commas between,"
                 f" such as {example}"
@@ -145,7 +146,7 @@ def numbers(example: str, least: int = 0) -> Callable[[str], tuple[int, ...]]:
 
 
 def whole(least: int) -> Callable[[str], int]:
-    """The `type` of an option that takes a whole number from `least` up."""
+    """Return the `type` of an option that takes a whole number from `least` up."""
 
     def parse(text: str) -> int:
         if not text.removeprefix("+").isdecimal() or int(text) < least:
@@ -156,4 +157,4 @@ def whole(least: int) -> Callable[[str], int]:
 
 
 seeds = numbers("0,1,2")
-"""The `type` of `--seeds`."""
+"""`type` of `--seeds`."""

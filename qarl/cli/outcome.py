@@ -1,4 +1,4 @@
-"""What a finished run comes to, in a few lines."""
+"""The few lines that sum up a finished run."""
 
 import shlex
 from pathlib import Path
@@ -17,7 +17,10 @@ from qarl.run.replay import comparison
 
 
 def say_outcome(config: RunConfig, folder: Any, outcome: Any, console: Console) -> None:
-    """Print it. folder: `RunFolder`; outcome: what `train` returned."""
+    """Print the outcome of a finished run.
+
+    folder: a `RunFolder`. outcome: the return value of `train`.
+    """
     metrics = read_metrics(folder.metrics)
     headline, *remarks = verdict(configurations(read_runs([folder.path])))
     if config.from_rollouts is not None:

@@ -1,5 +1,5 @@
-"""argparse, in our words: one line that names the value, what is allowed and the nearest, as an
-error of ours.
+"""argparse with the project's errors: one line with the value, what is allowed, and the nearest
+name.
 """
 
 import argparse
@@ -22,13 +22,13 @@ class UsageError(InputError, heading="usage"):
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises `UsageError` where argparse would print its usage and exit, and for an option that is
-    given twice.
+    """Parser that raises `UsageError` if argparse would print its usage and exit, and if an option
+    is given twice.
 
-    What went wrong is taken from the action and its value, not from argparse's sentences, which
-    change with Python's releases. A command says by `set_defaults` what runs it (`run`), whether
-    fields of the configuration are options of it too (`fields`), and whether what follows -- is for
-    vLLM (`engine`).
+    Messages are made from the action and its value, not from argparse's sentences, which change
+    with Python's releases. A command declares by `set_defaults` the function that runs it (`run`),
+    whether it takes fields of the configuration as options (`fields`), and whether it passes
+    arguments after -- to vLLM (`engine`).
     """
 
     def __init__(self, *arguments: Any, **settings: Any):
@@ -38,9 +38,11 @@ class Parser(argparse.ArgumentParser):
                 "formatter_class": _Formatter,
                 "exit_on_error": False,
                 "allow_abbrev": False,
+                "add_help": False,
                 **settings,
             },
         )
+        self.add_argument("-h", "--help", action="help", help="Show this help, and exit.")
         self.set_defaults(fields=False, engine=False)
         self.register("action", None, _Once)
         self.register("action", "store", _Once)
@@ -48,7 +50,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, args: Any = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """As argparse's. Raises `UsageError`."""
+        """Parse as argparse does. Raises `UsageError`."""
         try:
             return super().parse_known_args(
                 args if self._subparsers else self._joined(args or ()), namespace
@@ -60,18 +62,18 @@ class Parser(argparse.ArgumentParser):
             self.error(f"{name} {error.message}" if name else str(error))
 
     def _joined(self, arguments: Sequence[str]) -> list[str]:
-        """`--lr -1e-3` as `--lr=-1e-3` (argparse takes what follows for a flag), `--rollout.top_p
-        0.9` as `--rollout.top_p=0.9` (it does not know fields of the configuration, and takes what
-        follows for CONFIG or another positional argument). Raises `UsageError` for a field where
-        the command has none.
+        """Join options and values that argparse would not read as a pair.
+
+        `--lr -1e-3` becomes `--lr=-1e-3`, because argparse takes -1e-3 for a flag. `--rollout.top_p
+        0.9` becomes `--rollout.top_p=0.9`, because argparse does not know fields of the
+        configuration and would take 0.9 for CONFIG or another positional argument. Raises
+        `UsageError` for a field if the command takes none.
         """
-        joined, option, field, fields = (
-            list[str](),
-            False,
-            False,
-            self.get_default("fields"),
-        )
-        # option, field: of the item before, while it has no value
+        fields = self.get_default("fields")
+        joined: list[str] = []
+        # whether the previous item is an option, and a field, that still lacks its value
+        option = False
+        field = False
         for item in arguments:
             if option and (_NEGATIVE.match(item) or (field and not item.startswith("--"))):
                 joined[-1] += f"={item}"
@@ -82,19 +84,21 @@ class Parser(argparse.ArgumentParser):
             field = name.startswith("--") and name not in self._option_string_actions
             if field and not (fields and is_option(name[2:])):
                 near = did_you_mean(name, self._option_string_actions, 0.8 if fields else 0.6)
-                if near or not fields:  # else the configuration knows what is near
+                # otherwise the configuration suggests the nearest field
+                if near or not fields:
                     self.error(f"unknown option {name}{near}")
             joined.append(item)
         return joined
 
     def _parse_optional(self, arg_string: str) -> Any:
-        # of a field, whose value with a space argparse takes for an argument
+        # argparse takes --FIELD=VALUE with a space in the value for a positional argument, so a
+        # field is shown to it without its value
         name = arg_string.partition("=")[0]
         own = name in self._option_string_actions or not name.startswith("--")
         return super()._parse_optional(arg_string if own else name)
 
     def error(self, message: str) -> NoReturn:
-        """Raise it as a `UsageError`."""
+        """Raise `message` as a `UsageError`."""
         missing = message.removeprefix("the following arguments are required: ")
         message = message if missing == message else f"{self.prog} needs {missing}"
         raise UsageError(f"{message} (`{self.prog} --help` lists what it takes)")
@@ -129,7 +133,9 @@ def _name(action: argparse.Action) -> str | None:
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Wraps between words alone: argparse would part `--max-model-len` at a hyphen."""
+    """Formatter that breaks lines only between words. argparse would break `--max-model-len` at a
+    hyphen.
+    """
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(
@@ -144,7 +150,7 @@ class _Formatter(argparse.HelpFormatter):
 
 
 class _Once(argparse.Action):
-    """Stores one value; a second one is an error, where argparse lets the last win."""
+    """Action that stores one value and refuses a second. argparse would let the last one win."""
 
     def __call__(
         self,
@@ -153,7 +159,7 @@ class _Once(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ):
-        """See the class."""
+        """Store the value; refuse a second one."""
         seen = vars(namespace).setdefault("_given", set())
         if option_string and self.dest in seen:
             raise UsageError(
@@ -165,20 +171,20 @@ class _Once(argparse.Action):
 
 
 class PrintAndExit(argparse.Action):
-    """An option that prints what `text` returns, and exits."""
+    """Action that prints the result of `text` and exits."""
 
     def __init__(self, *arguments: Any, text: Callable[[], str], **settings: Any):
         super().__init__(*arguments, nargs=0, default=argparse.SUPPRESS, **settings)
         self._text = text
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        """See the class."""
+        """Print the text and exit."""
         sys.stdout.write(self._text() + "\n")
         parser.exit()
 
 
 def normalized_argv(arguments: Sequence[str]) -> list[str]:
-    """The command line with `help` and `version` as options."""
+    """Return the command line with the words `help` and `version` turned into options."""
     if arguments[:1] == ["help"]:
         return [*arguments[1:], "--help"]
     return (

@@ -1,5 +1,6 @@
-"""`qarl plan`: the memory a run would take, part by part, against a machine's. `qarl train` begins
-with its sum.
+"""`qarl plan`: compare the memory that a run would take, part by part, with a machine's.
+
+`qarl train` prints the total at start-up.
 """
 
 import argparse
@@ -18,31 +19,37 @@ from qarl.planning.words import as_data, remedies, table
 from qarl.run.check import check_schemes
 
 DOES_NOT_FIT = 2
-"""Exit status."""
+"""Exit status if the run does not fit the machine."""
 
 
 def add_plan(commands: Any) -> None:
     """Add `qarl plan` to the commands."""
     parser = commands.add_parser(
         "plan",
-        help="the memory a run would take, before anything is loaded",
+        help="Show the memory that a run would take, before anything is loaded.",
         usage="qarl plan [--gpus 8xH100] [OPTIONS] [--ANY.FIELD VALUE …]",
         description=(
-            "The memory a run would take, part by part, from the model's config.json alone; options"
-            " are those of `qarl train`. Exit status 2 where it does not fit, with what would help"
-            " and a command that works."
+            "Show the memory that a run would take, part by part, from the model's config.json"
+            " alone. Options are those of `qarl train`. If the run does not fit, the exit status is"
+            " 2, and remedies and a command that works are printed."
         ),
     )
-    parser.add_argument("--config", metavar="FILE", help="YAML file, or a shipped name")
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML file, or a shipped name. Default: as `qarl train`."
+    )
     parser.add_argument(
         "--gpus",
         help=(
-            "plan for these instead of this machine: 8xH100 (A100, L40S, H100, H200, B200), or"
-            " 8x80GB"
+            "GPUs to plan for instead of this machine's, such as 8xH100 (A100, L40S, H100, H200,"
+            " B200) or 8x80GB."
         ),
     )
-    parser.add_argument("--processes", type=whole(1), metavar="N", help="without it one a GPU")
-    parser.add_argument("--json", type=json_file, metavar="FILE", help="write the plan as JSON too")
+    parser.add_argument(
+        "--processes", type=whole(1), metavar="N", help="Number of processes. Default: one per GPU."
+    )
+    parser.add_argument(
+        "--json", type=json_file, metavar="FILE", help=("Write the plan as JSON too.")
+    )
     add_flags(parser)
     parser.set_defaults(run=_plan)
 
@@ -55,16 +62,12 @@ def _plan(known: argparse.Namespace, console: Console) -> int:
     overrides = choice.overrides(known.overrides)
     planned = chosen_config(choice.file, overrides)
     memory = make_plan(planned, *sizes_of(planned.model), machine, choice.processes)
-    chosen = (
-        ["chosen, as `qarl train` would:", *(f"  {line}" for line in choice.words), ""]
-        if choice.words
-        else []
-    )
-    lines = [
-        *chosen,
-        *table(memory),
-        *([] if memory.fits else remedies(memory, overrides, choice.file)),
-    ]
+    lines: list[str] = []
+    if choice.words:
+        lines += ["chosen, as `qarl train` would:", *(f"  {line}" for line in choice.words), ""]
+    lines += table(memory)
+    if not memory.fits:
+        lines += remedies(memory, overrides, choice.file)
     say(console, "\n".join(lines))
     write_json(known.json, as_data(memory))
     return 0 if memory.fits else DOES_NOT_FIT

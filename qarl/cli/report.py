@@ -1,4 +1,4 @@
-"""`qarl report`: runs as one page. Loads neither torch nor vLLM."""
+"""`qarl report`: write runs as one page. Loads neither torch nor vLLM."""
 
 import argparse
 import time
@@ -12,38 +12,39 @@ from qarl.cli.options import say
 from qarl.configs.files import written_aside
 
 _SECONDS = 10
-"""Between two looks at runs that are watched, at least."""
+"""Shortest interval in seconds between two readings of runs that are watched."""
 
 
 def add_report(commands: Any) -> None:
     """Add `qarl report` to the commands."""
     report = commands.add_parser(
         "report",
-        help="one page about one run or several: curves, mismatch, completions token by token",
+        help="Write a page about one run or several: curves, mismatch, completions token by token.",
         description=(
-            "Write one self-contained page about one run or several, side by side; runs that differ"
-            " in their seed alone share a curve with a band. It needs a browser and nothing else."
+            "Write one self-contained page about one run or several, side by side. Runs that"
+            " differ only in their seed share a curve with a band. The page needs a browser and"
+            " nothing else."
         ),
     )
     report.add_argument(
         "runs",
         nargs="+",
         metavar="RUN",
-        help="run folder, whole or still being written",
+        help="Run folder, of a finished run or one that is still training.",
     )
     report.add_argument(
         "-o",
         "--output",
         default="report.html",
         metavar="FILE",
-        help="page to write (default report.html); an older report there is replaced",
+        help="Page to write, in place of an older report. Default: report.html.",
     )
     report.add_argument(
         "--watch",
         action="store_true",
         help=(
-            "write the page again as steps are done, until the runs are; a browser "
-            "that has it open follows"
+            "Write the page again after new steps until the runs are finished. A browser that has"
+            " it open follows."
         ),
     )
     report.set_defaults(run=_report)
@@ -53,12 +54,13 @@ def _report(known: argparse.Namespace, console: Console) -> int:
     from qarl.page.build import check_output, report_page
     from qarl.page.runs import RecordedRun, read_runs
 
-    output, paths = Path(known.output), [Path(run) for run in known.runs]
+    output = Path(known.output)
+    paths = [Path(run) for run in known.runs]
     check_output(output)
 
     def write(runs: list[RecordedRun], refresh: int = 0) -> None:
         page = report_page(runs, refresh).encode("utf-8", errors="replace")
-        # a browser loads a whole page or the one before
+        # so that a browser loads a complete page, the new one or the one before
         with written_aside(output) as building:
             building.write_bytes(page)
         steps = ", ".join(
@@ -76,8 +78,9 @@ def _report(known: argparse.Namespace, console: Console) -> int:
 
 
 def _follow(runs: Any, read: Callable[[], Any], write: Callable[..., None]) -> None:
-    """Write while a run goes on, whenever it has further steps; in a tenth of a core's time at
-    most.
+    """Write the page whenever a run has new steps, until all runs are finished.
+
+    This takes at most a tenth of a core's time.
     """
     done: list[int] = []
     while not all(run.finished for run in runs):

@@ -1,4 +1,4 @@
-"""`qarl runs`: the run folders there are, a line each."""
+"""`qarl runs`: list run folders, one a line."""
 
 import argparse
 import json
@@ -20,11 +20,11 @@ def add_runs(commands: Any) -> None:
     """Add `qarl runs` to the commands."""
     runs = commands.add_parser(
         "runs",
-        help="the runs in a folder: state, step, scheme, accuracy, age",
+        help="List the runs in a folder: state, step, scheme, accuracy, age.",
         description=(
-            "A line for every run, the one last written to first. Accuracy: before step 1, and the"
-            " last measured, which is the export's where there is one. Exit status 2 where there is"
-            " no run."
+            "List runs, one a line, the most recently written first. Accuracy is shown before step"
+            " 1 and as last measured, which is the export's if there is one. The exit status is 2"
+            " if there is no run."
         ),
     )
     runs.add_argument(
@@ -32,7 +32,7 @@ def add_runs(commands: Any) -> None:
         nargs="?",
         default="runs",
         metavar="DIR",
-        help="folder of run folders (default runs)",
+        help="Folder of run folders. Default: runs.",
     )
     runs.set_defaults(run=_runs)
 
@@ -53,17 +53,18 @@ def _runs(known: argparse.Namespace, console: Console) -> int:
 
 
 def _cells(folder: RunFolder) -> tuple[str, str, str, str]:
-    """State, step, scheme, accuracy. A run that cannot be read has its reason for a state."""
+    """Return the state, step, scheme and accuracy of a run. If it cannot be read, the state is the
+    reason.
+    """
     try:
         config = folder.config()
-        lines = (
-            folder.metrics.read_text(encoding="utf-8").split("\n")
-            if folder.metrics.is_file()
-            else [""]
-        )
-        # the last may be cut short, of a run that goes on
+        lines = [""]
+        if folder.metrics.is_file():
+            lines = folder.metrics.read_text(encoding="utf-8").split("\n")
+        # the last line may be incomplete while the run goes on
         metrics = [json.loads(line) for line in lines[:-1]]
-        start, note = read_start(folder), read_note(folder.export)
+        start = read_start(folder)
+        note = read_note(folder.export)
         steps = metrics[-1]["step"] if metrics else 0
         last = heldout(note) or next(filter(None, map(heldout, reversed(metrics))), None)
     except (
@@ -75,12 +76,10 @@ def _cells(folder: RunFolder) -> tuple[str, str, str, str]:
         AttributeError,
     ) as error:
         return f"unreadable: {' '.join(str(error).split())[:80]}", "", "", ""
-    return (
-        _state(folder, steps, config.steps),
-        f"{steps}/{config.steps}",
-        config.scheme if config.learner.aligned else f"{config.scheme}, plain learner",
-        " → ".join(map(str, filter(None, (start and heldout(vars(start)), last)))),
-    )
+    scheme = config.scheme if config.learner.aligned else f"{config.scheme}, plain learner"
+    first = start and heldout(vars(start))
+    accuracies = " → ".join(str(each) for each in (first, last) if each)
+    return _state(folder, steps, config.steps), f"{steps}/{config.steps}", scheme, accuracies
 
 
 def _state(folder: RunFolder, steps: int, planned: int) -> str:
@@ -92,7 +91,7 @@ def _state(folder: RunFolder, steps: int, planned: int) -> str:
 
 
 def _written(run: Path) -> float:
-    """When the run last wrote a step, or began, in seconds since 1970."""
+    """Return when the run last wrote a step, or else began, in seconds since 1970."""
     metrics = run / "metrics.jsonl"
     return (metrics if metrics.is_file() else run / "config.yaml").stat().st_mtime
 

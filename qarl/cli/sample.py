@@ -1,4 +1,4 @@
-"""`qarl sample`: what a policy answers, for eyes."""
+"""`qarl sample`: print a policy's answers to a question."""
 
 import argparse
 from typing import Any
@@ -16,29 +16,30 @@ def add_sample(commands: Any) -> None:
     """Add `qarl sample` to the commands."""
     sample = commands.add_parser(
         "sample",
-        help="what a run, an export or any checkpoint answers to a question",
+        help="Print the answers of a run, an export or any checkpoint to a question.",
         description=(
-            "Answers to one question, behind the run's system prompt and in its chat template and"
-            " limits."
+            "Print answers to one question, with the run's system prompt, chat template and limits."
         ),
     )
     sample.add_argument(
         "target",
         metavar="TARGET",
-        help="run folder (its export), checkpoint, hub id, or embedded name",
+        help="Run folder (its export), checkpoint, hub id, or embedded name.",
     )
-    sample.add_argument("question", metavar="QUESTION", help="text of the user's turn")
+    sample.add_argument("question", metavar="QUESTION", help="Text of the user's turn.")
     sample.add_argument(
         "--beside",
         metavar="OTHER",
-        help="another target, asked the same: where the run started",
+        help=(
+            "Another target to ask the same question, such as the model that the run started with."
+        ),
     )
     sample.add_argument(
         "--samples",
         dest="short:eval.samples",
         default="1",
         metavar="N",
-        help="answers (default 1)",
+        help="Number of answers. Default: 1.",
     )
     add_sampling(sample)
     sample.set_defaults(run=_sample)

@@ -1,7 +1,6 @@
-"""`qarl schemes`: every scheme, what it costs in bytes, and what would multiply it on this machine.
+"""`qarl schemes`: list every scheme with its size in bytes and its kernel on this machine.
 
-Rows are remembered on disk, so that only the first list imports torch and vLLM and asks its
-kernels.
+Rows are cached on disk, so that only the first list imports torch and vLLM and asks its kernels.
 """
 
 import argparse
@@ -32,28 +31,30 @@ if TYPE_CHECKING:
     from qarl.quant.schemes import Scheme
 
 REFERENCE_SHAPE = (4096, 4096)
-"""Output rows and input columns of the layer that stands for a model where none is given."""
+"""Output rows and input columns of the layer that stands for a model if none is given."""
 
 
 @dataclass(frozen=True)
 class SchemeRow:
-    """One scheme. bytes_per_parameter: of the layers it quantizes, scales included;
-    checkpoint_bytes: of all of the model's tensors, None without a model; both None where the
-    model's shapes do not fit, as shape_reason says.
-
-    kernel: what would multiply in learner and engine, as the audit names it, "" where nothing can,
-    for the reason.
-    """
+    """One scheme in the list."""
 
     name: str
     weights: str
+    """Description of the weights' codes."""
     activations: str
+    """Description of the activations' codes."""
     format: str
+    """Name that compressed-tensors has for the codes' format, or "unquantized"."""
     bytes_per_parameter: float | None
+    """Bytes per parameter of the quantized layers, with scales; None if a shape does not fit."""
     checkpoint_bytes: int | None
+    """Bytes of all tensors of the model; None without a model or if a shape does not fit."""
     shape_reason: str
+    """Why the model's shapes do not fit, or ""."""
     kernel: str
+    """Kernel that would multiply in learner and engine, by its audit name; "" if none can."""
     reason: str
+    """Why no kernel can, or ""."""
 
     @property
     def runs(self) -> bool:
@@ -63,22 +64,26 @@ class SchemeRow:
 
 def add_schemes(commands: Any) -> None:
     """Add `qarl schemes` to the commands."""
-    words = "the low-bit schemes: sizes, and which run on this machine"
+    words = "List the low-bit schemes: sizes, and which of them run on this machine."
     schemes = commands.add_parser("schemes", help=words, description=words)
     schemes.add_argument(
         "--model",
         metavar="MODEL",
-        help="folder, hub id or embedded name; only its config is read",
+        help=(
+            "Folder, hub id or embedded name of a model to size, of which only the config is read."
+        ),
     )
-    schemes.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="compute dtype")
+    schemes.add_argument(
+        "--dtype", choices=DTYPES, default="bfloat16", help=("Compute dtype. Default: bfloat16.")
+    )
     schemes.add_argument(
         "-v",
         "--verbose",
         action="store_true",
-        help="kernels, and vLLM's reasons in full",
+        help="Show kernels, and vLLM's reasons in full.",
     )
     schemes.add_argument(
-        "--json", type=json_file, metavar="FILE", help="write the rows as JSON too"
+        "--json", type=json_file, metavar="FILE", help="Write the rows as JSON too."
     )
     schemes.set_defaults(run=_schemes)
 
@@ -96,17 +101,17 @@ def _schemes(known: argparse.Namespace, console: Console) -> int:
 
 
 def scheme_rows(model: str | None, dtype: str) -> list[SchemeRow]:
-    """A row per scheme.
+    """Return a row per scheme, from the cache on disk if it has them.
 
-    model: folder, hub id or embedded name, of which only config.json is read; None: a layer of
-    `REFERENCE_SHAPE`. dtype: compute dtype, a key of COMPUTE_DTYPES. Raises `ModelError` for a
-    model whose configuration cannot be read.
+    model: folder, hub id or embedded name, of which only config.json is read; None for a layer of
+    `REFERENCE_SHAPE`. dtype: compute dtype, a key of COMPUTE_DTYPES. Raises `ModelError` if the
+    model's configuration cannot be read.
     """
     _check_folder(model)
     question = {"model": model, "config": _config_digest(model), "dtype": dtype}
-    kept = read_answer("schemes", question)
-    if kept:
-        return [SchemeRow(**row) for row in kept]
+    cached = read_answer("schemes", question)
+    if cached:
+        return [SchemeRow(**row) for row in cached]
     with phase("asking the kernels of this machine"):
         from qarl.quant.checkpoint.load import empty_model
         from qarl.quant.schemes import SCHEMES
@@ -129,30 +134,29 @@ _LEVELS = {
 
 
 def agreement_line(model: str | None, dtype: str) -> str:
-    """How near a learner of this model comes to its sampler, and why not nearer; "" without a model
-    or without vLLM.
+    """Describe how closely a learner of this model agrees with its sampler, and why not more
+    closely. Returns "" without a model or without vLLM.
     """
     from qarl.quant.runtime.libraries import has_vllm
 
     if model is None or not has_vllm():
         return ""
     question = {"model": model, "config": _config_digest(model), "dtype": dtype}
-    kept = read_answer("agreement", question)
-    if not kept:
+    answer = read_answer("agreement", question)
+    if not answer:
         with phase("asking vLLM for its model"):
             from qarl.quant.checkpoint.load import empty_model
             from qarl.quant.model.agreement import agreement
             from qarl.quant.schemes import COMPUTE_DTYPES
 
-            kept = dataclasses.asdict(
-                agreement(empty_model(_architecture(model)), COMPUTE_DTYPES[dtype])
-            )
-        keep_answer("agreement", question, kept)
-    return f"{_LEVELS[kept['level']]}{': ' if kept['reason'] else ''}{kept['reason']}"
+            agreed = agreement(empty_model(_architecture(model)), COMPUTE_DTYPES[dtype])
+            answer = dataclasses.asdict(agreed)
+        keep_answer("agreement", question, answer)
+    return f"{_LEVELS[answer['level']]}{': ' if answer['reason'] else ''}{answer['reason']}"
 
 
 def _check_folder(model: str | None) -> None:
-    """Raise `ModelError` for a model whose files tell that it cannot be read, before torch is
+    """Raise `ModelError` if the model's files show that it cannot be read, before torch is
     imported.
     """
     if model is None or is_embedded(model):
@@ -163,8 +167,8 @@ def _check_folder(model: str | None) -> None:
 
 
 def _config_digest(model: str | None) -> str:
-    """SHA-256 of a local model's config.json; "" without one (an embedded model's is our code, a
-    hub id's its name).
+    """Return the SHA-256 of a local model's config.json, or "". An embedded model is identified by
+    our code, a hub id by its name.
     """
     file = Path(model or ".").expanduser() / "config.json"
     return hashlib.sha256(file.read_bytes()).hexdigest() if model and file.is_file() else ""
@@ -173,8 +177,10 @@ def _config_digest(model: str | None) -> str:
 def _show(
     console: Console, rows: list[SchemeRow], model: str | None, verbose: bool = False
 ) -> None:
-    """The table: what a scheme stores and in how many bytes, whether it runs here, and in short why
-    not. verbose: the kernels and, below, the reasons in full.
+    """Print the table: what a scheme stores and in how many bytes, whether it runs here, and in
+    short why not.
+
+    verbose: print the kernels and, below the table, the reasons in full.
     """
     shapes = f"the layers of {model}" if model else "a layer of {}×{}".format(*REFERENCE_SHAPE)
     size = ("checkpoint",) if model else ()
@@ -192,11 +198,13 @@ def _show(
     )
     for row in rows:
         per = "-" if row.bytes_per_parameter is None else f"{row.bytes_per_parameter:.4f}"
-        total = (
-            ["-" if row.checkpoint_bytes is None else sized(row.checkpoint_bytes)] if model else []
-        )
-        kernel = row.kernel if row.runs else "-"
-        runs = (kernel,) if verbose else ("yes" if row.runs else "no", _short_reason(row))
+        total = ()
+        if model:
+            total = ("-" if row.checkpoint_bytes is None else sized(row.checkpoint_bytes),)
+        if verbose:
+            runs = (row.kernel if row.runs else "-",)
+        else:
+            runs = ("yes" if row.runs else "no", _short_reason(row))
         table.add_row(row.name, row.weights, row.activations, per, *total, *runs)
     table.show(console)
     if verbose:
@@ -210,8 +218,8 @@ _HINT = "runs: whether on this machine, in learner and engine; kernels and reaso
 
 
 def _remedy(rows: list[SchemeRow], model: str | None) -> str:
-    """Return which schemes to take in place of those that the model's layers do not fit; "" if they
-    fit all.
+    """Name the schemes to take instead of those that the model's layers do not fit; "" if they fit
+    all.
     """
     misfits = [row.name for row in rows if row.shape_reason]
     if not misfits:
@@ -226,25 +234,27 @@ def _remedy(rows: list[SchemeRow], model: str | None) -> str:
 
 
 _SHORT = 60
-"""Characters of a reason that the table shows."""
+"""Most characters of a reason that the table shows."""
 
 
 def _short_reason(row: SchemeRow) -> str:
-    """Return why a scheme cannot run here, in a few words; "" if it can. What is known beyond
-    vLLM's own words stands after them in brackets ("vLLM has it for …") and is the shorter. Of a
-    layer that does not fit, its shape is said.
+    """Return in a few words why a scheme cannot run here; "" if it can.
+
+    A remark in brackets after vLLM's own message ("vLLM has it for …") is preferred, because it is
+    shorter. For a layer that does not fit, the words are about its shape.
     """
     reason = row.shape_reason or row.reason
-    known = re.search(r"\((vLLM has [^()]*)\)$", reason)
-    words = (
-        known[1] if known else re.split(r"[;:.] ", reason.removeprefix(f"scheme {row.name!r}: "))[0]
-    )
+    remark = re.search(r"\((vLLM has [^()]*)\)$", reason)
+    if remark:
+        words = remark[1]
+    else:
+        words = re.split(r"[;:.] ", reason.removeprefix(f"scheme {row.name!r}: "))[0]
     words = re.sub(r"^layer '[^']*' has ", "", words)
     return textwrap.shorten(words, _SHORT, placeholder=" …")
 
 
 def _reasons(rows: list[SchemeRow]) -> dict[str, list[str]]:
-    """What keeps a scheme from running here → names of the schemes it keeps."""
+    """Return each reason why schemes cannot run here → the names of those schemes."""
     by_reason: dict[str, list[str]] = {}
     for row in rows:
         for reason in filter(None, (row.shape_reason, row.reason and f"not here: {row.reason}")):
@@ -273,7 +283,9 @@ def _row(scheme: "Scheme", model: "PreTrainedModel | None", dtype: str) -> Schem
 
     experts = model is not None and bool(expert_modules(model))
     support = kept_support(scheme.name, COMPUTE_DTYPES[dtype], experts)
-    per_parameter, total, reason = None, None, ""
+    per_parameter = None
+    total = None
+    reason = ""
     try:
         per_parameter, total = checkpoint_bytes(scheme, model, COMPUTE_DTYPES[dtype].itemsize)
     except SchemeError as error:
@@ -294,18 +306,18 @@ def _row(scheme: "Scheme", model: "PreTrainedModel | None", dtype: str) -> Schem
 def checkpoint_bytes(
     scheme: "Scheme", model: "PreTrainedModel | None", itemsize: int
 ) -> tuple[float, int | None]:
-    """Bytes per parameter of the quantized layers, of `bf16` those any other scheme would quantize,
-    and of the whole checkpoint. itemsize: of the compute dtype. Raises `SchemeError` for shapes.
+    """Return the bytes per parameter of the quantized layers, and the bytes of the whole checkpoint
+    (None without a model). For `bf16` the layers are those that other schemes quantize.
+
+    itemsize: bytes of a value in the compute dtype. Raises `SchemeError` if a shape does not fit.
     """
     from qarl.quant.checkpoint.shapes import plan_layers, weight_shapes
     from qarl.quant.schemes import get_scheme
 
     if model is None:
         rows, columns = REFERENCE_SHAPE
-        return (
-            SCHEME_SPECS[scheme.name].weight_bytes(REFERENCE_SHAPE, itemsize) / (rows * columns),
-            None,
-        )
+        quantized = SCHEME_SPECS[scheme.name].weight_bytes(REFERENCE_SHAPE, itemsize)
+        return quantized / (rows * columns), None
     plan = plan_layers(model, scheme if scheme.quantization else get_scheme("w8a8"))
     shapes = [
         shape for name, shape in weight_shapes(model).items() if plan.schemes[name].quantization

@@ -1,5 +1,5 @@
-"""`qarl serve`: vLLM's OpenAI-compatible server on a run's export, with the settings of the engine
-that proved it.
+"""`qarl serve`: serve a run's export through vLLM's OpenAI-compatible API, with the settings of the
+engine that proved it.
 """
 
 import argparse
@@ -26,34 +26,34 @@ from qarl.run.export_note import read_note
 
 
 class ServeError(InputError, heading="serve"):
-    """A folder that cannot be served, or an address that cannot be listened at."""
+    """Raised for a folder that cannot be served, or an address that cannot be listened at."""
 
 
 def add_serve(commands: Any) -> None:
     """Add `qarl serve` to the commands."""
     serve = commands.add_parser(
         "serve",
-        help="serve a run's export through vLLM's OpenAI-compatible API",
+        help="Serve a run's export through vLLM's OpenAI-compatible API.",
         usage="qarl serve TARGET [--host HOST] [--port N] [-- VLLM OPTIONS]",
         description=(
             "Serve a run's export through vLLM's OpenAI-compatible API, until Ctrl-C or SIGTERM."
         ),
         epilog=(
-            "Whatever follows -- goes to vLLM, and wins: qarl serve runs/NAME -- --max-model-len"
-            " 4096 --api-key KEY"
+            "Options after -- are passed to vLLM and override others: qarl serve runs/NAME --"
+            " --max-model-len 4096 --api-key KEY"
         ),
     )
     serve.add_argument(
         "target",
         metavar="TARGET",
-        help="run folder (its export), or an exported checkpoint",
+        help="Run folder (its export), or an exported checkpoint.",
     )
     serve.add_argument(
         "--host",
         default="127.0.0.1",
         help=(
-            "address to listen at; 0.0.0.0: all, for others to reach it "
-            "(default 127.0.0.1, this machine alone)"
+            "Address to listen at. Set 0.0.0.0 for other machines to reach it. Default: 127.0.0.1,"
+            " this machine alone."
         ),
     )
     serve.add_argument(
@@ -61,7 +61,7 @@ def add_serve(commands: Any) -> None:
         type=int,
         default=8000,
         metavar="N",
-        help="port to listen at (default 8000)",
+        help="Port to listen at. Default: 8000.",
     )
     serve.set_defaults(run=_serve, engine=True)
 
@@ -69,12 +69,11 @@ def add_serve(commands: Any) -> None:
 def _serve(known: argparse.Namespace, console: Console) -> int:
     served = find_served(Path(known.target))
     require_free(known.host, known.port)
-    url = f"http://{f'[{known.host}]' if ':' in known.host else known.host}:{known.port}"
-    length = (
-        f", {served.max_model_len} tokens of prompt and answer"
-        if served.max_model_len is not None
-        else ""
-    )
+    host = f"[{known.host}]" if ":" in known.host else known.host
+    url = f"http://{host}:{known.port}"
+    length = ""
+    if served.max_model_len is not None:
+        length = f", {served.max_model_len} tokens of prompt and answer"
     say(console, f"starting vLLM on {served.folder}{length}; Ctrl-C ends it")
     if not has_chat_template(served.folder):
         say(
@@ -86,30 +85,29 @@ def _serve(known: argparse.Namespace, console: Console) -> int:
     sys.stdout.flush()
     if os.fork() == 0:
         _announce(url, served.name, os.getppid())
-    # its engine ends with it
+    # SERVED makes the engine process end with the server
     os.execve(command[0], command, {**os.environ, SERVED: "1"})
 
 
 def _announce(url: str, name: str, server: int) -> NoReturn:
-    """What a child process does beside the server: say when it answers, and end. server: its
-    process id.
+    """Print when the server answers, then exit. A child process runs this beside the server.
+
+    server: its process id.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     start = time.monotonic()
     while os.getppid() == server:
         if is_ready(url):
-            os.write(
-                1,
-                f"ready after {time.monotonic() - start:.0f} s: {url}/v1, model {name!r}\n".encode(),
-            )
+            seconds = time.monotonic() - start
+            os.write(1, f"ready after {seconds:.0f} s: {url}/v1, model {name!r}\n".encode())
             break
         time.sleep(0.5)
     os._exit(0)
 
 
 def find_served(target: Path) -> ServerSpec:
-    """What a run folder or an exported checkpoint is served with. Raises `ServeError` for what is
-    neither.
+    """Return what a run folder or an exported checkpoint is served with. Raises `ServeError` if
+    `target` is neither.
     """
     if not target.is_dir():
         raise ServeError(
@@ -126,7 +124,8 @@ def find_served(target: Path) -> ServerSpec:
             f" {quoted} -o DIR) and serve that, or, where steps are left, finish it (qarl train"
             f" --resume {quoted})"
         )
-    dtype, name = read_config(folder).get("dtype"), target.resolve().name
+    dtype = read_config(folder).get("dtype")
+    name = target.resolve().name
     if dtype is None or not weight_files(folder):
         lacks = (
             "names no dtype in its config.json"
@@ -150,7 +149,7 @@ def find_served(target: Path) -> ServerSpec:
 
 
 def require_free(host: str, port: int) -> None:
-    """Raise `ServeError` where nothing can listen at `host`:`port`."""
+    """Raise `ServeError` if nothing can listen at `host`:`port`."""
     if not 1 <= port <= 65535:
         raise ServeError(f"--port {port} is no port; allowed are 1 to 65535")
     try:

@@ -1,5 +1,6 @@
-"""`qarl serve-rollouts`: servers that runs sample on, with the settings of the engine that such a
-run would have.
+"""`qarl serve-rollouts`: start servers that runs sample on.
+
+They have the settings of the engine that such a run would have.
 """
 
 import argparse
@@ -28,51 +29,52 @@ def add_serve_rollouts(commands: Any) -> None:
     """Add `qarl serve-rollouts` to the commands."""
     serve = commands.add_parser(
         "serve-rollouts",
-        help="start vLLM servers that runs sample on (rollout.servers)",
+        help="Start vLLM servers that runs sample on (rollout.servers).",
         usage="qarl serve-rollouts [--replicas N] [OPTIONS OF qarl train] [-- VLLM OPTIONS]",
         description=(
-            "Start vLLM servers on a configuration's policy for runs of that configuration to"
-            " sample on, until Ctrl-C or SIGTERM. Runs publish their weights to them"
+            "Start vLLM servers with a configuration's policy, for runs of that configuration to"
+            " sample on, until Ctrl-C or SIGTERM. Runs publish their weights to the servers"
             " (docs/guide/servers.md)."
         ),
         epilog=(
-            "What follows -- goes to vLLM, and wins; address and key may not: qarl serve-rollouts"
-            " --replicas 4 --devices 2 -- --tensor-parallel-size 2"
+            "Options after -- are passed to vLLM and override others, except that address and key"
+            " are not allowed there: qarl serve-rollouts --replicas 4 --devices 2 --"
+            " --tensor-parallel-size 2"
         ),
     )
     serve.add_argument(
         "--config",
         metavar="FILE",
-        help="YAML file, or a shipped name; default: as `qarl train`",
+        help="YAML file, or a shipped name. Default: as `qarl train`.",
     )
     serve.add_argument(
         "--replicas",
         type=whole(1),
         default=1,
         metavar="N",
-        help="servers to start (default 1)",
+        help="Number of servers to start. Default: 1.",
     )
     serve.add_argument(
         "--devices",
         type=whole(1),
         default=1,
         metavar="N",
-        help="GPUs of each server (default 1)",
+        help="GPUs per server. Default: 1.",
     )
     serve.add_argument(
-        "--host", default="127.0.0.1", help="address to listen at (default 127.0.0.1)"
+        "--host", default="127.0.0.1", help="Address to listen at. Default: 127.0.0.1."
     )
     serve.add_argument(
         "--port",
         type=int,
         default=8100,
         metavar="N",
-        help="the first's; others follow (default 8100)",
+        help="Port of the first server; the others take the next ones. Default: 8100.",
     )
     serve.add_argument(
         "--key-file",
         metavar="FILE",
-        help=f"holds the API key they ask for (default {KEY_VARIABLE})",
+        help=f"File with the API key that the servers require. Default: that in {KEY_VARIABLE}.",
     )
     add_flags(serve)
     serve.set_defaults(run=_serve_rollouts, engine=True)
@@ -82,7 +84,7 @@ def _serve_rollouts(known: argparse.Namespace, console: Console) -> int:
     config = chosen_config(known.config, known.overrides)
     key = server_key(known.key_file or config.rollout.server_key_file)
     for word in (word for word in known.to_vllm if word[:2] == "--"):
-        # of which vLLM takes a beginning, too
+        # vLLM accepts abbreviations, too
         option = word.partition("=")[0].replace("_", "-")
         if any(ours.startswith(option) for ours in ("--host", "--port", "--api-key")):
             raise ServeError(
@@ -115,10 +117,8 @@ def _serve_rollouts(known: argparse.Namespace, console: Console) -> int:
             known.to_vllm,
             known.devices,
         ) as replicas:
-            with_key, urls = (
-                "" if key is None else " (with the key)",
-                ",".join(replica.url for replica in replicas),
-            )
+            with_key = "" if key is None else " (with the key)"
+            urls = ",".join(replica.url for replica in replicas)
             say(
                 console,
                 f"ready{with_key}: qarl train … --rollout.servers {urls}; Ctrl-C ends them",
@@ -135,12 +135,12 @@ def _serve_rollouts(known: argparse.Namespace, console: Console) -> int:
 
 
 def require_key(host: str, key: str | None) -> None:
-    """Raise `ServeError` where others than this machine's could ask, and there is no key."""
+    """Raise `ServeError` if other machines can reach `host` and there is no key."""
     try:
-        alone = ipaddress.ip_address(host).is_loopback
+        local = ipaddress.ip_address(host).is_loopback
     except ValueError:
-        alone = host == "localhost"
-    if key is None and not alone:
+        local = host == "localhost"
+    if key is None and not local:
         raise ServeError(
             f"--host {host} is reached from other machines, and whoever can ask a server can load"
             f" weights into it; give it a key (--key-file, or {KEY_VARIABLE} in the environment)"
@@ -148,7 +148,9 @@ def require_key(host: str, key: str | None) -> None:
 
 
 def _write_checkpoint(config: RunConfig, folder: Path) -> None:
-    """What the servers start on: the policy of the configuration, as its run would export it."""
+    """Write the checkpoint that the servers start on: the configuration's policy, as its run would
+    export it.
+    """
     with phase("importing torch and transformers"):
         from qarl.run.session import check_prompts, open_policy, require_schemes
         from qarl.sync.export import export_checkpoint

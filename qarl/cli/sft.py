@@ -1,6 +1,4 @@
-"""`qarl sft`: supervised fine-tuning of the low-bit policy on pairs of a prompt and a
-completion.
-"""
+"""`qarl sft`: fine-tune the low-bit policy on pairs of a prompt and a completion."""
 
 import argparse
 import shlex
@@ -28,23 +26,23 @@ _GROUPS = {
     "how it is learned": ("optimizer", "lr", "master-dtype", "kernel"),
 }
 _LINES = 20
-"""About as many steps are printed."""
+"""Approximate number of steps that are printed."""
 
 
 def add_sft(commands: Any) -> None:
     """Add `qarl sft` to the commands."""
     parser = commands.add_parser(
         "sft",
-        help="supervised fine-tuning of the low-bit policy on prompt-completion pairs",
+        help="Fine-tune the low-bit policy on prompt-completion pairs.",
         usage="qarl sft --data FILE [OPTIONS] [--ANY.FIELD VALUE …]",
         description=(
-            "Fine-tune a policy on pairs of a prompt and a completion, where it cannot begin"
+            "Fine-tune a policy on pairs of a prompt and a completion, if it cannot begin"
             " reinforcement learning yet. The loss is the completions' cross-entropy through the"
-            " low-bit codes that are deployed. Written are export/, the codes, and masters/, the"
-            " model that `qarl train --model` goes on with."
+            " low-bit codes that are deployed. The command writes export/, the codes, and masters/,"
+            " the model that `qarl train --model` continues with."
         ),
         epilog=(
-            "Other fields of a run's configuration are options by their dotted names where they"
+            "Other fields of a run's configuration are options by their dotted names if they"
             " apply, such as --learner.optimizer.warmup_steps 10 or --task.system TEXT"
             " (docs/guide/sft.md)."
         ),
@@ -55,8 +53,8 @@ def add_sft(commands: Any) -> None:
         required=True,
         metavar="FILE",
         help=(
-            "pairs, a row each, with columns prompt and completion, question and answer, or"
-            " messages: a .jsonl, .csv, .tsv or .parquet file, or hf:ID of a Hugging Face data set"
+            "Pairs, one a row, in columns prompt and completion, question and answer, or messages:"
+            " a .jsonl, .csv, .tsv or .parquet file, or hf:ID."
         ),
     )
     data.add_argument(
@@ -65,28 +63,32 @@ def add_sft(commands: Any) -> None:
         default=0.125,
         metavar="X",
         help=(
-            "fraction of the pairs to measure the loss on, before and after, instead of learning"
-            ' from them; 0 for none; a row\'s own "split" comes first [0.125]'
+            "Fraction of the pairs to hold out, on which the loss is measured before and after; 0"
+            ' for none. A row\'s own "split" takes precedence. [0.125]'
         ),
     )
-    data.add_argument("--batch", type=whole(1), default=32, metavar="N", help="pairs a step [32]")
     data.add_argument(
-        "--seed", dest="short:seed", metavar="N", help="of the order of the pairs [0]"
+        "--batch", type=whole(1), default=32, metavar="N", help="Pairs per step. [32]"
     )
-    data.add_argument("--epochs", type=whole(1), metavar="N", help="passes over the pairs [1]")
-    data.add_argument("--steps", type=whole(1), metavar="N", help="steps, instead of --epochs")
+    data.add_argument(
+        "--seed", dest="short:seed", metavar="N", help="Seed for the order of the pairs. [0]"
+    )
+    data.add_argument("--epochs", type=whole(1), metavar="N", help="Passes over the pairs. [1]")
+    data.add_argument(
+        "--steps", type=whole(1), metavar="N", help=("Number of steps, instead of --epochs.")
+    )
     defaults = leaf_values(sft_config("pairs.jsonl", {}))
     for title, names in _GROUPS.items():
         add_group(parser, title, names, defaults)
     written = parser.add_argument_group("where it is written")
-    text = "folder to make; without it runs/MODEL-SCHEME-sft-TIME"
+    text = "Folder to create. Default: runs/MODEL-SCHEME-sft-TIME."
     written.add_argument("--output", dest="short:output", metavar="DIR", help=text)
     parser.set_defaults(run=_sft, fields=True)
 
 
 def fraction(text: str) -> float:
-    """Return the number of an option that takes 0 to below 1. Raises `ArgumentTypeError` for
-    anything else.
+    """Return the value of an option that takes 0 to below 1. Raises `ArgumentTypeError` for other
+    values.
     """
     try:
         value = float(text)
@@ -107,10 +109,9 @@ def _sft(known: argparse.Namespace, console: Console) -> int:
         raise ConfigError(
             f"qarl sft runs in one process, and a launcher started {world_size()}; start it alone"
         )
-    overrides = {
-        **known.overrides,
-        **({"steps": str(known.steps)} if known.steps else {}),
-    }
+    overrides = dict(known.overrides)
+    if known.steps:
+        overrides["steps"] = str(known.steps)
     epochs = None if known.steps else known.epochs or 1
     quiet_libraries(overrides.get("learner.compile") == "true")
     with phases_shown_on(console):
@@ -136,7 +137,7 @@ def _say_plan(plan: SftPlan, console: Console) -> None:
 
 
 def _step_printer(plan: SftPlan, console: Console) -> Callable[[Any], None]:
-    """Return what prints a step's loss, of the first, the last, and some between."""
+    """Return a function that prints the loss of the first step, the last, and some in between."""
     steps = plan.config.steps
     every = ceil(steps / _LINES)
 
@@ -158,12 +159,12 @@ def _say_outcome(plan: SftPlan, outcome: SftOutcome, console: Console) -> None:
             f"held-out loss, {config.scheme}: {change} ({len(plan.heldout)} pairs)",
         )
     file = f"--config {config.model} " if is_embedded(config.model) else ""
-    dtype = (
-        f" --dtype {config.dtype}"
-        if config.dtype != RunConfig.model_fields["dtype"].default
-        else ""
-    )
-    layers = f" --layers {shlex.quote(','.join(map(str, config.layers)))}" if config.layers else ""
+    dtype = ""
+    if config.dtype != RunConfig.model_fields["dtype"].default:
+        dtype = f" --dtype {config.dtype}"
+    layers = ""
+    if config.layers:
+        layers = f" --layers {shlex.quote(','.join(map(str, config.layers)))}"
     say(console, f"deployable checkpoint: {outcome.export}")
     say(console, f"masters, {config.learner.master_dtype}: {outcome.masters}")
     say(

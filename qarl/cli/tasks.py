@@ -1,5 +1,6 @@
-"""`qarl tasks`: the built-in tasks, and one task's options with an example. Loads reasoning-gym (2
-s), no torch.
+"""`qarl tasks`: list the built-in tasks, or one task's options with an example.
+
+Loads reasoning-gym (2 s), but not torch.
 """
 
 import argparse
@@ -25,14 +26,16 @@ def add_tasks(commands: Any) -> None:
     """Add `qarl tasks` to the commands."""
     tasks = commands.add_parser(
         "tasks",
-        help="the built-in tasks; with a name, its options and an example",
-        description="List the built-in tasks, or show one's options, defaults and an example.",
+        help="List the built-in tasks, or one task's options and an example.",
+        description=(
+            "List the built-in tasks, or show one task's options, their defaults and an example."
+        ),
         epilog=(
-            "Questions of your own: qarl train --task FILE, a .jsonl, .csv, .tsv or .parquet with"
-            " columns question and answer, or hf:DATASET (docs/guide/tasks.md)."
+            "To train on questions of your own: qarl train --task FILE, a .jsonl, .csv, .tsv or"
+            " .parquet file with columns question and answer, or hf:DATASET (docs/guide/tasks.md)."
         ),
     )
-    tasks.add_argument("name", nargs="?", metavar="NAME", help="a task's name")
+    tasks.add_argument("name", nargs="?", metavar="NAME", help="Name of a task.")
     tasks.set_defaults(run=_tasks)
 
 
@@ -44,7 +47,7 @@ def _tasks(known: argparse.Namespace, console: Console) -> int:
 
 
 def _all(width: int) -> Iterator[str]:
-    """Names with a line each."""
+    """Yield one line for each task."""
     datasets = reasoning_gym_datasets()
     column = 2 + max(map(len, datasets))
     for name, (dataset, _) in sorted(datasets.items()):
@@ -55,8 +58,8 @@ def _all(width: int) -> Iterator[str]:
 
 
 def _one(name: str, width: int) -> Iterator[str]:
-    """What a task asks, its options with their defaults, and an example. Raises `TaskError` for an
-    unknown name.
+    """Yield what a task asks, its options with their defaults, and an example. Raises `TaskError`
+    for an unknown name.
     """
     if name == MATH:
         yield (
@@ -68,17 +71,15 @@ def _one(name: str, width: int) -> Iterator[str]:
     yield f"{name}: {_summary(dataset)}"
     yield ""
     yield "options, as --task.options.NAME VALUE:"
-    # What an option's line in reasoning-gym's source says about it, where it does.
+    # Describe options by the comments in reasoning-gym's source, the only description they have.
     comments = dict(
         re.findall(r"^ {4}(\w+): [^#\n]*#[ ]*(.+)$", inspect.getsource(config), re.MULTILINE)
     )
     fields = [field for field in dataclasses.fields(config) if field.name not in OWN_OPTIONS]
     for field in fields:
-        default = (
-            field.default_factory()
-            if field.default_factory is not dataclasses.MISSING
-            else field.default
-        )
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
         text = f"{field.name} [{default}]  {comments.get(field.name, '')}"
         yield from textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="      ")
     if not fields:
@@ -104,5 +105,5 @@ def _example(name: str) -> Iterator[str]:
 
 
 def _summary(dataset: type) -> str:
-    """One line on what a task asks, where reasoning-gym has one."""
+    """Return reasoning-gym's one line on what a task asks, or ""."""
     return (dataset.__doc__ or "").strip().split("\n")[0]
