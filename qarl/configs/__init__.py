@@ -1,5 +1,5 @@
-"""Configuration: its schema and how it is read, and the shipped runs as YAML files beside the code.
+"""Configuration: its schema, its reader, and the shipped runs as YAML files beside the code.
 
-The files are reached alike from a checkout and a wheel: `importlib.resources.files("qarl.configs")
-/ "<name>.yaml"`.
+The files have the same address in a checkout and in a wheel:
+`importlib.resources.files("qarl.configs") / "<name>.yaml"`.
 """

@@ -1,5 +1,6 @@
-"""Errors whose message says all a person needs: the value, what is allowed, the remedy. Imports
-nothing heavy, so that naming an error costs nothing.
+"""Errors whose message has all that a person needs: the value, what is allowed, and the remedy.
+
+This module imports nothing heavy, so that naming an error costs nothing.
 """
 
 import errno
@@ -7,19 +8,21 @@ import os
 from typing import ClassVar
 
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+"""Numbers of the errors for a full disk, or one that the user may not write to."""
 
 
 class QarlError(Exception):
-    """Base of every error a person can cause or mend; shown as `heading: message`, without a
+    """Base of every error that a person can cause or fix, shown as `heading: message` without a
     traceback.
 
-    heading: what kind it is, in a word or two. exit_status: of the command, 2 for unusable input, 1
-    for a run that failed. A subclass names those that are not its base's: `class
-    ModelError(InputError, heading="model")`.
+    A subclass gives the attributes in which it differs from its base: `class ModelError(InputError,
+    heading="model")`.
     """
 
     heading: ClassVar[str] = "error"
+    """Kind of error, in a word or two."""
     exit_status: ClassVar[int] = 1
+    """Exit status of the command: 2 for unusable input, 1 for a run that failed."""
 
     def __init_subclass__(cls, heading: str | None = None, exit_status: int | None = None) -> None:
         cls.heading = cls.heading if heading is None else heading
@@ -27,45 +30,43 @@ class QarlError(Exception):
 
 
 class InputError(QarlError, ValueError, heading="input", exit_status=2):
-    """Something that was given cannot be used; found before anything is changed."""
+    """Input that cannot be used, found before anything is changed."""
 
 
 class ConfigError(InputError, heading="configuration"):
-    """A configuration that cannot be used."""
+    """Configuration that cannot be used."""
 
 
 class SchemeError(InputError, heading="scheme"):
-    """A scheme that is unknown, or that a layer of the model cannot take."""
+    """Scheme that is unknown, or that does not fit a layer of the model."""
 
 
 class ModelError(InputError, heading="model"):
-    """A model that is missing, incomplete, already quantized, or of a kind that cannot be
-    trained.
-    """
+    """Model that is missing, incomplete, already quantized, or of a kind that cannot be trained."""
 
 
 class GraphError(InputError, heading="operators"):
-    """The engine's model cannot be the learner's graph, or is asked for what it does not do."""
+    """Engine's model that cannot be the learner's graph, or a use that it does not support."""
 
 
 class PolicyError(InputError, heading="policy"):
-    """A policy or its engine asked for something out of turn, or for tokens that it cannot take."""
+    """Call of a policy or its engine out of turn, or with tokens that it cannot take."""
 
 
 class PrecisionError(QarlError, ValueError, heading="precision"):
-    """Numbers left the range of their dtype, or were not finite to begin with."""
+    """Numbers that left the range of their dtype, or were not finite to begin with."""
 
 
 class DiskError(QarlError, heading="disk"):
-    """The system takes no bytes where something is to be written."""
+    """Path that the system does not let us write to."""
 
 
 class InstallError(QarlError, heading="installation", exit_status=2):
-    """Packages of this environment that cannot be imported."""
+    """Packages of the environment that cannot be imported."""
 
 
 def install_error(error: BaseException) -> InstallError | None:
-    """An import that failed, by its first cause, in words; None for other errors."""
+    """Return an error that explains a failed import by its first cause; None for other errors."""
     if not isinstance(error, ImportError):
         return None
     cause: BaseException = error
@@ -79,10 +80,11 @@ def install_error(error: BaseException) -> InstallError | None:
 
 
 def disk_error(error: BaseException) -> DiskError | None:
-    """An error that a full disk, or one that is not for this user to write, caused, in words; None
-    for others. Libraries written in Rust raise their own, with the system's number in the text.
+    """Return an error that explains a full disk, or one that the user may not write to, or None for
+    other errors.
     """
     number = error.errno if isinstance(error, OSError) else None
+    # libraries written in Rust raise errors of their own, with the system's number in the text
     number = number or next((each for each in _DISK if f"(os error {each})" in str(error)), None)
     if number not in _DISK:
         return None

@@ -1,4 +1,4 @@
-"""Files and folders that appear complete or not at all."""
+"""Atomic writing of files and folders: they appear complete or not at all."""
 
 import os
 import shutil
@@ -9,9 +9,10 @@ from pathlib import Path
 
 @contextmanager
 def written_aside(target: Path) -> Iterator[Path]:
-    """A path beside `target`, to write a file or a folder at. It takes `target`'s name when the
-    block ends, and is removed where the block raises; what a process that died left there is
-    removed first.
+    """Yield a path beside `target` to write a file or a folder to.
+
+    It is renamed to `target` when the block ends, and removed if the block raises. Remains of a
+    process that died are removed first.
     """
     building = target.with_name(f"{target.name}.part")
     _remove(building)

@@ -1,6 +1,4 @@
-"""Short flags of the command line for the common fields; every field has its dotted name as
-well.
-"""
+"""Short flags of the command line for common fields. Every field also has its dotted name."""
 
 FLAGS = {
     "model": "model",
@@ -29,7 +27,7 @@ FLAGS = {
     "record": "record",
     "from-rollouts": "from_rollouts",
 }
-"""Flag → the dotted path of its field."""
+"""Short flag → dotted path of its field."""
 
 ELSEWHERE = {
     "batch-size": "rollout.prompts",
@@ -73,18 +71,20 @@ ELSEWHERE = {
     "warmup-ratio": "learner.optimizer.warmup_steps",
     "warmup-steps": "learner.optimizer.warmup_steps",
 }
-"""What other trainers call a field, dashed → its dotted path, or in words why there is none; for
-suggestions alone.
+"""Name of an option in other trainers → dotted path of our field, or a remark if there is none.
+
+Names are dashed. They are used only for suggestions.
 """
 
 
 def flag_of(path: str) -> str:
-    """A field's option without its dashes: the short flag, or its path where it has none."""
+    """Return a field's option without dashes: its short flag, or its path if it has none."""
     return next((flag for flag, field in FLAGS.items() if field == path), path)
 
 
 def shown(path: str) -> str:
-    """A field as a person would write it: "learner.optimizer.lr (--lr)", or its path where it has
-    no short flag.
+    """Return a field's name for messages: "learner.optimizer.lr (--lr)", or its path if it has no
+    short flag.
     """
-    return path if (flag := flag_of(path)) == path else f"{path} (--{flag})"
+    flag = flag_of(path)
+    return path if flag == path else f"{path} (--{flag})"

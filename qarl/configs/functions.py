@@ -1,5 +1,5 @@
-"""A user's function, by `package.module:function` or `path/to/file.py:function`; its faults with
-file and line.
+"""Loader of a user's function, `package.module:function` or `path/to/file.py:function`. Errors are
+shown with file and line.
 """
 
 import importlib
@@ -20,63 +20,58 @@ from qarl.configs.words import did_you_mean
 
 @dataclass(frozen=True)
 class FunctionKind:
-    """word: what the function is, in messages. takes: its signature, in words. error: raised where
-    it is not found. noun: "function" or "class".
-    """
+    """Kind of user's function, for messages and errors."""
 
     word: str
+    """Name of the kind, such as "reward"."""
     takes: str
+    """Description of the signature."""
     error: type[InputError]
+    """Error to raise if the function cannot be loaded."""
     noun: str = "function"
+    """ "function" or "class"."""
 
 
 def load_function(kind: FunctionKind, spec: str) -> Callable[..., Any]:
-    """The function that `spec` names; modules are looked for in the working folder first.
+    """Return the function that `spec` names. Modules are searched in the working folder first.
 
-    Raises `kind.error` for a spec that cannot be read, and a module that is missing, raises, or
-    lacks the function.
+    Raises `kind.error` if `spec` cannot be parsed, or if the module is missing, raises, or lacks
+    the function.
     """
-    place, _, name = spec.rpartition(":")
-    if not (place and name.isidentifier()):
+    source, _, name = spec.rpartition(":")
+    if not (source and name.isidentifier()):
         raise kind.error(
             f"{kind.word} {spec!r} must read file.py:{kind.noun} or package.module:{kind.noun}, the"
             f" {kind.noun} {kind.takes}"
         )
-    module = (
-        _load_file(kind, spec, Path(place))
-        if place.endswith(".py")
-        else _load_module(kind, spec, place)
-    )
+    if source.endswith(".py"):
+        module = _load_file(kind, spec, Path(source))
+    else:
+        module = _load_module(kind, spec, source)
     function = getattr(module, name, None)
     if not callable(function):
         near = did_you_mean(name, [word for word, value in vars(module).items() if callable(value)])
-        raise kind.error(f"{kind.word} {spec!r}: {place!r} has no {kind.noun} {name!r}{near}")
+        raise kind.error(f"{kind.word} {spec!r}: {source!r} has no {kind.noun} {name!r}{near}")
     return function
 
 
 def in_words(error: BaseException) -> str:
-    """What was raised, and in which file and line of the code that raised it."""
+    """Describe an error with the file and line of the code that raised it."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"SyntaxError: {error.msg} ({error.filename}, line {error.lineno})"
     frames = traceback.extract_tb(error.__traceback__)
-    where = (
-        f" ({frames[-1].filename}, line {frames[-1].lineno}, in {frames[-1].name})"
-        if frames
-        else ""
-    )
-    said = f"{type(error).__name__}: {error}".removesuffix(": ")
-    said = f"sys.exit({error.code!r})" if isinstance(error, SystemExit) else said
-    size, _ = resource.getrlimit(resource.RLIMIT_DATA)
-    short = size > 0 and (isinstance(error, MemoryError) or "allocate memory" in str(error))
-    return (
-        said
-        + where
-        + (
-            f"; raise task.memory_limit {size / 2**30:g} GiB, or bound the function"
-            if short
-            else ""
-        )
-    )
+    where = ""
+    if frames:
+        where = f" ({frames[-1].filename}, line {frames[-1].lineno}, in {frames[-1].name})"
+    message = f"{type(error).__name__}: {error}".removesuffix(": ")
+    if isinstance(error, SystemExit):
+        message = f"sys.exit({error.code!r})"
+    # task.memory_limit is set as this limit of the process
+    limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    remedy = ""
+    if limit > 0 and (isinstance(error, MemoryError) or "allocate memory" in str(error)):
+        remedy = f"; raise task.memory_limit {limit / 2**30:g} GiB, or bound the function"
+    return message + where + remedy
 
 
 def _load_file(kind: FunctionKind, spec: str, file: Path) -> ModuleType:
@@ -89,7 +84,7 @@ def _load_file(kind: FunctionKind, spec: str, file: Path) -> ModuleType:
     assert module_spec is not None
     assert module_spec.loader is not None
     module = importlib.util.module_from_spec(module_spec)
-    sys.modules[name] = module  # dataclasses and pickle look a module up by name
+    sys.modules[name] = module  # because dataclasses and pickle look a module up by name
     try:
         with _searching(file.resolve().parent):
             module_spec.loader.exec_module(module)
@@ -102,7 +97,7 @@ def _load_file(kind: FunctionKind, spec: str, file: Path) -> ModuleType:
 def _load_module(kind: FunctionKind, spec: str, name: str) -> ModuleType:
     try:
         with _searching(Path.cwd()):
-            importlib.invalidate_caches()  # a module written a moment ago is found too
+            importlib.invalidate_caches()  # to find a module that was just written
             return importlib.import_module(name)
     except (Exception, SystemExit) as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
@@ -117,8 +112,8 @@ def _load_module(kind: FunctionKind, spec: str, name: str) -> ModuleType:
 
 @contextmanager
 def _searching(folder: Path) -> Iterator[None]:
-    """Modules are looked for in a folder first; afterwards, for imports within functions, in it
-    last.
+    """Search modules in `folder` first. Afterwards it is searched last, for imports within
+    functions.
     """
     sys.path.insert(0, str(folder))
     try:

@@ -1,5 +1,6 @@
-"""The Hugging Face Hub out of reach: its libraries ask six times over, for 23 s, before they look
-into their caches.
+"""Fast fallback to the cache if the Hugging Face Hub cannot be reached.
+
+Its libraries try six times, for 23 s, before they look into their caches.
 """
 
 import sys
@@ -7,28 +8,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _PATIENCE = 10.0
-"""Seconds for the one request."""
+"""Timeout of the one request, in seconds."""
 
 
 class UnreachableHubError(OSError):
-    """There is no connection to the Hub, and its cache does not hold what was asked for."""
+    """Raised if there is no connection to the Hub, and its cache lacks the requested files."""
 
 
 @contextmanager
 def hub_or_cache() -> Iterator[None]:
-    """Where no connection to the Hub comes about, Hugging Face's libraries look in their caches
-    alone within the `with`, as with HF_HUB_OFFLINE=1. Raises `UnreachableHubError` for their
-    OSError then.
+    """Make Hugging Face's libraries look only in their caches within the `with`, as under
+    HF_HUB_OFFLINE=1, if there is no connection to the Hub. Their `OSError` is then raised as
+    `UnreachableHubError`.
     """
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE or _reachable():
         yield
         return
-    settings = [
-        constants,
-        *(sys.modules[name] for name in ("datasets.config",) if name in sys.modules),
-    ]
+    settings = [constants]
+    if "datasets.config" in sys.modules:
+        settings.append(sys.modules["datasets.config"])
     for module in settings:
         module.HF_HUB_OFFLINE = True  # pyright: ignore[reportAttributeAccessIssue]
     try:
@@ -43,15 +43,17 @@ def hub_or_cache() -> Iterator[None]:
 
 
 def _reachable() -> bool:
-    """By one request of the library's own, through whatever proxy it goes. False where no
-    connection came about; any other trouble is for the library to try again.
+    """Return False if no connection to the Hub can be made.
+
+    This sends one request as the library does, through its proxy if it has one. Other errors count
+    as reachable: the library tries again.
     """
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 
     try:
         get_session().head(constants.ENDPOINT, timeout=_PATIENCE)
-    # by the name httpx gives it, for a later release may ask by another library
+    # compared by name, because a later release may use another library than httpx
     except Exception as error:
         return not {"ConnectError", "ConnectionError"} & {
             kind.__name__ for kind in type(error).__mro__

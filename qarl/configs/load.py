@@ -1,5 +1,5 @@
-"""From YAML files and dotted overrides to a `RunConfig`: shipped files, unknown keys, nearest
-names.
+"""Loader of a `RunConfig` from YAML files and dotted overrides, with errors for unknown keys that
+suggest the nearest name.
 """
 
 import difflib
@@ -30,21 +30,21 @@ from qarl.configs.words import did_you_mean
 from qarl.configs.yaml_file import parse_value, read_yaml
 
 _EMBEDDED = ("tiny-", "smollm2-")
-"""What the names of embedded models begin with."""
+"""Prefixes of the names of embedded models."""
 _PAPER = "paper/qwen3-8b-base"
+"""Shipped configuration for a model that the paper does not have."""
 _PATTERNS = ("layers", "learner.lora.targets", "rollout.stop")
-"""Lists whose one item may be written as it is, in words that YAML would read in its own way."""
+"""Lists of which one item may be written verbatim, in text that YAML would read differently."""
 _LIKELIEST = ("top_p", "top_k", "min_p")
-"""Ways to sample from the likeliest tokens alone."""
+"""Fields that restrict sampling to the likeliest tokens."""
 
 
 def shipped_names() -> list[str]:
-    """Names of the shipped YAML files: "tiny-qwen3", "paper/qwen3-8b-base",
+    """Return the names of the shipped YAML files: "tiny-qwen3", "paper/qwen3-8b-base",
     "recipes/qwen3-4b-80gb", …
     """
-    folders = {"": files("qarl.configs")} | {
-        f"{name}/": files("qarl.configs") / name for name in ("paper", "recipes")
-    }
+    root = files("qarl.configs")
+    folders = {"": root, "paper/": root / "paper", "recipes/": root / "recipes"}
     names = [
         f"{prefix}{file.name}" for prefix, folder in folders.items() for file in folder.iterdir()
     ]
@@ -52,8 +52,8 @@ def shipped_names() -> list[str]:
 
 
 def config_file(name: str) -> Path:
-    """A YAML file by path, or a shipped one by name. Raises `ConfigError` where there is
-    neither.
+    """Return a YAML file by its path, or a shipped one by its name. Raises `ConfigError` if neither
+    exists.
     """
     name = at_home(name)
     if Path(name).is_file():
@@ -71,13 +71,13 @@ def config_file(name: str) -> Path:
 
 
 def is_embedded(name: str) -> bool:
-    """Return whether `name` is an embedded model's: those have a configuration of their name."""
+    """Whether `name` is an embedded model's. Each has a shipped configuration of the same name."""
     return name.startswith(_EMBEDDED) and name in shipped_names()
 
 
 def default_config(model: str | None) -> Path:
-    """Return the file that a run without --config starts from: an embedded model's own, else the
-    paper's settings, of the model of that name where the paper has it.
+    """Return the file that a run without --config starts from: an embedded model's own, otherwise
+    the paper's settings, for the model of that name if the paper has it.
     """
     if model is None:
         return config_file("tiny-qwen3")
@@ -88,8 +88,8 @@ def default_config(model: str | None) -> Path:
 
 
 def field_paths(section: type[Section] = RunConfig, prefix: str = "") -> dict[str, Any]:
-    """Every leaf field by dotted path → its pydantic `FieldInfo`; of a choice, the first
-    alternative's that has it.
+    """Return dotted path → pydantic `FieldInfo` of every leaf field. In a choice it is that of the
+    first alternative that has the field.
     """
     paths: dict[str, Any] = {}
     for name, info in section.model_fields.items():
@@ -103,26 +103,28 @@ def field_paths(section: type[Section] = RunConfig, prefix: str = "") -> dict[st
 
 
 def is_option(path: str) -> bool:
-    """Whether `--path` is one: of a field, or of a key in a free-form one."""
-    known, parent = field_paths(), path.rpartition(".")[0]
+    """Whether `--path` is the option of a field, or of a key in a free-form field."""
+    known = field_paths()
+    parent = path.rpartition(".")[0]
     return path in known or (parent in known and known[parent].annotation == dict[str, Any])
 
 
 def sections(
     section: type[Section] = RunConfig, prefix: str = ""
 ) -> dict[str, tuple[type[Section], ...]]:
-    """Dotted path → the section's class, or the alternatives of one that is chosen by its name."""
+    """Return dotted path → the class of a section, or the alternatives of one chosen by name."""
     inner: dict[str, tuple[type[Section], ...]] = {}
     for name, info in section.model_fields.items():
         parts = alternatives(info.annotation)
-        inner |= {f"{prefix}{name}": parts} if parts else {}
+        if parts:
+            inner[f"{prefix}{name}"] = parts
         for part in parts:
             inner |= sections(part, f"{prefix}{name}.")
     return inner
 
 
 def choice_sections() -> dict[str, tuple[type[Choice], ...]]:
-    """Sections with a deciding `name`, by dotted path → their alternatives."""
+    """Return dotted path → the alternatives of every section that is chosen by name."""
     chosen = {
         path: tuple(part for part in parts if issubclass(part, Choice))
         for path, parts in sections().items()
@@ -131,12 +133,12 @@ def choice_sections() -> dict[str, tuple[type[Choice], ...]]:
 
 
 def load_config(file: Path | None, overrides: dict[str, str]) -> RunConfig:
-    """The resolved configuration: defaults, then the YAML file, then dotted overrides (YAML-typed
-    values).
+    """Return the resolved configuration: defaults, then the YAML file, then dotted overrides
+    (YAML-typed values).
 
-    An override that names another objective (correction, aggregation, KL penalty) than the file
-    starts from that one's defaults: the file's options were for the other, and so were its
-    correction and aggregation for another objective. So does one that names another task. Raises
+    If an override names another objective (correction, aggregation, KL penalty) than the file, that
+    section starts from its defaults, because the file's options were for the other one. The same
+    holds for a task, and for the correction and aggregation of another objective. Raises
     `ConfigError` for an unreadable file, an unknown key (with the nearest), or a value out of
     range.
     """
@@ -146,15 +148,13 @@ def load_config(file: Path | None, overrides: dict[str, str]) -> RunConfig:
 
 
 def chosen_config(name: str | None, overrides: dict[str, str]) -> RunConfig:
-    """The configuration of that file or shipped name, or the default's, with its overrides."""
-    return load_config(
-        default_config(overrides.get("model")) if name is None else config_file(name),
-        overrides,
-    )
+    """Return the configuration of a file or shipped name, or the default one, with overrides."""
+    file = default_config(overrides.get("model")) if name is None else config_file(name)
+    return load_config(file, overrides)
 
 
 def overridden(tree: dict[str, Any], overrides: Mapping[str, str]) -> RunConfig:
-    """The configuration of a tree under dotted overrides; see `load_config`."""
+    """Return the configuration of a tree under dotted overrides; see `load_config`."""
     known = field_paths()
     unknown = [path for path in overrides if not is_option(path)]
     if unknown:
@@ -173,7 +173,7 @@ def overridden(tree: dict[str, Any], overrides: Mapping[str, str]) -> RunConfig:
 
 
 def config_from_tree(tree: dict[str, Any]) -> RunConfig:
-    """A configuration from nested dictionaries; raises `ConfigError` naming each wrong field."""
+    """Return the configuration of nested dictionaries. Raises `ConfigError` for wrong fields."""
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
@@ -181,12 +181,12 @@ def config_from_tree(tree: dict[str, Any]) -> RunConfig:
 
 
 def written_fields(file: Path) -> list[str]:
-    """Dotted paths of what a YAML file says."""
+    """Return the dotted paths of the fields that a YAML file sets."""
     return _leaf_paths(read_yaml(file), field_paths())
 
 
 def refuse_unknown(tree: dict[str, Any], source: str) -> None:
-    """Raise `ConfigError` for a key that is no field, with the nearest that is."""
+    """Raise `ConfigError` if a key is not a field, with the nearest one that is."""
     known = field_paths()
     unknown = [
         path for path in _leaf_paths(tree, known) if path not in known or not _is_nested(tree, path)
@@ -203,7 +203,7 @@ def refuse_unknown(tree: dict[str, Any], source: str) -> None:
 
 
 def _is_nested(tree: Any, path: str) -> bool:
-    """Whether a path leads through mappings, and is not written as a key with dots."""
+    """Whether a path leads through mappings, rather than being one key with dots."""
     for key in path.split("."):
         if not isinstance(tree, dict) or key not in tree:
             return False
@@ -212,6 +212,7 @@ def _is_nested(tree: Any, path: str) -> bool:
 
 
 def _refuse_likeliest(path: str) -> None:
+    """Raise `ConfigError` if `path` would restrict sampling to the likeliest tokens."""
     section, _, leaf = path.rpartition(".")
     if section in ("rollout", "") and leaf in _LIKELIEST:
         raise ConfigError(
@@ -222,29 +223,29 @@ def _refuse_likeliest(path: str) -> None:
 
 
 def _field_of(location: tuple[str | int, ...]) -> str:
-    """The dotted path of a pydantic error's location, which also holds the name chosen for a
-    section.
+    """Return the dotted path of a pydantic error's location, which also contains the names chosen
+    for sections.
     """
     parts: list[str] = []
     for part in map(str, location):
-        alternatives_here = choice_sections().get(".".join(parts), ())
-        if not any(part in section.names() for section in alternatives_here):
+        choices = choice_sections().get(".".join(parts), ())
+        if not any(part in section.names() for section in choices):
             parts.append(part)
     return ".".join(parts)
 
 
 def _names_another_objective(tree: dict[str, Any], name: Any) -> bool:
+    """Whether an override names another objective than a file's tree does."""
     learner = tree.get("learner")
     written = learner.get("objective", {}) if isinstance(learner, dict) else None
-    return isinstance(written, dict) and name not in (
-        None,
-        written.get("name", TbpoConfig().name),
-    )
+    if name is None or not isinstance(written, dict):
+        return False
+    return name != written.get("name", TbpoConfig().name)
 
 
 def _forget_unchosen(tree: dict[str, Any], section: str, name: Any) -> None:
-    """Empty a section of the file that was for another `name` than the chosen one; a file's name is
-    its path.
+    """Empty a section of the file that was written for another `name` than the chosen one. Files
+    are compared by their paths.
     """
     *parents, leaf = section.split(".")
     for key in parents:
@@ -253,13 +254,14 @@ def _forget_unchosen(tree: dict[str, Any], section: str, name: Any) -> None:
             return
     if name is not None and isinstance(tree.get(leaf), dict):
         written = tree[leaf].get("name", field_paths()[f"{section}.name"].default)
-        if len({os.path.abspath(at_home(str(each))) for each in (written, name)}) > 1:
+        paths = [os.path.abspath(at_home(str(each))) for each in (written, name)]
+        if paths[0] != paths[1]:
             tree[leaf] = {}
 
 
 def _leaf_paths(tree: dict[str, Any], known: dict[str, Any], prefix: str = "") -> list[str]:
-    """Dotted paths of a tree's values; a section that holds no mapping is left to the schema, which
-    says so.
+    """Return the dotted paths of a tree's values. A section that is not a mapping is left out,
+    because the schema reports it.
     """
     paths: list[str] = []
     for key, value in tree.items():
@@ -272,6 +274,7 @@ def _leaf_paths(tree: dict[str, Any], known: dict[str, Any], prefix: str = "") -
 
 
 def _unknown_option(path: str, known: dict[str, Any]) -> str:
+    """Return the message for an option that is not a field."""
     inside = [name for name in known if name.startswith(path + ".")]
     if inside:
         return f"option --{path} is a section; give one of its fields, such as --{inside[0]}"
@@ -283,25 +286,29 @@ def _unknown_option(path: str, known: dict[str, Any]) -> str:
 
 
 def _as_option(path: str) -> str:
-    """ "--samples (rollout.samples)", and "--learner.kl.name" of a field without a short flag."""
-    return f"--{flag}" if (flag := flag_of(path)) == path else f"--{flag} ({path})"
+    """Return "--samples (rollout.samples)", or "--learner.kl.name" if there is no short flag."""
+    flag = flag_of(path)
+    return f"--{flag}" if flag == path else f"--{flag} ({path})"
 
 
 def _as_key(path: str) -> str:
-    """ "rollout: {samples: …}"."""
+    """Return a field as a key in YAML: "rollout: {samples: …}"."""
     return f"{path.replace('.', ': {')}: …{'}' * path.count('.')}"
 
 
 def _suggestion(name: str, written: Callable[[str], str], listing: str) -> str:
-    """What follows a name of no field: the nearest field as `written` has it, or why there is none,
-    or `listing`.
+    """Return what follows an unknown name in a message: the nearest field, a remark on why there
+    is none, or `listing`.
+
+    written: formats a field's dotted path.
     """
     known = field_paths()
     leaf = name.rpartition(".")[2]
     elsewhere = ELSEWHERE | FLAGS
     fields = elsewhere | {path: path for path in known}
+    dashed = [part.replace("_", "-") for part in (name, leaf)]
     near = (
-        [word for part in (name, leaf) if (word := part.replace("_", "-")) in elsewhere]
+        [word for word in dashed if word in elsewhere]
         or difflib.get_close_matches(name, fields, n=1, cutoff=0.7)
         or [path for path in known if path.rpartition(".")[2] == leaf]
         or difflib.get_close_matches(name, fields, n=1)
@@ -313,29 +320,26 @@ def _suggestion(name: str, written: Callable[[str], str], listing: str) -> str:
 
 
 def set_field(tree: dict[str, Any], path: str, value: Any) -> None:
-    """Write a field of nested dictionaries, by dotted path; sections on the way are made where they
-    are missing.
-    """
+    """Set a field of nested dictionaries by dotted path, and create missing sections on the way."""
     *parents, leaf = path.split(".")
     for key in parents:
         if not isinstance(tree.get(key, {}), dict):
-            return  # the file's fault, which the schema names
+            return  # the file's error, which the schema reports
         tree = tree.setdefault(key, {})
     tree[leaf] = value
 
 
 def _parse(path: str, text: str, known: dict[str, Any]) -> Any:
-    """The value of an override. A text field takes text as it is, and "null" where it may be left
-    open.
+    """Return the value of an override. A text field takes text verbatim, except for "null" if it is
+    optional.
 
-    Patterns over layer names in their short form are no YAML (`*` begins an alias there) and pass
-    as text, and so does a text that ends a completion (`#` begins a comment).
+    Patterns over layer names in their short form are not YAML (`*` begins an alias) and pass as
+    text, and so does text that ends a completion (`#` begins a comment).
     """
     annotation = known[path].annotation if path in known else Any
-    maybe = get_origin(annotation) is not tuple and any(
-        kind in get_args(annotation) for kind in (Text, PathText)
-    )
-    if annotation in (str, Text) or (maybe and text != "null"):
+    kinds = () if get_origin(annotation) is tuple else get_args(annotation)
+    optional = Text in kinds or PathText in kinds
+    if annotation in (str, Text) or (optional and text != "null"):
         return text
     # [INST] is a text, ['[INST]'] a list
     is_list = path != "rollout.stop" or re.search(r"[,'\"]|\[\]", text)

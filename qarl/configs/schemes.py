@@ -1,8 +1,7 @@
-"""The schemes, a line each: bits, which values share a scale, how codes are stored. The one place
-that says so.
+"""Table of the schemes, one a line: bits, which values share a scale, and how codes are stored.
 
-Imports nothing heavy, so that a name is checked and a plan counts bytes before torch is imported;
-`quant.schemes` makes of each line what is quantized by.
+This is the only place that defines them; `quant.schemes` builds the quantizers from it. It imports
+nothing heavy, so that names are checked and a plan counts bytes before torch is imported.
 
 Axes: O output rows, I input columns.
 """
@@ -15,79 +14,85 @@ from qarl.configs.words import did_you_mean
 
 UNQUANTIZED = "bf16"
 """The scheme that leaves all layers in the compute dtype."""
-_SHAPE, _GLOBAL = 16, 4
-"""Bytes of a packed matrix's `weight_shape`, and of an NVFP4 global scale."""
+_SHAPE = 16
+"""Bytes of a packed matrix's `weight_shape`."""
+_GLOBAL = 4
+"""Bytes of an NVFP4 global scale."""
 
 
 @dataclass(frozen=True)
 class Codes:
-    """What stands for the values of a weight or an activation.
-
-    kind, bits: "int", or "float": e4m3 in 8 bits, e2m1 in 4. columns: that share a scale; None: a
-    whole row, of an activation a token's. rows: that share it with them. scale: in the compute
-    dtype ("compute"), in e4m3 under one fp32 scale a tensor ("e4m3", NVFP4), or a power of two
-    ("power", MXFP4). symmetric: without a zero point.
-    """
+    """Codes for the values of a weight or an activation."""
 
     kind: Literal["int", "float"]
+    """Number format; a float is e4m3 in 8 bits and e2m1 in 4."""
     bits: int
+    """Bits per code."""
     columns: int | None = None
+    """Columns that share a scale; None for a whole row, which in an activation is a token's."""
     rows: int = 1
+    """Rows that share a scale."""
     scale: Literal["compute", "e4m3", "power"] = "compute"
+    """Format of scales: the compute dtype, e4m3 under one fp32 scale per tensor (NVFP4), or a power
+    of two (MXFP4).
+    """
     symmetric: bool = True
+    """Whether there is no zero point."""
 
 
 @dataclass(frozen=True)
 class SchemeSpec:
-    """One scheme. weights, activations: None where they stay in the compute dtype. format: of codes
-    in a checkpoint, by compressed-tensors' name.
-    """
+    """One scheme."""
 
     name: str
+    """Name by which a configuration chooses the scheme."""
     weights: Codes | None = None
+    """Codes of weights; None if they stay in the compute dtype."""
     activations: Codes | None = None
+    """Codes of activations; None if they stay in the compute dtype."""
     format: str = "pack-quantized"
+    """Format of the codes in a checkpoint, by its name in compressed-tensors."""
 
     def weight_bytes(self, shape: tuple[int, int], itemsize: int) -> int:
-        """Bytes of a stored matrix of `shape` (O, I) with its scales. itemsize: of the compute
-        dtype.
+        """Return the bytes of a stored matrix of `shape` (O, I) with its scales.
+
+        itemsize: bytes of a value in the compute dtype.
         """
-        (rows, columns), codes = shape, self.weights
+        rows, columns = shape
+        codes = self.weights
         if codes is None:
             return rows * columns * itemsize
         bits = 8 if self.format == "int-quantized" else codes.bits
         scales = (rows // codes.rows) * (columns // (codes.columns or columns))
-        besides = _SHAPE if self.format == "pack-quantized" else 0
+        scale_bytes = itemsize if codes.scale == "compute" else 1
+        extra = _SHAPE if self.format == "pack-quantized" else 0
         if codes.scale == "e4m3":
-            besides = _GLOBAL if self.activations is None else 2 * _GLOBAL
-        return (
-            rows * columns * bits // 8
-            + scales * (itemsize if codes.scale == "compute" else 1)
-            + besides
-        )
+            extra = _GLOBAL if self.activations is None else 2 * _GLOBAL
+        return rows * columns * bits // 8 + scales * scale_bytes + extra
 
     def fits(self, shape: tuple[int, int]) -> bool:
-        """Whether a matrix of `shape` (O, I) comes to whole groups, blocks and int32s of codes."""
-        (rows, columns), codes = shape, self.weights
+        """Whether a matrix of `shape` (O, I) divides into groups, blocks and int32s of codes."""
+        rows, columns = shape
+        codes = self.weights
         if codes is None:
             return True
         packed = 32 // codes.bits if self.format == "pack-quantized" else 1
         return not (columns % (codes.columns or 1) or columns % packed or rows % codes.rows)
 
     def input_bytes(self, itemsize: int) -> float:
-        """Bytes of one value of an input between forward and backward, its scale left out."""
+        """Return the bytes of one input value between forward and backward, without its scale."""
         return itemsize if self.activations is None else self.activations.bits / 8
 
 
-_INT4, _INT8, _FP8 = Codes("int", 4, columns=128), Codes("int", 8), Codes("float", 8)
-_FP8_BLOCK, _FP8_GROUP = (
-    Codes("float", 8, columns=128, rows=128),
-    Codes("float", 8, columns=128),
-)
+_INT4 = Codes("int", 4, columns=128)
+_INT8 = Codes("int", 8)
+_FP8 = Codes("float", 8)
+_FP8_BLOCK = Codes("float", 8, columns=128, rows=128)
+_FP8_GROUP = Codes("float", 8, columns=128)
 _NVFP4 = Codes("float", 4, columns=16, scale="e4m3")
 
-# Formats are those compressed-tensors infers for a scheme, but for w4afp8, which vLLM reads packed
-# only.
+# Formats are those that compressed-tensors infers for a scheme, except for w4afp8, which vLLM reads
+# only packed.
 SCHEME_SPECS: dict[str, SchemeSpec] = {
     spec.name: spec
     for spec in (
@@ -98,7 +103,7 @@ SCHEME_SPECS: dict[str, SchemeSpec] = {
         SchemeSpec("w4a16-channel", Codes("int", 4)),
         SchemeSpec("w8a16", Codes("int", 8, columns=128)),
         SchemeSpec("w8a8", _INT8, _INT8, "int-quantized"),
-        # What vLLM's kernel computes whatever a checkpoint says: activations with a zero point.
+        # vLLM's kernel uses a zero point for activations, whatever the checkpoint says.
         SchemeSpec("w4a8", _INT4, Codes("int", 8, symmetric=False), "int-quantized"),
         SchemeSpec("w4afp8", _INT4, _FP8),
         SchemeSpec("fp8", _FP8, _FP8, "float-quantized"),
@@ -117,7 +122,7 @@ SCHEME_NAMES = tuple(SCHEME_SPECS)
 
 
 def check_scheme_name(name: str) -> None:
-    """Raise `SchemeError` quoting an unknown name, the known ones and the nearest."""
+    """Raise `SchemeError` if a name is unknown, with the known names and the nearest."""
     if name not in SCHEME_NAMES:
         raise SchemeError(
             f"unknown scheme {name!r}: known are {', '.join(map(repr, SCHEME_NAMES))}"

@@ -1,4 +1,4 @@
-"""A refused configuration in one message: each wrong field with its value, what is allowed, and the
+"""Message for an invalid configuration: each wrong field with its value, what is allowed, and the
 nearest word.
 """
 
@@ -17,9 +17,10 @@ def validation_messages(
     leaves: Mapping[str, FieldInfo],
     path_of: Callable[[tuple[Any, ...]], str],
 ) -> str:
-    """What to change, the messages about several fields joined by "; ".
+    """Return the messages for all wrong fields, joined by "; ".
 
-    leaves: every leaf field by dotted path. path_of: the dotted path of a location of the error's.
+    leaves: every leaf field by dotted path. path_of: returns the dotted path of an error's
+    location.
     """
     messages: dict[str, str] = {}
     allowed: dict[str, dict[str, None]] = {}
@@ -39,7 +40,7 @@ def validation_messages(
             and not path.rpartition(".")[2].isdecimal()
         ):
             messages[path] = _wrong_item(leaf, path, problem, leaves[leaf])
-        # one problem for each kind that a value may be, or for each item of a list
+        # pydantic reports one problem per kind that a value may have, and per item of a list
         else:
             allowed.setdefault(leaf, {})[_allowed(problem)] = None
             messages[leaf] = (
@@ -51,7 +52,7 @@ def validation_messages(
 
 
 def _allowed(problem: Any) -> str:
-    """What pydantic asks for, to follow "must": "be greater than 0", "be 'adamw' or 'muon'"."""
+    """Return what pydantic expects, to follow "must": "be greater than 0", "be a valid integer"."""
     if problem["type"] == "missing":
         return f"have item {problem['loc'][-1] + 1} too"
     words = problem["msg"].partition(" should ")[2].partition(", unable to ")[0]
@@ -63,7 +64,7 @@ def _allowed(problem: Any) -> str:
 
 
 def _wrong_item(leaf: str, path: str, problem: Any, info: FieldInfo) -> str:
-    """Of a list whose items have keys of their own, such as layer rules."""
+    """Return the message for an item of a list whose items have keys, such as layer rules."""
     key = path.rpartition(".")[2]
     if problem["type"] == "missing" and leaf == path:
         return f"{shown(leaf)} is missing; give --{leaf}: {info.description}"
@@ -73,11 +74,12 @@ def _wrong_item(leaf: str, path: str, problem: Any, info: FieldInfo) -> str:
 
 
 def _no_leaf(path: str, problem: Any, leaves: Mapping[str, FieldInfo]) -> str:
+    """Return the message for a path that is a section, or that is unknown."""
     inside = [leaf for leaf in leaves if leaf.startswith(path + ".")]
     if inside:
-        value = (
-            "is empty" if problem["input"] is None else f"{quoted(problem['input'])} is no mapping"
-        )
+        value = "is empty"
+        if problem["input"] is not None:
+            value = f"{quoted(problem['input'])} is no mapping"
         return (
             f"{path} {value}; it is a section: give its fields, such as {inside[0]}, or leave"
             " it out"

@@ -1,4 +1,4 @@
-"""Words that error messages share: nearest names, and values as they are shown."""
+"""Phrases that error messages share: nearest names, and values as they are shown."""
 
 import difflib
 import json
@@ -8,29 +8,29 @@ from typing import Any, Literal
 
 
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """ "; did you mean 'grpo'?" where one of `known` is near `word`, else ""."""
+    """Return "; did you mean 'grpo'?" if one of `known` is near `word`, else ""."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def quoted(value: Any) -> str:
-    """A value as a message shows it, on one line and not without end."""
+    """Return a value as a message shows it: on one line of at most 80 characters."""
     text = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
     return text if len(text) <= 80 else text[:79] + "…"
 
 
 def few(names: Sequence[str]) -> str:
-    """The first three of these names, and how many more there are."""
+    """Return the first three names and the number of further ones."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def literals(annotation: Any) -> list[str]:
-    """The words an annotation allows, None and types left out."""
+    """Return the words that an annotation allows, without None and types."""
     if typing.get_origin(annotation) is Literal:
         return [str(word) for word in typing.get_args(annotation)]
     return [word for part in typing.get_args(annotation) for word in literals(part)]
 
 
 def sized(count: int) -> str:
-    """ "1.50 GiB", and below one "512.00 MiB"."""
+    """Return a number of bytes as "1.50 GiB", or below 1 GiB as "512.00 MiB"."""
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"

@@ -1,4 +1,4 @@
-"""Reading YAML as a person means it: every key once, 1e-6 a number, and faults said in one line."""
+"""Reader of YAML as a person means it: every key once, 1e-6 as a number, and errors in one line."""
 
 import json
 import re
@@ -13,8 +13,9 @@ from qarl.configs.errors import ConfigError
 
 
 class _OnceLoader(yaml.SafeLoader):
-    """Refuses a key that a mapping has twice; YAML's own loader lets the last win in silence.
-    Digits are decimal, with zeros in front too, and 1:30 is no number.
+    """Loader that refuses a key given twice in a mapping; YAML's own lets the last one win.
+
+    Digits are decimal even after a leading zero, and 1:30 is not a number.
     """
 
     def construct_yaml_int(self, node: Any) -> Any:
@@ -28,16 +29,15 @@ class _OnceLoader(yaml.SafeLoader):
         for key_node, _ in node.value:
             if key_node.tag == "tag:yaml.org,2002:merge":
                 continue  # its keys may be given again
-            key, line = (
-                self.construct_object(key_node, deep=deep),
-                key_node.start_mark.line + 1,
-            )  # pyright: ignore
-            if isinstance(key, str | int) and key in seen:
+            key = self.construct_object(key_node, deep=deep)
+            line = key_node.start_mark.line + 1  # pyright: ignore
+            if not isinstance(key, str | int):
+                continue
+            if key in seen:
                 raise yaml.MarkedYAMLError(
                     problem=f"key {key!r} is given twice, in lines {seen[key]} and {line}; keep one"
                 )
-            if isinstance(key, str | int):
-                seen[key] = line
+            seen[key] = line
         return super().construct_mapping(node, deep)
 
 
@@ -45,16 +45,16 @@ _OnceLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
     list("-+.0123456789"),
-)  # YAML 1.1 wants a dot and a sign
+)  # because YAML 1.1 requires a dot and a sign
 
-# 08, as 07
+# 08 is a number, as 07 is
 _OnceLoader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"[-+]?0\d+$"), list("-+0"))
 _OnceLoader.add_constructor("tag:yaml.org,2002:int", _OnceLoader.construct_yaml_int)
 
 
 def read_yaml(file: Path) -> dict[str, Any]:
-    """The keys and values of a UTF-8 file, {} where it is empty. Raises `ConfigError` for anything
-    else.
+    """Return the keys and values of a UTF-8 file, {} if it is empty. Raises `ConfigError` if it
+    cannot be read, or holds anything else.
     """
     try:
         tree = yaml.load(file.read_text(encoding="utf-8-sig"), _OnceLoader)
@@ -84,17 +84,17 @@ def read_yaml(file: Path) -> dict[str, Any]:
 
 
 def parse_value(text: str) -> Any:
-    """A YAML scalar or flow collection. Raises `yaml.YAMLError`."""
+    """Parse a YAML scalar or flow collection. Raises `yaml.YAMLError`."""
     return yaml.load(text, _OnceLoader)
 
 
 def as_text(value: Any) -> str:
-    """A value as an option has it, for `parse_value`: text and paths as they are, others as JSON,
-    which is YAML.
+    """Return a value as the text of an option, for `parse_value`: text and paths verbatim, others
+    as JSON, which is YAML.
     """
     return str(value) if isinstance(value, str | PathLike) else json.dumps(value, default=str)
 
 
 def as_texts(values: Mapping[str, Any]) -> dict[str, str]:
-    """Options → `as_text` of each."""
+    """Return each option with `as_text` of its value."""
     return {name: as_text(value) for name, value in values.items()}

@@ -1,1 +1,1 @@
-"""What a run may say: typed sections. Imports neither torch nor vllm."""
+"""Typed sections of a run's configuration. Imports neither torch nor vllm."""

@@ -1,5 +1,5 @@
-"""What every configuration section is built from, and sections chosen by name. Imports neither
-torch nor vllm.
+"""Base classes of configuration sections, and sections chosen by name. Imports neither torch nor
+vllm.
 """
 
 import os
@@ -25,29 +25,29 @@ Text = Annotated[str, Field(min_length=1)]
 COMMA_SEPARATED = BeforeValidator(
     lambda v: [part.strip() for part in v.split(",")] if isinstance(v, str) else v
 )
-"""Of a list that may be written `A,B`; where items hold commas it is given as a list."""
+"""Validator of a list that may be written `A,B`. If items contain commas, a list must be given."""
 
 LARGEST_SEED = 2**63 - 1
-"""torch's generators take 64 bits."""
+"""Largest seed, because torch's generators take 64 bits."""
 
 
 def at_home(path: str) -> str:
-    """With the user's home for a leading `~`, also of each of several functions' files, and of the
-    part behind hf:.
+    """Replace a leading `~` by the user's home folder, also after hf: and in each of several
+    comma-separated functions' files.
     """
     return re.sub(
         r"((?:^|,)\s*(?:hf:)?)(~[^/,]*)(?=/|$)",
-        lambda at: at[1] + os.path.expanduser(at[2]),
+        lambda match: match[1] + os.path.expanduser(match[2]),
         path,
     )
 
 
 PathText = Annotated[Text, AfterValidator(at_home)]
-"""A path, or what may be one: a name, or functions of files."""
+"""A path, or text that may contain one: a name, or functions of files."""
 
 
 class Section(BaseModel):
-    """A frozen group of fields; unknown keys, infinities and NaN are errors. Text may look like a
+    """Frozen group of fields. Unknown keys, infinities and NaN are errors; text may look like a
     number.
     """
 
@@ -58,69 +58,68 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _numbers(cls, data: Any) -> Any:
-        for name, field in cls.model_fields.items() if isinstance(data, dict) else ():
-            kinds, value = _leaves(field.annotation), data.get(name)
-            numeric = bool not in kinds and any(
-                kind in (int, float) or type(kind) is int for kind in kinds
-            )
-            if numeric and any(
-                type(part) is bool
-                for part in (value if isinstance(value, list | tuple) else [value])
-            ):
-                # Python takes True for 1
+        """Refuse true and false for numbers, because pydantic would take them for 1 and 0."""
+        if not isinstance(data, dict):
+            return data
+        for name, field in cls.model_fields.items():
+            kinds = _leaves(field.annotation)
+            value = data.get(name)
+            numbers = any(kind in (int, float) or type(kind) is int for kind in kinds)
+            parts = value if isinstance(value, list | tuple) else [value]
+            if numbers and bool not in kinds and any(type(part) is bool for part in parts):
                 raise ValueError(f"{name} {str(value).lower()} must be a number")
         return data
 
 
 def _leaves(annotation: Any) -> list[Any]:
-    """What it is made of: classes, and the values of literals."""
+    """Return the classes and the values of literals that an annotation is made of."""
     parts = typing.get_args(annotation)
     return [leaf for part in parts for leaf in _leaves(part)] if parts else [annotation]
 
 
 class Choice(Section):
-    """One alternative of a section whose `name` decides which other fields it has.
+    """Alternative of a section whose `name` decides which other fields it has.
 
-    So an option can only be given where it is used: one that the chosen alternative ignores is an
-    error, and every alternative has defaults of its own.
+    An option can only be given if it is used: one that the chosen alternative ignores is an error.
+    Every alternative has its own defaults.
     """
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
-        """The values of `name` that choose this class."""
+        """Return the values of `name` that choose this class."""
         return typing.get_args(cls.model_fields["name"].annotation)
 
     @classmethod
     def options(cls) -> list[str]:
-        """Its fields besides `name`."""
+        """Return the fields besides `name`."""
         return [field for field in cls.model_fields if field != "name"]
 
 
 def leaf_values(section: Section, prefix: str = "") -> dict[str, Any]:
-    """Dotted path → value of every field in it that is no section itself."""
+    """Return dotted path → value of every field of a section and its subsections."""
     values: dict[str, Any] = {}
     for name in type(section).model_fields:
         value = getattr(section, name)
-        values |= (
-            leaf_values(value, f"{prefix}{name}.")
-            if isinstance(value, Section)
-            else {prefix + name: value}
-        )
+        if isinstance(value, Section):
+            values |= leaf_values(value, f"{prefix}{name}.")
+        else:
+            values[prefix + name] = value
     return values
 
 
 def differing(one: Section, other: Section) -> dict[str, tuple[Any, Any]]:
-    """Dotted path → both values of every field in which they differ; None in a section that lacks
-    it.
+    """Return dotted path → both values of every field in which the sections differ. The value is
+    None in a section that lacks the field.
     """
-    before, after = leaf_values(one), leaf_values(other)
+    before = leaf_values(one)
+    after = leaf_values(other)
     paths = [path for path in {**before, **after} if before.get(path) != after.get(path)]
     return {path: (before.get(path), after.get(path)) for path in paths}
 
 
 def alternatives(annotation: Any) -> tuple[type[Section], ...]:
-    """The sections a field's annotation allows: several for a choice, one for a plain section, none
-    for a value.
+    """Return the sections that a field's annotation allows: several for a choice, one for a plain
+    section, none for a value.
     """
     parts = typing.get_args(annotation) or (annotation,)
     sections = tuple(part for part in parts if isinstance(part, type) and issubclass(part, Section))
@@ -128,12 +127,11 @@ def alternatives(annotation: Any) -> tuple[type[Section], ...]:
 
 
 def chooser(kind: str, path: str, union: Any, default: str | None = None) -> Callable[[Any], Any]:
-    """A validator that runs before the union's own: fills in the default name and refuses what does
-    not fit.
+    """Return a validator that runs before the union's own. It fills in the default name, and raises
+    `ValueError` for an unknown name and for an option that the chosen alternative does not have.
 
-    kind, path: what is chosen, and where, for messages. union: of `Choice` classes. default: the
-    name where none is given; None where the enclosing section fills it in. Raises `ValueError` for
-    an unknown name and for an option that the chosen alternative does not have.
+    kind, path: noun and dotted path of the section, for messages. union: of `Choice` classes.
+    default: name to use if none is given; None if the enclosing section fills it in.
     """
     by_name = {name: section for section in typing.get_args(union) for name in section.names()}
 
@@ -148,23 +146,24 @@ def chooser(kind: str, path: str, union: Any, default: str | None = None) -> Cal
             )
         options = by_name[name].options()
         for option in value:
-            if option not in ("name", *options):
-                having = [n for n, section in by_name.items() if option in section.options()]
-                where = f"is an option of {', '.join(having)}" if having else "is unknown"
-                remedy = f", or give --{path}.name {having[-1]}" if having else ""
-                takes = ", ".join(options) or "no options"
-                raise ValueError(
-                    f"{option!r} {where}, not of {kind} {name!r}, which takes {takes}; leave it"
-                    f" out{remedy}"
-                )
+            if option in ("name", *options):
+                continue
+            having = [n for n, section in by_name.items() if option in section.options()]
+            where = f"is an option of {', '.join(having)}" if having else "is unknown"
+            remedy = f", or give --{path}.name {having[-1]}" if having else ""
+            takes = ", ".join(options) or "no options"
+            raise ValueError(
+                f"{option!r} {where}, not of {kind} {name!r}, which takes {takes}; leave it"
+                f" out{remedy}"
+            )
         return {**value, "name": name}
 
     return check
 
 
 def pattern_fault(pattern: str) -> str | None:
-    """What is wrong with a pattern over layer names (`quant.checkpoint.patterns`), after its
-    quotation; or None.
+    """Return what is wrong with a pattern over layer names (`quant.checkpoint.patterns`), to follow
+    the quoted pattern in a message, or None.
     """
     kind, _, count = pattern.partition(":")
     if not pattern:

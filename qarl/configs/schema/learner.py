@@ -1,4 +1,4 @@
-"""How the policy is learned: `learner.*` of the configuration."""
+"""Sections of the learner: `learner.*` of the configuration."""
 
 from typing import Annotated, Any, Literal, get_args
 
@@ -23,7 +23,7 @@ _Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerConfig(Section):
-    """Which optimizer steps the masters."""
+    """Optimizer that steps the masters."""
 
     name: Literal["adamw", "muon"] = Field(
         default="muon",
@@ -101,12 +101,12 @@ class OptimizerConfig(Section):
     )
 
     def rounding_of(self, master_dtype: str) -> Literal["nearest", "stochastic"]:
-        """How masters of that dtype are rounded."""
+        """Return the rounding of masters of `master_dtype`."""
         return self.rounding or ("nearest" if master_dtype == "float32" else "stochastic")
 
 
 class LearnerConfig(Section):
-    """How the policy is learned."""
+    """Learning of the policy."""
 
     aligned: bool = Field(
         default=True,
@@ -267,21 +267,20 @@ class LearnerConfig(Section):
 
     @property
     def base_on_host(self) -> bool:
-        """Whether LoRA's frozen matrices wait in the host's memory."""
+        """Whether LoRA's frozen matrices are offloaded to the host's memory."""
         return isinstance(self.lora, LoraConfig) and self.lora.base == "host"
 
     @model_validator(mode="before")
     @classmethod
     def _objective_defaults(cls, data: Any) -> Any:
-        """Correction and aggregation, where none is named, are the objective's own."""
+        """Fill in the objective's own correction and aggregation if none is named."""
         if not isinstance(data, dict):
             return data
         objective = data.get("objective", {})
-        name = (
-            objective.get("name", "tbpo")
-            if isinstance(objective, dict)
-            else getattr(objective, "name", None)
-        )
+        if isinstance(objective, dict):
+            name = objective.get("name", "tbpo")
+        else:
+            name = getattr(objective, "name", None)
         section = next((s for s in get_args(AnyObjective) if name in s.names()), TbpoConfig)
         defaults = {
             "correction": section.default_correction,
@@ -290,11 +289,9 @@ class LearnerConfig(Section):
         filled = dict(data)
         for part, default in defaults.items():
             options = data.get(part, {})
-            filled[part] = (
-                {**default, **options}
-                if isinstance(options, dict) and "name" not in options
-                else options
-            )
+            if isinstance(options, dict) and "name" not in options:
+                options = {**default, **options}
+            filled[part] = options
         return filled
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""Low-rank adapters on frozen masters, or none. docs/guide/lora.md says what is trained then."""
+"""Section `learner.lora`: low-rank adapters on frozen masters, or none (docs/guide/lora.md)."""
 
 from typing import Annotated, Literal
 
@@ -13,13 +13,15 @@ _LORA = (
 
 
 class NoLora(Choice):
-    """Every master is trained."""
+    """All masters are trained."""
 
     name: Literal["none"] = Field(default="none", description=_LORA)
 
 
 class LoraConfig(Choice):
-    """W + alpha/rank · B A. There is no dropout: sampler and learner have to be one policy."""
+    """Adapted weights W + alpha/rank · B A, without dropout, because sampler and learner have to be
+    one policy.
+    """
 
     name: Literal["lora"] = Field(default="lora", description=_LORA)
     rank: int = Field(

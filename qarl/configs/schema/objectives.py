@@ -1,8 +1,8 @@
-"""What is maximized: objectives, corrections, aggregations and the KL penalty, each chosen by its
-name.
+"""Sections of the loss: objectives, corrections, aggregations and the KL penalty, each chosen by
+its name.
 
-docs/reference/objectives.md derives every one. Bounds are on ratios: 4e-4 allows a ratio of 1.0004.
-`default_correction` and `default_aggregation` are what a run takes that names none.
+docs/reference/objectives.md derives all of them. Bounds are on ratios: 4e-4 allows a ratio of
+1.0004.
 """
 
 from typing import Annotated, Any, ClassVar, Literal
@@ -26,11 +26,14 @@ _DUAL = "Upper ratio bound for negative advantages (c)."
 
 
 class Objective(Choice):
-    """uses_ratio: whether it compares the current policy with an older one."""
+    """Objective to maximize, with the correction and aggregation of a run that names none."""
 
     default_correction: ClassVar[dict[str, Any]] = {"name": "token_tis"}
+    """Correction of a run that names none."""
     default_aggregation: ClassVar[str] = "seq-mean-token-mean"
+    """Name of the aggregation of a run that names none."""
     uses_ratio: ClassVar[bool] = True
+    """Whether the objective compares the current policy with an older one."""
 
 
 class TbpoConfig(Objective):
@@ -59,7 +62,7 @@ class TbpoConfig(Objective):
 
 
 class GrpoConfig(Objective):
-    """Token ratio clipped as in PPO; the usual baseline."""
+    """Token ratio, clipped as in PPO; the usual baseline."""
 
     name: Literal["grpo"] = Field(default="grpo", description=_OBJECTIVE)
     clip_low: float = Field(default=0.2, gt=0, lt=1, description=_LOW)
@@ -67,7 +70,7 @@ class GrpoConfig(Objective):
 
 
 class PositiveGrpoConfig(Objective):
-    """GRPO on samples of positive advantage alone, which have no lower bound."""
+    """GRPO on samples of positive advantage only, which have no lower bound."""
 
     name: Literal["positive_grpo"] = Field(default="positive_grpo", description=_OBJECTIVE)
     clip_high: float = Field(default=0.2, gt=0, description=_HIGH)
@@ -105,7 +108,7 @@ class GspoDualClipConfig(GspoConfig):
 
 
 class SapoConfig(Objective):
-    """A soft gate in place of a clip, with the temperatures SAPO recommends."""
+    """Soft gate instead of a clip, with the temperatures that SAPO recommends."""
 
     name: Literal["sapo"] = Field(default="sapo", description=_OBJECTIVE)
     tau_positive: float = Field(
@@ -130,14 +133,14 @@ class CispoConfig(Objective):
 
 
 class OnPolicyConfig(Objective):
-    """One update a batch: no ratio, no options."""
+    """One update per batch, without a ratio and without options."""
 
     uses_ratio: ClassVar[bool] = False
     name: Literal["on_policy"] = Field(default="on_policy", description=_OBJECTIVE)
 
 
 class PgSeqIsConfig(Objective):
-    """REINFORCE under the whole sequence's importance weight."""
+    """REINFORCE with the importance weight of the whole sequence."""
 
     default_correction: ClassVar[dict[str, Any]] = {
         "name": "none",
@@ -148,7 +151,7 @@ class PgSeqIsConfig(Objective):
 
 
 class OwnConfig(Objective):
-    """A function of your own, called as those in `learner/objectives/` are; see
+    """Your own function, which is called like those in `learner/objectives/`; see
     `learner.objectives.own`.
     """
 
@@ -188,7 +191,7 @@ _RATIO_FROM = (
 
 
 class NoCorrection(Choice):
-    """No weight."""
+    """No correction weight."""
 
     name: Literal["none"] = Field(default="none", description=_CORRECTION)
     ratio_from: Literal["learner", "sampler"] = Field(default="learner", description=_RATIO_FROM)
@@ -208,7 +211,7 @@ class TruncatedConfig(Choice):
 
 
 class TokenMisConfig(Choice):
-    """Masked importance sampling, bounds of IcePop."""
+    """Masked importance sampling, with the bounds of IcePop."""
 
     name: Literal["token_mis"] = Field(default="token_mis", description=_CORRECTION)
     cap: float = Field(default=5.0, ge=1, description="Largest weight; a larger one becomes 0.")
@@ -219,7 +222,7 @@ class TokenMisConfig(Choice):
 
 
 class SequenceMisConfig(Choice):
-    """Masked by the whole sequence's weight, from above alone."""
+    """Masked importance sampling by the weight of the whole sequence, bounded only from above."""
 
     name: Literal["sequence_mis"] = Field(default="sequence_mis", description=_CORRECTION)
     cap: float = Field(default=2.0, ge=1, description="Largest weight; a larger one becomes 0.")
@@ -238,15 +241,15 @@ CorrectionChoice = Annotated[
 
 
 def ratio_from(correction: Any) -> str:
-    """ "learner" or "sampler"; corrections that weight by learner over sampler allow the learner
-    alone.
+    """Return the denominator of a correction's ratio: "learner" or "sampler". Corrections that
+    weight by learner over sampler allow only the learner.
     """
     return getattr(correction, "ratio_from", "learner")
 
 
 class MeanAggregation(Choice):
-    """token-mean: over all tokens of a mini-batch. seq-mean-token-mean: within each response, then
-    over them.
+    """Mean over all tokens of a mini-batch (token-mean), or within each response and then over
+    responses (seq-mean-token-mean).
     """
 
     name: Literal["token-mean", "seq-mean-token-mean"] = Field(
@@ -274,13 +277,13 @@ AggregationChoice = Annotated[
 
 
 class NoKl(Choice):
-    """No KL penalty, no reference policy in memory."""
+    """No KL penalty, and no reference policy in memory."""
 
     name: Literal["none"] = Field(default="none", description=_KL_PENALTY)
 
 
 class KlConfig(Choice):
-    """A penalty on the distance from the policy the run started with."""
+    """Penalty on the distance from the policy that the run started with."""
 
     name: Literal["k1", "k2", "k3"] = Field(default="k3", description=_KL_PENALTY)
     coefficient: float = Field(

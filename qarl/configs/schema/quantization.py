@@ -1,6 +1,4 @@
-"""Where a weight version's codes and scales come from: `quantization.*` of the configuration.
-docs/guide/scales.md
-"""
+"""Section `quantization`: codes and scales of a weight version (docs/guide/scales.md)."""
 
 from typing import Literal
 
@@ -12,7 +10,7 @@ ScaleRule = Literal["minmax", "kept"]
 
 
 class QuantizationConfig(Section):
-    """How masters become codes within a scheme."""
+    """Quantization of masters to codes within a scheme."""
 
     scale: ScaleRule = Field(
         default="minmax",

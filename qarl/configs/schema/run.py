@@ -1,6 +1,6 @@
-"""The typed configuration tree. Imports neither torch nor vllm; unknown keys are errors.
+"""Typed configuration tree of a run. Imports neither torch nor vllm; unknown keys are errors.
 
-Core fields come first in each section, advanced ones after. Every field is set by YAML or by a
+Core fields come first in each section, advanced ones after. Every field can be set in YAML or by a
 dotted override (`--learner.optimizer.lr 3e-4`).
 """
 
@@ -23,14 +23,14 @@ from qarl.configs.schema.servers import Servers
 from qarl.configs.schema.task import TaskConfig
 from qarl.configs.schemes import UNQUANTIZED
 
-_MOST_PROMPTS, LONGEST = 10**6, 2**24
-"""Prompts, sequences or problems at once, and tokens of a sequence: bounds that only slips of the
-hand exceed.
-"""
+_MOST_PROMPTS = 10**6
+"""Upper limit on prompts, sequences or problems at once, which only typing errors exceed."""
+LONGEST = 2**24
+"""Upper limit on the tokens of a sequence, which only typing errors exceed."""
 
 
 class RolloutConfig(Section):
-    """Sampling."""
+    """Sampling of completions."""
 
     prompts: int = Field(
         default=32,
@@ -212,12 +212,12 @@ class RolloutConfig(Section):
 
     @property
     def longest(self) -> int:
-        """Tokens a prompt and its completion may have together."""
+        """Most tokens that a prompt and its completion may have together."""
         return self.max_prompt_tokens + self.max_new_tokens
 
 
 class SyncConfig(Section):
-    """Publishing and its proofs."""
+    """Publishing of weights, and the checks that prove it."""
 
     canary_every: int = Field(
         default=50,
@@ -256,7 +256,7 @@ class SyncConfig(Section):
 
 
 class EvalConfig(Section):
-    """Held-out accuracy."""
+    """Evaluation on held-out problems."""
 
     problems: int = Field(
         default=256,
@@ -326,7 +326,7 @@ class EvalConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Checkpoints to resume from."""
+    """Checkpoints to resume a run from."""
 
     every: int = Field(
         default=50,
@@ -354,9 +354,7 @@ class CheckpointConfig(Section):
 
 
 class LayerRule(Section):
-    """Some layers in a scheme of their own. Written `PATTERN=SCHEME`, or as a mapping of the two
-    fields.
-    """
+    """Scheme of some layers. Written `PATTERN=SCHEME`, or as a mapping of the two fields."""
 
     match: str = Field(
         description=(
@@ -391,18 +389,17 @@ class LayerRule(Section):
 
 
 def _rules_from_text(value: Any) -> Any:
-    """`PATTERN=SCHEME,PATTERN=SCHEME` → its parts. A comma ends a rule after a scheme alone:
-    patterns have some.
+    """Split `PATTERN=SCHEME,PATTERN=SCHEME` into its rules.
+
+    A comma ends a rule only after a scheme, because patterns may contain commas.
     """
-    return (
-        re.sub(r"(=[\w.-]+)\s*,\s*", r"\1\n", value).splitlines()
-        if isinstance(value, str)
-        else value
-    )
+    if not isinstance(value, str):
+        return value
+    return re.sub(r"(=[\w.-]+)\s*,\s*", r"\1\n", value).splitlines()
 
 
 class RunConfig(Section):
-    """A whole run."""
+    """Configuration of a whole run."""
 
     model: PathText = Field(
         default="tiny-qwen3",

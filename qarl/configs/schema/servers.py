@@ -1,6 +1,4 @@
-"""Where a run samples, when not inside itself: servers by number or by URL. Imports neither torch
-nor vllm.
-"""
+"""Servers that a run samples on, given by number or by URL. Imports neither torch nor vllm."""
 
 from typing import Annotated
 from urllib.parse import urlsplit
@@ -10,6 +8,7 @@ from pydantic import AfterValidator
 from qarl.configs.schema.base import COMMA_SEPARATED
 
 _MOST = 1024
+"""Largest number of servers that a run may start."""
 
 
 def _checked(servers: int | tuple[str, ...]) -> int | tuple[str, ...]:
@@ -46,4 +45,4 @@ def _address(url: str) -> str:
 
 
 Servers = Annotated[int | tuple[str, ...], COMMA_SEPARATED, AfterValidator(_checked)]
-"""So many servers of the run's own, or those that run at these addresses."""
+"""Number of servers that the run starts itself, or the addresses of servers that run already."""

@@ -1,4 +1,4 @@
-"""Where prompts and rewards come from: `task.*` of the configuration."""
+"""Section `task`: source of prompts and rewards."""
 
 from typing import Any, Literal
 
@@ -7,10 +7,11 @@ from pydantic import Field, model_validator
 from qarl.configs.schema.base import PathText, Section, Text
 
 VERIFIERS = "verifiers:"
+"""Prefix of a task's name that is an environment of the verifiers package."""
 
 
 class TaskConfig(Section):
-    """Where prompts and rewards come from."""
+    """Source of prompts and rewards."""
 
     name: PathText = Field(
         default="chain_sum",
@@ -148,5 +149,5 @@ class TaskConfig(Section):
 
     @property
     def speaks(self) -> bool:
-        """Whether something of the task's speaks with the policy over several turns."""
+        """Whether the task talks with the policy over several turns."""
         return bool(self.environment or self.rollout) or self.name.startswith(VERIFIERS)
