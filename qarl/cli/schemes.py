@@ -58,7 +58,7 @@ class SchemeRow:
 
     @property
     def runs(self) -> bool:
-        """Whether this machine has a kernel and the model's layers fit the scheme."""
+        """Return whether this machine has a kernel and the model's layers fit the scheme."""
         return bool(self.kernel) and not self.shape_reason
 
 

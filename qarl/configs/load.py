@@ -71,7 +71,7 @@ def config_file(name: str) -> Path:
 
 
 def is_embedded(name: str) -> bool:
-    """Whether `name` is an embedded model's. Each has a shipped configuration of the same name."""
+    """Return whether `name` is an embedded model's. Each has a shipped configuration of its name."""
     return name.startswith(_EMBEDDED) and name in shipped_names()
 
 
@@ -103,7 +103,7 @@ def field_paths(section: type[Section] = RunConfig, prefix: str = "") -> dict[st
 
 
 def is_option(path: str) -> bool:
-    """Whether `--path` is the option of a field, or of a key in a free-form field."""
+    """Return whether `--path` is the option of a field, or of a key in a free-form field."""
     known = field_paths()
     parent = path.rpartition(".")[0]
     return path in known or (parent in known and known[parent].annotation == dict[str, Any])
@@ -203,7 +203,7 @@ def refuse_unknown(tree: dict[str, Any], source: str) -> None:
 
 
 def _is_nested(tree: Any, path: str) -> bool:
-    """Whether a path leads through mappings, rather than being one key with dots."""
+    """Return whether a path leads through mappings, rather than being one key with dots."""
     for key in path.split("."):
         if not isinstance(tree, dict) or key not in tree:
             return False
@@ -235,7 +235,7 @@ def _field_of(location: tuple[str | int, ...]) -> str:
 
 
 def _names_another_objective(tree: dict[str, Any], name: Any) -> bool:
-    """Whether an override names another objective than a file's tree does."""
+    """Return whether an override names another objective than a file's tree does."""
     learner = tree.get("learner")
     written = learner.get("objective", {}) if isinstance(learner, dict) else None
     if name is None or not isinstance(written, dict):

@@ -37,7 +37,7 @@ class Codes:
     of two (MXFP4).
     """
     symmetric: bool = True
-    """Whether there is no zero point."""
+    """True if there is no zero point."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class SchemeSpec:
         return rows * columns * bits // 8 + scales * scale_bytes + extra
 
     def fits(self, shape: tuple[int, int]) -> bool:
-        """Whether a matrix of `shape` (O, I) divides into groups, blocks and int32s of codes."""
+        """Return whether `shape` (O, I) divides into groups, blocks and int32s of codes."""
         rows, columns = shape
         codes = self.weights
         if codes is None:

@@ -267,7 +267,7 @@ class LearnerConfig(Section):
 
     @property
     def base_on_host(self) -> bool:
-        """Whether LoRA's frozen matrices are offloaded to the host's memory."""
+        """Return whether LoRA's frozen matrices are offloaded to the host's memory."""
         return isinstance(self.lora, LoraConfig) and self.lora.base == "host"
 
     @model_validator(mode="before")

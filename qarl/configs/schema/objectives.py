@@ -33,7 +33,7 @@ class Objective(Choice):
     default_aggregation: ClassVar[str] = "seq-mean-token-mean"
     """Name of the aggregation of a run that names none."""
     uses_ratio: ClassVar[bool] = True
-    """Whether the objective compares the current policy with an older one."""
+    """True if the objective compares the current policy with an older one."""
 
 
 class TbpoConfig(Objective):

@@ -506,13 +506,13 @@ class RunConfig(Section):
 
     @property
     def engine_here(self) -> bool:
-        """Whether the run has an engine in its own processes, rather than servers or none."""
+        """Return whether the run has an engine in its own processes, not servers or none."""
         return self.from_rollouts is None and self.rollout.servers is None
 
     @property
     def shares_engine(self) -> bool:
-        """Whether the learner keeps no kernel layout of its own: it multiplies with the layers of
-        an engine in its process, or with its masters.
+        """Return whether the learner keeps no kernel layout of its own, because it multiplies with
+        the layers of an engine in its process, or with its masters.
         """
         learner = self.learner
         engines = learner.kernel in ("auto", "vllm") and learner.operators != "transformers"

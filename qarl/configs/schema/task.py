@@ -149,5 +149,5 @@ class TaskConfig(Section):
 
     @property
     def speaks(self) -> bool:
-        """Whether the task talks with the policy over several turns."""
+        """Return whether the task talks with the policy over several turns."""
         return bool(self.environment or self.rollout) or self.name.startswith(VERIFIERS)
