@@ -71,7 +71,7 @@ def config_file(name: str) -> Path:
 
 
 def is_embedded(name: str) -> bool:
-    """Return whether `name` is an embedded model's. Each has a shipped configuration of its name."""
+    """Return whether `name` is an embedded model's, which has a shipped configuration."""
     return name.startswith(_EMBEDDED) and name in shipped_names()
 
 
