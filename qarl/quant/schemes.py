@@ -1,8 +1,8 @@
-"""Named quantization schemes: what `configs.schemes` says of each, with its rounding ranges and
-ignored layers.
+"""Named quantization schemes, built from the table in `configs.schemes`.
 
 A scheme wraps a `compressed_tensors.QuantizationScheme`. Materialization, the learner's products,
 the published stream and the `quantization_config` vLLM reads are all derived from that one object.
+This module also has the code ranges and the layers that every scheme leaves unquantized.
 
 Axes: O output rows, I input columns, Q quantization groups.
 """
@@ -42,21 +42,26 @@ MASTER_DTYPES = {
 _PROTECTED = re.compile(
     r"lm_head|.*embed_tokens|.*\.(gate(\.wg)?|router(\.\w+)?|shared_expert_gate)"
 )
-"""Layers every scheme leaves in the compute dtype: embeddings, output head, expert routers."""
+"""Names of layers that every scheme leaves in the compute dtype: embeddings, output head, expert
+routers.
+"""
 
 FP8_MAX = float(torch.finfo(torch.float8_e4m3fn).max)
+"""Largest e4m3 value, 448."""
 FP4_MAX = 6.0
+"""Largest e2m1 value."""
 
 INPUT_GLOBAL_SCALE = 1.0
-"""NVFP4 stores activations as code · e4m3 scale / input_global_scale, and expects that factor from
-a calibration.
+"""Factor in NVFP4 activations, which are stored as code · e4m3 scale / input_global_scale.
 
-In reinforcement learning nothing is calibrated: a factor measured on the first policy would clip
-the later one's outliers, and one that is measured again and again would make a weight version
-depend on the data it last saw. So it is 1, what compressed-tensors gives layers no calibration
-token reached. Groups of 16 activations with a maximum from 0.09 to 2688 then have a scale of full
-e4m3 precision, smaller ones a coarser one, and below 0.006 they become zero. Learner and engine do
-the same, so training sees, and learns around, what that costs.
+NVFP4 expects this factor from a calibration. In reinforcement learning nothing is calibrated. A
+factor measured on the first policy would clip the outliers of later ones, and a factor measured
+again and again would make a weight version depend on the data it last saw. So it is 1, which is
+what compressed-tensors gives a layer that no calibration token reached.
+
+A group of 16 activations whose maximum lies between 0.09 and 2688 then has a scale of full e4m3
+precision. Groups with a smaller maximum have a coarser scale, and below 0.006 they become zero.
+Learner and engine do the same, so training sees this cost and learns around it.
 """
 
 _MEANING = attrgetter(
@@ -68,48 +73,42 @@ _MEANING = attrgetter(
     "symmetric",
     "dynamic",
 )
+"""Fields of `QuantizationArgs` that decide what is computed, as a tuple."""
 _GROUPED = (QuantizationStrategy.GROUP, QuantizationStrategy.TENSOR_GROUP)
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """How weights and activations of a model's linear layers are represented.
-
-    name, format: as in `configs.schemes.SchemeSpec`. quantization, format: None for the unquantized
-    `bf16` scheme.
-    """
+    """Representation of the weights and activations of a model's linear layers."""
 
     name: str
+    """Name in `configs.schemes.SCHEME_SPECS`."""
     quantization: QuantizationScheme | None
+    """Arguments of weights and activations; None for the unquantized `bf16` scheme."""
     format: CompressionFormat | None = None
+    """Storage format, as in `configs.schemes.SchemeSpec`; None for the unquantized scheme."""
 
     @property
     def weights(self) -> QuantizationArgs | None:
-        """Weight arguments (bits, strategy, group size), None when unquantized."""
+        """Weight arguments (bits, strategy, group size); None if weights are unquantized."""
         return self.quantization.weights if self.quantization else None
 
     @property
     def activations(self) -> QuantizationArgs | None:
-        """Dynamic input-activation arguments, None when activations stay in the compute dtype."""
+        """Dynamic input-activation arguments; None if activations stay in the compute dtype."""
         return self.quantization.input_activations if self.quantization else None
 
     @property
     def group_size(self) -> int | None:
-        """Input columns that share one scale; None when a whole row does (or nothing is
-        quantized).
-        """
+        """Input columns that share a scale; None if a full row does, or if nothing is quantized."""
+        if self.block:
+            return self.block[1]
         args = self.weights
-        return (
-            self.block[1]
-            if self.block
-            else args.group_size
-            if args and args.strategy in _GROUPED
-            else None
-        )
+        return args.group_size if args and args.strategy in _GROUPED else None
 
     @property
     def block(self) -> tuple[int, int] | None:
-        """(rows, columns) that share one scale, where scales go by blocks of both; else None."""
+        """(rows, columns) of the blocks that share a scale; None for schemes without blocks."""
         args = self.weights
         if (
             args is None
@@ -121,36 +120,35 @@ class Scheme:
 
     @property
     def packs_integers(self) -> bool:
-        """Whether integer codes are stored several to an int32."""
+        """Return whether several integer codes are stored in one int32."""
         return self.format == CompressionFormat.pack_quantized
 
     @property
     def input_global_scale(self) -> float | None:
-        """The fp32 factor above NVFP4 activation scales, the same for every layer; None for other
-        activations.
+        """Fp32 factor above NVFP4 activation scales, the same for every layer.
+
+        None for other activations.
         """
         args = self.activations
-        return (
-            INPUT_GLOBAL_SCALE
-            if args and args.strategy == QuantizationStrategy.TENSOR_GROUP
-            else None
-        )
+        has_factor = args and args.strategy == QuantizationStrategy.TENSOR_GROUP
+        return INPUT_GLOBAL_SCALE if has_factor else None
 
     @property
     def fuses_scales(self) -> bool:
-        """Whether a tensor-wide weight scale must agree over layers the engine multiplies together
-        (q, k and v).
+        """Return whether layers that the engine multiplies together (q, k and v) share a
+        tensor-wide weight scale.
         """
         args = self.weights
         return args is not None and args.strategy == QuantizationStrategy.TENSOR_GROUP
 
     def leaves_alone(self, layer: str) -> bool:
-        """Whether the linear layer of this checkpoint name stays in the compute dtype."""
+        """Return whether the linear layer of this checkpoint name stays in the compute dtype."""
         return self.quantization is None or is_protected(layer)
 
     def check_layer(self, layer: str, shape: tuple[int, int]) -> None:
         """Raise `SchemeError` if a weight of `shape` (O, I) cannot be stored in this scheme."""
-        spec, (rows, columns) = SCHEME_SPECS[self.name], shape
+        spec = SCHEME_SPECS[self.name]
+        rows, columns = shape
         codes = spec.weights
         if codes is None or spec.fits(shape):
             return
@@ -174,11 +172,19 @@ def write_quantization_config(
     ignore: Sequence[str],
     kv_cache: str | None = None,
 ) -> dict[str, Any] | None:
-    """The `quantization_config` for config.json; None without groups. groups: quantized schemes and
-    the targets of each, module classes or layer names as readers match them. ignore: layers in the
-    compute dtype. kv_cache: "fp8", or None.
+    """Return the `quantization_config` for config.json; None if there are no groups.
+
+    Args:
+        groups: quantized schemes with the targets of each. A target is a module class or a layer
+            name, in the form that readers of the file match.
+        ignore: layers in the compute dtype.
+        kv_cache: "fp8", or None for a cache in the compute dtype.
+
+    Raises:
+        SchemeError: `kv_cache` is set but there are no groups.
     """
-    written, formats = {}, []
+    written = {}
+    formats = []
     for scheme, targets in groups:
         assert scheme.quantization is not None
         assert scheme.format is not None
@@ -193,9 +199,11 @@ def write_quantization_config(
     if not written:
         return None
     cache = QuantizationArgs(num_bits=8, type=QuantizationType.FLOAT, dynamic=False)
+    same_format = len(set(formats)) == 1
+    overall_format = formats[0] if same_format else CompressionFormat.mixed_precision
     config = QuantizationConfig(
         config_groups=written,
-        format=(formats[0] if len(set(formats)) == 1 else CompressionFormat.mixed_precision).value,
+        format=overall_format.value,
         ignore=list(ignore),
         quantization_status=QuantizationStatus.COMPRESSED,
         kv_cache_scheme=None if kv_cache is None else cache,
@@ -204,12 +212,12 @@ def write_quantization_config(
 
 
 def is_protected(layer: str) -> bool:
-    """Whether a layer is an embedding, an output head or a router by its name."""
+    """Return whether a layer's name is that of an embedding, an output head or a router."""
     return _PROTECTED.fullmatch(layer) is not None
 
 
 def _scheme(spec: SchemeSpec) -> Scheme:
-    """A line of the table in compressed-tensors' words."""
+    """Return the scheme of one line of the table, in compressed-tensors' terms."""
     if spec.weights is None:
         return Scheme(spec.name, None)
     activations = None if spec.activations is None else _arguments(spec.activations, dynamic=True)
@@ -225,7 +233,10 @@ def _scheme(spec: SchemeSpec) -> Scheme:
 
 
 def _arguments(codes: Codes, dynamic: bool) -> QuantizationArgs:
-    """dynamic: of an activation, whose scales are made as it comes."""
+    """Return the compressed-tensors arguments of weight or activation codes.
+
+    dynamic: True for activations, whose scales are computed at each forward.
+    """
     arguments: dict[str, Any] = {
         "num_bits": codes.bits,
         "type": codes.kind,
@@ -244,7 +255,8 @@ def _arguments(codes: Codes, dynamic: bool) -> QuantizationArgs:
         arguments |= {"scale_dtype": torch.uint8, "zp_dtype": torch.uint8}
     elif codes.scale == "e4m3":
         arguments |= {"strategy": "tensor_group", "scale_dtype": torch.float8_e4m3fn}
-        if dynamic:  # but for the scale over all of a tensor, which a checkpoint brings
+        if dynamic:
+            # LOCAL: group scales are dynamic, the tensor-wide one comes from the checkpoint.
             return QuantizationArgs(
                 **arguments, dynamic=DynamicType.LOCAL, observer="static_minmax"
             )
@@ -252,11 +264,13 @@ def _arguments(codes: Codes, dynamic: bool) -> QuantizationArgs:
 
 
 SCHEMES: dict[str, Scheme] = {name: _scheme(spec) for name, spec in SCHEME_SPECS.items()}
+"""All schemes, by name."""
 
 
 def get_scheme(name: str) -> Scheme:
-    """The scheme of that name. Raises `SchemeError` quoting the name, the known ones and the
-    nearest.
+    """Return the scheme of that name.
+
+    Raises `SchemeError`, which quotes the name, the known ones and the nearest, if it is unknown.
     """
     check_scheme_name(name)
     return SCHEMES[name]
@@ -265,49 +279,50 @@ def get_scheme(name: str) -> Scheme:
 def scheme_of_args(
     weights: QuantizationArgs | None, activations: QuantizationArgs | None
 ) -> Scheme | None:
-    """The named scheme with these arguments, as an engine parsed them from a checkpoint; None if
-    none is known.
+    """Return the named scheme with these arguments, which an engine parsed from a checkpoint.
+
+    None if no scheme has them.
     """
 
     def meaning(args: QuantizationArgs | None) -> tuple[Any, ...] | None:
         return args and _MEANING(args)
 
-    wanted = meaning(weights), meaning(activations)
-    return next(
-        (s for s in SCHEMES.values() if (meaning(s.weights), meaning(s.activations)) == wanted),
-        None,
-    )
+    wanted = (meaning(weights), meaning(activations))
+    for scheme in SCHEMES.values():
+        if (meaning(scheme.weights), meaning(scheme.activations)) == wanted:
+            return scheme
+    return None
 
 
 def is_integer(args: QuantizationArgs) -> bool:
-    """Whether codes are integers, else floating-point."""
+    """Return whether codes are integers rather than floating-point numbers."""
     return args.type == QuantizationType.INT
 
 
 def describe_weights(scheme: Scheme) -> str:
-    """A scheme's weights in words, e.g. "int4, group 128"."""
+    """Describe a scheme's weights, e.g. "int4, group 128"."""
     args = scheme.weights
     if args is None:
         return "compute dtype"
     if scheme.block:
         return f"{_type(args)}, block {scheme.block[0]}×{scheme.block[1]}"
-    return (
-        f"{_type(args)}, group {scheme.group_size}"
-        if scheme.group_size
-        else f"{_type(args)}, per channel"
-    )
+    if scheme.group_size:
+        return f"{_type(args)}, group {scheme.group_size}"
+    return f"{_type(args)}, per channel"
 
 
 def describe_activations(scheme: Scheme) -> str:
-    """A scheme's activations in words, e.g. "int8, dynamic per token"."""
+    """Describe a scheme's activations, e.g. "int8, dynamic per token"."""
     args = scheme.activations
     if args is None:
         return "compute dtype"
     span = f"token group {args.group_size}" if args.strategy in _GROUPED else "token"
-    return f"{_type(args)}{'' if args.symmetric else ' asymmetric'}, dynamic per {span}"
+    symmetry = "" if args.symmetric else " asymmetric"
+    return f"{_type(args)}{symmetry}, dynamic per {span}"
 
 
 def _type(args: QuantizationArgs) -> str:
+    """Return the name of the codes' number format."""
     if is_integer(args):
         return f"int{args.num_bits}"
     if args.num_bits == 8:

@@ -1,17 +1,17 @@
-"""Master weight → low-bit codes and scales, in the layout compressed-tensors checkpoints and vLLM
-use.
+"""Quantize master weights to low-bit codes and scales, laid out as in compressed-tensors and vLLM.
 
 The arithmetic is that of compressed-tensors' `calculate_qparams`, `generate_gparam` and its
-compressors, bit for bit (tests/quant/test_materialize.py holds them together). Codes are computed
-with the *stored* scale, so neither learner nor engine rounds again. One file a kind of code:
+compressors, bit for bit (tests/quant/test_materialize.py compares them). Codes are computed with
+the *stored* scale, so neither learner nor engine rounds again.
 
-`weight`    what comes out: `LowBitWeight` `scales`    absolute maxima, and scales stored in the
-compute dtype `integer`   int4 and int8, a scale a row or quantization group `fp8`       e4m3, a
-scale a row or block `fp4`       e2m1 with e4m3 scales under a tensor-wide one (NVFP4), or with
-power-of-two scales (MXFP4)
-
-`cpu_dispatch` says which of them run as one compiled pass, and where; `cpu_loops` is that pass on
-CPUs.
+- `weight`: `LowBitWeight`, the result.
+- `scales`: absolute maxima, and scales stored in the compute dtype.
+- `integer`: int4 and int8 codes, with a scale per row or quantization group.
+- `fp8`: e4m3 codes, with a scale per row or block.
+- `fp4`: e2m1 codes, with e4m3 scales under a tensor-wide scale (NVFP4) or power-of-two scales
+  (MXFP4).
+- `cpu_dispatch`: choice of the code that runs; some schemes take one compiled pass.
+- `cpu_loops`: the compiled pass on CPUs.
 """
 
 import math
@@ -56,19 +56,29 @@ def materialize(
 ) -> LowBitWeight:
     """Quantize one master weight.
 
-    weight: fp32, bf16 or fp16 [O, I], or with a shard this process's rows of it. dtype: compute
-    dtype, the one scales of integer and fp8 codes are stored in. layer: name for error messages.
-    fused: masters of the layers the engine multiplies together with this one
-    (`quant.layers.stack.fuse_scales`); a scheme with a tensor-wide scale computes it over all of
-    them. out: an earlier result for the same scheme, shape and dtypes, whose buffers are written
-    again and returned: it, its views and every stream that was made of them then hold the new
-    weight. scale: for integer codes, scales to use instead of those of the weight's extremes, [O,
-    Q] in `dtype`, positive; codes beyond their range are clamped (docs/guide/scales.md). shard:
-    which rows each process has. The result is that of the whole weight, bit for bit, in every
-    process; `fused` is then this process's rows of each, `out` and `scale` are whole, and all
-    processes come here together. Raises `SchemeError` for a shape the scheme cannot hold and for
-    fp4 from fp16 masters, `PrecisionError` for weights that are not finite or whose scale overflows
-    `dtype`, in the process whose rows are refused; `out` is not usable after that.
+    With a shard this is a collective call: every process returns the full weight, with the bits
+    that one process would compute from the full master.
+
+    Args:
+        weight: master, fp32, bf16 or fp16 [O, I]; with a shard, this process's rows of it.
+        scheme: scheme of the result.
+        dtype: compute dtype; scales of integer and fp8 codes are stored in it.
+        layer: name of the layer, for error messages.
+        fused: masters of the layers that the engine multiplies together with this one
+            (`quant.layers.stack.fuse_scales`). A scheme with a tensor-wide scale computes it over
+            all of them. With a shard, this process's rows of each.
+        out: earlier result for the same scheme, shape and dtypes. Its buffers are overwritten and
+            returned, so it, its views and every stream made of them then hold the new weight.
+            Full in every process.
+        scale: scales of integer codes, [O, Q] in `dtype`, positive, full in every process; codes
+            beyond their range are clamped (docs/guide/scales.md). Default: scales computed from
+            the weight's extremes.
+        shard: rows that each process has. Default: this process has the full weight.
+
+    Raises:
+        SchemeError: the scheme cannot hold the weight's shape, or is fp4 and the master is fp16.
+        PrecisionError: the weight is not finite, or its scale overflows `dtype`. Only the process
+            whose rows are refused raises it; `out` is not usable afterwards.
     """
     weight = weight.detach()
     if shard is not None:
@@ -107,54 +117,57 @@ def _in_all_processes(
     out: LowBitWeight | None,
     scale: torch.Tensor | None,
 ) -> LowBitWeight:
-    """Quantize this process's rows into the whole weight's buffers, and have the others' from
-    them.
-    """
+    """Quantize this process's rows into the full weight's buffers, then gather the other rows."""
     if scheme.fuses_scales:
-        fused = (_absmax_of_all((rows, *fused)),)
-    whole = out or _room(rows, shard, scheme, dtype, layer)
+        fused = (_global_absmax((rows, *fused)),)
+    full = out or _empty_full_weight(rows, shard, scheme, dtype, layer)
+    # The edges count rows of the shard's first axis, which are experts if the master is a stack.
     start, stop = (
-        edge * whole.shape[0] // shard.shape[0] for edge in shard.edges[shard.rank : shard.rank + 2]
+        edge * full.shape[0] // shard.shape[0] for edge in shard.edges[shard.rank : shard.rank + 2]
     )
     if start < stop:
-        kept = None if scale is None else shard.rows(scale)
-        materialize(rows, scheme, dtype, layer, fused, whole.rows(start, stop), kept)
-    for tensor in whole.buffers():
+        own_scale = None if scale is None else shard.rows(scale)
+        materialize(rows, scheme, dtype, layer, fused, full.rows(start, stop), own_scale)
+    for tensor in full.buffers():
         shard.gather(tensor)
-    return whole
+    return full
 
 
-def _absmax_of_all(weights: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """The largest magnitude of all processes' rows, [1]; NaN where one has it."""
-    largest = [weight.abs().amax() for weight in weights if weight.numel()]
-    here = (
-        torch.stack(largest).amax().to(torch.float32)
-        if largest
-        else weights[0].new_zeros((), dtype=torch.float32)
-    )
+def _global_absmax(weights: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Return the largest magnitude in all processes' rows, [1]; infinity if one of them has a NaN.
+
+    A collective call.
+    """
+    maxima = [weight.abs().amax() for weight in weights if weight.numel()]
+    if maxima:
+        largest = torch.stack(maxima).amax().to(torch.float32)
+    else:
+        largest = weights[0].new_zeros((), dtype=torch.float32)
     # A maximum over processes drops a NaN on some backends.
-    here = torch.where(here.isnan(), torch.inf, here)
-    dist.all_reduce(here, dist.ReduceOp.MAX)
-    return here.to(weights[0].dtype).reshape(1)
+    largest = torch.where(largest.isnan(), torch.inf, largest)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return largest.to(weights[0].dtype).reshape(1)
 
 
-def _room(
+def _empty_full_weight(
     rows: torch.Tensor, shard: Shard, scheme: Scheme, dtype: torch.dtype, layer: str
 ) -> LowBitWeight:
-    """Buffers for the whole weight, not initialized, of the layout that a block of zeros is
-    given.
+    """Return uninitialized buffers for the full weight.
+
+    Their layout is found by quantizing one block of zeros.
     """
-    height, columns = scheme.block[0] if scheme.block else 1, rows.shape[1]
+    height = scheme.block[0] if scheme.block else 1
+    columns = rows.shape[1]
     small = materialize(rows.new_zeros((height, columns)), scheme, dtype, layer)
     total = math.prod(shard.shape[:-1])
 
-    def room(tensor: torch.Tensor) -> torch.Tensor:
+    def enlarged(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.new_empty((tensor.shape[0] * total // height, *tensor.shape[1:]))
 
     return replace(
         small,
-        codes=room(small.codes),
-        scale=None if small.scale is None else room(small.scale),
+        codes=enlarged(small.codes),
+        scale=None if small.scale is None else enlarged(small.scale),
         shape=(total, columns),
     )
 
@@ -168,18 +181,19 @@ def by_operators(
     compiles: bool = False,
     scale: torch.Tensor | None = None,
 ) -> LowBitWeight:
-    """`materialize` by torch's operators, through torch.compile where asked and where one pass
-    makes all.
+    """Quantize a weight with torch's operators; see `materialize`.
+
+    compiles: run integer and fp8 schemes, which take one pass, through torch.compile.
     """
-    args, shape = scheme.weights, (weight.shape[0], weight.shape[1])
+    args = scheme.weights
+    shape = (weight.shape[0], weight.shape[1])
     assert args is not None
     if args.num_bits == 4 and not is_integer(args):
         fp4.check_master(weight, scheme.name, layer)
         fp4.check_range(weight, dtype, layer)
         if args.strategy == QuantizationStrategy.TENSOR_GROUP:
-            absmax = torch.stack(
-                [finite_absmax(w.detach().flatten(), layer) for w in (weight, *fused)]
-            ).amax()
+            maxima = [finite_absmax(w.detach().flatten(), layer) for w in (weight, *fused)]
+            absmax = torch.stack(maxima).amax()
             codes, stored, global_scale = fp4.quantize_nvfp4(weight, scheme, absmax)
             return LowBitWeight(
                 scheme=scheme,
@@ -198,6 +212,7 @@ def by_operators(
         )
     else:
         quantize = compiled(fp8.quantize) if compiles else fp8.quantize
-        codes, stored, absmax = quantize(weight, *(scheme.block or (1, shape[1])), dtype)
+        block = scheme.block or (1, shape[1])
+        codes, stored, absmax = quantize(weight, *block, dtype)
     check_scale(absmax, stored, layer)
     return LowBitWeight(scheme, codes, stored, shape)

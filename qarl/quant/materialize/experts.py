@@ -1,4 +1,4 @@
-"""Fused expert masters → every expert's low-bit tensors, under the names checkpoints give them.
+"""Quantize fused expert masters to every expert's low-bit tensors, under their checkpoint names.
 
 Axes: E experts, H hidden columns, I expert columns.
 """
@@ -16,13 +16,15 @@ from qarl.quant.schemes import Scheme
 
 @dataclass(frozen=True)
 class LowBitExpert:
-    """One expert. gate_up: [2I, H], gate rows first. down: [H, I]."""
+    """Weights of one expert."""
 
     gate_up: LowBitWeight
+    """Gate and up projection, [2I, H], gate rows first."""
     down: LowBitWeight
+    """Down projection, [H, I]."""
 
     def tensors(self, layout: ExpertLayout) -> Iterator[tuple[str, torch.Tensor]]:
-        """("gate_proj.weight_packed", tensor) and so on: views of what the forward multiplies."""
+        """Yield ("gate_proj.weight_packed", tensor) and so on: views of what the forward uses."""
         rows = self.gate_up.shape[0] // 2
         parts = (
             self.gate_up.rows(0, rows),
@@ -36,32 +38,33 @@ class LowBitExpert:
 
 @dataclass(frozen=True)
 class LowBitExperts:
-    """A layer's experts in their checkpoint order.
-
-    stacks: gate and up of all experts [E · 2I, H], and down [E · H, I], of which the experts' are
-    views; None where each matrix was materialized alone.
-    """
+    """Experts of one layer."""
 
     experts: tuple[LowBitExpert, ...]
+    """The experts, in checkpoint order."""
     stacks: tuple[LowBitWeight, LowBitWeight] | None = None
+    """Gate and up projections of all experts, [E · 2I, H], and down projections, [E · H, I].
+
+    The weights in `experts` are views of these. None if each matrix was quantized on its own.
+    """
 
     @property
     def device(self) -> torch.device:
-        """Where the codes are."""
+        """Device of the codes."""
         return self.experts[0].down.codes.device
 
     def without_codes(self) -> "LowBitExperts":
-        """See `LowBitWeight.without_codes`."""
+        """Return a copy without codes; see `LowBitWeight.without_codes`."""
         experts = tuple(
             LowBitExpert(e.gate_up.without_codes(), e.down.without_codes()) for e in self.experts
         )
-        return LowBitExperts(
-            experts,
-            self.stacks and (self.stacks[0].without_codes(), self.stacks[1].without_codes()),
-        )
+        if self.stacks is None:
+            return LowBitExperts(experts)
+        gate_up, down = self.stacks
+        return LowBitExperts(experts, (gate_up.without_codes(), down.without_codes()))
 
     def tensors(self, layout: ExpertLayout) -> Iterator[tuple[str, torch.Tensor]]:
-        """("0.gate_proj.weight_packed", tensor) and so on, expert by expert."""
+        """Yield ("0.gate_proj.weight_packed", tensor) and so on, expert by expert."""
         for number, expert in enumerate(self.experts):
             for name, tensor in expert.tensors(layout):
                 yield f"{number}.{name}", tensor
@@ -77,55 +80,74 @@ def materialize_experts(
     scales: Sequence[torch.Tensor | None] = (None, None),
     shards: Sequence[Shard | None] = (None, None),
 ) -> LowBitExperts:
-    """Quantize a layer's experts. gate_up: master [E, 2I, H]; down: master [E, H, I]; dtype:
-    compute dtype.
+    """Quantize a layer's experts.
 
-    Unless a scale spans a whole matrix (gate and up then share it), a stack is one pass into one
-    buffer, of which every expert's tensors are views. out: an earlier result, whose buffers are
-    written again and returned. scales: of the two stacks, where they are kept (see `materialize`).
-    shards: where the masters are this process's experts alone; what comes out is whole. Raises what
-    `materialize` raises.
+    Each stack is quantized in one pass into one buffer, and every expert's tensors are views of it.
+    A scheme with a scale per matrix, which gate and up then share, quantizes each matrix on its
+    own. Raises what `materialize` raises.
+
+    Args:
+        gate_up: master [E, 2I, H]; with a shard, this process's experts of it.
+        down: master [E, H, I]; with a shard, this process's experts of it.
+        scheme: scheme of the result.
+        dtype: compute dtype.
+        layer: name of the layer, for error messages.
+        out: earlier result, whose buffers are overwritten and returned.
+        scales: scales of the two stacks to use; None for scales of the extremes. See `materialize`.
+        shards: experts that each process has of the two stacks. The result has all experts in every
+            process.
     """
     masters = (gate_up.detach(), down.detach())
     if scheme.fuses_scales:
-        kept = (
-            list(zip(*((e.gate_up, e.down) for e in out.experts), strict=True))
-            if out
-            else [None, None]
-        )
-        weights = [
-            [
-                materialize(
-                    matrix,
-                    scheme,
-                    dtype,
-                    layer,
-                    out=outs[number] if outs else None,
-                    shard=part,
-                )
-                for number, (matrix, part) in enumerate(_matrices(stack, shard))
-            ]
-            for stack, shard, outs in zip(masters, shards, kept, strict=True)
-        ]
-        return LowBitExperts(tuple(LowBitExpert(g, d) for g, d in zip(*weights, strict=True)))
+        old_gate_up = None if out is None else [expert.gate_up for expert in out.experts]
+        old_down = None if out is None else [expert.down for expert in out.experts]
+        gate_ups = _materialize_each(masters[0], scheme, dtype, layer, old_gate_up, shards[0])
+        downs = _materialize_each(masters[1], scheme, dtype, layer, old_down, shards[1])
+        return _paired(gate_ups, downs)
     flat = [stack.flatten(0, 1) for stack in masters]
     old = out.stacks if out is not None and out.stacks is not None else (None, None)
     first, second = (
-        materialize(stack, scheme, dtype, layer, out=into, scale=scale, shard=shard)
-        for stack, shard, into, scale in zip(flat, shards, old, scales, strict=True)
+        materialize(stack, scheme, dtype, layer, out=buffer, scale=scale, shard=shard)
+        for stack, shard, buffer, scale in zip(flat, shards, old, scales, strict=True)
     )
     if out is not None:
         return out
     experts = len(gate_up) if shards[0] is None else shards[0].shape[0]
-    views = zip(_split(first, experts), _split(second, experts), strict=True)
-    return LowBitExperts(tuple(LowBitExpert(g, d) for g, d in views), (first, second))
+    return _paired(_split(first, experts), _split(second, experts), (first, second))
+
+
+def _paired(
+    gate_ups: Sequence[LowBitWeight],
+    downs: Sequence[LowBitWeight],
+    stacks: tuple[LowBitWeight, LowBitWeight] | None = None,
+) -> LowBitExperts:
+    """Return the experts with these weights."""
+    pairs = zip(gate_ups, downs, strict=True)
+    return LowBitExperts(tuple(LowBitExpert(gate_up, down) for gate_up, down in pairs), stacks)
+
+
+def _materialize_each(
+    stack: torch.Tensor,
+    scheme: Scheme,
+    dtype: torch.dtype,
+    layer: str,
+    out: Sequence[LowBitWeight] | None,
+    shard: Shard | None,
+) -> list[LowBitWeight]:
+    """Quantize every expert's matrix of a stack on its own, into the weights `out` if given."""
+    weights = []
+    for number, (matrix, part) in enumerate(_matrices(stack, shard)):
+        buffer = None if out is None else out[number]
+        weights.append(materialize(matrix, scheme, dtype, layer, out=buffer, shard=part))
+    return weights
 
 
 def _matrices(
     stack: torch.Tensor, shard: Shard | None
 ) -> Iterator[tuple[torch.Tensor, Shard | None]]:
-    """Every expert's matrix: of a stack with a shard, all of it in one process and no row
-    elsewhere.
+    """Yield every expert's matrix and its shard.
+
+    If the stack has a shard, one process has all rows of a matrix and the others have none.
     """
     if shard is None:
         yield from ((matrix, None) for matrix in stack)
@@ -133,12 +155,14 @@ def _matrices(
     rows, columns = shard.shape[1:]
     for expert in range(shard.shape[0]):
         edges = tuple(0 if edge <= expert else rows for edge in shard.edges)
-        here = edges[shard.rank] < edges[shard.rank + 1]
-        matrix = stack[expert - shard.edges[shard.rank]] if here else stack.new_empty((0, columns))
+        if edges[shard.rank] < edges[shard.rank + 1]:
+            matrix = stack[expert - shard.edges[shard.rank]]
+        else:
+            matrix = stack.new_empty((0, columns))
         yield matrix, Shard(torch.Size((rows, columns)), shard.rank, edges)
 
 
-def _split(whole: LowBitWeight, experts: int) -> list[LowBitWeight]:
-    """The matrices of a stack, as views."""
-    rows = whole.shape[0] // experts
-    return [whole.rows(e * rows, (e + 1) * rows) for e in range(experts)]
+def _split(stack: LowBitWeight, experts: int) -> list[LowBitWeight]:
+    """Return the matrices of a stack, as views."""
+    rows = stack.shape[0] // experts
+    return [stack.rows(e * rows, (e + 1) * rows) for e in range(experts)]

@@ -1,4 +1,4 @@
-"""e4m3 codes with a scale a row, or a scale a block of rows and columns.
+"""Quantize weights to e4m3 codes with a scale per row, or per block of rows and columns.
 
 Source: compressed-tensors 0.17 `calculate_qparams`, `_quantize`, `_process_block`.
 Axes: O output rows, I input columns, P block rows, Q block columns.
@@ -13,11 +13,19 @@ from qarl.quant.schemes import FP8_MAX
 def quantize(
     weight: torch.Tensor, rows: int, columns: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """weight: fp32 or bf16 [O, I]; rows, columns: of a block that shares a scale; dtype: of scales.
+    """Quantize a weight to e4m3 codes.
 
-    Returns codes float8_e4m3fn [O, I], scale and absmax [P, Q]. The scale is absmax / 448; codes
-    are weight / scale, clamped, rounded to the nearest e4m3. As for integers, nothing is checked
-    here.
+    The scale is absmax / 448. A code is weight / scale, clamped and rounded to the nearest e4m3.
+    As for integers, nothing is checked here (`check_scale`).
+
+    Args:
+        weight: fp32, bf16 or fp16 [O, I].
+        rows: rows of a block that shares a scale.
+        columns: columns of that block.
+        dtype: dtype of scales.
+
+    Returns:
+        Codes float8_e4m3fn [O, I], scales [P, Q] and absmax [P, Q].
     """
     blocks = weight.reshape(weight.shape[0] // rows, rows, -1, columns).transpose(1, 2)
     largest = absmax(blocks.flatten(2))
@@ -27,7 +35,5 @@ def quantize(
 
 
 def fp8_values(values: torch.Tensor) -> torch.Tensor:
-    """The nearest e4m3 of each value, those beyond its range at its ends, in the dtype they came
-    in.
-    """
+    """Round values to the nearest e4m3, in their own dtype; values beyond ±448 saturate."""
     return values.float().clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).to(values.dtype)

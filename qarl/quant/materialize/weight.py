@@ -1,4 +1,4 @@
-"""One linear layer's weight in low bits: what is multiplied, published and exported.
+"""One linear layer's weight in low bits, which is multiplied, published and exported.
 
 Axes: O output rows, I input columns, P block rows, Q quantization groups or block columns.
 """
@@ -15,31 +15,39 @@ from qarl.quant.schemes import Scheme, is_integer
 
 @dataclass(frozen=True)
 class LowBitWeight:
-    """One linear layer's weight.
-
-    codes: packed integers → int32 [O, I · bits / 32], lowest bits first; other integers → int8 [O,
-    I];
-        fp8 → float8_e4m3fn [O, I]; fp4 → uint8 [O, I/2], low half first; unquantized → compute
-        dtype [O, I].
-    scale: integers and fp8 → compute dtype [O, Q] (Q = 1 per channel), [P, Q] for blocks; NVFP4 →
-    float8_e4m3fn
-        [O, Q]; MXFP4 → biased exponents uint8 [O, Q]; None when unquantized.
-    shape: (O, I) of the weight itself.
-    global_scale: fp32 [1], the divisor of all of an NVFP4 weight's scales; else None.
-    """
+    """One linear layer's weight: its codes and scales."""
 
     scheme: Scheme
+    """Scheme of codes and scales."""
     codes: torch.Tensor
+    """Codes, in a dtype and shape that depend on the scheme:
+
+    - packed integers: int32 [O, I · bits / 32], first column in the lowest bits;
+    - other integers: int8 [O, I];
+    - fp8: float8_e4m3fn [O, I];
+    - fp4: uint8 [O, I/2], first column in the low half;
+    - unquantized: the values, compute dtype [O, I].
+    """
     scale: torch.Tensor | None
+    """Scales, in a dtype and shape that depend on the scheme:
+
+    - integers and fp8: compute dtype [O, Q] (Q = 1 per channel), or [P, Q] for blocks;
+    - NVFP4: float8_e4m3fn [O, Q];
+    - MXFP4: biased exponents, uint8 [O, Q];
+    - unquantized: None.
+    """
     shape: tuple[int, int]
+    """(O, I) of the weight, which differs from the shape of packed codes."""
     global_scale: torch.Tensor | None = None
+    """Divisor of all scales of an NVFP4 weight, fp32 [1]; None for other schemes."""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(checkpoint suffix, tensor) pairs in checkpoint order, e.g. ("weight_packed", int32 [O,
-        I/8]).
+        """Yield (checkpoint suffix, tensor) pairs in checkpoint order.
+
+        For example ("weight_packed", int32 [O, I/8]).
         """
-        packed = self.codes.dtype in (torch.int32, torch.uint8)
-        yield ("weight_packed" if packed else "weight"), self.codes
+        is_packed = self.codes.dtype in (torch.int32, torch.uint8)
+        yield ("weight_packed" if is_packed else "weight"), self.codes
         if self.scale is not None:
             yield "weight_scale", self.scale
         if self.scheme.packs_integers:
@@ -47,22 +55,23 @@ class LowBitWeight:
         if self.global_scale is not None:
             yield "weight_global_scale", self.global_scale
         if self.scheme.input_global_scale is not None:
-            yield (
-                "input_global_scale",
-                torch.full((1,), self.scheme.input_global_scale, dtype=torch.float32),
-            )
+            factor = torch.full((1,), self.scheme.input_global_scale, dtype=torch.float32)
+            yield "input_global_scale", factor
 
     def buffers(self) -> list[torch.Tensor]:
-        """What is written anew with each version: codes and, where there are some, scales."""
-        return [
-            tensor for tensor in (self.codes, self.scale, self.global_scale) if tensor is not None
-        ]
+        """Return the tensors that each version overwrites: codes and, if the scheme has them,
+        scales.
+        """
+        tensors = (self.codes, self.scale, self.global_scale)
+        return [tensor for tensor in tensors if tensor is not None]
 
     def rows(self, start: int, stop: int) -> "LowBitWeight":
-        """The weight of output rows start … stop-1, as views of the same storage; blocks are not
-        cut.
+        """Return the weight of output rows start … stop-1, as views of the same storage.
+
+        start and stop must be multiples of the height of a block that shares a scale.
         """
-        scale, shape = self.scale, (stop - start, self.shape[1])
+        scale = self.scale
+        shape = (stop - start, self.shape[1])
         if scale is not None:
             height = self.scheme.block[0] if self.scheme.block else 1
             assert start % height == 0 == stop % height, (
@@ -72,45 +81,47 @@ class LowBitWeight:
         return replace(self, codes=self.codes[start:stop], scale=scale, shape=shape)
 
     def without_codes(self) -> "LowBitWeight":
-        """The same scale and shape; codes of no values, on the meta device."""
+        """Return a copy with the same scales whose codes are on the meta device, without values."""
         return replace(self, codes=torch.empty_like(self.codes, device="meta"))
 
     def overwrite(self, other: "LowBitWeight") -> "LowBitWeight":
-        """Copy another weight of the same scheme, shape and dtypes into this one's buffers; returns
-        this one.
+        """Copy another weight of the same scheme, shape and dtypes into this one's buffers.
+
+        Returns this weight.
         """
         for ours, theirs in zip(self.buffers(), other.buffers(), strict=True):
-            assert (ours.shape, ours.dtype, ours.device) == (
-                theirs.shape,
-                theirs.dtype,
-                theirs.device,
-            )
+            assert ours.shape == theirs.shape
+            assert ours.dtype == theirs.dtype
+            assert ours.device == theirs.device
             ours.copy_(theirs)
         return self
 
     @property
     def _bits(self) -> int:
-        """Of packed integers; 0 where codes are not packed, or are floats."""
-        return (
-            self.scheme.weights.num_bits
-            if self.scheme.weights is not None and self.scheme.packs_integers
-            else 0
-        )
+        """Bits of a packed integer code; 0 if codes are floats or are not packed."""
+        args = self.scheme.weights
+        return args.num_bits if args is not None and self.scheme.packs_integers else 0
 
     def unpacked(self) -> torch.Tensor:
-        """Codes one per element, [O, I]: int8 of integers, fp32 values of fp4 codes, else `codes`
-        itself.
+        """Return the codes one per element, [O, I].
+
+        Integers come as int8, fp4 codes as their fp32 values, other codes as they are stored.
         """
         return _unpacked(self.codes, self._bits)
 
     def wide_scale(self) -> torch.Tensor:
-        """What codes are multiplied with, fp32, in `scale`'s shape. Not for unquantized weights."""
+        """Return the factors that codes are multiplied with, fp32, in the shape of `scale`.
+
+        The weight must be quantized.
+        """
         assert self.scale is not None
         return _wide(self.scale, self.global_scale)
 
     def dequantized(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """code · scale in fp32 (exact but for NVFP4's two-level scale), rounded once to `dtype`,
-        [O, I]; on GPUs that have a compiler in one pass, by torch.compile, to the same bits.
+        """Return code · scale, computed in fp32 and rounded once to `dtype`, [O, I].
+
+        The fp32 product is exact except for NVFP4's two-level scale. On GPUs with a compiler,
+        torch.compile makes it in one pass, with the same bits.
         """
         if self.scale is None:
             return self.codes.to(dtype)
@@ -121,12 +132,14 @@ class LowBitWeight:
 
 
 def _unpacked(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return codes one per element. bits: see `LowBitWeight._bits`."""
     if bits:
         return integer.unpack(codes, bits)
     return fp4.decode(codes) if codes.dtype == torch.uint8 else codes
 
 
 def _wide(scale: torch.Tensor, global_scale: torch.Tensor | None) -> torch.Tensor:
+    """Return stored scales as fp32 factors."""
     if scale.dtype == torch.uint8:
         return fp4.power_of_two(scale)
     fp32 = scale.to(torch.float32)
@@ -141,8 +154,12 @@ def _multiplied(
     height: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """bits: see `LowBitWeight._bits`. height: rows that share a scale."""
-    values, scale = _unpacked(codes, bits).to(torch.float32), _wide(scale, global_scale)
+    """Return code · scale in `dtype`, [O, I].
+
+    bits: see `LowBitWeight._bits`. height: rows that share a scale.
+    """
+    values = _unpacked(codes, bits).to(torch.float32)
+    scale = _wide(scale, global_scale)
     if height > 1:
         scale = scale.repeat_interleave(height, dim=0)
     grouped = values.view(values.shape[0], scale.shape[1], -1)
@@ -150,15 +167,20 @@ def _multiplied(
 
 
 def empty(scheme: Scheme, shape: tuple[int, int], dtype: torch.dtype) -> LowBitWeight:
-    """CPU buffers for an integer scheme, or fp8 with a scale a row; shape: (O, I). Not
-    initialized.
+    """Return uninitialized CPU buffers of a weight, for an integer scheme or fp8 with a scale per
+    row.
+
+    shape: (O, I). dtype: compute dtype, in which scales are stored.
     """
-    args, (rows, columns) = scheme.weights, shape
+    args = scheme.weights
+    rows, columns = shape
     assert args is not None
     assert is_integer(args) or args.num_bits == 8
-    stored = torch.int8 if is_integer(args) else torch.float8_e4m3fn
+    code_dtype = torch.int8 if is_integer(args) else torch.float8_e4m3fn
+    width = columns
     if scheme.packs_integers:
-        stored, columns = torch.int32, columns * args.num_bits // 32
-    scales = shape[1] // (scheme.group_size or shape[1])
-    codes = torch.empty((rows, columns), dtype=stored)
-    return LowBitWeight(scheme, codes, torch.empty((rows, scales), dtype=dtype), shape)
+        code_dtype = torch.int32
+        width = columns * args.num_bits // 32
+    groups = columns // (scheme.group_size or columns)
+    codes = torch.empty((rows, width), dtype=code_dtype)
+    return LowBitWeight(scheme, codes, torch.empty((rows, groups), dtype=dtype), shape)
