@@ -1,7 +1,9 @@
-"""Dynamic activation quantization, as the engine's kernels do it.
+"""Quantize activations dynamically, as the engine's kernels do.
 
 The backward of schemes with low-bit activations keeps these codes and scales (4 to 9 bits a value)
-instead of a compute-dtype copy. Axes: N tokens, I input columns, Q quantization groups of a token.
+instead of a copy in the compute dtype.
+
+Axes: N tokens, I input columns, Q quantization groups of a token.
 """
 
 from collections.abc import Iterator
@@ -20,42 +22,40 @@ _FP8_MIN_GROUP_ABSMAX = 1e-10
 
 @dataclass(frozen=True)
 class LowBitActivation:
-    """codes: int8 or float8_e4m3fn [N, I], or two e2m1 a byte, uint8 [N, I/2].
-
-    scale: fp32 [N, Q], float8_e4m3fn for e2m1 codes; Q = 1 per token. zero_point: fp32 [N, 1], the
-    code of zero where codes are asymmetric, else None. A value is (code - zero point) · scale.
-    """
+    """Activations in low bits. A value is (code - zero point) · scale."""
 
     codes: torch.Tensor
+    """Codes: int8 or float8_e4m3fn [N, I], or e2m1 codes, two per byte, uint8 [N, I/2]."""
     scale: torch.Tensor
+    """Scales [N, Q], Q = 1 per token; float8_e4m3fn for e2m1 codes, else fp32."""
     zero_point: torch.Tensor | None = None
+    """Code of zero, fp32 [N, 1]; None for symmetric codes."""
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """What it is made of: codes, scale, and the zero point where there is one."""
-        return tuple(
-            tensor for tensor in (self.codes, self.scale, self.zero_point) if tensor is not None
-        )
+        """Codes, scales and, if codes are asymmetric, zero points."""
+        tensors = (self.codes, self.scale, self.zero_point)
+        return tuple(tensor for tensor in tensors if tensor is not None)
 
     def split(self, tokens: int) -> Iterator["LowBitActivation"]:
-        """So many tokens at a time, as views."""
+        """Yield the activations of `tokens` tokens at a time, as views."""
         parts = zip(*(tensor.split(tokens) for tensor in self.tensors), strict=True)
         return (LowBitActivation(*part) for part in parts)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the codes."""
+        """Dtype of the codes."""
         return self.codes.dtype
 
     def values(self) -> torch.Tensor:
-        """Codes less their zero point, one per element, fp32 [N, I]."""
+        """Return codes minus their zero point, one per element, fp32 [N, I]."""
         if self.codes.dtype == torch.uint8:
             return fp4.decode(self.codes)
         values = self.codes.to(torch.float32)
         return values if self.zero_point is None else values - self.zero_point
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
-        """value · scale in fp32, rounded once to `dtype`, [N, I]."""
+        """Return value · scale, computed in fp32 and rounded once to `dtype`, [N, I]."""
         values = self.values()
         grouped = values.view(*self.scale.shape, -1)
         return (grouped * self.scale.to(torch.float32).unsqueeze(-1)).view(values.shape).to(dtype)
@@ -63,24 +63,31 @@ class LowBitActivation:
 
 @torch.no_grad()
 def quantize_activation(x: torch.Tensor, scheme: Scheme) -> LowBitActivation:
-    """x: compute dtype [N, I]; scheme must quantize activations.
+    """Quantize activations x, compute dtype [N, I], as the scheme says.
 
-    int8: scale absmax/127, codes round-half-even(x · (1/scale)), vLLM `dynamic_scaled_int8_quant`
-    on CPU. int8 asymmetric: torch's `_dyn_quant_matmul_4bit`, which vLLM's
-    `Dynamic4bitLinearKernel` multiplies with. fp8: scale max(absmax/448, 1/(448·512)), codes from x
-    · (1/scale), vLLM `QuantFP8.forward_native`. fp8 in groups: scale max(absmax, 1e-10)/448, codes
-    from x / scale, vLLM `per_token_group_quant_fp8`. e2m1 in groups: scale absmax/6 in e4m3 under
-    the constant global scale, vLLM `ref_nvfp4_quant`.
+    The scheme must quantize activations. The formulas and their sources are:
+
+    - int8: scale absmax/127, codes round-half-even(x · (1/scale)). vLLM's
+      `dynamic_scaled_int8_quant` on CPUs.
+    - int8 asymmetric: torch's `_dyn_quant_matmul_4bit`, which vLLM's `Dynamic4bitLinearKernel`
+      calls.
+    - fp8: scale max(absmax/448, 1/(448·512)), codes from x · (1/scale). vLLM's
+      `QuantFP8.forward_native`.
+    - fp8 in groups: scale max(absmax, 1e-10)/448, codes from x / scale. vLLM's
+      `per_token_group_quant_fp8`.
+    - e2m1 in groups: scale absmax/6 in e4m3 under the constant global scale. vLLM's
+      `ref_nvfp4_quant`.
     """
     assert scheme.activations is not None, f"scheme {scheme.name!r} does not quantize activations"
     parts = [_quantize(block, scheme) for (block,) in row_blocks(x)]
     if len(parts) == 1:
         return parts[0]
-    return LowBitActivation(*map(torch.cat, zip(*(part.tensors for part in parts), strict=True)))
+    columns = zip(*(part.tensors for part in parts), strict=True)
+    return LowBitActivation(*map(torch.cat, columns))
 
 
 def _quantize(x: torch.Tensor, scheme: Scheme) -> LowBitActivation:
-    """Rows are quantized each by itself."""
+    """Quantize every row of x on its own."""
     args = scheme.activations
     assert args is not None
     values = x.to(torch.float32)
@@ -89,28 +96,32 @@ def _quantize(x: torch.Tensor, scheme: Scheme) -> LowBitActivation:
     if args.strategy == QuantizationStrategy.TOKEN:
         return _fp8(values)
     grouped = values.unflatten(-1, (-1, args.group_size or 0))
-    return (
-        _fp8_groups(grouped)
-        if args.num_bits == 8
-        else _e2m1_groups(grouped, scheme.input_global_scale)
-    )
+    if args.num_bits == 8:
+        return _fp8_groups(grouped)
+    return _e2m1_groups(grouped, scheme.input_global_scale)
 
 
 def _int8(values: torch.Tensor) -> LowBitActivation:
+    """Quantize fp32 values [N, I] to int8 with a scale per token."""
     scale = values.abs().amax(dim=-1, keepdim=True) / 127.0
     inverse = torch.where(scale > 0, scale.reciprocal(), 0.0)
-    return LowBitActivation((values * inverse).round_().clamp_(-128, 127).to(torch.int8), scale)
+    codes = (values * inverse).round_().clamp_(-128, 127).to(torch.int8)
+    return LowBitActivation(codes, scale)
 
 
 def _int8_asymmetric(values: torch.Tensor) -> LowBitActivation:
-    """256 codes from min(x, 0) to max(x, 0); the zero point is where the further end puts it,
-    rounded.
+    """Quantize fp32 values [N, I] to int8 with a scale and a zero point per token.
+
+    The 256 codes span min(x, 0) … max(x, 0). The end that is further from zero decides the zero
+    point, which is rounded.
     """
     low = values.amin(dim=-1, keepdim=True).clamp_max(0.0)
     high = values.amax(dim=-1, keepdim=True).clamp_min(0.0)
-    # A tensor over a tensor: torch turns a number over a tensor into a product with the reciprocal.
+    # Divide a tensor by a tensor: torch turns a number divided by a tensor into a product with the
+    # reciprocal, which rounds differently.
     inverse = torch.where(low == high, 1.0, torch.full_like(low, 255.0) / (high - low))
-    first, last = low * inverse, high * inverse
+    first = low * inverse
+    last = high * inverse
     zero_point = torch.where((first - 128.0) + (last + 127.0) > 0, -128.0 - first, 127.0 - last)
     zero_point = zero_point.clamp_(-128.0, 127.0).round_()
     codes = (_round_half_away(values * inverse) + zero_point).clamp_(-128.0, 127.0)
@@ -118,30 +129,33 @@ def _int8_asymmetric(values: torch.Tensor) -> LowBitActivation:
 
 
 def _round_half_away(values: torch.Tensor) -> torch.Tensor:
-    """C's `round`: halves away from zero."""
-    whole = values.trunc()
-    return whole + (values - whole).abs().ge(0.5) * values.sign()
+    """Round to the nearest integer, halves away from zero, as C's `round` does."""
+    truncated = values.trunc()
+    return truncated + (values - truncated).abs().ge(0.5) * values.sign()
 
 
 def _fp8(values: torch.Tensor) -> LowBitActivation:
+    """Quantize fp32 values [N, I] to e4m3 with a scale per token."""
     scale = (values.abs().amax(dim=-1, keepdim=True) / FP8_MAX).clamp_min(_FP8_MIN_SCALE)
     codes = (values * scale.reciprocal()).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
     return LowBitActivation(codes, scale)
 
 
 def _fp8_groups(grouped: torch.Tensor) -> LowBitActivation:
+    """Quantize fp32 values [N, Q, I/Q] to e4m3 with a scale per group."""
     scale = grouped.abs().amax(dim=-1).clamp_min(_FP8_MIN_GROUP_ABSMAX) / FP8_MAX
     codes = (grouped / scale.unsqueeze(-1)).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
     return LowBitActivation(codes.flatten(-2), scale)
 
 
 def _e2m1_groups(grouped: torch.Tensor, global_scale: float | None) -> LowBitActivation:
+    """Quantize fp32 values [N, Q, I/Q] to e2m1 with an e4m3 scale per group."""
     assert global_scale == 1.0, (
         "with another factor scale and zero groups need it in every formula below"
     )
-    scale = (
-        (grouped.abs().amax(dim=-1) * (1.0 / FP4_MAX)).clamp_max(FP8_MAX).to(torch.float8_e4m3fn)
-    )
+    exact_scale = grouped.abs().amax(dim=-1) * (1.0 / FP4_MAX)
+    scale = exact_scale.clamp_max(FP8_MAX).to(torch.float8_e4m3fn)
     fp32 = scale.to(torch.float32)
     inverse = torch.where(fp32 == 0, 0.0, fp32.reciprocal())
-    return LowBitActivation(fp4.encode((grouped * inverse.unsqueeze(-1)).flatten(-2)), scale)
+    codes = fp4.encode((grouped * inverse.unsqueeze(-1)).flatten(-2))
+    return LowBitActivation(codes, scale)

@@ -1,14 +1,14 @@
-"""Which code materializes a weight: compiled loops where there are some, torch's operators
-everywhere else.
+"""Choose the code that materializes a weight: compiled loops if available, else torch's operators.
 
 | masters | integer, fp8 per row | other schemes |
 |---|---|---|
-| fp32 or bf16 on a CPU, with numba | one pass, `cpu_loops` | torch's operators, one layer's scratch
-  |
+| fp32 or bf16 on a CPU, with numba | one pass, `cpu_loops` | torch's operators |
 | fp16 on a CPU | torch's operators | torch's operators |
 | on CUDA | the same operators through torch.compile (Triton) | torch's operators |
 
-All give the same bits. `materializer` says which one it is; the start-up audit prints it.
+All give the same bits. torch's operators need scratch memory of one layer's size. `materializer`
+makes the choice, and the start-up audit prints it.
+
 Axes: O output rows, I input columns.
 """
 
@@ -27,21 +27,21 @@ from qarl.quant.runtime.thread_pool import in_threads
 from qarl.quant.schemes import FP8_MAX, Scheme, is_integer
 
 _MASTER_BITS = {torch.float32: torch.uint32, torch.bfloat16: torch.uint16}
-"""numpy and numba know no bfloat16: masters are handed over as their bits."""
+"""Integer dtype in which masters are passed as bits, because numpy and numba have no bfloat16."""
 
 _STORED = {
     torch.float32: (32, torch.uint32),
     torch.bfloat16: (0, torch.uint16),
     torch.float16: (16, torch.uint16),
 }
-"""Of scales: what `cpu_loops._as_stored` calls the dtype, and its bits."""
+"""For each dtype of scales: its number in `cpu_loops._as_stored`, and the dtype of its bits."""
 
 _THREAD_ELEMENTS = 1 << 17
-"""Weights that are worth handing to a thread: about 0.05 ms of work."""
+"""Number of weights that is worth handing to a thread: about 0.05 ms of work."""
 
 
 class Way(Enum):
-    """How a weight is materialized; the value is what people are told."""
+    """Code that materializes a weight; the value is shown to the user."""
 
     CAST = "cast"
     NUMBA = "fused numba"
@@ -51,45 +51,45 @@ class Way(Enum):
 
 @dataclass(frozen=True)
 class Materializer:
-    """way: which code runs. reason: why no faster one does, where there is one elsewhere; else
-    "".
-    """
+    """Code that materializes weights, and why it is not a faster one."""
 
     way: Way
+    """The code that runs."""
     reason: str = ""
+    """Why the faster code for this scheme cannot run here; "" if there is none or it runs."""
 
     def __str__(self) -> str:
         return f"{self.way.value} ({self.reason})" if self.reason else self.way.value
 
 
 def materializer(scheme: Scheme, master: torch.dtype, device: torch.device) -> Materializer:
-    """What materializes weights of a scheme, from masters of that dtype on that device."""
-    if (args := scheme.weights) is None:
+    """Return what materializes weights of a scheme from masters of that dtype on that device."""
+    args = scheme.weights
+    if args is None:
         return Materializer(Way.CAST)
     one_pass = is_integer(args) or (args.num_bits == 8 and scheme.block is None)
     if not one_pass or device.type not in ("cpu", "cuda"):
         return Materializer(Way.TORCH)
+    fast = Way.COMPILED if device.type == "cuda" else Way.NUMBA
     if device.type == "cuda":
-        missing, fast = compiler_missing("cuda"), Way.COMPILED
+        missing = compiler_missing("cuda")
     elif master not in _MASTER_BITS:
         name = str(master).removeprefix("torch.")
-        missing, fast = (
-            f"the compiled loops take float32 and bfloat16 masters, not {name}",
-            Way.NUMBA,
-        )
+        missing = f"the compiled loops take float32 and bfloat16 masters, not {name}"
     else:
-        missing, fast = numba_missing(), Way.NUMBA
+        missing = numba_missing()
     return Materializer(fast) if missing is None else Materializer(Way.TORCH, missing)
 
 
 @functools.cache
 def numba_missing() -> str | None:
-    """Why the compiled CPU loops cannot be used; None where they can. Imports numba, half a
-    second.
+    """Return why the compiled CPU loops cannot be used, or None if they can.
+
+    Imports numba, which takes half a second.
     """
     try:
         import qarl.quant.materialize.cpu_loops  # noqa: F401
-    except ImportError as error:  # not installed, or not for this numpy
+    except ImportError as error:  # numba is not installed, or does not support this numpy
         return f"numba cannot be imported: {error}"
     return None
 
@@ -101,21 +101,33 @@ def quantize_on_cpu(
     layer: str,
     kept: torch.Tensor | None = None,
 ) -> None:
-    """Quantize a master, fp32 or bf16 [O, I], into `into`'s buffers; scheme of those, dtype:
-    compute dtype. kept: scales to use, of that dtype [O, Q], else None.
+    """Quantize a master with the compiled loops.
 
-    Raises the `PrecisionError`s of `check_scale`, naming `layer`, with the buffers partly written.
+    Raises the `PrecisionError`s of `check_scale`, which name `layer`; the buffers are then partly
+    written.
+
+    Args:
+        weight: master, fp32 or bf16 [O, I].
+        into: weight whose buffers are overwritten, and whose scheme is used.
+        dtype: compute dtype, in which scales are stored.
+        layer: name of the layer, for error messages.
+        kept: scales to use, in `dtype` [O, Q]. Default: computed from the extremes.
     """
     from qarl.quant.materialize.cpu_loops import quantize_rows
 
     assert into.scale is not None
-    args, (rows, columns) = into.scheme.weights, into.shape
+    args = into.scheme.weights
+    rows, columns = into.shape
     assert args is not None
     stored, scale_bits = _STORED[dtype]
-    kind, low, high, half_range = 0, -FP8_MAX, FP8_MAX, FP8_MAX
     if is_integer(args):
         low, high, half_range = integer_range(args.num_bits)
         kind = 4 if args.num_bits == 4 and into.scheme.packs_integers else 8
+    else:
+        low = -FP8_MAX
+        high = half_range = FP8_MAX
+        kind = 0
+    # Packed codes are stored unsigned.
     offset = -low if into.scheme.packs_integers else 0
     master = weight.contiguous().view(_MASTER_BITS[weight.dtype]).numpy()
     if kept is not None:
@@ -126,7 +138,7 @@ def quantize_on_cpu(
     numbers = [np.float32(number) for number in (epsilon, half_range, low, high, offset)]
     group = into.scheme.group_size or columns
 
-    def part(start: int, stop: int) -> bool:
+    def quantize_part(start: int, stop: int) -> bool:
         span = slice(start, stop)
         return quantize_rows(
             master[span],
@@ -139,13 +151,12 @@ def quantize_on_cpu(
             codes[span],
         )
 
-    if not all(in_threads(part, rows, at_least=-(-_THREAD_ELEMENTS // columns))):
+    rows_per_thread = -(-_THREAD_ELEMENTS // columns)
+    if not all(in_threads(quantize_part, rows, at_least=rows_per_thread)):
+        # A part was refused: raise the error that torch's operators raise for it.
         largest = absmax(weight.reshape(rows, -1, group))
-        check_scale(
-            largest,
-            stored_scale(largest, half_range, dtype) if kept is None else kept,
-            layer,
-        )
+        scale = stored_scale(largest, half_range, dtype) if kept is None else kept
+        check_scale(largest, scale, layer)
         raise AssertionError(
             f"layer {layer!r}: refused by the compiled loop, accepted by torch's operators"
         )

@@ -1,15 +1,16 @@
-"""Integer and per-row fp8 codes on CPUs in one pass over the master: the arithmetic of `integer`
-and `fp8`, compiled.
+"""Make integer and per-row fp8 codes on CPUs in one compiled pass over the master.
 
-A row is read once from memory: its groups' absolute maxima, the stored scales and the codes are
-made while it is in the cache, and written where they are published from. Nothing of the weight's
-size is held in between. numba (LLVM, no compiler needed) builds the loops at first use, in about
-two seconds, and keeps them on disk.
+The arithmetic is that of `integer` and `fp8`. A row is read from memory once. Its groups' absolute
+maxima, stored scales and codes are computed while it is in the cache, and written directly to the
+buffers that are published. No scratch buffer has the weight's size. numba (LLVM, no compiler
+needed) builds the loops at first use, in about two seconds, and caches them on disk.
 
-Every operation is IEEE's and rounds as torch's does (tests/quant/test_fused.py compares bits); no
-fast-math. All numbers are float32 values in registers: a bfloat16 master is widened, and what torch
-would round to bfloat16 is rounded here too. Bits are uint32 throughout, and numba widens mixed
-integers, hence the casts. Axes: O output rows, I input columns, Q quantization groups.
+Every operation is IEEE's and rounds as torch's does, without fast-math (tests/quant/test_fused.py
+compares bits). All numbers are float32 values in registers. A bfloat16 master is widened, and
+whatever torch would round to bfloat16 is rounded here too. Bits are uint32 throughout. The casts
+are needed because numba widens mixed integers.
+
+Axes: O output rows, I input columns, Q quantization groups.
 """
 
 from typing import Any
@@ -26,30 +27,35 @@ F = np.float32
 U = np.uint32
 _intrinsic: Any = intrinsic
 _LARGEST = F(np.finfo(np.float32).max)
+"""Largest finite float32."""
 _SMALLEST_STORED = F(np.finfo(np.float32).eps)
+"""Scale that replaces one that the cast to its stored dtype rounds to zero."""
 _SPLIT = F(2.0**16 + 1)
-"""Veltkamp's splitting: x · s - (x · s - x) is x rounded to bfloat16's 8 bits, but for the
-direction of ties.
+"""Factor s of Veltkamp's splitting: x · s - (x · s - x) is x rounded to bfloat16's 8 significant
+bits, except for the direction of ties.
 """
 _INTEGER_BIAS = F(1.5 * 2.0**23)
-"""Added to a small float32, leaves its nearest integer (ties to even) in the lowest bits."""
+"""Number that, added to a small float32, leaves its nearest integer (ties to even) in the lowest
+bits.
+"""
 
 
 def _compiled(function: Any) -> Any:
-    """numba's compiler: IEEE arithmetic, no interpreter lock; kept on disk where a cache folder can
-    be written.
+    """Compile a function with numba, with IEEE arithmetic and without the interpreter lock.
+
+    The result is cached on disk if numba finds a cache folder that it can write.
     """
     options = {"nogil": True, "error_model": "numpy", "fastmath": False}
     try:
         return njit(function, cache=True, **options)
-    # "cannot cache function …: no locator available": a read-only home and installation
+    # "cannot cache function …: no locator available" if home and installation are read-only
     except RuntimeError:
         return njit(function, **options)
 
 
 @_intrinsic
 def _value(typing: Any, bits: Any) -> Any:
-    """float32 of uint32 float32 bits, or of uint16 bfloat16 bits."""
+    """Return the float32 value of float32 bits (uint32) or bfloat16 bits (uint16)."""
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         word, int32 = args[0], ir.IntType(32)
@@ -62,7 +68,7 @@ def _value(typing: Any, bits: Any) -> Any:
 
 @_intrinsic
 def _bits(typing: Any, value: Any) -> Any:
-    """uint32 bits of a float32."""
+    """Return the bits of a float32, uint32."""
     return types.uint32(value), lambda context, builder, signature, args: builder.bitcast(
         args[0], ir.IntType(32)
     )
@@ -70,8 +76,9 @@ def _bits(typing: Any, value: Any) -> Any:
 
 @_intrinsic
 def _magnitude(typing: Any, bits: Any) -> Any:
-    """The same bits without the sign, in the same width. Ordered as the magnitudes are, with NaN
-    above infinity.
+    """Clear the sign of a float's bits, in the same width.
+
+    The result as an integer is ordered as the magnitudes are, with NaN above infinity.
     """
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -83,7 +90,7 @@ def _magnitude(typing: Any, bits: Any) -> Any:
 
 @_compiled
 def _to_bfloat16(value):
-    """Rounded to the nearest bfloat16, ties to even; finite values."""
+    """Round a finite value to the nearest bfloat16, ties to even."""
     bits = _bits(value)
     rounded = U(bits + U(0x7FFF) + U(U(bits >> U(16)) & U(1)))
     return _value(U(rounded & U(0xFFFF0000)))
@@ -91,11 +98,11 @@ def _to_bfloat16(value):
 
 @_compiled
 def _narrowed(bits, mantissa, bias):
-    """Bits of the nearest small float with that many mantissa bits and that exponent bias, ties to
-    even.
+    """Return the bits of the nearest small float, ties to even.
 
-    bits: of a float32 magnitude within the small float's range. Below its normal numbers, an
-    addition to a number whose last place is the small float's smallest step does the rounding.
+    mantissa and bias describe the small float: its mantissa bits and exponent bias. bits are those
+    of a float32 magnitude within its range. Below its normal numbers, the rounding is done by
+    adding a number whose last place is the small float's smallest step.
     """
     shift = U(23 - mantissa)
     odd = U(U(bits >> shift) & U(1))
@@ -108,7 +115,7 @@ def _narrowed(bits, mantissa, bias):
 
 @_compiled
 def _float16_value(bits):
-    """float32 of the bits of a finite, positive float16."""
+    """Return the float32 value of the bits of a finite, positive float16."""
     if bits < U(0x400):
         return F(F(bits) * F(2.0**-24))
     return _value(U(U(bits << U(13)) + U(112 << 23)))
@@ -116,7 +123,10 @@ def _float16_value(bits):
 
 @_compiled
 def _as_stored(value, stored):
-    """(bits, value) of a positive scale as float32 (stored 32), bfloat16 (0) or float16 (16)."""
+    """Round a positive scale to its stored dtype; return (bits, value).
+
+    stored: 32 for float32, 0 for bfloat16, 16 for float16.
+    """
     if stored == 32:
         return _bits(value), value
     if stored == 0:
@@ -128,7 +138,7 @@ def _as_stored(value, stored):
 
 @_compiled
 def _absmax(group):
-    """Bits of the largest magnitude."""
+    """Return the bits of the largest magnitude in a group."""
     largest = _magnitude(group[0])
     for i in range(group.size):
         largest = max(largest, _magnitude(group[i]))
@@ -137,15 +147,17 @@ def _absmax(group):
 
 @_compiled
 def _quotients(row, columns, scales, rounds, bounded, quotients):
-    """w / scale of a row, float32. rounds: whether torch rounds it to bfloat16, as it does for
-    bfloat16 by bfloat16.
+    """Write w / scale of a row into `quotients`, float32.
 
-    Then a product with the reciprocal does, at half the time. Both significands have 8 bits, so a
-    quotient that is not halfway between two bfloat16 numbers is at least 2^-17 of itself away from
-    there, and the product within 2^-22 of the quotient. None is halfway: that has 9 significant
-    bits, and times an odd number it has no fewer. Outside of the range below a reciprocal may be
-    infinite, or have lost bits; and where quotients are not `bounded` by half the code range, the
-    splitting may overflow.
+    rounds: whether torch rounds a quotient to bfloat16, as it does if both operands are bfloat16.
+    bounded: whether quotients are at most half the code range, as with scales of the extremes.
+
+    If torch rounds, a product with the reciprocal gives the same bits in half the time. Both
+    significands have 8 bits. A quotient that is not halfway between two bfloat16 numbers is
+    therefore at least 2^-17 of itself away from the midpoint, and the product is within 2^-22 of
+    the quotient. No quotient is halfway, because a midpoint has 9 significant bits, and its product
+    with an odd number has no fewer. For scales outside the range below, the reciprocal may be
+    infinite or have lost bits. For quotients that are not bounded, the splitting may overflow.
     """
     groups, results = (
         row.reshape((scales.size, columns)),
@@ -169,7 +181,7 @@ def _quotients(row, columns, scales, rounds, bounded, quotients):
 
 @_compiled
 def _integers(quotients, low, high, offset, mask, codes):
-    """round(clamp(quotient)) + offset, a byte each."""
+    """Write round(clamp(quotient)) + offset into `codes`, one byte each."""
     bias = F(_INTEGER_BIAS + offset)
     for i in range(quotients.size):
         value = min(max(quotients[i], low), high)
@@ -178,7 +190,7 @@ def _integers(quotients, low, high, offset, mask, codes):
 
 @_compiled
 def _e4m3(quotients, low, high, codes):
-    """The nearest e4m3 of clamp(quotient), a byte each."""
+    """Write the nearest e4m3 of clamp(quotient) into `codes`, one byte each."""
     for i in range(quotients.size):
         value = min(max(quotients[i], low), high)
         bits = _bits(value)
@@ -188,9 +200,7 @@ def _e4m3(quotients, low, high, codes):
 
 @_compiled
 def _pack(nibbles, codes):
-    """Eight bytes holding four bits each, a uint64, to a uint32 of those bits, first byte
-    lowest.
-    """
+    """Pack each uint64, eight bytes with four bits each, into a uint32, first byte lowest."""
     for i in range(nibbles.size):
         word = nibbles[i]
         word = (word | (word >> np.uint64(4))) & np.uint64(0x00FF00FF00FF00FF)
@@ -200,8 +210,9 @@ def _pack(nibbles, codes):
 
 @_compiled
 def _row_scales(master, columns, stored, epsilon, half_range, scales, values):
-    """Of every group of a row: its scale as stored, and as a float32. Returns whether weights and
-    scales are finite.
+    """Compute the scales of a row's groups: stored bits into `scales`, float32 into `values`.
+
+    Returns whether weights and scales are finite.
     """
     finite = True
     narrow = master.itemsize == 2
@@ -226,8 +237,9 @@ def _row_scales(master, columns, stored, epsilon, half_range, scales, values):
 
 @_compiled
 def _kept_scales(master, columns, stored, scales, values):
-    """Of every group of a row: the scale that is there, as a float32. Returns whether weights and
-    scales are finite.
+    """Read the existing scales of a row's groups as float32 into `values`.
+
+    Returns whether weights and scales are finite.
     """
     finite = True
     for q in range(scales.size):
@@ -256,14 +268,24 @@ def quantize_rows(
     scales,
     codes,
 ):
-    """Quantize rows. Returns whether every weight and scale was finite; if not, the rest is not
-    written.
+    """Quantize rows. Return whether every weight and scale was finite.
 
-    master: bits of bfloat16 (uint16) or float32 (uint32) [O, I]. columns: of a quantization group.
-    stored: see `_as_stored`; epsilon: the scale of a group of zeros; half_range: absmax / scale;
-    all floats are float32. kind: 4 packs nibbles, 8 writes integers, 0 e4m3. offset: added to
-    integer codes. kept: whether scales are read instead of written. scales: bits, uint16 or uint32
-    [O, Q]. codes: uint32 [O, I/8] for kind 4, else uint8 [O, I].
+    Stops at the first row that is not finite; its codes and all rows after it stay unwritten. All
+    floats are float32.
+
+    Args:
+        master: bits of bfloat16 (uint16) or float32 (uint32) [O, I].
+        columns: columns of a quantization group.
+        stored: dtype of scales; see `_as_stored`.
+        epsilon: scale of a group of zeros.
+        half_range: absmax / scale.
+        low: lowest code.
+        high: highest code.
+        offset: number added to integer codes.
+        kind: 4 for packed nibbles, 8 for integers, 0 for e4m3.
+        kept: read scales instead of writing them.
+        scales: bits, uint16 or uint32 [O, Q].
+        codes: uint32 [O, I/8] for kind 4, else uint8 [O, I].
     """
     rounds = master.itemsize == 2 and stored == 0
     width = master.shape[1]
