@@ -1,24 +1,26 @@
-"""A weight version as its difference from the one before: which bytes of the packed tensors
-changed, and how.
+"""Weight version as a delta: which bytes of the previous version's packed tensors changed, and how.
 
-A step at a learning rate of 1e-6 changes one packed byte in thousands, so a delta is a hundredth of
-the version and smaller (docs/explain/publish.md). Both ends hold the version before in host memory
-(`VersionCache`). A delta names the digest of the version it is from and that of the version it
-makes, and is applied whole or not at all: what is truncated, altered or meant for another version
-is refused with `DeltaError`, and nothing has changed. The digests are those of a stream
-(`quant.digest`): proof against faults. Who may announce a version, the transport has to know.
+A step at a learning rate of 1e-6 changes one packed byte in thousands, so its delta is a hundredth
+of the version or less (docs/explain/publish.md). Both ends hold the previous version in host
+memory (`VersionCache`). A delta names the digest of its base version and the digest of the version
+it makes. It is applied completely or not at all: a delta that is truncated, altered or meant for
+another version is refused with `DeltaError`, and nothing has changed. The digests are those of a
+stream (`quant.digest`). They protect against faults, not attackers; the transport must know who may
+announce a version.
 
 Layout, integers little-endian:
 
-    b"qarl-dlt" | bytes of the header, uint32 | header, JSON (`_Header`) | payloads of its tensors,
-    one after the other
+    b"qarl-dlt" | size of the header in bytes, uint32 | header, JSON (`_Header`) | payloads of its
+    tensors, one after the other
 
-Only tensors that changed are listed, each with its blocks of 16 MiB. Where N of a block's bytes
-changed, at most half, its payload is five planes of N bytes, compressed together by zstd: the four
-bytes, lowest first, of each one's distance to the changed byte before, less one (uint32), then the
-XOR of each one's values. Otherwise it is the bytes.
+Only tensors that changed are listed, each with its blocks of 16 MiB. If N of a block's bytes
+changed, and N is at most half of them, its payload is five planes of N bytes each, compressed
+together by zstd. The first four planes are the bytes, lowest first, of a uint32 per changed byte:
+its distance to the previous changed byte, minus one. The fifth plane is the XOR of each changed
+byte's old and new value. If more bytes changed, the payload is the block's new bytes.
 """
 
+import itertools
 import struct
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -38,18 +40,23 @@ Bytes = npt.NDArray[np.uint8]
 
 _MAGIC = b"qarl-dlt"
 _START = struct.Struct("<8sI")
+"""Magic bytes and size of the header, at the start of a delta."""
 _PLANES = 5
 _BLOCK = 1 << 24
+"""Size of a block in bytes."""
 _CHUNK = 1 << 18
-"""Bytes compared at a time: both sides and their XOR stay in a core's cache."""
+"""Bytes compared at a time, so few that both sides and their XOR stay in a core's cache."""
 
 _FEWEST_BYTES_A_CHANGE = 2
-"""A block with more changes than one in so many bytes is sent whole. It also bounds what a delta
-can make a receiver allocate, to some times a block.
+"""Fewest bytes of a block per listed change; a block with more changes is sent as its bytes.
+
+This also bounds the memory that a delta can make a receiver allocate, to a few times a block.
 """
 
-_HEADER_BYTES_A_TENSOR, _HEADER_BYTES_A_BLOCK = 2048, 64
-"""At most, names of 1,024 characters included."""
+_HEADER_BYTES_A_TENSOR = 2048
+"""Upper bound on the header's bytes per tensor, with a name of 1,024 characters."""
+_HEADER_BYTES_A_BLOCK = 64
+"""Upper bound on the header's bytes per block."""
 
 Count = Annotated[int, Field(ge=0)]
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
@@ -57,49 +64,63 @@ Digest = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 
 @cache
 def _zstd() -> Any:
-    import pyarrow  # starts a thread when it is imported: no sooner than it is needed
+    """Return the zstd codec."""
+    # Imported only when needed, because the import starts a thread.
+    import pyarrow
 
     return pyarrow.Codec("zstd", compression_level=1)
 
 
 class DeltaError(QarlError, heading="delta"):
-    """A delta that is damaged, or not from the version that is held; nothing was changed."""
+    """Raised for a delta that is damaged or has another base than the held version.
+
+    Nothing was changed.
+    """
 
 
 class _Block(BaseModel, strict=True, extra="forbid", frozen=True):
-    """changes: how many of its bytes are listed, None where it is sent whole. size: of the payload,
-    in bytes.
-    """
+    """Header entry of one block of a changed tensor."""
 
     changes: Count | None
+    """Number of changed bytes that the payload lists; None if it is the block's bytes."""
     size: Count
+    """Size of the payload in bytes."""
 
 
 class _Entry(BaseModel, strict=True, extra="forbid", frozen=True):
-    """One changed tensor, all of its blocks."""
+    """Header entry of one changed tensor."""
 
     name: Annotated[str, Field(max_length=1024)]
+    """Name of the tensor."""
     dtype: Annotated[str, Field(max_length=32)]
+    """Dtype of the tensor, e.g. "int32"."""
     shape: tuple[int, ...]
+    """Shape of the tensor."""
     blocks: tuple[_Block, ...]
+    """All of its blocks, including those that did not change."""
 
 
 class _Header(BaseModel, strict=True, extra="forbid", frozen=True):
-    """version: that the delta makes, of this digest. base, base_digest: the version it is from."""
+    """Header of a delta."""
 
     version: int
+    """Number of the version that the delta makes."""
     digest: Digest
+    """Digest of the version that the delta makes."""
     base: int
+    """Number of the version that the delta is applied to."""
     base_digest: Digest
+    """Digest of the version that the delta is applied to."""
     tensors: tuple[_Entry, ...]
+    """The tensors that changed."""
 
 
 class VersionCache:
-    """One weight version in host memory: what deltas are made from and applied to. Copies `stream`.
+    """One weight version in host memory, which deltas are made from and applied to.
 
-    version: its number. digest: of its stream. bytes: of all its tensors. reuse: an obsolete
-    version whose buffers are overwritten, since memory that a process touches first is slower than
-    the copy.
+    Attributes:
+        version: number of the version.
+        bytes: total size of its tensors.
     """
 
     def __init__(
@@ -108,60 +129,56 @@ class VersionCache:
         stream: Iterable[LowBitTensor],
         reuse: "VersionCache | None" = None,
     ):
+        """Copy `stream` into host memory as `version`.
+
+        reuse: an obsolete version whose buffers are overwritten, because memory that a process
+        touches for the first time is slower than the copy. It cannot be used afterwards.
+        """
         self.version = version
         free = {} if reuse is None else reuse._tensors
         self._tensors = {
             item.name: _copied(item.tensor.detach(), free.pop(item.name, None)) for item in stream
         }
         self._parts = {item.name: tensor_part(item) for item in self.tensors()}
+        """Each tensor's part of the digest."""
         self.bytes = sum(tensor.nbytes for tensor in self._tensors.values())
 
     @property
     def digest(self) -> str:
-        """32 hex digits."""
+        """Digest of the version's stream, 32 hex digits."""
         return digest_of_parts(self._parts.values())
 
     def tensors(self) -> Iterator[LowBitTensor]:
-        """The held stream, in its order, nothing copied: later versions are written over it."""
+        """Yield the held stream, in order, without a copy; later versions overwrite its tensors."""
         return (LowBitTensor(name, tensor) for name, tensor in self._tensors.items())
 
     def make_delta(self, version: int, stream: Iterable[LowBitTensor]) -> bytes:
-        """Hold `stream`, of the same tensors, as `version`; returns the delta that does so
-        elsewhere.
+        """Replace the held version by `stream`, and return the delta that does so elsewhere.
 
-        It is no larger than the version itself by more than its header. Raises `DeltaError` for
-        other tensors; what is held is of no use then.
+        `stream` must have the same tensors; it becomes `version`. The delta is at most the size of
+        the version plus the header. Raises `DeltaError` for other tensors; the cache is then
+        partly overwritten and cannot be used.
         """
-        base, base_digest = self.version, self.digest
-        entries, payloads = [], list[bytes]()
+        base = self.version
+        base_digest = self.digest
+        entries: list[_Entry] = []
+        payloads: list[bytes] = []
         expected = iter(self._tensors.items())
         for item in stream:
             name, previous = next(expected, ("nothing more", torch.empty(0)))
             new = item.tensor.detach().cpu().contiguous()
-            if (item.name, new.dtype, new.shape) != (
-                name,
-                previous.dtype,
-                previous.shape,
-            ):
+            kind = (item.name, new.dtype, new.shape)
+            if kind != (name, previous.dtype, previous.shape):
                 raise DeltaError(
                     f"{item.name!r} came where version {base} has {name!r}; send the whole version"
                 )
-            blocks = _advanced(_bytes(previous), _bytes(new))
+            blocks = _overwrite(_bytes(previous), _bytes(new))
             if any(payload for _, payload in blocks):
                 self._parts[name] = tensor_part(LowBitTensor(name, previous))
-                entries.append(
-                    _Entry(
-                        name=name,
-                        dtype=str(previous.dtype).removeprefix("torch."),
-                        shape=tuple(previous.shape),
-                        blocks=tuple(
-                            _Block(changes=changes, size=len(payload))
-                            for changes, payload in blocks
-                        ),
-                    )
-                )
+                entries.append(_entry(name, previous, blocks))
                 payloads += [payload for _, payload in blocks]
-        if missing := next(expected, None):
+        missing = next(expected, None)
+        if missing:
             raise DeltaError(
                 f"nothing came where version {base} has {missing[0]!r}; send the whole version"
             )
@@ -177,11 +194,11 @@ class VersionCache:
         return b"".join([_START.pack(_MAGIC, len(encoded)), encoded, *payloads])
 
     def apply(self, delta: bytes | memoryview, version: int, digest: str) -> None:
-        """Become the version that `delta` makes.
+        """Replace the held version by the one that `delta` makes.
 
-        version, digest: what the sender announced it to make. Raises `DeltaError`, and is what it
-        was, where it is damaged, from another version than is held, or makes another than was
-        announced.
+        version and digest are those that the sender announced. Raises `DeltaError`, with the held
+        version unchanged, if the delta is damaged, has another base than the held version, or makes
+        another version than was announced.
         """
         blocks = len(self._tensors) + self.bytes // _BLOCK
         longest = _HEADER_BYTES_A_TENSOR * (1 + len(self._tensors)) + _HEADER_BYTES_A_BLOCK * blocks
@@ -203,9 +220,7 @@ class VersionCache:
         self._become(header, payload)
 
     def _check(self, entry: _Entry) -> None:
-        """Raise `DeltaError` where it is not for the tensor that is held, or more than any of its
-        changes.
-        """
+        """Raise `DeltaError` if an entry does not fit the held tensor or has too many changes."""
         previous = self._tensors.get(entry.name)
         if previous is None:
             raise DeltaError(
@@ -235,18 +250,19 @@ class VersionCache:
                 )
 
     def _become(self, header: _Header, payload: memoryview) -> None:
-        """Apply what was checked, or undo it where it cannot be read or makes something else than
-        the header says.
+        """Apply a delta whose header was checked.
+
+        If a payload cannot be read, or the result has another digest than the header's, undo all of
+        it and raise.
         """
         undo: list[tuple[Bytes, int | None, Bytes | memoryview]] = []
         try:
             for entry in header.tensors:
-                for block, octets in zip(
-                    entry.blocks,
-                    _blocks(_bytes(self._tensors[entry.name])),
-                    strict=True,
-                ):
-                    part, payload = payload[: block.size], payload[block.size :]
+                held_blocks = _blocks(_bytes(self._tensors[entry.name]))
+                for block, octets in zip(entry.blocks, held_blocks, strict=True):
+                    part = payload[: block.size]
+                    payload = payload[block.size :]
+                    # Listed changes are XORs, which undo themselves when they are applied again.
                     before = octets.copy() if block.changes is None else part
                     _apply(octets, block.changes, part, entry.name)
                     undo.append((octets, block.changes, before))
@@ -269,8 +285,10 @@ class VersionCache:
 
 
 def _read(delta: bytes | memoryview, longest: int) -> tuple[_Header, memoryview]:
-    """Header, no longer than that, and payloads. Raises `DeltaError` for anything but as many bytes
-    as they are.
+    """Split a delta into its header and its payloads.
+
+    Raises `DeltaError` if the header is longer than `longest` bytes or cannot be read, or if there
+    are more or fewer bytes than it announces.
     """
     data = memoryview(delta)
     magic, length = _START.unpack_from(data) if len(data) >= _START.size else (b"", 0)
@@ -281,9 +299,9 @@ def _read(delta: bytes | memoryview, longest: int) -> tuple[_Header, memoryview]
         header = _Header.model_validate_json(bytes(data[_START.size : end]))
     except ValidationError as error:
         problem = error.errors(include_input=False, include_url=False)[0]
-        at = ".".join(map(str, problem["loc"])) or "header"
+        field = ".".join(map(str, problem["loc"])) or "header"
         raise DeltaError(
-            f"its header cannot be read: {at}: {problem['msg']}; send it again"
+            f"its header cannot be read: {field}: {problem['msg']}; send it again"
         ) from error
     announced = sum(block.size for entry in header.tensors for block in entry.blocks)
     if announced != len(data) - end:
@@ -293,24 +311,35 @@ def _read(delta: bytes | memoryview, longest: int) -> tuple[_Header, memoryview]
     return header, data[end:]
 
 
-def _advanced(old: Bytes, new: Bytes) -> list[tuple[int | None, bytes]]:
-    """Write `new` over `old`; returns changes and payload of every block."""
+def _entry(name: str, tensor: torch.Tensor, blocks: Iterable[tuple[int | None, bytes]]) -> _Entry:
+    """Return the header's entry of a changed tensor. blocks: changes and payload of each block."""
+    return _Entry(
+        name=name,
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        shape=tuple(tensor.shape),
+        blocks=tuple(_Block(changes=changes, size=len(payload)) for changes, payload in blocks),
+    )
+
+
+def _overwrite(old: Bytes, new: Bytes) -> list[tuple[int | None, bytes]]:
+    """Write `new` over `old`; return the changes and the payload of every block."""
     pairs = list(zip(_blocks(old), _blocks(new), strict=True))
 
-    def some(start: int, stop: int) -> list[tuple[int | None, bytes]]:
+    def encode_some(start: int, stop: int) -> list[tuple[int | None, bytes]]:
         return [_encoded(*pair) for pair in pairs[start:stop]]
 
-    blocks = [block for part in in_threads(some, len(pairs), 1) for block in part]
-    for (into, octets), (changes, payload) in zip(pairs, blocks, strict=True):
+    parts = in_threads(encode_some, len(pairs), 1)
+    blocks = list(itertools.chain.from_iterable(parts))
+    for (target, octets), (changes, payload) in zip(pairs, blocks, strict=True):
         if changes is None:
-            into[:] = octets
+            target[:] = octets
         else:
-            _apply(into, changes, payload, "")
+            _apply(target, changes, payload, "")
     return blocks
 
 
 def _encoded(old: Bytes, new: Bytes) -> tuple[int | None, bytes]:
-    """Changes and payload of one block."""
+    """Return the number of listed changes of one block, or None, and its payload."""
     changed = _changes(old, new)
     if changed is None:
         return None, new.tobytes()
@@ -323,11 +352,17 @@ def _encoded(old: Bytes, new: Bytes) -> tuple[int | None, bytes]:
 
 
 def _changes(old: Bytes, new: Bytes) -> tuple[npt.NDArray[np.int64], Bytes] | None:
-    """Where the bytes of two blocks differ, rising, and their XOR there; None where too many do."""
-    whole = len(old) // 8 * 8
-    old_words, new_words = old[:whole].view(np.uint64), new[:whole].view(np.uint64)
+    """Return the rising positions at which two blocks differ, and the XOR of the bytes there.
+
+    None if more bytes differ than may be listed.
+    """
+    # Compare eight bytes at a time, then the up to seven that remain.
+    aligned = len(old) // 8 * 8
+    old_words = old[:aligned].view(np.uint64)
+    new_words = new[:aligned].view(np.uint64)
     buffer = np.empty(_CHUNK // 8, np.uint64)
-    positions, values = [], []
+    positions = []
+    values = []
     for start in range(0, len(old_words), len(buffer)):
         span = slice(start, start + len(buffer))
         words = np.bitwise_xor(
@@ -339,8 +374,8 @@ def _changes(old: Bytes, new: Bytes) -> tuple[npt.NDArray[np.int64], Bytes] | No
             row, column = np.nonzero(octets)
             positions.append((start + changed[row]) * 8 + column)
             values.append(octets[row, column])
-    tail = old[whole:] ^ new[whole:]
-    positions.append(whole + np.flatnonzero(tail))
+    tail = old[aligned:] ^ new[aligned:]
+    positions.append(aligned + np.flatnonzero(tail))
     values.append(tail[tail != 0])
     if sum(map(len, positions)) > len(old) // _FEWEST_BYTES_A_CHANGE:
         return None
@@ -350,8 +385,10 @@ def _changes(old: Bytes, new: Bytes) -> tuple[npt.NDArray[np.int64], Bytes] | No
 def _apply(
     octets: Bytes, changes: int | None, payload: bytes | memoryview | Bytes, name: str
 ) -> None:
-    """Change a block in place as its payload says; listed changes undo themselves. name: of its
-    tensor.
+    """Change a block in place as its payload says.
+
+    Listed changes undo themselves when they are applied again. name is the tensor's, for error
+    messages.
     """
     if changes is None:
         octets[:] = np.frombuffer(payload, np.uint8)
@@ -372,17 +409,18 @@ def _apply(
         octets[positions] ^= planes[4]
 
 
-def _copied(tensor: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
-    """In host memory, contiguous; in that of `into` where it is of the same shape and dtype."""
-    if into is None or (into.shape, into.dtype) != (tensor.shape, tensor.dtype):
-        into = torch.empty(tensor.shape, dtype=tensor.dtype)
-    return into.copy_(tensor)
+def _copied(tensor: torch.Tensor, buffer: torch.Tensor | None) -> torch.Tensor:
+    """Copy a tensor to contiguous host memory, into `buffer` if that has its shape and dtype."""
+    if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
+        buffer = torch.empty(tensor.shape, dtype=tensor.dtype)
+    return buffer.copy_(tensor)
 
 
 def _blocks(octets: Bytes) -> list[Bytes]:
+    """Cut a tensor's bytes into blocks, as views."""
     return [octets[start : start + _BLOCK] for start in range(0, len(octets), _BLOCK)]
 
 
 def _bytes(tensor: torch.Tensor) -> Bytes:
-    """A contiguous CPU tensor's memory."""
+    """Return the memory of a contiguous CPU tensor."""
     return tensor.reshape(-1).view(torch.uint8).numpy()

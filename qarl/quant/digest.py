@@ -1,13 +1,13 @@
-"""A digest of named tensors, a stream of them or a model's parameters: name, dtype, shape and bytes
-of each, in order.
+"""Digest of named tensors: of a stream or of a model's parameters.
 
-XXH3-128, a hash at the speed of memory. It sees a fault (a tensor lost, torn, stale, swapped or
-renamed, a flipped bit) but for a chance of about 2^-128. It is no signature: who sets out to can
-make other bytes with the same digest.
+It covers the name, dtype, shape and bytes of each tensor, in order. The hash is XXH3-128, which
+runs at the speed of memory. It misses a fault (a tensor lost, torn, stale, swapped or renamed, a
+flipped bit) with a probability of about 2^-128. It is not a signature: an attacker can make other
+bytes with the same digest.
 
-Bytes are hashed in pieces of a fixed size, so that all of the machine's cores can share a tensor:
-the digest of a stream is the hash of, tensor after tensor, its header and the hash of each of its
-pieces. It does not depend on how many threads there were, nor on the tensors' device or strides.
+Bytes are hashed in pieces of a fixed size, so that all cores can share a tensor. The digest of a
+stream is the hash of every tensor's header followed by the hashes of its pieces, in order. It does
+not depend on the number of threads, nor on the tensors' device or strides.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,66 +23,84 @@ from qarl.quant.runtime.thread_pool import in_threads
 from qarl.quant.types import LowBitTensor
 
 _PIECE = 1 << 20
+"""Size of a piece in bytes."""
 _PIECES_A_THREAD = 4
-"""Below 4 MiB, about 0.25 ms of hashing, handing work to a thread costs more than it saves."""
+"""Least number of pieces for a thread.
+
+Below 4 MiB, about 0.25 ms of hashing, handing work to a thread costs more than it saves.
+"""
 
 _AT_ONCE = 1 << 25
-"""Bytes of a GPU's tensors that go to the host in one copy: a model of experts has tens of
-thousands of small ones.
+"""Bytes of a GPU's tensors that are copied to the host together.
+
+A model with experts has tens of thousands of small tensors.
 """
 
 
 @dataclass
 class _Pieces:
-    """The hashes of a tensor's pieces; None until its bytes are on the host."""
+    """Hashes of one tensor's pieces."""
 
     digests: list[bytes] | None = None
+    """The hashes, in order; None until the tensor's bytes are on the host."""
 
 
 class StreamDigest:
-    """Feed tensors in stream order; `hexdigest()` identifies names, dtypes, shapes and bytes
-    together.
+    """Digest of a stream, computed while its tensors are fed in order.
+
+    `hexdigest()` identifies names, dtypes, shapes and bytes together.
     """
 
     def __init__(self) -> None:
         self._parts: list[tuple[bytes, _Pieces]] = []
+        """Header and hashes of every tensor."""
         self._waiting: list[tuple[torch.Tensor, _Pieces]] = []
+        """A GPU's tensors that are not yet copied to the host."""
         self._waiting_bytes = 0
         self.bytes = 0
+        """Total size of the tensors fed so far."""
         self.tensors = 0
+        """Number of tensors fed so far."""
 
     def update(self, item: LowBitTensor) -> None:
-        """Add one tensor. On CPU its bytes have been read, in place, when this returns; a GPU's
-        tensor must stay as it is until the stream ends, or `hexdigest()`.
+        """Add one tensor.
+
+        A CPU tensor has been read, in place, when this returns. A GPU tensor must not change until
+        the stream ends or `hexdigest()` is called.
         """
         self._parts.append((_header(item), self._pieces(item.tensor)))
         self.bytes += item.tensor.nbytes
         self.tensors += 1
 
     def over(self, stream: Iterable[LowBitTensor]) -> Iterator[LowBitTensor]:
-        """The stream, each tensor added as it goes by; at its end all have been read."""
+        """Yield the tensors of a stream and add each one; all have been read at its end."""
         for item in stream:
             self.update(item)
             yield item
         self._read_waiting()
 
     def _pieces(self, tensor: torch.Tensor) -> _Pieces:
+        """Hash a tensor, and remember it for `ReceivedDigest`."""
         pieces = self._read(tensor)
-        if not tensor.is_inference():  # those count no writes
+        # Inference tensors do not count writes, so a later write to one would go unnoticed.
+        if not tensor.is_inference():
             _last.clear()
             _last[tensor] = (tensor._version, pieces)
         return pieces
 
     def _read(self, tensor: torch.Tensor) -> _Pieces:
+        """Hash a CPU tensor now; queue a GPU tensor and return hashes that are filled in later."""
         if not _on_gpu(tensor):
             return _Pieces(_hashed(tensor))
-        self._waiting.append((tensor, pieces := _Pieces()))
+        pieces = _Pieces()
+        self._waiting.append((tensor, pieces))
         self._waiting_bytes += tensor.nbytes
         if self._waiting_bytes >= _AT_ONCE:
             self._read_waiting()
         return pieces
 
     def _read_waiting(self) -> None:
+        """Copy the queued tensors to the host together, and hash each."""
         if not self._waiting:
             return
         flat = [
@@ -91,15 +109,14 @@ class StreamDigest:
         ]
         packed = torch.cat(flat) if len(flat) > 1 else flat[0]
         host = torch.empty(packed.shape, dtype=torch.uint8, pin_memory=packed.is_cuda).copy_(packed)
-        for part, (_, pieces) in zip(
-            host.split([len(part) for part in flat]), self._waiting, strict=True
-        ):
+        parts = host.split([len(part) for part in flat])
+        for part, (_, pieces) in zip(parts, self._waiting, strict=True):
             pieces.digests = _hashed(part)
         self._waiting.clear()
         self._waiting_bytes = 0
 
     def hexdigest(self) -> str:
-        """Of everything fed so far, 32 hex digits."""
+        """Return the digest of everything fed so far, 32 hex digits."""
         self._read_waiting()
         digest = xxhash.xxh3_128()
         for header, pieces in self._parts:
@@ -111,7 +128,7 @@ class StreamDigest:
 
 
 def digested(stream: Iterable[LowBitTensor]) -> StreamDigest:
-    """Of a stream whose tensors go nowhere else."""
+    """Return the digest of a stream, which this consumes."""
     digest = StreamDigest()
     for _ in digest.over(stream):
         pass
@@ -119,14 +136,19 @@ def digested(stream: Iterable[LowBitTensor]) -> StreamDigest:
 
 
 class ReceivedDigest(StreamDigest):
-    """Of a stream that arrives. A tensor that is the very object `StreamDigest` took last,
-    unwritten since as far as torch counts writes, was not carried anywhere: its bytes are those the
-    sender read. Any other is read again.
+    """Digest of a stream that arrives.
+
+    If a tensor is the very object that `StreamDigest` took last, and torch counts no write to it
+    since, then it was not transported: its bytes are those the sender hashed, and are not read
+    again. Any other tensor is read.
     """
 
     def _pieces(self, tensor: torch.Tensor) -> _Pieces:
-        sent = _last.get(tensor)
-        return sent[1] if sent is not None and sent[0] == tensor._version else self._read(tensor)
+        last = _last.get(tensor)
+        if last is None:
+            return self._read(tensor)
+        writes, pieces = last
+        return pieces if writes == tensor._version else self._read(tensor)
 
 
 def _on_gpu(tensor: torch.Tensor) -> bool:
@@ -134,46 +156,55 @@ def _on_gpu(tensor: torch.Tensor) -> bool:
 
 
 _last: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""The tensor that was last taken for sending, how often it had been written to, and the hashes of
-its pieces.
-"""
+"""The last tensor that was hashed for sending → (torch's count of writes to it, its hashes)."""
 
 
 def tensor_part(item: LowBitTensor) -> bytes:
-    """What one tensor adds to its stream's digest; to be kept where most tensors of a stream stay
-    what they are.
+    """Return the bytes that one tensor adds to its stream's digest.
+
+    A caller can store them if most tensors of a stream do not change.
     """
     return _header(item) + b"".join(_hashed(item.tensor))
 
 
 def digest_of_parts(parts: Iterable[bytes]) -> str:
-    """The digest of the stream whose tensors these are the parts of (`tensor_part`), in stream
-    order.
-    """
+    """Return the digest of the stream whose tensors have these parts (`tensor_part`), in order."""
     return xxhash.xxh3_128_hexdigest(b"".join(parts))
 
 
 def parameters_digest(parameters: Mapping[str, nn.Parameter]) -> str:
-    """Hex digest of a model's parameters as a stream, each gathered whole while it is read."""
-    whole = ((name, p if shard_of(p) is None else whole_value(p)) for name, p in parameters.items())
-    return digested(LowBitTensor(name, parameter) for name, parameter in whole).hexdigest()
+    """Return the digest of a model's parameters as a stream, 32 hex digits.
+
+    Each sharded parameter is gathered while it is read, which is a collective call.
+    """
+
+    def stream() -> Iterator[LowBitTensor]:
+        for name, parameter in parameters.items():
+            full = parameter if shard_of(parameter) is None else whole_value(parameter)
+            yield LowBitTensor(name, full)
+
+    return digested(stream()).hexdigest()
 
 
 def _header(item: LowBitTensor) -> bytes:
+    """Return a tensor's name, dtype and shape as bytes."""
     return f"{item.name}|{item.tensor.dtype}|{tuple(item.tensor.shape)}|".encode()
 
 
 def _hashed(tensor: torch.Tensor) -> list[bytes]:
-    """Of each piece of its bytes; the last one may be shorter. xxhash lets go of the interpreter
-    while it hashes.
+    """Return the hashes of a tensor's pieces, in order; the last piece may be shorter.
+
+    An item of the list may be the hashes of several pieces that one thread took, joined. xxhash
+    releases the interpreter lock while it hashes.
     """
     if not tensor.numel():
         return []
     flat = tensor.detach().contiguous().cpu().reshape(-1)
     data = memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
-    def some(start: int, stop: int) -> bytes:
-        ends = ((i * _PIECE, (i + 1) * _PIECE) for i in range(start, stop))
-        return b"".join(xxhash.xxh3_128_digest(data[a:b]) for a, b in ends)
+    def hash_pieces(start: int, stop: int) -> bytes:
+        edges = ((i * _PIECE, (i + 1) * _PIECE) for i in range(start, stop))
+        return b"".join(xxhash.xxh3_128_digest(data[a:b]) for a, b in edges)
 
-    return in_threads(some, -(-len(data) // _PIECE), _PIECES_A_THREAD)
+    pieces = -(-len(data) // _PIECE)
+    return in_threads(hash_pieces, pieces, _PIECES_A_THREAD)

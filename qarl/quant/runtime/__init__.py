@@ -1,1 +1,1 @@
-"""How work is spread over threads, compiled and partitioned, whatever is computed."""
+"""Threads, compilation and sharding, independent of what is computed."""

@@ -1,9 +1,11 @@
-"""Answers about this machine, kept on disk: a kernel probe imports vLLM and multiplies, which takes
-seconds, and says the same until machine or software change. Imports nothing heavy.
+"""Cache on disk of answers about this machine.
 
-An answer is kept under everything it depends on: the question, CPU and GPUs, versions of the
-libraries, our own code, and the environment variables that choose kernels. A cache that cannot be
-read or written is as good as none.
+A kernel probe imports vLLM and multiplies, which takes seconds, and its answer stays the same until
+machine or software change. The key of an answer is everything it depends on: the question, CPU and
+GPUs, versions of the libraries, QaRL's own code, and the environment variables that choose kernels.
+A cache that cannot be read or written is treated as empty.
+
+This module imports nothing heavy.
 """
 
 import functools
@@ -31,7 +33,7 @@ PACKAGES = (
     "triton",
     "reasoning-gym",
 )
-"""Whose versions a person needs to know of a run."""
+"""Packages whose versions a report of a run lists."""
 _LIBRARIES = (
     "torch",
     "vllm",
@@ -41,9 +43,12 @@ _LIBRARIES = (
     "triton",
     "numba",
 )
-_CHOOSING = ("VLLM_", "ONEDNN_", "DNNL_", "ATEN_", "CUDA_", "TORCH")
-_OF_CPU = ("model name", "flags", "Features", "CPU part")
-_QUIET = (
+"""Packages whose versions an answer depends on."""
+_PREFIXES = ("VLLM_", "ONEDNN_", "DNNL_", "ATEN_", "CUDA_", "TORCH")
+"""Prefixes of environment variables that an answer depends on."""
+_CPU_FACTS = ("model name", "flags", "Features", "CPU part")
+"""Keys of /proc/cpuinfo that an answer depends on."""
+_IGNORED = (
     "VLLM_LOGGING_LEVEL",
     "VLLM_NO_USAGE_STATS",
     "VLLM_CPU_KVCACHE_SPACE",
@@ -52,70 +57,71 @@ _QUIET = (
     "TORCH_CPP_LOG_LEVEL",
     "TORCH_LOGS",
 )
-"""Variables that QaRL itself sets, and that change no answer."""
+"""Environment variables that QaRL itself sets and that change no answer."""
 
 
 def cache_folder() -> Path:
-    """$QARL_CACHE if set and not empty, else ~/.cache/qarl."""
+    """Return $QARL_CACHE if it is set and not empty, else ~/.cache/qarl."""
     return Path(os.environ.get("QARL_CACHE") or Path.home() / ".cache" / "qarl")
 
 
 def read_answer(kind: str, question: Mapping[str, Any]) -> Any:
-    """What `keep_answer` was last given for this question on this machine with this software; None
-    where nothing, or nothing readable, was kept.
+    """Return the last answer stored for this question on this machine with this software.
+
+    None if there is none, or none that can be read.
     """
     try:
-        kept = json.loads(_file(kind, question).read_text(encoding="utf-8"))
-        return kept["answer"] if kept["question"] == dict(question) else None
+        stored = json.loads(_file(kind, question).read_text(encoding="utf-8"))
+        return stored["answer"] if stored["question"] == dict(question) else None
     except (OSError, ValueError, KeyError, TypeError, RuntimeError):
         return None
 
 
 def keep_answer(kind: str, question: Mapping[str, Any], answer: Any) -> None:
-    """Keep a JSON-ready answer; nothing happens where the cache cannot be written."""
+    """Store a JSON-ready answer. Does nothing if the cache cannot be written."""
     with suppress(OSError, RuntimeError):  # RuntimeError: no home folder
         file = _file(kind, question)
         file.parent.mkdir(parents=True, exist_ok=True)
-        building = file.with_suffix(f".{os.getpid()}.part")
-        building.write_text(
-            json.dumps({"question": dict(question), "answer": answer}) + "\n",
-            encoding="utf-8",
-        )
-        os.replace(building, file)
+        partial = file.with_suffix(f".{os.getpid()}.part")
+        text = json.dumps({"question": dict(question), "answer": answer})
+        partial.write_text(text + "\n", encoding="utf-8")
+        # Atomic, so that another process never reads half a file.
+        os.replace(partial, file)
 
 
 def _file(kind: str, question: Mapping[str, Any]) -> Path:
+    """Return the file of an answer, named by a hash of everything that the answer depends on."""
     text = json.dumps([surroundings(), dict(question)], sort_keys=True)
-    return (
-        cache_folder() / "answers" / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
-    )
+    key = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return cache_folder() / "answers" / f"{kind}-{key}.json"
 
 
 @functools.cache
 def surroundings() -> dict[str, Any]:
-    """What an answer depends on besides its question, as first asked: libraries change the
-    environment.
+    """Return what an answer depends on besides its question.
+
+    The values are those of the first call, because libraries change the environment later.
     """
+    variables = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(_PREFIXES) and name not in _IGNORED
+    }
+    cpu = {key: value for key, value in cpu_facts().items() if key in _CPU_FACTS}
+    gpu_files = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
     return {
-        "environment": {
-            k: v for k, v in os.environ.items() if k.startswith(_CHOOSING) and k not in _QUIET
-        },
+        "environment": variables,
         "python": platform.python_version(),
         "libraries": versions(_LIBRARIES),
         "code": _code(),
-        "cpu": (
-            {key: value for key, value in cpu_facts().items() if key in _OF_CPU}
-            or platform.processor()
-        ),
-        "gpus": [
-            _text(file) for file in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
-        ],
+        "cpu": cpu or platform.processor(),
+        "gpus": [_text(file) for file in gpu_files],
         "driver": _text(Path("/proc/driver/nvidia/version")),
     }
 
 
 def installed(name: str) -> str | None:
-    """The version of a package; None where it is not installed."""
+    """Return the version of a package; None if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -123,28 +129,33 @@ def installed(name: str) -> str | None:
 
 
 def versions(names: Iterable[str] = PACKAGES) -> dict[str, str]:
-    """Of those packages that are installed, by name."""
-    return {name: release for name in names if (release := installed(name))}
+    """Return the version of each of these packages that is installed, by name."""
+    releases = {name: installed(name) for name in names}
+    return {name: release for name, release in releases.items() if release}
 
 
 def _code() -> str:
-    """SHA-256 of this package's sources."""
-    root, digest = Path(__file__).parents[2], hashlib.sha256()
-    folders = os.walk(root)
-    for file in sorted(
-        Path(folder, name) for folder, _, names in folders for name in names if name.endswith(".py")
-    ):
+    """Return the SHA-256 of this package's sources."""
+    root = Path(__file__).parents[2]
+    digest = hashlib.sha256()
+    files = [Path(folder, name) for folder, _, names in os.walk(root) for name in names]
+    for file in sorted(file for file in files if file.name.endswith(".py")):
         digest.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()
 
 
 def cpu_facts() -> dict[str, str]:
-    """What Linux says of the first processor: "model name", "flags", …; {} on other systems."""
+    """Return Linux's facts on the first processor: "model name", "flags" and so on.
+
+    {} on other systems.
+    """
     lines = _text(Path("/proc/cpuinfo")).split("\n\n")[0].splitlines()
-    return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    fields = [line.partition(":") for line in lines]
+    return {key.strip(): value.strip() for key, _, value in fields}
 
 
 def _text(file: Path) -> str:
+    """Return a file's text; "" if it cannot be read."""
     try:
         return file.read_text(errors="replace")
     except OSError:

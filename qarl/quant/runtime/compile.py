@@ -1,4 +1,4 @@
-"""torch.compile for passes over tensors, rounding as torch's own operators do."""
+"""torch.compile with the rounding of torch's own operators."""
 
 import functools
 import os
@@ -13,20 +13,20 @@ _EXACT: dict[str, Any] = {
     "eager_numerics.division_rounding": True,
     "eager_numerics.disable_ftz": True,
 }
-"""What makes TorchInductor round as torch's operators do: bfloat16 between operators, divisions,
-subnormals.
+"""Options that make TorchInductor round as torch's operators do: bfloat16 between operators,
+divisions, subnormals.
 """
 
 
 @functools.cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.compile of a function of tensors and constants, for every shape at once. Sums may have
-    another order.
+    """Compile a function of tensors and constants with torch.compile, for all shapes.
 
-    Each combination of dtypes, numbers of axes and constants is compiled apart: torch gives up a
-    function that was compiled for the eighth time.
+    The compiled function rounds as the original, but sums may be taken in another order. Each
+    combination of dtypes, numbers of axes and constants is compiled separately, because torch stops
+    compiling a function that it has compiled eight times.
     """
-    compile_: Any = torch.compile  # whose overloads leave `isolate_recompiles` out
+    compile_: Any = torch.compile  # Any, because its overloads lack `isolate_recompiles`
     variants: dict[Hashable, Callable[..., Any]] = {}
 
     def call(*arguments: Any) -> Any:
@@ -41,7 +41,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def compiler_missing(device: str) -> str | None:
-    """Why nothing can be compiled for a device type; None where it can."""
+    """Return why nothing can be compiled for a device type, or None if it can."""
     if os.environ.get("TORCHDYNAMO_DISABLE") == "1":
         return "TORCHDYNAMO_DISABLE is set"
     if device == "cpu":

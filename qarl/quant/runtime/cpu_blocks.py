@@ -1,6 +1,6 @@
-"""Work on rows a block at a time, so that what is computed on the way stays in a CPU's cache.
+"""Processing of rows in blocks, so that intermediate results stay in a CPU's cache.
 
-Every row comes out as it would with all rows at once, bit for bit, whatever is done to it alone.
+As long as each row is computed on its own, the result has the same bits as with all rows at once.
 """
 
 from collections.abc import Iterator
@@ -8,17 +8,17 @@ from collections.abc import Iterator
 import torch
 
 _ELEMENTS = 1 << 17
-"""Of a block, on CPUs: 512 KiB in fp32."""
+"""Elements of a block on CPUs: 512 KiB in fp32."""
 
 
 def row_blocks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Tensors of equally many rows, the first of them the largest: a block of rows of each at a
-    time; on other devices than CPUs all rows at once.
+    """Yield a block of rows of each tensor at a time; on devices other than CPUs, all rows at once.
+
+    All tensors have equally many rows, and the first is the largest.
     """
-    first, rows = tensors[0], tensors[0].shape[0]
-    size = (
-        max(1, _ELEMENTS * rows // max(1, first.numel()))
-        if first.device.type == "cpu"
-        else max(1, rows)
-    )
-    return zip(*(t.split(size) for t in tensors), strict=True)
+    first = tensors[0]
+    rows = first.shape[0]
+    size = rows
+    if first.device.type == "cpu":
+        size = _ELEMENTS * rows // max(1, first.numel())
+    return zip(*(t.split(max(1, size)) for t in tensors), strict=True)

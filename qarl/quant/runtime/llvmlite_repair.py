@@ -1,9 +1,9 @@
-"""Lets vLLM start in a process that has imported numba.
+"""Repair of llvmlite that lets vLLM start in a process that has imported numba.
 
-llvmlite's library object answers every attribute name with a function, `__dict__` too. vLLM 0.32
-looks on CPUs through the attributes of all modules (`vllm.triton_utils.dispatcher`), takes that
-`__dict__` for a dictionary and fails with "'_lib_fn_wrapper' object has no attribute 'get'". Here
-names of Python's own protocol are refused, as objects do. To be removed when
+llvmlite's library object returns a function for every attribute name, `__dict__` included. On CPUs
+vLLM 0.32 reads the attributes of all modules (`vllm.triton_utils.dispatcher`), takes that
+`__dict__` for a dictionary and fails with "'_lib_fn_wrapper' object has no attribute 'get'". The
+repair refuses names of Python's own protocol, as ordinary objects do. Remove it when
 `hasattr(llvmlite.binding.ffi.lib, "__dict__")` is False without it.
 """
 
@@ -13,7 +13,10 @@ from llvmlite.binding import ffi
 
 
 def repair() -> None:
-    """Idempotent; asserts that it took."""
+    """Make llvmlite's library object refuse `__dunder__` names, and assert that it does.
+
+    Idempotent.
+    """
     library: Any = type(ffi.lib)
     if hasattr(ffi.lib, "__dict__"):
         answer = library.__getattr__

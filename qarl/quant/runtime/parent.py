@@ -1,5 +1,7 @@
-"""This process and what started it: its place in a launcher's environment, and its end with it.
-Imports no torch.
+"""Relation of this process to the one that started it.
+
+This module reads the launcher's environment, and ends a process when its parent ends. It does not
+import torch.
 """
 
 import ctypes
@@ -10,35 +12,38 @@ import time
 
 
 def launched() -> bool:
-    """Whether a launcher started this process as one of several, or as the only one of its kind."""
+    """Return whether a launcher started this process, alone or as one of several."""
     return bool(os.environ.get("RANK") and os.environ.get("WORLD_SIZE"))
 
 
 def rank() -> int:
-    """This process's number in its run, from 0."""
+    """Return this process's number in its run, from 0."""
     return int(os.environ.get("RANK") or 0)
 
 
 def world_size() -> int:
-    """Processes of the run, on all machines."""
+    """Return the number of processes of the run, on all machines."""
     return int(os.environ.get("WORLD_SIZE") or 1)
 
 
 def local_world_size() -> int:
-    """Processes of the run on this machine."""
+    """Return the number of processes of the run on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def end_with_the_parent(number: int = signal.SIGTERM) -> None:
-    """In a child: ask for this signal should the process that started it be killed (Linux's
-    PR_SET_PDEATHSIG).
+    """Ask the kernel to send this process a signal when its parent ends.
+
+    number: the signal. Uses Linux's PR_SET_PDEATHSIG.
     """
+    # 1 is PR_SET_PDEATHSIG.
     ctypes.CDLL(None).prctl(1, number)
 
 
 def end_group_with_the_parent() -> None:
-    """Kill this process and the group it leads once the one that started it is gone, by a thread
-    that looks.
+    """Start a thread that kills this process and the group it leads when its parent is gone.
+
+    The thread checks twice a second.
     """
     parent = os.getppid()
 

@@ -1,4 +1,4 @@
-"""Attributes that have other values for a while."""
+"""Temporary replacement of attributes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,8 +7,9 @@ from typing import Any
 
 @contextmanager
 def replaced(holder: Any, **values: Any) -> Iterator[None]:
-    """Within this context the attributes of a module or an object have these values, and afterwards
-    those they had; one that was not there is None then.
+    """Set attributes of a module or an object for the duration of this context.
+
+    Afterwards they have their previous values. An attribute that did not exist is then None.
     """
     before = {name: getattr(holder, name, None) for name in values}
     try:

@@ -1,7 +1,7 @@
-"""Work in threads, for loops that let go of the interpreter: compiled kernels and hashes.
+"""Thread pool for loops that release the interpreter lock: compiled kernels and hashes.
 
-As many as torch computes with (`torch.set_num_threads`). One pool a process, made anew in a forked
-child.
+It has as many threads as torch computes with (`torch.set_num_threads`). There is one pool per
+process; a forked child makes its own.
 """
 
 import functools
@@ -15,14 +15,18 @@ import torch
 T = TypeVar("T")
 
 _RANGES_A_THREAD = 4
-"""So that threads whose core other processes use leave more to the others."""
+"""Ranges per thread, so that threads on busy cores can take fewer of them."""
 
 
 def in_threads(work: Callable[[int, int], T], count: int, at_least: int) -> list[T]:
-    """[work(start, stop), ...] over contiguous ranges that cover 0 … count-1, in order.
+    """Return [work(start, stop), …] over contiguous ranges that cover 0 … count-1, in order.
 
-    at_least: items of a range below which a thread costs more than it saves. The first exception is
-    raised.
+    Raises the first exception of a call.
+
+    Args:
+        work: function of the range's start and stop.
+        count: number of items.
+        at_least: fewest items of a range; with fewer, a thread costs more than it saves.
     """
     threads = torch.get_num_threads()
     ranges = min(_RANGES_A_THREAD * threads, count // max(1, at_least))
@@ -34,7 +38,9 @@ def in_threads(work: Callable[[int, int], T], count: int, at_least: int) -> list
 
 @functools.cache
 def _pool(threads: int) -> ThreadPoolExecutor:
+    """Return this process's pool of that many threads."""
     return ThreadPoolExecutor(threads, thread_name_prefix="qarl")
 
 
+# A forked child inherits the pool object but not its threads.
 os.register_at_fork(after_in_child=_pool.cache_clear)
