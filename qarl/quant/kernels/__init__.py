@@ -1,9 +1,9 @@
-"""How a low-bit product is computed. Each module makes `LowBitMatmul`s from a `LowBitWeight`:
+"""Kernels of low-bit products. Each module here makes `LowBitMatmul`s from `LowBitWeight`s.
 
-`vllm`           the layer object vLLM itself builds for that scheme, shape and platform
-`engine_layers`  that of the running engine, which holds the weights already `reference`
-dequantize, then multiply in the compute dtype (fake-quant arithmetic); or the master cast to the
-                 compute dtype, nothing quantized (the unaligned baseline)
+- `vllm`: the layer object that vLLM itself builds for the scheme, shape and platform.
+- `engine_layers`: the layer object of the running engine, which already holds the weights.
+- `reference`: dequantize, then multiply in the compute dtype (fake-quant arithmetic). For the
+  unaligned baseline, multiply with the master cast to the compute dtype, with nothing quantized.
 """
 
 import torch
@@ -13,16 +13,15 @@ from qarl.quant.kernels.reference import ReferenceFactory
 from qarl.quant.runtime.libraries import has_vllm
 
 KERNELS = ("auto", "vllm", "reference")
-"""Families; `auto` is vLLM where it is importable, else the reference. The audit says which it
-was.
-"""
+"""Kernel families. `auto` is vLLM if it can be imported, else the reference; the audit names it."""
 
 __all__ = ["KERNELS", "KernelError", "KernelFactory", "LowBitMatmul", "make_factory"]
 
 
 def make_factory(kernel: str, dtype: torch.dtype) -> KernelFactory:
-    """A factory for `kernel` (one of KERNELS) computing in `dtype`. Raises `KernelError` where it
-    cannot run.
+    """Return a factory of products by `kernel`, one of KERNELS, that compute in `dtype`.
+
+    Raises `KernelError` if the kernel is unknown or cannot run.
     """
     if kernel not in KERNELS:
         raise KernelError(f"unknown kernel {kernel!r}: known are {', '.join(map(repr, KERNELS))}")

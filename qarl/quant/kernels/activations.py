@@ -1,6 +1,4 @@
-"""The codes of activations as the engine's own operators make them, where the learner can call
-those.
-"""
+"""Activation codes by the engine's own operators, if the learner can call them."""
 
 import torch
 from compressed_tensors.quantization import QuantizationStrategy
@@ -11,19 +9,18 @@ from qarl.quant.schemes import Scheme, is_integer
 
 
 def multiplied_activation(x: torch.Tensor, scheme: Scheme) -> LowBitActivation:
-    """What the scheme's kernel multiplies for x, compute dtype [N, I].
+    """Return the codes that the scheme's kernel multiplies for x, compute dtype [N, I].
 
-    On CUDA by vLLM's operators, for int8 and fp8 with a scale a token: they divide where those of
-    CPUs multiply with a reciprocal, and a few codes differ. Elsewhere and for other schemes
-    `quantize_activation`'s formulas. Source: vLLM 0.32, `_custom_ops`.
+    On CUDA, int8 and fp8 with a scale per token use vLLM's operators. These divide, whereas the
+    operators for CPUs multiply with a reciprocal, so a few codes differ. On other devices and for
+    other schemes the formulas are those of `quantize_activation`.
+
+    Source: vLLM 0.32, `_custom_ops`.
     """
     args = scheme.activations
-    if not (
-        x.is_cuda
-        and has_vllm()
-        and args is not None
-        and args.strategy == QuantizationStrategy.TOKEN
-    ):
+    if args is None or args.strategy != QuantizationStrategy.TOKEN:
+        return quantize_activation(x, scheme)
+    if not x.is_cuda or not has_vllm():
         return quantize_activation(x, scheme)
     from vllm import _custom_ops as ops
 
@@ -31,6 +28,6 @@ def multiplied_activation(x: torch.Tensor, scheme: Scheme) -> LowBitActivation:
     if not is_integer(args):
         return LowBitActivation(*ops.scaled_fp8_quant(x, use_per_token_if_dynamic=True))
     codes, scale, zero_point = ops.scaled_int8_quant(x, symmetric=bool(args.symmetric))
-    return LowBitActivation(
-        codes, scale, None if zero_point is None else zero_point.to(torch.float32)
-    )
+    if zero_point is not None:
+        zero_point = zero_point.to(torch.float32)
+    return LowBitActivation(codes, scale, zero_point)

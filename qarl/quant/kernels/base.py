@@ -1,5 +1,4 @@
-"""What every kernel family provides: protocols of a layer's prepared product, and the error where
-one cannot run.
+"""Interface of every kernel family: protocols of a layer's prepared product, and the error.
 
 Axes: N tokens, O output rows, I input columns, H hidden columns, K experts a token.
 """
@@ -17,62 +16,69 @@ from qarl.quant.materialize.experts import LowBitExperts
 
 
 class KernelError(QarlError, heading="kernel"):
-    """The requested kernel family cannot run here, or not for this scheme."""
+    """Raised if the requested kernel family cannot run here, or not for this scheme."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scoring:
-    """How queries and keys are scored. scale: of their products. window: how many tokens each sees,
-    itself the last; None: all before it. cap: scores are cap · tanh(score / cap); 0: they are not.
-    slopes: fp32 [H], added a token of distance (ALiBi), or None. fp8: keys and values are rounded
-    to e4m3; fp8_queries: queries, too.
-    """
+    """Scoring of queries and keys in attention."""
 
     scale: float
+    """Factor of the products of queries and keys."""
     window: int | None = None
+    """Number of tokens that a token sees, itself included; None for itself and all before it."""
     cap: float = 0.0
+    """Soft cap: scores become cap · tanh(score / cap). 0 for none."""
     slopes: torch.Tensor | None = None
+    """Number added to a score per token of distance (ALiBi), fp32 [heads]."""
     fp8: bool = False
+    """Round keys and values to e4m3."""
     fp8_queries: bool = False
+    """Round queries to e4m3 too."""
 
     @property
     def plain(self) -> bool:
-        """Whether scores are scaled products alone."""
+        """Return whether scores are only scaled products, without a cap or slopes."""
         return self.cap == 0 and self.slopes is None
 
 
 class LowBitMatmul(Protocol):
-    """One layer's prepared product. Holds whatever layout its kernel needs; never changes the
-    low-bit tensors.
+    """One layer's prepared product.
+
+    It holds the weight in the layout that its kernel needs, and never changes the low-bit tensors.
     """
 
     @property
     def name(self) -> str:
-        """Which kernel multiplies."""
+        """Name of the kernel that multiplies."""
         ...
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x: compute dtype [N, I] → compute dtype [N, O], bias included."""
+        """Multiply x, compute dtype [N, I], and add the bias; returns compute dtype [N, O]."""
         ...
 
 
 class ExpertsMatmul(Protocol):
-    """One layer's routed experts, prepared. Never changes the low-bit tensors."""
+    """One layer's routed experts, prepared. It never changes the low-bit tensors."""
 
     @property
     def name(self) -> str:
-        """Which kernel multiplies."""
+        """Name of the kernel that multiplies."""
         ...
 
     def __call__(self, x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """x: compute dtype [N, H]; weights: fp32 [N, K]; index: integer [N, K], experts → compute
-        dtype [N, H].
+        """Return the weighted sum of each token's experts, compute dtype [N, H].
+
+        Args:
+            x: inputs, compute dtype [N, H].
+            weights: weight of each expert, fp32 [N, K].
+            index: numbers of each token's experts, integer [N, K].
         """
         ...
 
 
 class KernelFactory(Protocol):
-    """Makes the products of a model's layers from their low-bit weights."""
+    """Factory of a model's products from its low-bit weights."""
 
     def linear(
         self,
@@ -81,13 +87,22 @@ class KernelFactory(Protocol):
         biases: Sequence[torch.Tensor | None],
         like: Any = None,
     ) -> LowBitMatmul:
-        """One product of what the engine multiplies as one: of a layer, or of several with their
-        rows one after the other. name: the checkpoint's of a layer, the engine's of several.
-        weights: of each. biases: of each, compute dtype [O] or None. like: the engine's module,
-        where it has a dtype or a forward of its own.
+        """Return the product of one layer, or of several layers that the engine multiplies as one.
+
+        Args:
+            name: checkpoint name of a single layer, the engine's name of several.
+            weights: weight of each layer; the product's rows are theirs in this order.
+            biases: bias of each layer, compute dtype [O], or None.
+            like: the engine's module, if its dtype or forward differs from the factory's.
         """
         ...
 
     def experts(self, layer: str, shape: ExpertsShape, weights: LowBitExperts) -> ExpertsMatmul:
-        """layer: checkpoint name of the experts' module, without the number of one."""
+        """Return the product of a layer's routed experts.
+
+        Args:
+            layer: checkpoint name of the experts' module, without an expert's number.
+            shape: numbers of experts and their sizes.
+            weights: weights of the experts.
+        """
         ...

@@ -1,20 +1,20 @@
-"""Attention by the kernel vLLM's engine runs on CPUs, over whole sequences: the same bits in
-prefill and in decoding.
+"""Attention over full sequences by the kernel that vLLM's engine runs on CPUs.
 
-The kernel reads keys and values from a paged cache, so a call fills one of its own, which lives as
-long as the call.
+It has the same bits in prefill and in decoding. The kernel reads keys and values from a paged
+cache, so each call fills a temporary one.
 
-It goes through the keys tile by tile under a running maximum, so the tiles decide a token's last
-bits. A tile's width depends on how many queries are computed together, and those on the number of
-threads and on the other sequences: a token that is decoded alone has tiles of some 16,000 keys, one
-that is prefilled among 600 others tiles of 640 (head size 64) or 320 (head size 128). Therefore
-engine and learner both cut every sequence's queries into requests so short that the kernel takes
-its widest tile for all of them (`short_requests`). Tiles are then those of a token decoded alone.
+The kernel goes through the keys tile by tile with a running maximum, so the tiles decide a token's
+last bits. The width of a tile depends on how many queries are computed together, which depends on
+the number of threads and on the other sequences. A token that is decoded alone has tiles of about
+16,000 keys. A token that is prefilled among 600 others has tiles of 640 keys (head size 64) or 320
+(head size 128). Engine and learner therefore both cut every sequence's queries into requests so
+short that the kernel takes its widest tile for all of them (`short_requests`). The tiles are then
+those of a token decoded alone.
 
 Source: vLLM 0.32, `vllm.v1.attention.backends.cpu_attn` and `csrc/cpu/cpu_attn_impl.hpp`.
 
-Axes: N tokens of all sequences, S tokens they see, H heads, G heads of keys and values, D head
-size, R requests.
+Axes: N queries of all sequences, S keys of all sequences, B sequences, H heads, G heads of keys and
+values, D head size, R requests.
 """
 
 from collections.abc import Sequence
@@ -27,57 +27,64 @@ from qarl.configs.errors import ModelError
 from qarl.quant.kernels.base import Scoring
 
 _BLOCK = 32
-"""Tokens of a page: the least the kernel takes. Its size changes no bit
-(tests/quant/test_attention.py).
+"""Tokens of a page, the fewest that the kernel takes.
+
+The size of a page changes no bit (tests/quant/test_attention.py).
 """
 _ROWS_OF_ISA = {"vec": 8, "vec16": 16}
-"""Rows (queries times the heads that share a key head) that a kernel multiplies at once, by the
-kernel's name: `MaxQHeadNumPerIteration` in vLLM's sources. A request of no more rows than that gets
-the widest tile.
+"""Rows (queries times the heads that share a key head) that a kernel multiplies at once, by name.
+
+It is `MaxQHeadNumPerIteration` in vLLM's sources. A request with no more rows gets the widest tile.
 """
 _WIDEST_WINDOW = 2048
-"""Tokens of the longest sliding window that always fits one tile: with 256 KiB of level-2 cache a
-tile has some 3,800 keys. Where a window reaches over several tiles, the first one begins where the
-window of the request's first query does.
+"""Tokens of the longest sliding window that always fits into one tile.
+
+With 256 KiB of level-2 cache a tile has about 3,800 keys. If a window extends over several tiles,
+the first tile begins at the start of the window of the request's first query.
 """
 
 
 @dataclass(frozen=True)
 class Requests:
-    """What the kernel is told of the queries in a row of N tokens.
-
-    start: int32 [R + 1], where each request's queries begin, and N. seen: int32 [R], keys that a
-    request's last query sees. sequence: int64 [R], which sequence a request is part of.
-    """
+    """Requests into which N queries are cut, in the form that the kernel takes."""
 
     start: torch.Tensor
+    """First query of each request, followed by N, int32 [R + 1]."""
     seen: torch.Tensor
+    """Number of keys that each request's last query sees, int32 [R]."""
     sequence: torch.Tensor
+    """Number of the sequence that each request is a part of, int64 [R]."""
 
 
 def queries_per_request(isa: str, heads_per_key_head: int, window: int | None) -> int:
-    """Return the most queries that one request may have for its keys to lie in the widest tiles.
+    """Return the largest number of queries of a request with which its keys get the widest tiles.
 
-    isa: the kernel's name (`cpu_isa`). heads_per_key_head: H / G. window: of sliding-window
-    attention in tokens, or None. Kernels that are not known here get one query a request, which has
-    the widest tile whatever the kernel.
+    For an unknown kernel it is 1, because one query has the widest tile in every kernel.
+
+    Args:
+        isa: name of the kernel (`cpu_isa`).
+        heads_per_key_head: H / G.
+        window: sliding window in tokens, or None.
     """
     rows = _ROWS_OF_ISA.get(isa)
     if rows is None or (window is not None and window > _WIDEST_WINDOW):
         return 1
-    # The kernel shares a key head's tile among its heads only where they fill its rows evenly.
+    # The kernel shares a key head's tile among its heads only if they fill its rows evenly.
     return rows // heads_per_key_head if rows % heads_per_key_head == 0 else rows
 
 
 def short_requests(start: torch.Tensor, seen: torch.Tensor, queries: int) -> Requests:
-    """Cut each sequence's queries into requests of at most `queries`.
+    """Cut each sequence's queries into requests of at most `queries` queries.
 
-    start: integer [B + 1], where the queries of B sequences begin in the row, and N. seen: integer
-    [B], keys that each sequence's last query sees.
+    Args:
+        start: first query of each sequence, followed by N, integer [B + 1].
+        seen: number of keys that each sequence's last query sees, integer [B].
+        queries: largest number of queries of a request.
     """
     lengths = start.diff().long()
     parts = (lengths + queries - 1) // queries
     sequence = torch.arange(len(lengths)).repeat_interleave(parts)
+    # Number of each request within its sequence, and the end of its queries there.
     number = torch.arange(len(sequence)) - (parts.cumsum(0) - parts)[sequence]
     end = torch.minimum((number + 1) * queries, lengths[sequence])
     counts = end - number * queries
@@ -97,11 +104,19 @@ def cpu_attention(
     seen: Sequence[int],
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention within each of several sequences that follow one another.
+    """Compute causal attention within each of several sequences that follow one another.
 
-    q: [N, H, D], k, v: [S, G, D], in a compute dtype. lengths: queries of each sequence, Σ = N,
-    those of its last tokens. seen: tokens of each, Σ = S. sinks: a score a head [H] of what no
-    token is, or None. Returns [N, H, D] in that dtype, rounded once.
+    Args:
+        q: queries [N, H, D], in a compute dtype.
+        k: keys [S, G, D].
+        v: values [S, G, D].
+        scoring: scoring of queries and keys.
+        lengths: number of queries of each sequence, Σ = N; they are those of its last tokens.
+        seen: number of keys of each sequence, Σ = S.
+        sinks: per head [H], the score of a sink, which is no token; or None.
+
+    Returns:
+        The output [N, H, D] in q's dtype, rounded once.
     """
     from vllm import _custom_ops as ops
 
@@ -111,13 +126,12 @@ def cpu_attention(
     requests = short_requests(torch.tensor([0, *lengths]).cumsum(0), length, queries)
     pages = (length + _BLOCK - 1) // _BLOCK
     first = (pages.cumsum(0) - pages).to(torch.int32)
-    # From where a sequence's tokens are in k and v to its slots: its first page's less what came
-    # before it.
-    slots = torch.arange(len(k)) + (first * _BLOCK - (length.cumsum(0) - length)).repeat_interleave(
-        length
-    )
-    # Zeros: what lies behind a sequence's end is multiplied by probabilities of zero, which no NaN
-    # may meet.
+    # A token's slot is its position in k and v, shifted by its sequence: from where the sequence
+    # begins in k to where its first page begins.
+    shift = first * _BLOCK - (length.cumsum(0) - length)
+    slots = torch.arange(len(k)) + shift.repeat_interleave(length)
+    # The cache is zeroed, because slots behind a sequence's end are multiplied by probabilities of
+    # zero, and the product with a NaN would be NaN.
     stored, kind = (torch.uint8, "fp8") if scoring.fp8 else (k.dtype, "auto")
     cache = torch.zeros(int(pages.sum()), k.shape[1], 2 * _BLOCK, k.shape[2], dtype=stored)
     keys, values = cache.chunk(2, dim=2)
@@ -135,7 +149,7 @@ def cpu_attention(
         causal=True,
         sliding_window_size=scoring.window or -1,
         isa=isa,
-        # as in the engine: see `quant.kernels.vllm_cpu.attention`
+        # As in the engine; see `quant.kernels.vllm_cpu.attention`.
         enable_kv_split=False,
     )
     table = first[:, None] + torch.arange(int(pages.max()), dtype=torch.int32)
@@ -161,16 +175,15 @@ def cpu_attention(
 
 
 def require_head_size(model: str, config: PretrainedConfig) -> None:
-    """Raise `ModelError` for heads of a size that vLLM's attention lacks on CPUs, so that no engine
-    could sample.
+    """Raise `ModelError` if vLLM's attention on CPUs does not support the model's head size.
+
+    No engine could sample such a model.
     """
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    text, heads = (
-        config.get_text_config(),
-        getattr(config.get_text_config(), "num_attention_heads", None),
-    )
-    # no attention, or that of latents
+    text = config.get_text_config()
+    heads = getattr(text, "num_attention_heads", None)
+    # The model has no attention, or attention over latents.
     if not heads or getattr(text, "kv_lora_rank", None):
         return
     head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
@@ -183,8 +196,10 @@ def require_head_size(model: str, config: PretrainedConfig) -> None:
 
 
 def cpu_isa(dtype: torch.dtype, head_size: int) -> str:
-    """The name of vLLM's kernel for a compute dtype and head size, but for AMX's, which QaRL's
-    engines do not run (`quant.kernels.vllm_cpu.attention`).
+    """Return the name of vLLM's kernel for a compute dtype and head size.
+
+    Instead of AMX's kernel, which QaRL's engines do not run (`quant.kernels.vllm_cpu.attention`),
+    it names the one for other CPUs.
     """
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 

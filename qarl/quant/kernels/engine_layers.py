@@ -1,8 +1,8 @@
-"""Products by the layer objects of the running engine itself: no second copy of a weight version,
-no second kernel.
+"""Products by the layer objects of the running engine.
 
-They multiply the version the engine holds; who shares them writes each version into the engine
-first (`sync.publisher.Publisher.share_layers`).
+There is no second copy of a weight version and no second kernel. The layers multiply the version
+that the engine holds, so a learner that shares them must write each version into the engine first
+(`sync.publisher.Publisher.share_layers`).
 """
 
 from collections.abc import Sequence
@@ -23,29 +23,30 @@ from qarl.quant.materialize.experts import LowBitExperts
 
 
 def operator_kind(module: nn.Module) -> str:
-    """What a module of vLLM's computes by: its class, and of an operator the method chosen for this
-    platform.
+    """Return the class of a vLLM module; for an operator, also the method chosen for this platform.
+
+    The method's name follows the class after a dot.
     """
     method = getattr(module, "_forward_method", None)
-    # of a leaf in the learner's graph, what it calls
+    # A leaf in the learner's graph wraps the method that it calls.
     method = getattr(method, "method", method)
-    return (
-        f"{type(module).__name__}{'' if method is None else '.' + getattr(method, '__name__', '?')}"
-    )
+    name = type(module).__name__
+    return name if method is None else f"{name}.{getattr(method, '__name__', '?')}"
 
 
 class EngineLayers:
-    """A `KernelFactory` over a loaded vLLM model: weights it is given are not read, the engine's
-    layer of that name holds them. kinds: of all its modules, by name.
+    """A `KernelFactory` over a loaded vLLM model.
 
-    Raises `KernelError` for a layer the engine does not have, or has a part of (tensor
-    parallelism).
+    Its methods do not read the weights they get, because the engine's layer of that name holds
+    them. They raise `KernelError` for a layer that the engine does not have, or of which it has
+    only a part (tensor parallelism).
     """
 
     def __init__(self, model: nn.Module):
-        """model: vLLM's, in this process."""
+        """Index the layers of vLLM's model, which is in this process."""
         self._layers: dict[str, Any] = {}
         self.kinds = {name: operator_kind(module) for name, module in model.named_modules()}
+        """`operator_kind` of every module, by name."""
         for name, module in model.named_modules():
             if isinstance(module, LinearBase | VocabParallelEmbedding):
                 self._layers[name] = module
@@ -59,14 +60,14 @@ class EngineLayers:
         biases: Sequence[torch.Tensor | None],
         like: Any = None,
     ) -> VllmMatmul:
-        """See `KernelFactory.linear`."""
+        """Return the engine's layer; see `KernelFactory.linear`."""
         module = self._layer(name)
         if module.tp_size != 1:
             raise KernelError(f"the engine holds one of {module.tp_size} parts of {name!r} here")
         return VllmMatmul(module)
 
     def experts(self, layer: str, shape: ExpertsShape, weights: LowBitExperts) -> VllmExperts:
-        """See `KernelFactory.experts`."""
+        """Return the engine's experts; see `KernelFactory.experts`."""
         module = self._layer(layer)
         if module.local_num_experts != shape.experts:
             raise KernelError(
@@ -76,6 +77,7 @@ class EngineLayers:
         return VllmExperts(module)
 
     def _layer(self, name: str) -> Any:
+        """Return the engine's layer of that name."""
         if name not in self._layers:
             raise KernelError(f"the engine has no layer {name!r} to share with the learner")
         return self._layers[name]

@@ -1,4 +1,4 @@
-"""Routed experts as dense products, one expert after another: where there is no grouped kernel.
+"""Routed experts as dense products, one expert after another, if there is no grouped kernel.
 
 Axes: N tokens, K experts a token, H hidden columns, I expert columns.
 """
@@ -15,11 +15,16 @@ from qarl.quant.kernels.base import LowBitMatmul
 def sum_over_experts(
     x: Tensor, weights: Tensor, index: Tensor, expert: Callable[[int, Tensor], Tensor]
 ) -> Tensor:
-    """Σ_k w_k · expert_k(x) over each token's K experts, summed in fp32 in the order of the
-    experts' numbers and rounded once: in learner and engine, so that both add up to the same bits.
+    """Return Σ_k w_k · expert_k(x) over each token's K experts, compute dtype [N, H].
 
-    x: compute dtype [N, H]; weights: floating [N, K]; index: integer [N, K]; expert: number and its
-    tokens [n, H] → compute dtype [n, H]. Returns compute dtype [N, H].
+    The sum is taken in fp32, in the order of the experts' numbers, and rounded once. Learner and
+    engine both call this function, so their sums have the same bits.
+
+    Args:
+        x: inputs, compute dtype [N, H].
+        weights: weight of each expert, floating [N, K].
+        index: numbers of each token's experts, integer [N, K].
+        expert: function of an expert's number and its tokens [n, H] → compute dtype [n, H].
     """
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for number in index.unique().tolist():
@@ -30,19 +35,25 @@ def sum_over_experts(
 
 
 class ExpertsLoop:
-    """y = Σ_k w_k · down(act(gate(x)) · up(x)), as `sum_over_experts` adds it up."""
+    """Experts y = Σ_k w_k · down(act(gate(x)) · up(x)), summed by `sum_over_experts`."""
 
     def __init__(self, pairs: Sequence[tuple[LowBitMatmul, LowBitMatmul]], activation: str):
-        """pairs: each expert's product with [2I, H] (gate rows first) and with [H, I]."""
+        """Take every expert's pair of products.
+
+        Args:
+            pairs: products with gate and up, [2I, H], gate rows first, and with down, [H, I].
+            activation: transformers' name of the activation function.
+        """
         self._pairs = pairs
         self._activation: nn.Module = ACT2FN[activation]
         self.name = f"{pairs[0][0].name}, per expert"
 
     def __call__(self, x: Tensor, weights: Tensor, index: Tensor) -> Tensor:
-        """See `ExpertsMatmul`."""
-        return sum_over_experts(x, weights, index, self._one)
+        """Return the weighted sum of each token's experts; see `ExpertsMatmul`."""
+        return sum_over_experts(x, weights, index, self._expert)
 
-    def _one(self, expert: int, x: Tensor) -> Tensor:
+    def _expert(self, expert: int, x: Tensor) -> Tensor:
+        """Return one expert's output for its tokens [n, H]."""
         gate_up, down = self._pairs[expert]
         gate, up = gate_up(x).chunk(2, dim=-1)
         return down(self._activation(gate) * up)

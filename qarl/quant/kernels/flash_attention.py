@@ -1,11 +1,11 @@
-"""Attention of sequences of differing lengths in one call on CUDA: FlashAttention by vLLM's engine,
-or torch's.
+"""Attention of sequences of different lengths in one call on CUDA, by FlashAttention.
 
-Both say log Σ exp of a query's scores as fp32 [H, N], which torch's backward takes.
+The kernel is that of vLLM's engine, or torch's. Both also return log Σ exp of each query's scores,
+fp32 [H, N], which torch's backward reads.
+
 Source: vLLM 0.32, `vllm.v1.attention.backends.flash_attn`; torch 2.13, `torch.nn.attention.varlen`.
-
-Axes: N tokens of all sequences, S tokens they see, H heads, G heads of keys and values, D head
-size.
+Axes: N queries of all sequences, S keys of all sequences, H heads, G heads of keys and values, D
+head size.
 """
 
 from collections.abc import Sequence
@@ -20,19 +20,19 @@ from qarl.quant.kernels.base import Scoring
 from qarl.quant.runtime.batch_invariance import batch_invariant
 
 _LARGEST_HEAD = 256
+"""Largest head size of FlashAttention."""
 
 
 def takes(q: Tensor, scoring: Scoring, sinks: Tensor | None) -> bool:
-    """Whether FlashAttention multiplies such queries [N, H, D], and scores them so."""
-    if (
-        not q.is_cuda
-        or q.dtype not in (torch.bfloat16, torch.float16)
-        or q.shape[-1] > _LARGEST_HEAD
-    ):
+    """Return whether FlashAttention supports queries like q [N, H, D] with this scoring."""
+    head_size = q.shape[-1]
+    if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16):
         return False
-    return (scoring.plain and sinks is None) or _engine_version(
-        q.shape[-1], scoring, sinks
-    ) is not None
+    if head_size > _LARGEST_HEAD:
+        return False
+    if scoring.plain and sinks is None:
+        return True
+    return _engine_version(head_size, scoring, sinks) is not None
 
 
 def flash_attention(
@@ -44,19 +44,28 @@ def flash_attention(
     lengths: Sequence[int],
     seen: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention within each of several sequences that follow one another.
+    """Compute causal attention within each of several sequences that follow one another.
 
-    q: [N, H, D], k, v: [S, G, D], in a 16-bit dtype. sinks: a score a head [H] of what no token is,
-    or None. lengths: queries of each sequence, Σ = N, those of its last tokens. seen: tokens of
-    each, Σ = S. By vLLM's kernel where it has one for this device. Returns [N, H, D] and the log Σ
-    exp, fp32 [H, N].
+    Uses vLLM's kernel if it has one for this device, else torch's.
+
+    Args:
+        q: queries [N, H, D], in a 16-bit dtype.
+        k: keys [S, G, D].
+        v: values [S, G, D].
+        sinks: per head [H], the score of a sink, which is no token; or None.
+        scoring: scoring of queries and keys.
+        lengths: number of queries of each sequence, Σ = N; they are those of its last tokens.
+        seen: number of keys of each sequence, Σ = S.
+
+    Returns:
+        The output [N, H, D], and log Σ exp of the scores, fp32 [H, N].
     """
-    version, window = (
-        _engine_version(q.shape[-1], scoring, sinks),
-        _sides(scoring.window),
-    )
-    starts, longest = _starts(tuple(lengths), q.device), max(lengths)
-    starts_k, longest_k = _starts(tuple(seen), q.device), max(seen)
+    version = _engine_version(q.shape[-1], scoring, sinks)
+    window = _sides(scoring.window)
+    starts = _starts(tuple(lengths), q.device)
+    longest = max(lengths)
+    starts_k = _starts(tuple(seen), q.device)
+    longest_k = max(seen)
     if version is None:
         y, sums, _ = torch.ops.torch_attn._varlen_attn(
             q,
@@ -104,11 +113,21 @@ def flash_gradients(
     lengths: Sequence[int],
     seen: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of q, k and v (`operands`), each in its dtype and shape. dy, y: [N, H, D]; sums: the log Σ
-    exp, fp32 [H, N].
+    """Return the gradients of q, k and v, each in its dtype and shape.
+
+    Args:
+        dy: gradient of the output, [N, H, D].
+        operands: q, k and v.
+        y: output, [N, H, D].
+        sums: log Σ exp of the scores, fp32 [H, N].
+        scoring: scoring of queries and keys.
+        lengths: number of queries of each sequence.
+        seen: number of keys of each sequence.
     """
-    starts, longest = _starts(tuple(lengths), y.device), max(lengths)
-    starts_k, longest_k = _starts(tuple(seen), y.device), max(seen)
+    starts = _starts(tuple(lengths), y.device)
+    longest = max(lengths)
+    starts_k = _starts(tuple(seen), y.device)
+    longest_k = max(seen)
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=y.device)
     return torch.ops.torch_attn._varlen_attn_backward(
         dy.contiguous(),
@@ -127,13 +146,14 @@ def flash_gradients(
 
 
 def _sides(window: int | None) -> list[int]:
-    """How many tokens before and after a query are seen; -1 is all."""
+    """Return the numbers of tokens before and after a query that it sees; -1 for all."""
     return [-1 if window is None else window - 1, 0]
 
 
 def _engine_version(head_size: int, scoring: Scoring, sinks: Tensor | None) -> int | None:
-    """Of FlashAttention in vLLM's engine on this device; None where none scores so: version 2 has
-    no sinks.
+    """Return the version of FlashAttention that vLLM's engine would use on this device.
+
+    None if no version supports the scoring; version 2, for example, has no sinks.
     """
     from vllm.v1.attention.backends import fa_utils
 
@@ -148,7 +168,8 @@ def _engine_version(head_size: int, scoring: Scoring, sinks: Tensor | None) -> i
 
 @lru_cache(maxsize=4)
 def _starts(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """int32 [sequences + 1], made once for all layers of a micro-batch: a copy to the device waits
-    for it.
+    """Return where each sequence starts in the row, and the row's length, int32 [sequences + 1].
+
+    Cached for all layers of a micro-batch, because a copy to the device makes the host wait.
     """
     return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)

@@ -1,5 +1,6 @@
-"""Products in the compute dtype: of masters cast to it (the unaligned learner), or of dequantized
-codes (fake quant).
+"""Products in the compute dtype.
+
+The weight is a master cast to that dtype (the unaligned learner) or dequantized codes (fake quant).
 
 Axes: N tokens, O output rows, I input columns.
 """
@@ -22,17 +23,18 @@ from qarl.quant.schemes import Scheme
 
 @dataclass(frozen=True)
 class PlainMatmul:
-    """y = x · Wᵀ + b. weight: compute dtype [O, I]. rounds: the scheme whose activation codes x is
-    rounded to first; None: nothing is quantized.
-    """
+    """Dense product y = x · Wᵀ + b."""
 
     weight: torch.Tensor
+    """W, compute dtype [O, I]."""
     bias: torch.Tensor | None
+    """b, compute dtype [O]."""
     rounds: Scheme | None = None
+    """Scheme to whose activation codes x is rounded first; None to leave x as it is."""
     name = "plain"
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x: compute dtype [N, I] → compute dtype [N, O]."""
+        """Multiply x, compute dtype [N, I]; returns compute dtype [N, O]."""
         if self.rounds is not None and self.rounds.activations is not None:
             x = quantize_activation(x, self.rounds).dequantized(x.dtype)
         return nn.functional.linear(x.to(self.weight.dtype), self.weight, self.bias).to(x.dtype)
@@ -40,22 +42,30 @@ class PlainMatmul:
 
 @dataclass(frozen=True)
 class SideBySide:
-    """Layers of one input, their rows one after the other, each with the bits it has alone."""
+    """Product of several layers with the same input, computed one layer at a time.
+
+    Each layer's outputs have the bits that they have on their own.
+    """
 
     parts: Sequence[LowBitMatmul]
+    """Product of each layer."""
     name: str = "dequantized"
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x: compute dtype [N, I] → compute dtype [N, O of all]."""
+        """Multiply x, compute dtype [N, I]; returns all outputs side by side, [N, ΣO]."""
         outputs = [part(x) for part in self.parts]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
 
 @dataclass(frozen=True)
 class ReferenceFactory:
-    """Dequantizes, then multiplies, all in `dtype`; runs for every scheme, everywhere."""
+    """Factory of products that dequantize, then multiply, in `dtype`.
+
+    It supports every scheme on every device.
+    """
 
     dtype: torch.dtype
+    """Compute dtype."""
 
     def linear(
         self,
@@ -64,18 +74,19 @@ class ReferenceFactory:
         biases: Sequence[torch.Tensor | None],
         like: Any = None,
     ) -> SideBySide:
-        """See `KernelFactory.linear`."""
+        """Return a product; see `KernelFactory.linear`."""
         dtype = self.dtype if like is None else like.params_dtype
-        parts = zip(weights, biases, strict=True)
-        return SideBySide([PlainMatmul(w.dequantized(dtype), b, w.scheme) for w, b in parts])
+        parts = [
+            PlainMatmul(weight.dequantized(dtype), bias, weight.scheme)
+            for weight, bias in zip(weights, biases, strict=True)
+        ]
+        return SideBySide(parts)
 
     def experts(self, layer: str, shape: ExpertsShape, weights: LowBitExperts) -> ExpertsLoop:
-        """See `KernelFactory.experts`."""
+        """Return a layer's experts; see `KernelFactory.experts`."""
 
         def product(weight: LowBitWeight) -> SideBySide:
             return self.linear(layer, [weight], [None])
 
-        return ExpertsLoop(
-            [(product(e.gate_up), product(e.down)) for e in weights.experts],
-            shape.activation,
-        )
+        pairs = [(product(expert.gate_up), product(expert.down)) for expert in weights.experts]
+        return ExpertsLoop(pairs, shape.activation)

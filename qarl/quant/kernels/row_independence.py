@@ -1,11 +1,10 @@
-"""Does a kernel compute a row alike whatever stands beside it, and on any number of threads? Asked
-of this machine.
+"""Test on this machine of whether a kernel's rows depend on neighbouring rows or on threads.
 
-A token is sampled in a batch that changes from step to step and scored in another. Their log-probs
-have the same bits only if every kernel computes a row from that row alone. Kernels choose their
-order of summation by the number of rows, of threads and of columns, so what holds at one shape, or
-on one CPU, says little about another. Here a kernel is asked at the very shape, with inputs that
-show it.
+A token is sampled in a batch that changes from step to step, and scored in another batch. The two
+log-probs have the same bits only if every kernel computes a row from that row alone. Kernels choose
+their order of summation by the number of rows, threads and columns, so a result at one shape, or on
+one CPU, says little about another. The test therefore runs the kernel at the exact shape, with
+inputs that make a dependence visible.
 
 Axes: N rows, O output rows of a weight, I input columns.
 """
@@ -17,32 +16,28 @@ from dataclasses import dataclass
 import torch
 
 RowProduct = Callable[[torch.Tensor], torch.Tensor]
-"""Inputs [N, I] → [N, O]."""
+"""Product of inputs [N, I] with a weight → [N, O]."""
 
 ROWS_ASKED = 64
-"""Rows that are computed together, to compare others with."""
+"""Number of rows that are computed together, as the expected values."""
 _FEWER = (1, 2, 3, 7, 33)
-"""Numbers of rows that are computed apart from the rest: a sequence left alone, few, an odd
-block.
-"""
+"""Numbers of rows that are computed separately: a single sequence, a few, an odd block."""
 _ALONE = 8
-"""So many rows are computed one by one."""
+"""Number of rows that are computed one by one."""
 _CANCELLED = 16
-"""Output rows for which the inputs are chosen."""
+"""Number of output rows for which the inputs are chosen."""
 
 
 @dataclass(frozen=True)
 class Dependence:
-    """How a product depends on what is computed beside a row.
-
-    when: what was computed otherwise ("1 row alone", "3 rows", "on 1 thread"). fraction: of the
-    values that differ, of those whose inputs are chosen to show it. largest: difference, relative
-    to the largest value.
-    """
+    """Dependence of a product's rows on neighbouring rows or on threads."""
 
     when: str
+    """The condition that changed the values: "1 row alone", "3 rows", "on 1 thread"."""
     fraction: float
+    """Fraction of values that differ, among those whose inputs are chosen to show a dependence."""
     largest: float
+    """Largest difference, relative to the largest value."""
 
     def __str__(self) -> str:
         return (
@@ -56,14 +51,17 @@ def cancelling_inputs(
 ) -> torch.Tensor:
     """Return inputs whose products with some rows of a weight nearly cancel, [rows, I] in `dtype`.
 
-    weight: fp32 [n, I], few rows of it. Random inputs give sums that a 16-bit result rounds: the
-    order of summation changes one value in some thousand. Where a sum cancels to a thousandth of
-    its terms, the order shows in one of ten to thirty, so few rows tell.
+    weight: a few rows of a weight, fp32 [n, I].
+
+    Random inputs give sums that are rounded to a 16-bit result, so that the order of summation
+    changes about one value in a thousand. If a sum cancels to a thousandth of its terms, the order
+    changes one value in ten to thirty, and few rows are enough to see it.
     """
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randn(
         rows, weight.shape[1], generator=generator, dtype=torch.float32, device="cpu"
     )
+    # Remove the inputs' part in the span of the weight's rows; rounding to `dtype` leaves a rest.
     basis, _ = torch.linalg.qr(weight.float().cpu().T)
     return (drawn - drawn @ basis @ basis.T).to(dtype)
 
@@ -71,21 +69,22 @@ def cancelling_inputs(
 def dependence(
     product: RowProduct, x: torch.Tensor, rows: slice | torch.Tensor = slice(_CANCELLED)
 ) -> Dependence | None:
-    """Return how a product depends on the rows beside a row or on threads, None if it does not.
+    """Return how a product's rows depend on neighbouring rows or on threads; None if they do not.
 
-    x: compute dtype [N, I], at least `ROWS_ASKED` rows. rows: the output rows that are compared.
-    All rows together, on all of torch's threads, are compared with some of them alone, few at a
-    time, and on one thread.
+    All rows together, on all of torch's threads, are compared with some rows alone, with a few at a
+    time, and with all on one thread.
+
+    Args:
+        product: the product to test.
+        x: inputs, compute dtype [N, I], at least `ROWS_ASKED` rows.
+        rows: output rows of the weight that are compared.
     """
     together = product(x)[:, rows].clone()
     for count in _FEWER:
+        when = "1 row alone" if count == 1 else f"{count} rows"
         for start in range(_ALONE if count == 1 else 1):
             part = product(x[start : start + count].contiguous())[:, rows]
-            difference = _difference(
-                "1 row alone" if count == 1 else f"{count} rows",
-                part,
-                together[start : start + count],
-            )
+            difference = _difference(when, part, together[start : start + count])
             if difference is not None:
                 return difference
     if x.device.type != "cpu" or torch.get_num_threads() == 1:
@@ -94,6 +93,7 @@ def dependence(
 
 
 def _difference(when: str, values: torch.Tensor, expected: torch.Tensor) -> Dependence | None:
+    """Return how values differ from the expected ones; None if they are equal."""
     differs = (values != expected) & ~(values.isnan() & expected.isnan())
     if not differs.any():
         return None
@@ -102,11 +102,11 @@ def _difference(when: str, values: torch.Tensor, expected: torch.Tensor) -> Depe
 
 
 def on_threads(count: int, call: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Return what `call` returns, computed on so many OpenMP threads, without gradient.
+    """Return what `call` returns, computed on `count` OpenMP threads, without gradient.
 
-    It runs in a thread of its own, whose number of OpenMP threads is its own too: those of the
-    caller, which vLLM binds to cores, stay as they are. vLLM also replaces `torch.set_num_threads`
-    by a function that does nothing.
+    `call` runs in a new Python thread, which has its own number of OpenMP threads. The caller's,
+    which vLLM binds to cores, do not change. The number is set through torch's private function,
+    because vLLM replaces `torch.set_num_threads` by one that does nothing.
     """
     before = torch.get_num_threads()
 
@@ -116,7 +116,7 @@ def on_threads(count: int, call: Callable[[], torch.Tensor]) -> torch.Tensor:
         try:
             return call()
         finally:
-            torch._C.set_num_threads(before)  # MKL's number is the process's
+            torch._C.set_num_threads(before)  # MKL's number of threads belongs to the process.
 
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(run).result()

@@ -1,8 +1,8 @@
-"""Which schemes can run on this machine, and why not: asked of the kernels themselves.
+"""Test of which schemes can run on this machine, by running their kernels.
 
-A small layer is materialized, built by vLLM and multiplied once, so the answer, and the words of a
-refusal, are vLLM's own. They are the engine's; the learner's kernels are the same, or the
-reference, which runs everything.
+A small layer is materialized, built by vLLM and multiplied once, so the answer and the text of a
+refusal are vLLM's own. The answer is for the engine. The learner's kernels are the same, or the
+reference, which runs every scheme.
 """
 
 import dataclasses
@@ -24,17 +24,23 @@ from qarl.quant.runtime.libraries import has_vllm
 from qarl.quant.schemes import SCHEMES, Scheme, SchemeError, get_scheme
 
 _EXPERTS = "small.experts"
+"""Name of the experts under test."""
 _SHAPE = (256, 256)
+"""Shape of the layer under test: output rows, input columns."""
 _TOKENS = 4
+"""Number of tokens that the layer multiplies."""
 _LONGEST_REASON = 500
+"""Largest number of characters of vLLM's message that a reason quotes."""
 
 _WEIGHT_ONLY_KERNELS = ("Marlin", "A16", "CPUFp8BlockScaledMM", "CPUFp8PerTensor")
-"""Parts of the names of vLLM kernels that leave activations in the compute dtype, whatever the
-checkpoint says.
+"""Parts of the names of vLLM kernels that leave activations in the compute dtype, even if the
+checkpoint says otherwise.
 """
 
 _ACTIVATION_KERNELS = ("MxFp4", "Mxfp4", "NvFp4", "CPUExpertsInt4")
-"""Of those that quantize activations, unless `_WEIGHT_ONLY_KERNELS` says otherwise."""
+"""Parts of the names of vLLM kernels that quantize activations, unless the name also has a part in
+`_WEIGHT_ONLY_KERNELS`.
+"""
 
 _NOTES = {
     "w4a8": "vLLM has it for CPUs alone",
@@ -43,27 +49,31 @@ _NOTES = {
     "nvfp4a16": "vLLM has it for NVIDIA GPUs alone",
     "mxfp4a16": "vLLM has it for GPUs alone",
 }
+"""Scheme → note that is appended to vLLM's refusal."""
 _REFUSALS = (ValueError, NotImplementedError, RuntimeError, AssertionError)
-"""What vLLM refuses a scheme with."""
+"""Exceptions that vLLM raises when it refuses a scheme."""
 
 
 @dataclass(frozen=True)
 class Support:
-    """kernel: what multiplies, as the audit names it; "" where nothing can. reason: why not; ""
-    where it can. lasting: until machine or software change, not for want of memory just now.
-    """
+    """Answer to whether a scheme can run."""
 
     kernel: str
+    """Name of the kernel, as the audit prints it; "" if the scheme cannot run."""
     reason: str
+    """Why the scheme cannot run; "" if it can."""
     lasting: bool = True
+    """True if the answer holds until machine or software change; False if, for example, memory was
+    short.
+    """
 
 
 @functools.cache
 def support(scheme: str, dtype: torch.dtype, experts: bool = False) -> Support:
-    """Whether the engine runs the named scheme in `dtype`.
+    """Return whether the engine can run the named scheme in `dtype`, for a linear layer.
 
-    experts: ask for routed experts instead of a linear layer. Imports vLLM, which takes seconds.
-    Leaves torch's random state alone.
+    experts: test routed experts instead of a linear layer. Imports vLLM, which takes seconds. Does
+    not change torch's random state.
     """
     resolved = get_scheme(scheme)
     if not has_vllm():
@@ -73,19 +83,16 @@ def support(scheme: str, dtype: torch.dtype, experts: bool = False) -> Support:
         )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     columns = _SHAPE[1]
-    x = (
-        torch.linspace(-2.0, 3.0, _TOKENS * columns, device=device)
-        .cos()
-        .view(_TOKENS, columns)
-        .to(dtype)
-    )
+    values = torch.linspace(-2.0, 3.0, _TOKENS * columns, device=device).cos()
+    x = values.view(_TOKENS, columns).to(dtype)
+    multiply = _multiply_experts if experts else _multiply
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
-            kernel, y = (_multiply_experts if experts else _multiply)(x, resolved)
+            kernel, y = multiply(x, resolved)
     except KernelError as error:
         return Support("", str(error))
-    # what nobody foresaw, too: one scheme's reason, never the end of the question
+    # An unforeseen error is one scheme's reason too; it must not stop the test of other schemes.
     except Exception as error:
         words = _in_words(resolved, error)
         if isinstance(error, _REFUSALS) and not isinstance(error, torch.OutOfMemoryError):
@@ -98,13 +105,13 @@ def support(scheme: str, dtype: torch.dtype, experts: bool = False) -> Support:
 
 
 def kept_support(scheme: str, dtype: torch.dtype, experts: bool = False) -> Support:
-    """`support`, remembered on disk: asked again only where machine or software changed."""
+    """Return `support`'s answer, from the cache on disk if machine and software are the same."""
     question = {"scheme": scheme, "dtype": str(dtype), "experts": experts}
     if batch_invariant():
         question["mode"] = BATCH_INVARIANT
-    kept = read_answer("support", question)
-    if isinstance(kept, dict) and kept.keys() == {"kernel", "reason", "lasting"}:
-        return Support(**kept)
+    cached = read_answer("support", question)
+    if isinstance(cached, dict) and cached.keys() == {"kernel", "reason", "lasting"}:
+        return Support(**cached)
     result = support(scheme, dtype, experts)
     if result.lasting:
         keep_answer("support", question, dataclasses.asdict(result))
@@ -112,15 +119,16 @@ def kept_support(scheme: str, dtype: torch.dtype, experts: bool = False) -> Supp
 
 
 def _multiply(x: torch.Tensor, scheme: Scheme) -> tuple[str, torch.Tensor]:
-    """The kernel's name and its product of x with a small layer."""
+    """Return the name of the kernel and its product of x with a small layer."""
     weight = materialize(_master(_SHAPE, x.device), scheme, x.dtype)
     product = make_factory("vllm", x.dtype).linear("a small layer", [weight], [None])
     return product.name, product(x)
 
 
 def _multiply_experts(x: torch.Tensor, scheme: Scheme) -> tuple[str, torch.Tensor]:
-    """As `_multiply`, of two small experts that see every token."""
-    count, columns = 2, _SHAPE[1]
+    """Return the same as `_multiply`, for two small experts that get every token."""
+    count = 2
+    columns = _SHAPE[1]
     shape = ExpertsShape(
         experts=count,
         top_k=count,
@@ -130,43 +138,43 @@ def _multiply_experts(x: torch.Tensor, scheme: Scheme) -> tuple[str, torch.Tenso
         layout=ExpertLayout(),
     )
     gate_up = _master((count, 2 * columns, columns), x.device)
-    weights = materialize_experts(
-        gate_up, _master((count, columns, columns), x.device), scheme, x.dtype, _EXPERTS
-    )
+    down = _master((count, columns, columns), x.device)
+    weights = materialize_experts(gate_up, down, scheme, x.dtype, _EXPERTS)
     product = make_factory("vllm", x.dtype).experts(_EXPERTS, shape, weights)
     index = torch.arange(count, device=x.device).expand(len(x), count)
-    return product.name, product(x, torch.full(index.shape, 0.5, device=x.device), index)
+    halves = torch.full(index.shape, 0.5, device=x.device)
+    return product.name, product(x, halves, index)
 
 
 def _master(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Values up to 1/√I, I columns: what leaves the gated experts is far from float16's largest
-    number.
+    """Return a master whose values are at most 1/√I, with I columns.
+
+    The output of gated experts then stays far below float16's largest number.
     """
-    return torch.linspace(-1.0, 1.0, math.prod(shape), device=device).sin().view(shape) / math.sqrt(
-        shape[-1]
-    )
+    values = torch.linspace(-1.0, 1.0, math.prod(shape), device=device).sin().view(shape)
+    return values / math.sqrt(shape[-1])
 
 
 def require_support(scheme: Scheme, dtype: torch.dtype, experts: bool = False) -> None:
-    """Raise `SchemeError` where the engine cannot run `scheme` on this machine.
+    """Raise `SchemeError` if the engine cannot run `scheme` on this machine.
 
-    experts: for routed experts, which need kernels of their own.
+    experts: require support for routed experts, which have separate kernels.
     """
     if scheme.quantization is None:
         return
     reason = kept_support(scheme.name, dtype, experts).reason
     if reason:
         able = [name for name in SCHEMES if not kept_support(name, dtype, experts).reason]
-        of = " for a mixture of experts" if experts else ""
-        others = f"schemes that can: {', '.join(map(repr, able))}" if able else "no scheme can"
+        subject = " for a mixture of experts" if experts else ""
+        remedy = f"schemes that can: {', '.join(map(repr, able))}" if able else "no scheme can"
         raise SchemeError(
-            f"scheme {scheme.name!r} cannot run in the engine on this machine{of} ({dtype}):"
-            f" {reason}; {others}"
+            f"scheme {scheme.name!r} cannot run in the engine on this machine{subject} ({dtype}):"
+            f" {reason}; {remedy}"
         )
 
 
 def require_cache(kv_cache: str | None) -> None:
-    """Raise `SchemeError` where the engine has no such cache of keys and values on this machine."""
+    """Raise `SchemeError` if the engine lacks this kind of key-value cache on this machine."""
     if (
         kv_cache is not None
         and has_vllm()
@@ -180,7 +188,7 @@ def require_cache(kv_cache: str | None) -> None:
 
 
 def _in_words(scheme: Scheme, error: Exception) -> str:
-    """An exception of vLLM's, on one line, with what is known beyond it."""
+    """Return vLLM's message on one line, with the note that QaRL has on the scheme."""
     lines = [line.strip() for line in str(error).split("\n") if line.strip()]
     text = (
         "; ".join(lines)
@@ -194,7 +202,7 @@ def _in_words(scheme: Scheme, error: Exception) -> str:
 
 
 def _other_arithmetic(scheme: Scheme, kernel: str) -> str:
-    """Why a kernel that runs would not compute what the scheme says; "" where it would."""
+    """Return why a kernel that runs does not compute what the scheme says; "" if it does."""
     weight_only = UNQUANTIZED in kernel or any(part in kernel for part in _WEIGHT_ONLY_KERNELS)
     if scheme.activations is not None and weight_only:
         return f"vLLM would multiply with {kernel}, which leaves activations in the compute dtype"

@@ -1,9 +1,8 @@
-"""Products by the very layer vLLM builds: the same classes, kernel selection and weight layout as
-in the engine.
+"""Products by layers that vLLM builds, with the engine's classes, kernels and layout.
 
-vLLM's linear layers are given the scheme's own `quantization_config`, so vLLM resolves scheme class
-and kernel from the same text it reads in a checkpoint. The layer is loaded with the low-bit tensors
-through its parameters' loaders and post-processed by its quant method: what the engine does with a
+vLLM's linear layers get the scheme's own `quantization_config`, so vLLM resolves the scheme's class
+and kernel from the text that it reads in a checkpoint. The low-bit tensors are loaded through the
+loaders of the layer's parameters and post-processed by its quant method, as the engine does with a
 checkpoint.
 
 Axes: N tokens, O output rows, I input columns.
@@ -46,6 +45,7 @@ from qarl.quant.runtime.replaced import replaced
 from qarl.quant.schemes import Scheme, write_quantization_config
 
 _GROUPS = ("_TP", "_PP", "_DP", "_EP", "_EPLB", "_PCP", "_DCP")
+"""Names of vLLM's process groups in `parallel_state`."""
 _ONE = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
 _ALONE = SimpleNamespace(
     rank=0,
@@ -57,11 +57,13 @@ _ALONE = SimpleNamespace(
     device_group=_ONE,
     cpu_group=_ONE,
 )
+"""Stand-in for a process group of vLLM's with this process as its only member."""
 
 
 class VllmMatmul:
-    """One vLLM linear layer or output head, ready to multiply. Keeps every tensor its kernel may
-    point to alive.
+    """One vLLM linear layer or output head, ready to multiply.
+
+    It keeps every tensor alive that its kernel may point to.
     """
 
     def __init__(self, linear: LinearBase | VocabParallelEmbedding):
@@ -69,23 +71,26 @@ class VllmMatmul:
         self.name = kernel_name(linear)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x: compute dtype [N, I] → compute dtype [N, O], or wider: vLLM pads its output heads."""
+        """Multiply x, compute dtype [N, I]; returns compute dtype [N, O].
+
+        An output head returns more columns, because vLLM pads it.
+        """
         with own_scratch(x.device):
-            if isinstance(self._linear, GateLinear):  # chooses among kernels by itself
+            if isinstance(self._linear, GateLinear):  # Its forward chooses among several kernels.
                 y = self._linear(x)
                 return y[0] if isinstance(y, tuple) else y
-            return self._linear.quant_method.apply(
-                self._linear, x, getattr(self._linear, "bias", None)
-            )
+            bias = getattr(self._linear, "bias", None)
+            return self._linear.quant_method.apply(self._linear, x, bias)
 
 
 class VllmFactory:
-    """Builds `VllmMatmul`s for one compute dtype. Raises what vLLM raises where it has no kernel
-    for a scheme.
+    """Factory of `VllmMatmul`s for one compute dtype.
+
+    Its methods raise what vLLM raises if vLLM has no kernel for a scheme.
     """
 
     def __init__(self, dtype: torch.dtype):
-        # as the engine's processes do; `quant.kernels.vllm_cpu` is one of them
+        # The engine's processes load the same plugins; `quant.kernels.vllm_cpu` is one of them.
         load_plugins()
         self._dtype = dtype
         compilation = CompilationConfig(mode=CompilationMode.NONE)
@@ -93,13 +98,13 @@ class VllmFactory:
             compilation_config=compilation,
             kernel_config=KernelConfig(**kernel_arguments()),
         )
-        # FP8 layers ask for the dtype, DeepGEMM and MoE kernels for the type of model, MXFP4
-        # experts for quantization.
+        # FP8 layers read the dtype, DeepGEMM and MoE kernels the type of model, MXFP4 experts the
+        # quantization.
         model = PretrainedConfig()
-        asked_for = SimpleNamespace(
+        model_config = SimpleNamespace(
             dtype=dtype, hf_config=model, hf_text_config=model, quantization_config=None
         )
-        self._config.model_config = asked_for  # pyright: ignore[reportAttributeAccessIssue]
+        self._config.model_config = model_config  # pyright: ignore[reportAttributeAccessIssue]
         self._schemes: dict[str, QuantizationConfig] = {}
 
     def linear(
@@ -109,26 +114,27 @@ class VllmFactory:
         biases: Sequence[torch.Tensor | None],
         like: Any = None,
     ) -> VllmMatmul:
-        """See `KernelFactory.linear`."""
+        """Return a product; see `KernelFactory.linear`."""
+        first = weights[0]
         rows = [weight.shape[0] for weight in weights]
-        with self._loading(weights[0].codes.device):
+        with self._loading(first.codes.device):
             linear = self._empty(
                 name,
                 rows,
-                weights[0].shape[1],
-                weights[0].scheme,
-                biases[0] is not None,
-                like,
+                columns=first.shape[1],
+                scheme=first.scheme,
+                bias=biases[0] is not None,
+                like=like,
             )
-            for part, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
-                place = (part,) if len(rows) > 1 else ()
-                tensors = [
-                    *weight.tensors(),
-                    *([] if bias is None else [("bias", bias.detach())]),
-                ]
+            for number, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+                tensors = list(weight.tensors())
+                if bias is not None:
+                    tensors.append(("bias", bias.detach()))
+                # Loaders of a merged layer also take the number of the part.
+                part = (number,) if len(rows) > 1 else ()
                 for key, tensor in tensors:
                     parameter = getattr(linear, key)
-                    parameter.weight_loader(parameter, tensor, *place)
+                    parameter.weight_loader(parameter, tensor, *part)
             assert linear.quant_method is not None
             linear.quant_method.process_weights_after_loading(linear)
         drop_loaders(linear)
@@ -143,7 +149,10 @@ class VllmFactory:
         bias: bool,
         like: Any = None,
     ) -> LinearBase:
-        """To be called while `_loading`."""
+        """Build vLLM's layer without loading anything. Call this within `_loading`.
+
+        rows: output rows of each part. The other arguments are as in `linear`.
+        """
         shared = {
             "bias": bias,
             "params_dtype": self._dtype if like is None else like.params_dtype,
@@ -160,14 +169,17 @@ class VllmFactory:
         return ReplicatedLinear(columns, rows[0], **shared)
 
     def experts(self, layer: str, shape: ExpertsShape, weights: LowBitExperts) -> VllmExperts:
-        """See `KernelFactory.experts`."""
+        """Return a layer's experts; see `KernelFactory.experts`."""
         with self._loading(weights.device):
             quant_config = self._quant_config(weights.experts[0].down.scheme)
             return vllm_experts(layer, shape, weights, self._config, quant_config)
 
     @contextlib.contextmanager
     def _loading(self, device: torch.device) -> Iterator[None]:
-        """What vLLM's layers expect while a model loads; their output dtype is torch's default."""
+        """Set up what vLLM's layers read while a model loads.
+
+        Their output dtype is torch's default dtype, which is the compute dtype in this context.
+        """
         with (
             set_current_vllm_config(self._config),
             set_default_torch_dtype(self._dtype),
@@ -177,9 +189,9 @@ class VllmFactory:
             yield
 
     def _quant_config(self, scheme: Scheme) -> QuantizationConfig | None:
-        written = write_quantization_config(
-            [(scheme, ["Linear"])] if scheme.quantization else [], []
-        )
+        """Return vLLM's config of a scheme; None if nothing is quantized."""
+        groups = [(scheme, ["Linear"])] if scheme.quantization else []
+        written = write_quantization_config(groups, [])
         if written is None:
             return None
         if scheme.name not in self._schemes:
@@ -189,10 +201,9 @@ class VllmFactory:
 
 
 def alone() -> contextlib.AbstractContextManager[None]:
-    """vLLM's groups as in a process by itself. Those of an engine in this process are put back
-    unchanged.
+    """Within this context, set vLLM's process groups to those of a single process.
+
+    Groups of an engine in this process are restored unchanged.
     """
-    return replaced(
-        parallel_state,
-        **{name: _ALONE for name in _GROUPS if hasattr(parallel_state, name)},
-    )
+    groups = {name: _ALONE for name in _GROUPS if hasattr(parallel_state, name)}
+    return replaced(parallel_state, **groups)

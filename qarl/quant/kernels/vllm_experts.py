@@ -1,9 +1,8 @@
-"""Routed experts by the very module vLLM builds: fused kernels where vLLM has them, QaRL's plugin
-where it has none.
+"""Routed experts by the module that vLLM builds.
 
-As `quant.kernels.vllm` for dense layers: vLLM's `RoutedExperts` gets the scheme's own
-`quantization_config`, takes the low-bit tensors by their checkpoint names through its own loader,
-and post-processes them.
+It multiplies with vLLM's fused kernels, or with QaRL's plugin if vLLM has none. As with dense
+layers (`quant.kernels.vllm`), vLLM's `RoutedExperts` gets the scheme's own `quantization_config`,
+loads the low-bit tensors by their checkpoint names through its own loader, and post-processes them.
 
 Axes: N tokens, K experts a token, E experts, H hidden columns, I expert columns.
 """
@@ -45,13 +44,13 @@ class VllmExperts:
         )
 
     def __call__(self, x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """See `ExpertsMatmul`."""
+        """Return the weighted sum of each token's experts; see `ExpertsMatmul`."""
         index = index.to(self._experts.quant_method.topk_indices_dtype or torch.int32)
         with engine_step(x.device, len(x)):
             y = self._experts.forward_modular(
                 x.contiguous(), weights.contiguous(), index.contiguous()
             )
-        # vLLM defers the sum over experts only where that was asked for
+        # vLLM leaves the sum over experts to the caller only if its config asks for that.
         assert isinstance(y, torch.Tensor)
         return y
 
@@ -63,12 +62,13 @@ def vllm_experts(
     config: VllmConfig,
     quant_config: QuantizationConfig | None,
 ) -> VllmExperts:
-    """Build and fill vLLM's module. To be called with `config` current and the compute dtype as
-    torch's default.
+    """Build vLLM's module and load the weights.
+
+    Call this with `config` as vLLM's current config and the compute dtype as torch's default.
     """
     experts = empty_experts(layer, shape, weights.device, config, quant_config)
     for _ in experts.load_weights(weights.tensors(shape.layout)):
-        pass  # the loader is a generator: it loads as it is read
+        pass  # The loader is a generator, which loads while it is read.
     experts.quant_method.process_weights_after_loading(experts)
     drop_loaders(experts)
     return VllmExperts(experts)
@@ -81,8 +81,12 @@ def empty_experts(
     config: VllmConfig,
     quant_config: QuantizationConfig | None,
 ) -> RoutedExperts:
-    """vLLM's module, with its kernel chosen and nothing loaded. To be called as `vllm_experts`."""
-    dtype, layout = torch.get_default_dtype(), shape.layout
+    """Build vLLM's module with its kernel chosen and nothing loaded.
+
+    Call this in the same context as `vllm_experts`.
+    """
+    dtype = torch.get_default_dtype()
+    layout = shape.layout
     moe = FusedMoEConfig(
         num_experts=shape.experts,
         experts_per_token=shape.top_k,
@@ -97,6 +101,7 @@ def empty_experts(
         routing_method=get_routing_method_type("softmax", shape.top_k, True, None, False),
         max_num_tokens=config.scheduler_config.max_num_batched_tokens,
     )
+    # Stand-in for vLLM's manager of experts: all of them are in this process.
     local = SimpleNamespace(
         local_num_experts=shape.experts,
         placement_strategy="linear",
@@ -120,9 +125,10 @@ def empty_experts(
 
 @contextmanager
 def engine_step(device: torch.device, tokens: int) -> Iterator[None]:
-    """Within this context vLLM's fused experts find what they would in its engine's step over so
-    many tokens: scratch memory, and the context of the step's forward. Nothing on CPUs, whose
-    experts take neither.
+    """Set up what vLLM's fused experts read in a step of its engine over that many tokens.
+
+    That is scratch memory and the step's forward context. Does nothing on CPUs, whose experts use
+    neither.
     """
     if current_platform.is_cpu():
         yield
@@ -136,12 +142,12 @@ def engine_step(device: torch.device, tokens: int) -> Iterator[None]:
 
 @contextmanager
 def own_scratch(device: torch.device) -> Iterator[None]:
-    """Within this context vLLM's kernels take scratch memory and locks from the learner's manager,
-    and stay on torch's current stream. Nothing on CPUs.
+    """Give vLLM's kernels the learner's scratch memory and locks, and torch's current stream.
 
-    The engine's manager is locked once it has warmed up, at the size of its own batches, and CUDA
-    graphs hold its addresses. In a thread where vLLM has set no stream, as autograd's, it would
-    change to a new one, which what autograd runs next does not wait for.
+    Does nothing on CPUs. The engine's own manager of scratch memory is locked after its warm-up, at
+    the size of the engine's batches, and CUDA graphs hold its addresses. In a thread where vLLM has
+    set no stream, such as autograd's, vLLM would change to a new stream, and what autograd runs
+    next would not wait for it.
     """
     if current_platform.is_cpu():
         yield
@@ -153,11 +159,14 @@ def own_scratch(device: torch.device) -> Iterator[None]:
 
 @functools.cache
 def _scratch(device: torch.device) -> workspace.WorkspaceManager:
-    """Grows to the largest batch and stays: the next layer takes the same."""
+    """Return the learner's scratch memory.
+
+    It grows to the largest batch and is not freed, because the next layer uses it again.
+    """
     return workspace.WorkspaceManager(device)
 
 
 @functools.cache
 def uncompiled_config() -> VllmConfig:
-    """Of an engine without Inductor, for what vLLM runs outside of one."""
+    """Return the config of an engine without Inductor, for vLLM's code outside an engine."""
     return VllmConfig(compilation_config=CompilationConfig(mode=CompilationMode.NONE))

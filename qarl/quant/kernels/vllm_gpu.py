@@ -1,18 +1,17 @@
-"""Choices of vLLM's on GPUs that a learner could not follow, settled for engine, servers and
-learner alike.
+"""Settings of vLLM on GPUs that engine, servers and learner share.
 
-- FlashInfer is left out. Whether vLLM finds it depends on nvcc and ninja in the shell's PATH. On
-  Blackwell its experts
-  route tokens themselves, without a gradient for the router, and its attention is not the
-  learner's.
-- Experts of integer weights are multiplied by Marlin where vLLM 0.32 prefers Humming (9.0), which
-  compiles at start and
-  has no version of a publish proven. `moe_backend` would choose for all experts of a model,
-  whatever their scheme.
-- No kernel quantizes a layer's input before it. In vLLM's Llama the gate's would, whose product is
-  not rounded then.
-- DeepGEMM is left out. It quantizes block scales to powers of two, and the published codes again
-  with them.
+They replace choices of vLLM's that a learner could not reproduce.
+
+- FlashInfer is disabled. Whether vLLM finds it depends on nvcc and ninja in the shell's PATH. On
+  Blackwell its experts route tokens themselves, without a gradient for the router, and its
+  attention is not the learner's.
+- Marlin multiplies experts of integer weights, even if vLLM 0.32 prefers Humming (at compute
+  capability 9.0). Humming compiles at start, and publishing weight versions into it is unverified.
+  vLLM's option `moe_backend` would choose for all experts of a model, whatever their scheme.
+- No kernel quantizes a layer's input before the layer. In vLLM's Llama the gate's kernel would, and
+  its product would then not be rounded.
+- DeepGEMM is disabled. It rounds block scales to powers of two, and quantizes the published codes
+  again with those.
 """
 
 import os
@@ -23,15 +22,16 @@ from vllm.plugins import load_general_plugins
 
 
 def load_plugins() -> None:
-    """vLLM's plugins, as its own processes load them, and `settle`: before a learner builds a
-    layer.
+    """Load vLLM's plugins, as its own processes do, and call `settle`.
+
+    Call this before a learner builds a layer.
     """
     load_general_plugins()
     settle()
 
 
 def settle() -> None:
-    """Settle them in this process; on CPUs, and again, nothing happens."""
+    """Apply the settings in this process. Does nothing on CPUs; idempotent."""
     if not current_platform.is_cuda():
         return
     from vllm.model_executor.layers.fused_moe.oracle import int_wna16
@@ -44,7 +44,9 @@ def settle() -> None:
     ):
         assert hasattr(holder, name), f"vLLM no longer has the {name} that is set here"
     LinearBase.requires_unquantized_input = True
-    setattr(int_wna16, "prioritize_humming", list)  # noqa: B010  # leaves their order
+    # `list` returns the backends in their order, with Humming not moved to the front.
+    setattr(int_wna16, "prioritize_humming", list)  # noqa: B010
     os.environ["VLLM_USE_DEEP_GEMM"] = "0"
-    sys.modules["flashinfer"] = None  # type: ignore[assignment]  # as if it were not installed
+    # An import of flashinfer now fails as if it were not installed.
+    sys.modules["flashinfer"] = None  # type: ignore[assignment]
     has_flashinfer.cache_clear()

@@ -1,5 +1,6 @@
-"""What learner and engine ask of a loaded vLLM layer: its kernel's name, and to let its old version
-go.
+"""Functions on a loaded vLLM layer that learner and engine share.
+
+They return the name of its kernel, and make the layer release its old weight version.
 """
 
 from typing import Any
@@ -9,40 +10,46 @@ from torch import nn
 from qarl.quant.runtime.batch_invariance import BATCH_INVARIANT, batch_invariant
 
 INT8_ACTIVATIONS = "int8 activations by VLLM_CPU_INT4_W4A8"
-"""Part of the names of kernels to which vLLM gives int8 activations on CPUs with AMX unless that
-variable is 0.
+"""Part of the names of kernels that get int8 activations from vLLM, which happens on CPUs with AMX
+unless that environment variable is 0.
 """
 
-QUANTIZED, UNQUANTIZED = "quantized activations", "activations in the compute dtype"
-"""Parts of the names of Humming's kernels: one class does either, as its configuration says."""
+QUANTIZED = "quantized activations"
+"""Part of the names of Humming's kernels that quantize activations."""
+UNQUANTIZED = "activations in the compute dtype"
+"""Part of the names of Humming's kernels that do not; the class is the same."""
 
 
 def kernel_name(layer: Any) -> str:
-    """Class name of the kernel object in a loaded vLLM linear layer or experts module.
+    """Return the name of the kernel in a vLLM linear layer or experts module.
 
-    layer: any vLLM layer with a `quant_method`. Unquantized linear layers have no kernel object and
-    read "unquantized"; experts run as dense products one by one read "… per expert". A kernel that
-    quantizes activations because the environment says so, and not the checkpoint, names the
-    variable. Humming's say what they do with activations. Where vLLM's batch-invariant mode is on,
-    those that keep it say so.
+    layer: any vLLM layer with a `quant_method`. The name is the class of the kernel object, with
+    these exceptions and additions:
+
+    - An unquantized linear layer has no kernel object and reads "unquantized".
+    - Experts that run as dense products, one expert at a time, read "…, per expert".
+    - A kernel that quantizes activations because of an environment variable, not the checkpoint,
+      names that variable.
+    - Humming's kernels say what they do with activations.
+    - In vLLM's batch-invariant mode, a kernel that supports the mode says so.
     """
     name = _name(layer)
-    return (
-        f"{name}, {BATCH_INVARIANT}" if batch_invariant() and _is_batch_invariant(layer) else name
-    )
+    if batch_invariant() and _is_batch_invariant(layer):
+        return f"{name}, {BATCH_INVARIANT}"
+    return name
 
 
 def _name(layer: Any) -> str:
+    """Return `kernel_name` without the batch-invariant mode."""
     method = layer.quant_method
-    fused, chosen = (
-        getattr(method, "moe_kernel", None),
-        getattr(method, "experts_cls", None),
-    )
+    fused = getattr(method, "moe_kernel", None)
+    experts_class = getattr(method, "experts_cls", None)
     if fused is not None:
         return type(fused.fused_experts).__name__ + _activations(fused.fused_experts)
-    if chosen is not None:  # experts of which nothing is loaded
-        return chosen.__name__
-    if dense := getattr(method, "dense", None):
+    if experts_class is not None:  # Experts whose weights are not loaded yet.
+        return experts_class.__name__
+    dense = getattr(method, "dense", None)
+    if dense:
         return f"{_name(dense['w13'][0])}, per expert"
     kernel = _kernel(layer)
     if kernel is not None:
@@ -53,19 +60,23 @@ def _name(layer: Any) -> str:
 
 
 def _kernel(layer: Any) -> Any:
-    """The kernel object of a linear layer; None where it has none."""
-    holders = (getattr(layer, "scheme", None), layer.quant_method)
-    kernels = (
-        getattr(holder, name, None) for holder in holders for name in ("kernel", "fp8_linear")
-    )
-    return next((kernel for kernel in kernels if kernel is not None), None)
+    """Return the kernel object of a linear layer; None if it has none."""
+    for holder in (getattr(layer, "scheme", None), layer.quant_method):
+        for name in ("kernel", "fp8_linear"):
+            kernel = getattr(holder, name, None)
+            if kernel is not None:
+                return kernel
+    return None
 
 
 def _is_batch_invariant(layer: Any) -> bool:
-    """Whether the layer's kernel keeps vLLM's batch-invariant mode, by vLLM's own word: layers
-    without a kernel object multiply by its persistent product, experts and FP8 kernels are asked,
-    Humming's are given the mode, NVFP4 is forced to CUTLASS by it. Of int8 by CUTLASS vLLM says
-    nothing; sums of integers are exact in any order.
+    """Return whether the layer's kernel supports vLLM's batch-invariant mode, according to vLLM.
+
+    - Experts and FP8 kernels report it.
+    - Layers without a kernel object use vLLM's persistent product, which supports it.
+    - Humming's kernels are configured for the mode.
+    - NVFP4 is forced to CUTLASS by the mode.
+    - vLLM states nothing for int8 by CUTLASS, but sums of integers are exact in any order.
     """
     from vllm.model_executor.kernels.linear import fp8_scaled_mm_is_batch_invariant
 
@@ -77,27 +88,31 @@ def _is_batch_invariant(layer: Any) -> bool:
     if kernel is None:
         return type(method).__name__.startswith("Unquantized")
     name = type(kernel).__name__
-    keeps = name.startswith("Humming") or name in (
-        "CutlassInt8ScaledMMLinearKernel",
-        "CutlassNvFp4LinearKernel",
-    )
-    return keeps or fp8_scaled_mm_is_batch_invariant(kernel)
+    if name.startswith("Humming"):
+        return True
+    if name in ("CutlassInt8ScaledMMLinearKernel", "CutlassNvFp4LinearKernel"):
+        return True
+    return fp8_scaled_mm_is_batch_invariant(kernel)
 
 
 def _activations(kernel: Any) -> str:
-    """What a Humming kernel, loaded, or experts of such, do with activations, to be appended; "" of
-    others.
+    """Return a suffix for a name: what loaded Humming kernels or experts do with activations.
+
+    "" for other kernels.
     """
-    configs = getattr(kernel, "humming_configs", None) or {
-        "w13": getattr(kernel, "layer_config", None)
-    }
-    mode = getattr(configs["w13"], "input_quant_mode", None)
-    return "" if mode is None else f", {QUANTIZED if mode.should_quantize else UNQUANTIZED}"
+    configs = getattr(kernel, "humming_configs", None)
+    config = configs["w13"] if configs else getattr(kernel, "layer_config", None)
+    mode = getattr(config, "input_quant_mode", None)
+    if mode is None:
+        return ""
+    return f", {QUANTIZED if mode.should_quantize else UNQUANTIZED}"
 
 
 def drop_loaders(layer: nn.Module) -> None:
-    """Cut the way back from a loaded layer's parameters to the layer, through their loaders: a
-    cycle that would keep each weight version's tensors until Python's collector comes by.
+    """Remove the weight loaders of a loaded layer's parameters.
+
+    A loader refers to the layer, which makes a reference cycle: each weight version's tensors would
+    stay in memory until Python's garbage collector runs.
     """
     for parameter in layer.parameters():
         if hasattr(parameter, "weight_loader"):

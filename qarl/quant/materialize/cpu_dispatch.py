@@ -34,7 +34,7 @@ _STORED = {
     torch.bfloat16: (0, torch.uint16),
     torch.float16: (16, torch.uint16),
 }
-"""For each dtype of scales: its number in `cpu_loops._as_stored`, and the dtype of its bits."""
+"""Dtype of scales → its number in `cpu_loops._as_stored`, and the dtype of its bits."""
 
 _THREAD_ELEMENTS = 1 << 17
 """Number of weights that is worth handing to a thread: about 0.05 ms of work."""

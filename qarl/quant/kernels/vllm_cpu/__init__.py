@@ -1,8 +1,7 @@
-"""Products of vLLM's that it lacks on a CPU, or rounds otherwise there, registered in vLLM's own
-tables.
+"""Plugin that adds products which vLLM lacks or rounds differently on CPUs to vLLM's own tables.
 
-Entry point in `vllm.general_plugins`: each of vLLM's processes registers them before it builds a
-layer, and so does the learner (`quant.kernels.vllm`).
+`register` is the entry point in `vllm.general_plugins`. Each of vLLM's processes calls it before it
+builds a layer, and so does the learner (`quant.kernels.vllm`).
 """
 
 import importlib
@@ -18,17 +17,19 @@ from qarl.quant.runtime.parent import end_group_with_the_parent, end_with_the_pa
 
 
 def register() -> None:
-    """Register them, once for a process on a CPU, before vLLM builds a layer; on GPUs see
-    `quant.kernels.vllm_gpu`.
+    """Register the products on CPUs, and settle this process's vLLM for QaRL on every device.
 
-    On CPUs with AMX vLLM 0.32 multiplies int4 weights with activations in int8 unless the
-    environment says not to, whatever the checkpoint says. A value the user set is kept;
-    `qarl.rollout.vllm.options` refuses it. Its int4 kernel does not ask the operating system for
-    AMX, which ends a process that has not asked before ("illegal instruction").
+    Call this once per process, before vLLM builds a layer. For GPUs see `quant.kernels.vllm_gpu`.
 
-    On every device, what a server starts ends with it, and it with the run that started it: vLLM's
-    engine goes on for ever where its server is killed, and a server whose engine starts where it is
-    terminated or interrupted.
+    On CPUs with AMX vLLM 0.32 multiplies int4 weights with activations in int8, even if the
+    checkpoint says otherwise, unless an environment variable turns that off. This sets the
+    variable. A value that the user set is not overwritten; `qarl.rollout.vllm.options` refuses it.
+    vLLM's int4 kernel does not request AMX from the operating system, and a process that has not
+    requested it is killed ("illegal instruction"). So this requests it.
+
+    On every device, the processes that a server starts end with it, and the server ends with the
+    run that started it. Otherwise vLLM's engine would run forever after its server is killed, and
+    so would a server that is terminated or interrupted while its engine starts.
     """
     import torch
     from vllm.platforms import current_platform
@@ -63,7 +64,7 @@ def register() -> None:
     register_backend(AttentionBackendEnum.CPU_ATTN)(AttentionBackend)
     register_quantization_config("compressed-tensors")(PerExpertConfig)
     _replace(CPUFp32FP8ScaledMMLinearKernel, "fp8")
-    # where vLLM was compiled for AVX-512
+    # vLLM has this operator if it was compiled for AVX-512.
     has_int4 = hasattr(torch.ops._C, "cpu_gemm_wna16")
     _replace(CPUWNA16NibbleKernel if has_int4 else CPUWNA16Fp32LinearKernel, "mp")
     from qarl.quant.kernels.vllm_cpu.int8 import (
@@ -85,9 +86,10 @@ def register() -> None:
 
 
 def _leave_transformers_classes() -> None:
-    """vLLM's Transformers backend prepares transformers' own *class* for compilation, after which
-    no other model of it can be built or run in the process. Where nothing is compiled, it has no
-    use of that.
+    """Make vLLM's Transformers backend leave transformers' classes alone if nothing is compiled.
+
+    The backend prepares transformers' own *class* for compilation. After that no other model of the
+    class can be built or run in the process. Without compilation the preparation is not needed.
     """
     from vllm.config import CompilationMode
     from vllm.model_executor.models.transformers.base import Base
@@ -105,7 +107,10 @@ def _leave_transformers_classes() -> None:
 
 
 def _end_where_interrupted() -> None:
-    """vLLM makes a `KeyboardInterrupt` of SIGTERM, and drops it while it waits for an engine."""
+    """Make a server exit if it is terminated or interrupted while it waits for its engine.
+
+    vLLM turns SIGTERM into a `KeyboardInterrupt`, and drops it during that wait.
+    """
     utils: Any = importlib.import_module("vllm.v1.engine.utils")
     opened = utils.zmq_socket_ctx
 
@@ -121,12 +126,15 @@ def _end_where_interrupted() -> None:
 
 
 def _replace(kernel: type, kind: str) -> None:
-    """Make vLLM multiply with this kernel instead of the one it extends. kind: vLLM's name of a
-    table of kernels, "mp" that of integer weights with activations in the compute dtype.
+    """Make vLLM multiply with this kernel instead of the one it extends.
+
+    kind: vLLM's name of a table of kernels. "mp" is the table for integer weights with activations
+    in the compute dtype.
     """
     from vllm.model_executor.kernels.linear import register_linear_kernel
     from vllm.platforms.interface import PlatformEnum
 
     register_linear_kernel(kernel, PlatformEnum.CPU, kind)
-    disabled = filter(None, (os.environ.get("VLLM_DISABLED_KERNELS"), kernel.__bases__[0].__name__))
-    os.environ["VLLM_DISABLED_KERNELS"] = ",".join(disabled)
+    extended = kernel.__bases__[0].__name__
+    disabled = os.environ.get("VLLM_DISABLED_KERNELS")
+    os.environ["VLLM_DISABLED_KERNELS"] = f"{disabled},{extended}" if disabled else extended

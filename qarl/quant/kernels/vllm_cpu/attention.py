@@ -1,18 +1,17 @@
-"""Attention that rounds alike on every CPU, on any number of threads and in any batch, and keys and
-values that round as on GPUs.
+"""Attention that rounds the same on every CPU, on any number of threads and in any batch.
 
-vLLM 0.32 chooses by threads and batch in which parts a token's keys are gone through, and so its
-last bits. Here every batch's requests are short ones (`quant.kernels.cpu_attention` says why), and
-`register` turns off the splitting of a sequence's keys over threads (`VLLM_CPU_ATTN_SPLIT_KV`).
-Remove this when vLLM's kernel has tiles of one width.
+Three faults of vLLM 0.32 are worked around:
 
-With AMX vLLM 0.32 rounds the probabilities of bfloat16 attention to bfloat16, block by block under
-a running maximum, before they meet the values; without, it keeps them in fp32, as
-`quant.graph.attention.torch_attention` does. Here the fp32 kernel runs with AMX too. Remove this
-when an option of vLLM's chooses the kernel.
-
-An FP8 cache is written by cutting bits off in vLLM 0.32 (1.1 becomes 1.0), where GPUs round to the
-nearest. Here keys and values come rounded. Remove that when vLLM's kernel rounds.
+- The parts in which vLLM goes through a token's keys, and so the token's last bits, depend on
+  threads and batch. Here every batch is cut into short requests (`quant.kernels.cpu_attention` says
+  why), and `register` turns off the splitting of a sequence's keys over threads
+  (`VLLM_CPU_ATTN_SPLIT_KV`). Remove this when vLLM's kernel has tiles of one width.
+- With AMX, vLLM rounds the probabilities of bfloat16 attention to bfloat16, block by block under a
+  running maximum, before it multiplies them with the values. Without AMX it keeps them in fp32, as
+  `quant.graph.attention.torch_attention` does. Here the fp32 kernel runs with AMX too. Remove this
+  when an option of vLLM chooses the kernel.
+- vLLM writes an FP8 cache by truncation (1.1 becomes 1.0), whereas GPUs round to the nearest. Here
+  keys and values are rounded before they are written. Remove this when vLLM's kernel rounds.
 """
 
 from dataclasses import replace
@@ -34,7 +33,7 @@ from qarl.quant.materialize.fp8 import fp8_values
 
 
 class ExactAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
-    """vLLM's builder, with the kernel of CPUs without AMX, and requests of few queries."""
+    """vLLM's metadata builder with short requests and with the kernel for CPUs without AMX."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -52,8 +51,9 @@ class ExactAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> CPUAttentionMetadata:
-        """vLLM's hook: plan one batch's attention. Its requests are cut into short ones where they
-        are causal, as those of language models are.
+        """Plan one batch's attention (vLLM's hook).
+
+        Causal requests, as those of language models are, are cut into short ones.
         """
         if common_attn_metadata.causal is True and not (
             self.is_cross_attention or self.is_encoder_only_attention
@@ -62,15 +62,15 @@ class ExactAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
         return super().build(common_prefix_len, common_attn_metadata, fast_build)
 
     def _shortened(self, batch: CommonAttentionMetadata) -> CommonAttentionMetadata:
+        """Cut a batch's requests into short ones; see `short_requests`."""
         queries = queries_per_request(
             self.isa, self.num_heads // self.num_kv_heads, self._widest_window
         )
         if batch.max_query_len <= queries:
             return batch
-        start, seen = (
-            batch.query_start_loc[: batch.num_reqs + 1],
-            batch.seq_lens[: batch.num_reqs],
-        )
+        # The tensors may be padded.
+        start = batch.query_start_loc[: batch.num_reqs + 1]
+        seen = batch.seq_lens[: batch.num_reqs]
         requests = short_requests(start, seen, queries)
         return replace(
             batch,
@@ -84,7 +84,7 @@ class ExactAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
 
 
 class RoundedCacheImpl(CPUAttentionBackendImpl):
-    """vLLM's attention, whose FP8 cache takes the nearest e4m3."""
+    """vLLM's attention with an FP8 cache that rounds to the nearest e4m3."""
 
     def do_kv_cache_update(
         self,
@@ -94,11 +94,13 @@ class RoundedCacheImpl(CPUAttentionBackendImpl):
         kv_cache: Tensor,
         slot_mapping: Tensor,
     ) -> None:
-        """vLLM's hook: write keys and values [N, G, D] into their slots. No checkpoint of ours has
-        scales.
+        """Write keys and values [N, G, D] into their slots (vLLM's hook).
+
+        There are no scales to apply, because QaRL's checkpoints have none for the cache.
         """
         if self.is_fp8_kv_cache:
-            key, value = fp8_values(key), fp8_values(value)
+            key = fp8_values(key)
+            value = fp8_values(value)
         super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
 
 
@@ -107,10 +109,10 @@ class AttentionBackend(CPUAttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> type[CPUAttentionBackendImpl]:
-        """vLLM's hook: what fills a layer's cache and attends."""
+        """Return the class that fills a layer's cache and attends (vLLM's hook)."""
         return RoundedCacheImpl
 
     @staticmethod
     def get_builder_cls() -> type[CPUAttentionMetadataBuilder]:
-        """vLLM's hook: what plans a batch's attention and names the kernel."""
+        """Return the class that plans a batch's attention and names the kernel (vLLM's hook)."""
         return ExactAttentionMetadataBuilder

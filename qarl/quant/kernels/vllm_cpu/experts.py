@@ -1,12 +1,14 @@
-"""Quantized mixture-of-experts on CPUs. vLLM 0.32 has none for CPUs without AMX ("No WNA16 MoE
-backend…"); with AMX it multiplies int4 weights with int8 activations, whatever the checkpoint says,
-and has no W4A8 and FP8 experts.
+"""Quantized mixture-of-experts on CPUs.
+
+vLLM 0.32 has none for CPUs without AMX ("No WNA16 MoE backend…"). With AMX it multiplies int4
+weights with int8 activations, even if the checkpoint says otherwise, and has no W4A8 and FP8
+experts.
 
 Each expert's two products go through the dense low-bit layer that vLLM itself builds for the
 scheme: gate and up projection merged into one, then the gated activation, then the down projection.
-Registered as the `compressed-tensors` config, whose other layers keep vLLM's methods. Remove it
-when vLLM's own method selection (`CompressedTensorsMoEMethod.get_moe_method`) finds a backend on
-every CPU that leaves activations as the scheme says.
+This is registered as the `compressed-tensors` config, whose other layers keep vLLM's methods.
+Remove it when vLLM's own method selection (`CompressedTensorsMoEMethod.get_moe_method`) finds a
+backend on every CPU that treats activations as the scheme says.
 
 Axes: N tokens, K experts a token, E experts, H hidden columns, I expert columns.
 """
@@ -34,8 +36,9 @@ from qarl.quant.kernels.experts_loop import sum_over_experts
 from qarl.quant.kernels.vllm_layers import drop_loaders
 
 _PREFIXES = {"w13": ("w1", "w3"), "w2": ("w2",)}
-"""vLLM's names of an expert's matrices → the checkpoint shards stacked in them (gate and up;
-down).
+"""vLLM's name of each of an expert's matrices → vLLM's names of the shards stacked in it.
+
+The first matrix has gate and up, the second down.
 """
 
 
@@ -43,7 +46,7 @@ class PerExpertConfig(CompressedTensorsConfig):
     """vLLM's compressed-tensors config with `PerExpertMethod` for quantized experts."""
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """vLLM's hook: the method of one layer."""
+        """Return the method of one layer (vLLM's hook)."""
         if not isinstance(layer, RoutedExperts):
             return super().get_quant_method(layer, prefix)
         self._add_fused_moe_to_target_scheme_map()
@@ -66,11 +69,7 @@ class PerExpertConfig(CompressedTensorsConfig):
 
 
 class PerExpertMethod(FusedMoEMethodBase):
-    """Runs routed experts as dense low-bit products, one expert after another.
-
-    reads_default_dtype: whether their layers take the output dtype from torch's default, as FP8's
-    do.
-    """
+    """Method that runs routed experts as dense low-bit products, one expert after another."""
 
     def __init__(
         self,
@@ -79,11 +78,24 @@ class PerExpertMethod(FusedMoEMethodBase):
         prefix: str,
         reads_default_dtype: bool,
     ):
+        """Check that the layer's experts are supported.
+
+        Args:
+            config: config of the checkpoint's quantization.
+            layer: vLLM's module of the experts.
+            prefix: name of that module.
+            reads_default_dtype: whether the dense layers take their output dtype from torch's
+                default dtype, as those for FP8 do.
+
+        Raises:
+            ValueError: the experts have a bias or no gate, are weighted before the down projection,
+                or run with expert parallelism.
+        """
         super().__init__(layer.moe_config)
-        config_of = layer.moe_config
+        moe = layer.moe_config
         if (
-            config_of.has_bias
-            or not config_of.is_act_and_mul
+            moe.has_bias
+            or not moe.is_act_and_mul
             or layer.use_ep
             or layer.apply_router_weight_on_input
         ):
@@ -108,7 +120,7 @@ class PerExpertMethod(FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Checkpoint-layout parameters [E, …], shaped as the dense layer's own."""
+        """Register parameters [E, …] in the checkpoint's layout, shaped like the dense layers'."""
         self._shapes = {
             "w13": (hidden_size, 2 * intermediate_size_per_partition),
             "w2": (intermediate_size_per_partition, hidden_size),
@@ -118,8 +130,8 @@ class PerExpertMethod(FusedMoEMethodBase):
             with torch.device("meta"):
                 template = self._linear(prefix, 0)
             for name, like in template.named_parameters():
-                # Every shard brings a shape of its own; vLLM's reload counts elements and must find
-                # room for all.
+                # Each shard has its own weight_shape. vLLM's reload counts the elements that it
+                # loads, so the parameter must have room for all of them.
                 shape = (2 * len(shards),) if name == "weight_shape" else like.shape
                 stacked = torch.empty(num_experts, *shape, dtype=like.dtype)
                 parameter = nn.Parameter(stacked, requires_grad=False)
@@ -129,20 +141,21 @@ class PerExpertMethod(FusedMoEMethodBase):
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Build each expert's dense layers from the loaded tensors, which are then freed."""
         loaded = dict(layer.named_parameters(recurse=False))
-        self.dense = {}  # those of the version before, which go first
+        # Free the previous version's layers first.
+        self.dense = {}
         for prefix in _PREFIXES:
-            mine = {
-                n.removeprefix(f"{prefix}_"): p
-                for n, p in loaded.items()
-                if n.startswith(f"{prefix}_")
+            stacked = {
+                name.removeprefix(f"{prefix}_"): parameter
+                for name, parameter in loaded.items()
+                if name.startswith(f"{prefix}_")
             }
-            experts = len(next(iter(mine.values())))
-            self.dense[prefix] = [self._filled(prefix, e, mine) for e in range(experts)]
+            experts = len(next(iter(stacked.values())))
+            self.dense[prefix] = [self._filled(prefix, e, stacked) for e in range(experts)]
         for name in loaded:
             delattr(layer, name)
 
     def get_fused_moe_quant_config(self, layer: nn.Module) -> None:
-        """None: there is no fused kernel to configure."""
+        """Return None, because there is no fused kernel to configure (vLLM's hook)."""
 
     def apply(
         self,
@@ -153,23 +166,25 @@ class PerExpertMethod(FusedMoEMethodBase):
         shared_experts: object = None,
         shared_experts_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """x: compute dtype [N, H]; topk_weights: fp32 [N, K]; topk_ids: integer [N, K] → compute
-        dtype [N, H].
+        """Return the weighted sum of each token's experts, compute dtype [N, H] (vLLM's hook).
 
-        The sum over experts is that of the learner (`sum_over_experts`).
+        x: compute dtype [N, H]. topk_weights: fp32 [N, K]. topk_ids: integer [N, K]. The sum over
+        experts is the learner's (`sum_over_experts`).
         """
 
-        def one(expert: int, inputs: torch.Tensor) -> torch.Tensor:
+        def output(expert: int, inputs: torch.Tensor) -> torch.Tensor:
             merged = self.dense["w13"][expert](inputs)
             hidden = torch.empty(len(inputs), merged.shape[1] // 2, dtype=merged.dtype)
             apply_moe_activation(layer.activation, hidden, merged)
             return self.dense["w2"][expert](hidden)
 
-        return sum_over_experts(x, topk_weights, topk_ids, one)
+        return sum_over_experts(x, topk_weights, topk_ids, output)
 
     def _linear(self, prefix: str, expert: int) -> ReplicatedLinear:
-        # vLLM sets the default for the first load only.
-        with set_default_torch_dtype(self._dtype) if self.reads_default_dtype else nullcontext():
+        """Return vLLM's dense layer for one of an expert's matrices, with nothing loaded."""
+        # vLLM sets the default dtype for the first load only, not for reloads.
+        reads = self.reads_default_dtype
+        with set_default_torch_dtype(self._dtype) if reads else nullcontext():
             return ReplicatedLinear(
                 *self._shapes[prefix],
                 bias=False,
@@ -183,9 +198,10 @@ class PerExpertMethod(FusedMoEMethodBase):
     def _filled(
         self, prefix: str, expert: int, loaded: Mapping[str, torch.Tensor]
     ) -> ReplicatedLinear:
+        """Return the dense layer of one of an expert's matrices, with its loaded tensors."""
         linear = self._linear(prefix, expert)
+        inputs, outputs = self._shapes[prefix]
         for name, stacked in loaded.items():
-            inputs, outputs = self._shapes[prefix]
             value = torch.tensor((outputs, inputs)) if name == "weight_shape" else stacked[expert]
             getattr(linear, name).data.copy_(value)
         linear.quant_method.process_weights_after_loading(linear)
@@ -194,7 +210,7 @@ class PerExpertMethod(FusedMoEMethodBase):
 
 
 def _loader(shards: tuple[str, ...]) -> Callable[..., bool]:
-    """vLLM's loader of one stacked parameter: a shard fills its share of an expert's rows."""
+    """Return vLLM's loader of a stacked parameter, in which a shard fills its part of the rows."""
 
     def load(
         param: nn.Parameter,

@@ -1,12 +1,16 @@
-"""Unquantized products for CPUs, in which a row does not depend on those beside it.
+"""Unquantized products for CPUs in which a row does not depend on the rows beside it.
 
-vLLM 0.32 multiplies large weights by oneDNN and small ones by a kernel of its own. oneDNN adds up
-one row alone in another order than the same row among others: in bfloat16 and float32 from 1,025
-input columns up, and in bfloat16 at every width on CPUs without AVX512-BF16. So one row alone is
-multiplied beside one of zeros, on every CPU and in every dtype, which takes it 15 to 50 % longer.
-With AMX oneDNN takes another kernel for up to 36 bfloat16 rows than for more, large weights
-several, and vLLM's own kernel another for up to four: every bfloat16 product takes the same number
-of rows there. Remove this when vLLM's products are batch-invariant on CPUs.
+vLLM 0.32 multiplies large weights by oneDNN and small ones by its own kernel.
+
+- oneDNN sums a single row in another order than the same row among others: in bfloat16 and float32
+  from 1,025 input columns on, and in bfloat16 at every width on CPUs without AVX512-BF16. Therefore
+  a single row is multiplied together with a row of zeros, on every CPU and in every dtype, which
+  takes 15 to 50 % longer.
+- With AMX, oneDNN uses another kernel for up to 36 bfloat16 rows than for more, and several for
+  large weights. vLLM's own kernel differs for up to four rows. Therefore, with AMX, every bfloat16
+  product has the same number of rows.
+
+Remove this when vLLM's products are batch-invariant on CPUs.
 
 Axes: N tokens, O output rows, I input columns.
 """
@@ -20,18 +24,20 @@ from torch import nn
 from qarl.quant.kernels.row_independence import cancelling_inputs, dependence
 
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-"""Input [N, I], weight (what vLLM left of it) and bias [O] → [N, O]."""
+"""Product of an input [N, I], the weight as vLLM left it and a bias [O] → [N, O]."""
 
 ROWS = 64
+"""Number of rows of a block."""
 
 
 def multiply_alike(amx: bool) -> None:
-    """Have vLLM multiply by unquantized weights row by row alike, in layers built from now on; once
-    a process.
+    """Make rows of vLLM's unquantized products independent of the rows beside them.
 
-    amx: whether the CPU has AMX, where bfloat16 products are cut into blocks. Others are asked,
-    once for each shape and dtype, whether pairs are enough on this machine
-    (`quant.kernels.row_independence`), and cut into blocks if not.
+    This applies to layers that are built afterwards. A second call in a process does nothing.
+
+    amx: whether the CPU has AMX. With it, bfloat16 products are cut into blocks. Other products are
+    tested, once per shape and dtype, for whether pairs are enough on this machine
+    (`quant.kernels.row_independence`), and are cut into blocks if not.
     """
     from vllm.model_executor.layers import utils
 
@@ -58,10 +64,9 @@ def multiply_alike(amx: bool) -> None:
 
 @torch.no_grad()
 def pairs_suffice(product: Product, weight: torch.Tensor) -> bool:
-    """Return whether a row is multiplied alike beside any others, once it is never multiplied
-    alone.
+    """Return whether `in_pairs` is enough to make rows independent of the rows beside them.
 
-    weight: [O, I], what the product multiplies by. Takes as long as some 100 rows.
+    weight: the weight that the product multiplies by, [O, I]. Takes as long as about 100 rows.
     """
     few = weight[:16].float()
     x = cancelling_inputs(few, weight.dtype)
@@ -70,7 +75,7 @@ def pairs_suffice(product: Product, weight: torch.Tensor) -> bool:
 
 
 def in_blocks(product: Product) -> Product:
-    """The product of inputs [..., I], `ROWS` rows at a time, the last of them padded by zeros."""
+    """Return a product of inputs [..., I] that takes `ROWS` rows at a time, padded with zeros."""
 
     def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         rows = x.flatten(0, -2)
@@ -82,7 +87,7 @@ def in_blocks(product: Product) -> Product:
 
 
 def in_pairs(product: Product) -> Product:
-    """The product of inputs [..., I], of one row alone beside one of zeros."""
+    """Return a product of inputs [..., I] that multiplies a single row beside a row of zeros."""
 
     def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if x.numel() != x.shape[-1]:
