@@ -347,7 +347,8 @@ def _encoded(old: Bytes, new: Bytes) -> tuple[int | None, bytes]:
     if not len(positions):
         return 0, b""
     gaps = (np.diff(positions, prepend=-1) - 1).astype("<u4")
-    planes = np.concatenate([gaps.view(np.uint8).reshape(-1, 4).T.reshape(-1), values])
+    gap_planes = gaps.view(np.uint8).reshape(-1, 4).T
+    planes = np.concatenate([gap_planes.reshape(-1), values])
     return len(positions), _zstd().compress(planes, asbytes=True)
 
 

@@ -144,6 +144,7 @@ class ReceivedDigest(StreamDigest):
     """
 
     def _pieces(self, tensor: torch.Tensor) -> _Pieces:
+        """Return the hashes that the sender computed if they are still valid, else hash again."""
         last = _last.get(tensor)
         if last is None:
             return self._read(tensor)

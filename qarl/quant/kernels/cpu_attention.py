@@ -133,7 +133,8 @@ def cpu_attention(
     # The cache is zeroed, because slots behind a sequence's end are multiplied by probabilities of
     # zero, and the product with a NaN would be NaN.
     stored, kind = (torch.uint8, "fp8") if scoring.fp8 else (k.dtype, "auto")
-    cache = torch.zeros(int(pages.sum()), k.shape[1], 2 * _BLOCK, k.shape[2], dtype=stored)
+    heads, head_size = k.shape[1:]
+    cache = torch.zeros(int(pages.sum()), heads, 2 * _BLOCK, head_size, dtype=stored)
     keys, values = cache.chunk(2, dim=2)
     ops.cpu_attn_reshape_and_cache(
         k.contiguous(), v.contiguous(), keys, values, slots, isa, kv_cache_dtype=kind

@@ -37,7 +37,8 @@ class PlainMatmul:
         """Multiply x, compute dtype [N, I]; returns compute dtype [N, O]."""
         if self.rounds is not None and self.rounds.activations is not None:
             x = quantize_activation(x, self.rounds).dequantized(x.dtype)
-        return nn.functional.linear(x.to(self.weight.dtype), self.weight, self.bias).to(x.dtype)
+        y = nn.functional.linear(x.to(self.weight.dtype), self.weight, self.bias)
+        return y.to(x.dtype)
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,8 @@ def _difference(when: str, values: torch.Tensor, expected: torch.Tensor) -> Depe
     differs = (values != expected) & ~(values.isnan() & expected.isnan())
     if not differs.any():
         return None
-    largest = (values.float() - expected.float()).abs().max() / expected.float().abs().max()
+    difference = (values.float() - expected.float()).abs().max()
+    largest = difference / expected.float().abs().max()
     return Dependence(when, float(differs.float().mean()), float(largest))
 
 

@@ -201,7 +201,7 @@ class VllmFactory:
 
 
 def alone() -> contextlib.AbstractContextManager[None]:
-    """Within this context, set vLLM's process groups to those of a single process.
+    """Set vLLM's process groups to those of a single process, for the duration of a context.
 
     Groups of an engine in this process are restored unchanged.
     """

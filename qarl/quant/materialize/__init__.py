@@ -122,9 +122,8 @@ def _in_all_processes(
         fused = (_global_absmax((rows, *fused)),)
     full = out or _empty_full_weight(rows, shard, scheme, dtype, layer)
     # The edges count rows of the shard's first axis, which are experts if the master is a stack.
-    start, stop = (
-        edge * full.shape[0] // shard.shape[0] for edge in shard.edges[shard.rank : shard.rank + 2]
-    )
+    own_edges = shard.edges[shard.rank : shard.rank + 2]
+    start, stop = (edge * full.shape[0] // shard.shape[0] for edge in own_edges)
     if start < stop:
         own_scale = None if scale is None else shard.rows(scale)
         materialize(rows, scheme, dtype, layer, fused, full.rows(start, stop), own_scale)

@@ -58,7 +58,8 @@ class LowBitActivation:
         """Return value · scale, computed in fp32 and rounded once to `dtype`, [N, I]."""
         values = self.values()
         grouped = values.view(*self.scale.shape, -1)
-        return (grouped * self.scale.to(torch.float32).unsqueeze(-1)).view(values.shape).to(dtype)
+        products = grouped * self.scale.to(torch.float32).unsqueeze(-1)
+        return products.view(values.shape).to(dtype)
 
 
 @torch.no_grad()
@@ -136,7 +137,8 @@ def _round_half_away(values: torch.Tensor) -> torch.Tensor:
 
 def _fp8(values: torch.Tensor) -> LowBitActivation:
     """Quantize fp32 values [N, I] to e4m3 with a scale per token."""
-    scale = (values.abs().amax(dim=-1, keepdim=True) / FP8_MAX).clamp_min(_FP8_MIN_SCALE)
+    largest = values.abs().amax(dim=-1, keepdim=True)
+    scale = (largest / FP8_MAX).clamp_min(_FP8_MIN_SCALE)
     codes = (values * scale.reciprocal()).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
     return LowBitActivation(codes, scale)
 
@@ -144,7 +146,8 @@ def _fp8(values: torch.Tensor) -> LowBitActivation:
 def _fp8_groups(grouped: torch.Tensor) -> LowBitActivation:
     """Quantize fp32 values [N, Q, I/Q] to e4m3 with a scale per group."""
     scale = grouped.abs().amax(dim=-1).clamp_min(_FP8_MIN_GROUP_ABSMAX) / FP8_MAX
-    codes = (grouped / scale.unsqueeze(-1)).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    quotients = grouped / scale.unsqueeze(-1)
+    codes = quotients.clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
     return LowBitActivation(codes.flatten(-2), scale)
 
 

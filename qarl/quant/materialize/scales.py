@@ -27,7 +27,7 @@ _deferred: list[_Extremes] | None = None
 
 @contextmanager
 def checked_together() -> Iterator[None]:
-    """Within this context, defer the checks of weights on a GPU to the end of the context.
+    """Defer the checks of weights on a GPU to the end of this context.
 
     The host then waits for the device once instead of once per layer. Raises the error of the first
     layer that fails.
@@ -44,10 +44,10 @@ def checked_together() -> Iterator[None]:
 
 def _look(extremes: list[_Extremes]) -> None:
     """Run deferred checks, after one copy of all their results to the host."""
-    pairs = [
-        torch.stack([one.absmax.to(torch.float32), one.scale.to(torch.float32)]) for one in extremes
-    ]
-    finite = torch.stack(pairs).isfinite().all(dim=1).tolist() if pairs else []
+    if not extremes:
+        return
+    pairs = [torch.stack([one.absmax.float(), one.scale.float()]) for one in extremes]
+    finite = torch.stack(pairs).isfinite().all(dim=1).tolist()
     for one, is_finite in zip(extremes, finite, strict=True):
         if not is_finite:
             _check(one.absmax, one.scale, one.layer)

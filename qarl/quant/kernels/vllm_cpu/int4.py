@@ -80,7 +80,8 @@ def unpacked(words: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
     words: int32 [O, I/8], packed as in `repacked`'s argument; code 0 is -8. scale: floating [O, G].
     """
-    nibbles = (words.unsqueeze(-1) >> torch.arange(0, 32, 4, dtype=torch.int32)).bitwise_and_(15)
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32)
+    nibbles = (words.unsqueeze(-1) >> shifts).bitwise_and_(15)
     groups = nibbles.view(*scale.shape, -1).float().sub_(8)
     return groups.mul_(scale.float().unsqueeze(-1)).view(len(words), -1)
 

@@ -48,7 +48,8 @@ class CPUInt8ScaledMMAnyDtypeKernel(CPUInt8ScaledMMLinearKernel):
         self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Multiply x, compute dtype [..., I]; returns compute dtype [..., O] (vLLM's hook)."""
-        return super().apply_weights(layer, x.flatten(0, -2), bias).unflatten(0, x.shape[:-1])
+        output = super().apply_weights(layer, x.flatten(0, -2), bias)
+        return output.unflatten(0, x.shape[:-1])
 
 
 class CPUInt8ScaledMMFp32Kernel(CPUInt8ScaledMMLinearKernel):
