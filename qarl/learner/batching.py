@@ -1,7 +1,7 @@
-"""Completions → padded tensors, and how a batch is cut into mini- and micro-batches.
+"""Padded tensors from completions, and how a batch is cut into mini- and micro-batches.
 
-Axes: B sequences, T tokens of prompt, response and padding. What belongs to a predicted token is
-[B, T-1]: position t is token t + 1's.
+Axes: B sequences, T tokens of prompt, response and padding. A tensor of predicted tokens is
+[B, T-1]: its position t belongs to token t + 1.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,83 +20,89 @@ from qarl.rollout.types import Group
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences padded on the right.
-
-    tokens: int64 [B, T], prompt then response then padding. length: int64 [B], prompt + response.
-    response_mask: bool [B, T-1], True where tokens[:, 1:] is a token to learn from: the response's,
-    but for what an environment wrote between the turns of a conversation. sampler_logprobs: fp32
-    [B, T-1], the sampler's, and advantages: fp32 [B, T-1]; both zero outside the mask. group: int64
-    [B], which prompt each sequence answers. experts: int32 [B, T, L, K], those the sampler routed
-    each token to in each decoder layer, -1 where it did not tell; None where routing is not
-    replayed. ended: bool [B], whose last token is the end token, none of them where it was cut off;
-    None where that is not known. versions_behind: int64 [B, T-1], weight versions published since
-    each token was sampled, 0 outside the mask; None where all are current.
-    """
+    """Sequences padded on the right."""
 
     tokens: torch.Tensor
+    """Token ids, int64 [B, T]: prompt, then response, then padding."""
     length: torch.Tensor
+    """Number of tokens of prompt and response, int64 [B]."""
     response_mask: torch.Tensor
+    """Positions whose next token is learned from, bool [B, T-1]: True if tokens[:, 1:] is a token
+    of the response, unless an environment wrote it between the turns of a conversation.
+    """
     sampler_logprobs: torch.Tensor
+    """Log-probs by the sampler, fp32 [B, T-1], zero outside the mask."""
     advantages: torch.Tensor
+    """Advantage of each token, fp32 [B, T-1], zero outside the mask."""
     group: torch.Tensor
+    """Number of the prompt that each sequence answers, int64 [B]."""
     experts: torch.Tensor | None = None
+    """Experts to which the sampler routed each token in each decoder layer, int32 [B, T, L, K], -1
+    where it did not report them; None if routing is not replayed.
+    """
     ended: torch.Tensor | None = None
+    """Whether each sequence's last token is the end token, bool [B]; False if it was cut off. None
+    if that is unknown.
+    """
     versions_behind: torch.Tensor | None = None
+    """Number of weight versions published since each token was sampled, int64 [B, T-1], 0 outside
+    the mask; None if all tokens are current.
+    """
 
     def to(self, device: torch.device) -> "Batch":
-        """The same batch on a device."""
+        """Return the same batch on a device."""
         return Batch(**{name: tensor.to(device) for name, tensor in self._tensors().items()})
 
     def real(self) -> torch.Tensor:
-        """Which of `tokens` are no padding, bool [B, T]."""
+        """Return which of `tokens` are not padding, bool [B, T]."""
         return torch.arange(self.tokens.shape[1])[None] < self.length.cpu()[:, None]
 
     def prompt_length(self) -> torch.Tensor:
-        """Tokens before the first to learn from, int64 [B]; 0 where there is none."""
+        """Return the number of tokens before the first one to learn from, int64 [B]; 0 if there is
+        none.
+        """
         return torch.where(self.response_mask.any(-1), self.response_mask.int().argmax(-1) + 1, 0)
 
     def packed(self, share_prompts: bool = False) -> Packed:
-        """All sequences in one row. share_prompts: those of a group have their prompt once, in the
-        first of them.
+        """Return how to pack all sequences into one row.
+
+        share_prompts: the sequences of a group store their common prompt once, in the first of
+        them. A sequence whose prompt differs from the first one's, in tokens or in experts, keeps
+        its own.
         """
-        nothing, number = (
-            torch.zeros_like(self.length),
-            torch.arange(len(self.length), device=self.length.device),
-        )
+        device = self.length.device
+        width = self.tokens.shape[1]
+        nothing = torch.zeros_like(self.length)
+        rows = torch.arange(len(self.length), device=device)
         if not share_prompts:
-            return pack(self.length, self.tokens.shape[1], nothing, number)
-        groups, of_row = self.group.unique(return_inverse=True)
-        leader = torch.full_like(groups, len(number)).scatter_reduce(0, of_row, number, "amin")[
-            of_row
-        ]
+            return pack(self.length, width, nothing, rows)
+        # Each row's leader is the first row of its group, which stores the prompt.
+        groups, group_of_row = self.group.unique(return_inverse=True)
+        first_rows = torch.full_like(groups, len(rows))
+        first_rows = first_rows.scatter_reduce(0, group_of_row, rows, "amin")
+        leader = first_rows[group_of_row]
         prompt = self.prompt_length()
         differs = self.tokens != self.tokens[leader]
         if self.experts is not None:
             differs |= (self.experts != self.experts[leader]).flatten(2).any(-1)
-        in_prompt = torch.arange(self.tokens.shape[1], device=self.length.device) < prompt[:, None]
-        shares = (
-            (leader != number) & ~(differs & in_prompt).any(-1) & (prompt <= self.length[leader])
-        )
-        return pack(
-            self.length,
-            self.tokens.shape[1],
-            torch.where(shares, prompt, nothing),
-            leader,
-        )
+        in_prompt = torch.arange(width, device=device) < prompt[:, None]
+        same_prompt = ~(differs & in_prompt).any(-1) & (prompt <= self.length[leader])
+        shares = (leader != rows) & same_prompt
+        return pack(self.length, width, torch.where(shares, prompt, nothing), leader)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
 
     def rows(self, index: torch.Tensor) -> "Batch":
-        """The sequences at `index` (int64 [n]), with padding no longer than their longest."""
+        """Return the sequences at `index` (int64 [n]), padded to the longest of them."""
         longest = int(self.length[index].max())
-        cut = dict.fromkeys(
-            ("response_mask", "sampler_logprobs", "advantages", "versions_behind"),
-            longest - 1,
-        )
-        cut |= {"tokens": longest, "experts": longest}
+        of_predicted = ("response_mask", "sampler_logprobs", "advantages", "versions_behind")
+        widths = dict.fromkeys(of_predicted, longest - 1)
+        widths |= {"tokens": longest, "experts": longest}
         picked = {name: tensor[index] for name, tensor in self._tensors().items()}
-        return Batch(**{k: v[:, : cut[k]] if k in cut else v for k, v in picked.items()})
+        for name in widths.keys() & picked.keys():
+            picked[name] = picked[name][:, : widths[name]]
+        return Batch(**picked)
 
 
 def make_batch(
@@ -105,16 +111,24 @@ def make_batch(
     advantage: str = "grpo",
     version: int | None = None,
 ) -> Batch:
-    """Every completion of every group as one row, in order. advantage: estimator, see
-    `learner.objectives.advantages`; all tokens of a response have its advantage. version: of the
-    weights that learn; None: those that sampled. Raises `PolicyError` for rewards that are not one
-    finite number a completion, log-probs not one a token, and no rows.
+    """Return a batch with every completion of every group as one row, in order.
+
+    All tokens of a response share its advantage.
+
+    Args:
+        pad_token: token id of the padding.
+        advantage: name of the estimator, see `learner.objectives.advantages`.
+        version: weight version that learns. None: the one that sampled, so no token is behind.
+
+    Raises:
+        PolicyError: rewards are not one finite number a completion, log-probs are not one a token,
+            or there is no completion.
     """
     for number, group in enumerate(groups):
-        answers, rewards = group.completions, group.rewards
-        if len(rewards) != len(answers) or not all(
-            isinstance(r, Real) and isfinite(r) for r in rewards
-        ):
+        answers = group.completions
+        rewards = group.rewards
+        finite = all(isinstance(reward, Real) and isfinite(reward) for reward in rewards)
+        if len(rewards) != len(answers) or not finite:
             raise PolicyError(
                 f"group {number}: rewards {rewards} must be a finite number for each of"
                 f" {len(answers)}"
@@ -125,52 +139,62 @@ def make_batch(
             )
     if not any(group.completions for group in groups):
         raise PolicyError("make_batch: no group has a completion; sample some, or skip the step")
-    of_sequences = _advantages([g.rewards for g in groups], advantage)
-    pairs = [(i, g.prompt.token_ids, c) for i, g in enumerate(groups) for c in g.completions]
-    length = torch.tensor([len(p) + len(c.token_ids) for _, p, c in pairs])
+    sequence_advantages = _advantages([group.rewards for group in groups], advantage)
+    pairs = [
+        (number, group.prompt.token_ids, completion)
+        for number, group in enumerate(groups)
+        for completion in group.completions
+    ]
+    length = torch.tensor([len(prompt) + len(c.token_ids) for _, prompt, c in pairs])
     longest = int(length.max())
     tokens = torch.full((len(pairs), longest), pad_token, dtype=torch.int64)
     response_mask = torch.zeros((len(pairs), longest - 1), dtype=torch.bool)
     sampler = torch.zeros((len(pairs), longest - 1), dtype=torch.float32)
     behind = torch.zeros((len(pairs), longest - 1), dtype=torch.int64)
     for row, (_, prompt, completion) in enumerate(pairs):
-        start, end = len(prompt), len(prompt) + len(completion.token_ids)
+        start = len(prompt)
+        end = start + len(completion.token_ids)
         tokens[row, :end] = torch.tensor([*prompt, *completion.token_ids])
-        response_mask[row, start - 1 : end - 1] = torch.tensor(completion.sampled, dtype=torch.bool)
-        sampler[row, start - 1 : end - 1] = torch.tensor(completion.logprobs)
+        # Position t of these tensors is about token t + 1.
+        response = slice(start - 1, end - 1)
+        response_mask[row, response] = torch.tensor(completion.sampled, dtype=torch.bool)
+        sampler[row, response] = torch.tensor(completion.logprobs)
         if version is not None:
-            behind[row, start - 1 : end - 1] = version - torch.tensor(completion.versions)
+            behind[row, response] = version - torch.tensor(completion.versions)
             behind[row] *= response_mask[row]
-    advantages = torch.where(response_mask, of_sequences[:, None], 0.0)
-    experts = _stack_experts([c.experts for _, _, c in pairs], longest)
+    advantages = torch.where(response_mask, sequence_advantages[:, None], 0.0)
+    experts = _stack_experts([completion.experts for _, _, completion in pairs], longest)
     return Batch(
         tokens=tokens,
         length=length,
         response_mask=response_mask,
         sampler_logprobs=sampler,
         advantages=advantages,
-        group=torch.tensor([i for i, _, _ in pairs]),
+        group=torch.tensor([number for number, _, _ in pairs]),
         experts=experts,
-        ended=torch.tensor([c.finish_reason == "stop" for _, _, c in pairs]),
+        ended=torch.tensor([completion.finish_reason == "stop" for _, _, completion in pairs]),
         versions_behind=None if version is None else behind,
     )
 
 
 def _advantages(rewards: Sequence[Sequence[float]], estimator: str) -> torch.Tensor:
-    """fp32 [B]; groups of one size at once, since sizes differ only where a reward had nothing to
-    say.
+    """Return the advantage of each sequence, fp32 [B].
+
+    Groups are normally of one size and are computed at once. Sizes differ only if a reward
+    abstained from judging some completions.
     """
     if len({len(group) for group in rewards}) == 1:
         return group_advantages(torch.tensor(rewards, dtype=torch.float32), estimator).flatten()
-    alone = [
+    by_group = [
         group_advantages(torch.tensor([group], dtype=torch.float32), estimator) for group in rewards
     ]
-    return torch.cat(alone, dim=1).flatten()
+    return torch.cat(by_group, dim=1).flatten()
 
 
 def _stack_experts(chosen: Sequence[Any], longest: int) -> torch.Tensor | None:
-    """`Completion.experts` of every row as int32 [B, T, L, K]; the last token of each was never
-    routed.
+    """Return `Completion.experts` of every row as int32 [B, T, L, K].
+
+    The last token of a row was never routed. None if the experts of any row are unknown.
     """
     if any(experts is None for experts in chosen):
         return None
@@ -181,13 +205,13 @@ def _stack_experts(chosen: Sequence[Any], longest: int) -> torch.Tensor | None:
 
 
 def mini_batches(batch: Batch, count: int, seed: int) -> list[torch.Tensor]:
-    """Row indices of `count` mini-batches: whole groups, shuffled by `seed`, sizes as equal as
-    possible.
+    """Return the row indices of up to `count` mini-batches, int64 [n] each.
+
+    Groups stay whole. They are shuffled by `seed`, and the numbers of groups differ by one at most.
     """
     groups = int(batch.group.max()) + 1
-    order = torch.randperm(groups, generator=torch.Generator().manual_seed(seed)).to(
-        batch.group.device
-    )
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(groups, generator=generator).to(batch.group.device)
     return [
         torch.isin(batch.group, part).nonzero().flatten()
         for part in order.tensor_split(count)
@@ -202,38 +226,52 @@ def micro_batches(
     packed: bool = False,
     share_prompts: bool = False,
 ) -> Iterator[torch.Tensor]:
-    """Cut `index` into runs of similar length, longest first, whose size stays within `max_tokens`.
+    """Cut `index` into runs of similar length, longest first, whose size is at most `max_tokens`.
 
-    packed: count the sequences' own tokens; else what they take when padded to the longest of the
-    run. share_prompts: count a group's prompt once; groups stay together, and of each the sequence
-    that brings the prompt comes before all that do not. A sequence that is longer than `max_tokens`
-    is a run of its own.
+    A sequence that is longer than `max_tokens` is a run of its own.
+
+    Args:
+        packed: count the sequences' own tokens. Default: count them padded to the longest of the
+            run.
+        share_prompts: count a group's prompt once. Groups stay together, and the sequence of a
+            group that stores the prompt comes before all that do not.
     """
-    length, group, prompt = (t.tolist() for t in (batch.length, batch.group, batch.prompt_length()))
+    length = batch.length.tolist()
+    group = batch.group.tolist()
+    prompt = batch.prompt_length().tolist()
     rows: list[int] = sorted(index.tolist(), key=lambda row: -length[row])
     if share_prompts:
         longest = {group[row]: length[row] for row in reversed(rows)}
         rows.sort(key=lambda row: (-longest[group[row]], group[row]))
+    # Leaders store their prompt; followers are of a leader's group and share its prompt.
     leaders: list[int] = []
-    others: list[int] = []
+    followers: list[int] = []
     size = 0
     for row in rows:
         shares = share_prompts and bool(leaders) and group[row] == group[leaders[-1]]
-        size += (
-            length[row] - prompt[row] * shares if packed else length[leaders[0] if leaders else row]
-        )
+        if packed:
+            size += length[row] - prompt[row] * shares
+        else:
+            # Rows are padded to the first, which is the longest.
+            size += length[leaders[0] if leaders else row]
         if size > max_tokens and leaders:
-            yield _run(leaders, others, prompt, length)
-            leaders, others, size, shares = [], [], length[row], False
-        (others if shares else leaders).append(row)
+            yield _run(leaders, followers, prompt, length)
+            leaders = []
+            followers = []
+            size = length[row]
+            shares = False
+        (followers if shares else leaders).append(row)
     if leaders:
-        yield _run(leaders, others, prompt, length)
+        yield _run(leaders, followers, prompt, length)
 
 
 def _run(
-    leaders: list[int], others: list[int], prompt: list[int], length: list[int]
+    leaders: list[int], followers: list[int], prompt: list[int], length: list[int]
 ) -> torch.Tensor:
-    """int64 [n]. Those that see equally many tokens, and bring equally many, are multiplied at once
-    side by side.
+    """Return the rows of a run, int64 [n].
+
+    Rows that see equally many tokens and add equally many are neighbours, so that they are
+    multiplied at once.
     """
-    return torch.tensor(leaders + sorted(others, key=lambda row: (-prompt[row], -length[row])))
+    followers = sorted(followers, key=lambda row: (-prompt[row], -length[row]))
+    return torch.tensor(leaders + followers)

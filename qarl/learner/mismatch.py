@@ -1,4 +1,4 @@
-"""How far two policies' log-probs of the same tokens are apart, and where.
+"""The difference between two policies' log-probs of the same tokens: its size, and where it occurs.
 
 Axes: B sequences, T tokens, of which T-1 are predicted; n response tokens of all sequences.
 """
@@ -11,41 +11,57 @@ import torch
 from qarl.learner.objectives.ratios import sequence_log_ratio
 
 RARE = 0.01
-"""Probability by the sampler below which a token is a rare one."""
+"""Tokens to which the sampler gave a lower probability than this count as rare."""
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Over the response tokens of a batch, in nats, of d = log π_learner - log π_sampler. mean_abs,
-    max_abs: of d. equal: share of the tokens where d is zero, to the last bit. k3: mean of exp(d) -
-    1 - d, an unbiased estimate of KL(sampler ‖ learner). mean_log_w, mean_abs_log_w, log_w_low,
-    log_w_high: of the sequences' log mismatch weights (token means).
-
-    mean, std: of d, with its sign. off_10, off_50: shares of the tokens whose ratio exp(d) is off 1
-    by more than 10 and 50 %. advantage_correlation: Pearson's, of d with the advantage.
-    rare_mean_abs, end_mean_abs: mean |d| of the tokens the sampler gave less than `RARE`, and of
-    end tokens. position_slope: of the line through |d| over the position in the response, nats a
-    token. length_slope: of that through a response's sum of d over its length, nats a token. The
-    last five are None where there is no such token, or nothing varies.
-    """
+    """Statistics of d = log π_learner - log π_sampler over a batch's response tokens, in nats."""
 
     mean_abs: float
+    """Mean |d|, nats a token."""
     max_abs: float
+    """Largest |d|, nats."""
     equal: float
+    """Fraction of the tokens whose d is zero to the last bit."""
     k3: float
+    """Mean of exp(d) - 1 - d, an unbiased estimate of KL(sampler ‖ learner), nats a token."""
     mean_log_w: float
+    """Mean over the sequences of log w, a sequence's log mismatch weight: the mean d of its tokens.
+    """
     mean_abs_log_w: float
+    """Mean |log w| over the sequences."""
     log_w_low: float
+    """Lowest log w of a sequence."""
     log_w_high: float
+    """Highest log w of a sequence."""
     mean: float
+    """Mean of d, with its sign."""
     std: float
+    """Standard deviation of d."""
     off_10: float
+    """Fraction of the tokens whose ratio exp(d) differs from 1 by more than 10 %."""
     off_50: float
+    """Fraction of the tokens whose ratio exp(d) differs from 1 by more than 50 %."""
     advantage_correlation: float | None
+    """Pearson correlation of d with the advantage; None if no advantages are given or either is
+    constant.
+    """
     rare_mean_abs: float | None
+    """Mean |d| of the tokens to which the sampler gave less than `RARE`; None if there is no such
+    token.
+    """
     end_mean_abs: float | None
+    """Mean |d| of end tokens; None if there are none, or if it is unknown which tokens those are.
+    """
     position_slope: float | None
+    """Slope of the least-squares line of |d| over the position in the response, nats a token; None
+    if all positions are equal.
+    """
     length_slope: float | None
+    """Slope of the least-squares line of a response's sum of d over its length, nats a token; None
+    if all lengths are equal.
+    """
 
 
 def measure_mismatch(
@@ -55,37 +71,45 @@ def measure_mismatch(
     advantages: torch.Tensor | None = None,
     ended: torch.Tensor | None = None,
 ) -> Mismatch:
-    """learner, sampler, advantages: fp32 [B, T-1]; response_mask: bool [B, T-1] with at least one
-    True; ended: bool [B], the sequences whose last token is the end token.
+    """Return the statistics of log π_learner - log π_sampler over the response tokens.
+
+    Args:
+        learner: log-probs by the learner, fp32 [B, T-1].
+        sampler: log-probs by the sampler, fp32 [B, T-1].
+        response_mask: bool [B, T-1] with at least one True.
+        advantages: fp32 [B, T-1].
+        ended: bool [B], the sequences whose last token is the end token.
     """
     difference = (learner - sampler)[response_mask].double()
-    apart, off = difference.abs(), difference.expm1()
+    distance = difference.abs()
+    ratio_error = difference.expm1()
     log_w = sequence_log_ratio(learner, sampler, response_mask)
     position = response_mask.cumsum(-1)
     lengths = position[:, -1]
     sums = ((learner - sampler) * response_mask).sum(-1)
-    end = (
-        None if ended is None else (ended[:, None] & (position == lengths[:, None]))[response_mask]
-    )
+    end_tokens = None
+    if ended is not None:
+        is_last = position == lengths[:, None]
+        end_tokens = (ended[:, None] & is_last)[response_mask]
     return Mismatch(
-        mean_abs=float(apart.mean()),
-        max_abs=float(apart.max()),
+        mean_abs=float(distance.mean()),
+        max_abs=float(distance.max()),
         equal=float((difference == 0).double().mean()),
-        k3=float((off - difference).mean()),
+        k3=float((ratio_error - difference).mean()),
         mean_log_w=float(log_w.mean()),
         mean_abs_log_w=float(log_w.abs().mean()),
         log_w_low=float(log_w.min()),
         log_w_high=float(log_w.max()),
         mean=float(difference.mean()),
         std=float(difference.std(unbiased=False)),
-        off_10=float((off.abs() > 0.1).double().mean()),
-        off_50=float((off.abs() > 0.5).double().mean()),
+        off_10=float((ratio_error.abs() > 0.1).double().mean()),
+        off_50=float((ratio_error.abs() > 0.5).double().mean()),
         advantage_correlation=(
             None if advantages is None else _correlation(advantages[response_mask], difference)
         ),
-        rare_mean_abs=_mean(apart[sampler[response_mask] < math.log(RARE)]),
-        end_mean_abs=None if end is None else _mean(apart[end]),
-        position_slope=_slope(position[response_mask], apart),
+        rare_mean_abs=_mean(distance[sampler[response_mask] < math.log(RARE)]),
+        end_mean_abs=None if end_tokens is None else _mean(distance[end_tokens]),
+        position_slope=_slope(position[response_mask], distance),
         length_slope=_slope(lengths, sums),
     )
 
@@ -95,14 +119,15 @@ def _mean(values: torch.Tensor) -> float | None:
 
 
 def _slope(x: torch.Tensor, y: torch.Tensor) -> float | None:
-    """Of the least-squares line of y [n] over x [n]; None where x does not vary."""
-    x, y = x.double() - x.double().mean(), y.double()
+    """Return the slope of the least-squares line of y [n] over x [n]; None if x does not vary."""
+    x = x.double() - x.double().mean()
+    y = y.double()
     square = float(x @ x)
     return float(x @ y) / square if square else None
 
 
 def _correlation(x: torch.Tensor, y: torch.Tensor) -> float | None:
-    """Pearson's, of [n] with [n]; None where either does not vary."""
+    """Return Pearson's correlation of x [n] with y [n]; None if either does not vary."""
     if any(values.min() == values.max() for values in (x, y)):
         return None
     x, y = (values.double() - values.double().mean() for values in (x, y))
