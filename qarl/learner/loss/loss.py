@@ -1,4 +1,4 @@
-"""A micro-batch's share of the loss: correction → objective → aggregation → KL penalty.
+"""A micro-batch's share of the loss: correction, objective, aggregation, KL penalty.
 
 Axes: B sequences, T tokens, of which T-1 are predicted.
 """
@@ -14,58 +14,67 @@ from qarl.learner.loss.corrections import correction
 from qarl.learner.loss.kl import kl_estimate
 from qarl.learner.loss.metrics import LossMetrics
 from qarl.learner.loss.tokens import LossTokens, clip_reasons, clipped_sides
-from qarl.learner.objectives import ObjectiveInput, find_objective
+from qarl.learner.objectives import ObjectiveInput, ObjectiveResult, find_objective
 from qarl.learner.objectives.ratios import sequence_log_ratio
 
 
 @dataclass(frozen=True)
 class LossInput:
-    """Log-probs of the same tokens, fp32 [B, T-1]: current (being stepped, with gradient), old (the
-    learner before the batch; None where `needs_old` says no and nobody asked), sampler (the
-    engine's), reference (the policy the run started with; None without a KL penalty).
-    response_mask: bool [B, T-1]. advantages: fp32 [B, T-1].
-    """
+    """Log-probs of the same tokens by several policies, with the mask and the advantages."""
 
     current: torch.Tensor
+    """Log-probs by the policy that is being stepped, fp32 [B, T-1], with gradient."""
     old: torch.Tensor | None
+    """Log-probs by the learner before the batch, fp32 [B, T-1]; None if they were not computed
+    because neither the loss needs them (`needs_old`) nor a diagnostic.
+    """
     sampler: torch.Tensor
+    """Log-probs by the engine, fp32 [B, T-1]."""
     reference: torch.Tensor | None
+    """Log-probs by the policy that the run started with, fp32 [B, T-1]; None without a KL
+    penalty.
+    """
     response_mask: torch.Tensor
+    """Positions whose next token is learned from, bool [B, T-1]."""
     advantages: torch.Tensor
+    """Advantage of each token, fp32 [B, T-1]."""
 
 
 @dataclass(frozen=True)
 class LossShare:
-    """loss: a micro-batch's share of the mini-batch's, 0-d, with gradient. numbers: its share of
-    `LossMetrics`' fields, 0-d on its device. tokens: of the micro-batch.
-    """
+    """A micro-batch's share of its mini-batch's loss, and of its metrics."""
 
     loss: torch.Tensor
+    """Share of the mini-batch's loss, 0-d, with gradient."""
     numbers: dict[str, torch.Tensor | None]
+    """Share of the fields of `LossMetrics`, by field, 0-d on the loss's device; None: not
+    measured.
+    """
     tokens: LossTokens
+    """Values of each token of the micro-batch."""
 
     @property
     def metrics(self) -> LossMetrics:
-        """`numbers`, for which the host waits."""
+        """`numbers` as Python numbers. Waits for the device."""
         return LossMetrics.of(self.numbers)
 
 
 def needs_old(config: LearnerConfig) -> bool:
-    """Whether the loss has the old log-probs in it: as the ratio's denominator, or in the
-    correction's weight.
+    """Return whether the loss depends on the old log-probs.
+
+    They may be the ratio's denominator, or part of the correction's weight.
     """
-    return ratio_from(config.correction) != "sampler" or not isinstance(
-        config.correction, NoCorrection
-    )
+    return not _is_bypassed(config) or not isinstance(config.correction, NoCorrection)
 
 
 def policy_loss(terms: LossInput, config: LearnerConfig, totals: BatchSize) -> LossShare:
-    """The loss of one micro-batch. totals: of the mini-batch it is cut from."""
+    """Return the loss of one micro-batch, with its metrics.
+
+    totals: size of the mini-batch that the micro-batch is cut from.
+    """
     response_mask = terms.response_mask
     weights = correction(terms.old, terms.sampler, response_mask, config.correction)
-    bypass = ratio_from(config.correction) == "sampler"
-    objective, section = find_objective(config.objective), config.objective
-    proximal = terms.sampler if bypass else terms.old
+    proximal = terms.sampler if _is_bypassed(config) else terms.old
     assert proximal is not None, "the old log-probs are this ratio's denominator (needs_old)"
     inputs = ObjectiveInput(
         current=terms.current,
@@ -74,51 +83,84 @@ def policy_loss(terms: LossInput, config: LearnerConfig, totals: BatchSize) -> L
         response_mask=response_mask,
         advantages=terms.advantages,
     )
-    result = objective(inputs, section)
+    result = find_objective(config.objective)(inputs, config.objective)
     loss = aggregate(result.loss, response_mask, config.aggregation, totals)
-
-    def share(values: torch.Tensor) -> torch.Tensor:
-        values = values.float() if values.dtype == torch.bool else values
-        return over_tokens(values, response_mask).sum().double() / totals.sequences
-
+    kl = None
+    if isinstance(config.kl, KlConfig):
+        assert terms.reference is not None
+        kl = kl_estimate(terms.current, terms.reference, response_mask, config.kl.name)
+        penalty = aggregate(kl, response_mask, config.aggregation, totals)
+        loss = loss + config.kl.coefficient * penalty
     log_ratio = (terms.current - proximal).detach()
     reasons = clip_reasons(
         log_ratio, result.clipped, weights.truncated, terms.advantages, response_mask
     )
-    phantom_clipped = update_log_ratio = None
-    sides: tuple[torch.Tensor | None, ...] = (None, None, None)
-    if terms.old is not None:
-        with torch.no_grad():
-            phantom = torch.zeros_like(result.clipped)
-            if bypass:  # log r = α + β here; with the learner's denominator β is gone
-                phantom = (
-                    result.clipped
-                    & ~objective(replace(inputs, proximal=terms.old), section).clipped
-                )
-            update = sequence_log_ratio(terms.current, terms.old, response_mask).abs().sum()
-        phantom_clipped, update_log_ratio = (
-            share(phantom),
-            update.double() / totals.sequences,
-        )
-        sides = tuple(share(side & ~phantom) for side in clipped_sides(reasons))
-    kl = {}
-    if isinstance(config.kl, KlConfig):
-        assert terms.reference is not None
-        estimate = kl_estimate(terms.current, terms.reference, response_mask, config.kl.name)
-        loss = loss + config.kl.coefficient * aggregate(
-            estimate, response_mask, config.aggregation, totals
-        )
-        kl = {"kl": share(estimate.detach())}
-    numbers = dict(
-        loss=loss.detach(),
-        clipped=share(result.clipped),
-        phantom_clipped=phantom_clipped,
-        clipped_positive_above=sides[0],
-        clipped_negative_above=sides[1],
-        clipped_negative_below=sides[2],
-        corrected=share(weights.truncated),
-        ratio_mean=share(log_ratio.exp()),
-        update_log_ratio=update_log_ratio,
-        **kl,
-    )
-    return LossShare(loss, numbers, LossTokens(log_ratio, reasons))
+    tokens = LossTokens(log_ratio, reasons)
+    numbers = loss_metrics(inputs, result, tokens, terms.old, config, totals)
+    numbers["loss"] = loss.detach()
+    numbers["corrected"] = _share(weights.truncated, response_mask, totals)
+    if kl is not None:
+        numbers["kl"] = _share(kl.detach(), response_mask, totals)
+    return LossShare(loss, numbers, tokens)
+
+
+def loss_metrics(
+    inputs: ObjectiveInput,
+    result: ObjectiveResult,
+    tokens: LossTokens,
+    old: torch.Tensor | None,
+    config: LearnerConfig,
+    totals: BatchSize,
+) -> dict[str, torch.Tensor | None]:
+    """Return the metrics of ratio and clipping of one micro-batch, by field of `LossMetrics`, 0-d.
+
+    Args:
+        inputs: what the objective was given.
+        result: what it returned.
+        old: log-probs by the learner before the batch, fp32 [B, T-1]. None: unknown, and so are
+            the metrics that are made of them.
+        totals: size of the mini-batch that the micro-batch is cut from.
+    """
+    mask = inputs.response_mask
+    numbers: dict[str, torch.Tensor | None] = {
+        "clipped": _share(result.clipped, mask, totals),
+        "phantom_clipped": None,
+        "clipped_positive_above": None,
+        "clipped_negative_above": None,
+        "clipped_negative_below": None,
+        "ratio_mean": _share(tokens.log_ratio.exp(), mask, totals),
+        "update_log_ratio": None,
+    }
+    if old is None:
+        return numbers
+    with torch.no_grad():
+        phantom = torch.zeros_like(result.clipped)
+        # A ratio to the sampler contains the precision gap: log r = α + β. With the learner's
+        # denominator β is gone, so what is clipped now and not then is clipped by the gap alone.
+        if _is_bypassed(config):
+            without_gap = replace(inputs, proximal=old)
+            exact = find_objective(config.objective)(without_gap, config.objective)
+            phantom = result.clipped & ~exact.clipped
+        update = sequence_log_ratio(inputs.current, old, mask).abs().sum()
+    positive_above, negative_above, negative_below = clipped_sides(tokens.clip)
+    return numbers | {
+        "phantom_clipped": _share(phantom, mask, totals),
+        "clipped_positive_above": _share(positive_above & ~phantom, mask, totals),
+        "clipped_negative_above": _share(negative_above & ~phantom, mask, totals),
+        "clipped_negative_below": _share(negative_below & ~phantom, mask, totals),
+        "update_log_ratio": update.double() / totals.sequences,
+    }
+
+
+def _is_bypassed(config: LearnerConfig) -> bool:
+    """Return whether ratios are to the sampler, so that the old log-probs are bypassed."""
+    return ratio_from(config.correction) == "sampler"
+
+
+def _share(values: torch.Tensor, response_mask: torch.Tensor, totals: BatchSize) -> torch.Tensor:
+    """Return a micro-batch's share of the mini-batch's mean, float64, 0-d.
+
+    values: bool or fp32, of tokens [B, T-1] or of sequences [B, 1].
+    """
+    values = values.float() if values.dtype == torch.bool else values
+    return over_tokens(values, response_mask).sum().double() / totals.sequences
