@@ -1,5 +1,7 @@
-"""One batch of groups → stepped masters: old log-probs, mini-batches, straight-through gradients,
-optimizer.
+"""The learner: it turns one batch of groups into stepped masters.
+
+A batch gives old log-probs, is cut into mini-batches, and each of these gives straight-through
+gradients and one optimizer step.
 
 Axes: B sequences, T tokens.
 """
@@ -42,18 +44,22 @@ from qarl.quant.model.kept_scales import load_scales_state, scales_state
 from qarl.quant.model.low_bit_model import LowBitModel
 
 FirstBatchGate = Callable[[Mismatch, Callable[[], Mismatch]], None]
-"""Given the first batch's mismatch, and what measures the floor of one on the same batch."""
+"""Check that the first batch has to pass, called with its mismatch and with a function that
+measures the rounding floor of a mismatch on the same batch.
+"""
 
 
 class Learner:
-    """Owns the policy's masters and their optimizer.
+    """Owner of the policy's masters and their optimizer.
 
-    processes: those that learn together. All are given the same batch, and each computes its share
-    of it. reference: the policy a KL penalty measures from, never stepped; needed exactly where
-    `config.kl` asks for one, else `ConfigError`. seed: the run's, which shuffles. steps: of the
-    training, where the learning rate decays at its end. temperature: that completions are sampled
-    at; all log-probs are of the policy at it. whole: whether the masters are those of a finished
-    batch, and no error came between its updates.
+    Args:
+        reference: policy from which a KL penalty measures; never stepped. It is required if
+            `config.kl` asks for a penalty, and refused with `ConfigError` if not.
+        processes: the processes that learn together. All get the same batch, and each computes its
+            share of it. Default: this process alone.
+        seed: seed of the run, which shuffles the batches.
+        steps: number of training steps, after which the learning rate has decayed. None: unknown.
+        temperature: sampling temperature of the completions. All log-probs are of the policy at it.
     """
 
     def __init__(
@@ -86,6 +92,9 @@ class Learner:
         self._seed = seed
         self._start = StartingPolicy()
         self.whole = True
+        """Whether the masters are those of a finished batch: False if an error came between its
+        updates.
+        """
 
     def learn(
         self,
@@ -94,17 +103,24 @@ class Learner:
         gate: FirstBatchGate | None = None,
         log: TokenLog | None = None,
     ) -> LearnStats:
-        """Step over the batch in shuffled mini-batches, materializing a weight version after each.
+        """Update the policy on the batch in shuffled mini-batches, and materialize a weight version
+        after each.
 
-        step: of the training, from 0; it decides the learning rate, the shuffle, and whether lost
-        updates and flipped codes are measured. gate: called before anything is updated, with the
-        batch's mismatch and what measures how far two right implementations are apart on it; it may
-        raise. A mini-batch with a non-finite gradient is skipped and counted; masters then stay as
-        they were. log: filled in for this batch. Pass it on every rank or on none (collective).
+        A mini-batch with a non-finite gradient is skipped and counted, and leaves the masters
+        unchanged.
 
-        The old log-probs of the first mini-batch are those of its own forward, before whose update
-        nothing has moved; the others' are computed beforehand, and not at all where nothing is made
-        of them (`needs_old`), but for steps that measure lost updates.
+        The first mini-batch takes its old log-probs from its own forward, because nothing has moved
+        before its update. Those of the other mini-batches are computed in advance. They are not
+        computed at all if nothing uses them (`needs_old`), except in steps that measure lost
+        updates.
+
+        Args:
+            step: training step, from 0. It decides the learning rate, the shuffle, and whether lost
+                updates and flipped codes are measured.
+            gate: called before anything is updated, with the batch's mismatch and a function that
+                measures how far two correct implementations differ on the batch. It may raise.
+            log: log that is filled in for this batch. Pass it on every rank or on none
+                (collective).
         """
         lr = self.schedule.rate(step)
         self.sharded.optimizer.lr = lr
@@ -126,12 +142,12 @@ class Learner:
             reference=None if self._reference is None else RowLogprobs(batch),
             add_logprobs=self.scorer.add,
         )
-        watching = [observer(learning) for observer in OBSERVERS]
-        for observer in watching:
+        observers = [observer(learning) for observer in OBSERVERS]
+        for observer in observers:
             observer.before_batch()
         old = learning.old
         with self.stopwatch("old"):
-            self.scorer.add_ratio_side(old, self._beforehand(learning, gate is not None))
+            self.scorer.add_ratio_side(old, self._rows_in_advance(learning, gate is not None))
         if gate is not None:
             gate(old.mismatch(), lambda: self._rounding_floor(old))
         if self._reference is not None and learning.reference is not None:
@@ -139,41 +155,49 @@ class Learner:
                 learning.reference, torch.arange(len(batch.tokens)), self._reference
             )
         self.whole = False
-        updates = [self._update(learning, watching, number) for number in range(len(trained))]
+        updates = [self._update(learning, observers, number) for number in range(len(trained))]
         self.whole = True
-        records = {
-            name: value for observer in watching for name, value in observer.record().items()
-        }
+        records: dict[str, Any] = {}
+        for observer in observers:
+            records |= observer.record()
         return batch_stats(updates, old, lr, self.loss_scale.scale, self.stopwatch.take(), records)
 
     def _rounding_floor(self, old: RowLogprobs) -> Mismatch:
-        """Return how far log-probs with other roundings are from `old`'s, over the rows that it
-        knows.
-        """
-        rows, moved = old.known.nonzero().flatten(), RowLogprobs(old.batch)
+        """Return the mismatch of log-probs with other roundings to `old`, over its known rows."""
+        rows = old.known.nonzero().flatten()
+        rerounded = RowLogprobs(old.batch)
         with self.model.context.other_roundings(self._seed):
-            self.scorer.add_ratio_side(moved, rows)
-        return measure_mismatch(moved.values[rows], old.values[rows], old.batch.response_mask[rows])
+            self.scorer.add_ratio_side(rerounded, rows)
+        mask = old.batch.response_mask[rows]
+        return measure_mismatch(rerounded.values[rows], old.values[rows], mask)
 
-    def _beforehand(self, learning: Learning, all_of_them: bool) -> torch.Tensor:
-        """The rows whose old log-probs are computed before anything is updated, int64 [n]."""
+    def _rows_in_advance(self, learning: Learning, gated: bool) -> torch.Tensor:
+        """Return the rows whose old log-probs are computed before any update, int64 [n].
+
+        gated: whether a gate checks the batch, for which all rows are computed.
+        """
         rows = torch.ones(len(learning.batch.tokens), dtype=torch.bool)
-        if not all_of_them and learning.trained and self.config.ratio_fix != "shadow_forward":
+        if not gated and learning.trained and self.config.ratio_fix != "shadow_forward":
             rows[:] = needs_old(self.config) or is_due(self.config.diagnostics_every, learning.step)
+            # The first mini-batch's own forward gives its old log-probs.
             rows[learning.trained[0]] = False
         return rows.nonzero().flatten()
 
-    def _update(self, learning: Learning, watching: list[Observer], number: int) -> Update:
-        """The update of that number, from 0. Before the first one none was taken since the batch
-        was sampled, so that what its forward gives is old.
+    def _update(self, learning: Learning, observers: list[Observer], number: int) -> Update:
+        """Take the update of that number, from 0.
+
+        No update was taken between sampling the batch and the first one, so the log-probs of the
+        first one's own forward are the old ones.
         """
-        batch, old, index = learning.batch, learning.old, learning.trained[number]
-        for observer in watching:
+        batch = learning.batch
+        old = learning.old
+        index = learning.trained[number]
+        for observer in observers:
             observer.before_update(number, index)
         self.model.gradients.scale_by(self.loss_scale.scale)
         size = BatchSize(len(index), int(batch.response_mask[index].sum()))
-        have_old = bool(old.known[index].all())
-        is_first = number == 0 and not have_old
+        old_known = bool(old.known[index].all())
+        is_first = number == 0 and not old_known
         shadow = None
         if self.config.ratio_fix == "shadow_forward":
             shadow = RowLogprobs(batch)
@@ -187,18 +211,18 @@ class Learner:
                     self.model, rows, part.chunks, entropy=is_first
                 )
             current = own if shadow is None else shadowed(own, shadow.rows_like(own, part.index))
-            denominator = (
-                current.detach()
-                if is_first
-                else old.rows_like(current, part.index)
-                if have_old
-                else None
-            )
+            if is_first:
+                denominator = current.detach()
+            elif old_known:
+                denominator = old.rows_like(current, part.index)
+            else:
+                denominator = None
             share, loss, balance = self._loss(learning, part, rows, current, denominator, size)
             if part is parts[-1] and self.config.gradient_checkpointing is not True:
-                # the step makes another version, when all gradients are there
+                # No forward needs this version's products again: the step makes the next version.
                 self.model.release_products()
             with self.stopwatch("backward"):
+                # A dummy micro-batch runs its backward for the collectives, and adds nothing.
                 (loss * (self.loss_scale.scale if part.counts else 0.0)).backward()
             if is_first and part.counts:
                 old.add(part.index, own.detach(), entropies)
@@ -212,11 +236,11 @@ class Learner:
                     entropies=entropies,
                     tokens=share.tokens,
                 )
-                for observer in watching:
+                for observer in observers:
                     observer.micro_batch(micro)
         if is_first:
             self.scorer.complete(old, self.model, index)
-        norm, taken = self._apply(watching, number)
+        norm, taken = self._apply(observers, number)
         metrics = sum(map(LossMetrics.of, numbers), LossMetrics())
         return Update(metrics.total(self.processes), norm, taken)
 
@@ -229,8 +253,11 @@ class Learner:
         old: torch.Tensor | None,
         size: BatchSize,
     ) -> tuple[LossShare, torch.Tensor, dict[str, torch.Tensor]]:
-        """A micro-batch's part of the loss; that with the routers' auxiliary loss, if on; and the
-        metric of this.
+        """Compute a micro-batch's share of the loss.
+
+        Returns:
+            The share, with its metrics; the loss to differentiate, which includes the routers'
+                auxiliary loss if that is on; and the metric of the auxiliary loss, by name.
         """
         terms = LossInput(
             current=current,
@@ -244,32 +271,34 @@ class Learner:
             share = policy_loss(terms, learning.config, size)
             if not self.model.router_log.enabled:
                 return share, share.loss, {}
-            of_rows = load_balance_loss(self.model, rows.real(), self.scorer.packed_rows(rows))
-            balance = of_rows * (len(part.index) / size.sequences)
-            return (
-                share,
-                share.loss + self._balance * balance,
-                {"load_balance": balance.detach()},
-            )
+            micro = load_balance_loss(self.model, rows.real(), self.scorer.packed_rows(rows))
+            balance = micro * (len(part.index) / size.sequences)
+            loss = share.loss + self._balance * balance
+            return share, loss, {"load_balance": balance.detach()}
 
-    def _apply(self, watching: list[Observer], number: int) -> tuple[float, bool]:
-        """Clip, step, refresh. Returns the gradient norm before clipping and whether a step was
+    def _apply(self, observers: list[Observer], number: int) -> tuple[float, bool]:
+        """Clip, step, and materialize the next weight version.
+
+        Returns the gradient norm before clipping (0 if no step was taken) and whether a step was
         taken.
         """
         with self.stopwatch("optimizer"):
-            step = self.sharded.step(any(observer.counts_arrivals for observer in watching))
+            step = self.sharded.step(any(observer.counts_arrivals for observer in observers))
         if step.taken:
+            counters = [observer.flips for observer in observers if observer.flips is not None]
             with self.stopwatch("materialize"):
-                self.model.refresh(next((o.flips for o in watching if o.flips is not None), None))
+                self.model.refresh(counters[0] if counters else None)
         self.loss_scale.update(step.taken)
-        for observer in watching:
+        for observer in observers:
             observer.after_update(number, step.arrived)
         return (step.norm if step.taken else 0.0), step.taken
 
     def state_dict(self) -> dict[str, Any]:
-        """Masters, optimizer, loss scale, kept scales and the start's sample; of LoRA the adapters
-        alone, and the digest of the base they are for. Of several processes each has a part of the
-        masters and of the optimizer, to be put together for `load_state_dict`.
+        """Return masters, optimizer, loss scale, kept scales and the starting policy's sample.
+
+        With LoRA the masters are the adapters alone, and the digest of their base is included. With
+        several processes each returns a part of the masters and of the optimizer; put them together
+        for `load_state_dict`.
         """
         return {
             **self.sharded.state_dict(),
@@ -280,8 +309,10 @@ class Learner:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a `state_dict`, materialized. Raises `ConfigError` for another base, or kept
-        scales of others.
+        """Restore a `state_dict` and materialize its weights.
+
+        Raises `ConfigError` if it belongs to another base, or if its kept scales are of other
+        layers.
         """
         self._require_base(state["base"])
         load_scales_state(self.model, state["scales"])
@@ -291,6 +322,9 @@ class Learner:
         self.model.refresh()
 
     def _require_base(self, saved: str | None) -> None:
+        """Raise `ConfigError` if adapters with the base digest `saved` are not for this model's
+        base.
+        """
         ours = self.model.base_digest
         if saved != ours:
             digests = [

@@ -1,1 +1,1 @@
-"""Token log-probs → one number to descend, with corrections and KL."""
+"""The loss of token log-probs, with corrections for the mismatch and a KL penalty."""

@@ -1,10 +1,11 @@
-"""Token losses → one number, exactly the same however a mini-batch is cut into micro-batches.
+"""Aggregation of token losses into one number, the same however a mini-batch is cut.
 
     seq-mean-token-mean   1/B Σ_b 1/T_b Σ_t ℓ_bt      GRPO (arXiv 2402.03300, eq. 3)
     token-mean            Σ_b Σ_t ℓ_bt / Σ_b T_b      DAPO (arXiv 2503.14476, eq. 8)
     seq-sum               1/B Σ_b 1/L Σ_t ℓ_bt        Dr. GRPO (arXiv 2503.20783), L a constant
 
-B and Σ_b T_b are the mini-batch's, never the micro-batch's; so the parts just add up.
+B and Σ_b T_b are those of the mini-batch, never of the micro-batch, so the micro-batches' parts add
+up exactly.
 
 Axes: B sequences, T tokens, of which T-1 are predicted.
 """
@@ -19,10 +20,12 @@ from qarl.learner.objectives.ratios import sequence_mean
 
 @dataclass(frozen=True)
 class BatchSize:
-    """Of a whole mini-batch. tokens: of the responses."""
+    """Size of a whole mini-batch."""
 
     sequences: int
+    """Number of sequences."""
     tokens: int
+    """Number of response tokens."""
 
 
 def aggregate(
@@ -31,11 +34,15 @@ def aggregate(
     config: AnyAggregation,
     totals: BatchSize,
 ) -> torch.Tensor:
-    """A micro-batch's share of the mini-batch's loss, 0-d.
+    """Return a micro-batch's share of the mini-batch's loss, 0-d.
 
-    values: fp32 [B, T-1], or [B, 1] where a response's tokens share one value. response_mask: bool
-    [B, T-1]. Sharing instead of repeating the value keeps sequence-level losses free of the
-    rounding of a mean over equal numbers.
+    A response's tokens share a value, instead of repeating it, so that sequence-level losses are
+    free of the rounding of a mean over equal numbers.
+
+    Args:
+        values: fp32 [B, T-1], or [B, 1] if a response's tokens share one value.
+        response_mask: bool [B, T-1].
+        totals: size of the mini-batch.
     """
     if config.name == "seq-mean-token-mean":
         return over_tokens(values, response_mask).sum() / totals.sequences
@@ -46,12 +53,12 @@ def aggregate(
 
 
 def over_tokens(values: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
-    """Mean within each response, fp32 [B]; values as in `aggregate`."""
+    """Return the mean within each response, fp32 [B]. values: as in `aggregate`."""
     return (
         values[:, 0] if is_shared(values, response_mask) else sequence_mean(values, response_mask)
     )
 
 
 def is_shared(values: torch.Tensor, response_mask: torch.Tensor) -> bool:
-    """Whether `values` has one number a sequence instead of one a token."""
+    """Return whether `values` has one number a sequence instead of one a token."""
     return values.shape[1] == 1 and response_mask.shape[1] != 1

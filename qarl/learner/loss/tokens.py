@@ -1,4 +1,7 @@
-"""What the loss made of each token. Axes: B sequences, T tokens, of which T-1 are predicted."""
+"""Values that the loss computes for each token.
+
+Axes: B sequences, T tokens, of which T-1 are predicted.
+"""
 
 from dataclasses import dataclass
 
@@ -12,12 +15,12 @@ from qarl.learner.objectives.ratios import sequence_mean
 
 @dataclass(frozen=True)
 class LossTokens:
-    """Without gradient, [B, T-1]. log_ratio: log π_cur - log π_proximal, fp32. clip: place in
-    `CLIP_REASONS`, int32.
-    """
+    """Values of each token of a micro-batch, without gradient."""
 
     log_ratio: Tensor
+    """log π_cur - log π_proximal, fp32 [B, T-1]."""
     clip: Tensor
+    """Index in `CLIP_REASONS`, int32 [B, T-1]."""
 
 
 def clip_reasons(
@@ -27,26 +30,45 @@ def clip_reasons(
     advantages: Tensor,
     response_mask: Tensor,
 ) -> Tensor:
-    """Places in `CLIP_REASONS`, int32 [B, T-1]. log_ratio, advantages: fp32, response_mask: bool
-    [B, T-1]. clipped, corrected: the objective's bound was reached, the mismatch weight was capped
-    or masked; bool, of each token [B, T-1] or of each sequence [B, 1]. A token without advantage
-    has no gradient to lose: none.
+    """Return each token's index in `CLIP_REASONS`, int32 [B, T-1].
+
+    A token without advantage has no gradient to lose, so its reason is none, unless its weight was
+    corrected.
+
+    Args:
+        log_ratio: fp32 [B, T-1].
+        clipped: whether the objective's bound was reached, bool, of each token [B, T-1] or of each
+            sequence [B, 1].
+        corrected: whether the mismatch weight was capped or masked, bool, same shapes.
+        advantages: fp32 [B, T-1].
+        response_mask: bool [B, T-1].
     """
     sequence = is_shared(clipped, response_mask)
     signed = sequence_mean(log_ratio, response_mask)[:, None] if sequence else log_ratio
-    place = 1 + 4 * int(sequence) + 2 * (advantages < 0).int() + (signed < 0).int()
-    other = torch.where(corrected, len(CLIP_REASONS) - 1, 0)
-    reasons = torch.where(clipped & (advantages != 0), place, other)
+    # The order of CLIP_REASONS: none, the eight clips (by kind, sign and side), corrected.
+    clip = 1 + 4 * int(sequence) + 2 * (advantages < 0).int() + (signed < 0).int()
+    unclipped = torch.where(corrected, len(CLIP_REASONS) - 1, 0)
+    reasons = torch.where(clipped & (advantages != 0), clip, unclipped)
     return (reasons * response_mask).int()
 
 
 def clipped_sides(reasons: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Which tokens' ratio, or whose sequence's, is beyond the bound: A > 0 above, A < 0 above, A <
-    0 below; bool [B, T-1] each. reasons: as `clip_reasons` returns them.
+    """Return which tokens were clipped with A > 0 above, A < 0 above and A < 0 below; bool [B, T-1]
+    each.
+
+    A token counts as clipped if its own ratio is beyond the bound, or its sequence's.
+
+    reasons: as `clip_reasons` returns them.
     """
-    sides = ("A > 0 above", "A < 0 above", "A < 0 below")
-    places = ((CLIP_REASONS.index(side), CLIP_REASONS.index(f"sequence, {side}")) for side in sides)
-    above_positive, above_negative, below_negative = (
-        (reasons == a) | (reasons == b) for a, b in places
+    return (
+        _is_clipped(reasons, "A > 0 above"),
+        _is_clipped(reasons, "A < 0 above"),
+        _is_clipped(reasons, "A < 0 below"),
     )
-    return above_positive, above_negative, below_negative
+
+
+def _is_clipped(reasons: Tensor, side: str) -> Tensor:
+    """Return which tokens were clipped on that side, themselves or as a sequence, bool [B, T-1]."""
+    of_token = CLIP_REASONS.index(side)
+    of_sequence = CLIP_REASONS.index(f"sequence, {side}")
+    return (reasons == of_token) | (reasons == of_sequence)
