@@ -1,5 +1,6 @@
-"""Why a token counted for less in an update. Imports nothing, so that naming a reason costs
-nothing.
+"""The reasons why a token counted for less in an update.
+
+Imports nothing, so that reading a reason's name costs nothing.
 """
 
 from itertools import product
@@ -7,11 +8,12 @@ from itertools import product
 CLIP_REASONS = (
     "none",
     *(
-        f"{of}A {sign} 0 {side}"
-        for of, sign, side in product(("", "sequence, "), "><", ("above", "below"))
+        f"{kind}A {sign} 0 {side}"
+        for kind, sign, side in product(("", "sequence, "), "><", ("above", "below"))
     ),
     "corrected",
 )
-"""Its ratio, or its sequence's, reached the objective's bound above or below 1, by the advantage's
-sign; else its mismatch weight was capped or masked (`corrected`).
+"""Names of the reasons, by the index in `LossTokens.clip`. A clip says whether the ratio of the
+token or of its sequence reached the objective's bound, above or below 1, and the advantage's
+sign. `corrected`: the token was not clipped, but its mismatch weight was capped or masked.
 """

@@ -1,4 +1,6 @@
-"""Algorithms by family; `find_objective` is the switch (`learner.objective.name`)."""
+"""The objectives, a file for each family. `find_objective` selects one by
+`learner.objective.name`.
+"""
 
 from typing import Any
 
@@ -28,12 +30,13 @@ OBJECTIVES: dict[str, Objective] = {
     "on_policy": on_policy,
     "pg_seq_is": pg_seq_is,
 }
-"""All but `own`, which is whatever function its section names."""
+"""All objectives by name, except `own`, which is a function that the user's configuration names."""
 
 
 def find_objective(section: Any) -> Objective:
-    """The function of a section of `configs.schema.objectives`. Raises `ConfigError` for an own one
-    not found.
+    """Return the function of a section of `configs.schema.objectives`.
+
+    Raises `ConfigError` if the section is `own` and its function is not found.
     """
     return own(section.function) if section.name == "own" else OBJECTIVES[section.name]
 

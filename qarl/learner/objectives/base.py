@@ -1,4 +1,7 @@
-"""What every objective takes and gives. Axes: B sequences, T tokens, of which T-1 are predicted."""
+"""The input and the result of every objective.
+
+Axes: B sequences, T tokens, of which T-1 are predicted.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,30 +12,35 @@ import torch
 
 @dataclass(frozen=True)
 class ObjectiveInput:
-    """current: log-probs under the policy being stepped, fp32 [B, T-1], with gradient. proximal:
-    the denominator of the ratio, fp32 [B, T-1]: the learner's before this batch, or the sampler's.
-    weight: the correction's, fp32 [B, T-1], or [B, 1] for whole sequences. response_mask: bool [B,
-    T-1]. advantages: fp32 [B, T-1].
-    """
+    """Log-probs, weights and advantages of one micro-batch."""
 
     current: torch.Tensor
+    """Log-probs under the policy that is being stepped, fp32 [B, T-1], with gradient."""
     proximal: torch.Tensor
+    """Log-probs in the denominator of the ratio, fp32 [B, T-1]: those of the learner before this
+    batch, or of the sampler.
+    """
     weight: torch.Tensor
+    """Correction weight, fp32, of tokens [B, T-1] or of whole sequences [B, 1]."""
     response_mask: torch.Tensor
+    """Positions whose next token is learned from, bool [B, T-1]."""
     advantages: torch.Tensor
+    """Advantage of each token, fp32 [B, T-1]."""
 
 
 @dataclass(frozen=True)
 class ObjectiveResult:
-    """loss: fp32, of each token [B, T-1], or [B, 1] where a response's tokens share it;
-    `learner.loss.aggregation` sums it. clipped: bool [B, T-1] or [B, 1], where a bound was reached.
-    """
+    """Losses of one micro-batch, not yet aggregated."""
 
     loss: torch.Tensor
+    """Loss of each token, fp32 [B, T-1], or [B, 1] if a response's tokens share it.
+    `learner.loss.aggregation` sums it.
+    """
     clipped: torch.Tensor
+    """Whether a bound was reached, bool [B, T-1] or [B, 1]."""
 
 
 Objective = Callable[[ObjectiveInput, Any], ObjectiveResult]
-"""Losses to be minimized, of tokens or sequences, weighted by `ObjectiveInput.weight`. Also takes
-the objective's own section of the configuration.
+"""Function that returns the losses to minimize, of tokens or of sequences, weighted by
+`ObjectiveInput.weight`. Its second argument is the objective's own section of the configuration.
 """

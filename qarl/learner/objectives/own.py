@@ -1,8 +1,9 @@
-"""An objective of the user's: `--objective own --learner.objective.function mine.py:objective`.
+"""An objective written by the user: `--objective own --learner.objective.function
+mine.py:objective`.
 
-The function is called as those of this folder are (`learner.objectives.base.Objective`), for every
+The function is called like those of this folder (`learner.objectives.base.Objective`), for every
 micro-batch, with the section of the configuration as `config`. Its correction is token_tis unless
-another is named.
+the configuration names another.
 """
 
 import functools
@@ -20,13 +21,14 @@ _KIND = FunctionKind(
 
 
 class ObjectiveError(QarlError, heading="objective"):
-    """The user's objective raised, or returned what is no loss."""
+    """The user's objective raised, or did not return a valid result."""
 
 
 @functools.cache
 def own(spec: str) -> Objective:
-    """The function that `spec` names, with its results checked. Raises `ConfigError` where it is
-    not found.
+    """Return the function that `spec` names, wrapped in a check of its results.
+
+    Raises `ConfigError` if it is not found.
     """
     function = load_function(_KIND, spec)
 
@@ -44,15 +46,16 @@ def own(spec: str) -> Objective:
 
 
 def _fault(result: Any, inputs: ObjectiveInput) -> str:
-    """What is wrong with a result; "" if nothing."""
+    """Return what is wrong with a result, in words; "" if nothing."""
     if not isinstance(result, ObjectiveResult):
         return (
             f"{type(result).__name__}; return qarl.learner.objectives.ObjectiveResult(loss,"
             " clipped)"
         )
     rows, tokens = inputs.current.shape
+    shapes = ((rows, tokens), (rows, 1))
     for name in ("loss", "clipped"):
-        value, shapes = getattr(result, name), ((rows, tokens), (rows, 1))
+        value = getattr(result, name)
         shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
         if shape not in shapes:
             return (

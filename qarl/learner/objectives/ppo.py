@@ -1,8 +1,11 @@
-"""PPO's clip with a ratio a token (GRPO, DAPO) or a sequence (GSPO), its second clip for negative
-samples, and positive samples alone.
+"""PPO's clipped objective, with its variants.
 
-    r_t = π_cur / π_proximal,   s = exp(mean_t(log π_cur - log π_proximal)) J   = mean over
-    responses of w · min(r · A, clip(r, 1 - ε_l, 1 + ε_h) · A),   r = r_t, in the mean over t, or s
+The ratio is that of a token (GRPO, DAPO) or of a sequence (GSPO). Variants have a second clip for
+negative samples, or use positive samples alone.
+
+    r_t = π_cur / π_proximal,   s = exp(mean_t(log π_cur - log π_proximal))
+    J   = mean over responses of w · min(r · A, clip(r, 1 - ε_l, 1 + ε_h) · A),
+          r = r_t, in the mean over t, or r = s
 """
 
 from qarl.configs.schema.objectives import (
@@ -22,33 +25,36 @@ from qarl.learner.objectives.ratios import (
 
 
 def grpo(inputs: ObjectiveInput, config: GrpoConfig) -> ObjectiveResult:
-    """-w · surrogate of each token. Source: GRPO (arXiv 2402.03300, eq. 3).
+    """Return -w · surrogate of each token. Source: GRPO (arXiv 2402.03300, eq. 3).
 
-    DAPO (arXiv 2503.14476) is the same function: ε_h > ε_l (clip-higher, eq. 10), so that unlikely
-    tokens can still rise, and the mean over all tokens (eq. 8) are defaults of its section. Its
-    dynamic sampling is `rollout.dynamic_sampling`.
+    DAPO (arXiv 2503.14476) is the same function with other defaults in its section: ε_h > ε_l
+    (clip-higher, eq. 10), so that unlikely tokens can still rise, and the mean over all tokens (eq.
+    8). Its dynamic sampling is `rollout.dynamic_sampling`.
     """
     return clipped(inputs, token_ratio(inputs), inputs.advantages, config)
 
 
 def dual_clip(inputs: ObjectiveInput, config: DualClipConfig) -> ObjectiveResult:
-    """-w · surrogate of each token; where A < 0 it is the larger of GRPO's and c · A, so that a
-    negative sample's ratio is bounded above as well. Source: Ye et al. (arXiv 1912.09729; c = 3).
+    """Return -w · surrogate of each token, with a second clip for negative samples.
+
+    If A < 0 the surrogate is the larger of GRPO's and c · A, so a negative sample's ratio is
+    bounded above as well. Source: Ye et al. (arXiv 1912.09729; c = 3).
     """
     return clipped(inputs, token_ratio(inputs), inputs.advantages, config, config.dual_clip)
 
 
 def gspo(inputs: ObjectiveInput, config: GspoConfig) -> ObjectiveResult:
-    """-w · surrogate of each sequence. Source: GSPO (arXiv 2507.18071, eq. 5 and 7; bounds of
-    section 5.1).
+    """Return -w · surrogate of each sequence.
+
+    Source: GSPO (arXiv 2507.18071, eq. 5 and 7; bounds of section 5.1).
     """
     return clipped(inputs, sequence_ratio(inputs), sequence_advantages(inputs), config)
 
 
 def gspo_dual_clip(inputs: ObjectiveInput, config: GspoDualClipConfig) -> ObjectiveResult:
-    """-w · surrogate of each sequence with dual clip, as frameworks that have both can be set up.
+    """Return -w · surrogate of each sequence with dual clip, as in frameworks that offer both.
 
-    For A < 0 it is clip(s, 1 - ε_l, c) A: with ε_l = δ_l, ε_h equal and c = 1 + δ_h it is TBPO's
+    If A < 0 it is clip(s, 1 - ε_l, c) A. With ε_l = δ_l, ε_h equal and c = 1 + δ_h that is TBPO's
     band; with the usual c = 3 it is not.
     """
     return clipped(
@@ -61,14 +67,13 @@ def gspo_dual_clip(inputs: ObjectiveInput, config: GspoDualClipConfig) -> Object
 
 
 def positive_grpo(inputs: ObjectiveInput, config: PositiveGrpoConfig) -> ObjectiveResult:
-    """-w · min(r_t, 1 + ε_h) · max(A, 0) of each token: negative samples, where error tokens
-    gather, give no gradient.
+    """Return -w · min(r_t, 1 + ε_h) · max(A, 0) of each token.
 
-    One of the QaRL paper's comparisons (arXiv 2604.07853). Negative responses still count where an
-    aggregation divides.
+    Negative samples, in which error tokens accumulate, give no gradient. They still count in the
+    denominator of an aggregation. This is one of the QaRL paper's comparisons (arXiv 2604.07853).
     """
-    ratio, gain = token_ratio(inputs), inputs.advantages.clamp_min(0.0)
+    ratio = token_ratio(inputs)
+    gain = inputs.advantages.clamp_min(0.0)
     high = 1.0 + config.clip_high
-    return ObjectiveResult(
-        -(inputs.weight * (ratio.clamp_max(high) * gain)), (ratio > high) & (gain > 0)
-    )
+    surrogate = ratio.clamp_max(high) * gain
+    return ObjectiveResult(-(inputs.weight * surrogate), (ratio > high) & (gain > 0))

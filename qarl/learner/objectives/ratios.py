@@ -1,6 +1,8 @@
-"""Means and ratios over responses, and PPO's pessimistic clip on any ratio. Source: PPO (arXiv
-1707.06347, eq. 7); dual clip (arXiv 1912.09729). Axes: B sequences, T tokens, of which T-1 are
-predicted.
+"""Means and ratios over responses, and PPO's pessimistic clip on any ratio.
+
+Source: PPO (arXiv 1707.06347, eq. 7); dual clip (arXiv 1912.09729).
+
+Axes: B sequences, T tokens, of which T-1 are predicted.
 """
 
 from typing import Any
@@ -12,8 +14,9 @@ from qarl.learner.objectives.base import ObjectiveInput, ObjectiveResult
 
 
 def sequence_mean(values: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
-    """Mean over each response's tokens. values: fp32 [B, T-1]; response_mask: bool [B, T-1] → fp32
-    [B].
+    """Return the mean over each response's tokens, fp32 [B]; 0 for a row without a response.
+
+    values: fp32 [B, T-1]. response_mask: bool [B, T-1].
     """
     return (values * response_mask).sum(-1) / response_mask.sum(-1).clamp_min(1)
 
@@ -21,47 +24,52 @@ def sequence_mean(values: torch.Tensor, response_mask: torch.Tensor) -> torch.Te
 def sequence_log_ratio(
     numerator: torch.Tensor, denominator: torch.Tensor, response_mask: torch.Tensor
 ) -> torch.Tensor:
-    """mean_t(log numerator - log denominator) of each response, fp32 [B]: the log of a
-    geometric-mean ratio.
+    """Return mean_t(log numerator - log denominator) of each response, fp32 [B].
+
+    That is the log of a geometric-mean ratio.
     """
     return sequence_mean(numerator - denominator, response_mask)
 
 
 def shadowed(current: torch.Tensor, shadow: torch.Tensor) -> torch.Tensor:
-    """The shadow's values with `current`'s gradient, fp32 [B, T-1] (`learner.ratio_fix`). shadow:
-    without gradient.
+    """Return the shadow's values with `current`'s gradient, fp32 [B, T-1] (`learner.ratio_fix`).
+
+    shadow: log-probs without gradient.
     """
     return shadow + (current - current.detach())
 
 
 def score(logprobs: torch.Tensor) -> torch.Tensor:
-    """Exactly 1, with the gradient of the log-probs: x.detach() · score(log π) is REINFORCE's
-    estimator, x ∇log π.
+    """Return exactly 1, with the gradient of the log-probs.
+
+    So x.detach() · score(log π) is REINFORCE's estimator, with the gradient x ∇log π.
     """
     return 1.0 + (logprobs - logprobs.detach())
 
 
 def token_ratio(inputs: ObjectiveInput) -> torch.Tensor:
-    """π_cur / π_proximal of each token, fp32 [B, T-1]."""
+    """Return π_cur / π_proximal of each token, fp32 [B, T-1]."""
     return (inputs.current - inputs.proximal).exp()
 
 
 def sequence_ratio(inputs: ObjectiveInput) -> torch.Tensor:
-    """exp(mean_t(log π_cur - log π_proximal)), fp32 [B, 1] (GSPO, arXiv 2507.18071, eq. 7)."""
+    """Return exp(mean_t(log π_cur - log π_proximal)), fp32 [B, 1] (GSPO, arXiv 2507.18071, eq.
+    7).
+    """
     return sequence_log_ratio(inputs.current, inputs.proximal, inputs.response_mask)[:, None].exp()
 
 
 def sequence_advantages(inputs: ObjectiveInput) -> torch.Tensor:
-    """The advantage that a response's tokens share, fp32 [B, 1], to the bit; 0 for a row without a
+    """Return the advantage that a response's tokens share, fp32 [B, 1]; 0 for a row without a
     response.
 
-    Raises `ConfigError` where they do not share one: an objective with one ratio a sequence cannot
-    weigh its tokens.
+    Raises `ConfigError` if they do not share one, to the last bit: an objective with one ratio a
+    sequence cannot weigh its tokens.
     """
-    mask, advantages = inputs.response_mask, inputs.advantages
-    shared = advantages.gather(-1, mask.int().argmax(-1, keepdim=True)).where(
-        mask.any(-1, keepdim=True), 0.0
-    )
+    mask = inputs.response_mask
+    advantages = inputs.advantages
+    first = mask.int().argmax(-1, keepdim=True)
+    shared = advantages.gather(-1, first).where(mask.any(-1, keepdim=True), 0.0)
     wrong = (mask & (advantages != shared)).any(-1)
     if wrong.any():
         row = int(wrong.int().argmax())
@@ -82,17 +90,22 @@ def clipped(
     config: Any,
     dual: float | None = None,
 ) -> ObjectiveResult:
-    """-w · min(r A, clip(r, 1 - ε_l, 1 + ε_h) A), and where the clip decided.
+    """Return -w · min(r A, clip(r, 1 - ε_l, 1 + ε_h) A), and where the clip decided.
 
-    ratio and advantages: fp32 [B, T-1], or [B, 1] of whole sequences. config: a section with
-    `clip_low` and `clip_high`. dual: c, below whose c A the minimum does not fall for negative
-    advantages; PPO's leaves a negative sample's ratio unbounded above.
+    Args:
+        ratio: fp32 [B, T-1], or [B, 1] of whole sequences.
+        advantages: fp32, same shape.
+        config: a section with `clip_low` and `clip_high`.
+        dual: c of the dual clip. The minimum does not fall below c A if A < 0. None: PPO's clip,
+            which leaves a negative sample's ratio unbounded above.
     """
     plain = ratio * advantages
     bounded = ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high) * advantages
-    surrogate, cut = torch.minimum(plain, bounded), bounded < plain
+    surrogate = torch.minimum(plain, bounded)
+    is_clipped = bounded < plain
     if dual is not None:
         floor = dual * advantages
         below = (advantages < 0) & (surrogate < floor)
-        surrogate, cut = torch.where(below, floor, surrogate), cut | below
-    return ObjectiveResult(-(inputs.weight * surrogate), cut)
+        surrogate = torch.where(below, floor, surrogate)
+        is_clipped = is_clipped | below
+    return ObjectiveResult(-(inputs.weight * surrogate), is_clipped)

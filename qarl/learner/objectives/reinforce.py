@@ -1,5 +1,6 @@
-"""REINFORCE under a weight that has no gradient: J = Σ weight · A · log π_cur. Values are reported
-as -w · weight · A; only their gradients are that line's.
+"""REINFORCE with a weight that has no gradient: J = Σ weight · A · log π_cur.
+
+The value of the loss is -w · weight · A; only its gradient is that of J.
 """
 
 import torch
@@ -9,23 +10,24 @@ from qarl.learner.objectives.base import ObjectiveInput, ObjectiveResult
 from qarl.learner.objectives.ratios import score, token_ratio
 
 _LOG_BOUND = 20.0
+"""Bound on |log W| of `pg_seq_is`, nats, so that W stays finite in float32."""
 
 
 def on_policy(inputs: ObjectiveInput, config: OnPolicyConfig) -> ObjectiveResult:
-    """-w · A · score of each token: one update a batch, so the ratio is 1 and there is nothing to
-    clip.
+    """Return -w · A · score of each token.
 
-    Source: REINFORCE (Williams, 1992) with a group baseline.
+    There is one update a batch, so the ratio is 1 and there is nothing to clip. Source: REINFORCE
+    (Williams, 1992) with a group baseline.
     """
     reinforce = inputs.advantages * score(inputs.current)
     return ObjectiveResult(-(inputs.weight * reinforce), torch.zeros_like(inputs.response_mask))
 
 
 def cispo(inputs: ObjectiveInput, config: CispoConfig) -> ObjectiveResult:
-    """-w · min(r_t, c) · A · score of each token, so that none loses its gradient; `clipped` marks
-    capped ratios.
+    """Return -w · min(r_t, c) · A · score of each token, so that no token loses its gradient.
 
-    Source: MiniMax-M1 (arXiv 2506.13585, eq. 4 and 5; without a lower bound, as used there).
+    `clipped` marks capped ratios. Source: MiniMax-M1 (arXiv 2506.13585, eq. 4 and 5; without a
+    lower bound, as used there).
     """
     ratio = token_ratio(inputs).detach()
     reinforce = ratio.clamp_max(config.ratio_cap) * inputs.advantages * score(inputs.current)
@@ -33,18 +35,19 @@ def cispo(inputs: ObjectiveInput, config: CispoConfig) -> ObjectiveResult:
 
 
 def pg_seq_is(inputs: ObjectiveInput, config: PgSeqIsConfig) -> ObjectiveResult:
-    """-w · W · A · score of each token, W = Π_t π_cur / π_proximal of the whole sequence: the
-    unbiased off-policy gradient; `clipped` marks sequences whose log W was held within ±20, so that
-    float32 stays finite.
+    """Return -w · W · A · score of each token, with W = Π_t π_cur / π_proximal of the whole
+    sequence.
+
+    This is the unbiased off-policy gradient. `clipped` marks sequences whose log W was clamped to
+    ±20, so that float32 stays finite.
 
     Source: "Defeating the training-inference mismatch via FP16" (arXiv 2510.26788, section 4). By
-    default π_proximal is the sampler (`ratio_from: sampler`), as there; against the learner,
-    `sequence_tis` and `sequence_mis` give its truncated and masked variants up to the drift within
-    a batch.
+    default π_proximal is the sampler (`ratio_from: sampler`), as there. Against the learner, the
+    corrections `sequence_tis` and `sequence_mis` give its truncated and masked variants, except for
+    the drift within a batch.
     """
-    log_weight = ((inputs.current.detach() - inputs.proximal) * inputs.response_mask).sum(
-        -1, keepdim=True
-    )
+    log_ratio = inputs.current.detach() - inputs.proximal
+    log_weight = (log_ratio * inputs.response_mask).sum(-1, keepdim=True)
     weight = log_weight.clamp(-_LOG_BOUND, _LOG_BOUND).exp()
     reinforce = weight * inputs.advantages * score(inputs.current)
     return ObjectiveResult(-(inputs.weight * reinforce), log_weight.abs() > _LOG_BOUND)
