@@ -1,1 +1,1 @@
-"""What watches a batch being learned, a file each; `observers` has the list."""
+"""Diagnostics that watch a batch being learned, a file for each; `observers` lists them."""

@@ -1,10 +1,10 @@
-"""The mismatch of learner and sampler by age: how many updates a token's sampler is behind the
-weights that learn it.
+"""The mismatch of learner and sampler by age: the number of updates by which the weights that
+sampled a token are behind the weights that learn it.
 
-An update of a batch finds its tokens as many updates old as the batch had before it, and each
-weight version published since they were sampled (`rollout.max_staleness`) counts
-`learner.mini_batches` of them. At age 0 sampler and learner have the same weights, and what parts
-them is precision and kernels; what they are further apart later is staleness.
+The k-th update of a batch, counted from 0, learns tokens of age k. Each weight version published
+since they were sampled (`rollout.max_staleness`) adds `learner.mini_batches` to that. At age 0
+sampler and learner have the same weights, so the difference is due to precision and kernels; any
+increase with age is staleness.
 
 Axes: B sequences, T tokens, of which T-1 are predicted; n of B, t of T-1; k numbers of versions.
 """
@@ -20,18 +20,20 @@ from qarl.learner.diagnostics.figure import Figure
 
 @dataclass(frozen=True)
 class MismatchByAge:
-    """Lists of one length, by rising age. age: in updates. mean_abs: |log π_learner - log
-    π_sampler| over the response tokens of that age, at the weights that their update moves, nats.
-    tokens: how many there are.
-    """
+    """Mean mismatch for each age: lists of equal length, in order of age."""
 
     age: tuple[int, ...] = ()
+    """Age of the tokens, in updates."""
     mean_abs: tuple[float, ...] = ()
+    """Mean |log π_learner - log π_sampler| over the response tokens of that age, at the weights
+    that their update moves, nats.
+    """
     tokens: tuple[int, ...] = ()
+    """Number of response tokens of that age."""
 
 
 class MismatchByAgeMeter(Observer):
-    """Filled in update by update: sums of tokens so many versions behind, [B, k]."""
+    """Observer that sums |log π_learner - log π_sampler| by age, one update after another."""
 
     figures = (
         Figure(
@@ -52,63 +54,65 @@ class MismatchByAgeMeter(Observer):
     def __init__(self, learning: Learning):
         super().__init__(learning)
         batch = learning.batch
-        mask, behind = batch.response_mask, batch.versions_behind
+        mask = batch.response_mask
+        behind = batch.versions_behind
         if behind is None:
-            self._behind, self._tokens = (
-                torch.zeros(1, dtype=torch.int64),
-                mask.sum(-1, keepdim=True),
-            )
+            versions = torch.zeros(1, dtype=torch.int64)
+            tokens = mask.sum(-1, keepdim=True)
         else:
-            self._behind = behind[mask].unique()
-            self._tokens = torch.stack(
-                [((behind == k) & mask).sum(-1) for k in self._behind], dim=-1
-            )
+            versions = behind[mask].unique()
+            tokens = torch.stack([((behind == k) & mask).sum(-1) for k in versions], dim=-1)
+        self._behind = versions
+        """Distinct numbers of versions behind, int64 [k]."""
+        self._tokens = tokens
+        """Number of each sequence's response tokens that are that many versions behind, int64
+        [B, k].
+        """
         self._update = torch.full_like(batch.length, -1)
+        """Update that learns each sequence, int64 [B]; -1: none so far."""
         self._sums: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Rows [n] of each micro-batch, and their sums [n, k] on the model's device."""
 
     def before_update(self, update: int, index: torch.Tensor) -> None:
-        """Note the rows' update."""
+        """Record the update of the rows."""
         self._update[index] = update
 
     def micro_batch(self, micro: MicroBatch) -> None:
-        """Add up this process's part, without waiting for the device."""
+        """Compute this process's sums, without waiting for the device."""
         rows = micro.rows
-        apart = (micro.current.detach() - rows.sampler_logprobs).abs() * rows.response_mask
+        distance = (micro.current.detach() - rows.sampler_logprobs).abs() * rows.response_mask
         behind = rows.versions_behind
-        of_each = [
-            apart if behind is None else apart * (behind == k) for k in self._behind.tolist()
+        sums = [
+            (distance if behind is None else distance * (behind == k)).sum(-1)
+            for k in self._behind.tolist()
         ]
-        self._sums.append((micro.index, torch.stack([part.sum(-1) for part in of_each], dim=-1)))
+        self._sums.append((micro.index, torch.stack(sums, dim=-1)))
 
     def record(self) -> dict[str, Any]:
-        """`ages`; and into the log the age of each sequence's oldest token."""
+        """Return `ages`, and log the age of each sequence's oldest token."""
         if self.learning.log is not None:
             self.learning.log.age = self._ages().amax(-1)
         return {"ages": self._mismatch()}
 
     def _mismatch(self) -> MismatchByAge:
-        """Of what all processes added, each of which had a share of the rows."""
+        """Return the mismatch by age over the rows of all processes."""
         sums = torch.zeros(self._tokens.shape, dtype=torch.float64)
         if self._sums:
             index, added = (torch.cat(parts) for parts in zip(*self._sums, strict=True))
             sums[index] = added.double().cpu()
-        sums, ages = self.learning.processes.total(sums), self._ages()
-        by_age = [(age, ages == age) for age in ages.unique().tolist() if age >= 0]
-        return MismatchByAge(
-            age=tuple(age for age, _ in by_age),
-            mean_abs=tuple(
-                float(sums[some].sum()) / int(self._tokens[some].sum()) for _, some in by_age
-            ),
-            tokens=tuple(int(self._tokens[some].sum()) for _, some in by_age),
-        )
+        sums = self.learning.processes.total(sums)
+        ages = self._ages()
+        distinct = [age for age in ages.unique().tolist() if age >= 0]
+        tokens = [int(self._tokens[ages == age].sum()) for age in distinct]
+        totals = [float(sums[ages == age].sum()) for age in distinct]
+        means = [total / count for total, count in zip(totals, tokens, strict=True)]
+        return MismatchByAge(age=tuple(distinct), mean_abs=tuple(means), tokens=tuple(tokens))
 
     def _ages(self) -> torch.Tensor:
-        """Of a sequence's tokens so many versions behind, int64 [B, k]; -1 where it has none, or
-        was in no update.
+        """Return the age of a sequence's tokens that are so many versions behind, int64 [B, k].
+
+        It is -1 if the sequence has no such tokens, or was in no update.
         """
         update = self._update[:, None]
-        return torch.where(
-            (self._tokens > 0) & (update >= 0),
-            update + self._behind * self.learning.config.mini_batches,
-            -1,
-        )
+        ages = update + self._behind * self.learning.config.mini_batches
+        return torch.where((self._tokens > 0) & (update >= 0), ages, -1)

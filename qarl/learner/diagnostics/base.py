@@ -1,5 +1,6 @@
-"""What watches a batch being learned: a diagnostic is one file, and one line in
-`learner.diagnostics.observers`.
+"""The interface of a diagnostic, which watches a batch being learned.
+
+A diagnostic is one file, and one line in `learner.diagnostics.observers`.
 
 Axes: B sequences, T tokens, of which T-1 are predicted; n of B, t of T-1.
 """
@@ -23,67 +24,87 @@ from qarl.quant.layers.context import Forward
 from qarl.quant.materialize.code_changes import FlipCount
 from qarl.quant.model.low_bit_model import LowBitModel
 
-_KEPT = ("tokens", "length", "response_mask", "sampler_logprobs")
+_SAMPLE_FIELDS = ("tokens", "length", "response_mask", "sampler_logprobs")
+"""Fields of the sample that a checkpoint stores; the others follow from them, or are not used."""
 
 
 class StartingPolicy:
-    """Of one run. started: whether there was an update, or one begins. sample: rows of the first
-    batch whose sampler is the policy itself, its published codes before any update; None without
-    measurements.
-    """
+    """The policy with which a run started, represented by a sample of its completions."""
 
     def __init__(self) -> None:
         self.started = False
+        """Whether the run's first update was taken, or is about to be."""
         self.sample: Batch | None = None
+        """Rows of the first batch whose sampler log-probs are those of the starting policy, by its
+        published codes. None if nothing is measured.
+        """
 
     def begin(self, sample: Batch | None) -> None:
-        """Before the run's first update."""
-        self.started, self.sample = True, sample
+        """Store the sample, before the run's first update."""
+        self.started = True
+        self.sample = sample
 
     def state_dict(self) -> dict[str, torch.Tensor] | None:
-        """The sample, for a checkpoint; empty without one, None before the first update."""
+        """Return the sample, for a checkpoint.
+
+        It is empty if the run has started without a sample, and None before the first update.
+        """
         if not self.started:
             return None
-        return {} if self.sample is None else {name: getattr(self.sample, name) for name in _KEPT}
+        if self.sample is None:
+            return {}
+        return {name: getattr(self.sample, name) for name in _SAMPLE_FIELDS}
 
     def load_state_dict(self, state: dict[str, torch.Tensor] | None) -> None:
-        """Take over a `state_dict`: a run that has begun without a sample stays without one."""
+        """Restore a `state_dict`. A run that has started without a sample stays without one."""
         self.started = state is not None
         self.sample = None
         if state:
-            kept = {name: tensor.clone() for name, tensor in state.items()}
-            group, advantages = (
-                torch.zeros_like(kept["length"]),
-                torch.zeros_like(kept["sampler_logprobs"]),
-            )
-            self.sample = Batch(**kept, group=group, advantages=advantages)
+            fields = {name: tensor.clone() for name, tensor in state.items()}
+            group = torch.zeros_like(fields["length"])
+            advantages = torch.zeros_like(fields["sampler_logprobs"])
+            self.sample = Batch(**fields, group=group, advantages=advantages)
 
 
 @dataclass(frozen=True)
 class Learning:
-    """One batch being learned, as observers see it. step: of the training, from 0. trained: rows of
-    each of its mini-batches that have an advantage, int64 [n]. old, reference: the learner's
-    log-probs before the updates, and those of a KL penalty's reference, as they come to be known.
-    start: of the run. add_logprobs: computes a model's log-probs of the rows at an index, by all
-    processes together.
-    """
+    """One batch being learned, as observers see it."""
 
     batch: Batch
+    """The batch."""
     step: int
+    """Training step, from 0."""
     trained: list[torch.Tensor]
+    """Rows of each mini-batch that is trained, int64 [n]. Mini-batches without any advantage are
+    left out.
+    """
     config: LearnerConfig
+    """The `learner` section of the configuration."""
     model: LowBitModel
+    """The policy."""
     processes: Processes
+    """The processes that learn together."""
     stopwatch: Stopwatch
+    """Stopwatch of the learner's phases."""
     old: RowLogprobs
+    """Log-probs by the learner before the updates, filled in as they are computed."""
     reference: RowLogprobs | None
+    """Log-probs by the KL penalty's reference, filled in as they are computed; None without a
+    penalty.
+    """
     log: TokenLog | None
+    """The caller's log of tokens, or None."""
     start: StartingPolicy
+    """The policy with which the run started."""
     add_logprobs: Callable[[RowLogprobs, LowBitModel, torch.Tensor], None]
+    """Computes a model's log-probs of the rows at an index and adds them. Collective: all processes
+    call it.
+    """
 
     def logprobs(self, batch: Batch, rows: torch.Tensor, forward: Forward) -> torch.Tensor:
-        """Of rows of that batch, int64 [n], by the present model's forward of that kind: fp32 [n,
-        T-1].
+        """Return log-probs of some rows of a batch by the present model, fp32 [n, T-1].
+
+        rows: int64 [n]. forward: kind of forward.
         """
         computed = RowLogprobs(batch)
         with self.model.forward_as(forward):
@@ -91,66 +112,75 @@ class Learning:
         return computed.values[rows]
 
     def is_last(self, update: int) -> bool:
-        """Whether the update of that number, from 0, is the batch's last one."""
+        """Return whether the update of that number, from 0, is the batch's last one."""
         return update == len(self.trained) - 1
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One micro-batch of this process after its backward. update: its update's number, from 0.
-    index: its rows, int64 [n]. rows: those. current, entropies: of the learner's own forward, [n,
-    t] on the model's device, entropies 0 where none were computed. tokens: what the loss made of
-    each.
-    """
+    """One micro-batch of this process, after its backward."""
 
     update: int
+    """Number of its update, from 0."""
     index: torch.Tensor
+    """Its rows' indices in the batch, int64 [n]."""
     rows: Batch
+    """Its rows."""
     current: torch.Tensor
+    """Log-probs by the learner's own forward, fp32 [n, t] on the model's device, with gradient."""
     entropies: torch.Tensor
+    """Entropies of the learner's own forward, same shape; 0 if they were not computed."""
     tokens: LossTokens
+    """Values that the loss computed for each token."""
 
 
 class Observer:
-    """Watches one batch. Every process calls every method, in the same order: what they compute
-    together they may compute here. Nothing here changes what is learned.
+    """Base class of a diagnostic, which watches one batch.
 
-    figures: what `qarl report` draws of its metrics, written into a run's start.json.
-    counts_arrivals: whether optimizer steps have to count what arrives of them. flips: counts the
-    codes that materializations change, None where nobody asks.
+    Every process calls every method, in the same order, so methods may use collectives. An observer
+    never changes what is learned.
     """
 
     figures: ClassVar[tuple[Figure, ...]] = ()
+    """Charts of its metrics in `qarl report`, written into a run's start.json."""
     counts_arrivals = False
+    """Whether optimizer steps have to count which weights an update changed."""
     flips: FlipCount | None = None
+    """Counter of the codes that materializations change; None if they are not counted."""
 
     def __init__(self, learning: Learning):
         self.learning = learning
 
     def before_batch(self) -> None:
-        """Before anything else is computed of the batch."""
+        """Observe the batch before anything else is computed of it."""
 
     def before_update(self, update: int, index: torch.Tensor) -> None:
-        """Before the update of that number, from 0, of the rows at `index`, int64 [n]."""
+        """Observe the policy before an update.
+
+        update: number of the update, from 0. index: its rows, int64 [n].
+        """
 
     def micro_batch(self, micro: MicroBatch) -> None:
-        """After the backward of a micro-batch. Should wait for no device."""
+        """Observe a micro-batch after its backward. Should not wait for a device."""
 
     def after_update(self, update: int, arrived: UpdateDiagnostics | None) -> None:
-        """After an update, whose weight version is materialized. arrived: with
-        `counts_arrivals`.
+        """Observe the policy after an update, when its weight version is materialized.
+
+        arrived: what the update changed; None unless `counts_arrivals`.
         """
 
     def record(self) -> dict[str, Any]:
-        """The diagnostic's metrics by name (`LearnStats.records`), once the batch is learned:
-        numbers, None where nothing was measured, or dataclasses of these, whose fields are metrics
-        of their own.
+        """Return the diagnostic's metrics by name (`LearnStats.records`), once the batch is
+        learned.
+
+        A metric is a number, None if it was not measured, or a dataclass whose fields are metrics.
         """
         return {}
 
 
 def is_due(every: int, step: int) -> bool:
-    """Whether training step `step` (from 0) is measured: the first one, and each `every`-th from
-    there; 0: none.
+    """Return whether training step `step` (from 0) is measured.
+
+    Step 0 is, and every `every`-th step after it. With `every` 0 no step is.
     """
     return every > 0 and step % every == 0

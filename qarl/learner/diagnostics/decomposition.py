@@ -1,22 +1,26 @@
-"""Why learner and sampler give one token different log-probs: the log-ratio at the weights being
-stepped, in parts.
+"""Decomposition of a token's log-ratio: why learner and sampler give it different log-probs.
+
+At the weights that are being stepped,
 
     log π_learner(W_k) - log π_sampler(W_j) =
         dtype      the learner's own forward      - the same in the engine's compute dtype
-      + scheme     masters in the engine's dtype  - the codes made of them, multiplied by the
-      learner + staleness  the codes of W_k               - the codes of W_j, which sampled + kernel
-      the codes of W_j, multiplied by the learner - by the engine
+      + scheme     masters in the engine's dtype  - their codes, multiplied by the learner
+      + staleness  the codes of W_k               - the codes of W_j, which sampled
+      + kernel     the codes of W_j, multiplied by the learner - multiplied by the engine
 
-W_j are the weights before the batch's updates, W_k those before its last one. The forwards that a
-step does without (shadow forwards) are done for a sample of the last mini-batch, and every so many
-steps (`learner.diagnostics_every`). An aligned learner multiplies the codes itself: dtype and
-scheme are 0, and it needs one shadow forward, after the step. Where a version was published since
-the sample was drawn (`rollout.max_staleness`), the weights that drew it are gone: staleness is then
-the codes of W_k against the engine, and kernel, which is a part of that, not known.
+W_j are the weights before the batch's updates, W_k those before its last one. Some of these
+forwards are not part of a step. Such shadow forwards are computed for a sample of the last
+mini-batch, every `learner.diagnostics_every` steps. An aligned learner multiplies the codes itself:
+dtype and scheme are 0, and it needs a single shadow forward, after the step.
+
+If a version was published since the sample was drawn (`rollout.max_staleness`), the weights that
+drew it are gone. Staleness is then the codes of W_k against the engine. This includes the kernel
+part, which is unknown.
 
 Source: "Defeating the trainer-generator precision mismatch in TRL" (Hugging Face, 2026; sections 5,
-6 and 10.3), whose α is staleness + kernel and whose β is scheme + dtype. Axes: B sequences, T
-tokens, of which T-1 are predicted; n response tokens of the sample.
+6 and 10.3), whose α is staleness + kernel and whose β is scheme + dtype.
+
+Axes: B sequences, T tokens, of which T-1 are predicted; n response tokens of the sample.
 """
 
 from dataclasses import dataclass, replace
@@ -35,52 +39,60 @@ from qarl.learner.row_logprobs import RowLogprobs
 from qarl.quant.layers.context import Forward
 
 SAMPLE_TOKENS = 2048
-"""Prompts and responses of the sample, at most; one sequence at least."""
+"""Upper limit of the sample's prompt and response tokens; it has one sequence at least."""
 
 
 @dataclass(frozen=True)
 class Decomposition:
-    """Of the sample's response tokens; None where nothing was measured.
-
-    dtype, scheme, staleness, kernel: mean |part|, nats; kernel None where the weights that sampled
-    are gone. alpha: mean |staleness + kernel|, what a ratio of two low-bit policies would be; beta:
-    mean |dtype + scheme|, the gap in precision at W_k. signal_to_noise: alpha over beta, None where
-    that is 0. phantom_clipped: share of tokens that the objective clips and would not clip if the
-    ratio were exp(α): the study's definition, at W_k, for any denominator. deployed_improvement:
-    mean of Δ · sign(A), nats, over tokens with an advantage A; Δ is what the last update changed of
-    log π of the published codes. deployed_efficiency: that over mean |Δ|: 1 where every token of
-    the low-bit policy moves as its advantage asks, near 0 where they move at random.
-    """
+    """Parts of the log-ratio over the sample's response tokens; None if they were not measured."""
 
     dtype: float | None = None
+    """Mean |dtype part|, nats."""
     scheme: float | None = None
+    """Mean |scheme part|, nats."""
     staleness: float | None = None
+    """Mean |staleness part|, nats."""
     kernel: float | None = None
+    """Mean |kernel part|, nats; None if the weights that sampled are gone."""
     alpha: float | None = None
+    """Mean |staleness + kernel|, nats: the log-ratio of two low-bit policies."""
     beta: float | None = None
+    """Mean |dtype + scheme|, nats: the precision gap at W_k."""
     signal_to_noise: float | None = None
+    """alpha / beta; None if beta is 0."""
     phantom_clipped: float | None = None
+    """Fraction of the tokens that the objective clips, but would not clip if the ratio were exp(α).
+    This is the study's definition, at W_k, for any denominator.
+    """
     deployed_improvement: float | None = None
+    """Mean of Δ · sign(A) over the tokens with an advantage A, nats. Δ is the last update's
+    change of log π of the published codes.
+    """
     deployed_efficiency: float | None = None
+    """`deployed_improvement` over mean |Δ|: 1 if every token of the low-bit policy moves as its
+    advantage asks, near 0 if they move at random.
+    """
 
 
 @dataclass(frozen=True)
 class Forwards:
-    """Log-probs of the same tokens, fp32 [B, T-1]. own: the learner's forward, by W_k; cast:
-    unquantized, in the engine's dtype, by W_k; published: the codes of W_k; before: those of the
-    weights that sampled, None where they are gone; after: those the update made; sampler: the
-    engine's.
-    """
+    """Log-probs of the same tokens by several forwards, fp32 [B, T-1]."""
 
     own: torch.Tensor
+    """The learner's forward, with W_k."""
     cast: torch.Tensor
+    """Unquantized, in the engine's dtype, with W_k."""
     published: torch.Tensor
+    """The codes of W_k."""
     before: torch.Tensor | None
+    """The codes of the weights that sampled; None if they are gone."""
     after: torch.Tensor
+    """The codes that the last update made."""
     sampler: torch.Tensor
+    """The engine's log-probs."""
 
     def parts(self) -> dict[str, torch.Tensor]:
-        """The log-ratio's parts, fp32 [B, T-1] each; they add up to own - sampler."""
+        """Return the parts of the log-ratio, fp32 [B, T-1] each; they add up to own - sampler."""
         precision = {
             "dtype": self.own - self.cast,
             "scheme": self.cast - self.published,
@@ -96,8 +108,9 @@ class Forwards:
 def decompose(
     forwards: Forwards, old: torch.Tensor, batch: Batch, config: LearnerConfig
 ) -> Decomposition:
-    """old: the ratio's denominator where that is the learner's, fp32 [B, T-1]. batch: the same
-    sequences.
+    """Return the decomposition of a sample.
+
+    old: the ratio's denominator if that is the learner's, fp32 [B, T-1]. batch: the same sequences.
     """
     mask = batch.response_mask
     used = forwards.published if config.ratio_fix == "shadow_forward" else forwards.own
@@ -107,28 +120,31 @@ def decompose(
     parts = forwards.parts()
     alpha = parts["staleness"] + parts["kernel"] if "kernel" in parts else parts["staleness"]
     beta = parts["dtype"] + parts["scheme"]
-    means = {
-        name: float(part[mask].abs().mean())
-        for name, part in (parts | {"alpha": alpha, "beta": beta}).items()
-    }
-    taught = mask & (batch.advantages != 0)
-    moved = (forwards.after - forwards.published)[taught]
-    size = float(moved.abs().mean()) if len(moved) else 0.0
-    improvement = float((moved * batch.advantages[taught].sign()).mean()) if len(moved) else None
+    sizes = parts | {"alpha": alpha, "beta": beta}
+    means = {name: float(part[mask].abs().mean()) for name, part in sizes.items()}
+    with_advantage = mask & (batch.advantages != 0)
+    change = (forwards.after - forwards.published)[with_advantage]
+    improvement = efficiency = None
+    if len(change):
+        signs = batch.advantages[with_advantage].sign()
+        improvement = float((change * signs).mean())
+        size = float(change.abs().mean())
+        efficiency = improvement / size if size else None
     return Decomposition(
         **means,
         signal_to_noise=means["alpha"] / means["beta"] if means["beta"] else None,
         phantom_clipped=float(phantom.expand(mask.shape)[mask].float().mean()),
         deployed_improvement=improvement,
-        deployed_efficiency=improvement / size if improvement is not None and size else None,
+        deployed_efficiency=efficiency,
     )
 
 
 def clipped_tokens(
     current: torch.Tensor, proximal: torch.Tensor, batch: Batch, config: LearnerConfig
 ) -> torch.Tensor:
-    """What the configured objective clips, bool [B, T-1] or [B, 1]. current, proximal: log-probs,
-    fp32 [B, T-1].
+    """Return what the configured objective clips, bool [B, T-1] or [B, 1].
+
+    current, proximal: log-probs, fp32 [B, T-1].
     """
     inputs = ObjectiveInput(
         current=current,
@@ -141,7 +157,9 @@ def clipped_tokens(
 
 
 class ShadowForwards(Observer):
-    """Of a sample of the last mini-batch, in the steps that diagnose."""
+    """Observer that decomposes the log-ratio of a sample of the last mini-batch, in the steps that
+    diagnose.
+    """
 
     figures = (
         Figure(
@@ -159,37 +177,42 @@ class ShadowForwards(Observer):
 
     def __init__(self, learning: Learning):
         super().__init__(learning)
-        self._due = bool(learning.trained) and is_due(
-            learning.config.diagnostics_every, learning.step
-        )
+        due = is_due(learning.config.diagnostics_every, learning.step)
+        self._due = due and bool(learning.trained)
         self._model = learning.model
         self._values: dict[str, torch.Tensor] = {}
         self._own = RowLogprobs(learning.batch)
+        """Log-probs by the learner's own forward of the last update."""
         self._behind = False
+        """Whether any token of the sample was sampled by an earlier weight version than the
+        batch's.
+        """
         if self._due:
             self.sample = sample_rows(learning.batch, learning.trained[-1])
             behind = learning.batch.versions_behind
             self._behind = behind is not None and bool(behind[self.sample].any())
 
     def before_batch(self) -> None:
-        """By the codes that sampled, where they are still there; an aligned learner's old log-probs
-        are these. The rows that the log wants so are scored by unquantized weights, which an
-        unaligned learner does anyway.
+        """Score the sample with the codes that sampled it, if they still exist.
+
+        An aligned learner already has these log-probs as old log-probs. It scores the rows that the
+        token log shows with unquantized weights instead, which an unaligned learner does in any
+        case.
         """
         if not self._due:
             return
         log = self.learning.log
         with self.learning.stopwatch("shadow"):
-            if not self._model.context.aligned:
-                if not self._behind:
-                    self._values["before"] = self._logprobs(Forward.PUBLISHED)
-            elif log is not None and len(log.shown):
-                with self._model.forward_as(Forward.UNQUANTIZED):
+            if self._model.context.aligned:
+                if log is not None and len(log.shown):
                     rows = sample_rows(self.learning.batch, log.shown)
-                    self.learning.add_logprobs(log.unquantized, self._model, rows)
+                    with self._model.forward_as(Forward.UNQUANTIZED):
+                        self.learning.add_logprobs(log.unquantized, self._model, rows)
+            elif not self._behind:
+                self._values["before"] = self._logprobs(Forward.PUBLISHED)
 
     def before_update(self, update: int, index: torch.Tensor) -> None:
-        """By the weights that are stepped last."""
+        """Score the sample with the weights before the last update."""
         context = self._model.context
         if not self._due or not self.learning.is_last(update) or context.aligned:
             return
@@ -199,48 +222,41 @@ class ShadowForwards(Observer):
                 self._values["cast"] = self._logprobs(Forward.UNQUANTIZED)
 
     def micro_batch(self, micro: MicroBatch) -> None:
-        """The learner's own forward of the last update."""
+        """Collect the log-probs of the learner's own forward of the last update."""
         if self._due and self.learning.is_last(micro.update):
             self._own.add(micro.index, micro.current.detach(), micro.entropies)
 
     def after_update(self, update: int, arrived: UpdateDiagnostics | None) -> None:
-        """By the codes that are published next."""
+        """Score the sample with the codes that are published next."""
         if self._due and self.learning.is_last(update):
             with self.learning.stopwatch("shadow"):
                 self._own.complete(self.sample, self.learning.processes)
                 self._values["after"] = self._logprobs(Forward.PUBLISHED)
 
     def record(self) -> dict[str, Any]:
-        """`log_ratio`."""
+        """Return `log_ratio`."""
         if not self._due:
             return {"log_ratio": Decomposition()}
-        batch, config = self.learning.batch, self.learning.config
-        rows, own, old = (
-            batch.rows(self.sample),
-            self._own.values[self.sample],
-            self.learning.old.values[self.sample],
-        )
-        values = {
-            "own": own,
-            "cast": own,
-            "published": own,
-            "before": old,
-            **self._values,
-        }
+        rows = self.learning.batch.rows(self.sample)
+        own = self._own.values[self.sample]
+        old = self.learning.old.values[self.sample]
+        # A forward that had no shadow is the learner's own: an aligned learner multiplies codes.
+        values = {"own": own, "cast": own, "published": own, "before": old}
+        values |= self._values
         length = rows.response_mask.shape[1]
-        forwards = Forwards(
-            **{name: v[:, :length] for name, v in values.items()},
-            sampler=rows.sampler_logprobs,
-        )
+        cut = {name: logprobs[:, :length] for name, logprobs in values.items()}
+        forwards = Forwards(**cut, sampler=rows.sampler_logprobs)
         forwards = replace(forwards, before=None) if self._behind else forwards
-        return {"log_ratio": decompose(forwards, old[:, :length], rows, config)}
+        return {"log_ratio": decompose(forwards, old[:, :length], rows, self.learning.config)}
 
     def _logprobs(self, forward: Forward) -> torch.Tensor:
         return self.learning.logprobs(self.learning.batch, self.sample, forward)
 
 
 def sample_rows(batch: Batch, rows: torch.Tensor, tokens: int = SAMPLE_TOKENS) -> torch.Tensor:
-    """As many of the rows, int64 [n], from the first on, as have that many tokens together; one at
-    least.
+    """Return the leading rows whose lengths add up to at most `tokens`, but at least one row, int64
+    [m].
+
+    rows: int64 [n].
     """
     return rows[: max(1, int((batch.length[rows].cumsum(0) <= tokens).sum()))]

@@ -1,16 +1,16 @@
-"""What becomes of updates on their way to the sampler, measured every so many steps
-(`learner.diagnostics_every`).
+"""How much of an update reaches the sampler, measured every `learner.diagnostics_every` steps.
 
-An update of 1e-6 can be lost twice: where a 16-bit master is rounded back to what it was, and where
-a master moved and neither its low-bit code nor its bfloat16 rounding did.
+An update of 1e-6 can be lost twice: a 16-bit master may be rounded back to its old value, and a
+master that moved may have the same low-bit code and bfloat16 rounding as before.
 
-    lost_updates      of the weights the optimizer meant to move, the share whose stored master did
-    not change crossed_bfloat16  of all masters, the share that an update took to another bfloat16
-    flipped_codes     of all low-bit codes, the share that a materialization changed
+    lost_updates      fraction of the weights the optimizer meant to move whose stored master did
+                      not change
+    crossed_bfloat16  fraction of all masters that an update moved to another bfloat16
+    flipped_codes     fraction of all low-bit codes that a materialization changed
 
-`diagnostics.decomposition` measures in the same steps what of it the sampler's policy does. Source
-of the second: "Defeating the trainer-generator precision mismatch in TRL" (Hugging Face, 2026;
-section 6.6).
+`diagnostics.decomposition` measures, in the same steps, what the sampler's policy makes of it.
+Source of the second metric: "Defeating the trainer-generator precision mismatch in TRL" (Hugging
+Face, 2026; section 6.6).
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ from qarl.quant.materialize.code_changes import Changed, FlipCount
 
 
 class LostUpdates(Observer):
-    """Counts over a batch's updates and their materializations."""
+    """Observer that counts over a batch's updates and their materializations."""
 
     figures = (
         Figure(
@@ -49,15 +49,17 @@ class LostUpdates(Observer):
         self._crossed = Changed()
 
     def after_update(self, update: int, arrived: UpdateDiagnostics | None) -> None:
-        """Take in what an optimizer step returned (`MasterOptimizer.step` with `diagnose`)."""
+        """Add the counts of an optimizer step (`MasterOptimizer.step` with `diagnose`)."""
         if arrived is None:
             return
         self._lost.append(arrived.lost)
         self._crossed.add(arrived.crossed, arrived.weights)
 
     def record(self) -> dict[str, Any]:
-        """Means over the updates taken, None where there were none; flipped_codes also where no
-        layer has low-bit codes, crossed_bfloat16 where no weight of the model is trained (LoRA).
+        """Return means over the updates taken; None if there were none.
+
+        `flipped_codes` is also None if no layer has low-bit codes, and `crossed_bfloat16` if no
+        weight of the model is trained (LoRA).
         """
         if self.flips is None:
             return dict.fromkeys(("lost_updates", "crossed_bfloat16", "flipped_codes"))

@@ -1,4 +1,4 @@
-"""The list of what watches a batch: a diagnostic is one file, and one line here."""
+"""The list of diagnostics. To add one, write its file and add a line here."""
 
 from qarl.learner.diagnostics.ages import MismatchByAgeMeter
 from qarl.learner.diagnostics.base import Observer
@@ -14,4 +14,4 @@ OBSERVERS: tuple[type[Observer], ...] = (
     LostUpdates,
     TokenRecord,
 )
-"""In the order in which each is called."""
+"""All diagnostics, in the order in which they are called."""

@@ -1,9 +1,9 @@
-"""How far the policy has gone from the one the run started with, which is not kept.
+"""The distance of the policy from the one the run started with, without a copy of that.
 
-KL(π_start ‖ π) on completions that π_start sampled: some of the first batch's, whose log-probs are
-noted before anything is updated. So a run holds a few rows of numbers, where a penalty's reference
-is a second model, and a measurement is one forward of those rows. The other direction, on present
-completions, needs π_start itself: `learn/kl`, with a penalty.
+It is KL(π_start ‖ π) on completions that π_start sampled: some of the first batch's, whose
+log-probs are stored before anything is updated. So a run stores a few rows of numbers, while a
+penalty's reference is a second model, and a measurement is one forward of those rows. The other
+direction, on present completions, needs π_start itself: `learn/kl`, with a penalty.
 
 Axes: B sequences, T tokens, of which T-1 are predicted.
 """
@@ -21,11 +21,11 @@ from qarl.learner.mismatch import measure_mismatch
 from qarl.quant.layers.context import Forward
 
 SAMPLE_TOKENS = 1024
-"""Prompts and responses of the sample, at most; one sequence at least."""
+"""Upper limit of the sample's prompt and response tokens; it has one sequence at least."""
 
 
 class StartDistance(Observer):
-    """The run's `StartingPolicy`, measured in the steps that diagnose."""
+    """Observer of the distance from the run's `StartingPolicy`, in the steps that diagnose."""
 
     figures = (
         Figure(
@@ -45,15 +45,14 @@ class StartDistance(Observer):
         if not learning.config.diagnostics_every:
             learning.start.begin(None)
             return
-        sample = learning.batch.rows(
-            sample_rows(learning.batch, learning.trained[0], SAMPLE_TOKENS)
-        )
-        # Routed by the router, then and later.
+        rows = sample_rows(learning.batch, learning.trained[0], SAMPLE_TOKENS)
+        sample = learning.batch.rows(rows)
+        # Without the sampler's routing: the router routes the sample, now and at each measurement.
         sample = dataclasses.replace(sample, experts=None, ended=None, versions_behind=None)
         learning.start.begin(dataclasses.replace(sample, sampler_logprobs=self._logprobs(sample)))
 
     def record(self) -> dict[str, Any]:
-        """`kl_from_start`: KL(π_start ‖ π), nats a token, estimated by k3
+        """Return `kl_from_start`: KL(π_start ‖ π), nats a token, estimated by k3
         (`learner.mismatch.Mismatch`).
         """
         sample = self.learning.start.sample
@@ -61,12 +60,9 @@ class StartDistance(Observer):
             return {"kl_from_start": None}
         with self.learning.stopwatch("shadow"):
             now = self._logprobs(sample)
-            return {
-                "kl_from_start": (
-                    measure_mismatch(now, sample.sampler_logprobs, sample.response_mask).k3
-                )
-            }
+            mismatch = measure_mismatch(now, sample.sampler_logprobs, sample.response_mask)
+            return {"kl_from_start": mismatch.k3}
 
     def _logprobs(self, sample: Batch) -> torch.Tensor:
-        """By the published codes."""
+        """Return log-probs of the sample by the published codes."""
         return self.learning.logprobs(sample, torch.arange(len(sample.tokens)), Forward.PUBLISHED)

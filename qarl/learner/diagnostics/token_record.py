@@ -1,4 +1,4 @@
-"""Fills the caller's `TokenLog`, where `Learner.learn` was given one."""
+"""Observer that fills in the caller's `TokenLog`, if `Learner.learn` was given one."""
 
 from typing import Any
 
@@ -6,15 +6,15 @@ from qarl.learner.diagnostics.base import MicroBatch, Observer
 
 
 class TokenRecord(Observer):
-    """What a batch's updates make of every token."""
+    """Observer that logs what a batch's updates do to every token."""
 
     def micro_batch(self, micro: MicroBatch) -> None:
-        """Add its tokens."""
+        """Add the micro-batch's tokens to the log."""
         if self.learning.log is not None:
             self.learning.log.add(micro.index, micro.tokens)
 
     def record(self) -> dict[str, Any]:
-        """No metric; the log is complete."""
+        """Complete the log. Returns no metrics."""
         if self.learning.log is not None:
             self.learning.log.complete(self.learning.old, self.learning.processes)
         return {}
