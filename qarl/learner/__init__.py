@@ -1,1 +1,1 @@
-"""Learning: groups of completions in, stepped master weights out."""
+"""The learner: it takes groups of completions and steps the master weights."""

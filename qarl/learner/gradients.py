@@ -1,6 +1,4 @@
-"""How gradients go back through the model: `learner.gradient_checkpointing`, `input_gradients` and
-`compile`.
-"""
+"""Options of the backward: `learner.gradient_checkpointing`, `input_gradients` and `compile`."""
 
 from typing import Literal
 
@@ -12,8 +10,9 @@ from qarl.quant.runtime.compile import compiler_missing
 
 
 def configure_backward(model: LowBitModel, config: LearnerConfig) -> None:
-    """Set the model's backward as a `learner` section says. Raises `ConfigError` for what cannot be
-    done here.
+    """Configure the model's backward as a `learner` section says.
+
+    Raises `ConfigError` for options that this model or machine does not support.
     """
     model.checkpoint_layers(config.gradient_checkpointing is True)
     exact = not rounds_weights(model, config.input_gradients)
@@ -21,10 +20,10 @@ def configure_backward(model: LowBitModel, config: LearnerConfig) -> None:
 
 
 def rounds_weights(model: LowBitModel, setting: Literal["auto", "exact", "compute"]) -> bool:
-    """Whether weights are rounded to the compute dtype for dx; auto: where the device multiplies
-    that natively.
+    """Return whether weights are rounded to the compute dtype for dx.
 
-    Raises `ConfigError` for `compute` where the model has experts, whose backward is exact.
+    auto: if the device multiplies that dtype natively. Raises `ConfigError` for `compute` if the
+    model has experts, whose backward is exact.
     """
     if setting == "compute" and model.experts:
         raise ConfigError(
@@ -32,17 +31,16 @@ def rounds_weights(model: LowBitModel, setting: Literal["auto", "exact", "comput
             f" ({next(iter(model.experts))} and others) are computed exactly; set it to auto, which"
             " is about the linear layers, or to exact"
         )
-    return (
-        multiplies_natively(model.context.compute_dtype, model.device)
-        if setting == "auto"
-        else setting == "compute"
-    )
+    if setting == "auto":
+        return multiplies_natively(model.context.compute_dtype, model.device)
+    return setting == "compute"
 
 
 def compiles(model: LowBitModel, setting: bool | Literal["auto"]) -> bool:
-    """Whether backward passes are compiled; auto: with the engine's operators on GPUs, where Triton
-    and a compiler are needed for a run anyway. Raises `ConfigError` where they cannot be and are
-    asked for.
+    """Return whether backward passes are compiled.
+
+    auto: with the engine's operators on GPUs, where a run needs Triton and a compiler anyway.
+    Raises `ConfigError` if compiling is asked for but impossible.
     """
     if setting == "auto":
         return (
@@ -63,7 +61,7 @@ def compiles(model: LowBitModel, setting: bool | Literal["auto"]) -> bool:
 
 
 def require_compiler(device: str) -> None:
-    """Raise `ConfigError` where `learner.compile` could not be honoured on a device type."""
+    """Raise `ConfigError` if `learner.compile` is impossible on a device type."""
     missing = compiler_missing(device)
     if missing:
         raise ConfigError(

@@ -1,6 +1,6 @@
 """The auxiliary loss that keeps a mixture's routers from sending every token to the same experts.
 
-Axes: B sequences, T tokens, L layers of experts, E experts.
+Axes: B sequences, T tokens, L layers of experts, E experts, K experts a token.
 """
 
 import sys
@@ -15,10 +15,10 @@ from qarl.quant.model.low_bit_model import LowBitModel
 
 
 def load_balance_coefficient(model: LowBitModel, setting: float | None) -> float:
-    """The factor of the loss: `setting`, or with None the model's own where its config switches the
-    loss on.
+    """Return the factor of the loss.
 
-    Raises `ConfigError` where one is asked of a model that has no such loss.
+    It is `setting`. None: the model's own factor if its config switches the loss on, else 0. Raises
+    `ConfigError` if a factor is set for a model that has no such loss.
     """
     own = getattr(model.config, "router_aux_loss_coef", None)
     if setting and (own is None or not model.experts):
@@ -26,29 +26,33 @@ def load_balance_coefficient(model: LowBitModel, setting: float | None) -> float
             f"learner.router_aux_loss is {setting}, but model type {model.config.model_type!r} has"
             " no load-balance loss; leave it out"
         )
-    if setting is None:
-        return (
-            float(own or 0.0)
-            if model.experts and getattr(model.config, "output_router_logits", False)
-            else 0.0
-        )
-    return setting
+    if setting is not None:
+        return setting
+    is_on = model.experts and getattr(model.config, "output_router_logits", False)
+    return float(own or 0.0) if is_on else 0.0
 
 
 def load_balance_loss(
     model: LowBitModel, real: torch.Tensor, packed: Packed | None
 ) -> torch.Tensor:
-    """E · Σ_e (share of assignments to e) · (mean router probability of e), over all layers; 0-d, K
-    if balanced.
+    """Return E · Σ_e (fraction of assignments to e) · (mean router probability of e) over all
+    layers, 0-d.
 
-    real: bool [B, T], which tokens are no padding. packed: how they were, in the last forward,
-    whose router logits are read; a token counts as often as there are sequences with it. It is the
-    function of the model's own transformers module (Switch Transformer, arXiv 2101.03961, eq. 4-6).
+    It is K if the load is balanced. The function is that of the model's own transformers module
+    (Switch Transformer, arXiv 2101.03961, eq. 4-6). It reads the router logits of the last forward.
+
+    Args:
+        real: which tokens are not padding, bool [B, T].
+        packed: how the tokens were packed in that forward. A token that several sequences share
+            counts once for each of them.
     """
     module: Any = sys.modules[type(model.module).__module__]
     experts = next(iter(model.experts.values())).shape.experts
-    logits, real = tuple(model.router_log.logits), real.flatten()
+    logits = tuple(model.router_log.logits)
+    real = real.flatten()
     if packed is not None:
-        places = packed.places.flatten()[real]
-        logits, real = tuple(layer[places] for layer in logits), real[real]
+        # Unpack the logits of real tokens, so that none of them is padding.
+        positions = packed.places.flatten()[real]
+        logits = tuple(layer[positions] for layer in logits)
+        real = real[real]
     return module.load_balancing_loss_func(logits, experts, experts_per_token(model.config), real)

@@ -1,7 +1,7 @@
 """Log-probs of given tokens under a causal LM, computed as the engine's sampler computes them.
 
-Logits are the largest tensor of a step, and no more than a chunk of positions has them at a time:
-the backward computes a chunk's logits again, so that between forward and backward none are kept.
+Logits are the largest tensor of a step, so they exist for one chunk of positions at a time. The
+backward computes a chunk's logits again, so that none are stored between forward and backward.
 
 Axes: B sequences, T tokens, n response tokens of all sequences, c of a chunk, V vocabulary, C
 hidden columns.
@@ -32,42 +32,51 @@ def token_logprobs(
     chunks: int | None = None,
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of tokens[:, 1:] and entropy of the distribution each was drawn from, in nats.
+    """Return the log-prob of tokens[:, 1:], and the entropy of the distribution each was drawn
+    from.
 
-    tokens: int64 [B, T], padded on the right (attention is causal, so padding needs no mask).
-    response_mask: bool [B, T-1], the positions wanted; logits are computed for these alone.
-    experts, packed: see `LowBitModel.hidden`. chunk_tokens: positions whose logits are held at
-    once. Returns fp32 [B, T-1] twice, zero elsewhere; the entropy has no gradient and is zero
-    throughout where it is not asked for. Logits are rounded to the compute dtype by the output head
-    and normalized in fp32, as in vLLM. chunks: call the output head on this many parts instead,
-    which processes that compute different rows have to agree on (where codes are not kept, all make
-    the head's together each time). temperature: of sampling; log-probs and entropy are of logits /
-    temperature, divided in fp32, as in vLLM.
+    Both are in nats, fp32 [B, T-1], and zero outside the response. The entropy has no gradient, and
+    is zero throughout unless `entropy`. Logits are rounded to the compute dtype by the output head
+    and normalized in fp32, as in vLLM.
+
+    Args:
+        tokens: int64 [B, T], padded on the right (attention is causal, so padding needs no mask).
+        response_mask: positions wanted, bool [B, T-1]. Logits are computed for these alone.
+        experts: see `LowBitModel.hidden`.
+        packed: see `LowBitModel.hidden`.
+        chunk_tokens: number of positions whose logits exist at a time.
+        entropy: whether to compute entropies.
+        chunks: number of chunks, instead of `chunk_tokens`. Processes that compute different rows
+            must agree on it: if codes are not kept, all processes gather the head's together in
+            each call.
+        temperature: sampling temperature. Log-probs and entropy are of logits / temperature,
+            divided in fp32, as in vLLM.
     """
     hidden = model.hidden(tokens, nn.functional.pad(response_mask, (0, 1)), experts, packed)
     targets = tokens[:, 1:][response_mask]
     parts = _in_chunks(hidden, targets, chunk_tokens, chunks)
-    # One chunk is held between forward and backward rather than computed twice.
-    again = torch.is_grad_enabled() and len(parts) > 1
-    if again and hidden.requires_grad:
+    # A single chunk is stored between forward and backward, rather than computed twice.
+    recomputed = torch.is_grad_enabled() and len(parts) > 1
+    if recomputed and hidden.requires_grad:
         model.gradients.add_up(until=hidden)
-    compute: Any = (
-        partial(checkpoint, _chunk, use_reentrant=False, preserve_rng_state=False)
-        if again
-        else _chunk
-    )
+    compute: Any = _chunk
+    if recomputed:
+        compute = partial(checkpoint, _chunk, use_reentrant=False, preserve_rng_state=False)
     computed = [compute(model.head, x, chosen, entropy, temperature) for x, chosen in parts]
     zeros = torch.zeros(response_mask.shape, dtype=torch.float32, device=tokens.device)
-    whole = (torch.cat(values)[: len(targets)] for values in zip(*computed, strict=True))
-    picked, entropies = (zeros.masked_scatter(response_mask, values) for values in whole)
+    # Without the positions that repeat the first one.
+    joined = (torch.cat(values)[: len(targets)] for values in zip(*computed, strict=True))
+    picked, entropies = (zeros.masked_scatter(response_mask, values) for values in joined)
     return picked, entropies
 
 
 def _in_chunks(
     hidden: Tensor, targets: Tensor, chunk_tokens: int, chunks: int | None
 ) -> list[tuple[Tensor, Tensor]]:
-    """hidden [n, C] and targets [n] in runs of `chunk_tokens`, or in exactly `chunks` runs; the
-    first position is then repeated at the end where there are fewer positions than runs.
+    """Return hidden [n, C] and targets [n] in chunks of `chunk_tokens`, or in exactly `chunks`
+    chunks.
+
+    If there are fewer positions than chunks, the first position is repeated at the end.
     """
     if chunks is None:
         return list(zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True))
@@ -79,8 +88,9 @@ def _in_chunks(
 
 
 def packs(model: LowBitModel, setting: bool | Literal["auto"]) -> bool:
-    """Whether sequences are packed (`learner.packing`). Raises `ConfigError` for true where the
-    model cannot.
+    """Return whether sequences are packed (`learner.packing`).
+
+    Raises `ConfigError` if the setting is true and the model cannot pack.
     """
     if setting is True and model.operators != "engine":
         raise ConfigError(
@@ -92,8 +102,9 @@ def packs(model: LowBitModel, setting: bool | Literal["auto"]) -> bool:
 
 
 def shares_prompts(packed: bool, setting: bool | Literal["auto"], device: torch.device) -> bool:
-    """Whether a prompt is computed once for all its completions (`learner.share_prompts`). Raises
-    `ConfigError` where that is asked for and sequences are not packed.
+    """Return whether a prompt is computed once for all its completions (`learner.share_prompts`).
+
+    Raises `ConfigError` if the setting is true and sequences are not packed.
     """
     if setting is True and not packed:
         raise ConfigError(
@@ -111,25 +122,28 @@ def _chunk(
     entropy: bool,
     temperature: float,
 ) -> tuple[Tensor, Tensor]:
-    """hidden: compute dtype [c, C]; targets: int64 [c] → log-probs and entropies, fp32 [c]."""
+    """Return log-probs and entropies of one chunk, fp32 [c].
+
+    hidden: compute dtype [c, C]. targets: int64 [c].
+    """
     return _Normalized.apply(head(hidden), targets, entropy, temperature)
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:
-    """logits / temperature in fp32, by a tensor: by a number CUDA multiplies with its inverse, and
-    vLLM divides.
+    """Return logits / temperature in fp32; unchanged logits if the temperature is 1.
+
+    The divisor is a tensor, because CUDA multiplies by the inverse of a number, and vLLM divides.
     """
-    return (
-        logits
-        if temperature == 1.0
-        else logits.float() / logits.new_tensor([temperature], dtype=torch.float32)
-    )
+    if temperature == 1.0:
+        return logits
+    return logits.float() / logits.new_tensor([temperature], dtype=torch.float32)
 
 
 class _Normalized(torch.autograd.Function):
-    """Log-probs and entropies out of logits. Kept for the backward: the logits in the compute
-    dtype, which autograd would keep in fp32; their gradient is rounded to that dtype, as autograd's
-    is.
+    """Log-probs and entropies of logits.
+
+    It saves the logits in the compute dtype for the backward, while autograd would save them in
+    fp32. Their gradient is rounded to that dtype, as autograd's is.
     """
 
     @staticmethod

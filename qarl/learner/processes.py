@@ -1,8 +1,9 @@
 """The learner's processes: one a device, each with its own engine, all with the same weight
 version.
 
-A launcher (`qarl train --processes N`, torchrun, deepspeed) tells each its place by RANK,
-LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. In one process everything here is the identity.
+A launcher (`qarl train --processes N`, torchrun, deepspeed) sets RANK, LOCAL_RANK, WORLD_SIZE,
+MASTER_ADDR and MASTER_PORT for each process. In a single process every collective here is the
+identity.
 """
 
 import os
@@ -20,17 +21,17 @@ from qarl.quant.runtime.parent import launched, rank, world_size
 
 T = TypeVar("T")
 _LONGEST_WAIT = timedelta(hours=12)
-"""For another process, whose rollout may take hours longer; torch's is half an hour. A launcher
-ends those that wait for one that died.
+"""Timeout of collectives, because another process's rollout may take hours longer. torch's
+default is half an hour. If a process dies, its launcher ends those that wait for it.
 """
 RENDEZVOUS = "QARL_RENDEZVOUS"
-"""Environment variable: the file by which processes of one machine find each other, instead of
-MASTER_PORT.
+"""Environment variable with the file through which the processes of one machine find each other,
+instead of MASTER_PORT.
 """
 
 
 class FailedElsewhereError(QarlError, heading=""):
-    """Another process failed in what was its to do; there is nothing to add here."""
+    """Raised in the other processes when one process failed; that process reports the cause."""
 
 
 class LostProcessError(QarlError, heading="another process of this run is gone, and says why"):
@@ -39,22 +40,23 @@ class LostProcessError(QarlError, heading="another process of this run is gone, 
 
 @dataclass(frozen=True)
 class Processes:
-    """rank: this one's, from 0; world: how many there are. local_rank: on this machine, which is
-    also its GPU.
-    """
+    """The processes that learn together, as seen by one of them."""
 
     rank: int = 0
+    """Rank of this process, from 0."""
     world: int = 1
+    """Number of processes."""
     local_rank: int = 0
+    """Rank of this process on its machine, which is also the number of its GPU."""
 
     @property
     def first(self) -> bool:
-        """Whether this process is the one that prints and writes what all have in common."""
+        """Whether this process prints and writes what all processes have in common."""
         return self.rank == 0
 
     @property
     def device(self) -> torch.device:
-        """Where this process computes."""
+        """Device on which this process computes."""
         return (
             torch.device("cuda", self.local_rank)
             if torch.cuda.is_available()
@@ -62,22 +64,24 @@ class Processes:
         )
 
     def span(self, count: int) -> range:
-        """Which of `count` things are this process's; shares differ by one at most."""
+        """Return which of `count` items belong to this process. Shares differ by one item at
+        most.
+        """
         return range(count * self.rank // self.world, count * (self.rank + 1) // self.world)
 
     def share(self, items: list[T]) -> list[T]:
-        """This process's part of a list all have, in order."""
+        """Return this process's part of a list that all processes have, in order."""
         span = self.span(len(items))
         return items[span.start : span.stop]
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum over the processes, into `values` (any device), which is returned."""
+        """Sum `values` (any device) over the processes in place, and return them."""
         if self.world > 1:
             dist.all_reduce(values)
         return values
 
     def gathered(self, value: Any) -> list[Any]:
-        """Every process's picklable value, by rank."""
+        """Return every process's value, by rank. Values must be picklable."""
         if self.world == 1:
             return [value]
         results: list[Any] = [None] * self.world
@@ -85,20 +89,21 @@ class Processes:
         return results
 
     def concatenated(self, items: list[T]) -> list[T]:
-        """The lists of all processes one after another; the inverse of `share`."""
+        """Return the lists of all processes one after another, the inverse of `share`."""
         return [item for part in self.gathered(items) for item in part]
 
     def any(self, flag: bool) -> bool:
-        """Whether it holds in any process."""
+        """Return whether the flag is set in any process."""
         return any(self.gathered(flag))
 
     def wait(self) -> None:
-        """Return when all processes have come here."""
+        """Return when all processes have called this."""
         self.gathered(None)
 
     def first_does(self, work: Callable[[], T]) -> T:
-        """The first process does it, all return its picklable result; if it raises, others
-        `FailedElsewhereError`.
+        """Call `work` in the first process, and return its picklable result in all.
+
+        If it raises, the other processes raise `FailedElsewhereError`.
         """
         if self.world == 1:
             return work()
@@ -118,30 +123,32 @@ class Processes:
 
 
 def join_processes(alone: bool = False) -> Processes:
-    """This process's place among those a launcher started, with torch's process group open; the
-    only one without a launcher. alone: open a group of one then as well, for the collectives of
-    ZeRO's stages.
+    """Open torch's process group, and return this process's rank among those that a launcher
+    started.
+
+    Without a launcher there is one process, and no group.
+
+    alone: without a launcher open a group of one, for the collectives of ZeRO's stages.
     """
     if not launched():
         if alone and not dist.is_initialized():
             dist.init_process_group(_backend(), store=HashStore(), rank=0, world_size=1)
         return Processes()
-    place = Processes(rank(), world_size(), int(os.environ.get("LOCAL_RANK", rank())))
+    local_rank = int(os.environ.get("LOCAL_RANK", rank()))
+    processes = Processes(rank(), world_size(), local_rank)
     if torch.cuda.is_available():
-        torch.cuda.set_device(place.local_rank)
+        torch.cuda.set_device(local_rank)
     if not dist.is_initialized():
         file = os.environ.get(RENDEZVOUS)
-        met = (
-            {
+        rendezvous: dict[str, Any] = {}
+        if file:
+            rendezvous = {
                 "init_method": f"file://{file}",
-                "rank": place.rank,
-                "world_size": place.world,
+                "rank": processes.rank,
+                "world_size": processes.world,
             }
-            if file
-            else {}
-        )
-        dist.init_process_group(_backend(), timeout=_LONGEST_WAIT, **met)
-    return place
+        dist.init_process_group(_backend(), timeout=_LONGEST_WAIT, **rendezvous)
+    return processes
 
 
 def _backend() -> str:
@@ -149,13 +156,13 @@ def _backend() -> str:
 
 
 def is_lost_process(error: Exception) -> bool:
-    """Whether a collective failed because another process is gone; that one says why."""
+    """Return whether a collective failed because another process is gone, which reports the
+    cause.
+    """
+    if not launched() or not isinstance(error, RuntimeError):
+        return False
     messages = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-    return (
-        launched()
-        and isinstance(error, RuntimeError)
-        and any(text in str(error) for text in messages)
-    )
+    return any(message in str(error) for message in messages)
 
 
 def leave_processes() -> None:

@@ -1,9 +1,9 @@
-"""Room for gradients and moments, held while the engine starts.
+"""Memory for gradients and moments, reserved while the engine starts.
 
-Both are made at the first step. On a GPU the engine would be up by then, and a run that is too
-large would end in that step, minutes after its start; so their bytes are taken before the engine
-takes its own, and given back to torch's allocator, which keeps them for this process, once it has.
-Not run on a GPU yet.
+Both are allocated at the first step. On a GPU the engine would be running by then, and a run that
+is too large would end in that step, minutes after its start. So their bytes are allocated before
+the engine allocates its own. They are then released to torch's allocator, which keeps them for this
+process. This has not been run on a GPU yet.
 """
 
 from collections.abc import Iterator
@@ -17,23 +17,26 @@ from qarl.learner.optim.optimizer import muon_masters
 from qarl.quant.model.low_bit_model import LowBitModel
 
 _FP32 = 4
+"""Bytes of an fp32 number."""
 
 
 class OutOfMemoryError(QarlError, heading="memory"):
-    """A GPU without room for what a step needs."""
+    """A GPU has too little memory for what a step needs."""
 
 
 def step_bytes(model: LowBitModel, config: LearnerConfig, processes: int) -> int:
-    """What the first step adds to one process's device: fp32 gradients and moments of the masters
-    that are trained, or its share of them; at stage 3 a master is this process's rows of it
-    already.
+    """Return how many bytes the first step adds to one process's device.
+
+    These are the fp32 gradients and moments of the masters that are trained, or of this process's
+    share of them. At stage 3 a master contains only this process's rows.
     """
     by_muon = muon_masters(model.masters, model.matrices(), config.optimizer)
     sizes = {name: master.numel() for name, master in model.masters.items()}
     moments = sum(size * (1 if name in by_muon else 2) for name, size in sizes.items())
     if config.optimizer.offload == "cpu":
         moments = 0
-    trained, stage = sum(sizes.values()), config.zero_stage or 0
+    trained = sum(sizes.values())
+    stage = config.zero_stage or 0
     shares = processes if stage in (1, 2) else 1
     gradients = trained // shares if stage == 2 else trained
     return (gradients + moments // shares) * _FP32
@@ -41,8 +44,9 @@ def step_bytes(model: LowBitModel, config: LearnerConfig, processes: int) -> int
 
 @contextmanager
 def reserved(model: LowBitModel, config: LearnerConfig, processes: int) -> Iterator[None]:
-    """Hold `step_bytes` of the masters' GPU within this context; none on CPUs. Raises
-    `OutOfMemoryError`.
+    """Hold `step_bytes` of the masters' GPU within this context; nothing on CPUs.
+
+    Raises `OutOfMemoryError` if there is too little memory.
     """
     if model.device.type == "cpu":
         yield

@@ -1,5 +1,4 @@
-"""Log-probs of a batch before its updates, or by the reference: computed in parts, by all processes
-together.
+"""Log-probs of a batch before its updates, or by the reference, computed in parts by all processes.
 
 Axes: B sequences, T tokens, of which T-1 are predicted; n of B, t of T-1.
 """
@@ -12,28 +11,33 @@ from qarl.learner.processes import Processes
 
 
 class RowLogprobs:
-    """Log-probs of a batch by a policy as it was at one moment, row by row as they come to be
-    known.
-
-    values: fp32 [B, T-1], 0 where not known. known: bool [B].
+    """Log-probs of a batch by one policy at one moment, filled in row by row as they are
+    computed.
     """
 
     def __init__(self, batch: Batch):
         self.batch = batch
         self.values = torch.zeros_like(batch.sampler_logprobs)
+        """Log-probs, fp32 [B, T-1], 0 if unknown."""
         self.known = torch.zeros(len(batch.tokens), dtype=torch.bool)
+        """Whether the row's log-probs are known, bool [B]."""
         self._entropy = torch.zeros(len(batch.tokens), dtype=torch.float64)
+        """Sum of each row's entropies, nats, float64 [B]."""
 
     def add(self, index: torch.Tensor, values: torch.Tensor, entropies: torch.Tensor) -> None:
-        """This process's part: log-probs and entropies, [n, t] on any device, of the rows at
-        `index`, int64 [n].
+        """Add this process's part.
+
+        Args:
+            index: rows, int64 [n].
+            values: their log-probs, fp32 [n, t] on any device.
+            entropies: their entropies, same shape.
         """
         self.values[index, : values.shape[1]] = values.cpu()
         self._entropy[index] = entropies.double().sum(-1).cpu()
 
     def complete(self, index: torch.Tensor, processes: Processes) -> None:
-        """The rows at `index` are known once what all processes added is summed up, each having had
-        a share.
+        """Sum the rows at `index` over the processes, each of which added a share, and mark them as
+        known.
         """
         self.values[index] = processes.total(self.values[index])
         self._entropy[index] = processes.total(self._entropy[index])
@@ -41,20 +45,25 @@ class RowLogprobs:
 
     @property
     def entropy(self) -> float:
-        """Mean over the known rows' tokens, nats."""
-        return float(self._entropy[self.known].sum()) / int(
-            self.batch.response_mask[self.known].sum()
-        )
+        """Mean entropy over the known rows' tokens, nats."""
+        tokens = int(self.batch.response_mask[self.known].sum())
+        return float(self._entropy[self.known].sum()) / tokens
 
     def mismatch(self) -> Mismatch:
-        """To the sampler, of the known rows."""
-        rows, batch = self.known, self.batch
-        ended = None if batch.ended is None else batch.ended[rows]
-        sampler, mask, advantages = (
-            t[rows] for t in (batch.sampler_logprobs, batch.response_mask, batch.advantages)
+        """Return the mismatch between the known rows and the sampler."""
+        rows = self.known
+        batch = self.batch
+        return measure_mismatch(
+            learner=self.values[rows],
+            sampler=batch.sampler_logprobs[rows],
+            response_mask=batch.response_mask[rows],
+            advantages=batch.advantages[rows],
+            ended=None if batch.ended is None else batch.ended[rows],
         )
-        return measure_mismatch(self.values[rows], sampler, mask, advantages, ended)
 
     def rows_like(self, current: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """The rows at `rows`, cut to the padding and moved to the device of `current`."""
+        """Return some rows' log-probs, cut to the width of `current` and on its device.
+
+        current: fp32 [n, t]. rows: int64 [n].
+        """
         return self.values[rows][:, : current.shape[1]].to(current.device)

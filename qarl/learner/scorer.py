@@ -1,5 +1,4 @@
-"""Log-probs of a batch's rows: micro-batches dealt to the processes, and what each computed put
-together.
+"""The log-probs of a batch's rows, whose micro-batches are distributed over the processes.
 
 Axes: B sequences, T tokens, of which T-1 are predicted; n of B.
 """
@@ -23,19 +22,24 @@ from qarl.quant.model.low_bit_model import LowBitModel
 
 @dataclass(frozen=True)
 class Part:
-    """One micro-batch of a process. index: its rows, int64 [n]. counts: False for a dummy
-    micro-batch, run so that ZeRO's collectives match. chunks: how often the output head is called,
-    in every process; None where there is one process.
-    """
+    """One micro-batch of a process."""
 
     index: torch.Tensor
+    """Its rows, int64 [n]."""
     counts: bool
+    """Whether it counts. False for a dummy micro-batch, which a process runs so that ZeRO's
+    collectives match.
+    """
     chunks: int | None
+    """Number of calls of the output head, the same in every process; None if there is one
+    process.
+    """
 
 
 class Scorer:
-    """Computes log-probs by the policy, or by another model with its configuration. temperature:
-    that completions are sampled at. packed: whether sequences are.
+    """Computes log-probs by the policy, or by another model with its configuration.
+
+    temperature: sampling temperature of the completions.
     """
 
     def __init__(
@@ -45,9 +49,12 @@ class Scorer:
         processes: Processes,
         temperature: float,
     ):
-        self._model, self._config = model, config
-        self._processes, self._temperature = processes, temperature
+        self._model = model
+        self._config = config
+        self._processes = processes
+        self._temperature = temperature
         self.packed = packs(model, config.packing)
+        """Whether sequences are packed."""
         self._shares_prompts = shares_prompts(self.packed, config.share_prompts, model.device)
 
     @torch.no_grad()
@@ -66,53 +73,63 @@ class Scorer:
 
     @torch.no_grad()
     def complete(self, to: RowLogprobs, model: LowBitModel, index: torch.Tensor) -> None:
-        """Put together what the processes added; raise `PrecisionError` where the rows at `index`
-        are not finite.
+        """Sum what the processes added.
+
+        Raises `PrecisionError` if log-probs of the rows at `index` are not finite.
         """
         to.complete(index, self._processes)
         require_finite_logprobs(to.batch, index, to.values, model.context.forward_dtype)
 
     def share(self, batch: Batch, index: torch.Tensor) -> Iterator[Part]:
-        """This process's micro-batches of the rows at `index`, dealt out in turn: as many for every
-        process.
+        """Yield this process's micro-batches of the rows at `index`, as many as every other process
+        has.
+
+        Micro-batches are dealt out in turn. A process without one in the last turn gets a dummy.
         """
         budget = self._config.micro_batch_tokens
         parts = list(micro_batches(batch, index, budget, self.packed, self._shares_prompts))
-        rank, world = self._processes.rank, self._processes.world
+        rank = self._processes.rank
+        world = self._processes.world
         for start in range(0, len(parts), world):
-            dealt = parts[start : start + world]
-            most = max(int(batch.response_mask[part].sum()) for part in dealt)
-            chunks = None if world == 1 else -(-most // self._config.logprob_chunk_tokens)
-            yield Part(dealt[rank if rank < len(dealt) else 0], rank < len(dealt), chunks)
+            turn = parts[start : start + world]
+            counts = rank < len(turn)
+            longest = max(int(batch.response_mask[part].sum()) for part in turn)
+            chunks = None if world == 1 else -(-longest // self._config.logprob_chunk_tokens)
+            yield Part(turn[rank if counts else 0], counts, chunks)
 
     def token_logprobs(
         self, model: LowBitModel, rows: Batch, chunks: int | None, entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of these rows, and their entropies if asked for, as `logprobs.token_logprobs`. chunks: of
-        the output head.
+        """Return log-probs of these rows, and their entropies if `entropy`, as
+        `logprobs.token_logprobs` does.
+
+        chunks: number of calls of the output head.
         """
-        how = (
-            self.packed_rows(rows),
-            self._config.logprob_chunk_tokens,
-            entropy,
-            chunks,
-            self._temperature,
+        return token_logprobs(
+            model,
+            rows.tokens,
+            rows.response_mask,
+            experts=rows.experts,
+            packed=self.packed_rows(rows),
+            chunk_tokens=self._config.logprob_chunk_tokens,
+            entropy=entropy,
+            chunks=chunks,
+            temperature=self._temperature,
         )
-        return token_logprobs(model, rows.tokens, rows.response_mask, rows.experts, *how)
 
     def packed_rows(self, rows: Batch) -> Packed | None:
-        """How these rows are packed into one; None where they are padded."""
+        """Return how these rows are packed into one; None if they are padded."""
         return rows.packed(self._shares_prompts) if self.packed else None
 
     def add_ratio_side(
         self, to: RowLogprobs, index: torch.Tensor, model: LowBitModel | None = None
     ) -> None:
-        """The log-probs of the published codes, where ratios are of those (`learner.ratio_fix`),
-        else as above.
+        """Compute log-probs for ratios: under `learner.ratio_fix` those of the published codes,
+        otherwise the same as `add`.
+
+        model: default the policy.
         """
-        published, model = (
-            self._config.ratio_fix == "shadow_forward",
-            model or self._model,
-        )
+        published = self._config.ratio_fix == "shadow_forward"
+        model = model or self._model
         with model.forward_as(Forward.PUBLISHED) if published else nullcontext():
             self.add(to, model, index)

@@ -1,4 +1,4 @@
-"""Where the wall time of a learner step goes, by phase."""
+"""A stopwatch that measures the wall time of a learner step by phase."""
 
 import time
 from collections import defaultdict
@@ -7,9 +7,12 @@ from contextlib import contextmanager
 
 
 class Stopwatch:
-    """`with watch("forward"): …` adds to that phase; `take()` hands over the seconds and starts
-    anew. On CUDA, which is not waited for, they are those of what launches a phase's work. entered:
-    called with each phase's name as it begins.
+    """Stopwatch with phases: `with watch("forward"): …` adds to a phase, `take()` returns the
+    seconds.
+
+    It does not wait for CUDA, so there the seconds are those of launching a phase's work.
+
+    entered: called with each phase's name as it begins.
     """
 
     def __init__(self, entered: Callable[[str], None] | None = None) -> None:
@@ -18,7 +21,7 @@ class Stopwatch:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Phases do not nest."""
+        """Add the time inside the `with` to a phase. Phases do not nest."""
         if self._entered:
             self._entered(phase)
         start = time.perf_counter()
@@ -28,6 +31,7 @@ class Stopwatch:
             self._seconds[phase] += time.perf_counter() - start
 
     def take(self) -> dict[str, float]:
-        """Phase → seconds since the last call."""
-        seconds, self._seconds = dict(self._seconds), defaultdict(float)
+        """Return the seconds of each phase since the last call, and reset them."""
+        seconds = dict(self._seconds)
+        self._seconds = defaultdict(float)
         return seconds

@@ -1,1 +1,1 @@
-"""Masters and their optimizers: steps, rounding and loss scaling."""
+"""Optimizers of the masters: steps, rounding and loss scaling."""

@@ -1,9 +1,9 @@
-"""Dynamic loss scaling for float16 compute, the end of a run whose gradients stay infinite or NaN,
-and log-probs that left their dtype's range, found before they are learned from.
+"""Dynamic loss scaling for float16 compute, and checks for infinite or NaN gradients and log-probs.
 
-float16 ends at 65504. A forward beyond it gives infinity, and NaN from there on; a loss made of
-those has no gradient to step with, so the run would skip every update and never say why. The good
-case costs one look at the log-probs.
+float16 ends at 65504. A forward beyond it gives infinity, and then NaN. A loss of such log-probs
+has no gradient to step with, so a run would skip every update and never say why. Non-finite
+log-probs are therefore found before anything is learned from them, and a run whose gradients stay
+non-finite ends. When all is well, this costs one look at the log-probs.
 """
 
 from dataclasses import dataclass
@@ -14,37 +14,38 @@ from qarl.configs.errors import PrecisionError
 from qarl.learner.batching import Batch
 
 MOST_SKIPPED = 8
-"""Updates that may be skipped in a row where there is no loss scale to lower: two batches of the
-default's four.
+"""Upper limit of updates skipped in a row if there is no loss scale to lower: two batches of the
+default's four updates.
 """
 
 WIDER_THAN_FLOAT16 = (
     "compute in bfloat16, whose range is float32's (--dtype bfloat16), or in float32 where the"
     " scheme has it (--dtype float32); where learner.compute_dtype is set, there"
 )
-"""The remedy for what leaves float16's range."""
+"""The remedy, in words, for values beyond float16's range."""
 
 
 def short_name(dtype: torch.dtype) -> str:
-    """float16 for torch.float16."""
+    """Return the name of a dtype without "torch.", such as float16."""
     return str(dtype).removeprefix("torch.")
 
 
 @dataclass
 class LossScale:
-    """Multiplies the loss so that small float16 gradients survive; gradients are divided before the
-    step.
-
-    scale: now. growth_every: good steps after which it doubles; a non-finite step halves it.
-    Inactive (always 1) for bfloat16 and float32, whose range needs none. skipped: non-finite steps
-    in a row.
+    """Factor of the loss, so that small float16 gradients survive. Gradients are divided by it
+    before the step.
     """
 
     active: bool
+    """Whether scaling is on. It is off for bfloat16 and float32, whose range needs none."""
     scale: float = 65536.0
+    """The present factor; always 1 if scaling is off."""
     growth_every: int = 200
+    """Number of good steps after which the factor doubles. A non-finite step halves it."""
     good_steps: int = 0
+    """Number of good steps since the factor last changed."""
     skipped: int = 0
+    """Number of non-finite steps in a row."""
 
     def __post_init__(self) -> None:
         if not self.active:
@@ -53,11 +54,12 @@ class LossScale:
     def update(self, finite: bool) -> None:
         """Record whether a step's gradients were finite.
 
-        Raises `PrecisionError` where skipping on would not help: not finite at a scale of 1, or,
-        inactive, `MOST_SKIPPED` times in a row.
+        Raises `PrecisionError` if skipping more steps would not help: if gradients are not finite
+        at a scale of 1 or, with scaling off, `MOST_SKIPPED` times in a row.
         """
         self.skipped = 0 if finite else self.skipped + 1
-        if not finite and (self.scale <= 1.0 if self.active else self.skipped >= MOST_SKIPPED):
+        hopeless = self.scale <= 1.0 if self.active else self.skipped >= MOST_SKIPPED
+        if hopeless and not finite:
             raise PrecisionError(self._hopeless())
         if not self.active:
             return
@@ -69,6 +71,7 @@ class LossScale:
             self.good_steps = 0
 
     def _hopeless(self) -> str:
+        """Return the message of the error that ends the run."""
         masters = "the masters are those before the first of them"
         if self.active:
             return (
@@ -82,7 +85,7 @@ class LossScale:
         )
 
     def state_dict(self) -> dict[str, float]:
-        """scale, good_steps and skipped, for a checkpoint."""
+        """Return scale, good_steps and skipped, for a checkpoint."""
         return {
             "scale": self.scale,
             "good_steps": self.good_steps,
@@ -90,18 +93,19 @@ class LossScale:
         }
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Take over a `state_dict`."""
+        """Restore a `state_dict`."""
         self.scale = state["scale"]
-        self.good_steps, self.skipped = int(state["good_steps"]), int(state["skipped"])
+        self.good_steps = int(state["good_steps"])
+        self.skipped = int(state["skipped"])
 
 
 def require_finite_logprobs(
     batch: Batch, index: torch.Tensor, logprobs: torch.Tensor, dtype: torch.dtype
 ) -> None:
-    """Raise `PrecisionError` where the forward of the rows at `index` gave log-probs that are not
+    """Raise `PrecisionError` if the forward of the rows at `index` gave log-probs that are not
     finite.
 
-    logprobs: fp32 [B, T-1], of the whole batch. dtype: of the forward.
+    logprobs: fp32 [B, T-1], of the whole batch. dtype: that of the forward.
     """
     wrong = int((~logprobs[index].isfinite()).sum())
     if wrong:
@@ -113,8 +117,8 @@ def require_finite_logprobs(
 
 
 def require_finite_sampler(batch: Batch, dtype: torch.dtype) -> None:
-    """Raise `PrecisionError` where the engine's own log-probs are not finite. dtype: the
-    engine's.
+    """Raise `PrecisionError` if the engine's own log-probs are not finite. dtype: that of the
+    engine.
     """
     wrong = int((~batch.sampler_logprobs.isfinite()).sum())
     if wrong:
@@ -126,6 +130,7 @@ def require_finite_sampler(batch: Batch, dtype: torch.dtype) -> None:
 
 
 def _remedy(dtype: torch.dtype) -> str:
+    """Return what a user can do about non-finite log-probs, in words."""
     if dtype == torch.float16:
         return f"float16 ends at {torch.finfo(dtype).max:.0f}: {WIDER_THAN_FLOAT16}"
     return (

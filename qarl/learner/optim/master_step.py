@@ -1,10 +1,9 @@
-"""One master's optimizer: torch's own, on the master itself or on an fp32 copy that lives for one
-step.
+"""The optimizer step of one master: torch's own, on the master or on a temporary fp32 copy of it.
 
-Moments are fp32 for masters of every dtype. A 16-bit master is widened, stepped, and rounded back,
-so what a step needs beyond masters, gradients and moments is one master's size. With offload the
-moments lie in the host's memory between steps and visit the master's device for their step: the
-arithmetic is the same, bit for bit.
+Moments are fp32 for masters of every dtype. A 16-bit master is converted to fp32, stepped, and
+rounded back. So besides masters, gradients and moments a step needs memory for one master only.
+With offload the moments are in host memory between steps and are copied to the master's device for
+their step. The arithmetic is the same, bit for bit.
 """
 
 from collections.abc import Iterator
@@ -21,30 +20,34 @@ from qarl.learner.optim.rounding import Rounding, stochastic_round
 from qarl.quant.runtime.shards import Shard
 
 Index = tuple[int | slice, ...]
+"""Index of one matrix in a master."""
 
 _CHUNK = 1 << 22
-"""Weights that are rounded at once to be compared."""
+"""Number of weights that are compared at a time, to bound the memory of their bfloat16 copies."""
 
 
 @dataclass(frozen=True)
 class UpdateCounts:
-    """meant: weights the optimizer meant to move (its momentum there is not zero). lost: those of
-    them whose stored value is what it was. crossed: weights that round to another bfloat16 than
-    before. All int64 scalars on the master's device.
-    """
+    """Effect of an update on one master. All are int64 scalars on the master's device."""
 
     meant: torch.Tensor
+    """Number of weights that the optimizer meant to move: their momentum is not zero."""
     lost: torch.Tensor
+    """Number of those whose stored value did not change."""
     crossed: torch.Tensor
+    """Number of weights that round to another bfloat16 than before."""
 
 
 class MasterStep:
-    """Steps one master.
+    """Optimizer of one master.
 
-    indices: its matrices for Muon, empty for AdamW. rounding: of a 16-bit master, with its
-    generator (on the master's device) where that is stochastic. home: where moments lie between
-    steps; None: with the master. cut: of a matrix for Muon of which this process has some rows;
-    `muon.orthogonalize` then comes before each step.
+    Args:
+        indices: the master's matrices for Muon; empty for AdamW.
+        rounding: rounding of a 16-bit master.
+        generator: generator of stochastic rounding, on the master's device.
+        offload: device of the moments between steps. None: that of the master.
+        cut: shard of a matrix for Muon of which this process has some rows. `muon.orthogonalize`
+            must then be called before each step.
     """
 
     def __init__(
@@ -54,24 +57,26 @@ class MasterStep:
         config: OptimizerConfig,
         rounding: Rounding,
         generator: torch.Generator | None,
-        home: torch.device | None = None,
+        offload: torch.device | None = None,
         cut: Shard | None = None,
     ):
-        self._master, self._rounding, self._generator, self._home = (
-            master,
-            rounding,
-            generator,
-            home,
-        )
+        self._master = master
+        self._rounding = rounding
+        self._generator = generator
+        self._offload = offload
         self._indices = indices or [(slice(None),) * min(1, master.ndim)]
         ndim = 2 if indices else master.ndim
         self._nothing = torch.empty((0,) * ndim, device=master.device)
         self._parts = [nn.Parameter(self._nothing) for _ in self._indices]
-        self._at_home: dict[tuple[int, str], torch.Tensor] = {}
+        """Parameters that torch's optimizer steps: views of the master during a step, empty between
+        steps.
+        """
+        self._buffers: dict[tuple[int, str], torch.Tensor] = {}
+        """Offload buffers of the moments during a step, by (id of the state, key)."""
         self.cut = cut
         self._optimizer: torch.optim.Optimizer
         if not indices:
-            # Fused: one pass over master, gradient and moments, with no copy as large as them.
+            # Fused: one pass over master, gradient and moments, without a temporary of their size.
             self._optimizer = torch.optim.AdamW(
                 self._parts,
                 lr=config.lr,
@@ -89,14 +94,15 @@ class MasterStep:
 
     @torch.no_grad()
     def step(self, lr: float, diagnose: bool = False) -> UpdateCounts | None:
-        """Step at that learning rate, if there is a gradient. Returns what became of the update if
-        `diagnose`.
+        """Step at that learning rate, if there is a gradient.
+
+        Returns the effect of the update if `diagnose`.
         """
         gradient = self._master.grad
         if gradient is None:
             return None
         before = self._master.detach().clone() if diagnose else None
-        with self._at_hand(gradient) as fp32:
+        with self._ready(gradient) as fp32:
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
             self._optimizer.step()
@@ -105,38 +111,43 @@ class MasterStep:
 
     @property
     def row_muon(self) -> RowMuon:
-        """Of a cut matrix."""
+        """The optimizer of a cut matrix."""
         assert isinstance(self._optimizer, RowMuon)
         return self._optimizer
 
     @torch.no_grad()
     def update(self) -> torch.Tensor:
-        """Of a cut matrix: take its gradient into the momentum; what is to be orthogonalized,
-        bfloat16 [o, I].
+        """Add the gradient of a cut matrix to its momentum.
+
+        Returns the update to orthogonalize, bfloat16 [o, I].
         """
         assert self._master.grad is not None
-        with self._at_hand(self._master.grad):
+        with self._ready(self._master.grad):
             return self.row_muon.update()
 
     @contextmanager
-    def _at_hand(self, gradient: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The master in fp32, itself or a copy of a 16-bit one, with parts, their gradients and
-        moments there; all of it is let go of at the end of the `with`.
+    def _ready(self, gradient: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Prepare parts, gradients and moments for a step, and release them at the end of the
+        `with`.
+
+        Yields the master in fp32: itself, or a copy of a 16-bit one.
         """
         fp32 = self._master.detach().to(torch.float32)
         for part, index in zip(self._parts, self._indices, strict=True):
             part.data = fp32[index]
             part.grad = gradient[index].to(torch.float32)
-        self._fetch()
+        self._fetch_moments()
         yield fp32
         for part in self._parts:
             part.grad = None
             part.data = self._nothing
-        self._send_home()
+        self._offload_moments()
 
     def in_range(self) -> torch.Tensor | None:
-        """Whether a 16-bit master holds finite numbers alone, a scalar on its device; None for an
-        fp32 one. One pass without a copy: the extremes of a tensor with a NaN are NaN.
+        """Return whether a 16-bit master is finite throughout, a scalar on its device; None for an
+        fp32 one.
+
+        It takes one pass and no copy, because the extremes of a tensor with a NaN are NaN.
         """
         master = self._master.detach()
         if master.dtype == torch.float32:
@@ -146,7 +157,7 @@ class MasterStep:
         return torch.stack(torch.aminmax(master)).isfinite().all()
 
     def _store(self, fp32: torch.Tensor) -> None:
-        """Round the stepped copy into the master; an fp32 master was stepped in place."""
+        """Round the stepped copy into the master. An fp32 master was stepped in place."""
         master = self._master.detach()
         if master.dtype == torch.float32:
             return
@@ -157,72 +168,82 @@ class MasterStep:
             master.copy_(stochastic_round(fp32, master.dtype, self._generator))
 
     def _counts(self, before: torch.Tensor) -> UpdateCounts:
+        """Return the effect of the update. before: the master before it."""
         same = self._master.detach() == before
-        meant, lost = (torch.zeros((), dtype=torch.int64, device=same.device) for _ in range(2))
+        meant = torch.zeros((), dtype=torch.int64, device=same.device)
+        lost = torch.zeros_like(meant)
         for part, index in zip(self._parts, self._indices, strict=True):
             state = self._optimizer.state[part]
-            moved = (state["exp_avg"] if "exp_avg" in state else state["momentum_buffer"]) != 0
+            momentum = state["exp_avg"] if "exp_avg" in state else state["momentum_buffer"]
+            moved = momentum != 0
             # Not `sum`, which on CPUs widens its argument to int64, twice a master, to count it.
             meant += moved.count_nonzero()
             lost += (moved & same[index]).count_nonzero()
         return UpdateCounts(meant, lost, crossed_bfloat16(before, self._master.detach()))
 
     def _moments(self) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
-        """(state, key, tensor) of what is as large as the master; AdamW's step count is not, and
-        stays there.
+        """Yield (state, key, tensor) of each moment, a tensor as large as its part.
+
+        AdamW's step count is a scalar and is never offloaded.
         """
         for state in self._optimizer.state.values():
-            yield from (
-                (state, k, v)
-                for k, v in list(state.items())
-                if isinstance(v, torch.Tensor) and v.ndim
-            )
+            # A copy, because callers replace the tensors while they iterate.
+            for key, value in list(state.items()):
+                if isinstance(value, torch.Tensor) and value.ndim:
+                    yield state, key, value
 
-    def _fetch(self) -> None:
-        """Bring the moments to the master, leaving their home in place."""
-        if self._home is not None:
-            self._at_home = {(id(state), key): tensor for state, key, tensor in self._moments()}
-            for state, key, tensor in self._moments():
-                state[key] = tensor.to(self._master.device, copy=True)
+    def _fetch_moments(self) -> None:
+        """Copy the offloaded moments to the master's device. The offload buffers stay allocated."""
+        if self._offload is None:
+            return
+        self._buffers = {(id(state), key): tensor for state, key, tensor in self._moments()}
+        for state, key, tensor in self._moments():
+            state[key] = tensor.to(self._master.device, copy=True)
 
-    def _send_home(self) -> None:
-        """Write the moments back to their home; the first time it is made, page-locked for CUDA."""
-        if self._home is not None:
-            for state, key, tensor in self._moments():
-                kept = self._at_home.get((id(state), key))
-                if kept is None:
-                    pinned = self._master.device.type == "cuda" and self._home.type == "cpu"
-                    kept = torch.empty(
-                        tensor.shape,
-                        dtype=tensor.dtype,
-                        device=self._home,
-                        pin_memory=pinned,
-                    )
-                state[key] = kept.copy_(tensor)
-            self._at_home = {}
+    def _offload_moments(self) -> None:
+        """Copy the moments back to the offload buffers, which the first call allocates (pinned for
+        CUDA).
+        """
+        if self._offload is None:
+            return
+        pinned = self._master.device.type == "cuda" and self._offload.type == "cpu"
+        for state, key, tensor in self._moments():
+            buffer = self._buffers.get((id(state), key))
+            if buffer is None:
+                buffer = torch.empty(
+                    tensor.shape,
+                    dtype=tensor.dtype,
+                    device=self._offload,
+                    pin_memory=pinned,
+                )
+            state[key] = buffer.copy_(tensor)
+        self._buffers = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """moments: torch's state of each matrix, or of the whole, empty before the first step."""
+        """Return `moments`: torch's state of each part, empty before the first step."""
         return {"moments": [dict(self._optimizer.state.get(part, {})) for part in self._parts]}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a `state_dict` of the same master, rounding and optimizer."""
+        """Restore a `state_dict` of the same master, rounding and optimizer."""
         for part, moments in zip(self._parts, state["moments"], strict=True):
-            # Copies, where the fused AdamW wants them, step counts too.
+            # Copies on the master's device, step counts too, because the fused AdamW needs it so.
             self._optimizer.state[part] = {
-                k: v.to(self._master.device, copy=True) for k, v in moments.items()
+                key: value.to(self._master.device, copy=True) for key, value in moments.items()
             }
-        self._at_home = {}
-        self._send_home()
+        self._buffers = {}
+        self._offload_moments()
 
 
 def crossed_bfloat16(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    """How many weights round to another bfloat16 than before: of an update, what a sampler in
-    bfloat16 can see. Both of one shape; an int64 scalar on their device.
+    """Return how many weights round to another bfloat16 than before, an int64 scalar on their
+    device.
+
+    That is what a sampler in bfloat16 can see of an update. Both tensors have the same shape.
     """
     crossed = torch.zeros((), dtype=torch.int64, device=after.device)
-    for old, new in zip(before.flatten().split(_CHUNK), after.flatten().split(_CHUNK), strict=True):
+    chunks = zip(before.flatten().split(_CHUNK), after.flatten().split(_CHUNK), strict=True)
+    for old, new in chunks:
         crossed += (old.to(torch.bfloat16) != new.to(torch.bfloat16)).count_nonzero()
     return crossed
 
@@ -232,8 +253,9 @@ def muon(
     config: OptimizerConfig,
     kind: type[torch.optim.Muon] = torch.optim.Muon,
 ) -> torch.optim.Muon:
-    """torch's Muon as configured, with updates of AdamW's size. parts: [rows, columns] each. kind:
-    which does it.
+    """Return torch's Muon as configured, with updates of AdamW's size.
+
+    parts: [rows, columns] each. kind: class of the optimizer.
     """
     return kind(
         parts,
@@ -245,10 +267,9 @@ def muon(
 
 
 def on_host(moments: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Copies in the host's memory, so that no GPU has more than one master's moments whole at
-    once.
+    """Return copies in host memory, so that a GPU holds the whole moments of one master at a
+    time.
     """
     return [
-        {key: value.to("cpu", copy=True) for key, value in of_matrix.items()}
-        for of_matrix in moments
+        {key: value.to("cpu", copy=True) for key, value in matrix.items()} for matrix in moments
     ]

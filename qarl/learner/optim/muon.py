@@ -1,10 +1,10 @@
-"""torch's Muon over matrices of which each process has some rows, and over many matrices of one
+"""torch's Muon for matrices whose rows are divided over processes, and for many matrices of one
 shape.
 
-Momentum and weight decay are elementwise, and stay with the rows. An update is orthogonalized
-whole: as many matrices at a time as there are processes, each of them by one. What travels is
-bfloat16 both ways, and nothing is lost by it: torch's orthogonalization begins with a cast to it,
-and ends in it.
+Momentum and weight decay are elementwise, so each process computes them for its own rows. An update
+is orthogonalized whole: as many matrices at a time as there are processes, one by each process.
+Rows are sent as bfloat16 in both directions. This loses nothing, because torch's orthogonalization
+begins with a cast to bfloat16 and ends in it.
 """
 
 from collections.abc import Sequence
@@ -14,36 +14,45 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-# torch has no public name for either
+# torch has no public names for these two.
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from qarl.quant.runtime.shards import Shard
 
 MOMENTUM = "momentum_buffer"
+"""Key of the momentum in the optimizer's state, as in torch's Muon."""
 _ELEMENTS = 1 << 26
-"""That are orthogonalized at once: 128 MiB in bfloat16, and three times that in between."""
+"""Number of elements orthogonalized at once: 128 MiB in bfloat16, with three times that in
+temporary memory.
+"""
 
 
 class RowMuon(torch.optim.Optimizer):
-    """torch's Muon of one matrix in two halves, with the orthogonalization of others' rows in
-    between.
+    """torch's Muon of one matrix in two halves. Between them all processes orthogonalize the
+    update.
 
-    rows: fp32 [o, I], this process's. settings: torch's Muon as it would be for them, whose values
-    and state these are.
+    Args:
+        rows: this process's rows, fp32 [o, I].
+        settings: torch's Muon with the same settings. Values and state are those that it would
+            have.
     """
 
     def __init__(self, rows: nn.Parameter, shard: Shard, settings: torch.optim.Muon):
         super().__init__([rows], settings.defaults)
         self.shard = shard
         self.direction: Tensor | None = None
+        """This process's rows of the orthogonalized update, bfloat16 [o, I]; None between steps."""
 
     @property
     def _rows(self) -> nn.Parameter:
         return self.param_groups[0]["params"][0]
 
     def update(self) -> Tensor:
-        """Take the gradient into the momentum; bfloat16 [o, I], to be orthogonalized."""
-        gradient, group = self._rows.grad, self.param_groups[0]
+        """Add the gradient to the momentum, and return the update to orthogonalize, bfloat16
+        [o, I].
+        """
+        gradient = self._rows.grad
+        group = self.param_groups[0]
         assert gradient is not None
         state = self.state[self._rows]
         if not state:
@@ -53,18 +62,17 @@ class RowMuon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Move the rows along `direction`, bfloat16 [o, I]."""
-        group, direction = self.param_groups[0], self.direction
+        """Move the rows along `direction`."""
+        group = self.param_groups[0]
+        direction = self.direction
         assert direction is not None
         self.direction = None
         self._rows.mul_(1 - group["lr"] * group["weight_decay"])
-        self._rows.add_(
-            direction,
-            alpha=-_adjust_lr(group["lr"], group["adjust_lr_fn"], self.shard.shape),
-        )
+        lr = _adjust_lr(group["lr"], group["adjust_lr_fn"], self.shard.shape)
+        self._rows.add_(direction, alpha=-lr)
 
     def orthogonalized(self, matrix: Tensor) -> Tensor:
-        """bfloat16 [O, I] → bfloat16 [O, I]."""
+        """Return a whole matrix orthogonalized, bfloat16 [O, I]."""
         group = self.param_groups[0]
         return _zeropower_via_newtonschulz(
             matrix, group["ns_coefficients"], group["ns_steps"], group["eps"]
@@ -72,9 +80,12 @@ class RowMuon(torch.optim.Optimizer):
 
 
 def orthogonalize(optimizers: Sequence[RowMuon], updates: Sequence[Tensor]) -> None:
-    """Give each of at most as many matrices as there are processes its `direction`: the first by
-    the first process, and so on. updates: this process's rows of each. All processes come here
-    together.
+    """Set the `direction` of each optimizer. Collective: all processes call it together.
+
+    There are at most as many matrices as processes. The first matrix is orthogonalized by the first
+    process, and so on.
+
+    updates: this process's rows of each matrix.
     """
     shard = optimizers[0].shard
     mine: Tensor | None = None
@@ -97,42 +108,44 @@ def _exchange(
     mine: Tensor | None,
     to_owner: bool,
 ) -> None:
-    """Send every owner the rows of its matrix, or the rows back. rows: this process's of each
-    owner's matrix. mine: the whole matrix this process owns.
+    """Send every owner the rows of its matrix, or the rows back.
+
+    Args:
+        rows: this process's rows of each owner's matrix.
+        mine: the whole matrix that this process owns; None if it owns none.
+        to_owner: the direction.
     """
-    rank, world = optimizers[0].shard.rank, len(optimizers[0].shard.edges) - 1
-    send, receive = (dist.isend, dist.irecv) if to_owner else (dist.irecv, dist.isend)
+    rank = optimizers[0].shard.rank
+    world = len(optimizers[0].shard.edges) - 1
+    # This process's rows go to the owners, and rows of its own matrix come; or the reverse.
+    with_owner, with_others = (dist.isend, dist.irecv) if to_owner else (dist.irecv, dist.isend)
     operations = [
-        dist.P2POp(send, part.view(torch.uint8), owner)
+        dist.P2POp(with_owner, part.view(torch.uint8), owner)
         for owner, part in enumerate(rows)
         if owner != rank and part.numel()
     ]
     if mine is not None:
-        parts = (
-            (other, optimizers[rank].shard.rows(mine, other))
-            for other in range(world)
-            if other != rank
-        )
-        operations += [
-            dist.P2POp(receive, part.view(torch.uint8), other)
-            for other, part in parts
-            if part.numel()
-        ]
+        for other in range(world):
+            part = optimizers[rank].shard.rows(mine, other)
+            if other != rank and part.numel():
+                operations.append(dist.P2POp(with_others, part.view(torch.uint8), other))
     for work in dist.batch_isend_irecv(operations) if operations else []:
         work.wait()
 
 
 class StackedMuon(torch.optim.Muon):
-    """Over many matrices of one shape, such as a layer's experts: one product for all of them on a
+    """Muon for many matrices of one shape, such as a layer's experts, with one product for all on a
     GPU.
 
-    Values, settings and state are those of torch's Muon but for the last bits of products in
-    bfloat16. params: fp32 [R, C] each, all of one shape, with a gradient each or none.
+    Values, settings and state are those of torch's Muon, except for the last bits of products in
+    bfloat16.
+
+    params: fp32 [R, C] each, all of one shape, either all with a gradient or none.
     """
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """See `torch.optim.Muon.step`."""
+        """Step all parameters that have a gradient. See `torch.optim.Muon.step`."""
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             if parameters:
@@ -146,7 +159,8 @@ class StackedMuon(torch.optim.Muon):
                 self.state[p][MOMENTUM] = torch.zeros_like(p)
         momenta = [self.state[p][MOMENTUM] for p in parameters]
         foreach._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
-        lr, count = group["lr"], max(1, _ELEMENTS // parameters[0].numel())
+        lr = group["lr"]
+        count = max(1, _ELEMENTS // parameters[0].numel())
         foreach._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
         step = -_adjust_lr(lr, group["adjust_lr_fn"], parameters[0].shape)
         for start in range(0, len(parameters), count):
@@ -154,11 +168,8 @@ class StackedMuon(torch.optim.Muon):
             updates = momenta[part]
             if group["nesterov"]:
                 updates = foreach._foreach_lerp(gradients[part], momenta[part], group["momentum"])
-            whole = torch.stack([*updates]).bfloat16()
+            stacked = torch.stack([*updates]).bfloat16()
             settings = group["ns_coefficients"], group["ns_steps"], group["eps"]
-            directions = torch.vmap(_zeropower_via_newtonschulz, in_dims=(0, None, None, None))(
-                whole, *settings
-            )
-            foreach._foreach_add_(
-                parameters[part], [*directions.to(torch.float32).unbind()], alpha=step
-            )
+            newton_schulz = torch.vmap(_zeropower_via_newtonschulz, in_dims=(0, None, None, None))
+            directions = newton_schulz(stacked, *settings).to(torch.float32)
+            foreach._foreach_add_(parameters[part], [*directions.unbind()], alpha=step)

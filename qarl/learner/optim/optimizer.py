@@ -1,4 +1,4 @@
-"""Optimizers over the masters: AdamW, or Muon for the matrices of linear layers and AdamW for the
+"""The optimizer of the masters: AdamW, or Muon for the matrices of linear layers and AdamW for the
 rest.
 
 Masters are stepped one after another (`learner.optim.master_step`), each by a torch optimizer of
@@ -25,35 +25,44 @@ from qarl.quant.runtime.shards import shard_of
 
 @dataclass(frozen=True)
 class UpdateDiagnostics:
-    """What became of an update in the masters. lost: of the weights with a momentum, the share
-    whose stored value is what it was. crossed: of all `weights`, those that round to another
-    bfloat16 than before.
-    """
+    """Effect of an update on the masters."""
 
     lost: float
+    """Fraction of the weights with a momentum whose stored value did not change."""
     crossed: int
+    """Number of weights that round to another bfloat16 than before."""
     weights: int
+    """Number of all weights."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """norm: global L2 norm of the mini-batch's gradient before clipping. taken: False where the
-    norm is infinite or NaN; every master is then what it was. arrived: what a diagnosed
-    `MasterOptimizer.step` returned, else None.
-    """
+    """Result of `MasterOptimizer.clipped_step`."""
 
     norm: float
+    """Global L2 norm of the mini-batch's gradient before clipping."""
     taken: bool
+    """Whether the step was taken. It is not if the norm is infinite or NaN; all masters are then
+    unchanged.
+    """
     arrived: UpdateDiagnostics | None = None
+    """Effect of the update on the masters; None if it was not counted."""
 
 
 class MasterOptimizer:
-    """One optimizer step over all masters, fp32, bf16 or fp16. State is that of the torch
-    optimizers inside and the generator of stochastic rounding. lr: learning rate of the steps to
-    come.
+    """One optimizer over all masters, fp32, bf16 or fp16.
 
-    Of masters with a shard (`quant.runtime.shards`) every process steps its rows; `processes` are
-    those that have them, and call every method together.
+    Its state is that of the torch optimizers inside, and the generator of stochastic rounding. Of a
+    master with a shard (`quant.runtime.shards`) every process steps its own rows; `processes` are
+    those that share the masters, and they call every method together. Gradients of 16-bit masters
+    are accumulated in fp32 once it is created.
+
+    Args:
+        masters: name → parameter.
+        matrices: names of the weights that Muon may take, [O, I] or stacked experts.
+
+    Raises:
+        ConfigError: offload would move nothing, because the masters are on the CPU.
     """
 
     def __init__(
@@ -63,19 +72,16 @@ class MasterOptimizer:
         config: OptimizerConfig,
         processes: Processes | None = None,
     ):
-        """masters: name → parameter; gradients of 16-bit ones are accumulated in fp32 from here on.
-        matrices: names of the weights that Muon may take, [O, I] or stacked experts. Raises
-        `ConfigError` where offload moves nothing.
-        """
         self._config = config
         self.lr = config.lr
+        """Learning rate of the steps to come."""
         self._masters = masters
         self._sharded = any(shard_of(master) is not None for master in masters.values())
-        # Whole masters are stepped alike in every process, which has to round them alike and counts
-        # for all.
+        # Every process steps whole masters, and must round them alike: with the same generator. Its
+        # counts are then those of all processes, so they are not summed.
         self._processes = (processes if self._sharded else None) or Processes()
         self._device = next(iter(masters.values())).device
-        home = _home(config, self._device)
+        offload = _offload_device(config, self._device)
         self._generator = torch.Generator(self._device).manual_seed(self._processes.rank)
         self._steps: dict[str, MasterStep] = {}
         by_muon = muon_masters(masters, matrices, config)
@@ -86,23 +92,23 @@ class MasterOptimizer:
             rounding = config.rounding_of(short_name(master.dtype))
             cut = shard_of(master) if indices and master.ndim == 2 else None
             self._steps[name] = MasterStep(
-                master, indices, config, rounding, self._generator, home, cut
+                master, indices, config, rounding, self._generator, offload, cut
             )
 
     def gradient_norm(self) -> float:
-        """Global L2 norm of all gradients, computed in fp32; infinite or NaN where any is."""
-        taught = [p for p in self._masters.values() if p.grad is not None]
-        whole = _total_norm(p.grad for p in taught if shard_of(p) is None)
+        """Return the global L2 norm of all gradients, computed in fp32; infinite or NaN if any
+        gradient is.
+        """
+        with_gradient = [p for p in self._masters.values() if p.grad is not None]
+        unsharded = _total_norm(p.grad for p in with_gradient if shard_of(p) is None)
         if not self._sharded:
-            return whole
-        here = _total_norm(p.grad for p in taught if shard_of(p) is not None)
-        squares = self._processes.total(
-            torch.tensor(here**2, dtype=torch.float64, device=self._device)
-        )
-        return math.sqrt(whole**2 + float(squares))
+            return unsharded
+        own = _total_norm(p.grad for p in with_gradient if shard_of(p) is not None)
+        square = torch.tensor(own**2, dtype=torch.float64, device=self._device)
+        return math.sqrt(unsharded**2 + float(self._processes.total(square)))
 
     def clipped_step(self, diagnose: bool = False) -> Step:
-        """Clip to `grad_clip`, bit for bit as torch's `clip_grad_norm_`, and step, where gradients
+        """Clip to `grad_clip`, bit for bit like torch's `clip_grad_norm_`, and step if gradients
         are finite.
         """
         norm = self.gradient_norm()
@@ -115,48 +121,48 @@ class MasterOptimizer:
     def step(self, diagnose: bool = False) -> UpdateDiagnostics | None:
         """Step every master at the learning rate `lr`.
 
-        Returns what became of the update if `diagnose`. Raises `PrecisionError` where the step took
-        a 16-bit master out of its dtype's range.
+        Returns the effect of the update if `diagnose`. Raises `PrecisionError` if the step took a
+        16-bit master out of its dtype's range.
         """
         cut = [
             step
             for name, step in self._steps.items()
             if step.cut and self._masters[name].grad is not None
         ]
-        done: list[UpdateCounts | None] = []
+        counts: list[UpdateCounts | None] = []
+        # As many cut matrices at a time as there are processes, because each orthogonalizes one.
         for start in range(0, len(cut), self._processes.world):
-            turn = cut[start : start + self._processes.world]
-            orthogonalize([step.row_muon for step in turn], [step.update() for step in turn])
-            done += [step.step(self.lr, diagnose) for step in turn]
-        done += [step.step(self.lr, diagnose) for step in self._steps.values() if not step.cut]
+            batch = cut[start : start + self._processes.world]
+            orthogonalize([step.row_muon for step in batch], [step.update() for step in batch])
+            counts += [step.step(self.lr, diagnose) for step in batch]
+        counts += [step.step(self.lr, diagnose) for step in self._steps.values() if not step.cut]
         self._require_range()
-        return self._arrived(done) if diagnose else None
+        return self._arrived(counts) if diagnose else None
 
-    def _arrived(self, done: Iterable[UpdateCounts | None]) -> UpdateDiagnostics:
-        """Of all processes; of a master without a gradient there are no counts."""
-        counted = torch.zeros(4, dtype=torch.int64, device=self._device)
-        for counts in done:
+    def _arrived(self, by_master: Iterable[UpdateCounts | None]) -> UpdateDiagnostics:
+        """Return the effect of an update, over all processes. Masters without a gradient have no
+        counts.
+        """
+        sums = torch.zeros(4, dtype=torch.int64, device=self._device)
+        for counts in by_master:
             if counts is not None:
-                counted[:3] += torch.stack([counts.meant, counts.lost, counts.crossed])
-        counted[3] = sum(master.numel() for master in self._masters.values())
-        meant, lost, crossed, weights = self._processes.total(counted).tolist()
+                sums[:3] += torch.stack([counts.meant, counts.lost, counts.crossed])
+        sums[3] = sum(master.numel() for master in self._masters.values())
+        meant, lost, crossed, weights = self._processes.total(sums).tolist()
         return UpdateDiagnostics(lost / max(meant, 1), crossed, weights)
 
     def _require_range(self) -> None:
-        """Raise `PrecisionError` naming the first master that is not finite; the device is waited
-        for once.
+        """Raise `PrecisionError` naming the first master that is not finite. Waits for the device
+        once.
         """
-        within = {
-            name: finite
-            for name, step in self._steps.items()
-            if (finite := step.in_range()) is not None
-        }
-        if not within:
+        checks = {name: step.in_range() for name, step in self._steps.items()}
+        finite = {name: check for name, check in checks.items() if check is not None}
+        if not finite:
             return
-        outside = torch.stack(list(within.values())).logical_not().sum()
+        outside = torch.stack(list(finite.values())).logical_not().sum()
         if not self._processes.total(outside):
             return
-        name = next((name for name, finite in within.items() if not finite), None)
+        name = next((name for name, check in finite.items() if not check), None)
         if name is None:
             raise FailedElsewhereError(
                 "a master left its range in another process, which says which"
@@ -174,17 +180,19 @@ class MasterOptimizer:
             p.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything a resumed run needs."""
+        """Return everything that a resumed run needs."""
         steps = {name: step.state_dict() for name, step in self._steps.items()}
         return {"masters": steps, "generator": self._generator.get_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a `state_dict` of the same masters."""
+        """Restore a `state_dict` of the same masters."""
         for name, step in self._steps.items():
             step.load_state_dict(state["masters"][name])
         generators = state["generator"]
-        several = generators if generators.ndim == 2 else generators[None]
-        self._generator.set_state(several[self._processes.rank % len(several)].cpu().clone())
+        if generators.ndim == 1:
+            generators = generators[None]
+        own = generators[self._processes.rank % len(generators)]
+        self._generator.set_state(own.cpu().clone())
 
 
 def _total_norm(gradients: Iterable[torch.Tensor | None]) -> float:
@@ -193,17 +201,20 @@ def _total_norm(gradients: Iterable[torch.Tensor | None]) -> float:
 
 
 def require_same_masters(state: dict[str, Any], masters: Collection[str]) -> None:
-    """Raise `ConfigError` where an optimizer's `state_dict` is of other masters."""
-    other = sorted(state.get("masters", {}).keys() ^ set(masters))
-    if other:
+    """Raise `ConfigError` if an optimizer's `state_dict` belongs to other masters."""
+    differing = sorted(state.get("masters", {}).keys() ^ set(masters))
+    if differing:
         raise ConfigError(
-            f"the checkpoint's optimizer state is of other masters: {len(other)} differ, the first"
-            f" being {other[0]!r}; resume with the version and options that wrote it"
+            f"the checkpoint's optimizer state is of other masters: {len(differing)} differ, the"
+            f" first being {differing[0]!r}; resume with the version and options that wrote it"
         )
 
 
-def _home(config: OptimizerConfig, device: torch.device) -> torch.device | None:
-    """Where moments lie between steps; None: with the masters."""
+def _offload_device(config: OptimizerConfig, device: torch.device) -> torch.device | None:
+    """Return the device of the moments between steps. None: that of the masters.
+
+    Raises `ConfigError` if the masters are on the CPU already.
+    """
     if config.offload == "none":
         return None
     if device.type == "cpu":
@@ -219,8 +230,9 @@ def muon_masters(
     matrices: Collection[str],
     config: OptimizerConfig,
 ) -> list[str]:
-    """Names of the masters that Muon takes, in order. matrices: of weights it may take; vectors in
-    them are AdamW's.
+    """Return the names of the masters that Muon takes, in order.
+
+    matrices: names of the weights that it may take. AdamW takes the vectors among them.
     """
     by_muon = config.name == "muon"
     return [
@@ -229,8 +241,10 @@ def muon_masters(
 
 
 def matrices_of(name: str, shape: torch.Size) -> Iterator[Index]:
-    """Where the matrices of a master of that shape are: the whole of it, or each expert's; gate and
-    up count as two.
+    """Yield the index of each matrix in a master of that shape.
+
+    A 2-D master is one matrix. Stacked experts have one matrix for each expert; gate and up count
+    as two.
     """
     if len(shape) == 2:
         yield (slice(None),)

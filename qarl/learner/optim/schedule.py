@@ -8,26 +8,33 @@ from qarl.configs.schema.learner import OptimizerConfig
 
 @dataclass(frozen=True)
 class Schedule:
-    """Linear from lr / warmup up to lr over the first `warmup` steps, linear from lr down to lr /
-    decay over the last `decay` of `steps`, over all where there are fewer; None: a run without an
-    end, which has no decay.
-    """
+    """Learning rate with a linear warm-up and a linear decay."""
 
     lr: float
+    """Highest learning rate."""
     warmup: int
+    """Number of steps over which the rate rises linearly from lr / warmup to lr."""
     decay: int
+    """Number of last steps over which the rate falls linearly from lr to lr / decay; all steps, if
+    there are fewer.
+    """
     steps: int | None
+    """Number of training steps. None: unknown, so there is no decay."""
 
     def rate(self, step: int) -> float:
-        """Of training step `step`, from 0."""
-        left = 1.0
+        """Return the learning rate of training step `step`, from 0."""
+        decay = 1.0
         if self.steps is not None and self.decay:
-            left = max(0.0, (self.steps - step) / min(self.decay, self.steps))
-        return self.lr * min(1.0, (step + 1) / max(self.warmup, 1), left)
+            decay = max(0.0, (self.steps - step) / min(self.decay, self.steps))
+        warmup = (step + 1) / max(self.warmup, 1)
+        return self.lr * min(1.0, warmup, decay)
 
 
 def make_schedule(config: OptimizerConfig, steps: int | None) -> Schedule:
-    """As configured. Raises `ConfigError` for a decay towards an end that is not known."""
+    """Return the configured schedule.
+
+    Raises `ConfigError` if there is a decay, but the number of steps is unknown.
+    """
     if config.decay_steps and steps is None:
         raise ConfigError(
             f"learner.optimizer.decay_steps is {config.decay_steps}, but the learner was not told"

@@ -1,24 +1,26 @@
-"""How gradients of the masters become a step: in one process, or by several, each of which has its
+"""From gradients of the masters to a step: in one process, or in several, of which each has its
 part under ZeRO.
 
-    stage 0   every process adds up all gradients after the backward, and steps every master stage 1
-    each is given the sum of its rows of a gradient, keeps their moments and steps them; the rows
-    are gathered stage 2   the same, and a gradient is summed as soon as the backward has it;
-    others' rows of it are let go of stage 3   masters are divided, too
+    stage 0   every process sums all gradients after the backward, and steps every master
+    stage 1   each process receives the sum of its rows of a gradient, keeps their moments and steps
+              them; the stepped rows are gathered
+    stage 2   the same, and a gradient is summed as soon as the backward has computed it; the rows
+              of other processes are then released
+    stage 3   masters are divided, too
 
-At stage 3 nothing reads masters but their own step: forward and backward multiply codes, which are
-whole in every process. So a master's rows, gradient and moments stay with their process
-(`quant.runtime.shards`), and what travels in a step is
+At stage 3 nothing reads masters but their own step: forward and backward multiply codes, of which
+every process has all. So a master's rows, gradient and moments stay with their process
+(`quant.runtime.shards`). A step communicates
 
     gradients   fp32, a layer at a time in the backward, each row to its process; no process ever
-    has a whole gradient
-                (`learner.reduce_dtype bfloat16`: rounded once for the way)
+                has a whole gradient (`learner.reduce_dtype bfloat16`: rounded once before sending)
     codes       once a weight version, quantized by the rows' processes and gathered: an eighth of
-    the masters in int4 Muon        an update's rows to the process that orthogonalizes the matrix,
-    and back, in bfloat16
+                the masters in int4
+    Muon        an update's rows to the process that orthogonalizes the matrix, and back, in
+                bfloat16
 
-Every optimizer, master dtype and rounding works at every stage. What has no shard at stage 3 (an
-adapter's factors) is whole in every process, as at stage 0. No process ever holds a whole model
+Every optimizer, master dtype and rounding works at every stage. A master without a shard at stage 3
+(an adapter's factors) is whole in every process, as at stage 0. No process ever holds a whole model
 (`quant.checkpoint.read_rows`).
 """
 
@@ -48,86 +50,92 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class ShardedOptimizer:
-    """Steps the masters of one model, at stage 3 those rows of them that this process has read
-    (`share_of`). All processes call every method together, in the same order.
+    """Optimizer of the masters of one model; at stage 3, of the rows that this process has read
+    (`share_of`).
+
+    All processes call every method together, in the same order.
     """
 
     def __init__(self, model: LowBitModel, config: LearnerConfig, processes: Processes):
         self._model = model
         self._processes = processes
         self._rows: dict[str, nn.Parameter] = model.masters
-        """What this process steps."""
+        """What this process steps, by the master's name: the master, or its rows of it."""
         if config.zero_stage in (1, 2) and processes.world > 1:
             self._rows = rows_of(model.masters, processes.rank, processes.world)
             for name, master in model.masters.items():
                 master.grad_dtype = torch.float32
                 if config.zero_stage == 2 and master.requires_grad:
                     master.register_post_accumulate_grad_hook(
-                        partial(self._let_go, self._rows[name])
+                        partial(self._reduce, self._rows[name])
                     )
         self.optimizer = MasterOptimizer(self._rows, model.matrices(), config.optimizer, processes)
         alone = processes.world == 1 and config.zero_stage is None
         model.gradients.configure(in_place=alone, reduce_dtype=MASTER_DTYPES[config.reduce_dtype])
         self._matrices = muon_masters(model.masters, model.matrices(), config.optimizer)
+        """Names of the masters that Muon takes."""
 
     def step(self, diagnose: bool = False) -> Step:
         """Clip and step, then drop the gradients. diagnose: count lost updates."""
         for name, master in self._model.masters.items():
-            rows, shard = self._rows[name], shard_of(self._rows[name])
+            rows = self._rows[name]
+            shard = shard_of(rows)
             if master.grad is not None and shard is None:
                 self._processes.total(master.grad)
             elif master.grad is not None and shard is not None and rows is not master:
-                rows.grad, master.grad = shard.reduce(master.grad)(), None
-        done = self.optimizer.clipped_step(diagnose)
+                rows.grad = shard.reduce(master.grad)()
+                master.grad = None
+        result = self.optimizer.clipped_step(diagnose)
         self.optimizer.zero_grad()
-        for name, master in self._model.masters.items() if done.taken else ():
+        if not result.taken:
+            return result
+        for name, master in self._model.masters.items():
             shard = shard_of(self._rows[name])
             if shard is not None and self._rows[name] is not master:
                 shard.gather(master.detach())
-        return done
+        return result
 
-    def _let_go(self, rows: nn.Parameter, master: torch.Tensor) -> None:
-        """Begin to sum a master's gradient into that of `rows`, while the backward goes on."""
-        gradient, master.grad = master.grad, None
+    def _reduce(self, rows: nn.Parameter, master: torch.Tensor) -> None:
+        """Start to sum a master's gradient into that of `rows`, while the backward continues."""
+        gradient = master.grad
+        master.grad = None
         assert gradient is not None
         self._model.gradients.make_way(rows)
         self._model.gradients.delivered(rows, gradient)
 
     def state_dict(self) -> dict[str, Any]:
-        """masters and optimizer, by name, each in one process alone. Independent of the stage and
-        of `processes`.
+        """Return masters and optimizer by name, each master in one process only.
+
+        The state is independent of the stage and of the number of processes.
         """
         mine = self.optimizer.state_dict()
         generators = torch.stack(self._processes.gathered(mine["generator"]))
-        stepped = set().union(
-            *self._processes.gathered({n for n, s in mine["masters"].items() if any(s["moments"])})
-        )
-        masters, steps = {}, {}
+        own_moments = {name: state["moments"] for name, state in mine["masters"].items()}
+        stepped_here = {name for name, moments in own_moments.items() if any(moments)}
+        stepped = set().union(*self._processes.gathered(stepped_here))
+        masters = {}
+        steps = {}
+        # Every process gathers every master, but stores only its turn's, so that none holds all.
         for number, (name, master) in enumerate(self._rows.items()):
             cut = shard_of(master) is not None
-            whole = whole_value(master) if cut else master.detach()
-            moments = self._whole_moments(
-                name, master, mine["masters"][name]["moments"], name in stepped
-            )
+            value = whole_value(master) if cut else master.detach()
+            moments = self._whole_moments(name, master, own_moments[name], name in stepped)
             if number % self._processes.world == self._processes.rank:
-                masters[name] = whole.cpu() if cut else whole
+                masters[name] = value.cpu() if cut else value
                 steps[name] = {"moments": on_host(moments) if cut else moments}
-        return {
-            "masters": masters,
-            "optimizer": {"masters": steps, "generator": generators},
-        }
+        optimizer = {"masters": steps, "generator": generators}
+        return {"masters": masters, "optimizer": optimizer}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over the `state_dict`s of all processes, put together; `ConfigError` where they are
-        of other masters.
+        """Restore the `state_dict`s of all processes, put together.
+
+        Raises `ConfigError` if they belong to other masters.
         """
         require_same_masters(state["optimizer"], self._model.masters)
         steps = {}
         for name, master in self._model.masters.items():
-            shard, saved = (
-                shard_of(master),
-                state["masters"][name].to(self._model.device),
-            )
+            shard = shard_of(master)
+            saved = state["masters"][name].to(self._model.device)
             with torch.no_grad():
                 master.copy_(saved if shard is None else shard.rows(saved))
             moments = state["optimizer"]["masters"][name]["moments"]
@@ -135,13 +143,19 @@ class ShardedOptimizer:
         self.optimizer.load_state_dict({**state["optimizer"], "masters": steps})
 
     def _keys(self, name: str) -> tuple[str, ...]:
+        """Return the names of a master's moments in torch's state."""
         return (MOMENTUM,) if name in self._matrices else _MOMENTS
 
     def _whole_moments(
         self, name: str, master: nn.Parameter, mine: list[dict[str, Any]], stepped: bool
     ) -> list[dict[str, Any]]:
-        """As `MasterStep.state_dict` has them of the whole master, those of several matrices as
-        views of one tensor. mine: of this process's rows.
+        """Return the moments of the whole master, as `MasterStep.state_dict` has them.
+
+        Moments of several matrices are views of one tensor.
+
+        Args:
+            mine: moments of this process's rows.
+            stepped: whether any process has moments of this master.
         """
         shard = shard_of(master)
         if shard is None:
@@ -151,11 +165,10 @@ class ShardedOptimizer:
             return [{} for _ in indices]
         whole = {}
         for key in self._keys(name):
-            rows = torch.cat(
-                [part[key].flatten() for part in mine if key in part] or [master.new_empty(0)]
-            )
-            room = torch.empty(shard.shape, device=master.device)
-            whole[key] = fill(room, rows.view(master.shape), shard)
+            parts = [part[key].flatten() for part in mine if key in part]
+            rows = torch.cat(parts or [master.new_empty(0)])
+            buffer = torch.empty(shard.shape, device=master.device)
+            whole[key] = fill(buffer, rows.view(master.shape), shard)
         counts = {} if name in self._matrices else {"step": mine[0]["step"]}
         return [
             {**counts, **{key: tensor[index] for key, tensor in whole.items()}} for index in indices
@@ -164,7 +177,7 @@ class ShardedOptimizer:
     def _own_moments(
         self, name: str, master: nn.Parameter, saved: list[dict[str, Any]]
     ) -> list[dict[str, Any]]:
-        """The inverse of `_whole_moments`, for this process's rows."""
+        """Return the moments of this process's rows, the inverse of `_whole_moments`."""
         shard = shard_of(master)
         if shard is None:
             return saved
@@ -185,13 +198,12 @@ class ShardedOptimizer:
 def share_of(
     config: LearnerConfig, processes: Processes, schemes: Sequence[Scheme]
 ) -> Share | None:
-    """What this process reads of the masters, where `learner.zero_stage` is 3; None where all of
-    them. schemes: of the model's layers; rows that share a block of one stay together.
+    """Return the part of the masters that this process reads if `learner.zero_stage` is 3, else
+    None.
+
+    schemes: schemes of the model's layers. Rows that share a block of a scheme stay together.
     """
     if config.zero_stage != 3:
         return None
-    return Share(
-        processes.rank,
-        processes.world,
-        max((s.block[0] for s in schemes if s.block), default=1),
-    )
+    block_rows = max((scheme.block[0] for scheme in schemes if scheme.block), default=1)
+    return Share(processes.rank, processes.world, block_rows)
