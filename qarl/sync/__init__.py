@@ -1,3 +1,3 @@
-"""Publishing: the tensors the forward used, into the engine or a checkpoint folder, proven on
-arrival.
+"""Publishing: the tensors that the forward used go into the engine or a checkpoint folder, and are
+verified on arrival.
 """

@@ -1,5 +1,5 @@
-"""Before step 0: what the learner will multiply with, against what the engine reports, layer by
-layer.
+"""The audit before step 0: it compares, layer by layer, what the learner will multiply with and
+what the engine reports.
 """
 
 from dataclasses import dataclass
@@ -10,26 +10,28 @@ from qarl.quant.runtime.batch_invariance import BATCH_INVARIANT
 from qarl.quant.types import LayerReport
 
 if TYPE_CHECKING:
-    # imports torch, which a reader of audits does without
+    # This imports torch, which a reader of audits does not need.
     from qarl.quant.model.row_check import RowCheck
 
 
 class AuditError(QarlError, heading="audit"):
-    """Learner and engine disagree about a layer; training would optimize another policy than it
+    """Learner and engine disagree about a layer, so training would optimize another policy than it
     samples.
     """
 
 
 @dataclass(frozen=True)
 class AuditRow:
-    """One layer on both sides; a side is None where it does not know the layer. problem: "" where
-    they agree.
-    """
+    """One layer as the learner and as the engine see it."""
 
     name: str
+    """Name of the layer."""
     learner: LayerReport | None
+    """The learner's report; None if it does not know the layer."""
     engine: LayerReport | None
+    """The engine's report; None if it does not know the layer."""
     problem: str
+    """The disagreement, in words; "" if they agree."""
 
 
 def audit(
@@ -40,11 +42,14 @@ def audit(
 ) -> list[AuditRow]:
     """Pair the reports by layer name.
 
-    same_kernels: whether a different kernel is a disagreement (it is when the learner claims the
-    engine's kernels). same_bits: whether a kernel whose sums may depend on the batch is a
-    disagreement (on GPUs, with `bitwise`).
+    Args:
+        same_kernels: whether a different kernel is a disagreement (it is when the learner claims
+            the engine's kernels).
+        same_bits: whether a kernel whose sums may depend on the batch is a disagreement (on GPUs,
+            with `bitwise`).
     """
-    ours, theirs = ({layer.name: layer for layer in side} for side in (learner, engine))
+    ours = {layer.name: layer for layer in learner}
+    theirs = {layer.name: layer for layer in engine}
     names = list(ours) + [name for name in theirs if name not in ours]
     return [
         _compare(name, ours.get(name), theirs.get(name), same_kernels, same_bits) for name in names
@@ -52,7 +57,7 @@ def audit(
 
 
 def require_agreement(rows: list[AuditRow]) -> None:
-    """Raise `AuditError` naming the layers that disagree, and how."""
+    """Raise `AuditError` if layers disagree, naming them and their problems."""
     wrong = [row for row in rows if row.problem]
     if wrong:
         shown = "\n".join(f"  {row.name}: {row.problem}" for row in wrong[:8])
@@ -65,7 +70,7 @@ def require_agreement(rows: list[AuditRow]) -> None:
 
 
 def require_equal_rows(checked: "RowCheck") -> None:
-    """Raise `AuditError` where a kernel computes a row otherwise beside other rows, as `bitwise`
+    """Raise `AuditError` if a kernel's result for a row depends on the other rows, as `bitwise`
     forbids.
     """
     if checked.dependent:
@@ -82,20 +87,19 @@ def _compare(
     same_kernels: bool,
     same_bits: bool,
 ) -> AuditRow:
+    """Compare one layer's reports."""
     if ours is None or theirs is None:
         problem = f"known to the {'engine' if ours is None else 'learner'} only"
     else:
-        fields = [
-            "scheme",
-            "group_size",
-            "dtype",
-            *(["kernel"] if same_kernels else []),
+        fields = ["scheme", "group_size", "dtype"]
+        if same_kernels:
+            fields.append("kernel")
+        differences = [
+            f"{field} {getattr(ours, field)!r} (learner) and {getattr(theirs, field)!r} (engine)"
+            for field in fields
+            if getattr(ours, field) != getattr(theirs, field)
         ]
-        differing = [f for f in fields if getattr(ours, f) != getattr(theirs, f)]
-        problem = _different_ignore_lists(ours, theirs) or ", ".join(
-            f"{f} {getattr(ours, f)!r} (learner) and {getattr(theirs, f)!r} (engine)"
-            for f in differing
-        )
+        problem = _different_ignore_lists(ours, theirs) or ", ".join(differences)
         if same_bits and not problem and BATCH_INVARIANT not in theirs.kernel:
             problem = (
                 f"kernel {theirs.kernel!r} is not known to be batch-invariant, as `bitwise` asks"
@@ -104,15 +108,15 @@ def _compare(
 
 
 def _different_ignore_lists(ours: LayerReport, theirs: LayerReport) -> str:
-    """In words, where one side quantizes a layer that the other leaves in the compute dtype; ""
-    elsewhere.
+    """Return a message if one side quantizes a layer that the other leaves in the compute dtype,
+    else "".
     """
     sides = {"learner": ours.scheme, "engine": theirs.scheme}
-    leaving = [side for side, scheme in sides.items() if scheme == "bf16"]
-    if len(leaving) != 1:
+    ignoring = [side for side, scheme in sides.items() if scheme == "bf16"]
+    if len(ignoring) != 1:
         return ""
-    (other,) = sides.keys() - leaving
+    (quantizing,) = sides.keys() - ignoring
     return (
-        f"different ignore lists: the {leaving[0]} leaves this layer in the compute dtype, the"
-        f" {other} quantizes it in {sides[other]!r}"
+        f"different ignore lists: the {ignoring[0]} leaves this layer in the compute dtype, the"
+        f" {quantizing} quantizes it in {sides[quantizing]!r}"
     )

@@ -1,5 +1,6 @@
-"""Publish into a folder: a deployable checkpoint for vLLM and transformers, of config, tokenizer,
-published tensors.
+"""Export to a folder: a deployable checkpoint for vLLM and transformers.
+
+It consists of config, tokenizer and published tensors.
 """
 
 import json
@@ -32,46 +33,50 @@ _COMPANIONS = (
     "chat_template.jinja",
     "generation_config.json",
 )
+"""Files of a model folder that are copied beside the tensors: tokenizer and generation config."""
 
 
 class ExportError(QarlError, heading="export"):
-    """A checkpoint folder that could not be written, or does not hold what was published."""
+    """A checkpoint folder could not be written, or does not contain what was published."""
 
 
 def export_checkpoint(
     model: LowBitModel, source: Path, folder: Path, note: dict[str, Any] | None = None
 ) -> StreamDigest:
-    """Write the model's present weight version to `folder`; `source` gives tokenizer and generation
-    config. note: what qarl.json is to say, besides the digest; None writes none.
+    """Write the model's present weight version to `folder`.
+
+    source: folder whose tokenizer and generation config are copied. note: contents of qarl.json, to
+    which the digest is added. Default: no such file.
     """
     return write_checkpoint(model.low_bit_tensors(), checkpoint_config(model), source, folder, note)
 
 
 def export_masters(model: LowBitModel, source: Path, folder: Path) -> None:
-    """Write the model's masters to `folder` as transformers writes them, in the master dtype: a
-    model to train on from.
+    """Write the model's masters to `folder` as transformers writes them, in the master dtype.
 
-    source: folder whose tokenizer and generation config are copied. The folder appears complete or
-    not at all. Raises `ExportError` where it exists.
+    Training can start from the result. The folder appears complete or not at all. Raises
+    `ExportError` if it exists.
+
+    source: folder whose tokenizer and generation config are copied.
     """
     if folder.exists():
         raise ExportError(f"folder {str(folder)!r} exists; choose another or remove it")
-    whole = empty_model(model.config)
-    whole.load_state_dict(model.loaded_state(), strict=False, assign=True)
-    whole.tie_weights()
+    plain = empty_model(model.config)
+    plain.load_state_dict(model.loaded_state(), strict=False, assign=True)
+    plain.tie_weights()
     with written_aside(folder) as building:
-        whole.save_pretrained(building)
+        plain.save_pretrained(building)
         copy_companions(source, building)
 
 
 def checkpoint_config(model: LowBitModel) -> dict[str, Any]:
-    """config.json of the exported model: the architecture's, the compute dtype, the scheme's
+    """Return the config.json of the exported model: architecture, compute dtype and
     quantization.
     """
     config = model.config.to_dict()
     config["dtype"] = str(model.dtype).removeprefix("torch.")
     config.pop("quantization_config", None)
-    # where the masters were read from, a path of this machine
+    # The folder of the masters is a path of this machine.
     config.pop("_name_or_path", None)
     quantization = model.plan.quantization_config(model.context.kv_cache)
     if quantization is not None:
@@ -86,19 +91,26 @@ def write_checkpoint(
     folder: Path,
     note: dict[str, Any] | None = None,
 ) -> StreamDigest:
-    """Write a stream as safetensors beside config and tokenizer; the folder appears complete or not
-    at all.
+    """Write a stream as safetensors beside config and tokenizer, and return the digest of what was
+    written.
 
-    config: contents of config.json. source: folder whose tokenizer and generation config are
-    copied. note: of qarl.json, to which the digest is added; None writes none. Returns the digest
-    of what was written. Raises `ExportError` where the folder exists or the disk refuses.
+    The folder appears complete or not at all.
+
+    Args:
+        config: contents of config.json.
+        source: folder whose tokenizer and generation config are copied.
+        note: contents of qarl.json, to which the digest is added. Default: no such file.
+
+    Raises:
+        ExportError: the folder exists, or writing failed.
     """
     if folder.exists():
         raise ExportError(f"folder {str(folder)!r} exists; choose another or remove it")
     try:
         with written_aside(folder) as building:
             building.mkdir(parents=True)
-            files = dict(write_tensors(stream, building, digest := StreamDigest()))
+            digest = StreamDigest()
+            files = dict(write_tensors(stream, building, digest))
             _name_files(building, files, digest.bytes)
             (building / "config.json").write_text(
                 json.dumps(config, indent=2, sort_keys=True) + "\n"
@@ -107,7 +119,7 @@ def write_checkpoint(
                 note = {**note, "digest": digest.hexdigest()}
                 (building / "qarl.json").write_text(json.dumps(note, indent=2) + "\n")
             copy_companions(source, building)
-    # safetensors' own is what a full disk raises while it writes
+    # A full disk raises safetensors' own error while it writes.
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ExportError(f"cannot write checkpoint {str(folder)!r}: {reason}") from error
@@ -115,8 +127,8 @@ def write_checkpoint(
 
 
 def copy_companions(source: Path, folder: Path) -> None:
-    """Copy a model folder's tokenizer and generation config, whichever files it has, into another
-    folder.
+    """Copy the tokenizer and generation config of a model folder to another, as far as its files
+    exist.
     """
     for name in _COMPANIONS:
         if (source / name).is_file():
@@ -124,16 +136,17 @@ def copy_companions(source: Path, folder: Path) -> None:
 
 
 def _name_files(folder: Path, files: dict[str, list[str]], total: int) -> None:
-    """As transformers looks for them. files: by name, and the tensors in each. total: bytes of all
-    tensors.
+    """Name files as transformers looks for them, with an index if there are several.
+
+    files: name of each file → names of its tensors. total: bytes of all tensors.
     """
     names = [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
     names = names if len(names) > 1 else ["model.safetensors"]
     for file, name in zip(files, names, strict=True):
         (folder / file).rename(folder / name)
     if len(names) > 1:
-        index = {
+        weight_map = {
             key: name for name, keys in zip(names, files.values(), strict=True) for key in keys
         }
-        written = {"metadata": {"total_size": total}, "weight_map": index}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(written, indent=2) + "\n")
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")

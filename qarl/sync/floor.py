@@ -1,15 +1,15 @@
-"""How far two right implementations of a model are apart: what bounds on learner against engine are
-measured from.
+"""The rounding floor: how far two correct implementations of a model differ. Bounds on the
+difference of learner and engine are multiples of it.
 
-Two implementations that multiply the same codes in the same dtype still add up in other orders, and
-round otherwise. How far that carries depends on the model: a narrow one of two layers parts by a
-thousandth of a nat a token, SmolLM2-135M by 0.05 in bfloat16 and by 0.2 with int8 activations,
-whose codes flip. So a run asks its own model: the same sequences are scored twice, once with every
-product's results moved at random by up to one unit in their last place.
+Two implementations that multiply the same codes in the same dtype add in different orders, and so
+round differently. The effect depends on the model. A narrow one of two layers differs by a
+thousandth of a nat a token, SmolLM2-135M by 0.05 in bfloat16, and by 0.2 with int8 activations,
+whose codes flip. So a run measures its own model: the same sequences are scored twice, the second
+time with every product's results changed at random by up to one unit in the last place.
 
-Measured of SmolLM2-135M in w8a8: the two forms are 0.24 nats a token apart, and a learner with
-transformers' operators, which is right, is 0.23 from the engine. Rows of one layer's values
-permuted: 3.5.
+Measured with SmolLM2-135M in w8a8: the two forms are 0.24 nats a token apart, and a learner with
+transformers' operators, which is correct, is 0.23 from the engine. With the rows of one layer's
+values permuted it is 3.5.
 
 Axes: B sequences, T tokens, of which T-1 are predicted.
 """
@@ -26,21 +26,23 @@ from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.model.row_check import RowCheck
 
 ROUNDED = 2.0
-"""Times the floor that a right implementation of other operators or kernels may be apart."""
+"""Multiple of the floor by which a correct implementation with other operators or kernels may
+differ.
+"""
 EXACT = 0.1
-"""The same where learner and engine have the same kernels, each of which computes a row alike
-beside any others. Equality is expected then. A fault as small as one step's update moves log-probs
-by as much as other roundings do, so that a tenth of the floor tells it, and leaves room for what
+"""The same if learner and engine have the same kernels, and each computes a row independently of
+other rows. Equality is expected then. A fault as small as one step's update changes log-probs as
+much as other roundings do, so a tenth of the floor reveals it. It leaves room for cases that
 nobody tried.
 """
 OTHER_ROUNDINGS_SEED = 65
+"""Seed of the random changes to products."""
 
 
 class FixedSequences:
     """Fixed sequences, scored by the published codes with layers of the learner's own.
 
-    sequences: token ids, at least two each. tokens: int64 [B, T], padded on the right.
-    response_mask: bool [B, T-1].
+    sequences: token ids, at least two each.
     """
 
     def __init__(self, model: LowBitModel, sequences: Sequence[Sequence[int]]):
@@ -48,45 +50,48 @@ class FixedSequences:
         self.tokens = pad_sequence(
             [torch.tensor(sequence) for sequence in sequences], batch_first=True
         )
+        """Token ids, int64 [B, T], padded on the right."""
         lengths = torch.tensor([len(sequence) for sequence in sequences])
         self.response_mask = torch.arange(1, self.tokens.shape[1])[None] < lengths[:, None]
+        """Positions whose next token is scored, bool [B, T-1]: all but padding."""
         self._floor: Mismatch | None = None
 
     @torch.no_grad()
     def logprobs(self) -> torch.Tensor:
         """Return log-probs of every token but each sequence's first, fp32 [B, T-1], on the CPU."""
-        model, device = self._model, self._model.device
-        tokens, mask = self.tokens.to(device), self.response_mask.to(device)
+        model = self._model
+        tokens = self.tokens.to(model.device)
+        mask = self.response_mask.to(model.device)
         with model.forward_as(Forward.PUBLISHED), model.context.own_products():
             logprobs, _ = token_logprobs(model, tokens, mask, entropy=False)
         return logprobs.cpu()
 
     def floor(self) -> Mismatch:
-        """Return how far two right forms are apart on these sequences, measured by two forwards at
-        the first call.
+        """Return how far two correct implementations differ on these sequences.
 
-        All processes that share codes come here together.
+        The first call measures it by two forwards. Collective: all processes that share codes call
+        it together.
         """
         if self._floor is None:
             expected = self.logprobs()
             with self._model.context.other_roundings(OTHER_ROUNDINGS_SEED):
-                moved = self.logprobs()
-            self._floor = measure_mismatch(moved, expected, self.response_mask)
+                rerounded = self.logprobs()
+            self._floor = measure_mismatch(rerounded, expected, self.response_mask)
         return self._floor
 
 
 def tolerance(model: LowBitModel, rows: RowCheck | None) -> float:
-    """Return how many times the floor learner and engine may be apart: `EXACT` or `ROUNDED`.
+    """Return the multiple of the floor by which learner and engine may differ: `EXACT` or
+    `ROUNDED`.
 
-    rows: the self-test of the kernels that both multiply with; None where the learner has others
-    than the engine.
+    rows: self-test of the kernels that both multiply with; None if their kernels differ.
     """
     same_kernels = rows is not None and not rows.dependent
-    # on GPUs attention and sampling have kernels that the self-test does not ask
+    # On GPUs the self-test does not cover the kernels of attention and sampling.
     on_cpu = model.device.type == "cpu"
     return EXACT if same_kernels and on_cpu and model.operators == "engine" else ROUNDED
 
 
 def describe_tolerance(times: float) -> str:
-    """Return the words in which a bound of so many times the floor is explained."""
+    """Return the words that explain a bound of `times` the floor."""
     return f"{times:g} times what two right implementations of this model are apart in rounding"

@@ -11,44 +11,48 @@ from qarl.sync.floor import describe_tolerance
 
 
 class GateError(QarlError, heading="gate"):
-    """The first batch shows two policies; training would start off-policy."""
+    """Learner and sampler are two policies on the first batch, so training would start
+    off-policy.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gate:
-    """Holds the first batch to bounds, in nats.
-
-    bound: on mean |log w|. k3_bound: on the k3 estimate of KL(sampler ‖ learner). Where one is None
-    it is `tolerance` times what two right implementations are apart on the same batch; of k3, which
-    is quadratic, its square times.
-    """
+    """Check of the first batch's mismatch against bounds, in nats."""
 
     bound: float | None = None
+    """Bound on mean |log w|. Default: `tolerance` times the floor of the batch."""
     k3_bound: float | None = None
+    """Bound on the k3 estimate of KL(sampler ‖ learner). Default: the square of `tolerance`
+    times the floor of the batch, because k3 is quadratic.
+    """
     tolerance: float
+    """Multiple of the floor by which learner and sampler may differ. The floor is how far two
+    correct implementations differ on the same batch.
+    """
 
     def __call__(self, mismatch: Mismatch, floor: Callable[[], Mismatch]) -> None:
-        """Raise `GateError` beyond a bound; NaN is beyond any.
+        """Raise `GateError` beyond a bound. NaN is beyond any bound.
 
-        floor: measures how far two right implementations are apart on the batch. All processes call
-        it or none, and none where the log-probs are equal.
+        floor: measures how far two correct implementations differ on the batch. All processes call
+        it or none. It is not called if the log-probs are equal.
         """
         if mismatch.max_abs == 0:
             return
-        measured = floor() if self.bound is None or self.k3_bound is None else None
-        bound, k3_bound, explained = self.bound, self.k3_bound, ""
-        if measured is not None:
+        bound = self.bound
+        k3_bound = self.k3_bound
+        explained = ""
+        if bound is None or k3_bound is None:
+            measured = floor()
             explained = f" ({describe_tolerance(self.tolerance)})"
             bound = self.tolerance * measured.mean_abs_log_w if bound is None else bound
             k3_bound = self.tolerance**2 * abs(measured.k3) if k3_bound is None else k3_bound
-        assert bound is not None
-        assert k3_bound is not None
         values = (
             ("mean |log w|", mismatch.mean_abs_log_w, bound),
             ("k3-KL", abs(mismatch.k3), k3_bound),
         )
         for name, value, limit in values:
-            if not value <= limit:
+            if not value <= limit:  # NaN too
                 raise GateError(
                     f"step-0 gate: {name} between learner and sampler is {value:.4g}, above the"
                     f" bound {limit:.4g}{explained}; they are not the same policy. See the audit"

@@ -1,15 +1,18 @@
-"""Weight versions into the engine: the bytes the forward used go there, and every claim about them
-is checked.
+"""The publisher: it writes weight versions into the engine, and verifies every claim about them.
 
-A learner in the engine's process multiplies with the engine's own layers
-(`Publisher.share_layers`). Every version is then written into them as it is made, and the publish
-admits it to sampling; elsewhere the publish writes it.
+The engine gets the bytes that the forward used. A learner in the engine's process multiplies with
+the engine's own layers (`Publisher.share_layers`). Every version is then written into them when it
+is made, and publishing only admits it to sampling. Otherwise publishing writes it.
 
-(1) the stream's digest is the same on both ends; (2) nothing sent is unconsumed, nothing expected
-is missing; (3) at the first publish and every `canary_every`-th, the engine's log-probs of fixed
-sequences are compared with the learner's, by layers of its own: shared ones would agree with
-themselves. Any failure raises `PublishError`: the run stops rather than train on another policy's
-samples.
+Three things are verified:
+
+1. The stream's digest is the same on both ends.
+2. Every tensor that was sent was consumed, and none that was expected is missing.
+3. At the first publish, and at every `canary_every`-th, the engine's log-probs of fixed sequences
+   are compared with the learner's. The learner uses layers of its own for that, because shared
+   layers would agree with themselves.
+
+Any failure raises `PublishError`: the run stops rather than train on samples of another policy.
 """
 
 import time
@@ -36,27 +39,32 @@ class PublishError(QarlError, heading="publish"):
 
 @dataclass(frozen=True)
 class Publish:
-    """One version that the engine holds, verified. digest: of the stream. seconds: of writing and
-    verifying. canary: learner against engine on the fixed sequences, None where this publish had
-    none.
-    """
+    """One version that the engine holds, verified."""
 
     version: int
+    """Number of the weight version."""
     digest: str
+    """Digest of the stream, in hexadecimal."""
     tensors: int
+    """Number of tensors in the stream."""
     bytes: int
+    """Size of the stream in bytes."""
     seconds: float
+    """Wall time of writing and verifying, without the canary."""
     canary: Mismatch | None = None
+    """Mismatch of learner and engine on the fixed sequences; None if this publish had no canary."""
 
 
 class Publisher:
     """Publishes one model into one engine.
 
-    sequences: token ids of the canary's fixed sequences, at least two tokens each; without any
-    there is no canary. bound: on the canary's mean |Δ log p|, in nats; 0 where all are to be equal
-    (`bitwise`); None: twice what two right implementations of the model are apart (`sync.floor`),
-    or as many times as `tolerate` says. canary_every: publishes between canaries. processes: those
-    that publish together, each into its own engine.
+    Args:
+        sequences: token ids of the canary's fixed sequences, at least two tokens each. If there are
+            none, there is no canary.
+        bound: bound on the canary's mean |Δ log p|, in nats; 0 if all must be equal (`bitwise`).
+            None: twice the floor (`sync.floor`), or the multiple that `tolerate` sets.
+        canary_every: number of publishes between canaries.
+        processes: the processes that publish together, each into its own engine. Default: this one.
     """
 
     def __init__(
@@ -72,17 +80,25 @@ class Publisher:
         self._engine = engine
         self._sequences = [list(s) for s in sequences]
         self._fixed = FixedSequences(model, sequences) if sequences else None
-        self._bound, self._tolerance = bound, ROUNDED
+        """The canary's sequences; None without a canary."""
+        self._bound = bound
+        self._tolerance = ROUNDED
+        """Multiple of the floor that bounds canaries."""
         self._canary_every = canary_every
         self._processes = processes or Processes()
         self._published = 0
+        """Number of publishes so far."""
         self._version = 0
+        """Version published last."""
         self._written: Publish | None = None
+        """Version that is written into shared layers, but not published yet."""
 
     def share_layers(self) -> None:
-        """Have the learner multiply with the engine's own layers from here on: no second copy of
-        the weights. Every version is written into the engine as it is made. Raises `KernelError`,
-        and changes nothing, where learner and engine have not the same layers in one process.
+        """Make the learner multiply with the engine's own layers, without a second copy of the
+        weights.
+
+        Every version is then written into the engine when it is made. Raises `KernelError`, and
+        changes nothing, if learner and engine do not have the same layers in one process.
         """
         layers = self._engine.shared_layers()
         if layers is None:
@@ -91,27 +107,29 @@ class Publisher:
         self._model.on_refresh(self._write_ahead)
 
     def tolerate(self, tolerance: float) -> None:
-        """Hold canaries to so many times the floor from here on, where no bound was given."""
+        """Set the multiple of the floor that bounds canaries from now on, if no bound was given."""
         self._tolerance = tolerance
 
     def unshare(self) -> None:
-        """Let the engine's layers go; the learner makes its own again where it needs any."""
+        """Stop using the engine's layers. The learner makes its own when it needs them."""
         self._model.multiply_with(None)
         self._model.on_refresh(None)
 
     def publish(self, version: int) -> Publish:
-        """Let the engine sample from the model's present tensors as weight version `version`, and
-        verify them.
+        """Admit the model's present tensors to sampling as weight version `version`, and verify
+        them.
         """
         start = time.perf_counter()
-        ahead, self._written = self._written, None
+        ahead = self._written
+        self._written = None
         written = ahead if ahead is not None and ahead.version == version else self._write(version)
         digests = self._processes.gathered(written.digest)
         self._check(
             len(set(digests)) == 1,
             version,
-            f"the processes materialized different tensors: {_apart(digests)}",
+            f"the processes materialized different tensors: {_differing_digests(digests)}",
         )
+        # Writing ahead took its time before this call.
         seconds = time.perf_counter() - start + (written.seconds if written is ahead else 0.0)
         due = bool(self._sequences) and self._published % self._canary_every == 0
         self._published += 1
@@ -120,6 +138,7 @@ class Publisher:
         return replace(written, seconds=seconds, canary=canary)
 
     def _write_ahead(self) -> None:
+        """Write the next version into shared layers when it is made."""
         self._written = None
         self._written = self._write(self._version + 1)
 
@@ -152,11 +171,13 @@ class Publisher:
         )
 
     def canary(self, version: int) -> Mismatch:
-        """Compare all replicas' log-probs of fixed sequences; the farthest. Raises `PublishError`
-        beyond the bound.
+        """Compare all replicas' log-probs of fixed sequences, and return the largest mismatch.
+
+        Raises `PublishError` beyond the bound.
         """
         assert self._fixed is not None
-        learner, mask = self._fixed.logprobs(), self._fixed.response_mask
+        learner = self._fixed.logprobs()
+        mask = self._fixed.response_mask
         mismatches: list[Mismatch] = []
         for logprobs in self._engine.logprobs_of_each(self._sequences):
             sampler = pad_sequence([torch.tensor(row) for row in logprobs], batch_first=True)
@@ -174,7 +195,7 @@ class Publisher:
         return max(mismatches, key=lambda mismatch: mismatch.mean_abs)
 
     def _canary_bound(self) -> tuple[float, str]:
-        """The bound in nats, and what it is, in words."""
+        """Return the bound in nats, and its origin in words."""
         if self._bound is not None:
             return self._bound, "sync.canary_bound" if self._bound else "bitwise"
         assert self._fixed is not None
@@ -182,12 +203,15 @@ class Publisher:
         return self._tolerance * self._fixed.floor().mean_abs, words
 
     def _check(self, holds: bool, version: int, problem: str) -> None:
+        """Raise `PublishError` with the problem unless `holds`."""
         if not holds:
             raise PublishError(
                 f"publish of weight version {version} failed: {problem}; the run stops here"
             )
 
 
-def _apart(digests: Sequence[str]) -> str:
-    other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), 0)
-    return f"digest {digests[0][:16]}… in process 0, {digests[other][:16]}… in process {other}"
+def _differing_digests(digests: Sequence[str]) -> str:
+    """Return the digests of process 0 and of the first process that differs from it, in words."""
+    differing = (rank for rank, digest in enumerate(digests) if digest != digests[0])
+    rank = next(differing, 0)
+    return f"digest {digests[0][:16]}… in process 0, {digests[rank][:16]}… in process {rank}"
