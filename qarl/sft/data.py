@@ -1,6 +1,6 @@
 """Pairs of a prompt and a completion: the rows of a file or data set, and their tokens.
 
-Imports neither torch nor transformers: a wrong row is told in milliseconds.
+Imports neither torch nor transformers, so that a wrong row is reported in milliseconds.
 """
 
 from collections.abc import Sequence
@@ -18,29 +18,35 @@ from qarl.tasks.rows import FILES, HUB, Row, file_rows, hub_rows, is_table
 from qarl.tasks.table import ROLES
 
 COLUMNS = (("messages",), ("prompt", "completion"), ("question", "answer"))
-"""The forms of a row, by the columns that it needs."""
+"""The forms of a row, by the columns that it must have."""
 _HASHES = 2**64
+"""Number of values of a hash."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """One example. problem: the prompt, with the completion's text as its answer. heldout: not
-    learned from.
-    """
+    """One example."""
 
     problem: Problem
+    """The prompt, with the completion's text as its answer."""
     heldout: bool
+    """Whether it is held out, and so not learned from."""
 
 
 def read_pairs(task: TaskConfig, heldout: float) -> list[Pair]:
     """Return the pairs of the file, or of the Hugging Face data set, that the task names.
 
-    task: its name, subset and split say which rows; its system prompt goes before prompts that are
-    text. heldout: the fraction of the questions that is set aside, chosen by a hash of their text,
-    where a row of a file does not say so itself ("split": "train" or "heldout"). At 1/8 they are
-    those that `qarl train` sets aside. Raises `TaskError` for a file that is missing or empty, for
-    a row of none of the forms in `COLUMNS`, and where no pair is left to learn from, or to measure
-    on.
+    A row of a file may say itself whether it is held out ("split": "train" or "heldout"). Other
+    rows are chosen by a hash of their question. At 1/8 they are those that `qarl train` holds out.
+
+    Args:
+        task: name, subset and split select the rows. The system prompt goes before prompts that are
+            text.
+        heldout: fraction of the questions to hold out.
+
+    Raises:
+        TaskError: a file is missing or empty, a row has none of the forms in `COLUMNS`, or no pair
+            is left to learn from, or to measure on.
     """
     rows = _rows(task)
     if not rows:
@@ -55,9 +61,9 @@ def read_pairs(task: TaskConfig, heldout: float) -> list[Pair]:
         if task.system is not None and not problem.messages:
             problem = problem.behind(task.system)
         pairs.append(Pair(problem, is_heldout))
-    aside = sum(pair.heldout for pair in pairs)
-    if aside == len(pairs) or (heldout and not aside):
-        part = "all" if aside else "none"
+    heldout_count = sum(pair.heldout for pair in pairs)
+    if heldout_count == len(pairs) or (heldout and not heldout_count):
+        part = "all" if heldout_count else "none"
         raise TaskError(
             f"--heldout {heldout:g} sets {part} of the {len(pairs)} pairs of {task.name} aside;"
             " give another fraction (0: none), or more pairs"
@@ -69,11 +75,18 @@ def encode(prompter: Any, pairs: Sequence[Pair], longest: float | None) -> list[
     """Return the tokens of each pair as a group of one completion, for
     `learner.batching.make_batch`.
 
-    prompter: a `qarl.run.prompts.Prompter`; prompts are tokenized as `qarl train` does it. The
-    tokenizer's end token follows a completion, as a sampler's completion ends. longest: positions
-    of the model, None where it does not say. Raises `TaskError` for a completion without a token
-    and for a pair longer than that, `ModelError` for a tokenizer without an end token, and what
-    `Prompter.prompt` does.
+    Prompts are tokenized as `qarl train` does it. The tokenizer's end token follows a completion,
+    as a sampler's completion ends.
+
+    Args:
+        prompter: a `qarl.run.prompts.Prompter`.
+        longest: number of positions of the model; None if it does not say.
+
+    Raises:
+        TaskError: a completion has no token, or a pair is longer than `longest`.
+        ModelError: the tokenizer has no end token.
+
+    It also raises what `Prompter.prompt` does.
     """
     tokenizer = prompter.tokenizer
     end = tokenizer.eos_token_id
@@ -106,12 +119,16 @@ def encode(prompter: Any, pairs: Sequence[Pair], longest: float | None) -> list[
 
 
 def _group(prompt: Prompt, tokens: tuple[int, ...], text: str) -> Group:
+    """Return a pair's tokens as a group of one completion, with placeholders for what a sampler
+    reports.
+    """
     nothing_sampled = (0.0,) * len(tokens)
     completion = Completion(tokens, nothing_sampled, text, weight_version=0, finish_reason="stop")
     return Group(prompt, (completion,), rewards=(0.0,))
 
 
 def _rows(task: TaskConfig) -> list[Row]:
+    """Return the rows of the task's file or data set."""
     if task.name.startswith(HUB):
         return hub_rows(task.name, task.subset, task.split or "train", None)
     if not is_table(task.name):
@@ -120,7 +137,8 @@ def _rows(task: TaskConfig) -> list[Row]:
             " data set"
         )
     for field in ("subset", "split"):
-        if (value := getattr(task, field)) is not None:
+        value = getattr(task, field)
+        if value is not None:
             raise TaskError(
                 f"--task.{field} {value} is for a Hugging Face data set (hf:…), not for {task.name}"
             )
@@ -166,7 +184,7 @@ def _form(row: Row) -> tuple[str, ...]:
 
 
 def _turns(row: Row, column: str, role: str) -> list[Message]:
-    """Return a column's messages; text, or a whole number, is one of that role."""
+    """Return a column's messages. Text, or a whole number, is one message of that role."""
     value = row.values[column]
     if isinstance(value, int) and not isinstance(value, bool):
         value = str(value)
@@ -179,10 +197,12 @@ def _turns(row: Row, column: str, role: str) -> list[Message]:
     if not isinstance(value, list) or not value:
         raise TaskError(f"{row.where}: {shape}; got {quoted(value)}")
     for message in value:
-        speaker, content = (
-            map(message.get, ("role", "content")) if isinstance(message, dict) else (None, None)
+        is_message = (
+            isinstance(message, dict)
+            and message.get("role") in ROLES
+            and isinstance(message.get("content"), str)
         )
-        if speaker not in ROLES or not isinstance(content, str):
+        if not is_message:
             raise TaskError(
                 f"{row.where}: {shape}, of role {', '.join(ROLES)}; got {quoted(message)}"
             )
@@ -190,8 +210,9 @@ def _turns(row: Row, column: str, role: str) -> list[Message]:
 
 
 def _is_heldout(row: Row, question: str, fraction: float, hub: bool) -> bool:
-    """Whether a row is set aside. Its hash is read so that 1/`HELDOUT_ONE_IN` gives
-    `qarl.tasks.base.is_heldout`.
+    """Return whether a row is held out.
+
+    Its hash is read so that a fraction of 1/`HELDOUT_ONE_IN` gives `qarl.tasks.base.is_heldout`.
     """
     written = None if hub else row.values.get("split")
     if written and written not in get_args(Split):
@@ -200,8 +221,7 @@ def _is_heldout(row: Row, question: str, fraction: float, hub: bool) -> bool:
         )
     if written:
         return written == "heldout"
-    high, low = (
-        stable_hash(question) % HELDOUT_ONE_IN,
-        stable_hash(question) // HELDOUT_ONE_IN,
-    )
-    return high + low * HELDOUT_ONE_IN / _HASHES < fraction * HELDOUT_ONE_IN
+    # The remainder, which `is_heldout` looks at, is the high digit of a number in [0, 1), which is
+    # compared with the fraction; the quotient refines it.
+    quotient, remainder = divmod(stable_hash(question), HELDOUT_ONE_IN)
+    return remainder + quotient * HELDOUT_ONE_IN / _HASHES < fraction * HELDOUT_ONE_IN

@@ -1,5 +1,5 @@
-"""A run of `qarl sft`: what is refused before anything is loaded, the updates, and the two folders
-it leaves.
+"""A run of `qarl sft`: checks before anything is loaded, the updates, and the two folders it
+writes.
 """
 
 import json
@@ -27,7 +27,7 @@ from qarl.run.check import check_named_model, check_new_folder, check_schemes
 from qarl.run.export_note import export_note, write_card
 from qarl.sft.data import Pair, encode, read_pairs
 
-if TYPE_CHECKING:  # which imports torch
+if TYPE_CHECKING:  # this imports torch
     from qarl.sft.train import SftStep
 
 _LEARNER = (
@@ -42,6 +42,7 @@ _LEARNER = (
     "compile",
     "router_aux_loss",
 )
+"""Fields of the `learner` section that apply."""
 FIELDS = (
     "model",
     "scheme",
@@ -60,52 +61,65 @@ FIELDS = (
 )
 """Fields of a run's configuration that apply to supervised fine-tuning."""
 _UNSET_STEPS = 10**9
-"""While the number of pairs is not known, from which the steps follow."""
+"""Steps of the configuration while the number of pairs is unknown, from which they follow."""
 _ROOM = 2048
-"""Tokens of a prompt and its answer, where no pair is longer."""
+"""Number of tokens that the export allows for a prompt and its answer, if no pair is longer."""
 
 
 @dataclass(frozen=True)
 class SftPlan:
-    """What a run does. folder: to be made. source: the model's. learned, heldout: pairs as tokens.
-    batch: pairs a step. epochs: passes over the pairs, None where steps were given. pad_token: its
-    value reaches no loss.
-    """
+    """What a run does."""
 
     config: RunConfig
+    """The configuration."""
     folder: Path
+    """Run folder, not created yet."""
     source: Path
+    """Folder of the model."""
     learned: list[Group]
+    """Pairs to learn from, as tokens."""
     heldout: list[Group]
+    """Pairs held out, as tokens."""
     batch: int
+    """Number of pairs a step."""
     epochs: int | None
+    """Number of passes over the pairs; None if the number of steps was given."""
     pad_token: int
+    """Token id of the padding. Its value does not affect the loss."""
 
 
 @dataclass(frozen=True)
 class SftOutcome:
-    """export: folder of the deployable codes. masters: folder that `qarl train --model` reads.
-    before, after: mean −log p of the held-out pairs' completion tokens, nats; None where no pair is
-    held out.
-    """
+    """Folders and losses of a finished run."""
 
     export: Path
+    """Folder of the deployable codes."""
     masters: Path
+    """Folder that `qarl train --model` reads."""
     before: float | None
+    """Mean −log p of the held-out pairs' completion tokens before the first update, nats; None
+    if no pair is held out.
+    """
     after: float | None
+    """The same after the last update."""
 
 
 def sft_config(data: str, overrides: Mapping[str, str], steps: int = _UNSET_STEPS) -> RunConfig:
     """Return the configuration of a fine-tuning.
 
-    data: file or data set of the pairs. overrides: `FIELDS` by dotted path; their steps come before
-    `steps`. Raises `ConfigError` for a field that would do nothing here, and for values that are
-    wrong or contradict each other.
+    Args:
+        data: file or data set of the pairs.
+        overrides: values of `FIELDS` by dotted path.
+        steps: number of steps, unless the overrides set it.
+
+    Raises:
+        ConfigError: a field would have no effect here, or values are wrong or contradict each
+            other.
     """
     tree = {
         "task": {"name": data},
         "steps": steps,
-        # bounds nothing: pairs are as long as they are
+        # Required, but without effect: pairs have their own lengths.
         "rollout": {"max_prompt_tokens": 1, "max_new_tokens": 1},
         "learner": {"share_prompts": False, "optimizer": {"lr": 1e-5}},
     }
@@ -127,11 +141,16 @@ def plan_sft(
     epochs: int | None,
     heldout: float,
 ) -> SftPlan:
-    """Return what a run will do; nothing is written, and no weight is loaded.
+    """Return what a run will do. Nothing is written, and no weight is loaded.
 
-    data, overrides: as of `sft_config`. batch: pairs a step. epochs: passes over the pairs; None:
-    as many steps as the overrides say. heldout: fraction of the pairs that is set aside. Raises
-    what `sft_config`, `read_pairs`, `encode` and the checks of schemes, model and folder do.
+    Raises what `sft_config`, `read_pairs`, `encode` and the checks of schemes, model and folder do.
+
+    Args:
+        data: as in `sft_config`.
+        overrides: as in `sft_config`.
+        batch: number of pairs a step.
+        epochs: number of passes over the pairs. None: as many steps as the overrides say.
+        heldout: fraction of the pairs to hold out.
     """
     settings = sft_config(data, overrides)
     check_schemes(settings)
@@ -147,7 +166,7 @@ def plan_sft(
             f" {learned}"
         )
     steps = settings.steps if epochs is None else ceil(epochs * learned / batch)
-    # whose warm-up and decay have to fit the steps
+    # With the number of steps, which warm-up and decay have to fit.
     config = sft_config(data, overrides, steps)
     with phase("importing torch and transformers"):
         from qarl.run.prompts import open_prompter
@@ -172,10 +191,12 @@ def plan_sft(
 
 
 def run_sft(plan: SftPlan, show: Callable[["SftStep"], None]) -> SftOutcome:
-    """Fine-tune, write export and masters, and return where they are. show: called after each step.
+    """Fine-tune, write export and masters, and return where they are.
 
-    The folder is made once the model is loaded. Raises what `qarl.sft.train.open_learner` and
-    `update` do, and `ExportError` where a folder cannot be written.
+    The folder is created once the model is loaded. Raises what `qarl.sft.train.open_learner` and
+    `update` do, and `ExportError` if a folder cannot be written.
+
+    show: called after each step.
     """
     from qarl.sft.train import batch_rows, mean_loss, open_learner, pairs_batch, update
     from qarl.sync.export import export_checkpoint, export_masters
@@ -189,14 +210,11 @@ def run_sft(plan: SftPlan, show: Callable[["SftStep"], None]) -> SftOutcome:
     with (plan.folder / "metrics.jsonl").open("a", encoding="utf-8") as lines:
         for step in range(config.steps):
             rows = batch_rows(step, plan.batch, len(plan.learned), plan.epochs, config.seed)
-            done = update(
-                learner,
-                pairs_batch([plan.learned[row] for row in rows], plan.pad_token),
-                step,
-            )
-            lines.write(json.dumps(asdict(done)) + "\n")
+            batch = pairs_batch([plan.learned[row] for row in rows], plan.pad_token)
+            result = update(learner, batch, step)
+            lines.write(json.dumps(asdict(result)) + "\n")
             lines.flush()
-            show(done)
+            show(result)
     after = mean_loss(learner, measured) if measured else None
     outcome = SftOutcome(
         export=plan.folder / "export",
@@ -204,9 +222,8 @@ def run_sft(plan: SftPlan, show: Callable[["SftStep"], None]) -> SftOutcome:
         before=before,
         after=after,
     )
-    note = export_note(plan.folder, config, config.steps, outcome.export, plan.source) | _limits(
-        plan
-    )
+    note = export_note(plan.folder, config, config.steps, outcome.export, plan.source)
+    note |= _limits(plan)
     note["sft"] = {
         "pairs": len(plan.learned),
         "heldout_pairs": len(plan.heldout),
@@ -220,29 +237,36 @@ def run_sft(plan: SftPlan, show: Callable[["SftStep"], None]) -> SftOutcome:
 
 
 def _limits(plan: SftPlan) -> dict[str, int]:
-    """Return the tokens that the export is asked and answers in: room for the longest pair, and at
-    least `_ROOM` where the model has as many positions.
+    """Return the prompt and completion lengths for which the export is meant, in tokens.
+
+    They allow for the longest pair, and for at least `_ROOM` tokens if the model has as many
+    positions.
     """
     groups = [*plan.learned, *plan.heldout]
-    prompt = max(len(group.prompt.token_ids) for group in groups)
-    pair = max(
-        len(group.prompt.token_ids) + len(group.completions[0].token_ids) for group in groups
-    )
-    room = max(pair, min(_ROOM, int(positions(read_config(plan.source)) or _ROOM)))
-    return {"max_prompt_tokens": prompt, "max_new_tokens": room - prompt}
+    prompts = [len(group.prompt.token_ids) for group in groups]
+    completions = [len(group.completions[0].token_ids) for group in groups]
+    longest_prompt = max(prompts)
+    longest_pair = max(sum(pair) for pair in zip(prompts, completions, strict=True))
+    model_limit = int(positions(read_config(plan.source)) or _ROOM)
+    total = max(longest_pair, min(_ROOM, model_limit))
+    return {"max_prompt_tokens": longest_prompt, "max_new_tokens": total - longest_prompt}
 
 
 def _name(config: RunConfig) -> str:
-    return f"{Path(config.model).name}-{config.scheme}-sft-{time.strftime('%Y%m%d-%H%M%S')}"
+    """Return the default name of the run folder."""
+    now = time.strftime("%Y%m%d-%H%M%S")
+    return f"{Path(config.model).name}-{config.scheme}-sft-{now}"
 
 
 def _part(pairs: list[Pair], groups: list[Group], heldout: bool) -> list[Group]:
+    """Return the groups of the pairs that are held out, or of those that are not."""
     return [group for pair, group in zip(pairs, groups, strict=True) if pair.heldout == heldout]
 
 
 def _make_folder(plan: SftPlan) -> None:
-    """Make the run's folder with its settings. It has no config.yaml: it is no run that `qarl
-    train` goes on with.
+    """Create the run's folder with its settings.
+
+    It has no config.yaml, because `qarl train` cannot resume this run.
     """
     plan.folder.mkdir(parents=True)
     fields = {path: value for path, value in leaf_values(plan.config).items() if path in FIELDS}

@@ -1,7 +1,7 @@
 """Supervised fine-tuning of the low-bit policy: cross-entropy through the codes that are deployed.
 
-    pairs → −log p of the completions' tokens, by the learner's forward → straight-through gradients
-    → masters → codes
+    pairs → −log p of the completions' tokens, by the learner's forward
+          → straight-through gradients → masters → codes
 
 Axes: B sequences, T tokens, of which T-1 are predicted.
 """
@@ -26,26 +26,29 @@ from qarl.run.session import load_model, model_folder
 
 @dataclass(frozen=True)
 class SftStep:
-    """One update, a line of metrics.jsonl. step: from 1. loss: before the update, mean over the
-    batch's completion tokens, nats. tokens: of the completions, end tokens included. lr: learning
-    rate. grad_norm: global L2 norm before clipping. updated: false where the gradient was not
-    finite, and the masters stayed as they were. seconds: wall time.
-    """
+    """One update, a line of metrics.jsonl."""
 
     step: int
+    """Number of the step, from 1."""
     loss: float
+    """Mean −log p of the batch's completion tokens before the update, nats."""
     tokens: int
+    """Number of completion tokens, with end tokens."""
     lr: float
+    """Learning rate."""
     grad_norm: float
+    """Global L2 norm of the gradient before clipping."""
     updated: bool
+    """Whether the masters were updated. They are not if the gradient is not finite."""
     seconds: float
+    """Wall time of the step."""
 
 
 def open_learner(config: RunConfig) -> Learner:
     """Return a learner over the configuration's masters in its schemes, in this process, without an
     engine.
 
-    Raises what `load_model` does, and `GraphError` where no gradient reaches a master.
+    Raises what `load_model` does, and `GraphError` if no gradient reaches a master.
     """
     model = load_model(config, model_folder(config.model), config.learner, Processes())
     if model.operators == "engine":
@@ -56,32 +59,35 @@ def open_learner(config: RunConfig) -> Learner:
 def batch_rows(step: int, size: int, pairs: int, epochs: int | None, seed: int) -> list[int]:
     """Return which pairs a step learns from, `size` of them.
 
-    Each epoch has all pairs in a new order, by the seed; a step may take the end of one and the
-    beginning of the next. step: from 0. epochs: after so many no pair is left, so that the last
-    step has fewer; None: they never end.
+    Each epoch has all pairs in a new order, by the seed. A step may take the end of one epoch and
+    the beginning of the next.
+
+    step: from 0. epochs: number of passes after which no pair is left, so the last step has fewer.
+    None: unlimited.
     """
     end = (step + 1) * size if epochs is None else min((step + 1) * size, epochs * pairs)
-    places = torch.arange(step * size, end)
+    # Positions in the sequence of all epochs' pairs.
+    positions = torch.arange(step * size, end)
+    epoch_of_position = positions // pairs
     rows = []
-    for epoch in places.div(pairs, rounding_mode="floor").unique().tolist():
+    for epoch in epoch_of_position.unique().tolist():
         generator = torch.Generator().manual_seed(step_seed(seed, epoch))
         order = torch.randperm(pairs, generator=generator)
-        rows += order[places[places // pairs == epoch] % pairs].tolist()
+        rows += order[positions[epoch_of_position == epoch] % pairs].tolist()
     return rows
 
 
 def pairs_batch(pairs: Sequence[Group], pad_token: int) -> Batch:
-    """Return pairs as one batch [B, T]; the response mask has the completions' tokens, end tokens
-    included.
+    """Return pairs as one batch [B, T]. The response mask has the completions' tokens, with end
+    tokens.
     """
     return make_batch(pairs, pad_token, advantage="dr_grpo")
 
 
 def mean_loss(learner: Learner, batch: Batch) -> float:
     """Return the mean −log p of the batch's completion tokens under the present codes, in nats.
-    Nothing is changed.
 
-    Raises `PrecisionError` where a log-prob is not finite.
+    Nothing is changed. Raises `PrecisionError` if a log-prob is not finite.
     """
     rows = RowLogprobs(batch)
     learner.scorer.add(rows, learner.model, torch.arange(len(batch.tokens)))
@@ -89,30 +95,31 @@ def mean_loss(learner: Learner, batch: Batch) -> float:
 
 
 def update(learner: Learner, batch: Batch, step: int) -> SftStep:
-    """Take one optimizer step on a batch's mean −log p, and make the weight version of it.
+    """Take one optimizer step on a batch's mean −log p, and materialize its weight version.
 
-    step: of the training, from 0; it decides the learning rate. The loss is a mean over the tokens
-    of the whole batch, so that micro-batches change nothing but the order of sums. With
-    `learner.router_aux_loss` the routers' load-balance loss is added for the gradient. Raises
-    `PrecisionError` where a log-prob is not finite, before anything is changed.
+    The loss is a mean over the tokens of the whole batch, so micro-batches change nothing but the
+    order of sums. With `learner.router_aux_loss` the routers' load-balance loss is added for the
+    gradient. Raises `PrecisionError` if a log-prob is not finite, before anything is changed.
+
+    step: training step, from 0; it decides the learning rate.
     """
-    began = time.perf_counter()
+    start = time.perf_counter()
     rows = RowLogprobs(batch)
     lr = learner.schedule.rate(step)
     learner.sharded.optimizer.lr = lr
     accumulate_gradients(learner, batch, rows)
-    done = learner.sharded.step()
-    if done.taken:
+    result = learner.sharded.step()
+    if result.taken:
         learner.model.refresh()
-    learner.loss_scale.update(done.taken)
+    learner.loss_scale.update(result.taken)
     return SftStep(
         step=step + 1,
         loss=_mean(rows),
         tokens=int(batch.response_mask.sum()),
         lr=lr,
-        grad_norm=done.norm,
-        updated=done.taken,
-        seconds=time.perf_counter() - began,
+        grad_norm=result.norm,
+        updated=result.taken,
+        seconds=time.perf_counter() - start,
     )
 
 
@@ -120,7 +127,9 @@ def accumulate_gradients(learner: Learner, batch: Batch, rows: RowLogprobs) -> N
     """Add the gradient of the batch's mean −log p to the masters', times the loss scale,
     micro-batch by micro-batch.
 
-    rows: takes the log-probs. Raises `PrecisionError` where one is not finite.
+    Raises `PrecisionError` if a log-prob is not finite.
+
+    rows: receives the log-probs.
     """
     model = learner.model
     scorer = learner.scorer
@@ -131,15 +140,15 @@ def accumulate_gradients(learner: Learner, batch: Batch, rows: RowLogprobs) -> N
     index = torch.arange(len(batch.tokens))
     parts = list(scorer.share(batch, index))
     for part in parts:
-        own_rows = batch.rows(part.index).to(model.device)
-        logprobs, entropies = scorer.token_logprobs(model, own_rows, part.chunks, entropy=False)
+        micro = batch.rows(part.index).to(model.device)
+        logprobs, entropies = scorer.token_logprobs(model, micro, part.chunks, entropy=False)
         rows.add(part.index, logprobs.detach(), entropies)
         loss = -logprobs.sum() / tokens
         if balance:
-            of_rows = load_balance_loss(model, own_rows.real(), scorer.packed_rows(own_rows))
-            loss = loss + balance * len(part.index) / len(index) * of_rows
+            auxiliary = load_balance_loss(model, micro.real(), scorer.packed_rows(micro))
+            loss = loss + balance * len(part.index) / len(index) * auxiliary
         if part is parts[-1] and learner.config.gradient_checkpointing is not True:
-            # as the learner does it: the step makes another version
+            # No forward needs this version's products again: the step makes the next version.
             model.release_products()
         (loss * scale).backward()
     scorer.complete(rows, model, index)
