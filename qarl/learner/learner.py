@@ -7,6 +7,7 @@ Axes: B sequences, T tokens.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,6 +48,25 @@ FirstBatchGate = Callable[[Mismatch, Callable[[], Mismatch]], None]
 """Check that the first batch has to pass, called with its mismatch and with a function that
 measures the rounding floor of a mismatch on the same batch.
 """
+
+
+@dataclass(frozen=True)
+class _MiniBatch:
+    """What the micro-batches of one update share."""
+
+    number: int
+    """Number of the update, from 0."""
+    size: BatchSize
+    """Size of the mini-batch."""
+    old_known: bool
+    """Whether the old log-probs of its rows are known already."""
+    is_first: bool
+    """Whether its own forward gives the old log-probs. It does in the first update, unless they
+    are known, because no update was taken since the batch was sampled.
+    """
+    shadow: RowLogprobs | None
+    """Log-probs by the published codes, for ratios; None unless `learner.ratio_fix` asks for them.
+    """
 
 
 class Learner:
@@ -103,11 +123,10 @@ class Learner:
         gate: FirstBatchGate | None = None,
         log: TokenLog | None = None,
     ) -> LearnStats:
-        """Update the policy on the batch in shuffled mini-batches, and materialize a weight version
-        after each.
+        """Update the policy on the batch, one mini-batch after another, in shuffled order.
 
-        A mini-batch with a non-finite gradient is skipped and counted, and leaves the masters
-        unchanged.
+        Each update materializes a weight version. A mini-batch with a non-finite gradient is
+        skipped and counted, and leaves the masters unchanged.
 
         The first mini-batch takes its old log-probs from its own forward, because nothing has moved
         before its update. Those of the other mini-batches are computed in advance. They are not
@@ -184,65 +203,80 @@ class Learner:
         return rows.nonzero().flatten()
 
     def _update(self, learning: Learning, observers: list[Observer], number: int) -> Update:
-        """Take the update of that number, from 0.
-
-        No update was taken between sampling the batch and the first one, so the log-probs of the
-        first one's own forward are the old ones.
-        """
-        batch = learning.batch
-        old = learning.old
+        """Take the update of that number, from 0."""
         index = learning.trained[number]
         for observer in observers:
             observer.before_update(number, index)
         self.model.gradients.scale_by(self.loss_scale.scale)
-        size = BatchSize(len(index), int(batch.response_mask[index].sum()))
-        old_known = bool(old.known[index].all())
-        is_first = number == 0 and not old_known
-        shadow = None
-        if self.config.ratio_fix == "shadow_forward":
-            shadow = RowLogprobs(batch)
-            self.scorer.add_ratio_side(shadow, index)
+        mini = self._mini_batch(learning, number)
+        parts = list(self.scorer.share(learning.batch, index))
         numbers: list[dict[str, torch.Tensor | None]] = []
-        parts = list(self.scorer.share(batch, index))
         for part in parts:
-            rows = batch.rows(part.index).to(self.model.device)
-            with self.stopwatch("forward"):
-                own, entropies = self.scorer.token_logprobs(
-                    self.model, rows, part.chunks, entropy=is_first
-                )
-            current = own if shadow is None else shadowed(own, shadow.rows_like(own, part.index))
-            if is_first:
-                denominator = current.detach()
-            elif old_known:
-                denominator = old.rows_like(current, part.index)
-            else:
-                denominator = None
-            share, loss, balance = self._loss(learning, part, rows, current, denominator, size)
-            if part is parts[-1] and self.config.gradient_checkpointing is not True:
-                # No forward needs this version's products again: the step makes the next version.
-                self.model.release_products()
-            with self.stopwatch("backward"):
-                # A dummy micro-batch runs its backward for the collectives, and adds nothing.
-                (loss * (self.loss_scale.scale if part.counts else 0.0)).backward()
-            if is_first and part.counts:
-                old.add(part.index, own.detach(), entropies)
+            micro, shares = self._micro_batch(learning, mini, part, is_last=part is parts[-1])
             if part.counts:
-                numbers.append({**share.numbers, "loss": loss.detach(), **balance})
-                micro = MicroBatch(
-                    number,
-                    part.index,
-                    rows=rows,
-                    current=own,
-                    entropies=entropies,
-                    tokens=share.tokens,
-                )
+                numbers.append(shares)
                 for observer in observers:
                     observer.micro_batch(micro)
-        if is_first:
-            self.scorer.complete(old, self.model, index)
+        if mini.is_first:
+            self.scorer.complete(learning.old, self.model, index)
         norm, taken = self._apply(observers, number)
         metrics = sum(map(LossMetrics.of, numbers), LossMetrics())
         return Update(metrics.total(self.processes), norm, taken)
+
+    def _mini_batch(self, learning: Learning, number: int) -> _MiniBatch:
+        """Return what the micro-batches of the update of that number share."""
+        index = learning.trained[number]
+        old_known = bool(learning.old.known[index].all())
+        shadow = None
+        if self.config.ratio_fix == "shadow_forward":
+            shadow = RowLogprobs(learning.batch)
+            self.scorer.add_ratio_side(shadow, index)
+        return _MiniBatch(
+            number=number,
+            size=BatchSize(len(index), int(learning.batch.response_mask[index].sum())),
+            old_known=old_known,
+            is_first=number == 0 and not old_known,
+            shadow=shadow,
+        )
+
+    def _micro_batch(
+        self, learning: Learning, mini: _MiniBatch, part: Part, is_last: bool
+    ) -> tuple[MicroBatch, dict[str, torch.Tensor | None]]:
+        """Run forward and backward of one micro-batch, and return it with its metrics.
+
+        is_last: whether it is the mini-batch's last one.
+        """
+        old = learning.old
+        shadow = mini.shadow
+        rows = learning.batch.rows(part.index).to(self.model.device)
+        with self.stopwatch("forward"):
+            own, entropies = self.scorer.token_logprobs(
+                self.model, rows, part.chunks, entropy=mini.is_first
+            )
+        current = own if shadow is None else shadowed(own, shadow.rows_like(own, part.index))
+        denominator = None
+        if mini.is_first:
+            denominator = current.detach()
+        elif mini.old_known:
+            denominator = old.rows_like(current, part.index)
+        share, loss, balance = self._loss(learning, part, rows, current, denominator, mini.size)
+        if is_last and self.config.gradient_checkpointing is not True:
+            # No forward needs this version's products again: the step makes the next version.
+            self.model.release_products()
+        with self.stopwatch("backward"):
+            # A dummy micro-batch runs its backward for the collectives, and adds nothing.
+            (loss * (self.loss_scale.scale if part.counts else 0.0)).backward()
+        if mini.is_first and part.counts:
+            old.add(part.index, own.detach(), entropies)
+        micro = MicroBatch(
+            mini.number,
+            part.index,
+            rows=rows,
+            current=own,
+            entropies=entropies,
+            tokens=share.tokens,
+        )
+        return micro, {**share.numbers, "loss": loss.detach(), **balance}
 
     def _loss(
         self,
@@ -259,11 +293,14 @@ class Learner:
             The share, with its metrics; the loss to differentiate, which includes the routers'
                 auxiliary loss if that is on; and the metric of the auxiliary loss, by name.
         """
+        reference = None
+        if learning.reference is not None:
+            reference = learning.reference.rows_like(current, part.index)
         terms = LossInput(
             current=current,
             old=old,
             sampler=rows.sampler_logprobs,
-            reference=learning.reference and learning.reference.rows_like(current, part.index),
+            reference=reference,
             response_mask=rows.response_mask,
             advantages=rows.advantages,
         )
@@ -271,8 +308,8 @@ class Learner:
             share = policy_loss(terms, learning.config, size)
             if not self.model.router_log.enabled:
                 return share, share.loss, {}
-            micro = load_balance_loss(self.model, rows.real(), self.scorer.packed_rows(rows))
-            balance = micro * (len(part.index) / size.sequences)
+            auxiliary = load_balance_loss(self.model, rows.real(), self.scorer.packed_rows(rows))
+            balance = auxiliary * (len(part.index) / size.sequences)
             loss = share.loss + self._balance * balance
             return share, loss, {"load_balance": balance.detach()}
 
@@ -322,9 +359,7 @@ class Learner:
         self.model.refresh()
 
     def _require_base(self, saved: str | None) -> None:
-        """Raise `ConfigError` if adapters with the base digest `saved` are not for this model's
-        base.
-        """
+        """Raise `ConfigError` if the digest `saved` of adapters' base is not this model's."""
         ours = self.model.base_digest
         if saved != ours:
             digests = [
