@@ -58,10 +58,12 @@ class Batch:
         return torch.arange(self.tokens.shape[1])[None] < self.length.cpu()[:, None]
 
     def prompt_length(self) -> torch.Tensor:
-        """Return the number of tokens before the first one to learn from, int64 [B]; 0 if there is
-        none.
+        """Return the number of tokens before the first one to learn from, int64 [B].
+
+        It is 0 if there is no token to learn from.
         """
-        return torch.where(self.response_mask.any(-1), self.response_mask.int().argmax(-1) + 1, 0)
+        first = self.response_mask.int().argmax(-1) + 1
+        return torch.where(self.response_mask.any(-1), first, 0)
 
     def packed(self, share_prompts: bool = False) -> Packed:
         """Return how to pack all sequences into one row.
@@ -91,6 +93,7 @@ class Batch:
         return pack(self.length, width, torch.where(shares, prompt, nothing), leader)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors by name of their field, without those that are None."""
         return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
 
     def rows(self, index: torch.Tensor) -> "Batch":
@@ -198,7 +201,8 @@ def _stack_experts(chosen: Sequence[Any], longest: int) -> torch.Tensor | None:
     """
     if any(experts is None for experts in chosen):
         return None
-    stacked = torch.full((len(chosen), longest, *chosen[0].shape[1:]), -1, dtype=torch.int32)
+    shape = (len(chosen), longest, *chosen[0].shape[1:])
+    stacked = torch.full(shape, -1, dtype=torch.int32)
     for row, experts in enumerate(chosen):
         stacked[row, : len(experts)] = torch.from_numpy(experts.astype("int32"))
     return stacked

@@ -18,10 +18,9 @@ _TOKENS = 8
 
 
 def require_gradients(model: LowBitModel, processes: Processes) -> None:
-    """Raise `GraphError` with the names of masters that no gradient reaches, or if the model
-    does not run.
+    """Raise `GraphError` if masters get no gradient, naming them, or if the model does not run.
 
-    A master is not reached if it has no gradient, or zeros in every element. Adapters may have
+    A master gets none if its gradient is missing, or zero in every element. Adapters may have
     zeros, because their B is zero at first. One sequence of a few tokens is scored and
     differentiated; no master is changed and no gradient is left. Collective: all processes that
     share masters call it together.

@@ -35,11 +35,11 @@ def load_balance_coefficient(model: LowBitModel, setting: float | None) -> float
 def load_balance_loss(
     model: LowBitModel, real: torch.Tensor, packed: Packed | None
 ) -> torch.Tensor:
-    """Return E · Σ_e (fraction of assignments to e) · (mean router probability of e) over all
-    layers, 0-d.
+    """Return the routers' auxiliary loss over all layers, 0-d.
 
-    It is K if the load is balanced. The function is that of the model's own transformers module
-    (Switch Transformer, arXiv 2101.03961, eq. 4-6). It reads the router logits of the last forward.
+    It is E · Σ_e (fraction of assignments to e) · (mean router probability of e), so K if the load
+    is balanced. The function is that of the model's own transformers module (Switch Transformer,
+    arXiv 2101.03961, eq. 4-6). It reads the router logits of the last forward.
 
     Args:
         real: which tokens are not padding, bool [B, T].

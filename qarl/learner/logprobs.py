@@ -32,8 +32,7 @@ def token_logprobs(
     chunks: int | None = None,
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Return the log-prob of tokens[:, 1:], and the entropy of the distribution each was drawn
-    from.
+    """Return log-probs of tokens[:, 1:], and entropies of the distributions they were drawn from.
 
     Both are in nats, fp32 [B, T-1], and zero outside the response. The entropy has no gradient, and
     is zero throughout unless `entropy`. Logits are rounded to the compute dtype by the output head
@@ -64,19 +63,21 @@ def token_logprobs(
         compute = partial(checkpoint, _chunk, use_reentrant=False, preserve_rng_state=False)
     computed = [compute(model.head, x, chosen, entropy, temperature) for x, chosen in parts]
     zeros = torch.zeros(response_mask.shape, dtype=torch.float32, device=tokens.device)
-    # Without the positions that repeat the first one.
-    joined = (torch.cat(values)[: len(targets)] for values in zip(*computed, strict=True))
-    picked, entropies = (zeros.masked_scatter(response_mask, values) for values in joined)
-    return picked, entropies
+    # Cut off the positions that repeat the first one.
+    picked = torch.cat([logprobs for logprobs, _ in computed])[: len(targets)]
+    entropies = torch.cat([entropies for _, entropies in computed])[: len(targets)]
+    return (
+        zeros.masked_scatter(response_mask, picked),
+        zeros.masked_scatter(response_mask, entropies),
+    )
 
 
 def _in_chunks(
     hidden: Tensor, targets: Tensor, chunk_tokens: int, chunks: int | None
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return hidden [n, C] and targets [n] in chunks of `chunk_tokens`, or in exactly `chunks`
-    chunks.
+    """Cut hidden [n, C] and targets [n] into chunks of `chunk_tokens`, or into `chunks` chunks.
 
-    If there are fewer positions than chunks, the first position is repeated at the end.
+    If there are fewer positions than `chunks`, the first position is repeated at the end.
     """
     if chunks is None:
         return list(zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True))

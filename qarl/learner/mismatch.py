@@ -115,6 +115,7 @@ def measure_mismatch(
 
 
 def _mean(values: torch.Tensor) -> float | None:
+    """Return the mean; None if there are no values."""
     return float(values.mean()) if len(values) else None
 
 
@@ -128,7 +129,9 @@ def _slope(x: torch.Tensor, y: torch.Tensor) -> float | None:
 
 def _correlation(x: torch.Tensor, y: torch.Tensor) -> float | None:
     """Return Pearson's correlation of x [n] with y [n]; None if either does not vary."""
-    if any(values.min() == values.max() for values in (x, y)):
+    if x.min() == x.max() or y.min() == y.max():
         return None
-    x, y = (values.double() - values.double().mean() for values in (x, y))
-    return float(x @ y) / math.sqrt(float(x @ x) * float(y @ y))
+    x = x.double() - x.double().mean()
+    y = y.double() - y.double().mean()
+    squares = float(x @ x) * float(y @ y)
+    return float(x @ y) / math.sqrt(squares)

@@ -64,8 +64,9 @@ class Processes:
         )
 
     def span(self, count: int) -> range:
-        """Return which of `count` items belong to this process. Shares differ by one item at
-        most.
+        """Return which of `count` items belong to this process.
+
+        Shares differ by one item at most.
         """
         return range(count * self.rank // self.world, count * (self.rank + 1) // self.world)
 
@@ -123,10 +124,9 @@ class Processes:
 
 
 def join_processes(alone: bool = False) -> Processes:
-    """Open torch's process group, and return this process's rank among those that a launcher
-    started.
+    """Open torch's process group, and return the processes as seen by this one.
 
-    Without a launcher there is one process, and no group.
+    They are those that a launcher started. Without a launcher there is one process, and no group.
 
     alone: without a launcher open a group of one, for the collectives of ZeRO's stages.
     """
@@ -152,12 +152,14 @@ def join_processes(alone: bool = False) -> Processes:
 
 
 def _backend() -> str:
+    """Return torch's backends for the devices of this machine."""
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
 def is_lost_process(error: Exception) -> bool:
-    """Return whether a collective failed because another process is gone, which reports the
-    cause.
+    """Return whether a collective failed because another process is gone.
+
+    That process reports the cause.
     """
     if not launched() or not isinstance(error, RuntimeError):
         return False

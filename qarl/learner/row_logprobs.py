@@ -11,8 +11,9 @@ from qarl.learner.processes import Processes
 
 
 class RowLogprobs:
-    """Log-probs of a batch by one policy at one moment, filled in row by row as they are
-    computed.
+    """Log-probs of a batch by one policy at one moment.
+
+    They are filled in row by row as they are computed.
     """
 
     def __init__(self, batch: Batch):
@@ -36,8 +37,9 @@ class RowLogprobs:
         self._entropy[index] = entropies.double().sum(-1).cpu()
 
     def complete(self, index: torch.Tensor, processes: Processes) -> None:
-        """Sum the rows at `index` over the processes, each of which added a share, and mark them as
-        known.
+        """Sum the rows at `index` over the processes, and mark them as known.
+
+        Each process added a share of them.
         """
         self.values[index] = processes.total(self.values[index])
         self._entropy[index] = processes.total(self._entropy[index])

@@ -59,8 +59,9 @@ class Scorer:
 
     @torch.no_grad()
     def add(self, to: RowLogprobs, model: LowBitModel, index: torch.Tensor) -> None:
-        """Compute the log-probs of the rows at `index`, if any. model: the policy or the
-        reference.
+        """Compute the log-probs of the rows at `index`, if any.
+
+        model: the policy or the reference.
         """
         if not len(index):
             return
@@ -81,10 +82,10 @@ class Scorer:
         require_finite_logprobs(to.batch, index, to.values, model.context.forward_dtype)
 
     def share(self, batch: Batch, index: torch.Tensor) -> Iterator[Part]:
-        """Yield this process's micro-batches of the rows at `index`, as many as every other process
-        has.
+        """Yield this process's micro-batches of the rows at `index`.
 
-        Micro-batches are dealt out in turn. A process without one in the last turn gets a dummy.
+        Micro-batches are dealt out in turn. Every process gets the same number: one without a
+        micro-batch in the last turn gets a dummy.
         """
         budget = self._config.micro_batch_tokens
         parts = list(micro_batches(batch, index, budget, self.packed, self._shares_prompts))
@@ -100,10 +101,9 @@ class Scorer:
     def token_logprobs(
         self, model: LowBitModel, rows: Batch, chunks: int | None, entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return log-probs of these rows, and their entropies if `entropy`, as
-        `logprobs.token_logprobs` does.
+        """Return log-probs of these rows, and their entropies if `entropy`.
 
-        chunks: number of calls of the output head.
+        They are those of `logprobs.token_logprobs`. chunks: number of calls of the output head.
         """
         return token_logprobs(
             model,
@@ -124,10 +124,10 @@ class Scorer:
     def add_ratio_side(
         self, to: RowLogprobs, index: torch.Tensor, model: LowBitModel | None = None
     ) -> None:
-        """Compute log-probs for ratios: under `learner.ratio_fix` those of the published codes,
-        otherwise the same as `add`.
+        """Compute the log-probs of the rows at `index` for a ratio.
 
-        model: default the policy.
+        Under `learner.ratio_fix` they are those of the published codes, otherwise the same as in
+        `add`. model: default the policy.
         """
         published = self._config.ratio_fix == "shadow_forward"
         model = model or self._model

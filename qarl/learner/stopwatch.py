@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 
 class Stopwatch:
-    """Stopwatch with phases: `with watch("forward"): …` adds to a phase, `take()` returns the
-    seconds.
+    """Stopwatch with phases.
 
-    It does not wait for CUDA, so there the seconds are those of launching a phase's work.
+    `with watch("forward"): …` adds to a phase, and `take()` returns the seconds. It does not wait
+    for CUDA, so there the seconds are those of launching a phase's work.
 
     entered: called with each phase's name as it begins.
     """

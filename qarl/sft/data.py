@@ -72,11 +72,10 @@ def read_pairs(task: TaskConfig, heldout: float) -> list[Pair]:
 
 
 def encode(prompter: Any, pairs: Sequence[Pair], longest: float | None) -> list[Group]:
-    """Return the tokens of each pair as a group of one completion, for
-    `learner.batching.make_batch`.
+    """Return the tokens of each pair as a group of one completion.
 
-    Prompts are tokenized as `qarl train` does it. The tokenizer's end token follows a completion,
-    as a sampler's completion ends.
+    The groups are for `learner.batching.make_batch`. Prompts are tokenized as `qarl train` does it.
+    The tokenizer's end token follows a completion, as a sampler's completion ends.
 
     Args:
         prompter: a `qarl.run.prompts.Prompter`.
@@ -119,8 +118,9 @@ def encode(prompter: Any, pairs: Sequence[Pair], longest: float | None) -> list[
 
 
 def _group(prompt: Prompt, tokens: tuple[int, ...], text: str) -> Group:
-    """Return a pair's tokens as a group of one completion, with placeholders for what a sampler
-    reports.
+    """Return a pair's tokens as a group of one completion.
+
+    What a sampler would report, log-probs and reward, is 0.
     """
     nothing_sampled = (0.0,) * len(tokens)
     completion = Completion(tokens, nothing_sampled, text, weight_version=0, finish_reason="stop")
@@ -171,7 +171,7 @@ def _form(row: Row) -> tuple[str, ...]:
     forms = [columns for columns in COLUMNS if all(column in row.values for column in columns)]
     if len(forms) != 1:
         wanted = ", or ".join(" and ".join(columns) for columns in COLUMNS)
-        columns = ", ".join(map(str, row.values)) or "none"
+        columns = ", ".join(str(column) for column in row.values) or "none"
         raise TaskError(
             f"{row.where}: a row needs the columns {wanted}, one of these alone; it has {columns}"
         )

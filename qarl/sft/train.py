@@ -45,10 +45,10 @@ class SftStep:
 
 
 def open_learner(config: RunConfig) -> Learner:
-    """Return a learner over the configuration's masters in its schemes, in this process, without an
-    engine.
+    """Return a learner over the configuration's masters in its schemes.
 
-    Raises what `load_model` does, and `GraphError` if no gradient reaches a master.
+    It is in this process, without an engine. Raises what `load_model` does, and `GraphError` if no
+    gradient reaches a master.
     """
     model = load_model(config, model_folder(config.model), config.learner, Processes())
     if model.operators == "engine":
@@ -62,8 +62,10 @@ def batch_rows(step: int, size: int, pairs: int, epochs: int | None, seed: int) 
     Each epoch has all pairs in a new order, by the seed. A step may take the end of one epoch and
     the beginning of the next.
 
-    step: from 0. epochs: number of passes after which no pair is left, so the last step has fewer.
-    None: unlimited.
+    Args:
+        step: training step, from 0.
+        epochs: number of passes after which no pair is left, so the last step has fewer. None:
+            unlimited.
     """
     end = (step + 1) * size if epochs is None else min((step + 1) * size, epochs * pairs)
     # Positions in the sequence of all epochs' pairs.
@@ -78,8 +80,9 @@ def batch_rows(step: int, size: int, pairs: int, epochs: int | None, seed: int) 
 
 
 def pairs_batch(pairs: Sequence[Group], pad_token: int) -> Batch:
-    """Return pairs as one batch [B, T]. The response mask has the completions' tokens, with end
-    tokens.
+    """Return pairs as one batch [B, T].
+
+    The response mask has the completions' tokens, with end tokens.
     """
     return make_batch(pairs, pad_token, advantage="dr_grpo")
 
@@ -124,10 +127,9 @@ def update(learner: Learner, batch: Batch, step: int) -> SftStep:
 
 
 def accumulate_gradients(learner: Learner, batch: Batch, rows: RowLogprobs) -> None:
-    """Add the gradient of the batch's mean −log p to the masters', times the loss scale,
-    micro-batch by micro-batch.
+    """Add the gradient of the batch's mean −log p to the masters', times the loss scale.
 
-    Raises `PrecisionError` if a log-prob is not finite.
+    It is computed micro-batch by micro-batch. Raises `PrecisionError` if a log-prob is not finite.
 
     rows: receives the log-probs.
     """
@@ -155,4 +157,5 @@ def accumulate_gradients(learner: Learner, batch: Batch, rows: RowLogprobs) -> N
 
 
 def _mean(rows: RowLogprobs) -> float:
+    """Return the mean −log p of a batch's response tokens."""
     return -float(rows.values.double().sum()) / int(rows.batch.response_mask.sum())

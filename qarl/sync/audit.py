@@ -1,5 +1,6 @@
-"""The audit before step 0: it compares, layer by layer, what the learner will multiply with and
-what the engine reports.
+"""The audit before step 0, which compares the layers of learner and engine.
+
+It compares what the learner will multiply with and what the engine reports, layer by layer.
 """
 
 from dataclasses import dataclass
@@ -70,8 +71,9 @@ def require_agreement(rows: list[AuditRow]) -> None:
 
 
 def require_equal_rows(checked: "RowCheck") -> None:
-    """Raise `AuditError` if a kernel's result for a row depends on the other rows, as `bitwise`
-    forbids.
+    """Raise `AuditError` if a kernel's result for a row depends on the other rows.
+
+    `bitwise` forbids that.
     """
     if checked.dependent:
         raise AuditError(
@@ -108,9 +110,7 @@ def _compare(
 
 
 def _different_ignore_lists(ours: LayerReport, theirs: LayerReport) -> str:
-    """Return a message if one side quantizes a layer that the other leaves in the compute dtype,
-    else "".
-    """
+    """Return a message if one side alone leaves the layer in the compute dtype, else ""."""
     sides = {"learner": ours.scheme, "engine": theirs.scheme}
     ignoring = [side for side, scheme in sides.items() if scheme == "bf16"]
     if len(ignoring) != 1:

@@ -70,8 +70,9 @@ def export_masters(model: LowBitModel, source: Path, folder: Path) -> None:
 
 
 def checkpoint_config(model: LowBitModel) -> dict[str, Any]:
-    """Return the config.json of the exported model: architecture, compute dtype and
-    quantization.
+    """Return the config.json of the exported model.
+
+    It has the architecture's settings, the compute dtype, and the schemes' quantization.
     """
     config = model.config.to_dict()
     config["dtype"] = str(model.dtype).removeprefix("torch.")
@@ -91,10 +92,9 @@ def write_checkpoint(
     folder: Path,
     note: dict[str, Any] | None = None,
 ) -> StreamDigest:
-    """Write a stream as safetensors beside config and tokenizer, and return the digest of what was
-    written.
+    """Write a stream as safetensors beside config and tokenizer.
 
-    The folder appears complete or not at all.
+    The folder appears complete or not at all. Returns the digest of what was written.
 
     Args:
         config: contents of config.json.
@@ -127,8 +127,9 @@ def write_checkpoint(
 
 
 def copy_companions(source: Path, folder: Path) -> None:
-    """Copy the tokenizer and generation config of a model folder to another, as far as its files
-    exist.
+    """Copy tokenizer and generation config from a model folder to another one.
+
+    Files that the folder does not have are left out.
     """
     for name in _COMPANIONS:
         if (source / name).is_file():

@@ -1,11 +1,11 @@
-"""The rounding floor: how far two correct implementations of a model differ. Bounds on the
-difference of learner and engine are multiples of it.
+"""The rounding floor: how far two correct implementations of a model differ.
 
-Two implementations that multiply the same codes in the same dtype add in different orders, and so
-round differently. The effect depends on the model. A narrow one of two layers differs by a
-thousandth of a nat a token, SmolLM2-135M by 0.05 in bfloat16, and by 0.2 with int8 activations,
-whose codes flip. So a run measures its own model: the same sequences are scored twice, the second
-time with every product's results changed at random by up to one unit in the last place.
+Bounds on the difference of learner and engine are multiples of it. Two implementations that
+multiply the same codes in the same dtype add in different orders, and so round differently. The
+effect depends on the model. A narrow one of two layers differs by a thousandth of a nat a token,
+SmolLM2-135M by 0.05 in bfloat16, and by 0.2 with int8 activations, whose codes flip. So a run
+measures its own model: the same sequences are scored twice, the second time with every product's
+results changed at random by up to one unit in the last place.
 
 Measured with SmolLM2-135M in w8a8: the two forms are 0.24 nats a token apart, and a learner with
 transformers' operators, which is correct, is 0.23 from the engine. With the rows of one layer's
@@ -81,10 +81,10 @@ class FixedSequences:
 
 
 def tolerance(model: LowBitModel, rows: RowCheck | None) -> float:
-    """Return the multiple of the floor by which learner and engine may differ: `EXACT` or
-    `ROUNDED`.
+    """Return the multiple of the floor by which learner and engine may differ.
 
-    rows: self-test of the kernels that both multiply with; None if their kernels differ.
+    It is `EXACT` or `ROUNDED`. rows: self-test of the kernels that both multiply with; None if
+    their kernels differ.
     """
     same_kernels = rows is not None and not rows.dependent
     # On GPUs the self-test does not cover the kernels of attention and sampling.

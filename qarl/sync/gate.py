@@ -62,8 +62,9 @@ class Gate:
 
 
 def require_equal(mismatch: Mismatch, floor: Callable[[], Mismatch]) -> None:
-    """Raise `GateError` unless every token's log-probs are equal to the last bit, as `bitwise`
-    asks.
+    """Raise `GateError` unless every token's log-probs are equal to the last bit.
+
+    `bitwise` asks for that.
     """
     if mismatch.max_abs != 0:  # NaN too
         raise GateError(

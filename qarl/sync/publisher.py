@@ -94,11 +94,11 @@ class Publisher:
         """Version that is written into shared layers, but not published yet."""
 
     def share_layers(self) -> None:
-        """Make the learner multiply with the engine's own layers, without a second copy of the
-        weights.
+        """Make the learner multiply with the engine's own layers.
 
-        Every version is then written into the engine when it is made. Raises `KernelError`, and
-        changes nothing, if learner and engine do not have the same layers in one process.
+        This saves a second copy of the weights. Every version is then written into the engine when
+        it is made. Raises `KernelError`, and changes nothing, if learner and engine do not have the
+        same layers in one process.
         """
         layers = self._engine.shared_layers()
         if layers is None:
@@ -116,8 +116,9 @@ class Publisher:
         self._model.on_refresh(None)
 
     def publish(self, version: int) -> Publish:
-        """Admit the model's present tensors to sampling as weight version `version`, and verify
-        them.
+        """Let the engine sample from the model's present tensors, and verify them.
+
+        version: number of the weight version.
         """
         start = time.perf_counter()
         ahead = self._written

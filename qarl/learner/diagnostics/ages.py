@@ -1,10 +1,10 @@
-"""The mismatch of learner and sampler by age: the number of updates by which the weights that
-sampled a token are behind the weights that learn it.
+"""The mismatch of learner and sampler by age of the token.
 
-The k-th update of a batch, counted from 0, learns tokens of age k. Each weight version published
-since they were sampled (`rollout.max_staleness`) adds `learner.mini_batches` to that. At age 0
-sampler and learner have the same weights, so the difference is due to precision and kernels; any
-increase with age is staleness.
+Age is the number of updates by which the weights that sampled a token are behind the weights that
+learn it. The k-th update of a batch, counted from 0, learns tokens of age k. Each weight version
+published since they were sampled (`rollout.max_staleness`) adds `learner.mini_batches` to that. At
+age 0 sampler and learner have the same weights, so the difference is due to precision and kernels;
+any increase with age is staleness.
 
 Axes: B sequences, T tokens, of which T-1 are predicted; n of B, t of T-1; k numbers of versions.
 """
@@ -98,8 +98,9 @@ class MismatchByAgeMeter(Observer):
         """Return the mismatch by age over the rows of all processes."""
         sums = torch.zeros(self._tokens.shape, dtype=torch.float64)
         if self._sums:
-            index, added = (torch.cat(parts) for parts in zip(*self._sums, strict=True))
-            sums[index] = added.double().cpu()
+            index = torch.cat([rows for rows, _ in self._sums])
+            own = torch.cat([part for _, part in self._sums])
+            sums[index] = own.double().cpu()
         sums = self.learning.processes.total(sums)
         ages = self._ages()
         distinct = [age for age in ages.unique().tolist() if age >= 0]

@@ -170,10 +170,10 @@ class Observer:
         """
 
     def record(self) -> dict[str, Any]:
-        """Return the diagnostic's metrics by name (`LearnStats.records`), once the batch is
-        learned.
+        """Return the diagnostic's metrics by name, once the batch is learned.
 
-        A metric is a number, None if it was not measured, or a dataclass whose fields are metrics.
+        They become `LearnStats.records`. A metric is a number, None if it was not measured, or a
+        dataclass whose fields are metrics.
         """
         return {}
 

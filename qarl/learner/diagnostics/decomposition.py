@@ -157,8 +157,9 @@ def clipped_tokens(
 
 
 class ShadowForwards(Observer):
-    """Observer that decomposes the log-ratio of a sample of the last mini-batch, in the steps that
-    diagnose.
+    """Observer that decomposes the log-ratio of a sample, in the steps that diagnose.
+
+    The sample is taken from the last mini-batch.
     """
 
     figures = (
@@ -250,13 +251,15 @@ class ShadowForwards(Observer):
         return {"log_ratio": decompose(forwards, old[:, :length], rows, self.learning.config)}
 
     def _logprobs(self, forward: Forward) -> torch.Tensor:
+        """Return the sample's log-probs by a forward of that kind, fp32 [m, T-1]."""
         return self.learning.logprobs(self.learning.batch, self.sample, forward)
 
 
 def sample_rows(batch: Batch, rows: torch.Tensor, tokens: int = SAMPLE_TOKENS) -> torch.Tensor:
-    """Return the leading rows whose lengths add up to at most `tokens`, but at least one row, int64
-    [m].
+    """Return the leading rows whose lengths add up to at most `tokens`, int64 [m].
 
-    rows: int64 [n].
+    There is at least one row. rows: int64 [n].
     """
-    return rows[: max(1, int((batch.length[rows].cumsum(0) <= tokens).sum()))]
+    total = batch.length[rows].cumsum(0)
+    count = int((total <= tokens).sum())
+    return rows[: max(1, count)]

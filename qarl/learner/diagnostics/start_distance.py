@@ -52,8 +52,9 @@ class StartDistance(Observer):
         learning.start.begin(dataclasses.replace(sample, sampler_logprobs=self._logprobs(sample)))
 
     def record(self) -> dict[str, Any]:
-        """Return `kl_from_start`: KL(π_start ‖ π), nats a token, estimated by k3
-        (`learner.mismatch.Mismatch`).
+        """Return `kl_from_start`: KL(π_start ‖ π), nats a token.
+
+        It is estimated by k3 (`learner.mismatch.Mismatch`).
         """
         sample = self.learning.start.sample
         if sample is None or not is_due(self.learning.config.diagnostics_every, self.learning.step):

@@ -1,5 +1,4 @@
-"""A log of every token of a batch's updates, for those who want to look at tokens
-(`Learner.learn(…, log=…)`).
+"""A log of every token of a batch's updates (`Learner.learn(…, log=…)`).
 
 Axes: B sequences, T tokens, of which T-1 are predicted; n of B, t of T-1.
 """
@@ -57,8 +56,9 @@ class TokenLog:
         self.updated[index] = True
 
     def complete(self, old: RowLogprobs, processes: Processes) -> None:
-        """Combine what the processes added, each for its share of the rows, and add the old
-        log-probs.
+        """Sum what the processes added, and add the old log-probs.
+
+        Each process added its share of the rows.
         """
         self.old = old.values
         self.known = old.known

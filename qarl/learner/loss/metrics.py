@@ -64,8 +64,9 @@ class LossMetrics:
         return LossMetrics(*sums)
 
     def total(self, processes: Processes) -> "LossMetrics":
-        """Return the sum over the processes. All must call this, and must have measured the same
-        fields.
+        """Return the sum over the processes.
+
+        All of them call this, and have measured the same fields.
         """
         values = astuple(self)
         own = torch.tensor([value or 0.0 for value in values], dtype=torch.float64)
@@ -84,6 +85,8 @@ def mean(updates: Sequence[LossMetrics]) -> LossMetrics:
     if not updates:
         return LossMetrics()
     columns = zip(*map(astuple, updates), strict=True)
-    measured = [[value for value in column if value is not None] for column in columns]
-    means: list[Any] = [sum(values) / len(values) if values else None for values in measured]
+    means: list[Any] = []
+    for column in columns:
+        measured = [value for value in column if value is not None]
+        means.append(sum(measured) / len(measured) if measured else None)
     return LossMetrics(*means)

@@ -53,10 +53,10 @@ def clip_reasons(
 
 
 def clipped_sides(reasons: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return which tokens were clipped with A > 0 above, A < 0 above and A < 0 below; bool [B, T-1]
-    each.
+    """Return which tokens were clipped on each side, bool [B, T-1] each.
 
-    A token counts as clipped if its own ratio is beyond the bound, or its sequence's.
+    The sides are A > 0 above, A < 0 above and A < 0 below. A token counts as clipped if its own
+    ratio is beyond the bound, or its sequence's.
 
     reasons: as `clip_reasons` returns them.
     """

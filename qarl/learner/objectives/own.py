@@ -1,5 +1,6 @@
-"""An objective written by the user: `--objective own --learner.objective.function
-mine.py:objective`.
+"""An objective written by the user.
+
+    --objective own --learner.objective.function mine.py:objective
 
 The function is called like those of this folder (`learner.objectives.base.Objective`), for every
 micro-batch, with the section of the configuration as `config`. Its correction is token_tis unless

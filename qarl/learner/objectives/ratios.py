@@ -53,18 +53,18 @@ def token_ratio(inputs: ObjectiveInput) -> torch.Tensor:
 
 
 def sequence_ratio(inputs: ObjectiveInput) -> torch.Tensor:
-    """Return exp(mean_t(log π_cur - log π_proximal)), fp32 [B, 1] (GSPO, arXiv 2507.18071, eq.
-    7).
+    """Return exp(mean_t(log π_cur - log π_proximal)), fp32 [B, 1].
+
+    Source: GSPO (arXiv 2507.18071, eq. 7).
     """
     return sequence_log_ratio(inputs.current, inputs.proximal, inputs.response_mask)[:, None].exp()
 
 
 def sequence_advantages(inputs: ObjectiveInput) -> torch.Tensor:
-    """Return the advantage that a response's tokens share, fp32 [B, 1]; 0 for a row without a
-    response.
+    """Return the advantage that a response's tokens share, fp32 [B, 1].
 
-    Raises `ConfigError` if they do not share one, to the last bit: an objective with one ratio a
-    sequence cannot weigh its tokens.
+    It is 0 for a row without a response. Raises `ConfigError` if the tokens do not share one, to
+    the last bit: an objective with one ratio a sequence cannot weigh its tokens.
     """
     mask = inputs.response_mask
     advantages = inputs.advantages

@@ -35,11 +35,10 @@ def cispo(inputs: ObjectiveInput, config: CispoConfig) -> ObjectiveResult:
 
 
 def pg_seq_is(inputs: ObjectiveInput, config: PgSeqIsConfig) -> ObjectiveResult:
-    """Return -w · W · A · score of each token, with W = Π_t π_cur / π_proximal of the whole
-    sequence.
+    """Return -w · W · A · score of each token.
 
-    This is the unbiased off-policy gradient. `clipped` marks sequences whose log W was clamped to
-    ±20, so that float32 stays finite.
+    W = Π_t π_cur / π_proximal of the whole sequence, so this is the unbiased off-policy gradient.
+    `clipped` marks sequences whose log W was clamped to ±20, so that float32 stays finite.
 
     Source: "Defeating the training-inference mismatch via FP16" (arXiv 2510.26788, section 4). By
     default π_proximal is the sampler (`ratio_from: sampler`), as there. Against the learner, the

@@ -32,8 +32,9 @@ def short_name(dtype: torch.dtype) -> str:
 
 @dataclass
 class LossScale:
-    """Factor of the loss, so that small float16 gradients survive. Gradients are divided by it
-    before the step.
+    """Factor of the loss, so that small float16 gradients survive.
+
+    Gradients are divided by it before the step.
     """
 
     active: bool
@@ -102,10 +103,10 @@ class LossScale:
 def require_finite_logprobs(
     batch: Batch, index: torch.Tensor, logprobs: torch.Tensor, dtype: torch.dtype
 ) -> None:
-    """Raise `PrecisionError` if the forward of the rows at `index` gave log-probs that are not
-    finite.
+    """Raise `PrecisionError` if a forward gave log-probs that are not finite.
 
-    logprobs: fp32 [B, T-1], of the whole batch. dtype: that of the forward.
+    index: the rows of the forward. logprobs: fp32 [B, T-1], of the whole batch. dtype: that of the
+    forward.
     """
     wrong = int((~logprobs[index].isfinite()).sum())
     if wrong:
@@ -117,8 +118,9 @@ def require_finite_logprobs(
 
 
 def require_finite_sampler(batch: Batch, dtype: torch.dtype) -> None:
-    """Raise `PrecisionError` if the engine's own log-probs are not finite. dtype: that of the
-    engine.
+    """Raise `PrecisionError` if the engine's own log-probs are not finite.
+
+    dtype: that of the engine.
     """
     wrong = int((~batch.sampler_logprobs.isfinite()).sum())
     if wrong:

@@ -127,8 +127,7 @@ class MasterStep:
 
     @contextmanager
     def _ready(self, gradient: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Prepare parts, gradients and moments for a step, and release them at the end of the
-        `with`.
+        """Prepare parts, gradients and moments for a step, and release them after it.
 
         Yields the master in fp32: itself, or a copy of a 16-bit one.
         """
@@ -144,10 +143,10 @@ class MasterStep:
         self._offload_moments()
 
     def in_range(self) -> torch.Tensor | None:
-        """Return whether a 16-bit master is finite throughout, a scalar on its device; None for an
-        fp32 one.
+        """Return whether a 16-bit master is finite throughout; None for an fp32 one.
 
-        It takes one pass and no copy, because the extremes of a tensor with a NaN are NaN.
+        The result is a scalar on the master's device. It takes one pass and no copy, because the
+        extremes of a tensor with a NaN are NaN.
         """
         master = self._master.detach()
         if master.dtype == torch.float32:
@@ -201,8 +200,9 @@ class MasterStep:
             state[key] = tensor.to(self._master.device, copy=True)
 
     def _offload_moments(self) -> None:
-        """Copy the moments back to the offload buffers, which the first call allocates (pinned for
-        CUDA).
+        """Copy the moments back to the offload buffers.
+
+        The first call allocates them, pinned for CUDA.
         """
         if self._offload is None:
             return
@@ -236,10 +236,10 @@ class MasterStep:
 
 
 def crossed_bfloat16(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    """Return how many weights round to another bfloat16 than before, an int64 scalar on their
-    device.
+    """Return how many weights round to another bfloat16 than before.
 
-    That is what a sampler in bfloat16 can see of an update. Both tensors have the same shape.
+    That is what a sampler in bfloat16 can see of an update. Both tensors have the same shape; the
+    result is an int64 scalar on their device.
     """
     crossed = torch.zeros((), dtype=torch.int64, device=after.device)
     chunks = zip(before.flatten().split(_CHUNK), after.flatten().split(_CHUNK), strict=True)
@@ -267,9 +267,11 @@ def muon(
 
 
 def on_host(moments: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return copies in host memory, so that a GPU holds the whole moments of one master at a
-    time.
+    """Return copies of moments in host memory.
+
+    So no GPU has the whole moments of more than one master at a time.
     """
-    return [
-        {key: value.to("cpu", copy=True) for key, value in matrix.items()} for matrix in moments
-    ]
+    copies = []
+    for matrix in moments:
+        copies.append({key: value.to("cpu", copy=True) for key, value in matrix.items()})
+    return copies

@@ -1,4 +1,4 @@
-"""torch's Muon for matrices whose rows are divided over processes, and for many matrices of one
+"""torch's Muon for matrices of which each process has some rows, and for many matrices of one
 shape.
 
 Momentum and weight decay are elementwise, so each process computes them for its own rows. An update
@@ -28,8 +28,9 @@ temporary memory.
 
 
 class RowMuon(torch.optim.Optimizer):
-    """torch's Muon of one matrix in two halves. Between them all processes orthogonalize the
-    update.
+    """torch's Muon of one matrix in two halves.
+
+    Between them all processes orthogonalize the update (`orthogonalize`).
 
     Args:
         rows: this process's rows, fp32 [o, I].
@@ -45,11 +46,13 @@ class RowMuon(torch.optim.Optimizer):
 
     @property
     def _rows(self) -> nn.Parameter:
+        """This process's rows, fp32 [o, I]."""
         return self.param_groups[0]["params"][0]
 
     def update(self) -> Tensor:
-        """Add the gradient to the momentum, and return the update to orthogonalize, bfloat16
-        [o, I].
+        """Add the gradient to the momentum.
+
+        Returns the update to orthogonalize, bfloat16 [o, I].
         """
         gradient = self._rows.grad
         group = self.param_groups[0]
@@ -152,6 +155,7 @@ class StackedMuon(torch.optim.Muon):
                 self._step(parameters, group)
 
     def _step(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        """Step parameters of one shape and group, which all have a gradient."""
         foreach: Any = torch  # whose functions over many tensors have no public names
         gradients = [p.grad for p in parameters]
         for p in parameters:

@@ -1,8 +1,7 @@
-"""The optimizer of the masters: AdamW, or Muon for the matrices of linear layers and AdamW for the
-rest.
+"""The optimizer of the masters.
 
-Masters are stepped one after another (`learner.optim.master_step`), each by a torch optimizer of
-its own.
+It is AdamW, or Muon for the matrices of linear layers and AdamW for the rest. Masters are stepped
+one after another (`learner.optim.master_step`), each by a torch optimizer of its own.
 """
 
 import math
@@ -96,8 +95,9 @@ class MasterOptimizer:
             )
 
     def gradient_norm(self) -> float:
-        """Return the global L2 norm of all gradients, computed in fp32; infinite or NaN if any
-        gradient is.
+        """Return the global L2 norm of all gradients, computed in fp32.
+
+        It is infinite or NaN if any gradient is.
         """
         with_gradient = [p for p in self._masters.values() if p.grad is not None]
         unsharded = _total_norm(p.grad for p in with_gradient if shard_of(p) is None)
@@ -108,8 +108,9 @@ class MasterOptimizer:
         return math.sqrt(unsharded**2 + float(self._processes.total(square)))
 
     def clipped_step(self, diagnose: bool = False) -> Step:
-        """Clip to `grad_clip`, bit for bit like torch's `clip_grad_norm_`, and step if gradients
-        are finite.
+        """Clip to `grad_clip` and step, if gradients are finite.
+
+        Clipping is that of torch's `clip_grad_norm_`, bit for bit.
         """
         norm = self.gradient_norm()
         taken = math.isfinite(norm)
@@ -140,8 +141,9 @@ class MasterOptimizer:
         return self._arrived(counts) if diagnose else None
 
     def _arrived(self, by_master: Iterable[UpdateCounts | None]) -> UpdateDiagnostics:
-        """Return the effect of an update, over all processes. Masters without a gradient have no
-        counts.
+        """Return the effect of an update, over all processes.
+
+        by_master: counts of each master of this process; None if it has no gradient.
         """
         sums = torch.zeros(4, dtype=torch.int64, device=self._device)
         for counts in by_master:
@@ -152,8 +154,9 @@ class MasterOptimizer:
         return UpdateDiagnostics(lost / max(meant, 1), crossed, weights)
 
     def _require_range(self) -> None:
-        """Raise `PrecisionError` naming the first master that is not finite. Waits for the device
-        once.
+        """Raise `PrecisionError` if a master is not finite, naming the first one.
+
+        Waits for the device once.
         """
         checks = {name: step.in_range() for name, step in self._steps.items()}
         finite = {name: check for name, check in checks.items() if check is not None}
@@ -196,6 +199,7 @@ class MasterOptimizer:
 
 
 def _total_norm(gradients: Iterable[torch.Tensor | None]) -> float:
+    """Return the L2 norm of all gradients, computed in fp32; 0 if there are none."""
     fp32 = [gradient.float() for gradient in gradients if gradient is not None]
     return float(torch.nn.utils.get_total_norm(fp32)) if fp32 else 0.0
 
@@ -251,4 +255,5 @@ def matrices_of(name: str, shape: torch.Size) -> Iterator[Index]:
         return
     rows = shape[1] // 2 if name.endswith("gate_up_proj") else shape[1]
     for expert in range(shape[0]):
-        yield from ((expert, slice(start, start + rows)) for start in range(0, shape[1], rows))
+        for start in range(0, shape[1], rows):
+            yield (expert, slice(start, start + rows))

@@ -47,8 +47,9 @@ def stochastic_round(
 
 
 def _random_16_bits(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Return random int32 in [0, 2^16), of the shape of `like`; four of them from each random
-    int64.
+    """Return random int32 in [0, 2^16), of the shape of `like`.
+
+    Each random int64 gives four of them.
     """
     words = torch.empty(-(-like.numel() // 4), dtype=torch.int64, device=like.device)
     words.random_(-(2**63), None, generator=generator)

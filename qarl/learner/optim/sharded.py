@@ -1,5 +1,4 @@
-"""From gradients of the masters to a step: in one process, or in several, of which each has its
-part under ZeRO.
+"""How gradients of the masters become a step, in one process or in several under ZeRO.
 
     stage 0   every process sums all gradients after the backward, and steps every master
     stage 1   each process receives the sum of its rows of a gradient, keeps their moments and steps
@@ -50,10 +49,10 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class ShardedOptimizer:
-    """Optimizer of the masters of one model; at stage 3, of the rows that this process has read
-    (`share_of`).
+    """Optimizer of the masters of one model.
 
-    All processes call every method together, in the same order.
+    At stage 3 a process steps the rows that it has read (`share_of`). All processes call every
+    method together, in the same order.
     """
 
     def __init__(self, model: LowBitModel, config: LearnerConfig, processes: Processes):
@@ -170,9 +169,11 @@ class ShardedOptimizer:
             buffer = torch.empty(shard.shape, device=master.device)
             whole[key] = fill(buffer, rows.view(master.shape), shard)
         counts = {} if name in self._matrices else {"step": mine[0]["step"]}
-        return [
-            {**counts, **{key: tensor[index] for key, tensor in whole.items()}} for index in indices
-        ]
+        moments = []
+        for index in indices:
+            views = {key: tensor[index] for key, tensor in whole.items()}
+            moments.append({**counts, **views})
+        return moments
 
     def _own_moments(
         self, name: str, master: nn.Parameter, saved: list[dict[str, Any]]
@@ -189,19 +190,20 @@ class ShardedOptimizer:
             whole = torch.cat([part[key].flatten() for part in saved]).view(shard.shape)
             own[key] = shard.rows(whole)
         counts = {} if name in self._matrices else {"step": saved[0]["step"]}
-        return [
-            {**counts, **{key: tensor[index].clone() for key, tensor in own.items()}}
-            for index in indices
-        ]
+        moments = []
+        for index in indices:
+            copies = {key: tensor[index].clone() for key, tensor in own.items()}
+            moments.append({**counts, **copies})
+        return moments
 
 
 def share_of(
     config: LearnerConfig, processes: Processes, schemes: Sequence[Scheme]
 ) -> Share | None:
-    """Return the part of the masters that this process reads if `learner.zero_stage` is 3, else
-    None.
+    """Return which rows of the masters this process reads; None: all of them.
 
-    schemes: schemes of the model's layers. Rows that share a block of a scheme stay together.
+    They are divided if `learner.zero_stage` is 3. schemes: schemes of the model's layers. Rows that
+    share a block of a scheme stay together.
     """
     if config.zero_stage != 3:
         return None
