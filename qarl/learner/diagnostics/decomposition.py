@@ -120,8 +120,8 @@ def decompose(
     parts = forwards.parts()
     alpha = parts["staleness"] + parts["kernel"] if "kernel" in parts else parts["staleness"]
     beta = parts["dtype"] + parts["scheme"]
-    sizes = parts | {"alpha": alpha, "beta": beta}
-    means = {name: float(part[mask].abs().mean()) for name, part in sizes.items()}
+    differences = parts | {"alpha": alpha, "beta": beta}
+    means = {name: float(part[mask].abs().mean()) for name, part in differences.items()}
     with_advantage = mask & (batch.advantages != 0)
     change = (forwards.after - forwards.published)[with_advantage]
     improvement = efficiency = None

@@ -3,14 +3,14 @@
     w_t = π_old / π_sampler a token;   w_seq = Π_t w_t;   w_geo = w_seq^(1/T)
 
     none           1
-    token_tis      min(w_t, c)                      Yao et al., "Your efficient RL framework
-                                                    secretly brings you off-policy RL training",
-                                                    2025
-    sequence_tis   min(w_seq, c)                    Liu, Li et al., "When speed kills stability",
-                                                    2025
-    token_mis      w_t where f ≤ w_t ≤ c, else 0    IcePop (Ling team, 2025)
-    sequence_mis   w_seq where f ≤ w_seq ≤ c, else 0    Liu, Li et al., 2025
-    geometric      clip(w_geo, 1/c, c)              QaRL (arXiv 2604.07853)
+    token_tis      min(w_t, c)                        Yao et al., "Your efficient RL framework
+                                                      secretly brings you off-policy RL training",
+                                                      2025
+    sequence_tis   min(w_seq, c)                      Liu, Li et al., "When speed kills stability",
+                                                      2025
+    token_mis      w_t if f ≤ w_t ≤ c, else 0         IcePop (Ling team, 2025)
+    sequence_mis   w_seq if f ≤ w_seq ≤ c, else 0     Liu, Li et al., 2025
+    geometric      clip(w_geo, 1/c, c)                QaRL (arXiv 2604.07853)
 
 With `ratio_from: sampler` the objective's own ratio π_cur / π_sampler already contains the weight,
 so the masked kinds only mask. A masked token still counts in the denominator of an aggregation:
