@@ -49,11 +49,12 @@ def audit(
         same_bits: whether a kernel whose sums may depend on the batch is a disagreement (on GPUs,
             with `bitwise`).
     """
-    ours = {layer.name: layer for layer in learner}
-    theirs = {layer.name: layer for layer in engine}
-    names = list(ours) + [name for name in theirs if name not in ours]
+    by_learner = {layer.name: layer for layer in learner}
+    by_engine = {layer.name: layer for layer in engine}
+    names = list(by_learner) + [name for name in by_engine if name not in by_learner]
     return [
-        _compare(name, ours.get(name), theirs.get(name), same_kernels, same_bits) for name in names
+        _compare(name, by_learner.get(name), by_engine.get(name), same_kernels, same_bits)
+        for name in names
     ]
 
 
@@ -84,34 +85,34 @@ def require_equal_rows(checked: "RowCheck") -> None:
 
 def _compare(
     name: str,
-    ours: LayerReport | None,
-    theirs: LayerReport | None,
+    learner: LayerReport | None,
+    engine: LayerReport | None,
     same_kernels: bool,
     same_bits: bool,
 ) -> AuditRow:
     """Compare one layer's reports."""
-    if ours is None or theirs is None:
-        problem = f"known to the {'engine' if ours is None else 'learner'} only"
+    if learner is None or engine is None:
+        problem = f"known to the {'engine' if learner is None else 'learner'} only"
     else:
         fields = ["scheme", "group_size", "dtype"]
         if same_kernels:
             fields.append("kernel")
         differences = [
-            f"{field} {getattr(ours, field)!r} (learner) and {getattr(theirs, field)!r} (engine)"
+            f"{field} {getattr(learner, field)!r} (learner) and {getattr(engine, field)!r} (engine)"
             for field in fields
-            if getattr(ours, field) != getattr(theirs, field)
+            if getattr(learner, field) != getattr(engine, field)
         ]
-        problem = _different_ignore_lists(ours, theirs) or ", ".join(differences)
-        if same_bits and not problem and BATCH_INVARIANT not in theirs.kernel:
+        problem = _different_ignore_lists(learner, engine) or ", ".join(differences)
+        if same_bits and not problem and BATCH_INVARIANT not in engine.kernel:
             problem = (
-                f"kernel {theirs.kernel!r} is not known to be batch-invariant, as `bitwise` asks"
+                f"kernel {engine.kernel!r} is not known to be batch-invariant, as `bitwise` asks"
             )
-    return AuditRow(name, ours, theirs, problem)
+    return AuditRow(name, learner, engine, problem)
 
 
-def _different_ignore_lists(ours: LayerReport, theirs: LayerReport) -> str:
+def _different_ignore_lists(learner: LayerReport, engine: LayerReport) -> str:
     """Return a message if one side alone leaves the layer in the compute dtype, else ""."""
-    sides = {"learner": ours.scheme, "engine": theirs.scheme}
+    sides = {"learner": learner.scheme, "engine": engine.scheme}
     ignoring = [side for side, scheme in sides.items() if scheme == "bf16"]
     if len(ignoring) != 1:
         return ""

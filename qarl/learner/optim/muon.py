@@ -91,16 +91,16 @@ def orthogonalize(optimizers: Sequence[RowMuon], updates: Sequence[Tensor]) -> N
     updates: this process's rows of each matrix.
     """
     shard = optimizers[0].shard
-    mine: Tensor | None = None
+    owned: Tensor | None = None
     if shard.rank < len(optimizers):
-        mine = updates[0].new_empty(optimizers[shard.rank].shard.shape)
-        optimizers[shard.rank].shard.rows(mine).copy_(updates[shard.rank])
-    _exchange(optimizers, updates, mine, to_owner=True)
+        owned = updates[0].new_empty(optimizers[shard.rank].shard.shape)
+        optimizers[shard.rank].shard.rows(owned).copy_(updates[shard.rank])
+    _exchange(optimizers, updates, owned, to_owner=True)
     directions = [torch.empty_like(update) for update in updates]
-    if mine is not None:
-        mine = optimizers[shard.rank].orthogonalized(mine).contiguous()
-        directions[shard.rank].copy_(optimizers[shard.rank].shard.rows(mine))
-    _exchange(optimizers, directions, mine, to_owner=False)
+    if owned is not None:
+        owned = optimizers[shard.rank].orthogonalized(owned).contiguous()
+        directions[shard.rank].copy_(optimizers[shard.rank].shard.rows(owned))
+    _exchange(optimizers, directions, owned, to_owner=False)
     for optimizer, direction in zip(optimizers, directions, strict=True):
         optimizer.direction = direction
 
@@ -108,14 +108,14 @@ def orthogonalize(optimizers: Sequence[RowMuon], updates: Sequence[Tensor]) -> N
 def _exchange(
     optimizers: Sequence[RowMuon],
     rows: Sequence[Tensor],
-    mine: Tensor | None,
+    owned: Tensor | None,
     to_owner: bool,
 ) -> None:
     """Send every owner the rows of its matrix, or the rows back.
 
     Args:
         rows: this process's rows of each owner's matrix.
-        mine: the whole matrix that this process owns; None if it owns none.
+        owned: the whole matrix that this process owns; None if it owns none.
         to_owner: the direction.
     """
     rank = optimizers[0].shard.rank
@@ -127,9 +127,9 @@ def _exchange(
         for owner, part in enumerate(rows)
         if owner != rank and part.numel()
     ]
-    if mine is not None:
+    if owned is not None:
         for other in range(world):
-            part = optimizers[rank].shard.rows(mine, other)
+            part = optimizers[rank].shard.rows(owned, other)
             if other != rank and part.numel():
                 operations.append(dist.P2POp(with_others, part.view(torch.uint8), other))
     for work in dist.batch_isend_irecv(operations) if operations else []:

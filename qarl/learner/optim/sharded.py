@@ -69,8 +69,8 @@ class ShardedOptimizer:
                         partial(self._reduce, self._rows[name])
                     )
         self.optimizer = MasterOptimizer(self._rows, model.matrices(), config.optimizer, processes)
-        alone = processes.world == 1 and config.zero_stage is None
-        model.gradients.configure(in_place=alone, reduce_dtype=MASTER_DTYPES[config.reduce_dtype])
+        single = processes.world == 1 and config.zero_stage is None
+        model.gradients.configure(in_place=single, reduce_dtype=MASTER_DTYPES[config.reduce_dtype])
         self._matrices = muon_masters(model.masters, model.matrices(), config.optimizer)
         """Names of the masters that Muon takes."""
 
@@ -162,16 +162,16 @@ class ShardedOptimizer:
         indices = list(matrices_of(name, shard.shape)) if name in self._matrices else [()]
         if not stepped:
             return [{} for _ in indices]
-        whole = {}
+        gathered = {}
         for key in self._keys(name):
             parts = [part[key].flatten() for part in mine if key in part]
             rows = torch.cat(parts or [master.new_empty(0)])
             buffer = torch.empty(shard.shape, device=master.device)
-            whole[key] = fill(buffer, rows.view(master.shape), shard)
+            gathered[key] = fill(buffer, rows.view(master.shape), shard)
         counts = {} if name in self._matrices else {"step": mine[0]["step"]}
         moments = []
         for index in indices:
-            views = {key: tensor[index] for key, tensor in whole.items()}
+            views = {key: tensor[index] for key, tensor in gathered.items()}
             moments.append({**counts, **views})
         return moments
 
