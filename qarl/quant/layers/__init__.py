@@ -1,1 +1,1 @@
-"""Low-bit layers with a straight-through backward, and what they share."""
+"""Low-bit layers with a straight-through backward, and the code they share."""

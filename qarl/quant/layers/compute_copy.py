@@ -1,8 +1,10 @@
-"""How parameters outside linear layers and experts reach their masters.
+"""Compute-dtype copies of the parameters outside linear layers and experts.
 
-The forward reads a compute-dtype copy, which is also what is published unless the learner computes
-in a dtype of its own (`learner.compute_dtype`); the gradient goes to the master by autograd, in
-fp32 until it is there. Axes: V vocabulary, H hidden columns.
+The forward reads the copy. The same copy is published, unless the learner has a compute dtype of
+its own (`learner.compute_dtype`). Autograd delivers the gradient to the master, in fp32 all the
+way.
+
+Axes: V vocabulary, H hidden columns.
 """
 
 from typing import Any
@@ -16,46 +18,61 @@ from qarl.quant.runtime.shards import fill, shard_of, whole_shape
 
 
 class MasterCopy:
-    """A parameter outside linear layers and experts: its master, and the copies that engine and
-    learner read. published: in the engine's dtype. computed: in the learner's; where that is the
-    same, one tensor. Both are to be filled.
+    """Master of a parameter outside linear layers and experts, with its compute-dtype copies.
+
+    The copies are uninitialized until `refresh`.
     """
 
     def __init__(self, master: torch.Tensor, context: LayerContext):
-        dtype, compute_dtype = context.dtype, context.compute_dtype
+        dtype = context.dtype
+        compute_dtype = context.compute_dtype
         self.master = master
+        """The parameter that the optimizer steps, any floating dtype."""
         self.published = _empty_copy(master, dtype)
+        """Copy in the engine's dtype, which the engine reads."""
         self.computed = (
             self.published if compute_dtype == dtype else _empty_copy(master, compute_dtype)
         )
+        """Copy in the learner's compute dtype; the same tensor as `published` if the dtypes are
+        equal.
+        """
         self.context = context
+        """Settings and state shared by all layers of the model."""
 
     @property
     def read(self) -> torch.Tensor:
-        """What the forward takes."""
+        """The copy that the present forward reads."""
         return self.published if self.context.forward_dtype == self.context.dtype else self.computed
 
     def refresh(self) -> None:
-        """Take over the master's present values."""
+        """Overwrite the copies with the master's present values."""
         fill(self.published, self.master, shard_of(self.master))
         if self.computed is not self.published:
             fill(self.computed, self.master, shard_of(self.master))
 
     def routed(self) -> torch.Tensor:
-        """What the forward takes, with a way back to the master."""
+        """Return the copy that the forward reads; autograd routes its gradient to the master."""
         return _Route.apply(self.master, self.read, self.context.gradients)
 
     def looked_up(self, tokens: torch.Tensor, padding: int = -1) -> torch.Tensor:
-        """Rows of what the forward takes: compute dtype [..., H] for int64 tokens of any shape. The
-        backward sums rows in fp32, without a compute-dtype gradient [V, H] in between. padding: a
-        token whose row is not learned.
+        """Return the rows of the copy for these tokens.
+
+        The backward sums the rows' gradients in fp32, without an intermediate gradient [V, H] in
+        the compute dtype.
+
+        Args:
+            tokens: int64 of any shape.
+            padding: token whose row gets no gradient; -1 for none.
+
+        Returns compute dtype [..., H].
         """
         return _Lookup.apply(tokens, self.master, self, padding)
 
 
 class ComputeCopy(nn.Module):
-    """A torch parametrization: reading the parameter gives the copy, with a way back to the
-    master.
+    """Torch parametrization: reading the parameter gives the copy.
+
+    The copy's gradient goes to the master.
     """
 
     def __init__(self, copy: MasterCopy):
@@ -63,12 +80,12 @@ class ComputeCopy(nn.Module):
         self._copy = copy
 
     def forward(self, master: torch.Tensor) -> torch.Tensor:
-        """master: any shape, the copy's → the copy."""
+        """Return the copy, of the same shape as `master`."""
         return self._copy.routed()
 
 
 class MasterEmbedding(nn.Module):
-    """Replaces an `nn.Embedding`: rows of the copy; see `MasterCopy.looked_up`."""
+    """Replacement for an `nn.Embedding`; see `MasterCopy.looked_up`."""
 
     def __init__(self, embedding: nn.Embedding, copy: MasterCopy):
         super().__init__()
@@ -82,17 +99,17 @@ class MasterEmbedding(nn.Module):
         return self.copy.read
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """tokens: int64 of any shape → compute dtype [..., H]."""
+        """Return the tokens' embeddings: int64 of any shape → compute dtype [..., H]."""
         return self.copy.looked_up(tokens, self.padding_idx)
 
 
 def plain_lookup(embedding: nn.Embedding) -> bool:
-    """Whether `MasterEmbedding` does all that this embedding does."""
+    """Return whether `MasterEmbedding` supports every option that this embedding uses."""
     return embedding.max_norm is None and not embedding.scale_grad_by_freq and not embedding.sparse
 
 
 def _empty_copy(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Room for a copy of a master, of any dtype; `LowBitModel.refresh` fills it."""
+    """Return an uninitialized copy of a master in this dtype; `LowBitModel.refresh` fills it."""
     return torch.empty(whole_shape(master), dtype=dtype, device=master.device)
 
 
@@ -101,7 +118,8 @@ class _Route(torch.autograd.Function):
     def forward(
         ctx: Any, master: torch.Tensor, copy: torch.Tensor, gradients: Gradients
     ) -> torch.Tensor:
-        ctx.master, ctx.gradients = master, gradients
+        ctx.master = master
+        ctx.gradients = gradients
         return copy.view_as(copy)
 
     @staticmethod
@@ -120,24 +138,23 @@ class _Lookup(torch.autograd.Function):
         padding: int,
     ) -> torch.Tensor:
         ctx.save_for_backward(tokens)
-        ctx.master, ctx.copy, ctx.padding = master, copy, padding
+        ctx.master = master
+        ctx.copy = copy
+        ctx.padding = padding
         return nn.functional.embedding(tokens, copy.read)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
         (tokens,) = ctx.saved_tensors
-        dy, gradients = grad_outputs[0].to(torch.float32), ctx.copy.context.gradients
+        dy = grad_outputs[0].to(torch.float32)
+        gradients = ctx.copy.context.gradients
         total = gradients.into(ctx.master)
         if total is not None:
-            taught = tokens != ctx.padding
-            add_rows(total, tokens[taught], gradients.unscaled(dy[taught]))
+            learned = tokens != ctx.padding
+            add_rows(total, tokens[learned], gradients.unscaled(dy[learned]))
             return None, None, None, None
         rows = ctx.copy.read.shape[0]
         gradients.make_way(ctx.master)
         gradient = torch.ops.aten.embedding_dense_backward(dy, tokens, rows, ctx.padding, False)
-        return (
-            None,
-            gradients.delivered(ctx.master, gradients.unscaled(gradient)),
-            None,
-            None,
-        )
+        dmaster = gradients.delivered(ctx.master, gradients.unscaled(gradient))
+        return None, dmaster, None, None

@@ -1,4 +1,7 @@
-"""What all low-bit layers of one model share, in one object that each is given when it is built."""
+"""The settings and state that all low-bit layers of one model share, in one object.
+
+Each layer is given this object when it is built.
+"""
 
 from contextlib import AbstractContextManager
 from enum import Enum
@@ -12,34 +15,23 @@ from qarl.quant.schemes import SchemeError
 
 
 class Forward(Enum):
-    """What a forward multiplies. LEARNER: what is learned by: the codes of an aligned learner, else
-    its masters in its compute dtype. PUBLISHED: the codes, in the engine's dtype. UNQUANTIZED: the
-    masters, cast to the engine's dtype.
-    """
+    """Which values of the weights a forward multiplies."""
 
     LEARNER = "learner"
+    """The values that are trained: an aligned learner's codes, or an unaligned learner's masters in
+    its compute dtype.
+    """
     PUBLISHED = "published"
+    """The codes, in the engine's dtype."""
     UNQUANTIZED = "unquantized"
+    """The masters, cast to the engine's dtype."""
 
 
 class LayerContext:
-    """How the layers of one model compute.
+    """Settings and state of the layers of one model.
 
-    dtype: the engine's compute dtype: of activations, embeddings, norms, and of the scales that are
-    published. kernel: family of the products of codes, one of `quant.kernels.KERNELS`. aligned:
-    whether the learner multiplies those codes (True), or its masters cast to the compute dtype
-    (False, the plain quantized-rollout baseline; codes are still made for publishing).
-    compute_dtype: what an unaligned forward computes in; None: `dtype`. gradients: how the backward
-    makes the masters'. checkpointing: whether decoder layers keep nothing but their input for the
-    backward. engine: the running engine's own layers, to multiply with instead of `kernel`'s; they
-    hold each version before it is used. keeps_codes: cache codes per version; if False, recompute
-    them at every use (slower, less memory). keeps_products: the same of what layers' own kernels
-    multiply, the codes in a layout of theirs. kv_cache: "fp8" where keys and values are cached in
-    e4m3, None in `dtype`; forwards of codes read the same. device: where codes are made and
-    multiplied, None where the masters are (`quant.checkpoint.load.matrices_on_host`).
-
-    Raises `SchemeError` for an aligned learner with a compute dtype of its own, `KernelError` for a
-    kernel that cannot run here.
+    Raises `SchemeError` if an aligned learner is given a compute dtype other than the engine's, and
+    `KernelError` if the kernel cannot run on this machine.
     """
 
     def __init__(
@@ -57,77 +49,110 @@ class LayerContext:
                 f" not {compute_dtype}; leave the compute dtype out, or set aligned false"
             )
         self.dtype = dtype
+        """The engine's compute dtype: of activations, embeddings, norms, and published scales."""
         self.compute_dtype = compute_dtype or dtype
+        """Compute dtype of an unaligned learner's forward. Default: `dtype`."""
         self.kernel = kernel
+        """Family of kernels that multiply the codes, one of `quant.kernels.KERNELS`."""
         self.aligned = aligned
+        """Whether the learner multiplies the codes. If False, it multiplies its masters cast to the
+        compute dtype (the plain quantized-rollout baseline); codes are still made for
+        publishing.
+        """
         self.kv_cache = kv_cache
+        """"fp8" if the engine caches keys and values in e4m3, None if in `dtype`. Forwards over
+        codes round keys and values the same way.
+        """
         self.device = device
+        """Device on which codes are made and multiplied. None: the masters' device
+        (`quant.checkpoint.load.matrices_on_host`).
+        """
         self.gradients = Gradients()
+        """Settings and state of the backward's gradients of masters."""
         self.checkpointing = False
+        """Whether decoder layers keep only their input for the backward (activation checkpointing).
+        """
         self.engine: KernelFactory | None = None
+        """Factory of the running engine's own layers, which replace `kernel`'s products; None if
+        these are not shared. The engine's layers hold each weight version before it is used.
+        """
         self.keeps_products = True
+        """Whether layers also cache the codes in the layout of their own kernels. If False, kernels
+        are prepared again at every use.
+        """
         self.keeps_codes = True
+        """Whether layers cache the codes of a version. If False, codes are recomputed at every use:
+        slower, less memory.
+        """
         self._own = make_factory(kernel, dtype)
         self.forward = Forward.LEARNER
+        """Which values the forward multiplies at present."""
         self._roundings: torch.Generator | None = None
 
     def drop_codes(self) -> None:
-        """Have layers make a version's codes again at every use."""
+        """Make layers recompute a version's codes at every use."""
         self.keeps_codes = False
 
     def drop_products(self) -> None:
-        """Have layers prepare their kernels again at every use."""
+        """Make layers prepare their kernels again at every use."""
         self.keeps_products = False
 
     def multiply_with(self, engine: KernelFactory | None) -> None:
-        """Multiply with the running engine's own layers, or again with `kernel`'s (None)."""
+        """Multiply with the running engine's own layers, or with `kernel`'s again (None)."""
         self.engine = engine
 
     def checkpoint(self, checkpointing: bool) -> None:
-        """Have decoder layers keep nothing but their input for the backward, or everything."""
+        """Set whether decoder layers keep only their input for the backward."""
         self.checkpointing = checkpointing
 
     @property
     def factory(self) -> KernelFactory:
-        """Makes the layers' products."""
+        """The factory that makes the layers' products: the engine's if it is shared, else
+        `kernel`'s.
+        """
         return self.engine or self._own
 
     @property
     def multiplies_codes(self) -> bool:
-        """Whether this forward multiplies what is published."""
+        """Whether this forward multiplies the published codes."""
         return self.forward is Forward.PUBLISHED or (
             self.aligned and self.forward is Forward.LEARNER
         )
 
     @property
     def forward_dtype(self) -> torch.dtype:
-        """Of what a layer's forward is given and returns."""
+        """Dtype of the inputs and outputs of a layer's forward."""
         return self.compute_dtype if self.forward is Forward.LEARNER else self.dtype
 
     def forward_as(self, forward: Forward) -> AbstractContextManager[None]:
-        """Within this context every layer multiplies that."""
+        """Return a context within which every layer multiplies the values that `forward` names."""
         return replaced(self, forward=forward)
 
     def other_roundings(self, seed: int) -> AbstractContextManager[None]:
-        """Within this context every product's results are moved at random, by up to one unit in
-        their last place: what another right implementation may give, which adds up in another
-        order.
+        """Return a context within which every product's results are perturbed at random.
+
+        Each result moves by up to one unit in its last place. Another correct implementation, which
+        sums in another order, may give such results.
         """
         return replaced(self, _roundings=torch.Generator().manual_seed(seed))
 
     def rounded(self, product: torch.Tensor) -> torch.Tensor:
-        """Return a product's results as they are, or moved where `other_roundings` says so."""
+        """Return a product's results, perturbed within `other_roundings` and unchanged
+        elsewhere.
+        """
         if self._roundings is None:
             return product
         moves = torch.rand(product.shape, generator=self._roundings, dtype=torch.float32).to(
             product.device
         )
-        # of a value between 1 and 2, half of which rounds away
+        # eps is the unit in the last place of a value in [1, 2); half of it rounds away
         unit = torch.finfo(product.dtype).eps / 2
         return (product.float() * (1.0 + (2.0 * moves - 1.0) * unit)).to(product.dtype)
 
     def own_products(self) -> AbstractContextManager[None]:
-        """Within this context layers multiply with kernels of their own, not the engine's, each
-        gone after its use.
+        """Return a context within which layers multiply with kernels of their own, not the
+        engine's.
+
+        Each kernel is freed after its use.
         """
         return replaced(self, engine=None, keeps_products=False)

@@ -1,12 +1,12 @@
 """A layer's routed experts: low-bit products forward, straight-through backward.
 
-Forward:  y = Σ_k w_k · down_e(act(gate_e(x)) · up_e(x)) over each token's K experts e, by the
-engine's experts module. Backward: expert after expert, the products are repeated in fp32 on the
-values the codes stand for and
-          differentiated, every rounding counted as identity. Nothing but the layer's input is kept
-          between forward and backward, and no more than one expert is dequantized at a time. In
-          bfloat16 on CUDA all experts go at once, through grouped products
-          (`quant.layers.grouped_backward`).
+Forward: y = Σ_k w_k · down_e(act(gate_e(x)) · up_e(x)) over each token's K experts e, computed by
+the engine's experts module.
+
+Backward: Expert after expert, the products are repeated in fp32 on the values for which the codes
+stand, and differentiated with every rounding counted as identity. Only the layer's input is saved
+between forward and backward, and at most one expert is dequantized at a time. In bfloat16 on CUDA
+all experts are computed at once, through grouped products (`quant.layers.grouped_backward`).
 
 Axes: N tokens, K experts a token, E experts, H hidden columns, I expert columns.
 """
@@ -34,14 +34,19 @@ from qarl.quant.runtime.shards import shard_of, whole_shape, whole_value
 from qarl.quant.schemes import Scheme
 
 _AT_ONCE = 16
-"""Experts that are dequantized together on the way to grouped products."""
+"""Number of experts that are dequantized together for grouped products."""
 
 
 class RoutedLowBitExperts(LowBitLayer[LowBitExperts, ExpertsMatmul]):
-    """Replaces a module of fused experts.
+    """Replacement for a module of fused experts.
 
-    layer: checkpoint name ("model.layers.0.mlp.experts"). gate_up, down: masters [E, 2I, H], gate
-    first, and [E, H, I].
+    Args:
+        layer: checkpoint name ("model.layers.0.mlp.experts").
+        gate_up: masters [E, 2I, H], gate rows first.
+        down: masters [E, H, I].
+        shape: sizes, activation and checkpoint names of the experts.
+        scheme: scheme of all experts.
+        context: settings and state shared by all layers of the model.
     """
 
     def __init__(
@@ -62,10 +67,8 @@ class RoutedLowBitExperts(LowBitLayer[LowBitExperts, ExpertsMatmul]):
 
     def _materialize(self, out: LowBitExperts | None) -> LowBitExperts:
         gate_up, down = self.to_round()
-        scales, shards = (
-            self._kept_scales(),
-            [shard_of(master) for master in self.masters],
-        )
+        scales = self._kept_scales()
+        shards = [shard_of(master) for master in self.masters]
         return materialize_experts(
             gate_up,
             down,
@@ -81,12 +84,13 @@ class RoutedLowBitExperts(LowBitLayer[LowBitExperts, ExpertsMatmul]):
         return self.context.factory.experts(self.layer, self.shape, low_bit)
 
     def _cast(self) -> ExpertsMatmul:
-        dtype, merged = self.context.forward_dtype, self.merged()
+        dtype = self.context.forward_dtype
+        merged = self.merged()
         casts = [
             whole_value(master, dtype, rows)
             for master, rows in zip(self.masters, merged, strict=True)
         ]
-        # an aligned layer's are for one product, and none is derived through
+        # An aligned layer casts for one product only, and no gradient flows through that.
         if not self.context.aligned:
             self._casts = casts
         pairs = [
@@ -96,8 +100,14 @@ class RoutedLowBitExperts(LowBitLayer[LowBitExperts, ExpertsMatmul]):
         return ExpertsLoop(pairs, self.shape.activation)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor):
-        """hidden_states: compute dtype [N, H]; top_k_index: int64 [N, K]; top_k_weights: floating
-        [N, K] → compute dtype [N, H]. The signature is that of the transformers modules replaced.
+        """Return the layer's output, compute dtype [N, H].
+
+        The signature is that of the transformers modules replaced.
+
+        Args:
+            hidden_states: compute dtype [N, H].
+            top_k_index: int64 [N, K].
+            top_k_weights: floating [N, K].
         """
         weights = top_k_weights.to(torch.float32)
         kept = self.kept_input(hidden_states.detach()) if torch.is_grad_enabled() else ()
@@ -112,8 +122,9 @@ class RoutedLowBitExperts(LowBitLayer[LowBitExperts, ExpertsMatmul]):
         )
 
     def weights_used(self) -> Callable[[int], tuple[Tensor, Tensor]]:
-        """Gives an expert's matrices as the forward multiplied them, exactly, fp32 [2I, H] and [H,
-        I].
+        """Return a function from an expert's number to its matrices as the forward multiplied them.
+
+        The matrices are exact, fp32 [2I, H] and [H, I].
         """
         if not self.context.multiplies_codes:
             return lambda expert: (
@@ -127,14 +138,15 @@ class RoutedLowBitExperts(LowBitLayer[LowBitExperts, ExpertsMatmul]):
         )
 
     def multiplies_grouped(self, dy: Tensor) -> bool:
-        """Whether the backward of such an output gradient takes all experts at once."""
+        """Return whether the backward for this output gradient computes all experts at once."""
         ranks = [adapter.rank for adapter in self.adapters if adapter is not None]
         sizes = self.shape.hidden, self.shape.intermediate, *ranks
         return dy.is_cuda and dy.dtype == torch.bfloat16 and grouped_backward.aligned(*sizes)
 
     def stacks_used(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """All experts' matrices as the forward multiplied them, rounded once to `dtype`, [E, 2I, H]
-        and [E, H, I].
+        """Return all experts' matrices as the forward multiplied them, [E, 2I, H] and [E, H, I].
+
+        They are rounded once to `dtype`.
         """
         if not self.context.multiplies_codes:
             gate_up, down = (cast.to(dtype) for cast in self._casts)
@@ -209,7 +221,7 @@ def _one_by_one(
     dmasters: Sequence[Tensor | None],
     dfactors: Sequence[Sequence[Tensor]],
 ) -> tuple[Tensor, Tensor]:
-    """As `_grouped`, an expert at a time, in fp32."""
+    """Compute the same as `_grouped`, for one expert at a time and in fp32."""
     gradients = experts.context.gradients
     x = (
         multiplied.dequantized(torch.float32)
@@ -217,11 +229,9 @@ def _one_by_one(
         else multiplied.float()
     )
     dy = dy.to(torch.float32)
-    dx, dweights, weights_used = (
-        torch.zeros_like(x),
-        torch.zeros_like(weights),
-        experts.weights_used(),
-    )
+    dx = torch.zeros_like(x)
+    dweights = torch.zeros_like(weights)
+    weights_used = experts.weights_used()
     for expert in index.unique().tolist():
         rows, slots = (index == expert).nonzero(as_tuple=True)
         drows, dweights[rows, slots], products = _expert_backward(
@@ -235,24 +245,29 @@ def _one_by_one(
             experts.adapters, dfactors, products, strict=True
         ):
             if adapter is not None:
-                for into, grad in zip(dfactor, adapter.gradients(dout, used, expert), strict=True):
-                    into[expert] = gradients.unscaled(grad)
+                factor_gradients = adapter.gradients(dout, used, expert)
+                for total, gradient in zip(dfactor, factor_gradients, strict=True):
+                    total[expert] = gradients.unscaled(gradient)
     return dx, dweights
 
 
 def _dequantized(
     matrices: Sequence[LowBitWeight], stack: LowBitWeight | None, dtype: torch.dtype
 ) -> Tensor:
-    """[E, O, I], the fp32 values of `_AT_ONCE` experts at a time; of one where there is no stack of
-    all.
+    """Return all experts' matrices, dequantized in fp32 and rounded once to `dtype`, [E, O, I].
+
+    `_AT_ONCE` experts are dequantized at a time, or one if there is no stack of all.
     """
     rows, columns = matrices[0].shape
     experts = len(matrices)
     values = torch.empty(experts, rows, columns, dtype=dtype, device=matrices[0].codes.device)
+    flat_values = values.view(-1, columns)
     for start in range(0, experts, 1 if stack is None else _AT_ONCE):
         stop = min(start + _AT_ONCE, experts)
         part = matrices[start] if stack is None else stack.rows(start * rows, stop * rows)
-        values.view(-1, columns)[start * rows :][: part.shape[0]].copy_(part.dequantized(dtype))
+        first_row = start * rows
+        target = flat_values[first_row : first_row + part.shape[0]]
+        target.copy_(part.dequantized(dtype))
     return values
 
 
@@ -265,8 +280,10 @@ def _grouped(
     dmasters: Sequence[Tensor | None],
     dfactors: Sequence[Sequence[Tensor]],
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the input, fp32 [N, H], and of the weights, fp32 [N, K], by grouped products;
-    those of masters and of adapters are added to `dmasters` and `dfactors`.
+    """Return the gradients of the input, fp32 [N, H], and of the routing weights, fp32 [N, K].
+
+    They are computed by grouped products. The gradients of masters and adapters are added to
+    `dmasters` and `dfactors` (None: not needed).
     """
 
     def as_multiplied(values: Tensor) -> Tensor:
@@ -296,10 +313,12 @@ def _grouped(
                 dmaster.add_(matrix.product(), alpha=unscale)
         for adapter, dfactor, matrix in zip(experts.adapters, dfactors, part.matrices, strict=True):
             if adapter is not None:
-                a, b = adapter.lora_A.detach(), adapter.lora_B.detach()
-                for into, gradient in zip(dfactor, matrix.factors(a, b), strict=True):
-                    into.add_(gradient, alpha=adapter.scale * unscale)
-        del part, matrix  # before the next is made
+                a = adapter.lora_A.detach()
+                b = adapter.lora_B.detach()
+                for total, gradient in zip(dfactor, matrix.factors(a, b), strict=True):
+                    total.add_(gradient, alpha=adapter.scale * unscale)
+        # Free this part's tensors before the next part is computed.
+        del part, matrix
     dx, dweights = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
     return dx, dweights
 
@@ -307,21 +326,23 @@ def _grouped(
 def _master_gradients(
     experts: RoutedLowBitExperts, needed: Sequence[bool]
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-    """What to add the masters' gradients to, fp32, and what of it autograd is given; None where
-    there is none.
+    """Return the fp32 tensors to add the masters' gradients to, and which of them autograd is
+    given.
+
+    An entry of the first list is None if the gradient is not needed; of the second also if the
+    gradient is accumulated in place.
     """
     gradients = experts.context.gradients
-    placed = [
+    in_place = [
         gradients.into(m) if need else None for m, need in zip(experts.masters, needed, strict=True)
     ]
     gradients.make_way(*experts.masters)
     returned = [
         torch.zeros(whole_shape(master), device=master.device) if need and total is None else None
-        for master, need, total in zip(experts.masters, needed, placed, strict=True)
+        for master, need, total in zip(experts.masters, needed, in_place, strict=True)
     ]
-    return [
-        total if own is None else own for total, own in zip(placed, returned, strict=True)
-    ], returned
+    totals = [total if own is None else own for total, own in zip(in_place, returned, strict=True)]
+    return totals, returned
 
 
 def _expert_backward(
@@ -331,18 +352,25 @@ def _expert_backward(
     weights: Tensor,
     dy: Tensor,
 ) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
-    """matrices: the expert's, see `RoutedLowBitExperts.weights_used`. x: fp32 [n, H], as
-    multiplied; weights: fp32 [n]; dy: fp32 [n, H], of the layer's output.
+    """Repeat one expert's forward and differentiate it.
 
-    Returns the gradients of x and of weights, and of gate and up, then of down, the gradient of the
-    product's output [n, O] and its input as multiplied [n, I]: that of the matrix is the first,
+    Args:
+        experts: the layer.
+        matrices: the expert's matrices, see `RoutedLowBitExperts.weights_used`.
+        x: fp32 [n, H], as multiplied.
+        weights: routing weights, fp32 [n].
+        dy: gradient of the layer's output, fp32 [n, H].
+
+    Returns the gradient of x, the gradient of the routing weights, and a pair of tensors for the
+    gradient of gate and up, then one for down. A pair holds the gradient of the product's output
+    [n, O] and the product's input as multiplied [n, I]; the matrix's gradient is the first,
     transposed, times the second.
     """
     gate_up, down = matrices
     with torch.enable_grad():
-        merged = (
-            (x @ gate_up.t()).to(experts.context.forward_dtype).to(torch.float32).requires_grad_()
-        )
+        # rounded to the compute dtype, as the forward's product is
+        merged = (x @ gate_up.t()).to(experts.context.forward_dtype)
+        merged = merged.to(torch.float32).requires_grad_()
         gate, up = merged.chunk(2, dim=-1)
         activated = experts.activation(gate) * up
     used = activated.detach().to(experts.context.forward_dtype)

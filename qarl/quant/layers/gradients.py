@@ -1,6 +1,4 @@
-"""How the gradients of one model's masters are made: their scale, their precision, and where they
-are added up.
-"""
+"""How the gradients of one model's masters are computed: scale, precision and accumulation."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -13,36 +11,47 @@ from qarl.quant.runtime.cpu_blocks import row_blocks
 from qarl.quant.runtime.shards import shard_of, whole_shape
 
 AHEAD = 1 << 25
-"""Elements of gradients that may be on their way to other processes beyond the largest gradient of
-one layer.
+"""Number of gradient elements that may be in flight to other processes, in addition to the largest
+gradient of one layer.
 """
 
 
 class Gradients:
-    """One object a model, which everything with a backward of its own asks.
-
-    scale: what the loss was multiplied with (`learner.optim.loss_scale.LossScale`). Every gradient
-    of a master is divided by it where it is made, in fp32. So masters never see scaled gradients,
-    whoever accumulates, reduces and clips them. in_place: weight gradients are added to
-    `master.grad` where they are made. Autograd, which they otherwise go through, needs each once
-    more before it adds it up; who relies on its hooks leaves this off. fp32_input_grad: gradients
-    of a product's input are computed in fp32 (see `quant.layers.straight_through.input_gradient`).
-    reduce_dtype: in which processes that have parts of a master send each other the other parts'
-    gradients. compiled: passes over rows go through torch.compile, which makes one of what torch's
-    operators do in several.
+    """Settings and accumulators of one model's gradients, used by everything with a custom
+    backward.
     """
 
     def __init__(self) -> None:
         self.scale = 1.0
+        """Factor by which the loss was multiplied (`learner.optim.loss_scale.LossScale`). Every
+        gradient of a master is divided by it in fp32 where it is computed, so masters never see
+        scaled gradients, whoever accumulates, reduces and clips them.
+        """
         self.in_place = False
+        """Whether weight gradients are added to `master.grad` where they are computed. Otherwise
+        autograd allocates each gradient a second time before accumulating it. Leave it off if
+        you rely on autograd hooks.
+        """
         self.fp32_input_grad = True
+        """Whether gradients of a product's input are computed in fp32 (see
+        `quant.layers.straight_through.input_gradient`).
+        """
         self.reduce_dtype = torch.float32
+        """Dtype in which processes that share a sharded master send each other their parts of the
+        gradient.
+        """
         self.compiled = False
-        self._under_way: deque[tuple[torch.Tensor, torch.Tensor, Callable[[], torch.Tensor]]] = (
+        """Whether passes over rows go through torch.compile, which fuses several of torch's
+        operators into one pass.
+        """
+        self._in_flight: deque[tuple[torch.Tensor, torch.Tensor, Callable[[], torch.Tensor]]] = (
             deque()
         )
+        """Sums over processes that have begun: (master, its whole gradient, wait for the sum)."""
         self._largest = 0
-        self._added_up: dict[torch.Tensor, torch.Tensor] | None = None
+        """Elements of the largest gradients of one layer so far."""
+        self._sums: dict[torch.Tensor, torch.Tensor] | None = None
+        """Master → gradient summed in this process since `add_up`; None before."""
 
     def configure(
         self,
@@ -52,26 +61,28 @@ class Gradients:
         reduce_dtype: torch.dtype | None = None,
         compiled: bool | None = None,
     ) -> None:
-        """Set these for good; None leaves one as it is."""
+        """Change the settings that are given; None leaves a setting unchanged."""
         self.in_place = self.in_place if in_place is None else in_place
         self.fp32_input_grad = self.fp32_input_grad if fp32_input_grad is None else fp32_input_grad
         self.reduce_dtype = reduce_dtype or self.reduce_dtype
         self.compiled = self.compiled if compiled is None else compiled
 
     def scale_by(self, scale: float) -> None:
-        """Of the losses to come."""
+        """Set the factor by which later losses are multiplied."""
         self.scale = scale
 
     def into(self, master: torch.Tensor) -> torch.Tensor | None:
-        """The fp32 gradient of a master to add to, zeros at first; None where autograd is to
-        deliver it: unless `in_place`, and to a master with hooks, which would not see it. Of a
-        master of which processes have parts, the whole one, after `add_up`.
+        """Return the fp32 gradient of a master to add to, initially zeros.
+
+        Return None if autograd must deliver the gradient: unless `in_place`, and for a master with
+        hooks, which would otherwise not see it. After `add_up`, return the whole tensor's gradient
+        for a sharded master.
         """
-        if self._added_up is not None and shard_of(master) is not None:
-            if master not in self._added_up:
+        if self._sums is not None and shard_of(master) is not None:
+            if master not in self._sums:
                 self.make_way(master)
-                self._added_up[master] = torch.zeros(whole_shape(master), device=master.device)
-            return self._added_up[master]
+                self._sums[master] = torch.zeros(whole_shape(master), device=master.device)
+            return self._sums[master]
         if not self.in_place or master._backward_hooks or master._post_accumulate_grad_hooks:
             return None
         if master.grad is None:
@@ -79,30 +90,30 @@ class Gradients:
         return master.grad
 
     def delivered(self, master: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
-        """What autograd is given for a master: its fp32 gradient; or None where processes have
-        parts of the master. Each then adds its part of their sum to what it has, by the end of the
-        backward, and the whole, overwritten, is let go of: sums of a layer are under way while the
-        next is computed.
+        """Return the fp32 gradient that autograd is given for a master; None for a sharded one.
+
+        For a sharded master, summing over the processes starts here and `gradient` is overwritten.
+        By the end of the backward each process has added its part of the sum to its `grad`, and the
+        whole gradient has been freed. Sums of one layer are in flight while the next layer is
+        computed.
         """
         shard = shard_of(master)
         if shard is None:
             return gradient
         torch.autograd.Variable._execution_engine.queue_callback(self._arrive)
-        self._under_way.append((master, gradient, shard.reduce(gradient, self.reduce_dtype)))
+        self._in_flight.append((master, gradient, shard.reduce(gradient, self.reduce_dtype)))
         return None
 
     def make_way(self, *masters: torch.Tensor) -> None:
-        """Before whole gradients of these are made: wait for sums until those under way leave
-        memory for them.
-        """
+        """Wait for sums in flight until there is memory for whole gradients of these masters."""
         needed = sum(whole_shape(master).numel() for master in masters)
         self._largest = max(self._largest, needed)
         self._arrive(self._largest + AHEAD - needed)
 
     def _arrive(self, left: int = 0) -> None:
-        """Wait for sums, the first first, until no more than so many elements are under way."""
-        while sum(whole.numel() for _, whole, _ in self._under_way) > left:
-            master, _, total = self._under_way.popleft()
+        """Wait for sums, oldest first, until at most `left` elements are in flight."""
+        while sum(whole.numel() for _, whole, _ in self._in_flight) > left:
+            master, _, total = self._in_flight.popleft()
             part = total()
             if master.grad is None:
                 master.grad = part.clone()
@@ -110,38 +121,46 @@ class Gradients:
                 master.grad += part
 
     def add_up(self, until: torch.Tensor) -> None:
-        """From here on in the backward, add up gradients of masters that processes have parts of in
-        this process, and sum them over the processes once that of `until` is there: what it is
-        multiplied with part by part.
+        """Accumulate gradients of sharded masters in this process for the rest of the backward.
+
+        They are summed over the processes once the gradient of `until`, which is multiplied part by
+        part, has been computed.
         """
-        self._added_up = {}
+        self._sums = {}
         until.register_hook(self._deliver_sums)
 
     def _deliver_sums(self, _: torch.Tensor) -> None:
-        sums, self._added_up = self._added_up or {}, None
+        sums, self._sums = self._sums or {}, None
         for master, gradient in sums.items():
             self.delivered(master, gradient)
 
     def over_rows(
         self, body: Callable[..., Any], rows: Sequence[torch.Tensor], *whole: Any
     ) -> list[Any]:
-        """body(*rows, *whole), which writes into the first of `rows`, tensors of equally many rows;
-        on CPUs a block of rows at a time. whole: what it is given besides. Returns the results.
+        """Call body(*rows, *whole), on CPUs for one block of rows at a time, and return the
+        results.
+
+        Args:
+            body: writes into the first of `rows`.
+            rows: tensors with the same number of rows.
+            whole: arguments that are not split.
         """
         body = compiled(body) if self.compiled else body
         return [body(*part, *whole) for part in row_blocks(*rows)]
 
     def unscaled(self, gradient: torch.Tensor) -> torch.Tensor:
-        """gradient: fp32, overwritten without the scale and returned; autograd casts it to a
-        master's `grad_dtype`.
+        """Divide a fp32 gradient by the loss scale, in place, and return it.
+
+        Autograd casts it to a master's `grad_dtype`.
         """
         return gradient if self.scale == 1.0 else gradient.mul_(1.0 / self.scale)
 
 
 def add_rows(total: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Add rows, fp32 [n, …], to those of `total`, fp32 [N, …], at `places`, int64 [n]; returns
-    `total`. In one order for any number of threads: CPUs add by atomics in `index_put_`, GPUs in
-    `index_add_`.
+    """Add `rows`, fp32 [n, …], to the rows of `total`, fp32 [N, …], at `places`, int64 [n].
+
+    Returns `total`. The order of additions is the same for any number of threads, which decides the
+    operator: `index_put_` adds by atomics on CPUs, and `index_add_` does on GPUs.
     """
     return (
         total.index_put_((places,), rows, accumulate=True)

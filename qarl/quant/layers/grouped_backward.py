@@ -1,7 +1,9 @@
-"""The backward of routed experts as grouped products, for tensor cores: all experts at once, and
-the host waits for nothing. As `quant.layers.experts` has it expert after expert, but for its
-precision: operands and results of products are bfloat16, sums fp32. So a matrix's gradient is
-rounded once for each `TOKENS` tokens, before it is added up in fp32.
+"""The backward of routed experts as grouped products, for tensor cores.
+
+All experts are computed at once, and the host never waits for the device. The computation is that
+of `quant.layers.experts` except for its precision: operands and results of products are bfloat16,
+sums fp32. A matrix's gradient is therefore rounded once for each `TOKENS` tokens, before it is
+accumulated in fp32.
 
 Axes: N tokens, K experts a token, M = N·K rows sorted by expert, E experts, H hidden columns, I
 expert columns.
@@ -14,30 +16,36 @@ import torch
 from torch import nn
 
 TOKENS = 8192
-"""That are done at once: K rows of several widths are kept for each."""
+"""Number of tokens computed at once. For each of them, K rows of several widths are in memory."""
 
 _ALIGNED = 8
-"""Rows of a grouped product's operands begin at multiples of 16 bytes."""
+"""Number of bf16 elements in 16 bytes, at whose multiples rows of a grouped product's operands
+begin.
+"""
 
 
 @dataclass(frozen=True)
 class MatrixGradient:
-    """Of all experts' matrices [E, O, I]: outputᵀ · input over each expert's rows. output: the
-    gradient of the product's output, bf16 [M, O]; input: as multiplied, bf16 [M, I]; ends: of the
-    experts' rows, int32 [E].
+    """Gradient of all experts' matrices [E, O, I], as its two factors.
+
+    The gradient of an expert's matrix is outputᵀ · input over the expert's rows.
     """
 
     output: torch.Tensor
+    """Gradient of the product's output, bf16 [M, O]."""
     input: torch.Tensor
+    """The product's input as multiplied, bf16 [M, I]."""
     ends: torch.Tensor
+    """End of each expert's rows, int32 [E]."""
 
     def product(self) -> torch.Tensor:
-        """bf16 [E, O, I]."""
+        """Return the gradient of the matrices, bf16 [E, O, I]."""
         return _outer(self.output, self.input, self.ends)
 
     def factors(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of low-rank factors a [E, R, I], b [E, O, R] of the matrices (`quant.layers.lora`): bf16,
-        of their shapes.
+        """Return the gradients of low-rank factors a [E, R, I] and b [E, O, R] of the matrices.
+
+        They are bf16, of the factors' shapes (`quant.layers.lora`).
         """
         down = grouped_mm(self.input, a.to(self.input.dtype).transpose(1, 2), offs=self.ends)
         up = grouped_mm(self.output, b.to(self.output.dtype), offs=self.ends)
@@ -46,18 +54,21 @@ class MatrixGradient:
 
 @dataclass(frozen=True)
 class TokenGradients:
-    """x: fp32 [N, H]. weights: fp32 [N, K]. matrices: of gate and up, and of down."""
+    """Gradients for a block of N tokens."""
 
     x: torch.Tensor
+    """Gradient of the input, fp32 [N, H]."""
     weights: torch.Tensor
+    """Gradient of the routing weights, fp32 [N, K]."""
     matrices: tuple[MatrixGradient, MatrixGradient]
+    """Gradients of gate and up as one matrix, and of down."""
 
 
 grouped_mm = nn.functional.grouped_mm
 
 
 def aligned(*sizes: int) -> bool:
-    """Whether grouped products take matrices of such rows and columns."""
+    """Return whether grouped products support matrices of these rows and columns."""
     return all(size % _ALIGNED == 0 for size in sizes)
 
 
@@ -70,11 +81,17 @@ def token_gradients(
     activation: Callable[[torch.Tensor], torch.Tensor],
     multiplied: Callable[[torch.Tensor], torch.Tensor],
 ) -> Iterator[TokenGradients]:
-    """Gradients of the experts' output, some tokens at a time.
+    """Yield the gradients for the experts' output gradient, `TOKENS` tokens at a time.
 
-    x, as multiplied, and dy: bf16 [N, H]; weights: fp32 [N, K]; index: integer [N, K]; matrices:
-    gate and up [E, 2I, H], and down [E, H, I], bf16; activation: of the gate, in fp32; multiplied:
-    what the second product takes for its input, bf16 [M, I] → the same.
+    Args:
+        x: input as multiplied, bf16 [N, H].
+        weights: routing weights, fp32 [N, K].
+        index: expert numbers, integer [N, K].
+        dy: gradient of the output, bf16 [N, H].
+        matrices: gate and up, bf16 [E, 2I, H]; down, bf16 [E, H, I].
+        activation: activation of the gate, in fp32.
+        multiplied: maps the second product's input to its values as multiplied, bf16 [M, I] → the
+            same.
     """
     gate_up, down = matrices
     numbers = torch.arange(len(down), device=index.device)
@@ -88,8 +105,10 @@ def token_gradients(
     for x_part, weights_part, index_part, dy_part in parts:
         sorted_index, order = index_part.flatten().sort(stable=True)
         ends = torch.searchsorted(sorted_index, numbers, right=True, out_int32=True)
-        tokens, scale = order // index.shape[1], weights_part.flatten()[order, None]
-        rows, drows = x_part[tokens], dy_part[tokens]
+        tokens = order // index.shape[1]
+        scale = weights_part.flatten()[order, None]
+        rows = x_part[tokens]
+        drows = dy_part[tokens]
         with torch.enable_grad():
             merged = (
                 grouped_mm(rows, gate_up.transpose(1, 2), offs=ends)
@@ -99,11 +118,11 @@ def token_gradients(
             gate, up = merged.chunk(2, dim=-1)
             activated = activation(gate) * up
         used = multiplied(activated.detach().to(x.dtype))
-        # before the token's weight
+        # gradient before it is multiplied by the token's weight
         dactivated = grouped_mm(drows, down, offs=ends).to(torch.float32)
         dweights = (dactivated * used.to(torch.float32)).sum(-1)
         (dmerged,) = torch.autograd.grad(activated, merged, dactivated * scale)
-        # 20 I bytes a row, while the widest of what is left is made
+        # Frees 20 · I bytes a row before the widest of the remaining tensors is allocated.
         del merged, gate, up, activated, dactivated
         dmerged = dmerged.to(x.dtype)
         drow = _unsorted(grouped_mm(dmerged, gate_up, offs=ends), order)
@@ -123,14 +142,16 @@ def token_gradients(
 
 
 def _unsorted(rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    there = torch.empty_like(rows)
-    there[order] = rows
-    return there
+    """Return the rows in the order they had before sorting; `order` sorted them."""
+    unsorted = torch.empty_like(rows)
+    unsorted[order] = rows
+    return unsorted
 
 
 def _outer(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """leftᵀ · right over each expert's rows. An expert without rows gets zeros, which no page of
-    torch's says.
+    """Return leftᵀ · right over each expert's rows.
+
+    An expert without rows gets zeros, which torch's documentation does not promise.
     """
     product = grouped_mm(left.t(), right, offs=ends)
     empty = ends == torch.cat((ends.new_zeros(1), ends[:-1]))

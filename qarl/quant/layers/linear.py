@@ -1,28 +1,26 @@
-"""A linear layer whose forward is the engine's low-bit product and whose backward is
-straight-through.
+"""A linear layer with the engine's low-bit product forward and a straight-through backward.
 
-Three products, and what is rounded in each (W the master, Ŵ and x̂ the values its and the input's
-codes stand for):
+There are three products. W is the master; Ŵ and x̂ are the values for which its codes and the
+input's codes stand.
 
-    forward   y  = x̂ · Ŵᵀ     by the engine's own kernel over the published codes, so to the same
-    bits: x is quantized
-                              a token at a time where the scheme has low-bit activations, else x̂ is
-                              x in the compute dtype; sums and scales as that kernel has them; y is
-                              rounded once to the compute dtype.
-    backward  dx = dy · Ŵ      Ŵ is dequantized in fp32. It is multiplied as such and only the sum
-    is rounded, or, where
-                              the device multiplies 16-bit values natively, Ŵ is rounded to dy's
-                              dtype first.
-              dW = dyᵀ · x̂     exact operands, fp32 sums, an fp32 result: masters move by less than
-              a 16-bit gradient
-                              resolves.
+Forward, y = x̂ · Ŵᵀ: The engine's own kernel multiplies the published codes, so y has the same
+bits. x is quantized a token at a time if the scheme has low-bit activations; otherwise x̂ is x in
+the compute dtype. Sums and scales are the kernel's; y is rounded once to the compute dtype.
 
-Why Ŵ and x̂, not W and x: rounding is a staircase, of slope zero wherever it has one, so its
-gradient is replaced by that of the identity (straight-through). All else is the exact gradient of
-what the sampler computed. With W and x it would be that of another policy, off by the rounding the
-engine makes in every layer. x̂ is kept between forward and backward as its codes.
+Backward, dx = dy · Ŵ: Ŵ is dequantized in fp32. The product is computed in fp32 and only the sum is
+rounded. If the device multiplies 16-bit values natively, Ŵ is rounded to dy's dtype first.
+
+Backward, dW = dyᵀ · x̂: Operands are exact, sums and result are fp32. Masters move by less than a
+16-bit gradient resolves.
+
+Why Ŵ and x̂, not W and x: Rounding is a staircase, whose slope is zero wherever it exists, so its
+gradient is replaced by that of the identity (straight-through). Everything else is the exact
+gradient of what the sampler computed. With W and x it would be the gradient of another policy, off
+by the rounding that the engine makes in every layer. x̂ is saved between forward and backward as
+its codes.
 
 `quant.layers.straight_through` has the backward's arithmetic, block by block.
+
 Axes: N tokens, O output rows, I input columns.
 """
 
@@ -44,11 +42,7 @@ from qarl.quant.schemes import Scheme
 
 
 class LowBitLinear(LowBitLayer[LowBitWeight, LowBitMatmul]):
-    """Replaces one `nn.Linear`.
-
-    master: fp32, bf16 or fp16 [O, I], what the optimizer steps. bias: [O], or None. fused: the
-    layers the engine multiplies together with this one (`quant.layers.stack.fuse_scales`).
-    """
+    """Replacement for one `nn.Linear`."""
 
     def __init__(
         self,
@@ -60,52 +54,59 @@ class LowBitLinear(LowBitLayer[LowBitWeight, LowBitMatmul]):
     ):
         super().__init__(layer, scheme, context, master)
         self.master = master
+        """fp32, bf16 or fp16 [O, I]; the optimizer steps it."""
         self.bias = bias
+        """[O], or None."""
         self.fused: tuple[LowBitLinear, ...] = ()
+        """Other layers that the engine multiplies together with this one
+        (`quant.layers.stack.fuse_scales`).
+        """
         self.low_bit_bias: torch.Tensor | None = None
+        """This version's bias, in the engine's dtype [O]; None without bias or before the first
+        `refresh`.
+        """
 
     def refresh(self) -> None:
-        """See `LowBitLayer.refresh`."""
+        """Materialize a new version of weight and bias; see `LowBitLayer.refresh`."""
         if self.bias is not None:
             self.low_bit_bias = whole_value(self.bias, self.context.dtype)
         super().refresh()
 
     def _materialize(self, out: LowBitWeight | None) -> LowBitWeight:
-        weight, fused = (
-            self.to_round()[0],
-            tuple(other.to_round()[0] for other in self.fused),
-        )
-        (scale,), dtype, shard = (
-            self._kept_scales(),
-            self.context.dtype,
-            shard_of(self.master),
-        )
+        (weight,) = self.to_round()
+        fused = tuple(other.to_round()[0] for other in self.fused)
+        (scale,) = self._kept_scales()
+        dtype = self.context.dtype
+        shard = shard_of(self.master)
         return materialize(weight, self.scheme, dtype, self.layer, fused, out, scale, shard)
 
     def _prepare(self, low_bit: LowBitWeight) -> LowBitMatmul:
         return self.context.factory.linear(self.layer, [low_bit], [self.low_bit_bias])
 
     def _cast(self) -> LowBitMatmul:
-        dtype, (merged,) = self.context.forward_dtype, self.merged()
+        dtype = self.context.forward_dtype
+        (merged,) = self.merged()
         weight = whole_value(self.master, dtype, merged)
-        return PlainMatmul(weight, None if self.bias is None else whole_value(self.bias, dtype))
+        bias = None if self.bias is None else whole_value(self.bias, dtype)
+        return PlainMatmul(weight, bias)
 
     def fuse_with(self, others: "Sequence[LowBitLinear]") -> None:
-        """Share one scale with these, which the engine stacks with this one."""
+        """Share one scale with these layers, which the engine stacks with this one."""
         self.fused = tuple(others)
 
     @property
     def out_features(self) -> int:
-        """O."""
+        """Number of output rows, O."""
         return whole_shape(self.master)[0]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: compute dtype [..., I] → compute dtype [..., O]."""
+        """Return x · Wᵀ + bias for x in the compute dtype: [..., I] → [..., O]."""
         return multiply((self,), self.product, x)
 
     def weight_used(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The weight the forward multiplied with, dequantized in fp32 and rounded once to `dtype`,
-        [O, I].
+        """Return the weight that the forward multiplied, [O, I].
+
+        It is dequantized in fp32 and rounded once to `dtype`.
         """
         if self.context.multiplies_codes:
             return self.codes().dequantized(dtype)
@@ -116,8 +117,15 @@ class LowBitLinear(LowBitLayer[LowBitWeight, LowBitMatmul]):
 def multiply(
     parts: "Sequence[LowBitLinear]", product: LowBitMatmul, x: torch.Tensor
 ) -> torch.Tensor:
-    """x: compute dtype [..., I] → compute dtype [..., O of all parts, one after the other], or
-    wider where the engine pads its output. product: over the parts' present versions.
+    """Return the outputs of all parts for one input.
+
+    Args:
+        parts: layers whose rows are stacked.
+        product: kernel over the parts' present versions.
+        x: compute dtype [..., I].
+
+    Returns compute dtype [..., O of all parts, one after the other], or wider if the engine pads
+    its output.
     """
     flat = x.reshape(-1, x.shape[-1])
     kept = parts[0].kept_input(flat.detach()) if torch.is_grad_enabled() else ()
@@ -136,33 +144,45 @@ class _StraightThrough(torch.autograd.Function):
         kept: tuple[torch.Tensor, ...],
         *tensors: torch.Tensor,
     ) -> torch.Tensor:
-        """tensors: master, bias and factors of every part."""
+        """Multiply, and save x̂ for the backward.
+
+        tensors: master, bias and factors of every part.
+        """
         ctx.parts = parts
         ctx.save_for_backward(*kept)
-        return (
-            parts[0].context.rounded(product(x)).data
-        )  # no view, whatever the kernel returned: some models scale it in place
+        # For autograd `.data` is no view, whatever the kernel returned: some models scale y in
+        # place.
+        return parts[0].context.rounded(product(x)).data
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
-        """The parts' rows of the gradient, one after the other; that of the input is summed over
-        them.
+        """Return the gradients of x and of every part's tensors.
+
+        Each part owns consecutive columns of the output gradient. The input's gradient is summed
+        over the parts.
         """
-        dy, x = grad_outputs[0], multiplied_input(ctx.saved_tensors)
-        need_x, needed = ctx.needs_input_grad[0], list(ctx.needs_input_grad[4:])
-        weights, gradients, start = [], [], 0
+        dy = grad_outputs[0]
+        x = multiplied_input(ctx.saved_tensors)
+        need_x = ctx.needs_input_grad[0]
+        needed = iter(ctx.needs_input_grad[4:])
+        operands = []
+        gradients = []
+        start = 0
         for part in ctx.parts:
-            rows = dy[:, start : start + part.out_features]
+            part_dy = dy[:, start : start + part.out_features]
             start += part.out_features
-            own, needed = (
-                needed[: 2 + len(part.factors)],
-                needed[2 + len(part.factors) :],
-            )
-            gradients += _part_gradients(part, rows, x, *own[:2])
+            need_master = next(needed)
+            need_bias = next(needed)
+            for _ in part.factors:
+                next(needed)
+            gradients += _part_gradients(part, part_dy, x, need_master, need_bias)
             if need_x:
                 exact = part.context.gradients.fp32_input_grad
-                weights.append((rows, part.weight_used(torch.float32 if exact else dy.dtype)))
-        return input_gradient(weights) if need_x else None, None, None, None, *gradients
+                dtype = torch.float32 if exact else dy.dtype
+                operands.append((part_dy, part.weight_used(dtype)))
+        dx = input_gradient(operands) if need_x else None
+        # parts, product and kept input have no gradient
+        return dx, None, None, None, *gradients
 
 
 def _part_gradients(
@@ -172,16 +192,22 @@ def _part_gradients(
     need_master: bool,
     need_bias: bool,
 ) -> list[torch.Tensor | None]:
-    """Of its master, bias and factors. dy: compute dtype [N, O]; x: [N, I] as multiplied."""
+    """Return the gradients of a part's master, bias and factors.
+
+    dy: compute dtype [N, O]. x: [N, I] as multiplied. A gradient is None if it is not needed or was
+    added to its master in place.
+    """
     gradients = part.context.gradients
     dw = db = None
     if need_master:
         total = gradients.into(part.master)
-        if total is None:
+        if total is not None:
+            add_weight_gradient(total, dy, x, gradients)
+        else:
             gradients.make_way(part.master)
-        added = torch.zeros(whole_shape(part.master), device=dy.device) if total is None else total
-        add_weight_gradient(added, dy, x, gradients)
-        dw = gradients.delivered(part.master, added) if total is None else None
+            total = torch.zeros(whole_shape(part.master), device=dy.device)
+            add_weight_gradient(total, dy, x, gradients)
+            dw = gradients.delivered(part.master, total)
     if need_bias:
         assert part.bias is not None
         db = gradients.delivered(part.bias, gradients.unscaled(dy.sum(0, dtype=torch.float32)))

@@ -1,9 +1,8 @@
-"""A low-rank adapter of one frozen weight (LoRA, arXiv 2106.09685): merged = W + s · B A, s = alpha
-/ rank.
+"""A low-rank adapter of one frozen weight (LoRA, arXiv 2106.09685).
 
-What is materialized is the merged weight, so the policy that is sampled from has no adapter beside
-its codes. With the rounding counted as identity, dW = dyᵀ x̂ reaches the factors as dB = s · dW Aᵀ
-and dA = s · Bᵀ dW; dW is never made:
+merged = W + s · B A, with s = alpha / rank. The merged weight is what is materialized, so the
+policy that is sampled from has no adapter beside its codes. With the rounding counted as identity,
+dW = dyᵀ x̂ reaches the factors as dB = s · dW Aᵀ and dA = s · Bᵀ dW. dW itself is never computed:
 
     dB = s · dyᵀ (x̂ Aᵀ)        dA = s · (dy B)ᵀ x̂
 
@@ -19,40 +18,48 @@ from qarl.quant.runtime.shards import Shard, whole_shape
 
 
 class Adapter(nn.Module):
-    """Of one weight [O, I], or of each expert's in a stack [E, O, I].
+    """Low-rank factors of one weight [O, I], or of each expert's weight in a stack [E, O, I].
 
-    lora_A: fp32 [R, I] or [E, R, I], drawn as peft draws it (Kaiming uniform with a = √5, so
-    ±1/√I). lora_B: fp32 [O, R] or [E, O, R], zeros: the first policy is the base. Both are fp32
-    whatever the base: steps are small. scale: s, what B A is multiplied with.
+    Both factors are fp32 whatever the base's dtype, because update steps are small.
     """
 
     def __init__(self, base: Tensor, rank: int, alpha: float, generator: torch.Generator):
-        """generator: on the CPU, so that every machine draws the same."""
+        """Draw A from `generator`, on the CPU so that every machine draws the same values."""
         super().__init__()
         *experts, rows, columns = whole_shape(base)
         drawn = torch.empty(*experts, rank, columns)
         for matrix in drawn.view(-1, rank, columns):
             nn.init.kaiming_uniform_(matrix, a=math.sqrt(5), generator=generator)
         self.lora_A = nn.Parameter(drawn.to(base.device))
+        """fp32 [R, I] or [E, R, I], drawn as peft draws it (Kaiming uniform with a = √5, so
+        ±1/√I).
+        """
         self.lora_B = nn.Parameter(torch.zeros(*experts, rows, rank, device=base.device))
+        """fp32 [O, R] or [E, O, R], initially zeros, so that the first policy is the base."""
         self.rank = rank
         self.scale = alpha / rank
+        """s, the factor of B A."""
 
     @torch.no_grad()
     def merge(self, base: Tensor, shard: Shard | None = None) -> Tensor:
-        """base + s · B A, added up in fp32 and rounded once to the base's dtype; shape of `base`.
+        """Return base + s · B A, summed in fp32 and rounded once to the base's dtype and shape.
 
-        base: fp32, bf16 or fp16 [O, I] or [E, O, I], or this process's rows of it, which `shard`
-        says. A B of zeros gives `base` itself: what adds nothing changes no bit, not even a zero's
-        sign.
+        If a B is all zeros the result is `base` itself, because adding nothing must change no bit,
+        not even a zero's sign.
+
+        Args:
+            base: fp32, bf16 or fp16 [O, I] or [E, O, I], or this process's rows of it.
+            shard: which rows `base` holds; None for the whole weight.
         """
         a, b = self.lora_A.detach(), self.lora_B.detach()
         if shard is not None:
-            a, b = shard.rows(a) if b.ndim > 2 else a, shard.rows(b)
-        if base.is_cuda:  # the host does not wait to hear which are zeros
-            return torch.where(
-                b.any(dim=-1).any(dim=-1)[..., None, None], self._add(base, a, b), base
-            )
+            # rows of an expert stack are experts, which have an A each; a single weight has one A
+            a = shard.rows(a) if b.ndim > 2 else a
+            b = shard.rows(b)
+        if base.is_cuda:
+            # `where`, because an `if` would make the host wait for the device
+            nonzero = b.any(dim=-1).any(dim=-1)[..., None, None]
+            return torch.where(nonzero, self._add(base, a, b), base)
         if b.ndim == 2:
             return self._add(base, a, b) if self.lora_B.any() else base
         if not b.any():
@@ -62,13 +69,17 @@ class Adapter(nn.Module):
         )
 
     def gradients(self, dy: Tensor, x: Tensor, expert: int | None = None) -> tuple[Tensor, Tensor]:
-        """Of A and B (of one expert's). dy: fp32 [N, O], of the output; x: fp32 [N, I], as
-        multiplied.
+        """Return the gradients of A and B, or of one expert's A and B.
+
+        dy: fp32 [N, O], of the output. x: fp32 [N, I], as multiplied.
         """
         a, b = self.lora_A.detach(), self.lora_B.detach()
         if expert is not None:
-            a, b = a[expert], b[expert]
-        return self.scale * ((dy @ b).t() @ x), self.scale * (dy.t() @ (x @ a.t()))
+            a = a[expert]
+            b = b[expert]
+        da = self.scale * ((dy @ b).t() @ x)
+        db = self.scale * (dy.t() @ (x @ a.t()))
+        return da, db
 
     def _add(self, base: Tensor, a: Tensor, b: Tensor) -> Tensor:
         add = torch.addmm if b.ndim == 2 else torch.baddbmm

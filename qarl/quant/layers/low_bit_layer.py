@@ -1,6 +1,4 @@
-"""What linear layers and routed experts have in common: masters, one weight version of them, and
-its kernel.
-"""
+"""The base class of linear layers and routed experts: masters, a weight version, and its kernel."""
 
 from typing import Generic, TypeVar
 
@@ -23,85 +21,100 @@ Kernel = TypeVar("Kernel", LowBitMatmul, ExpertsMatmul)
 
 
 class LowBitLayer(nn.Module, Generic[Codes, Kernel]):
-    """A layer that multiplies one weight version of its masters.
+    """Layer that multiplies one weight version of its masters.
 
-    layer: checkpoint name. scheme: of this layer, `bf16` where it is left alone. context: the
-    model's. masters: what is materialized, and trained unless it has an adapter. adapters: what is
-    trained instead of each master (`quant.model.add_lora.add_adapters`), or None. low_bit: codes
-    and scales of this version, None before the first `refresh`; where codes are not kept, shapes,
-    and the scales of the version that they were let go of with. keeps_scales: whether versions are
-    made with the scales of the one before (`quant.model.kept_scales`). moves: by a master's place,
-    what is added to it before it is rounded (an unaligned learner's `start_from_codes`). version:
-    how many there were.
+    Every `refresh` makes a new version: the codes and scales of the masters' present values.
     """
 
     def __init__(self, layer: str, scheme: Scheme, context: LayerContext, *masters: nn.Parameter):
         super().__init__()
         self.layer = layer
+        """The layer's name in checkpoints."""
         self.scheme = scheme
+        """Scheme of this layer; `bf16` if it is not quantized."""
         self.context = context
+        """Settings and state shared by all layers of the model."""
         self.masters = masters
+        """Parameters that are materialized, and trained unless they have an adapter."""
         self.adapters: list[Adapter | None] = [None] * len(masters)
+        """For each master, the adapter that is trained instead of it
+        (`quant.model.add_lora.add_adapters`), or None.
+        """
         self.low_bit: Codes | None = None
+        """Codes and scales of this version; None before the first `refresh`. If the context does
+        not keep codes: shapes, and the scales of the version whose codes were released.
+        """
         self.version = 0
+        """Number of versions made so far."""
         self.keeps_scales = False
+        """Whether a version reuses the scales of the previous one (`quant.model.kept_scales`)."""
         self.moves: dict[int, torch.Tensor] = {}
+        """Index of a master → fp32 offset added to it before rounding (an unaligned learner's
+        `start_from_codes`).
+        """
         self._kernel: Kernel | None = None
         self._plain: Kernel | None = None
 
     def adapt(self, place: int, adapter: Adapter) -> None:
-        """Train these factors instead of the master at that place."""
+        """Train the factors of this adapter instead of the master with index `place`."""
         self.adapters[place] = adapter
         self.add_module(f"adapter_{place}", adapter)
 
     def _materialize(self, out: Codes | None) -> Codes:
-        """Codes of the masters' present values, in the buffers of `out` where it is given."""
+        """Return codes of the masters' present values, in the buffers of `out` if it is given."""
         raise NotImplementedError
 
     def keep_scales(self) -> None:
-        """Make versions with the scales of the one before, where weights are quantized."""
+        """Reuse the present scales in later versions, if this layer's weights are quantized."""
         self.keeps_scales = self.scheme.weights is not None
 
     def _kept_scales(self) -> list[torch.Tensor | None]:
-        """The scales to materialize each master with; None where they are those of its extremes."""
-        kept = (
-            [weight.scale for weight in quantized_weights(self.low_bit)]
-            if self.keeps_scales
-            else []
-        )
-        return [*kept] or [None] * len(self.masters)
+        """Return the scale to materialize each master with; None if it follows from the master's
+        extremes.
+        """
+        scales: list[torch.Tensor | None] = []
+        if self.keeps_scales:
+            scales += [weight.scale for weight in quantized_weights(self.low_bit)]
+        # before the first version there are no scales to keep
+        return scales or [None] * len(self.masters)
 
     def _prepare(self, low_bit: Codes) -> Kernel:
-        """The engine's kernel over these codes."""
+        """Return the engine's kernel over these codes."""
         raise NotImplementedError
 
     def _cast(self) -> Kernel:
-        """The masters' present values in the compute dtype."""
+        """Return a kernel over the masters' present values in the compute dtype."""
         raise NotImplementedError
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Materialize the masters' present values, into the buffers of the version before: whatever
-        still points to those tensors then sees the new version. Where codes are not kept, `codes`
-        does so. The kernel is prepared by the next use of `product`.
+        """Materialize the masters' present values as a new version.
+
+        The new codes overwrite the buffers of the previous version, so anything that still points
+        to those tensors sees the new version. If codes are not kept, `codes` materializes them
+        instead. The next use of `product` prepares the kernel.
         """
         self._kernel = None
         if self.context.keeps_codes:
             self.low_bit = self._materialize(self.low_bit)
         self.version += 1
-        self.recast()  # now, for the masters may have moved on by the next forward
+        self.recast()  # now, because the optimizer may step the masters before the next forward
 
     @torch.no_grad()
     def recast(self) -> None:
-        """Cast an unaligned layer's masters anew, to the dtype of a forward that has changed."""
+        """Cast an unaligned layer's masters again, to the dtype of the present forward."""
         if not self.context.aligned:
             self._plain = None
             self._plain = self._cast()
 
     def codes(self) -> Codes:
-        """Codes and scales of this version. Where they are not kept they are made again, to the
-        same bits as long as the masters stand still, which they do until the next version; all
-        processes that share them come here together.
+        """Return codes and scales of this version.
+
+        If codes are not kept, they are recomputed. The result has the same bits as long as the
+        masters do not change, and they do not change before the next version. Collective in that
+        case: all processes that share the codes must call it together.
+
+        Raises `RuntimeError` if the layer was never materialized.
         """
         if self.low_bit is None:
             raise RuntimeError(
@@ -113,19 +126,23 @@ class LowBitLayer(nn.Module, Generic[Codes, Kernel]):
             return self._materialize(None)
 
     def release_codes(self) -> None:
-        """Let go of this version's, whose context does not keep them."""
+        """Free this version's codes, after the context was told not to keep them."""
         self.low_bit = self.codes().without_codes()  # type: ignore[assignment]
 
     @property
     def to_prepare(self) -> Codes:
-        """What a kernel is prepared over: shapes alone where the engine's layers hold the codes."""
+        """Codes from which a kernel is prepared; only their shapes if the engine's layers hold the
+        codes.
+        """
         return self.codes() if self.context.engine is None or self.low_bit is None else self.low_bit
 
     @property
     def product(self) -> Kernel:
-        """This weight version in the kernel's own layout: the engine's layer where it is shared,
-        else a second copy, built at first use, so that publishing and exporting alone do without.
-        Raises `KernelError` where the kernel family has none.
+        """This weight version in the layout of the kernel.
+
+        This is the engine's layer if it is shared. Otherwise it is a second copy, built at first
+        use, so publishing and exporting do not need the memory. Raises `KernelError` if the kernel
+        family does not support this layer.
         """
         if not self.context.multiplies_codes:
             return self._cast() if self._plain is None else self._plain
@@ -138,27 +155,29 @@ class LowBitLayer(nn.Module, Generic[Codes, Kernel]):
         return kernel
 
     def release_product(self) -> None:
-        """Give the kernel's copy back; the next forward builds it. An unaligned layer's cast, its
-        weight, stays.
+        """Free the kernel's copy; the next forward builds it again.
+
+        An unaligned layer keeps its cast, because that is the weight it multiplies.
         """
         self._kernel = None
 
     def merged(self) -> tuple[torch.Tensor, ...]:
-        """What a learner learns: each master with its adapter's product added where it has one, in
-        the master's dtype and shape, so this process's rows of it; copied to the context's device
-        from wherever it waits.
+        """Return each master with its adapter's product added, if it has one.
+
+        Results have the master's dtype and shape: only this process's rows of a sharded master.
+        They are copied to the context's device if the masters are offloaded.
         """
-        there = [
+        bases = [
             master.detach().to(device=self.context.device, non_blocking=True)
             for master in self.masters
         ]
         return tuple(
             base if adapter is None else adapter.merge(base, shard_of(master))
-            for master, base, adapter in zip(self.masters, there, self.adapters, strict=True)
+            for master, base, adapter in zip(self.masters, bases, self.adapters, strict=True)
         )
 
     def to_round(self) -> tuple[torch.Tensor, ...]:
-        """What is rounded to codes: `merged`, moved by `moves` in fp32."""
+        """Return the values that are rounded to codes: `merged`, offset by `moves` in fp32."""
         return tuple(
             w + self.moves[index] if index in self.moves else w
             for index, w in enumerate(self.merged())
@@ -166,7 +185,7 @@ class LowBitLayer(nn.Module, Generic[Codes, Kernel]):
 
     @property
     def factors(self) -> tuple[nn.Parameter, ...]:
-        """A and B of every adapter, in the masters' order."""
+        """Factors A and B of every adapter, in the masters' order."""
         return tuple(
             f
             for adapter in self.adapters
@@ -180,8 +199,10 @@ class LowBitLayer(nn.Module, Generic[Codes, Kernel]):
         return self.context.multiplies_codes and self.scheme.activations is not None
 
     def kept_input(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """What the backward keeps of an input [N, I]: codes and scales, 4 to 9 bits a value, where
-        those are what is multiplied, else the input itself.
+        """Return the tensors that the backward saves of an input x [N, I].
+
+        If the product multiplies quantized inputs, these are their codes and scales, 4 to 9 bits a
+        value; otherwise the input itself.
         """
         return multiplied_activation(x, self.scheme).tensors if self.quantizes_activations else (x,)
 
@@ -189,5 +210,5 @@ class LowBitLayer(nn.Module, Generic[Codes, Kernel]):
 def multiplied_input(
     kept: tuple[torch.Tensor, ...] | list[torch.Tensor],
 ) -> torch.Tensor | LowBitActivation:
-    """The input as it was multiplied, of what `LowBitLayer.kept_input` kept."""
+    """Return the input as it was multiplied, from what `LowBitLayer.kept_input` saved."""
     return kept[0] if len(kept) == 1 else LowBitActivation(*kept)

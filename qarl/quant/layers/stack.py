@@ -1,9 +1,9 @@
-"""Linear layers of one input, multiplied as one, as the engine multiplies them: q, k and v; gate
-and up.
+"""Linear layers of one input that are multiplied as one (q, k and v; gate and up), as the engine
+does.
 
-One kernel over all rows, of the shape the engine's has, so kernel choice and summation order are
-the engine's too; and one quantization of the input. Masters, codes, names and gradients stay each
-layer's own.
+One kernel multiplies all rows. It has the shape of the engine's, so the choice of kernel and the
+order of summation are the engine's too, and the input is quantized once. Masters, codes, names and
+gradients remain each layer's own.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,52 +17,60 @@ from qarl.quant.layers.linear import LowBitLinear, multiply
 
 
 class LinearStack:
-    """name: the engine's of the whole ("model.layers.0.self_attn.qkv_proj"). parts: in the engine's
-    order, all in one scheme. like: vLLM's module, where it has a dtype or a forward of its own.
+    """Linear layers of one input, multiplied by one kernel.
+
+    Args:
+        name: the engine's name of the stack ("model.layers.0.self_attn.qkv_proj").
+        parts: the layers in the engine's order, all in one scheme.
+        like: vLLM's module, if it has a dtype or a forward of its own.
     """
 
     def __init__(self, name: str, parts: Sequence[LowBitLinear], like: Any = None):
-        self.name, self._like = name, like
+        self.name = name
         self.parts = tuple(parts)
+        self._like = like
         self._kernel: LowBitMatmul | None = None
         self._versions: tuple[int, ...] = ()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x: compute dtype [..., I] → compute dtype [..., O of all parts]."""
+        """Return the outputs of all parts: compute dtype [..., I] → [..., O of all parts]."""
         return multiply(self.parts, self.product, x)
 
     @property
     def product(self) -> LowBitMatmul:
-        """The parts' present weight versions in the kernel's own layout; see
+        """The parts' present weight versions in the layout of the kernel; see
         `LowBitLayer.product`.
         """
         if not self.parts[0].context.multiplies_codes:
             return SideBySide([part.product for part in self.parts], name="plain")
-        context, versions = (
-            self.parts[0].context,
-            tuple(part.version for part in self.parts),
-        )
+        context = self.parts[0].context
+        versions = tuple(part.version for part in self.parts)
         if self._kernel is not None and versions == self._versions and context.keeps_products:
             return self._kernel
         if versions != self._versions:
-            self._kernel = None  # before the next is made
+            self._kernel = None  # freed before the next is made, so memory holds one at a time
         weights = [part.to_prepare for part in self.parts]
         with torch.no_grad():
             biases = [part.low_bit_bias for part in self.parts]
             kernel = context.factory.linear(self.name, weights, biases, self._like)
         if context.keeps_products:
-            self._kernel, self._versions = kernel, versions
+            self._kernel = kernel
+            self._versions = versions
         return kernel
 
     def release_product(self) -> None:
-        """See `LowBitLayer.release_product`."""
+        """Free the kernel's copy; see `LowBitLayer.release_product`."""
         self._kernel = None
 
 
 def fuse_scales(together: Iterable[Sequence[LowBitLinear]]) -> None:
-    """Tell layers that the engine stacks, and whose tensor-wide scale must agree then
-    (`Scheme.fuses_scales`), of each other. Without this the engine would multiply k and v with the
-    scale of q. together: the layers of each stack.
+    """Make layers that the engine stacks share one tensor-wide scale, if their scheme needs it.
+
+    That is the case if `Scheme.fuses_scales`. Otherwise the engine would multiply k and v with the
+    scale of q.
+
+    Args:
+        together: the layers of each stack.
     """
     for parts in together:
         for part in parts:
