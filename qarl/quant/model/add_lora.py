@@ -1,9 +1,8 @@
-"""LoRA on a `LowBitModel`: which layers are adapted, and what takes the masters' place as what is
-trained.
+"""LoRA on a `LowBitModel`: adapters of chosen layers are trained instead of the masters.
 
-The base (every weight the model came with) is frozen; the factors A and B of the targeted layers'
-adapters become the model's masters, named "model.layers.0.self_attn.q_proj.lora_A". Fused experts
-get a factor pair an expert over gate and up together, and one over down:
+The base (every loaded weight) is frozen. The factors A and B of the targeted layers' adapters
+become the model's masters, named "model.layers.0.self_attn.q_proj.lora_A". Fused experts get two
+factor pairs for each expert, one over gate and up together and one over down:
 "model.layers.0.mlp.experts.gate_up_proj.lora_A". Embeddings, norms, biases, the output head and
 routers stay frozen. `quant.layers.lora` has the arithmetic.
 """
@@ -33,12 +32,19 @@ class LoraError(InputError, heading="LoRA"):
 def adapted_weights(
     shapes: Mapping[str, tuple[int, int]], model_type: str, config: LoraConfig
 ) -> list[str]:
-    """The weights that get an adapter, in the model's order: names of linear layers, and
-    "….experts.gate_up_proj" or "….experts.down_proj" for all experts of a layer.
+    """Return the names of the weights that get an adapter, in the model's order.
 
-    shapes: see `quant.checkpoint.shapes.weight_shapes`. Raises `LoraError` for a target that
-    matches nothing, one that names a layer which stays frozen, targets that take part of a layer's
-    experts, and a rank beyond a weight's smaller dimension.
+    These are names of linear layers, and "….experts.gate_up_proj" or "….experts.down_proj" for all
+    experts of a layer.
+
+    Raises `LoraError` for a target that matches nothing or names a layer that stays frozen, for
+    targets that match only part of a layer's experts, and for a rank above a weight's smaller
+    dimension.
+
+    Args:
+        shapes: see `quant.checkpoint.shapes.weight_shapes`.
+        model_type: transformers' name of the architecture.
+        config: targets and rank.
     """
     chosen = set(_matched(config.targets, list(shapes)))
     for layer in chosen:
@@ -50,11 +56,9 @@ def adapted_weights(
             )
     names = family_of(model_type).experts
     weights = {layer: _weight_of(layer, names) for layer in shapes}
-    taken = {weights[layer] for layer in chosen}
-    missed = next(
-        (layer for layer in shapes if weights[layer] in taken and layer not in chosen),
-        None,
-    )
+    adapted = {weights[layer] for layer in chosen}
+    missing = (layer for layer in shapes if weights[layer] in adapted and layer not in chosen)
+    missed = next(missing, None)
     if missed is not None:
         raise LoraError(
             f"learner.lora.targets take part of {weights[missed]!r} and leave out {missed!r}, but"
@@ -65,11 +69,11 @@ def adapted_weights(
 
 
 def _matched(targets: Sequence[str], layers: Sequence[str]) -> list[str]:
-    """The layers that targets match; all that can be adapted where there are none."""
-    free = [layer for layer in layers if not is_protected(layer)]
-    matched = [] if targets else free
+    """Return the layers that the targets match; without targets, all layers that can be adapted."""
+    adaptable = [layer for layer in layers if not is_protected(layer)]
+    matched = [] if targets else adaptable
     for target in targets:
-        new = matching(target, free)
+        new = matching(target, adaptable)
         if not new and matching(target, layers):
             raise LoraError(
                 f"LoRA target {target!r} matches {matching(target, layers)[0]!r}, which stays"
@@ -78,14 +82,14 @@ def _matched(targets: Sequence[str], layers: Sequence[str]) -> list[str]:
         if not new:
             raise LoraError(
                 f"LoRA target {target!r} matches no linear layer of the model;"
-                f" {nearest_names(target, free)}"
+                f" {nearest_names(target, adaptable)}"
             )
         matched += new
     return matched
 
 
 def _weight_of(layer: str, names: ExpertLayout | None) -> str:
-    """The name of the weight a layer's matrix is in: itself, or the stack of its experts."""
+    """Return the name of the weight that holds a layer's matrix: its own, or its experts' stack."""
     expert = _EXPERT.match(layer)
     if expert is None or names is None:
         return layer
@@ -93,11 +97,16 @@ def _weight_of(layer: str, names: ExpertLayout | None) -> str:
 
 
 def add_adapters(model: LowBitModel, config: LoraConfig, seed: int) -> None:
-    """Freeze every weight; the factors of adapters become the model's masters.
+    """Freeze every weight and make the factors of new adapters the model's masters.
 
-    seed: A is drawn from it on the CPU, in the model's order, so that every learner process has the
-    same. The weight version stays that of the base, for every B is zero. Raises what
+    The weight version remains that of the base, because every B is zero. Raises what
     `adapted_weights` raises, before anything changes.
+
+    Args:
+        model: changed in place.
+        config: targets, rank and alpha.
+        seed: A is drawn from it on the CPU, in the model's order, so that every learner process has
+            the same values.
     """
     adapted = adapted_weights(model.shapes, model.config.model_type, config)
     generator = torch.Generator().manual_seed(seed)
@@ -111,22 +120,25 @@ def add_adapters(model: LowBitModel, config: LoraConfig, seed: int) -> None:
 def _attach(
     model: LowBitModel, name: str, config: LoraConfig, generator: torch.Generator
 ) -> Adapter:
-    """Give a weight its adapter, by a name of `adapted_weights`."""
-    module, _, stack = name.rpartition(".")
-    layer, place = model.linears.get(name), 0
+    """Attach an adapter to a weight, named as in `adapted_weights`, and return it."""
+    layer = model.linears.get(name)
+    index = 0
     if layer is None:
-        layer, place = model.experts[module], ("gate_up_proj", "down_proj").index(stack)
-    adapter = Adapter(layer.masters[place], config.rank, config.alpha, generator)
-    layer.adapt(place, adapter.to(model.device))
+        module, _, stack = name.rpartition(".")
+        layer = model.experts[module]
+        index = ("gate_up_proj", "down_proj").index(stack)
+    adapter = Adapter(layer.masters[index], config.rank, config.alpha, generator)
+    layer.adapt(index, adapter.to(model.device))
     return adapter
 
 
 def describe_adapters(model: LowBitModel, config: LoraConfig) -> str:
-    """What is trained and what is frozen, in one line for people."""
+    """Return one line for people that says what is trained and what is frozen."""
     trained = sum(whole_shape(p).numel() for p in model.masters.values())
     base = sum(whole_shape(p).numel() for p in model.loaded.values())
-    names = family_of(model.config.model_type).experts
-    weights = dict.fromkeys(_weight_of(layer, names) for layer in model.shapes)
+    layout = family_of(model.config.model_type).experts
+    weights = dict.fromkeys(_weight_of(layer, layout) for layer in model.shapes)
+    # the same layer of all decoder layers is named once
     frozen = [
         re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in weights if name not in model.adapted
     ]

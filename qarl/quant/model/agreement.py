@@ -1,4 +1,4 @@
-"""How near a learner of a model comes to its sampler, told from config.json alone."""
+"""How closely a learner of a model can agree with its sampler, from config.json alone."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -16,23 +16,24 @@ from qarl.quant.schemes import get_scheme
 
 @dataclass(frozen=True)
 class Agreement:
-    """level: "exact": the learner computes through the engine's own model, to the same bits.
-    "floor": by transformers' operators, as near as two implementations in one dtype are. "refused":
-    it would learn another policy. reason: why not better, "" where it is exact.
-    """
+    """How closely learner and sampler can agree."""
 
     level: Literal["exact", "floor", "refused"]
+    """"exact": the learner computes through the engine's own model, to the same bits. "floor": it
+    computes through transformers' operators, as close as two implementations in one dtype are.
+    "refused": it would learn another policy.
+    """
     reason: str = ""
+    """Why the level is not better; "" if it is "exact"."""
 
 
 def agreement(model: PreTrainedModel, dtype: torch.dtype) -> Agreement:
-    """Of a model on the meta device, in a compute dtype. Needs vLLM, and leaves the model
-    unusable.
+    """Return how closely learner and sampler of a model can agree in a compute dtype.
+
+    `model` is on the meta device and unusable afterwards. Needs vLLM.
     """
-    context, plan = (
-        LayerContext(dtype, "reference"),
-        plan_layers(model, get_scheme("bf16")),
-    )
+    context = LayerContext(dtype, "reference")
+    plan = plan_layers(model, get_scheme("bf16"))
     try:
         layers = replace_layers(model, plan, context, "engine")
         from qarl.quant.model.engine_model import build_graph

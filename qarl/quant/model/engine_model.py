@@ -1,8 +1,8 @@
-"""From a model of masters to the engine's graph over them: what vLLM makes of each parameter.
+"""The engine's graph over a model of masters: which tensor vLLM loads into each parameter.
 
-A parameter's name in a checkpoint says which of vLLM's modules takes it (`quant.graph.loading`).
-Linear layers there are low-bit layers here, also where transformers has a module of its own
-(routers); everything else is a copy.
+A tensor's checkpoint name says which of vLLM's modules takes it (`quant.graph.loading`). vLLM's
+linear layers become low-bit layers, even if transformers has a module of its own for them
+(routers); everything else becomes a copy.
 """
 
 from collections.abc import Mapping
@@ -33,14 +33,25 @@ from qarl.quant.runtime.shards import whole_shape
 def engine_model(
     model: PreTrainedModel, tensors: Mapping[str, tuple[int, ...]], dtype: torch.dtype
 ) -> EngineModel:
-    """Ask vLLM. tensors: name → shape of a checkpoint of this model. Raises `GraphError` where it
-    has no such model.
+    """Return vLLM's modules for this model.
+
+    Raises `GraphError` if vLLM has no such model.
+
+    Args:
+        model: the model of masters.
+        tensors: name → shape of a checkpoint of this model.
+        dtype: the engine's compute dtype.
     """
     architecture = type(model).__name__
     skeleton = build_skeleton(model.config, architecture, None, dtype, _device(model))
     sources = trace_loading(skeleton, tensors)
-    steering: list[Any] = []
-    stacked, unusual, experts, read, heads, embeddings = {}, {}, {}, {}, [], []
+    biases: list[Any] = []  # correction biases of routers
+    stacked = {}
+    unusual = {}
+    experts = {}
+    read = {}
+    heads = []
+    embeddings = []
     modules = dict(skeleton.module.named_modules())
     for name, module in modules.items():
         refuse_unknown(name, module, sources)
@@ -56,21 +67,22 @@ def engine_model(
             embeddings.append(name)
         elif isinstance(module, MoERunner):
             experts[name] = _experts_of(name, sources)
-            steering.append(getattr(module.router, "e_score_correction_bias", None))
+            biases.append(getattr(module.router, "e_score_correction_bias", None))
         multiplied = ("weight", "bias") if isinstance(module, LinearBase | ParallelLMHead) else ()
         for key in {*module._parameters, *module._buffers} - {*multiplied}:
             if len(sources.get((name, key), ())) == 1:
                 read[name, key] = sources[name, key][0]
-    biases = {id(bias) for bias in steering if bias is not None}
-    steered = [
-        (n, key)
-        for n, module in modules.items()
-        for key, p in module._parameters.items()
-        if id(p) in biases
+    # The tensor may be a parameter of another module than the router.
+    bias_ids = {id(bias) for bias in biases if bias is not None}
+    bias_keys = [
+        (name, key)
+        for name, module in modules.items()
+        for key, parameter in module._parameters.items()
+        if id(parameter) in bias_ids
     ]
     return EngineModel(
         architecture=architecture,
-        steering=tuple(source for key in steered for source in sources.get(key, ())),
+        steering=tuple(source for key in bias_keys for source in sources.get(key, ())),
         unusual=unusual,
         stacked=stacked,
         experts=experts,
@@ -81,7 +93,7 @@ def engine_model(
 
 
 def _experts_of(name: str, sources: Mapping[tuple[str, str], list[str]]) -> str:
-    """The checkpoint's name of the experts in vLLM's runner `name`."""
+    """Return the checkpoint's name of the experts in vLLM's runner `name`."""
     for (module, _), loaded in sources.items():
         before, between, _ = loaded[0].partition(".experts.")
         if between and module.startswith(f"{name}.routed_experts"):
@@ -92,7 +104,9 @@ def _experts_of(name: str, sources: Mapping[tuple[str, str], list[str]]) -> str:
 
 
 def _device(model: PreTrainedModel) -> torch.device:
-    """Where the forward runs; of a model without values, where its operators can be made."""
+    """Return the device of the forward; for a model without values, one that can build its
+    operators.
+    """
     return torch.device("cpu") if model.device.type == "meta" else model.device
 
 
@@ -104,60 +118,66 @@ def build_graph(
     context: LayerContext,
     log: RouterLog,
 ) -> Graph:
-    """The graph in the context's present dtype. quantization: the checkpoint's
-    `quantization_config`. layers: of the model. Raises `GraphError` for a layer that vLLM leaves
-    unquantized and the plan does not.
+    """Return the engine's graph over `layers`, in the context's present dtype.
+
+    Raises `GraphError` for a layer that vLLM leaves unquantized although the plan quantizes it.
+
+    Args:
+        model: the model of masters.
+        engine: vLLM's modules for it.
+        quantization: the checkpoint's `quantization_config`.
+        layers: the model's low-bit layers and copies.
+        context: settings and state that the layers share.
+        log: receives the routers' logits.
     """
-    named = family_of(model.config.model_type).checkpoint_name
+    checkpoint_name = family_of(model.config.model_type).checkpoint_name
     copies = {
-        named(name): copy for name, copy in layers.copies.items() if name not in layers.frozen
+        checkpoint_name(name): copy
+        for name, copy in layers.copies.items()
+        if name not in layers.frozen
     }
-    buffers = {named(name): buffer for name, buffer in model.named_buffers()}
-    buffers |= {named(name): layers.copies[name].read for name in layers.frozen}
+    buffers = {checkpoint_name(name): buffer for name, buffer in model.named_buffers()}
+    buffers |= {checkpoint_name(name): layers.copies[name].read for name in layers.frozen}
     weights = {key: copies[source] for key, source in engine.read.items() if source in copies}
     embedding: Any = model.get_input_embeddings()
     name = next(n for n, parameter in model.named_parameters() if parameter is embedding.weight)
     weights.setdefault((engine.embedding, "weight"), layers.copies[name])
-    return Graph(
-        build_skeleton(
-            model.config,
-            engine.architecture,
-            quantization,
-            context.forward_dtype,
-            _device(model),
-        ),
-        Masters(
-            stacks=layers.stacks,
-            experts={name: layers.experts[layer] for name, layer in engine.experts.items()},
-            weights=weights,
-            buffers={
-                key: buffers[source] for key, source in engine.read.items() if source in buffers
-            },
-            padding=-1 if embedding.padding_idx is None else embedding.padding_idx,
-        ),
-        context,
-        log,
+    skeleton = build_skeleton(
+        model.config, engine.architecture, quantization, context.forward_dtype, _device(model)
     )
+    masters = Masters(
+        stacks=layers.stacks,
+        experts={name: layers.experts[layer] for name, layer in engine.experts.items()},
+        weights=weights,
+        buffers={key: buffers[source] for key, source in engine.read.items() if source in buffers},
+        padding=-1 if embedding.padding_idx is None else embedding.padding_idx,
+    )
+    return Graph(skeleton, masters, context, log)
 
 
 def checkpoint_tensors(
     model: PreTrainedModel, matrices: Mapping[str, tuple[int, int]]
 ) -> dict[str, tuple[int, ...]]:
-    """Name → shape of an unquantized checkpoint's tensors. matrices:
-    `quant.checkpoint.shapes.weight_shapes`.
+    """Return name → shape of an unquantized checkpoint's tensors.
+
+    Args:
+        model: the model of masters.
+        matrices: see `quant.checkpoint.shapes.weight_shapes`.
     """
-    named = family_of(model.config.model_type).checkpoint_name
-    state = dict(model.named_parameters()) | {
-        n: b for n, b in model.named_buffers() if n in model.state_dict()
-    }
+    checkpoint_name = family_of(model.config.model_type).checkpoint_name
+    state: dict[str, torch.Tensor] = dict(model.named_parameters())
+    state |= {name: b for name, b in model.named_buffers() if name in model.state_dict()}
     tensors: dict[str, tuple[int, ...]] = {}
     for name, tensor in state.items():
         shape = tuple(whole_shape(tensor))
-        layer = named(name.rpartition(".")[0])
+        layer = checkpoint_name(name.rpartition(".")[0])
         if len(shape) == 3 and layer.endswith(".experts"):
+            # a stack: the checkpoint has every expert's matrices
             tensors |= {
-                f"{n}.weight": of_one for n, of_one in matrices.items() if n.startswith(f"{layer}.")
+                f"{matrix}.weight": matrix_shape
+                for matrix, matrix_shape in matrices.items()
+                if matrix.startswith(f"{layer}.")
             }
         else:
-            tensors[named(name)] = shape
+            tensors[checkpoint_name(name)] = shape
     return tensors

@@ -1,7 +1,7 @@
-"""Scales that outlive a weight version, on a `LowBitModel`, and a start from codes that others
-computed under theirs.
+"""Scales that are kept across weight versions of a `LowBitModel`, and a start from calibrated
+codes.
 
-docs/guide/scales.md has what both are worth.
+docs/guide/scales.md says what both are worth.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ from qarl.quant.types import LowBitTensor
 
 
 def check_scale_rule(rule: ScaleRule, plan: Plan) -> None:
-    """Raise `SchemeError` for a plan with scales the rule is not for."""
+    """Raise `SchemeError` if the rule is not for the scales of this plan."""
     if rule == "minmax":
         return
     remedy = (
@@ -43,8 +43,9 @@ def check_scale_rule(rule: ScaleRule, plan: Plan) -> None:
 
 
 def keep_scales(model: LowBitModel) -> None:
-    """Make later versions with the scales of the present one. Raises what `check_scale_rule`
-    raises.
+    """Make later versions with the scales of the present one.
+
+    Raises what `check_scale_rule` raises.
     """
     check_scale_rule("kept", model.plan)
     for layer in model.low_bit_layers():
@@ -52,28 +53,35 @@ def keep_scales(model: LowBitModel) -> None:
 
 
 def scales_state(model: LowBitModel) -> dict[str, torch.Tensor]:
-    """What a checkpoint needs beside masters to make the same versions: kept scales by the name of
-    their weight, and by NAME.move what is added to a master before it is rounded.
+    """Return what a checkpoint needs in addition to masters to reproduce the weight versions.
+
+    Keys are names of weights, with their kept scales, and NAME.move, with the offset that is added
+    to a master before it is rounded.
     """
-    scales = {name: weight.scale for name, _, _, weight in _kept(model) if weight.scale is not None}
-    return scales | {
-        f"{name}.move": layer.moves[at] for name, layer, at, _ in _kept(model) if at in layer.moves
-    }
+    state: dict[str, torch.Tensor] = {}
+    moves: dict[str, torch.Tensor] = {}
+    for name, layer, index, weight in _weights_with_kept_scales(model):
+        if weight.scale is not None:
+            state[name] = weight.scale
+        if index in layer.moves:
+            moves[f"{name}.move"] = layer.moves[index]
+    return state | moves
 
 
 def load_scales_state(model: LowBitModel, state: Mapping[str, torch.Tensor]) -> None:
-    """Take over a `scales_state`; the next refresh uses it. Raises `ConfigError` where it is of
-    other weights.
+    """Restore a `scales_state`; the next refresh uses it.
+
+    Raises `ConfigError` if the state is of other weights.
     """
-    for name, layer, at, _ in _kept(model):
+    for name, layer, index, _ in _weights_with_kept_scales(model):
         if f"{name}.move" in state:
-            layer.moves[at] = torch.empty_like(layer.masters[at], dtype=torch.float32)
+            layer.moves[index] = torch.empty_like(layer.masters[index], dtype=torch.float32)
     ours = scales_state(model)
-    other = sorted(state.keys() ^ ours.keys())
-    if other:
+    differing = sorted(state.keys() ^ ours.keys())
+    if differing:
         raise ConfigError(
             f"the checkpoint keeps the scales of {len(state)} weights, this run those of"
-            f" {len(ours)}, the first that differs being {other[0]!r}; resume with the"
+            f" {len(ours)}, the first that differs being {differing[0]!r}; resume with the"
             " quantization.scale it was written with"
         )
     for name, tensor in ours.items():
@@ -84,22 +92,30 @@ def load_scales_state(model: LowBitModel, state: Mapping[str, torch.Tensor]) -> 
 def start_from_codes(
     model: LowBitModel, tensors: Sequence[LowBitTensor], keep_masters: bool = False
 ) -> None:
-    """Make the present weight version that of `tensors`, in the order of
-    `LowBitModel.low_bit_tensors`.
+    """Make `tensors` the present weight version, with their scales kept from here on.
 
-    Their scales are kept from here on. Every master is moved by whole scales to where it rounds to
-    its code, or stays with the move kept beside it (`keep_masters`): an unaligned learner's, whose
-    own policy they are. Raises `SchemeError` where the version that these masters give differs in
-    any bit: masters too coarse for the codes, or unquantized tensors that were changed.
+    Every master is moved by whole scales to where it rounds to its code. With `keep_masters` the
+    masters stay and the offsets are stored in the layers: an unaligned learner trains the masters'
+    own policy.
+
+    Raises `SchemeError` if these masters' version differs in any bit: masters that are too coarse
+    for the codes, or unquantized tensors that were changed.
+
+    Args:
+        model: changed in place.
+        tensors: codes and scales that others computed, in the order of
+            `LowBitModel.low_bit_tensors`.
+        keep_masters: store offsets instead of moving masters.
     """
     keep_scales(model)
     for ours, theirs in zip(model.low_bit_tensors(), tensors, strict=True):
         assert ours.name == theirs.name, f"{theirs.name!r} comes where {ours.name!r} should"
         ours.tensor.copy_(theirs.tensor)
-    for _, layer, at, weight in _kept(model):
-        master, moved = layer.masters[at], _moved_to_codes(layer.masters[at], weight)
+    for _, layer, index, weight in _weights_with_kept_scales(model):
+        master = layer.masters[index]
+        moved = _moved_to_codes(master, weight)
         if keep_masters:
-            layer.moves[at] = moved - master
+            layer.moves[index] = moved - master
         else:
             master.copy_(moved)
     model.refresh()
@@ -112,38 +128,37 @@ def start_from_codes(
             )
 
 
-def _kept(
+def _weights_with_kept_scales(
     model: LowBitModel,
 ) -> Iterator[tuple[str, LowBitLayer[Any, Any], int, LowBitWeight]]:
-    """(name, its layer, its place there, its present version) of every weight whose scales are
-    kept.
+    """Yield every weight whose scales are kept: name, layer, index among its masters, present
+    version.
     """
     names = {id(parameter): name for name, parameter in model.loaded.items()}
     for layer in model.low_bit_layers():
         if layer.keeps_scales:
-            for at, (master, weight) in enumerate(
-                zip(layer.masters, quantized_weights(layer.low_bit), strict=True)
-            ):
-                yield names[id(master)], layer, at, weight
+            pairs = zip(layer.masters, quantized_weights(layer.low_bit), strict=True)
+            for index, (master, weight) in enumerate(pairs):
+                yield names[id(master)], layer, index, weight
 
 
 def _moved_to_codes(master: torch.Tensor, weight: LowBitWeight) -> torch.Tensor:
-    """The master's values moved by whole scales to where they round to its weight's codes, fp32, in
-    the master's shape.
+    """Return the master moved by whole scales to where it rounds to the weight's codes, fp32.
 
-    What rounding left of a value stays, so codes change with the updates that follow as often as a
-    rounded model's do. (The nearest value of each code would put every moved weight at a border, to
-    change back by any small update.) Kept from the next code by a thousandth of a scale, or by as
-    much more as the master's dtype might round.
+    The shape is the master's. What rounding left of a value is kept, so that later updates change
+    codes as often as in a rounded model. (With the nearest value of each code, every moved weight
+    would be at a border between codes, and any small update would change it back.) Values keep a
+    distance from the next code of a thousandth of a scale, or as much more as the master's dtype
+    might round.
     """
     args = weight.scheme.weights
     assert args is not None
     assert weight.scale is not None
     grouped = (*weight.scale.shape, -1)
-    centre, scale = (
-        weight.dequantized().view(grouped),
-        weight.wide_scale().unsqueeze(-1),
-    )
+    centre = weight.dequantized().view(grouped)
+    scale = weight.wide_scale().unsqueeze(-1)
+    # how far from its code a value may be, in scales: 2^bits · eps is the master's own rounding
     reach = max(0.0, min(0.499, 0.5 - 2**args.num_bits * torch.finfo(master.dtype).eps))
     steps = master.to(torch.float32).view(grouped) / scale
-    return (centre + (steps - steps.round()).clamp(-reach, reach) * scale).view(master.shape)
+    rest = (steps - steps.round()).clamp(-reach, reach)
+    return (centre + rest * scale).view(master.shape)

@@ -1,4 +1,4 @@
-"""What a model of masters is made of, and what vLLM makes of its checkpoint."""
+"""The layers of a model of masters, and vLLM's view of its checkpoint."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,46 +13,56 @@ from qarl.quant.layers.stack import LinearStack
 
 @dataclass(frozen=True, kw_only=True)
 class EngineModel:
-    """What vLLM makes of a checkpoint of this model. stacked: its linear layers and what it loads
-    into each, layers by checkpoint name. unusual: of those, the modules with a dtype or a forward
-    of their own. experts: vLLM's name → the checkpoint's of the module. read: (module, parameter) →
-    checkpoint name of the tensor, for everything else. heads: names of the modules that make
-    logits. embedding: of the input's. steering: tensors that say which experts are chosen and
-    nothing else, so that no gradient comes to them.
-    """
+    """vLLM's modules for a checkpoint of this model, and the tensors that it loads into each."""
 
     architecture: str
+    """The architecture's name in transformers."""
     unusual: Mapping[str, Any]
+    """vLLM's name → module, for linear layers with a dtype or a forward of their own."""
     stacked: Mapping[str, tuple[str, ...]]
+    """vLLM's name of each linear layer → checkpoint names of the layers that are loaded into it."""
     experts: Mapping[str, str]
+    """vLLM's name of each experts' runner → the checkpoint's name of the experts."""
     read: Mapping[tuple[str, str], str]
+    """(module, parameter) by vLLM's names → checkpoint name of the tensor, for everything else."""
     heads: tuple[str, ...]
+    """vLLM's names of the modules that compute logits."""
     steering: tuple[str, ...]
+    """Checkpoint names of tensors that only decide which experts are chosen, so that they get no
+    gradient.
+    """
     embedding: str
+    """vLLM's name of the input embedding."""
 
 
 @dataclass(frozen=True)
 class Layers:
-    """What a model is made of. linears, experts: by checkpoint name. copies: of everything else, by
-    parameter name. routers: by module name. operators: "engine" or "transformers". family: how
-    checkpoints name all of it. stacks: of linear layers, by the engine's name of the whole; none
-    with transformers' operators, which multiply each alone. engine: what vLLM makes of it, with the
-    engine's operators. why_not: why these are not the engine's, where they may be either. frozen:
-    copies of what the model came with to be left as it is (a router's correction bias).
-    """
+    """The low-bit layers and copies that a model consists of."""
 
     linears: dict[str, LowBitLinear]
+    """Checkpoint name → linear layer."""
     stacks: dict[str, LinearStack]
+    """The engine's name → stack of linear layers. Empty with transformers' operators, which
+    multiply each layer alone.
+    """
     experts: dict[str, RoutedLowBitExperts]
+    """Checkpoint name → routed experts."""
     copies: dict[str, MasterCopy]
+    """Parameter name → copy, for everything outside linear layers and experts."""
     routers: tuple[str, ...]
+    """Module names of the routers."""
     operators: str
+    """"engine" or "transformers"."""
     family: Family
+    """Checkpoint names of the architecture's weights."""
     engine: EngineModel | None = None
+    """vLLM's modules for the checkpoint; None with transformers' operators."""
     why_not: str = ""
+    """Why the operators are transformers' although "auto" allows the engine's; otherwise ""."""
     frozen: tuple[str, ...] = ()
+    """Parameter names of copies that must keep their loaded values (a router's correction bias)."""
 
     def low_bit(self) -> Iterator[LowBitLinear | RoutedLowBitExperts]:
-        """All that is materialized: linear layers, then experts."""
+        """Yield all layers that are materialized: linear layers, then experts."""
         yield from self.linears.values()
         yield from self.experts.values()

@@ -1,9 +1,8 @@
-"""A transformers causal LM over low-bit tensors: master weights in, checkpoint-named low-bit
-tensors out.
+"""A transformers causal LM over low-bit tensors: master weights in, checkpoint tensors out.
 
-Every parameter has one master. `refresh()` makes a weight version; forward, publish and export all
-read what it made. `quant.model.surgery` puts the layers in, `quant.model.stream` names their
-tensors.
+Every parameter has one master. `refresh()` makes a weight version, which forward, publish and
+export all read. `quant.model.surgery` replaces the layers; `quant.model.stream` names their tensors
+as checkpoints do.
 """
 
 import contextlib
@@ -41,18 +40,17 @@ if TYPE_CHECKING:
 
 
 class LowBitModel(nn.Module):
-    """Wraps a model loaded in the master dtype.
+    """Causal LM over low-bit layers, whose parameters are the masters.
 
-    model: transformers causal LM whose parameters become the masters. operators: see
-    `replace_layers`; then whose norms, rotary embedding, attention and routing the forward runs,
-    "engine" or "transformers". why_not_engine: why they are transformers', where they may be the
-    engine's; "" elsewhere. rules: layers in other schemes than `scheme`; `plan` says what each
-    layer takes. shapes: checkpoint layer name → (O, I) of its weight
-    (`quant.checkpoint.shapes.weight_shapes`). linears, experts: low-bit layers by checkpoint name
-    ("model.layers.0.mlp.experts"). loaded: every parameter the model came with, by name; masters:
-    those that are trained, all of them until `train_only`. adapted: the weights that have an
-    adapter. router_log: logits of the routers. Raises the `SchemeError`s of `plan_layers`, before
-    anything is changed.
+    Raises the `SchemeError`s of `plan_layers` before anything is changed.
+
+    Args:
+        model: transformers causal LM, loaded in the master dtype; its parameters become the
+            masters.
+        scheme: the main scheme.
+        context: settings and state that the layers share.
+        operators: "auto", "engine" or "transformers", see `replace_layers`.
+        rules: layers in other schemes than `scheme`.
     """
 
     def __init__(
@@ -65,59 +63,81 @@ class LowBitModel(nn.Module):
     ):
         super().__init__()
         self.plan = plan_layers(model, scheme, rules)
+        """The scheme of each layer."""
         self.shapes = weight_shapes(model)
+        """Checkpoint layer name → (O, I) of its weight
+        (`quant.checkpoint.shapes.weight_shapes`).
+        """
         self.context = context
         self.config = model.config
         self.loaded: dict[str, nn.Parameter] = dict(model.named_parameters())
+        """Name → every parameter of the loaded model."""
         self.masters: dict[str, nn.Parameter] = dict(self.loaded)
+        """Name → parameter that is trained: all of `loaded` until `train_only`."""
         self.adapted: tuple[str, ...] = ()
-        self._buffers_kept = [
+        """Names of the weights that have an adapter."""
+        # checkpoints have no others
+        self._persistent_buffers = [
             name for name, _ in model.named_buffers() if name in model.state_dict()
         ]
         self._after_refresh: Callable[[], None] | None = None
         self._layers = replace_layers(model, self.plan, context, operators)
         self.linears: dict[str, LowBitLinear] = self._layers.linears
+        """Checkpoint name → low-bit linear layer."""
         self.experts: dict[str, RoutedLowBitExperts] = self._layers.experts
+        """Checkpoint name ("model.layers.0.mlp.experts") → low-bit experts."""
         self.operators: str = self._layers.operators
+        """Whose norms, rotary embedding, attention and routing the forward runs: "engine" or
+        "transformers".
+        """
         self.why_not_engine: str = self._layers.why_not
-        self.dtype, self.gradients = context.dtype, context.gradients
+        """Why the operators are transformers' although "auto" allows the engine's; otherwise ""."""
+        self.dtype = context.dtype
+        self.gradients = context.gradients
         self.module = model
-        # they stand in no module of the model; whoever asks for parameters sees all
+        # With the engine's operators no module of the model holds the layers. As submodules of this
+        # one they are among its parameters.
         if self.operators == "engine":
             self._beside = nn.ModuleList(self.low_bit_layers())
         self.router_log = RouterLog()
+        """Logits of the routers."""
         self._graphs: dict[torch.dtype, Graph] = {}
         if self.operators == "transformers":
             self.router_log.watch(model.get_submodule(name) for name in self._layers.routers)
         self.refresh()
         if self.operators == "engine":
-            # refuses what vLLM has no low-bit layer for, before anything is run
+            # Build it now, so that a layer without low-bit support in vLLM is refused before
+            # anything runs.
             _ = self.graph
 
     def low_bit_layers(self) -> Iterator[LowBitLinear | RoutedLowBitExperts]:
-        """All that is materialized: linear layers, then experts."""
+        """Return all layers that are materialized: linear layers, then experts."""
         return self._layers.low_bit()
 
     @property
     def device(self) -> torch.device:
-        """Where the masters are, and so the forward."""
+        """Device of the masters, on which the forward runs."""
         return next(iter(self.loaded.values())).device
 
     @torch.no_grad()
     def refresh(self, flips: FlipCount | None = None) -> None:
-        """Materialize every master: a new weight version, used by all forwards, the publish and the
+        """Materialize every master as a new weight version, for all forwards, the publish and the
         export.
 
-        It is written over the one before: tensors of an earlier stream (`low_bit_tensors`) change
-        with it. flips: takes in how many codes that changes, where they are kept.
+        The new version overwrites the previous one, so tensors of an earlier stream
+        (`low_bit_tensors`) change with it.
+
+        Args:
+            flips: counts how many codes change, if codes are kept.
         """
         with checked_together():
             for layer in self.low_bit_layers():
-                with (
+                counting = (
                     flips.over(layer.low_bit)
                     if flips and self.context.keeps_codes
                     else contextlib.nullcontext()
-                ):
+                )
+                with counting:
                     layer.refresh()
         for copy in self._layers.copies.values():
             copy.refresh()
@@ -125,28 +145,35 @@ class LowBitModel(nn.Module):
             self._after_refresh()
 
     def on_refresh(self, call: Callable[[], None] | None) -> None:
-        """Call that when a weight version is made, before any forward uses it; None: nothing."""
+        """Set the function to call after each new weight version, before any forward uses it; None
+        for none.
+        """
         self._after_refresh = call
 
     def release_codes(self) -> None:
-        """Keep no codes from here on: they are made again from the masters, a layer at a time, for
-        every stream and every backward. All processes then iterate over each stream together.
+        """Stop caching codes: recompute them from the masters for every stream and every backward.
+
+        Codes are then made for one layer at a time. All processes must iterate over each stream
+        together.
         """
         self.context.drop_codes()
         for layer in self.low_bit_layers():
             layer.release_codes()
 
     def drop_products(self) -> None:
-        """Prepare kernels again at every use of a layer, whose forwards processes that share codes
-        run together.
+        """Prepare kernels again at every use of a layer.
+
+        Processes that share codes must then run its forwards together.
         """
         self.context.drop_products()
         self.release_products()
 
     def multiply_with(self, engine: "EngineLayers | None") -> None:
-        """Have the forward multiply with the running engine's own layers, or again with its own
-        (None). Raises `KernelError`, and keeps its own, where a layer of this model is not among
-        them.
+        """Multiply with the running engine's own layers, or with this model's own kernels again
+        (None).
+
+        Raises `KernelError`, and keeps this model's own kernels, if the engine lacks a layer of
+        this model.
         """
         if engine is not None and self.operators != "engine":
             raise KernelError(
@@ -163,9 +190,13 @@ class LowBitModel(nn.Module):
                 raise
 
     def multiplied(self, layer: str, *inputs: Tensor) -> Tensor:
-        """What the layer of that checkpoint name makes of an input, by the product that this
-        model's forward uses, its stack's where it is in one. inputs: as of `LowBitLinear.forward`,
-        or of `RoutedLowBitExperts.forward`.
+        """Return the output of one layer, by the product that this model's forward uses.
+
+        If the layer is in a stack, this is its part of the stack's product.
+
+        Args:
+            layer: checkpoint name.
+            inputs: arguments of `LowBitLinear.forward` or `RoutedLowBitExperts.forward`.
         """
         if layer in self.experts:
             return self.experts[layer](*inputs)
@@ -177,7 +208,7 @@ class LowBitModel(nn.Module):
         return self.linears[layer](*inputs)
 
     def release_products(self) -> None:
-        """Give back the kernels' own copies of this weight version, which no backward reads."""
+        """Free the kernels' own copies of this weight version, which no backward reads."""
         for layer in (*self.low_bit_layers(), *self._layers.stacks.values()):
             layer.release_product()
 
@@ -193,13 +224,14 @@ class LowBitModel(nn.Module):
     @property
     def graph(self) -> "Graph":
         """The engine's model over these layers, in the dtype of the present forward."""
-        dtype, engine = self.context.forward_dtype, self._layers.engine
+        dtype = self.context.forward_dtype
+        engine = self._layers.engine
         if dtype not in self._graphs:
             from qarl.quant.model.engine_model import build_graph
 
             assert engine is not None
-            # The reference multiplies schemes, too, for which vLLM has no layer to build on this
-            # machine.
+            # The reference also multiplies schemes for which vLLM cannot build a layer on this
+            # machine, so its graph is built unquantized.
             quantization = None
             if self.context.kernel != "reference":
                 quantization = self.plan.quantization_config(self.context.kv_cache)
@@ -221,14 +253,20 @@ class LowBitModel(nn.Module):
         experts: Tensor | None = None,
         packed: Packed | None = None,
     ) -> Tensor:
-        """What the output head is given at chosen positions.
+        """Return the hidden states that the output head is given at chosen positions.
 
-        tokens: int64 [B, T], padded on the right. wanted: bool [B, T]. experts: those to route to,
-        integer [B, T, L, K] over decoder layers L, -1 where the router is to choose; None lets it
-        choose everywhere. packed: how the sequences are put into one row of N tokens, without
-        padding. Both are for the engine's operators alone (else `GraphError`). Returns compute
-        dtype [n, C], one row for each True in row-major order. Where `router_log` is enabled it
-        then holds one [B·T, E] a layer of experts ([N, E] packed).
+        `experts` and `packed` need the engine's operators (else `GraphError`). If `router_log` is
+        enabled, it holds [B·T, E] for each layer of experts afterwards ([N, E] if packed).
+
+        Args:
+            tokens: int64 [B, T], padded on the right.
+            wanted: bool [B, T], the chosen positions.
+            experts: experts to route to, integer [B, T, L, K] over decoder layers L; -1 where the
+                router
+                chooses. None: it chooses everywhere.
+            packed: how the sequences are put into one row of N tokens, without padding.
+
+        Returns compute dtype [n, C], one row for each True of `wanted` in row-major order.
         """
         if self.operators == "engine":
             if packed is None:
@@ -239,14 +277,14 @@ class LowBitModel(nn.Module):
             hidden = self.graph.hidden(tokens[packed.kept], packed.sequences, experts)
             return Pick.apply(hidden, packed.places[wanted])
         if packed is not None or experts is not None:
-            what = (
+            needing = (
                 "packed sequences need"
                 if packed is not None
                 else "replaying the engine's expert choices needs"
             )
             raise GraphError(
-                f"{what} the engine's operators, and this model has transformers'; leave sequences"
-                " padded (learner.packing false) and rollout.router_replay false, or set"
+                f"{needing} the engine's operators, and this model has transformers'; leave"
+                " sequences padded (learner.packing false) and rollout.router_replay false, or set"
                 " learner.operators to 'engine'"
             )
         with self.router_log.one_forward():
@@ -255,8 +293,9 @@ class LowBitModel(nn.Module):
             ]
 
     def checkpoint_layers(self, checkpointing: bool) -> None:
-        """Keep only every decoder layer's input between forward and backward, or everything. Raises
-        `ValueError` where transformers cannot do so for this model.
+        """Set whether only every decoder layer's input is kept between forward and backward.
+
+        Raises `ValueError` if transformers cannot do so for this model.
         """
         if self.operators == "engine":
             self.context.checkpoint(checkpointing)
@@ -267,14 +306,17 @@ class LowBitModel(nn.Module):
             self.module.gradient_checkpointing_disable()
         for layer in self.module.modules():
             if isinstance(layer, GradientCheckpointingLayer):
-                # transformers asks the layer for it; what is inside stays as it was
+                # transformers checkpoints a layer only in training mode; its modules stay in eval
                 layer.training = checkpointing
 
     @contextlib.contextmanager
     def forward_as(self, forward: Forward) -> Iterator[None]:
-        """Within this context the model multiplies that, without gradient and by the masters of the
-        last `refresh`: the published codes also where it is unaligned, as the canary does, or no
-        codes also where it is aligned.
+        """Make the model multiply other values of its weights within this context, without
+        gradient.
+
+        The values are those of the last `refresh`. `Forward.PUBLISHED` multiplies the published
+        codes even if the learner is unaligned, as the canary does; `Forward.UNQUANTIZED` multiplies
+        no codes even if it is aligned.
         """
         recasts = forward is Forward.UNQUANTIZED and not self.context.aligned
         try:
@@ -293,42 +335,43 @@ class LowBitModel(nn.Module):
             layer.recast()
 
     def low_bit_tensors(self) -> Iterator[LowBitTensor]:
-        """Every tensor of the deployable checkpoint, layer by layer, in the checkpoint's names.
+        """Yield every tensor of the deployable checkpoint, layer by layer, under the checkpoint's
+        names.
 
         Tied output heads are left out, as transformers leaves them out. Nothing is copied: these
-        are the buffers that the next `refresh` writes, to be read before it; after `release_codes`
-        each layer's are gone with their use.
+        are the buffers that the next `refresh` overwrites, so read them before it. After
+        `release_codes` each layer's tensors are freed once they have been used.
         """
-        buffers = ((name, self.module.get_buffer(name)) for name in self._buffers_kept)
+        buffers = ((name, self.module.get_buffer(name)) for name in self._persistent_buffers)
         return checkpoint_tensors(self._layers, self.loaded, buffers)
 
     def loaded_state(self) -> dict[str, Tensor]:
-        """Return every parameter the model came with, and the buffers that checkpoints keep, by
-        transformers' names. A tied output head is not among them; nothing is copied.
+        """Return every loaded parameter and every persistent buffer, under transformers' names.
+
+        A tied output head is not among them. Nothing is copied.
         """
-        buffers = {name: self.module.get_buffer(name) for name in self._buffers_kept}
-        return {
-            **{name: parameter.detach() for name, parameter in self.loaded.items()},
-            **buffers,
-        }
+        parameters = {name: parameter.detach() for name, parameter in self.loaded.items()}
+        buffers = {name: self.module.get_buffer(name) for name in self._persistent_buffers}
+        return {**parameters, **buffers}
 
     def layers(self) -> list[LayerReport]:
-        """The learner's side of the audit: every layer with the kernel that multiplies it."""
+        """Return the learner's side of the audit: every layer with the kernel that multiplies
+        it.
+        """
         return layer_reports(self._layers, self.context)
 
     def check_rows(self) -> RowCheck:
-        """Ask every distinct kernel of the forward whether it computes a row alike beside any
-        others (`row_check`).
+        """Test whether every distinct kernel computes a row the same, whatever rows are beside it.
+
+        See `quant.model.row_check`.
         """
-        return check_rows(
-            self._layers,
-            self.context,
-            self.graph if self.operators == "engine" else None,
-        )
+        graph = self.graph if self.operators == "engine" else None
+        return check_rows(self._layers, self.context, graph)
 
     def materializers(self) -> dict[str, str]:
-        """Scheme → what makes its low-bit tensors here (`quant.materialize.materializer`), for all
-        schemes in use.
+        """Return, for each scheme in use, the name of the code that makes its low-bit tensors here.
+
+        See `quant.materialize.materializer`.
         """
         schemes = {layer.scheme.name: layer.scheme for layer in self.low_bit_layers()}
         dtype = next(iter(self.loaded.values())).dtype
@@ -337,8 +380,10 @@ class LowBitModel(nn.Module):
         }
 
     def matrices(self) -> set[str]:
-        """Names of the masters that are matrices of the decoder: linear layers' weights and
-        experts, no router and no output head; or the factors of their adapters.
+        """Return the names of the masters that are matrices of the decoder.
+
+        These are the weights of linear layers and experts, without routers and output head. If the
+        model has adapters, these are their factors instead.
         """
         if self.adapted:
             return set(self.masters)
@@ -346,27 +391,28 @@ class LowBitModel(nn.Module):
             "lm_head",
             *map(self._layers.family.checkpoint_name, self._layers.routers),
         }
-        kept = {
-            id(m)
-            for layer in self.low_bit_layers()
-            if layer.layer not in outside
-            for m in layer.masters
-        }
-        return {name for name, master in self.masters.items() if id(master) in kept}
+        layers = [layer for layer in self.low_bit_layers() if layer.layer not in outside]
+        inside = {id(master) for layer in layers for master in layer.masters}
+        return {name for name, master in self.masters.items() if id(master) in inside}
 
     def train_only(self, masters: Mapping[str, nn.Parameter], adapted: Sequence[str]) -> None:
-        """Freeze what the model came with and train `masters` instead: the factors of adapters, by
-        name. adapted: the weights that have one.
+        """Freeze the loaded parameters and train `masters` instead.
+
+        Args:
+            masters: the factors of adapters, by name.
+            adapted: names of the weights that have an adapter.
         """
         for parameter in (*self.loaded.values(), *self.parameters()):
             parameter.requires_grad_(False)
         for master in masters.values():
             master.requires_grad_(True)
-        self.masters, self.adapted = dict(masters), tuple(adapted)
+        self.masters = dict(masters)
+        self.adapted = tuple(adapted)
 
     @functools.cached_property
     def base_digest(self) -> str | None:
-        """The digest of the frozen weights under adapters, which no checkpoint of these has; None
-        without adapters.
+        """Digest of the frozen weights under adapters, which checkpoints of adapters leave out.
+
+        None without adapters.
         """
         return parameters_digest(self.loaded) if self.adapted else None

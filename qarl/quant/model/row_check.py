@@ -1,15 +1,14 @@
-"""The self-test of the machine before a run: does each kernel of this model compute a row from that
-row alone?
+"""Self-test before a run: does each kernel compute a row from that row alone?
 
-Every distinct product (kernel, scheme, columns, rows out), every shape of experts and every shape
-of attention of the model is asked once, at its own shape, by the layers that the learner multiplies
-with: the engine's own where they are shared. `quant.kernels.row_independence` has the question. A
-CPU or a vLLM that nobody tried is found out here.
+Every distinct product (kernel, scheme, columns, output rows), every shape of experts and every
+shape of attention in the model is tested once, at its own shape, through the layers that the
+learner multiplies with (the engine's own if they are shared). `quant.kernels.row_independence` has
+the test itself. It finds CPUs and versions of vLLM on which nobody tried it before.
 
 Axes: N tokens, O output rows, I input columns, H heads, G heads of keys and values, D head size.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,25 +28,29 @@ from qarl.quant.kernels.supported import kept_support
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.layers.experts import RoutedLowBitExperts
 from qarl.quant.layers.linear import LowBitLinear
+from qarl.quant.layers.stack import LinearStack
 from qarl.quant.materialize import materialize
 from qarl.quant.model.layers import Layers
 from qarl.quant.schemes import SCHEMES, get_scheme
 
 _SEEN = 1024
-"""Keys that attention is asked over: more than fit the kernel's tiles of a whole prompt."""
+"""Number of keys in the attention test: more than fit into the kernel's tiles for a whole
+prompt.
+"""
 
 
 @dataclass(frozen=True)
 class DependentKernel:
-    """A kernel whose result for a row depends on what else is computed.
-
-    layer: the first that it multiplies, by its checkpoint name. kernel: its name. shape: in words.
-    """
+    """Kernel whose result for a row depends on what else is computed."""
 
     layer: str
+    """Checkpoint name of the first layer that the kernel multiplies."""
     kernel: str
+    """The kernel's name."""
     shape: str
+    """The tested shape, in words."""
     difference: Dependence
+    """The largest difference, and what it depends on."""
 
     def __str__(self) -> str:
         return f"{self.layer} ({self.kernel}, {self.shape}), {self.difference}"
@@ -55,11 +58,14 @@ class DependentKernel:
 
 @dataclass(frozen=True)
 class RowCheck:
-    """What the self-test found. kernels: at distinct shapes. threads: that torch computes on."""
+    """Result of the self-test."""
 
     kernels: int
+    """Number of distinct kernels and shapes that were tested."""
     threads: int
+    """Number of threads that torch computes on."""
     dependent: tuple[DependentKernel, ...]
+    """Kernels that failed the test."""
 
     def __str__(self) -> str:
         if not self.dependent:
@@ -78,11 +84,15 @@ class RowCheck:
 
 @torch.no_grad()
 def check_rows(layers: Layers, context: LayerContext, graph: Any = None) -> RowCheck:
-    """Ask each distinct kernel of a model. graph: the engine's model over the layers, None with
-    other operators.
+    """Test each distinct kernel of a model.
 
-    Takes milliseconds for a model of hundreds of millions of parameters, and a second or two for an
-    output head of 150,000 words and 4,096 columns.
+    This takes milliseconds for a model of hundreds of millions of parameters, and a second or two
+    for an output head of 150,000 words and 4,096 columns.
+
+    Args:
+        layers: the model's layers.
+        context: settings and state that they share.
+        graph: the engine's model over the layers; None with transformers' operators.
     """
     kernels = [
         *_products(layers, context),
@@ -99,11 +109,11 @@ def check_rows(layers: Layers, context: LayerContext, graph: Any = None) -> RowC
 
 
 def check_machine_rows() -> RowCheck:
-    """Ask the kernels of this machine at shapes of a model of some billion parameters, without a
+    """Test the kernels of this machine at shapes of a model of a few billion parameters, without a
     model.
 
-    Every scheme that vLLM runs here in bfloat16, and unquantized products in every dtype, of 2,048
-    columns. Imports vLLM.
+    Tests every scheme that vLLM runs here in bfloat16, and unquantized products in every dtype, all
+    with 2,048 columns. Imports vLLM.
     """
     kernels = [
         *(
@@ -118,10 +128,8 @@ def check_machine_rows() -> RowCheck:
         master = torch.randn(256, 2048, generator=torch.Generator().manual_seed(0))
         weight = materialize(master, get_scheme(scheme), dtype)
         product = make_factory("vllm", dtype).linear(layer, [weight], [None])
-        difference = dependence(
-            product,
-            cancelling_inputs(weight.rows(0, 128).dequantized(torch.float32)[:16], dtype),
-        )
+        few_rows = weight.rows(0, 128).dequantized(torch.float32)[:16]
+        difference = dependence(product, cancelling_inputs(few_rows, dtype))
         if difference is not None:
             shape = f"{scheme} in {str(dtype).removeprefix('torch.')}, 2,048 columns to 256"
             dependent.append(DependentKernel(layer, product.name, shape, difference))
@@ -134,20 +142,19 @@ def check_machine_rows() -> RowCheck:
 
 
 _Kernel = tuple[str, str, str, Callable[[], Dependence | None]]
-"""The layer's name, the kernel's, its shape in words, and the question."""
+"""Name of the layer, name of the kernel, its shape in words, and the function that tests it."""
 
 
 def _products(layers: Layers, context: LayerContext) -> Iterator[_Kernel]:
     stacked = {part.layer for stack in layers.stacks.values() for part in stack.parts}
     alone = [layer for layer in layers.linears.values() if layer.layer not in stacked]
-    for parts, multiplying in (
+    products: list[tuple[Sequence[LowBitLinear], LinearStack | LowBitLinear]] = [
         *((stack.parts, stack) for stack in layers.stacks.values()),
         *(((layer,), layer) for layer in alone),
-    ):
-        rows, columns = (
-            sum(part.out_features for part in parts),
-            parts[0].master.shape[-1],
-        )
+    ]
+    for parts, multiplying in products:
+        rows = sum(part.out_features for part in parts)
+        columns = parts[0].master.shape[-1]
         shape = f"{parts[0].scheme.name}, {columns:,} columns to {rows:,}"
         yield (
             parts[0].layer,
@@ -185,28 +192,29 @@ def _ask_experts(
 ) -> Callable[[], Dependence | None]:
     def ask() -> Dependence | None:
         generator = torch.Generator().manual_seed(0)
-        device, shape = layer.masters[0].device, layer.shape
-        x = torch.randn(ROWS_ASKED, shape.hidden, generator=generator, dtype=torch.float32).to(
-            device, context.forward_dtype
-        )
+        device = layer.masters[0].device
+        shape = layer.shape
+        drawn = torch.randn(ROWS_ASKED, shape.hidden, generator=generator, dtype=torch.float32)
+        x = drawn.to(device, context.forward_dtype)
         scores = torch.rand(ROWS_ASKED, shape.experts, generator=generator).to(device)
         weights, index = scores.topk(shape.top_k, dim=-1)
-        # Each row brings its own routing along, so that a part of the rows can be asked for by
-        # themselves.
-        places = torch.arange(ROWS_ASKED, device=device)
+        # The rows that `dependence` passes are row numbers, so that each brings its own routing
+        # along and any subset of them can be computed by itself.
+        numbers = torch.arange(ROWS_ASKED, device=device)
 
         def multiply(rows: torch.Tensor) -> torch.Tensor:
             chosen = rows[:, 0].long()
             return layer.product(x[chosen], weights[chosen], index[chosen])
 
-        return dependence(multiply, places[:, None].float(), slice(None))
+        return dependence(multiply, numbers[:, None].float(), slice(None))
 
     return ask
 
 
 def _attention(graph: Any, context: LayerContext) -> Iterator[_Kernel]:
-    """On CPUs alone: on GPUs sequences are attended to by kernels that are held to the engine's
-    otherwise.
+    """Yield the tests of attention, on CPUs only.
+
+    On GPUs the attention kernels are compared with the engine's by other means.
     """
     if graph is None:
         return
@@ -232,8 +240,8 @@ def _ask_attention(
 
     def ask() -> Dependence | None:
         generator = torch.Generator().manual_seed(0)
-        # Scores of about equal size: values then nearly cancel, and the order of summation shows in
-        # a 16-bit result.
+        # Scores are of about equal size, so that values nearly cancel and the order of summation
+        # shows in a 16-bit result.
         drawn = (
             torch.randn(_SEEN, n, D, generator=generator, dtype=torch.float32, device="cpu")
             for n in (H, G, G)
@@ -242,7 +250,8 @@ def _ask_attention(
         first = _SEEN - ROWS_ASKED
 
         def attend(rows: torch.Tensor) -> torch.Tensor:
-            start, stop = int(rows[0, 0]), int(rows[-1, 0]) + 1
+            start = int(rows[0, 0])
+            stop = int(rows[-1, 0]) + 1
             return cpu_attention(
                 q[start:stop], k[:stop], v[:stop], scoring, [stop - start], [stop]
             ).flatten(1)

@@ -1,5 +1,5 @@
-"""One weight version in the checkpoint's names: the tensors that are published and exported, and
-the audit's view.
+"""One weight version under the checkpoint's names: published and exported tensors, and the
+audit.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,22 +16,27 @@ def checkpoint_tensors(
     parameters: Iterable[str],
     buffers: Iterable[tuple[str, torch.Tensor]],
 ) -> Iterator[LowBitTensor]:
-    """Every tensor of the deployable checkpoint, layer by layer, none of them copied.
+    """Yield every tensor of the deployable checkpoint, layer by layer, none of them copied.
 
-    parameters: the model's names of its own, in its order. buffers: those that checkpoints keep.
+    Args:
+        layers: the model's layers.
+        parameters: the model's own parameter names, in its order.
+        buffers: the persistent buffers, which checkpoints have.
     """
-    named = layers.family.checkpoint_name
+    checkpoint_name = layers.family.checkpoint_name
     for name in parameters:
-        layer, _, key = named(name).rpartition(".")
-        module, _, own = name.rpartition(".")
-        if named(module) in layers.experts:
-            yield from _experts_tensors(layers, named(module), own, named(name))
+        written = checkpoint_name(name)
+        layer, _, key = written.rpartition(".")
+        module, _, own_key = name.rpartition(".")
+        experts = checkpoint_name(module)
+        if experts in layers.experts:
+            yield from _experts_tensors(layers, experts, own_key, written)
         elif layer in layers.linears:
             yield from _linear_tensors(layers, layer, key)
         else:
-            yield LowBitTensor(named(name), layers.copies[name].published)
+            yield LowBitTensor(written, layers.copies[name].published)
     for name, buffer in buffers:
-        yield LowBitTensor(named(name), buffer)
+        yield LowBitTensor(checkpoint_name(name), buffer)
 
 
 def _linear_tensors(layers: Layers, layer: str, key: str) -> Iterator[LowBitTensor]:
@@ -45,11 +50,20 @@ def _linear_tensors(layers: Layers, layer: str, key: str) -> Iterator[LowBitTens
 
 
 def _experts_tensors(layers: Layers, layer: str, key: str, written: str) -> Iterator[LowBitTensor]:
-    """All of a layer's, at the first of its two parameters; unless the checkpoint has those two,
-    too. key, written: the parameter's own name, and the checkpoint's.
+    """Yield the checkpoint's tensors for one of the two parameters of fused experts.
+
+    All of a layer's tensors come with the first parameter, unless the checkpoint has the two as
+    well.
+
+    Args:
+        layers: the model's layers.
+        layer: checkpoint name of the experts.
+        key: the parameter's own name.
+        written: its name in the checkpoint.
     """
     experts = layers.experts[layer]
-    layout, stacks = experts.shape.layout, experts.codes().stacks
+    layout = experts.shape.layout
+    stacks = experts.codes().stacks
     if layout.stacked and experts.scheme.quantization is None:
         assert stacks is not None, "unquantized experts are materialized stack by stack"
         stack = stacks[key == "down_proj"].codes
@@ -60,24 +74,26 @@ def _experts_tensors(layers: Layers, layer: str, key: str, written: str) -> Iter
 
 
 def layer_reports(layers: Layers, context: LayerContext) -> list[LayerReport]:
-    """The learner's side of the audit: every linear layer and every layer's experts, with the
-    kernel that multiplies them; then routers that no linear layer multiplies.
+    """Return the learner's side of the audit.
+
+    It lists every linear layer and every layer's experts with the kernel that multiplies them, then
+    the routers that no linear layer multiplies.
     """
     dtype = str(context.dtype)
-    multiplies = {part.layer: stack for stack in layers.stacks.values() for part in stack.parts}
+    stack_of = {part.layer: stack for stack in layers.stacks.values() for part in stack.parts}
     # The engine has no layer for an output head that multiplies with the embedding itself (Gemma,
     # Cohere).
-    looked_up = layers.engine and layers.stacks.get(layers.engine.embedding)
+    tied_head = layers.engine and layers.stacks.get(layers.engine.embedding)
     reports = [
         LayerReport(
             name=layer.layer,
             scheme=layer.scheme.name,
             group_size=layer.scheme.group_size,
             dtype=dtype,
-            kernel=multiplies.get(layer.layer, layer).product.name,
+            kernel=stack_of.get(layer.layer, layer).product.name,
         )
         for layer in layers.low_bit()
-        if not looked_up or layer not in looked_up.parts
+        if not tied_head or layer not in tied_head.parts
     ]
     routers = [
         name
