@@ -1,9 +1,9 @@
-"""Causal attention of whole sequences, by the engine's kernel: the leaf of vLLM's `Attention`.
+"""Causal attention of whole sequences by the engine's kernel: the leaf of vLLM's `Attention`.
 
 On CPUs the kernel gives the same bits for a token whether it is prefilled, decoded, or scored here.
-On CUDA FlashAttention takes all sequences in one call; decoding splits keys otherwise there. The
-backward is torch's, which computes scores and probabilities again, in fp32 on CPUs;
-FlashAttention's on CUDA.
+On CUDA FlashAttention takes all sequences in one call; in decoding it splits keys differently. The
+backward is torch's, which recomputes scores and probabilities, in fp32 on CPUs. On CUDA it is
+FlashAttention's.
 
 Axes: N tokens of all sequences, S tokens they see, H heads, G heads of keys and values, D head
 size.
@@ -24,7 +24,11 @@ from qarl.quant.materialize.fp8 import fp8_values
 
 
 class _Attention(torch.autograd.Function):
-    """Kept: q, k and v; on CUDA the output, and a number a head and token."""
+    """Attention with the engine's kernel forward.
+
+    It saves q, k and v for the backward; on CUDA also the output and one number for each head and
+    token.
+    """
 
     @staticmethod
     def forward(
@@ -36,16 +40,28 @@ class _Attention(torch.autograd.Function):
         scoring: Scoring,
         sequences: Sequences,
     ) -> Tensor:
-        """q: [N, H, D], k, v: [N, G, D] in the compute dtype → [N, H, D]. sinks: a score a head [H]
-        of what no token is, or None.
+        """Return the attention's output, compute dtype [N, H, D].
+
+        Args:
+            q: compute dtype [N, H, D].
+            k: compute dtype [N, G, D].
+            v: compute dtype [N, G, D].
+            sinks: for each head, the score of a sink that is no token, [H]; None without sinks.
+            scoring: how scores are computed from products.
+            sequences: which tokens see which.
         """
-        ctx.scoring, ctx.sequences, ctx.flash = scoring, sequences, False
-        # the gradients below are of these values: straight through the rounding
+        ctx.scoring = scoring
+        ctx.sequences = sequences
+        ctx.flash = False
+        # The backward's gradients are those of the rounded values: straight through the rounding.
         if scoring.fp8:
-            k, v = fp8_values(k), fp8_values(v)
+            k = fp8_values(k)
+            v = fp8_values(v)
             q = fp8_values(q) if scoring.fp8_queries else q
-        lengths, seen = sequences.lengths, sequences.seen
-        keys, values = sequences.visible(k), sequences.visible(v)
+        lengths = sequences.lengths
+        seen = sequences.seen
+        keys = sequences.visible(k)
+        values = sequences.visible(v)
         if flash_attention.takes(q, scoring, sinks):
             y, sums = flash_attention.flash_attention(
                 q, keys, values, sinks, scoring, lengths, seen
@@ -60,13 +76,14 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        """By FlashAttention, or through `torch_attention` of the same values."""
-        # once: a checkpointed layer gives them no second time
-        q, k, v, sinks, *of_flash = ctx.saved_tensors
-        scoring, sequences = ctx.scoring, ctx.sequences
+        """Differentiate by FlashAttention, or through `torch_attention` of the same values."""
+        # Read them once, because a checkpointed layer does not give them a second time.
+        q, k, v, sinks, *flash_results = ctx.saved_tensors
+        scoring = ctx.scoring
+        sequences = ctx.sequences
         if ctx.flash:
-            operands = q, sequences.visible(k), sequences.visible(v)
-            y, sums = of_flash
+            operands = (q, sequences.visible(k), sequences.visible(v))
+            y, sums = flash_results
             dq, dk, dv = flash_attention.flash_gradients(
                 grad_outputs[0],
                 operands,
@@ -77,13 +94,14 @@ class _Attention(torch.autograd.Function):
                 sequences.seen,
             )
             return dq, sequences.summed(dk), sequences.summed(dv), None, None, None
-        q, k, v, *of_sinks = inputs = [
-            t.detach().requires_grad_() for t in (q, k, v, sinks) if t is not None
-        ]
+        inputs = [t.detach().requires_grad_() for t in (q, k, v, sinks) if t is not None]
+        q, k, v, *more = inputs
+        sinks = more[0] if more else None
         with torch.enable_grad():
-            y = torch_attention(q, k, v, of_sinks[0] if of_sinks else None, scoring, sequences)
-        gradients = torch.autograd.grad(y, inputs, grad_outputs[0])
-        return *gradients[:3], gradients[3] if sinks is not None else None, None, None
+            y = torch_attention(q, k, v, sinks, scoring, sequences)
+        dq, dk, dv, *more = torch.autograd.grad(y, inputs, grad_outputs[0])
+        dsinks = more[0] if more else None
+        return dq, dk, dv, dsinks, None, None
 
 
 attention = _Attention.apply
@@ -97,38 +115,41 @@ def torch_attention(
     scoring: Scoring,
     sequences: Sequences,
 ) -> Tensor:
-    """As `attention`, in torch's operators, rounded once on CPUs, and where scores are more than
-    scaled products. Every sequence is multiplied alone, those of one length in a row in one call.
+    """Compute the same as `attention` in torch's operators.
+
+    The result is rounded only once on CPUs, and on any device if scores are more than scaled
+    products. Sequences are multiplied separately; consecutive ones of equal length share one call.
     """
     plain = scoring.plain and sinks is None
     compute = q.dtype if plain and q.device.type != "cpu" else torch.float32
-    queries, keys, values = (
-        q.to(compute),
-        *(sequences.visible(t.to(compute)) for t in (k, v)),
-    )
-    shapes = [
-        (*shape, len(list(run)))
-        for shape, run in groupby(zip(sequences.lengths, sequences.seen, strict=True))
+    queries = q.to(compute)
+    keys = sequences.visible(k.to(compute))
+    values = sequences.visible(v.to(compute))
+    runs = [
+        (length, seen, len(list(run)))
+        for (length, seen), run in groupby(zip(sequences.lengths, sequences.seen, strict=True))
     ]
-    of_queries, of_keys = ([shape[n] * shape[2] for shape in shapes] for n in (0, 1))
+    query_rows = [length * count for length, _, count in runs]
+    key_rows = [seen * count for _, seen, count in runs]
     parts = zip(
-        queries.split(of_queries),
-        keys.split(of_keys),
-        values.split(of_keys),
+        queries.split(query_rows),
+        keys.split(key_rows),
+        values.split(key_rows),
         strict=True,
     )
-    done = []
-    for (_, _, count), run in zip(shapes, parts, strict=True):
+    outputs = []
+    for (_, _, count), part in zip(runs, parts, strict=True):
         # [count · tokens, H, D] → [count, H, tokens, D]: each sequence's own bits, in one call.
-        q_, k_, v_ = (t.unflatten(0, (count, -1)).transpose(1, 2) for t in run)
+        q_, k_, v_ = (t.unflatten(0, (count, -1)).transpose(1, 2) for t in part)
         y = _causal(q_, k_, v_, scoring) if plain else _scored(q_, k_, v_, sinks, scoring)
-        done.append(y.transpose(1, 2).flatten(0, 1))
-    return torch.cat(done).to(q.dtype)
+        outputs.append(y.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs).to(q.dtype)
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
-    """One sequence a row; its queries are those of its last tokens."""
-    length, seen = q.shape[2], k.shape[2]
+    """Return attention of one sequence a row, whose queries are those of its last tokens."""
+    length = q.shape[2]
+    seen = k.shape[2]
     if length == seen and (scoring.window is None or seen <= scoring.window):
         return F.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=scoring.scale, enable_gqa=True
@@ -140,23 +161,30 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
 
 
 def _scored(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scoring: Scoring) -> Tensor:
-    """As `_causal`, with scores that are more than scaled products."""
-    length, seen, groups = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
+    """Compute the same as `_causal` for scores that are more than scaled products."""
+    length = q.shape[2]
+    seen = k.shape[2]
+    groups = q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
     scores = (q @ k.transpose(-1, -2)) * scoring.scale
     if scoring.cap:
         scores = scoring.cap * torch.tanh(scores / scoring.cap)
     if scoring.slopes is not None:
-        places = torch.arange(seen, device=q.device)
-        scores = scores + scoring.slopes.to(q)[:, None, None] * (places - places[-length:, None])
+        positions = torch.arange(seen, device=q.device)
+        distances = positions - positions[-length:, None]
+        scores = scores + scoring.slopes.to(q)[:, None, None] * distances
     scores = scores.masked_fill(~_sees(length, seen, scoring.window, q.device), float("-inf"))
     if sinks is None:
         return scores.softmax(-1) @ v
+    # A sink takes part in the softmax as one more key, and has no value.
     column = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:-1], 1)
-    return torch.cat((scores, column), dim=-1).softmax(-1)[..., :-1] @ v
+    probabilities = torch.cat((scores, column), dim=-1).softmax(-1)
+    return probabilities[..., :-1] @ v
 
 
 def _sees(length: int, seen: int, window: int | None, device: torch.device) -> Tensor:
-    """bool [length, seen]."""
+    """Return which keys each query sees, bool [length, seen]: itself and earlier ones in the
+    window.
+    """
     sees = torch.ones(length, seen, dtype=torch.bool, device=device).tril(seen - length)
     return sees if window is None else sees.triu(seen - length + 1 - window)

@@ -1,9 +1,9 @@
-"""Routed experts in the graph: the leaf of vLLM's `MoERunner`, which routes, multiplies, and adds
-shared experts.
+"""Routed experts in the graph: the leaf of vLLM's `MoERunner`.
 
-The router is the engine's own. On CPUs it is torch's operators, which autograd goes through; on
-CUDA a kernel, whose weights get the gradient of the same formula. Experts that were chosen
-elsewhere get this model's weights by it, too.
+It routes, multiplies, and adds shared experts. The router is the engine's own. On CPUs it consists
+of torch's operators, which autograd follows. On CUDA it is a kernel, whose weights get the gradient
+of the same formula. That formula also gives this model's weights for experts that were chosen
+elsewhere.
 
 Axes: N tokens, K experts a token, E experts, H hidden columns.
 """
@@ -20,17 +20,24 @@ from qarl.quant.layers.experts import RoutedLowBitExperts
 
 
 class RoutedLayer:
-    """The experts of one decoder layer. runner: vLLM's, whose entry this takes. experts: whose
-    codes are multiplied. log: takes the router's logits. number: of the decoder layer. replayed:
-    experts to use instead of the router's choice, integer [N, K], -1 where that stands; None:
-    everywhere.
+    """The routed experts of one decoder layer.
+
+    Args:
+        runner: vLLM's runner, whose entry point this object replaces.
+        experts: low-bit experts that multiply.
+        log: receives the router's logits.
     """
 
     def __init__(self, runner: MoERunner, experts: RoutedLowBitExperts, log: RouterLog):
         self._runner: Any = runner
-        self._experts, self._log = experts, log
+        self._experts = experts
+        self._log = log
         self.number: int = self._runner.layer_id
+        """Number of the decoder layer."""
         self.replayed: Tensor | None = None
+        """Experts to use instead of the router's choice, integer [N, K]; -1 where the router
+        chooses. None: it chooses everywhere.
+        """
         self._runner._forward_entry = self
 
     def __call__(
@@ -41,9 +48,15 @@ class RoutedLayer:
         tokens: Tensor | None,
         *unused: object,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """hidden: compute dtype [N, H]; logits: [N, E], unless the runner holds the router;
-        shared_input: of the shared experts, if there are any; tokens: int64 [N], for routers that
-        ask. Returns the routed experts' output, after the shared experts' where there are any.
+        """Return the routed experts' output; if there are shared experts, the pair (theirs,
+        routed).
+
+        Args:
+            hidden: compute dtype [N, H].
+            logits: [N, E]; ignored if the runner holds the router.
+            shared_input: input of the shared experts, if there are any.
+            tokens: int64 [N], for routers that read token ids.
+            unused: further arguments of vLLM's entry point.
         """
         shared = self._runner._shared_experts
         shared = None if shared is None else shared._layer(shared_input)
@@ -57,7 +70,7 @@ class RoutedLayer:
     def _route(
         self, hidden: Tensor, logits: Tensor, tokens: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Weights fp32 [N, K] and experts integer [N, K]."""
+        """Return routing weights, fp32 [N, K], and expert numbers, integer [N, K]."""
         router = self._runner.router
         if self.replayed is None and not logits.is_cuda:
             return router._select_experts(hidden, logits, input_ids=tokens)
@@ -67,16 +80,18 @@ class RoutedLayer:
             index = torch.where(self.replayed < 0, index, self.replayed.to(index.dtype))
         weights = weights_of(router, logits, index)
         if self.replayed is None:
-            # the engine's own bits, with this gradient
+            # the value has the engine's own bits, the gradient is that of `weights_of`
             weights = weights + (best - weights).detach()
         return weights, index
 
 
 def weights_of(router: Any, logits: Tensor, index: Tensor) -> Tensor:
-    """The router's weights of given experts, fp32 [N, K]. logits: [N, E]; index: integer [N, K].
+    """Return the router's weights for given experts, fp32 [N, K].
+
+    logits: [N, E]. index: integer [N, K].
 
     Source: vLLM 0.32's `CPURouter`; its kernels on CUDA compute the same in fp32. Raises
-    `GraphError` for a router with a function of its own.
+    `GraphError` for a router with a routing function of its own.
     """
     if getattr(router, "custom_routing_function", None) is not None:
         raise GraphError(
@@ -84,22 +99,21 @@ def weights_of(router: Any, logits: Tensor, index: Tensor) -> Tensor:
             " for experts that the engine chose, nor a gradient on CUDA; set rollout.router_replay"
             " false, or learn on a CPU"
         )
-    scoring, renormalize = (
-        getattr(router, "scoring_func", "softmax"),
-        router.renormalize,
-    )
-    # On CUDA the routers of groups and of corrected scores, and no others, have the factor.
+    scoring = getattr(router, "scoring_func", "softmax")
+    renormalize = router.renormalize
+    # On CUDA only routers that choose groups or correct scores have a scaling factor.
     grouped = getattr(router, "use_grouped_topk", hasattr(router, "routed_scaling_factor"))
     logits = logits.float() if grouped or logits.is_cuda else logits
     index = index.long()
     if scoring == "softmax" and not grouped:
         picked = logits.gather(-1, index)
-        weights = (
-            picked.softmax(-1)
-            if renormalize
-            else (picked - logits.logsumexp(-1, keepdim=True)).exp()
-        )
+        if renormalize:
+            weights = picked.softmax(-1)
+        else:
+            weights = (picked - logits.logsumexp(-1, keepdim=True)).exp()
         return weights.float()
-    weights = (logits.sigmoid() if scoring == "sigmoid" else logits.softmax(-1)).gather(-1, index)
-    weights = weights / weights.sum(-1, keepdim=True) if renormalize else weights
+    scores = logits.sigmoid() if scoring == "sigmoid" else logits.softmax(-1)
+    weights = scores.gather(-1, index)
+    if renormalize:
+        weights = weights / weights.sum(-1, keepdim=True)
     return weights * getattr(router, "routed_scaling_factor", 1.0)

@@ -1,9 +1,9 @@
 """The learner's forward through vLLM's own model.
 
-`Graph` puts leaves into a skeleton: products of low-bit layers where vLLM has linear layers, copies
-of masters where it has other weights, operators and attention with gradients. Everything between
-them is vLLM's. Sequences are packed: one row of N tokens holds one after the other, and attention
-stays within each.
+`Graph` puts leaves into a skeleton: products of low-bit layers in place of vLLM's linear layers,
+copies of masters in place of other weights, operators and attention with gradients. Everything
+between them is vLLM's. Sequences are packed: one row of N tokens holds one after the other, and
+attention stays within each.
 
 Axes: N tokens of all sequences, n of those that are asked for, C hidden columns, V vocabulary, K
 experts a token, L decoder layers.
@@ -44,34 +44,44 @@ from qarl.quant.runtime.replaced import replaced
 
 @dataclass(frozen=True, kw_only=True)
 class Masters:
-    """What a graph multiplies and reads, by vLLM's names. stacks: linear layers and output head.
-    experts: of each `MoERunner`. weights: (module, parameter) → every other parameter. buffers:
-    (module, parameter) → what is not trained. padding: token of the input embedding whose row is
-    not learned, -1 for none.
-    """
+    """The layers and tensors that a graph multiplies and reads, by vLLM's names."""
 
     stacks: Mapping[str, LinearStack]
+    """Linear layers and output head."""
     experts: Mapping[str, RoutedLowBitExperts]
+    """Experts of each `MoERunner`."""
     weights: Mapping[tuple[str, str], MasterCopy]
+    """(module, parameter) → copy, for every other parameter."""
     buffers: Mapping[tuple[str, str], torch.Tensor]
+    """(module, parameter) → tensor that is not trained."""
     padding: int = -1
+    """Token of the input embedding whose row gets no gradient; -1 for none."""
 
 
 @dataclass
 class _Step:
-    """One forward. keys: keys and values of its layers, by vLLM's name, for layers that share
-    them.
-    """
+    """State of one forward."""
 
     sequences: Sequences
+    """The sequences of the row of tokens."""
     experts: torch.Tensor | None
+    """Experts to route to, integer [N, L, K], or None; see `Graph.hidden`."""
     keys: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    """vLLM's name of a layer → its keys and values, for later layers that share them."""
 
 
 class Graph:
-    """vLLM's model, differentiable down to masters. skeleton: whose modules, all of kinds known
-    here (`quant.graph.kinds`), get leaves, for good. Raises `GraphError` for a layer that vLLM
-    leaves unquantized and the plan does not.
+    """vLLM's model, differentiable down to the masters.
+
+    Raises `GraphError` for a layer that vLLM leaves unquantized although the plan quantizes it.
+
+    Args:
+        skeleton: vLLM's model, only with modules of known kinds (`quant.graph.kinds`). They get
+            leaves
+            for good.
+        masters: layers and tensors to install.
+        context: settings and state that the layers share.
+        log: receives the routers' logits.
     """
 
     def __init__(
@@ -81,17 +91,22 @@ class Graph:
         context: LayerContext,
         log: RouterLog,
     ):
-        self.skeleton, self.module = skeleton, skeleton.module
-        self._masters, self._context = masters, context
+        self.skeleton = skeleton
+        self.module = skeleton.module
+        self._masters = masters
+        self._context = context
+        self._log = log
         self._step: _Step | None = None
+        """The forward that is running, None outside."""
         self._read_directly: list[tuple[nn.Module, str, MasterCopy]] = []
+        """(module, attribute, copy) of weights that a module's Python reads as tensors."""
+        self._routed: list[RoutedLayer] = []
         self._shared = {
             m.kv_sharing_target_layer_name
             for m in self.module.modules()
             if isinstance(m, Attention)
         }
-        self._routed: list[RoutedLayer] = []
-        self._log = log
+        """vLLM's names of layers whose keys and values other layers read."""
         named = (
             (m, key, p)
             for m in self.module.modules()
@@ -99,6 +114,7 @@ class Graph:
             if p is not None
         )
         self._owners = {id(parameter): (module, key) for module, key, parameter in named}
+        """id of a parameter → the module and attribute that hold it."""
         for name, module in list(self.module.named_modules()):
             self._put_leaf(name, module)
         _drop_no_grad(self.module)
@@ -110,9 +126,13 @@ class Graph:
         sequences: Sequences,
         experts: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """tokens: int64 [N]; experts: to route to, integer [N, L, K] over decoder layers, -1 where
-        the router is to choose; None lets it choose everywhere. Returns what the output head is
-        given, compute dtype [N, C].
+        """Return the hidden states that the output head is given, compute dtype [N, C].
+
+        Args:
+            tokens: int64 [N].
+            sequences: the sequences of the row.
+            experts: experts to route to, integer [N, L, K] over decoder layers; -1 where the router
+                chooses. None: it chooses everywhere.
         """
         if experts is not None and not self._routed:
             raise GraphError(
@@ -125,8 +145,9 @@ class Graph:
         return output[0] if isinstance(output, tuple) else output
 
     def require_same(self, kinds: Mapping[str, str]) -> None:
-        """Raise `KernelError` where the running engine's modules are others than these. kinds: of
-        its modules, by name (`quant.kernels.engine_layers`).
+        """Raise `KernelError` if the running engine's modules differ from these.
+
+        kinds: kinds of the engine's modules, by name (`quant.kernels.engine_layers`).
         """
         ours = {name: operator_kind(module) for name, module in self.module.named_modules()}
         for name in sorted(ours.keys() | kinds.keys()):
@@ -137,7 +158,7 @@ class Graph:
                 )
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: compute dtype [n, C] → logits, compute dtype [n, V]."""
+        """Return logits, compute dtype [n, V], of hidden states in the compute dtype, [n, C]."""
         with self.skeleton.running(len(hidden)):
             return self.module.compute_logits(hidden)  # type: ignore[operator]
 
@@ -180,10 +201,8 @@ class Graph:
 
     def _stack(self, name: str, module: LinearBase) -> LinearStack:
         stack = self._masters.stacks[name]
-        scheme, unquantized = (
-            stack.parts[0].scheme,
-            isinstance(module.quant_method, UnquantizedLinearMethod),
-        )
+        scheme = stack.parts[0].scheme
+        unquantized = isinstance(module.quant_method, UnquantizedLinearMethod)
         if self.skeleton.config.quant_config and scheme.quantization and unquantized:
             raise GraphError(
                 f"{stack.parts[0].layer!r} would be in {scheme.name!r}, and vLLM multiplies it"
@@ -193,28 +212,31 @@ class Graph:
         return stack
 
     def _take_buffers(self, name: str, module: nn.Module) -> None:
-        """Put in what the checkpoint has and nobody trains, into the very tensors that others may
-        hold, too.
+        """Copy tensors that the checkpoint has and nobody trains into the module's own tensors.
+
+        The module's tensors remain the same objects, because other modules may hold them too.
         """
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None and (name, key) in self._masters.buffers:
                 tensor.data.copy_(self._masters.buffers[name, key].reshape(tensor.shape))
 
     def _weights(self, name: str, module: nn.Module) -> dict[str, MasterCopy]:
-        """Of a module's own parameters, which it reads from now on instead of those it was built
-        with.
+        """Replace a module's own parameters by copies of masters and return these, by name.
+
+        The module reads them from now on instead of the tensors that it was built with.
         """
         weights = {}
-        for of_module in (module._parameters, module._buffers):
-            for key, tensor in list(of_module.items()):
+        for tensors in (module._parameters, module._buffers):
+            for key, tensor in list(tensors.items()):
                 if tensor is None or (name, key) in self._masters.buffers:
                     continue
                 if (name, key) in self._masters.weights:
                     weights[key] = self._masters.weights[name, key]
                     read = weights[key].read
                     if (read.dtype, read.device) == (tensor.dtype, tensor.device):
-                        tensor.data = read  # for who holds it, a router or an attention
-                    del of_module[key]
+                        # a router or an attention may hold the old tensor
+                        tensor.data = read
+                    del tensors[key]
                     module.__dict__[key] = read
         return weights
 
@@ -230,7 +252,9 @@ class Graph:
         fp8 = self._context.kv_cache == "fp8"
         fp8_queries = fp8 and getattr(implementation, "supports_quant_query_input", False)
         published = replace(scoring, fp8=fp8, fp8_queries=fp8_queries)
-        shared, own_name = module.kv_sharing_target_layer_name, str(module.layer_name)
+        shared = module.kv_sharing_target_layer_name
+        own_name = str(module.layer_name)
+        # Sinks are a parameter of another module, into which `hidden` puts the trained copy.
         owner = self._owners.get(id(getattr(implementation, "sinks", None)))
 
         def attend(
@@ -242,18 +266,18 @@ class Graph:
                 k, v = self._step.keys[shared]
             else:
                 k, v = (t.reshape(-1, module.num_kv_heads, module.head_size) for t in (key, value))
-                # no others: they would be kept to the backward's end
+                # Only these, because the step keeps them until the end of the backward.
                 if own_name in self._shared:
                     self._step.keys[own_name] = k, v
             sinks = None if owner is None else getattr(*owner)
-            of_forward = published if self._context.multiplies_codes else scoring
-            return attention(q, k, v, sinks, of_forward, self._step.sequences).flatten(1)
+            now = published if self._context.multiplies_codes else scoring
+            return attention(q, k, v, sinks, now, self._step.sequences).flatten(1)
 
         return attend
 
     def _checkpoint_layers(self) -> None:
-        """Let decoder layers keep nothing but their input for the backward, where the context says
-        so.
+        """Make decoder layers keep only their input for the backward while `context.checkpointing`
+        is set.
         """
         lists = (m for m in self.module.modules() if isinstance(m, nn.ModuleList))
         layers = next(
@@ -276,17 +300,15 @@ class Graph:
                 with self._stepping(step):
                     return forward(*args, **kwargs)
 
-            # Nothing here is random. The output is the same bits: codes and kernels stay those of
-            # one weight version.
+            # Nothing here is random, so no RNG state is saved. Running it again gives the same
+            # bits, because codes and kernels stay those of one weight version.
             return checkpoint(again, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
         return run
 
 
 class _Product:
-    """In the place of a layer's `quant_method`: multiplies by its low-bit layers, and looks up in
-    its copy.
-    """
+    """Replacement of a layer's `quant_method` that multiplies by a stack or looks up in a copy."""
 
     def __init__(
         self,
@@ -294,25 +316,31 @@ class _Product:
         weight: MasterCopy | None = None,
         padding: int = -1,
     ):
-        self._stack, self._weight, self._padding = stack, weight, padding
+        self._stack = stack
+        self._weight = weight
+        self._padding = padding
 
     def apply(
         self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """x: compute dtype [..., I] → [..., O], the bias of the low-bit layers included."""
+        """Return the product with x, compute dtype [..., I] → [..., O], the layers' bias
+        included.
+        """
         assert self._stack is not None, (
             f"{type(layer).__name__} multiplies, and has no low-bit layer"
         )
         return self._stack(x)
 
     def embedding(self, layer: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-        """tokens: int64 → compute dtype [..., C]."""
+        """Return the tokens' embeddings: int64 → compute dtype [..., C]."""
         assert self._weight is not None, f"{type(layer).__name__} looks up, and has no copy"
         return self._weight.looked_up(tokens, self._padding)
 
 
 def _gate(module: Any, stack: LinearStack) -> Callable[..., Any]:
-    """A router's forward, which chooses among kernels before it comes to a `quant_method`."""
+    """Return a router's forward, which otherwise chooses a kernel before it asks its
+    `quant_method`.
+    """
 
     def forward(x: torch.Tensor) -> Any:
         y = stack(x)
@@ -323,7 +351,7 @@ def _gate(module: Any, stack: LinearStack) -> Callable[..., Any]:
 
 
 def _without_parameters(module: nn.Module) -> None:
-    """Keep its matrices' shapes and dtypes, in case somebody asks, and none of their memory."""
+    """Free a module's matrices, and keep their shapes and dtypes on the meta device for readers."""
     for key, parameter in list(module._parameters.items()):
         if parameter is not None and (parameter.ndim > 1 or key == "bias" or "weight" in key):
             del module._parameters[key]
@@ -331,7 +359,7 @@ def _without_parameters(module: nn.Module) -> None:
 
 
 def _drop_no_grad(model: nn.Module) -> None:
-    """Some models have `torch.no_grad` around a forward: take what is inside."""
+    """Unwrap the forwards of modules that have `torch.no_grad` around them."""
     for module in model.modules():
         forward = type(module).forward
         if "forward" not in module.__dict__ and forward.__code__.co_name == "decorate_context":

@@ -1,5 +1,6 @@
-"""What the graph has no leaf for, by a module's class and what is loaded into it, before anything
-is built on it.
+"""Refusal of vLLM's modules for which the graph has no leaf, before anything is built on them.
+
+A module is judged by its class and by what is loaded into it.
 """
 
 from collections.abc import Collection, Mapping
@@ -21,7 +22,7 @@ from qarl.configs.errors import GraphError
 def refuse_unknown(
     name: str, module: Any, sources: Mapping[tuple[str, str], Collection[str]]
 ) -> None:
-    """Raise `GraphError` for a module of vLLM's that the learner has no gradient for.
+    """Raise `GraphError` for a module of vLLM's for which the learner has no gradient.
 
     sources: what is loaded into each parameter (`quant.graph.loading`).
     """
@@ -40,7 +41,7 @@ def refuse_unknown(
 
 
 def _needed(name: str, module: Any, sources: Mapping[tuple[str, str], Collection[str]]) -> str:
-    """What the learner would have to have; "" where it has it."""
+    """Return what the learner lacks for this module; "" if nothing."""
     if isinstance(module, LinearBase):
         if not sources.get((name, "weight")):
             return "a weight of the checkpoint that is loaded into it"
@@ -63,7 +64,8 @@ def _needed(name: str, module: Any, sources: Mapping[tuple[str, str], Collection
 
 
 def _of_experts(runner: Any) -> str:
-    experts, config = runner.routed_experts, runner.moe_config
+    experts = runner.routed_experts
+    config = runner.moe_config
     reasons = {
         "experts with biases": config.has_bias,
         "a gate with a limit or a slope": (
@@ -80,8 +82,9 @@ def _of_experts(runner: Any) -> str:
 
 
 def _drops_bias(router: Any) -> bool:
-    """vLLM 0.32's router of CPUs reads a correction bias where experts are in groups, and nowhere
-    else (ERNIE 4.5).
+    """Return whether vLLM's router ignores its correction bias.
+
+    vLLM 0.32's router for CPUs reads the bias only if experts are in groups (ERNIE 4.5's are not).
     """
     biased = isinstance(router, CPURouter) and router.e_score_correction_bias is not None
     return biased and not router.use_grouped_topk and router.scoring_func != "sqrtsoftplus"
@@ -90,7 +93,7 @@ def _drops_bias(router: Any) -> bool:
 def _of_parameters(
     name: str, module: nn.Module, sources: Mapping[tuple[str, str], Collection[str]]
 ) -> str:
-    """Of a module whose own parameters are read as tensors."""
+    """Return what the learner lacks for a module whose own parameters are read as tensors."""
     for key, parameter in module._parameters.items():
         if parameter is not None and len(sources.get((name, key), ())) != 1:
             return f"one tensor of the checkpoint that is loaded into its {key!r}"

@@ -1,7 +1,7 @@
-"""Which tensors of the checkpoint each of vLLM's modules takes, by vLLM's own account.
+"""Which tensors of the checkpoint each of vLLM's modules takes, found by running vLLM's own loader.
 
-The model's `load_weights` is run over tensors that hold nothing, with loaders that write down what
-they are given. So renamings, stacked projections and fused checkpoints are the model's business,
+The model's `load_weights` runs over tensors without values, with weight loaders that record what
+they are given. Renamings, stacked projections and fused checkpoints are therefore vLLM's business,
 and no table of ours names a family.
 """
 
@@ -19,16 +19,21 @@ from qarl.quant.kernels.vllm import alone
 def trace_loading(
     skeleton: Skeleton, shapes: Mapping[str, Sequence[int]], in_order: bool = True
 ) -> dict[tuple[str, str], list[str]]:
-    """Follow a checkpoint into a model. shapes: of its tensors, by name. Returns (module,
-    parameter) by vLLM's names → checkpoint names of the tensors that are put into it, in the order
-    of their rows.
+    """Return which checkpoint tensors vLLM loads into each parameter.
 
-    in_order: refuse what loading changes. Raises `GraphError` where vLLM cannot load such a
-    checkpoint.
+    The result maps (module, parameter) by vLLM's names → checkpoint names of the tensors, in the
+    order of their rows.
+
+    Raises `GraphError` if vLLM cannot load such a checkpoint.
+
+    Args:
+        skeleton: vLLM's model.
+        shapes: checkpoint name → shape of each tensor.
+        in_order: also raise `GraphError` if loading changes values or their order.
     """
     taken: dict[tuple[str, str], list[tuple[Any, str]]] = {}
-    # several modules may have one tensor: a router's bias, tied weights
-    places: dict[int, list[tuple[str, str]]] = {}
+    # Several modules may hold one tensor: a router's bias, tied weights.
+    holders: dict[int, list[tuple[str, str]]] = {}
 
     def recorder(keys: list[tuple[str, str]]) -> Any:
         def load(*args: Any, **named: Any) -> bool:
@@ -52,9 +57,9 @@ def trace_loading(
     for module_name, module in skeleton.module.named_modules():
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
-                places.setdefault(id(tensor), []).append((module_name, key))
-                tensor.weight_loader = recorder(places[id(tensor)])  # type: ignore[attr-defined]
-        # some heads get their bias when it comes
+                holders.setdefault(id(tensor), []).append((module_name, key))
+                tensor.weight_loader = recorder(holders[id(tensor)])  # type: ignore[attr-defined]
+        # Some heads create their bias only when the checkpoint has one.
         if isinstance(module, VocabParallelEmbedding):
             module.__dict__["weight_loader"] = recorder([(module_name, "bias")])
     try:
@@ -64,7 +69,7 @@ def trace_loading(
             )  # type: ignore[operator]
     except GraphError:
         raise
-    # what a loader of its own raises for names it does not know
+    # Models' own loaders raise anything for names they do not know.
     except Exception as error:
         kind = type(skeleton.module).__name__
         reason = f"{type(error).__name__}: {error}"
@@ -73,21 +78,21 @@ def trace_loading(
 
 
 def _in_order(parts: Iterable[tuple[Any, str]]) -> list[tuple[Any, str]]:
-    """By shard: q, k, v; or their numbers."""
-    places = {"q": 0, "k": 1, "v": 2}
+    """Sort by shard: q, k, v, or numbers."""
+    numbers = {"q": 0, "k": 1, "v": 2}
     return sorted(
         parts,
-        key=lambda part: places.get(part[0], part[0] if isinstance(part[0], int) else 0),
+        key=lambda part: numbers.get(part[0], part[0] if isinstance(part[0], int) else 0),
     )
 
 
 class _Followed(torch.Tensor):
-    """A tensor without values. source: name in the checkpoint of what it was made from. in_order:
-    whether by nothing but casts and views of values where they are.
-    """
+    """Tensor without values that knows where in the checkpoint it comes from."""
 
     source = ""
+    """Name of the checkpoint tensor that it was made from."""
     in_order = True
+    """Whether only casts and views made it, which leave values and their order unchanged."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -121,7 +126,7 @@ _IN_ORDER = {
     "split",
     "__get__",
 }
-"""torch's functions that leave values where they are in a row-major order."""
+"""Names of torch's functions that keep values in their row-major order."""
 
 
 def _followed(shapes: Mapping[str, Sequence[int]], dtype: torch.dtype) -> dict[str, _Followed]:

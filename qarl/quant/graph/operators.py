@@ -1,13 +1,13 @@
-"""vLLM's operators with gradients: the value is the engine's own call, to the bit, the gradient
-that of its formula.
+"""vLLM's operators with gradients: the engine's own call forward, the gradient of its formula
+backward.
 
-Any `CustomOp` of vLLM's has a `forward_native` in torch's operators beside the kernels it may run.
-The backward repeats that in fp32 under autograd, on what went in. Norms, rotary embeddings and
-SiLU's gate, which every layer has, have backwards written out, of fewer passes over memory.
+The value has the engine's bits. Any `CustomOp` of vLLM's has a `forward_native` in torch's
+operators beside the kernels it may run. The backward repeats that in fp32 under autograd, from the
+saved inputs. Norms, rotary embeddings and SiLU's gate, which every layer has, have handwritten
+backwards with fewer passes over memory.
 
-Inputs are kept, which their producers often keep anyway, and nothing else. Gradients are computed
-in fp32 and rounded once to the dtype of what they belong to; how, the `Gradients` of the model
-know.
+Only inputs are saved, which their producers often save anyway. Gradients are computed in fp32 and
+rounded once to the dtype of the tensor they belong to. The model's `Gradients` hold the settings.
 
 Axes: N tokens, C columns, H heads, D head size.
 """
@@ -30,46 +30,53 @@ from qarl.quant.layers.gradients import Gradients
 from qarl.quant.runtime.replaced import replaced
 
 _BLOCK = 1 << 17
-"""Elements of the largest input that the generic backward takes at once."""
+"""Number of elements of the largest input that the generic backward processes at once."""
 
 
 class Operator:
-    """One of vLLM's operators in the graph. module: a `CustomOp`. weights: of its parameters, by
-    their names in it.
+    """One of vLLM's operators in the graph.
+
+    Args:
+        module: a `CustomOp`.
+        weights: copies of its parameters, by their names in it.
+        gradients: the model's settings for gradients.
     """
 
     def __init__(self, module: Any, weights: Mapping[str, MasterCopy], gradients: Gradients):
-        self.module, self.weights, self.gradients = module, weights, gradients
+        self.module = module
+        self.weights = weights
+        self.gradients = gradients
         self.method: Callable[..., Any] = module._forward_method
+        """The engine's own implementation."""
         native = getattr(type(module), "forward_native", None)
+        """The implementation in torch's operators, which autograd can follow."""
         self.is_native = getattr(self.method, "__func__", None) is native
+        """Whether the engine's own implementation is the native one."""
         self.native: Callable[..., Any] = getattr(module, "forward_native", module.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the module's own method."""
+        """Return what the module's own method returns."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        derived = torch.is_grad_enabled() and (
+        needs_gradient = torch.is_grad_enabled() and (
             self.weights or any(t.requires_grad for t in tensors)
         )
-        if not derived:
+        if not needs_gradient:
             return self.method(*args, **kwargs)
-        written = _written_out(self)
-        if written is not None and not kwargs:
-            return written.apply(
-                self, *args, *(weight.routed() for weight in self.weights.values())
-            )
+        weights = [weight.routed() for weight in self.weights.values()]
+        handwritten = _written_out(self)
+        if handwritten is not None and not kwargs:
+            return handwritten.apply(self, *args, *weights)
         call = _Call(self, spec, leaves, len(tensors))
-        outputs = _Derived.apply(
-            call, *tensors, *(weight.routed() for weight in self.weights.values())
-        )
+        outputs = _Derived.apply(call, *tensors, *weights)
         return pytree.tree_unflatten(list(outputs), call.returned)
 
     def value(self, *args: Any, **kwargs: Any) -> Any:
-        """The engine's, on copies of what its kernels may write into."""
-        if not self.is_native or any(
-            t.is_cuda for t in pytree.tree_leaves(args) if isinstance(t, Tensor)
-        ):
+        """Return the engine's result, computed on copies if its kernels may write into their
+        inputs.
+        """
+        tensors = [t for t in pytree.tree_leaves(args) if isinstance(t, Tensor)]
+        if not self.is_native or any(t.is_cuda for t in tensors):
             args, kwargs = pytree.tree_map_only(
                 Tensor,
                 lambda t: t.clone(memory_format=torch.contiguous_format),
@@ -79,8 +86,11 @@ class Operator:
 
 
 def _written_out(operator: Operator) -> Any:
-    """The backward that is written out for it; None where autograd goes through its native form."""
-    kind, method = type(operator.module), getattr(operator.method, "__func__", None)
+    """Return the autograd function with a handwritten backward for an operator, None if there is
+    none.
+    """
+    kind = type(operator.module)
+    method = getattr(operator.method, "__func__", None)
     if (
         kind in (RMSNorm, GemmaRMSNorm)
         and getattr(operator.module, "variance_size_override", None) is None
@@ -88,38 +98,49 @@ def _written_out(operator: Operator) -> Any:
         return _Norm
     if kind is SiluAndMul:
         return _Gate
-    turns = {
+    # Subclasses qualify if they rotate as the base class does.
+    rotations = {
         getattr(RotaryEmbedding, name) for name in ("forward_cpu", "forward_cuda", "forward_native")
     }
-    return _Rotation if isinstance(operator.module, RotaryEmbedding) and method in turns else None
+    if isinstance(operator.module, RotaryEmbedding) and method in rotations:
+        return _Rotation
+    return None
 
 
 class _Norm(torch.autograd.Function):
-    """x / rms(x) · weight, of a sum with a residual where there is one. Kept: what is normalized;
-    of a sum, the rounded one that is passed on, on CPUs too, where the norm is of the unrounded.
+    """x / rms(x) · weight, where x may be a sum with a residual.
+
+    It saves what is normalized. Of a sum it saves the rounded one that is passed on, on CPUs too,
+    where the norm is of the unrounded sum.
     """
 
     @staticmethod
     def forward(ctx: Any, operator: Operator, x: Tensor, *rest: Tensor) -> Any:
-        """x: compute dtype [..., C]; rest: the residual, of its shape, if any, and the weight [C],
-        if it has one.
+        """Return the engine's result.
+
+        x: compute dtype [..., C]. rest: the residual of x's shape, if any, then the weight [C], if
+        any.
         """
         count = len(rest) - len(operator.weights)
-        ctx.operator, ctx.added = operator, count > 0
+        ctx.operator = operator
+        ctx.added = count > 0
         y = operator.value(x.detach(), *(residual.detach() for residual in rest[:count]))
         ctx.save_for_backward(y[1] if ctx.added else x, *rest[count:])
         return y
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        """See `_norm_gradients`. The sum's gradient is that of both its parts."""
+        """Return gradients of x, residual and weight; see `_norm_gradients`.
+
+        A sum's gradient is that of both its terms.
+        """
         operator: Operator = ctx.operator
         x, *weight = ctx.saved_tensors
         scale = None
         if weight:
-            scale = weight[0].detach().float() + (
-                1.0 if type(operator.module) is GemmaRMSNorm else 0.0
-            )
+            # Gemma multiplies by 1 + weight
+            offset = 1.0 if type(operator.module) is GemmaRMSNorm else 0.0
+            scale = weight[0].detach().float() + offset
         dx = torch.empty_like(x, memory_format=torch.contiguous_format)
         rows = [t.flatten(0, -2) for t in (dx, grad_outputs[0], x, *grad_outputs[1:])]
         parts = operator.gradients.over_rows(
@@ -132,34 +153,43 @@ class _Norm(torch.autograd.Function):
 def _norm_gradients(
     dx: Tensor, dy: Tensor, x: Tensor, *rest: Tensor | float | None
 ) -> Tensor | None:
-    """rest: the gradient of x as such, [N, C], where x is a sum passed on; the weight, fp32 [C] or
-    None; epsilon.
+    """Write the gradient of x into `dx`, and return that of the weight, Σ dy · n, if there is one.
 
-    With n = x / rms(x): dn = dy · weight, dx = (dn - n · mean(dn · n)) / rms(x). Returns dweight =
-    Σ dy · n.
+    With n = x / rms(x): dn = dy · weight, dx = (dn - n · mean(dn · n)) / rms(x).
+
+    Args:
+        dx: [N, C], overwritten.
+        dy: gradient of the result, [N, C].
+        x: what is normalized, [N, C].
+        rest: the gradient of x itself, [N, C], if x is a sum that is passed on; the weight, fp32
+            [C] or
+            None; epsilon.
     """
-    *of_sum, scale, epsilon = rest
-    fp32, dnormal = x.float(), dy.float()
-    inverse = torch.rsqrt(fp32.pow(2).mean(-1, keepdim=True) + epsilon)  # type: ignore[operator]
-    normal = fp32 * inverse
+    *dsum, scale, epsilon = rest
+    x_fp32 = x.float()
+    dnormal = dy.float()
+    inverse = torch.rsqrt(x_fp32.pow(2).mean(-1, keepdim=True) + epsilon)  # type: ignore[operator]
+    normal = x_fp32 * inverse
     dweight = None if scale is None else (dnormal * normal).sum(0)
     if scale is not None:
         dnormal = dnormal * scale
     mean = (dnormal * normal).mean(-1, keepdim=True)
     dtotal = dnormal.addcmul(normal, mean, value=-1.0).mul_(inverse)
-    dx.copy_(dtotal.add_(of_sum[0]) if of_sum else dtotal)  # type: ignore[arg-type]
+    dx.copy_(dtotal.add_(dsum[0]) if dsum else dtotal)  # type: ignore[arg-type]
     return dweight
 
 
 class _Rotation(torch.autograd.Function):
-    """Rotary embedding of queries and keys. Backward: the engine's rotation by the negatives, in
-    fp32, rounded once.
+    """Rotary embedding of queries and keys.
+
+    The backward is the engine's rotation by the negative angles, in fp32, rounded once.
     """
 
     @staticmethod
     def forward(ctx: Any, operator: Operator, positions: Tensor, *turned: Tensor | None) -> Any:
-        """positions: int64 [N]; turned: queries [N, H · D] and keys, or queries alone → the
-        same.
+        """Return the rotated tensors.
+
+        positions: int64 [N]. turned: queries [N, H · D] and keys, or queries alone.
         """
         ctx.operator = operator
         ctx.save_for_backward(positions)
@@ -167,35 +197,37 @@ class _Rotation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        """The transposed rotation."""
-        (positions,), operator = ctx.saved_tensors, ctx.operator
-        back = [
+        """Return the gradients, turned by the transposed rotation."""
+        operator = ctx.operator
+        (positions,) = ctx.saved_tensors
+        # copies, because the engine's kernels rotate in place
+        copies = [
             g if g is None else g.clone(memory_format=torch.contiguous_format) for g in grad_outputs
         ]
         with _turned_back(operator.module):
-            gradients = operator.method(positions, *back)
+            gradients = operator.method(positions, *copies)
         return None, None, *gradients[: len(grad_outputs)]
 
 
 def _turned_back(rotary: Any) -> contextlib.AbstractContextManager[None]:
-    """Within this context the operator turns by negative angles."""
+    """Return a context within which the operator rotates by negative angles."""
     cos, sin = rotary.cos_sin_cache.chunk(2, dim=-1)
     return replaced(rotary, cos_sin_cache=torch.cat((cos, -sin), dim=-1))
 
 
 class _Gate(torch.autograd.Function):
-    """silu(gate) · up, each rounded to the compute dtype. Kept: both."""
+    """silu(gate) · up, each rounded to the compute dtype. It saves both inputs."""
 
     @staticmethod
     def forward(ctx: Any, operator: Operator, x: Tensor) -> Tensor:
-        """x: gate and up, compute dtype [..., 2C] → [..., C]."""
+        """Return the product, [..., C], of gate and up in one tensor, compute dtype [..., 2C]."""
         ctx.operator = operator
         ctx.save_for_backward(x)
         return operator.value(x.detach())
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        """See `_gate_gradients`."""
+        """Return the gradient of gate and up; see `_gate_gradients`."""
         (x,) = ctx.saved_tensors
         dx = torch.empty_like(x, memory_format=torch.contiguous_format)
         rows = [t.flatten(0, -2) for t in (dx, grad_outputs[0], x)]
@@ -204,34 +236,55 @@ class _Gate(torch.autograd.Function):
 
 
 def _gate_gradients(dx: Tensor, dy: Tensor, x: Tensor) -> None:
-    """SiLU's derivative by the operator autograd would call."""
-    (dgate, dup), (gate, up) = dx.chunk(2, dim=-1), x.chunk(2, dim=-1)
+    """Write the gradients of gate and up into `dx`, by the operator that autograd would call for
+    SiLU.
+    """
+    dgate, dup = dx.chunk(2, dim=-1)
+    gate, up = x.chunk(2, dim=-1)
     dup.copy_(dy * torch.nn.functional.silu(gate))
     dgate.copy_(torch.ops.aten.silu_backward(dy * up, gate))
 
 
 class _Call:
-    """One call of an operator: how its arguments were nested, and what it returned is."""
+    """One call of an operator: the nesting of its arguments and of its result."""
 
     def __init__(self, operator: Operator, spec: Any, leaves: Sequence[Any], tensors: int):
-        self.operator, self.spec, self.tensors = operator, spec, tensors
+        self.operator = operator
+        self.spec = spec
+        """Nesting of the arguments (pytree)."""
+        self.tensors = tensors
+        """Number of tensors among the arguments."""
         self.others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        """Arguments that are no tensors; None in place of tensors."""
         self.is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
+        """Whether each argument is a tensor."""
         self.returned: Any = None
+        """Nesting of the result (pytree)."""
 
     def arguments(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional and keyword arguments, with these for the tensors among them."""
+        """Return positional and keyword arguments with these tensors in place of the original
+        ones.
+        """
         rest = iter(tensors)
-        leaves = [next(rest) if t else o for t, o in zip(self.is_tensor, self.others, strict=True)]
+        leaves = [
+            next(rest) if is_tensor else other
+            for is_tensor, other in zip(self.is_tensor, self.others, strict=True)
+        ]
         return pytree.tree_unflatten(leaves, self.spec)
 
 
 class _Derived(torch.autograd.Function):
-    """An operator, and autograd through its native form. Kept: the tensors among its arguments."""
+    """An operator whose backward is autograd through its native form.
+
+    It saves the tensors among its arguments.
+    """
 
     @staticmethod
     def forward(ctx: Any, call: _Call, *tensors: Tensor) -> tuple[Tensor | None, ...]:
-        """tensors: of the arguments, then weights in the operator's order."""
+        """Return the engine's results.
+
+        tensors: those of the arguments, then weights in the operator's order.
+        """
         args, kwargs = call.arguments([t.detach() for t in tensors[: call.tensors]])
         outputs, call.returned = pytree.tree_flatten(call.operator.value(*args, **kwargs))
         ctx.save_for_backward(*tensors)
@@ -241,20 +294,24 @@ class _Derived(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> Any:
-        """In fp32, a block of tokens at a time where all tensors have a row a token."""
+        """Return gradients computed in fp32, for a block of tokens at a time if all tensors have a
+        row a token.
+        """
         call: _Call = ctx.call
-        operator, tensors = call.operator, ctx.saved_tensors
-        inputs, weights = tensors[: call.tensors], tensors[call.tensors :]
+        operator = call.operator
+        tensors = ctx.saved_tensors
+        inputs = tensors[: call.tensors]
+        weights = tensors[call.tensors :]
         needed = ctx.needs_input_grad[1 : 1 + call.tensors]
-        fp32 = {
-            n: w.detach().float().requires_grad_()
-            for n, w in zip(operator.weights, weights, strict=True)
+        fp32_weights = {
+            name: weight.detach().float().requires_grad_()
+            for name, weight in zip(operator.weights, weights, strict=True)
         }
-        dweights = [torch.zeros_like(w) for w in fp32.values()]
+        dweights = [torch.zeros_like(weight) for weight in fp32_weights.values()]
         dinputs = [
             torch.zeros_like(t) if need else None for t, need in zip(inputs, needed, strict=True)
         ]
-        with torch.enable_grad(), _natively(), _reading(operator.module, fp32):
+        with torch.enable_grad(), _natively(), _reading(operator.module, fp32_weights):
             for rows in _blocks(inputs):
                 part = [
                     t.detach()[rows].float() if t.is_floating_point() else t[rows] for t in inputs
@@ -265,43 +322,45 @@ class _Derived(torch.autograd.Function):
                 args, kwargs = call.arguments(part)
                 outputs = pytree.tree_leaves(operator.native(*args, **kwargs))
                 pairs = [
-                    (o, g[rows].to(o.dtype))
-                    for o, g in zip(outputs, grad_outputs, strict=True)
-                    if g is not None and o.requires_grad
+                    (output, grad[rows].to(output.dtype))
+                    for output, grad in zip(outputs, grad_outputs, strict=True)
+                    if grad is not None and output.requires_grad
                 ]
-                wanted = [t for t, need in zip(part, needed, strict=True) if need] + list(
-                    fp32.values()
-                )
-                outs, grads = zip(*pairs, strict=True)
-                gradients = iter(torch.autograd.grad(outs, wanted, grads, allow_unused=True))
-                for into in (d for d in dinputs if d is not None):
+                derived, grads = zip(*pairs, strict=True)
+                wanted = [t for t, need in zip(part, needed, strict=True) if need]
+                wanted += fp32_weights.values()
+                gradients = iter(torch.autograd.grad(derived, wanted, grads, allow_unused=True))
+                for dinput in (d for d in dinputs if d is not None):
                     gradient = next(gradients)
                     if gradient is not None:
-                        into[rows] = gradient.to(into.dtype)
+                        dinput[rows] = gradient.to(dinput.dtype)
+                # the rest of the gradients are those of weights
                 for total, gradient in zip(dweights, gradients, strict=True):
                     if gradient is not None:
                         total += gradient
-        return (
-            None,
-            *dinputs,
-            *(d.to(w.dtype) for d, w in zip(dweights, weights, strict=True)),
-        )
+        returned = [total.to(w.dtype) for total, w in zip(dweights, weights, strict=True)]
+        return None, *dinputs, *returned
 
 
 def _blocks(tensors: Sequence[Tensor]) -> Iterator[slice | Any]:
-    """Slices of rows; everything at once where tensors differ in rows."""
-    count = {len(t) if t.ndim else -1 for t in tensors}
-    if len(count) != 1 or -1 in count:
+    """Yield slices of rows, or one slice of everything if tensors differ in their number of
+    rows.
+    """
+    counts = {len(t) if t.ndim else -1 for t in tensors}
+    if len(counts) != 1 or -1 in counts:
         yield ...
         return
-    (rows,) = count
-    size = max(1, _BLOCK // max(1, max(t.numel() // max(1, rows) for t in tensors)))
+    (rows,) = counts
+    row_elements = max(t.numel() // max(1, rows) for t in tensors)
+    size = max(1, _BLOCK // max(1, row_elements))
     for start in range(0, rows, size):
         yield slice(start, start + size)
 
 
 class _Read(Tensor):
-    """A weight of which `.data` does not leave autograd: vLLM's norms read `self.weight.data`."""
+    """Weight whose `.data` does not leave autograd, because vLLM's norms read
+    `self.weight.data`.
+    """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     data = property(lambda self: self)  # type: ignore[assignment]
@@ -309,8 +368,9 @@ class _Read(Tensor):
 
 @contextlib.contextmanager
 def _reading(module: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
-    """Within this context the module has these for its weights, and fp32 buffers."""
-    before, buffers = {name: module.__dict__.get(name) for name in weights}, []
+    """Give the module these weights and fp32 buffers within this context."""
+    before = {name: module.__dict__.get(name) for name in weights}
+    buffers = []
     for name, weight in weights.items():
         module.__dict__[name] = weight.as_subclass(_Read)
     for part in module.modules():
@@ -322,14 +382,15 @@ def _reading(module: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]
         yield
     finally:
         module.__dict__.update(before)
-        for part, kept in buffers:
-            part._buffers.update(kept)
+        for part, part_buffers in buffers:
+            part._buffers.update(part_buffers)
 
 
 @contextlib.contextmanager
 def _natively() -> Iterator[None]:
-    """Within this context vLLM's operators are torch's, uncompiled, and not wrapped in what
-    autograd cannot follow.
+    """Make vLLM's operators torch's own within this context, uncompiled.
+
+    They are not wrapped in anything that autograd cannot follow.
     """
     with (
         ir.enable_torch_wrap(False),

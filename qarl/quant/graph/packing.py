@@ -1,9 +1,8 @@
-"""Sequences one after the other in one row: without padding, and what several begin with computed
-once.
+"""Sequences one after the other in one row: no padding, and common prefixes are computed once.
 
-Completions of one prompt have its tokens in common, and under causal attention everything computed
-of them. So the first of a group brings prompt and response, the others their responses, whose
-queries see the first one's prompt.
+Completions of one prompt share its tokens, and under causal attention everything computed from
+them. The first sequence of a group therefore brings prompt and response. The others bring only
+their responses, whose queries see the first one's prompt.
 
 Axes: B sequences, T tokens, N tokens of the row, S tokens that sequences see, over all of them, C
 columns.
@@ -20,89 +19,100 @@ from qarl.quant.layers.gradients import add_rows
 
 @dataclass(frozen=True)
 class Sequences:
-    """The sequences of a row, for its attention.
-
-    lengths: of each in the row, Σ = N. seen: how many tokens the last of each sees, Σ = S: its own
-    and those before them, which are another's. places: int64 [S], where in the row these are; None
-    where each sees its own alone.
-    """
+    """The sequences of a row, for its attention."""
 
     lengths: tuple[int, ...]
+    """Number of tokens of each sequence in the row, Σ = N."""
     seen: tuple[int, ...]
+    """Number of tokens that the last token of each sequence sees, Σ = S: its own and those before
+    it, which may be another sequence's.
+    """
     places: torch.Tensor | None = None
+    """int64 [S], positions in the row of the tokens that are seen. None: each sequence sees only
+    its own.
+    """
 
     @classmethod
     def apart(cls, lengths: Sequence[int]) -> "Sequences":
-        """Of so many tokens each, that share none."""
+        """Return sequences of these lengths that share no tokens."""
         return cls(tuple(lengths), tuple(lengths))
 
     def positions(self, device: torch.device) -> torch.Tensor:
-        """Of the row's tokens in their sequences, from 0: int64 [N]."""
+        """Return the position of each token of the row within its sequence, from 0: int64 [N]."""
         length, seen = torch.tensor([self.lengths, self.seen]).to(device)
-        before = (seen - length.cumsum(0)).repeat_interleave(length, output_size=sum(self.lengths))
-        return torch.arange(len(before), device=device) + before
+        # position in the sequence - position in the row, the same for all tokens of a sequence
+        offset = (seen - length.cumsum(0)).repeat_interleave(length, output_size=sum(self.lengths))
+        return torch.arange(len(offset), device=device) + offset
 
     def visible(self, rows: torch.Tensor) -> torch.Tensor:
-        """Keys or values [N, …] → those that the sequences see, [S, …]."""
+        """Return the keys or values that the sequences see: [N, …] → [S, …]."""
         return rows if self.places is None else Pick.apply(rows, self.places)
 
     def summed(self, gradients: torch.Tensor) -> torch.Tensor:
-        """The gradient of what `visible` gave → of what it was given."""
-        return (
-            gradients if self.places is None else _summed(gradients, self.places, sum(self.lengths))
-        )
+        """Return the gradient of `visible`'s argument, given that of its result: [S, …] → [N,
+        …].
+        """
+        if self.places is None:
+            return gradients
+        return _summed(gradients, self.places, sum(self.lengths))
 
 
 @dataclass(frozen=True)
 class Packed:
-    """How padded sequences are put into a row. kept: bool [B, T], the tokens that are in it, in
-    row-major order. places: int64 [B, T], where in it is what was computed of each token, 0 for
-    padding.
-    """
+    """How padded sequences are put into a row."""
 
     kept: torch.Tensor
+    """bool [B, T], the tokens that are in the row, in row-major order."""
     places: torch.Tensor
+    """int64 [B, T], position in the row of the results computed for each token; 0 for padding."""
     sequences: Sequences
+    """The sequences of the row."""
 
 
 def pack(length: torch.Tensor, longest: int, shared: torch.Tensor, leader: torch.Tensor) -> Packed:
-    """length: int64 [B], tokens of each sequence, at most `longest`, T. shared, leader: int64 [B],
-    the first so many tokens of a sequence, fewer than it has, are those of the sequence numbered
-    `leader`, which has them itself.
+    """Return how to pack padded sequences into a row.
+
+    Args:
+        length: int64 [B], number of tokens of each sequence.
+        longest: T, upper bound on `length`.
+        shared: int64 [B], number of leading tokens, fewer than the sequence has, that are the same
+            as
+            the leader's.
+        leader: int64 [B], index of the sequence that brings the shared tokens into the row.
     """
     token = torch.arange(longest, device=length.device)
-    real, of_leader = token < length[:, None], token < shared[:, None]
-    kept = real & ~of_leader
-    own = kept.flatten().cumsum(0).view(kept.shape) - 1
-    places = torch.where(of_leader, own[leader], own).where(real, 0)
-    seen, begun = torch.stack([length, shared]).tolist()
-    lengths = tuple(all_of_it - first for all_of_it, first in zip(seen, begun, strict=True))
-    return Packed(
-        kept,
-        places,
-        Sequences(lengths, tuple(seen), places[real] if any(begun) else None),
-    )
+    is_token = token < length[:, None]
+    is_shared = token < shared[:, None]
+    in_row = is_token & ~is_shared
+    row_position = in_row.flatten().cumsum(0).view(in_row.shape) - 1
+    places = torch.where(is_shared, row_position[leader], row_position).where(is_token, 0)
+    # one transfer to the host for both
+    seen, prefixes = torch.stack([length, shared]).tolist()
+    lengths = tuple(total - prefix for total, prefix in zip(seen, prefixes, strict=True))
+    visible = places[is_token] if any(prefixes) else None
+    return Packed(in_row, places, Sequences(lengths, tuple(seen), visible))
 
 
 class Pick(torch.autograd.Function):
-    """Rows [N, …] at places, int64 [n], the same one at several of them, too: what its gradients
-    are is summed up in fp32 and rounded once.
+    """Rows [N, …] at `places`, int64 [n], which may repeat.
+
+    Gradients of a repeated row are summed in fp32 and rounded once.
     """
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """[n, …]."""
+        """Return the rows at `places`, [n, …]."""
         ctx.save_for_backward(places)
         ctx.count = len(rows)
         return rows.index_select(0, places)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
-        """[N, …]."""
+        """Return the gradient of all rows, [N, …]."""
         return _summed(grad_outputs[0], ctx.saved_tensors[0], ctx.count), None
 
 
 def _summed(gradients: torch.Tensor, places: torch.Tensor, count: int) -> torch.Tensor:
-    """[n, …] → [count, …] in the same dtype."""
+    """Sum gradients [n, …] by place into [count, …] of the same dtype, in fp32."""
     total = gradients.new_zeros(count, *gradients.shape[1:], dtype=torch.float32)
     return add_rows(total, places, gradients.float()).to(gradients.dtype)

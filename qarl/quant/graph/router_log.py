@@ -1,5 +1,6 @@
-"""What the routers of a mixture of experts said, for losses and records. Axes: N tokens, E
-experts.
+"""The logits of routers in a mixture of experts, for losses and records.
+
+Axes: N tokens, E experts.
 """
 
 from collections.abc import Iterable
@@ -12,17 +13,17 @@ from qarl.quant.runtime.replaced import replaced
 
 
 class RouterLog:
-    """Logits of a model's routers in its last forward, [N, E] a layer, in order. enabled: whether
-    they are kept.
-    """
+    """Logits of a model's routers in its last forward."""
 
     def __init__(self) -> None:
         self.enabled = False
+        """Whether logits are kept."""
         self.logits: list[torch.Tensor] = []
+        """[N, E] of each layer, in order."""
         self._open = False
 
     def watch(self, routers: Iterable[nn.Module]) -> None:
-        """Take what these modules return."""
+        """Record the outputs of these modules."""
 
         def take(
             router: nn.Module,
@@ -35,17 +36,19 @@ class RouterLog:
             router.register_forward_hook(take)
 
     def enable(self, enabled: bool) -> None:
-        """Keep logits from the next forward on, or do not."""
+        """Set whether logits are kept from the next forward on."""
         self.enabled = enabled
 
     def one_forward(self) -> AbstractContextManager[None]:
-        """Drop what is held, and take what routers return within this context: in the backward, a
-        checkpointed layer comes by its router again.
+        """Clear the logits, and return a context within which routers' outputs are recorded.
+
+        Outside of it nothing is recorded, because in the backward a checkpointed layer runs its
+        router again.
         """
         self.logits.clear()
         return replaced(self, _open=self.enabled)
 
     def take(self, logits: torch.Tensor) -> None:
-        """Of one router, [N, E]."""
+        """Record the logits of one router, [N, E]."""
         if self._open:
             self.logits.append(logits)

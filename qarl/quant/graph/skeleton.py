@@ -1,8 +1,8 @@
 """vLLM's model of an architecture, in this process, without an engine, a cache or weights.
 
-It is the class the engine builds, by the same configuration, so whatever vLLM's Python does between
-its layers is there. Large weights are on the meta device: the graph multiplies with layers of its
-own, and whoever reads a weight behind its back fails loudly.
+The engine builds the same class from the same configuration, so everything vLLM's Python does
+between its layers is included. Large weights are on the meta device. The graph multiplies with
+layers of its own, and code that reads a weight directly fails loudly.
 """
 
 import contextlib
@@ -33,22 +33,25 @@ from qarl.quant.runtime.batch_invariance import kernel_arguments
 from qarl.quant.runtime.replaced import replaced
 
 _SMALL = 1 << 16
-"""Elements of the largest tensor that is really there: cosines of few positions, correction biases,
-sinks.
+"""Upper bound on the elements of a tensor with memory: cosines of few positions, correction biases,
+sinks. Larger ones are on the meta device.
 """
 
 
 class Skeleton:
-    """vLLM's model and what it needs around it. module: the model, in eval mode. config: vLLM's."""
+    """vLLM's model and the state it needs around it."""
 
     def __init__(self, module: nn.Module, config: VllmConfig):
         self.module = module
+        """The model, in eval mode."""
         self.config = config
+        """vLLM's configuration."""
 
     @contextlib.contextmanager
     def running(self, tokens: int) -> Iterator[None]:
-        """Within this context the model finds what its engine's step would give it. tokens: of this
-        forward.
+        """Provide the model with what its engine's step would, within this context.
+
+        tokens: number of tokens of this forward.
         """
         with alone(), set_forward_context(None, self.config, num_tokens=tokens):
             yield
@@ -63,9 +66,14 @@ def build_skeleton(
 ) -> Skeleton:
     """Build vLLM's model of a transformers configuration.
 
-    architecture: the transformers class's name. quantization: the checkpoint's
-    `quantization_config`. dtype: the engine's compute dtype. device: where the forward runs. Raises
-    `GraphError` with vLLM's reason where it has no such model.
+    Raises `GraphError` with vLLM's reason if it has no such model.
+
+    Args:
+        config: the model's configuration.
+        architecture: name of the transformers class.
+        quantization: the checkpoint's `quantization_config`.
+        dtype: the engine's compute dtype.
+        device: device of the forward.
     """
     load_plugins()
     try:
@@ -74,7 +82,7 @@ def build_skeleton(
             written.architectures = [architecture]
             if quantization is not None:
                 written.quantization_config = quantization
-            # config.json, as an export of this model has it
+            # the config.json that an export of this model has
             written.save_pretrained(folder)
             skeleton = skeleton_of(Path(folder), architecture, dtype, device)
     except Exception as error:
@@ -83,7 +91,7 @@ def build_skeleton(
             " learner.operators to 'transformers', whose log-probs agree up to rounding, or take a"
             " model that vLLM runs"
         ) from error
-    # an engine in this process has chosen already
+    # An engine in this process would have chosen already.
     if not ir.ops.rms_norm.get_priority():
         skeleton.config.kernel_config.ir_op_priority.set_default()
     return skeleton
@@ -92,7 +100,7 @@ def build_skeleton(
 def skeleton_of(
     folder: Path, architecture: str, dtype: torch.dtype, device: torch.device
 ) -> Skeleton:
-    """As `build_skeleton`, of the config.json in a folder. Raises whatever vLLM does."""
+    """Build vLLM's model of the config.json in a folder. Raises whatever vLLM does."""
     _inspect_here(architecture)
     config = EngineArgs(
         model=str(folder),
@@ -102,7 +110,7 @@ def skeleton_of(
         load_format="dummy",
         kernel_config=kernel_arguments(),  # type: ignore[arg-type]
     ).create_engine_config()
-    # vLLM keeps one rotary embedding of a kind in a process; the engine's is not ours to change.
+    # vLLM shares one rotary embedding of a kind in a process. The engine's must not change.
     own_rotary = replaced(rotary_embedding, _ROPE_DICT={})
     with alone(), own_rotary, set_default_torch_dtype(dtype), device, _LargeOnMeta():
         module = initialize_model(config)
@@ -110,7 +118,9 @@ def skeleton_of(
 
 
 def _reason(error: Exception) -> str:
-    """vLLM's words on one line, those of a check of its own without pydantic's around them."""
+    """Return vLLM's error message on one line, without pydantic's text around a check of its
+    own.
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     own = (
         line.removeprefix("Value error, ").partition(" [type=")[0]
@@ -121,8 +131,9 @@ def _reason(error: Exception) -> str:
 
 
 def _inspect_here(architecture: str) -> None:
-    """Have vLLM look at its class in this process, which imports it anyway, and not in one that
-    takes seconds.
+    """Make vLLM inspect its class in this process, which imports it anyway.
+
+    Otherwise vLLM starts another process for it, which takes seconds.
     """
     for name in (architecture, "TransformersForCausalLM", "TransformersMoEForCausalLM"):
         entry = ModelRegistry.models.get(name)
@@ -133,8 +144,9 @@ def _inspect_here(architecture: str) -> None:
 
 
 class _LargeOnMeta(TorchFunctionMode):
-    """Has vLLM's layers make room for large weights on the meta device, and for what is small where
-    it is.
+    """Mode in which `torch.empty` allocates large tensors on the meta device.
+
+    vLLM's layers allocate their weights by it. Small tensors are allocated on their own device.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -148,8 +160,9 @@ class _LargeOnMeta(TorchFunctionMode):
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without vLLM's remarks on an engine that is none. Its loggers set their own levels as they
-    are first used.
+    """Silence vLLM's warnings about an engine that does not exist, within this context.
+
+    Logging is disabled as a whole, because vLLM's loggers set their own levels at first use.
     """
     before = logging.root.manager.disable
     logging.disable(max(before, logging.WARNING))
