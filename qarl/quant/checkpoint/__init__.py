@@ -1,3 +1,3 @@
-"""What a checkpoint holds: names, shapes, families of models, and which layer takes which
+"""The contents of a checkpoint: names, shapes, families of models, and which layer takes which
 scheme.
 """

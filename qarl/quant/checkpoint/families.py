@@ -1,9 +1,9 @@
-"""How checkpoints name a model's weights, by transformers' own account of its architectures.
+"""How checkpoints name a model's weights, according to transformers.
 
 transformers 5 holds a layer's experts as two 3-D parameters, `experts.gate_up_proj` [E, 2I, H] and
-`experts.down_proj` [E, H, I]. Checkpoints and vLLM name every expert's three matrices, and some
-modules in other words; the conversions by which transformers loads and saves them say which.
-tests/quant/test_layout.py holds the names to what `save_pretrained` writes.
+`experts.down_proj` [E, H, I]. Checkpoints and vLLM name each of an expert's three matrices, and
+name some modules differently. The conversions by which transformers loads and saves checkpoints
+define these names. tests/quant/test_layout.py compares them with what `save_pretrained` writes.
 
 Axes: E experts, H hidden columns, I expert columns.
 """
@@ -26,8 +26,9 @@ STACKED: Mapping[str, tuple[str, ...]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
-"""vLLM's `packed_modules_mapping` of most decoders: what it multiplies as one, and so gives one
-scheme and one tensor-wide scale → its parts.
+"""vLLM's `packed_modules_mapping` of most decoders: a module that it multiplies as one → its parts.
+
+All parts of a module have one scheme and one tensor-wide scale.
 """
 
 _EACH = re.compile(r"(.*)\.experts\.\*\.(\w+)\.weight")
@@ -35,48 +36,54 @@ _EACH = re.compile(r"(.*)\.experts\.\*\.(\w+)\.weight")
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """A checkpoint's names of an expert's matrices. stacked: an unquantized one has a layer's
-    experts in two tensors, as transformers has them (Granite, Gemma 4); quantized ones name each
-    matrix, as vLLM reads them.
-    """
+    """A checkpoint's names of an expert's matrices."""
 
     gate: str = "gate_proj"
+    """Name of the gate projection."""
     up: str = "up_proj"
+    """Name of the up projection."""
     down: str = "down_proj"
+    """Name of the down projection."""
     stacked: bool = False
+    """Whether an unquantized checkpoint has a layer's experts in two tensors, as transformers does
+    (Granite, Gemma 4). Quantized checkpoints always name each matrix, as vLLM reads them.
+    """
 
     @property
     def projections(self) -> tuple[str, str, str]:
-        """Gate, up and down, in checkpoint order."""
+        """Names of gate, up and down, in checkpoint order."""
         return self.gate, self.up, self.down
 
 
 @dataclass(frozen=True)
 class ExpertsShape:
-    """A layer's experts. experts: E. top_k: K experts a token. hidden: H. intermediate: I.
-    activation: between gate and down projection, by transformers' name ("silu"). layout: the
-    checkpoint's names.
-    """
+    """Sizes, activation and names of a layer's experts."""
 
     experts: int
+    """Number of experts, E."""
     top_k: int
+    """Number of experts a token is routed to, K."""
     hidden: int
+    """Hidden columns, H."""
     intermediate: int
+    """Expert columns, I."""
     activation: str
+    """Activation between gate and down projection, by transformers' name ("silu")."""
     layout: ExpertLayout
+    """The checkpoint's names of the matrices."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """The names of one architecture's weights. experts: of experts' matrices, where it has any.
-    renamed: parts of other names that differ, (transformers', the checkpoint's).
-    """
+    """The checkpoint names of one architecture's weights."""
 
     experts: ExpertLayout = ExpertLayout(stacked=True)
+    """Names of experts' matrices, if the architecture has experts."""
     renamed: tuple[tuple[str, str], ...] = ()
+    """(transformers' name, the checkpoint's name) of other parts of names that differ."""
 
     def checkpoint_name(self, name: str) -> str:
-        """A module's or parameter's name as checkpoints have it."""
+        """Return the checkpoint's name of a module or parameter."""
         dotted = f"{name}."
         for ours, written in self.renamed:
             dotted = dotted.replace(ours, written)
@@ -85,20 +92,24 @@ class Family:
 
 @functools.cache
 def family_of(model_type: str) -> Family:
-    """The names of a transformers `model_type`. Those without conversions are in transformers' own
-    names.
+    """Return the names of a transformers `model_type`.
+
+    Architectures without conversions have transformers' own names.
     """
-    experts, renamed = {}, []
+    experts = {}
+    renamed = []
     conversion: Any
     for conversion in get_checkpoint_conversion_mapping(model_type) or ():
-        sources, targets = conversion.source_patterns, conversion.target_patterns
+        sources = conversion.source_patterns
+        targets = conversion.target_patterns
         each = [_EACH.fullmatch(source) for source in sources]
         if len(targets) == 1 and all(each):
             experts[targets[0].rpartition(".")[2]] = [match[2] for match in each if match]
         elif len(sources) == len(targets) == 1 and not getattr(conversion, "operations", None):
-            # of a module's name, not of a parameter's
+            # Of a parameter's name only its module's part counts.
             suffix = ".weight" if targets[0].endswith(".weight") else ""
-            ours, written = (_plain(pattern, suffix) for pattern in (targets[0], sources[0]))
+            ours = _plain(targets[0], suffix)
+            written = _plain(sources[0], suffix)
             if ours and written:
                 renamed.append((ours, written))
     layout = Family.experts
@@ -108,38 +119,40 @@ def family_of(model_type: str) -> Family:
 
 
 def _plain(pattern: str, suffix: str) -> str:
-    """A part of a name out of a pattern, dots around it; "" for what is no plain name. suffix: not
-    to be in it.
+    """Return a name in a pattern, with dots around it; "" if the pattern is no plain name.
+
+    suffix: removed from the end first.
     """
     name = pattern.replace("\\.", ".").removesuffix(suffix).strip(".")
     return f".{name}." if re.fullmatch(r"[\w.]+", name) else ""
 
 
 def experts_per_token(config: PreTrainedConfig) -> int:
-    """K, by whichever name a configuration has it."""
+    """Return K, the number of experts a token is routed to, whatever the configuration calls it."""
     return next(
         int(getattr(config, name)) for name in EXPERTS_A_TOKEN if getattr(config, name, None)
     )
 
 
 def fused_experts(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
-    """Every module of fused experts, by name.
+    """Yield the name and module of every module of fused experts.
 
-    Raises `SchemeError` for a model whose 3-D parameters are of no layout known here: they would be
-    missed.
+    Raises `SchemeError` for a model with 3-D parameters of an unknown layout, because these would
+    be missed otherwise.
     """
     for name, module in model.named_modules():
-        three = {
+        stacks = {
             key for key, p in module.named_parameters(recurse=False) if len(whole_shape(p)) == 3
         }
-        if not three:
+        if not stacks:
             continue
-        known = three == {"gate_up_proj", "down_proj"} and _gate_rows_first(module)
-        if not known or any(key not in three for key, _ in module.named_parameters()):
-            beside = sorted({key for key, _ in module.named_parameters()} - three)
+        beside = sorted({key for key, _ in module.named_parameters()} - stacks)
+        known = stacks == {"gate_up_proj", "down_proj"} and _gate_rows_first(module)
+        if not known or beside:
+            others = f" beside {beside}" if beside else ""
             raise SchemeError(
                 f"{name!r} of model type {model.config.model_type!r} is a {type(module).__name__}"
-                f" of 3-D weights {sorted(three)}{f' beside {beside}' if beside else ''}; known are"
+                f" of 3-D weights {sorted(stacks)}{others}; known are"
                 " mixtures of experts with gate_up_proj [E, 2I, H] and down_proj [E, H, I], and no"
                 " biases"
             )
@@ -147,7 +160,7 @@ def fused_experts(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _gate_rows_first(experts: nn.Module) -> bool:
-    """Whether these are [E, 2I, H] and [E, H, I], and not their transposes (Llama 4, gpt-oss)."""
+    """Return whether these are [E, 2I, H] and [E, H, I], not transposed (Llama 4, gpt-oss)."""
     (_, merged, hidden), (_, rows, columns) = (
         whole_shape(experts.get_parameter(key)) for key in ("gate_up_proj", "down_proj")
     )

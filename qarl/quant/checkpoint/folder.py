@@ -1,9 +1,8 @@
-"""A model folder's files, looked at before anything is loaded: config.json, tokenizer, context,
-weights' headers.
+"""Checks of a model folder's files before anything is loaded: config.json, tokenizer, weights.
 
-Reads JSON and headers alone, and imports neither torch nor transformers, so that a fault is told in
-milliseconds. What a loader would find beyond that (names and shapes of the architecture's tensors)
-`quant.checkpoint.load` says.
+It reads JSON and headers only and imports neither torch nor transformers, so an error is reported
+in milliseconds. `quant.checkpoint.load` checks what a loader would find beyond that: names and
+shapes of the architecture's tensors.
 """
 
 import json
@@ -29,12 +28,13 @@ _GGUF = ".gguf"
 _CHANGING_ROTATIONS = ("dynamic", "longrope", "su")
 
 EXPERTS_A_TOKEN = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
-"""Names of the number of experts a token goes to, in configurations."""
+"""Names that configurations have for the number of experts a token is routed to."""
 
 
 def local_folder(name: str) -> Path | None:
-    """Return the folder `name`, or None if it reads as a hub id (owner/name). Raises `ModelError`
-    for anything else, a GGUF file among it.
+    """Return the folder `name`, or None if it reads as a hub id (owner/name).
+
+    Raises `ModelError` for anything else, including a GGUF file.
     """
     path = Path(name).expanduser()
     if path.is_dir():
@@ -55,8 +55,9 @@ def local_folder(name: str) -> Path | None:
 
 
 def hub_config(name: str) -> Path:
-    """The config.json of a hub id, downloaded if it is not in the cache. Raises `ModelError` where
-    it cannot be had.
+    """Return the config.json of a hub id, downloaded if it is not in the cache.
+
+    Raises `ModelError` if it cannot be downloaded.
     """
     from huggingface_hub import hf_hub_download
 
@@ -68,7 +69,7 @@ def hub_config(name: str) -> Path:
 
 
 def not_in_hub(name: str, error: Exception) -> ModelError:
-    """What a user is told where a hub id could not be downloaded for `error`."""
+    """Return the error for a hub id whose download failed with `error`."""
     reason = str(error).strip().partition("\n")[0]
     return ModelError(
         f"model {name!r} is no folder here, and could not be had from the hub: {reason}; check the"
@@ -78,8 +79,9 @@ def not_in_hub(name: str, error: Exception) -> ModelError:
 
 
 def check_folder(folder: Path, tokens: int) -> None:
-    """Raise `ModelError` for what its files alone tell against training in it. tokens: of prompt
-    and completion.
+    """Raise `ModelError` if the folder's files show that training from it would fail.
+
+    tokens: number of tokens of prompt and completion together.
     """
     check_model(folder)
     check_context(folder, tokens)
@@ -89,9 +91,7 @@ def check_folder(folder: Path, tokens: int) -> None:
 
 
 def check_model(folder: Path) -> None:
-    """Raise `ModelError` for a folder without a readable config.json, or a checkpoint that is
-    already quantized.
-    """
+    """Raise `ModelError` if config.json is unreadable, or the checkpoint is already quantized."""
     quantization = read_config(folder).get("quantization_config")
     if quantization:
         method = (
@@ -106,7 +106,7 @@ def check_model(folder: Path) -> None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json. Raises `ModelError` where there is none, or it holds no JSON object."""
+    """Return config.json's settings. Raise `ModelError` if it is missing or no JSON object."""
     if not (folder / "config.json").is_file():
         if (folder / "config.yaml").is_file():
             raise ModelError(
@@ -134,7 +134,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def check_context(folder: Path, tokens: int) -> None:
-    """Raise `ModelError` where prompt and completion together are longer than the model's
+    """Raise `ModelError` if prompt and completion together are longer than the model's
     positions.
     """
     length = positions(read_config(folder))
@@ -151,7 +151,7 @@ def check_context(folder: Path, tokens: int) -> None:
 
 
 def positions(config: dict[str, Any]) -> float | None:
-    """Tokens a sequence of this config.json may have; None where it does not say."""
+    """Return the number of tokens a sequence may have by this config.json; None if unknown."""
     config = config["text_config"] if isinstance(config.get("text_config"), dict) else config
     length = next((config[key] for key in _LENGTHS if isinstance(config.get(key), int)), None)
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
@@ -159,19 +159,19 @@ def positions(config: dict[str, Any]) -> float | None:
         "linear",
         "dynamic",
     )
-    # the positions of other kinds have it in them
+    # other kinds' positions already include the factor
     factor = rope.get("factor", 1) if scaled else 1
     return length and length * (factor if isinstance(factor, int | float) else 1)
 
 
 def check_rotary(folder: Path) -> None:
-    """Raise `ModelError` for a rotary embedding whose frequencies depend on the longest sequence
-    that is computed together: a token's log-prob would depend on what it is packed with, and not be
-    the engine's.
+    """Raise `ModelError` if rotary frequencies depend on the longest sequence computed together.
+
+    A token's log-prob would then depend on what it is packed with, and differ from the engine's.
     """
     config = read_config(folder)
     settings = [config.get("rope_scaling"), config.get("rope_parameters")]
-    # a kind of layer
+    # some models have settings for each kind of layer, nested in these
     settings += [inner for outer in settings if isinstance(outer, dict) for inner in outer.values()]
     kinds = {rope.get("rope_type", rope.get("type")) for rope in settings if isinstance(rope, dict)}
     changing = [kind for kind in _CHANGING_ROTATIONS if kind in kinds]
@@ -196,19 +196,21 @@ def _check_tokenizer(folder: Path) -> None:
 
 
 def has_chat_template(folder: Path) -> bool:
-    """Whether the tokenizer's files have one."""
+    """Return whether the tokenizer's files contain a chat template."""
     file = folder / "tokenizer_config.json"
     written = _read_object(file) if file.is_file() else {}
     return bool(written.get("chat_template")) or (folder / "chat_template.jinja").is_file()
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The checkpoint's safetensors files; none of another format. Raises `ModelError` for one that
-    is missing.
+    """Return the checkpoint's safetensors files; [] for a checkpoint in another format.
+
+    Raises `ModelError` if a file is missing.
     """
-    index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    index = folder / "model.safetensors.index.json"
+    single = folder / "model.safetensors"
     if not index.is_file():
-        return [whole] if whole.is_file() else []
+        return [single] if single.is_file() else []
     names = _read_object(index).get("weight_map")
     if not isinstance(names, dict):
         raise ModelError(f"{str(index)!r} has no weight_map; copy it again")
@@ -223,11 +225,10 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def tensor_shapes(folder: Path) -> dict[str, list[int]]:
-    """Name → shape of every tensor, by the files' headers; {} for a checkpoint in another format
-    than safetensors.
+    """Return name → shape of every tensor, from the files' headers.
 
-    Raises `ModelError` for a folder without weights, and for a file that is cut short or no
-    safetensors.
+    The result is {} for a checkpoint in another format than safetensors. Raises `ModelError` for a
+    folder without weights, and for a file that is cut short or no safetensors file.
     """
     files = weight_files(folder)
     if not files and not any(folder.glob("*.bin")):
@@ -260,10 +261,11 @@ def _gguf_files(folder: Path) -> list[Path]:
 
 
 def _gguf_remedy(file: Path) -> str:
-    """Return how a GGUF file becomes a folder that can be trained in: a line of words and three of
-    Python.
+    """Return instructions, with three lines of Python, to make a GGUF file a folder for
+    training.
     """
-    folder, target = str(file.absolute().parent), file.stem
+    folder = str(file.absolute().parent)
+    target = file.stem
     return (
         "give the original checkpoint, whose weights were not rounded. If there is none, this"
         " Python makes a transformers folder of the file (pip install gguf first), for --model"
@@ -280,7 +282,7 @@ def _read_object(file: Path) -> dict[str, Any]:
         tree = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelError(f"{str(file)!r} cannot be read: {error.strerror}") from error
-    except ValueError as error:  # of JSON and of UTF-8
+    except ValueError as error:  # invalid JSON or invalid UTF-8
         raise ModelError(f"{str(file)!r} is not JSON: {error}; copy it again") from error
     if not isinstance(tree, dict):
         raise ModelError(

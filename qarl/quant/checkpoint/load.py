@@ -1,4 +1,4 @@
-"""A transformers model folder or hub id → a causal LM whose parameters are the masters."""
+"""Loading a transformers model folder or hub id as a causal LM whose parameters are the masters."""
 
 import re
 from contextlib import nullcontext
@@ -31,8 +31,10 @@ from qarl.quant.runtime.shards import Share, shard_parameters
 
 
 def resolve_model(name: str) -> Path:
-    """The local folder of a model: `name` itself, or the hub's snapshot of that id (downloaded if
-    needed).
+    """Return the local folder of a model.
+
+    That is `name` itself, or the hub's snapshot of that id, which is downloaded if needed. Raises
+    `ModelError`.
     """
     folder = local_folder(name)
     if folder is not None:
@@ -48,8 +50,9 @@ def resolve_model(name: str) -> Path:
 
 
 def load_config(name: str) -> PreTrainedConfig:
-    """The architecture of a model folder or hub id: its config.json, no weights. Raises
-    `ModelError`.
+    """Return the architecture of a model folder or hub id, from its config.json only.
+
+    Raises `ModelError`.
     """
     folder = local_folder(name)
     if folder is not None:
@@ -64,20 +67,20 @@ def load_config(name: str) -> PreTrainedConfig:
 
 
 def empty_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """A causal LM of this architecture on the meta device: names and shapes of its parameters, no
-    memory.
+    """Return a causal LM of this architecture on the meta device.
+
+    It has names and shapes of parameters, and takes no memory.
     """
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
 
 
 def model_skeleton(folder: Path) -> PreTrainedModel:
-    """The model in `folder` on the meta device: names, kinds and shapes of its layers without any
-    weight.
+    """Return the model in `folder` on the meta device: names, kinds and shapes of its layers.
 
     Raises `ModelError` for what `check_model` refuses, for a config.json of an unknown
-    architecture, and for experts that are incomplete; `SchemeError` for experts whose checkpoint
-    layout is not known.
+    architecture, and for incomplete experts; `SchemeError` for experts whose checkpoint layout is
+    unknown.
     """
     check_model(folder)
     try:
@@ -100,8 +103,10 @@ def model_skeleton(folder: Path) -> PreTrainedModel:
 
 
 def _check_shapes(folder: Path, model: PreTrainedModel, stored: dict[str, list[int]]) -> None:
-    """Of the tensors that file and architecture both name; the loader strips prefixes and stacks
-    experts of others.
+    """Raise `ModelError` if a tensor's shape in the files differs from that of the architecture.
+
+    Only tensors named by both are compared, because the loader strips prefixes and stacks experts
+    of others.
     """
     wrong = [
         f"tensor {name!r} is {stored[name]} in its files and {list(tensor.shape)} by its"
@@ -117,29 +122,30 @@ def _check_shapes(folder: Path, model: PreTrainedModel, stored: dict[str, list[i
 
 
 def _first_lines(error: Exception) -> str:
-    """What a library says, without its lists of everything it knows."""
+    """Return a library's error message without its lists of everything it knows."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = " ".join(lines[:2]) or type(error).__name__
     return text if len(text) <= 300 else text[:300] + "…"
 
 
 def _check_experts(folder: Path, model: PreTrainedModel, stored: dict[str, list[int]]) -> None:
-    """Name the experts' tensors that are missing, too many or of another size: transformers stacks
-    the experts that it reads, and reports shapes of the stack. A layer of which the checkpoint has
-    no expert under the layout's names is left to the loader: it may be stored fused, or under a
-    prefix the loader strips.
+    """Raise `ModelError` for experts' tensors that are missing, too many, or of another size.
+
+    transformers would report shapes of the stack that it makes of the experts it reads. A layer
+    without any expert under the layout's names is left to the loader: it may be stored fused, or
+    under a prefix that the loader strips.
     """
     expected = {f"{name}.weight": list(shape) for name, shape in weight_shapes(model).items()}
-    faults = []
+    pairs = []
     for layer in expert_modules(model):
-        one = re.compile(rf"{re.escape(layer)}\.\d+\.")
-        if any(map(one.match, stored)):
-            names = filter(one.match, {**expected, **stored})
-            faults += [(name, stored.get(name), expected.get(name)) for name in names]
+        one_expert = re.compile(rf"{re.escape(layer)}\.\d+\.")
+        if any(map(one_expert.match, stored)):
+            names = filter(one_expert.match, {**expected, **stored})
+            pairs += [(name, stored.get(name), expected.get(name)) for name in names]
     wrong = [
-        f"{name!r} is {there or 'missing'} instead of {due or 'none'}"
-        for name, there, due in faults
-        if there != due
+        f"{name!r} is {shape or 'missing'} instead of {expected_shape or 'none'}"
+        for name, shape, expected_shape in pairs
+        if shape != expected_shape
     ]
     if wrong:
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
@@ -155,14 +161,17 @@ def load_masters(
     device: torch.device | None = None,
     share: Share | None = None,
 ) -> PreTrainedModel:
-    """The model in `folder`, every parameter in the master dtype (fp32 or bf16), ready for
-    `LowBitModel`.
-
-    device: where the masters live and the learner computes; None is the CPU. share: the rows of
-    each that this process keeps, every parameter with its `shard`; None: all.
+    """Return the model in `folder`, every parameter in the master dtype, ready for `LowBitModel`.
 
     Raises what `model_skeleton` raises, and `ModelError` for truncated or missing tensors, and for
-    those that hold NaN or infinity, among this process's rows.
+    tensors with NaN or infinity among this process's rows.
+
+    Args:
+        folder: a local model folder.
+        dtype: fp32 or bf16.
+        device: device of the masters, on which the learner computes. Default: the CPU.
+        share: which rows of each parameter this process keeps; every parameter then has a `shard`.
+            None: all rows.
     """
     skeleton = model_skeleton(folder)
     experts = max(
@@ -192,17 +201,19 @@ def load_masters(
 
 
 def matrices_on_host(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
-    """Move a model that was loaded into the host's memory to a device, but for what layers bring
-    there by their context's device: weights of linear layers and stacks of experts. For a GPU they
-    are pinned.
+    """Move a model from the host's memory to a device, except for matrices that its layers copy
+    there.
+
+    These are weights of linear layers and stacks of experts; the context's `device` tells layers
+    where to copy them. For a GPU they are pinned.
     """
     linear = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
     stacks = {id(p) for _, m in fused_experts(model) for p in m.parameters() if p.ndim == 3}
-    staying = (linear | stacks) - {
-        id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)
-    }
+    # an output head that is tied to the embedding is not offloaded
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    offloaded = (linear | stacks) - embeddings
     for tensor in (*model.parameters(), *model.buffers()):
-        if id(tensor) not in staying:
+        if id(tensor) not in offloaded:
             tensor.data = tensor.data.to(device)
         elif device.type == "cuda":
             tensor.data = tensor.data.pin_memory()
@@ -210,8 +221,9 @@ def matrices_on_host(model: PreTrainedModel, device: torch.device) -> PreTrained
 
 
 def check_finite(folder: Path | str, model: PreTrainedModel) -> None:
-    """Raise `ModelError` for a parameter with NaN or infinity. One pass: both extremes are finite
-    where all is.
+    """Raise `ModelError` for a parameter with NaN or infinity.
+
+    One pass suffices: both extremes are finite only if all values are.
     """
     for name, master in model.named_parameters():
         if master.numel() and not torch.stack(torch.aminmax(master.detach())).isfinite().all():

@@ -1,9 +1,8 @@
-"""Which scheme each layer takes: a main scheme and an ordered list of rules, resolved against a
-model's layer names.
+"""Which scheme each layer takes: a main scheme and ordered rules, resolved against layer names.
 
-The plan is read by everything that quantizes, publishes, audits or exports, and writes the
-`quantization_config` the engine resolves its layers from. Errors are found here, before anything is
-loaded or changed.
+Everything that quantizes, publishes, audits or exports reads the plan. The plan also writes the
+`quantization_config` from which the engine resolves its layers. Errors are found here, before
+anything is loaded or changed.
 """
 
 import re
@@ -27,12 +26,12 @@ _EXPERT = re.compile(r"(.+\.experts)\.\d+\.[^.]+$")
 
 @dataclass(frozen=True)
 class Plan:
-    """The scheme of every linear layer. main: of layers no rule takes. schemes: by checkpoint name,
-    in the model's order; `bf16` where a layer stays in the compute dtype.
-    """
+    """The scheme of every linear layer."""
 
     main: Scheme
+    """Scheme of the layers that no rule matches."""
     schemes: Mapping[str, Scheme] = field(repr=False)
+    """Checkpoint name → scheme, in the model's order; `bf16` for a layer in the compute dtype."""
 
     @property
     def ignored(self) -> list[str]:
@@ -49,23 +48,23 @@ class Plan:
         return {name: layers for name, layers in by_scheme.items() if layers}
 
     def quantization_config(self, kv_cache: str | None = None) -> dict[str, Any] | None:
-        """The `quantization_config` for config.json; None where nothing is quantized. kv_cache:
-        "fp8" (e4m3), or None.
+        """Return the `quantization_config` for config.json; None if nothing is quantized.
 
-        One group a scheme, the main scheme's first; `ignore` holds exactly the layers in the
-        compute dtype. A main scheme alone targets every "Linear", and an output head that takes it
-        by name: vLLM's is none. Where schemes are mixed every group names its layers: readers then
-        need no rule of precedence (transformers' optimized FP8 loading has none and takes whatever
-        "Linear" matches).
+        There is one group for each scheme, the main scheme's first. `ignore` holds exactly the
+        layers in the compute dtype.
+
+        If only the main scheme is used, its group targets every "Linear", and a quantized output
+        head by name, because vLLM's is no "Linear". If schemes are mixed, every group names its
+        layers, so that readers need no rule of precedence (transformers' optimized FP8 loading has
+        none and takes whatever "Linear" matches).
+
+        Args:
+            kv_cache: "fp8" (e4m3), or None.
         """
         targets = {name: config_names(layers) for name, layers in self.quantized.items()}
         if list(targets) == [self.main.name]:
-            targets = {
-                self.main.name: [
-                    "Linear",
-                    *filter(is_protected, targets[self.main.name]),
-                ]
-            }
+            heads = filter(is_protected, targets[self.main.name])
+            targets = {self.main.name: ["Linear", *heads]}
         groups = [(get_scheme(name), names) for name, names in targets.items()]
         return write_quantization_config(groups, config_names(self.ignored), kv_cache)
 
@@ -78,10 +77,15 @@ def make_plan(
 ) -> Plan:
     """Resolve rules against a model; the first rule that matches a layer decides.
 
-    layers: checkpoint names of the linear layers, in the model's order. fixed: name → why no scheme
-    can quantize it; embeddings are named here only. Raises `SchemeError` for a rule with an unknown
-    scheme, one that matches nothing or whose layers earlier rules took, one that would quantize a
-    protected layer, and for layers the engine multiplies as one that would differ.
+    Raises `SchemeError` for a rule with an unknown scheme, a rule that matches nothing or whose
+    layers all match earlier rules, a rule that would quantize a protected layer, and for layers
+    that the engine multiplies as one but that would take different schemes.
+
+    Args:
+        main: scheme of layers that no rule matches.
+        rules: rules in order.
+        layers: checkpoint names of the linear layers, in the model's order.
+        fixed: name → why no scheme can quantize it. Embeddings are only in this argument.
     """
     names = list(dict.fromkeys([*layers, *fixed]))
     taken = _apply(rules, names)
@@ -93,9 +97,8 @@ def make_plan(
         default = unquantized if layer in fixed or main.leaves_alone(layer) else main
         schemes[layer] = get_scheme(taken[layer].scheme) if layer in taken else default
     _refuse_split(schemes, taken)
-    if main.quantization is not None and main.name not in {
-        scheme.name for scheme in schemes.values()
-    }:
+    used = {scheme.name for scheme in schemes.values()}
+    if main.quantization is not None and main.name not in used:
         why = (
             "; the rules take them all, so give the scheme of most layers as `scheme`"
             if taken
@@ -108,10 +111,10 @@ def make_plan(
 
 
 def config_names(layers: Iterable[str]) -> list[str]:
-    """Layer names as config.json lists them, sorted: all experts of a layer as one anchored
-    pattern.
+    """Return layer names as config.json lists them, sorted.
 
-    A model has thousands of expert layers, and readers compare every module with every entry.
+    All experts of a layer become one anchored pattern, because a model has thousands of experts,
+    and readers compare every module with every entry.
     """
     names = set()
     for layer in layers:
@@ -121,7 +124,7 @@ def config_names(layers: Iterable[str]) -> list[str]:
 
 
 def _apply(rules: Sequence[LayerRule], names: Sequence[str]) -> dict[str, LayerRule]:
-    """Layer → the first rule that matches it."""
+    """Return layer → the first rule that matches it."""
     taken: dict[str, LayerRule] = {}
     for rule in rules:
         try:
@@ -129,10 +132,12 @@ def _apply(rules: Sequence[LayerRule], names: Sequence[str]) -> dict[str, LayerR
         except SchemeError as error:
             raise SchemeError(f"layer rule '{rule}': {error}") from error
         matched = matching(rule.match, names)
-        # what a scheme protects in decoder layers stays protected
+        # A range of decoder layers leaves out the layers that its scheme protects.
         if rule.match.startswith(("first:", "last:")):
             matched = [
-                n for n in matched if scheme.quantization is None or not scheme.leaves_alone(n)
+                name
+                for name in matched
+                if scheme.quantization is None or not scheme.leaves_alone(name)
             ]
         if not matched:
             raise SchemeError(
@@ -152,6 +157,7 @@ def _apply(rules: Sequence[LayerRule], names: Sequence[str]) -> dict[str, LayerR
 
 
 def _refuse_protected(rule: LayerRule, layer: str, fixed: Mapping[str, str]) -> None:
+    """Raise `SchemeError` if the rule would quantize a layer that it may not."""
     scheme = get_scheme(rule.scheme)
     if scheme.quantization is None:
         return
@@ -172,7 +178,9 @@ def _refuse_protected(rule: LayerRule, layer: str, fixed: Mapping[str, str]) -> 
 
 
 def _refuse_split(schemes: Mapping[str, Scheme], taken: Mapping[str, LayerRule]) -> None:
-    """Raise where layers the engine multiplies as one would take different schemes."""
+    """Raise `SchemeError` if layers that the engine multiplies as one would take different
+    schemes.
+    """
     groups: dict[str, list[str]] = {}
     for layer in schemes:
         groups.setdefault(stacked_name(layer), []).append(layer)
@@ -181,12 +189,13 @@ def _refuse_split(schemes: Mapping[str, Scheme], taken: Mapping[str, LayerRule])
         for part in parts:
             first.setdefault(schemes[part].name, part)
         if len(first) > 1:
-            by = {part: f"rule '{rule}'" for part, rule in taken.items()}
+            rule_of = {part: f"rule '{rule}'" for part, rule in taken.items()}
             clash = ", ".join(
-                f"{part!r} takes {name!r} by {by.get(part, 'no rule')}"
+                f"{part!r} takes {name!r} by {rule_of.get(part, 'no rule')}"
                 for name, part in first.items()
             )
-            leaves = "|".join(dict.fromkeys(re.escape(part.rpartition(".")[2]) for part in parts))
+            endings = dict.fromkeys(part.rpartition(".")[2] for part in parts)
+            leaves = "|".join(map(re.escape, endings))
             raise SchemeError(
                 f"the engine multiplies {fused!r} as one, so its {len(parts)} layers need one"
                 f" scheme, but {clash}; "
@@ -195,9 +204,7 @@ def _refuse_split(schemes: Mapping[str, Scheme], taken: Mapping[str, LayerRule])
 
 
 def stacked_name(layer: str) -> str:
-    """What the engine calls the module this layer is part of; the layer itself where it stands
-    alone.
-    """
+    """Return the engine's name of the module this layer is part of; its own name if it is alone."""
     expert = _EXPERT.match(layer)
     if expert:
         return expert[1]

@@ -1,9 +1,9 @@
-"""Reading a checkpoint by a process that keeps some rows alone (`quant.runtime.shards`), and never
-has all of it.
+"""Reading a checkpoint in a process that keeps only some rows (`quant.runtime.shards`).
 
-A parameter's rows are cut out as transformers sets it, and other processes' experts are not read:
-the host has one whole matrix at a time. Its own way to divide, DeepSpeed's, reads all files in
-every process: 438 GiB of a 235B mixture.
+The process never holds the whole checkpoint. A parameter's rows are cut out as transformers sets
+it, and other processes' experts are not read, so the host holds one whole matrix at a time.
+transformers' own way to shard, DeepSpeed's, reads all files in every process: 438 GiB for a 235B
+mixture of experts.
 """
 
 import os
@@ -17,28 +17,33 @@ from transformers import PreTrainedModel, core_model_loading
 from qarl.quant.runtime.replaced import replaced
 from qarl.quant.runtime.shards import Share, cut, cut_rows, kept
 
-_IN_TURN = "HF_DEACTIVATE_ASYNC_LOAD"  # else threads read parameters ahead
+_IN_TURN = "HF_DEACTIVATE_ASYNC_LOAD"
+"""Environment variable that stops transformers' threads from reading parameters ahead."""
 
 
 @contextmanager
 def reading_rows(share: Share, experts: int) -> Iterator[None]:
-    """Within this context `from_pretrained` leaves of each matrix and stack a process's rows, with
-    their `shard`. Vectors stay whole, and embeddings and heads, which transformers compares and
-    ties. experts: of each stack, or 0.
+    """Make `from_pretrained` keep only a process's rows of matrices and stacks within this context.
+
+    Each then has its `shard`. Vectors stay whole, and so do embeddings and output heads, which
+    transformers compares and ties.
+
+    Args:
+        share: which process of how many.
+        experts: number of experts in each stack, or 0.
     """
-    set_whole, read = (
-        core_model_loading.set_param_for_module,
-        core_model_loading.spawn_materialize,
-    )
-    ahead = os.environ.get(_IN_TURN)
-    mine = range(*cut_rows(torch.Size((experts, 1, 1)), *share, turn=0).edges[share.rank :][:2])
+    set_whole = core_model_loading.set_param_for_module
+    read = core_model_loading.spawn_materialize
+    previous_setting = os.environ.get(_IN_TURN)
+    edges = cut_rows(torch.Size((experts, 1, 1)), *share, turn=0).edges
+    mine = range(edges[share.rank], edges[share.rank + 1])
 
     def read_mine(
         pool: Any, tensor: Any, *others: Any, tensor_idx: int | None = None, **more: Any
     ) -> Any:
         if tensor_idx is None or tensor_idx in mine or not mine:
             return read(pool, tensor, *others, tensor_idx=tensor_idx, **more)
-        return lambda: None  # which is left out of the stack
+        return lambda: None  # transformers leaves it out of the stack
 
     def set_rows(
         model: PreTrainedModel,
@@ -47,26 +52,27 @@ def reading_rows(share: Share, experts: int) -> Iterator[None]:
         info: Any,
         quantizer: Any,
     ) -> None:
-        module, key = (
-            model.get_submodule(name.rpartition(".")[0]),
-            name.rpartition(".")[2],
-        )
-        there, tied = module._parameters.get(key), model.all_tied_weights_keys
+        module_name, _, key = name.rpartition(".")
+        module = model.get_submodule(module_name)
+        empty = module._parameters.get(key)
+        tied = model.all_tied_weights_keys
         heads = (model.get_input_embeddings(), model.get_output_embeddings())
+        # a stack of this process's experts, which `read_mine` left
         if (
-            there is not None
-            and there.ndim == value.ndim == 3
-            and len(value) == len(mine) < len(there) == experts
+            empty is not None
+            and empty.ndim == value.ndim == 3
+            and len(value) == len(mine) < len(empty) == experts
         ):
-            rows = kept(value, cut_rows(there.shape, *share, turn=0), True)
+            rows = kept(value, cut_rows(empty.shape, *share, turn=0), True)
             info.missing_keys.discard(name)
         else:
             set_whole(model, name, value, info, quantizer)
             whole = module._parameters.get(key)
             if whole is None or whole.is_meta or whole.ndim < 2 or name in tied or module in heads:
                 return
-            rows = cut(whole, share, turn=0)  # of vectors alone it says whose they are
-        rows._is_hf_initialized = True  # type: ignore[attr-defined]  # else it would be, anew
+            rows = cut(whole, share, turn=0)  # `turn` matters for vectors only
+        # otherwise transformers would initialize it again
+        rows._is_hf_initialized = True  # type: ignore[attr-defined]
         module._parameters[key] = rows
 
     os.environ[_IN_TURN] = "1"
@@ -79,4 +85,5 @@ def reading_rows(share: Share, experts: int) -> Iterator[None]:
             yield
     finally:
         del os.environ[_IN_TURN]
-        os.environ |= {} if ahead is None else {_IN_TURN: ahead}
+        if previous_setting is not None:
+            os.environ[_IN_TURN] = previous_setting

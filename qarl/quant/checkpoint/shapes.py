@@ -1,7 +1,6 @@
-"""Which matrices of a model are multiplied with tokens, by checkpoint name, and which scheme each
-takes.
+"""Which matrices of a model are multiplied with tokens, by checkpoint name, and their schemes.
 
-Linear layers, routers, and every expert's matrices; the plan and the checkpoint speak of these
+These are linear layers, routers, and every expert's matrices. The plan and the checkpoint use these
 names, in this order.
 """
 
@@ -19,11 +18,15 @@ from qarl.quant.schemes import Scheme, SchemeError
 
 
 def plan_layers(model: PreTrainedModel, scheme: Scheme, rules: Sequence[LayerRule] = ()) -> Plan:
-    """Every matrix's scheme. model: may be on the meta device, only names, kinds and shapes are
-    read.
+    """Return the scheme of every matrix.
 
     Raises `SchemeError` for a model that cannot be trained, for what `make_plan` refuses, and for
-    matrices whose shape their scheme cannot hold.
+    matrices whose shape does not fit their scheme.
+
+    Args:
+        model: may be on the meta device, because only names, kinds and shapes are read.
+        scheme: the main scheme.
+        rules: layers in other schemes.
     """
     shapes = weight_shapes(model)
     plan = make_plan(scheme, rules, list(shapes), _never_quantized(model, shapes))
@@ -32,11 +35,12 @@ def plan_layers(model: PreTrainedModel, scheme: Scheme, rules: Sequence[LayerRul
 
 
 def weight_shapes(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
-    """Checkpoint layer name → (O, I) of its weight. model: may be on the meta device.
+    """Return checkpoint layer name → (O, I) of its weight.
 
-    Raises `SchemeError` for fused experts of an unknown layout.
+    `model` may be on the meta device. Raises `SchemeError` for fused experts of an unknown layout.
     """
-    family, experts = family_of(model.config.model_type), dict(fused_experts(model))
+    family = family_of(model.config.model_type)
+    experts = dict(fused_experts(model))
     routers = set(router_names(model, experts))
     shapes: dict[str, tuple[int, int]] = {}
     module: Any
@@ -50,42 +54,42 @@ def weight_shapes(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
             for expert in range(count):
                 for projection in (family.experts.gate, family.experts.up):
                     shapes[f"{written}.{expert}.{projection}"] = (merged // 2, hidden)
-                shapes[f"{written}.{expert}.{family.experts.down}"] = (
-                    hidden,
-                    merged // 2,
-                )
+                shapes[f"{written}.{expert}.{family.experts.down}"] = (hidden, merged // 2)
     return shapes
 
 
 def expert_modules(model: PreTrainedModel) -> list[str]:
-    """Checkpoint names of the modules that hold routed experts ("model.layers.0.mlp.experts")."""
+    """Return checkpoint names of the modules of routed experts ("model.layers.0.mlp.experts")."""
     family = family_of(model.config.model_type)
     return [family.checkpoint_name(name) for name, _ in fused_experts(model)]
 
 
 def router_names(model: PreTrainedModel, experts: dict[str, nn.Module]) -> list[str]:
-    """The routers beside these fused experts, by module name: what has a row of its weight for each
-    expert.
+    """Return the module names of the routers beside these fused experts.
+
+    A router is a module whose weight has one row for each expert.
     """
     names = []
     for name, fused in experts.items():
         parent, _, own = name.rpartition(".")
         count = whole_shape(fused.get_parameter("gate_up_proj"))[0]
-        for beside, module in model.get_submodule(parent).named_modules():
+        for sibling, module in model.get_submodule(parent).named_modules():
             weight = module._parameters.get("weight")
             if (
                 weight is not None
-                and beside.split(".")[0] != own
+                and sibling.split(".")[0] != own
                 and whole_shape(weight)[0] == count
             ):
-                names.append(f"{parent}.{beside}")
+                names.append(f"{parent}.{sibling}")
     return names
 
 
 def _never_quantized(model: PreTrainedModel, shapes: dict[str, tuple[int, int]]) -> dict[str, str]:
-    """Modules with a weight matrix that no scheme can quantize → why not."""
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    family, reasons = family_of(model.config.model_type), {}
+    """Return the modules with a weight matrix that no scheme can quantize → the reason."""
+    head = model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    family = family_of(model.config.model_type)
+    reasons = {}
     for name, module in model.named_modules():
         written = family.checkpoint_name(name)
         weight = getattr(module, "weight", None)

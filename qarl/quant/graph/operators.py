@@ -1,10 +1,10 @@
-"""vLLM's operators with gradients: the engine's own call forward, the gradient of its formula
-backward.
+"""vLLM's operators with gradients.
 
-The value has the engine's bits. Any `CustomOp` of vLLM's has a `forward_native` in torch's
-operators beside the kernels it may run. The backward repeats that in fp32 under autograd, from the
-saved inputs. Norms, rotary embeddings and SiLU's gate, which every layer has, have handwritten
-backwards with fewer passes over memory.
+The forward is the engine's own call, with the engine's bits; the backward is the gradient of its
+formula. Any `CustomOp` of vLLM's has a `forward_native` in torch's operators beside the kernels it
+may run. The backward repeats that in fp32 under autograd, from the saved inputs. Norms, rotary
+embeddings and SiLU's gate, which every layer has, have handwritten backwards with fewer passes over
+memory.
 
 Only inputs are saved, which their producers often save anyway. Gradients are computed in fp32 and
 rounded once to the dtype of the tensor they belong to. The model's `Gradients` hold the settings.
@@ -86,9 +86,7 @@ class Operator:
 
 
 def _written_out(operator: Operator) -> Any:
-    """Return the autograd function with a handwritten backward for an operator, None if there is
-    none.
-    """
+    """Return the autograd function with a handwritten backward for this operator, or None."""
     kind = type(operator.module)
     method = getattr(operator.method, "__func__", None)
     if (
