@@ -1,3 +1,1 @@
-"""The contents of a checkpoint: names, shapes, families of models, and which layer takes which
-scheme.
-"""
+"""The contents of a checkpoint: names, shapes, families of models, and each layer's scheme."""

@@ -1,4 +1,4 @@
-"""How checkpoints name a model's weights, according to transformers.
+"""Checkpoint names of a model's weights, according to transformers.
 
 transformers 5 holds a layer's experts as two 3-D parameters, `experts.gate_up_proj` [E, 2I, H] and
 `experts.down_proj` [E, H, I]. Checkpoints and vLLM name each of an expert's three matrices, and
@@ -45,7 +45,7 @@ class ExpertLayout:
     down: str = "down_proj"
     """Name of the down projection."""
     stacked: bool = False
-    """Whether an unquantized checkpoint has a layer's experts in two tensors, as transformers does
+    """True if an unquantized checkpoint has a layer's experts in two tensors, as transformers does
     (Granite, Gemma 4). Quantized checkpoints always name each matrix, as vLLM reads them.
     """
 

@@ -134,9 +134,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def check_context(folder: Path, tokens: int) -> None:
-    """Raise `ModelError` if prompt and completion together are longer than the model's
-    positions.
-    """
+    """Raise `ModelError` if prompt and completion together exceed the model's positions."""
     length = positions(read_config(folder))
     if (
         length is not None
@@ -261,9 +259,7 @@ def _gguf_files(folder: Path) -> list[Path]:
 
 
 def _gguf_remedy(file: Path) -> str:
-    """Return instructions, with three lines of Python, to make a GGUF file a folder for
-    training.
-    """
+    """Return instructions for making a folder of a GGUF file, with three lines of Python."""
     folder = str(file.absolute().parent)
     target = file.stem
     return (

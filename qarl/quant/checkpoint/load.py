@@ -201,8 +201,7 @@ def load_masters(
 
 
 def matrices_on_host(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
-    """Move a model from the host's memory to a device, except for matrices that its layers copy
-    there.
+    """Move a model from the host's memory to a device, except for matrices its layers copy there.
 
     These are weights of linear layers and stacks of experts; the context's `device` tells layers
     where to copy them. For a GPU they are pinned.

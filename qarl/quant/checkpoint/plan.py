@@ -1,4 +1,4 @@
-"""Which scheme each layer takes: a main scheme and ordered rules, resolved against layer names.
+"""The scheme of each layer: a main scheme and ordered rules, resolved against layer names.
 
 Everything that quantizes, publishes, audits or exports reads the plan. The plan also writes the
 `quantization_config` from which the engine resolves its layers. Errors are found here, before
@@ -178,9 +178,7 @@ def _refuse_protected(rule: LayerRule, layer: str, fixed: Mapping[str, str]) -> 
 
 
 def _refuse_split(schemes: Mapping[str, Scheme], taken: Mapping[str, LayerRule]) -> None:
-    """Raise `SchemeError` if layers that the engine multiplies as one would take different
-    schemes.
-    """
+    """Raise `SchemeError` if layers that the engine multiplies as one would differ in scheme."""
     groups: dict[str, list[str]] = {}
     for layer in schemes:
         groups.setdefault(stacked_name(layer), []).append(layer)

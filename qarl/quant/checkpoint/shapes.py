@@ -1,4 +1,4 @@
-"""Which matrices of a model are multiplied with tokens, by checkpoint name, and their schemes.
+"""Shapes and schemes of the matrices that a model multiplies with tokens, by checkpoint name.
 
 These are linear layers, routers, and every expert's matrices. The plan and the checkpoint use these
 names, in this order.

@@ -183,8 +183,9 @@ def _scored(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scoring: Scor
 
 
 def _sees(length: int, seen: int, window: int | None, device: torch.device) -> Tensor:
-    """Return which keys each query sees, bool [length, seen]: itself and earlier ones in the
-    window.
+    """Return the keys that each query sees, bool [length, seen].
+
+    It sees itself and earlier keys in the window.
     """
     sees = torch.ones(length, seen, dtype=torch.bool, device=device).tril(seen - length)
     return sees if window is None else sees.triu(seen - length + 1 - window)

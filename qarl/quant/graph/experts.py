@@ -48,8 +48,7 @@ class RoutedLayer:
         tokens: Tensor | None,
         *unused: object,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the routed experts' output; if there are shared experts, the pair (theirs,
-        routed).
+        """Return the routed experts' output, or (shared, routed) if there are shared experts.
 
         Args:
             hidden: compute dtype [N, H].

@@ -77,8 +77,7 @@ class Graph:
 
     Args:
         skeleton: vLLM's model, only with modules of known kinds (`quant.graph.kinds`). They get
-            leaves
-            for good.
+            leaves for good.
         masters: layers and tensors to install.
         context: settings and state that the layers share.
         log: receives the routers' logits.
@@ -276,9 +275,7 @@ class Graph:
         return attend
 
     def _checkpoint_layers(self) -> None:
-        """Make decoder layers keep only their input for the backward while `context.checkpointing`
-        is set.
-        """
+        """Make decoder layers keep only their input while `context.checkpointing` is set."""
         lists = (m for m in self.module.modules() if isinstance(m, nn.ModuleList))
         layers = next(
             (m for m in lists if any(isinstance(part, Attention) for part in m.modules())),
@@ -323,9 +320,7 @@ class _Product:
     def apply(
         self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the product with x, compute dtype [..., I] → [..., O], the layers' bias
-        included.
-        """
+        """Return the product with x, bias included: compute dtype [..., I] → [..., O]."""
         assert self._stack is not None, (
             f"{type(layer).__name__} multiplies, and has no low-bit layer"
         )
@@ -338,8 +333,9 @@ class _Product:
 
 
 def _gate(module: Any, stack: LinearStack) -> Callable[..., Any]:
-    """Return a router's forward, which otherwise chooses a kernel before it asks its
-    `quant_method`.
+    """Return a router's forward through its stack.
+
+    vLLM's own chooses among kernels before it asks the `quant_method`.
     """
 
     def forward(x: torch.Tensor) -> Any:

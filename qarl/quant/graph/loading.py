@@ -1,4 +1,4 @@
-"""Which tensors of the checkpoint each of vLLM's modules takes, found by running vLLM's own loader.
+"""Tracing of the checkpoint tensors that each of vLLM's modules takes, through vLLM's own loader.
 
 The model's `load_weights` runs over tensors without values, with weight loaders that record what
 they are given. Renamings, stacked projections and fused checkpoints are therefore vLLM's business,
@@ -87,12 +87,12 @@ def _in_order(parts: Iterable[tuple[Any, str]]) -> list[tuple[Any, str]]:
 
 
 class _Followed(torch.Tensor):
-    """Tensor without values that knows where in the checkpoint it comes from."""
+    """Tensor without values that knows the checkpoint tensor it was made from."""
 
     source = ""
     """Name of the checkpoint tensor that it was made from."""
     in_order = True
-    """Whether only casts and views made it, which leave values and their order unchanged."""
+    """True if it was made by casts and views only, which leave values and their order unchanged."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

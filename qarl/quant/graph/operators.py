@@ -51,7 +51,7 @@ class Operator:
         native = getattr(type(module), "forward_native", None)
         """The implementation in torch's operators, which autograd can follow."""
         self.is_native = getattr(self.method, "__func__", None) is native
-        """Whether the engine's own implementation is the native one."""
+        """True if the engine's own implementation is the native one."""
         self.native: Callable[..., Any] = getattr(module, "forward_native", module.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -72,9 +72,7 @@ class Operator:
         return pytree.tree_unflatten(list(outputs), call.returned)
 
     def value(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the engine's result, computed on copies if its kernels may write into their
-        inputs.
-        """
+        """Return the engine's result, on copies of inputs that its kernels may overwrite."""
         tensors = [t for t in pytree.tree_leaves(args) if isinstance(t, Tensor)]
         if not self.is_native or any(t.is_cuda for t in tensors):
             args, kwargs = pytree.tree_map_only(
@@ -160,8 +158,7 @@ def _norm_gradients(
         dy: gradient of the result, [N, C].
         x: what is normalized, [N, C].
         rest: the gradient of x itself, [N, C], if x is a sum that is passed on; the weight, fp32
-            [C] or
-            None; epsilon.
+            [C] or None; epsilon.
     """
     *dsum, scale, epsilon = rest
     x_fp32 = x.float()
@@ -234,9 +231,7 @@ class _Gate(torch.autograd.Function):
 
 
 def _gate_gradients(dx: Tensor, dy: Tensor, x: Tensor) -> None:
-    """Write the gradients of gate and up into `dx`, by the operator that autograd would call for
-    SiLU.
-    """
+    """Write the gradients of gate and up into `dx`, with the operator autograd has for SiLU."""
     dgate, dup = dx.chunk(2, dim=-1)
     gate, up = x.chunk(2, dim=-1)
     dup.copy_(dy * torch.nn.functional.silu(gate))
@@ -255,14 +250,12 @@ class _Call:
         self.others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         """Arguments that are no tensors; None in place of tensors."""
         self.is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
-        """Whether each argument is a tensor."""
+        """For each argument, True if it is a tensor."""
         self.returned: Any = None
         """Nesting of the result (pytree)."""
 
     def arguments(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return positional and keyword arguments with these tensors in place of the original
-        ones.
-        """
+        """Return positional and keyword arguments, with these tensors in place of the originals."""
         rest = iter(tensors)
         leaves = [
             next(rest) if is_tensor else other
@@ -292,8 +285,9 @@ class _Derived(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> Any:
-        """Return gradients computed in fp32, for a block of tokens at a time if all tensors have a
-        row a token.
+        """Return gradients computed in fp32.
+
+        If all tensors have one row for each token, a block of tokens is computed at a time.
         """
         call: _Call = ctx.call
         operator = call.operator
@@ -341,9 +335,7 @@ class _Derived(torch.autograd.Function):
 
 
 def _blocks(tensors: Sequence[Tensor]) -> Iterator[slice | Any]:
-    """Yield slices of rows, or one slice of everything if tensors differ in their number of
-    rows.
-    """
+    """Yield slices of rows; a single one of everything if tensors differ in number of rows."""
     counts = {len(t) if t.ndim else -1 for t in tensors}
     if len(counts) != 1 or -1 in counts:
         yield ...
@@ -356,9 +348,7 @@ def _blocks(tensors: Sequence[Tensor]) -> Iterator[slice | Any]:
 
 
 class _Read(Tensor):
-    """Weight whose `.data` does not leave autograd, because vLLM's norms read
-    `self.weight.data`.
-    """
+    """Weight whose `.data` stays in autograd, because vLLM's norms read `self.weight.data`."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     data = property(lambda self: self)  # type: ignore[assignment]

@@ -49,9 +49,7 @@ class Sequences:
         return rows if self.places is None else Pick.apply(rows, self.places)
 
     def summed(self, gradients: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of `visible`'s argument, given that of its result: [S, …] → [N,
-        …].
-        """
+        """Return the gradient of `visible`'s argument from that of its result, [S, …] → [N, …]."""
         if self.places is None:
             return gradients
         return _summed(gradients, self.places, sum(self.lengths))
@@ -59,7 +57,7 @@ class Sequences:
 
 @dataclass(frozen=True)
 class Packed:
-    """How padded sequences are put into a row."""
+    """Arrangement of padded sequences in a row."""
 
     kept: torch.Tensor
     """bool [B, T], the tokens that are in the row, in row-major order."""
@@ -76,8 +74,7 @@ def pack(length: torch.Tensor, longest: int, shared: torch.Tensor, leader: torch
         length: int64 [B], number of tokens of each sequence.
         longest: T, upper bound on `length`.
         shared: int64 [B], number of leading tokens, fewer than the sequence has, that are the same
-            as
-            the leader's.
+            as the leader's.
         leader: int64 [B], index of the sequence that brings the shared tokens into the row.
     """
     token = torch.arange(longest, device=length.device)

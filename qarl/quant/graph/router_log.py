@@ -17,7 +17,7 @@ class RouterLog:
 
     def __init__(self) -> None:
         self.enabled = False
-        """Whether logits are kept."""
+        """If True, logits are kept."""
         self.logits: list[torch.Tensor] = []
         """[N, E] of each layer, in order."""
         self._open = False

@@ -118,9 +118,7 @@ def skeleton_of(
 
 
 def _reason(error: Exception) -> str:
-    """Return vLLM's error message on one line, without pydantic's text around a check of its
-    own.
-    """
+    """Return vLLM's error message on one line; of its own checks without pydantic's text around."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     own = (
         line.removeprefix("Value error, ").partition(" [type=")[0]

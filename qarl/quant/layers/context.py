@@ -15,7 +15,7 @@ from qarl.quant.schemes import SchemeError
 
 
 class Forward(Enum):
-    """Which values of the weights a forward multiplies."""
+    """Values of the weights that a forward can multiply."""
 
     LEARNER = "learner"
     """The values that are trained: an aligned learner's codes, or an unaligned learner's masters in
@@ -55,8 +55,8 @@ class LayerContext:
         self.kernel = kernel
         """Family of kernels that multiply the codes, one of `quant.kernels.KERNELS`."""
         self.aligned = aligned
-        """Whether the learner multiplies the codes. If False, it multiplies its masters cast to the
-        compute dtype (the plain quantized-rollout baseline); codes are still made for
+        """If True, the learner multiplies the codes. If False, it multiplies its masters cast to
+        the compute dtype (the plain quantized-rollout baseline); codes are still made for
         publishing.
         """
         self.kv_cache = kv_cache
@@ -70,23 +70,24 @@ class LayerContext:
         self.gradients = Gradients()
         """Settings and state of the backward's gradients of masters."""
         self.checkpointing = False
-        """Whether decoder layers keep only their input for the backward (activation checkpointing).
+        """If True, decoder layers keep only their input for the backward (activation
+        checkpointing).
         """
         self.engine: KernelFactory | None = None
         """Factory of the running engine's own layers, which replace `kernel`'s products; None if
         these are not shared. The engine's layers hold each weight version before it is used.
         """
         self.keeps_products = True
-        """Whether layers also cache the codes in the layout of their own kernels. If False, kernels
-        are prepared again at every use.
+        """If True, layers also cache the codes in the layout of their own kernels. If False,
+        kernels are prepared again at every use.
         """
         self.keeps_codes = True
-        """Whether layers cache the codes of a version. If False, codes are recomputed at every use:
-        slower, less memory.
+        """If True, layers cache the codes of a version. If False, codes are recomputed at every
+        use: slower, less memory.
         """
         self._own = make_factory(kernel, dtype)
         self.forward = Forward.LEARNER
-        """Which values the forward multiplies at present."""
+        """Values of the weights that the present forward multiplies."""
         self._roundings: torch.Generator | None = None
 
     def drop_codes(self) -> None:
@@ -107,14 +108,12 @@ class LayerContext:
 
     @property
     def factory(self) -> KernelFactory:
-        """The factory that makes the layers' products: the engine's if it is shared, else
-        `kernel`'s.
-        """
+        """Factory of the layers' products: the engine's if it is shared, else `kernel`'s."""
         return self.engine or self._own
 
     @property
     def multiplies_codes(self) -> bool:
-        """Whether this forward multiplies the published codes."""
+        """True if this forward multiplies the published codes."""
         return self.forward is Forward.PUBLISHED or (
             self.aligned and self.forward is Forward.LEARNER
         )
@@ -137,9 +136,7 @@ class LayerContext:
         return replaced(self, _roundings=torch.Generator().manual_seed(seed))
 
     def rounded(self, product: torch.Tensor) -> torch.Tensor:
-        """Return a product's results, perturbed within `other_roundings` and unchanged
-        elsewhere.
-        """
+        """Return a product's results, perturbed inside `other_roundings` and else unchanged."""
         if self._roundings is None:
             return product
         moves = torch.rand(product.shape, generator=self._roundings, dtype=torch.float32).to(
@@ -150,8 +147,7 @@ class LayerContext:
         return (product.float() * (1.0 + (2.0 * moves - 1.0) * unit)).to(product.dtype)
 
     def own_products(self) -> AbstractContextManager[None]:
-        """Return a context within which layers multiply with kernels of their own, not the
-        engine's.
+        """Return a context within which layers use kernels of their own, not the engine's.
 
         Each kernel is freed after its use.
         """

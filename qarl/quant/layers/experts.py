@@ -326,8 +326,7 @@ def _grouped(
 def _master_gradients(
     experts: RoutedLowBitExperts, needed: Sequence[bool]
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-    """Return the fp32 tensors to add the masters' gradients to, and which of them autograd is
-    given.
+    """Return the fp32 tensors to which the masters' gradients are added, and those for autograd.
 
     An entry of the first list is None if the gradient is not needed; of the second also if the
     gradient is accumulated in place.

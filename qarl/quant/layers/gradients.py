@@ -1,4 +1,4 @@
-"""How the gradients of one model's masters are computed: scale, precision and accumulation."""
+"""The computation of the gradients of one model's masters: scale, precision and accumulation."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,9 +17,7 @@ gradient of one layer.
 
 
 class Gradients:
-    """Settings and accumulators of one model's gradients, used by everything with a custom
-    backward.
-    """
+    """Settings and accumulators of one model's gradients, used by every custom backward."""
 
     def __init__(self) -> None:
         self.scale = 1.0
@@ -28,12 +26,12 @@ class Gradients:
         scaled gradients, whoever accumulates, reduces and clips them.
         """
         self.in_place = False
-        """Whether weight gradients are added to `master.grad` where they are computed. Otherwise
+        """If True, weight gradients are added to `master.grad` where they are computed. Otherwise
         autograd allocates each gradient a second time before accumulating it. Leave it off if
         you rely on autograd hooks.
         """
         self.fp32_input_grad = True
-        """Whether gradients of a product's input are computed in fp32 (see
+        """If True, gradients of a product's input are computed in fp32 (see
         `quant.layers.straight_through.input_gradient`).
         """
         self.reduce_dtype = torch.float32
@@ -41,7 +39,7 @@ class Gradients:
         gradient.
         """
         self.compiled = False
-        """Whether passes over rows go through torch.compile, which fuses several of torch's
+        """If True, passes over rows go through torch.compile, which fuses several of torch's
         operators into one pass.
         """
         self._in_flight: deque[tuple[torch.Tensor, torch.Tensor, Callable[[], torch.Tensor]]] = (
@@ -130,15 +128,15 @@ class Gradients:
         until.register_hook(self._deliver_sums)
 
     def _deliver_sums(self, _: torch.Tensor) -> None:
-        sums, self._sums = self._sums or {}, None
+        sums = self._sums or {}
+        self._sums = None
         for master, gradient in sums.items():
             self.delivered(master, gradient)
 
     def over_rows(
         self, body: Callable[..., Any], rows: Sequence[torch.Tensor], *whole: Any
     ) -> list[Any]:
-        """Call body(*rows, *whole), on CPUs for one block of rows at a time, and return the
-        results.
+        """Return the results of body(*rows, *whole), on CPUs for one block of rows at a time.
 
         Args:
             body: writes into the first of `rows`.

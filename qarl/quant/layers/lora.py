@@ -51,7 +51,8 @@ class Adapter(nn.Module):
             base: fp32, bf16 or fp16 [O, I] or [E, O, I], or this process's rows of it.
             shard: which rows `base` holds; None for the whole weight.
         """
-        a, b = self.lora_A.detach(), self.lora_B.detach()
+        a = self.lora_A.detach()
+        b = self.lora_B.detach()
         if shard is not None:
             # rows of an expert stack are experts, which have an A each; a single weight has one A
             a = shard.rows(a) if b.ndim > 2 else a
@@ -73,7 +74,8 @@ class Adapter(nn.Module):
 
         dy: fp32 [N, O], of the output. x: fp32 [N, I], as multiplied.
         """
-        a, b = self.lora_A.detach(), self.lora_B.detach()
+        a = self.lora_A.detach()
+        b = self.lora_B.detach()
         if expert is not None:
             a = a[expert]
             b = b[expert]

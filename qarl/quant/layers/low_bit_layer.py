@@ -47,7 +47,7 @@ class LowBitLayer(nn.Module, Generic[Codes, Kernel]):
         self.version = 0
         """Number of versions made so far."""
         self.keeps_scales = False
-        """Whether a version reuses the scales of the previous one (`quant.model.kept_scales`)."""
+        """If True, a version reuses the scales of the previous one (`quant.model.kept_scales`)."""
         self.moves: dict[int, torch.Tensor] = {}
         """Index of a master → fp32 offset added to it before rounding (an unaligned learner's
         `start_from_codes`).
@@ -69,9 +69,7 @@ class LowBitLayer(nn.Module, Generic[Codes, Kernel]):
         self.keeps_scales = self.scheme.weights is not None
 
     def _kept_scales(self) -> list[torch.Tensor | None]:
-        """Return the scale to materialize each master with; None if it follows from the master's
-        extremes.
-        """
+        """Return the scale to materialize each master with; None if its extremes determine it."""
         scales: list[torch.Tensor | None] = []
         if self.keeps_scales:
             scales += [weight.scale for weight in quantized_weights(self.low_bit)]
@@ -131,9 +129,7 @@ class LowBitLayer(nn.Module, Generic[Codes, Kernel]):
 
     @property
     def to_prepare(self) -> Codes:
-        """Codes from which a kernel is prepared; only their shapes if the engine's layers hold the
-        codes.
-        """
+        """Codes for preparing a kernel; shapes only if the engine's layers hold the codes."""
         return self.codes() if self.context.engine is None or self.low_bit is None else self.low_bit
 
     @property
@@ -195,7 +191,7 @@ class LowBitLayer(nn.Module, Generic[Codes, Kernel]):
 
     @property
     def quantizes_activations(self) -> bool:
-        """Whether inputs are quantized before they are multiplied."""
+        """True if inputs are quantized before they are multiplied."""
         return self.context.multiplies_codes and self.scheme.activations is not None
 
     def kept_input(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:

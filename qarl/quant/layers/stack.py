@@ -1,9 +1,8 @@
-"""Linear layers of one input that are multiplied as one (q, k and v; gate and up), as the engine
-does.
+"""Linear layers of one input that are multiplied as one: q, k and v; gate and up.
 
-One kernel multiplies all rows. It has the shape of the engine's, so the choice of kernel and the
-order of summation are the engine's too, and the input is quantized once. Masters, codes, names and
-gradients remain each layer's own.
+The engine does the same. One kernel multiplies all rows. It has the shape of the engine's, so the
+choice of kernel and the order of summation are the engine's too, and the input is quantized once.
+Masters, codes, names and gradients remain each layer's own.
 """
 
 from collections.abc import Iterable, Sequence
@@ -38,9 +37,7 @@ class LinearStack:
 
     @property
     def product(self) -> LowBitMatmul:
-        """The parts' present weight versions in the layout of the kernel; see
-        `LowBitLayer.product`.
-        """
+        """The parts' present weight versions in the kernel's layout; see `LowBitLayer.product`."""
         if not self.parts[0].context.multiplies_codes:
             return SideBySide([part.product for part in self.parts], name="plain")
         context = self.parts[0].context

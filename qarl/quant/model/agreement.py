@@ -1,4 +1,4 @@
-"""How closely a learner of a model can agree with its sampler, from config.json alone."""
+"""Prediction of how closely a learner can agree with its sampler, from config.json alone."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -16,7 +16,7 @@ from qarl.quant.schemes import get_scheme
 
 @dataclass(frozen=True)
 class Agreement:
-    """How closely learner and sampler can agree."""
+    """Degree to which learner and sampler can agree."""
 
     level: Literal["exact", "floor", "refused"]
     """"exact": the learner computes through the engine's own model, to the same bits. "floor": it
@@ -24,11 +24,11 @@ class Agreement:
     "refused": it would learn another policy.
     """
     reason: str = ""
-    """Why the level is not better; "" if it is "exact"."""
+    """Reason why the level is not better; "" if it is "exact"."""
 
 
 def agreement(model: PreTrainedModel, dtype: torch.dtype) -> Agreement:
-    """Return how closely learner and sampler of a model can agree in a compute dtype.
+    """Return the degree to which learner and sampler of a model can agree in a compute dtype.
 
     `model` is on the meta device and unusable afterwards. Needs vLLM.
     """

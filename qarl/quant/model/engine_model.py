@@ -104,8 +104,9 @@ def _experts_of(name: str, sources: Mapping[tuple[str, str], list[str]]) -> str:
 
 
 def _device(model: PreTrainedModel) -> torch.device:
-    """Return the device of the forward; for a model without values, one that can build its
-    operators.
+    """Return the device of the forward: the CPU for a model on the meta device.
+
+    A model's operators can be built on the CPU, also without values.
     """
     return torch.device("cpu") if model.device.type == "meta" else model.device
 

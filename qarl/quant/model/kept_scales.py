@@ -1,5 +1,4 @@
-"""Scales that are kept across weight versions of a `LowBitModel`, and a start from calibrated
-codes.
+"""Scales kept across weight versions of a `LowBitModel`, and a start from calibrated codes.
 
 docs/guide/scales.md says what both are worth.
 """
@@ -131,7 +130,9 @@ def start_from_codes(
 def _weights_with_kept_scales(
     model: LowBitModel,
 ) -> Iterator[tuple[str, LowBitLayer[Any, Any], int, LowBitWeight]]:
-    """Yield every weight whose scales are kept: name, layer, index among its masters, present
+    """Yield every weight whose scales are kept.
+
+    A tuple has the weight's name, its layer, its index among the layer's masters, and its present
     version.
     """
     names = {id(parameter): name for name, parameter in model.loaded.items()}

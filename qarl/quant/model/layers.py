@@ -58,7 +58,9 @@ class Layers:
     engine: EngineModel | None = None
     """vLLM's modules for the checkpoint; None with transformers' operators."""
     why_not: str = ""
-    """Why the operators are transformers' although "auto" allows the engine's; otherwise ""."""
+    """Reason why the operators are transformers' although "auto" allows the engine's; otherwise
+    "".
+    """
     frozen: tuple[str, ...] = ()
     """Parameter names of copies that must keep their loaded values (a router's correction bias)."""
 

@@ -87,11 +87,13 @@ class LowBitModel(nn.Module):
         self.experts: dict[str, RoutedLowBitExperts] = self._layers.experts
         """Checkpoint name ("model.layers.0.mlp.experts") → low-bit experts."""
         self.operators: str = self._layers.operators
-        """Whose norms, rotary embedding, attention and routing the forward runs: "engine" or
-        "transformers".
+        """"engine" or "transformers": the source of the forward's norms, rotary embedding,
+        attention and routing.
         """
         self.why_not_engine: str = self._layers.why_not
-        """Why the operators are transformers' although "auto" allows the engine's; otherwise ""."""
+        """Reason why the operators are transformers' although "auto" allows the engine's; otherwise
+        "".
+        """
         self.dtype = context.dtype
         self.gradients = context.gradients
         self.module = model
@@ -121,11 +123,10 @@ class LowBitModel(nn.Module):
 
     @torch.no_grad()
     def refresh(self, flips: FlipCount | None = None) -> None:
-        """Materialize every master as a new weight version, for all forwards, the publish and the
-        export.
+        """Materialize every master as a new weight version.
 
-        The new version overwrites the previous one, so tensors of an earlier stream
-        (`low_bit_tensors`) change with it.
+        Forwards, publish and export read it. It overwrites the previous version, so tensors of an
+        earlier stream (`low_bit_tensors`) change with it.
 
         Args:
             flips: counts how many codes change, if codes are kept.
@@ -145,8 +146,9 @@ class LowBitModel(nn.Module):
             self._after_refresh()
 
     def on_refresh(self, call: Callable[[], None] | None) -> None:
-        """Set the function to call after each new weight version, before any forward uses it; None
-        for none.
+        """Set a function to call after each new weight version, before any forward uses it.
+
+        None: no function.
         """
         self._after_refresh = call
 
@@ -169,8 +171,7 @@ class LowBitModel(nn.Module):
         self.release_products()
 
     def multiply_with(self, engine: "EngineLayers | None") -> None:
-        """Multiply with the running engine's own layers, or with this model's own kernels again
-        (None).
+        """Multiply with the running engine's own layers; None restores this model's own kernels.
 
         Raises `KernelError`, and keeps this model's own kernels, if the engine lacks a layer of
         this model.
@@ -262,8 +263,7 @@ class LowBitModel(nn.Module):
             tokens: int64 [B, T], padded on the right.
             wanted: bool [B, T], the chosen positions.
             experts: experts to route to, integer [B, T, L, K] over decoder layers L; -1 where the
-                router
-                chooses. None: it chooses everywhere.
+                router chooses. None: it chooses everywhere.
             packed: how the sequences are put into one row of N tokens, without padding.
 
         Returns compute dtype [n, C], one row for each True of `wanted` in row-major order.
@@ -311,8 +311,7 @@ class LowBitModel(nn.Module):
 
     @contextlib.contextmanager
     def forward_as(self, forward: Forward) -> Iterator[None]:
-        """Make the model multiply other values of its weights within this context, without
-        gradient.
+        """Multiply other values of the weights within this context, without gradient.
 
         The values are those of the last `refresh`. `Forward.PUBLISHED` multiplies the published
         codes even if the learner is unaligned, as the canary does; `Forward.UNQUANTIZED` multiplies
@@ -335,8 +334,7 @@ class LowBitModel(nn.Module):
             layer.recast()
 
     def low_bit_tensors(self) -> Iterator[LowBitTensor]:
-        """Yield every tensor of the deployable checkpoint, layer by layer, under the checkpoint's
-        names.
+        """Yield every tensor of the deployable checkpoint, layer by layer, by its checkpoint name.
 
         Tied output heads are left out, as transformers leaves them out. Nothing is copied: these
         are the buffers that the next `refresh` overwrites, so read them before it. After
@@ -355,9 +353,7 @@ class LowBitModel(nn.Module):
         return {**parameters, **buffers}
 
     def layers(self) -> list[LayerReport]:
-        """Return the learner's side of the audit: every layer with the kernel that multiplies
-        it.
-        """
+        """Return the learner's part of the audit: each layer with the kernel that multiplies it."""
         return layer_reports(self._layers, self.context)
 
     def check_rows(self) -> RowCheck:

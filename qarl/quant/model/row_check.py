@@ -109,11 +109,10 @@ def check_rows(layers: Layers, context: LayerContext, graph: Any = None) -> RowC
 
 
 def check_machine_rows() -> RowCheck:
-    """Test the kernels of this machine at shapes of a model of a few billion parameters, without a
-    model.
+    """Test the kernels of this machine without a model.
 
-    Tests every scheme that vLLM runs here in bfloat16, and unquantized products in every dtype, all
-    with 2,048 columns. Imports vLLM.
+    Shapes are those of a model of a few billion parameters, with 2,048 columns. Tests every scheme
+    that vLLM runs here in bfloat16, and unquantized products in every dtype. Imports vLLM.
     """
     kernels = [
         *(

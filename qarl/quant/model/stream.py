@@ -1,6 +1,4 @@
-"""One weight version under the checkpoint's names: published and exported tensors, and the
-audit.
-"""
+"""One weight version by checkpoint names: published and exported tensors, and the audit."""
 
 from collections.abc import Iterable, Iterator
 
@@ -74,7 +72,7 @@ def _experts_tensors(layers: Layers, layer: str, key: str, written: str) -> Iter
 
 
 def layer_reports(layers: Layers, context: LayerContext) -> list[LayerReport]:
-    """Return the learner's side of the audit.
+    """Return the learner's part of the audit.
 
     It lists every linear layer and every layer's experts with the kernel that multiplies them, then
     the routers that no linear layer multiplies.

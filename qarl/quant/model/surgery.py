@@ -1,8 +1,8 @@
-"""Replaces a transformers model's modules by low-bit layers and copies, which read the model's
-parameters as masters.
+"""Replacement of a transformers model's modules by low-bit layers and copies.
 
-Linear layers become `LowBitLinear`, fused experts `RoutedLowBitExperts`; everything else
-(embeddings, norms) keeps a compute-dtype copy whose gradient flows to its master.
+These read the model's parameters as their masters. Linear layers become `LowBitLinear`, fused
+experts `RoutedLowBitExperts`. Everything else (embeddings, norms) gets a compute-dtype copy whose
+gradient flows to its master.
 """
 
 from collections import defaultdict
@@ -40,16 +40,25 @@ from qarl.quant.schemes import SchemeError, get_scheme
 def replace_layers(
     model: PreTrainedModel, plan: Plan, context: LayerContext, operators: str = "auto"
 ) -> Layers:
-    """Make low-bit layers and copies of a model's parameters, which stay the same objects. Nothing
-    is materialized yet.
+    """Make low-bit layers and copies of a model's parameters, without materializing anything yet.
 
-    operators: "engine": the forward is vLLM's own model (`quant.graph`), and `model` keeps the
-    parameters alone. "transformers": modules of `model` are replaced in place. "auto": the engine's
-    for aligned models that vLLM runs with modules of known kinds. Raises `SchemeError` for a
-    quantized router that transformers' operators would multiply unquantized, and `GraphError` for
-    "engine" where it cannot be, before anything is changed.
+    The parameters stay the same objects.
+
+    Raises `SchemeError` for a quantized router that transformers' operators would multiply
+    unquantized, and `GraphError` if the engine's operators are asked for and impossible. Both are
+    raised before anything is changed.
+
+    Args:
+        model: its parameters become the masters.
+        plan: the scheme of each layer.
+        context: settings and state that the layers share.
+        operators: "engine": the forward is vLLM's own model (`quant.graph`), and `model` only holds
+            the parameters. "transformers": modules of `model` are replaced in place. "auto":
+            "engine" for aligned models that vLLM runs with modules of known kinds, else
+            "transformers".
     """
-    engine, why_not = None, ""
+    engine = None
+    why_not = ""
     if operators == "engine" or (operators == "auto" and context.aligned):
         try:
             engine = _ask_vllm(model, context)
@@ -71,10 +80,10 @@ def replace_layers(
     routers = tuple(router_names(model, fused))
     _refuse_quantized_routers(plan, [family.checkpoint_name(name) for name in routers])
     linears = _replace_linears(model, family, plan, context)
-    together: defaultdict[str, list[LowBitLinear]] = defaultdict(list)
+    stacked: defaultdict[str, list[LowBitLinear]] = defaultdict(list)
     for name, linear in linears.items():
-        together[stacked_name(name)].append(linear)
-    fuse_scales(together.values())
+        stacked[stacked_name(name)].append(linear)
+    fuse_scales(stacked.values())
     experts = _make_experts(model, fused, family, plan, context)
     for name, layer in zip(fused, experts.values(), strict=True):
         model.set_submodule(name, layer)
@@ -91,6 +100,7 @@ def replace_layers(
 
 
 def _ask_vllm(model: PreTrainedModel, context: LayerContext) -> EngineModel:
+    """Return vLLM's modules for this model. Raise `GraphError` if it has no such model."""
     if not has_vllm():
         raise GraphError(
             "learner.operators 'engine' runs vLLM's own model, and vLLM is not installed here: pip"
@@ -104,21 +114,23 @@ def _ask_vllm(model: PreTrainedModel, context: LayerContext) -> EngineModel:
 def _engine_layers(
     model: PreTrainedModel, plan: Plan, context: LayerContext, engine: EngineModel
 ) -> Layers:
-    """Low-bit layers for all that vLLM multiplies, in the model's order, stacked as it stacks
-    them.
+    """Return low-bit layers for everything vLLM multiplies, in the model's order and vLLM's stacks.
+
+    Raises `GraphError` if vLLM and the checkpoint differ in the layers they multiply.
     """
-    family, fused = family_of(model.config.model_type), dict(fused_experts(model))
+    family = family_of(model.config.model_type)
+    fused = dict(fused_experts(model))
     parameters = {
         family.checkpoint_name(name): parameter for name, parameter in model.named_parameters()
     }
     modules = {family.checkpoint_name(name): module for name, module in model.named_modules()}
     multiplied = {layer for layers in engine.stacked.values() for layer in layers}
     head = _output_head(model, family)
-    ours = {name for name, module in modules.items() if isinstance(module, nn.Linear)}
-    lost = sorted(ours - multiplied - {head})
-    if lost:
+    linear_names = {name for name, module in modules.items() if isinstance(module, nn.Linear)}
+    missing = sorted(linear_names - multiplied - {head})
+    if missing:
         raise GraphError(
-            f"the engine's {engine.architecture} does not multiply {lost[0]!r}, which the"
+            f"the engine's {engine.architecture} does not multiply {missing[0]!r}, which the"
             " checkpoint has"
         )
     unknown = sorted(multiplied - modules.keys())
@@ -135,9 +147,8 @@ def _engine_layers(
             weight = parameters.get(f"{name}.weight", getattr(module, "weight", None))
             assert weight is not None, name
             bias = parameters.get(f"{name}.bias")
-            linears[name] = LowBitLinear(
-                name, weight, bias, plan.schemes.get(name, get_scheme("bf16")), context
-            )
+            scheme = plan.schemes.get(name, get_scheme("bf16"))
+            linears[name] = LowBitLinear(name, weight, bias, scheme, context)
     stacks = {
         name: LinearStack(name, [linears[layer] for layer in layers], engine.unusual.get(name))
         for name, layers in engine.stacked.items()
@@ -145,17 +156,21 @@ def _engine_layers(
     stacks |= {name: LinearStack(name, [linears[head]]) for name in engine.heads}
     fuse_scales(stack.parts for stack in stacks.values())
     experts = _make_experts(model, fused, family, plan, context)
-    taken = {id(m) for layer in (*linears.values(), *experts.values()) for m in layer.masters}
-    taken |= {id(layer.bias) for layer in linears.values()}
-    # where the output head is tied to it, both read it
+    low_bit = (*linears.values(), *experts.values())
+    masters = {id(master) for layer in low_bit for master in layer.masters}
+    masters |= {id(layer.bias) for layer in linears.values()}
+    # An embedding has a copy even if it is also the master of a tied output head.
     embedding = model.get_input_embeddings().weight
     copies = {
         name: MasterCopy(parameter, context)
         for name, parameter in model.named_parameters()
-        if id(parameter) not in taken or parameter is embedding
+        if id(parameter) not in masters or parameter is embedding
     }
-    others = multiplied - ours
-    routers = [name for name, _ in model.named_modules() if family.checkpoint_name(name) in others]
+    # transformers has modules of its own for these
+    other_names = multiplied - linear_names
+    routers = [
+        name for name, _ in model.named_modules() if family.checkpoint_name(name) in other_names
+    ]
     return Layers(
         linears=linears,
         stacks=stacks,
@@ -172,8 +187,9 @@ def _engine_layers(
 
 
 def _output_head(model: PreTrainedModel, family: Family) -> str:
-    """Checkpoint name of the module that makes logits. Raises `GraphError` where it is no linear
-    layer.
+    """Return the checkpoint name of the module that computes logits.
+
+    Raises `GraphError` if it is no linear layer.
     """
     head = model.get_output_embeddings()
     names = [
@@ -190,16 +206,17 @@ def _output_head(model: PreTrainedModel, family: Family) -> str:
 def _replace_linears(
     model: nn.Module, family: Family, plan: Plan, context: LayerContext
 ) -> dict[str, LowBitLinear]:
-    replaced = {}
+    """Replace every `nn.Linear` of the model and return the new layers by checkpoint name."""
+    layers = {}
     for name, linear in list(model.named_modules()):
         if isinstance(linear, nn.Linear):
             assert isinstance(linear.weight, nn.Parameter)
             layer = family.checkpoint_name(name)
-            replaced[layer] = LowBitLinear(
+            layers[layer] = LowBitLinear(
                 layer, linear.weight, linear.bias, plan.schemes[layer], context
             )
-            model.set_submodule(name, replaced[layer])
-    return replaced
+            model.set_submodule(name, layers[layer])
+    return layers
 
 
 def _make_experts(
@@ -209,13 +226,13 @@ def _make_experts(
     plan: Plan,
     context: LayerContext,
 ) -> dict[str, RoutedLowBitExperts]:
+    """Return low-bit layers over the parameters of fused experts, by checkpoint name."""
     layers = {}
+    config = model.config
     for name, module in fused.items():
-        layer, config = family.checkpoint_name(name), model.config
-        gate_up, down = (
-            module.get_parameter("gate_up_proj"),
-            module.get_parameter("down_proj"),
-        )
+        layer = family.checkpoint_name(name)
+        gate_up = module.get_parameter("gate_up_proj")
+        down = module.get_parameter("down_proj")
         count, merged, hidden = whole_shape(gate_up)
         shape = ExpertsShape(
             experts=count,
@@ -225,14 +242,14 @@ def _make_experts(
             activation=getattr(config, "hidden_activation", None) or config.hidden_act,
             layout=family.experts,
         )
-        # one for all, as plans make sure
+        # Plans make sure that all experts of a layer have one scheme.
         scheme = plan.schemes[f"{layer}.0.{family.experts.down}"]
         layers[layer] = RoutedLowBitExperts(layer, gate_up, down, shape, scheme, context)
     return layers
 
 
 def _detach_copies(model: nn.Module, context: LayerContext) -> dict[str, MasterCopy]:
-    """Let everything outside linear layers and experts read compute-dtype copies; name → copy."""
+    """Make parameters outside linear layers and experts read copies; return name → copy."""
     copies: dict[str, MasterCopy] = {}
     for prefix, module in list(model.named_modules()):
         if isinstance(module, LowBitLinear | RoutedLowBitExperts):
@@ -244,7 +261,7 @@ def _detach_copies(model: nn.Module, context: LayerContext) -> dict[str, MasterC
         for key, parameter in list(module.named_parameters(recurse=False)):
             name = f"{prefix}.{key}" if prefix else key
             copies[name] = MasterCopy(parameter, context)
-            # Unsafe: the dtype changes on purpose.
+            # `unsafe` skips torch's check of the dtype, which changes on purpose.
             parametrize.register_parametrization(
                 module, key, ComputeCopy(copies[name]), unsafe=True
             )
@@ -252,18 +269,20 @@ def _detach_copies(model: nn.Module, context: LayerContext) -> dict[str, MasterC
 
 
 def _refuse_quantized_routers(plan: Plan, routers: list[str]) -> None:
-    forced = [name for name in routers if plan.schemes[name].quantization is not None]
-    if forced:
+    """Raise `SchemeError` if the plan quantizes a router."""
+    quantized = [name for name in routers if plan.schemes[name].quantization is not None]
+    if quantized:
         raise SchemeError(
-            f"a rule quantizes the router {forced[0]!r}, which transformers' own operators multiply"
-            " unquantized; drop the rule, or set learner.operators to 'engine' where the model"
+            f"a rule quantizes the router {quantized[0]!r}, which transformers' own operators"
+            " multiply unquantized; drop the rule, or set learner.operators to 'engine' where the model"
             " allows"
         )
 
 
 def _refuse_changed_logits(model: PreTrainedModel, why_not: str) -> None:
-    """Raise `GraphError` for models that change logits after the output head: transformers' forward
-    is left before.
+    """Raise `GraphError` for models that change logits after the output head.
+
+    transformers' forward is left before that.
     """
     if key := changed_logits(model.config):
         remedy = (
@@ -276,6 +295,6 @@ def _refuse_changed_logits(model: PreTrainedModel, why_not: str) -> None:
 
 
 def changed_logits(config: PreTrainedConfig) -> str | None:
-    """The field of a model's config by which logits change after the output head."""
+    """Return the config field that changes logits after the output head, or None."""
     keys = ("final_logit_softcapping", "logits_scaling", "logit_scale")
     return next((key for key in keys if getattr(config, key, None) not in (None, 1)), None)
