@@ -45,8 +45,8 @@ def replace_layers(
     The parameters stay the same objects.
 
     Raises `SchemeError` for a quantized router that transformers' operators would multiply
-    unquantized, and `GraphError` if the engine's operators are asked for and impossible. Both are
-    raised before anything is changed.
+    unquantized, and `GraphError` if the engine's operators are impossible although `operators`, an
+    fp8 key/value cache or the model's logits need them. Both are raised before anything is changed.
 
     Args:
         model: its parameters become the masters.
@@ -274,8 +274,8 @@ def _refuse_quantized_routers(plan: Plan, routers: list[str]) -> None:
     if quantized:
         raise SchemeError(
             f"a rule quantizes the router {quantized[0]!r}, which transformers' own operators"
-            " multiply unquantized; drop the rule, or set learner.operators to 'engine' where the model"
-            " allows"
+            " multiply unquantized; drop the rule, or set learner.operators to 'engine' where the"
+            " model allows"
         )
 
 
