@@ -183,6 +183,7 @@ def check_rotary(folder: Path) -> None:
 
 
 def _check_tokenizer(folder: Path) -> None:
+    """Raise `ModelError` if the tokenizer's files are missing or unreadable."""
     if not any((folder / name).is_file() for name in _TOKENIZERS):
         raise ModelError(
             f"model folder {str(folder)!r} has no tokenizer (tokenizer.json, tokenizer.model or"
@@ -255,6 +256,7 @@ def tensor_shapes(folder: Path) -> dict[str, list[int]]:
 
 
 def _gguf_files(folder: Path) -> list[Path]:
+    """Return the folder's GGUF files."""
     return sorted(file for file in folder.glob("*") if file.suffix.lower() == _GGUF)
 
 
@@ -274,6 +276,7 @@ def _gguf_remedy(file: Path) -> str:
 
 
 def _read_object(file: Path) -> dict[str, Any]:
+    """Return the JSON object in a file. Raise `ModelError` if it is unreadable or another value."""
     try:
         tree = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:

@@ -113,6 +113,7 @@ def _never_quantized(model: PreTrainedModel, shapes: dict[str, tuple[int, int]])
 
 
 def _check_shapes(shapes: dict[str, tuple[int, int]], plan: Plan) -> None:
+    """Raise `SchemeError` if a matrix's shape does not fit its scheme."""
     problems = []
     for name, shape in shapes.items():
         try:

@@ -163,6 +163,7 @@ class Graph:
 
     @contextlib.contextmanager
     def _stepping(self, step: _Step) -> Iterator[None]:
+        """Run one forward of the model within this context."""
         for layer in self._routed:
             layer.replayed = None if step.experts is None else step.experts[:, layer.number]
         with (
@@ -172,6 +173,7 @@ class Graph:
             yield
 
     def _put_leaf(self, name: str, module: Any) -> None:
+        """Replace what a module of vLLM's computes, if there is a leaf for its kind."""
         self._take_buffers(name, module)
         if isinstance(module, LinearBase):
             stack = self._stack(name, module)
@@ -199,6 +201,7 @@ class Graph:
                 self._read_directly.append((module, key, weight))
 
     def _stack(self, name: str, module: LinearBase) -> LinearStack:
+        """Return the stack that replaces a linear layer."""
         stack = self._masters.stacks[name]
         scheme = stack.parts[0].scheme
         unquantized = isinstance(module.quant_method, UnquantizedLinearMethod)
@@ -240,6 +243,7 @@ class Graph:
         return weights
 
     def _attention(self, name: str, module: Any) -> Callable[..., torch.Tensor]:
+        """Return the forward that replaces an `Attention` module's."""
         implementation = module.impl
         window = module.sliding_window
         scoring = Scoring(
@@ -285,6 +289,8 @@ class Graph:
             layer.forward = self._checkpointed(layer.forward)
 
     def _checkpointed(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a decoder layer's forward that can be checkpointed."""
+
         def run(*args: Any, **kwargs: Any) -> Any:
             if not (self._context.checkpointing and torch.is_grad_enabled()):
                 return forward(*args, **kwargs)

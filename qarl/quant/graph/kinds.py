@@ -64,6 +64,7 @@ def _needed(name: str, module: Any, sources: Mapping[tuple[str, str], Collection
 
 
 def _of_experts(runner: Any) -> str:
+    """Return what the learner lacks for the experts of a runner; "" if nothing."""
     experts = runner.routed_experts
     config = runner.moe_config
     reasons = {

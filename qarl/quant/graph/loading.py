@@ -130,6 +130,7 @@ _IN_ORDER = {
 
 
 def _followed(shapes: Mapping[str, Sequence[int]], dtype: torch.dtype) -> dict[str, _Followed]:
+    """Return tensors without values, of these shapes, by checkpoint name."""
     tensors = {}
     for name, shape in shapes.items():
         followed = torch.empty(tuple(shape), device="meta", dtype=dtype).as_subclass(_Followed)

@@ -60,8 +60,8 @@ class LayerContext:
         publishing.
         """
         self.kv_cache = kv_cache
-        """"fp8" if the engine caches keys and values in e4m3, None if in `dtype`. Forwards over
-        codes round keys and values the same way.
+        """Format of the engine's cached keys and values: "fp8" (e4m3), or None for `dtype`.
+        Forwards over codes round keys and values the same way.
         """
         self.device = device
         """Device on which codes are made and multiplied. None: the masters' device
@@ -86,9 +86,11 @@ class LayerContext:
         use: slower, less memory.
         """
         self._own = make_factory(kernel, dtype)
+        """Factory of `kernel`'s products."""
         self.forward = Forward.LEARNER
         """Values of the weights that the present forward multiplies."""
         self._roundings: torch.Generator | None = None
+        """Source of the perturbations within `other_roundings`; None outside."""
 
     def drop_codes(self) -> None:
         """Make layers recompute a version's codes at every use."""
@@ -139,12 +141,11 @@ class LayerContext:
         """Return a product's results, perturbed inside `other_roundings` and else unchanged."""
         if self._roundings is None:
             return product
-        moves = torch.rand(product.shape, generator=self._roundings, dtype=torch.float32).to(
-            product.device
-        )
+        drawn = torch.rand(product.shape, generator=self._roundings, dtype=torch.float32)
         # eps is the unit in the last place of a value in [1, 2); half of it rounds away
         unit = torch.finfo(product.dtype).eps / 2
-        return (product.float() * (1.0 + (2.0 * moves - 1.0) * unit)).to(product.dtype)
+        factor = 1.0 + (2.0 * drawn.to(product.device) - 1.0) * unit
+        return (product.float() * factor).to(product.dtype)
 
     def own_products(self) -> AbstractContextManager[None]:
         """Return a context within which layers use kernels of their own, not the engine's.

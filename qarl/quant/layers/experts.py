@@ -25,8 +25,9 @@ from qarl.quant.kernels.experts_loop import ExpertsLoop
 from qarl.quant.kernels.reference import PlainMatmul
 from qarl.quant.layers import grouped_backward
 from qarl.quant.layers.context import LayerContext
+from qarl.quant.layers.lora import Adapter
 from qarl.quant.layers.low_bit_layer import LowBitLayer, multiplied_input
-from qarl.quant.layers.straight_through import add_weight_gradient
+from qarl.quant.layers.straight_through import add_weight_gradient, input_values
 from qarl.quant.materialize import LowBitWeight
 from qarl.quant.materialize.activations import LowBitActivation, quantize_activation
 from qarl.quant.materialize.experts import LowBitExperts, materialize_experts
@@ -175,7 +176,7 @@ class _StraightThrough(torch.autograd.Function):
     ) -> Tensor:
         ctx.experts = experts
         ctx.save_for_backward(weights, index, *kept)
-        # see `quant.layers.linear`
+        # `.data`, as in `quant.layers.linear`
         return experts.context.rounded(experts.product(x, weights, index)).data
 
     @staticmethod
@@ -183,14 +184,7 @@ class _StraightThrough(torch.autograd.Function):
         experts: RoutedLowBitExperts = ctx.experts
         weights, index, *kept = ctx.saved_tensors
         dmasters, returned_gradients = _master_gradients(experts, ctx.needs_input_grad[2:4])
-        dfactors = [
-            (
-                ()
-                if a is None
-                else tuple(torch.zeros_like(f, dtype=torch.float32) for f in (a.lora_A, a.lora_B))
-            )
-            for a in experts.adapters
-        ]
+        dfactors = [_factor_zeros(adapter) for adapter in experts.adapters]
         dy = grad_outputs[0]
         gradients_of = _grouped if experts.multiplies_grouped(dy) else _one_by_one
         dx, dweights = gradients_of(
@@ -212,6 +206,14 @@ class _StraightThrough(torch.autograd.Function):
         )
 
 
+def _factor_zeros(adapter: Adapter | None) -> tuple[Tensor, ...]:
+    """Return tensors to add the gradients of an adapter's factors to; none without adapter."""
+    if adapter is None:
+        return ()
+    factors = (adapter.lora_A, adapter.lora_B)
+    return tuple(torch.zeros_like(factor, dtype=torch.float32) for factor in factors)
+
+
 def _one_by_one(
     experts: RoutedLowBitExperts,
     multiplied: Tensor | LowBitActivation,
@@ -223,11 +225,7 @@ def _one_by_one(
 ) -> tuple[Tensor, Tensor]:
     """Compute the same as `_grouped`, for one expert at a time and in fp32."""
     gradients = experts.context.gradients
-    x = (
-        multiplied.dequantized(torch.float32)
-        if isinstance(multiplied, LowBitActivation)
-        else multiplied.float()
-    )
+    x = input_values(multiplied, torch.float32)
     dy = dy.to(torch.float32)
     dx = torch.zeros_like(x)
     dweights = torch.zeros_like(weights)
@@ -291,11 +289,7 @@ def _grouped(
             return values
         return multiplied_activation(values, experts.scheme).dequantized(dy.dtype)
 
-    x = (
-        multiplied.dequantized(dy.dtype)
-        if isinstance(multiplied, LowBitActivation)
-        else multiplied.to(dy.dtype)
-    )
+    x = input_values(multiplied, dy.dtype)
     unscale = 1.0 / experts.context.gradients.scale
     parts = []
     for part in grouped_backward.token_gradients(

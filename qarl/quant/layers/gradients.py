@@ -47,9 +47,11 @@ class Gradients:
         )
         """Sums over processes that have begun: (master, its whole gradient, wait for the sum)."""
         self._largest = 0
-        """Elements of the largest gradients of one layer so far."""
+        """Number of elements of one layer's largest gradients so far."""
         self._sums: dict[torch.Tensor, torch.Tensor] | None = None
-        """Master → gradient summed in this process since `add_up`; None before."""
+        """Master → gradient summed in this process, from `add_up` until the sums are delivered;
+        else None.
+        """
 
     def configure(
         self,
@@ -103,7 +105,10 @@ class Gradients:
         return None
 
     def make_way(self, *masters: torch.Tensor) -> None:
-        """Wait for sums in flight until there is memory for whole gradients of these masters."""
+        """Wait for sums in flight until whole gradients of these masters fit beside the others.
+
+        The upper bound on elements in flight is that of the largest layer, plus `AHEAD`.
+        """
         needed = sum(whole_shape(master).numel() for master in masters)
         self._largest = max(self._largest, needed)
         self._arrive(self._largest + AHEAD - needed)
@@ -128,6 +133,7 @@ class Gradients:
         until.register_hook(self._deliver_sums)
 
     def _deliver_sums(self, _: torch.Tensor) -> None:
+        """Hand over the gradients accumulated since `add_up`."""
         sums = self._sums or {}
         self._sums = None
         for master, gradient in sums.items():

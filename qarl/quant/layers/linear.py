@@ -34,7 +34,7 @@ from qarl.quant.kernels.base import LowBitMatmul
 from qarl.quant.kernels.reference import PlainMatmul
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.layers.low_bit_layer import LowBitLayer, multiplied_input
-from qarl.quant.layers.straight_through import add_weight_gradient, input_gradient
+from qarl.quant.layers.straight_through import add_weight_gradient, input_gradient, input_values
 from qarl.quant.materialize import LowBitWeight, materialize
 from qarl.quant.materialize.activations import LowBitActivation
 from qarl.quant.runtime.shards import shard_of, whole_shape, whole_value
@@ -54,9 +54,9 @@ class LowBitLinear(LowBitLayer[LowBitWeight, LowBitMatmul]):
     ):
         super().__init__(layer, scheme, context, master)
         self.master = master
-        """fp32, bf16 or fp16 [O, I]; the optimizer steps it."""
+        """Weight that the optimizer steps, fp32, bf16 or fp16 [O, I]."""
         self.bias = bias
-        """[O], or None."""
+        """Bias that the optimizer steps, [O], or None."""
         self.fused: tuple[LowBitLinear, ...] = ()
         """Other layers that the engine multiplies together with this one
         (`quant.layers.stack.fuse_scales`).
@@ -100,7 +100,7 @@ class LowBitLinear(LowBitLayer[LowBitWeight, LowBitMatmul]):
         return whole_shape(self.master)[0]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x · Wᵀ + bias for x in the compute dtype: [..., I] → [..., O]."""
+        """Return x̂ · Ŵᵀ + bias for x in the compute dtype: [..., I] → [..., O]."""
         return multiply((self,), self.product, x)
 
     def weight_used(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -214,8 +214,5 @@ def _part_gradients(
     dfactors: tuple[torch.Tensor, ...] = ()
     (adapter,) = part.adapters
     if adapter is not None:
-        used = (
-            x.dequantized(torch.float32) if isinstance(x, LowBitActivation) else x.to(torch.float32)
-        )
-        dfactors = adapter.gradients(dy.to(torch.float32), used)
+        dfactors = adapter.gradients(dy.to(torch.float32), input_values(x, torch.float32))
     return [dw, db, *(gradients.unscaled(dfactor) for dfactor in dfactors)]

@@ -45,6 +45,11 @@ def multiplies_natively(dtype: torch.dtype, device: torch.device) -> bool:
     )
 
 
+def input_values(x: torch.Tensor | LowBitActivation, dtype: torch.dtype) -> torch.Tensor:
+    """Return the values of an input as it was multiplied, rounded once to `dtype`."""
+    return x.dequantized(dtype) if isinstance(x, LowBitActivation) else x.to(dtype)
+
+
 def input_gradient(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
     """Return Σ dy · Ŵ over parts, compute dtype [N, I].
 
@@ -79,10 +84,10 @@ def add_weight_gradient(
     """
     unscale = 1.0 / gradients.scale
     if dy.is_cuda and dy.dtype != torch.float32:
-        dy_rows, x_fp32 = _operands(dy, x)
-        rows = max(1, LARGEST_PRODUCT // x_fp32.shape[1])
+        dy_rows, x_values = _operands(dy, x)
+        rows = max(1, LARGEST_PRODUCT // x_values.shape[1])
         for total_part, dy_part in zip(total.split(rows), dy_rows.split(rows), strict=True):
-            total_part.add_(product_in_fp32(dy_part, x_fp32), alpha=unscale)
+            total_part.add_(product_in_fp32(dy_part, x_values), alpha=unscale)
         return
     if dy.is_cuda or dy.dtype == x.dtype == torch.float32:
         # one product of everything
@@ -92,11 +97,7 @@ def add_weight_gradient(
         tokens = _TOKENS
         rows = _BLOCK // _TOKENS
     for dy_tokens, x_part in zip(dy.split(tokens), x.split(tokens), strict=True):
-        x_fp32 = (
-            x_part.dequantized(torch.float32)
-            if isinstance(x_part, LowBitActivation)
-            else x_part.to(torch.float32)
-        )
+        x_fp32 = input_values(x_part, torch.float32)
         for total_part, dy_part in zip(
             total.split(rows), dy_tokens.split(rows, dim=1), strict=True
         ):

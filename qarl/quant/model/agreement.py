@@ -19,9 +19,9 @@ class Agreement:
     """Degree to which learner and sampler can agree."""
 
     level: Literal["exact", "floor", "refused"]
-    """"exact": the learner computes through the engine's own model, to the same bits. "floor": it
-    computes through transformers' operators, as close as two implementations in one dtype are.
-    "refused": it would learn another policy.
+    """One of three. "exact": the learner computes through the engine's own model, to the same bits.
+    "floor": it computes through transformers' operators, as close as two implementations in one
+    dtype are. "refused": it would learn another policy.
     """
     reason: str = ""
     """Reason why the level is not better; "" if it is "exact"."""

@@ -52,7 +52,7 @@ class Layers:
     routers: tuple[str, ...]
     """Module names of the routers."""
     operators: str
-    """"engine" or "transformers"."""
+    """Source of the operators between the layers: "engine" or "transformers"."""
     family: Family
     """Checkpoint names of the architecture's weights."""
     engine: EngineModel | None = None

@@ -87,8 +87,8 @@ class LowBitModel(nn.Module):
         self.experts: dict[str, RoutedLowBitExperts] = self._layers.experts
         """Checkpoint name ("model.layers.0.mlp.experts") → low-bit experts."""
         self.operators: str = self._layers.operators
-        """"engine" or "transformers": the source of the forward's norms, rotary embedding,
-        attention and routing.
+        """Source of the forward's norms, rotary embedding, attention and routing: "engine" or
+        "transformers".
         """
         self.why_not_engine: str = self._layers.why_not
         """Reason why the operators are transformers' although "auto" allows the engine's; otherwise
@@ -205,7 +205,8 @@ class LowBitModel(nn.Module):
             parts = [part.layer for part in stack.parts]
             if layer in parts:
                 rows = [part.out_features for part in stack.parts]
-                return stack(*inputs)[..., : sum(rows)].split(rows, dim=-1)[parts.index(layer)]
+                output = stack(*inputs)[..., : sum(rows)]  # without the engine's padding
+                return output.split(rows, dim=-1)[parts.index(layer)]
         return self.linears[layer](*inputs)
 
     def release_products(self) -> None:
@@ -330,6 +331,7 @@ class LowBitModel(nn.Module):
                 self._recast()
 
     def _recast(self) -> None:
+        """Cast all layers' masters again, to the dtype of the present forward."""
         for layer in self.low_bit_layers():
             layer.recast()
 

@@ -145,6 +145,7 @@ _Kernel = tuple[str, str, str, Callable[[], Dependence | None]]
 
 
 def _products(layers: Layers, context: LayerContext) -> Iterator[_Kernel]:
+    """Yield the tests of linear layers and stacks."""
     stacked = {part.layer for stack in layers.stacks.values() for part in stack.parts}
     alone = [layer for layer in layers.linears.values() if layer.layer not in stacked]
     products: list[tuple[Sequence[LowBitLinear], LinearStack | LowBitLinear]] = [
@@ -166,6 +167,8 @@ def _products(layers: Layers, context: LayerContext) -> Iterator[_Kernel]:
 def _ask_product(
     part: LowBitLinear, multiplying: Any, context: LayerContext
 ) -> Callable[[], Dependence | None]:
+    """Return the test of one product."""
+
     def ask() -> Dependence | None:
         codes = part.codes()
         height = codes.scheme.block[0] if codes.scheme.block else 16
@@ -177,6 +180,7 @@ def _ask_product(
 
 
 def _experts(layers: Layers, context: LayerContext) -> Iterator[_Kernel]:
+    """Yield the tests of routed experts."""
     for layer in layers.experts.values():
         sizes = layer.shape
         shape = (
@@ -189,6 +193,8 @@ def _experts(layers: Layers, context: LayerContext) -> Iterator[_Kernel]:
 def _ask_experts(
     layer: RoutedLowBitExperts, context: LayerContext
 ) -> Callable[[], Dependence | None]:
+    """Return the test of one layer's experts."""
+
     def ask() -> Dependence | None:
         generator = torch.Generator().manual_seed(0)
         device = layer.masters[0].device
@@ -230,6 +236,7 @@ def _attention(graph: Any, context: LayerContext) -> Iterator[_Kernel]:
 def _ask_attention(
     heads: tuple[int, int, int], window: int | None, context: LayerContext
 ) -> Callable[[], Dependence | None]:
+    """Return the test of attention with this many heads, heads of keys, and columns a head."""
     H, G, D = heads
     scoring = Scoring(
         scale=D**-0.5,
