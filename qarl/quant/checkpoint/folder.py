@@ -46,7 +46,9 @@ def local_folder(name: str) -> Path | None:
             f"model {name!r} is a file; give the folder of a model in transformers' format"
             " (config.json, tokenizer and *.safetensors)"
         )
-    if name.startswith((".", "/", "~")) or name.count("/") != 1 or not all(name.split("/")):
+    parts = name.split("/")
+    is_hub_id = len(parts) == 2 and all(parts) and not name.startswith((".", "~"))
+    if not is_hub_id:
         raise ModelError(
             f"model folder {name!r} does not exist; give a transformers folder, or a hub id"
             " (owner/name)"
@@ -151,7 +153,8 @@ def check_context(folder: Path, tokens: int) -> None:
 def positions(config: dict[str, Any]) -> float | None:
     """Return the number of tokens a sequence may have by this config.json; None if unknown."""
     config = config["text_config"] if isinstance(config.get("text_config"), dict) else config
-    length = next((config[key] for key in _LENGTHS if isinstance(config.get(key), int)), None)
+    lengths = (config[key] for key in _LENGTHS if isinstance(config.get(key), int))
+    length = next(lengths, None)
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     scaled = isinstance(rope, dict) and rope.get("rope_type", rope.get("type")) in (
         "linear",
@@ -171,7 +174,8 @@ def check_rotary(folder: Path) -> None:
     settings = [config.get("rope_scaling"), config.get("rope_parameters")]
     # some models have settings for each kind of layer, nested in these
     settings += [inner for outer in settings if isinstance(outer, dict) for inner in outer.values()]
-    kinds = {rope.get("rope_type", rope.get("type")) for rope in settings if isinstance(rope, dict)}
+    ropes = [rope for rope in settings if isinstance(rope, dict)]
+    kinds = {rope.get("rope_type", rope.get("type")) for rope in ropes}
     changing = [kind for kind in _CHANGING_ROTATIONS if kind in kinds]
     if changing:
         raise ModelError(

@@ -225,7 +225,10 @@ def check_finite(folder: Path | str, model: PreTrainedModel) -> None:
     One pass suffices: both extremes are finite only if all values are.
     """
     for name, master in model.named_parameters():
-        if master.numel() and not torch.stack(torch.aminmax(master.detach())).isfinite().all():
+        if master.numel() == 0:
+            continue
+        extremes = torch.stack(torch.aminmax(master.detach()))
+        if not extremes.isfinite().all():
             raise ModelError(
                 f"model {str(folder)!r}: tensor {name!r} holds NaN or infinity; take another copy"
                 " of the checkpoint"

@@ -80,10 +80,12 @@ def trace_loading(
 def _in_order(parts: Iterable[tuple[Any, str]]) -> list[tuple[Any, str]]:
     """Sort by shard: q, k, v, or numbers."""
     numbers = {"q": 0, "k": 1, "v": 2}
-    return sorted(
-        parts,
-        key=lambda part: numbers.get(part[0], part[0] if isinstance(part[0], int) else 0),
-    )
+
+    def number(part: tuple[Any, str]) -> int:
+        shard, _ = part
+        return shard if isinstance(shard, int) else numbers.get(shard, 0)
+
+    return sorted(parts, key=number)
 
 
 class _Followed(torch.Tensor):

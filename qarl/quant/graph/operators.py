@@ -142,8 +142,9 @@ class _Norm(torch.autograd.Function):
         parts = operator.gradients.over_rows(
             _norm_gradients, rows, scale, operator.module.variance_epsilon
         )
+        dresidual = [dx] if ctx.added else []
         dweight = [functools.reduce(torch.add, parts).to(weight[0].dtype)] if weight else []
-        return None, dx, *([dx] if ctx.added else []), *dweight
+        return None, dx, *dresidual, *dweight
 
 
 def _norm_gradients(
@@ -280,8 +281,14 @@ class _Derived(torch.autograd.Function):
         outputs, call.returned = pytree.tree_flatten(call.operator.value(*args, **kwargs))
         ctx.save_for_backward(*tensors)
         ctx.call = call
-        passed = {t.data_ptr() for t in tensors}
-        return tuple(o.clone() if o is not None and o.data_ptr() in passed else o for o in outputs)
+        # Copy results that are an argument's memory.
+        argument_memory = {t.data_ptr() for t in tensors}
+        return tuple(
+            output.clone()
+            if output is not None and output.data_ptr() in argument_memory
+            else output
+            for output in outputs
+        )
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> Any:

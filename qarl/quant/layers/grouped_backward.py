@@ -47,9 +47,13 @@ class MatrixGradient:
 
         They are bf16, of the factors' shapes (`quant.layers.lora`).
         """
-        down = grouped_mm(self.input, a.to(self.input.dtype).transpose(1, 2), offs=self.ends)
-        up = grouped_mm(self.output, b.to(self.output.dtype), offs=self.ends)
-        return _outer(up, self.input, self.ends), _outer(self.output, down, self.ends)
+        a = a.to(self.input.dtype)
+        b = b.to(self.output.dtype)
+        down = grouped_mm(self.input, a.transpose(1, 2), offs=self.ends)
+        up = grouped_mm(self.output, b, offs=self.ends)
+        da = _outer(up, self.input, self.ends)
+        db = _outer(self.output, down, self.ends)
+        return da, db
 
 
 @dataclass(frozen=True)

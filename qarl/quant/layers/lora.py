@@ -65,9 +65,11 @@ class Adapter(nn.Module):
             return self._add(base, a, b) if self.lora_B.any() else base
         if not b.any():
             return base
-        return torch.stack(
-            [self._add(m, x, y) if y.any() else m for m, x, y in zip(base, a, b, strict=True)]
-        )
+        merged = [
+            self._add(expert_base, expert_a, expert_b) if expert_b.any() else expert_base
+            for expert_base, expert_a, expert_b in zip(base, a, b, strict=True)
+        ]
+        return torch.stack(merged)
 
     def gradients(self, dy: Tensor, x: Tensor, expert: int | None = None) -> tuple[Tensor, Tensor]:
         """Return the gradients of A and B, or of one expert's A and B.
@@ -84,5 +86,7 @@ class Adapter(nn.Module):
         return da, db
 
     def _add(self, base: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """Return base + s · b a, computed in fp32, in the base's dtype."""
         add = torch.addmm if b.ndim == 2 else torch.baddbmm
-        return add(base.to(torch.float32), b, a, alpha=self.scale).to(base.dtype)
+        merged = add(base.to(torch.float32), b, a, alpha=self.scale)
+        return merged.to(base.dtype)

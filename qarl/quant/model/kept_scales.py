@@ -158,8 +158,9 @@ def _moved_to_codes(master: torch.Tensor, weight: LowBitWeight) -> torch.Tensor:
     grouped = (*weight.scale.shape, -1)
     centre = weight.dequantized().view(grouped)
     scale = weight.wide_scale().unsqueeze(-1)
-    # how far from its code a value may be, in scales: 2^bits · eps is the master's own rounding
-    reach = max(0.0, min(0.499, 0.5 - 2**args.num_bits * torch.finfo(master.dtype).eps))
+    # how far from its code a value may be, in scales
+    rounding = 2**args.num_bits * torch.finfo(master.dtype).eps
+    reach = max(0.0, min(0.499, 0.5 - rounding))
     steps = master.to(torch.float32).view(grouped) / scale
     rest = (steps - steps.round()).clamp(-reach, reach)
     return (centre + rest * scale).view(master.shape)

@@ -171,8 +171,10 @@ def _ask_product(
 
     def ask() -> Dependence | None:
         codes = part.codes()
+        # 16 rows are tested; a scheme of blocks dequantizes whole blocks of rows
         height = codes.scheme.block[0] if codes.scheme.block else 16
-        few_rows = codes.rows(0, min(height, codes.shape[0])).dequantized(torch.float32)[:16]
+        block = codes.rows(0, min(height, codes.shape[0]))
+        few_rows = block.dequantized(torch.float32)[:16]
         x = cancelling_inputs(few_rows, context.forward_dtype).to(few_rows.device)
         return dependence(multiplying.product, x, slice(len(few_rows)))
 

@@ -38,9 +38,7 @@ def checkpoint_tensors(
 
 
 def _linear_tensors(layers: Layers, layer: str, key: str) -> Iterator[LowBitTensor]:
-    """Yield the checkpoint's tensors for one parameter of a linear layer: its weight's or its
-    bias.
-    """
+    """Yield the checkpoint's tensors for a linear layer's weight or bias."""
     linear = layers.linears[layer]
     if key == "bias":
         assert linear.low_bit_bias is not None

@@ -284,7 +284,8 @@ def _refuse_changed_logits(model: PreTrainedModel, why_not: str) -> None:
 
     transformers' forward is left before that.
     """
-    if key := changed_logits(model.config):
+    key = changed_logits(model.config)
+    if key is not None:
         remedy = (
             f", which cannot be: {why_not}" if why_not else "; set learner.operators to 'engine'"
         )
@@ -297,4 +298,5 @@ def _refuse_changed_logits(model: PreTrainedModel, why_not: str) -> None:
 def changed_logits(config: PreTrainedConfig) -> str | None:
     """Return the config field that changes logits after the output head, or None."""
     keys = ("final_logit_softcapping", "logits_scaling", "logit_scale")
-    return next((key for key in keys if getattr(config, key, None) not in (None, 1)), None)
+    changing = (key for key in keys if getattr(config, key, None) not in (None, 1))
+    return next(changing, None)
