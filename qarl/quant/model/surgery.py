@@ -6,6 +6,7 @@ gradient flows to its master.
 """
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 from torch import nn
 from torch.nn.utils import parametrize
@@ -141,14 +142,8 @@ def _engine_layers(
     for name in engine.steering:
         if name in parameters:
             parameters[name].requires_grad_(False)
-    linears: dict[str, LowBitLinear] = {}
-    for name, module in modules.items():
-        if name in multiplied or name == head:
-            weight = parameters.get(f"{name}.weight", getattr(module, "weight", None))
-            assert weight is not None, name
-            bias = parameters.get(f"{name}.bias")
-            scheme = plan.schemes.get(name, get_scheme("bf16"))
-            linears[name] = LowBitLinear(name, weight, bias, scheme, context)
+    chosen = {name: m for name, m in modules.items() if name in multiplied or name == head}
+    linears = _make_linears(chosen, parameters, plan, context)
     stacks = {
         name: LinearStack(name, [linears[layer] for layer in layers], engine.unusual.get(name))
         for name, layers in engine.stacked.items()
@@ -156,16 +151,7 @@ def _engine_layers(
     stacks |= {name: LinearStack(name, [linears[head]]) for name in engine.heads}
     fuse_scales(stack.parts for stack in stacks.values())
     experts = _make_experts(model, fused, family, plan, context)
-    low_bit = (*linears.values(), *experts.values())
-    masters = {id(master) for layer in low_bit for master in layer.masters}
-    masters |= {id(layer.bias) for layer in linears.values()}
-    # An embedding has a copy even if it is also the master of a tied output head.
-    embedding = model.get_input_embeddings().weight
-    copies = {
-        name: MasterCopy(parameter, context)
-        for name, parameter in model.named_parameters()
-        if id(parameter) not in masters or parameter is embedding
-    }
+    copies = _make_copies(model, [*linears.values(), *experts.values()], context)
     # transformers has modules of its own for these
     other_names = multiplied - linear_names
     routers = [
@@ -184,6 +170,40 @@ def _engine_layers(
             name for name, p in model.named_parameters() if name in copies and not p.requires_grad
         ),
     )
+
+
+def _make_linears(
+    modules: dict[str, nn.Module],
+    parameters: dict[str, nn.Parameter],
+    plan: Plan,
+    context: LayerContext,
+) -> dict[str, LowBitLinear]:
+    """Return low-bit layers over the weights of these modules, all by checkpoint name."""
+    linears = {}
+    for name, module in modules.items():
+        weight = parameters.get(f"{name}.weight", getattr(module, "weight", None))
+        assert weight is not None, name
+        bias = parameters.get(f"{name}.bias")
+        scheme = plan.schemes.get(name, get_scheme("bf16"))
+        linears[name] = LowBitLinear(name, weight, bias, scheme, context)
+    return linears
+
+
+def _make_copies(
+    model: PreTrainedModel,
+    layers: Sequence[LowBitLinear | RoutedLowBitExperts],
+    context: LayerContext,
+) -> dict[str, MasterCopy]:
+    """Return copies of all parameters that these layers do not have, by parameter name."""
+    owned = {id(master) for layer in layers for master in layer.masters}
+    owned |= {id(layer.bias) for layer in layers if isinstance(layer, LowBitLinear)}
+    # An embedding has a copy even if it is also the master of a tied output head.
+    embedding = model.get_input_embeddings().weight
+    return {
+        name: MasterCopy(parameter, context)
+        for name, parameter in model.named_parameters()
+        if id(parameter) not in owned or parameter is embedding
+    }
 
 
 def _output_head(model: PreTrainedModel, family: Family) -> str:
