@@ -6,7 +6,7 @@ gradient flows to its master.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 from torch.nn.utils import parametrize
@@ -173,8 +173,8 @@ def _engine_layers(
 
 
 def _make_linears(
-    modules: dict[str, nn.Module],
-    parameters: dict[str, nn.Parameter],
+    modules: Mapping[str, nn.Module],
+    parameters: Mapping[str, nn.Parameter],
     plan: Plan,
     context: LayerContext,
 ) -> dict[str, LowBitLinear]:
