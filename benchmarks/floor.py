@@ -29,8 +29,8 @@ from qarl.quant.checkpoint.load import load_masters
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.report.record import record
 from qarl.rollout.types import Group, Sampling
+from qarl.run.policy import model_folder
 from qarl.run.prompts import open_prompter
-from qarl.run.session import model_folder
 from qarl.sync.floor import EXACT, OTHER_ROUNDINGS_SEED, ROUNDED, FixedSequences
 from qarl.tasks import load_task
 

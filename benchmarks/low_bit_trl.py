@@ -26,7 +26,7 @@ import qarl
 from qarl.cli.options import json_file, write_json
 from qarl.report.metrics import read_metrics
 from qarl.report.record import record
-from qarl.run.session import model_folder
+from qarl.run.policy import model_folder
 
 _MODEL = "tiny-qwen3"
 _LR = 2e-4

@@ -30,7 +30,7 @@ from qarl.quant.checkpoint.load import load_masters
 from qarl.quant.schemes import get_scheme
 from qarl.report.tables import PlainTable
 from qarl.rollout.types import Group, Prompt, Sampling
-from qarl.run.session import model_folder
+from qarl.run.policy import model_folder
 
 PROMPT_TOKENS = 16
 

@@ -19,7 +19,7 @@ from qarl.quant.checkpoint.load import load_masters
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.schemes import get_scheme
-from qarl.run.session import model_folder
+from qarl.run.policy import model_folder
 
 
 def rounded_policy(source: Path, scheme: str, folder: Path) -> Path:

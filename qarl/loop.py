@@ -18,8 +18,9 @@ from qarl.report.token_recorder import TokenRecorder
 from qarl.run.checkpoint import load_checkpoint
 from qarl.run.evaluate import heldout_at_first, heldout_of
 from qarl.run.interrupt import deferred_interrupt
+from qarl.run.policy import open_policy, trained_part
 from qarl.run.rollouts import Rollouts
-from qarl.run.session import Position, open_policy, open_session, trained_part
+from qarl.run.session import Position, open_session
 from qarl.run.step_checkpoints import StepCheckpoints
 from qarl.run.verify_export import Outcome, export_sampled, finish
 from qarl.tasks import Task

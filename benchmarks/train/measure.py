@@ -23,7 +23,8 @@ from qarl.configs.errors import ConfigError
 from qarl.configs.load import default_config, load_config
 from qarl.configs.schema.run import RunConfig
 from qarl.run.evaluate import problems_once
-from qarl.run.session import check_input, model_folder
+from qarl.run.policy import model_folder
+from qarl.run.preflight import check_input
 from qarl.tasks import Response, load_task
 
 

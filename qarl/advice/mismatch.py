@@ -35,8 +35,9 @@ from qarl.quant.schemes import COMPUTE_DTYPES, get_scheme
 from qarl.rollout.engine import Engine
 from qarl.rollout.open import open_engine
 from qarl.rollout.types import Group, Sampling
+from qarl.run.policy import model_folder, open_policy
 from qarl.run.prompts import Prompter, open_prompter, score_groups
-from qarl.run.session import model_folder, open_policy, share_layers
+from qarl.run.session import share_layers
 from qarl.sync.export import export_checkpoint
 from qarl.sync.publisher import Publisher
 from qarl.tasks import Task

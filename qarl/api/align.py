@@ -15,7 +15,8 @@ from qarl.learner.gradient_gate import require_gradients
 from qarl.learner.processes import Processes
 from qarl.quant.checkpoint.load import check_finite
 from qarl.quant.schemes import MASTER_DTYPES
-from qarl.run.session import load_model, model_folder, require_schemes, wrap_masters
+from qarl.run.policy import load_model, model_folder, wrap_masters
+from qarl.run.preflight import require_schemes
 
 _WRAPPERS = {
     "peft": (

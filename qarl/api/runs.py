@@ -103,12 +103,12 @@ def joined(
 ) -> tuple[RunConfig, RunFolder, "Processes"]:
     """With the processes that were launched with this one: the run's configuration (`agreed`), its
     folder, made anew where there is none, and they. Raises what `agreed` and
-    `qarl.run.session.check_input` do.
+    `qarl.run.preflight.check_input` do.
     """
     with phases_shown_on(console):
         with phase("importing torch, transformers and compressed-tensors"):
             from qarl.learner.processes import join_processes
-            from qarl.run.session import check_input
+            from qarl.run.preflight import check_input
         processes = join_processes(alone=config.learner.zero_stage is not None)
         config = agreed(config, requested, processes)
         processes.first_does(lambda: check_input(config, task, processes.world))

@@ -32,7 +32,7 @@ from qarl.quant.checkpoint.shapes import expert_modules, plan_layers
 from qarl.quant.kernels.supported import kept_support, require_support
 from qarl.quant.model.agreement import agreement
 from qarl.quant.schemes import COMPUTE_DTYPES, SCHEMES, get_scheme
-from qarl.run.session import model_folder
+from qarl.run.policy import model_folder
 
 _CACHE_BLOCK = 128
 """Tokens; vLLM gives a sequence its key/value cache in blocks, on CPUs of this size."""

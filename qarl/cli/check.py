@@ -112,7 +112,8 @@ def _previewed(config: RunConfig, console: Console, new: bool) -> tuple[Task, li
         with phase("importing torch and transformers"):
             from qarl.advice.preview import preview
             from qarl.learner.objectives import find_objective
-            from qarl.run.session import model_folder, require_schemes
+            from qarl.run.policy import model_folder
+            from qarl.run.preflight import require_schemes
         check_processes(config, 1)
         find_objective(config.learner.objective)
         with phase("checking kernels"):

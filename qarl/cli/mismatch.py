@@ -101,7 +101,7 @@ def investigated(config: RunConfig, console: Console, task: Task | None = None) 
                 task = check_files(config, new=False)
         with phase("importing torch and vllm"):
             from qarl.advice.mismatch import investigate
-            from qarl.run.session import check_input
+            from qarl.run.preflight import check_input
         check_input(config, task)
         with phase("sampling, and scoring by three learners"):
             return investigate(config, task)

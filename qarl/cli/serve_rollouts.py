@@ -152,7 +152,8 @@ def _write_checkpoint(config: RunConfig, folder: Path) -> None:
     export it.
     """
     with phase("importing torch and transformers"):
-        from qarl.run.session import check_prompts, open_policy, require_schemes
+        from qarl.run.policy import open_policy
+        from qarl.run.preflight import check_prompts, require_schemes
         from qarl.sync.export import export_checkpoint
     with phase("writing the policy's checkpoint"):
         require_schemes(config)

@@ -149,7 +149,7 @@ def check(comparison: Comparison, processes: int | None) -> dict[Cell, list[list
             _check_files(comparison, cell)
     with phase("importing torch, transformers and compressed-tensors"):
         from qarl.ptq.export import check_request
-        from qarl.run.session import check_input
+        from qarl.run.preflight import check_input
     for cell in first:
         quantized, config = cell.variant.quantized, comparison.run_config(cell)
         with _named(cell):

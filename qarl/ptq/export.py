@@ -33,7 +33,7 @@ from qarl.rollout.engine import Engine
 from qarl.rollout.open import open_engine
 from qarl.run.export import Exported
 from qarl.run.export_note import add_to_note, export_note, write_card
-from qarl.run.session import Policy, model_folder
+from qarl.run.policy import Policy, model_folder
 from qarl.sync.audit import audit, require_agreement
 from qarl.sync.export import ExportError, write_checkpoint
 

@@ -16,8 +16,9 @@ from qarl.rollout.engine import Engine
 from qarl.rollout.open import open_engine
 from qarl.rollout.types import Sampling
 from qarl.run.checkpoint import load_checkpoint
+from qarl.run.policy import Policy, open_policy
 from qarl.run.prompts import sample
-from qarl.run.session import Policy, canary_sequences, open_policy
+from qarl.run.session import canary_sequences
 from qarl.sync.export import export_checkpoint
 
 

@@ -26,7 +26,7 @@ def check_files(config: RunConfig, new: bool = True, dry: bool = False) -> Task:
     new: whether the run's folder is to be made. dry: whether the Hub is left alone, as far as the
     model goes. Costs milliseconds, but for the import of reasoning-gym (seconds) where the task is
     one of its. What needs the model's architecture or the machine's kernels is checked by
-    `qarl.run.session.check_input`.
+    `qarl.run.preflight.check_input`.
     """
     check_schemes(config)
     if new:

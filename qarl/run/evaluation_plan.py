@@ -155,7 +155,7 @@ def _model_folder(name: str) -> Path:
     folder = None if is_embedded(name) else local_folder(name)
     if folder is not None:
         return folder
-    from qarl.run.session import model_folder
+    from qarl.run.policy import model_folder
 
     return model_folder(name)
 

@@ -9,7 +9,9 @@ from qarl.report.startup import phase
 from qarl.rollout.open import open_engine
 from qarl.run.checkpoint import load_checkpoint
 from qarl.run.export_note import export_note, write_card
-from qarl.run.session import canary_sequences, open_policy, require_schemes
+from qarl.run.policy import open_policy
+from qarl.run.preflight import require_schemes
+from qarl.run.session import canary_sequences
 from qarl.sync.export import export_checkpoint
 from qarl.sync.publisher import Publisher
 

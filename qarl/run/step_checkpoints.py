@@ -13,8 +13,9 @@ from qarl.report.metrics import read_until
 from qarl.report.run_folder import RunFolder
 from qarl.report.startup import say
 from qarl.run.checkpoint import CheckpointError, save_checkpoint
+from qarl.run.policy import Policy
 from qarl.run.rollouts import Rollouts
-from qarl.run.session import Policy, Position
+from qarl.run.session import Position
 from qarl.run.verify_export import write_export
 
 

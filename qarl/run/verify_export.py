@@ -13,7 +13,8 @@ from qarl.report.run_folder import RunFolder
 from qarl.rollout.open import open_engine
 from qarl.run.evaluate import answered
 from qarl.run.export_note import add_to_note, export_note, write_card
-from qarl.run.session import Policy, Position, Session, canary_sequences
+from qarl.run.policy import Policy
+from qarl.run.session import Position, Session, canary_sequences
 from qarl.sync.export import ExportError, export_checkpoint
 from qarl.sync.floor import ROUNDED, FixedSequences
 

@@ -169,8 +169,9 @@ def plan_sft(
     # With the number of steps, which warm-up and decay have to fit.
     config = sft_config(data, overrides, steps)
     with phase("importing torch and transformers"):
+        from qarl.run.policy import model_folder
+        from qarl.run.preflight import require_schemes
         from qarl.run.prompts import open_prompter
-        from qarl.run.session import model_folder, require_schemes
     with phase("checking kernels"):
         require_schemes(config)
     source = model_folder(config.model)

@@ -21,7 +21,7 @@ from qarl.learner.load_balance import load_balance_coefficient, load_balance_los
 from qarl.learner.processes import Processes
 from qarl.learner.row_logprobs import RowLogprobs
 from qarl.rollout.types import Group
-from qarl.run.session import load_model, model_folder
+from qarl.run.policy import load_model, model_folder
 
 
 @dataclass(frozen=True)

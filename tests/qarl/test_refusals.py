@@ -96,7 +96,7 @@ def test_models_are_refused(
     """Before a run folder is made; kernels are not asked. content: of the file; other fields; its
     cut length.
     """
-    monkeypatch.setattr("qarl.run.session.require_support", lambda *_, **__: None)
+    monkeypatch.setattr("qarl.run.preflight.require_support", lambda *_, **__: None)
     file = Path(shutil.copytree(random_policy(True), place / "model")) / name
     if isinstance(content, dict):
         change_json(file, **content)

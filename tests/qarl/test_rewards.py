@@ -19,7 +19,7 @@ from qarl.configs.load import config_from_tree
 from qarl.configs.schema.task import TaskConfig
 from qarl.report.metrics import batch_metrics
 from qarl.rollout.types import Completion, Group, Prompt
-from qarl.run.session import check_prompts
+from qarl.run.preflight import check_prompts
 from qarl.tasks import (
     Problem,
     Response,

@@ -42,7 +42,7 @@ from qarl.quant.kernels.vllm_layers import QUANTIZED, UNQUANTIZED, kernel_name
 from qarl.quant.runtime.batch_invariance import BATCH_INVARIANT, batch_invariant
 from qarl.quant.schemes import SCHEMES, Scheme, get_scheme
 from qarl.rollout.vllm.options import VllmOptions, llm_arguments
-from qarl.run.session import enable_batch_invariance
+from qarl.run.policy import enable_batch_invariance
 from tests.support.cases import cases
 from tests.support.cuda_platform import (
     CAPABILITIES,

@@ -31,7 +31,7 @@ from qarl.quant.schemes import (
     get_scheme,
     write_quantization_config,
 )
-from qarl.run.session import check_input
+from qarl.run.preflight import check_input
 from qarl.sync.export import export_checkpoint
 from qarl.tasks import load_task
 from tests.support import Policies

@@ -25,7 +25,7 @@ from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.runtime.shards import whole_shape
 from qarl.quant.schemes import MASTER_DTYPES, get_scheme
 from qarl.run.checkpoint import CheckpointError, load_checkpoint, merge_states
-from qarl.run.session import let_go
+from qarl.run.policy import let_go
 from tests.support.learners import batch_of
 
 

@@ -1,0 +1,185 @@
+"""Loading a run's policy: its model in the run's schemes, its tokenizer, task and learner."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from qarl.configs.errors import ConfigError
+from qarl.configs.schema.learner import LearnerConfig
+from qarl.configs.schema.lora import LoraConfig
+from qarl.configs.schema.run import RunConfig
+from qarl.learner.gradient_gate import require_gradients
+from qarl.learner.learner import Learner
+from qarl.learner.optim.sharded import share_of
+from qarl.learner.processes import Processes
+from qarl.quant.checkpoint.load import load_masters, matrices_on_host, resolve_model
+from qarl.quant.layers.context import LayerContext
+from qarl.quant.model.add_lora import add_adapters, describe_adapters
+from qarl.quant.model.kept_scales import keep_scales
+from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.runtime.batch_invariance import FIRST_CAPABILITY, turn_on
+from qarl.quant.schemes import COMPUTE_DTYPES, MASTER_DTYPES, get_scheme
+from qarl.run.prompts import Prompter, open_prompter
+from qarl.tasks import Task, load_task
+
+
+def model_folder(name: str) -> Path:
+    """Return the folder of an embedded model (built now if needed), a local model, or a hub
+    snapshot.
+    """
+    from qarl.embedded.real_model import REAL_MODEL, ensure_real_model
+    from qarl.embedded.recipe import RECIPES, ensure_tiny
+
+    if name == REAL_MODEL:
+        return ensure_real_model()
+    return ensure_tiny(name) if name in RECIPES else resolve_model(name)
+
+
+def enable_batch_invariance(config: RunConfig) -> None:
+    """Turn vLLM's batch-invariant mode on in this process, where the run is `bitwise` and on a GPU;
+    on CPUs there is nothing to turn on. Raises `ConfigError` for a GPU where nothing can be learned
+    in that mode.
+    """
+    if not (config.bitwise and torch.cuda.is_available()):
+        return
+    capability = torch.cuda.get_device_capability()
+    if capability < FIRST_CAPABILITY:
+        raise ConfigError(
+            f"bitwise true on a GPU of compute capability {capability[0]}.{capability[1]}: below"
+            " 9.0 vLLM's batch-invariant mode replaces torch's linear and matmul, for the whole"
+            " process, by products without a backward; leave bitwise out"
+        )
+    turn_on()
+
+
+@dataclass
+class Policy:
+    """What is trained, without an engine. folder: where tokenizer and architecture came from.
+    processes: those that train it, each with a policy of its own.
+    """
+
+    folder: Path
+    task: Task
+    prompter: Prompter
+    model: LowBitModel
+    learner: Learner
+    processes: Processes
+
+
+def load_model(
+    config: RunConfig, folder: Path, learning: LearnerConfig, processes: Processes
+) -> LowBitModel:
+    """A folder's masters in the run's schemes. learning: whose `zero_stage` says how processes
+    share them.
+    """
+    schemes = [
+        get_scheme(config.scheme),
+        *(get_scheme(rule.scheme) for rule in config.layers),
+    ]
+    waits, share = config.learner.base_on_host, share_of(learning, processes, schemes)
+    masters = load_masters(
+        folder,
+        MASTER_DTYPES[learning.master_dtype],
+        None if waits else processes.device,
+        share,
+    )
+    masters = matrices_on_host(masters, processes.device) if waits else masters
+    return wrap_masters(masters, config, processes.device if waits else None)
+
+
+def wrap_masters(
+    masters: PreTrainedModel, config: RunConfig, device: torch.device | None = None
+) -> LowBitModel:
+    """A model whose parameters become the masters, in the run's schemes. device: where they are
+    multiplied, None where they are. Raises as `LowBitModel`.
+    """
+    learner = config.learner
+    compute = MASTER_DTYPES[learner.compute_dtype] if learner.compute_dtype else None
+    dtype, kv_cache = COMPUTE_DTYPES[config.dtype], config.quantization.kv_cache
+    context = LayerContext(dtype, learner.kernel, learner.aligned, compute, kv_cache, device)
+    model = LowBitModel(
+        masters, get_scheme(config.scheme), context, learner.operators, config.layers
+    )
+    if config.quantization.scale == "kept":
+        keep_scales(model)
+    return model
+
+
+def open_policy(
+    config: RunConfig, processes: Processes | None = None, task: Task | None = None
+) -> Policy:
+    """Load masters and wrap them in the run's schemes. processes: all that were launched, which
+    open theirs together; None opens the policy in this process, to learn nothing. task: of the
+    configuration, where it is loaded already.
+    """
+    enable_batch_invariance(config)
+    folder = model_folder(config.model)
+    prompter = open_prompter(folder, config.rollout, config.task)
+    task = (task or load_task(config.task)).shortened(prompter.fits)
+    together = processes or Processes()
+    alone = {"zero_stage": None, "compile": False}
+    learning = config.learner if processes else config.learner.model_copy(update=alone)
+
+    model = load_model(config, folder, learning, together)
+    if isinstance(config.learner.lora, LoraConfig):
+        add_adapters(model, config.learner.lora, config.seed)
+    # The policy the run started with, in the same schemes: a second set of masters and low-bit
+    # tensors in memory. It is made from the model's folder, so a resumed run has the same one. With
+    # LoRA it is the base, whose B is zero.
+    reference = (
+        load_model(config, folder, learning, together) if config.learner.kl.name != "none" else None
+    )
+    if reference is not None:
+        let_go(reference, learning)
+    if processes and model.operators == "engine":
+        require_gradients(model, together)
+    learner = Learner(
+        model,
+        learning,
+        reference,
+        together,
+        config.seed,
+        config.steps,
+        config.rollout.temperature,
+    )
+    return Policy(
+        folder=folder,
+        task=task,
+        prompter=prompter,
+        model=model,
+        learner=learner,
+        processes=together,
+    )
+
+
+def trained_part(policy: Policy, config: RunConfig) -> list[str]:
+    """For the startup output: why an aligned learner's log-probs are not the engine's to the last
+    bit, its own compute dtype, what LoRA trains and what it leaves frozen, and the processes that
+    share the work; nothing where one process trains every master in the engine's model and dtype.
+    """
+    lora, stage = config.learner.lora, config.learner.zero_stage
+    lines = [describe_adapters(policy.model, lora)] if isinstance(lora, LoraConfig) else []
+    if policy.model.why_not_engine:
+        lines.append(
+            "the learner computes norms, rotary embeddings and attention as transformers does, so"
+            f" its log-probs are the engine's up to rounding: {policy.model.why_not_engine}"
+        )
+    if policy.model.context.compute_dtype != policy.model.context.dtype:
+        lines.append(
+            f"the learner computes in {config.learner.compute_dtype}, the engine in {config.dtype}"
+        )
+    if policy.model.context.kv_cache and config.learner.aligned:
+        lines.append(f"learner and engine read keys and values in {policy.model.context.kv_cache}")
+    if policy.processes.world > 1 or stage is not None:
+        lines.append(f"processes: {policy.processes.world}, ZeRO stage {stage or 0}")
+    return lines
+
+
+def let_go(model: LowBitModel, learner: LearnerConfig) -> None:
+    """Of what the configuration does not have a process keep of a version."""
+    if not learner.keep_codes:
+        model.release_codes()
+    if not learner.keep_kernel_layout:
+        model.drop_products()
