@@ -1,4 +1,15 @@
-"""The loop: generate → score → advantages → learn → publish → log / checkpoint."""
+"""The training loop: the engine samples, the learner learns, the engine gets the new weights.
+
+Step k with staleness S (`rollout.max_staleness`; `qarl.run.rollouts` samples ahead, on servers):
+
+    S = 0   sample batch k; learn from it; publish the new weights as the next version
+    S = 1   begin batch k + 1; learn from batch k; wait for batch k + 1; publish
+    S >= 2  begin batches up to k + S; learn from batch k; publish while requests are in flight
+
+So the weights that learn from a batch are at most S versions newer than those that sampled it. A
+batch whose advantages are all zero is skipped: nothing is learned or published. Each step ends with
+its record (tokens, metrics) and, if they are due, held-out evaluation and a checkpoint.
+"""
 
 from qarl.configs.schema.run import RunConfig
 from qarl.evaluation.heldout import heldout
@@ -18,9 +29,9 @@ from qarl.report.token_recorder import TokenRecorder
 from qarl.run.checkpoint import load_checkpoint
 from qarl.run.evaluate import heldout_at_first, heldout_of
 from qarl.run.interrupt import deferred_interrupt
-from qarl.run.policy import open_policy, trained_part
+from qarl.run.policy import Policy, open_policy, trained_part
 from qarl.run.rollouts import Rollouts
-from qarl.run.session import Position, open_session
+from qarl.run.session import Position, Session, open_session
 from qarl.run.step_checkpoints import StepCheckpoints
 from qarl.run.verify_export import Outcome, export_sampled, finish
 from qarl.tasks import Task
@@ -35,107 +46,109 @@ def train(
     log: Log = unlogged,
     task: Task | None = None,
 ) -> Outcome:
-    """Run until `config.steps` or an interrupt; returns what the run ended with. All processes run
-    the same loop on the same groups, of which each sampled its share; the first alone writes, also
-    to `log`. task: of `config`, loaded.
+    """Train until `config.steps` or an interrupt, and return what the run ended with.
+
+    All processes run the same loop on the same groups, of which each sampled its share. Only the
+    first process writes, also to `log`. task: the configuration's task if it is already loaded.
     """
+    policy, position = _open_policy(config, folder, processes, resume, task)
+    with open_session(config, folder, policy) as session:
+        trained = [*session.describe(), *trained_part(policy, config)]
+        materializers = policy.model.materializers()
+        dashboard.audited(session.audited, materializers, policy.learner.scorer.packed, trained)
+        published = session.publisher.publish(position.version)
+        if not resume and config.eval.problems:
+            dashboard.baseline(heldout_at_first(session, config, position))
+        if not resume and processes.first:
+            before = position.first_accuracy, position.first_reward
+            write_start(folder, session.audited, published, *before)
+        _run_steps(session, config, folder, dashboard, position, resume, log)
+        sampled = export_sampled(session, config, folder, position.step)
+    return finish(policy, config, folder, position, sampled)
+
+
+def _open_policy(
+    config: RunConfig, folder: RunFolder, processes: Processes, resume: bool, task: Task | None
+) -> tuple[Policy, Position]:
+    """Load the policy and the run's position: from the newest checkpoint, or for a new run."""
     with phase("loading the model"):
-        policy, at = open_policy(config, processes, task), Position()
+        policy = open_policy(config, processes, task)
     if resume:
         _, state = load_checkpoint(folder.checkpoints, processes, step_over=say)
         policy.learner.load_state_dict(state["learner"])
-        at = Position(**state["position"])
-    elif config.quantization.init is not None:
+        return policy, Position(**state["position"])
+    if config.quantization.init is not None:
         with phase(f"calibrating codes by {config.quantization.init}"):
-            start_from_codes(
-                policy.model,
-                initial_codes(policy, config),
-                keep_masters=not config.learner.aligned,
-            )
-    with open_session(config, folder, policy) as session:
-        trained = [*session.describe(), *trained_part(policy, config)]
-        dashboard.audited(
-            session.audited,
-            policy.model.materializers(),
-            policy.learner.scorer.packed,
-            trained,
-        )
-        published = session.publisher.publish(at.version)
-        if not resume and config.eval.problems:
-            dashboard.baseline(heldout_at_first(session, config, at))
-        if not resume and processes.first:
-            write_start(folder, session.audited, published, at.first_accuracy, at.first_reward)
-        rollouts, resume_step = (
-            Rollouts(session, config, at, Stopwatch(dashboard.entered)),
-            at.step if resume else None,
-        )
-        recorder = TokenRecorder(
-            folder.tokens,
-            config.record,
-            policy.prompter.tokenizer,
-            resume_step,
-            processes.first,
-        )
-        signs = RunWatch(
-            read_until(folder.metrics, at.step),
-            config.steps if config.early_warning == "stop" else 0,
-        )
-        keeping = StepCheckpoints(config, folder, policy, at).last_step_kept()
-        writing = metrics_writer(folder, resume_step, processes.first, log)
-        with (
-            keeping as checkpoints,
-            writing as write,
-            deferred_interrupt() as interrupted,
-        ):
-            stopping = False
-            while at.step < config.steps and not stopping:
-                metrics = _step(rollouts, at, recorder)
-                write(metrics)
-                dashboard.stepped(metrics, signs.add(metrics.flat()))
-                stopping = processes.any(bool(interrupted))
-                checkpoints.after_step(rollouts, heldout(vars(metrics)), stopping)
-        sampled = export_sampled(session, config, folder, at.step)
-    return finish(policy, config, folder, at, sampled)
+            codes = initial_codes(policy, config)
+            start_from_codes(policy.model, codes, keep_masters=not config.learner.aligned)
+    return policy, Position()
 
 
-def _step(rollouts: Rollouts, at: Position, recorder: TokenRecorder) -> StepMetrics:
-    """One step of the loop; moves `at` forward."""
-    session, config, watch, policy = (
-        rollouts.session,
-        rollouts.config,
-        rollouts.watch,
-        rollouts.session.policy,
-    )
+def _run_steps(
+    session: Session,
+    config: RunConfig,
+    folder: RunFolder,
+    dashboard: Dashboard,
+    position: Position,
+    resume: bool,
+    log: Log,
+) -> None:
+    """Do the steps that are left, and write metrics and a checkpoint after each if due."""
+    policy = session.policy
+    first_process = policy.processes.first
+    resume_step = position.step if resume else None
+    rollouts = Rollouts(session, config, position, Stopwatch(dashboard.entered))
+    tokenizer = policy.prompter.tokenizer
+    recorder = TokenRecorder(folder.tokens, config.record, tokenizer, resume_step, first_process)
+    stop_before = config.steps if config.early_warning == "stop" else 0
+    run_watch = RunWatch(read_until(folder.metrics, position.step), stop_before)
+    step_checkpoints = StepCheckpoints(config, folder, policy, position)
+    with (
+        step_checkpoints.last_step_kept(),
+        metrics_writer(folder, resume_step, first_process, log) as write_metrics,
+        deferred_interrupt() as interrupts,
+    ):
+        stopping = False
+        while position.step < config.steps and not stopping:
+            metrics = _step(rollouts, position, recorder)
+            write_metrics(metrics)
+            dashboard.stepped(metrics, run_watch.add(metrics.flat()))
+            stopping = policy.processes.any(bool(interrupts))
+            step_checkpoints.after_step(rollouts, heldout(vars(metrics)), stopping)
+
+
+def _step(rollouts: Rollouts, position: Position, recorder: TokenRecorder) -> StepMetrics:
+    """Do one step of the loop, and move `position` forward by it."""
+    session = rollouts.session
+    config = rollouts.config
+    watch = rollouts.watch
     sampled, groups = rollouts.take()
-    batch = (
-        make_batch(groups, policy.prompter.pad_token, config.learner.advantage, at.version)
-        if groups
-        else None
-    )
-    learned = published = log = None
+    batch = learned = published = log = measured = None
+    if groups:
+        pad_token = session.policy.prompter.pad_token
+        batch = make_batch(groups, pad_token, config.learner.advantage, position.version)
     if batch is not None and batch.advantages.any():
         log = recorder.log(batch, groups)
+        gate = session.gate if position.version == 0 else None
         with watch("learn"):
-            learned = policy.learner.learn(
-                batch, at.step, session.gate if at.version == 0 else None, log
-            )
-    at.skipped_batches += learned is None
-    at.version += learned is not None
-    at.step += 1  # learned: whatever fails from here on, a checkpoint is of this step
+            learned = session.policy.learner.learn(batch, position.step, gate, log)
+    position.skipped_batches += learned is None
+    position.version += learned is not None
+    position.step += 1  # learned: whatever fails from here on, a checkpoint is of this step
     rollouts.finish_pending()
     if learned is not None:
         with watch("publish"):
-            published = session.publisher.publish(at.version)
+            published = session.publisher.publish(position.version)
     with watch("record"):
-        recorder.write(at.step, groups if learned else sampled, log)
-    measured = None
-    if config.eval.problems and (at.step % config.eval.every == 0 or at.step == config.steps):
+        recorder.write(position.step, groups if learned else sampled, log)
+    last = position.step == config.steps
+    if config.eval.problems and (position.step % config.eval.every == 0 or last):
         with watch("evaluate"):
             measured = heldout_of(session, config)
     return StepMetrics(
-        step=at.step,
-        weight_version=at.version,
-        skipped_batches=at.skipped_batches,
+        step=position.step,
+        weight_version=position.version,
+        skipped_batches=position.skipped_batches,
         learn=learned,
         accuracy=measured and measured.accuracy,
         heldout_reward=measured and measured.reward,

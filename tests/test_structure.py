@@ -140,11 +140,12 @@ def test_records_are_built_by_name():
 
 
 def test_the_loop_fits_a_page():
-    """All of it, with its imports, is read at one sitting; no function of it needs scrolling."""
+    """The whole file is read in one sitting, and no function of it is longer than 60 lines."""
     loop = ROOT / "qarl" / "loop.py"
-    assert len(loop.read_text().splitlines()) <= 100
+    assert len(loop.read_text().splitlines()) <= 160
     for _, node in nodes(ast.FunctionDef, [loop]):
-        assert node.end_lineno is not None and node.end_lineno - node.lineno < 40, node.name
+        assert node.end_lineno is not None
+        assert node.end_lineno - node.lineno < 60, node.name
 
 
 @pytest.mark.parametrize("module", ["configs.load", "rollout.open", "quant.types"])
