@@ -1,74 +1,72 @@
 """QaRL: reinforcement learning where sampler and learner share one low-bit tensor.
 
-    policy = qarl.align("tiny-qwen3", "w4a16")      a transformers model whose forward multiplies
-    low-bit tensors engine = qarl.engine(policy)                    vLLM, sampling from the same
-    tensors policy.refresh(); policy.publish(engine)        after every step of an optimizer
+    policy = qarl.align("tiny-qwen3", "w4a16")  # a transformers model that multiplies low-bit codes
+    engine = qarl.engine(policy)  # vLLM, which samples from the same codes
+    ...  # loss, backward and optimizer step on policy.parameters()
+    policy.refresh()  # after every step of an optimizer
+    policy.publish(engine)
 
-docs/reference/api.md has every name. Each is imported at its first use: `import qarl` alone costs
-nothing.
+docs/reference/api.md describes every name. Each is imported at its first use: `import qarl` alone
+imports neither torch nor vLLM.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from qarl import losses
-    from qarl.api.align import align
-    from qarl.api.engine import Engine, engine
-    from qarl.api.policy import Policy
-    from qarl.api.runs import config, evaluate, plan, train
-    from qarl.configs.errors import PolicyError, QarlError
-    from qarl.configs.schema.task import TaskConfig
-    from qarl.configs.seeds import step_seed
-    from qarl.learner.batching import Batch, make_batch, mini_batches
-    from qarl.rollout.types import Completion, Group, Prompt
-    from qarl.tasks import load_task
+if TYPE_CHECKING:  # the names' types for type checkers and editors; `x as x` re-exports
+    from qarl import losses as losses
+    from qarl.api.align import align as align
+    from qarl.api.engine import Engine as Engine
+    from qarl.api.engine import engine as engine
+    from qarl.api.policy import Policy as Policy
+    from qarl.api.runs import config as config
+    from qarl.api.runs import evaluate as evaluate
+    from qarl.api.runs import plan as plan
+    from qarl.api.runs import train as train
+    from qarl.configs.errors import PolicyError as PolicyError
+    from qarl.configs.errors import QarlError as QarlError
+    from qarl.configs.schema.task import TaskConfig as TaskConfig
+    from qarl.configs.seeds import step_seed as step_seed
+    from qarl.learner.batching import Batch as Batch
+    from qarl.learner.batching import make_batch as make_batch
+    from qarl.learner.batching import mini_batches as mini_batches
+    from qarl.rollout.types import Completion as Completion
+    from qarl.rollout.types import Group as Group
+    from qarl.rollout.types import Prompt as Prompt
+    from qarl.tasks import load_task as load_task
 
-__all__ = [
-    "Batch",
-    "Completion",
-    "Engine",
-    "Group",
-    "Policy",
-    "PolicyError",
-    "Prompt",
-    "QarlError",
-    "TaskConfig",
-    "align",
-    "config",
-    "engine",
-    "evaluate",
-    "load_task",
-    "losses",
-    "make_batch",
-    "mini_batches",
-    "plan",
-    "step_seed",
-    "train",
-]
-
-_HOMES = {
-    "api.align": "align",
-    "api.engine": "Engine engine",
-    "api.policy": "Policy",
-    "api.runs": "config evaluate plan train",
-    "configs.errors": "PolicyError QarlError",
-    "configs.schema.task": "TaskConfig",
-    "configs.seeds": "step_seed",
-    "learner.batching": "Batch make_batch mini_batches",
-    "rollout.types": "Completion Group Prompt",
-    "tasks": "load_task",
+_MODULE_OF = {
+    "Batch": "qarl.learner.batching",
+    "Completion": "qarl.rollout.types",
+    "Engine": "qarl.api.engine",
+    "Group": "qarl.rollout.types",
+    "Policy": "qarl.api.policy",
+    "PolicyError": "qarl.configs.errors",
+    "Prompt": "qarl.rollout.types",
+    "QarlError": "qarl.configs.errors",
+    "TaskConfig": "qarl.configs.schema.task",
+    "align": "qarl.api.align",
+    "config": "qarl.api.runs",
+    "engine": "qarl.api.engine",
+    "evaluate": "qarl.api.runs",
+    "load_task": "qarl.tasks",
+    "losses": "qarl.losses",
+    "make_batch": "qarl.learner.batching",
+    "mini_batches": "qarl.learner.batching",
+    "plan": "qarl.api.runs",
+    "step_seed": "qarl.configs.seeds",
+    "train": "qarl.api.runs",
 }
-"""Modules → the public names that are made there."""
+"""Public names and the modules that define them."""
+
+__all__ = sorted(_MODULE_OF)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "losses":
-        return import_module("qarl.losses")
-    for module, names in _HOMES.items():
-        if name in names.split():
-            return getattr(import_module(f"qarl.{module}"), name)
-    raise AttributeError(f"module 'qarl' has no attribute {name!r}")
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'qarl' has no attribute {name!r}")
+    module = import_module(_MODULE_OF[name])
+    return module if name == "losses" else getattr(module, name)
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""`python -m qarl`: what the command `qarl` is, and what torchrun and deepspeed launch."""
+"""`python -m qarl`: the same as the command `qarl`; torchrun and deepspeed launch this module."""
 
 import sys
 
