@@ -1,9 +1,8 @@
-"""The objectives of `qarl train` as functions of tensors; docs/reference/objectives.md has their
-formulas.
+"""The objectives of `qarl train` as functions of tensors.
 
 Each takes log-probs of the same tokens by the policy being stepped, by the policy before the batch
-and by the sampler, and returns what to descend with what it did. Axes: B sequences, T tokens, of
-which T-1 are predicted.
+and by the sampler. It returns the loss and its metrics. Axes: B sequences, T tokens, of which T-1
+are predicted. docs/reference/objectives.md has the formulas.
 """
 
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ class Loss:
     """One objective, by its name."""
 
     name: str
+    """Name of the objective, as in `learner.objective`."""
 
     def __call__(
         self,
@@ -36,22 +36,31 @@ class Loss:
         totals: tuple[int, int] | None = None,
         **options: Any,
     ) -> LossShare:
-        """The loss of these sequences: `.loss`, 0-d with gradient, and `.metrics`.
+        """Return the loss of these sequences: `.loss`, 0-d with gradient, and `.metrics`.
 
-        logprobs, old_logprobs, sampler_logprobs, reference_logprobs: fp32 [B, T-1], nats: the first
-        with gradient, the second None where neither ratio nor correction has it in, the last for
-        `kl` alone. advantages: fp32 [B], or [B, T-1]. mask: bool [B, T-1], the tokens to learn
-        from. totals: sequences and tokens of the mini-batch that these are a part of, for such
-        parts add up; without it these are all. options: the objective's own, by default its
-        paper's; and correction, aggregation and kl, each a name or a mapping with its options, as
-        `learner.*` of a run, by default the objective's. Raises `ConfigError` for options that
-        there are none of, or out of range, and for tensors that do not go together.
+        Args:
+            logprobs: Log-probs by the policy being stepped, fp32 [B, T-1], nats, with gradient.
+            old_logprobs: Log-probs by the policy before the batch, fp32 [B, T-1], nats. None if
+                neither the ratio nor the correction uses them.
+            sampler_logprobs: Log-probs by the sampler, fp32 [B, T-1], nats.
+            advantages: fp32 [B], or [B, T-1].
+            mask: bool [B, T-1], the tokens to learn from.
+            reference_logprobs: Log-probs by the reference policy, fp32 [B, T-1], nats; used by `kl`
+                only.
+            totals: Numbers of sequences and tokens of the whole mini-batch, if these sequences are
+                a part of it. The losses of such parts add up. Default: these are all.
+            options: The objective's own options (default: those of its paper), and correction,
+                aggregation and kl, each a name or a mapping with its options, as in `learner.*` of
+                a run (default: the objective's).
+
+        Raises:
+            ConfigError: An option is unknown or out of range, or the tensors do not go together.
         """
+        names = ("correction", "aggregation", "kl")
+        sections = {name: options.pop(name) for name in names if name in options}
         sections = {
-            key: options.pop(key) for key in ("correction", "aggregation", "kl") if key in options
-        }
-        sections = {
-            key: {"name": of} if isinstance(of, str) else of for key, of in sections.items()
+            name: {"name": section} if isinstance(section, str) else section
+            for name, section in sections.items()
         }
         tree = {
             "objective": {"name": self.name, **options},
@@ -61,16 +70,16 @@ class Loss:
         config = config_from_tree({"learner": tree}).learner
         lacking = {"old_logprobs": old_logprobs is None and needs_old(config)}
         lacking |= {"reference_logprobs": reference_logprobs is None and config.kl.name != "none"}
-        of_tokens = advantages
+        token_advantages = advantages
         if advantages.ndim == 1 and len(advantages) == len(mask):
-            of_tokens = advantages[:, None].expand(mask.shape)
+            token_advantages = advantages[:, None].expand(mask.shape)
         tensors = (
             logprobs,
             sampler_logprobs,
             mask,
             old_logprobs,
             reference_logprobs,
-            of_tokens,
+            token_advantages,
         )
         shapes = {tuple(t.shape) for t in tensors if t is not None}
         if any(lacking.values()) or len(shapes) > 1 or mask.dtype != torch.bool:
@@ -80,6 +89,7 @@ class Loss:
                 f" {[name for name, is_so in lacking.items() if is_so]}; give all as [B, T-1], the"
                 " mask bool, advantages of sequences as [B]"
             )
+        # Not a product with the mask: NaN at a masked token would stay NaN.
         old, reference = (
             t if t is None else torch.where(mask, t, 0.0)
             for t in (old_logprobs, reference_logprobs)
@@ -90,9 +100,10 @@ class Loss:
             sampler=torch.where(mask, sampler_logprobs, 0.0),
             reference=reference,
             response_mask=mask,
-            advantages=torch.where(mask, of_tokens, 0.0),
+            advantages=torch.where(mask, token_advantages, 0.0),
         )
-        return policy_loss(terms, config, BatchSize(*(totals or (len(mask), int(mask.sum())))))
+        sequences, tokens = totals or (len(mask), int(mask.sum()))
+        return policy_loss(terms, config, BatchSize(sequences, tokens))
 
     def of_tokens(
         self,
@@ -103,13 +114,22 @@ class Loss:
         weight: torch.Tensor | None = None,
         **options: Any,
     ) -> ObjectiveResult:
-        """The objective alone, for a trainer that corrects and sums by itself: `.loss` of each
-        token and `.clipped`, where a bound was reached, both [B, T-1].
+        """Return the objective alone, for a trainer that corrects and sums by itself.
 
-        logprobs, proximal_logprobs: fp32 [B, T-1], nats, of the ratio. advantages: fp32 [B, T-1].
-        mask: bool [B, T-1]. weight: the trainer's own correction, fp32 [B, T-1], by default 1.
-        options: the objective's. Raises `ConfigError` for options that there are none of or out of
-        range, and where an objective with one ratio a sequence meets several advantages in it.
+        The result has `.loss` of each token and `.clipped`, which is set where a bound was reached,
+        both [B, T-1].
+
+        Args:
+            logprobs: Numerator of the ratio, fp32 [B, T-1], nats.
+            proximal_logprobs: Denominator of the ratio, fp32 [B, T-1], nats.
+            advantages: fp32 [B, T-1].
+            mask: bool [B, T-1].
+            weight: The trainer's own correction, fp32 [B, T-1]. Default: 1.
+            options: The objective's options.
+
+        Raises:
+            ConfigError: An option is unknown or out of range, or an objective with one ratio per
+                sequence gets several advantages in a sequence.
         """
         tree = {"objective": {"name": self.name, **options}, "mini_batches": 1}
         section = config_from_tree({"learner": tree}).learner.objective
@@ -125,20 +145,14 @@ class Loss:
         return ObjectiveResult(loss.expand_as(mask), result.clipped.expand_as(mask))
 
 
-tbpo, grpo, positive_grpo, dapo = (
-    Loss("tbpo"),
-    Loss("grpo"),
-    Loss("positive_grpo"),
-    Loss("dapo"),
-)
-dual_clip, gspo, gspo_dual_clip = (
-    Loss("dual_clip"),
-    Loss("gspo"),
-    Loss("gspo_dual_clip"),
-)
-sapo, cispo, on_policy, pg_seq_is = (
-    Loss("sapo"),
-    Loss("cispo"),
-    Loss("on_policy"),
-    Loss("pg_seq_is"),
-)
+tbpo = Loss("tbpo")
+grpo = Loss("grpo")
+positive_grpo = Loss("positive_grpo")
+dapo = Loss("dapo")
+dual_clip = Loss("dual_clip")
+gspo = Loss("gspo")
+gspo_dual_clip = Loss("gspo_dual_clip")
+sapo = Loss("sapo")
+cispo = Loss("cispo")
+on_policy = Loss("on_policy")
+pg_seq_is = Loss("pg_seq_is")
