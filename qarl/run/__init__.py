@@ -1,1 +1,1 @@
-"""What a run is made of: session, sampling, evaluation, checkpoints, export."""
+"""Parts of a run: policy, session, sampling, evaluation, checkpoints, export."""

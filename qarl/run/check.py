@@ -1,4 +1,4 @@
-"""What can be found wrong before anything heavy is imported and before a run folder exists."""
+"""Checks of a run before anything heavy is imported and before its folder exists."""
 
 import tempfile
 from importlib.util import find_spec
@@ -20,13 +20,12 @@ class UnusableRewardError(InputError, heading="reward"):
 
 
 def check_files(config: RunConfig, new: bool = True, dry: bool = False) -> Task:
-    """Raise the error of the part that is wrong: scheme names, output, model folder, task, reward.
-    Returns the task.
+    """Check scheme names, output, model folder, task and reward, and return the task.
 
-    new: whether the run's folder is to be made. dry: whether the Hub is left alone, as far as the
-    model goes. Costs milliseconds, but for the import of reasoning-gym (seconds) where the task is
-    one of its. What needs the model's architecture or the machine's kernels is checked by
-    `qarl.run.preflight.check_input`.
+    This takes milliseconds, or seconds if the task is one of reasoning-gym's, which is imported
+    then. `qarl.run.preflight.check_input` checks what needs the model's architecture or the
+    machine's kernels. new: whether the run's folder is to be made. dry: do not ask the Hub for the
+    model. Raises the error of the part that is wrong.
     """
     check_schemes(config)
     if new:
@@ -41,7 +40,7 @@ def check_files(config: RunConfig, new: bool = True, dry: bool = False) -> Task:
 
 
 def check_schemes(config: RunConfig) -> None:
-    """Raise `SchemeError` for the name of a scheme that there is none of."""
+    """Raise `SchemeError` if a scheme name is unknown."""
     check_scheme_name(config.scheme)
     for rule in config.layers:
         try:
@@ -75,8 +74,9 @@ def check_processes(config: RunConfig, count: int) -> None:
 
 
 def check_new_folder(path: Path, what: str, option: str) -> None:
-    """Raise `ConfigError` where a folder exists already, or cannot be made. what, option: for the
-    message.
+    """Raise `ConfigError` if a folder exists already or cannot be made.
+
+    what, option: words for the message.
     """
     try:
         exists = path.exists() or path.is_symlink()
@@ -89,11 +89,11 @@ def check_new_folder(path: Path, what: str, option: str) -> None:
             f"continue it with --resume {path}, or " if (path / "config.yaml").is_file() else ""
         )
         raise ConfigError(f"{what} {str(path)!r} exists; {continued}give another {option}")
-    there = next(folder for folder in path.absolute().parents if folder.exists())
+    parent = next(folder for folder in path.absolute().parents if folder.exists())
     try:
-        # What the system allows only trying shows: read-only disks, other users, quotas. By another
-        # name, since another run may be making the same folders.
-        Path(tempfile.mkdtemp(prefix=".qarl-", dir=there)).rmdir()
+        # Only an attempt shows what the system allows: read-only disks, other users, quotas. The
+        # name is another one, since another run may be making the same folders.
+        Path(tempfile.mkdtemp(prefix=".qarl-", dir=parent)).rmdir()
     except OSError as error:
         raise ConfigError(
             f"cannot make {what} {str(path)!r}: {error.strerror}; give another {option}"
@@ -101,14 +101,15 @@ def check_new_folder(path: Path, what: str, option: str) -> None:
 
 
 def check_task(config: RunConfig) -> Task:
-    """Load the task, ask it for problems of every split the run uses, and try its reward on
-    reference answers.
+    """Load the task, make problems of every split in use, try its reward on reference answers.
+
+    Returns the task. Raises `UnusableRewardError` if the reward fails.
     """
     task = load_task(config.task)
     problems = task.problems("train", 0, 2, config.seed)
     if config.eval.problems:
         task.problems("heldout", 0, 1, config.seed)
-    # two: some return one reward for all
+    # two answers: some rewards return one value for all
     answered = [Response(problem, problem.answer) for problem in problems]
     try:
         task.rewards(answered)
@@ -120,8 +121,8 @@ def check_task(config: RunConfig) -> Task:
 
 
 def check_named_model(config: RunConfig, dry: bool = False) -> None:
-    """Raise `ModelError` for a model that is neither embedded, nor a folder that can be trained,
-    nor on the Hub. dry: whether the Hub is left alone.
+    """Raise `ModelError` if a model is neither embedded, nor a folder that can be trained, nor on
+    the Hub. dry: do not ask the Hub.
     """
     if is_embedded(config.model):
         return
@@ -131,14 +132,16 @@ def check_named_model(config: RunConfig, dry: bool = False) -> None:
         if Path(config.model).expanduser().exists():
             raise
         embedded = [name for name in shipped_names() if is_embedded(name)]
-        near, name = did_you_mean(config.model, embedded), config.model
-        sized = (
+        near = did_you_mean(config.model, embedded)
+        name = config.model
+        # such as Qwen3-0.6B, a hub id without its owner
+        looks_like_hub_id = (
             "/" not in name
             and "." not in name[:1]
             and any(c.isdigit() for c in name)
             and "-" in name
         )
-        hub = f"; a hub id has its owner before it, as in Qwen/{name}" if sized else ""
+        hub = f"; a hub id has its owner before it, as in Qwen/{name}" if looks_like_hub_id else ""
         raise type(error)(f"{error}{near or hub}") from error
     if folder is None and not dry:
         # before a task is loaded, and before torch is imported

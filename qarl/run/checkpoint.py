@@ -1,5 +1,5 @@
-"""Checkpoints to resume from: complete or absent, checked on reading, the same for any number of
-processes.
+"""Checkpoints that a run resumes from: complete or absent, verified when read, and the same for any
+number of processes.
 """
 
 import hashlib
@@ -29,12 +29,14 @@ def save_checkpoint(
     keep: int,
     processes: Processes | None = None,
 ) -> Path:
-    """Write `state` as folder/step-NNNNNN, then drop all but the newest `keep`.
+    """Write `state` as folder/step-NNNNNN, then drop all but the newest `keep` checkpoints.
 
-    processes: those that call this together, each with its part of the learner's state, which it
-    writes to a file of its own; `folder` is one they share. The files are flushed to disk before
-    the folder gets its name, so a crash, a process that dies or a full disk leaves the older
-    checkpoints as they were. Raises `CheckpointError` where the disk refuses any of them.
+    The files are flushed to disk before the folder gets its name. So a crash, a process that dies
+    or a full disk leaves the older checkpoints as they were. Raises `CheckpointError` if the disk
+    refuses any of the files.
+
+    processes: those that call this together. Each writes its part of the learner's state to its own
+    file in `folder`, which they share.
     """
     together = processes or Processes()
     target = folder / f"step-{step:06d}"
@@ -78,21 +80,21 @@ def _write(state: dict[str, Any], file: Path) -> None:
         recorded = _Recorded(stream)
         try:
             torch.save(state, cast(IO[bytes], recorded))
-        # torch says where in its code a write failed, not why
+        # torch's error names the place in its code, not the system's reason
         except RuntimeError as error:
             raise recorded.refusal or error from error
     _flush(file)
 
 
 class _Recorded:
-    """A file to write to that remembers what the system refused with."""
+    """Writable file that remembers the error with which the system refused a write."""
 
     def __init__(self, stream: IO[bytes]):
         self._stream = stream
         self.refusal: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """As the file's own."""
+        """Write to the file, and record an error."""
         try:
             return self._stream.write(data)
         except OSError as error:
@@ -100,12 +102,12 @@ class _Recorded:
             raise
 
     def flush(self) -> None:
-        """As the file's own."""
+        """Flush the file."""
         self._stream.flush()
 
 
 def _name(building: Path, target: Path, manifest: dict[str, Any], keep: int) -> None:
-    """Let a complete checkpoint have its name, and, once both are on the disk, drop the oldest."""
+    """Give a complete checkpoint its name. Once both are on the disk, drop the oldest ones."""
     (building / "manifest.json").write_text(json.dumps(manifest) + "\n")
     _flush(building / "manifest.json")
     _flush(building)
@@ -116,7 +118,7 @@ def _name(building: Path, target: Path, manifest: dict[str, Any], keep: int) -> 
 
 
 def _flush(path: Path) -> None:
-    """Have what a file holds, or the names in a folder, on the disk."""
+    """Flush a file's content, or a folder's names, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -125,7 +127,7 @@ def _flush(path: Path) -> None:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
+    """Return the complete checkpoints, oldest first."""
     return [folder / f"step-{step:06d}" for step in checkpoint_steps(folder)]
 
 
@@ -134,17 +136,25 @@ def load_checkpoint(
     processes: Processes | None = None,
     step_over: Callable[[str], None] | None = None,
 ) -> tuple[int, dict[str, Any]]:
-    """Step and whole state of the newest checkpoint in `folder`, however many processes wrote it.
-    Tensors are mapped from the files, and so take memory as they are read.
+    """Return step and full state of the newest checkpoint in `folder`.
 
-    processes: those that call this together; each hashes its share of the files, and all of them
-    map all. step_over: takes a line on every damaged checkpoint, which is set aside as
-    `damaged-step-…` before an older one is tried, and on the one that is read; without it the
-    newest one decides. Raises `ConfigError` where there is none, `CheckpointError` where the bytes
-    are not those that were written.
+    It does not matter how many processes wrote it. Tensors are mapped from the files, so they take
+    memory only as they are read.
+
+    Args:
+        folder: Folder with the checkpoints.
+        processes: Those that call this together. Each hashes its share of the files, and all map
+            all files.
+        step_over: Called with a line about every damaged checkpoint, which is renamed to
+            `damaged-step-…` before an older one is tried, and about the one that is read. Default:
+            the newest checkpoint must be intact.
+
+    Raises:
+        ConfigError: There is no checkpoint.
+        CheckpointError: The bytes are not those that were written.
     """
     together = processes or Processes()
-    # before any is set aside
+    # listed once, before any is renamed
     checkpoints = together.first_does(lambda: list_checkpoints(folder))
     if not checkpoints:
         raise ConfigError(
@@ -161,16 +171,16 @@ def load_checkpoint(
             raise CheckpointError(
                 f"checkpoint {str(newest)!r} is damaged ({fault}); {older if index else alone}"
             )
-        aside = newest.with_name(f"damaged-{newest.name}")
+        renamed = newest.with_name(f"damaged-{newest.name}")
         step_over(
             f"checkpoint {str(newest)!r} is damaged ({fault}); going on from the one before it"
         )
-        together.first_does(lambda old=newest, new=aside: _rename(old, new))
+        together.first_does(lambda old=newest, new=renamed: _rename(old, new))
     raise AssertionError("the oldest checkpoint is read or refused")
 
 
 def _fault(checkpoint: Path, together: Processes) -> str | None:
-    """What is wrong with a checkpoint's bytes; None where they are those that were written."""
+    """Describe what is wrong with a checkpoint's bytes, or return None if they are intact."""
     digests = together.first_does(lambda: _digests(checkpoint))
     if digests is None:
         return "its manifest.json cannot be read"
@@ -189,7 +199,7 @@ def _fault(checkpoint: Path, together: Processes) -> str | None:
 
 
 def _digests(checkpoint: Path) -> dict[str, str] | None:
-    """Of a checkpoint's files by name; None where its manifest does not say."""
+    """Return the SHA-256 of a checkpoint's files by name, or None if its manifest has none."""
     try:
         return dict(_manifest(checkpoint)["sha256"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -197,7 +207,7 @@ def _digests(checkpoint: Path) -> dict[str, str] | None:
 
 
 def intact_checkpoint(folder: Path) -> Path | None:
-    """The newest checkpoint whose bytes are those that were written; None where there is none."""
+    """Return the newest checkpoint whose bytes are intact, or None if there is none."""
     intact = (
         each for each in reversed(list_checkpoints(folder)) if _fault(each, Processes()) is None
     )
@@ -241,16 +251,14 @@ def _rename(old: Path, new: Path) -> None:
 
 
 def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """The learner states of all processes as one: masters and moments of all, the rest as the first
-    has it.
-    """
-    whole = dict(states[0])
-    whole["masters"] = {
+    """Merge the processes' learner states: masters and moments of all, the rest of the first."""
+    merged = dict(states[0])
+    merged["masters"] = {
         name: tensor for state in states for name, tensor in state["masters"].items()
     }
     steps = {name: step for state in states for name, step in state["optimizer"]["masters"].items()}
-    whole["optimizer"] = {**states[0]["optimizer"], "masters": steps}
-    return whole
+    merged["optimizer"] = {**states[0]["optimizer"], "masters": steps}
+    return merged
 
 
 def _sha256(file: Path) -> str:

@@ -1,4 +1,4 @@
-"""What a run writes to the disk, and whether a checkpoint has room there."""
+"""Sizes of a run's checkpoints, and the check that the disk has room for one."""
 
 import math
 import shutil
@@ -15,21 +15,25 @@ from qarl.report.run_folder import new_path
 
 
 def check_disk(config: RunConfig, folder: Path) -> None:
-    """Raise `ConfigError` where not one checkpoint has room: its steps would be lost. folder: the
-    model's.
+    """Raise `ConfigError` if the disk has no room for one checkpoint: all steps would be lost.
+
+    folder: the model's folder.
     """
-    needed, (place, free) = checkpoint_bytes(config, folder), free_disk(config)
+    needed = checkpoint_bytes(config, folder)
+    existing, free = free_disk(config)
     if needed > free:
         raise ConfigError(
-            f"a checkpoint of {config.model!r} takes {sized(needed)}, and {str(place)!r} has"
+            f"a checkpoint of {config.model!r} takes {sized(needed)}, and {str(existing)!r} has"
             f" {sized(free)} free; make room there, name another --output, or train adapters"
             " (--learner.lora.name lora)"
         )
 
 
 def checkpoint_bytes(config: RunConfig, folder: Path) -> int:
-    """Of one checkpoint: masters, and their moments in fp32, of Muon's matrices one; of adapters
-    next to nothing.
+    """Return the size of one checkpoint in bytes: masters, and their moments in fp32.
+
+    Muon keeps one moment of each matrix, other optimizers two. Adapters count as 0 bytes. folder:
+    the model's folder.
     """
     if config.learner.lora.name != "none":
         return 0
@@ -43,16 +47,16 @@ def checkpoint_bytes(config: RunConfig, folder: Path) -> int:
 
 
 def parameters_of(folder: Path) -> int:
-    """Of a model's folder, by its files' headers; by its config.json where they are of another
-    format.
+    """Return the number of parameters of a model's folder, counted in its files' headers.
+
+    If the files have another format, they are counted from its config.json.
     """
-    return sum(math.prod(shape) for shape in tensor_shapes(folder).values()) or counted_parameters(
-        folder
-    )
+    counted = sum(math.prod(shape) for shape in tensor_shapes(folder).values())
+    return counted or counted_parameters(folder)
 
 
 def free_disk(config: RunConfig) -> tuple[Path, int]:
-    """The nearest folder above the run's that exists, and the bytes that are free there."""
+    """Return the nearest existing folder at or above the run's, and the bytes free on its disk."""
     path = new_path(config).absolute()
-    place = next(folder for folder in (path, *path.parents) if folder.exists())
-    return place, shutil.disk_usage(place).free
+    existing = next(folder for folder in (path, *path.parents) if folder.exists())
+    return existing, shutil.disk_usage(existing).free

@@ -1,4 +1,4 @@
-"""Held-out questions through an engine: a run's own evaluation, and `qarl eval`'s."""
+"""Held-out questions answered by an engine, for a run's own evaluation and for `qarl eval`."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -22,8 +22,9 @@ from qarl.tasks.task import rewarded
 
 
 def problems_once(task: Task, count: int, seed: int) -> list[Problem]:
-    """The first `count` held-out problems for this seed; each once, so fewer where a file has
-    fewer.
+    """Return the first `count` held-out problems for this seed, each once.
+
+    If the task's file has fewer problems, fewer are returned.
     """
     size = task.size("heldout")
     return task.problems("heldout", 0, count if size is None else min(count, max(size, 1)), seed)
@@ -38,11 +39,11 @@ def answered(
     seed: int = 0,
     processes: Processes | None = None,
 ) -> Result:
-    """Answers of the policy that `engine` holds, judged by the task's checker.
+    """Return answers of the policy that `engine` holds, judged by the task's checker.
 
-    asking: how many problems and samples, and how these are drawn. rollout: what ends them. seed:
-    of the problems and of sampling. processes: each asks its own engine a part, and all return the
-    whole, whose answers do not depend on how many there are.
+    asking: number of problems and samples, and sampling settings. rollout: length limits and stop
+    texts. seed: seed of problems and sampling. processes: each asks its own engine a share of the
+    questions, and all return the answers to all; these do not depend on the number of processes.
     """
     together = processes or Processes()
     problems = problems_once(task, asking.problems, seed)
@@ -68,19 +69,28 @@ def answered(
 
 
 def heldout_of(session: Session, config: RunConfig) -> Heldout:
-    """What a run's policy comes to just now, through its engine; all processes come here."""
-    policy, how = session.policy, (config.eval, config.rollout)
+    """Return held-out accuracy and reward of a run's current policy, through its engine.
+
+    Collective: every process must call this.
+    """
+    policy = session.policy
     result = answered(
-        session.engine, policy.task, policy.prompter, *how, processes=policy.processes
+        session.engine,
+        policy.task,
+        policy.prompter,
+        config.eval,
+        config.rollout,
+        processes=policy.processes,
     )
     return Heldout(result.accuracy, result.reward)
 
 
 def heldout_at_first(session: Session, config: RunConfig, at: Position) -> Heldout:
-    """The same before step 1, kept in `at`."""
+    """Return held-out accuracy and reward before step 1, and store them in the position `at`."""
     with phase("evaluating before step 1"):
         first = heldout_of(session, config)
-    at.first_accuracy, at.first_reward = first.accuracy, first.reward
+    at.first_accuracy = first.accuracy
+    at.first_reward = first.reward
     return first
 
 
@@ -97,8 +107,10 @@ def _question(problem: Problem, completions: list[Completion], verdicts: list[bo
 
 
 def evaluate(plan: Plan, tasks: Mapping[str, Task], seed: int) -> Evaluation:
-    """Each task's answers, by name, from one fresh engine. seed: of the problems and of sampling.
-    The reward a run trained with plays no part: accuracy is the task's own verdict.
+    """Evaluate each task, by name, with one fresh engine.
+
+    Accuracy is the task's own verdict; the reward that a run trained with plays no part. seed: seed
+    of problems and sampling.
     """
     prompter = open_prompter(plan.checkpoint, plan.rollout, plan.task)
     fitting = {name: task.shortened(prompter.fits) for name, task in tasks.items()}
@@ -122,23 +134,25 @@ def evaluate(plan: Plan, tasks: Mapping[str, Task], seed: int) -> Evaluation:
 
 
 def answers(plan: Plan, question: str, seed: int) -> list[Completion]:
-    """To a single question (`qarl sample`), of the plan's checkpoint, in its chat template, behind
-    the task's system prompt, by the plan's settings. Raises what `Prompter.prompt` does for a
-    question that is too long, or that the model has no template for.
+    """Return answers of the plan's checkpoint to a single question (`qarl sample`).
+
+    The question is put in the model's chat template, after the task's system prompt, and sampled
+    with the plan's settings. Raises what `Prompter.prompt` raises if the question is too long or
+    the model has no template for it.
     """
     prompter = open_prompter(plan.checkpoint, plan.rollout, plan.task)
     problem = Problem(id="asked", question=question, answer="")
     if plan.task.system is not None:  # a question alone needs no template
         problem = problem.behind(plan.task.system)
-    sampling, prompt = (
-        Sampling.of(plan.rollout, seed, asking=plan.asking),
-        prompter.prompt(problem),
-    )
+    sampling = Sampling.of(plan.rollout, seed, asking=plan.asking)
+    prompt = prompter.prompt(problem)
     rollout = load_rollout(plan.task.rollout) if plan.task.rollout else None
     speaker = prompter.speaker(rollout, plan.task.time_limit)
     with open_engine(plan.checkpoint, plan.rollout, plan.dtype) as engine:
         _, (completions,) = sample(engine, speaker, [problem], [prompt], sampling)
-    whole = prompter.tokenizer.decode
+    # A conversation's text is that of its last turn; decode all tokens to show the whole of it.
+    decode = prompter.tokenizer.decode
     return [
-        dataclasses.replace(c, text=whole(c.token_ids)) if c.environment else c for c in completions
+        dataclasses.replace(c, text=decode(c.token_ids)) if c.environment else c
+        for c in completions
     ]

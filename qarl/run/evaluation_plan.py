@@ -1,5 +1,6 @@
-"""From what `qarl eval` is asked to what is measured: the checkpoint, and the task, limits and
-settings of the run it comes from. Imports neither torch nor vLLM, but to build an embedded policy.
+"""Plan of an evaluation: turns the request of `qarl eval` into a checkpoint with the task, limits
+and settings of the run it comes from. This imports neither torch nor vLLM, unless an embedded
+policy has to be built.
 """
 
 from collections.abc import Mapping
@@ -20,40 +21,46 @@ from qarl.tasks import Task, load_task
 from qarl.tasks.rows import short_name
 
 _LIMITS = {"max_prompt_tokens": 448, "max_new_tokens": 64}
-"""Where neither a run nor the user says."""
+"""Limits if neither a run nor the user gives any."""
 _SUITE_LIMITS = {"max_prompt_tokens": 2048}
+"""Limits of a suite, likewise."""
 _PROBLEMS = 512
+"""Number of held-out problems if neither a run nor the user gives one."""
 _ALL = 10**6
-"""Of a suite's benchmarks, which have fewer."""
+"""More problems than any of a suite's benchmarks has."""
 
 
 @dataclass(frozen=True)
 class Suite:
-    """name: of `qarl.evaluation.suites.SUITES`. folder: of local copies, None for the Hub."""
+    """A suite of benchmarks."""
 
     name: str
+    """Name in `qarl.evaluation.suites.SUITES`."""
     folder: Path | None
+    """Folder with local copies of the benchmarks; None loads them from the Hub."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A checkpoint folder through vLLM in `dtype`, on the held-out problems of a task or, with the
-    task's system prompt and template, of a suite. target: as the checkpoint was named. asking: how
-    many problems, and how they are answered.
-    """
+    """Evaluation of a checkpoint through vLLM, on the held-out problems of a task or of a suite."""
 
     target: str
+    """The checkpoint as the user named it."""
     checkpoint: Path
+    """Folder of the checkpoint."""
     dtype: str
+    """Compute dtype of the engine."""
     rollout: RolloutConfig
+    """Length limits, stop texts and settings of the engine."""
     task: TaskConfig
+    """Task; its system prompt and template also apply to a suite."""
     suite: Suite | None
+    """Benchmarks to ask instead of the task's problems."""
     asking: EvalConfig
+    """Number of problems and samples, and sampling settings."""
 
     def settings(self, seed: int) -> dict[str, Any]:
-        """How questions are asked, by fields' names: what two evaluations must share to be
-        compared.
-        """
+        """Return the settings that two evaluations must share to be compared, by field name."""
         named = {"max_prompt_tokens", "max_new_tokens", "stop", "loop_limit"}
         limits = self.rollout.model_dump(mode="json", include=named)
         return {
@@ -63,12 +70,11 @@ class Plan:
         }
 
     def tasks(self) -> dict[str, Task]:
-        """By name. Raises `TaskError` for what cannot be loaded."""
+        """Load the tasks to ask, by name. Raises `TaskError` for one that cannot be loaded."""
         if self.suite is not None:
             return suite_tasks(self.suite.name, self.suite.folder, self.task)
-        return {
-            short_name(self.task.name): load_task(self.task.model_copy(update={"reward": None}))
-        }
+        without_reward = self.task.model_copy(update={"reward": None})
+        return {short_name(self.task.name): load_task(without_reward)}
 
 
 def plan_evaluation(
@@ -79,20 +85,19 @@ def plan_evaluation(
     dtype: str | None = None,
     suite: Suite | None = None,
 ) -> Plan:
-    """Task, limits, settings and dtype of a run or of an export that names them
-    (`qarl.run.export_note`), else of "chain_sum" with its own options, greedily, in 448 and 64
-    tokens and the checkpoint's own dtype; what is given comes before either. A suite is asked
-    whole, unless `eval.problems` is given.
+    """Plan the evaluation of a run, an export or another checkpoint.
 
-    overrides: dotted ones of `task.*` and `eval.*`; one that names another task starts from that
-    one's defaults. Raises `ConfigError` or `ModelError` for a target that is none, and for options
-    that do not apply to it.
+    Task, limits, settings and dtype are those of the run, or of the export if it names them
+    (`qarl.run.export_note`). Default: "chain_sum" with its own options, greedy sampling, 448 prompt
+    tokens, 64 new tokens, and the checkpoint's own dtype. Arguments take precedence over both. All
+    problems of a suite are asked unless `eval.problems` is given.
+
+    overrides: fields of `task.*` and `eval.*` by dotted name; one that names another task starts
+    from that task's defaults. Raises `ConfigError` or `ModelError` for a target that does not
+    exist, and for options that do not apply to it.
     """
     _check_overrides(overrides)
-    own_limits = {
-        "max_prompt_tokens": max_prompt_tokens,
-        "max_new_tokens": max_new_tokens,
-    }
+    own_limits = {"max_prompt_tokens": max_prompt_tokens, "max_new_tokens": max_new_tokens}
     own_limits = {name: value for name, value in own_limits.items() if value is not None}
     for name, value in own_limits.items():
         if not 1 <= value <= LONGEST:
@@ -103,15 +108,15 @@ def plan_evaluation(
             f"--suite {suite.name} of {target!r}, which does not say how long its answers are,"
             " needs --max-new-tokens"
         )
-    limits: dict[str, Any] = {key: note[key] for key in LIMITS if key in note} or (
-        _SUITE_LIMITS if suite else _LIMITS
-    )
+    limits: dict[str, Any] = {key: note[key] for key in LIMITS if key in note}
+    if not limits:
+        limits = _SUITE_LIMITS if suite else _LIMITS
     rollout = RolloutConfig(**{**limits, **own_limits})
     checkpoint = checkpoint or _model_folder(target)
     check_context(checkpoint, rollout.longest)
     task = noted_task(note, checkpoint).model_dump(mode="json") if note else {}
     asking = note.get("eval", {})
-    # a run may have had no evaluation
+    # The run may have had no held-out evaluation, with 0 problems.
     problems = _ALL if suite else asking.get("problems") or _PROBLEMS
     chosen = overridden({"task": task, "eval": {**asking, "problems": problems}}, overrides)
     return Plan(
@@ -126,23 +131,22 @@ def plan_evaluation(
 
 
 def _check_overrides(overrides: Mapping[str, str]) -> None:
-    """Raise `ConfigError` for others than those of `task.*` and `eval.*`, and for values out of
-    range.
-    """
+    """Raise `ConfigError` for fields outside `task.*` and `eval.*`, and for values out of range."""
     for field in overrides:
         if not field.startswith(("task.", "eval.")) or field == "eval.every":
             raise ConfigError(
                 f"unknown option --{field} of qarl eval; it takes --task.FIELD, --eval.FIELD and"
                 " what --help lists"
             )
-    # Ranges alone; whether they go together is said when the run's own are known.
+    # Ranges only: how fields go together is checked once the run's own fields are known.
     if not overridden({}, {"eval.temperature": "1", **overrides}).eval.problems:
         raise ConfigError("--problems 0 must be at least 1")
 
 
 def plan_same(plan: Plan, target: str, dtype: str | None = None) -> Plan:
-    """Of another target what `plan` asks of its own, in the compute dtype of the other. Raises as
-    `plan_evaluation`.
+    """Return the same plan for another target, in that target's compute dtype.
+
+    Raises what `plan_evaluation` raises.
     """
     checkpoint, note = _export_of(target, dtype)
     checkpoint = checkpoint or _model_folder(target)
@@ -161,8 +165,9 @@ def _model_folder(name: str) -> Path:
 
 
 def _export_of(target: str, dtype: str | None) -> tuple[Path | None, dict[str, Any]]:
-    """The folder of a run's export or of a checkpoint, and its note; None for a model to be looked
-    for elsewhere.
+    """Return the folder of a run's export or of a checkpoint, and its note.
+
+    The folder is None if `target` is neither, but may be an embedded model or an id on the Hub.
     """
     path = Path(target)
     if (path / "config.yaml").is_file():
@@ -182,10 +187,10 @@ def _export_of(target: str, dtype: str | None) -> tuple[Path | None, dict[str, A
         return folder.export, export_note(path, config, step, folder.export)
     if path.is_dir():
         return path, read_note(path)
-    # where runs are, and no owner on the hub
+    # A path into an existing folder or into runs/ is not meant as an id on the Hub.
     if "/" in target and (path.parent.is_dir() or path.parts[0] == "runs"):
-        there = sorted(sibling.name for sibling in path.parent.glob("*") if sibling.is_dir())
-        near = did_you_mean(path.name, there)
+        siblings = sorted(sibling.name for sibling in path.parent.glob("*") if sibling.is_dir())
+        near = did_you_mean(path.name, siblings)
         raise ConfigError(
             f"there is no folder {target!r} here{near}; give a run's, a checkpoint's, or an id on"
             " the Hub (owner/name)"
@@ -194,10 +199,11 @@ def _export_of(target: str, dtype: str | None) -> tuple[Path | None, dict[str, A
 
 
 def _own_dtype(checkpoint: Path) -> str:
+    """Return the compute dtype of a checkpoint: float16, or float32 if it is quantized, as its
+    config.json says; otherwise bfloat16.
+    """
     written = read_config(checkpoint)
     dtype = written.get("dtype") or written.get("torch_dtype")
-    return (
-        dtype
-        if dtype == "float16" or (dtype == "float32" and "quantization_config" in written)
-        else "bfloat16"
-    )
+    if dtype == "float16" or (dtype == "float32" and "quantization_config" in written):
+        return dtype
+    return "bfloat16"

@@ -18,21 +18,24 @@ from qarl.sync.publisher import Publisher
 
 @dataclass(frozen=True)
 class Exported:
-    """step: of the checkpoint exported. written: the stream. moved: mean |Δ log p| of fixed
-    sequences between a fresh engine and the policy that was exported, nats. calibration: of
-    quantization after training, token ids.
-    """
+    """Result of an export."""
 
     step: int
+    """Step of the exported checkpoint."""
     written: StreamDigest
+    """Digest of the tensors written."""
     moved: float
+    """Mean |Δ log p| of fixed sequences between a fresh engine and the exported policy, nats."""
     calibration: tuple[tuple[int, ...], ...] = ()
+    """Calibration sequences of post-training quantization, token ids."""
 
 
 def export_run(run: Path, output: Path) -> Exported:
-    """Write `output` through the publish stream, load it in a fresh engine, and compare its
-    log-probs with the learner's; raises `PublishError` beyond what two right implementations are
-    apart (`sync.floor`).
+    """Write a run's newest checkpoint to `output` as a deployable folder, and verify it.
+
+    The tensors are written through the publish stream. A fresh engine then loads the folder.
+    Raises `PublishError` if its log-probs differ from the learner's by more than two correct
+    implementations differ (`sync.floor`).
     """
     folder = RunFolder.open(run)
     config = folder.config()
@@ -50,6 +53,7 @@ def export_run(run: Path, output: Path) -> Exported:
         phase("verifying it in a fresh engine"),
         open_engine(output, config.rollout, config.dtype) as engine,
     ):
-        sequences, bound = canary_sequences(policy, config), config.sync.canary_bound
+        sequences = canary_sequences(policy, config)
+        bound = config.sync.canary_bound
         canary = Publisher(policy.model, engine, sequences, bound, canary_every=1).canary(step)
     return Exported(step, written, canary.mean_abs)

@@ -1,6 +1,6 @@
-"""`qarl.json` in an export: which run and step it is, and what it was trained and measured on, so
-that `qarl eval` of the folder measures the same; and README.md beside it, for a person and for the
-Hub.
+"""The files of an export that describe it. `qarl.json` names its run and step, and what it was
+trained and measured on, so that `qarl eval` of the folder measures the same. README.md says this to
+people and to the Hub.
 """
 
 import json
@@ -29,16 +29,17 @@ LIMITS = (
     "max_num_seqs",
     "kv_cache_gib",
 )
-"""Fields of `rollout` that an engine is started with, and asked by, for the same figures."""
+"""Fields of `rollout` on which an evaluation's figures depend."""
 _LICENCE = ("license", "license_name", "license_link")
 
 
 def export_note(
     run: Path, config: RunConfig, step: int, export: Path, base: Path | None = None
 ) -> dict[str, Any]:
-    """What qarl.json says of a run's step, besides the digest of what was written. export: the
-    folder it is for, from which the task's files are named. base: the folder of the model the run
-    started with, whose card has a licence.
+    """Return the content of qarl.json for a run's step, except the digest of the tensors written.
+
+    export: folder that it is for; the task's files are named relative to it. base: folder of the
+    model that the run started with, whose card states a licence.
     """
     return {
         "run": run.resolve().name,
@@ -61,8 +62,9 @@ def export_note(
 
 
 def _licence(base: Path | None) -> dict[str, str]:
-    """What the front matter of a model's README.md says of it, by the Hub's keys; {} where it says
-    nothing.
+    """Return the licence in the front matter of a model's README.md, by the Hub's keys.
+
+    The dictionary is empty if it states none.
     """
     card = base / "README.md" if base else None
     text = card.read_text(encoding="utf-8", errors="replace") if card and card.is_file() else ""
@@ -71,26 +73,28 @@ def _licence(base: Path | None) -> dict[str, str]:
         tree = yaml.safe_load(front[1]) if front else None
     except yaml.YAMLError:
         return {}
-    return (
-        {key: str(tree[key]) for key in _LICENCE if key in tree} if isinstance(tree, dict) else {}
-    )
+    if not isinstance(tree, dict):
+        return {}
+    return {key: str(tree[key]) for key in _LICENCE if key in tree}
 
 
 def noted_task(note: dict[str, Any], export: Path) -> TaskConfig:
-    """The task of a note, its files found from any folder. Raises `ConfigError` for one that is
-    none.
+    """Return the task of a note, with absolute paths of its files.
+
+    Raises `ConfigError` if it is not a valid task.
     """
     return absolute(config_from_tree({"task": note["task"]}).task, export.resolve())
 
 
 def add_to_note(export: Path, **more: Any) -> None:
-    """Add what became known after the export was written."""
+    """Add entries to qarl.json that became known after the export was written."""
     (export / NAME).write_text(json.dumps({**read_note(export), **more}, indent=2) + "\n")
 
 
 def read_note(export: Path) -> dict[str, Any]:
-    """qarl.json of a folder; {} where it has none. Raises `ConfigError` for one that cannot be
-    read.
+    """Return qarl.json of a folder, or {} if it has none.
+
+    Raises `ConfigError` if the file cannot be read or lacks an entry.
     """
     file = export / NAME
     if not file.is_file():
@@ -111,9 +115,7 @@ def read_note(export: Path) -> dict[str, Any]:
 
 
 def is_finished(folder: RunFolder, config: RunConfig) -> bool:
-    """Whether a run has all its steps and, where it is to have one, their export, proven to be the
-    policy sampled.
-    """
+    """Return whether a run has done all its steps and verified its export, if it is to have one."""
     if config.steps not in folder.steps():
         return False
     note = read_note(folder.export) if config.export else {}
@@ -126,12 +128,12 @@ _CARD = "README.md"
 def write_card(export: Path) -> None:
     """Write the card of an export from its qarl.json."""
     note = read_note(export)
-    text = f"{_front_matter(note)}\n# {note['run']}\n\n{_what(note)}\n\n{_facts(note)}\n{_USE}"
+    text = f"{_front_matter(note)}\n# {note['run']}\n\n{_summary(note)}\n\n{_facts(note)}\n{_USE}"
     (export / _CARD).write_text(text, encoding="utf-8")
 
 
 def _front_matter(note: dict[str, Any]) -> str:
-    # else it is a folder's name
+    # A base without an owner is the name of a folder or an embedded policy.
     hub = {"base_model": note["base"]} if "/" in note["base"] else {}
     low_bit = [] if note["scheme"] == "bf16" else ["compressed-tensors", note["scheme"]]
     tree = {
@@ -148,19 +150,17 @@ def _front_matter(note: dict[str, Any]) -> str:
     return f"---\n{yaml.safe_dump(tree, sort_keys=False)}---\n"
 
 
-def _what(note: dict[str, Any]) -> str:
+def _summary(note: dict[str, Any]) -> str:
+    scheme = note["scheme"]
     if "sft" in note:
-        how = (
-            f"fine-tuned on {note['sft']['pairs']} pairs with QaRL as the {note['scheme']} policy"
-            " it is"
+        training = (
+            f"fine-tuned on {note['sft']['pairs']} pairs with QaRL as the {scheme} policy it is"
         )
-        return f"`{note['base']}`, {how}: step {note['step']}."
-    how = (
-        f"quantized to {note['scheme']} by {note['ptq']} after reinforcement learning in bf16"
-        if "ptq" in note
-        else f"trained by reinforcement learning with QaRL as the {note['scheme']} policy it is"
-    )
-    return f"`{note['base']}`, {how}: step {note['step']}."
+    elif "ptq" in note:
+        training = f"quantized to {scheme} by {note['ptq']} after reinforcement learning in bf16"
+    else:
+        training = f"trained by reinforcement learning with QaRL as the {scheme} policy it is"
+    return f"`{note['base']}`, {training}: step {note['step']}."
 
 
 def _facts(note: dict[str, Any]) -> str:
@@ -184,6 +184,7 @@ def _heldout(note: dict[str, Any]) -> dict[str, str]:
     measured = heldout(note)
     if measured is None:
         return {}
+    # the interval is that of the accuracy
     interval = note["heldout_interval"] if measured.reward is None else None
     between = f" [{100 * interval[0]:.1f}, {100 * interval[1]:.1f}]" if interval else ""
     return {

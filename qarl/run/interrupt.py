@@ -1,4 +1,4 @@
-"""Signals that are handled otherwise for a while; Ctrl-C that lets the step in hand finish."""
+"""Temporary signal handlers, and a Ctrl-C that lets the present step finish."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ from qarl.quant.runtime.parent import rank
 
 @contextmanager
 def handled(handlers: Mapping[int, Callable[..., Any] | int]) -> Iterator[None]:
-    """Signals have these handlers, by number, and afterwards those they had."""
+    """Install these handlers, by signal number, and restore the earlier ones at the end."""
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
@@ -22,14 +22,12 @@ def handled(handlers: Mapping[int, Callable[..., Any] | int]) -> Iterator[None]:
 
 @contextmanager
 def deferred_interrupt() -> Iterator[list[int]]:
-    """Yields a list that a first Ctrl-C makes non-empty, and says so at once; a second one
-    interrupts.
-    """
+    """Yield a list to which a first Ctrl-C appends, with a message; a second one interrupts."""
     flag: list[int] = []
 
     def on_interrupt(number: int, frame: object) -> None:
         flag.append(number)
-        if rank() == 0:  # by the system's call: a handler may interrupt a print
+        if rank() == 0:  # os.write, not print: the handler may interrupt a print
             os.write(
                 2,
                 b"\nfinishing the step in hand and writing a checkpoint; Ctrl-C again stops at"

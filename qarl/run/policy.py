@@ -38,9 +38,9 @@ def model_folder(name: str) -> Path:
 
 
 def enable_batch_invariance(config: RunConfig) -> None:
-    """Turn vLLM's batch-invariant mode on in this process, where the run is `bitwise` and on a GPU;
-    on CPUs there is nothing to turn on. Raises `ConfigError` for a GPU where nothing can be learned
-    in that mode.
+    """Turn vLLM's batch-invariant mode on in this process if the run is `bitwise` and on a GPU.
+
+    CPUs have no such mode. Raises `ConfigError` for a GPU on which nothing can be learned in it.
     """
     if not (config.bitwise and torch.cuda.is_available()):
         return
@@ -56,48 +56,51 @@ def enable_batch_invariance(config: RunConfig) -> None:
 
 @dataclass
 class Policy:
-    """What is trained, without an engine. folder: where tokenizer and architecture came from.
-    processes: those that train it, each with a policy of its own.
-    """
+    """Everything that is trained or needed for training, except the engine."""
 
     folder: Path
+    """Folder from which tokenizer and architecture were loaded."""
     task: Task
+    """Task of the configuration, without the problems whose prompts are too long."""
     prompter: Prompter
+    """Makes prompts of the task's problems, with the model's tokenizer and chat template."""
     model: LowBitModel
+    """Masters and their low-bit codes."""
     learner: Learner
+    """Steps the model's masters."""
     processes: Processes
+    """Processes that train together; each has its own `Policy`."""
 
 
 def load_model(
     config: RunConfig, folder: Path, learning: LearnerConfig, processes: Processes
 ) -> LowBitModel:
-    """A folder's masters in the run's schemes. learning: whose `zero_stage` says how processes
-    share them.
+    """Load a folder's masters and wrap them in the run's schemes.
+
+    learning: its `zero_stage` decides how processes share the masters.
     """
-    schemes = [
-        get_scheme(config.scheme),
-        *(get_scheme(rule.scheme) for rule in config.layers),
-    ]
-    waits, share = config.learner.base_on_host, share_of(learning, processes, schemes)
-    masters = load_masters(
-        folder,
-        MASTER_DTYPES[learning.master_dtype],
-        None if waits else processes.device,
-        share,
-    )
-    masters = matrices_on_host(masters, processes.device) if waits else masters
-    return wrap_masters(masters, config, processes.device if waits else None)
+    names = [config.scheme, *(rule.scheme for rule in config.layers)]
+    on_host = config.learner.base_on_host
+    share = share_of(learning, processes, [get_scheme(name) for name in names])
+    dtype = MASTER_DTYPES[learning.master_dtype]
+    if not on_host:
+        return wrap_masters(load_masters(folder, dtype, processes.device, share), config)
+    masters = matrices_on_host(load_masters(folder, dtype, None, share), processes.device)
+    return wrap_masters(masters, config, processes.device)
 
 
 def wrap_masters(
     masters: PreTrainedModel, config: RunConfig, device: torch.device | None = None
 ) -> LowBitModel:
-    """A model whose parameters become the masters, in the run's schemes. device: where they are
-    multiplied, None where they are. Raises as `LowBitModel`.
+    """Wrap a model in the run's schemes; its parameters become the masters.
+
+    device: device that multiplies the codes. Default: the device of the masters. Raises what
+    `LowBitModel` raises.
     """
     learner = config.learner
+    dtype = COMPUTE_DTYPES[config.dtype]
     compute = MASTER_DTYPES[learner.compute_dtype] if learner.compute_dtype else None
-    dtype, kv_cache = COMPUTE_DTYPES[config.dtype], config.quantization.kv_cache
+    kv_cache = config.quantization.kv_cache
     context = LayerContext(dtype, learner.kernel, learner.aligned, compute, kv_cache, device)
     model = LowBitModel(
         masters, get_scheme(config.scheme), context, learner.operators, config.layers
@@ -110,28 +113,29 @@ def wrap_masters(
 def open_policy(
     config: RunConfig, processes: Processes | None = None, task: Task | None = None
 ) -> Policy:
-    """Load masters and wrap them in the run's schemes. processes: all that were launched, which
-    open theirs together; None opens the policy in this process, to learn nothing. task: of the
-    configuration, where it is loaded already.
+    """Load a run's policy: masters in the run's schemes, prompter, task and learner.
+
+    processes: all launched processes, which open their policies together. None opens the policy in
+    this process only, not for learning. task: the configuration's task if it is already loaded.
     """
     enable_batch_invariance(config)
     folder = model_folder(config.model)
     prompter = open_prompter(folder, config.rollout, config.task)
     task = (task or load_task(config.task)).shortened(prompter.fits)
     together = processes or Processes()
-    alone = {"zero_stage": None, "compile": False}
-    learning = config.learner if processes else config.learner.model_copy(update=alone)
+    learning = config.learner
+    if not processes:
+        learning = learning.model_copy(update={"zero_stage": None, "compile": False})
 
     model = load_model(config, folder, learning, together)
     if isinstance(config.learner.lora, LoraConfig):
         add_adapters(model, config.learner.lora, config.seed)
-    # The policy the run started with, in the same schemes: a second set of masters and low-bit
-    # tensors in memory. It is made from the model's folder, so a resumed run has the same one. With
-    # LoRA it is the base, whose B is zero.
-    reference = (
-        load_model(config, folder, learning, together) if config.learner.kl.name != "none" else None
-    )
-    if reference is not None:
+    # The KL reference is the policy the run started with, in the same schemes: a second set of
+    # masters and low-bit tensors in memory. It is made from the model's folder, so a resumed run
+    # has the same one. With LoRA it is the base, because B is zero at the start.
+    reference = None
+    if config.learner.kl.name != "none":
+        reference = load_model(config, folder, learning, together)
         let_go(reference, learning)
     if processes and model.operators == "engine":
         require_gradients(model, together)
@@ -155,11 +159,14 @@ def open_policy(
 
 
 def trained_part(policy: Policy, config: RunConfig) -> list[str]:
-    """For the startup output: why an aligned learner's log-probs are not the engine's to the last
-    bit, its own compute dtype, what LoRA trains and what it leaves frozen, and the processes that
-    share the work; nothing where one process trains every master in the engine's model and dtype.
+    """Return lines for the startup output on what is trained, and how it differs from the default.
+
+    They say what LoRA trains and leaves frozen, why an aligned learner's log-probs do not equal the
+    engine's to the last bit, the learner's own compute dtype, and which processes share the work.
+    There is no line if one process trains every master in the engine's model and dtype.
     """
-    lora, stage = config.learner.lora, config.learner.zero_stage
+    lora = config.learner.lora
+    stage = config.learner.zero_stage
     lines = [describe_adapters(policy.model, lora)] if isinstance(lora, LoraConfig) else []
     if policy.model.why_not_engine:
         lines.append(
@@ -178,7 +185,7 @@ def trained_part(policy: Policy, config: RunConfig) -> list[str]:
 
 
 def let_go(model: LowBitModel, learner: LearnerConfig) -> None:
-    """Of what the configuration does not have a process keep of a version."""
+    """Free the codes and kernel layouts that the configuration does not keep between versions."""
     if not learner.keep_codes:
         model.release_codes()
     if not learner.keep_kernel_layout:

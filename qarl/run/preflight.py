@@ -1,4 +1,6 @@
-"""Checks of a run's input that need torch: kernels of the machine, model, tokenizer and prompts."""
+"""Checks before a run starts that need torch: the machine's kernels, the model, its tokenizer and
+the prompts. `qarl.run.check` has those that do without torch.
+"""
 
 import torch
 from transformers import PreTrainedModel
@@ -27,17 +29,18 @@ from qarl.tasks import Split, Task
 
 
 def require_schemes(config: RunConfig, model: PreTrainedModel | None = None) -> None:
-    """Raise `SchemeError` for an unknown scheme, for rules that do not fit the model, for shapes a
-    scheme cannot hold, and for a scheme that cannot run on this machine; `LoraError` for adapters
-    that do not fit the model. Only the model's config.json is read. model: one that is loaded
-    already, in place of the configuration's.
+    """Raise an error if the run's schemes do not fit the model or cannot run on this machine.
+
+    `SchemeError`: a scheme is unknown, layer rules do not fit the model, a scheme cannot hold a
+    shape or cannot run on this machine. `LoraError`: adapters do not fit the model. Of the model,
+    only config.json is read. model: a loaded model to check instead of the configuration's.
     """
     enable_batch_invariance(config)
     dtype = COMPUTE_DTYPES[config.dtype]
     if not torch.cuda.is_available():
         refuse_split_keys()
     require_cache(config.quantization.kv_cache)
-    require_support(get_scheme(config.scheme), dtype)  # before the model is looked for
+    require_support(get_scheme(config.scheme), dtype)  # before the model is located
     skeleton = model_skeleton(model_folder(config.model)) if model is None else model
     if config.engine_here and has_vllm() and not torch.cuda.is_available():
         require_head_size(config.model, skeleton.config)
@@ -52,17 +55,16 @@ def require_schemes(config: RunConfig, model: PreTrainedModel | None = None) -> 
             " are batch-invariant on GPUs has not been shown; leave bitwise out"
         )
     kinds = {(scheme.name, name.startswith(experts)) for name, scheme in plan.schemes.items()}
-    for name, of_experts in sorted(kinds):
-        require_support(get_scheme(name), dtype, of_experts)
+    for name, is_expert in sorted(kinds):
+        require_support(get_scheme(name), dtype, is_expert)
 
 
 def check_input(config: RunConfig, task: Task, processes: int = 1) -> None:
-    """Everything that can be found wrong with schemes, objective, layer rules, model, prompts and
-    the number of processes before a run folder is made. task: of the configuration, as
-    `qarl.run.check.check_files` returns it.
+    """Check schemes, objective, layer rules, model, prompts and number of processes.
 
-    Raises the error of the part that is wrong (`SchemeError`, `TaskError`, `ModelError`,
-    `ConfigError`).
+    This runs before a run folder is made. It raises the error of the part that is wrong
+    (`SchemeError`, `TaskError`, `ModelError`, `ConfigError`). task: the configuration's task, as
+    `qarl.run.check.check_files` returns it.
     """
     check_processes(config, processes)
     if config.learner.compile is True:
@@ -78,11 +80,11 @@ def check_input(config: RunConfig, task: Task, processes: int = 1) -> None:
 
 
 def check_prompts(config: RunConfig, task: Task) -> str | None:
-    """What a file of questions comes down to, in a line; None for a built-in task. task: of the
-    configuration, tried on one problem of every split in use.
+    """Make a prompt of one problem of every split in use; describe the task's file of questions.
 
+    Returns that description in a line, or None for a built-in task. task: the configuration's task.
     Raises `ModelError` for a tokenizer or chat template that does not work, `ConfigError` for a
-    prompt that is too long, `TaskError` where no question is short enough.
+    prompt that is too long, `TaskError` if no question is short enough.
     """
     folder = model_folder(config.model)
     check_folder(folder, config.rollout.longest)

@@ -1,4 +1,4 @@
-"""Problems → chat-templated prompts for one tokenizer, and completions → groups with rewards."""
+"""Problems made into prompts by one tokenizer, and completions into groups with rewards."""
 
 import copy
 import re
@@ -23,16 +23,15 @@ from qarl.tasks import Problem, Response, Task
 from qarl.tasks.environments import Environments, completed, open_environments
 
 Sampled = tuple[list[Prompt], list[list[Completion]]]
-"""Prompts, and completions of each."""
+"""Prompts, and the completions of each."""
 
 
 class Prompter:
-    """Turns problems into prompts with the model's own chat template (or plainly, where it has
-    none).
+    """Turns problems into prompts with the model's own chat template, if it has one.
 
-    template: arguments of the chat template. environments: whose tools the template describes, and
-    whose `reset` adds to a question. tool_parser: of their calls. Raises `ConfigError` for an
-    argument that the template does not mention, and what `ToolTurns` does.
+    template: arguments of the chat template. environments: the template describes their tools, and
+    their `reset` adds to a question. tool_parser: name of the parser of tool calls. Raises
+    `ConfigError` for an argument that the template does not mention, and what `ToolTurns` raises.
     """
 
     def __init__(
@@ -49,17 +48,20 @@ class Prompter:
         tools = {"tools": list(environments.description.tools)} if environments else {}
         self._template = dict(template or {}) | tools
         self._refuse_ignored()
-        self._environments, self._tool_parser = environments, tool_parser
-        self.speaker()
+        self._environments = environments
+        self._tool_parser = tool_parser
+        self.speaker()  # raises now what would otherwise be raised at the first request
 
     @property
     def pad_token(self) -> int:
-        """A token id for padding; its value never reaches a loss."""
+        """Token id for padding; its value never reaches a loss."""
         return self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
 
     def prompt(self, problem: Problem) -> Prompt:
-        """Raises `ConfigError` for a prompt longer than the limit, `ModelError` for one without a
-        token, and `RewardError` where an environment's `reset` fails.
+        """Return a problem's prompt.
+
+        Raises `ConfigError` for a prompt longer than the limit, `ModelError` for one without a
+        token, and `RewardError` if an environment's `reset` fails.
         """
         problem = self._opened(problem)
         ids = self.tokenizer(self.text(problem), add_special_tokens=self._plain)["input_ids"]
@@ -77,9 +79,9 @@ class Prompter:
         return Prompt(problem.id, problem.question, tuple(ids))
 
     def text(self, problem: Problem) -> str:
-        """What the model is given, the template's special tokens written out.
+        """Return the prompt as text, including the template's special tokens.
 
-        Raises `ConfigError` for a chat without a template to write it by, `ModelError` for a
+        Raises `ConfigError` for a chat if the tokenizer has no template, `ModelError` for a
         template that fails.
         """
         if not self._plain:
@@ -90,7 +92,7 @@ class Prompter:
                     **self._template,
                 }
                 return self.tokenizer.apply_chat_template(problem.chat, **arguments)
-            except Exception as error:  # what a template raises is its own
+            except Exception as error:  # a template may raise anything
                 roles = ", ".join(message["role"] for message in problem.chat)
                 raise ModelError(
                     f"the chat template of {self._folder!r} cannot be applied:"
@@ -108,14 +110,15 @@ class Prompter:
     def speaker(
         self, rollout: Rollout | None = None, time_limit: float | None = None
     ) -> Speaker | None:
-        """By a task's rollout, or with the environments' tools; None for answers. Made for each
-        request, by the thread that makes prompts: a tokenizer is not for several threads, and
-        requests may wait in others.
+        """Return the speaker of a task's rollout or environments' tools; None for plain answers.
+
+        Make one for each request, in the thread that makes prompts: it gets its own copy of the
+        tokenizer, which is not thread-safe, because requests may wait in other threads.
         """
         if self._environments is None and rollout is None:
             return None
         tokenizer = copy.deepcopy(self.tokenizer)
-        if self._environments:  # whose calls have a time limit each
+        if self._environments:  # no time limit for the whole: each tool call has one
             turns = ToolTurns(tokenizer, self._tool_parser, self._template)
             return Speaker(environment_rollout(self._environments, turns), tokenizer, None)
         assert rollout is not None
@@ -123,61 +126,59 @@ class Prompter:
         return Speaker(rollout, tokenizer, time_limit, server)
 
     def fits(self, problems: Sequence[Problem]) -> list[bool]:
-        """Which prompts are within the limit."""
+        """Return for each problem whether its prompt is within the limit."""
         return [length <= self._limit for length in self.lengths(problems)]
 
     def lengths(self, problems: Sequence[Problem]) -> list[int]:
-        """Tokens of each prompt."""
+        """Return the number of tokens of each problem's prompt."""
         if not problems:
             return []
-        encoded = self.tokenizer([self.text(p) for p in problems], add_special_tokens=self._plain)[
-            "input_ids"
-        ]
-        return [len(ids) for ids in encoded]
+        texts = [self.text(problem) for problem in problems]
+        encoded = self.tokenizer(texts, add_special_tokens=self._plain)
+        return [len(ids) for ids in encoded["input_ids"]]
 
     def _opened(self, problem: Problem) -> Problem:
-        """With what an environment's `reset` says behind the question."""
-        if not (said := self._environments.opening(problem) if self._environments else ""):
+        """Return the problem with the text of an environment's `reset` after the question."""
+        opening = self._environments.opening(problem) if self._environments else ""
+        if not opening:
             return problem
         *before, last = problem.chat
-        messages = (
-            (*before, {**last, "content": last["content"] + said}) if problem.messages else ()
-        )
-        return replace(problem, question=problem.question + said, messages=messages)
+        messages = ()
+        if problem.messages:
+            messages = (*before, {**last, "content": last["content"] + opening})
+        return replace(problem, question=problem.question + opening, messages=messages)
 
     @property
     def _plain(self) -> bool:
         return self.tokenizer.chat_template is None
 
     def _refuse_ignored(self) -> None:
-        """A template takes any argument and ignores those it does not know."""
+        """Raise `ConfigError` for an argument that the template does not mention, so ignores."""
         templates = self.tokenizer.chat_template or ""
         words = set(re.findall(r"\w+", str(templates)))
         for name in self._template:
             if name not in words:
-                without = (
-                    "has no chat template"
-                    if self._plain
-                    else f"has a chat template that does not mention {name}"
-                )
-                what = (
-                    "task.environment"
-                    if name == "tools"
-                    else f"task.template.{name} {self._template[name]!r}"
-                )
+                fault = f"has a chat template that does not mention {name}"
+                if self._plain:
+                    fault = "has no chat template"
+                option = f"task.template.{name} {self._template[name]!r}"
+                if name == "tools":
+                    option = "task.environment"
                 raise ConfigError(
-                    f"{what} would do nothing: the tokenizer {without}{did_you_mean(name, words)};"
+                    f"{option} would do nothing: the tokenizer {fault}{did_you_mean(name, words)};"
                     " leave it out, or take a model whose template has it"
                 )
 
 
 def open_prompter(model_folder: Path, rollout: RolloutConfig, task: TaskConfig) -> Prompter:
-    """By a run's limits, template and environment. Raises `ModelError` for a tokenizer that cannot
-    be loaded, and `TaskError` for an environment that cannot be used.
+    """Open a prompter with a run's limits, template and environment.
+
+    Raises `ModelError` for a tokenizer that cannot be loaded, and `TaskError` for an environment
+    that cannot be used.
     """
-    environments = (
-        open_environments(task.environment, task.time_limit) if task.environment else None
-    )
+    environments = None
+    if task.environment:
+        environments = open_environments(task.environment, task.time_limit)
     try:
         return Prompter(
             model_folder,
@@ -201,9 +202,11 @@ def sample(
     prompts: Sequence[Prompt],
     sampling: Sampling,
 ) -> Sampled:
-    """`sampling.samples` completions of each problem's prompt: answers, or with a speaker
-    conversations, which may have begun otherwise. Raises what the engine and
-    `qarl.conversations.converse` do.
+    """Sample `sampling.samples` completions of each problem's prompt.
+
+    They are answers, or conversations if there is a speaker; a conversation may have begun with
+    another prompt, so the prompts are returned too. Raises what the engine and
+    `qarl.conversations.converse` raise.
     """
     if speaker is None:
         return list(prompts), engine.generate(prompts, sampling)
@@ -216,24 +219,21 @@ def score_groups(
     prompts: Sequence[Prompt],
     completions: Sequence[Sequence[Completion]],
 ) -> list[Group]:
-    """One group a problem, of the completions that have a reward, their own or the task's. Raises
-    `qarl.tasks.RewardError` where a reward is not a finite number.
+    """Return one group per problem, of the completions that have a reward: their own or the task's.
+
+    Raises `qarl.tasks.RewardError` if a reward is not a finite number.
     """
     rewards = iter(task.rewards(responses_of(problems, completions)))
     groups = []
     for prompt, answers in zip(prompts, completions, strict=True):
         pairs = [(completion, next(rewards)) for completion in answers]
         scored = [(completion, reward) for completion, reward in pairs if reward is not None]
-        kept, numbers = (
-            tuple(completion for completion, _ in scored),
-            tuple(reward for _, reward in scored),
-        )
         groups.append(
             Group(
                 prompt=prompt,
-                completions=kept,
-                rewards=numbers,
-                unscored=len(answers) - len(kept),
+                completions=tuple(completion for completion, _ in scored),
+                rewards=tuple(reward for _, reward in scored),
+                unscored=len(answers) - len(scored),
             )
         )
     return groups
@@ -242,9 +242,9 @@ def score_groups(
 def responses_of(
     problems: Sequence[Problem], completions: Sequence[Sequence[Completion]]
 ) -> list[Response]:
-    """What is to be judged: every completion of each problem, in order."""
+    """Return every completion of each problem, in order, as a response to be judged."""
     return [
         Response(problem, completion.text, completion.token_ids, completion.reward)
-        for problem, own in zip(problems, completions, strict=True)
-        for completion in own
+        for problem, answers in zip(problems, completions, strict=True)
+        for completion in answers
     ]

@@ -1,7 +1,8 @@
-"""Learning again from a run's recorded completions (`from_rollouts`): what it is given, and what it
-is held to.
+"""Replay: learning again from a run's recorded completions (`from_rollouts`).
 
-Every command imports this; numpy, which reads files of tokens, waits until one is read.
+This file has its configuration, the check of the records, and the comparison with the recorded run.
+
+Every command imports this, so numpy, which reads files of tokens, is imported when one is read.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,16 +17,17 @@ from qarl.configs.schema.run import RunConfig
 from qarl.report.run_folder import RunFolder, with_absolute_paths
 
 _SAMPLED_WITH = ("model", "seed", "task", "rollout")
-"""Sections and fields that made the recorded completions."""
+"""Sections and fields on which the recorded completions depend."""
 
 _COMPARED = ("weight_version", "learn/", "digest")
+"""Beginnings of the names of metrics that a replay must reproduce to the last bit."""
 
 
 def replay_config(overrides: Mapping[str, str]) -> RunConfig:
-    """The recorded run's configuration under overrides, of which from_rollouts is one; what needs
-    an engine is off.
+    """Return the recorded run's configuration with overrides, which include from_rollouts.
 
-    Raises `ConfigError` for a folder that is no run.
+    Evaluation and export, which need an engine, are off. Raises `ConfigError` for a folder that is
+    not a run's.
     """
     recorded = RunFolder.open(Path(overrides["from_rollouts"]))
     return overridden(
@@ -35,18 +37,17 @@ def replay_config(overrides: Mapping[str, str]) -> RunConfig:
 
 
 def check_rollouts(config: RunConfig) -> None:
-    """Raise `ConfigError` where the completions of `from_rollouts`, if there are to be any, were
-    sampled with other settings or are not all there; `TokenFileError` for a damaged file.
+    """Raise `ConfigError` if the completions of `from_rollouts` were sampled with other settings or
+    are incomplete, and `TokenFileError` for a damaged file. Without `from_rollouts`, do nothing.
     """
     if config.from_rollouts is None:
         return
     from qarl.report.token_files import counts, step_files
 
     folder = RunFolder.open(Path(config.from_rollouts))
-    for path, (before, after) in differing(
-        *map(with_absolute_paths, (folder.config(), config))
-    ).items():
-        # which the plan fills in
+    recorded_config = with_absolute_paths(folder.config())
+    for path, (before, after) in differing(recorded_config, with_absolute_paths(config)).items():
+        # The memory plan fills in kv_cache_gib, so it may differ.
         if path.split(".")[0] in _SAMPLED_WITH and path != "rollout.kv_cache_gib":
             raise ConfigError(
                 f"run {config.from_rollouts!r} was sampled with {path} {before!r}, and"
@@ -70,8 +71,9 @@ def comparison(
     before: Sequence[Mapping[str, Any]],
     after: Sequence[Mapping[str, Any]],
 ) -> str:
-    """Whether a replay did what the recorded run did, in words. before, after: the lines of their
-    metrics.jsonl.
+    """Return in words whether a replay did the same as the recorded run.
+
+    before, after: lines of metrics.jsonl of the recorded run and of the replay.
     """
     for old, new in zip(before, after, strict=False):
         for name in dict.fromkeys([*old, *new]):

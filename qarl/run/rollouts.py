@@ -1,17 +1,15 @@
-"""A run's batches in order, each sampled when it is asked for, or up to `rollout.max_staleness`
-steps ahead of that.
+"""A run's batches in order, each sampled on demand or up to `rollout.max_staleness` steps ahead:
 
-    0          batch k is sampled by the weights that learn from it 1          batch k + 1 is begun,
-    then batch k is learned, then batch k + 1 comes in, then the weights that were
-               learned are published
-    S from 2   batches up to k + S are begun, then batch k is learned, then its weights are
-    published, by which what is
-               under way goes on
+    0          batch k is sampled by the weights that learn from it
+    1          batch k + 1 is begun; batch k is learned; batch k + 1 comes in; then the learned
+               weights are published
+    S >= 2     batches up to k + S are begun; batch k is learned; then its weights are published,
+               and requests in flight continue with them
 
-So with 1 no request is under way at a publish, and every batch is of one weight version, the one
-before those that learn from it, however fast anything is: equal runs are as equal as they are with
-0. From 2 on a completion may be of several versions, none more than S before those that learn from
-it, and which token is of which is a matter of time.
+With staleness 1 no request is in flight at a publish. Every batch is of one weight version, the one
+before the weights that learn from it, whatever the timing: equal runs are as equal as they are with
+staleness 0. From staleness 2 on, a completion may be of several versions, none more than S before
+the weights that learn from it. Which token is of which version depends on timing.
 """
 
 from collections import deque
@@ -35,78 +33,77 @@ from qarl.tasks import Problem, RewardError
 from qarl.tasks.base import WeightedSum
 
 Batch = tuple[list[Group], list[Group]]
-"""As `sample_step` gives it: all groups, and those to learn from."""
+"""All groups of a step and those to learn from, as `sample_step` returns them."""
 
 
 class Rollouts:
-    """A session's batches, from where a run stands. watch: of the run's steps; what a checkpoint
-    waits for is the next one's. staleness: versions between the weights that sampled the batch
-    taken last and those it found, in the mean over tokens; None where none is sampled ahead.
-    """
+    """A session's batches, from the run's position on."""
 
     def __init__(self, session: Session, config: RunConfig, at: Position, watch: Stopwatch):
         self.session = session
         self.watch = watch
+        """Times of the present step. Sampling that a checkpoint waits for counts for the next."""
         self.staleness: float | None = None
+        """How many versions older than the weights that learn are those that sampled the batch
+        taken last: mean over its tokens. None if nothing is sampled ahead.
+        """
         self.config = config
-        self._at = at
+        self._position = at
         self._ahead = 0 if config.from_rollouts is not None else config.rollout.max_staleness
         self._threads = ThreadPoolExecutor(max(1, self._ahead), "sampling-ahead")
         self._ready = deque(map(_batch, at.ahead))
-        # by steps, those after `_ready`
         self._begun: deque[tuple[int, Future[Sampled]]] = deque()
+        """Steps after those of `_ready`, in order, with their pending requests."""
         self._next = at.step + len(self._ready)
 
     def take(self) -> Batch:
-        """The batch of the step to be done; those after it are begun, where they are sampled
+        """Return the batch of the next step, and begin the batches after it if they are sampled
         ahead.
         """
-        self._next = max(self._next, self._at.step + 1)
+        self._next = max(self._next, self._position.step + 1)
         if self._ready:
-            # still in `ahead`, of whose step a late fault writes a checkpoint
+            # It stays in `ahead` until `finish_pending`, for the checkpoint that a fault in this
+            # step writes of the step before.
             batch = self._ready.popleft()
         elif self._begun:
             batch = self._next_pending()
         else:
-            batch = sample_step(self.session, self.config, self._at.step, self.watch)
+            batch = sample_step(self.session, self.config, self._position.step, self.watch)
         if self._ahead:
-            versions = [
-                v
-                for group in batch[0]
-                for completion in group.completions
-                for v in completion.versions
-            ]
-            self.staleness = self._at.version - sum(versions) / len(versions)
+            completions = [c for group in batch[0] for c in group.completions]
+            versions = [v for completion in completions for v in completion.versions]
+            self.staleness = self._position.version - sum(versions) / len(versions)
             with self.watch("sample"):
                 self._begin()
         return batch
 
     def finish_pending(self) -> None:
-        """Keep what was not taken. With staleness 1, wait for the request in flight: a publish must
-        not overlap it.
+        """Drop the batch that was taken from `ahead`. With staleness 1, also wait for the request
+        in flight, because a publish must not overlap it.
         """
-        self._at.ahead = self._at.ahead[len(self._at.ahead) - len(self._ready) :]
+        self._position.ahead = self._position.ahead[len(self._position.ahead) - len(self._ready) :]
         if self._ahead == 1:
             self._collect_pending()
 
     def position(self) -> dict[str, Any]:
-        """Where the run stands, for a checkpoint. What was begun is waited for and in it: weights
-        that are replaced cannot sample it again.
+        """Return the run's position as plain data, for a checkpoint.
+
+        It waits for all batches that were begun and includes them, because weights that are
+        replaced since cannot sample them again.
         """
         self._collect_pending()
-        return vars(self._at)
+        return vars(self._position)
 
     def _collect_pending(self) -> None:
         while self._begun:
             batch = self._next_pending()
             self._ready.append(batch)
-            self._at.ahead = [*self._at.ahead, _plain(batch)]
+            self._position.ahead = [*self._position.ahead, _plain(batch)]
 
     def _begin(self) -> None:
-        while self._next <= self._at.step + self._ahead and self._next < self.config.steps:
+        while self._next <= self._position.step + self._ahead and self._next < self.config.steps:
             request = make_request(self.session, self.config, self._next)
-            # A thread waits for servers and does nothing else: what processes do together is the
-            # main one's.
+            # The thread only waits for servers: collective calls belong to the main thread.
             answer = self._threads.submit(request.answered, self.session)
             self._begun.append((self._next, answer))
             self._next += 1
@@ -117,8 +114,9 @@ class Rollouts:
 
 
 def _plain(batch: Batch) -> dict[str, Any]:
+    """Return a batch as plain data; groups to learn from become indices of the sampled ones."""
     sampled, to_learn_from = batch
-    place = {id(group): number for number, group in enumerate(sampled)}
+    index = {id(group): number for number, group in enumerate(sampled)}
     return {
         "sampled": [
             {**asdict(group), "rewards": [float(reward) for reward in group.rewards]}
@@ -127,12 +125,12 @@ def _plain(batch: Batch) -> dict[str, Any]:
         "terms": [
             [getattr(reward, "terms", None) for reward in group.rewards] for group in sampled
         ],
-        "to_learn_from": [place[id(group)] for group in to_learn_from],
+        "to_learn_from": [index[id(group)] for group in to_learn_from],
     }
 
 
 def _batch(plain: dict[str, Any]) -> Batch:
-    """The inverse of `_plain`."""
+    """Restore a batch from `_plain`'s data."""
     sampled = TypeAdapter(list[Group]).validate_python(plain["sampled"])
     for number, terms in enumerate(plain["terms"]):
         rewards = (
@@ -145,17 +143,17 @@ def _batch(plain: dict[str, Any]) -> Batch:
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """What this process asks the engine in a round of a step: prompts, stating the problems one by
-    one.
-    """
+    """Request of this process to the engine, for a round of a step."""
 
     problems: list[Problem]
+    """Problems, one for each prompt."""
     prompts: list[Prompt]
     sampling: Sampling
     speaker: Speaker | None
+    """Holds conversations with the engine; None asks for plain answers."""
 
     def answered(self, session: Session) -> Sampled:
-        """What the session's engine answers."""
+        """Send the request to the session's engine, and return prompts and completions."""
         return sample(session.engine, self.speaker, self.problems, self.prompts, self.sampling)
 
 
@@ -166,42 +164,36 @@ def sample_step(
     watch: Stopwatch,
     first: Callable[[], Sampled] | None = None,
 ) -> tuple[list[Group], list[Group]]:
-    """All groups sampled in `step`, and those to learn from. first: what the engine, asked already,
-    answers in the step's first round; None asks it now.
+    """Return all groups sampled in `step`, and those to learn from.
 
-    With `rollout.dynamic_sampling` (DAPO, arXiv 2503.14476, section 3.2) groups whose rewards are
-    all equal are dropped and rounds repeated, within its bound, until `rollout.prompts` groups are
-    left; there may be fewer, or none.
+    With `rollout.dynamic_sampling` (DAPO, arXiv 2503.14476, section 3.2), groups whose rewards are
+    all equal are dropped. Rounds are repeated, within its bound, until `rollout.prompts` groups are
+    left; there may be fewer, or none. With `from_rollouts` the groups are those of the recorded
+    step; groups that were dropped have no record.
 
-    With `from_rollouts` they are those of the recorded step; of groups that were dropped there is
-    no record.
-
-    Raises:
-        RewardError: the reward gave no signal for any completion.
+    first: waits for the answer of the step's first round, if it was requested before. Default:
+    request it now. Raises `RewardError` if the reward gave no signal for any completion.
     """
-    policy, extra, wanted = (
-        session.policy,
-        config.rollout.dynamic_sampling,
-        config.rollout.prompts,
-    )
+    policy = session.policy
+    extra = config.rollout.dynamic_sampling
+    wanted = config.rollout.prompts
     if config.from_rollouts is not None:
         with watch("sample"):
-            recorded = read_groups(
-                step_files(RunFolder(Path(config.from_rollouts)).tokens)[step + 1]
-            )
+            files = step_files(RunFolder(Path(config.from_rollouts)).tokens)
+            recorded = read_groups(files[step + 1])
         return recorded, _to_learn_from(recorded, extra)
     sampled: list[Group] = []
-    kept: list[Group] = []
+    to_learn_from: list[Group] = []
     for attempt in range(1 + (extra or 0)):
         with watch("sample"):
             request = make_request(session, config, step, attempt)
             prompts, completions = first() if first and attempt == 0 else request.answered(session)
-        with watch("score"):  # each process its share; all get all groups
+        with watch("score"):  # each process scores its share; all get all groups
             scored = score_groups(policy.task, request.problems, prompts, completions)
             groups = policy.processes.concatenated(scored)
         sampled += groups
-        kept += _to_learn_from(groups, extra)
-        if len(kept) >= wanted:
+        to_learn_from += _to_learn_from(groups, extra)
+        if len(to_learn_from) >= wanted:
             break
     if not any(group.completions for group in sampled):
         raise RewardError(
@@ -209,26 +201,29 @@ def sample_step(
             f" {sum(group.unscored for group in sampled)} completions of step {step + 1}; give a"
             " number where a completion can be judged"
         )
-    return sampled, kept[:wanted]
+    return sampled, to_learn_from[:wanted]
 
 
 def _to_learn_from(groups: list[Group], extra: int | None) -> list[Group]:
-    """extra: `rollout.dynamic_sampling`."""
+    """Return the groups with several completions; under dynamic sampling, with unequal rewards.
+
+    extra: `rollout.dynamic_sampling`.
+    """
     compared = [group for group in groups if len(group.completions) > 1]
-    return (
-        compared if extra is None else [group for group in compared if len(set(group.rewards)) > 1]
-    )
+    if extra is None:
+        return compared
+    return [group for group in compared if len(set(group.rewards)) > 1]
 
 
 def make_request(session: Session, config: RunConfig, step: int, attempt: int = 0) -> SampleRequest:
-    """Problems and seeds are functions of (seed, step, attempt) alone, so a resumed run repeats
-    them, in however many processes. Each asks for its share.
+    """Make the request of this process: its share of a step's problems, as prompts.
+
+    Problems and seeds depend on (seed, step, attempt) only, so a resumed run repeats them in any
+    number of processes. attempt: round of the step, from 0.
     """
-    policy, rollout, processes = (
-        session.policy,
-        config.rollout,
-        session.policy.processes,
-    )
+    policy = session.policy
+    rollout = config.rollout
+    processes = policy.processes
     start = (step * (1 + (rollout.dynamic_sampling or 0)) + attempt) * rollout.prompts
     problems = processes.share(policy.task.problems("train", start, rollout.prompts, config.seed))
     first = processes.span(rollout.prompts).start

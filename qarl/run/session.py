@@ -1,4 +1,4 @@
-"""Assembling a run: model, learner, engine, publisher, and the audit that lets it start."""
+"""A run's session: the policy connected to a running engine, after both passed the audit."""
 
 import shutil
 from collections.abc import Iterator, Sequence
@@ -27,38 +27,39 @@ from qarl.sync.gate import Gate, require_equal
 from qarl.sync.publisher import Publisher
 
 _CANARY_SEQUENCES = 8
+"""Number of fixed sequences whose log-probs are compared after a publish."""
 
 
 @dataclass
 class Position:
-    """Where a run stands: what a checkpoint holds besides the learner.
-
-    step: training steps done. version: of the weights in the engine. skipped_batches: whose rewards
-    were all equal. first_accuracy, first_reward: held-out, before step 1 (`Heldout`); None where
-    not measured. ahead: the batches of the next steps as plain data, where they were sampled
-    already (`qarl.run.rollouts`).
-    """
+    """Progress of a run: the part of a checkpoint that is not the learner's."""
 
     step: int = 0
+    """Training steps done."""
     version: int = 0
+    """Version of the weights in the engine."""
     skipped_batches: int = 0
+    """Batches nothing was learned from, because all rewards of each group were equal."""
     first_accuracy: float | None = None
+    """Held-out accuracy before step 1 (`Heldout`), None if not measured."""
     first_reward: float | None = None
+    """Held-out reward before step 1 (`Heldout`), None if not measured."""
     ahead: list[dict[str, Any]] = field(default_factory=list)
+    """Batches of the next steps that are already sampled, as plain data (`qarl.run.rollouts`)."""
 
 
 @dataclass(kw_only=True)
 class Connection:
-    """A running engine. audited: the layer table both sides agreed on. multiplies: the learner's
-    products, in words. rows: what the self-test of its kernels found; None where the learner does
-    not multiply as the engine does.
-    """
+    """A running engine and the publisher that feeds it."""
 
     engine: Engine
     publisher: Publisher
     audited: list[AuditRow]
+    """Layer table that learner and engine agreed on."""
     multiplies: str
+    """Layers that the learner multiplies with, in words."""
     rows: RowCheck | None = None
+    """Result of the kernels' self-test, None if the learner does not use the engine's kernels."""
 
     def describe(self) -> list[str]:
         """Return a line on the learner's products, and one on the self-test of their kernels."""
@@ -70,19 +71,19 @@ class Connection:
 
 @dataclass(kw_only=True)
 class Session(Connection):
-    """A policy with its running engine. gate: see `gate_of`."""
+    """A policy with its running engine."""
 
     policy: Policy
     gate: FirstBatchGate | None
+    """Check that the first batch must pass, see `gate_of`."""
 
 
 @contextmanager
 def open_session(config: RunConfig, folder: RunFolder, policy: Policy) -> Iterator[Session]:
-    """Start the engine on the policy's present tensors and audit it; it is closed at the end of the
-    `with`. A replay (`from_rollouts`) has none: nothing to audit, and what is published is digested
-    and let go.
+    """Start the engine on the policy's present tensors and audit it; close it after the `with`.
 
-    Raises `AuditError` where learner and engine disagree about a layer.
+    A replay (`from_rollouts`) has no engine: nothing is audited, and a published version is
+    digested and dropped. Raises `AuditError` if learner and engine disagree about a layer.
     """
     if config.from_rollouts is not None:
         let_go(policy.model, config.learner)
@@ -123,11 +124,11 @@ def connected(
     sequences: Sequence[Sequence[int]],
     processes: Processes,
 ) -> Iterator[Connection]:
-    """Start the engine on the model's present tensors and audit it; it is closed at the end of the
-    `with`.
+    """Start the engine on the model's present tensors and audit it; close it after the `with`.
 
-    source: folder with the tokenizer. start: folder that the engine loads, written anew. sequences:
-    of the canary. Raises `AuditError` where learner and engine disagree about a layer.
+    source: folder with the tokenizer. start: folder for the checkpoint that the engine loads; it is
+    replaced. sequences: token sequences of the canary. Raises `AuditError` if learner and engine
+    disagree about a layer.
     """
 
     def export() -> None:
@@ -137,8 +138,9 @@ def connected(
     processes.first_does(export)
     let_go(model, config.learner)
     with ExitStack() as stack:
-        room = reserved(model, config.learner, processes.world)
-        with phase("starting the engine"), room:
+        # The engine takes what memory is free, so the learner's later needs are reserved meanwhile.
+        reservation = reserved(model, config.learner, processes.world)
+        with phase("starting the engine"), reservation:
             opened = open_engine(
                 start,
                 config.rollout,
@@ -149,30 +151,28 @@ def connected(
             engine = stack.enter_context(opened)
         bound = 0.0 if config.bitwise else config.sync.canary_bound
         publisher = Publisher(model, engine, sequences, bound, config.sync.canary_every, processes)
-        same_kernels = config.learner.aligned and config.learner.kernel in (
-            "auto",
-            "vllm",
-        )
+        same_kernels = config.learner.aligned and config.learner.kernel in ("auto", "vllm")
         multiplies = share_layers(publisher, stack) if same_kernels else "layers of its own"
         same_bits = config.bitwise and model.device.type == "cuda"
         rows = audit(model.layers(), engine.layers(), same_kernels, same_bits)
         require_agreement(rows)
-        checked = model.check_rows() if same_kernels else None
-        if checked is not None and config.bitwise:
-            require_equal_rows(checked)
-        publisher.tolerate(tolerance(model, checked))
+        row_check = model.check_rows() if same_kernels else None
+        if row_check is not None and config.bitwise:
+            require_equal_rows(row_check)
+        publisher.tolerate(tolerance(model, row_check))
         yield Connection(
             engine=engine,
             publisher=publisher,
             audited=rows,
             multiplies=multiplies,
-            rows=checked,
+            rows=row_check,
         )
 
 
 def share_layers(publisher: Publisher, stack: ExitStack) -> str:
-    """Have the learner use the engine's layers, until `stack` is closed; what it multiplies with,
-    in words.
+    """Make the learner multiply with the engine's layers until `stack` is closed.
+
+    Returns in words which layers it multiplies with: its own if the engine's cannot be shared.
     """
     try:
         publisher.share_layers()
@@ -185,8 +185,10 @@ def share_layers(publisher: Publisher, stack: ExitStack) -> str:
 def gate_of(
     config: RunConfig, model: LowBitModel, rows: RowCheck | None = None
 ) -> FirstBatchGate | None:
-    """What refuses a first batch whose mismatch is out of bounds; None unaligned, where mismatch is
-    intended. rows: the self-test of the kernels, see `tolerance`.
+    """Return the check that refuses a first batch whose mismatch is out of bounds.
+
+    None for an unaligned learner, whose mismatch is intended. rows: result of the kernels'
+    self-test, see `tolerance`.
     """
     if not config.learner.aligned:
         return None
@@ -201,16 +203,15 @@ def gate_of(
 
 
 def canary_sequences(policy: Policy, config: RunConfig) -> list[list[int]]:
-    """Fixed token sequences: prompts with their reference answers, held-out ones where there
-    are.
+    """Return fixed token sequences: prompts with their reference answers.
+
+    They are held-out ones unless the run has no held-out evaluation; its task may then have none.
     """
-    # a task may have no held-out problems then
     split = "heldout" if config.eval.problems else "train"
     problems = policy.task.problems(split, 0, _CANARY_SEQUENCES, config.seed)
     sequences = []
     for problem in problems:
         answer = policy.prompter.tokenizer(problem.answer, add_special_tokens=False)["input_ids"]
-        sequences.append(
-            [*policy.prompter.prompt(problem).token_ids, *answer][: config.rollout.longest - 1]
-        )
+        sequence = [*policy.prompter.prompt(problem).token_ids, *answer]
+        sequences.append(sequence[: config.rollout.longest - 1])
     return sequences

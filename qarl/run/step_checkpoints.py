@@ -1,6 +1,4 @@
-"""Checkpoints of a run's steps: those that are due, one of what was learned before the run failed,
-and the best.
-"""
+"""Checkpoints of a run's steps: those that are due, the last before a failure, and the best."""
 
 import math
 from collections.abc import Iterator
@@ -20,41 +18,38 @@ from qarl.run.verify_export import write_export
 
 
 class StepCheckpoints:
-    """What a run writes to be resumed from. at: where it stands, moved forward by its loop."""
+    """Writes a run's checkpoints. `at` is the run's position, which the loop moves forward."""
 
     def __init__(self, config: RunConfig, folder: RunFolder, policy: Policy, at: Position):
-        self._config, self._folder, self._policy, self._at = config, folder, policy, at
+        self._config = config
+        self._folder = folder
+        self._policy = policy
+        self._position = at
         first = heldout({"accuracy": at.first_accuracy, "heldout_reward": at.first_reward})
         measured = [first, *map(heldout, read_until(folder.metrics, at.step))]
         self._best = max((each.score for each in measured if each), default=-math.inf)
 
     def after_step(self, rollouts: Rollouts, measured: Heldout | None, stopping: bool) -> None:
-        """Write one where it is due: every so many steps, of the last, and where the run stops; and
-        with `checkpoint.best`, where held-out answers are the best so far, a deployable one. Raises
-        `CheckpointError` or `ExportError` where the disk refuses.
+        """Write a checkpoint if it is due, and a deployable one if held-out answers are the best.
+
+        A checkpoint is due every `checkpoint.every` steps, after the last step and if the run
+        stops. The deployable one needs `checkpoint.best`. Raises `CheckpointError` or `ExportError`
+        if the disk refuses.
         """
+        step = self._position.step
         if self._config.checkpoint.best and measured is not None and measured.score > self._best:
-            self._best, best = (
-                measured.score,
-                self._folder.export.with_name("export-best"),
-            )
-            figures = {
-                "heldout_accuracy": measured.accuracy,
-                "heldout_reward": measured.reward,
-            }
-            write_export(self._policy, self._config, self._folder, self._at.step, best, **figures)
-        if (
-            self._at.step % self._config.checkpoint.every == 0
-            or self._at.step == self._config.steps
-            or stopping
-        ):
+            self._best = measured.score
+            best = self._folder.export.with_name("export-best")
+            figures = {"heldout_accuracy": measured.accuracy, "heldout_reward": measured.reward}
+            write_export(self._policy, self._config, self._folder, step, best, **figures)
+        if step % self._config.checkpoint.every == 0 or step == self._config.steps or stopping:
             self._write(rollouts.position())
 
     def _write(self, position: dict[str, Any]) -> None:
         state = {"learner": self._policy.learner.state_dict(), "position": position}
         save_checkpoint(
             self._folder.checkpoints,
-            self._at.step,
+            self._position.step,
             state,
             self._config.checkpoint.keep,
             self._policy.processes,
@@ -62,18 +57,19 @@ class StepCheckpoints:
 
     @contextmanager
     def last_step_kept(self) -> Iterator[Self]:
-        """Where what is done within ends by an error of reward, engine, logger or task, write one
-        of the last step that was learned from; the error goes on.
+        """If an error of reward, engine, logger or task ends the block, write a checkpoint of the
+        last step that was learned from, and raise the error again.
 
-        Nothing is written of a batch that was learned from in part, nor by several processes, which
-        may not all have come to the error. What was being sampled will be sampled again.
+        Nothing is written if a batch was learned from in part, nor by several processes, because
+        some of them may not have met the error. A resumed run samples pending batches again.
         """
         try:
             yield self
         except CheckpointError:
             raise
         except Exception:
-            step, learner = self._at.step, self._policy.learner
+            step = self._position.step
+            learner = self._policy.learner
             if (
                 learner.processes.world == 1
                 and learner.whole
@@ -81,7 +77,7 @@ class StepCheckpoints:
                 and self._folder.steps()[-1:] != [step]
             ):
                 try:
-                    self._write(vars(self._at))
+                    self._write(vars(self._position))
                 except CheckpointError as error:
                     say(str(error))
             raise

@@ -1,4 +1,4 @@
-"""The end of a run: export what was sampled from, and prove it in a fresh engine."""
+"""The end of a run: export the policy that was sampled, and prove the export in a fresh engine."""
 
 import shutil
 from dataclasses import dataclass, replace
@@ -21,38 +21,43 @@ from qarl.sync.floor import ROUNDED, FixedSequences
 
 @dataclass(frozen=True)
 class Outcome:
-    """run: its folder. steps: done. export: folder of the deployable checkpoint, None if none was
-    asked for or the run was interrupted. accuracy, reward: held-out (`Heldout`), of the policy
-    before training and of the loaded export.
-    """
+    """Result of a run; accuracies and rewards are held-out ones (`Heldout`)."""
 
     run: Path
+    """Folder of the run."""
     steps: int
+    """Steps done."""
     export: Path | None = None
+    """Folder of the deployable checkpoint, None if not requested or the run was interrupted."""
     first_accuracy: float | None = None
+    """Accuracy of the policy before training."""
     export_accuracy: float | None = None
+    """Accuracy of the loaded export."""
     first_reward: float | None = None
+    """Reward of the policy before training."""
     export_reward: float | None = None
+    """Reward of the loaded export."""
 
 
 @dataclass(frozen=True)
 class ExportReference:
-    """What the engine that sampled gave fixed sequences, fp32 log-probs in nats: what an export is
-    held to.
-
-    bound: on the mean |Δ log p| that a fresh engine may be off, in nats; None: not by a bit.
-    """
+    """Log-probs of fixed sequences by the engine that sampled, which an export must reproduce."""
 
     sequences: list[list[int]]
+    """Token ids."""
     logprobs: list[list[float]]
+    """fp32 log-probs of the sequences' tokens, nats."""
     bound: float | None
+    """Upper bound on a fresh engine's mean |Δ log p|, nats. None: every bit must be equal."""
 
 
 def export_sampled(
     session: Session, config: RunConfig, folder: RunFolder, steps: int
 ) -> ExportReference | None:
-    """Write the deployable checkpoint of a finished run, beside the log-probs it has to give; None
-    where the run was interrupted or asks for no export. All processes come here; the first writes.
+    """Write the deployable checkpoint of a finished run, and return the log-probs it has to give.
+
+    None if the run was interrupted or has no export. Collective: every process must call this; the
+    first one writes.
     """
     policy = session.policy
     if steps < config.steps or not config.export:
@@ -62,10 +67,8 @@ def export_sampled(
     bound = None
     if policy.model.device.type != "cpu" and not config.bitwise:
         # Products on GPUs may add up in another order from one call to the next.
-        bound = (
-            config.sync.canary_bound
-            or ROUNDED * FixedSequences(policy.model, sequences).floor().mean_abs
-        )
+        bound = config.sync.canary_bound
+        bound = bound or ROUNDED * FixedSequences(policy.model, sequences).floor().mean_abs
     sampled = ExportReference(sequences, session.engine.logprobs(sequences), bound)
     policy.processes.wait()  # from here on the first process is alone
     return sampled
@@ -79,18 +82,20 @@ def write_export(
     export: Path,
     **more: Any,
 ) -> None:
-    """Write the present weight version as a deployable checkpoint, in place of an earlier one
-    there. All processes come here; the first writes. more: of its qarl.json.
+    """Write the present weight version as a deployable checkpoint, replacing an earlier one.
+
+    Collective: every process must call this; the first one writes. more: further entries of its
+    qarl.json.
     """
     if policy.processes.first:
         note = {**export_note(folder.path, config, step, export, policy.folder), **more}
         with written_aside(export) as building:
             export_checkpoint(policy.model, policy.folder, building, note)
-            # of an earlier end, where a finished run was resumed
+            # left by an earlier end, if a finished run was resumed
             shutil.rmtree(export, ignore_errors=True)
     elif not config.learner.keep_codes:
         for _ in policy.model.low_bit_tensors():
-            pass  # to make them takes all processes
+            pass  # making the tensors is collective
 
 
 def finish(
@@ -100,10 +105,10 @@ def finish(
     at: Position,
     sampled: ExportReference | None,
 ) -> Outcome:
-    """Load the export in a fresh engine, hold it to `sampled`, and evaluate it.
+    """Load the export in a fresh engine, compare it with `sampled`, and evaluate it.
 
-    Raises `ExportError` where it gives other log-probs than the engine that sampled: on CPUs, and
-    with `bitwise`, in any bit; on CUDA else beyond the bound of `sampled`.
+    Raises `ExportError` if its log-probs differ from those of the engine that sampled: on CPUs, and
+    with `bitwise`, in any bit; otherwise on CUDA by more than the bound of `sampled`.
     """
     begun = Outcome(
         folder.path,
@@ -111,7 +116,8 @@ def finish(
         first_accuracy=at.first_accuracy,
         first_reward=at.first_reward,
     )
-    # open still where servers sampled; an engine here would wait in it for those that are done
+    # The process group is still open if servers sampled. An engine in this process would wait in it
+    # for processes that have ended.
     leave_processes()
     if sampled is None or not policy.processes.first:
         return begun
@@ -136,7 +142,7 @@ def finish(
             }
             add_to_note(folder.export, **figures, heldout_problems=len(result.questions))
     write_card(folder.export)
-    # the last of all: a resumed run that finds it has nothing left to do
+    # Written last: a resumed run that finds this entry has nothing left to do.
     add_to_note(folder.export, verified=True)
     return replace(begun, export=folder.export, export_accuracy=accuracy, export_reward=reward)
 
@@ -144,9 +150,10 @@ def finish(
 def difference_beyond(
     bound: float | None, actual: list[list[float]], expected: list[list[float]]
 ) -> str | None:
-    """In words, how far log-probs of the same sequences are apart; None where their mean |Δ|, in
-    nats, is within `bound`, or, with bound None, where all are equal to the last bit. NaN is beyond
-    any bound.
+    """Return in words how much log-probs of the same sequences differ, or None if they agree.
+
+    They agree if their mean |Δ|, in nats, is at most `bound`, or, with bound None, if all are equal
+    to the last bit. NaN is beyond any bound.
     """
     if bound is None:
         return None if actual == expected else ""
