@@ -1,3 +1,3 @@
-"""What `import qarl` offers: a policy over low-bit tensors, its engine, and whole runs.
-docs/reference/api.md
+"""The public API of `import qarl`: a policy over low-bit tensors, its engine, and complete runs
+(docs/reference/api.md).
 """

@@ -1,4 +1,4 @@
-"""From a model to a policy over low-bit tensors."""
+"""`qarl.align`: makes a policy over low-bit tensors of a model."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,7 +33,7 @@ _WRAPPERS = {
     "torch._dynamo": "align the model before torch.compile",
     "qarl": "it is aligned already; load the model anew to align it otherwise",
 }
-"""Where a wrapper's class comes from → what to do instead."""
+"""Modules of classes that wrap a model, with the remedy for each."""
 _OPTIONS = (
     "operators",
     "kernel",
@@ -46,7 +46,7 @@ _OPTIONS = (
     "micro_batch_tokens",
     "logprob_chunk_tokens",
 )
-"""Of `learner.*`, what is a policy's."""
+"""Fields of `learner.*` that apply to a policy."""
 
 
 def align(
@@ -61,17 +61,25 @@ def align(
 ) -> Policy:
     """Make a policy whose forward multiplies the low-bit tensors that its engine samples from.
 
-    model: an embedded policy's name, a folder in transformers' format, a hub id, or a transformers
-    causal LM, whose parameters become the masters in place. scheme: one of `qarl schemes`. dtype:
-    of activations in policy and engine; master_dtype: of what is trained; "bfloat16", "float16",
-    "float32" or torch's. layers: some in other schemes, "PATTERN=SCHEME" (docs/guide/layers.md).
-    tokenizer: its folder or hub id, of a model built in memory. learner: the fields of `learner.*`
-    that are a policy's (docs/reference/options.md), such as gradient_checkpointing.
+    Args:
+        model: An embedded policy's name, a folder in transformers' format, a hub id, or a
+            transformers causal LM, whose parameters become the masters in place.
+        scheme: One of `qarl schemes`.
+        dtype: Dtype of activations in policy and engine: "bfloat16", "float16", "float32" or
+            torch's.
+        master_dtype: Dtype of the trained masters, likewise.
+        layers: Other schemes for some layers, each "PATTERN=SCHEME" (docs/guide/layers.md).
+        tokenizer: Folder or hub id of the tokenizer, for a model built in memory.
+        learner: The fields of `learner.*` that apply to a policy (docs/reference/options.md), such
+            as gradient_checkpointing.
 
-    Raises `ModelError` for a model that is missing, quantized, wrapped (PEFT, FSDP, DDP, DeepSpeed,
-    compiled) or frozen in part; `SchemeError` for a scheme it cannot take; `ConfigError` for
-    options that cannot be; `KernelError` and `GraphError` where this machine cannot run it, or no
-    gradient would reach a master.
+    Raises:
+        ModelError: The model is missing, quantized, wrapped (PEFT, FSDP, DDP, DeepSpeed, compiled)
+            or frozen in part.
+        SchemeError: The model cannot take the scheme.
+        ConfigError: An option is unknown or out of range.
+        KernelError, GraphError: This machine cannot run the policy, or no gradient would reach a
+            master.
     """
     for name in learner.keys() - {*_OPTIONS}:
         raise ConfigError(
@@ -91,11 +99,12 @@ def align(
             },
         }
     )
-    folder, processes = model_folder(source), Processes()
+    folder = model_folder(source)
+    processes = Processes()
     if isinstance(model, PreTrainedModel):
         require_schemes(settings, model)
         check_finite(source, model.eval())
-        # buffers stay: rotary frequencies are fp32
+        # Parameters only, not buffers: rotary frequencies stay fp32.
         for parameter in model.parameters():
             parameter.data = parameter.data.to(
                 processes.device, MASTER_DTYPES[settings.learner.master_dtype]

@@ -1,5 +1,5 @@
-"""A policy's engine: vLLM in this process, or servers; audited before it samples, gated at its
-first batch.
+"""A policy's engine: vLLM in this process, or servers. It is audited before it samples, and its
+first batch must pass the gate.
 """
 
 import tempfile
@@ -27,54 +27,62 @@ from qarl.tasks import Problem
 
 T = TypeVar("T")
 AnyPrompt = str | Sequence[int] | Sequence[Mapping[str, str]] | Problem | Prompt
-"""Text, token ids, a chat's messages, a task's problem, or what `Engine.prompt` made of one."""
-_CANARY_SEQUENCES, _CANARY_TOKENS = 8, 32
+"""Text, token ids, a chat's messages, a task's problem, or a prompt by `Engine.prompt`."""
+_CANARY_SEQUENCES = 8
+"""Number of the canary's sequences."""
+_CANARY_TOKENS = 32
+"""Upper bound on their tokens."""
 
 
 class Engine(AbstractContextManager["Engine"]):
-    """What samples from one policy; `qarl.engine` opens it, `close` or the end of a `with` closes
-    it.
+    """Engine that samples from one policy.
 
-    policy: whose versions it takes. audited: layers and kernels that both sides agreed on.
-    multiplies: what the policy multiplies with, in words. rows: the self-test of these kernels,
-    None where the engine has others. published: the version it samples from, with its proofs.
+    `qarl.engine` opens it; `close`, or the end of a `with`, closes it.
     """
 
     def __init__(self, policy: Policy, settings: RunConfig, folder: Path | None):
-        self.policy, self.settings = policy, settings
+        self.policy = policy
+        """Policy whose versions it loads."""
+        self.settings = settings
+        """Configuration with the settings of the engine."""
         self.prompter = open_prompter(policy.folder, settings.rollout, settings.task)
-        self._lock, self._running, self._closed = threading.RLock(), 0, False
+        self._lock = threading.RLock()
+        self._running = 0
+        """Number of threads in `generate`."""
+        self._closed = False
         with ExitStack() as stack:
-            place = folder or Path(
-                stack.enter_context(tempfile.TemporaryDirectory(prefix="qarl-engine-"))
-            )
-            start, canary = (
-                place / "engine-start",
-                _canary(len(self.prompter.tokenizer), settings),
-            )
+            if folder is None:
+                temporary = tempfile.TemporaryDirectory(prefix="qarl-engine-")
+                folder = Path(stack.enter_context(temporary))
+            start = folder / "engine-start"
+            canary = _canary(len(self.prompter.tokenizer), settings)
             opened = connected(policy.low_bit, policy.folder, start, settings, canary, Processes())
             self._connection = connection = stack.enter_context(opened)
-            self.audited, self.multiplies = connection.audited, connection.multiplies
+            self.audited = connection.audited
+            """Layers and kernels that policy and engine agreed on."""
+            self.multiplies = connection.multiplies
+            """Layers that the policy multiplies with, in words."""
             self.rows = connection.rows
+            """Result of the kernels' self-test, None if the policy does not use the engine's."""
             self._shares = policy.low_bit.context.engine is not None
-            self.published, self._version = (
-                connection.publisher.publish(0),
-                policy.version,
-            )
-            policy.alone, policy.gate = (
-                self._while_idle,
-                gate_of(settings, policy.low_bit, connection.rows),
-            )
+            self.published = connection.publisher.publish(0)
+            """Version that it samples from, with the proof that it arrived."""
+            self._version = policy.version
+            """The policy's number of that version."""
+            policy.alone = self._while_idle
+            policy.gate = gate_of(settings, policy.low_bit, connection.rows)
             self._stack = stack.pop_all()
 
     def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Free the engine, or let go of the servers; the policy makes layers of its own where it
-        needs any.
+        """Free the engine, or disconnect from the servers.
+
+        A policy that used the engine's layers makes its own when it needs them.
         """
-        self.policy.alone, self.policy.gate = at_once, None
+        self.policy.alone = at_once
+        self.policy.gate = None
         self._stack.close()
         self._closed = True
 
@@ -83,9 +91,11 @@ class Engine(AbstractContextManager["Engine"]):
             raise PolicyError("the engine is closed; open one: qarl.engine(policy)")
 
     def prompt(self, prompt: AnyPrompt, name: str = "") -> Prompt:
-        """Token ids as they are; all else by the model's chat template, plainly where there is
-        none, as `qarl train` does. name: its id. Raises `ConfigError` or `PolicyError` for more
-        than max_prompt_tokens, or none.
+        """Return a prompt of token ids, made as `qarl train` makes it.
+
+        Token ids are taken as they are. Everything else goes through the model's chat template, if
+        it has one. name: id of the prompt. Raises `ConfigError` or `PolicyError` if it has no token
+        or more than max_prompt_tokens.
         """
         if isinstance(prompt, Prompt):
             return prompt
@@ -112,12 +122,12 @@ class Engine(AbstractContextManager["Engine"]):
         greedy: bool = False,
         first_prompt: int = 0,
     ) -> list[list[Completion]]:
-        """So many samples of each prompt, in order: token ids, their fp32 log-probs in nats, text,
-        weight version.
+        """Return `samples` completions of each prompt, in order of the prompts.
 
-        Sample k of prompt j draws from a stream of its own, of (seed, first_prompt + j, k). greedy:
-        the likeliest tokens instead. Raises `PolicyError` between a refresh and its publish, where
-        the engine shares the policy's layers; `EngineError` where the engine fails.
+        A completion has token ids, their fp32 log-probs in nats, text and weight version. Sample k
+        of prompt j draws from its own random stream, seeded with (seed, first_prompt + j, k).
+        greedy: take the likeliest tokens instead. Raises `PolicyError` between a refresh and its
+        publish if the engine shares the policy's layers; `EngineError` if the engine fails.
         """
         if samples < 1 or isinstance(prompts, str):
             raise PolicyError(
@@ -135,23 +145,25 @@ class Engine(AbstractContextManager["Engine"]):
                 )
             self._running += 1
         try:
-            return self._connection.engine.generate(
-                inputs, replace(sampling, temperature=0.0) if greedy else sampling
-            )
+            if greedy:
+                sampling = replace(sampling, temperature=0.0)
+            return self._connection.engine.generate(inputs, sampling)
         finally:
             with self._lock:
                 self._running -= 1
 
     def _while_idle(self, what: str, work: Callable[[], T]) -> T:
-        """Do it while nothing is sampled; raises `PolicyError` where something is. Servers sample
-        on through a publish with max_staleness 2 or more, and through any refresh.
+        """Return `work()`, called while nothing is sampled; raise `PolicyError` if something is.
+
+        Servers may sample during any refresh, and during a publish with max_staleness 2 or more.
+        what: "refresh" or "publish".
         """
         with self._lock:
             self._refuse_closed()
-            apart = not self._shares and (
+            may_overlap = not self._shares and (
                 what == "refresh" or self.settings.rollout.max_staleness > 1
             )
-            if self._running and not apart:
+            if self._running and not may_overlap:
                 raise PolicyError(
                     f"{what}: generate is under way in {self._running} threads, and weights must"
                     " not change under it; wait for them, or sample on servers (urls) with"
@@ -160,7 +172,7 @@ class Engine(AbstractContextManager["Engine"]):
             return work()
 
     def admit(self, policy: Policy) -> Publish:
-        """Take its present version; see `Policy.publish`."""
+        """Load the policy's present version; see `Policy.publish`."""
         if policy is not self.policy:
             ours, other = (
                 f"{p.settings.model!r} in {p.settings.scheme}" for p in (self.policy, policy)
@@ -188,13 +200,16 @@ def engine(
     tokenizer: Any = None,
     **options: Any,
 ) -> Engine:
-    """Open an engine on a policy's present weight version, published as version 0: vLLM in this
-    process, whose layers the policy then multiplies with, or the vLLM servers at `urls`.
+    """Open an engine on a policy's present weight version, which is published as version 0.
 
-    max_prompt_tokens, max_new_tokens: of a sequence. temperature: that all is sampled at. folder:
-    for the engine's first checkpoint and versions for servers; without it a temporary one.
-    tokenizer: to hold to the model's. options: other fields of `rollout.*`
-    (docs/reference/options.md), such as max_num_seqs, kv_cache_gib, stop, server_key_file.
+    The engine is vLLM in this process, whose layers the policy then multiplies with, or the vLLM
+    servers at `urls`.
+
+    max_prompt_tokens, max_new_tokens: limits of a sequence. temperature: temperature of all
+    sampling. folder: folder for the engine's first checkpoint and for versions that servers read.
+    Default: a temporary folder. tokenizer: tokenizer that must equal the model's. options: other
+    fields of `rollout.*` (docs/reference/options.md), such as max_num_seqs, kv_cache_gib, stop,
+    server_key_file.
 
     Raises `ConfigError` for options that cannot be, `PolicyError` for another tokenizer,
     `EngineError` where vLLM does not start or is open already, `AuditError` where both would not
@@ -216,7 +231,7 @@ def engine(
         **({"servers": urls if isinstance(urls, str) else list(urls)} if urls else {}),
         **options,
     }
-    # a rule of runs, whose micro-batches are long
+    # A run's micro-batch must hold a longest sequence; this makes it so.
     learner = {"micro_batch_tokens": max_prompt_tokens + max_new_tokens}
     checked = config_from_tree({"rollout": rollout, "learner": learner}).rollout
     check_context(policy.folder, checked.longest)
@@ -228,7 +243,7 @@ def engine(
 
 
 def _canary(vocabulary: int, settings: RunConfig) -> list[list[int]]:
-    """Token sequences that are the same in every run."""
+    """Return token sequences for the canary, the same ones in every run."""
     longest = min(_CANARY_TOKENS, settings.rollout.longest - 1)
     generator = torch.Generator().manual_seed(0)
     return torch.randint(

@@ -1,5 +1,5 @@
-"""A policy for any training loop: called like a transformers model, over the low-bit tensors its
-engine samples from.
+"""A policy for any training loop. It is called like a transformers model, and computes with the
+low-bit tensors that its engine samples from.
 
 Axes: B rows, T tokens of a row, of which T-1 are predicted, V vocabulary.
 """
@@ -36,23 +36,24 @@ from qarl.sync.publisher import Publish
 
 @dataclass(frozen=True)
 class TokenRows:
-    """tokens: int64 [B, T]. real: bool [B, T], those that belong to a sequence. lengths: of the
-    sequences, in row-major order. predicted: bool [B, T-1], where the next token of the row is of
-    the same sequence.
-    """
+    """Rows of tokens, each with one sequence or several."""
 
     tokens: torch.Tensor
+    """int64 [B, T]."""
     real: torch.Tensor
+    """bool [B, T], true for tokens that belong to a sequence."""
     lengths: tuple[int, ...]
+    """Numbers of tokens of the sequences, in row-major order."""
     predicted: torch.Tensor
+    """bool [B, T-1], true where the row's next token is of the same sequence."""
 
     def packed(self) -> Packed:
-        """For a forward over all sequences in one row."""
-        places = self.real.flatten().cumsum(0).view(self.real.shape) - 1
-        return Packed(self.real, places.where(self.real, 0), Sequences.apart(self.lengths))
+        """Return the layout for a forward over all sequences in one row."""
+        positions = self.real.flatten().cumsum(0).view(self.real.shape) - 1
+        return Packed(self.real, positions.where(self.real, 0), Sequences.apart(self.lengths))
 
     def padded(self, values: torch.Tensor) -> torch.Tensor:
-        """Values of tokens, [B, T] → one sequence a row, padded with zeros on the right."""
+        """Return values of tokens, [B, T], as one sequence a row, zero-padded on the right."""
         return nn.utils.rnn.pad_sequence(
             list(values[self.real].split(self.lengths)), batch_first=True
         )
@@ -65,12 +66,14 @@ def token_rows(
     cu_seqlens: torch.Tensor | None,
     vocabulary: int,
 ) -> TokenRows:
-    """See `Policy.forward`. Raises `PolicyError` for tensors that contradict each other."""
-    real = (
-        torch.ones_like(input_ids, dtype=torch.bool)
-        if attention_mask is None
-        else attention_mask.bool()
-    )
+    """Find the sequences in rows of tokens; for the arguments see `Policy.forward`.
+
+    Raises `PolicyError` for tensors that contradict each other.
+    """
+    if attention_mask is None:
+        real = torch.ones_like(input_ids, dtype=torch.bool)
+    else:
+        real = attention_mask.bool()
     if cu_seqlens is not None:
         counted = Sequences.apart(cu_seqlens.diff().tolist()).positions(input_ids.device)[None]
         if cu_seqlens[0] != 0 or (
@@ -87,9 +90,11 @@ def token_rows(
         raise PolicyError(
             f"input_ids, attention_mask and positions are {shapes}; give each as [B, T]"
         )
-    flat, tokens = positions[real], input_ids[real]
-    lengths = [*(flat == 0).nonzero().flatten().tolist(), len(flat)]
-    lengths = torch.tensor(lengths).diff().tolist()
+    flat = positions[real]
+    tokens = input_ids[real]
+    # a sequence begins at each position 0
+    bounds = [*(flat == 0).nonzero().flatten().tolist(), len(flat)]
+    lengths = torch.tensor(bounds).diff().tolist()
     if not len(flat) or tokens.min() < 0 or tokens.max() >= vocabulary:
         raise PolicyError(
             f"input_ids must hold a token, and ids from 0 to {vocabulary - 1} alone, not"
@@ -109,39 +114,48 @@ def token_rows(
 
 
 class PolicyEngine(Protocol):
-    """What a policy asks of its engine (`qarl.api.engine.Engine`)."""
+    """The engine as a policy sees it (`qarl.api.engine.Engine`)."""
 
     def admit(self, policy: "Policy") -> Publish:
-        """Take the policy's present version."""
+        """Load the policy's present version."""
         ...
 
 
 class Policy(nn.Module):
-    """A causal LM whose forward multiplies low-bit tensors, and whose parameters are their masters
+    """Causal LM whose forward multiplies low-bit tensors, and whose parameters are their masters
     (`qarl.align`).
-
-    low_bit: the model itself. settings: what `align` was asked for, as a configuration. folder:
-    whose tokenizer exports take. device: of masters and forwards. dtype: of activations and logits;
-    masters have their own. version: weight versions made so far, 0 of the first. alone, gate: of
-    its engine, what does a thing while nothing is sampled, and what the first batch has to pass.
     """
 
     def __init__(self, model: LowBitModel, settings: RunConfig, folder: Path):
         super().__init__()
-        # no submodule: each master has one name, transformers'
+        # Not a submodule, so that each master has one name, that of transformers.
         self.__dict__["low_bit"] = model
         self.low_bit: LowBitModel
+        """The model itself."""
         for name, child in model.module.named_children():
             self.add_module(name, child)
-        self.settings, self.folder, self.config = settings, folder, model.config
-        self.device, self.dtype, self.version = model.device, model.dtype, 0
+        self.settings = settings
+        """Configuration made of the arguments of `align`."""
+        self.folder = folder
+        """Folder with the tokenizer that exports get."""
+        self.config = model.config
+        """Configuration of the transformers model."""
+        self.device = model.device
+        """Device of masters and forwards."""
+        self.dtype = model.dtype
+        """Dtype of activations and logits; masters have their own."""
+        self.version = 0
+        """Number of the present weight version; the first is 0."""
         self.alone: Callable[[str, Callable[[], Any]], Any] = at_once
+        """Runs a callable while the engine is not sampling."""
         self.gate: FirstBatchGate | None = None
+        """Check that the first batch must pass; set by the engine."""
         configure_backward(model, settings.learner)
         model.gradients.configure(in_place=True)
         for master in self.parameters():
             master.grad_dtype = torch.float32
-        self._counted, self._hashed = self._counts(), self._hashes()
+        self._counted = self._counts()
+        self._hashed = self._hashes()
         if model.why_not_engine:
             warnings.warn(
                 f"log-probs are near the engine's, not equal: {model.why_not_engine}",
@@ -158,32 +172,41 @@ class Policy(nn.Module):
         logits_to_keep: int = 0,
         use_cache: bool = False,
     ) -> CausalLMOutput:
-        """Next-token logits, with gradient to the masters.
+        """Compute next-token logits, with gradient to the masters.
 
-        input_ids: int64 [B, T], a sequence a row, padded on either side where attention_mask [B, T]
-        is 0; or several a row: position_ids [B, T] begin anew at 0, or cu_seqlens [S + 1] says
-        where they begin in the only row, and its length. logits_to_keep: of the last so many tokens
-        of each row; 0: of all. Returns `.logits`, compute dtype [B, T or logits_to_keep, V], zero
-        at padding. Raises `PolicyError` for tensors that contradict each other, for use_cache,
-        which there is none of, and for masters that moved since `refresh`, as far as torch counts
-        writes (a fused optimizer's it does not; `publish` sees all).
+        Args:
+            input_ids: int64 [B, T], one sequence a row, padded on either side, or several a row.
+            attention_mask: [B, T], 0 at padding.
+            position_ids: [B, T], starting again at 0 for every sequence of a row.
+            cu_seqlens: [S + 1], the starts of S sequences in the only row, and its length.
+            logits_to_keep: Compute logits of this many last tokens of each row; 0: of all.
+            use_cache: Must be false, because a policy has no cache.
+
+        Returns:
+            `.logits`, compute dtype [B, T or logits_to_keep, V], zero at padding.
+
+        Raises:
+            PolicyError: Tensors contradict each other, `use_cache` is true, or masters changed
+                since `refresh`. Only writes that torch counts are seen here, which leaves out those
+                of a fused optimizer; `publish` sees all.
         """
         if use_cache:
             raise PolicyError(
                 "use_cache true: a policy keeps no cache; leave it out, and sample with qarl.engine"
             )
         rows = self._rows(input_ids, attention_mask, position_ids, cu_seqlens)
-        width = min(logits_to_keep, rows.real.shape[1]) or rows.real.shape[1]
-        kept = rows.real & (torch.arange(-rows.real.shape[1], 0, device=self.device) >= -width)
+        columns = rows.real.shape[1]
+        width = min(logits_to_keep, columns) or columns
+        mask = rows.real & (torch.arange(-columns, 0, device=self.device) >= -width)
         if self.low_bit.operators == "engine":
-            hidden = self.low_bit.hidden(rows.tokens, kept, packed=rows.packed())
+            hidden = self.low_bit.hidden(rows.tokens, mask, packed=rows.packed())
         else:
-            hidden = self.low_bit.hidden(rows.padded(rows.tokens), rows.padded(kept))
-        logits, kept = self.low_bit.head(hidden), kept[:, -width:]
-        whole = logits.new_zeros(*kept.shape, logits.shape[-1]).masked_scatter(
-            kept[..., None], logits
-        )
-        return CausalLMOutput(logits=whole)  # type: ignore[arg-type]
+            hidden = self.low_bit.hidden(rows.padded(rows.tokens), rows.padded(mask))
+        logits = self.low_bit.head(hidden)
+        mask = mask[:, -width:]
+        padded = logits.new_zeros(*mask.shape, logits.shape[-1])
+        padded = padded.masked_scatter(mask[..., None], logits)
+        return CausalLMOutput(logits=padded)  # type: ignore[arg-type]
 
     def logprobs(
         self,
@@ -195,14 +218,16 @@ class Policy(nn.Module):
         *,
         temperature: float = 1.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs of input_ids[:, 1:], each given what is before it, with gradient to the
-        masters, and entropies of the distributions they are from, without: fp32 [B, T-1], nats,
-        zero elsewhere. To the bits of the engine's sampler, where no warning of `align` said
-        otherwise.
+        """Compute log-probs of input_ids[:, 1:], with gradient to the masters, and entropies.
 
-        mask: bool [B, T-1], the tokens wanted; without it all that have one before them.
-        temperature: that they were sampled at. The others and errors: see `forward`. Few logits are
-        held at once.
+        The entropies are those of the distributions that the tokens are from, without gradient.
+        Both are fp32 [B, T-1], nats, and zero outside `mask`. The log-probs equal those of the
+        engine's sampler to the bit, unless `align` warned otherwise. Few logits are in memory at
+        once.
+
+        mask: bool [B, T-1], tokens to compute. Default: all that have one before them in their
+        sequence. temperature: temperature that the tokens were sampled at. For other arguments and
+        errors see `forward`.
         """
         rows = self._rows(input_ids, attention_mask, position_ids, cu_seqlens)
         mask = rows.predicted if mask is None else mask.to(self.device).bool()
@@ -211,31 +236,41 @@ class Policy(nn.Module):
                 f"mask {list(mask.shape)} must be bool {list(rows.predicted.shape)}, true at column"
                 " t only where tokens t and t + 1 are of one sequence"
             )
-        chunk, engine = (
-            self.settings.learner.logprob_chunk_tokens,
-            self.low_bit.operators == "engine",
+        chunk = self.settings.learner.logprob_chunk_tokens
+        if self.low_bit.operators == "engine":
+            packed = rows.packed()
+            tokens = rows.tokens
+            wanted = mask
+        else:
+            packed = None
+            tokens = rows.padded(rows.tokens)
+            wanted = rows.padded(nn.functional.pad(mask, (0, 1)))[:, :-1]
+        computed = token_logprobs(
+            self.low_bit,
+            tokens,
+            wanted,
+            None,
+            packed,
+            chunk,
+            temperature=_positive(temperature),
         )
-        tokens = rows.tokens if engine else rows.padded(rows.tokens)
-        wanted = mask if engine else rows.padded(nn.functional.pad(mask, (0, 1)))[:, :-1]
-        packed, at = rows.packed() if engine else None, _positive(temperature)
-        computed = token_logprobs(self.low_bit, tokens, wanted, None, packed, chunk, temperature=at)
         empty = torch.zeros(mask.shape, device=self.device)
         values, entropies = (empty.masked_scatter(mask, part[wanted]) for part in computed)
         return values, entropies
 
     def batch_logprobs(self, batch: Batch, *, temperature: float = 1.0) -> torch.Tensor:
-        """Log-probs of a batch's responses as `qarl train` computes them, with gradient to the
-        masters: fp32 [B, T-1], nats, zero elsewhere. On CPUs a prompt is computed once for all its
-        completions.
+        """Compute log-probs of a batch's responses as `qarl train` does.
 
-        The first batch after an engine was opened, before a `refresh`, passes the gate: `GateError`
-        where the engine sampled with other log-probs.
+        Returns fp32 [B, T-1], nats, zero elsewhere, with gradient to the masters. On CPUs a prompt
+        is computed once for all its completions. The first batch after an engine was opened, before
+        a `refresh`, must pass the gate: `GateError` if the engine sampled with other log-probs.
         """
         self._require_fresh(by_value=False)
         scorer = Scorer(self.low_bit, self.settings.learner, Processes(), _positive(temperature))
         result = self._scored(scorer, batch)
         if self.gate is not None:
-            learner, mask = result.detach().cpu(), batch.response_mask.cpu()
+            learner = result.detach().cpu()
+            mask = batch.response_mask.cpu()
 
             def floor() -> Mismatch:
                 with (
@@ -249,8 +284,10 @@ class Policy(nn.Module):
         return result
 
     def _scored(self, scorer: Scorer, batch: Batch) -> torch.Tensor:
-        """fp32 [B, T-1], with gradient where that is enabled."""
-        order, values, width = [], [], batch.response_mask.shape[1]
+        """Return log-probs fp32 [B, T-1], with gradient if that is enabled."""
+        order = []
+        values = []
+        width = batch.response_mask.shape[1]
         for part in scorer.share(batch, torch.arange(len(batch.tokens))):
             own, _ = scorer.token_logprobs(
                 self.low_bit, batch.rows(part.index).to(self.device), part.chunks, False
@@ -260,11 +297,11 @@ class Policy(nn.Module):
         return torch.cat(values)[torch.cat(order).argsort().to(self.device)]
 
     def refresh(self) -> None:
-        """Make a weight version of the masters' present values, for forwards, publish and export:
-        after every step.
+        """Make a weight version of the masters' present values, for forwards, publish and export.
 
-        Raises `PolicyError` while the engine in this process samples, whose layers it writes, and
-        where gradients wait and no master was stepped: the optimizer steps other parameters.
+        Call it after every optimizer step. Raises `PolicyError` while an engine in this process
+        samples, because its layers are written, and if there are gradients but no master changed,
+        because the optimizer then steps other parameters.
         """
         unmoved = self._counts() == self._counted and torch.equal(self._hashes(), self._hashed)
         if unmoved and any(m.grad is not None and m.grad.any() for m in self.parameters()):
@@ -277,37 +314,41 @@ class Policy(nn.Module):
 
     def _refresh(self) -> None:
         self.low_bit.refresh()
-        self._counted, self._hashed = self._counts(), self._hashes()
-        self.gate, self.version = None, self.version + 1
+        self._counted = self._counts()
+        self._hashed = self._hashes()
+        self.gate = None
+        self.version += 1
 
     def publish(self, engine: PolicyEngine) -> Publish:
-        """Let the engine sample from the present weight version; returns what was proven: digest,
-        tensors, bytes, seconds and, at intervals, the canary.
+        """Load the present weight version into the engine, and return the proof that it arrived.
 
-        Raises `PolicyError` for masters that moved since `refresh`, for another policy's engine and
-        one that samples just now; `PublishError` where it does not hold what was sent.
+        The proof has digest, tensors, bytes, seconds and, at intervals, the canary. Raises
+        `PolicyError` if masters changed since `refresh`, for another policy's engine and for one
+        that is sampling; `PublishError` if the engine does not hold what was sent.
         """
         self._require_fresh()
         return engine.admit(self)
 
     def export(self, folder: str | Path) -> str:
-        """Write the present weight version as a checkpoint for vLLM and transformers; returns the
-        digest of its tensors. Raises `PolicyError` for masters that moved since `refresh`,
-        `ExportError` for a folder that exists.
+        """Write the present weight version as a checkpoint for vLLM and transformers.
+
+        Returns the digest of its tensors. Raises `PolicyError` if masters changed since `refresh`,
+        `ExportError` if the folder exists.
         """
         self._require_fresh()
         return export_checkpoint(self.low_bit, self.folder, Path(folder)).hexdigest()
 
     def low_bit_tensors(self) -> Iterator[LowBitTensor]:
-        """Every tensor of the checkpoint by its name there: the very buffers that are multiplied,
-        to be read before the next `refresh`, which writes them. Raises `PolicyError` for masters
-        that moved since the last.
+        """Return every tensor of the checkpoint, with its name in it.
+
+        They are the buffers that are multiplied; read them before the next `refresh`, which writes
+        them. Raises `PolicyError` if masters changed since the last `refresh`.
         """
         self._require_fresh()
         return self.low_bit.low_bit_tensors()
 
     def muon_groups(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """The masters that are matrices of the decoder, which Muon is for, and all others
+        """Return the masters that are matrices of the decoder, which Muon is for, and all others
         (embeddings, norms, …).
         """
         names = self.low_bit.matrices()
@@ -318,8 +359,10 @@ class Policy(nn.Module):
         return matrices, others
 
     def check(self, *optimizers: torch.optim.Optimizer, tokenizer: Any = None) -> None:
-        """Raise `PolicyError` for optimizers that together step other parameters than the policy's
-        masters, and for a tokenizer with other tokens or another EOS token than the engine's.
+        """Raise `PolicyError` if optimizers or tokenizer do not fit the policy.
+
+        Together the optimizers must step exactly the policy's masters. The tokenizer must have the
+        tokens and the EOS token of the engine's.
         """
         stepped = {
             id(p)
@@ -353,8 +396,9 @@ class Policy(nn.Module):
     def named_parameters(
         self, prefix: str = "", *args: Any, **kwargs: Any
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The masters, each once, by transformers' names; `parameters()` are the same, for any
-        optimizer.
+        """Return the masters, each once, by transformers' names.
+
+        `parameters()` returns the same masters, for any optimizer.
         """
         return (
             (f"{prefix}.{name}" if prefix else name, master)
@@ -364,8 +408,9 @@ class Policy(nn.Module):
     def state_dict(
         self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
-        """The masters by name, in the master dtype: all else follows from them. destination: to add
-        them to, of a module that has this policy as a part.
+        """Return the masters by name, in the master dtype; everything else follows from them.
+
+        destination: dictionary to add them to, that of a module with this policy as a part.
         """
         destination = {} if destination is None else destination
         destination.update(
@@ -378,8 +423,9 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Copy masters in and `refresh`. Raises `PolicyError`, and changes nothing, for other names
-        or shapes.
+        """Copy masters in and `refresh`.
+
+        Raises `PolicyError` for other names or shapes, and changes nothing then.
         """
         masters = self.low_bit.masters
         shapes = [
@@ -399,12 +445,12 @@ class Policy(nn.Module):
         return _IncompatibleKeys([], [])
 
     def train(self, mode: bool = True) -> "Policy":
-        """Note the mode; nothing is computed otherwise by it, for the engine has no dropout."""
+        """Set the mode. It changes no computation, because the engine has no dropout."""
         self.training = mode
         return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Policy":
-        """`to`, `half` and the like, which may ask for what is there already."""
+        """Refuse `to`, `half` and the like, unless they change nothing."""
         before = next(self.parameters()).detach()[:0]
         after = fn(before)
         if (after.device, after.dtype) != (before.device, before.dtype):
@@ -422,23 +468,23 @@ class Policy(nn.Module):
         return token_rows(ids, *others, vocabulary=self.config.vocab_size)
 
     def _counts(self) -> list[int]:
-        """How often each master was written, as far as torch counts."""
+        """Return how often each master was written, as counted by torch."""
         return [master._version for master in self.parameters()]
 
     def _hashes(self) -> torch.Tensor:
-        """Of each master's bits, uint64 [masters]: one pass, which sees whoever wrote them."""
+        """Hash each master's bits, uint64 [masters]. This takes a pass, and sees every write."""
         bits = {4: torch.int32, 2: torch.int16}
         return torch.stack(
             [torch.hash_tensor(m.detach().view(bits[m.itemsize])) for m in self.parameters()]
         )
 
     def _require_fresh(self, by_value: bool = True) -> None:
-        """Raise `PolicyError` for masters that moved since `refresh`: by torch's count alone, or by
-        their bits.
+        """Raise `PolicyError` if masters changed since `refresh`.
+
+        by_value: compare their bits, too, instead of torch's counts of writes only.
         """
-        if self._counts() != self._counted or (
-            by_value and not torch.equal(self._hashes(), self._hashed)
-        ):
+        changed = self._counts() != self._counted
+        if changed or (by_value and not torch.equal(self._hashes(), self._hashed)):
             raise PolicyError(
                 f"masters moved since version {self.version} was made of them; policy.refresh()"
                 " after every step"
@@ -446,7 +492,7 @@ class Policy(nn.Module):
 
 
 def at_once(_what: str, work: Callable[[], Any]) -> Any:
-    """Without an engine to wait for."""
+    """Call `work` at once, because there is no engine to wait for."""
     return work()
 
 

@@ -1,4 +1,4 @@
-"""Whole runs, plans and evaluations, as the commands have them."""
+"""Complete runs, memory plans and evaluations, as the commands do them."""
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -35,33 +35,34 @@ if TYPE_CHECKING:  # which import torch
 def config(
     source: str | Path | None = None, overrides: Mapping[str, Any] | None = None
 ) -> RunConfig:
-    """A run's configuration, checked. source: a YAML file, or a shipped one's name; without it the
-    model's own, else the default's. overrides: fields by name, such as {"learner.optimizer.lr":
-    1e-4} or {"lr": 1e-4}; those of another task or objective than the file's start from its
-    defaults. Raises `ConfigError` naming the field.
+    """Return a run's configuration, checked.
+
+    source: a YAML file or the name of a shipped one. Default: the model's own file if there is one,
+    otherwise the default file. overrides: fields by name, such as {"learner.optimizer.lr": 1e-4} or
+    {"lr": 1e-4}. If they choose another task or objective than the file, its defaults apply.
+    Raises `ConfigError`, which names the field.
     """
-    by_field = {
-        FLAGS.get(name.replace("_", "-"), name): value for name, value in (overrides or {}).items()
-    }
+    by_field = {}
+    for name, value in (overrides or {}).items():
+        field = FLAGS.get(name.replace("_", "-"), name)
+        by_field[field] = value
     return chosen_config(None if source is None else str(source), as_texts(by_field))
 
 
 def plan(config: RunConfig, gpus: str | None = None, processes: int | None = None) -> Plan:
-    """The memory that a run would take, in bytes, against a machine's, and the configuration with
-    what it left open decided; no weight is loaded. gpus: "8xH100" or "8x80GB", without it this
-    machine. processes: by default one a GPU of `gpus`, else one. Raises `SchemeError`,
-    `ModelError`, and `ConfigError` for more processes than GPUs.
+    """Estimate the memory that a run would take, in bytes, and compare it with a machine's.
+
+    The plan also has the configuration with all choices made that were left to it. No weight is
+    loaded. gpus: "8xH100" or "8x80GB". Default: this machine. processes: default: one per GPU of
+    `gpus`, or one. Raises `SchemeError`, `ModelError`, and `ConfigError` for more processes than
+    GPUs.
     """
     if processes is not None and processes < 1:
         raise ConfigError(f"processes {processes} must be at least 1")
     check_schemes(config)
     machine = planned_machine(gpus)
-    return make_plan(
-        config,
-        *sizes_of(config.model),
-        machine,
-        processes or (machine.count if gpus else 1),
-    )
+    shapes, source = sizes_of(config.model)
+    return make_plan(config, shapes, source, machine, processes or (machine.count if gpus else 1))
 
 
 def train(
@@ -71,13 +72,14 @@ def train(
     console: Console | None = None,
 ) -> "Outcome":
     """Train as `qarl train` does, in this process, which a launcher may have started as one of
-    several; returns what it ended with: the run's folder, steps done, the export and held-out
-    accuracies.
+    several.
 
-    config: of `qarl.config`. resume: the folder of a run to go on with instead, by its own
-    configuration. console: of rich, for the dashboard; without it nothing is printed. Raises the
-    error of whatever is wrong, before a folder is made where that can be; a run that fails later
-    keeps its checkpoints.
+    Returns the run's folder, steps done, export and held-out accuracies. Raises the error of
+    whatever is wrong, before a folder is made if possible. A run that fails later keeps its
+    checkpoints.
+
+    config: a configuration by `qarl.config`. resume: folder of a run to continue instead, with its
+    own configuration. console: rich's console for the dashboard. Default: print nothing.
     """
     if (config is None) == (resume is None):
         raise ConfigError(
@@ -87,11 +89,12 @@ def train(
     if resume is not None:
         config, folder = resumed(str(resume), {})
     assert config is not None
-    shown, requested = console or Console(quiet=True), config
-    config = planned(config, None, {}, None, shown.print)
+    console = console or Console(quiet=True)
+    requested = config
+    config = planned(config, None, {}, None, console.print)
     task = check_files(config, new=folder is None)
-    config, into, processes = joined(config, requested, folder, shown, task)
-    return run(config, into, folder is not None, shown, processes, task)
+    config, run_folder, processes = joined(config, requested, folder, console, task)
+    return run(config, run_folder, folder is not None, console, processes, task)
 
 
 def joined(
@@ -101,9 +104,10 @@ def joined(
     console: Console,
     task: Task,
 ) -> tuple[RunConfig, RunFolder, "Processes"]:
-    """With the processes that were launched with this one: the run's configuration (`agreed`), its
-    folder, made anew where there is none, and they. Raises what `agreed` and
-    `qarl.run.preflight.check_input` do.
+    """Join the processes that were launched with this one, and check the run's input.
+
+    Returns the configuration they agree on (`agreed`), the run's folder (created unless `folder` is
+    one) and the processes. Raises what `agreed` and `qarl.run.preflight.check_input` raise.
     """
     with phases_shown_on(console):
         with phase("importing torch, transformers and compressed-tensors"):
@@ -112,16 +116,15 @@ def joined(
         processes = join_processes(alone=config.learner.zero_stage is not None)
         config = agreed(config, requested, processes)
         processes.first_does(lambda: check_input(config, task, processes.world))
-    return (
-        config,
-        folder or processes.first_does(lambda: RunFolder.create(config)),
-        processes,
-    )
+    folder = folder or processes.first_does(lambda: RunFolder.create(config))
+    return config, folder, processes
 
 
 def resumed(run: str, overrides: Mapping[str, str]) -> tuple[RunConfig, RunFolder]:
-    """The configuration that a run goes on with, and its folder. overrides: fields that may change.
-    Raises `ConfigError` for others, and for fewer steps than it has done.
+    """Return the configuration with which a run continues, and its folder.
+
+    overrides: fields that may change. Raises `ConfigError` for other fields, and for fewer steps
+    than the run has done.
     """
     folder = RunFolder.open(Path(run))
     folder.require_checkpoint()
@@ -144,15 +147,17 @@ def run(
     processes: "Processes",
     task: Task | None = None,
 ) -> "Outcome":
-    """Train in a run's folder, which is locked meanwhile; a start that fails leaves no new folder
-    behind. task: of the configuration, where it is loaded already.
+    """Train in a run's folder, which is locked meanwhile.
+
+    A start that fails leaves no new folder behind. task: the configuration's task if it is already
+    loaded.
     """
     from qarl.loop import train
     from qarl.report.dashboard import Dashboard
 
     try:
         lock = folder.locked() if processes.first else nullcontext()
-        # before the model: a login costs nothing then
+        # Before the model is loaded, so that a failing login costs no time.
         logger = step_logger(config, folder.path, processes.first)
         with (
             phases_shown_on(console),
@@ -176,14 +181,23 @@ def planned(
     say: Callable[[str], Any],
     machine: Machine | None = None,
 ) -> RunConfig:
-    """A run's configuration with what it leaves to the plan decided, before anything is loaded; the
-    plan's sum is told.
+    """Plan a run's memory, and return its configuration with the choices made that were left to it.
 
-    processes: as asked for, None where a launcher decides. overrides, file: of the command, for the
-    one that works. machine: this one, where the driver was asked already. Raises `SchemeError` for
-    the name of none, `MemoryPlanError` for a run that is clearly too large for this machine, and
-    `ConfigError` for more processes than GPUs. A model without a config.json is left to the checks
-    of files.
+    Nothing is loaded. `say` gets the plan in one line. A model without a config.json is not
+    planned; the checks of files refuse it later.
+
+    Args:
+        config: The run's configuration.
+        processes: Requested number of processes, None if a launcher decides.
+        overrides: Options of the command, for the suggested command in the error message.
+        file: Configuration file of the command, likewise.
+        say: Called with the line.
+        machine: This machine, if the driver was asked before.
+
+    Raises:
+        SchemeError: A scheme name is unknown.
+        MemoryPlanError: The run is clearly too large for this machine.
+        ConfigError: There are more processes than GPUs.
     """
     check_schemes(config)
     try:
@@ -193,26 +207,26 @@ def planned(
     except ConfigError as error:
         say(f"memory: not planned: {error}")
         return config
-    world, here = processes or world_size(), processes or local_world_size()
-    plan = make_plan(config, shapes, source, machine or this_machine(), world, here)
+    world = processes or world_size()
+    local_world = processes or local_world_size()
+    plan = make_plan(config, shapes, source, machine or this_machine(), world, local_world)
     if plan.refused and rank() == 0:
-        lines = [
-            f"{verdict(plan)} on {plan.machine.name}; nothing was loaded",
-            *table(plan),
-        ]
+        lines = [f"{verdict(plan)} on {plan.machine.name}; nothing was loaded", *table(plan)]
         raise MemoryPlanError("\n".join([*lines, *remedies(plan, overrides, file)]))
     say(f"memory, planned: {one_line(plan)}")
     return plan.config
 
 
 def agreed(config: RunConfig, requested: RunConfig, processes: "Processes") -> RunConfig:
-    """What the first process decided of a run, for all of them, whose machines may have had other
-    memory free. requested: what this one was started with; raises `ConfigError` where that is
-    another configuration.
+    """Return the first process's configuration in all processes.
+
+    Their plans may differ, because their machines may have had other amounts of free memory.
+    requested: configuration that this process was started with. Raises `ConfigError` if the
+    processes were started with different ones.
     """
     first, *others = processes.gathered(requested)
 
-    def of_all() -> RunConfig:
+    def checked() -> RunConfig:
         for index, other in enumerate(others, 1):
             for path, (of_first, of_other) in differing(first, other).items():
                 raise ConfigError(
@@ -221,7 +235,7 @@ def agreed(config: RunConfig, requested: RunConfig, processes: "Processes") -> R
                 )
         return config
 
-    return processes.first_does(of_all)
+    return processes.first_does(checked)
 
 
 def evaluate(
@@ -235,27 +249,40 @@ def evaluate(
     dtype: str | None = None,
     seed: int = 0,
 ) -> "Evaluation":
-    """Held-out accuracy of a run, an export or any checkpoint, through vLLM: `.results`, by
-    question and sample.
+    """Measure held-out accuracy of a run, an export or any checkpoint, through vLLM.
 
-    overrides: fields of `task.*` and `eval.*` by dotted name; what is left out is the run's. suite:
-    benchmarks instead of a task (`qarl eval --help`), data: a folder of local copies.
-    max_new_tokens, max_prompt_tokens, dtype: without them the run's. seed: of problems and
-    sampling. Raises `ConfigError`, `ModelError` or `TaskError` for what cannot be asked,
-    `EngineError` where vLLM does not start.
+    The result has `.results`, by question and sample.
+
+    Args:
+        target: The run, export or checkpoint.
+        overrides: Fields of `task.*` and `eval.*` by dotted name. Default: the run's.
+        suite: Benchmarks to ask instead of a task (`qarl eval --help`).
+        data: Folder with local copies of the benchmarks.
+        max_new_tokens: Limit of an answer. Default: the run's.
+        max_prompt_tokens: Limit of a prompt. Default: the run's.
+        dtype: Compute dtype. Default: the run's.
+        seed: Seed of problems and sampling.
+
+    Raises:
+        ConfigError, ModelError, TaskError: The target or an option cannot be evaluated.
+        EngineError: vLLM does not start.
     """
     if data is not None and suite is None:
         raise ConfigError(f"data {str(data)!r} is a suite's; name one, or leave it out")
     benchmarks = Suite(suite, None if data is None else Path(data)) if suite else None
-    limits = max_new_tokens, max_prompt_tokens
-    return evaluated(
-        plan_evaluation(str(target), as_texts(overrides or {}), *limits, dtype, benchmarks),
-        seed,
+    plan = plan_evaluation(
+        str(target),
+        as_texts(overrides or {}),
+        max_new_tokens,
+        max_prompt_tokens,
+        dtype,
+        benchmarks,
     )
+    return evaluated(plan, seed)
 
 
 def evaluated(plan: EvaluationPlan, seed: int) -> "Evaluation":
-    """As `qarl eval` does it, from a fresh engine."""
+    """Run a planned evaluation with a fresh engine, as `qarl eval` does."""
     tasks = plan.tasks()
     with phase("importing torch and transformers"):
         from qarl.run.evaluate import evaluate
