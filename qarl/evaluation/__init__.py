@@ -1,3 +1,3 @@
-"""What is made of answers to questions: accuracies with intervals, differences, benchmarks. No
-engine.
+"""Evaluation of answers to questions, without an engine: accuracies with intervals, differences,
+benchmarks.
 """

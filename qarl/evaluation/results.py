@@ -1,4 +1,4 @@
-"""Answers to questions, and what they come to: avg@n, pass@k, maj@n, and differences between two
+"""Answers to questions, and their figures: avg@n, pass@k, maj@n, and differences between two
 checkpoints.
 
 Axes: n answers to each question, c of them right.
@@ -20,78 +20,80 @@ from qarl.evaluation.statistics import Estimate, estimate, estimate_of_means
 from qarl.tasks.rewards import last_box
 
 LONGEST_ANSWER = 1000
-"""Characters of a completion without a box that still counts as an answer to vote with."""
+"""Upper bound on the characters of a completion without a box that counts as an answer to vote with.
+"""
 
 
 class EvaluationError(InputError, heading="evaluation"):
-    """Results that cannot be read, or compared."""
+    """Raised for results that cannot be read or compared."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """One question and what was answered. reference: the right answer. answers: final ones
-    (`final_answer`). correct: verdicts. tokens: of the completions. truncated: cut off at the
-    limit. The four have one value an answer.
-    """
+    """One question and its answers."""
 
     id: str
     question: str
     reference: str
+    """The right answer."""
     answers: tuple[str | None, ...]
+    """Final answer of each completion (`final_answer`)."""
     correct: tuple[bool, ...]
+    """Verdict on each answer."""
     tokens: tuple[int, ...]
+    """Number of tokens of each completion."""
     truncated: tuple[bool, ...]
+    """Whether each completion was cut off at the limit."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """A benchmark's questions, each answered equally often. reward: of `Heldout`."""
+    """A benchmark's questions, each answered equally often."""
 
     name: str
     questions: tuple[Question, ...]
     reward: float | None = None
+    """Mean reward, see `Heldout.reward`."""
 
     @property
     def samples(self) -> int:
-        """Answers to each question."""
+        """Number of answers to each question."""
         return len(self.questions[0].correct)
 
     @property
     def accuracy(self) -> float:
-        """avg@n: the share of right answers, in [0, 1]."""
+        """avg@n: the fraction of right answers, in [0, 1]."""
         return sum(sum(q.correct) for q in self.questions) / (len(self.questions) * self.samples)
 
     def average(self) -> Estimate:
-        """avg@n with its interval, over questions."""
+        """Return avg@n with its interval over questions."""
         return estimate(self.shares(), shares=True)
 
     def shares(self) -> list[float]:
-        """Of right answers to each question."""
+        """Return the fraction of right answers to each question."""
         return [sum(q.correct) / len(q.correct) for q in self.questions]
 
     def passes(self) -> dict[int, Estimate]:
-        """pass@k for k = 1, 2, 4, … and n."""
-        ks = sorted({2**i for i in range(self.samples.bit_length())} | {self.samples})
-        return {
-            k: estimate(
-                [pass_at(k, len(q.correct), sum(q.correct)) for q in self.questions],
-                True,
-            )
-            for k in ks
-        }
+        """Return pass@k for k = 1, 2, 4, … and n."""
+        powers = {2**i for i in range(self.samples.bit_length())}
+        estimates = {}
+        for k in sorted(powers | {self.samples}):
+            chances = [pass_at(k, len(q.correct), sum(q.correct)) for q in self.questions]
+            estimates[k] = estimate(chances, shares=True)
+        return estimates
 
     def majority(self) -> Estimate:
-        """maj@n."""
+        """Return maj@n with its interval over questions."""
         return estimate([majority(q.answers, q.correct) for q in self.questions], shares=True)
 
     @property
     def tokens(self) -> float:
-        """Mean length of a completion."""
+        """Mean number of tokens of a completion."""
         return self._mean([q.tokens for q in self.questions])
 
     @property
     def truncated(self) -> float:
-        """Share of completions that were cut off."""
+        """Fraction of completions that were cut off."""
         return self._mean([q.truncated for q in self.questions])
 
     def _mean(self, values: Sequence[Sequence[float]]) -> float:
@@ -100,24 +102,25 @@ class Result:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was measured of a checkpoint. target: as it was named. dtype: compute dtype. settings:
-    how questions were asked: seed, limits, samples, temperature and the rest, by their fields'
-    names.
-    """
+    """Evaluation of a checkpoint on one benchmark or several."""
 
     target: str
+    """The checkpoint as the user named it."""
     dtype: str
+    """Compute dtype."""
     settings: dict[str, Any]
+    """Settings of the questions: seed, limits, samples, temperature, …, by field name."""
     results: tuple[Result, ...]
 
     def mean(self) -> Estimate:
-        """The plain mean of the benchmarks' avg@n."""
+        """Return the unweighted mean of the benchmarks' avg@n."""
         return estimate_of_means([result.shares() for result in self.results], shares=True)
 
 
 def final_answer(text: str) -> str | None:
-    r"""What a completion answers: what its last \boxed{…} holds, else all of it, stripped; None
-    where that is long.
+    r"""Return a completion's answer: the content of its last \boxed{…}, or else its stripped text.
+
+    None if there is no box and the text is long.
     """
     boxed = last_box(text)
     if boxed is not None:
@@ -126,15 +129,18 @@ def final_answer(text: str) -> str | None:
 
 
 def pass_at(k: int, n: int, c: int) -> float:
-    """The chance that one of k answers, drawn from n of which c are right, is right: 1 - C(n-c, k)
-    / C(n, k), unbiased (Chen et al. 2021, arXiv 2107.03374, equation 1).
+    """Return the chance that one of k answers is right, drawn from n of which c are right.
+
+    1 - C(n-c, k) / C(n, k), unbiased (Chen et al. 2021, arXiv 2107.03374, equation 1).
     """
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
 def majority(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
-    """Whether the most frequent answer is right, in [0, 1]; what tie for it share it, as if drawn
-    by lot. Answers are one where their text is; None has no vote, and where all are, none is right.
+    """Return whether the most frequent answer is right, in [0, 1].
+
+    Answers that tie for it share it, as if one were drawn by lot. Answers with the same text are
+    the same answer. None has no vote; if all are None, the result is 0.
     """
     votes = Counter(answer for answer in answers if answer is not None)
     most = max(votes.values(), default=0)
@@ -146,7 +152,7 @@ def majority(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
 
 
 def require_same_settings(target: str, settings: dict[str, Any], other: Evaluation) -> None:
-    """Raise `EvaluationError` where `other` was not asked as `target` is, by `settings`."""
+    """Raise `EvaluationError` if `other` was not asked with the settings of `target`."""
     for name, value in settings.items():
         if other.settings.get(name) != value:
             raise EvaluationError(
@@ -156,10 +162,10 @@ def require_same_settings(target: str, settings: dict[str, Any], other: Evaluati
 
 
 def differences(own: Evaluation, other: Evaluation) -> dict[str, list[float]]:
-    """Benchmark → the share of right answers to each question, of `own` minus that of `other`.
+    """Return by benchmark, for each question, the fraction of right answers of `own` minus that of
+    `other`.
 
-    Raises:
-        EvaluationError: they were not asked the same questions, or not in the same way.
+    Raises `EvaluationError` if they were not asked the same questions in the same way.
     """
     require_same_settings(own.target, own.settings, other)
     own_results, compared = (
@@ -172,7 +178,8 @@ def differences(own: Evaluation, other: Evaluation) -> dict[str, list[float]]:
         )
     per_question = {}
     for name, result in own_results.items():
-        values, reference = _by_question(result), _by_question(compared[name])
+        values = _by_question(result)
+        reference = _by_question(compared[name])
         if values.keys() != reference.keys():
             text, _ = min(values.keys() ^ reference.keys())
             raise EvaluationError(
@@ -184,8 +191,9 @@ def differences(own: Evaluation, other: Evaluation) -> dict[str, list[float]]:
 
 
 def _by_question(result: Result) -> dict[tuple[str, int], float]:
-    """The question and how often it was asked before → share of right answers. Ids name files,
-    which may be copies.
+    """Return the fraction of right answers by question and how often it was asked before.
+
+    Questions are matched by text and not by id, because ids name files, which may be copies.
     """
     seen: Counter[str] = Counter()
     shares = {}
@@ -196,8 +204,9 @@ def _by_question(result: Result) -> dict[tuple[str, int], float]:
 
 
 def write_evaluation(evaluation: Evaluation) -> dict[str, Any]:
-    """As JSON, but for NaN: every figure in `benchmarks`, and each question's answers and
-    verdicts.
+    """Return an evaluation as data for JSON: all figures, each question's answers and verdicts.
+
+    NaN occurs in it, which strict JSON has not.
     """
     return {
         "target": evaluation.target,
@@ -222,7 +231,7 @@ def _written(result: Result) -> dict[str, Any]:
 
 
 def read_evaluation(file: Path) -> Evaluation:
-    """What `qarl eval --json` wrote. Raises `EvaluationError` for anything else."""
+    """Read a file that `qarl eval --json` wrote. Raises `EvaluationError` for any other file."""
     try:
         tree = json.loads(file.read_text(encoding="utf-8"))
         results = TypeAdapter(tuple[Result, ...]).validate_python(tree["benchmarks"])
@@ -240,7 +249,7 @@ def read_evaluation(file: Path) -> Evaluation:
 
 
 def describe(result: Result) -> Iterator[str]:
-    """Its figures in words, one after another."""
+    """Yield a result's figures in words."""
     yield f"{percent(result.average())} of {len(result.questions)} held-out problems"
     if result.samples > 1:
         yield ", ".join(
@@ -253,16 +262,15 @@ def describe(result: Result) -> Iterator[str]:
 
 
 def percent(figure: Estimate) -> str:
-    """ "40.6% [36.3, 44.9]", without an interval where there is none."""
-    between = (
-        "" if math.isnan(figure.low) else f" [{100 * figure.low:.1f}, {100 * figure.high:.1f}]"
-    )
-    return f"{figure.mean:.1%}{between}"
+    """Return an accuracy as text, "40.6% [36.3, 44.9]", without the interval if it is unknown."""
+    if math.isnan(figure.low):
+        return f"{figure.mean:.1%}"
+    return f"{figure.mean:.1%} [{100 * figure.low:.1f}, {100 * figure.high:.1f}]"
 
 
 def points(figure: Estimate) -> str:
-    """A difference: "+3.1 points [-1.0, 7.2]"."""
-    between = (
-        "" if math.isnan(figure.low) else f" [{100 * figure.low:+.1f}, {100 * figure.high:+.1f}]"
-    )
-    return f"{100 * figure.mean:+.1f} points{between}"
+    """Return a difference as text, "+3.1 points [-1.0, +7.2]", without an unknown interval."""
+    if math.isnan(figure.low):
+        return f"{100 * figure.mean:+.1f} points"
+    interval = f"[{100 * figure.low:+.1f}, {100 * figure.high:+.1f}]"
+    return f"{100 * figure.mean:+.1f} points {interval}"

@@ -1,5 +1,5 @@
-"""Means of independent values with their intervals: bootstrap, and Jeffreys' for shares that it
-says nothing of.
+"""Means of independent values with their intervals: by bootstrap, and Jeffreys' for fractions that
+are all 0 or all 1, about which a bootstrap says nothing.
 """
 
 import math
@@ -9,36 +9,41 @@ from dataclasses import dataclass
 import numpy as np
 
 RESAMPLES = 10_000
+"""Number of bootstrap resamples."""
 COVERAGE = 0.95
+"""Coverage of the intervals."""
 _DRAWN_AT_ONCE = 2**22
-"""Values of resamples held at a time, 32 MiB."""
+"""Upper bound on the resampled values in memory at a time, 32 MiB."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """mean over `count` values; low, high: ends of its 95 % interval, NaN for fewer than two
-    values. Over a handful, such as seeds, such an interval is narrow: read it with the single
+    """A mean with its 95 % interval.
+
+    The interval of a handful of values, such as seeds, is too narrow: read it with the single
     values beside it.
     """
 
     mean: float
     low: float
+    """Lower end of the interval, NaN for fewer than two values."""
     high: float
+    """Upper end of the interval, NaN for fewer than two values."""
     count: int
+    """Number of values."""
 
 
 def estimate(values: Sequence[float], shares: bool = False) -> Estimate:
-    """Of independent values, one a seed or a question; see `estimate_of_means`."""
+    """Estimate the mean of independent values, one a seed or question; see `estimate_of_means`."""
     return estimate_of_means([values], shares)
 
 
 def estimate_of_means(groups: Sequence[Sequence[float]], shares: bool = False) -> Estimate:
-    """Of the plain mean of the groups' means, whatever their sizes; values are drawn again within
-    each group.
+    """Estimate the unweighted mean of the groups' means, by resampling within each group.
 
-    shares: values are of [0, 1], such as a question's right answers. Groups of nothing but 0 or but
-    1, of which a bootstrap draws one value alone, have the share's posterior under Jeffreys' prior
-    then. Raises `ValueError` where there are none.
+    shares: values are fractions in [0, 1], such as those of right answers to a question. A group of
+    only 0 or only 1, of which a bootstrap can draw one value only, then has the fraction's
+    posterior under Jeffreys' prior. Raises `ValueError` if a group is empty or there is none.
     """
     if not groups or not all(len(values) for values in groups):
         raise ValueError("an estimate of no values")
@@ -46,10 +51,10 @@ def estimate_of_means(groups: Sequence[Sequence[float]], shares: bool = False) -
     count = sum(map(len, groups))
     if count == len(groups):
         return Estimate(mean, math.nan, math.nan, count)
-    parts = [
-        _resampled(v, s) if not shares or min(v) < max(v) else _posterior(v, s)
-        for s, v in enumerate(groups)
-    ]
+    parts = []
+    for seed, values in enumerate(groups):
+        constant = shares and not min(values) < max(values)
+        parts.append(_posterior(values, seed) if constant else _resampled(values, seed))
     drawn = np.mean(parts, axis=0)
     outside = 50 * (1 - COVERAGE)
     low, high = np.percentile(drawn, [outside, 100 - outside])
@@ -57,14 +62,16 @@ def estimate_of_means(groups: Sequence[Sequence[float]], shares: bool = False) -
 
 
 def _posterior(values: Sequence[float], seed: int) -> np.ndarray:
-    """Draws of a share that was the same in all values, fp64: Beta(k + 1/2, n - k + 1/2)."""
+    """Draw a fraction that was the same in all values, fp64: Beta(k + 1/2, n - k + 1/2)."""
     right = sum(values)
     return np.random.default_rng(seed).beta(right + 0.5, len(values) - right + 0.5, RESAMPLES)
 
 
 def _resampled(values: Sequence[float], seed: int) -> np.ndarray:
-    """Means of `RESAMPLES` draws with replacement, fp64."""
-    rng, source = np.random.default_rng(seed), np.asarray(values, dtype=np.float64)
-    at_once = max(1, _DRAWN_AT_ONCE // len(source))
-    parts = [min(at_once, RESAMPLES - done) for done in range(0, RESAMPLES, at_once)]
-    return np.concatenate([rng.choice(source, (rows, len(source))).mean(axis=1) for rows in parts])
+    """Return the means of `RESAMPLES` resamples, drawn with replacement, fp64."""
+    rng = np.random.default_rng(seed)
+    source = np.asarray(values, dtype=np.float64)
+    chunk = max(1, _DRAWN_AT_ONCE // len(source))
+    rows_of_chunks = [min(chunk, RESAMPLES - done) for done in range(0, RESAMPLES, chunk)]
+    means = [rng.choice(source, (rows, len(source))).mean(axis=1) for rows in rows_of_chunks]
+    return np.concatenate(means)

@@ -19,14 +19,15 @@ from qarl.tasks.table import Columns, make_table
 
 @dataclass(frozen=True)
 class Benchmark:
-    """name: in results and local copies. dataset: its Hub id. split: all is asked. columns: of
-    question and answer.
-    """
+    """A data set of questions with answers; all of its split is asked."""
 
     name: str
+    """Name in results and of local copies."""
     dataset: str
+    """Id on the Hub."""
     split: str
     columns: Columns
+    """Columns of question and answer."""
 
 
 SUITES: dict[str, tuple[Benchmark, ...]] = {
@@ -44,36 +45,40 @@ SUITES: dict[str, tuple[Benchmark, ...]] = {
         ),
     )
 }
-"""The paper's table 1, in distribution. Of OlympiadBench's list of answers the first is the
-reference.
+"""Suites by name. "math" has the in-distribution benchmarks of the paper's table 1. The first of
+OlympiadBench's list of answers is the reference.
 """
 
 
 def suite_tasks(name: str, folder: Path | None, config: TaskConfig) -> dict[str, Task]:
-    """Benchmark → its task, judged by math-verify, in the suite's order.
+    """Return the tasks of a suite by benchmark, judged by math-verify, in the suite's order.
 
-    folder: with a local copy of each: NAME.jsonl (.csv, .tsv, .parquet), or a folder NAME that `hf
-    download` or `save_to_disk` wrote; None reads the Hub, or its cache. config: gives system prompt
-    and template; without a system prompt the suite has `--task math`'s.
+    Args:
+        name: Name of the suite.
+        folder: Folder with a local copy of each benchmark: NAME.jsonl (.csv, .tsv, .parquet), or a
+            folder NAME that `hf download` or `save_to_disk` wrote. None reads the Hub or its cache.
+        config: Task whose system prompt and template apply. Default system prompt: that of
+            `--task math`.
 
     Raises:
-        ConfigError: an unknown suite. TaskError: copies that are missing, all of them named with
-        how to get them, or that cannot be read.
+        ConfigError: The suite is unknown.
+        TaskError: Copies cannot be read or are missing; the message names all that are missing,
+            and how to get them.
     """
     if name not in SUITES:
         raise ConfigError(
             f"suite {name!r} must be one of {', '.join(SUITES)}{did_you_mean(name, SUITES)}"
         )
     suite = SUITES[name]
-    places = {
+    copies = {
         benchmark.name: None if folder is None else _copy(folder, benchmark.name)
         for benchmark in suite
     }
     if folder is not None:
-        missing = [benchmark for benchmark in suite if places[benchmark.name] is None]
+        missing = [benchmark for benchmark in suite if copies[benchmark.name] is None]
         if missing:
             raise TaskError(_missing(name, folder, missing))
-    return {benchmark.name: _task(benchmark, places[benchmark.name], config) for benchmark in suite}
+    return {benchmark.name: _task(benchmark, copies[benchmark.name], config) for benchmark in suite}
 
 
 def _copy(folder: Path, name: str) -> Path | None:
@@ -87,15 +92,16 @@ def _missing(suite: str, folder: Path, missing: list[Benchmark]) -> str:
         f" {folder / benchmark.name}"
         for benchmark in missing
     )
-    names, kinds = ", ".join(benchmark.name for benchmark in missing), ", ".join(FILES)
+    names = ", ".join(benchmark.name for benchmark in missing)
+    kinds = ", ".join(FILES)
     return (
         f"suite {suite!r}: {str(folder)!r} lacks {names} (a folder of that "
         f"name, or a file of it: {kinds}); on a machine with a network, get them by{commands}"
     )
 
 
-def _task(benchmark: Benchmark, place: Path | None, config: TaskConfig) -> Task:
-    table = make_table(benchmark.name, _rows(benchmark, place), benchmark.columns)
+def _task(benchmark: Benchmark, copy: Path | None, config: TaskConfig) -> Task:
+    table = make_table(benchmark.name, _rows(benchmark, copy), benchmark.columns)
     if config.system is None:
         table = table.behind(INSTRUCTION)
     return Task(
@@ -107,15 +113,11 @@ def _task(benchmark: Benchmark, place: Path | None, config: TaskConfig) -> Task:
     )
 
 
-def _rows(benchmark: Benchmark, place: Path | None) -> list[Row]:
-    """All of them held out, whatever a file says of its rows."""
-    if place is not None and place.is_file():
-        rows = file_rows(place)
+def _rows(benchmark: Benchmark, copy: Path | None) -> list[Row]:
+    """Return a benchmark's rows, all as held-out ones, whatever a file says of its rows."""
+    if copy is not None and copy.is_file():
+        rows = file_rows(copy)
     else:
-        rows = hub_rows(
-            f"{HUB}{benchmark.dataset if place is None else place}",
-            None,
-            benchmark.split,
-            None,
-        )
+        dataset = benchmark.dataset if copy is None else copy
+        rows = hub_rows(f"{HUB}{dataset}", None, benchmark.split, None)
     return [dataclasses.replace(row, split="heldout") for row in rows]

@@ -1,3 +1,1 @@
-"""Post-training quantization of an unquantized run, by llmcompressor: the baseline QaRL is measured
-against.
-"""
+"""Post-training quantization of an unquantized run by llmcompressor, the baseline for QaRL."""

@@ -1,9 +1,9 @@
-"""The boundary to llmcompressor: one post-training quantization, in a process of its own.
+"""The boundary to llmcompressor: one post-training quantization in a separate process.
 
-On its own, because llmcompressor configures logging for the whole process, draws progress bars,
-patches models' `save_pretrained` and leaves files in the working directory. Here all of that ends
-with the process and its folder. `compress` is the caller's side; `python -m qarl.ptq.compressor
-job.json` is the other.
+The process is separate because llmcompressor configures logging for the whole process, draws
+progress bars, patches models' `save_pretrained` and leaves files in the working directory. All of
+that ends with the process and its folder. `compress` is the caller's side; `python -m
+qarl.ptq.compressor job.json` is the other side.
 """
 
 import dataclasses
@@ -21,30 +21,35 @@ from pydantic import TypeAdapter
 from qarl.configs.errors import QarlError
 
 _BATCH_ROWS = 16
+"""Upper bound on the calibration sequences of a batch."""
 _LOG_TAIL = 12
+"""Lines of llmcompressor's output in an error message."""
 
 
 class CompressorError(QarlError, heading="llmcompressor"):
-    """llmcompressor is missing, or failed; the message ends with the last lines it wrote."""
+    """Raised if llmcompressor is missing or fails; the message ends with its last lines."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """model: folder of the unquantized checkpoint. scheme, method: by name. ignored: full names of
-    the linear layers left alone. calibration: token ids of each sequence, none for a method without
-    data. output: folder to write.
-    """
+    """One post-training quantization."""
 
     model: str
+    """Folder of the unquantized checkpoint."""
     scheme: str
+    """Name of the scheme."""
     method: str
+    """Name of the method, of `qarl.ptq.methods.METHODS`."""
     ignored: tuple[str, ...]
+    """Full names of the linear layers that stay unquantized."""
     calibration: tuple[tuple[int, ...], ...]
+    """Token ids of each calibration sequence; empty for a method without data."""
     output: str
+    """Folder to write."""
 
 
 def require_llmcompressor() -> None:
-    """Raise `CompressorError` where it is not installed."""
+    """Raise `CompressorError` if llmcompressor is not installed."""
     if not find_spec("llmcompressor"):
         raise CompressorError(
             "post-training quantization needs llmcompressor, which this environment lacks; the"
@@ -54,8 +59,9 @@ def require_llmcompressor() -> None:
 
 
 def compress(job: Job, work: Path) -> None:
-    """Run `job` in a fresh process whose working directory is `work`; raises `CompressorError`
-    where it fails.
+    """Run `job` in a fresh process whose working directory is `work`.
+
+    Raises `CompressorError` if it fails.
     """
     require_llmcompressor()
     (work / "job.json").write_text(json.dumps(dataclasses.asdict(job)))
@@ -70,11 +76,12 @@ def compress(job: Job, work: Path) -> None:
 
 
 def _in_own_process(work: Path, log: Path) -> int:
-    """Exit status of the other side, run in `work`, where its job is; what it prints goes to
-    `log`.
+    """Run the other side in `work`, which holds its job, and return its exit status.
+
+    Its output goes to `log`.
     """
-    here = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(p for p in (here, os.environ.get("PYTHONPATH")) if p)
+    root = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH")) if p)
     command = [sys.executable, "-m", "qarl.ptq.compressor", "job.json"]
     with log.open("w") as stream:
         return subprocess.run(
@@ -107,7 +114,7 @@ def _run(job: Job) -> None:
 
 
 def _recipe(job: Job) -> Any:
-    """llmcompressor's modifiers for the method, with the scheme's own quantization arguments."""
+    """Return llmcompressor's modifiers for the method, with the scheme's quantization arguments."""
     from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
     from llmcompressor.modifiers.transform.awq import AWQModifier
     from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
@@ -116,20 +123,21 @@ def _recipe(job: Job) -> Any:
 
     quantization = get_scheme(job.scheme).quantization
     assert quantization is not None
-    # A copy: GPTQ writes its column order into what it is given.
-    what: Any = {
+    # A copy, because GPTQ writes its column order into its argument.
+    arguments: Any = {
         "config_groups": {"group_0": quantization.model_copy(deep=True)},
         "ignore": list(job.ignored),
     }
     if job.method == "gptq":
-        return [GPTQModifier(**what)]
+        return [GPTQModifier(**arguments)]
     before = {"rtn": [], "awq": [AWQModifier], "smoothquant": [SmoothQuantModifier]}[job.method]
-    return [*(modifier() for modifier in before), QuantizationModifier(**what)]
+    return [*(modifier() for modifier in before), QuantizationModifier(**arguments)]
 
 
 def _batches(sequences: tuple[tuple[int, ...], ...]) -> list[dict[str, Any]]:
-    """Sequences of one length together, so that nothing is padded or cut; int64 [rows, T] each,
-    shortest first.
+    """Return batches of sequences of equal length, so that nothing is padded or cut.
+
+    Each is int64 [rows, T]; the shortest sequences come first.
     """
     import torch
 
@@ -145,12 +153,12 @@ def _batches(sequences: tuple[tuple[int, ...], ...]) -> list[dict[str, Any]]:
 
 
 def _restore_granite_experts() -> None:
-    """Let llmcompressor 0.12 be imported with transformers ≥ 5.16.
+    """Make llmcompressor 0.12 importable with transformers ≥ 5.16.
 
     Fault: `llmcompressor.modeling.moe.granitemoe` imports `GraniteMoeParallelExperts`, a class that
-    transformers renamed, to use it as a key of its registry of experts. A placeholder serves: no
-    other model has that key. Remove when the locked llmcompressor imports without it
-    (tests/runs/test_ptq.py fails when that is so).
+    transformers renamed, to use it as a key of its registry of experts. A placeholder is enough,
+    because no other model has that key. Remove this when the locked llmcompressor imports without
+    it; tests/runs/test_ptq.py fails then.
     """
     from torch import nn
     from transformers.models.granitemoe import modeling_granitemoe

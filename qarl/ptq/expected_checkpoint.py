@@ -1,4 +1,4 @@
-"""What a quantized checkpoint must look like, and reading llmcompressor's as such."""
+"""The layout that a quantized checkpoint must have, and the check of llmcompressor's against it."""
 
 import re
 from collections.abc import Iterator
@@ -23,25 +23,25 @@ _EXPERT = re.compile(rf"(\.experts\.\d+\.)({'|'.join(ExpertLayout().projections)
 
 @dataclass(frozen=True)
 class Layout:
-    """A checkpoint of one model in one scheme, but for its values.
-
-    tensors: (name, shape, dtype) in stream order. ignored: linear layers left alone, by full name.
-    config: contents of config.json. layers: as an engine that loaded it must report them. experts:
-    its names of an expert's matrices.
-    """
+    """A checkpoint of one model in one scheme, without its values."""
 
     tensors: tuple[tuple[str, torch.Size, torch.dtype], ...]
+    """(name, shape, dtype) of each tensor, in stream order."""
     ignored: tuple[str, ...]
+    """Full names of the linear layers that stay unquantized."""
     config: dict[str, Any]
+    """Contents of config.json."""
     layers: list[LayerReport]
+    """Layers as an engine that loaded the checkpoint must report them."""
     experts: ExpertLayout
+    """The checkpoint's names of an expert's matrices."""
 
 
 def checkpoint_layout(folder: Path, scheme: str, dtype: str) -> Layout:
-    """The layout the unquantized checkpoint in `folder` has once it is in `scheme`: that of QaRL's
-    own export.
+    """Return the layout of the unquantized checkpoint in `folder` once it is in `scheme`.
 
-    dtype: compute dtype, by name. Raises `SchemeError` for a layer the scheme cannot hold.
+    This is the layout of QaRL's own export. dtype: name of the compute dtype. Raises `SchemeError`
+    for a layer that the scheme cannot hold.
     """
     compute = COMPUTE_DTYPES[dtype]
     masters = load_masters(folder, compute)
@@ -60,32 +60,33 @@ def checkpoint_layout(folder: Path, scheme: str, dtype: str) -> Layout:
 
 
 def read_as(layout: Layout, folder: Path) -> Iterator[LowBitTensor]:
-    """The tensors of the checkpoint in `folder`, in the layout's order.
+    """Return the tensors of the checkpoint in `folder`, in the layout's order.
 
-    All are checked before the first is handed out. Raises `ExportError` where one is missing,
-    additional, or of another shape or dtype: a layer was left unquantized, or one quantized that
-    should not be.
+    All are checked before the first is returned. Raises `ExportError` if one is missing, is not in
+    the layout, or has another shape or dtype: the wrong layers were quantized.
     """
-    where: dict[str, tuple[Path, str]] = {}
+    sources: dict[str, tuple[Path, str]] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
-            where |= {_renamed(name, layout.experts): (file, name) for name in opened.keys()}  # noqa: SIM118
+            for name in opened.keys():  # noqa: SIM118  (an open file is not iterable)
+                sources[_renamed(name, layout.experts)] = (file, name)
     expected = [name for name, _, _ in layout.tensors]
-    _refuse("lacks", [name for name in expected if name not in where])
-    _refuse("has in addition", sorted(where.keys() - set(expected)))
+    _refuse("lacks", [name for name in expected if name not in sources])
+    _refuse("has in addition", sorted(sources.keys() - set(expected)))
     for name, shape, dtype in layout.tensors:
-        tensor = _read(*where[name])
+        tensor = _read(*sources[name])
         if (tensor.shape, tensor.dtype) != (shape, dtype):
             raise ExportError(
                 f"llmcompressor wrote {name!r} as {tensor.dtype} {list(tensor.shape)}, the scheme"
                 f" stores it as {dtype} {list(shape)}; this model and method do not go together"
             )
-    return (LowBitTensor(name, _read(*where[name])) for name in expected)
+    return (LowBitTensor(name, _read(*sources[name])) for name in expected)
 
 
 def _renamed(name: str, experts: ExpertLayout) -> str:
-    """llmcompressor calls every model's expert matrices gate_proj, up_proj and down_proj; the
-    checkpoint's name.
+    """Return the checkpoint's name of a tensor.
+
+    llmcompressor calls every model's expert matrices gate_proj, up_proj and down_proj.
     """
     words = dict(zip(ExpertLayout().projections, experts.projections, strict=True))
     return _EXPERT.sub(lambda match: match[1] + words[match[2]], name)

@@ -1,5 +1,5 @@
-"""llmcompressor's tensors: in a folder like those QaRL exports, proven in a fresh engine (`qarl
-export --ptq`), or as what a run starts from (`quantization.init`).
+"""Uses of llmcompressor's tensors: as a folder like those QaRL exports, verified in a fresh engine
+(`qarl export --ptq`), or as the codes that a run starts from (`quantization.init`).
 """
 
 import math
@@ -41,14 +41,16 @@ from qarl.sync.export import ExportError, write_checkpoint
 def export_ptq(
     run: Path, output: Path, method: str, scheme: str, calibration: int | None = None
 ) -> Exported:
-    """Quantize a run's newest checkpoint by `method` to `scheme`, and load the result in a fresh
-    engine.
+    """Quantize a run's newest checkpoint by `method` to `scheme`, and verify it in a fresh engine.
 
-    calibration: sequences to sample for it; None is the default number for methods that look at
-    data. Raises `ConfigError` or `ExportError` for unusable input before anything is computed,
-    `SchemeError` for a layer the scheme cannot hold before anything is sampled, and
-    `CompressorError`, `ExportError` or `AuditError` for a result that is not the checkpoint the
-    scheme describes.
+    calibration: number of calibration sequences to sample. Default: `CALIBRATION` for methods that
+    use data.
+
+    Raises:
+        ConfigError, ExportError: The input is unusable; nothing was computed.
+        SchemeError: The scheme cannot hold a layer; nothing was sampled.
+        CompressorError, ExportError, AuditError: The result is not the checkpoint that the scheme
+            describes.
     """
     folder = RunFolder.open(run)
     count = check_request(folder.config(), str(run), method, scheme, calibration)
@@ -60,8 +62,8 @@ def export_ptq(
             source = open_source(folder, Path(work), scheme, count)
         with phase(f"quantizing by {method} to {scheme}"):
             written = quantize(source, method, output)
-        engine_of = open_engine(output, source.config.rollout, source.config.dtype)
-        with phase("verifying it in a fresh engine"), engine_of as engine:
+        opened = open_engine(output, source.config.rollout, source.config.dtype)
+        with phase("verifying it in a fresh engine"), opened as engine:
             moved = verify(source, engine)
     note = export_note(run, source.config, source.step, output, model_folder(source.config.model))
     add_to_note(
@@ -77,8 +79,9 @@ def export_ptq(
 def check_request(
     config: RunConfig, run: str, method: str, scheme: str, calibration: int | None
 ) -> int:
-    """How many calibration sequences to sample; raises `ConfigError` for what cannot be asked of
-    this run.
+    """Return how many calibration sequences to sample.
+
+    Raises `ConfigError` if the run cannot be quantized by this method to this scheme.
     """
     require_llmcompressor()
     if config.scheme != UNQUANTIZED and isinstance(config.learner.lora, LoraConfig):
@@ -91,8 +94,9 @@ def check_request(
 
 
 def quantize(source: Source, method: str, output: Path) -> StreamDigest:
-    """Write `output`: the values llmcompressor computed, in the layout QaRL exports; the digest of
-    what was written.
+    """Write the values that llmcompressor computes to `output`, in the layout that QaRL exports.
+
+    Returns the digest of the tensors written.
     """
     with tempfile.TemporaryDirectory(dir=source.folder.parent) as work:
         tensors = quantized_tensors(source, method, Path(work))
@@ -100,7 +104,7 @@ def quantize(source: Source, method: str, output: Path) -> StreamDigest:
 
 
 def quantized_tensors(source: Source, method: str, work: Path) -> Iterator[LowBitTensor]:
-    """What llmcompressor makes of the unquantized checkpoint. work: the folder of its output."""
+    """Return llmcompressor's tensors of the unquantized checkpoint. work: folder for its output."""
     compressed = work / "compressed"
     job = Job(
         model=str(source.folder),
@@ -115,19 +119,19 @@ def quantized_tensors(source: Source, method: str, work: Path) -> Iterator[LowBi
 
 
 def verify(source: Source, engine: Engine) -> float:
-    """Mean |Δ log p| of the fixed sequences between `engine` and the unquantized one, nats.
+    """Return the mean |Δ log p| of fixed sequences between `engine` and the unquantized one, nats.
 
-    Raises `AuditError` where the engine reports a layer in another scheme, group or dtype than the
-    layout has it, and `ExportError` where a log-prob is not finite.
+    Raises `AuditError` if the engine reports a layer in another scheme, group or dtype than the
+    layout, and `ExportError` if a log-prob is not finite.
     """
     require_agreement(audit(source.layout.layers, engine.layers(), same_kernels=False))
     scored = engine.logprobs(source.canary)
-    pairs = [
-        (a, b)
-        for x, y in zip(scored, source.logprobs, strict=True)
-        for a, b in zip(x, y, strict=True)
+    deltas = [
+        abs(a - b)
+        for quantized, unquantized in zip(scored, source.logprobs, strict=True)
+        for a, b in zip(quantized, unquantized, strict=True)
     ]
-    moved = math.fsum(abs(a - b) for a, b in pairs) / len(pairs)
+    moved = math.fsum(deltas) / len(deltas)
     if not math.isfinite(moved):
         raise ExportError(
             "the quantized checkpoint gives log-probs that are not finite; do not deploy it"
@@ -136,13 +140,12 @@ def verify(source: Source, engine: Engine) -> float:
 
 
 def initial_codes(policy: Policy, config: RunConfig) -> list[LowBitTensor]:
-    """What `quantization.init` makes of the policy's folder: a weight version, for
+    """Quantize the policy's folder by `quantization.init`, and return the codes for
     `start_from_codes`.
 
-    An engine of its own, closed again, samples the calibration sequences from the unquantized
-    model, as many as `qarl export --ptq` takes without a number, or fewer where they may be too
-    long for that. Raises `CompressorError` where llmcompressor fails, and `ExportError` where its
-    result is not what the scheme describes.
+    A temporary engine samples the calibration sequences from the unquantized model: `CALIBRATION`
+    of them, or fewer if they may be too long for that. Raises `CompressorError` if llmcompressor
+    fails, and `ExportError` if its result is not the checkpoint that the scheme describes.
     """
     method = config.quantization.init
     assert method is not None

@@ -1,6 +1,4 @@
-"""The methods of post-training quantization, the schemes each is for, and how much calibration data
-is allowed.
-"""
+"""Methods of post-training quantization, the schemes each fits, and limits of calibration data."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,20 +8,21 @@ from qarl.configs.schema.run import RunConfig
 from qarl.quant.schemes import Scheme, is_integer
 
 CALIBRATION = 256
-"""Calibration sequences where the user names no number."""
+"""Default number of calibration sequences."""
 MAX_CALIBRATION_TOKENS = 4 * 2**20
-"""Most tokens a calibration set may come to: every layer's inputs are kept for all of them."""
+"""Upper bound on the tokens of a calibration set: every layer's inputs of all are in memory."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """calibrated: whether it looks at data. fits: whether it is for a scheme; wants: the same in
-    words.
-    """
+    """A method of post-training quantization."""
 
     calibrated: bool
+    """Whether it uses calibration data."""
     wants: str
+    """Schemes that it fits, in words."""
     fits: Callable[[Scheme], bool]
+    """Returns whether it fits a scheme."""
 
 
 def _low_bit(scheme: Scheme) -> bool:
@@ -57,12 +56,12 @@ METHODS = {
 
 
 def methods_for(scheme: Scheme) -> tuple[str, ...]:
-    """Names of the methods that are for this scheme; none for the unquantized one."""
+    """Return the names of the methods that fit this scheme; none fits the unquantized one."""
     return tuple(name for name, method in METHODS.items() if method.fits(scheme))
 
 
 def check_method(name: str, scheme: Scheme) -> None:
-    """Raise `ConfigError` for an unknown method, or one that is not for this scheme."""
+    """Raise `ConfigError` for an unknown method, or one that does not fit this scheme."""
     if name not in METHODS:
         raise ConfigError(
             f"unknown post-training quantization {name!r}: known are {', '.join(METHODS)}"
@@ -80,12 +79,11 @@ def check_method(name: str, scheme: Scheme) -> None:
 
 
 def calibration_count(name: str, requested: int | None, config: RunConfig) -> int:
-    """How many sequences method `name` is calibrated with; `requested` None is `CALIBRATION` where
-    it looks at data.
+    """Return how many sequences method `name` is calibrated with.
 
-    Raises `ConfigError` for a number given to a method without data, an empty set, and a set that
-    may come to more tokens than `MAX_CALIBRATION_TOKENS`, each sequence being bounded by the run's
-    own limits.
+    requested: number of sequences. Default: `CALIBRATION` if the method uses data. Raises
+    `ConfigError` for a number with a method without data, for an empty set, and for a set that may
+    have more tokens than `MAX_CALIBRATION_TOKENS`. The run's limits bound the length of a sequence.
     """
     if not METHODS[name].calibrated:
         if requested is not None:

@@ -1,6 +1,4 @@
-"""What is quantized after training: a run's masters, unquantized, with sequences to calibrate
-on.
-"""
+"""Input of post-training quantization: a run's masters, unquantized, with calibration sequences."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,32 +22,33 @@ from qarl.sync.export import export_checkpoint
 
 @dataclass(frozen=True)
 class Source:
-    """An unquantized policy, ready to be quantized to one scheme by several methods.
-
-    step: of the checkpoint. folder: its deployable checkpoint, unquantized; layout: what that
-    becomes in `scheme`. calibration: token ids of each sequence, a prompt and what followed.
-    canary: fixed sequences; logprobs: what the unquantized engine gives them, nats.
-    """
+    """An unquantized policy, ready to be quantized to one scheme by several methods."""
 
     config: RunConfig
     step: int
+    """Step of the run's checkpoint."""
     folder: Path
+    """Folder of the policy's deployable, unquantized checkpoint."""
     scheme: str
+    """Name of the scheme to quantize to."""
     layout: Layout
+    """Layout of the checkpoint once it is in `scheme`."""
     calibration: tuple[tuple[int, ...], ...]
+    """Token ids of each calibration sequence: a prompt and its completion or conversation."""
     canary: list[list[int]]
+    """Fixed sequences, token ids."""
     logprobs: list[list[float]]
+    """Log-probs of the fixed sequences by the unquantized engine, nats."""
 
 
 def open_source(run: RunFolder, work: Path, scheme: str, count: int) -> Source:
     """Write the run's masters into `work`, unquantized, and sample `count` calibration sequences
     from them.
 
-    One engine, closed again, does the sampling and the reference log-probs. Raises `SchemeError`
-    before it starts, where a layer cannot be held in `scheme`, and `ConfigError` for a prompt above
-    the run's limit.
+    One temporary engine does the sampling and the reference log-probs. Raises `SchemeError` before
+    it starts if `scheme` cannot hold a layer, and `ConfigError` for a prompt above the run's limit.
     """
-    # As a run in bf16: of its masters alone, whatever they were sampled in.
+    # Only the masters count, not the scheme they were sampled in, so this is a run in bf16.
     config = run.config().model_copy(
         update={
             "scheme": UNQUANTIZED,
@@ -72,7 +71,9 @@ def sample_source(
     count: int,
     step: int = 0,
 ) -> Source:
-    """As `open_source`, of an unquantized model of the policy's."""
+    """Make a source of an unquantized model with the policy's task and tokenizer; see
+    `open_source`.
+    """
     folder = (work / "unquantized").resolve()
     export_checkpoint(model, policy.folder, folder)
     layout = checkpoint_layout(folder, scheme, config.dtype)
@@ -95,17 +96,21 @@ def sample_source(
 def _calibration(
     engine: Engine, policy: Policy, count: int, config: RunConfig
 ) -> tuple[tuple[int, ...], ...]:
-    """Each prompt followed by one completion the policy samples now, or its whole conversation, as
-    in training.
+    """Return training prompts, each followed by a completion that the policy samples now.
+
+    With environments or a rollout, the conversation takes the completion's place, as in training.
     """
     problems = policy.task.problems("train", 0, count, config.seed)
     prompts = [policy.prompter.prompt(problem) for problem in problems]
-    speaker = (
-        policy.prompter.speaker(policy.task.rollout, policy.task.time_limit) if prompts else None
-    )
+    speaker = None
+    if prompts:
+        speaker = policy.prompter.speaker(policy.task.rollout, policy.task.time_limit)
     sampling = replace(
         Sampling.of(config.rollout, stable_hash("calibration", config.seed) >> 1),
         samples=1,
     )
-    begun, answers = sample(engine, speaker, problems, prompts, sampling)
-    return tuple((*p.token_ids, *a[0].token_ids) for p, a in zip(begun, answers, strict=True))
+    prompts, answers = sample(engine, speaker, problems, prompts, sampling)
+    return tuple(
+        (*prompt.token_ids, *completions[0].token_ids)
+        for prompt, completions in zip(prompts, answers, strict=True)
+    )

@@ -1,13 +1,13 @@
-"""What trains the policy, and what accuracy counts. Change either; `qarl check run.yaml` shows what
-they say.
+"""The reward that trains the policy, and the verdict that accuracy counts. Change either;
+`qarl check run.yaml` shows what they return.
 """
 
 
 def reward(problem, text: str) -> float:
-    """A number for one completion; only differences between completions of one problem teach.
+    """Return the reward of one completion; only differences between completions of a problem teach.
 
-    problem: .question, .answer, and .metadata with the other keys of its line. text: without
-    special tokens. None is no signal: the completion is left out.
+    problem: has .question, .answer, and .metadata with the other keys of its line. text: the
+    completion without special tokens. Return None for no signal: the completion is left out.
     """
     try:
         off = abs(int(text.strip()) - int(problem.answer))
@@ -17,5 +17,5 @@ def reward(problem, text: str) -> float:
 
 
 def correct(problem, text: str) -> bool:
-    """Whether a completion is right; partial credit is not."""
+    """Return whether a completion is right; partial credit does not count."""
     return text.strip() == problem.answer
