@@ -1,7 +1,8 @@
-"""`qarl compare`: variants of one configuration, each trained with every seed, by what they deploy.
+"""`qarl compare`: trains variants of one configuration with every seed, and compares the exports.
 
-`comparison`  what is compared: variants, seeds, cells and their configurations `file`        the
-same from a YAML file and options `commands`    what is left to run of a cell, as commands of
-`qarl`; what can be refused before the first runs `cells`       runs them, some at a time `figures`
-what a finished cell measured, and what its variant comes to over seeds, for a person and as JSON
+comparison  a comparison: variants, seeds, cells and their configurations
+file        reads a comparison from a YAML file and options
+commands    commands of `qarl` that are left to run of a cell; checks before the first one runs
+cells       runs the commands, several cells at a time
+figures     figures of finished cells, and of variants over seeds: as a table and as JSON
 """

@@ -1,4 +1,4 @@
-"""Runs what is left of all cells, each command in a process of its own, some at a time."""
+"""Runs what is left of all cells: each command in its own process, several cells at a time."""
 
 import os
 import re
@@ -26,18 +26,20 @@ Commands = list[list[str]]
 """Arguments of `qarl`, in order."""
 
 _LAST_WORDS = 6
-"""Lines of a failed cell's output that are shown; all of it is in its log."""
+"""Number of last lines of a failed cell's output that are shown; its log has all."""
 _SILENT = 60.0
-"""Seconds after which a running cell's last step is shown."""
+"""Interval in seconds at which a running cell's last step is shown."""
 
 
 @dataclass(frozen=True)
 class Failed:
-    """A cell that gave no figures. reason: its last lines; log: where all of them are."""
+    """A cell that failed."""
 
     cell: Cell
     reason: str
+    """Last lines of its output, or the system's error."""
     log: Path
+    """File with all of its output."""
 
 
 def run_cells(
@@ -46,27 +48,27 @@ def run_cells(
     workers: int,
     console: Console,
 ) -> list[Failed]:
-    """Run what is left of each cell, `workers` at a time, a CPU core or a GPU each; those that
-    failed.
+    """Run what is left of each cell, `workers` at a time, and return the cells that failed.
 
-    What is quantized waits for all that is trained. Raises `KeyboardInterrupt` once every child has
-    saved a checkpoint and ended; the same command goes on from there.
+    Workers share the CPU cores and GPUs. Cells that are quantized wait for all that are trained. On
+    Ctrl-C, every child saves a checkpoint and ends, then `KeyboardInterrupt` is raised; the same
+    command continues from there.
     """
     comparison.output.mkdir(parents=True, exist_ok=True)
-    todo = {cell: commands for cell, commands in left.items() if commands}
-    done = len(left) - len(todo)
+    pending = {cell: commands for cell, commands in left.items() if commands}
+    done = len(left) - len(pending)
     console.print(
         f"{len(left)} cells, {done} of them finished before, {workers} at a time",
         highlight=False,
     )
     failed: list[Failed] = []
-    # SIGTERM is as Ctrl-C, and both count where a shell started this in the background, with SIGINT
-    # ignored: no child is left behind.
+    # SIGTERM acts as Ctrl-C. Both are handled even if a shell started this in the background, which
+    # ignores SIGINT: no child must be left behind.
     with handled(dict.fromkeys((signal.SIGINT, signal.SIGTERM), signal.default_int_handler)):
         for quantized in (False, True):
             part = {
                 cell: commands
-                for cell, commands in todo.items()
+                for cell, commands in pending.items()
                 if bool(cell.variant.quantized) == quantized
             }
             failed += _Children(comparison, workers, console).run(part)
@@ -77,15 +79,18 @@ class _Children:
     """Runs cells in child processes, `workers` at a time."""
 
     def __init__(self, comparison: Comparison, workers: int, console: Console):
-        self._comparison, self._workers, self._console = comparison, workers, console
+        self._comparison = comparison
+        self._workers = workers
+        self._console = console
         self._running: set[subprocess.Popen[bytes]] = set()
-        self._places = list(range(workers))
+        self._free_slots = list(range(workers))
+        """Indices of workers that run nothing; each has its share of cores and GPUs."""
         self._lock = threading.Lock()
         self._stopped = False
 
     def run(self, left: Mapping[Cell, Commands]) -> list[Failed]:
         with ThreadPoolExecutor(self._workers) as pool:
-            try:  # from the first on, whose child may run before the last is submitted
+            try:  # includes `submit`: the first child may run before the last cell is submitted
                 futures = [
                     pool.submit(self._run_cell, cell, commands) for cell, commands in left.items()
                 ]
@@ -99,7 +104,8 @@ class _Children:
                 raise
 
     def _run_cell(self, cell: Cell, commands: Commands) -> Failed | None:
-        start, log = time.monotonic(), self._comparison.output / f"{cell.name}.log"
+        start = time.monotonic()
+        log = self._comparison.output / f"{cell.name}.log"
         self._console.print(
             f"{cell.name}: begins; its output: {log}", highlight=False, soft_wrap=True
         )
@@ -113,9 +119,9 @@ class _Children:
                             "stopped" if self._stopped else f"failed with exit status {status}"
                         )
                         self._console.print(f"{cell.name}: {outcome}", highlight=False)
-                        words = log.read_text(errors="replace").strip().splitlines()[-_LAST_WORDS:]
-                        return Failed(cell, "\n".join(words), log)
-        # a full disk, no further process: this cell's fault, and the rest goes on
+                        lines = log.read_text(errors="replace").strip().splitlines()
+                        return Failed(cell, "\n".join(lines[-_LAST_WORDS:]), log)
+        # Such as a full disk, or no further process: this cell fails, and the others go on.
         except OSError as error:
             return Failed(cell, str(error), log)
         self._console.print(
@@ -124,8 +130,9 @@ class _Children:
         return None
 
     def _make_room(self, cell: Cell, command: list[str]) -> None:
-        """Remove what a killed command left, where this one begins again, and write the
-        configuration it names.
+        """Prepare a command that starts from scratch.
+
+        Remove what a killed command left, and write the configuration that the command names.
         """
         if command[0] == "export" or command[:2] == ["train", "--config"]:
             shutil.rmtree(self._comparison.folder(cell), ignore_errors=True)
@@ -137,25 +144,25 @@ class _Children:
         with self._lock:
             if self._stopped:
                 return 130
-            # A session of its own: a terminal's Ctrl-C reaches the children once, through `run`.
+            # In a new session, so that a terminal's Ctrl-C reaches the children only through `run`.
             child = subprocess.Popen(
                 [sys.executable, "-m", "qarl", *command],
-                env=_environment(self._places[-1], self._workers),
+                env=_environment(self._free_slots[-1], self._workers),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-            place = self._places.pop()
+            slot = self._free_slots.pop()
             self._running.add(child)
         status = self._wait(child, Path(output.name))
         with self._lock:
             self._running.discard(child)
-            self._places.append(place)
+            self._free_slots.append(slot)
         return status
 
     def _wait(self, child: subprocess.Popen[bytes], log: Path) -> int:
-        """Its exit status, once it ends; until then its last step, now and then."""
+        """Wait for a child and return its exit status; meanwhile show its last step regularly."""
         while True:
             try:
                 return child.wait(_SILENT)
@@ -165,9 +172,10 @@ class _Children:
                     self._console.print(f"{log.stem}: {steps[-1]}", highlight=False, soft_wrap=True)
 
 
-def _environment(place: int, workers: int) -> dict[str, str]:
-    """Of one of several workers: its share of the cores and of the GPUs. One alone has all of
-    them.
+def _environment(slot: int, workers: int) -> dict[str, str]:
+    """Return the environment of a worker's processes, with its share of the cores and GPUs.
+
+    A single worker has all of them.
     """
     environment = dict(os.environ)
     if workers == 1:
@@ -178,6 +186,6 @@ def _environment(place: int, workers: int) -> dict[str, str]:
     devices = devices or [gpu.index for gpu in visible_gpus()]
     share = max(1, len(devices) // workers)
     if devices:
-        first = place * share % len(devices)
+        first = slot * share % len(devices)
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices[first : first + share])
     return environment

@@ -1,4 +1,4 @@
-"""What is left to run of a cell, as commands of `qarl`; what of a comparison is refused before its
+"""The commands of `qarl` that are left to run of a cell, and the checks of a comparison before its
 first cell runs.
 """
 
@@ -23,23 +23,22 @@ _PLANNED = {
     "learner.gradient_checkpointing": "auto",
     "learner.compile": "auto",
 }
-"""Fields that `qarl.planning` decides where they have this value; `qarl train` records what it
-decided.
+"""Fields that `qarl.planning` decides if they have this value; `qarl train` records the decision.
 """
 
 
 def existing_run(config: RunConfig) -> RunFolder | None:
-    """The run in `config.output`, finished or not; None where there is none.
+    """Return the run in `config.output`, finished or not, or None if there is none.
 
-    Raises `ConfigError` where a run of another configuration has that place.
+    Raises `ConfigError` if the folder has a run of another configuration.
     """
     path = Path(str(config.output))
     if not path.exists():
         return None
     folder = RunFolder.open(path)
-    for field, (recorded, wanted) in differing(
-        *map(with_absolute_paths, (folder.config(), config))
-    ).items():
+    recorded_config = with_absolute_paths(folder.config())
+    differences = differing(recorded_config, with_absolute_paths(config))
+    for field, (recorded, wanted) in differences.items():
         if field != "output" and wanted != _PLANNED.get(field, recorded):
             raise ConfigError(
                 f"run {str(path)!r} has {field} {recorded!r} where {wanted!r} is wanted; choose"
@@ -49,13 +48,13 @@ def existing_run(config: RunConfig) -> RunFolder | None:
 
 
 def evaluation_file(comparison: Comparison, cell: Cell, options: Sequence[str] = ()) -> Path:
-    """Where `qarl eval` with these options writes what it measured of a cell."""
+    """Return the file to which `qarl eval` with these options writes its results of a cell."""
     words = "-".join(["eval", *(option.removeprefix("--").replace("/", "_") for option in options)])
     return comparison.output / f"{cell.name}.{words}.json"
 
 
 def evaluation_options(comparison: Comparison) -> list[str]:
-    """`evaluate`, as `qarl eval` takes it."""
+    """Return the comparison's `evaluate` as arguments of `qarl eval`."""
     pairs = ((f"--{name.replace('_', '-')}", text) for name, text in comparison.evaluate.items())
     return [word for pair in pairs for word in pair]
 
@@ -63,17 +62,17 @@ def evaluation_options(comparison: Comparison) -> list[str]:
 def commands_left(
     comparison: Comparison, cell: Cell, processes: int | None = None
 ) -> list[list[str]]:
-    """The arguments of `qarl` that are left to run of a cell, in order; none of a finished one.
+    """Return the commands that are left to run of a cell, in order, as arguments of `qarl`.
 
-    Raises `ConfigError` for a folder in the cell's place that holds something else.
+    A finished cell has none. Raises `ConfigError` if the cell's folder holds something else.
     """
-    config, folder = comparison.run_config(cell), comparison.folder(cell)
+    config = comparison.run_config(cell)
+    folder = comparison.folder(cell)
     quantized = cell.variant.quantized
-    left = (
-        _quantizing(comparison, cell, config, quantized)
-        if quantized
-        else _training(config, processes)
-    )
+    if quantized:
+        left = _quantizing(comparison, cell, config, quantized)
+    else:
+        left = _training(config, processes)
     evaluations = []
     if quantized and config.eval.problems:
         evaluations.append([])
@@ -87,6 +86,7 @@ def commands_left(
 
 
 def _training(config: RunConfig, processes: int | None = None) -> list[list[str]]:
+    """Return the training command that is left, if any."""
     path = str(config.output)
     together = [] if processes is None else ["--processes", str(processes)]
     folder = existing_run(config)
@@ -102,40 +102,38 @@ def _training(config: RunConfig, processes: int | None = None) -> list[list[str]
 def _quantizing(
     comparison: Comparison, cell: Cell, config: RunConfig, quantized: Quantized
 ) -> list[list[str]]:
-    source, folder = comparison.source(cell), comparison.folder(cell)
+    """Return the quantizing command that is left, if any."""
+    source = comparison.source(cell)
+    folder = comparison.folder(cell)
     if folder.exists() and not (folder / "config.json").is_file():
         raise ConfigError(
             f"{str(folder)!r} is no checkpoint; choose another --output, or remove it"
         )
     note = read_note(folder)
     if "moved" in note and not _training(comparison.run_config(source)):
-        before, number = (
-            (note["scheme"], note["ptq"], note.get("calibration")),
-            quantized.calibration,
-        )
-        if before[:2] != (config.scheme, quantized.method) or number not in (
-            None,
-            before[2],
-        ):
+        scheme = note["scheme"]
+        method = note["ptq"]
+        calibration = note.get("calibration")
+        same = (scheme, method) == (config.scheme, quantized.method)
+        if not same or quantized.calibration not in (None, calibration):
             raise ConfigError(
-                f"{str(folder)!r} was quantized to {before[0]} by {before[1]}, not to"
-                f" {config.scheme} by {quantized.method} (its calibration: {before[2]}); choose"
+                f"{str(folder)!r} was quantized to {scheme} by {method}, not to"
+                f" {config.scheme} by {quantized.method} (its calibration: {calibration}); choose"
                 " another --output, or remove it"
             )
         return []
-    calibration = (
-        [] if quantized.calibration is None else ["--calibration", str(quantized.calibration)]
-    )
-    how = ["--ptq", quantized.method, "--scheme", config.scheme, *calibration]
-    return [["export", str(comparison.folder(source)), "-o", str(folder), *how]]
+    options = ["--ptq", quantized.method, "--scheme", config.scheme]
+    if quantized.calibration is not None:
+        options += ["--calibration", str(quantized.calibration)]
+    return [["export", str(comparison.folder(source)), "-o", str(folder), *options]]
 
 
 def check(comparison: Comparison, processes: int | None) -> dict[Cell, list[list[str]]]:
-    """What is left to run of each cell (`commands_left`). Raises the error of the part that is
-    wrong, with the cell's name; first what is seen without torch. What does not depend on the seed
-    is checked once a variant.
+    """Check a comparison, and return the commands that are left of each cell (`commands_left`).
 
-    processes: of each run, as of `commands_left`.
+    Raises the error of the part that is wrong, with the cell's name. What can be checked without
+    torch comes first; what does not depend on the seed is checked once per variant. processes: of
+    each run, as in `commands_left`.
     """
     if not comparison.output.is_dir():
         check_new_folder(comparison.output, "folder", "--output")
@@ -151,7 +149,8 @@ def check(comparison: Comparison, processes: int | None) -> dict[Cell, list[list
         from qarl.ptq.export import check_request
         from qarl.run.preflight import check_input
     for cell in first:
-        quantized, config = cell.variant.quantized, comparison.run_config(cell)
+        quantized = cell.variant.quantized
+        config = comparison.run_config(cell)
         with _named(cell):
             if quantized is None:
                 check_input(config, load_task(config.task), processes or 1)
@@ -168,7 +167,9 @@ def check(comparison: Comparison, processes: int | None) -> dict[Cell, list[list
 
 
 def _check_files(comparison: Comparison, cell: Cell) -> None:
-    config, data = comparison.run_config(cell), comparison.evaluate.get("data")
+    """Check what needs no torch: scheme, files of the run and copies of the suite."""
+    config = comparison.run_config(cell)
+    data = comparison.evaluate.get("data")
     check_scheme_name(config.scheme)
     if cell.variant.quantized is None:
         check_files(config, new=False)
@@ -182,7 +183,7 @@ def _check_files(comparison: Comparison, cell: Cell) -> None:
 
 @contextmanager
 def _named(cell: Cell) -> Iterator[None]:
-    """Errors within this context begin with the cell's name."""
+    """Put the cell's name before the message of errors raised in this context."""
     try:
         yield
     except QarlError as error:

@@ -1,4 +1,4 @@
-"""What is compared: variants of one configuration times seeds. Imports neither torch nor vLLM."""
+"""A comparison: variants of one configuration, each with every seed. Imports no torch, no vLLM."""
 
 import math
 import re
@@ -14,22 +14,24 @@ from qarl.configs.schemes import UNQUANTIZED
 
 @dataclass(frozen=True)
 class Figure:
-    """One number a run, from a metric of its steps (docs/reference/metrics.md; "seconds": a step's,
-    no evaluation).
-
-    over: "first" or "last", the mean over so many steps that measured it; "mean", over all of them;
-    "reaches", the first step at which it is at least `number`.
-    """
+    """One number per run, made of a metric of its steps."""
 
     metric: str
+    """Metric (docs/reference/metrics.md), or "seconds" for those of a step without evaluation."""
     over: str
+    """"first" or "last": mean over the first or last `number` steps that measured the metric;
+    "mean": mean over all of them; "reaches": first step at which the metric is at least `number`.
+    """
     number: float = math.nan
 
     _WRITTEN = re.compile(r"(\S+) (?:(mean)|(first|last) ([1-9]\d*)|(reaches) (\S+))")
 
     @classmethod
     def parse(cls, name: str, text: str) -> "Figure":
-        """Of "METRIC mean", "METRIC first N", "METRIC last N" or "METRIC reaches X"."""
+        """Parse "METRIC mean", "METRIC first N", "METRIC last N" or "METRIC reaches X".
+
+        Raises `ConfigError` for any other text. name: the figure's name, for the message.
+        """
         words = cls._WRITTEN.fullmatch(text)
         try:
             if words is not None:
@@ -45,79 +47,87 @@ class Figure:
 
 @dataclass(frozen=True)
 class Quantized:
-    """Post-training quantization of the runs of another variant, `of`. calibration: sequences;
-    None: the default.
-    """
+    """Post-training quantization of another variant's runs."""
 
     of: str
+    """Name of that variant."""
     method: str
+    """Name of the method."""
     calibration: int | None
+    """Number of calibration sequences. None: the method's default."""
 
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """options: what it sets, dotted path → text. quantized: None where it is trained. reference,
-    baseline: names of the variants it is compared with; None without one.
-    """
+    """One variant of the configuration."""
 
     name: str
     options: Mapping[str, str]
+    """Options that it sets, dotted path → text."""
     quantized: Quantized | None = None
+    """How it is quantized after training; None if it is trained."""
     reference: str | None = None
+    """Name of the variant it is compared with, if any."""
     baseline: str | None = None
+    """Name of the variant whose gap to the reference it is to close, if any."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A variant with a seed: a run of its own, or a quantized checkpoint of another's."""
+    """A variant with a seed: a run, or a quantized checkpoint of another variant's run."""
 
     variant: Variant
     seed: int
 
     @property
     def name(self) -> str:
-        """Of its folder."""
+        """Name of its folder."""
         return f"{self.variant.name}-seed{self.seed}"
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """output: folder of all runs. config: file or shipped name, None for `qarl train`'s. options:
-    of all runs, dotted path → text. evaluate: options of `qarl eval`, none to leave that out.
-    """
+    """Variants of one configuration, to be run with every seed."""
 
     output: Path
+    """Folder of all runs."""
     config: str | None
+    """Configuration file or shipped name; None for the default of `qarl train`."""
     options: Mapping[str, str]
+    """Options of all runs, dotted path → text."""
     seeds: tuple[int, ...]
     variants: tuple[Variant, ...]
     evaluate: Mapping[str, str]
+    """Options of `qarl eval`; empty to leave that evaluation out."""
     figures: Mapping[str, Figure]
+    """Figures of each run, by name."""
 
     def cells(self) -> list[Cell]:
-        """Seeds outermost: the first gives one run of everything; quantized checkpoints after what
-        is trained.
+        """Return all cells in the order of their runs.
+
+        Seeds are outermost, so the first seed gives one run of everything. Quantized checkpoints
+        come after all that is trained.
         """
         cells = [Cell(variant, seed) for seed in self.seeds for variant in self.variants]
         return sorted(cells, key=lambda cell: cell.variant.quantized is not None)
 
     def source(self, cell: Cell) -> Cell:
-        """The run that a quantized checkpoint comes from; of one that is trained, itself."""
+        """Return the run that a quantized checkpoint is made of; for a trained cell, itself."""
         quantized = cell.variant.quantized
         if quantized is None:
             return cell
-        return Cell(
-            next(variant for variant in self.variants if variant.name == quantized.of),
-            cell.seed,
-        )
+        source = next(variant for variant in self.variants if variant.name == quantized.of)
+        return Cell(source, cell.seed)
 
     def folder(self, cell: Cell) -> Path:
-        """The run's; of a quantized checkpoint, the checkpoint's."""
+        """Return the folder of the run, or of the quantized checkpoint."""
         return self.output / cell.name
 
     def run_config(self, cell: Cell) -> RunConfig:
-        """The cell's configuration, its folder included. Options of `quantization` pass unquantized
-        runs by, which have none. Raises `ConfigError`.
+        """Return the cell's configuration, with its folder as output.
+
+        Options of `quantization` are left out of unquantized runs, which have none. Raises
+        `ConfigError`.
         """
         options = {**self.options, **cell.variant.options}
         file = config_file(self.config) if self.config else default_config(options.get("model"))

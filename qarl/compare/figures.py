@@ -1,6 +1,4 @@
-"""What finished cells measured, and what each variant comes to over its seeds, for a person and as
-JSON.
-"""
+"""Figures of finished cells, and of each variant over its seeds: as a table and as JSON."""
 
 import dataclasses
 import itertools
@@ -26,31 +24,35 @@ _STEP = ("seconds/sample", "seconds/score", "seconds/learn", "seconds/publish")
 
 @dataclass(frozen=True)
 class Measured:
-    """accuracy: held-out, of the deployed checkpoint in a fresh engine, by the run's own `eval`;
-    evaluated: by the comparison's `evaluate`; None where it was not measured. moved: mean |Δ log p|
-    of fixed sequences between a quantized checkpoint and the unquantized policy, nats. figures: by
-    name, None where no step measured it. curves: their metrics, step by step, empty of a quantized
-    checkpoint. environment: where it was trained.
-    """
+    """Figures of a finished cell."""
 
     accuracy: float | None
+    """Held-out accuracy of the deployed checkpoint in a fresh engine, by the run's own `eval`. None
+    if not measured.
+    """
     evaluated: float | None
+    """The same by the comparison's `evaluate`."""
     moved: float | None = None
+    """Mean |Δ log p| of fixed sequences between a quantized checkpoint and the unquantized policy,
+    nats.
+    """
     figures: dict[str, float | None] = field(default_factory=dict)
+    """The comparison's figures by name, None if no step measured it."""
     curves: dict[str, list[float | None]] = field(default_factory=dict)
+    """Metrics of the figures, step by step; empty for a quantized checkpoint."""
     environment: dict[str, Any] = field(default_factory=dict)
+    """Machine and versions it was trained with."""
 
 
 def measured_cells(comparison: Comparison) -> dict[Cell, Measured]:
-    """Of all finished cells, in their order."""
-    cells = comparison.cells()
-    return {
-        cell: _measured(comparison, cell) for cell in cells if not commands_left(comparison, cell)
-    }
+    """Return the figures of all finished cells, in the comparison's order."""
+    finished = (cell for cell in comparison.cells() if not commands_left(comparison, cell))
+    return {cell: _measured(comparison, cell) for cell in finished}
 
 
 def _measured(comparison: Comparison, cell: Cell) -> Measured:
-    folder, evaluated = comparison.folder(cell), None
+    folder = comparison.folder(cell)
+    evaluated = None
     if comparison.evaluate:
         file = evaluation_file(comparison, cell, evaluation_options(comparison))
         evaluated = read_evaluation(file).mean().mean
@@ -74,7 +76,7 @@ def _measured(comparison: Comparison, cell: Cell) -> Measured:
 
 
 def value_of(figure: Figure, steps: Sequence[Mapping[str, Any]]) -> float | None:
-    """Of the steps that measured its metric; None where none did, or none reached it."""
+    """Return a run's figure. None if no step measured its metric, or none reached the bound."""
     values = [
         (step["step"], step[figure.metric]) for step in steps if step.get(figure.metric) is not None
     ]
@@ -87,9 +89,11 @@ def value_of(figure: Figure, steps: Sequence[Mapping[str, Any]]) -> float | None
 
 
 def rows(cells: Mapping[Cell, Measured]) -> list[dict[str, Any]]:
-    """JSON-ready: a row a variant. Of accuracies the mean over seeds with its standard error and
-    bootstrap interval; against reference and baseline, over the seeds that both have; every other
-    figure's mean and standard error.
+    """Return a row per variant, as data for JSON.
+
+    Accuracies are means over seeds with standard error and bootstrap interval. Differences to
+    reference and baseline are over the seeds that both variants have. Every other figure is a mean
+    with its standard error.
     """
     by_variant: dict[Variant, dict[int, Measured]] = {}
     for cell, measured in cells.items():
@@ -130,22 +134,28 @@ def gap_closed(
     baseline: Mapping[int, float],
     reference: Mapping[int, float],
 ) -> float | None:
-    """Share of the gap from baseline to reference that is closed: of the means over the seeds all
-    three have. None where they share none, or where there is no gap: the baseline does not trail,
-    or the interval of its distance has 0 in it.
+    """Return the fraction of the gap from baseline to reference that is closed.
+
+    It is computed from the means over the seeds that all three have. None if they share none, or if
+    there is no gap: the baseline is not behind the reference, or the interval of the difference
+    contains 0.
     """
     shared = sorted(values.keys() & baseline.keys() & reference.keys())
     if not shared:
         return None
     own, low, high = (fmean(of[seed] for seed in shared) for of in (values, baseline, reference))
-    trailing = estimate([baseline[seed] - reference[seed] for seed in shared])
-    # of one seed `high` is NaN
-    return None if low >= high or trailing.high >= 0 else (own - low) / (high - low)
+    difference = estimate([baseline[seed] - reference[seed] for seed in shared])
+    # with one seed, `difference.high` is NaN and the comparison false
+    if low >= high or difference.high >= 0:
+        return None
+    return (own - low) / (high - low)
 
 
 def remarks(cells: Mapping[Cell, Measured]) -> list[str]:
-    """What a reader of the figures should know: metrics that no step has, and runs of unlike
-    machines or versions, which may differ for that alone.
+    """Return warnings for a reader of the figures.
+
+    They name metrics that no step has, and differences in machine or versions between runs, which
+    alone may change the figures.
     """
     curves = [measured.curves for measured in cells.values() if measured.curves]
     environments = [measured.environment for measured in cells.values() if measured.environment]
@@ -162,7 +172,7 @@ def remarks(cells: Mapping[Cell, Measured]) -> list[str]:
 
 
 def as_data(cells: Mapping[Cell, Measured]) -> dict[str, Any]:
-    """JSON-ready: the rows, and every cell with its curves."""
+    """Return the rows, and every cell with its curves, as data for JSON."""
     return {
         "rows": rows(cells),
         "cells": [
@@ -193,7 +203,7 @@ def _difference(own: Mapping[int, float], other: Mapping[int, float]) -> dict[st
 
 
 def _mean(values: Sequence[float | None]) -> dict[str, Any] | None:
-    """Of the seeds that measured it, which `count` says."""
+    """Return mean, standard error and number of the values that were measured."""
     present = [value for value in values if value is not None]
     if not present:
         return None
@@ -205,12 +215,12 @@ def _mean(values: Sequence[float | None]) -> dict[str, Any] | None:
 
 
 def _standard_error(values: Sequence[float]) -> float:
-    """Of the mean; NaN of one value."""
+    """Return the standard error of the mean; NaN for one value."""
     return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
 
 
 def table(cells: Mapping[Cell, Measured]) -> PlainTable:
-    """A row a variant; columns that no variant has are left out."""
+    """Return a table with a row per variant; columns that no variant has are left out."""
     lines = [_line(row) for row in rows(cells)]
     names = dict.fromkeys(name for line in lines for name in line)
     columns = [name for name in names if any(line.get(name) for line in lines)]
@@ -229,8 +239,9 @@ def table(cells: Mapping[Cell, Measured]) -> PlainTable:
 
 
 def _line(row: Mapping[str, Any]) -> dict[str, str]:
-    """Column → cell, "" where there is nothing to show."""
-    seeds, closed = len(row["seeds"]), row["gap_closed"]
+    """Return the texts of a row by column, "" if there is nothing to show."""
+    seeds = len(row["seeds"])
+    closed = row["gap_closed"]
     fixed = {
         "variant": row["variant"],
         "seeds": str(seeds),
@@ -245,19 +256,19 @@ def _line(row: Mapping[str, Any]) -> dict[str, str]:
     return fixed | {name: _number(figure, seeds) for name, figure in row["figures"].items()}
 
 
-def _percent(of: Mapping[str, Any] | None, sign: str = "") -> str:
-    """An accuracy, or a difference of two with its sign."""
-    if of is None:
+def _percent(figure: Mapping[str, Any] | None, sign: str = "") -> str:
+    """Return an accuracy, or a difference of two, as text. sign: "+" for a difference."""
+    if figure is None:
         return ""
-    mean, error, low, high = (100 * of[name] for name in ("mean", "error", "low", "high"))
+    mean, error, low, high = (100 * figure[name] for name in ("mean", "error", "low", "high"))
     spread = "" if math.isnan(error) else f" ± {error:.1f} [{low:{sign}.1f}, {high:{sign}.1f}]"
     return f"{mean:{sign}.1f}{spread}"
 
 
-def _number(of: Mapping[str, Any] | None, seeds: int) -> str:
-    """A mean; with the seeds it is of where those are not all."""
-    if of is None:
+def _number(figure: Mapping[str, Any] | None, seeds: int) -> str:
+    """Return a mean as text, with the number of its seeds if those are not all."""
+    if figure is None:
         return ""
-    error = "" if math.isnan(of["error"]) else f" ± {of['error']:.1g}"
-    some = "" if of["count"] == seeds else f" ({of['count']} of {seeds})"
-    return f"{of['mean']:.3g}{error}{some}"
+    error = "" if math.isnan(figure["error"]) else f" ± {figure['error']:.1g}"
+    some = "" if figure["count"] == seeds else f" ({figure['count']} of {seeds})"
+    return f"{figure['mean']:.3g}{error}{some}"

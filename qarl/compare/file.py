@@ -1,4 +1,4 @@
-"""Comparisons as YAML files and options have them."""
+"""Reads comparisons from YAML files and a command's options."""
 
 import itertools
 import re
@@ -20,7 +20,7 @@ from qarl.configs.yaml_file import as_text, as_texts, read_yaml
 from qarl.evaluation.suites import SUITES
 
 EVALUATION = ("suite", "data", "problems", "samples", "temperature", "top_p", "top_k")
-"""Options of `qarl eval` that a comparison may give."""
+"""Options of `qarl eval` that a comparison may set."""
 
 DEFAULT_FIGURES = {
     "reward": "reward last 10",
@@ -31,6 +31,7 @@ DEFAULT_FIGURES = {
     "clipped": "learn/clipped last 10",
     "s/step": "seconds mean",
 }
+"""Columns of figures, and the figure in each."""
 _QUANTIZED = ("ptq", "of", "calibration", "scheme")
 """Keys of a variant that is quantized after training."""
 
@@ -39,10 +40,11 @@ _REMEDIES = {
     "output": "--output names the folder of all runs, and each has a folder of its own in it",
     "export": "every run is exported, since exports are what is compared",
 }
-"""Options that a comparison sets itself → what to do instead."""
+"""Options that a comparison sets itself, with the remedy for each."""
 
 
 def _bodies(variants: Any) -> dict[str, Any]:
+    """Return the options of each variant; raise `ValueError` if they are none."""
     if not isinstance(variants, dict) or not variants:
         raise ValueError(
             f"{quoted(variants)} must be named options, such as {{plain: {{aligned: false}}}}"
@@ -55,7 +57,7 @@ def _bodies(variants: Any) -> dict[str, Any]:
 
 
 class ComparisonFile(Section):
-    """A comparison as its YAML file has it."""
+    """Content of a comparison's YAML file."""
 
     config: Text | None = Field(
         default=None,
@@ -86,14 +88,15 @@ class ComparisonFile(Section):
 
 
 def shipped_comparisons() -> list[str]:
-    """Names of the shipped files."""
+    """Return the names of the shipped comparisons."""
     names = [file.name for file in (files("qarl.configs") / "compare").iterdir()]
     return sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml"))
 
 
 def read_comparison(name: str) -> ComparisonFile:
-    """A YAML file by path, or a shipped one by name. Raises `ConfigError` where there is neither,
-    or it is wrong.
+    """Read a YAML file by path, or a shipped one by name.
+
+    Raises `ConfigError` if there is neither, or if the file is wrong.
     """
     path = Path(name)
     if not path.is_file():
@@ -114,12 +117,13 @@ def read_comparison(name: str) -> ComparisonFile:
 
 
 def varied(vary: Mapping[str, Sequence[str]]) -> ComparisonFile:
-    """A comparison without a file: a variant for each value of the first option, which the others
-    vary.
+    """Return a comparison without a file: a variant for each value of the first option.
+
+    The other options of `vary` vary each of these variants.
     """
     (path, values), *others = vary.items()
     variants = {_word(path, text): {path: text} for text in values}
-    return ComparisonFile(variants=variants, vary={name: list(of) for name, of in others})
+    return ComparisonFile(variants=variants, vary={name: list(texts) for name, texts in others})
 
 
 def make_comparison(
@@ -131,37 +135,44 @@ def make_comparison(
     seeds: Sequence[int] = (),
     config: str | None = None,
 ) -> Comparison:
-    """What a file and a command's options come to. options: dotted path → text, before the file's
-    and after none but a variant's own. variants: names of those that are wanted; none stands for
-    all. Raises `ConfigError`.
+    """Make the comparison of a file and a command's options.
+
+    Args:
+        file: Content of the file.
+        output: Folder of all runs.
+        options: Dotted path → text. They override the file's options; a variant's override them.
+        vary: Option → values, in addition to the file's.
+        variants: Names of the variants to run. Default: all.
+        seeds: Seeds of the runs. Default: the file's.
+        config: Configuration file or shipped name. Default: the file's.
+
+    Raises:
+        ConfigError: An option is unknown, chosen by the comparison itself, or has no effect.
     """
     bodies = {name: option_texts(file.variants[name]) for name in _chosen(file, variants)}
-    of_file = {
+    file_vary = {
         FLAGS.get(name, name): [as_text(value) for value in values]
         for name, values in file.vary.items()
     }
-    vary = {**of_file, **(vary or {})}
+    vary = {**file_vary, **(vary or {})}
     shared = option_texts(file.options) | dict(options)
     for path in (*shared, *vary, *itertools.chain(*bodies.values())):
         if path in _REMEDIES:
             raise ConfigError(f"{path} is chosen by the comparison: {_REMEDIES[path]}")
-    for path, text in {
-        **options,
-        **{path: ",".join(values) for path, values in vary.items()},
-    }.items():
+    shown_vary = {path: ",".join(values) for path, values in vary.items()}
+    for path, text in {**options, **shown_vary}.items():
         if all(path in body for body in bodies.values()):
             raise ConfigError(
                 f"--{path} {text}: every variant sets {path} itself ({', '.join(bodies)}); leave"
                 " it out"
             )
+    reference = file.reference or next(iter(bodies))
     comparison = Comparison(
         output=output,
         config=config or file.config,
         options=shared,
         seeds=tuple(dict.fromkeys(seeds or file.seeds)),
-        variants=tuple(
-            _expanded(bodies, vary, file.reference or next(iter(bodies)), file.baseline)
-        ),
+        variants=tuple(_expanded(bodies, vary, reference, file.baseline)),
         evaluate=_evaluation(file.evaluate),
         figures={name: Figure.parse(name, text) for name, text in file.figures.items()},
     )
@@ -171,10 +182,12 @@ def make_comparison(
 
 
 def option_texts(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Options of a mapping, by dotted path, as a command line has them. Keys: short flags, dotted
-    paths, sections.
+    """Return a mapping's options as texts by dotted path, as on a command line.
+
+    Keys may be short flags, dotted paths or sections.
     """
-    fields, texts = field_paths(), {}
+    fields = field_paths()
+    texts = {}
     for key, value in tree.items():
         path = f"{prefix}{key}"
         if isinstance(value, dict) and path not in fields:
@@ -191,7 +204,7 @@ def option_texts(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def _chosen(file: ComparisonFile, variants: Sequence[str]) -> list[str]:
-    """Names of the file's variants that are wanted, in the file's order."""
+    """Return the names of the variants to run, in the file's order. variants: default: all."""
     for name in (*variants, *filter(None, (file.reference, file.baseline))):
         if name not in file.variants:
             raise ConfigError(
@@ -207,17 +220,14 @@ def _expanded(
     reference: str,
     baseline: str | None,
 ) -> Iterator[Variant]:
-    """Variants, each that does not set a varied option as one for each of its values."""
+    """Yield the variants; one that leaves a varied option open becomes one per value of it."""
     names: dict[tuple[str, frozenset[tuple[str, str]]], str] = {}
     for base, body in bodies.items():
         free = [path for path in vary if path not in body]
         for values in itertools.product(*(vary[path] for path in free)):
             pairs = tuple(zip(free, values, strict=True))
-            name = re.sub(
-                r"[^\w.+-]+",
-                "_",
-                "-".join([base, *(_word(path, text) for path, text in pairs)]),
-            )
+            words = [base, *(_word(path, text) for path, text in pairs)]
+            name = re.sub(r"[^\w.+-]+", "_", "-".join(words))
             if name in names.values():
                 raise ConfigError(
                     f"two variants would be called {name!r}, which is their folder's name;"
@@ -226,34 +236,32 @@ def _expanded(
             names[base, frozenset(pairs)] = name
 
     def partner(base: str | None, pairs: frozenset[tuple[str, str]]) -> str | None:
-        """The variant that `base` became for these values, as far as it does not set them
-        itself.
+        """Return the name of the variant that `base` became for these values, ignoring those that
+        `base` sets itself; None if there is none.
         """
-        return next(
-            (name for (other, its), name in names.items() if other == base and its <= pairs),
-            None,
+        matching = (
+            name
+            for (other, other_pairs), name in names.items()
+            if other == base and other_pairs <= pairs
         )
+        return next(matching, None)
 
     for (base, pairs), name in names.items():
         body = bodies[base]
-        quantized = (
-            _quantized(base, body, partner(body.get("of"), pairs), bodies)
-            if "ptq" in body
-            else None
-        )
-        options = (
-            {"scheme": body["scheme"]}
-            if quantized and "scheme" in body
-            else {}
-            if quantized
-            else body
-        )
-        compared = {
+        quantized = None
+        options = body
+        if "ptq" in body:
+            quantized = _quantized(base, body, partner(body.get("of"), pairs), bodies)
+            options = {"scheme": body["scheme"]} if "scheme" in body else {}
+        partners = {
             "reference": partner(reference, pairs),
             "baseline": partner(baseline, pairs),
         }
-        others = {role: other for role, other in compared.items() if other != name}
-        yield Variant(name=name, options={**options, **dict(pairs)}, quantized=quantized, **others)
+        # a variant is not compared with itself
+        partners = {role: other for role, other in partners.items() if other != name}
+        yield Variant(
+            name=name, options={**options, **dict(pairs)}, quantized=quantized, **partners
+        )
 
 
 def _quantized(
@@ -262,10 +270,11 @@ def _quantized(
     source: str | None,
     bodies: Mapping[str, Mapping[str, str]],
 ) -> Quantized:
-    strange = [path for path in body if path not in _QUANTIZED]
-    if strange:
+    """Return a variant's quantization. source: name of the variant it quantizes, if it exists."""
+    unknown = [path for path in body if path not in _QUANTIZED]
+    if unknown:
         raise ConfigError(
-            f"variant {name!r} sets {strange[0]}, but it is quantized after training: it takes"
+            f"variant {name!r} sets {unknown[0]}, but it is quantized after training: it takes"
             f" {', '.join(_QUANTIZED)}"
         )
     if source is None or "ptq" in bodies[body["of"]]:
@@ -282,7 +291,7 @@ def _quantized(
 
 
 def _evaluation(options: Mapping[str, Any]) -> dict[str, str]:
-    """Checked options of `qarl eval`."""
+    """Check options of `qarl eval`, and return them as texts."""
     for name, value in options.items():
         names = SUITES if name == "suite" else EVALUATION
         word = str(value) if name == "suite" else name
@@ -291,15 +300,13 @@ def _evaluation(options: Mapping[str, Any]) -> dict[str, str]:
                 f"evaluate: {word!r} must be one of {', '.join(names)}{did_you_mean(word, names)}"
             )
     texts = as_texts(options)
-    overridden(
-        {},
-        {f"eval.{name}": text for name, text in texts.items() if name not in ("suite", "data")},
-    )
+    fields = {name: text for name, text in texts.items() if name not in ("suite", "data")}
+    overridden({}, {f"eval.{name}": text for name, text in fields.items()})  # checks the values
     return texts
 
 
 def _word(path: str, text: str) -> str:
-    """A value in a variant's name; numbers and truths with their option."""
+    """Return a value for a variant's name; a number or a truth value gets its option before it."""
     if re.fullmatch(r"[-+.\d].*|true|false|null", text) is None:
         return text
     return f"{path.rpartition('.')[2]}-{text}"

@@ -20,8 +20,7 @@ from qarl.evaluation.statistics import Estimate, estimate, estimate_of_means
 from qarl.tasks.rewards import last_box
 
 LONGEST_ANSWER = 1000
-"""Upper bound on the characters of a completion without a box that counts as an answer to vote with.
-"""
+"""Upper bound on the characters of a completion that votes as an answer without a box."""
 
 
 class EvaluationError(InputError, heading="evaluation"):
