@@ -1,1 +1,1 @@
-"""QaRL's policy and engine in other people's trainers; each module needs an extra of its name."""
+"""QaRL's policy, engine and losses in other trainers; each module needs the package in its name."""

@@ -1,5 +1,7 @@
-"""TBPO for prime-rl: `[trainer.loss] type = "custom"`, `import_path =
-"qarl.integrations.prime_rl.tbpo"`, bounds in `kwargs` (docs/reference/objectives.md).
+"""TBPO for prime-rl (docs/reference/objectives.md).
+
+Set `[trainer.loss] type = "custom"`, `import_path = "qarl.integrations.prime_rl.tbpo"`, and the
+bounds in `kwargs`.
 """
 
 from typing import Any
@@ -14,11 +16,11 @@ from qarl import losses
 
 
 def tbpo(inputs: LossInputs, **bounds: Any) -> LossOutputs:
-    """prime-rl's loss of one sample: the sum over its tokens, 0-d with gradient, and its metrics.
+    """Return the loss of one sample, summed over its tokens, 0-d with gradient, and its metrics.
 
-    inputs: prime-rl's, of tokens [T]: log-probs of trainer and inference, whose ratio it is,
-    advantages, mask, and weights or None. bounds: epsilon_high, delta_high, delta_low; by default
-    the paper's. Raises `ConfigError` for others or out of range, and for advantages that differ
+    inputs: prime-rl's, all of shape [T]: log-probs of trainer and inference, which make the ratio,
+    advantages, mask, and weights or None. bounds: epsilon_high, delta_high, delta_low. Default: the
+    paper's. Raises `ConfigError` for unknown or out-of-range bounds, and for advantages that differ
     within the sample.
     """
     mask = inputs.loss_mask
@@ -31,9 +33,8 @@ def tbpo(inputs: LossInputs, **bounds: Any) -> LossOutputs:
         weight,
         **bounds,
     )
-    clipped = (
-        result.clipped[0][mask].float().mean()
-        if mask.any()
-        else mask.new_zeros((), dtype=torch.float32)
-    )
+    if mask.any():
+        clipped = result.clipped[0][mask].float().mean()
+    else:
+        clipped = mask.new_zeros((), dtype=torch.float32)
     return LossOutputs(loss=result.loss[0][mask].sum(), metrics={"tbpo/clipped": clipped})

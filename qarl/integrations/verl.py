@@ -1,5 +1,6 @@
-"""TBPO for verl: `actor.policy_loss.loss_mode=tbpo` (docs/reference/objectives.md). verl loads this
-module by itself, by the entry point `verl.plugins` of an installed QaRL.
+"""TBPO for verl: `actor.policy_loss.loss_mode=tbpo` (docs/reference/objectives.md).
+
+verl loads this module itself, through the entry point `verl.plugins` of an installed QaRL.
 """
 
 from typing import Any
@@ -23,18 +24,25 @@ def tbpo(
     config: Any = None,
     rollout_is_weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """verl's policy loss: a micro-batch's loss, 0-d with gradient, and its metrics.
+    """Return a micro-batch's loss, 0-d with gradient, and its metrics: verl's policy loss.
 
-    old_log_prob, log_prob, advantages, rollout_is_weights: fp32 [B, T], of responses, nats; the
-    weights are verl's own rollout correction. response_mask: [B, T]. config: verl's actor, whose
-    clip_ratio_low is δ_l, clip_ratio_high ε_h and clip_ratio_c 1 + δ_h. Raises `ConfigError` for
-    bounds out of range, and advantages that differ in a response.
+    Args:
+        old_log_prob: Log-probs of the responses before the update, fp32 [B, T], nats.
+        log_prob: Log-probs by the policy being stepped, likewise.
+        advantages: fp32 [B, T].
+        response_mask: [B, T], nonzero at tokens to learn from.
+        loss_agg_mode: verl's aggregation.
+        config: verl's actor. Its clip_ratio_low is δ_l, clip_ratio_high ε_h, clip_ratio_c 1 + δ_h.
+        rollout_is_weights: verl's own rollout correction, fp32 [B, T], or None.
+
+    Raises:
+        ConfigError: A bound is out of range, or advantages differ within a response.
     """
     bounds = {
         "delta_low": config.clip_ratio_low,
         "epsilon_high": config.clip_ratio_high,
+        "delta_high": config.clip_ratio_c - 1,
     }
-    bounds["delta_high"] = config.clip_ratio_c - 1
     mask = response_mask.bool()
     result = losses.tbpo.of_tokens(
         log_prob, old_log_prob, advantages, mask, rollout_is_weights, **bounds
@@ -43,11 +51,11 @@ def tbpo(
     tokens = mask.sum().clamp(min=1)
     positive = advantages >= 0
 
-    def share(flags: torch.Tensor) -> float:
+    def fraction(flags: torch.Tensor) -> float:
         return float((flags & mask).sum() / tokens)
 
     return loss, {
-        "actor/pg_clipfrac": share(result.clipped & positive),
-        "actor/pg_clipfrac_lower": share(result.clipped & ~positive),
+        "actor/pg_clipfrac": fraction(result.clipped & positive),
+        "actor/pg_clipfrac_lower": fraction(result.clipped & ~positive),
         "actor/ppo_kl": float(((old_log_prob - log_prob).detach() * mask).sum() / tokens),
     }

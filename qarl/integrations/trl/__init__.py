@@ -1,4 +1,4 @@
-"""TRL's trainers on an exact low-bit policy (docs/guide/trl.md). Needs TRL, of the extra `trl`."""
+"""TRL's trainers on an exact low-bit policy (docs/guide/trl.md). Needs the extra `trl`."""
 
 try:
     from qarl.integrations.trl.grpo import LowBitGRPOTrainer

@@ -1,11 +1,11 @@
-"""TRL's asynchronous trainer on an exact low-bit policy (docs/guide/trl.md): it learns while QaRL's
-servers sample.
+"""TRL's asynchronous trainer on an exact low-bit policy, which learns while QaRL's servers sample
+(docs/guide/trl.md).
 
 TRL's loop of prompts, tools and rewards runs in a thread, and each of its requests goes to QaRL's
-engine. Where TRL would send weights the policy is published, and what is under way on the servers
-goes on by them.
+engine. When TRL would send weights, the policy is published, and requests in flight on the servers
+continue with the new version.
 
-Axes: N tokens of a row of several sequences, in which those that they begin with are there once.
+Axes: N tokens of a row of several sequences; a prefix that they share is in it once.
 """
 
 import asyncio
@@ -40,11 +40,11 @@ from qarl.quant.graph.packing import Packed, Sequences
 
 
 class LowBitAsyncGRPOTrainer(AsyncGRPOTrainer):
-    """TRL's `AsyncGRPOTrainer` of a policy that `qarl.align` made.
+    """TRL's `AsyncGRPOTrainer` for a policy that `qarl.align` made.
 
     model: the policy. engine: servers that take weights while they sample, `qarl.engine(policy,
-    urls=[URL, …], max_staleness=2)`. Other arguments are TRL's. Raises `ConfigError`, by name, for
-    options that do not go with an exact policy, and for another engine.
+    urls=[URL, …], max_staleness=2)`. Other arguments are TRL's. Raises `ConfigError` for an option
+    that does not go with an exact policy, by name, and for another engine.
     """
 
     def __init__(
@@ -58,64 +58,61 @@ class LowBitAsyncGRPOTrainer(AsyncGRPOTrainer):
     ):
         args = args or AsyncGRPOConfig("low-bit-AsyncGRPO", bf16=False)
         adapt(model, args, trl)
-        self.engine, rollout = engine, opened_for(args, engine)
-        if rollout.max_staleness < 2:  # which is for servers alone
+        self.engine = engine
+        rollout = opened_for(args, engine)
+        if rollout.max_staleness < 2:  # 2 and more need servers
             raise ConfigError(
                 "the asynchronous trainer learns while its engine samples: give it servers that"
                 " take weights then, qarl.engine(policy, urls=[URL, ...], max_staleness=2)"
             )
         if args.token_budget is None:  # TRL would ask its server
             args.token_budget = rollout.longest
-        functions = (
-            reward_funcs
-            if isinstance(reward_funcs, list)
-            else [reward_funcs]
-            if reward_funcs
-            else []
-        )
-        rewarding = {
+        functions = reward_funcs
+        if not isinstance(reward_funcs, list):
+            functions = [reward_funcs] if reward_funcs else []
+        loop_arguments = {
             "reward_funcs": functions,
-            **{n: trl[n] for n in ("tools", "environment_factory") if n in trl},
+            **{name: trl[name] for name in ("tools", "environment_factory") if name in trl},
         }
-        trl |= dict.fromkeys(
-            ("rollout_worker", "weight_transfer"), _Rollouts(self, args, rewarding)
-        )
+        rollouts = _Rollouts(self, args, loop_arguments)
+        trl |= {"rollout_worker": rollouts, "weight_transfer": rollouts}
         if not torch.cuda.is_available():
-            # TRL 1.16 asks CUDA for its device's name, for a share of its peak, all the same: it
-            # cannot be made on CPUs before `trl.trainer.utils.get_peak_flops_per_device` looks
-            # first.
+            # TRL 1.16 asks CUDA for the device's name on CPUs too, to report a fraction of its peak
+            # throughput, so the trainer cannot be made there. Remove this when
+            # `trl.trainer.utils.get_peak_flops_per_device` checks for CUDA first.
             async_grpo_trainer.get_peak_flops_per_device = lambda accelerator, dtype: None
         super().__init__(str(model.folder), reward_funcs, args, **trl)
-        self.policy, self.model, self.model_wrapped = (
-            model,
-            model.low_bit.module,
-            model.low_bit.module,
-        )
+        self.policy = model
+        self.model = model.low_bit.module
+        self.model_wrapped = model.low_bit.module
         model.low_bit.router_log.enable(self.aux_loss_enabled)
         self.model.forward = MethodType(_packed_forward(model, args.temperature), self.model)
 
 
 class _Rollouts:
-    """TRL's `RolloutWorkerProtocol` and `WeightTransferProtocol`
+    """Implementation of TRL's `RolloutWorkerProtocol` and `WeightTransferProtocol`
     (`trl.experimental.async_grpo.async_grpo_trainer`) by one engine, whose servers pause by
-    themselves. rewarding: arguments of TRL's loop that its options do not hold.
+    themselves. loop_arguments: arguments of TRL's loop that are not among its options.
     """
 
-    def __init__(self, trainer: LowBitAsyncGRPOTrainer, args: Any, rewarding: dict[str, Any]):
-        self._trainer, self._rewarding, self._turns = trainer, rewarding, 0
+    def __init__(self, trainer: LowBitAsyncGRPOTrainer, args: Any, loop_arguments: dict[str, Any]):
+        self._trainer = trainer
+        self._loop_arguments = loop_arguments
+        self._turns = 0
+        """Number of turns sampled so far; each has its own seed."""
         self.rollout_buffer: queue.Queue[Any] = queue.Queue(args.queue_maxsize)
         self.metrics_queue: queue.Queue[Any] = queue.Queue(4096)
-        self._version, self._failed, self._reason = (
-            SimpleNamespace(value=0),
-            threading.Event(),
-            queue.Queue(1),
-        )
+        self._version = SimpleNamespace(value=0)
+        self._failed = threading.Event()
+        self._reason = queue.Queue(1)
+        """What TRL's loop says of its failure, as arguments of a message."""
         self._thread = threading.Thread(
             target=lambda: self._loop.run(), name="rollouts", daemon=True
         )
 
     def start(self) -> None:
-        trainer, args = self._trainer, self._trainer.args
+        trainer = self._trainer
+        args = trainer.args
         options = {
             name: getattr(args, name)
             for name in signature(_AsyncRolloutLoop).parameters
@@ -134,16 +131,15 @@ class _Rollouts:
             exception_info_queue=self._reason,
             max_tokens=args.max_completion_length,
             **options,
-            **self._rewarding,
+            **self._loop_arguments,
         )
         self._loop._generate_one_turn = self._sampled
         self._thread.start()
 
     async def _sampled(self, prompt_ids: list[int]) -> tuple[list[int], list[float]]:
-        seed, self._turns = (
-            step_seed(self._trainer.args.seed, self._turns),
-            self._turns + 1,
-        )
+        """Sample one turn: return its token ids and their log-probs."""
+        seed = step_seed(self._trainer.args.seed, self._turns)
+        self._turns += 1
         request = partial(self._trainer.engine.generate, [prompt_ids], seed=seed)
         ((completion,),) = await asyncio.get_running_loop().run_in_executor(
             self._loop._tool_pool, request
@@ -172,14 +168,15 @@ class _Rollouts:
 
 
 def _packed_forward(policy: Policy, temperature: float) -> Callable[..., FusedCausalLMOutput]:
-    """A model's forward over a row as `trl.experimental.async_grpo.packing.TreeRow` packs it, by
-    the policy.
+    """Return a forward over a row packed as `trl.experimental.async_grpo.packing.TreeRow` does,
+    computed by the policy.
     """
     chunk = policy.settings.learner.logprob_chunk_tokens
 
     def forward(module, input_ids, shift_labels, output_router_logits=False, **tree):
-        """input_ids, shift_labels: int64 [1, N]. Returns log-probs and entropies, fp32 [1, N], 0 at
-        labels of -100.
+        """Return log-probs and entropies, fp32 [1, N], 0 at labels of -100.
+
+        input_ids, shift_labels: int64 [1, N]. tree: TRL's layout of the row.
         """
         wanted = shift_labels[:, :-1] != -100
         if not torch.equal(shift_labels[:, :-1][wanted], input_ids[:, 1:][wanted]):
@@ -187,12 +184,13 @@ def _packed_forward(policy: Policy, temperature: float) -> Callable[..., FusedCa
                 "a token's label is not the next one of its row: this version of TRL packs"
                 " otherwise"
             )
-        kept = torch.ones_like(input_ids, dtype=torch.bool)
-        lengths, seen = (
+        real = torch.ones_like(input_ids, dtype=torch.bool)
+        lengths, key_lengths = (
             tuple(tree[f"tree_cu_seqlens_{name}"].diff().tolist()) for name in ("q", "k")
         )
-        places = torch.arange(kept.shape[1], device=kept.device)[None]
-        packed = Packed(kept, places, Sequences(lengths, seen, tree["tree_kv_index"]))
+        positions = torch.arange(real.shape[1], device=real.device)[None]
+        sequences = Sequences(lengths, key_lengths, tree["tree_kv_index"])
+        packed = Packed(real, positions, sequences)
         computed = token_logprobs(
             policy.low_bit,
             input_ids,
@@ -203,7 +201,7 @@ def _packed_forward(policy: Policy, temperature: float) -> Callable[..., FusedCa
             temperature=temperature,
         )
         log_probs, entropy = (nn.functional.pad(part, (0, 1)) for part in computed)
-        aux_loss = load_balance_loss(policy.low_bit, kept, packed) if output_router_logits else None
+        aux_loss = load_balance_loss(policy.low_bit, real, packed) if output_router_logits else None
         return FusedCausalLMOutput(log_probs=log_probs, entropy=entropy, aux_loss=aux_loss)
 
     return forward

@@ -1,10 +1,10 @@
 """TRL's `GRPOTrainer` on an exact low-bit policy (docs/guide/trl.md).
 
-TRL keeps the transformers model, whose parameters are the masters. Exchanged are its forward, for
-the policy's packed one; what generates, for QaRL's engine; and every optimizer step is followed by
-a new weight version.
+TRL keeps the transformers model, whose parameters are the masters. The model's forward is replaced
+by the policy's packed one, and generation by QaRL's engine. Every optimizer step is followed by a
+new weight version.
 
-Axes: B sequences, T tokens: of prompts, padded on the left, and completions, padded on the right.
+Axes: B sequences, T tokens: prompts are padded on the left, and completions on the right.
 """
 
 import dataclasses
@@ -38,8 +38,8 @@ from qarl.run.session import gate_of
 from qarl.sync.floor import OTHER_ROUNDINGS_SEED
 
 _log = logging.getLogger(__name__)
-# tokens of prompt and completion, where vllm_max_model_length does not say
 _LONGEST = 2048
+"""Upper bound on prompt and completion tokens, if vllm_max_model_length is not set."""
 _REFUSED = {
     "QaRL's engine generates; open it beforehand, with its options, by qarl.engine(policy, ...)": (
         "generation_kwargs cache_implementation use_transformers_continuous_batching vllm_mode"
@@ -62,18 +62,26 @@ _REFUSED = {
         "beta"
     ),
 }
-"""Why → options that have to stay as they are by default."""
+"""Options that must keep their defaults, by the reason."""
 
 
 class LowBitGRPOTrainer(GRPOTrainer):
-    """TRL's `GRPOTrainer` of a policy that `qarl.align` made.
+    """TRL's `GRPOTrainer` for a policy that `qarl.align` made.
 
-    model: the policy. args: TRL's; gradient checkpointing is done by the policy, and bf16 autocast
-    left out, each said in a line. engine: what samples, of `qarl.engine`; None opens one in this
-    process, for what `args` says. geometric_cap: weigh sequences by QaRL's geometric correction,
-    within [1 / cap, cap]; 0: by TRL's. Other arguments are TRL's. Raises `ConfigError`, by name,
-    for options that do not go with an exact policy, and `GateError` for a batch that shows two
-    policies.
+    Args:
+        model: The policy.
+        reward_funcs: TRL's.
+        args: TRL's. The policy does gradient checkpointing, and bf16 autocast is left out; a log
+            line says so.
+        engine: Engine that samples, by `qarl.engine`. None opens one in this process, with the
+            limits in `args`.
+        geometric_cap: Weigh sequences by QaRL's geometric correction, within [1 / cap, cap]; 0: by
+            TRL's correction.
+        trl: Other arguments of TRL's trainer.
+
+    Raises:
+        ConfigError: An option does not go with an exact policy; the message names it.
+        GateError: A batch shows that learner and engine are not the same policy.
     """
 
     def __init__(
@@ -94,35 +102,34 @@ class LowBitGRPOTrainer(GRPOTrainer):
         args.use_vllm = False  # True would start an engine of TRL's
         super().__init__(model.low_bit.module, reward_funcs, args, **trl)  # type: ignore[arg-type]
         self.policy = model
-        self._geometric = (
-            TruncatedConfig(name="geometric", cap=geometric_cap) if geometric_cap else None
-        )
+        self._geometric = None
+        if geometric_cap:
+            self._geometric = TruncatedConfig(name="geometric", cap=geometric_cap)
         model.low_bit.router_log.enable(self.aux_loss_enabled)
         self.model.forward = MethodType(_fused_forward(model, args.temperature), self.model)
         if engine is None:
-            longest, answer = (
-                getattr(model.config, "max_position_embeddings", _LONGEST),
-                args.max_completion_length,
-            )
-            prompt = (args.vllm_max_model_length or min(_LONGEST, longest)) - answer
+            positions = getattr(model.config, "max_position_embeddings", _LONGEST)
+            longest = args.vllm_max_model_length or min(_LONGEST, positions)
             limits = {
-                "max_prompt_tokens": prompt,
-                "max_new_tokens": answer,
+                "max_prompt_tokens": longest - args.max_completion_length,
+                "max_new_tokens": args.max_completion_length,
                 "temperature": args.temperature,
             }
             engine = open_engine(model, tokenizer=self.processing_class, **limits)
         self.engine = engine
         self._gate = gate_of(self.engine.settings, model.low_bit, self.engine.rows)
-        self.use_vllm, self._last_loaded_step, self._round = True, -1, (0, -1)
+        # TRL takes vLLM's path from here on, with this trainer as its `vllm_generation`.
+        self.use_vllm = True
+        self._last_loaded_step = -1
+        self._round = (0, -1)
+        """Number of the generation batch, and of the request in it, counted from 0."""
         self.vllm_generation: Any = self
+        # TRL reads max_model_len to drop longer prompts of tool calls.
         config = SimpleNamespace(max_model_len=opened_for(args, self.engine).max_prompt_tokens + 1)
-        # tool calls drop longer prompts
         self.llm = SimpleNamespace(llm_engine=SimpleNamespace(model_config=config))
 
     def sync_weights(self) -> None:
-        """Publish the present weight version: of TRL's `vllm_generation`, as which the trainer
-        serves itself.
-        """
+        """Publish the present weight version. TRL calls this on its `vllm_generation`."""
         self.policy.publish(self.engine)
 
     def generate(
@@ -132,54 +139,49 @@ class LowBitGRPOTrainer(GRPOTrainer):
         num_generations: int,
         profiler: Any = None,
     ) -> Any:
-        """prompts: token ids, each `num_generations` times. Returns them, completions' ids, and
-        log-probs [B][T][1]. Seeds are functions of (seed, step, number of the batch in it), so a
-        resumed training repeats them.
+        """Sample completions of prompts, each of which comes `num_generations` times.
+
+        Returns the prompts, completions' token ids, log-probs [B][T][1], and None. Seeds depend on
+        (seed, step, number of the request in it) only, so a resumed training repeats them.
         """
-        step, updates = (
-            self.state.global_step,
-            self.args.steps_per_generation * self.num_iterations,
-        )
-        batch = (
-            step // max(1, updates // self.args.gradient_accumulation_steps)
-            if self.model.training
-            else -1 - step
-        )
+        step = self.state.global_step
+        updates = self.args.steps_per_generation * self.num_iterations
+        batch = -1 - step  # negative in evaluations, which have seeds of their own
+        if self.model.training:
+            batch = step // max(1, updates // self.args.gradient_accumulation_steps)
         self._round = (batch, self._round[1] + 1 if self._round[0] == batch else 0)
         distinct = prompts[::num_generations]
-        # environments make each its own
+        # Environments may have changed each prompt; then each is sampled once.
         if prompts != [ids for ids in distinct for _ in range(num_generations)]:
-            distinct, num_generations = prompts, 1
+            distinct = prompts
+            num_generations = 1
         seed = step_seed(self.args.seed, *self._round)
         with profiler or nullcontext():
             answers = self.engine.generate(distinct, samples=num_generations, seed=seed)
-        completions = [completion for of_prompt in answers for completion in of_prompt]
+        completions = [completion for group in answers for completion in group]
         logprobs = [[[logprob] for logprob in c.logprobs] for c in completions]
         return prompts, [list(c.token_ids) for c in completions], logprobs, None
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         output = super()._generate_and_score_completions(inputs)
-        old, sampler = (
-            output.get("old_per_token_logps"),
-            output.get("sampling_per_token_logps"),
-        )
+        old = output.get("old_per_token_logps")
+        sampler = output.get("sampling_per_token_logps")
         if old is not None and sampler is not None:
             mask = (output["completion_mask"] * output.get("tool_mask", 1)).bool()
             if self._gate:
                 mismatch = measure_mismatch(old.cpu(), sampler.cpu(), mask.cpu())
                 self._gate(mismatch, lambda: self._rounding_floor(output, old, mask))
             if self._geometric:
-                output["importance_sampling_ratio"] = correction(
-                    old, sampler, mask, self._geometric
-                ).weight
+                corrected = correction(old, sampler, mask, self._geometric)
+                output["importance_sampling_ratio"] = corrected.weight
         return output
 
     @torch.no_grad()
     def _rounding_floor(
         self, output: dict[str, Any], old: torch.Tensor, mask: torch.Tensor
     ) -> Mismatch:
-        """Return how far log-probs with other roundings are from `old`'s, [B, T], where `mask` is
-        true.
+        """Return the mismatch between `old`, [B, T], and log-probs with other roundings, where
+        `mask` is true.
         """
         tokens = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
         attended = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
@@ -190,8 +192,8 @@ class LowBitGRPOTrainer(GRPOTrainer):
 
 
 class _Refresh(TrainerCallback):
-    """Makes weight versions: of a checkpoint's masters, after every optimizer step, of the best
-    model.
+    """Makes weight versions: at the start (of a checkpoint's masters if TRL resumed), after every
+    optimizer step, and at the end (of the best model if TRL loaded it).
     """
 
     def __init__(self, policy: Policy):
@@ -202,7 +204,8 @@ class _Refresh(TrainerCallback):
         self._policy.refresh()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        # as transformers does next: a step by zero gradients, or at rate 0, is one, too
+        # transformers does the same next. Here it keeps `refresh` from refusing a step that moved
+        # nothing, by zero gradients or at learning rate 0.
         self._policy.zero_grad()
         self._policy.refresh()
 
@@ -211,9 +214,10 @@ class _Refresh(TrainerCallback):
 
 
 def adapt(policy: Policy, args: Any, trl: dict[str, Any]) -> None:
-    """Have the policy do what TRL's options would ask of transformers, and say so. args: of either
-    trainer, changed. trl: other arguments, to which a callback is added. Raises `ConfigError` for
-    what cannot be, by name.
+    """Make the policy do what TRL's options would ask of transformers, and log it.
+
+    args: arguments of either trainer; they are changed. trl: other arguments; a callback is added.
+    Raises `ConfigError` for an option that does not go with an exact policy, by name.
     """
     if not isinstance(policy, Policy):
         raise ConfigError(
@@ -225,11 +229,11 @@ def adapt(policy: Policy, args: Any, trl: dict[str, Any]) -> None:
             f" {policy.low_bit.why_not_engine}"
         )
     defaults = {field.name: field.default for field in dataclasses.fields(args)}
-    for why, names in _REFUSED.items():
+    for reason, names in _REFUSED.items():
         for name in names.split():
             value = getattr(args, name, trl.get(name))
             if value != defaults.get(name):
-                raise ConfigError(f"{name} {value!r}: {why}; leave {name} out")
+                raise ConfigError(f"{name} {value!r}: {reason}; leave {name} out")
     if args.world_size > 1:
         raise ConfigError(
             f"{args.world_size} processes would learn apart; take one, or `qarl train --processes`"
@@ -242,12 +246,14 @@ def adapt(policy: Policy, args: Any, trl: dict[str, Any]) -> None:
             "bf16: no autocast, the policy computes in %s",
             str(policy.dtype).removeprefix("torch."),
         )
-    args.gradient_checkpointing, args.bf16, args.mixed_precision = False, False, "no"
+    args.gradient_checkpointing = False
+    args.bf16 = False
+    args.mixed_precision = "no"
     trl["callbacks"] = [_Refresh(policy), *(trl.get("callbacks") or [])]
 
 
 def opened_for(args: Any, engine: Engine) -> RolloutConfig:
-    """What an engine was opened for. Raises `ConfigError` where `args` says otherwise."""
+    """Return the limits an engine was opened with. Raises `ConfigError` if `args` has others."""
     rollout = engine.settings.rollout
     for name, value in (
         ("temperature", args.temperature),
@@ -262,11 +268,9 @@ def opened_for(args: Any, engine: Engine) -> RolloutConfig:
 
 
 def _fused_forward(policy: Policy, temperature: float) -> Callable[..., FusedCausalLMOutput]:
-    """A model's forward as `trl.trainer.utils.add_fused_lm_head` makes one, by the policy."""
-    shares, chunk = (
-        shares_prompts(True, "auto", policy.device),
-        policy.settings.learner.logprob_chunk_tokens,
-    )
+    """Return a forward like `trl.trainer.utils.add_fused_lm_head`'s, computed by the policy."""
+    shares = shares_prompts(True, "auto", policy.device)
+    chunk = policy.settings.learner.logprob_chunk_tokens
 
     def forward(
         module,
@@ -276,47 +280,45 @@ def _fused_forward(policy: Policy, temperature: float) -> Callable[..., FusedCau
         fused_lm_head=False,
         output_router_logits=False,
     ):
-        """input_ids, labels: int64 [B, T]. Returns log-probs and entropies, fp32 [B, T-1], 0 where
-        a label is -100.
+        """Return log-probs and entropies, fp32 [B, T-1], 0 where a label is -100.
+
+        input_ids, labels: int64 [B, T].
         """
         if labels is None or not fused_lm_head:
             raise ConfigError(
                 "TRL asked for logits, and the policy gives log-probs; trainer.engine samples"
             )
         column = torch.arange(input_ids.shape[1], device=input_ids.device)
-        # to where padding is on the right
-        places = (column + attention_mask.argmax(-1, keepdim=True)) % len(column)
-        tokens, wanted = (
-            input_ids.gather(1, places),
-            labels.gather(1, places)[:, 1:] != -100,
-        )
-        nothing = torch.zeros(wanted.shape, device=tokens.device)
+        # Rotate each row to the left, so that all its padding is on the right.
+        columns = (column + attention_mask.argmax(-1, keepdim=True)) % len(column)
+        tokens = input_ids.gather(1, columns)
+        wanted = labels.gather(1, columns)[:, 1:] != -100
+        zeros = torch.zeros(wanted.shape, device=tokens.device)
         if not wanted.any():
             return FusedCausalLMOutput(
-                log_probs=nothing.requires_grad_(),
-                entropy=nothing,
-                aux_loss=nothing.sum(),
+                log_probs=zeros.requires_grad_(),
+                entropy=zeros,
+                aux_loss=zeros.sum(),
             )
         prompts = tokens.where(column <= wanted.int().argmax(-1, keepdim=True), -1)
         batch = Batch(
             tokens=tokens,
             length=attention_mask.sum(-1),
             response_mask=wanted,
-            sampler_logprobs=nothing,
-            advantages=nothing,
+            sampler_logprobs=zeros,
+            advantages=zeros,
             group=prompts.unique(dim=0, return_inverse=True)[1],
         )
-        # below 0 is padding, and zero
-        packed, back = batch.packed(shares), (places[:, 1:] - 1).clamp(min=0)
+        packed = batch.packed(shares)
+        # Columns before the rotation. Those below 0 are of padding, whose values are zero.
+        original = (columns[:, 1:] - 1).clamp(min=0)
         computed = token_logprobs(
             policy.low_bit, tokens, wanted, None, packed, chunk, temperature=temperature
         )
-        log_probs, entropy = (nothing.scatter(1, back, part) for part in computed)
-        aux_loss = (
-            load_balance_loss(policy.low_bit, batch.real(), packed)
-            if output_router_logits
-            else None
-        )
+        log_probs, entropy = (zeros.scatter(1, original, part) for part in computed)
+        aux_loss = None
+        if output_router_logits:
+            aux_loss = load_balance_loss(policy.low_bit, batch.real(), packed)
         return FusedCausalLMOutput(log_probs=log_probs, entropy=entropy, aux_loss=aux_loss)
 
     return forward
