@@ -1,3 +1,3 @@
-"""`qarl bench`: what this machine makes of the schemes. `qarl bench speed` measures sampling,
+"""`qarl bench`: measurements of the schemes on this machine. `qarl bench speed` measures sampling,
 learning and memory.
 """

@@ -1,5 +1,5 @@
-"""From what the processes answered to the report: medians over rounds, of ratios that are taken
-within a round.
+"""Figures of the report, made of the processes' answers: medians over rounds, of ratios within a
+round.
 """
 
 import statistics
@@ -10,10 +10,10 @@ from qarl.bench.job import PHASES, Answer, SpeedOptions
 from qarl.configs.schemes import UNQUANTIZED
 
 SAMPLING_SHARE = 0.7
-"""Sampling's share of a step, which figures "at share" suppose."""
+"""Fraction of a step that sampling is assumed to take, for figures "at share"."""
 
 Rounds = Mapping[str, Sequence[Answer]]
-"""Scheme → what its process answered in each round; bf16 is among them."""
+"""Answers of each scheme's process, one per round; bf16 is among the schemes."""
 
 
 @dataclass(frozen=True)
@@ -37,74 +37,81 @@ class Spread:
 
 @dataclass(frozen=True)
 class EngineRow:
-    """One scheme's engine for one context and batch: tokens a second of decoding and of prefill,
-    and the same as multiples of bf16's in the same round.
-    """
+    """Throughput of one scheme's engine for one context and batch."""
 
     scheme: str
     context: int
+    """Tokens of each prompt."""
     batch: int
+    """Number of sequences."""
     decode: Spread
+    """Tokens per second of decoding."""
     decode_over_bf16: Spread
+    """The same as a multiple of bf16's in the same round."""
     prefill: Spread
+    """Tokens per second of prefill."""
     prefill_over_bf16: Spread
+    """The same as a multiple of bf16's in the same round."""
 
 
 @dataclass(frozen=True)
 class StepRow:
-    """A training step of one scheme and kind (`qarl.bench.job.KINDS`).
-
-    seconds: of the step. phases: median seconds of each of `PHASES`. of_bf16: the step's seconds
-    over bf16's. rest_of_bf16: the same without sampling. sampling: its fraction of the step.
-    sampling_speedup: bf16's seconds of sampling over this scheme's. kept: the step's speed-up over
-    what the sampling alone would give it. over_plain: seconds of QaRL's step over the plain one's,
-    minus 1. kept_at_share, over_plain_at_share: the same if sampling had `SAMPLING_SHARE` of bf16's
-    step, or of the plain step, and all else took as long as it did. None where the kind has no such
-    figure.
-    """
+    """Training step of one scheme and kind. A figure that the kind does not have is None."""
 
     scheme: str
     kind: str
+    """Kind of `qarl.bench.job.KINDS`."""
     seconds: Spread
+    """Seconds of the step."""
     phases: dict[str, float]
+    """Median seconds of each of `PHASES`."""
     of_bf16: Spread
+    """Seconds of the step over bf16's."""
     rest_of_bf16: Spread
+    """The same without sampling."""
     sampling: float
+    """Fraction of the step that sampling takes."""
     sampling_speedup: Spread
+    """Seconds of bf16's sampling over this scheme's."""
     kept: Spread | None
+    """The step's speed-up over the speed-up that sampling alone would give it."""
     kept_at_share: Spread | None
+    """The same if sampling took `SAMPLING_SHARE` of bf16's step, and all else as long as it did."""
     over_plain: Spread | None
+    """Seconds of QaRL's step over the plain one's, minus 1."""
     over_plain_at_share: Spread | None
+    """The same if sampling took `SAMPLING_SHARE` of the plain step, and all else as long as it did.
+    """
 
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """The peak of memory of one scheme's processes whose first learner was of `kind`: bytes, and as
-    a multiple of bf16's in the same rounds.
-    """
+    """Peak of memory of one scheme's processes whose first learner was of one kind."""
 
     scheme: str
     kind: str
+    """Kind of the first learner."""
     peak_bytes: Spread
+    """Peak, bytes."""
     over_bf16: Spread
+    """The same as a multiple of bf16's in the same rounds."""
 
 
 @dataclass(frozen=True)
 class SpeedReport:
-    """What was measured.
-
-    parameters: of the model. skipped: scheme → why it was left out. rounds: scheme → what its
-    processes answered.
-    """
+    """Report of `qarl bench speed`."""
 
     model: str
     parameters: int
+    """Number of the model's parameters."""
     options: SpeedOptions
     skipped: dict[str, str]
+    """Schemes that were left out, with the reason."""
     engine: list[EngineRow]
     steps: list[StepRow]
     memory: list[MemoryRow]
     rounds: dict[str, list[Answer]]
+    """Answers of each scheme's processes."""
 
 
 def engine_rows(rounds: Rounds) -> list[EngineRow]:
@@ -113,13 +120,8 @@ def engine_rows(rounds: Rounds) -> list[EngineRow]:
     for scheme, answers in rounds.items():
         for number, cell in enumerate(answers[0].cells):
             cells = [answer.cells[number] for answer in answers]
-            pairs = list(
-                zip(
-                    cells,
-                    (answer.cells[number] for answer in rounds[UNQUANTIZED]),
-                    strict=True,
-                )
-            )
+            cells_bf16 = [answer.cells[number] for answer in rounds[UNQUANTIZED]]
+            pairs = list(zip(cells, cells_bf16, strict=True))
             row = EngineRow(
                 scheme=scheme,
                 context=cell.context,
@@ -140,8 +142,9 @@ def engine_rows(rounds: Rounds) -> list[EngineRow]:
 
 
 def memory_rows(rounds: Rounds) -> list[MemoryRow]:
-    """Return a row for each scheme and kind that was the first of a process. A later kind has no
-    peak of its own.
+    """Return a row for each scheme and kind that was the first of a process.
+
+    The peak of a later kind is unknown, because the process's peak includes the first one.
     """
     rows = []
     for scheme, answers in rounds.items():
@@ -162,10 +165,12 @@ def memory_rows(rounds: Rounds) -> list[MemoryRow]:
 
 @dataclass(frozen=True)
 class _Step:
-    """Seconds of one round's step, of every phase the quickest. rest: all phases but sampling."""
+    """Seconds of one round's step, made of the quickest time of every phase."""
 
     sample: float
+    """Seconds of sampling."""
     rest: float
+    """Seconds of all other phases."""
 
     @property
     def seconds(self) -> float:
@@ -173,8 +178,10 @@ class _Step:
 
 
 def step_rows(rounds: Rounds) -> list[StepRow]:
-    """Return a row for each scheme and kind. The engine samples alike for a plain learner and for
-    QaRL, so both have the quicker of its times.
+    """Return a row for each scheme and kind.
+
+    The engine samples in the same way for a plain learner and for QaRL, so both get the quicker of
+    its times.
     """
     bf16 = [_step(answer, UNQUANTIZED) for answer in rounds[UNQUANTIZED]]
     return [
@@ -226,8 +233,10 @@ def kept(sample: float, rest: float, rest_bf16: float) -> float:
     """Return the fraction of the engine's gain that a step keeps.
 
     It is the step's speed-up over that of a step whose sampling alone is quicker: (b + r₀) / (s +
-    r) over (b + r₀) / (s + r₀), where bf16's sampling b cancels. sample s, rest r: seconds of the
-    low-bit step, of sampling and of all else. rest_bf16 r₀: seconds of all else of bf16's.
+    r) over (b + r₀) / (s + r₀), where bf16's sampling b cancels.
+
+    sample: s, seconds of sampling in the low-bit step. rest: r, seconds of all else in that step.
+    rest_bf16: r₀, seconds of all else in bf16's step.
     """
     return (sample + rest_bf16) / (sample + rest)
 
@@ -248,8 +257,9 @@ def _step(answer: Answer, kind: str) -> _Step:
 
 
 def _phases(answer: Answer, kind: str) -> dict[str, float]:
-    """Return the seconds of each phase, of the quickest step, which was disturbed least. Sampling
-    is the quickest over all kinds, because one engine samples for them.
+    """Return the seconds of each phase, of its quickest step, which was disturbed least.
+
+    Sampling's is the quickest over all kinds, because one engine samples for all.
     """
     phases = {phase: min(step[phase] for step in answer.steps[kind]) for phase in PHASES}
     sampling = [step["sample"] for steps in answer.steps.values() for step in steps]

@@ -1,7 +1,7 @@
 """`qarl bench speed`: every scheme's engine and training step against bf16's, on one model.
 
-Each scheme runs in a process of its own, one after the other, and rounds interleave them. Ratios
-are between processes of one round.
+Each scheme runs in a separate process, one after the other, and rounds interleave them. Ratios are
+between processes of one round.
 """
 
 import dataclasses
@@ -35,31 +35,32 @@ from qarl.quant.schemes import COMPUTE_DTYPES, SCHEMES, get_scheme
 from qarl.run.policy import model_folder
 
 _CACHE_BLOCK = 128
-"""Tokens; vLLM gives a sequence its key/value cache in blocks, on CPUs of this size."""
+"""Tokens of a block in which vLLM gives a sequence its key/value cache, on CPUs."""
 _CONTEXTS = (64, 256)
+"""Default contexts on CPUs, tokens."""
 _CONTEXTS_OF_GPUS = (512, 4096)
+"""Default contexts on GPUs, tokens."""
 
 
 @dataclass(frozen=True)
 class SpeedPlan:
-    """What is measured, once everything was checked.
-
-    folder: of the model. schemes: bf16 first. skipped: scheme → why this machine or the model
-    cannot run it.
-    """
+    """Checked plan of the measurements."""
 
     folder: Path
+    """Folder of the model."""
     shapes: Shapes
     options: SpeedOptions
     schemes: list[str]
+    """Names of the schemes to measure, bf16 first."""
     skipped: dict[str, str]
+    """Schemes that this machine or the model cannot run, with the reason."""
 
 
 def check(options: SpeedOptions) -> SpeedPlan:
-    """Return what `measure` is to do. Starts no process.
+    """Check options, and return the plan for `measure`. This starts no process.
 
-    Raises `ConfigError`, `SchemeError`, `ModelError` and `GraphError` for what cannot be measured
-    here.
+    Raises `ConfigError`, `SchemeError`, `ModelError` or `GraphError` if something cannot be
+    measured on this machine.
     """
     if options.prompts % options.updates:
         raise ConfigError(
@@ -95,14 +96,16 @@ def check(options: SpeedOptions) -> SpeedPlan:
 
 
 def _checked_lengths(folder: Path, options: SpeedOptions) -> SpeedOptions:
-    """Return the options with contexts. Raise `ModelError` for an unusable folder, `ConfigError`
-    for sequences that are longer than the model's positions.
+    """Return the options with contexts filled in.
+
+    Raises `ModelError` for an unusable folder, `ConfigError` for sequences that are longer than the
+    model's positions.
     """
     available = positions(read_config(folder))
     if not options.contexts:
         contexts = _CONTEXTS_OF_GPUS if torch.cuda.is_available() else _CONTEXTS
-        room = float("inf") if available is None else available - options.completion_limit
-        fitting = tuple(context for context in contexts if context <= room)
+        limit = float("inf") if available is None else available - options.completion_limit
+        fitting = tuple(context for context in contexts if context <= limit)
         options = dataclasses.replace(options, contexts=fitting or _CONTEXTS[:1])
     longest = options.prompt_limit + options.completion_limit
     if available is not None and longest > available:
@@ -140,8 +143,8 @@ def runnable_schemes(skeleton: Any, options: SpeedOptions) -> tuple[list[str], d
 def measure(plan: SpeedPlan, say: Callable[[str], None]) -> SpeedReport:
     """Run all rounds and return their figures.
 
-    say: gets a line for each scheme that is left out, and one before each process. Raises
-    `WorkerError` where a process fails.
+    say: called with a line for each scheme that is left out, and one before each process. Raises
+    `WorkerError` if a process fails.
     """
     for name, reason in plan.skipped.items():
         say(f"{name} is left out: {reason}")
@@ -164,9 +167,10 @@ def measure(plan: SpeedPlan, say: Callable[[str], None]) -> SpeedReport:
 
 
 def job(plan: SpeedPlan, scheme: str, number: int) -> Job:
-    """Return the job of a scheme's process in round `number`, counted from 0. A scheme's two
-    learners change places from round to round; QaRL's is first in the first, so that its peak of
-    memory is known after one round.
+    """Return the job of a scheme's process in round `number`, counted from 0.
+
+    A scheme's two learners swap their order from round to round. QaRL's comes first in round 0, so
+    that its peak of memory is known after one round.
     """
     kinds = (UNQUANTIZED,)
     if scheme != UNQUANTIZED:
@@ -181,8 +185,8 @@ def job(plan: SpeedPlan, scheme: str, number: int) -> Job:
 
 
 def _cache_gib(options: SpeedOptions, shapes: Shapes) -> int:
-    """Return the GiB of keys and values that the largest cell and the step take, a block a sequence
-    to spare.
+    """Return the size of the key/value cache in GiB: enough for the largest cell and the step, with
+    one block per sequence to spare.
     """
     cells = [
         (batch, context + options.decode_tokens)
@@ -203,7 +207,7 @@ def _answer(job: Job) -> Answer:
 
 
 def as_data(report: SpeedReport) -> dict[str, Any]:
-    """Return the report JSON-ready, with every cell and step of every round and the number of
+    """Return the report as data for JSON, with every cell and step of every round and the number of
     threads.
     """
     return dataclasses.asdict(report) | {"threads": torch.get_num_threads()}

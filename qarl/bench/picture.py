@@ -19,18 +19,25 @@ from qarl.configs.schemes import UNQUANTIZED
 from qarl.page.build import check_output
 
 MARK = "<!-- qarl bench speed -->"
-"""What a picture begins with, and nothing else is overwritten for."""
+"""Beginning of a picture's file. A file without it is not overwritten."""
 
-_WIDTH, _MARGIN, _GAP = 940, 24, 40
-_PLOT_WIDTH, _PLOT_HEIGHT = (_WIDTH - 2 * _MARGIN - _GAP) // 2, 190
+_WIDTH = 940
+"""Width of the picture."""
+_MARGIN = 24
+_GAP = 40
+"""Space between two plots of a row."""
+_PLOT_WIDTH = (_WIDTH - 2 * _MARGIN - _GAP) // 2
+_PLOT_HEIGHT = 190
 _AXIS = 34
-"""Room for a plot's numbers, left of it and below it."""
+"""Space for a plot's numbers, left of it and below it."""
 _ROW = 24
 """Height of a bar with the space around it."""
-_NAMES, _VALUES = 140, 170
-"""Room left of the bars for learners' names, and right of them for values."""
+_NAMES = 140
+"""Space left of the bars for learners' names."""
+_VALUES = 170
+"""Space right of the bars for values."""
 _LETTER = 6.6
-"""Width of a letter of 12 pixels, on average."""
+"""Mean width of a letter of the 12-pixel font."""
 _COLOURS = (
     "#0072b2",
     "#c65400",
@@ -41,8 +48,8 @@ _COLOURS = (
     "#6b6b00",
     "#555555",
 )
-"""Those of `qarl report`, which colour-blind readers tell apart; the next eight schemes are
-dashed.
+"""Colours of schemes, those of `qarl report`, which colour-blind readers can distinguish. After
+eight schemes they repeat, dashed.
 """
 _PHASE_COLOURS = (
     "#0072b2",
@@ -61,8 +68,8 @@ _STYLE = (
 
 
 def check_picture(file: Path, option: str) -> None:
-    """Raise `ConfigError` where the picture cannot be written to `file`, or something else would be
-    lost by it. option: that names the file.
+    """Raise `ConfigError` if the picture cannot be written to `file`, or would overwrite something
+    else. option: the option that names the file.
     """
     if file.suffix != ".svg" and not file.is_dir():
         raise ConfigError(
@@ -93,7 +100,7 @@ def speed_picture(report: SpeedReport) -> str:
 
 
 Drawn = tuple[list[str], float]
-"""Elements, and where what comes below them begins."""
+"""Elements, and the y coordinate below them."""
 
 
 def _heading(report: SpeedReport) -> Iterator[str]:
@@ -115,19 +122,13 @@ def _engine_panels(report: SpeedReport, y: float) -> Drawn:
     dashed = set(schemes[len(_COLOURS) :])
     parts, y = _legend(colours, y)
     for context in report.options.contexts:
-        rows = [
-            row for row in report.engine if row.context == context and row.scheme != UNQUANTIZED
-        ]
-        bf16 = [
-            row for row in report.engine if row.context == context and row.scheme == UNQUANTIZED
-        ]
+        rows = [row for row in report.engine if row.context == context]
+        bf16 = [row for row in rows if row.scheme == UNQUANTIZED]
         for number, what in enumerate(("decoding", "prefill")):
             x = _MARGIN + number * (_PLOT_WIDTH + _GAP)
-            title = (
-                f"{what} after {context} tokens"
-                if what == "decoding"
-                else f"prefill of {context} tokens"
-            )
+            title = f"prefill of {context} tokens"
+            if what == "decoding":
+                title = f"decoding after {context} tokens"
             parts.append(_text(x, y + 12, f"{title}, times as fast as bf16", "panel"))
             curves = [
                 _Curve(name, colours[name], name in dashed, _ratios(rows, name, what))
@@ -141,19 +142,18 @@ def _engine_panels(report: SpeedReport, y: float) -> Drawn:
 
 @dataclass(frozen=True)
 class _Curve:
-    """One scheme's multiples of bf16, in the order of batches."""
+    """One scheme's curve."""
 
     name: str
     colour: str
     dashed: bool
     ratios: list[Spread]
+    """Multiples of bf16, in the order of batches."""
 
 
 def _ratios(rows: Sequence[EngineRow], scheme: str, what: str) -> list[Spread]:
-    of_scheme = [row for row in rows if row.scheme == scheme]
-    return [
-        row.decode_over_bf16 if what == "decoding" else row.prefill_over_bf16 for row in of_scheme
-    ]
+    own = [row for row in rows if row.scheme == scheme]
+    return [row.decode_over_bf16 if what == "decoding" else row.prefill_over_bf16 for row in own]
 
 
 def _batch_label(bf16: EngineRow, what: str) -> tuple[str, str]:
@@ -166,7 +166,7 @@ def _plot(
     x: float, y: float, curves: Sequence[_Curve], labels: Sequence[tuple[str, str]]
 ) -> Iterator[str]:
     """Draw curves over equally spaced batches, with a line from the smallest to the largest round
-    at each point. x, y: of the plot's upper left corner.
+    at each point. x, y: coordinates of the plot's upper left corner.
     """
     width = _PLOT_WIDTH - _AXIS
     largest = max(1.0, *(ratio.high for curve in curves for ratio in curve.ratios))
@@ -185,27 +185,17 @@ def _plot(
         yield _text(x - 6, height(number * tick) + 4, f"{number * tick:g}", "soft", "end")
     yield _line(x, height(1), x + width, height(1), 'class="one"')
     for number, lines in enumerate(labels):
-        for place, line in enumerate(lines):
-            yield _text(
-                centre(number),
-                y + _PLOT_HEIGHT + 16 + 15 * place,
-                line,
-                "soft",
-                "middle",
-            )
+        for index, line in enumerate(lines):
+            baseline = y + _PLOT_HEIGHT + 16 + 15 * index
+            yield _text(centre(number), baseline, line, "soft", "middle")
     for shift, curve in enumerate(curves):
-        # so that points of one height do not hide each other
+        # An offset per curve, so that points of the same height do not hide each other.
         offset = 5 * (shift - (len(curves) - 1) / 2)
         xs = [centre(number) + offset for number in range(len(labels))]
         yield from _curve(curve, xs, [height(ratio.median) for ratio in curve.ratios])
-        for at, ratio in zip(xs, curve.ratios, strict=True):
-            yield _line(
-                at,
-                height(ratio.low),
-                at,
-                height(ratio.high),
-                f'stroke="{curve.colour}"',
-            )
+        stroke = f'stroke="{curve.colour}"'
+        for point, ratio in zip(xs, curve.ratios, strict=True):
+            yield _line(point, height(ratio.low), point, height(ratio.high), stroke)
 
 
 def _curve(curve: _Curve, xs: Sequence[float], ys: Sequence[float]) -> Iterator[str]:
@@ -224,8 +214,8 @@ def _curve(curve: _Curve, xs: Sequence[float], ys: Sequence[float]) -> Iterator[
 
 
 def _tick(largest: float) -> float:
-    """Return the distance of ticks, of which up to six reach `largest`: 1, 2, 2.5 or 5 times a
-    power of ten.
+    """Return the distance between ticks: 1, 2, 2.5 or 5 times a power of ten, such that at most six
+    of them reach `largest`.
     """
     power = 10 ** math.floor(math.log10(largest / 5))
     return next(step * power for step in (1, 2, 2.5, 5, 10) if step * power * 6 >= largest)
@@ -282,8 +272,8 @@ def _bar(
     tips: Sequence[str],
     end: str,
 ) -> Iterator[str]:
-    """Draw a bar of parts. lengths: of the parts, as fractions of the longest bar. end: the text
-    right of it.
+    """Draw a bar of parts. lengths: lengths of the parts as fractions of the longest bar. tips:
+    tooltips of the parts. end: text right of the bar.
     """
     x = _MARGIN + _NAMES
     yield _text(x - 8, y + 14, name, "", "end")
@@ -297,7 +287,7 @@ def _bar(
 
 
 def _legend(colours: dict[str, str], y: float) -> Drawn:
-    """Draw names beside their colours, in as many lines as they take."""
+    """Draw names beside their colours, in as many lines as they need."""
     parts = []
     x = float(_MARGIN)
     for name, colour in colours.items():

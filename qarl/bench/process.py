@@ -1,5 +1,5 @@
-"""Measure in a process of its own, which answers by one marked line of JSON among what libraries
-print. Imports neither torch nor vLLM.
+"""Measurements in a separate process, which answers by one marked line of JSON among the output of
+libraries. Imports neither torch nor vLLM.
 """
 
 import dataclasses
@@ -17,16 +17,17 @@ from qarl.configs.errors import QarlError
 T = TypeVar("T")
 
 _MARK = "QARL-ANSWER "
+"""Beginning of the line with the answer."""
 _LINES = 12
 """Lines of a failed process's output that its error shows."""
 
 
 class WorkerError(QarlError, heading="bench"):
-    """A process that measures failed, or measured something else."""
+    """Raised if a process that measures fails, or measures something else."""
 
 
 def answer_line(answer: Any) -> str:
-    """Return the text that a process prints to answer. answer: a dataclass of what JSON holds."""
+    """Return the text that a process prints to answer. answer: a dataclass of JSON's types."""
     return f"\n{_MARK}{json.dumps(dataclasses.asdict(answer))}\n"
 
 
@@ -46,9 +47,9 @@ def run_worker(
 ) -> T:
     """Run `python -m module argument` and return its answer, as `parse` reads its JSON.
 
-    python: an interpreter of another environment, which finds this package by PYTHONPATH. Default:
-    this process's. environment: variables that are set besides this process's. Raises
-    `WorkerError`, naming `what` ran, with the end of what it printed.
+    python: interpreter of another environment, which finds this package by PYTHONPATH. Default:
+    this process's. environment: variables to set in addition to this process's. what: name of the
+    process for the message. Raises `WorkerError` if the process fails, with the end of its output.
     """
     assert qarl.__file__ is not None
     ours = {

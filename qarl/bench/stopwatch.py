@@ -1,4 +1,4 @@
-"""Seconds that a phase's work takes, not its launch."""
+"""Stopwatch that times a phase's work on the GPU, not only its launch."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,8 +9,9 @@ from qarl.learner.stopwatch import Stopwatch
 
 
 class SynchronizedStopwatch(Stopwatch):
-    """Waits for the CUDA device at both ends of a phase, which takes time itself. On CPUs it is a
-    `Stopwatch`.
+    """Stopwatch that waits for the CUDA device at both ends of a phase, which itself takes time.
+
+    On CPUs it is a plain `Stopwatch`.
     """
 
     @contextmanager
@@ -23,8 +24,6 @@ class SynchronizedStopwatch(Stopwatch):
 
 
 def synchronize() -> None:
-    """Wait until the CUDA device has done all that was launched; return at once where there is
-    none.
-    """
+    """Wait until the CUDA device has done all that was launched; without one, return at once."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()

@@ -8,7 +8,7 @@ from qarl.configs.schemes import UNQUANTIZED
 from qarl.report.tables import PlainTable
 
 LEARNER_PHASES = PHASES[1:]
-"""All but sampling."""
+"""All phases except sampling."""
 
 
 def tables(report: SpeedReport) -> list[PlainTable]:
@@ -23,14 +23,14 @@ def tables(report: SpeedReport) -> list[PlainTable]:
 
 
 def learner_name(row: StepRow | MemoryRow) -> str:
-    """Return what a table and a picture call the learner of a row: "bf16", "w4a16 plain", "w4a16
+    """Return the name of a row's learner in tables and pictures: "bf16", "w4a16 plain", "w4a16
     qarl".
     """
     return UNQUANTIZED if row.kind == UNQUANTIZED else f"{row.scheme} {row.kind}"
 
 
 def describe_rounds(report: SpeedReport) -> str:
-    """Return how far the ratios of single rounds are from the medians."""
+    """Return in words how far the ratios of single rounds are from the medians."""
     if report.options.rounds == 1:
         return "one round; the default of three shows how far rounds differ"
     widest = max(spread.relative for spread in _ratios(report))
@@ -75,9 +75,11 @@ def _describe_model(report: SpeedReport) -> str:
 
 def _engine_cell(row: EngineRow, what: str) -> str:
     if what == "decode":
-        rate, over_bf16 = row.decode, row.decode_over_bf16
+        rate = row.decode
+        over_bf16 = row.decode_over_bf16
     else:
-        rate, over_bf16 = row.prefill, row.prefill_over_bf16
+        rate = row.prefill
+        over_bf16 = row.prefill_over_bf16
     ratio = "" if row.scheme == UNQUANTIZED else f" ({over_bf16.median:.2f})"
     return f"{rate.median:,.0f}{ratio}"
 
@@ -155,5 +157,5 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds:.3f}" if seconds < 1 else f"{seconds:.2f}"
 
 
-def _percent(spread: Spread | None, written: str) -> str:
-    return "-" if spread is None else f"{spread.median:{written}}"
+def _percent(spread: Spread | None, format_spec: str) -> str:
+    return "-" if spread is None else f"{spread.median:{format_spec}}"

@@ -3,8 +3,8 @@ its learners.
 
     python -m qarl.bench.worker '{"folder": FOLDER, "scheme": NAME, …}'     (see `Job`)
 
-prints one line of JSON (`Answer`) last. Each scheme has a process of its own, because vLLM allows
-one engine in each.
+prints one line of JSON (`Answer`) last. Each scheme has its own process, because vLLM allows one
+engine per process.
 """
 
 import gc
@@ -39,23 +39,20 @@ from qarl.sync.export import export_checkpoint
 from qarl.sync.publisher import Publisher
 
 _FIRST_WORD = 16
-"""Token id of the first word that prompts are made of; special tokens are at the start of most
-vocabularies.
-"""
+"""Smallest token id that prompts are made of; most vocabularies start with special tokens."""
 _REPEATS = 3
-"""Repeats of a cell, at most."""
+"""Upper bound on the repeats of a cell."""
 _FEWEST_STEPS = 3
-"""Engine steps of a cell that give every sequence a token, at least."""
+"""Lower bound on a cell's engine steps that give every sequence a token."""
 _LONG_SECONDS = 1.5
-"""A cell that took longer is not repeated."""
+"""Seconds above which a cell is not repeated."""
 
 
 def run(job: Job) -> Answer:
     """Measure the engine, then steps of each kind.
 
-    Raises `GraphError` for a model that the engine's operators do not fit, because with others
-    another step than a run's would be timed, and `WorkerError` where the key/value cache is too
-    small.
+    Raises `GraphError` for a model that the engine's operators do not fit, because a step with
+    other operators is not that of a run, and `WorkerError` if the key/value cache is too small.
     """
     with tempfile.TemporaryDirectory(prefix="qarl-bench-") as folder:
         model = _model(job, "qarl")
@@ -78,12 +75,13 @@ def run(job: Job) -> Answer:
 
 
 def peak_bytes() -> int:
-    """Return the peak of this process's memory up to now, in bytes: what torch allocated on the
-    GPU, or, where there is none, resident memory.
+    """Return the peak of this process's memory so far, in bytes.
+
+    On a GPU it is the memory that torch allocated, otherwise resident memory.
     """
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
-    # which Linux counts in KiB
+    # Linux counts ru_maxrss in KiB.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -97,8 +95,10 @@ def _rollout(job: Job) -> RolloutConfig:
 
 
 def _model(job: Job, kind: str) -> LowBitModel:
-    """Return the learner's model. A plain run takes transformers' operators, which are slower; here
-    it has the engine's, so that it differs in what it multiplies alone.
+    """Return the learner's model.
+
+    A plain run has transformers' operators, which are slower. Here it has the engine's, so that it
+    differs only in what it multiplies.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     masters = load_masters(Path(job.folder), torch.float32, device)
@@ -107,7 +107,7 @@ def _model(job: Job, kind: str) -> LowBitModel:
 
 
 def _prompts(count: int, tokens: int, draw: random.Random, vocabulary: int) -> list[Prompt]:
-    """Return prompts of random words, so that no two share a prefix the engine could keep."""
+    """Return prompts of random words, so that no two share a prefix that the engine could cache."""
     first = min(_FIRST_WORD, vocabulary // 2)
     return [
         Prompt(str(n), "", tuple(draw.randrange(first, vocabulary) for _ in range(tokens)))
@@ -126,11 +126,11 @@ def _cell(
     """Return the engine's seconds for one context and batch.
 
     Prefill ends with the engine's first step that gives every sequence a token. Each later step
-    that does so again is a decoding step. The median step of a repeat counts, and the quickest
-    repeat.
+    that does so again is a decoding step. The result is the median step of the quickest repeat.
     """
     sampling = Sampling(1, 1 + job.options.decode_tokens, seed=job.options.seed, ignore_end=True)
-    prefills, decodes = [], []
+    prefills = []
+    decodes = []
     for _ in range(_REPEATS):
         prompts = _prompts(batch, context, draw, vocabulary)
         steps = engine_steps(engine, prompts, sampling)
@@ -142,17 +142,17 @@ def _cell(
                 " --contexts"
             )
         prefills.append(ends[0])
-        decodes.append(
-            statistics.median(after - before for before, after in itertools.pairwise(ends))
-        )
+        intervals = [after - before for before, after in itertools.pairwise(ends)]
+        decodes.append(statistics.median(intervals))
         if steps[-1].end > _LONG_SECONDS:
             break
     return Cell(context, batch, min(prefills), min(decodes))
 
 
 def _steps(engine: Engine, kind: str, job: Job, vocabulary: int) -> list[dict[str, float]]:
-    """Return the seconds of each phase of the timed steps of one kind. A step before them warms up,
-    and proves that the published policy is the learner's.
+    """Return the seconds of each phase, for each timed step of one kind.
+
+    A step before them warms up, and proves that the published policy is the learner's.
     """
     model = _model(job, kind)
     optimizer = {"name": job.options.optimizer, "lr": 1e-6}
@@ -187,8 +187,8 @@ def _step(
 ) -> dict[str, float]:
     """Sample, learn and publish as a run does, and return the seconds of each of `PHASES`.
 
-    Half of each group is rewarded, so every sequence teaches. All completions have one length, so
-    every scheme learns from as many tokens.
+    Half of each group is rewarded, so every sequence has an advantage. All completions have the
+    same length, so every scheme learns from the same number of tokens.
     """
     prompts = _prompts(job.options.prompts, job.options.prompt_tokens, draw, vocabulary)
     watch = SynchronizedStopwatch()
