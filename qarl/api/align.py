@@ -120,7 +120,10 @@ def align(
 
 
 def _source_of(model: Any, tokenizer: str | Path | None) -> str:
-    """Where a model in memory came from. Raises `ModelError` for one that cannot be aligned."""
+    """Return the folder or hub id of a model in memory, or that of its tokenizer.
+
+    Raises `ModelError` for a model that cannot be aligned.
+    """
     kind = type(model)
     origins = [kind.__module__, *(["peft"] if hasattr(model, "peft_config") else [])]
     origins += [type(p).__module__ for p in model.parameters() if isinstance(p, DTensor)][:1]

@@ -32,7 +32,7 @@ def answer_line(answer: Any) -> str:
 
 
 def last_answer(output: str) -> Any:
-    """Return the last answer's JSON in a process's output, or None where there is no answer."""
+    """Return the last answer's JSON in a process's output, or None if there is none."""
     lines = [line for line in output.splitlines() if line.startswith(_MARK)]
     return json.loads(lines[-1].removeprefix(_MARK)) if lines else None
 

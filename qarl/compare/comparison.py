@@ -65,7 +65,7 @@ class Variant:
     options: Mapping[str, str]
     """Options that it sets, dotted path → text."""
     quantized: Quantized | None = None
-    """How it is quantized after training; None if it is trained."""
+    """Quantization after training; None if it is trained."""
     reference: str | None = None
     """Name of the variant it is compared with, if any."""
     baseline: str | None = None

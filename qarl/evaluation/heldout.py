@@ -30,7 +30,7 @@ class Heldout:
 
     @property
     def figure(self) -> str:
-        """That figure as text: "41.2%", or "0.312"."""
+        """The figure as text: "41.2%", or "0.312"."""
         return f"{self.accuracy:.1%}" if self.reward is None else f"{self.reward:.3g}"
 
     def __str__(self) -> str:

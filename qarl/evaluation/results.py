@@ -42,7 +42,7 @@ class Question:
     tokens: tuple[int, ...]
     """Number of tokens of each completion."""
     truncated: tuple[bool, ...]
-    """Whether each completion was cut off at the limit."""
+    """True for each completion that was cut off at the limit."""
 
 
 @dataclass(frozen=True)

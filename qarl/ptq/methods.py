@@ -18,7 +18,7 @@ class Method:
     """A method of post-training quantization."""
 
     calibrated: bool
-    """Whether it uses calibration data."""
+    """True if it uses calibration data."""
     wants: str
     """Schemes that it fits, in words."""
     fits: Callable[[Scheme], bool]

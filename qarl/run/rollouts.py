@@ -44,8 +44,8 @@ class Rollouts:
         self.watch = watch
         """Times of the present step. Sampling that a checkpoint waits for counts for the next."""
         self.staleness: float | None = None
-        """How many versions older than the weights that learn are those that sampled the batch
-        taken last: mean over its tokens. None if nothing is sampled ahead.
+        """Staleness of the batch taken last: versions between the weights that sampled it and those
+        that learn from it, mean over its tokens. None if nothing is sampled ahead.
         """
         self.config = config
         self._position = at

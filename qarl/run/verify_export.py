@@ -133,7 +133,9 @@ def finish(
             )
         if config.eval.problems:
             result = answered(engine, policy.task, policy.prompter, config.eval, config.rollout)
-            accuracy, reward, average = result.accuracy, result.reward, result.average()
+            accuracy = result.accuracy
+            reward = result.reward
+            average = result.average()
             interval = None if isnan(average.low) else [average.low, average.high]
             figures = {
                 "heldout_accuracy": accuracy,

@@ -105,7 +105,7 @@ class _Rollouts:
         self._version = SimpleNamespace(value=0)
         self._failed = threading.Event()
         self._reason = queue.Queue(1)
-        """What TRL's loop says of its failure, as arguments of a message."""
+        """Description of a failure of TRL's loop, as arguments of a message."""
         self._thread = threading.Thread(
             target=lambda: self._loop.run(), name="rollouts", daemon=True
         )
