@@ -1,15 +1,27 @@
-"""What one process of a run holds in memory, part by part, from a model's sizes and the
+"""The memory of one process of a run, part by part, computed from the model's sizes and the
 configuration alone.
 
-Most parts are there all the time. Activations come and go with micro-batches; beside them one more
-thing is in the making at any time: a layer's backward, an optimizer step, or what the engine
-computes; the largest counts. docs/guide/plan.md says how far this is from what was measured, and
-that nothing was measured on a GPU.
+Most parts are allocated for the whole run. Activations come and go with each micro-batch. On top of
+them one more thing is computed at any time: a layer's backward, an optimizer step, a checkpoint or
+the engine's own step. The largest of these counts (`_Count.working`). docs/guide/plan.md says how
+far the plan is from measured peaks; nothing was measured on a GPU.
 
-Symbols: C hidden columns, Q and K columns of queries and of keys, I columns of the MLP or of an
-expert, V vocabulary, E experts, N tokens of a micro-batch.
+Symbols in the derivations beside the formulas:
+
+    N  tokens of a micro-batch          C  hidden columns
+    V  vocabulary                       I  columns of the MLP, or of one expert
+    E  experts of a layer               Q  columns of all queries, heads × head size
+    T  experts a token is routed to     K  columns of all keys, and of all values
+    b  bytes of a value in the compute dtype
+    a  bytes of a value of a product's input, as it is multiplied: b unless the scheme quantizes
+       activations and the learner multiplies codes
+
+A formula marked "not derived" was fitted to a trace or assumed. The activations of a layer are held
+to what autograd keeps on a CPU, and a whole backward to a trace of the GPU code on tensors without
+values, by tests/qarl/test_plan_activations.py.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,25 +33,43 @@ from qarl.planning.shapes import Shapes, schemes_of, targeted
 
 GIB = 2**30
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of a value, by dtype."""
+
 _FP32 = 4
+_BF16 = 2
+_INT64 = 8
 
 LIBRARIES = {"cpu": 0.72 * GIB, "cuda": 1.5 * GIB}
-"""Code and tables of torch, vLLM and transformers, measured; CUDA's context and cuBLAS's buffers,
-assumed.
+"""Bytes of the code and tables of torch, vLLM and transformers.
+
+CPU: measured. CUDA: assumed; includes CUDA's context and cuBLAS's buffers.
 """
 
-_NCCL, _GRAPHS = 1.0 * GIB, 2.0 * GIB
-"""Buffers of several processes, and memory that CUDA graphs of decoding keep: assumed."""
+_NCCL = 1.0 * GIB
+"""NCCL's buffers when there are several processes. Assumed."""
+
+_CUDA_GRAPHS = 2.0 * GIB
+"""Memory that the CUDA graphs of decoding keep. Assumed."""
+
+# The next three are copies, because the modules that define them import torch, which a plan does
+# without. Tests compare them with the originals.
 
 _LARGEST_PRODUCT = 1 << 25
-"""Elements of a weight gradient that CUDA multiplies at once (`quant.layers.straight_through`)."""
+"""Largest part of a weight gradient, in elements, that CUDA multiplies at once.
+
+Copy of `quant.layers.straight_through.LARGEST_PRODUCT`.
+"""
 
 _GROUPED = 8192
-"""Tokens whose experts go backwards at once on GPUs (`quant.layers.grouped_backward`)."""
+"""Tokens whose experts go through one grouped backward on GPUs.
+
+Copy of `quant.layers.grouped_backward.TOKENS`.
+"""
 
 _AHEAD = 1 << 25
-"""Elements of gradients on their way to other processes beside the largest
-(`quant.layers.gradients.AHEAD`).
+"""Gradient elements in flight to other processes, in addition to one layer's largest gradient.
+
+Copy of `quant.layers.gradients.AHEAD`.
 """
 
 _WIDE = (
@@ -50,31 +80,47 @@ _WIDE = (
 """Schemes whose kernel holds weights in fp32 on this machine's CPU (`quant.kernels.vllm_cpu`)."""
 
 _ENGINE_TOKENS = {"cpu": 8192, "cuda": 16384}
-"""That vLLM computes at once at most, and sizes its buffers for."""
+"""Upper bound on the tokens that vLLM computes at once, for which it sizes its buffers.
+
+CPU: what `rollout.vllm.options` sets. CUDA: vLLM's default on GPUs of 70 GiB or more; it is 8192 on
+smaller ones.
+"""
 
 _TRANSFORMERS_FACTOR = 2.0
-"""What a layer keeps with transformers' operators, over the engine's: autograd's own intermediates.
-An estimate.
+"""Activations of a layer with transformers' operators over those with the engine's.
+
+An estimate of autograd's additional intermediates, not derived.
 """
+
+_SAMPLED_LOGITS = 3
+"""fp32 copies of the logits that the engine's sampler has at once. An estimate, not derived."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """bytes: of one process, on its device. note: of what it is made."""
+    """One line of a plan's table."""
 
     name: str
+
     bytes: int
+    """Bytes that one process takes on its device."""
+
     note: str
+    """What the part consists of, in a few words."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Of one process. parts: on its device. host: bytes in the host's memory beside them, while the
-    model is loaded and for offloaded moments; 0 on CPUs, where all of it is the host's.
-    """
+    """The memory of one process."""
 
     parts: tuple[Part, ...]
+    """Parts on the device, none of them empty."""
+
     host: int
+    """Bytes of host memory besides the device's, for loading the model and for offloaded moments.
+
+    0 on CPUs, where all parts are in the host's memory.
+    """
 
     @property
     def total(self) -> int:
@@ -83,181 +129,217 @@ class Memory:
 
 
 def counted(parameters: int) -> str:
-    """A number of parameters in words."""
+    """Format a number of parameters, such as "8.19 billion"."""
     large = parameters >= 1e9
     return f"{parameters / (1e9 if large else 1e6):.3g} {'billion' if large else 'million'}"
 
 
 def cache_itemsize(config: RunConfig) -> int:
-    """Bytes of a cached key's or value's element."""
+    """Return the bytes of one element of a cached key or value."""
     return ITEMSIZE[config.dtype] if config.quantization.kv_cache is None else 1
 
 
 def count_memory(shapes: Shapes, config: RunConfig, device: str, processes: int) -> Memory:
-    """config: with `rollout.kv_cache_gib` and `learner.gradient_checkpointing` decided. device:
-    "cpu" or "cuda".
+    """Compute the memory of one process.
+
+    Args:
+        shapes: sizes of the model.
+        config: configuration in which `rollout.kv_cache_gib` and
+            `learner.gradient_checkpointing` are decided.
+        device: "cpu" or "cuda".
+        processes: number of processes of the run.
     """
     return _Count(shapes, config, device, processes).memory()
 
 
 @dataclass(frozen=True)
 class _Count:
+    """The sums of one plan; the arguments are those of `count_memory`."""
+
     shapes: Shapes
     config: RunConfig
     device: str
     processes: int
 
     def memory(self) -> Memory:
-        learner, shapes, scheme = self.config.learner, self.shapes, self.config.scheme
-        trained = counted(self.trained)
+        return Memory(tuple(part for part in self._parts() if part.bytes), self.host())
+
+    def _parts(self) -> Iterator[Part]:
+        """All parts, also empty ones, in the order of the table."""
+        learner = self.config.learner
         shared = f", 1/{self.shares} of them" if self.shares > 1 else ""
-        of_masters = (
-            "embeddings and a layer's" if self.waits_on_host else counted(shapes.parameters)
-        )
-        kept, working = self.activations(), self.working()
-        checkpointing = (
-            "layers computed again"
-            if learner.gradient_checkpointing is True
-            else "all layers' kept"
-        )
-        codes = (
-            f"the learner's weights in {scheme}"
-            if learner.keep_codes
-            else f"{scheme} made when needed"
-        )
-        moves = (
-            0
-            if learner.aligned or self.config.quantization.init is None
-            else shapes.quantized * _FP32
-        )
+
+        resident = "embeddings and a layer's" if self.waits_on_host else None
+        master_count = resident or counted(self.shapes.parameters)
+        yield Part("masters", self.masters(), f"{master_count} in {learner.master_dtype}{shared}")
+        yield Part("moves", self._moves(), "from masters to calibrated codes, float32")
+        trained = counted(self.trained)
+        yield Part("gradients", self.gradients(), f"{trained} in float32{shared}")
+        yield Part("moments", self.moments(), f"{learner.optimizer.name}, float32{shared}")
+
+        scheme = self.config.scheme
+        cached_codes = f"the learner's weights in {scheme}"
+        codes = cached_codes if learner.keep_codes else f"{scheme} made when needed"
+        yield Part("codes", self.codes(), codes)
         layout = 0 if self.config.shares_engine else self.own_products
         whose = "the learner's own" if learner.keep_kernel_layout else "a layer's"
-        cached = self.cache() // shapes.key_value_bytes(cache_itemsize(self.config))
-        parts = (
-            Part(
-                "masters",
-                self.masters(),
-                f"{of_masters} in {learner.master_dtype}{shared}",
-            ),
-            Part("moves", moves, "from masters to calibrated codes, float32"),
-            Part("gradients", self.gradients(), f"{trained} in float32{shared}"),
-            Part("moments", self.moments(), f"{learner.optimizer.name}, float32{shared}"),
-            Part("codes", self.codes(), codes),
-            Part("kernel layout", layout, whose),
-            Part("reference", self.reference(), "of the KL penalty"),
-            Part("ZeRO buffers", self.buffers(), "gradients on their way"),
-            Part("engine", self.engine(), "its weights, CUDA graphs"),
-            Part(
-                "workspaces",
-                self.workspaces(),
-                "of experts' kernels, the engine's and the learner's",
-            ),
-            Part("KV cache", self.cache(), f"{cached:,} tokens"),
-            Part("activations", kept, f"{self.tokens:,} tokens, {checkpointing}"),
-            Part(
-                "working",
-                max(0, working - kept),
-                "a layer's backward, a step, or the engine",
-            ),
-            Part(
-                "libraries",
-                self.libraries(),
-                "measured" if self.device == "cpu" else "assumed",
-            ),
-        )
-        return Memory(tuple(part for part in parts if part.bytes), self.host())
+        yield Part("kernel layout", layout, whose)
+        yield Part("reference", self.reference(), "of the KL penalty")
+        yield Part("ZeRO buffers", self.buffers(), "gradients on their way")
+
+        yield Part("engine", self.engine(), "its weights, CUDA graphs")
+        kernels = "of experts' kernels, the engine's and the learner's"
+        yield Part("workspaces", self.workspaces(), kernels)
+        cached_tokens = self.cache() // self.shapes.key_value_bytes(cache_itemsize(self.config))
+        yield Part("KV cache", self.cache(), f"{cached_tokens:,} tokens")
+
+        activations = self.activations()
+        recomputed = learner.gradient_checkpointing is True
+        checkpointing = "layers computed again" if recomputed else "all layers' kept"
+        yield Part("activations", activations, f"{self.tokens:,} tokens, {checkpointing}")
+        # `working` includes the activations, which have a line of their own.
+        working = max(0, self.working() - activations)
+        yield Part("working", working, "a layer's backward, a step, or the engine")
+        source = "measured" if self.device == "cpu" else "assumed"
+        yield Part("libraries", self.libraries(), source)
 
     @cached_property
     def itemsize(self) -> int:
-        """Of the compute dtype."""
+        """b: bytes of a value in the compute dtype."""
         return ITEMSIZE[self.config.dtype]
 
     @property
     def stage(self) -> int | None:
-        """The ZeRO stage; None in one process without."""
+        """The ZeRO stage; None for one process without ZeRO."""
         stage = self.config.learner.zero_stage
         return stage if stage is not None or self.processes == 1 else 0
 
     @property
     def shares(self) -> int:
-        """Processes that moments are divided over; at stage 3 adapters are whole in each."""
-        return (
-            self.processes if self.stage in (1, 2) or (self.stage == 3 and not self.adapters) else 1
-        )
+        """Number of processes that moments are divided over.
+
+        At stage 3 every process has the whole of each adapter.
+        """
+        divided = self.stage in (1, 2) or (self.stage == 3 and not self.adapters)
+        return self.processes if divided else 1
 
     @cached_property
     def adapters(self) -> int:
-        """Parameters of LoRA's factors, 0 without."""
+        """Parameters of LoRA's factors; 0 without LoRA."""
         lora = self.config.learner.lora
         if not isinstance(lora, LoraConfig):
             return 0
+        # An [O, I] matrix gets factors [O, rank] and [rank, I]; `targeted` adds up O + I.
         return lora.rank * targeted(self.shapes, lora.targets)
 
     @property
     def trained(self) -> int:
+        """Parameters that are trained."""
         return self.adapters or self.shapes.parameters
 
     @property
     def waits_on_host(self) -> bool:
-        """Whether frozen matrices are in the host's memory, and one at a time here."""
+        """Whether frozen matrices stay in the host's memory and visit the GPU one at a time."""
         return self.device == "cuda" and self.config.learner.base_on_host
 
+    @property
+    def _query_columns(self) -> int:
+        """Q."""
+        return self.shapes.heads * self.shapes.head_dim
+
+    @property
+    def _key_columns(self) -> int:
+        """K, of keys alone; values have as many."""
+        return self.shapes.kv_heads * self.shapes.head_dim
+
+    @property
+    def _input_itemsize(self) -> float:
+        """a: bytes of a value of an input as the scheme's products take it."""
+        return SCHEME_SPECS[self.config.scheme].input_bytes(self.itemsize)
+
+    @property
+    def _layer_experts(self) -> int:
+        """Parameters of all experts of one layer, 3·E·I·C: gate, up and down of each."""
+        shapes = self.shapes
+        return 3 * shapes.experts * shapes.intermediate * shapes.hidden
+
     def masters(self) -> int:
-        here = (
-            self.shapes.head + self.largest_module if self.waits_on_host else self.shapes.parameters
-        )
-        base = here * ITEMSIZE[self.config.learner.master_dtype]
+        """Masters in their dtype, and LoRA's factors, which are always fp32."""
+        shapes = self.shapes
+        # A frozen base on the host leaves the embeddings here, and the module being computed.
+        resident = shapes.head + self.largest_module if self.waits_on_host else shapes.parameters
+        base = resident * ITEMSIZE[self.config.learner.master_dtype]
         if self.stage == 3:
             return base // self.processes + self.adapters * _FP32
         return base + self.adapters * _FP32
 
+    def _moves(self) -> int:
+        """What an unaligned learner adds to its masters before they are rounded, fp32.
+
+        `quant.layers.low_bit_layer.LowBitLayer.moves` has one tensor of each quantized master's
+        shape when a run starts from calibrated codes.
+        """
+        if self.config.learner.aligned or self.config.quantization.init is None:
+            return 0
+        return self.shapes.quantized * _FP32
+
     def gradients(self) -> int:
+        """One fp32 gradient of each trained parameter; divided at ZeRO stages 2 and 3."""
         return self.trained * _FP32 // (self.shares if self.stage in (2, 3) else 1)
 
     def moments(self, offloaded: bool = False) -> int:
-        """On the device, or in the host's memory."""
+        """The optimizer's fp32 moments on the device, or the part that is in the host's memory."""
         optimizer = self.config.learner.optimizer
         if (optimizer.offload == "cpu") != offloaded:
             return 0
+        # AdamW has two moments of each parameter. Muon has one of each matrix, and leaves the rest
+        # to AdamW.
         matrices = self.adapters or self.shapes.quantized
-        one = matrices if optimizer.name == "muon" else 0
-        return (2 * self.trained - one) * _FP32 // self.shares
+        saved_by_muon = matrices if optimizer.name == "muon" else 0
+        return (2 * self.trained - saved_by_muon) * _FP32 // self.shares
 
     @cached_property
     def low_bit(self) -> int:
-        """Of all quantized matrices as they are published."""
+        """Bytes of all quantized matrices as they are published."""
         return self._stored(())
 
     @cached_property
     def in_kernels(self) -> int:
-        """The same in the layout that is multiplied."""
+        """Bytes of all quantized matrices in the layout that kernels multiply."""
         return self._stored(_WIDE if self.device == "cpu" else ())
 
     def _stored(self, in_fp32: tuple[str, ...]) -> int:
-        shapes, scheme, rules = self.shapes, self.config.scheme, self.config.layers
-        if not rules:
-            return (
-                shapes.quantized * _FP32
-                if scheme in in_fp32
-                else shapes.quantized_bytes(scheme, self.itemsize)
-            )
-        parts = (
-            (name, shape, SCHEME_SPECS[name].weight_bytes)
-            for name, shape in schemes_of(shapes, scheme, rules)
-        )
-        return sum(
-            o * i * _FP32 if name in in_fp32 else stored((o, i), self.itemsize)
-            for name, (o, i), stored in parts
-        )
+        """Bytes of all quantized matrices, where those of the schemes `in_fp32` are in fp32."""
+        shapes = self.shapes
+        scheme = self.config.scheme
+        if not self.config.layers:
+            if scheme in in_fp32:
+                return shapes.quantized * _FP32
+            return shapes.quantized_bytes(scheme, self.itemsize)
+        # With rules for single layers every matrix may have another scheme.
+        total = 0
+        for name, (rows, columns) in schemes_of(shapes, scheme, self.config.layers):
+            if name in in_fp32:
+                total += rows * columns * _FP32
+            else:
+                total += SCHEME_SPECS[name].weight_bytes((rows, columns), self.itemsize)
+        return total
 
     @property
     def outside(self) -> int:
-        """Of embedding, output head and routers in the compute dtype. Learner, and the engine on
-        CPUs, hold a tied one twice: to be looked up, and to be multiplied.
+        """Bytes of embedding, output head and routers in the compute dtype.
+
+        A tied head counts twice: the learner, and the engine on CPUs, has one copy to look up rows
+        in and another to multiply with.
         """
         return (2 * self.shapes.head + self.shapes.router) * self.itemsize
 
     def codes(self) -> int:
+        """The learner's codes with everything it does not quantize.
+
+        An unaligned learner also has a cast of each master, which it multiplies. If codes are not
+        cached, those of one layer at a time exist.
+        """
         learner = self.config.learner
         casts = 0
         if not learner.aligned:
@@ -267,17 +349,19 @@ class _Count:
 
     @property
     def own_products(self) -> int:
-        """Of a model that multiplies with layers of its own; the reference dequantizes its
-        matrices.
+        """Bytes of the kernel layout of a model that does not share the engine's layers.
+
+        The family "reference" dequantizes its matrices to the compute dtype. The output head is
+        multiplied in that dtype by every family.
         """
-        dequantizes = self.config.learner.kernel == "reference"
+        learner = self.config.learner
+        dequantizes = learner.kernel == "reference"
         matrices = self.shapes.quantized * self.itemsize if dequantizes else self.in_kernels
-        at_once = (
-            matrices if self.config.learner.keep_kernel_layout else matrices // self.shapes.layers
-        )
-        return at_once + self.shapes.head * self.itemsize
+        cached = matrices if learner.keep_kernel_layout else matrices // self.shapes.layers
+        return cached + self.shapes.head * self.itemsize
 
     def reference(self) -> int:
+        """The reference policy of the KL penalty: masters, codes and kernel layout of its own."""
         if self.config.learner.kl.name == "none":
             return 0
         shares = self.processes if self.stage == 3 else 1
@@ -286,230 +370,376 @@ class _Count:
 
     @property
     def gathers(self) -> bool:
-        """Whether a module's whole gradient is made apart from the sum, to be reduced."""
+        """Whether a module's whole gradient is a tensor of its own, which is reduced and dropped.
+
+        Otherwise gradients are added to `master.grad` where they are made.
+        """
         return self.stage is not None and not self.adapters
 
     def buffers(self) -> int:
-        """The largest module's whole gradient, at stages 2 and 3 also those on their way to the
-        processes that have the rows, elsewhere but for the head's (`head_backward`).
+        """The whole fp32 gradient of the largest module, until it is reduced over the processes.
+
+        Stages 2 and 3 reduce gradients during the backward, so that more of them are in flight
+        (`quant.layers.gradients.Gradients.make_way`). The other stages reduce after the backward;
+        there the head's gradient is counted by `head_backward`.
         """
-        s = self.shapes
-        whole = max(self.largest_matrix, 3 * s.experts * s.intermediate * s.hidden)
+        elements = max(self.largest_matrix, self._layer_experts)
         if self.stage in (2, 3):
-            whole = max(whole, s.head) + _AHEAD
-        return whole * _FP32 if self.gathers else 0
+            elements = max(elements, self.shapes.head) + _AHEAD
+        return elements * _FP32 if self.gathers else 0
 
     @property
     def engines(self) -> int:
-        """In the process, or servers that it starts beside it."""
+        """Number of engines: one in the process, or the servers that it starts on its machine."""
         servers = self.config.rollout.servers
         return int(self.config.engine_here) + (servers if isinstance(servers, int) else 0)
 
     def engine(self) -> int:
+        """Weights of the engines in the kernels' layout, with CUDA graphs on GPUs."""
         if not self.engines:
             return 0
-        s, b = self.shapes, self.itemsize
+        shapes = self.shapes
         if self.device == "cpu":
             return self.engines * (self.in_kernels + self.outside)
-        graphs = 0 if self.config.rollout.enforce_eager else int(_GRAPHS)
-        tied = s.head * b if s.tied else 0
+        graphs = 0 if self.config.rollout.enforce_eager else int(_CUDA_GRAPHS)
+        # On GPUs vLLM has one tensor for a tied embedding and head, and `outside` counts two.
+        tied = shapes.head * self.itemsize if shapes.tied else 0
         return self.in_kernels + self.outside - tied + graphs
 
     @property
     def workspace_a_token(self) -> int:
-        """Of experts' kernels on GPUs, which grows to the largest batch and stays."""
-        s = self.shapes
-        return (
-            s.experts_a_token * self.itemsize * (s.hidden + 3 * s.intermediate)
-            if self.device == "cuda"
-            else 0
-        )
+        """Bytes a token of the workspace of experts' kernels on GPUs.
+
+        The workspace grows to the largest batch and is not freed.
+        """
+        shapes = self.shapes
+        if self.device != "cuda":
+            return 0
+        # A routed row has gate and up (2·I), their product (I) and the output (C), so that a token
+        # has T · b · (C + 3·I).
+        row = shapes.hidden + 3 * shapes.intermediate
+        return shapes.experts_a_token * self.itemsize * row
 
     def workspaces(self) -> int:
-        engines = _ENGINE_TOKENS["cuda"] if self.config.engine_here else 0
-        return self.workspace_a_token * (
-            engines + (self.tokens if self.config.learner.aligned else 0)
-        )
+        """Workspaces of experts' kernels, the engine's and an aligned learner's."""
+        engine_tokens = _ENGINE_TOKENS["cuda"] if self.config.engine_here else 0
+        learner_tokens = self.tokens if self.config.learner.aligned else 0
+        return self.workspace_a_token * (engine_tokens + learner_tokens)
 
     def libraries(self) -> int:
+        """Libraries' own memory, with NCCL's for several GPUs."""
         several = self.device == "cuda" and self.processes > 1
         return int(LIBRARIES[self.device] + (_NCCL if several else 0))
 
     def cache(self) -> int:
+        """KV caches of all engines."""
         return self.engines * (self.config.rollout.kv_cache_gib or 1) * GIB
 
     @property
     def largest_matrix(self) -> int:
+        """Elements of the largest single matrix, that of one expert in a mixture."""
         matrices = (*self.shapes.attention_matrices, *self.shapes.mlp_matrices)
         return max(rows * columns for rows, columns in matrices)
 
     @property
     def largest_module(self) -> int:
-        """Parameters of the largest module that has masters of its own."""
-        s = self.shapes
-        return max(s.head, self.largest_matrix, 3 * s.experts * s.intermediate * s.hidden)
+        """Parameters of the largest module that has masters of its own.
+
+        That is the output head, a matrix, or all experts of one layer.
+        """
+        return max(self.shapes.head, self.largest_matrix, self._layer_experts)
 
     @cached_property
     def tokens(self) -> int:
-        """N: of a micro-batch, at most all of a mini-batch."""
-        rollout, learner = self.config.rollout, self.config.learner
-        mini_batch = -(-rollout.prompts // learner.mini_batches) * rollout.samples * rollout.longest
+        """N: tokens of a micro-batch, at most all tokens of a mini-batch."""
+        rollout = self.config.rollout
+        learner = self.config.learner
+        prompts = -(-rollout.prompts // learner.mini_batches)  # rounded up
+        mini_batch = prompts * rollout.samples * rollout.longest
         return min(learner.micro_batch_tokens, mini_batch)
 
     @cached_property
     def kept_a_layer(self) -> float:
-        """Bytes a token that one decoder layer keeps for its backward (`quant.graph`): of both
-        norms what they normalize, of every product its input as multiplied, queries, keys and
-        values before and after their rotation, gate and up; on GPUs attention's output and the sum
-        of its scores.
+        """Bytes a token that one decoder layer keeps for its backward, by the engine's operators.
+
+        `quant.graph` defines them. Transformers' operators keep more: `_TRANSFORMERS_FACTOR`.
         """
-        s, b, cpu = self.shapes, self.itemsize, self.device == "cpu"
-        a = SCHEME_SPECS[self.config.scheme].input_bytes(b) if self.config.learner.aligned else b
-        c, q, k, i = (
-            s.hidden,
-            s.heads * s.head_dim,
-            s.kv_heads * s.head_dim,
-            s.intermediate,
-        )
-        attention = a * c + b * (2 * q + 3 * k)
-        attention += a * q if cpu or a < b else 0
-        attention += 0 if cpu else b * q + _FP32 * s.heads
-        routed = (
-            s.experts_a_token * (8 + 8 + _FP32 + b)
-            if cpu
-            else _FP32 * s.experts + 16 * s.experts_a_token
-        )
-        mlp = b * c + (a * c if a < b else 0) + routed if s.experts else a * c + 2 * b * i + a * i
-        engines = self.config.learner.operators != "transformers" and self.config.learner.aligned
-        return (2 * b * c + attention + mlp) * (1.0 if engines else _TRANSFORMERS_FACTOR)
+        shapes = self.shapes
+        learner = self.config.learner
+        itemsize = self.itemsize
+        hidden = shapes.hidden
+        # Each of the two norms keeps what it normalizes, [N, C] (`graph.operators._Norm`).
+        norms = 2 * itemsize * hidden
+        kept = norms + self._attention_kept() + self._mlp_kept()
+        engine_operators = learner.operators != "transformers" and learner.aligned
+        return kept * (1.0 if engine_operators else _TRANSFORMERS_FACTOR)
+
+    @property
+    def _multiplied_itemsize(self) -> float:
+        """a, for this learner: an unaligned one multiplies inputs in the compute dtype."""
+        return self._input_itemsize if self.config.learner.aligned else self.itemsize
+
+    def _attention_kept(self) -> float:
+        """Bytes a token that attention keeps (`graph.attention`, `layers.linear`)."""
+        input_itemsize = self._multiplied_itemsize
+        itemsize = self.itemsize
+        queries = self._query_columns
+        keys = self._key_columns
+        # The input of the q, k and v product as multiplied, a·C.
+        # The product's output, b·(Q + 2·K): norms of queries and keys, and values, are views of it.
+        # Queries and keys after their rotation, b·(Q + K).
+        kept = input_itemsize * self.shapes.hidden + itemsize * (2 * queries + 3 * keys)
+        # The input of the o product as multiplied, a·Q. On GPUs, if it is not quantized, it is the
+        # output below and counts there.
+        if self.device == "cpu" or input_itemsize < itemsize:
+            kept += input_itemsize * queries
+        # FlashAttention's backward reads its output, and the log-sum of each head's scores in fp32.
+        # On CPUs the backward computes both again.
+        if self.device != "cpu":
+            kept += itemsize * queries + _FP32 * self.shapes.heads
+        return kept
+
+    def _mlp_kept(self) -> float:
+        """Bytes a token that the MLP or the experts keep."""
+        shapes = self.shapes
+        input_itemsize = self._multiplied_itemsize
+        itemsize = self.itemsize
+        hidden = shapes.hidden
+        intermediate = shapes.intermediate
+        if not shapes.experts:
+            # The input of gate and up as multiplied, a·C; gate and up, which the activation keeps,
+            # b·2·I; the input of down as multiplied, a·I.
+            return (
+                input_itemsize * hidden
+                + 2 * itemsize * intermediate
+                + input_itemsize * intermediate
+            )
+        # Experts keep their input alone, not what is between their products (`layers.experts`).
+        # The router reads the same input in the compute dtype, b·C, so that only quantized values
+        # come on top, a·C.
+        quantized_input = input_itemsize * hidden if input_itemsize < itemsize else 0
+        return itemsize * hidden + quantized_input + self._router_kept()
+
+    def _router_kept(self) -> int:
+        """Bytes a token that the router's choice and weights keep (`graph.experts`)."""
+        shapes = self.shapes
+        if self.device == "cpu":
+            # Of each chosen expert: `topk`'s int64 index, the experts' index, counted as int64 too,
+            # the experts' weight in fp32 and the softmax's in the compute dtype.
+            choice = _INT64 + _INT64 + _FP32 + self.itemsize
+            return shapes.experts_a_token * choice
+        # The router's logits in fp32. Of each chosen expert: `gather`'s int64 index, and two fp32
+        # weights, of the formula and with the engine's bits.
+        return _FP32 * shapes.experts + (_INT64 + 2 * _FP32) * shapes.experts_a_token
 
     def activations(self) -> int:
-        """What is kept between forward and backward."""
-        s = self.shapes
+        """Activations kept between forward and backward."""
+        layers = self.shapes.layers
+        column = self.itemsize * self.shapes.hidden
         if self.config.learner.gradient_checkpointing is True:
-            # Between layers pass a branch, and the residual that the next norm adds it to.
-            a_token = s.layers * 2 * self.itemsize * s.hidden + self.kept_a_layer
+            # A layer keeps its two inputs: the branch, and the residual that its norm adds it to.
+            # One layer's activations come on top, because the backward computes them again.
+            a_token = layers * 2 * column + self.kept_a_layer
         else:
-            a_token = s.layers * self.kept_a_layer
-        return int(self.tokens * (a_token + 2 * self.itemsize * s.hidden))
+            a_token = layers * self.kept_a_layer
+        # The sum that the last norm normalizes, and its output, which the head is given.
+        return int(self.tokens * (a_token + 2 * column))
 
     def working(self) -> int:
-        """The most that is there at once of what is not there all the time, activations
-        included.
-        """
-        again = (
-            self.kept_a_layer * self.tokens
-            if self.config.learner.gradient_checkpointing is True
-            else 0
-        )
-        learning = self.activations() + max(self.head_backward() - again, self.layer_backward())
+        """Peak of what is not allocated for the whole run, activations included."""
+        recomputed = 0.0
+        if self.config.learner.gradient_checkpointing is True:
+            # The head's backward is over before any layer is computed again.
+            recomputed = self.kept_a_layer * self.tokens
+        backward = max(self.head_backward() - recomputed, self.layer_backward())
+        learning = self.activations() + backward
         return int(max(learning, self.step(), self.sampling(), self.saving()))
 
     def saving(self) -> int:
-        """A checkpoint's: a module's whole master and moments, on their way to the host, without
-        gradients.
+        """A checkpoint's peak: one module's whole master and moments on their way to the host.
+
+        Gradients are dropped by then, so that their memory is free for it.
         """
         learner = self.config.learner
         if self.stage is None or self.adapters:
             return 0
         moments = 1 if learner.optimizer.name == "muon" else 2
-        return (
-            self.largest_module * (ITEMSIZE[learner.master_dtype] + moments * _FP32)
-            - self.gradients()
-        )
+        a_parameter = ITEMSIZE[learner.master_dtype] + moments * _FP32
+        return self.largest_module * a_parameter - self.gradients()
 
     def head_backward(self) -> float:
-        """Logits and their gradient, in fp32 as well on GPUs; or there a part of the head's weight
-        gradient; and where that is reduced the whole, which chunks add up.
+        """Bytes of the backward of log-probs and output head, a chunk of tokens at a time.
+
+        See `learner.logprobs._Normalized` and `layers.straight_through`.
         """
-        chunk, b, c = (
-            min(self.config.learner.logprob_chunk_tokens, self.tokens),
-            self.itemsize,
-            self.shapes.hidden,
-        )
+        itemsize = self.itemsize
+        hidden = self.shapes.hidden
+        chunk = min(self.config.learner.logprob_chunk_tokens, self.tokens)
         logits = chunk * self.shapes.vocabulary
         if self.device == "cpu":
-            return logits * 2 * b
+            # Logits and their gradient in the compute dtype; fp32 values exist a block at a time.
+            return logits * 2 * itemsize
+        # Logits and their gradient, once in the compute dtype and once in fp32. Later the logits'
+        # gradient in the compute dtype, and a part of the weight's in fp32.
         part = _FP32 * min(self.shapes.head, _LARGEST_PRODUCT)
-        whole = max(0, _FP32 * self.shapes.head - self.buffers()) if self.gathers else 0
-        kept = self.tokens * b + chunk * (_FP32 + 2 * b)
-        return kept * c + whole + max(logits * 2 * (b + _FP32), logits * b + part)
+        largest = max(logits * 2 * (itemsize + _FP32), logits * itemsize + part)
+        # Chunks add up the head's whole gradient before it is reduced (`Gradients.add_up`); what
+        # `buffers` counts is not counted again.
+        reduced = max(0, _FP32 * self.shapes.head - self.buffers()) if self.gathers else 0
+        # The gradient of the head's whole input, [N, C]. The rest, of a chunk's input, was taken
+        # from the trace; not derived.
+        input_gradient = self.tokens * itemsize + chunk * (_FP32 + 2 * itemsize)
+        return input_gradient * hidden + reduced + largest
 
     def layer_backward(self) -> float:
-        """The larger of the MLP's, with the weight it dequantizes, and the attention's, in fp32 on
-        CPUs.
+        """Bytes of a decoder layer's backward: the larger of the MLP's and attention's."""
+        if self.shapes.experts:
+            return self._mixture_layer_backward()
+        return self._dense_layer_backward()
+
+    @property
+    def _gradient_between_modules(self) -> int:
+        """Bytes of the gradients that a module's backward is given and passes on, [N, C].
+
+        One is in the compute dtype and one in fp32, in a norm's backward. Taken from the trace; not
+        derived.
         """
-        s, b, n = self.shapes, self.itemsize, self.tokens
-        c, q, k, i = (
-            s.hidden,
-            s.heads * s.head_dim,
-            s.kv_heads * s.head_dim,
-            s.intermediate,
-        )
-        weight, attention = (
-            (2 * _FP32 + b) * self.largest_matrix,
-            4 * q + 2 * (q + 2 * k),
-        )
+        return self.tokens * (_FP32 + self.itemsize) * self.shapes.hidden
+
+    @property
+    def _attention_backward_columns(self) -> int:
+        """Columns a token of attention's backward.
+
+        2·(Q + 2·K) are queries, keys and values, and their gradients. 4·Q are attention's output
+        and its gradient, and two more tensors of that size; not derived.
+        """
+        queries = self._query_columns
+        keys = self._key_columns
+        return 4 * queries + 2 * (queries + 2 * keys)
+
+    @property
+    def _weight_backward(self) -> int:
+        """Bytes of the largest matrix's two products, for the input's and the weight's gradient."""
+        # Codes as fp32 values, the same times their scales, and rounded to the compute dtype
+        # (`materialize.weight`).
+        dequantized = (2 * _FP32 + self.itemsize) * self.largest_matrix
+        if self.device != "cuda":
+            return dequantized
+        # A part of the weight's gradient, before it is added (`layers.straight_through`).
+        return dequantized + _FP32 * min(self.largest_matrix, _LARGEST_PRODUCT)
+
+    def _mixture_layer_backward(self) -> float:
+        """`layer_backward` of a mixture."""
+        shapes = self.shapes
+        itemsize = self.itemsize
+        attention = self._attention_backward_columns
+        if self.device == "cuda" and self.config.dtype == "bfloat16":
+            grouped = self.experts_backward()
+            attention_bytes = self.tokens * itemsize * attention
+            return self._gradient_between_modules + max(grouped, attention_bytes)
+        # One expert after another in fp32 (`layers.experts._one_by_one`).
+        # [N, C] of the experts' input, of its gradient and of the output's.
+        all_tokens = self.tokens * 3 * _FP32 * shapes.hidden
+        # If tokens are spread evenly an expert has N·T/E rows. Each has gate and up (2·I), their
+        # gradient (2·I), their product (I) and what is multiplied of it (I), and the row's input
+        # and output gradient (2·C).
+        row = 6 * shapes.intermediate + 2 * shapes.hidden
+        expert_rows = self.tokens * shapes.experts_a_token / shapes.experts * _FP32 * row
+        mlp = all_tokens + expert_rows + self._weight_backward
+        attention_itemsize = itemsize if self.device == "cuda" else _FP32
+        attention_bytes = self.tokens * attention_itemsize * attention
+        return self._gradient_between_modules + max(mlp, attention_bytes)
+
+    def _dense_layer_backward(self) -> float:
+        """`layer_backward` of a layer with one gated MLP."""
+        tokens = self.tokens
+        itemsize = self.itemsize
+        intermediate = self.shapes.intermediate
+        input_gradient = tokens * itemsize * self.shapes.hidden
+        attention = self._attention_backward_columns
         if self.device == "cuda":
-            # of dW before it is added
-            weight += _FP32 * min(self.largest_matrix, _LARGEST_PRODUCT)
-        if s.experts and self.device == "cuda" and self.config.dtype == "bfloat16":
-            return n * (_FP32 + b) * c + max(self.experts_backward(), n * b * attention)
-        if s.experts:
-            mlp = (
-                n * 3 * _FP32 * c
-                + n * s.experts_a_token / s.experts * _FP32 * (6 * i + 2 * c)
-                + weight
-            )
-        elif self.device == "cuda":
-            # Of low-bit inputs the values are dequantized for dW. What the MLP kept is gone when
-            # attention goes back.
+            # Quantized inputs of down are dequantized for its weight's gradient: fp32 values, the
+            # same times their scales, and rounded. Else the gradients of gate and up, 2·I.
             low_bit = SCHEME_SPECS[self.config.scheme].activations is not None
-            return n * b * c + max(
-                n * (2 * _FP32 + b if low_bit else 2 * b) * i,
-                weight,
-                n * b * (attention - 2 * i),
-            )
-        else:
-            mlp = n * (3 * b * i + b * c) + weight
-        return n * (_FP32 + b) * c + max(
-            mlp, n * (b if self.device == "cuda" else _FP32) * attention
-        )
+            column = 2 * _FP32 + itemsize if low_bit else 2 * itemsize
+            mlp = tokens * column * intermediate
+            # Gate and up, b·2·I, are freed when attention's backward begins, but `activations`
+            # counts them.
+            attention_bytes = tokens * itemsize * (attention - 2 * intermediate)
+            return input_gradient + max(mlp, self._weight_backward, attention_bytes)
+        # Gradients of gate and up, 2·I, and of their product, I.
+        mlp = tokens * 3 * itemsize * intermediate + input_gradient + self._weight_backward
+        # Attention's backward is in fp32 on CPUs (`graph.attention.torch_attention`).
+        attention_bytes = tokens * _FP32 * attention
+        return self._gradient_between_modules + max(mlp, attention_bytes)
 
     def experts_backward(self) -> float:
-        """All experts' matrices, dequantized, and the more of what is there when a row's gate is
-        derived and when the gradient of all gates and ups is, before it is added in fp32. Tokens
-        before have left their inputs' gradients. tests/qarl/test_plan_activations.py holds it to a
-        trace.
+        """Bytes of the grouped backward of one layer's experts (`layers.grouped_backward`).
+
+        It takes `_GROUPED` tokens at a time. All experts' matrices are dequantized for it.
         """
-        s, b, n = self.shapes, self.itemsize, self.tokens
-        c, i = s.hidden, s.intermediate
-        rows, matrices = min(n, _GROUPED) * s.experts_a_token, s.experts * i * c
-        derived, summed = 2 * b * c + 38 * i + 40, 2 * b * c + 3 * b * i + 40
-        a_token = _FP32 * (c + 2 * s.experts_a_token)
-        gradients = a_token * n  # of the input and the weights; at the end put together
-        before = gradients - a_token * min(n, _GROUPED)
+        shapes = self.shapes
+        itemsize = self.itemsize
+        hidden = shapes.hidden
+        intermediate = shapes.intermediate
+        group = min(self.tokens, _GROUPED)
+        rows = group * shapes.experts_a_token
+        # Elements of one of gate, up and down, of all experts. Dequantized, all three are in the
+        # compute dtype, bf16.
+        matrices = shapes.experts * intermediate * hidden
+        dequantized = 3 * itemsize * matrices
+        # Bytes of a row apart from its columns: sorted expert, its order and token, int64 (24);
+        # scale and weight's gradient, fp32 (8); and 8 more, not derived.
+        indices = 40
+        # When the gate is derived (`torch.autograd.grad`), a row's columns have in bytes
+        #   gate and up, fp32                                    8·I
+        #   activation(gate), fp32                               4·I
+        #   activation(gate) · up, fp32                          4·I
+        #   the same as multiplied, bf16                         2·I
+        #   its gradient, and that times the token's weight      8·I
+        #   gradients of activation(gate), of up and of gate    12·I
+        #                                                       38·I
+        # and the row's input and output gradient, b·2·C.
+        derived = 2 * itemsize * hidden + 38 * intermediate + indices
+        # When the matrices' gradients are made, all that is left is the input of down, I, and the
+        # gradient of gate and up, 2·I, both bf16; and the input and scaled output gradient, b·2·C.
+        summed = 2 * itemsize * hidden + 3 * itemsize * intermediate + indices
+        # The gradient of gate and up of all experts, bf16, before it is added in fp32.
+        merged_gradient = 2 * itemsize * matrices
+        # A token's results in fp32: the gradient of its input, C, and of its weights, T. The second
+        # T was taken from the trace; not derived.
+        a_token = _FP32 * (hidden + 2 * shapes.experts_a_token)
+        results = a_token * self.tokens
+        results_before = results - a_token * group
         largest = max(
-            before + rows * derived,
-            gradients + rows * summed + 2 * b * matrices,
-            2 * gradients,
+            results_before + rows * derived,
+            results + rows * summed + merged_gradient,
+            2 * results,  # at the end: parts, and their concatenation
         )
-        quantized = SCHEME_SPECS[self.config.scheme].input_bytes(b) < b
-        return 3 * b * matrices + largest + (n * b * c if quantized else 0)
+        # Quantized inputs are dequantized to the compute dtype, [N, C].
+        quantized = self._input_itemsize < itemsize
+        inputs = self.tokens * itemsize * hidden if quantized else 0
+        return dequantized + largest + inputs
 
     def step(self) -> float:
-        """Of one master at a time: an fp32 copy of a 16-bit one, what Muon orthogonalizes, and,
-        where lost updates are counted, the values before. From stage 1 on a process has its rows of
-        a master, and what Muon orthogonalizes whole, with what is sent of it.
+        """Bytes of an optimizer step, which takes one master at a time (`optim.master_step`).
+
+        From stage 1 on a process steps its rows of a master. Muon's matrices are whole in the
+        process that orthogonalizes them, and their rows are sent there and back.
         """
         learner = self.config.learner
         largest = min(self.trained, self.largest_module) // self.shares
         matrix = min(self.trained, self.largest_matrix) * (2 if self.stage else 1)
-        fp32_copy = (
-            3 * _FP32 * largest if learner.master_dtype != "float32" and not self.adapters else 0
-        )
-        muon = (_FP32 + 3 * 2) * matrix if learner.optimizer.name == "muon" else 0
+        # A 16-bit master as fp32, and two more of that size for stochastic rounding: random bits
+        # and the rounded values.
+        sixteen_bit = learner.master_dtype != "float32" and not self.adapters
+        fp32_copy = 3 * _FP32 * largest if sixteen_bit else 0
+        # Muon's update in fp32, and three bf16 matrices of Newton-Schulz (`optim.muon`).
+        muon = (_FP32 + 3 * _BF16) * matrix if learner.optimizer.name == "muon" else 0
+        # To count lost updates: the values before, counted as fp32, and three masks of one byte:
+        # not stored, meant, and both (`MasterStep._counts`).
         lost = (_FP32 + 3) * largest if learner.diagnostics_every else 0
+        # Two offloaded moments, on the device for their step.
         fetched = 2 * _FP32 * largest if learner.optimizer.offload == "cpu" else 0
         # Weights with their adapters added, of one module: all its experts', and once more to stack
         # them.
@@ -517,41 +747,48 @@ class _Count:
         return max(fp32_copy + max(muon, lost) + fetched, merged)
 
     def sampling(self) -> float:
-        """The engine's own activations: of the tokens it computes at once, and of the logits it
-        samples from.
-        """
+        """Bytes of the engine's own activations and of the logits it samples from."""
         if not self.config.engine_here:
             return 0
-        s, b, rollout = self.shapes, self.itemsize, self.config.rollout
-        sequences = min(
-            rollout.max_num_seqs,
-            -(-rollout.prompts // self.processes) * rollout.samples,
-        )
+        shapes = self.shapes
+        rollout = self.config.rollout
+        prompts = -(-rollout.prompts // self.processes)  # rounded up
+        sequences = min(rollout.max_num_seqs, prompts * rollout.samples)
         tokens = _ENGINE_TOKENS[self.device]
         if self.device == "cpu":
             tokens = min(tokens, sequences * rollout.max_prompt_tokens)
-        i = s.intermediate * (s.experts_a_token if s.experts else 1)
-        routed = s.experts_a_token * s.hidden if s.experts else 0
-        a_token = b * (4 * s.hidden + (s.heads + 2 * s.kv_heads) * s.head_dim + 3 * i + routed)
-        return tokens * (a_token - self.workspace_a_token) + 3 * _FP32 * sequences * s.vocabulary
+        # A token's columns, an estimate by the model's layers: residual, norm, a branch's input and
+        # output (4·C); queries, keys and values (Q + 2·K); gate, up and their product (3·I); the
+        # experts' outputs (T·C). vLLM's buffers were not traced.
+        active_experts = shapes.experts_a_token if shapes.experts else 1
+        intermediate = shapes.intermediate * active_experts
+        routed = shapes.experts_a_token * shapes.hidden if shapes.experts else 0
+        attention = self._query_columns + 2 * self._key_columns
+        columns = 4 * shapes.hidden + attention + 3 * intermediate + routed
+        # `workspaces` counts what experts' kernels take of it.
+        a_token = self.itemsize * columns - self.workspace_a_token
+        logits = _SAMPLED_LOGITS * _FP32 * sequences * shapes.vocabulary
+        return tokens * a_token + logits
 
     def host(self) -> int:
-        """The larger of loading and of offloaded moments with a checkpoint's share beside them.
-        Loading: a model in the masters' dtype; at stage 3 a process's rows of it, whole embeddings,
-        and a matrix or its experts of a layer three times: as read, stacked, and put together.
+        """Bytes of host memory: the larger of loading, and of offloaded moments with a checkpoint.
+
+        Loading takes a model in the masters' dtype. At stage 3 it takes a process's rows of it, the
+        whole embeddings, and three copies of a matrix, or of the process's experts of a layer: as
+        read, stacked, and put together.
         """
         if self.device == "cpu":
             return 0
-        size = ITEMSIZE[self.config.learner.master_dtype]
-        masters, offloaded = self.shapes.parameters * size, self.moments(offloaded=True)
-        s = self.shapes
-        read = max(
-            self.largest_matrix,
-            3 * s.experts * s.intermediate * s.hidden // self.processes,
-        )
-        whole = (2 * s.head + 3 * read) * size
-        loading = masters // self.processes + whole if self.stage == 3 else masters
+        itemsize = ITEMSIZE[self.config.learner.master_dtype]
+        masters = self.shapes.parameters * itemsize
+        offloaded = self.moments(offloaded=True)
+        loading = masters
+        if self.stage == 3:
+            read = max(self.largest_matrix, self._layer_experts // self.processes)
+            whole = (2 * self.shapes.head + 3 * read) * itemsize
+            loading = masters // self.processes + whole
         if self.stage is None or self.adapters:
             return max(loading, offloaded)
+        # A process writes its share of all masters and moments.
         saved = (masters + self.moments() * self.shares) // self.processes + offloaded
         return max(loading, offloaded + saved)
