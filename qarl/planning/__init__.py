@@ -1,3 +1,1 @@
-"""What a run takes of memory, before anything is loaded: functions of config.json, configuration
-and machine.
-"""
+"""The memory a run needs, computed from config.json, configuration and machine before loading."""

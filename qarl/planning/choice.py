@@ -1,14 +1,16 @@
-"""How a run uses a machine's GPUs where nobody says: a recipe that suits, a process a GPU, and what
-else makes it fit; and what would make a run do so that does not fit: single changes, and the least
-that together suffice.
+"""Defaults for a run on a machine's GPUs, and proposals for a run that does not fit.
 
-What was given by hand, or in a file of the person's, stays as it is; what changes the answers or
-what is trained (shorter answers, LoRA) is proposed alone.
+A new run gets a recipe for its model, one process a GPU, and the changes of its configuration that
+make it fit (`choose`). For a run that does not fit, `helping` lists single changes, and `fitting`
+the smallest set of changes that suffices.
+
+Options given on the command line or in the user's file stay as they are. Changes of the answers'
+length or of what is trained (LoRA) are proposed, never chosen.
 """
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import compress, product
 
 from qarl.configs.errors import ConfigError, ModelError
 from qarl.configs.flags import flag_of
@@ -27,6 +29,8 @@ from qarl.planning.plan import SPARE, Plan, changed_config, make_plan
 from qarl.planning.shapes import sizes_of
 
 _PROPOSED = ("rollout.max_new_tokens", "learner.lora.name")
+"""Fields that are proposed and never chosen."""
+
 _WHY = {
     "learner.zero_stage": "masters, gradients and moments are shared out",
     "learner.optimizer.offload": "moments wait in the host's memory",
@@ -40,27 +44,30 @@ _WHY = {
 
 @dataclass(frozen=True)
 class Choice:
-    """file: the configuration's, a recipe's name where one was chosen. processes: to start. fields:
-    of the configuration, by dotted path. words: a line for each, with the reason.
-    """
+    """What was chosen for a new run."""
 
     file: str | None
+    """The configuration's file: the user's, or the name of the recipe that was chosen."""
+
     processes: int
+    """Number of processes to start."""
+
     fields: dict[str, object]
+    """Chosen fields of the configuration: dotted path → value."""
+
     words: tuple[str, ...] = ()
+    """One line for each choice, with its reason."""
 
     def overrides(self, by_hand: Mapping[str, str]) -> dict[str, str]:
-        """The fields as a command's, beside those given."""
+        """Return the options of a command: those given by hand, and the chosen fields."""
         return {**by_hand, **as_texts(self.fields)}
 
     def arguments(self, file: str | None) -> list[str]:
-        """What is to be added to a command that was given `file`, so that nothing is left to
-        choose.
-        """
+        """Return the arguments that make a command with `file` state every choice."""
         words = ["--config", self.file] if self.file is not None and self.file != file else []
-        return words + [
-            word for field in self.fields.items() for word in option(field).split(" ", 1)
-        ]
+        for field in self.fields.items():
+            words += option(field).split(" ", 1)
+        return words
 
 
 def choose(
@@ -71,63 +78,77 @@ def choose(
     machine: Machine,
     here: int | None = None,
 ) -> Choice:
-    """For a new run. by_hand: fields, as text. file: of the person's, or None. processes: as asked
-    for, or None; here: those on this machine, where a launcher starts them on several. Without
-    GPUs, and for an embedded policy, which is small, nothing is chosen; of a model whose sizes are
-    not known, processes alone. Raises `ConfigError` for more processes than GPUs.
+    """Choose recipe, processes and fields for a new run.
+
+    Nothing is chosen without GPUs, for an embedded policy, which is small, or for a replay of
+    rollouts. If the model's sizes are unknown, only the number of processes is chosen.
+
+    Args:
+        config: configuration so far.
+        by_hand: fields given on the command line, as text.
+        file: the user's configuration file, or None.
+        processes: the requested number of processes, or None.
+        machine: machine to run on.
+        here: number of processes on this machine, if a launcher starts them on several.
+
+    Raises `ConfigError` if there are more processes than GPUs.
     """
     if machine.device == "cpu" or is_embedded(config.model) or config.from_rollouts is not None:
         return Choice(file, processes or 1, {})
-    if processes is not None:  # on as many GPUs, and no more
+    if processes is not None:  # plan for as many GPUs, even if the machine has more
         machine = replace(machine, count=min(machine.count, here or processes))
     words: list[str] = []
     try:
         shapes, source = sizes_of(config.model)
-    # of which the plan, or the checks of files, say more
+    # The plan, or the checks of files, report the error later.
     except (ModelError, ConfigError):
         count, words = _process_count(config, processes, machine)
         return Choice(file, count, {}, tuple(words))
-    for name in shipped_names() if file is None else []:
-        shipped = load_config(config_file(name), {}) if name.startswith("recipes/") else None
-        if (
-            shipped is not None
-            and shipped.model == config.model
-            and shipped.learner.lora.name == "none"
-        ):
-            try:
-                recipe = load_config(config_file(name), dict(by_hand))
-            except ConfigError as error:
-                words.append(f"recipe {name} does not go with these options: {error}")
-                continue
-            count, about = _process_count(recipe, processes, machine)
-            plan = make_plan(recipe, shapes, source, machine, count, here)
-            if plan.fits:
-                words.append(
-                    f"--config {name}: for this model, and fits {machine.name}; give --config for"
-                    " other settings"
-                )
-                return Choice(name, count, {}, (*words, *about))
-            needs = f"{plan.memory.total / GIB:.1f} of {plan.capacity / GIB:.1f} GiB"
-            words.append(f"recipe {name} does not fit {machine.name}: {needs}")
+    for name in _recipes_for(config.model) if file is None else ():
+        try:
+            recipe = load_config(config_file(name), dict(by_hand))
+        except ConfigError as error:
+            words.append(f"recipe {name} does not go with these options: {error}")
+            continue
+        count, about = _process_count(recipe, processes, machine)
+        plan = make_plan(recipe, shapes, source, machine, count, here)
+        if plan.fits:
+            words.append(
+                f"--config {name}: for this model, and fits {machine.name}; give --config for"
+                " other settings"
+            )
+            return Choice(name, count, {}, (*words, *about))
+        needs = f"{plan.memory.total / GIB:.1f} of {plan.capacity / GIB:.1f} GiB"
+        words.append(f"recipe {name} does not fit {machine.name}: {needs}")
     count, about = _process_count(config, processes, machine)
     words += about
     plan = make_plan(config, shapes, source, machine, count, here)
-    kept = {*by_hand, *(written_fields(config_file(file)) if file is not None else ())}
-    works = (
-        None
-        if plan.fits
-        else smallest_fit(plan, machine, lambda fields: not fields & {*kept, *_PROPOSED})
-    )
-    fields = {} if works is None else works[1]
+    fields: dict[str, object] = {}
+    if not plan.fits:
+        written = written_fields(config_file(file)) if file is not None else ()
+        fixed = {*by_hand, *written, *_PROPOSED}
+        smallest = smallest_fit(plan, machine, lambda changed: not changed & fixed)
+        fields = {} if smallest is None else smallest[1]
     words += [f"{option(field)}: {_WHY[field[0]]}" for field in fields.items()]
     return Choice(file, count, fields, tuple(words))
+
+
+def _recipes_for(model: str) -> Iterator[str]:
+    """Names of the shipped recipes that train all of this model, not adapters of it."""
+    for name in shipped_names():
+        if not name.startswith("recipes/"):
+            continue
+        recipe = load_config(config_file(name), {})
+        if recipe.model == model and recipe.learner.lora.name == "none":
+            yield name
 
 
 def _process_count(
     config: RunConfig, requested: int | None, machine: Machine
 ) -> tuple[int, list[str]]:
-    """As many processes as asked for, else one a GPU, as far as prompts are a multiple; and what is
-    said of that.
+    """Return the requested number of processes, or the most GPUs that divide the prompts evenly.
+
+    With it comes a list of one line that explains the choice, empty if nothing was chosen.
     """
     if requested or machine.count == 1:
         return requested or 1, []
@@ -137,6 +158,8 @@ def _process_count(
 
 
 _SHORT_ANSWERS = 4096
+"""Tokens of an answer, as a remedy proposes."""
+
 _LISTED = (
     "1xL40S",
     "1xH100",
@@ -149,49 +172,53 @@ _LISTED = (
     "8xH200",
     "8xB200",
 )
-"""Machines to propose, in order of memory."""
+"""Machines to propose, by increasing memory."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """Fields to set, by dotted path. cost: to the person, more for what changes the run than for
-    what takes time. spreads: over all GPUs, a process each.
-    """
+    """One change that reduces a run's memory."""
 
     fields: dict[str, object]
+    """Fields to set: dotted path → value."""
+
     cost: int
+    """Cost to the user: a change of what the run does costs more than one that takes time."""
+
     spreads: bool = False
+    """Whether the run also starts one process on each GPU."""
 
     def words(self, processes: int) -> str:
-        """As options of `qarl train`."""
-        return " ".join(
-            [
-                *([f"--processes {processes}"] if self.spreads else []),
-                *map(option, self.fields.items()),
-            ]
-        )
+        """Return the change as options of `qarl train`."""
+        options = [option(field) for field in self.fields.items()]
+        if self.spreads:
+            options.insert(0, f"--processes {processes}")
+        return " ".join(options)
 
 
 def option(field: tuple[str, object]) -> str:
-    """`--flag value` of a field, by its short flag where it has one."""
+    """Return `--flag value` of a field, with its short flag if it has one."""
     path, value = field
     return f"--{flag_of(path)} {as_text(value)}"
 
 
 def _changes(config: RunConfig, machine: Machine, processes: int) -> list[Change]:
-    """What could be changed, from the least to the most that it asks of a person."""
-    learner, rollout = config.learner, config.rollout
-    longest, short = rollout.longest, rollout.max_prompt_tokens + _SHORT_ANSWERS
+    """Return the changes that apply to a configuration on a machine."""
+    learner = config.learner
+    rollout = config.rollout
+    longest = rollout.longest
     shorter: dict[str, object] = {
         "rollout.max_new_tokens": _SHORT_ANSWERS,
-        "learner.micro_batch_tokens": short,
+        "learner.micro_batch_tokens": rollout.max_prompt_tokens + _SHORT_ANSWERS,
     }
     on_host: dict[str, object] = {
         "learner.lora.name": "lora",
         "learner.lora.base": "host",
     }
-    on_gpus, spreads = machine.device == "cuda", processes < machine.count
-    shares = on_gpus and max(machine.count, processes) > 1 and (spreads or learner.zero_stage != 3)
+    on_gpus = machine.device == "cuda"
+    spreads = processes < machine.count
+    several = max(machine.count, processes) > 1
+    divides = on_gpus and several and (spreads or learner.zero_stage != 3)
     changes = (
         (
             learner.gradient_checkpointing is not True,
@@ -201,7 +228,7 @@ def _changes(config: RunConfig, machine: Machine, processes: int) -> list[Change
             learner.micro_batch_tokens > longest,
             Change({"learner.micro_batch_tokens": longest}, 1),
         ),
-        (shares, Change({"learner.zero_stage": 3}, 2, spreads)),
+        (divides, Change({"learner.zero_stage": 3}, 2, spreads)),
         (
             on_gpus and learner.optimizer.offload == "none",
             Change({"learner.optimizer.offload": "cpu"}, 4),
@@ -226,11 +253,12 @@ def _changes(config: RunConfig, machine: Machine, processes: int) -> list[Change
 
 
 def _changed(plan: Plan, changes: list[Change], machine: Machine, processes: int) -> Plan | None:
-    """The plan with changes, or None where they do not go together."""
-    fields = {path: value for change in changes for path, value in change.fields.items()}
-    spreads = any(change.spreads for change in changes)
+    """Return the plan with changes, or None if they contradict each other."""
+    fields = _all_fields(changes)
     here = plan.local if machine is plan.machine else processes
-    processes, here = (machine.count, machine.count) if spreads else (processes, here)
+    if any(change.spreads for change in changes):
+        processes = machine.count
+        here = machine.count
     if plan.config.rollout.prompts % processes:
         return None
     try:
@@ -246,14 +274,22 @@ def _changed(plan: Plan, changes: list[Change], machine: Machine, processes: int
         return None
 
 
+def _all_fields(changes: list[Change]) -> dict[str, object]:
+    """Return the fields of all changes; a later change overrides an earlier one."""
+    fields: dict[str, object] = {}
+    for change in changes:
+        fields.update(change.fields)
+    return fields
+
+
 def helping(plan: Plan) -> dict[str, int]:
-    """Every single change that would make it smaller on its machine, as options → bytes a process
-    takes less.
+    """Return every single change that reduces a run's memory on its machine.
+
+    The result maps the change, as options of `qarl train`, to the bytes that a process saves.
     """
-    saved, same_cache = (
-        {},
-        Change({"rollout.kv_cache_gib": plan.config.rollout.kv_cache_gib}, 0),
-    )
+    saved: dict[str, int] = {}
+    # Else a plan would give all memory that a change saves to the KV cache.
+    same_cache = Change({"rollout.kv_cache_gib": plan.config.rollout.kv_cache_gib}, 0)
     for change in _changes(plan.config, plan.machine, plan.processes):
         changed = _changed(plan, [change, same_cache], plan.machine, plan.processes)
         if changed is not None and changed.memory.total < plan.memory.total:
@@ -262,51 +298,58 @@ def helping(plan: Plan) -> dict[str, int]:
 
 
 Fitting = tuple[Plan, dict[str, object]]
-"""A plan that fits and leaves `SPARE`, and the fields that make it one."""
+"""A plan that fits and leaves `SPARE` free, and the changed fields that make it fit."""
 
 
 def fitting(plan: Plan) -> list[Fitting]:
-    """The least changes that make the run fit its own machine, else the smallest of `_LISTED` that
-    it fits with some; where they change what is trained, also the smallest that it fits without.
-    Nothing where there is none.
+    """Return the cheapest changes that make a run fit its machine, or a larger one.
+
+    If no changes make it fit its own machine, the smallest of `_LISTED` that it fits with some is
+    proposed. If the changes include LoRA, which changes what is trained, a second proposal does
+    without it. The list is empty if there is no proposal.
     """
-    there = 0 if plan.machine.device == "cpu" else plan.machine.count * plan.machine.memory
-    larger = [
-        machine for machine in map(parse_machine, _LISTED) if machine.count * machine.memory > there
-    ]
+    available = 0 if plan.machine.device == "cpu" else plan.machine.count * plan.machine.memory
+    listed = map(parse_machine, _LISTED)
+    larger = [machine for machine in listed if machine.count * machine.memory > available]
     proposed = []
-    for lora in (True, False):
-        allowed = (
-            (lambda fields: True) if lora else (lambda fields: "learner.lora.name" not in fields)
-        )
+    for allowed in (_any_fields, _all_but_lora):
         candidates = (smallest_fit(plan, machine, allowed) for machine in (plan.machine, *larger))
-        if works := next(filter(None, candidates), None):
-            proposed.append(works)
-            if "learner.lora.name" not in works[1]:
-                break
+        smallest = next(filter(None, candidates), None)
+        if smallest is None:
+            continue
+        proposed.append(smallest)
+        if _all_but_lora(smallest[1].keys()):
+            break
     return proposed
+
+
+def _any_fields(fields: Set[str]) -> bool:
+    return True
+
+
+def _all_but_lora(fields: Set[str]) -> bool:
+    return "learner.lora.name" not in fields
 
 
 def smallest_fit(
     plan: Plan, machine: Machine, allowed: Callable[[Set[str]], bool]
 ) -> Fitting | None:
-    """The least changes that make it fit a machine; None where there are none. allowed: whether a
-    field may change.
+    """Return the cheapest set of changes that makes a run fit a machine, or None if none does.
+
+    allowed: whether fields of these paths may change.
     """
     processes = plan.processes if machine is plan.machine else min(plan.processes, machine.count)
-    changes = [
-        change
-        for change in _changes(plan.config, machine, processes)
-        if allowed(change.fields.keys())
-    ]
+    possible = _changes(plan.config, machine, processes)
+    changes = [change for change in possible if allowed(change.fields.keys())]
+    # At most ten changes apply, so that all of their subsets can be tried.
     masks = product((False, True), repeat=len(changes))
-    subsets = [
-        [change for change, taken in zip(changes, mask, strict=True) if taken] for mask in masks
-    ]
-    for subset in sorted(subsets, key=lambda subset: sum(change.cost for change in subset)):
+    subsets = [list(compress(changes, mask)) for mask in masks]
+    for subset in sorted(subsets, key=_total_cost):
         candidate = _changed(plan, subset, machine, processes)
         if candidate is not None and candidate.share <= 1 - SPARE and not candidate.lacks_host:
-            return candidate, {
-                path: value for change in subset for path, value in change.fields.items()
-            }
+            return candidate, _all_fields(subset)
     return None
+
+
+def _total_cost(changes: list[Change]) -> int:
+    return sum(change.cost for change in changes)

@@ -1,5 +1,6 @@
-"""The devices a run is planned for: this machine's, as the driver has them, or those of `--gpus`.
-Without torch.
+"""The devices a run is planned for: this machine's, as the driver reports them, or `--gpus`.
+
+Imports no torch.
 """
 
 import csv
@@ -15,7 +16,10 @@ from qarl.configs.errors import ConfigError
 from qarl.quant.runtime.answers import cpu_facts, installed
 
 GPUS = {"a100": 80, "l40s": 48, "h100": 80, "h200": 141, "b200": 180}
-"""Lower-case name → memory, 10⁹ bytes as data sheets count. A100 of 80 GB."""
+"""Memory of each GPU by its lower-case name, in units of 10⁹ bytes, as data sheets count.
+
+An A100 is the one of 80 GB.
+"""
 
 _QUERY = (
     "index",
@@ -30,45 +34,67 @@ _QUERY = (
 
 @dataclass(frozen=True)
 class Machine:
-    """name: in words. device: "cuda" or "cpu". count: devices; 1 of CPUs, which all processes
-    share. memory: bytes of each; of a CPU's what is available now, swap included. host: bytes
-    available beside GPUs; None where unknown. taken: bytes that other processes have of a GPU now.
-    """
+    """The devices of one machine."""
 
     name: str
+    """Description for a person, such as "8 × H100"."""
+
     device: str
+    """Type of the devices: "cuda" or "cpu"."""
+
     count: int
+    """Number of devices; 1 for CPUs, which all processes share."""
+
     memory: int
+    """Bytes of one device; for CPUs the bytes available now, swap included."""
+
     host: int | None = None
+    """Bytes of host memory available besides GPUs; None if unknown."""
+
     taken: int = 0
+    """Bytes of a GPU that other processes use now."""
 
     def a_process(self, processes: int) -> int:
-        """Bytes each of so many processes may take."""
+        """Return the bytes that each of `processes` processes may use."""
         return self.memory if self.device == "cuda" else self.memory // processes
 
 
 def has_avx512() -> bool:
-    """Whether the CPU has; so where nobody can tell."""
+    """Return whether the CPU has AVX-512; True if that is unknown."""
     facts = cpu_facts()
     return not facts or "avx512f" in facts.get("flags", "")
 
 
 @dataclass(frozen=True)
 class DriverGpu:
-    """A GPU as its driver reports it. memory, free: bytes. capability: of CUDA."""
+    """A GPU as its driver reports it."""
 
     index: str
+    """Number among the machine's GPUs."""
+
     uuid: str
+    """Unique identifier, "GPU-…"."""
+
     name: str
+    """Product name."""
+
     memory: int
+    """Total bytes."""
+
     free: int
+    """Bytes that no process uses now."""
+
     capability: float
+    """CUDA compute capability, such as 9.0."""
+
     driver: str
+    """Version of the driver."""
 
 
 def parse_machine(text: str) -> Machine:
-    """`8xH100`, or `8x80GB` for any GPU of that memory (10⁹ bytes each, as data sheets count).
-    Raises `ConfigError`.
+    """Parse `8xH100`, or `8x80GB` for any GPU of that memory.
+
+    GB are 10⁹ bytes, as data sheets count. Raises `ConfigError` for any other text.
     """
     sized = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)gb", text.lower())
     if sized:
@@ -89,13 +115,15 @@ def parse_machine(text: str) -> Machine:
 
 
 def planned_machine(gpus: str | None) -> Machine:
-    """That of `--gpus`, else this one. Raises `ConfigError`."""
+    """Return the machine that `--gpus` names, or this one if it is None. Raises `ConfigError`."""
     return this_machine() if gpus is None else parse_machine(gpus)
 
 
 def this_machine() -> Machine:
-    """GPUs that torch would use, the smallest one's memory; else the CPU. Raises `ConfigError`
-    where there are GPUs and CUDA_VISIBLE_DEVICES names none of them.
+    """Return the GPUs that torch would use, or the CPUs if there are none.
+
+    If GPUs differ, the smallest one's memory counts. Raises `ConfigError` if there are GPUs and
+    CUDA_VISIBLE_DEVICES names none of them.
     """
     available = available_memory()
     gpus = visible_gpus() if not torch_is_for_cpus() else []
@@ -111,7 +139,8 @@ def this_machine() -> Machine:
             " some"
         )
     if gpus:
-        smallest, largest = (pick(gpus, key=lambda gpu: gpu.memory) for pick in (min, max))
+        smallest = min(gpus, key=lambda gpu: gpu.memory)
+        largest = max(gpus, key=lambda gpu: gpu.memory)
         taken = max(gpu.memory - gpu.free for gpu in gpus)
         name = f"{len(gpus)} × {smallest.name}"
         if smallest.memory < largest.memory:
@@ -121,43 +150,49 @@ def this_machine() -> Machine:
 
 
 def available_memory() -> int:
-    """Bytes of the host's memory that processes can still take, swap included, within the limits of
-    control groups.
+    """Return the bytes of host memory that processes can still allocate.
+
+    Swap is included. The limits of control groups apply.
     """
     memory = psutil.virtual_memory().available + psutil.swap_memory().free
     return min([memory, *_group_limits()])
 
 
 def _group_limits() -> list[int]:
-    """What the control group leaves, page cache counted as free; nothing where there is no
-    limit.
+    """Return the bytes that the control group leaves, or an empty list if it has no limit.
+
+    Page cache counts as free, because the kernel gives it up under pressure.
     """
     group = Path("/sys/fs/cgroup")
     try:
-        limit, used = (
-            (group / name).read_text().strip() for name in ("memory.max", "memory.current")
-        )
-        cached = re.search(
-            r"^inactive_file (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE
-        )
-        return [int(limit) - int(used) + (int(cached[1]) if cached else 0)]
+        limit = int((group / "memory.max").read_text())
+        used = int((group / "memory.current").read_text())
+        statistics = (group / "memory.stat").read_text()
+        cached = re.search(r"^inactive_file (\d+)$", statistics, re.MULTILINE)
+        return [limit - used + (int(cached[1]) if cached else 0)]
     except (OSError, ValueError):  # no control groups of version 2, or "max"
         return []
 
 
 def visible_gpus() -> list[DriverGpu]:
-    """Those CUDA_VISIBLE_DEVICES leaves, all without it; none where there is no driver."""
-    gpus, chosen = driver_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    """Return the GPUs that CUDA_VISIBLE_DEVICES names, or all if it is not set.
+
+    The list is empty if there is no driver.
+    """
+    gpus = driver_gpus()
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:
         return gpus
     names = [name.strip() for name in chosen.split(",") if name.strip()]
-    return [
-        gpu for gpu in gpus if any(name == gpu.index or gpu.uuid.startswith(name) for name in names)
-    ]
+
+    def is_named(gpu: DriverGpu) -> bool:
+        return any(name == gpu.index or gpu.uuid.startswith(name) for name in names)
+
+    return [gpu for gpu in gpus if is_named(gpu)]
 
 
 def driver_gpus() -> list[DriverGpu]:
-    """Every GPU `nvidia-smi` names; none where there is none, or it does not answer."""
+    """Return every GPU that `nvidia-smi` lists; none if it is missing or does not answer."""
     command = [
         "nvidia-smi",
         f"--query-gpu={','.join(_QUERY)}",
@@ -185,10 +220,10 @@ def driver_gpus() -> list[DriverGpu]:
 
 
 def _bytes(mebibytes: str) -> int:
-    """ "[N/A]" is of a GPU with the host's memory."""
+    """Convert MiB to bytes; "[N/A]" is reported for a GPU that shares the host's memory."""
     return int(mebibytes) * 2**20 if mebibytes.isdigit() else available_memory()
 
 
 def torch_is_for_cpus() -> bool:
-    """Whether the torch that is installed can use no GPU."""
+    """Return whether the installed torch can use no GPU."""
     return (installed("torch") or "+cpu").endswith("+cpu")

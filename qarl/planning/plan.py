@@ -1,10 +1,8 @@
-"""A run's memory against its machine: what it takes, with what the configuration leaves open
-decided.
+"""The plan of a run: its memory against its machine's, with the open fields decided.
 
-Fields are the plan's to decide where the configuration leaves them open:
-`learner.gradient_checkpointing` (auto), `rollout.kv_cache_gib`, and on CPUs `learner.compile`,
-which is off there. What it decides is in the configuration from then on, and in the run's
-config.yaml.
+The plan decides the fields that a configuration leaves open: `learner.gradient_checkpointing` if it
+is auto, `rollout.kv_cache_gib`, and on CPUs `learner.compile`, which it turns off. The decided
+values are in the configuration from then on, and in the run's config.yaml.
 """
 
 from dataclasses import dataclass
@@ -18,11 +16,12 @@ from qarl.planning.memory import GIB, Memory, cache_itemsize, count_memory
 from qarl.planning.shapes import Shapes
 
 SPARE = 0.1
-"""Of a device's memory, which defaults and proposed commands leave free."""
+"""Fraction of a device's memory that defaults and proposed commands leave free."""
 
 REFUSED_BEYOND = {"cuda": 1.1, "cpu": 1.25}
-"""Share of what is there, beyond which a run is refused: the plan may be off by a tenth, and a
-CPU's memory is used by others who may be gone the next minute.
+"""Ratio of needed to available memory above which a run is refused.
+
+The plan may be off by a tenth. On CPUs other programs use memory too, and may end the next minute.
 """
 
 
@@ -32,52 +31,65 @@ class MemoryPlanError(InputError, heading="memory"):
 
 @dataclass(frozen=True)
 class Plan:
-    """requested: the configuration; config: with what was open decided. source: of the model's
-    sizes, in words. processes: all of them; local: those on this machine. decided: what the plan
-    decided, in words.
-    """
+    """A run's memory on a machine."""
 
     requested: RunConfig
+    """The configuration before the plan decided anything."""
+
     config: RunConfig
+    """The configuration with its open fields decided."""
+
     shapes: Shapes
+    """Sizes of the model."""
+
     source: str
+    """Source of these sizes, in words."""
+
     machine: Machine
+    """The machine, or one of several equal ones."""
+
     processes: int
+    """Number of processes on all machines."""
+
     local: int
+    """Number of processes on this machine."""
+
     memory: Memory
+    """Memory of one process."""
+
     decided: tuple[str, ...]
+    """The plan's decisions, in words."""
 
     @property
     def capacity(self) -> int:
-        """Bytes one process may take of its device."""
+        """Bytes that one process may use of its device."""
         return self.machine.a_process(self.local)
 
     @property
     def share(self) -> float:
-        """Of what is there, that the run takes."""
+        """Fraction of the device's memory that the run needs."""
         return self.memory.total / max(1, self.capacity)
 
     @property
     def fits(self) -> bool:
-        """Whether device and host have what it takes."""
+        """Whether both the device's and the host's memory suffice."""
         return self.share <= 1 and not self.lacks_host
 
     @property
     def lacks_host(self) -> bool:
-        """Whether the processes of one machine take more of the host's memory than there is, where
-        that is known.
-        """
+        """Whether this machine's processes need more host memory than is known to be available."""
         return self.machine.host is not None and self.host > self.machine.host
 
     @property
     def host(self) -> int:
-        """Bytes of the host's memory that the processes of one machine take."""
+        """Bytes of host memory that the processes of this machine need."""
         return self.memory.host * self.local
 
     @property
     def refused(self) -> bool:
-        """Whether a run would be in vain: far beyond a device, or the host's memory, where it is
-        loaded.
+        """Whether the run is so far over a limit that loading the model is pointless.
+
+        Loading itself needs host memory, so that any lack of it counts.
         """
         return self.share > REFUSED_BEYOND[self.machine.device] or self.lacks_host
 
@@ -90,18 +102,24 @@ def make_plan(
     processes: int,
     here: int | None = None,
 ) -> Plan:
-    """Decide what is open, and count. processes: one a device on GPUs; local: those on this
-    machine, without it all.
+    """Decide the open fields of a configuration, and compute the memory of its run.
 
-    Raises `ConfigError` for more processes than GPUs.
+    Args:
+        config: configuration of the run.
+        shapes: sizes of the model.
+        source: source of these sizes, in words.
+        machine: machine to plan for.
+        processes: number of processes, one a device on GPUs.
+        here: number of processes on this machine. Default: all.
+
+    Raises `ConfigError` if there are more processes than GPUs.
     """
     here = processes if here is None else here
     if machine.device == "cuda" and here > machine.count:
         raise ConfigError(
             f"--processes {here}, but {machine.name} has {machine.count}; one process takes one GPU"
         )
-    there = machine.a_process(here)
-    filled = _filled(config, shapes, machine.device, processes, there)
+    filled = _filled(config, shapes, machine.device, processes, machine.a_process(here))
     decided = []
     if config.learner.gradient_checkpointing == "auto" and machine.device == "cuda":
         word = "on" if filled.learner.gradient_checkpointing else "off"
@@ -122,19 +140,26 @@ def make_plan(
 
 
 def _filled(
-    config: RunConfig, shapes: Shapes, device: str, processes: int, there: int
+    config: RunConfig, shapes: Shapes, device: str, processes: int, capacity: int
 ) -> RunConfig:
-    """The cache: room for one longest sequence, and on GPUs, of what is left free, as much as the
-    sequences sampled at once can fill. Checkpointing: on GPUs, unless all of that fits without.
-    """
-    setting, rollout = config.learner.gradient_checkpointing, config.rollout
-    a_sequence = rollout.longest * shapes.key_value_bytes(cache_itemsize(config))
-    least = rollout.kv_cache_gib or -(-a_sequence // GIB)
-    sequences = min(rollout.max_num_seqs, -(-rollout.prompts // processes) * rollout.samples)
-    useful = rollout.kv_cache_gib or -(-sequences * a_sequence // GIB)
-    room = int((1 - SPARE) * there)
+    """Decide the open fields of a configuration.
 
-    def of(cache: int, checkpointing: bool) -> RunConfig:
+    The KV cache holds one longest sequence. On GPUs it grows into the memory that is left, up to
+    what the sequences sampled at once can fill. Gradient checkpointing is off on CPUs. On GPUs it
+    is on, unless everything fits without it, the whole cache included.
+
+    capacity: bytes of the device that a process may use.
+    """
+    setting = config.learner.gradient_checkpointing
+    rollout = config.rollout
+    a_sequence = rollout.longest * shapes.key_value_bytes(cache_itemsize(config))
+    prompts = -(-rollout.prompts // processes)  # rounded up, as the cache's GiB below
+    sequences = min(rollout.max_num_seqs, prompts * rollout.samples)
+    smallest_cache = rollout.kv_cache_gib or -(-a_sequence // GIB)
+    largest_cache = rollout.kv_cache_gib or -(-sequences * a_sequence // GIB)
+    budget = int((1 - SPARE) * capacity)
+
+    def filled(cache: int, checkpointing: bool) -> RunConfig:
         values: dict[str, object] = {
             "rollout.kv_cache_gib": cache,
             "learner.gradient_checkpointing": checkpointing,
@@ -144,24 +169,27 @@ def _filled(
         return changed_config(config, values)
 
     def left(cache: int, checkpointing: bool) -> int:
-        return room - count_memory(shapes, of(cache, checkpointing), device, processes).total
+        candidate = filled(cache, checkpointing)
+        return budget - count_memory(shapes, candidate, device, processes).total
 
     if device == "cpu":
-        return of(least, setting is True)
-    checkpointing = left(useful, False) < 0 if setting == "auto" else setting
-    return of(
-        max(least, min(useful, least + left(least, checkpointing) // GIB)),
-        checkpointing,
-    )
+        return filled(smallest_cache, setting is True)
+    checkpointing = left(largest_cache, False) < 0 if setting == "auto" else setting
+    affordable = smallest_cache + left(smallest_cache, checkpointing) // GIB
+    cache = max(smallest_cache, min(largest_cache, affordable))
+    return filled(cache, checkpointing)
 
 
 def changed_config(config: RunConfig, changes: dict[str, object]) -> RunConfig:
-    """The configuration with other values of fields, by dotted path. Raises `ValueError` for what
-    cannot be.
+    """Return the configuration with other values of some fields.
+
+    changes: dotted path → value. Raises `ValueError` if the values are invalid.
     """
-    tree, before = config.model_dump(), leaf_values(config)
+    tree = config.model_dump()
+    before = leaf_values(config)
     for path, value in changes.items():
         section, _, leaf = path.rpartition(".")
+        # Another variant of a section has other fields, so that the old ones are dropped.
         if leaf == "name" and before[path] != value:
             set_field(tree, section, {})
         set_field(tree, path, value)

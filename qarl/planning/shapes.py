@@ -1,7 +1,6 @@
-"""A decoder's sizes, of its config.json or as published, and the bytes of its weights. Imports no
-torch.
+"""The sizes of a decoder, read from its config.json or published, and the bytes of its weights.
 
-Axes of a weight: O output rows, I input columns.
+Imports no torch. Axes of a weight: O output rows, I input columns.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,10 +25,8 @@ from qarl.quant.checkpoint.patterns import matching
 Matrix = tuple[int, int]
 """(O, I)"""
 
-_ATTENTION, _MLP = (
-    ("q_proj", "k_proj", "v_proj", "o_proj"),
-    ("gate_proj", "up_proj", "down_proj"),
-)
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_MLP = ("gate_proj", "up_proj", "down_proj")
 _PUBLISHER = "Qwen/"
 _NEEDED = (
     "hidden_size",
@@ -48,9 +45,11 @@ _TIED = (
     "smollm3",
     "vaultgemma",
 )
-"""Model types whose head is the embeddings where config.json does not say so: transformers'
-defaults.
+"""Model types whose head and embedding are one tensor unless config.json says otherwise.
+
+Source: transformers' defaults.
 """
+
 COUNTED = (
     "llama",
     "mistral",
@@ -89,30 +88,48 @@ COUNTED = (
     "gpt_oss",
     "minimax_m2",
 )
-"""Model types that have `Shapes`' layers and no others."""
+"""Model types whose layers are all as `Shapes` describes them."""
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """intermediate: of the gated MLP, or of one expert. experts: routed ones a layer, 0 in a dense
-    model; experts_a_token: those a token is sent to.
-    """
+    """The sizes of a decoder whose layers are all alike."""
 
     hidden: int
+    """Columns of the residual stream."""
+
     layers: int
+    """Number of decoder layers."""
+
     heads: int
+    """Number of query heads."""
+
     kv_heads: int
+    """Number of key heads, and of value heads."""
+
     head_dim: int
+    """Columns of one head."""
+
     intermediate: int
+    """Columns of the gated MLP, or of one expert."""
+
     vocabulary: int
+    """Number of tokens of the embedding and the output head."""
+
     tied: bool
+    """Whether embedding and output head are one tensor."""
+
     experts: int = 0
+    """Number of routed experts of a layer; 0 in a dense model."""
+
     experts_a_token: int = 0
+    """Number of experts that a token is routed to; 0 in a dense model."""
 
     @property
     def attention_matrices(self) -> tuple[Matrix, ...]:
         """(O, I) of q, k, v and o of one layer."""
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        queries = self.heads * self.head_dim
+        keys = self.kv_heads * self.head_dim
         return (
             (queries, self.hidden),
             (keys, self.hidden),
@@ -142,22 +159,26 @@ class Shapes:
 
     @property
     def head(self) -> int:
-        """Parameters of the output head, and of the embedding; one tensor where they are tied."""
+        """Parameters of the output head; the embedding has as many, or is the same tensor."""
         return self.vocabulary * self.hidden
 
     @property
     def parameters(self) -> int:
-        """All but norms and biases."""
+        """All parameters except those of norms and biases."""
         return self.quantized + self.router + self.head * (1 if self.tied else 2)
 
     def key_value_bytes(self, itemsize: int) -> int:
-        """Of one token's keys and values in all layers. itemsize: of the compute dtype, as
-        below.
+        """Return the bytes of one token's keys and values in all layers.
+
+        itemsize: bytes of a cached value.
         """
         return 2 * self.layers * self.kv_heads * self.head_dim * itemsize
 
     def quantized_bytes(self, scheme: str, itemsize: int) -> int:
-        """Of the matrices that a low-bit scheme quantizes, as published."""
+        """Return the bytes of all matrices that a low-bit scheme quantizes, as published.
+
+        itemsize: bytes of a value in the compute dtype.
+        """
         mlp = self._stored(self.mlp_matrices, scheme, itemsize) * max(self.experts, 1)
         return self.layers * (self._stored(self.attention_matrices, scheme, itemsize) + mlp)
 
@@ -166,50 +187,58 @@ class Shapes:
 
 
 def matrices(shapes: Shapes) -> Iterator[tuple[str, Matrix]]:
-    """(checkpoint name, (O, I)) of every matrix that can be quantized. Names are those of Llama,
-    Qwen and their mixtures; a rule that names others (Mixtral's `w1`) counts as none.
+    """Yield (checkpoint name, (O, I)) of every matrix that can be quantized.
+
+    Names are those of Llama, Qwen and their mixtures. A rule that names others, such as Mixtral's
+    `w1`, matches nothing here.
     """
     for layer in range(shapes.layers):
-        place = f"model.layers.{layer}"
+        prefix = f"model.layers.{layer}"
         for leaf, shape in zip(_ATTENTION, shapes.attention_matrices, strict=True):
-            yield f"{place}.self_attn.{leaf}", shape
+            yield f"{prefix}.self_attn.{leaf}", shape
         modules = [f"mlp.experts.{expert}" for expert in range(shapes.experts)] or ["mlp"]
         for module in modules:
             for leaf, shape in zip(_MLP, shapes.mlp_matrices, strict=True):
-                yield f"{place}.{module}.{leaf}", shape
+                yield f"{prefix}.{module}.{leaf}", shape
 
 
 def schemes_of(
     shapes: Shapes, scheme: str, rules: Sequence[LayerRule]
 ) -> Iterator[tuple[str, Matrix]]:
-    """(scheme's name, (O, I)) of every matrix; the first rule that matches wins."""
+    """Return (scheme's name, (O, I)) of every matrix; the first rule that matches wins."""
     sizes = dict(matrices(shapes))
-    taken = dict.fromkeys(sizes, scheme)
+    schemes = dict.fromkeys(sizes, scheme)
     for rule in reversed(rules):
-        taken |= dict.fromkeys(matching(rule.match, list(sizes)), rule.scheme)
-    return ((taken[name], shape) for name, shape in sizes.items())
+        schemes |= dict.fromkeys(matching(rule.match, list(sizes)), rule.scheme)
+    return ((schemes[name], shape) for name, shape in sizes.items())
 
 
 @cache
 def targeted(shapes: Shapes, patterns: tuple[str, ...]) -> int:
-    """Rows and columns, added up, of the matrices that get an adapter: all without patterns, or
-    where these are names of another family than Llama's. An expert's gate and up count as one
-    matrix.
+    """Return the sum of rows and columns, O + I, of all matrices that get an adapter.
+
+    All matrices get one if there are no patterns, or if these are names of another family than
+    Llama's. An expert's gate and up count as one matrix.
     """
-    sizes, total = dict(matrices(shapes)), 0
-    chosen = {name for pattern in patterns for name in matching(pattern, list(sizes))} or set(sizes)
+    sizes = dict(matrices(shapes))
+    named = {name for pattern in patterns for name in matching(pattern, list(sizes))}
+    adapted = named or set(sizes)
+    total = 0
     for name, (rows, columns) in sizes.items():
-        if name in chosen and not (shapes.experts and name.endswith(".up_proj")):
-            merged = shapes.experts and name.endswith(".gate_proj")
-            total += (2 * rows if merged else rows) + columns
+        if name not in adapted or (shapes.experts and name.endswith(".up_proj")):
+            continue
+        merged = shapes.experts and name.endswith(".gate_proj")
+        total += (2 * rows if merged else rows) + columns
     return total
 
 
 def shapes_of(config: Mapping[str, Any], name: str) -> Shapes:
-    """Of a config.json's fields. name: the model's, for messages.
+    """Return the sizes that the fields of a config.json give.
 
-    Raises `ConfigError` for a decoder that is not the usual one: every layer alike, attention with
-    keys and values a head group, and one gated MLP or routed experts.
+    name: name of the model, for messages.
+
+    Raises `ConfigError` unless all layers are alike, each with attention whose keys and values
+    belong to a group of heads, and with one gated MLP or routed experts.
     """
     kind = config.get("model_type")
     if kind not in COUNTED:
@@ -223,21 +252,22 @@ def shapes_of(config: Mapping[str, Any], name: str) -> Shapes:
             f"model {name!r}: its config.json has no {', '.join(missing)}; its sizes cannot be"
             " counted"
         )
-    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    heads = config["num_attention_heads"]
+    hidden = config["hidden_size"]
     experts = _first(config, ("num_experts", "num_local_experts"))
     if experts and (config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1):
         raise ConfigError(
             f"model {name!r}: some of its layers have experts and some have none, which is not"
             " counted"
         )
+    expert_columns = config.get("moe_intermediate_size") if experts else None
     return Shapes(
         hidden=hidden,
         layers=config["num_hidden_layers"],
         heads=heads,
         kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=config.get("head_dim") or hidden // heads,
-        intermediate=(config.get("moe_intermediate_size") if experts else None)
-        or config["intermediate_size"],
+        intermediate=expert_columns or config["intermediate_size"],
         vocabulary=config["vocab_size"],
         tied=bool(config.get("tie_word_embeddings", kind in _TIED)),
         experts=experts,
@@ -246,7 +276,7 @@ def shapes_of(config: Mapping[str, Any], name: str) -> Shapes:
 
 
 def _first(config: Mapping[str, Any], names: Sequence[str]) -> int:
-    """Of what families call differently; 0 where it is nowhere."""
+    """Return the first of these fields that the config sets, or 0; families name it differently."""
     return next((config[name] for name in names if config.get(name)), 0)
 
 
@@ -267,7 +297,7 @@ NAMED = {
     "qwen3-30b-a3b": _qwen(2048, 48, 32, 4, intermediate=768, experts=128, experts_a_token=8),
     "qwen3-235b-a22b": _qwen(4096, 94, 64, 4, intermediate=1536, experts=128, experts_a_token=8),
 }
-"""Published sizes by name, for predictions without a checkpoint at hand."""
+"""Published sizes by model name, for predictions without a checkpoint."""
 
 _TINY = Shapes(
     hidden=128,
@@ -295,17 +325,23 @@ EMBEDDED = {
         tied=True,
     ),
 }
-"""The embedded models', whose recipes (`qarl.embedded.recipe`) take torch to read, or which are yet
-to download.
+"""Sizes of the embedded models.
+
+Their recipes (`qarl.embedded.recipe`) cannot be read without torch, and SmolLM2 may not be
+downloaded yet.
 """
 
 
 def sizes_of(model: str) -> tuple[Shapes, str]:
-    """Sizes, and where they come from in words. model: as `RunConfig.model`, or a name of `NAMED`.
+    """Return the sizes of a model, and their source in words.
 
-    A hub id's config.json is taken from the hub's cache or downloaded; the published sizes of
-    Qwen's models are known. Raises `ModelError` where there is no config.json, and `ConfigError`
-    for one that is not counted (`shapes_of`).
+    The published sizes of Qwen's models are known. The config.json of any other hub id is taken
+    from the hub's cache or downloaded.
+
+    model: as `RunConfig.model`, or a name of `NAMED`.
+
+    Raises `ModelError` if there is no config.json, and `ConfigError` if its architecture is not
+    counted (`shapes_of`).
     """
     if model.lower() in NAMED:
         return NAMED[model.lower()], "published sizes"
@@ -323,8 +359,9 @@ def sizes_of(model: str) -> tuple[Shapes, str]:
 
 
 def counted_parameters(folder: Path) -> int:
-    """Of a model's folder by its config.json, without norms and biases; 0 for a family that is not
-    counted.
+    """Return the number of parameters by a folder's config.json, without norms and biases.
+
+    It is 0 if the model's family is not counted.
     """
     with suppress(ConfigError):
         return sizes_of(str(folder))[0].parameters
@@ -332,10 +369,10 @@ def counted_parameters(folder: Path) -> int:
 
 
 def _published(model: str) -> tuple[Shapes, str] | None:
-    """Base, instruct and math models of a size are alike."""
+    """Return the published sizes of a Qwen model, alike for base, instruct and math models."""
     size = model.removeprefix(_PUBLISHER).lower()
     for part in ("-base", "-instruct", "-math"):
         size = size.replace(part, "")
-    return (
-        (NAMED[size], "published sizes") if model.startswith(_PUBLISHER) and size in NAMED else None
-    )
+    if not model.startswith(_PUBLISHER) or size not in NAMED:
+        return None
+    return NAMED[size], "published sizes"

@@ -1,6 +1,4 @@
-"""A plan as a person reads it: in a line at a run's start, as a table of 80 columns, as a command
-that works.
-"""
+"""A plan in words: one line at a run's start, a table of 80 columns, and commands that fit."""
 
 import shlex
 import textwrap
@@ -14,11 +12,11 @@ from qarl.planning.plan import SPARE, Plan
 
 _WIDTH = 80
 _SHOWN = 0.05 * GIB
-"""Parts below it are left out of the line."""
+"""Smallest part, in bytes, that the line lists."""
 
 
 def one_line(plan: Plan) -> str:
-    """The sum against what is there, and the larger parts."""
+    """Return the total, the available memory and the larger parts in one line."""
     parts = [
         f"{part.name} {part.bytes / GIB:.1f}" for part in plan.memory.parts if part.bytes >= _SHOWN
     ]
@@ -40,12 +38,13 @@ def one_line(plan: Plan) -> str:
 
 
 def table(plan: Plan) -> list[str]:
-    """Every part, the sum against what is there, and whether it fits."""
-    config, s = plan.config, plan.shapes
+    """Return a table of all parts, with the total, the available memory and the verdict."""
+    config = plan.config
+    parameters = counted(plan.shapes.parameters)
     processes = f"{plan.processes} processes" if plan.processes > 1 else "one process"
     stage = f", ZeRO {config.learner.zero_stage or 0}" if plan.processes > 1 else ""
     lines = [
-        *_wrapped(f"{config.model}: {counted(s.parameters)} parameters ({plan.source})"),
+        *_wrapped(f"{config.model}: {parameters} parameters ({plan.source})"),
         *_wrapped(f"{config.scheme} in {config.dtype} on {plan.machine.name}, {processes}{stage}"),
         "",
         f"{'part':<15}{'GiB':>7}  of what",
@@ -56,51 +55,49 @@ def table(plan: Plan) -> list[str]:
         ),
     ]
     if plan.memory.host:
-        there = f" of {plan.machine.host / GIB:.1f}" if plan.machine.host is not None else ""
-        what = "loading, or moments and a checkpoint, all processes"
-        lines.append(f"{'host':<15}{plan.host / GIB:>7.1f}{there}  {what}")
+        available = f" of {plan.machine.host / GIB:.1f}" if plan.machine.host is not None else ""
+        note = "loading, or moments and a checkpoint, all processes"
+        lines.append(f"{'host':<15}{plan.host / GIB:>7.1f}{available}  {note}")
     if plan.decided:
         lines += ["", *_wrapped(f"decided by the plan: {', '.join(plan.decided)}")]
     return lines
 
 
 def verdict(plan: Plan) -> str:
-    """Whether it fits, in words."""
+    """Return whether the plan fits, in words."""
     if plan.share > 1:
         return f"{(plan.memory.total - plan.capacity) / GIB:.1f} GiB too much"
     if plan.lacks_host:
-        there = (plan.machine.host or 0) / GIB
+        available = (plan.machine.host or 0) / GIB
         return (
             f"fits, but loading and checkpoints take {plan.host / GIB:.1f} of the host's"
-            f" {there:.1f} GiB"
+            f" {available:.1f} GiB"
         )
     return f"{'fits' if plan.share <= 1 - SPARE else 'tight'}, {1 - plan.share:.0%} to spare"
 
 
 def remedies(plan: Plan, overrides: Mapping[str, str], file: str | None) -> list[str]:
-    """Of a plan that does not fit: what would help and how much, and the command that works.
-    overrides, file: of the command that was planned.
+    """Return the lines that follow the table of a plan that does not fit.
+
+    They list what each single change would save, and commands whose runs fit.
+
+    overrides, file: options and configuration file of the planned command.
     """
     lines = ["", "what would help, GiB less a process:"]
     lines += [f"{saved / GIB:>7.1f}  {options}" for options, saved in helping(plan).items()]
     proposed = fitting(plan)
-    if not any(works.machine == plan.machine for works, _ in proposed):
+    if not any(smaller.machine == plan.machine for smaller, _ in proposed):
         lines += ["", f"no combination of these fits {plan.machine.name}"]
-    for works, fields in proposed:
-        lines += [
-            "",
-            (
-                f"fits {works.machine.name}, {works.memory.total / GIB:.1f} of"
-                f" {works.capacity / GIB:.1f} GiB:"
-            ),
-        ]
+    for smaller, fields in proposed:
+        total = f"{smaller.memory.total / GIB:.1f} of {smaller.capacity / GIB:.1f} GiB"
+        lines += ["", f"fits {smaller.machine.name}, {total}:"]
         options = {**overrides, **as_texts(fields)}
-        lines += _command(works.processes, options, file)
+        lines += _command(smaller.processes, options, file)
     return lines
 
 
 def as_data(plan: Plan) -> dict[str, Any]:
-    """JSON-ready; bytes."""
+    """Return the plan as a dictionary for JSON; memory is in bytes."""
     return {
         "model": plan.config.model,
         "scheme": plan.config.scheme,
@@ -117,7 +114,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
 
 
 def _command(processes: int, overrides: Mapping[str, str], file: str | None) -> list[str]:
-    """`qarl train` with its options, on lines of the table's width that a shell takes together."""
+    """Return `qarl train` with its options, in lines of `_WIDTH` that a shell reads as one."""
     words = ["qarl train", *([f"--config {shlex.quote(file)}"] if file else [])]
     words += [option((path, shlex.quote(text))) for path, text in overrides.items()]
     words += [f"--processes {processes}"] if processes > 1 else []
