@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live panel in a terminal, plain lines elsewhere."""
+"""The display of a running run: a live panel in a terminal, plain lines elsewhere."""
 
 import time
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ _WIDTH = 48
 
 
 class Dashboard(AbstractContextManager["Dashboard"]):
-    """Shows a run. Use as a context manager around `train`."""
+    """Display of one run. Use it as a context manager around `train`."""
 
     def __init__(self, config: RunConfig, console: Console):
         self._config = config
@@ -36,23 +36,26 @@ class Dashboard(AbstractContextManager["Dashboard"]):
         self._phase = "starting"
         self._steps: list[StepMetrics] = []
         self._heldout: list[tuple[int, Heldout]] = []
-        # Redrawn by a thread of its own, so that time goes on while a step runs. Without a terminal
-        # it never starts.
+        # A thread of its own redraws the panel, so that times go on while a step runs. It never
+        # starts without a terminal.
         self._live = Live(console=console, refresh_per_second=2, get_renderable=self.panel)
 
     def __exit__(self, *error: object) -> None:
         self.finished()
 
     def finished(self) -> None:
-        """The last step is done: the panel stays as it is, and what comes is printed below it."""
+        """Stop the panel after the last step; later output is printed below it."""
         self.entered(_DONE)
         self._live.stop()
 
     def entered(self, phase: str) -> None:
-        """A phase of a step begins: "sample", "score", "learn", "publish", "record" or "evaluate".
-        The first starts the live panel, below what start-up printed.
+        """Show that a phase of a step begins.
+
+        Phases are "sample", "score", "learn", "publish", "record" and "evaluate". The first call
+        starts the live panel, below the output of start-up.
         """
-        self._phase, self._phase_started = phase, time.monotonic()
+        self._phase = phase
+        self._phase_started = time.monotonic()
         if self._console.is_terminal and not self._live.is_started and phase != _DONE:
             self._live.start()
 
@@ -63,25 +66,35 @@ class Dashboard(AbstractContextManager["Dashboard"]):
         packed: bool,
         trained: list[str],
     ) -> None:
-        """Print the audit table, one line for layers that are alike, what materializes each scheme,
-        whether the learner packs its sequences, and what `trained_part` has to say.
+        """Print the audit table and the facts that the audit established.
+
+        Args:
+            rows: layers that the audit compared.
+            materializers: scheme → the implementation that quantizes it.
+            packed: whether the learner packs its sequences.
+            trained: lines of `trained_part`.
         """
         audit_table(rows).show(self._console)
-        materialized = ", ".join(f"{scheme} by {how}" for scheme, how in materializers.items())
+        implementations = (f"{scheme} by {name}" for scheme, name in materializers.items())
+        materialized = ", ".join(implementations)
         self._console.print(f"materialized: {materialized}", soft_wrap=True, markup=False)
         self._console.print(f"learner's sequences: {'packed' if packed else 'padded'}")
         for line in trained:
             self._console.print(line, soft_wrap=True, markup=False)
 
     def baseline(self, measured: Heldout) -> None:
-        """What held-out answers come to before step 1."""
+        """Print the held-out measurement before step 1."""
         self._heldout.append((0, measured))
         self._console.print(f"before training: held-out {measured.name} {measured.figure}")
 
     def stepped(self, metrics: StepMetrics, warnings: Sequence[EarlyWarning] = ()) -> None:
-        """Take in one step's metrics. warnings: what it showed, printed at once."""
+        """Show one step's metrics, and print the warnings that it gave.
+
+        Without a terminal about 20 steps of a run are printed, and those with an evaluation.
+        """
         self._steps.append(metrics)
-        if (measured := heldout(vars(metrics))) is not None:
+        measured = heldout(vars(metrics))
+        if measured is not None:
             self._heldout.append((metrics.step, measured))
         due = metrics.step == 1 or metrics.step % max(1, self._config.steps // 20) == 0
         if metrics.step == self._config.steps:
@@ -95,7 +108,7 @@ class Dashboard(AbstractContextManager["Dashboard"]):
             )
 
     def panel(self) -> RenderableType:
-        """The live view."""
+        """Return the live panel."""
         config = self._config
         done = self._steps[-1].step if self._steps else 0
         grid = Table.grid(padding=(0, 2))
@@ -114,8 +127,9 @@ class Dashboard(AbstractContextManager["Dashboard"]):
         return Panel(grid, title=title, border_style="cyan", expand=False)
 
     def _add_measured(self, grid: Table, steps: Sequence[StepMetrics]) -> None:
-        """The rows that need a step."""
-        last, rewards = steps[-1], [m.reward for m in steps]
+        """Add the rows that are known after the first step."""
+        last = steps[-1]
+        rewards = [m.reward for m in steps]
         phases = dict.fromkeys(phase for m in steps for phase in m.seconds)
         seconds = {phase: sum(m.seconds.get(phase, 0.0) for m in steps) for phase in phases}
         tokens = self._config.rollout.samples * sum(m.response_tokens * m.prompts for m in steps)
@@ -152,28 +166,29 @@ class Dashboard(AbstractContextManager["Dashboard"]):
         )
 
     def _times(self, done: int) -> str:
-        """Elapsed, seconds a step and what is left, by the last steps' mean."""
+        """Return the elapsed time, the seconds a step, and the estimated time left."""
         elapsed = f"{_hours(time.monotonic() - self._started)} elapsed"
         if not self._steps:
             return elapsed
-        return (
-            f"{elapsed}   {self._pace():.2f} s/step   ETA"
-            f" {_hours(self._pace() * (self._config.steps - done))}"
-        )
+        pace = self._pace()
+        left = _hours(pace * (self._config.steps - done))
+        return f"{elapsed}   {pace:.2f} s/step   ETA {left}"
 
     def _pace(self) -> float:
-        """Mean seconds of the last steps, as many as make evaluations count with their share."""
-        return fmean(
-            sum(m.seconds.values()) for m in self._steps[-max(10, self._config.eval.every) :]
-        )
+        """Return the mean seconds of the last steps.
+
+        At least as many steps count as lie between evaluations, so that these have their share.
+        """
+        last = self._steps[-max(10, self._config.eval.every) :]
+        return fmean(sum(m.seconds.values()) for m in last)
 
     def _line(self, m: StepMetrics) -> str:
-        held_out = f"  held-out {measured}" if (measured := heldout(vars(m))) else ""
-        mismatch = (
-            f"  |Δ log p| {m.learn.mismatch.mean_abs:.2e}"
-            if m.learn
-            else "  skipped (all rewards equal)"
-        )
+        """Return one step as a line."""
+        measured = heldout(vars(m))
+        held_out = f"  held-out {measured}" if measured else ""
+        mismatch = "  skipped (all rewards equal)"
+        if m.learn:
+            mismatch = f"  |Δ log p| {m.learn.mismatch.mean_abs:.2e}"
         left = _hours(self._pace() * (self._config.steps - m.step))
         times = f"  {sum(m.seconds.values()):.2f} s  ETA {left}"
         step = (
@@ -184,20 +199,23 @@ class Dashboard(AbstractContextManager["Dashboard"]):
 
 
 def _hours(seconds: float) -> str:
-    """75.2 → 1:15, 3675 → 1:01:15."""
+    """Format seconds: 75.2 → 1:15, 3675 → 1:01:15."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def sparkline(values: list[float]) -> str:
-    """Values as one line of bars, averaged into at most `_WIDTH` bins, from the smallest value to
-    the largest.
+    """Draw values as one line of bars, whose heights range from the smallest value to the largest.
+
+    Values are averaged into at most `_WIDTH` bars.
     """
     if not values:
         return ""
     bins = min(_WIDTH, len(values))
     edges = [round(i * len(values) / bins) for i in range(bins + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
-    low, span = min(values), max(max(values) - min(values), 1e-9)
-    return "".join(_SPARKS[min(7, int(8 * (mean - low) / span))] for mean in means)
+    low = min(values)
+    span = max(max(values) - low, 1e-9)
+    heights = [min(7, int(8 * (mean - low) / span)) for mean in means]
+    return "".join(_SPARKS[height] for height in heights)

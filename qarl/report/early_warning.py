@@ -1,10 +1,13 @@
-"""Signs that a run is going wrong, out of its metrics as they come: one warning a sign and run.
+"""Signs in a run's metrics that it is going wrong, each reported once a run.
 
-The mean of the last `WINDOW` steps is compared with that of the first, and of the reward also with
-the best so far. A difference of rewards counts where it is beyond six times its standard error,
-with the noise of a step as consecutive steps show it: the best of many windows is high by chance.
-Thresholds are named below; docs/guide/report.md says which they are. Silent on runs that learn, and
-on runs that learn nothing (tests/qarl/test_early_warning.py), so a warning is worth a look.
+The mean of the last `WINDOW` steps is compared with the mean of the first; the reward's also with
+its best mean so far. A difference of rewards counts if it is larger than six standard errors,
+because the best of many windows is high by chance. The noise of a step is estimated from the
+differences of consecutive steps.
+
+The thresholds are below, and docs/guide/report.md explains them. Runs that learn give no warning,
+nor do runs that learn nothing (tests/qarl/test_early_warning.py), so that a warning is worth a
+look.
 """
 
 import math
@@ -16,29 +19,55 @@ from typing import Any
 from qarl.configs.errors import QarlError
 
 WINDOW = 10
-"""Steps that are averaged."""
+"""Number of steps that are averaged."""
 
-MISMATCH, MISMATCH_GROWN = 0.05, 3.0
-ENTROPY_LEFT, ENTROPY_GROWN = 0.1, 2.0
-LENGTH_GROWN, LENGTH_LEFT, TRUNCATED = 2.0, 0.5, 0.5
+MISMATCH = 0.05
+"""Mean |Δ log p| of a warning, in nats a token, if it has also grown by `MISMATCH_GROWN`."""
+
+MISMATCH_GROWN = 3.0
+"""Ratio of the mean |Δ log p| to its start."""
+
+ENTROPY_LEFT = 0.1
+"""Ratio of the entropy to its start, below which a policy has collapsed unless it gained reward."""
+
+ENTROPY_GROWN = 2.0
+"""Ratio of the entropy to its start, above which a policy that lost reward is becoming noise."""
+
+LENGTH_GROWN = 2.0
+"""Ratio of a completion's tokens to their start, above which a loss of reward is a sign."""
+
+LENGTH_LEFT = 0.5
+"""Ratio of a completion's tokens to their start, below which a loss of reward is a sign."""
+
+TRUNCATED = 0.5
+"""Fraction of truncated completions, if it has also doubled since the first step."""
+
 DEVIATION_GROWN = 1.25
+"""Ratio of the deviation within groups to its start, above which a loss of reward is a sign."""
+
 REWARD_LOST = 0.5
+"""Fraction of the gained reward that a run may lose."""
+
 ERRORS = 6.0
+"""Standard errors by which two means of rewards have to differ."""
 
 
 @dataclass(frozen=True)
 class EarlyWarning:
-    """sign: mismatch, entropy, length, deviation, reward or groups. step: of it. text: what, how
-    big, where to look.
-    """
+    """A sign that a run is going wrong."""
 
     sign: str
+    """Kind of the sign: mismatch, entropy, length, deviation, reward or groups."""
+
     step: int
+    """The step that showed it first."""
+
     text: str
+    """The sign, its size, and where to look."""
 
 
 class EarlyWarningError(QarlError, heading="early warning"):
-    """A run was stopped for a warning (`early_warning: stop`)."""
+    """Raised when a warning stops a run (`early_warning: stop`)."""
 
     def __init__(self, warnings: Sequence[EarlyWarning]):
         signs = "; ".join(warning.text for warning in warnings)
@@ -49,18 +78,22 @@ class EarlyWarningError(QarlError, heading="early warning"):
 
 
 class _Series:
-    """A metric's first and last `WINDOW` values, where it has them. best: largest mean of as many
-    before.
-    """
+    """The first and the last `WINDOW` values of a metric."""
 
     def __init__(self) -> None:
         self.first: list[float] = []
+        """The first values."""
         self.recent: deque[float] = deque(maxlen=WINDOW)
+        """The last values."""
         self.count = 0
+        """Number of all values."""
         self.best = -math.inf
+        """Largest mean of a window before the last."""
         self._squares = 0.0
+        """Sum of the squared differences of consecutive values."""
 
     def add(self, value: float | None) -> None:
+        """Append a value; a step that did not measure the metric has None."""
         if value is None or not math.isfinite(value):
             return
         if len(self.first) < WINDOW:
@@ -73,22 +106,26 @@ class _Series:
         self.count += 1
 
     @property
-    def whole(self) -> bool:
-        """Whether the two windows are apart."""
+    def comparable(self) -> bool:
+        """Whether the two windows have no value in common."""
         return self.count >= 2 * WINDOW
 
     @property
     def start(self) -> float:
+        """Mean of the first window."""
         return sum(self.first) / len(self.first)
 
     @property
     def now(self) -> float:
+        """Mean of the last window."""
         return sum(self.recent) / len(self.recent)
 
     @property
     def error(self) -> float:
-        """Standard error of the difference of two windows, for the noise that consecutive values
-        differ by.
+        """Standard error of the difference of two windows' means.
+
+        Consecutive values differ by 2σ² in mean square, σ² the variance of one value. The
+        difference of two windows' means has the variance 2σ² / `WINDOW`.
         """
         return math.sqrt(self._squares / (self.count - 1) / WINDOW)
 
@@ -105,12 +142,14 @@ _FIELDS = {
 
 
 class RunWatch:
-    """Over one run. before: the lines of metrics.jsonl so far, of a run that goes on; what they
-    showed is not shown again. stop_before: the step before which a sign stops the run
-    (`early_warning: stop`); 0: none does.
-    """
+    """Watches the metrics of one run for signs."""
 
     def __init__(self, before: Iterable[Mapping[str, Any]] = (), stop_before: int = 0):
+        """Take in the steps before.
+
+        before: lines of metrics.jsonl of a run that goes on; their signs are not reported again.
+        stop_before: step before which a sign stops the run (`early_warning: stop`); 0: never.
+        """
         self._series = {name: _Series() for name in _FIELDS}
         self._seen: set[str] = set()
         self._stop_before = 0
@@ -119,8 +158,9 @@ class RunWatch:
         self._stop_before = stop_before
 
     def add(self, line: Mapping[str, Any]) -> list[EarlyWarning]:
-        """What a step shows for the first time. line: of metrics.jsonl. Raises
-        `EarlyWarningError`.
+        """Take in one step, a line of metrics.jsonl, and return the signs that it shows first.
+
+        Raises `EarlyWarningError` if a sign is to stop the run at this step.
         """
         for name, field in _FIELDS.items():
             self._series[name].add(line.get(field))
@@ -132,14 +172,17 @@ class RunWatch:
         return warnings
 
     def _signs(self) -> Iterator[tuple[str, str]]:
-        yield from self._of_mismatch(self._series["mismatch"])
-        yield from self._of_entropy(self._series["entropy"])
-        yield from self._of_length(self._series["tokens"], self._series["truncated"])
-        yield from self._of_reward(self._series["reward"], self._series["deviation"])
-        yield from self._of_groups(self._series["groups"], self._series["reward"])
+        """Yield (sign, text) of every sign that the steps so far show."""
+        yield from self._mismatch_signs(self._series["mismatch"])
+        yield from self._entropy_signs(self._series["entropy"])
+        yield from self._length_signs(self._series["tokens"], self._series["truncated"])
+        yield from self._reward_signs(self._series["reward"], self._series["deviation"])
+        yield from self._group_signs(self._series["groups"], self._series["reward"])
 
-    def _of_mismatch(self, mismatch: _Series) -> Iterator[tuple[str, str]]:
-        if mismatch.whole and mismatch.now > max(MISMATCH, MISMATCH_GROWN * mismatch.start):
+    def _mismatch_signs(self, mismatch: _Series) -> Iterator[tuple[str, str]]:
+        if not mismatch.comparable:
+            return
+        if mismatch.now > max(MISMATCH, MISMATCH_GROWN * mismatch.start):
             yield (
                 "mismatch",
                 (
@@ -149,8 +192,8 @@ class RunWatch:
                 ),
             )
 
-    def _of_entropy(self, entropy: _Series) -> Iterator[tuple[str, str]]:
-        if not entropy.whole:
+    def _entropy_signs(self, entropy: _Series) -> Iterator[tuple[str, str]]:
+        if not entropy.comparable:
             return
         words = f"entropy went from {entropy.start:.2g} to {entropy.now:.2g} nats a token"
         if entropy.now < ENTROPY_LEFT * entropy.start and not self._gained():
@@ -170,11 +213,11 @@ class RunWatch:
                 ),
             )
 
-    def _of_length(self, tokens: _Series, truncated: _Series) -> Iterator[tuple[str, str]]:
-        if not tokens.whole:
+    def _length_signs(self, tokens: _Series, truncated: _Series) -> Iterator[tuple[str, str]]:
+        if not tokens.comparable:
             return
         words = f"completions went from {tokens.start:,.0f} to {tokens.now:,.0f} tokens"
-        # a policy may break within a few steps
+        # Compared with the first step, not the first window: a policy may break within a few steps.
         cut = truncated.now > max(TRUNCATED, 2 * truncated.first[0])
         if cut or (tokens.now > LENGTH_GROWN * tokens.start and self._lost()):
             yield (
@@ -190,8 +233,9 @@ class RunWatch:
                 f"{words}, and the reward fell: the policy stops before it answers",
             )
 
-    def _of_reward(self, reward: _Series, deviation: _Series) -> Iterator[tuple[str, str]]:
-        if deviation.whole and deviation.now > DEVIATION_GROWN * deviation.start and self._lost():
+    def _reward_signs(self, reward: _Series, deviation: _Series) -> Iterator[tuple[str, str]]:
+        grown = deviation.comparable and deviation.now > DEVIATION_GROWN * deviation.start
+        if grown and self._lost():
             yield (
                 "deviation",
                 (
@@ -210,7 +254,7 @@ class RunWatch:
                 ),
             )
 
-    def _of_groups(self, groups: _Series, reward: _Series) -> Iterator[tuple[str, str]]:
+    def _group_signs(self, groups: _Series, reward: _Series) -> Iterator[tuple[str, str]]:
         if groups.count >= WINDOW and groups.now == 0:
             yield (
                 "groups",
@@ -222,19 +266,21 @@ class RunWatch:
             )
 
     def _gained(self) -> bool:
+        """Whether the reward is higher than at the start, beyond chance."""
         reward = self._series["reward"]
-        return reward.whole and reward.now - reward.start > ERRORS * reward.error
+        return reward.comparable and reward.now - reward.start > ERRORS * reward.error
 
     def _lost(self) -> bool:
-        """Whether the reward has lost half of what it had gained, or more than it had."""
+        """Whether the reward has lost half or more of its gain, beyond chance."""
         reward = self._series["reward"]
-        if not reward.whole:
+        if not reward.comparable:
             return False
         fallen = reward.best - reward.now
-        return fallen > max(ERRORS * reward.error, REWARD_LOST * (reward.best - reward.start))
+        gained = reward.best - reward.start
+        return fallen > max(ERRORS * reward.error, REWARD_LOST * gained)
 
 
 def early_warnings(lines: Iterable[Mapping[str, Any]]) -> list[EarlyWarning]:
-    """Of a whole run. lines: of metrics.jsonl."""
+    """Return all warnings of a run. lines: the run's metrics.jsonl, parsed."""
     watch = RunWatch()
     return [warning for line in lines for warning in watch.add(line)]

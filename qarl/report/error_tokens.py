@@ -1,16 +1,16 @@
-"""Error tokens: the repetitive and garbled tokens that long rollouts of quantized policies fill up
-with (QaRL, arXiv
-2604.07853, which names them and leaves counting open). Counted from what any engine returns, tokens
-  and log-probs:
+"""Error tokens: the repetitive and garbled tokens that fill long rollouts of quantized policies.
 
-    improbable   sampled although the sampler gave the token less than IMPROBABLE repeated     part
-    of a loop: one n-gram of at most LONGEST_PERIOD tokens, REPEATS or more times in a row
+QaRL (arXiv 2604.07853) names them and leaves counting open. They are counted from tokens and
+log-probs, which any engine returns:
 
-A token that is either is an error token. Both are proxies: a rare word is improbable and a drawn
-line is a loop.
+    improbable   the sampler gave the token a probability below IMPROBABLE
+    repeated     the token is part of a loop: one n-gram of at most LONGEST_PERIOD tokens, REPEATS
+                 or more times in a row
 
-What an environment wrote is neither, and is not counted. Axes: T tokens, of all completions laid
-end to end.
+A token that is either is an error token. Both are proxies: a rare word is improbable, and a drawn
+line is a loop. Tokens that an environment wrote are not counted.
+
+Axes: T tokens, of all completions laid end to end.
 """
 
 import math
@@ -21,34 +21,38 @@ import numpy as np
 from qarl.rollout.types import Completion, Group
 
 IMPROBABLE = 1e-3
-"""At temperature 1 such tokens come up as often as the probability they hold together, which a
-sound policy keeps small and a broken one does not.
+"""Probability below which a sampled token is improbable.
+
+At temperature 1 such tokens are sampled as often as their probabilities add up to. The sum is small
+for a sound policy, and not for a broken one.
 """
 
 LONGEST_PERIOD = 8
+"""Tokens of the longest n-gram of a loop."""
+
 REPEATS = 4
+"""Smallest number of rounds of a loop."""
 
 
 def count_error_tokens(groups: Sequence[Group]) -> dict[str, float | None]:
-    """Shares in [0, 1] of the groups' response tokens, one at least, by their names in
-    `StepMetrics`.
+    """Return the fractions of error tokens in the groups' sampled tokens, at least one.
 
-    error_tokens: improbable or repeated. error_tokens_negative and _positive: among completions
-    with less and with more reward than their group's mean, which are those of negative and positive
-    advantage; None where there are none.
+    Names are those of `StepMetrics`. error_tokens counts improbable or repeated tokens.
+    error_tokens_negative and error_tokens_positive count them in the completions whose reward is
+    below and above their group's mean, which are those of negative and positive advantage. They are
+    None if there are no such completions.
     """
     completions = [c for g in groups for c in g.completions]
     sampled = np.concatenate([np.asarray(c.sampled, dtype=bool) for c in completions])
-    sign = np.repeat(
-        [s for g in groups for s in _signs(g.rewards)],
-        [len(c.token_ids) for c in completions],
-    )[sampled]
+    completion_signs = [sign for g in groups for sign in _signs(g.rewards)]
+    lengths = [len(c.token_ids) for c in completions]
+    sign = np.repeat(completion_signs, lengths)[sampled]
     improbable = improbable_tokens(completions)[sampled]
     repeated = repeated_tokens([c.token_ids for c in completions])[sampled]
     error = improbable | repeated
 
-    def share(of: np.ndarray) -> float | None:
-        return float(error[of].mean()) if of.any() else None
+    def share(mask: np.ndarray) -> float | None:
+        return float(error[mask].mean()) if mask.any() else None
 
     return {
         "error_tokens": float(error.mean()),
@@ -60,9 +64,8 @@ def count_error_tokens(groups: Sequence[Group]) -> dict[str, float | None]:
 
 
 def _signs(rewards: Sequence[float]) -> list[int]:
-    """-1, 0 or 1 where a reward is below, at or above the group's mean; equal rewards are all at
-    it.
-    """
+    """Return -1, 0 or 1 for each reward below, at or above the group's mean."""
+    # Equal rewards are at the mean, which rounding may put beside them.
     if len(set(rewards)) <= 1:
         return [0] * len(rewards)
     mean = sum(rewards) / len(rewards)
@@ -70,16 +73,19 @@ def _signs(rewards: Sequence[float]) -> list[int]:
 
 
 def improbable_tokens(completions: Sequence[Completion]) -> np.ndarray:
-    """Which tokens the sampler gave less than `IMPROBABLE`, bool [T]."""
+    """Return which tokens the sampler gave a probability below `IMPROBABLE`, bool [T]."""
     logprobs = [np.asarray(c.logprobs, dtype=np.float64) for c in completions]
     return np.concatenate(logprobs) < math.log(IMPROBABLE)
 
 
 def repeated_tokens(sequences: Sequence[Sequence[int]]) -> np.ndarray:
-    """Which tokens lie in a loop, its first round and a broken-off last one included, bool [T]."""
-    # One array with a separator after each sequence, equal to no other element. No loop crosses a
-    # separator: a run of T_j = T_j-n that compares one sequence with its neighbour lies between the
-    # separator and n places on, too short.
+    """Return which tokens lie in a loop, bool [T].
+
+    The first round of a loop counts, and a last one that breaks off.
+    """
+    # Put all sequences into one array, with a separator after each that equals no other element.
+    # No loop crosses a separator: a run of T_j = T_j-n that compares one sequence with its
+    # neighbour lies between the separator and n places on, which is too short.
     lengths = np.array([len(s) for s in sequences])
     ends = np.cumsum(lengths + 1) - 1
     tokens = np.full(int(ends[-1]) + 1, -1, dtype=np.int64)
@@ -94,15 +100,20 @@ def repeated_tokens(sequences: Sequence[Sequence[int]]) -> np.ndarray:
 
 
 def _looping(tokens: np.ndarray, period: int) -> np.ndarray:
-    """Which of `tokens`, int64 [T], lie in a run that repeats after `period` tokens, `REPEATS`
-    rounds or longer.
+    """Return which of `tokens`, int64 [T], lie in a loop of that period, bool [T].
+
+    A loop has at least `REPEATS` rounds.
     """
-    # same[j + 1]: token j equals the one a period before
+    # same[j + 1] says whether token j equals the one a period before; its ends are 0, so that every
+    # run of equal tokens has a rising and a falling edge.
     same = np.zeros(len(tokens) + 2, dtype=np.int8)
     same[period + 1 : -1] = tokens[period:] == tokens[:-period]
     edges = np.diff(same)
-    starts, stops = np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)
+    starts = np.flatnonzero(edges == 1)
+    stops = np.flatnonzero(edges == -1)
+    # A run misses the loop's first round, whose tokens have no equal before them.
     long = stops - starts >= (REPEATS - 1) * period
+    # Add 1 where a loop begins and -1 where it ends: the running sum is positive within loops.
     marks = np.zeros(len(tokens) + 1, dtype=np.int64)
     np.add.at(marks, starts[long] - period, 1)
     np.add.at(marks, stops[long], -1)

@@ -1,5 +1,7 @@
-"""Metrics to Weights & Biases, beside metrics.jsonl and TensorBoard. Where they go, and whether
-offline, is said by its own environment variables (WANDB_MODE=offline). It is in none of the locks.
+"""Logging of metrics to Weights & Biases, in addition to metrics.jsonl and TensorBoard.
+
+Its own environment variables configure it, such as WANDB_MODE=offline. None of the lock files has
+the package.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -13,19 +15,23 @@ from qarl.configs.schema.run import RunConfig
 from qarl.report.startup import say
 
 Log = Callable[[Mapping[str, float], int], None]
-"""Sends a step's figures, by their names in metrics.jsonl."""
+"""Function that sends the figures of a step, given by their names in metrics.jsonl."""
 
 
 def unlogged(figures: Mapping[str, float], step: int) -> None:
-    """A `Log` that sends nothing."""
+    """Send nothing; the `Log` of a run without a tracker."""
 
 
 @contextmanager
 def step_logger(config: RunConfig, run: Path, first: bool = True) -> Iterator[Log]:
-    """Yields what sends figures to where `log` says: the project `qarl`, a run named as the run's
-    folder; a resumed run continues its own. Where sending fails, that is said once and the run goes
-    on without. first: whether this is the first process; the others send nothing. Raises
-    `ConfigError` where it cannot begin, as without a login.
+    """Connect to the tracker that `log` names, and yield a function that sends a step's figures.
+
+    Figures go to the project `qarl`, to a run named after the run's folder, which a resumed run
+    continues. If sending fails, one warning is printed and the run goes on without the tracker.
+
+    first: whether this is the first process; the others send nothing.
+
+    Raises `ConfigError` if the tracker cannot start, for example without a login.
     """
     if config.log == "none" or not first:
         yield unlogged

@@ -1,4 +1,4 @@
-"""What a step reports, and where it is written: JSON lines, TensorBoard, and another by `log`."""
+"""The metrics of a step, and their writer: JSON lines, TensorBoard, and the tracker `log` names."""
 
 import dataclasses
 import json
@@ -24,59 +24,106 @@ from qarl.tasks.base import WeightedSum
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One step. prompts: sampled; reward, response_tokens: means over all their completions.
-    reward_deviation: of the rewards within a group, mean over groups. rewards: mean and deviation
-    of each of several, by its name. unscored: completions left out, for which the reward gave no
-    signal. mixed_reward_groups: share of groups whose rewards differ (the others teach nothing).
-    error_tokens and the four that split it: `qarl.report.error_tokens`. accuracy, heldout_reward:
-    held-out (`Heldout`), where evaluated. learn: None where every group's rewards were equal.
-    digest: of the version that was published; canary: mean |Δ log p| of the publish's, where it had
-    one, nats. conversation: what happened in conversations (`Completion.events`), means over them;
-    None where prompts are answered once. staleness: versions between the weights that sampled and
-    those that learn, mean over tokens; None in a run that samples none ahead. seconds: wall time by
-    phase, the only fields that two equal runs differ in.
+    """The metrics of one training step.
+
+    Two equal runs differ in `seconds` alone.
     """
 
     step: int
+    """Number of the step, from 1."""
+
     weight_version: int
+    """Version of the weights in the engine after the step."""
+
     prompts: int
+    """Number of sampled prompts, each of which gives a group of completions."""
+
     unscored: int
+    """Number of completions left out because the reward gave no signal for them."""
+
     reward: float
+    """Mean reward of all completions."""
+
     reward_deviation: float
+    """Standard deviation of the rewards within a group, mean over groups."""
+
     rewards: dict[str, dict[str, float]] | None
+    """Mean and deviation of each reward by its name; None unless several are added up."""
+
     response_tokens: float
+    """Mean number of sampled tokens of a completion."""
+
     truncated: float
+    """Fraction of completions that were cut off by a limit of their length."""
+
     mixed_reward_groups: float
+    """Fraction of groups whose rewards differ; the others teach nothing."""
+
     error_tokens: float
+    """Fraction of response tokens that are error tokens (`qarl.report.error_tokens`)."""
+
     improbable_tokens: float
+    """Fraction of response tokens that the sampler gave a very small probability."""
+
     repeated_tokens: float
+    """Fraction of response tokens that are part of a loop."""
+
     error_tokens_negative: float | None
+    """Fraction of error tokens in completions of negative advantage; None if there are none."""
+
     error_tokens_positive: float | None
+    """Fraction of error tokens in completions of positive advantage; None if there are none."""
+
     conversation: dict[str, float] | None
+    """Mean number of events of a conversation by name (`Completion.events`).
+
+    None if prompts are answered once.
+    """
+
     skipped_batches: int
+    """Number of batches so far from which nothing was learned, such as those of equal rewards."""
+
     learn: LearnStats | None
+    """The learner's metrics; None if all rewards of each group were equal."""
+
     accuracy: float | None
+    """Held-out accuracy (`Heldout`); None if this step was not evaluated."""
+
     heldout_reward: float | None
+    """Held-out reward (`Heldout`); None if this step was not evaluated."""
+
     digest: str | None
+    """Digest of the published weights; None if nothing was published."""
+
     canary: float | None
+    """Mean |Δ log p| of the publish's canary, in nats; None if it had no canary."""
+
     staleness: float | None
+    """Versions between the weights that sampled and those that learn, mean over tokens.
+
+    None if the run does not sample ahead.
+    """
+
     seconds: dict[str, float]
+    """Wall time by phase, in seconds."""
 
     def flat(self) -> dict[str, Any]:
-        """Nested fields joined with "/"; None left out, but for the learner's, which are null where
-        a step did not measure them. The learner's seconds are under seconds/learn/, its
-        diagnostics' beside its other metrics.
+        """Return all metrics by one name each, nested fields joined with "/".
+
+        None is left out, except in nested fields: the learner's are null if a step did not measure
+        them. The learner's seconds are under seconds/learn/. Its diagnostics' records are next to
+        its other metrics.
         """
-        return {
-            name.replace("learn/seconds/", "seconds/learn/").replace(
-                "learn/records/", "learn/"
-            ): value
-            for name, value in _flatten("", dataclasses.asdict(self))
-        }
+        return {_public_name(name): value for name, value in _flatten("", dataclasses.asdict(self))}
+
+
+def _public_name(name: str) -> str:
+    renamed = name.replace("learn/seconds/", "seconds/learn/")
+    return renamed.replace("learn/records/", "learn/")
 
 
 def batch_metrics(groups: list[Group]) -> dict[str, Any]:
-    """The fields of `StepMetrics` from prompts to error tokens, of a step's groups."""
+    """Return the fields of `StepMetrics` that a step's groups determine, by name."""
     rewards = [r for g in groups for r in g.rewards]
     completions = [c for g in groups for c in g.completions]
     return {
@@ -84,7 +131,7 @@ def batch_metrics(groups: list[Group]) -> dict[str, Any]:
         "unscored": sum(g.unscored for g in groups),
         "reward": sum(rewards) / len(rewards),
         "reward_deviation": fmean(pstdev(g.rewards) for g in groups if g.rewards),
-        "rewards": _of_each(rewards),
+        "rewards": _term_statistics(rewards),
         "response_tokens": sum(sum(c.sampled) for c in completions) / len(completions),
         "truncated": sum(c.truncated for c in completions) / len(completions),
         "mixed_reward_groups": sum(len(set(g.rewards)) > 1 for g in groups) / len(groups),
@@ -93,30 +140,43 @@ def batch_metrics(groups: list[Group]) -> dict[str, Any]:
     }
 
 
-def _of_each(rewards: list[float]) -> dict[str, dict[str, float]] | None:
+def _term_statistics(rewards: list[float]) -> dict[str, dict[str, float]] | None:
+    """Return mean and deviation of each term of rewards that are weighted sums, or None."""
     sums = [reward for reward in rewards if isinstance(reward, WeightedSum)]
-    columns = {
-        name: [t for each in sums if (t := each.terms[name]) is not None]
-        for name in (sums[0].terms if sums else ())
-    }
-    return {
-        name: {"mean": fmean(c), "deviation": pstdev(c)} for name, c in columns.items() if c
-    } or None
+    names = sums[0].terms if sums else ()
+    statistics = {}
+    for name in names:
+        terms = [reward.terms[name] for reward in sums]
+        # A term may be missing for a completion that its reward gave no signal for.
+        values = [term for term in terms if term is not None]
+        if values:
+            statistics[name] = {"mean": fmean(values), "deviation": pstdev(values)}
+    return statistics or None
 
 
 def _mean_events(completions: list[Completion]) -> dict[str, float] | None:
+    """Return the mean number of each event in a completion, or None if there are no events."""
     counts = [dict(c.events) for c in completions]
-    names = sorted({name for each in counts for name in each})
-    return {name: sum(each.get(name, 0) for each in counts) / len(counts) for name in names} or None
+    names = sorted({name for count in counts for name in count})
+    means = {name: sum(count.get(name, 0) for count in counts) / len(counts) for name in names}
+    return means or None
 
 
 @contextmanager
 def metrics_writer(
     folder: RunFolder, resume_step: int | None, first: bool, log: Log
 ) -> Iterator[Callable[[StepMetrics], None]]:
-    """Yields what appends a step to metrics.jsonl, TensorBoard and `log`; what is there of steps
-    after `resume_step` is dropped first. All is closed at the end, also of a run that fails. first:
-    whether this is the first process; the others write nothing.
+    """Open the files of a run's metrics, and yield a function that writes one step to all of them.
+
+    A step goes to metrics.jsonl, TensorBoard and `log`. All of them are closed at the end, also
+    when the run fails.
+
+    Args:
+        folder: folder of the run.
+        resume_step: step from which the run goes on; lines of later steps are dropped. None for a
+            new run.
+        first: whether this is the first process; the others write nothing.
+        log: sends the figures to an experiment tracker.
     """
     if not first:
         yield lambda metrics: None
@@ -128,7 +188,7 @@ def metrics_writer(
     purge_step = None if resume_step is None else resume_step + 1
     with (
         folder.metrics.open("a", encoding="utf-8") as lines,
-        replaced(threading, excepthook=partial(_but_for_disks, threading.excepthook)),
+        replaced(threading, excepthook=partial(_show_unless_disk, threading.excepthook)),
         SummaryWriter(str(folder.path / "tensorboard"), purge_step=purge_step) as board,
     ):
 
@@ -148,31 +208,34 @@ def metrics_writer(
         yield write
 
 
-def _but_for_disks(
+def _show_unless_disk(
     show: Callable[[threading.ExceptHookArgs], object], failed: threading.ExceptHookArgs
 ) -> None:
-    """TensorBoard's thread keeps what a full disk raised for whoever writes next; it need not be
-    shown too.
+    """Show a thread's exception unless the disk caused it.
+
+    TensorBoard's thread raises a disk error again at the next write, which reports it.
     """
     if failed.exc_value is None or disk_error(failed.exc_value) is None:
         show(failed)
 
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl."""
+    """Return the lines of a metrics.jsonl, parsed."""
     return [json.loads(line) for line in json_lines(file)]
 
 
 def json_lines(file: Path) -> list[str]:
-    """A file's lines. Split at "\\n" alone: JSON may hold other separators of lines (U+2028) as
-    they are.
+    """Return a file's lines, split at "\\n" alone.
+
+    JSON may contain other line separators, such as U+2028, unescaped.
     """
     return [line for line in file.read_text(encoding="utf-8").split("\n") if line]
 
 
 def read_until(file: Path, step: int) -> list[dict[str, Any]]:
-    """The complete lines up to `step`, of a metrics.jsonl that need not exist; one cut short by a
-    crash is none.
+    """Return the lines of a metrics.jsonl up to `step`, parsed.
+
+    A line that a crash cut short is skipped. The list is empty if the file does not exist.
     """
     lines = []
     for text in json_lines(file) if file.exists() else ():
@@ -182,14 +245,15 @@ def read_until(file: Path, step: int) -> list[dict[str, Any]]:
 
 
 def _drop_after(file: Path, step: int) -> None:
-    with written_aside(file) as building:  # a full disk or a kill leaves the curve
-        building.write_text(
-            "".join(json.dumps(line) + "\n" for line in read_until(file, step)),
-            encoding="utf-8",
-        )
+    """Remove the lines of steps after `step`."""
+    # The old file stays if a full disk or a kill interrupts the write.
+    with written_aside(file) as building:
+        lines = [json.dumps(line) + "\n" for line in read_until(file, step)]
+        building.write_text("".join(lines), encoding="utf-8")
 
 
 def _flatten(prefix: str, tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield each leaf of a tree with the path to it; None at the top level is left out."""
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if isinstance(value, dict):

@@ -1,6 +1,4 @@
-"""What a benchmark's `--json` writes: its figures, and all that a reader needs to measure them
-again.
-"""
+"""The record that a benchmark's `--json` writes: its figures, and how to measure them again."""
 
 import shlex
 import subprocess
@@ -14,9 +12,13 @@ _FILES = ("--json", "--plot", "--picture")
 
 
 def record(arguments: list[str], data: Any, program: str = "qarl") -> dict[str, Any]:
-    """command, commit ("… with changes" where files differ from it; None outside a checkout),
-    machine and versions, data: the benchmark's own. arguments: of `program`; where it wrote to
-    (`--json`, `--plot`, `--picture`) is left out.
+    """Return the record of a benchmark, a dictionary for JSON.
+
+    It has the command, the commit, the machine with versions, and the data. The commit reads
+    "… with changes" if files differ from it, and is None outside a checkout.
+
+    arguments: arguments of `program`. Options that name output files (`--json`, `--plot`,
+    `--picture`) are left out of the command.
     """
     return {
         "command": f"{program} {shlex.join(_without_files(arguments))}",
@@ -27,7 +29,9 @@ def record(arguments: list[str], data: Any, program: str = "qarl") -> dict[str, 
 
 
 def _without_files(arguments: list[str]) -> list[str]:
-    kept, skip = [], False
+    """Return the arguments without the options in `_FILES` and their values."""
+    kept: list[str] = []
+    skip = False  # whether the next argument is the value of such an option
     for argument in arguments:
         if not skip and argument.partition("=")[0] not in _FILES:
             kept.append(argument)
@@ -36,6 +40,8 @@ def _without_files(arguments: list[str]) -> list[str]:
 
 
 def _commit() -> str | None:
+    """Return the checkout's commit, or None if this is no checkout or git is missing."""
+
     def git(*words: str) -> str:
         return subprocess.run(
             ["git", *words], cwd=_ROOT, capture_output=True, text=True, check=True

@@ -1,4 +1,4 @@
-"""A run's folder: configuration, environment, metrics, tokens, checkpoints, export."""
+"""The folder of a run: configuration, environment, metrics, tokens, checkpoints and export."""
 
 import fcntl
 import json
@@ -50,35 +50,44 @@ FIXED_FIELDS = (
     "learner.optimizer.rounding",
     "learner.lora",
 )
-"""What a resumed run may not change, but for what may have stopped it: `_BOUNDS`."""
+"""Fields that a resumed run may not change, apart from `_BOUNDS` below them."""
+
 _BOUNDS = ("task.time_limit", "task.memory_limit", "task.on_error")
+"""Fields that a resumed run may change because they may have stopped it."""
 
 
 class RunInUseError(ConfigError):
-    """A run that another process writes now."""
+    """Raised for a run that another process is writing."""
 
 
 class RunFolder:
-    """Paths and small files of one run.
-
-    metrics: one JSON object a step. start: what was found before step 1: the audit, the first
-    publish's canary, held-out accuracy. tokens: some completions of every step, token by token: a
-    Parquet file a step (`qarl.report.token_files`). checkpoints: what `--resume` continues from.
-    export: the deployable checkpoint. engine_start: the checkpoint the engine first loaded.
-    """
+    """The paths and small files of one run."""
 
     def __init__(self, path: Path, created: tuple[Path, ...] = ()):
-        """created: folders above it that were made for it, the innermost first."""
+        """Set the paths; no file is read.
+
+        created: parent folders that were created for the run, the innermost first.
+        """
         self.path = path
-        self._made = created
-        self.metrics, self.start = path / "metrics.jsonl", path / "start.json"
-        self.tokens, self.checkpoints = path / "tokens", path / "checkpoints"
-        self.export, self.engine_start = path / "export", path / "engine-start"
+        self._created = created
+        self.metrics = path / "metrics.jsonl"
+        """File of metrics, one JSON object a step."""
+        self.start = path / "start.json"
+        """File of the facts before step 1: audit, first publish's canary, held-out accuracy."""
+        self.tokens = path / "tokens"
+        """Folder of recorded completions, a Parquet file a step (`qarl.report.token_files`)."""
+        self.checkpoints = path / "checkpoints"
+        """Folder of the checkpoints that `--resume` continues from."""
+        self.export = path / "export"
+        """Folder of the deployable checkpoint."""
+        self.engine_start = path / "engine-start"
+        """Folder of the checkpoint that the engine loads first."""
 
     @classmethod
     def create(cls, config: RunConfig) -> "RunFolder":
-        """A new folder holding the resolved configuration, its paths absolute. Raises `ConfigError`
-        where it exists.
+        """Create the folder of a new run, and write the configuration with absolute paths into it.
+
+        Raises `ConfigError` if the folder exists or cannot be created.
         """
         path = new_path(config)
         created = tuple(folder for folder in path.parents if not folder.exists())
@@ -106,10 +115,10 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the run: no other process may write it meanwhile. The system lets go should this one
-        die.
+        """Lock the run, so that no other process writes it within this context.
 
-        Raises `RunInUseError` naming the process that holds it.
+        The system releases the lock if this process dies. Raises `RunInUseError`, which names the
+        process that holds the lock.
         """
         with (self.path / "lock").open("a+") as file:
             try:
@@ -127,7 +136,7 @@ class RunFolder:
             yield
 
     def is_held(self) -> bool:
-        """Whether a process writes the run now (`locked`)."""
+        """Return whether a process is writing the run (`locked`)."""
         try:
             with (self.path / "lock").open() as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -138,28 +147,24 @@ class RunFolder:
         return False
 
     def has_begun(self) -> bool:
-        """Whether a step was done or a checkpoint written: something to keep."""
+        """Return whether the run has results to keep: a finished step or a checkpoint."""
         return bool(self.steps()) or (self.metrics.is_file() and self.metrics.stat().st_size > 0)
 
     def discard(self) -> None:
-        """Remove the folder, and those above it that were made for it, where nothing else came into
-        them.
-        """
+        """Remove the folder, and the parents created for it that have nothing else in them."""
         shutil.rmtree(self.path, ignore_errors=True)
-        for folder in self._made:
+        for folder in self._created:
             try:
                 folder.rmdir()
-            except OSError:
+            except OSError:  # not empty
                 return
 
     def steps(self) -> list[int]:
-        """Steps of the complete checkpoints, oldest first."""
+        """Return the steps of the complete checkpoints, oldest first."""
         return checkpoint_steps(self.checkpoints)
 
     def require_checkpoint(self) -> None:
-        """Raises `ConfigError` for a run without a checkpoint: there is nothing of it to export or
-        go on from.
-        """
+        """Raise `ConfigError` if the run has no checkpoint to export or continue from."""
         if not self.steps():
             config = self.config()
             first = min(config.checkpoint.every, config.steps)
@@ -170,7 +175,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path) -> "RunFolder":
-        """An existing run. Raises `ConfigError` where there is none."""
+        """Open the folder of an existing run. Raises `ConfigError` if `path` is none."""
         if not path.is_dir():
             raise ConfigError(
                 f"there is no folder {str(path)!r}; give a run's, by default one of runs/"
@@ -182,18 +187,19 @@ class RunFolder:
         return cls(path)
 
     def write_config(self, config: RunConfig) -> None:
-        """Keep what the run goes on with, whole or not at all."""
+        """Write config.yaml atomically, with absolute paths."""
         tree = with_absolute_paths(config).model_dump(mode="json")
         with written_aside(self.path / "config.yaml") as building:
             building.write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
 
     def config(self) -> RunConfig:
-        """The configuration the run was started with."""
+        """Return the configuration that config.yaml holds."""
         return config_from_tree(self.written())
 
     def written(self) -> dict[str, Any]:
-        """What config.yaml holds. Raises `ConfigError` for one that is damaged, or of a version
-        with other fields.
+        """Return the fields that config.yaml holds, as a tree.
+
+        Raises `ConfigError` if the file is damaged, or written by a version with other fields.
         """
         file = self.path / "config.yaml"
         tree = read_yaml(file)
@@ -208,22 +214,24 @@ class RunFolder:
 
 
 def checkpoint_steps(folder: Path) -> list[int]:
-    """Steps of the complete checkpoints in a folder, oldest first; copies with other names beside
-    them are none.
+    """Return the steps of the complete checkpoints in a folder, oldest first.
+
+    Copies under other names are ignored.
     """
-    named = (
-        re.fullmatch(r"step-(\d{6,})", file.parent.name)
-        for file in folder.glob("step-*/manifest.json")
-    )
-    return sorted(int(match[1]) for match in named if match)
+    # The manifest is written last, so that a checkpoint that has one is complete.
+    manifests = folder.glob("step-*/manifest.json")
+    names = (re.fullmatch(r"step-(\d{6,})", manifest.parent.name) for manifest in manifests)
+    return sorted(int(match[1]) for match in names if match)
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
-    """With the paths of model, questions and functions absolute, as they are found from the working
-    folder: a run is resumed and evaluated from any. Names of what is no file here (built-in tasks,
-    ids on the Hub, modules) stay.
+    """Return the configuration with absolute paths of model, questions and functions.
+
+    Paths are relative to the working folder so far, and a run may be resumed and evaluated from
+    another one. Names that are no file here stay: built-in tasks, ids on the Hub, modules.
     """
-    here, objective = Path.cwd(), config.learner.objective
+    here = Path.cwd()
+    objective = config.learner.objective
     if isinstance(objective, OwnConfig):
         objective = objective.model_copy(
             update={"function": absolute_function(objective.function, here)}
@@ -241,20 +249,21 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
 
 
 def new_path(config: RunConfig) -> Path:
-    """Where a run started now is to be written: `output`, or runs/<model>-<scheme>-<time>."""
+    """Return the folder for a run that starts now: `output`, or runs/<model>-<scheme>-<time>."""
     name = f"{Path(config.model).name}-{config.scheme}-{time.strftime('%Y%m%d-%H%M%S')}"
     return Path(config.output) if config.output else Path("runs") / name
 
 
 def resumed_config(started: RunConfig, resumed: RunConfig) -> RunConfig:
-    """The configuration to continue with. Raises `ConfigError` where a field that fixes the run
-    differs.
+    """Return the configuration to continue a run with, with absolute paths.
+
+    Raises `ConfigError` if a field of `FIXED_FIELDS` differs from the run's.
     """
-    started, resumed = with_absolute_paths(started), with_absolute_paths(resumed)
+    started = with_absolute_paths(started)
+    resumed = with_absolute_paths(resumed)
+    fixed = tuple(f"{field}." for field in FIXED_FIELDS)
     for path, (old, new) in differing(started, resumed).items():
-        if path not in _BOUNDS and f"{path}.".startswith(
-            tuple(f"{field}." for field in FIXED_FIELDS)
-        ):
+        if path not in _BOUNDS and f"{path}.".startswith(fixed):
             raise ConfigError(
                 f"this run was started with {path} {old!r} and cannot be resumed with {new!r};"
                 " start a new run for that"
@@ -263,7 +272,7 @@ def resumed_config(started: RunConfig, resumed: RunConfig) -> RunConfig:
 
 
 def describe_environment() -> dict[str, Any]:
-    """Versions and machine facts a reader needs to reproduce figures."""
+    """Return the versions and machine facts that a reader needs to reproduce figures."""
     import torch
 
     machine = {
@@ -275,12 +284,10 @@ def describe_environment() -> dict[str, Any]:
 
 
 def _device_name() -> str:
-    """The GPU's name, else the CPU's, which decides what vLLM's kernels round."""
+    """Return the name of the GPU, or of the CPU, which decides how vLLM's kernels round."""
     import torch
 
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    return (
-        f"{cpu_facts().get('model name', 'CPU')},"
-        f" {'with' if torch.cpu._is_amx_tile_supported() else 'without'} AMX"
-    )
+    amx = "with" if torch.cpu._is_amx_tile_supported() else "without"
+    return f"{cpu_facts().get('model name', 'CPU')}, {amx} AMX"

@@ -1,5 +1,7 @@
-"""What is known of a run before its first step, as JSON (`runs/NAME/start.json`): the audit, the
-canary, accuracy, and what its diagnostics will have drawn.
+"""The facts known about a run before its first step, as JSON (`runs/NAME/start.json`).
+
+They are the audit, the first publish's canary, held-out accuracy, and the figures that the
+learner's diagnostics will draw.
 """
 
 import json
@@ -14,22 +16,28 @@ from qarl.report.tables import PlainTable
 from qarl.sync.audit import AuditRow
 
 if TYPE_CHECKING:
-    # imports torch, which a reader of notes does without
+    # It imports torch, which reading a note does not need.
     from qarl.sync.publisher import Publish
 
 
 @dataclass(frozen=True)
 class StartNote:
-    """audit: the audit's table, its first row the columns' names. canary: mean |Δ log p| of the
-    first publish, nats. accuracy, heldout_reward: of the policy the run started with (`Heldout`);
-    None where not measured. figures: of the learner's diagnostics.
-    """
+    """The facts known about a run before its first step."""
 
     audit: list[list[str]]
+    """Rows of the audit's table; the first has the columns' names."""
+
     canary: float | None
+    """Mean |Δ log p| of the first publish, in nats; None if it had no canary."""
+
     accuracy: float | None
+    """Held-out accuracy (`Heldout`) of the initial policy; None if not measured."""
+
     figures: list[Figure]
+    """Figures that the learner's diagnostics draw in a report."""
+
     heldout_reward: float | None = None
+    """Held-out reward (`Heldout`) of the initial policy; None if not measured."""
 
 
 def write_start(
@@ -39,7 +47,15 @@ def write_start(
     accuracy: float | None,
     reward: float | None,
 ) -> None:
-    """Write the note of a run that has not begun. published: the version it begins with."""
+    """Write the note of a run that has not begun.
+
+    Args:
+        folder: folder of the run.
+        rows: layers that the audit compared.
+        published: the first published version.
+        accuracy: held-out accuracy of the initial policy, or None.
+        reward: held-out reward of the initial policy, or None.
+    """
     from qarl.learner.diagnostics.observers import OBSERVERS
 
     note = StartNote(
@@ -53,8 +69,9 @@ def write_start(
 
 
 def read_start(folder: RunFolder) -> StartNote | None:
-    """None for a run without one, of an earlier version. Raises `ConfigError` for one that cannot
-    be read.
+    """Read the note of a run; None if an earlier version wrote the run without one.
+
+    Raises `ConfigError` if the note is damaged.
     """
     if not folder.start.is_file():
         return None
@@ -76,15 +93,19 @@ def read_start(folder: RunFolder) -> StartNote | None:
 
 
 def audit_table(rows: list[AuditRow]) -> PlainTable:
-    """The audit as a table: layers that are alike, in name or in number, are one line."""
-    by_number: dict[tuple[_Kind, str], list[str]] = {}
+    """Return the audit as a table, with one line for layers that are alike.
+
+    Layers are alike if learner and engine treat them equally. One line has the same names in
+    several decoder layers, or several names.
+    """
+    by_name: dict[tuple[_Kind, str], list[str]] = {}
     for row in rows:
-        numbers, name = _place(row.name)
-        by_number.setdefault((_kind(row), name), []).append(numbers)
+        number, name = _split_name(row.name)
+        by_name.setdefault((_kind(row), name), []).append(number)
     alike: dict[tuple[_Kind, tuple[str, ...]], list[str]] = {}
-    for (kind, name), numbers in by_number.items():
+    for (kind, name), numbers in by_name.items():
         alike.setdefault((kind, tuple(numbers)), []).append(name)
-    same = all(kind.learner == kind.engine for kind, _ in by_number)
+    same = all(kind.learner == kind.engine for kind, _ in by_name)
     sides = ("kernel of both",) if same else ("learner's kernel", "engine's kernel")
     table = PlainTable(
         "decoder layers",
@@ -113,29 +134,42 @@ def audit_table(rows: list[AuditRow]) -> PlainTable:
 
 
 class _Kind(NamedTuple):
-    """What layers on one line have in common. group: of the scheme's scales, "row" for one a row,
-    "-" for none.
-    """
+    """The facts that layers on one line have in common."""
 
     scheme: str
+    """Name of the scheme."""
+
     group: str
+    """Columns that share a scale; "row" for one scale a row, "-" for none."""
+
     dtype: str
+    """Compute dtype."""
+
     learner: str
+    """Kernel of the learner, "-" if it does not have the layer."""
+
     engine: str
+    """Kernel of the engine, "-" if it does not have the layer."""
 
 
 def _kind(row: AuditRow) -> _Kind:
     side = row.learner or row.engine
     assert side is not None
-    group = str(side.group_size) if side.group_size else "row" if side.scheme != "bf16" else "-"
-    learner, engine = (report.kernel if report else "-" for report in (row.learner, row.engine))
-    dtype = side.dtype.removeprefix("torch.")
-    return _Kind(scheme=side.scheme, group=group, dtype=dtype, learner=learner, engine=engine)
+    per_row = "row" if side.scheme != "bf16" else "-"
+    return _Kind(
+        scheme=side.scheme,
+        group=str(side.group_size) if side.group_size else per_row,
+        dtype=side.dtype.removeprefix("torch."),
+        learner=row.learner.kernel if row.learner else "-",
+        engine=row.engine.kernel if row.engine else "-",
+    )
 
 
-def _place(name: str) -> tuple[str, str]:
-    """A layer's decoder layer, "" outside, and name in it: layers.3.mlp.experts.7.up_proj → "3",
-    experts.*.up_proj.
+def _split_name(name: str) -> tuple[str, str]:
+    """Split a layer's name into the number of its decoder layer and its name within that.
+
+    layers.3.mlp.experts.7.up_proj gives "3" and experts.*.up_proj. The number is "" outside of
+    decoder layers.
     """
     parts = name.split(".")
     first = next((i for i, part in enumerate(parts) if part.isdigit()), None)
@@ -146,7 +180,7 @@ def _place(name: str) -> tuple[str, str]:
 
 
 def _spans(numbers: Iterable[str]) -> str:
-    """Decoder layers' numbers as ranges: 0-3, 5."""
+    """Format the numbers of decoder layers as ranges: 0-3, 5."""
     spans: list[list[int]] = []
     for number in sorted({int(n) for n in numbers if n}):
         if spans and spans[-1][1] == number - 1:

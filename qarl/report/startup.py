@@ -1,4 +1,4 @@
-"""Start-up as a person sees it: what is done now and, when it is done, the seconds it took."""
+"""Progress lines of start-up: the phase that runs now and, at its end, its duration."""
 
 import time
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ _listeners: list[Console] = []
 
 @contextmanager
 def phases_shown_on(console: Console) -> Iterator[None]:
-    """Phases within this context are printed on `console`; without one they pass in silence."""
+    """Print phases within this context on `console`. Outside of it they print nothing."""
     _listeners.append(console)
     try:
         yield
@@ -21,11 +21,12 @@ def phases_shown_on(console: Console) -> Iterator[None]:
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """One phase of start-up: its name at once; at its end, on the same line, its wall seconds."""
+    """Print a phase's name when it begins, and its wall time in seconds when it ends."""
     if not _listeners:
         yield
         return
-    console, start = _listeners[-1], time.perf_counter()
+    console = _listeners[-1]
+    start = time.perf_counter()
     console.print(f"{name} … ", end="", highlight=False, markup=False)
     console.file.flush()
     try:
@@ -37,6 +38,6 @@ def phase(name: str) -> Iterator[None]:
 
 
 def say(line: str) -> None:
-    """One line for the person who started the run; nothing where nobody listens."""
+    """Print one line for the user, or nothing outside of `phases_shown_on`."""
     if _listeners:
         _listeners[-1].print(line, soft_wrap=True, markup=False, highlight=False)

@@ -1,6 +1,4 @@
-"""Tables that read at any width: names and figures are never cut, and without a terminal every row
-is one line.
-"""
+"""Tables that are readable at any width: no name or figure is ever cut off."""
 
 from collections.abc import Collection, Iterator, Sequence
 from itertools import zip_longest
@@ -12,12 +10,11 @@ _GAP = "  "
 
 
 class PlainTable:
-    """Aligned columns. A terminal too narrow for them gets words wrapped between words, and where
-    that is not enough each row as a block, one column a line. Elsewhere (a pipe, a log) rows are as
-    long as they are.
+    """A table of aligned columns.
 
-    figures: columns aligned on the right, which never wrap. Cells are text as it is, without
-    markup; `Text` for style.
+    If a terminal is too narrow, cells are wrapped between words. If that is not enough, each row
+    becomes a block with one column a line. Without a terminal (a pipe, a log) every row is one line
+    of any length.
     """
 
     def __init__(
@@ -27,6 +24,11 @@ class PlainTable:
         title: str = "",
         caption: str | Text = "",
     ):
+        """Create an empty table.
+
+        columns: names of the columns. figures: names of the columns that are aligned on the right
+        and never wrap.
+        """
         self.title = title
         self.caption = caption
         self._columns = [Text(column, style="bold") for column in columns]
@@ -34,17 +36,17 @@ class PlainTable:
         self._rows: list[list[Text]] = []
 
     def add_row(self, *cells: str | Text) -> None:
-        """One cell a column."""
+        """Add a row of one cell a column. A `str` has no markup; a `Text` has a style."""
         if len(cells) != len(self._columns):
             raise ValueError(f"{len(cells)} cells for {len(self._columns)} columns")
         self._rows.append([Text(cell) if isinstance(cell, str) else cell for cell in cells])
 
     def texts(self) -> list[list[str]]:
-        """The columns' names, and then each row's cells."""
+        """Return the columns' names, and then each row's cells."""
         return [[cell.plain for cell in row] for row in (self._columns, *self._rows)]
 
     def show(self, console: Console) -> None:
-        """Print it."""
+        """Print the table."""
         console.print(
             self,
             crop=False,
@@ -66,22 +68,19 @@ class PlainTable:
             yield from _wrapped(caption, console, limit)
 
     def _widths(self, limit: int | None) -> list[int] | None:
-        """Of the columns, together at most `limit`; None where whole words do not fit."""
+        """Return the columns' widths, or None if whole words do not fit into `limit`."""
         columns = list(zip(self._columns, *self._rows, strict=True))
         widths = [max(cell.cell_len for cell in column) for column in columns]
         if limit is None:
             return widths
-        least = [
-            max(
-                cell.cell_len if figures and place else _longest_word(cell)
-                for place, cell in enumerate(column)
-            )
-            # whose title, the first, may wrap
+        smallest = [
+            _smallest_width(column, figures)
             for column, figures in zip(columns, self._figures, strict=True)
         ]
-        room = limit - len(_GAP) * (len(widths) - 1)
-        while sum(widths) > room:
-            spare = [width - smallest for width, smallest in zip(widths, least, strict=True)]
+        available = limit - len(_GAP) * (len(widths) - 1)
+        # Narrow the widest column that can be narrower, one character at a time.
+        while sum(widths) > available:
+            spare = [width - least for width, least in zip(widths, smallest, strict=True)]
             if max(spare) <= 0:
                 return None
             widest = max((width, i) for i, width in enumerate(widths) if spare[i] > 0)[1]
@@ -89,6 +88,7 @@ class PlainTable:
         return widths
 
     def _lines(self, console: Console, widths: Sequence[int]) -> Iterator[Text]:
+        """Yield the rows in aligned columns of these widths; a row may take several lines."""
         for row in (self._columns, *self._rows):
             cells = [
                 list(cell.wrap(console, width)) or [Text()]
@@ -105,18 +105,25 @@ class PlainTable:
                 yield line
 
     def _blocks(self, console: Console, limit: int | None) -> Iterator[Text]:
-        column = max(title.cell_len for title in self._columns)
+        """Yield each row as a block, with a line or more for each column."""
+        title_width = max(title.cell_len for title in self._columns)
+        cell_width = None if limit is None else max(limit - title_width - len(_GAP), 1)
         for row in self._rows:
             for title, cell in zip(self._columns, row, strict=True):
-                lines = _wrapped(
-                    cell,
-                    console,
-                    None if limit is None else max(limit - column - len(_GAP), 1),
-                )
-                for number, part in enumerate(lines):
+                for number, part in enumerate(_wrapped(cell, console, cell_width)):
                     head = title if number == 0 else Text()
-                    yield Text.assemble(head, " " * (column - head.cell_len), _GAP, part)
+                    yield Text.assemble(head, " " * (title_width - head.cell_len), _GAP, part)
             yield Text()
+
+
+def _smallest_width(column: Sequence[Text], figures: bool) -> int:
+    """Return the smallest width of a column: of its longest word, or of its longest figure.
+
+    The first cell is the column's name, which may wrap in a column of figures too.
+    """
+    title, *cells = column
+    widths = [cell.cell_len if figures else _longest_word(cell) for cell in cells]
+    return max([_longest_word(title), *widths])
 
 
 def _longest_word(cell: Text) -> int:
@@ -124,8 +131,7 @@ def _longest_word(cell: Text) -> int:
 
 
 def _wrapped(text: Text, console: Console, width: int | None) -> list[Text]:
-    return (
-        list(text.wrap(console, max(width, _longest_word(text))))
-        if width
-        else list(text.split("\n"))
-    )
+    """Return the lines of a text, wrapped to `width` if there is one, but never within a word."""
+    if not width:
+        return list(text.split("\n"))
+    return list(text.wrap(console, max(width, _longest_word(text))))
