@@ -1,1 +1,1 @@
-"""What would keep a run from working, or spoil it, named before it begins: `qarl check`."""
+"""Problems that would stop or spoil a run, reported before it begins: `qarl check`."""

@@ -1,4 +1,4 @@
-"""What all advice is made of."""
+"""The finding, of which all advice consists."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,12 +8,16 @@ Level = Literal["good", "note", "warning"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at. level: a warning will likely spoil a run, or has spoilt it.
-    about: what was looked at, or the configuration of several; "" where there is one. text:
-    sentences. remedy: what to change, or "".
-    """
+    """The result of one check."""
 
     level: Level
+    """Severity: a warning will probably spoil a run, or has spoilt it."""
+
     about: str
+    """Subject of the check, or the configuration if there are several; "" if there is one."""
+
     text: str
+    """The result in sentences."""
+
     remedy: str = ""
+    """The change that would help, or ""."""

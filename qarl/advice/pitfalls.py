@@ -1,9 +1,10 @@
-"""Known pitfalls of training with one engine and learning with another, looked for in one batch
-before any update.
+"""Checks for known pitfalls of sampling with one engine and learning with another.
 
-Each check takes what was measured, not what a configuration says. Sources: verl-omni's common
-pitfalls; "Defeating the trainer-generator precision mismatch in TRL" (Hugging Face, 2026). Axes: B
-sequences, T tokens, of which T-1 are predicted.
+They look at one batch before any update, and read measurements instead of what the configuration
+claims. Sources: verl-omni's common pitfalls;
+"Defeating the trainer-generator precision mismatch in TRL" (Hugging Face, 2026).
+
+Axes: B sequences, T tokens, of which T-1 are predicted; b of the B sequences.
 """
 
 import math
@@ -20,69 +21,90 @@ from qarl.learner.batching import Batch
 from qarl.rollout.types import Group
 
 APART = 0.01
-"""Nats, mean: two computations of one policy that are further apart are two policies."""
+"""Mean |Δ log p|, in nats a token, above which two computations of a policy disagree."""
 
 ERRORS = 5.0
-"""Standard errors, beyond which a mean is not what it should be."""
+"""Standard errors by which a mean has to differ from its expected value."""
 
-OUTSIDE, ONE_SIDE, FEW = 0.1, 0.95, 20
-"""Nats of a log-ratio that a clip would cut; share of those on one side; tokens that are too few to
-say.
-"""
+OUTSIDE = 0.1
+"""|log ratio|, in nats, of a token that a clip would cut."""
+
+ONE_SIDE = 0.95
+"""Fraction of such tokens on one side that is suspicious."""
+
+FEW = 20
+"""Smallest number of such tokens that is judged."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """One batch before any update. groups: that `batch` was made of. learner: log-probs of it, fp32
-    [B, T-1], its rows together; alone: of the first rows, each by itself, [b, T-1]; packed: as
-    `learner`, with sequences packed, None where the learner does not. encode: the ids of a prompt's
-    decoded text. masters: name → weights.
-    """
+    """Measurements of one batch before any update."""
 
     groups: Sequence[Group]
+    """Groups that the batch was made of."""
+
     batch: Batch
+    """The batch."""
+
     learner: torch.Tensor
+    """The learner's log-probs of all rows together, fp32 [B, T-1]."""
+
     alone: torch.Tensor
+    """The learner's log-probs of the first rows, each in a batch of its own, fp32 [b, T-1]."""
+
     packed: torch.Tensor | None
+    """The learner's log-probs with packed sequences, fp32 [B, T-1]; None if it does not pack."""
+
     begin_token: int | None
+    """Id of the BOS token; None if the tokenizer has none."""
+
     encode: Callable[[Sequence[int]], Sequence[int]]
+    """Function that decodes a prompt's ids and encodes the text again."""
+
     masters: Mapping[str, torch.Tensor]
+    """Name → weights."""
+
     config: LearnerConfig
+    """The learner's configuration."""
 
 
 _pitfall = partial(Finding, "warning")
 
 
-def _difference(evidence: Evidence) -> torch.Tensor:
+def _log_ratios(evidence: Evidence) -> torch.Tensor:
+    """Return log π_learner - log π_sampler of all response tokens, fp64, one value a token."""
     batch = evidence.batch
     return (evidence.learner - batch.sampler_logprobs)[batch.response_mask].double()
 
 
-def _apart(evidence: Evidence, logprobs: torch.Tensor) -> torch.Tensor:
-    """|Δ log p| of the learner's, and of other log-probs of all or of its first rows; one value a
-    token.
+def _differences(evidence: Evidence, logprobs: torch.Tensor) -> torch.Tensor:
+    """Return |Δ log p| between the learner's log-probs and others, one value a token.
+
+    logprobs: of all rows or of the first rows, [b, T-1].
     """
     rows = len(logprobs)
     return (logprobs - evidence.learner[:rows])[evidence.batch.response_mask[:rows]].abs()
 
 
 def _ratio_mean(evidence: Evidence) -> Iterator[Finding]:
-    weight = _difference(evidence).exp()
-    off = float(weight.mean()) - 1
-    error = float(weight.std()) / math.sqrt(len(weight)) if len(weight) > 1 else 0.0
-    if abs(off) > max(1e-5, ERRORS * error):
+    """The expectation of π_learner/π_sampler under the sampler is 1."""
+    ratio = _log_ratios(evidence).exp()
+    bias = float(ratio.mean()) - 1
+    error = float(ratio.std()) / math.sqrt(len(ratio)) if len(ratio) > 1 else 0.0
+    if abs(bias) > max(1e-5, ERRORS * error):
+        errors = abs(bias) / max(error, 1e-12)
         yield _pitfall(
             "ratio mean before any update",
-            f"mean π_learner/π_sampler is {1 + off:.5f}, {abs(off) / max(error, 1e-12):.0f}"
-            " standard errors from 1",
+            f"mean π_learner/π_sampler is {1 + bias:.5f}, {errors:.0f} standard errors from 1",
             "a bias that rounding both ways does not make: compare temperatures, and dtypes of"
             " logits, log-softmax and stored values of sampler and learner",
         )
 
 
 def _one_sided(evidence: Evidence) -> Iterator[Finding]:
-    difference = _difference(evidence)
-    outside = difference[difference.abs() > OUTSIDE]
+    """Rounding moves ratios to both sides of 1."""
+    log_ratios = _log_ratios(evidence)
+    outside = log_ratios[log_ratios.abs() > OUTSIDE]
     above = float((outside > 0).double().mean()) if len(outside) else 0.5
     if len(outside) >= FEW and max(above, 1 - above) >= ONE_SIDE:
         side = "above" if above > 0.5 else "below"
@@ -95,31 +117,36 @@ def _one_sided(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _positions(evidence: Evidence) -> Iterator[Finding]:
+    """Packing must not change a sequence's log-probs."""
     if evidence.packed is None:
         return
-    apart = _apart(evidence, evidence.packed)
-    if float(apart.mean()) > APART:
+    differences = _differences(evidence, evidence.packed)
+    mean = float(differences.mean())
+    if mean > APART:
         yield _pitfall(
             "positions, packed against padded",
-            f"a sequence's log-probs are {float(apart.mean()):.2g} nats a token apart"
-            f" ({float(apart.max()):.2g} at most) between packed and padded batches",
+            f"a sequence's log-probs are {mean:.2g} nats a token apart"
+            f" ({float(differences.max()):.2g} at most) between packed and padded batches",
             "positions have to begin at 0 for every packed sequence, and rotary frequencies not to"
             " depend on the longest; learner.packing false avoids it",
         )
 
 
-def _company(evidence: Evidence) -> Iterator[Finding]:
-    apart = _apart(evidence, evidence.alone)
-    if float(apart.mean()) > APART:
+def _batch_dependence(evidence: Evidence) -> Iterator[Finding]:
+    """The other rows of a batch must not change a sequence's log-probs."""
+    differences = _differences(evidence, evidence.alone)
+    mean = float(differences.mean())
+    if mean > APART:
         yield _pitfall(
             "log-probs that depend on the batch",
-            f"a sequence alone and the same among others are {float(apart.mean()):.2g} nats a token"
-            f" apart ({float(apart.max()):.2g} at most)",
+            f"a sequence alone and the same among others are {mean:.2g} nats a token"
+            f" apart ({float(differences.max()):.2g} at most)",
             "look for padding that is attended to, and for operators over the whole batch",
         )
 
 
 def _template(evidence: Evidence) -> Iterator[Finding]:
+    """A prompt's text must encode to the ids that were sampled from, with one BOS token."""
     prompts = [group.prompt.token_ids for group in evidence.groups]
     changed = sum(list(evidence.encode(ids)) != list(ids) for ids in prompts)
     if changed:
@@ -140,14 +167,19 @@ def _template(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _resolution(evidence: Evidence) -> Iterator[Finding]:
-    optimizer, master = evidence.config.optimizer, evidence.config.master_dtype
+    """An update must be large enough to change a 16-bit master that is rounded to the nearest."""
+    optimizer = evidence.config.optimizer
+    master = evidence.config.master_dtype
     if master == "float32" or optimizer.rounding_of(master) != "nearest":
         return
-    # half of one, at least
-    step = torch.finfo({"bfloat16": torch.bfloat16, "float16": torch.float16}[master]).eps / 4
+    # A weight w changes if the update exceeds half of its spacing, which is eps · |w| at most and
+    # eps / 2 · |w| at least. Updates of AdamW, and of Muon here, have about the size of the
+    # learning rate.
+    dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}[master]
+    half_spacing = torch.finfo(dtype).eps / 4
     lost = total = 0
     for weights in evidence.masters.values():
-        lost += int((weights.detach().abs().float() * step > optimizer.lr).sum())
+        lost += int((weights.detach().abs().float() * half_spacing > optimizer.lr).sum())
         total += weights.numel()
     if lost > total / 2:
         yield _pitfall(
@@ -159,8 +191,10 @@ def _resolution(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _deviation(evidence: Evidence) -> Iterator[Finding]:
-    deviations = [pstdev(group.rewards) for group in evidence.groups if len(group.rewards) > 1]
-    sizes = [max(map(abs, group.rewards)) for group in evidence.groups if len(group.rewards) > 1]
+    """Rewards within a group must differ, by more than noise."""
+    several = [group.rewards for group in evidence.groups if len(group.rewards) > 1]
+    deviations = [pstdev(rewards) for rewards in several]
+    sizes = [max(map(abs, rewards)) for rewards in several]
     idle = sum(deviation == 0 for deviation in deviations)
     if deviations and idle > 0.9 * len(deviations):
         yield _pitfall(
@@ -182,7 +216,7 @@ CHECKS = (
     _ratio_mean,
     _one_sided,
     _positions,
-    _company,
+    _batch_dependence,
     _template,
     _resolution,
     _deviation,
@@ -190,5 +224,5 @@ CHECKS = (
 
 
 def find_pitfalls(evidence: Evidence) -> list[Finding]:
-    """Warnings of those that are there; none of a healthy set-up."""
+    """Return a warning for each pitfall that the evidence shows; none for a healthy set-up."""
     return [pitfall for check in CHECKS for pitfall in check(evidence)]

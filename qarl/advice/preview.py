@@ -1,5 +1,7 @@
-"""What `qarl check` shows of a run before it begins: the model, one prompt as the model sees it,
-what the reward makes of a right and a wrong answer, lengths, disk, kernels.
+"""Preview of a run by `qarl check`, before it begins.
+
+It shows the model, kernels, one prompt as the model sees it, the reward of a right and of a wrong
+answer, lengths, memory and disk.
 """
 
 from collections.abc import Iterator
@@ -21,29 +23,34 @@ from qarl.run.prompts import Prompter, open_prompter
 from qarl.tasks import Problem, Response, Task, solution_of
 from qarl.tasks.rewards import no_signal
 
-_LOOKED_AT = 512
-"""Problems whose lengths are measured."""
+_MEASURED_PROBLEMS = 512
+"""Number of problems whose lengths are measured."""
+
 _LONGEST_SHOWN = 2000
-"""Characters of the prompt that is shown."""
+"""Upper bound on the characters of the prompt that is shown."""
+
 _JUDGED = ("reference answer", "the same in a box", "a wrong answer", "that in a box")
+"""Names of the answers that the reward judges."""
 
 
 def preview(config: RunConfig, task: Task, folder: Path) -> Iterator[Finding]:
-    """All findings, in the order a person reads them. task: of the configuration. folder: the
-    model's.
+    """Yield all findings, in the order to read them.
 
-    Raises what a run would: `ModelError`, `ConfigError`, `TaskError`, `RewardError`.
+    task: task of the configuration. folder: folder of the model.
+
+    Raises the errors of a run: `ModelError`, `ConfigError`, `TaskError`, `RewardError`.
     """
     check_folder(folder, config.rollout.longest)
     prompter = open_prompter(folder, config.rollout, config.task)
     task = task.shortened(prompter.fits)
-    drawn = task.problems("train", 0, _LOOKED_AT, config.seed)
-    # a small table comes round again
+    drawn = task.problems("train", 0, _MEASURED_PROBLEMS, config.seed)
+    # A table of fewer problems is drawn from more than once.
     problems = list({problem.id: problem for problem in drawn}.values())
     yield from _model(config, folder)
     yield Finding("note", "kernels", _kernels(config))
     yield Finding("note", "task", task.describe() or f"{task.name}: built in, without end")
-    if (size := task.size("train")) is not None and size < config.rollout.prompts:
+    size = task.size("train")
+    if size is not None and size < config.rollout.prompts:
         text = (
             f"a step asks {config.rollout.prompts} prompts, and there are {size}: they come again"
             " in it (--prompts)"
@@ -57,18 +64,18 @@ def preview(config: RunConfig, task: Task, folder: Path) -> Iterator[Finding]:
 
 
 def _model(config: RunConfig, folder: Path) -> Iterator[Finding]:
-    tree, longest = read_config(folder), config.rollout.longest
+    """Yield the model's size, and a warning if its files are incomplete."""
+    tree = read_config(folder)
     positions = tree.get("max_position_embeddings")
-    room = (
-        f"; {longest} of its {positions} positions are asked for"
-        if isinstance(positions, int)
-        else ""
-    )
-    stored, counted = parameters_of(folder), counted_parameters(folder)
+    used = ""
+    if isinstance(positions, int):
+        used = f"; {config.rollout.longest} of its {positions} positions are asked for"
+    stored = parameters_of(folder)
+    counted = counted_parameters(folder)
     yield Finding(
         "note",
         "model",
-        f"{config.model}: {tree.get('model_type')}, {stored:,} parameters{room}",
+        f"{config.model}: {tree.get('model_type')}, {stored:,} parameters{used}",
     )
     if stored < counted:
         text = (
@@ -79,21 +86,18 @@ def _model(config: RunConfig, folder: Path) -> Iterator[Finding]:
 
 
 def _kernels(config: RunConfig) -> str:
+    """Return the kernel of each scheme in words, and the KV cache's dtype if it is quantized."""
     names = dict.fromkeys((config.scheme, *(rule.scheme for rule in config.layers)))
     dtype = COMPUTE_DTYPES[config.dtype]
-    cache = (
-        f"; keys and values in {config.quantization.kv_cache}"
-        if config.quantization.kv_cache
-        else ""
-    )
-    return (
-        "; ".join(f"{name} in {config.dtype}: {kept_support(name, dtype).kernel}" for name in names)
-        + cache
-    )
+    parts = [f"{name} in {config.dtype}: {kept_support(name, dtype).kernel}" for name in names]
+    if config.quantization.kv_cache:
+        parts.append(f"keys and values in {config.quantization.kv_cache}")
+    return "; ".join(parts)
 
 
 def _prompt(prompter: Prompter, problem: Problem) -> Iterator[Finding]:
-    tokens, text = len(prompter.prompt(problem).token_ids), prompter.text(problem)
+    tokens = len(prompter.prompt(problem).token_ids)
+    text = prompter.text(problem)
     cut = "…" if len(text) > _LONGEST_SHOWN else ""
     yield Finding(
         "note",
@@ -103,7 +107,7 @@ def _prompt(prompter: Prompter, problem: Problem) -> Iterator[Finding]:
 
 
 def _judged(task: Task, problems: list[Problem]) -> Iterator[Finding]:
-    """The reward and the verdict on a right answer and on another problem's, bare and boxed."""
+    """Yield reward and verdict of a right answer and of another problem's, bare and boxed."""
     if task.reward is no_signal:
         yield Finding("note", "reward", "the environment's, which speaks with the policy first")
         return
@@ -117,8 +121,8 @@ def _judged(task: Task, problems: list[Problem]) -> Iterator[Finding]:
             f"of an empty completion: {task.rewards(empty)[0]}, which counts as {counted}",
         )
         return
-    apart = next((p for p in problems if p.answer.strip() != problem.answer.strip()), None)
-    wrong = f"{problem.answer}0" if apart is None else apart.answer
+    other = next((p for p in problems if p.answer.strip() != problem.answer.strip()), None)
+    wrong = f"{problem.answer}0" if other is None else other.answer
     texts = [
         solution_of(problem),
         f"\\boxed{{{problem.answer}}}",
@@ -126,19 +130,17 @@ def _judged(task: Task, problems: list[Problem]) -> Iterator[Finding]:
         f"\\boxed{{{wrong}}}",
     ]
     responses = [Response(problem, text) for text in texts]
-    rewards, verdicts = task.rewards(responses), task.correct(responses)
+    rewards = task.rewards(responses)
+    verdicts = task.correct(responses)
     for kind, response, reward, verdict in zip(_JUDGED, responses, rewards, verdicts, strict=True):
         signal = "no signal" if reward is None else f"reward {reward:g}"
-        yield Finding(
-            "note",
-            kind,
-            f"{quoted(response.text)}: {signal}, counts as {'right' if verdict else 'wrong'}",
-        )
-    right, other = (
-        [r for r in rewards[part] if r is not None] for part in (slice(0, 2), slice(2, 4))
-    )
-    if not right or (other and max(right) <= max(other)):
-        elsewhere = [] if apart is None else task.rewards([Response(apart, text) for text in texts])
+        counted = "right" if verdict else "wrong"
+        yield Finding("note", kind, f"{quoted(response.text)}: {signal}, counts as {counted}")
+    right_rewards = [r for r in rewards[:2] if r is not None]
+    wrong_rewards = [r for r in rewards[2:] if r is not None]
+    if not right_rewards or (wrong_rewards and max(right_rewards) <= max(wrong_rewards)):
+        # A reward that judges the text alone gives the same for another problem.
+        elsewhere = [] if other is None else task.rewards([Response(other, text) for text in texts])
         if len(set(rewards)) > 1 and rewards == elsewhere:
             yield Finding(
                 "note",
@@ -156,11 +158,11 @@ def _judged(task: Task, problems: list[Problem]) -> Iterator[Finding]:
 def _lengths(
     config: RunConfig, folder: Path, prompter: Prompter, problems: list[Problem]
 ) -> Iterator[Finding]:
+    """Yield how long prompts and reference answers are, against the limits."""
     prompts = sorted(prompter.lengths(problems))
-    if (
-        prompter.tokenizer.eos_token_id is read_config(folder).get("eos_token_id") is None
-        and not config.rollout.stop
-    ):
+    tokenizer_eos = prompter.tokenizer.eos_token_id
+    model_eos = read_config(folder).get("eos_token_id")
+    if tokenizer_eos is None and model_eos is None and not config.rollout.stop:
         yield Finding(
             "warning",
             "end",
@@ -171,12 +173,12 @@ def _lengths(
         len(prompter.tokenizer(solution_of(p), add_special_tokens=False)["input_ids"])
         for p in problems
     )
-    for what, lengths, option in (
+    for name, lengths, option in (
         ("prompts", prompts, "rollout.max_prompt_tokens"),
         ("reference answers", answers, "rollout.max_new_tokens"),
     ):
         if not any(lengths):
-            continue  # prompts alone
+            continue  # the problems have no reference answers
         limit = getattr(config.rollout, option.partition(".")[2])
         spread = (
             f"{lengths[0]} to {lengths[-1]} tokens, {lengths[len(lengths) // 2]} at the median;"
@@ -186,16 +188,16 @@ def _lengths(
         if beyond:
             yield Finding(
                 "warning",
-                what,
+                name,
                 f"{spread}, which {beyond} of {len(lengths)} exceed",
                 f"raise --{option}",
             )
         else:
-            yield Finding("note", what, spread)
+            yield Finding("note", name, spread)
 
 
 def _memory(config: RunConfig) -> Finding:
-    """Of one process; `qarl plan` has the parts, and several processes."""
+    """Plan the memory of one process; `qarl plan` shows the parts, and several processes."""
     try:
         plan = make_plan(config, *sizes_of(config.model), this_machine(), 1)
     except ConfigError as error:
@@ -204,15 +206,18 @@ def _memory(config: RunConfig) -> Finding:
 
 
 def _disk(config: RunConfig, folder: Path) -> Finding:
-    """The checkpoint that is written is there beside those that are kept."""
-    needed = (
-        checkpoint_bytes(config, folder) * (config.checkpoint.keep + 1)
-        + 2 * parameters_of(folder) * 2
-    )
-    place, free = free_disk(config)
+    """Compare the disk space that a run needs with the free space.
+
+    A new checkpoint is written before an old one is removed. The export counts as two unquantized
+    models of 2 bytes a parameter.
+    """
+    checkpoints = checkpoint_bytes(config, folder) * (config.checkpoint.keep + 1)
+    exports = 2 * parameters_of(folder) * 2
+    needed = checkpoints + exports
+    disk, free = free_disk(config)
     text = (
         f"{sized(needed)} for {config.checkpoint.keep} checkpoints, one more while it is written,"
         " and the export; "
     )
     level = "warning" if needed > free else "note"
-    return Finding(level, "disk", f"{text}{sized(free)} free at {str(place)!r}")
+    return Finding(level, "disk", f"{text}{sized(free)} free at {str(disk)!r}")

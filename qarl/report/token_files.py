@@ -1,9 +1,9 @@
-"""Completions token by token, as Parquet: `runs/NAME/tokens/step-NNNNNN.parquet`, a file a step, a
-row a completion.
+"""Recorded completions as Parquet files, `runs/NAME/tokens/step-NNNNNN.parquet`.
 
-A file is written under another name and renamed, so a run that is killed leaves whole files, and
-one that is resumed writes a step's file over the one before. Any reader of Parquet takes the folder
-as one table (`pandas.read_parquet("runs/NAME/tokens")`); docs/guide/report.md lists the columns.
+Each step has a file, and each completion a row. A file is written under another name and renamed,
+so that a run that is killed leaves complete files. A resumed run overwrites the files of the steps
+it repeats. Any reader of Parquet takes the folder as one table
+(`pandas.read_parquet("runs/NAME/tokens")`). docs/guide/report.md lists the columns.
 
 Axes: T tokens, of all completions of a file laid end to end.
 """
@@ -26,9 +26,10 @@ from qarl.learner.clip_reasons import CLIP_REASONS
 from qarl.rollout.types import Completion, Group, Prompt
 
 FORMAT = "4"
-"""Of the columns; files of another are refused."""
+"""Version of the columns; files of another version are refused."""
 
-_FORMAT_KEY, _COUNT_KEY = b"qarl.tokens", b"qarl.completions"
+_FORMAT_KEY = b"qarl.tokens"
+_COUNT_KEY = b"qarl.completions"
 
 COMPLETION_COLUMNS = {
     "step": "int32",
@@ -45,6 +46,8 @@ COMPLETION_COLUMNS = {
     "worst_token": "int32",
     "experts": "binary",
 }
+"""Columns with one value a completion: name → type."""
+
 TOKEN_COLUMNS = {
     "token_id": "int32",
     "token": "string",
@@ -59,29 +62,34 @@ TOKEN_COLUMNS = {
     "improbable": "bool",
     "repeated": "bool",
 }
-"""Lists in the file, each with one value a token."""
+"""Columns with one value a token, which are lists in the file: name → type."""
 
 
 class TokenFileError(InputError, heading="tokens"):
-    """A file of tokens that cannot be read."""
+    """Raised for a file of tokens that cannot be read."""
 
 
 @dataclass(frozen=True)
 class TokenRows:
-    """A file's completions. completions: by the names of `COMPLETION_COLUMNS`, a value a
-    completion. tokens: by those of `TOKEN_COLUMNS`, [T]; what is not known is NaN, of clip, the
-    place in `CLIP_REASONS`, -1. lengths: tokens of each completion.
-    """
+    """The completions of one file."""
 
     completions: Mapping[str, Sequence[Any]]
+    """Columns by the names of `COMPLETION_COLUMNS`, one value a completion."""
+
     tokens: Mapping[str, np.ndarray]
+    """Columns by the names of `TOKEN_COLUMNS`, [T] each.
+
+    "clip" has indices into `CLIP_REASONS`, -1 if unknown. Unknown values of other columns are NaN.
+    """
+
     lengths: Sequence[int]
+    """Number of tokens of each completion."""
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def first(self, count: int) -> "TokenRows":
-        """Its first `count` completions."""
+        """Return the first `count` completions."""
         end = sum(self.lengths[:count])
         return TokenRows(
             completions={name: values[:count] for name, values in self.completions.items()},
@@ -92,25 +100,27 @@ class TokenRows:
 
 @cache
 def _schema() -> Any:
-    # starts threads when it is imported: no sooner than it is needed
+    """Return the files' schema, without metadata."""
+    # Importing pyarrow starts threads, so that it is imported only where it is needed.
     import pyarrow as pa
 
-    def kind(name: str) -> Any:
+    def arrow_type(name: str) -> Any:
         if name == "words":
             return pa.dictionary(pa.int8(), pa.string())
-        return (
-            pa.list_(kind(name.removesuffix(" list")))
-            if name.endswith(" list")
-            else pa.type_for_alias(name)
-        )
+        if name.endswith(" list"):
+            return pa.list_(arrow_type(name.removesuffix(" list")))
+        return pa.type_for_alias(name)
 
-    columns = [(name, kind(of)) for name, of in COMPLETION_COLUMNS.items()]
-    columns += [(name, pa.list_(kind(of))) for name, of in TOKEN_COLUMNS.items()]
+    columns = [(name, arrow_type(kind)) for name, kind in COMPLETION_COLUMNS.items()]
+    columns += [(name, pa.list_(arrow_type(kind))) for name, kind in TOKEN_COLUMNS.items()]
     return pa.schema(columns)
 
 
 def write_step(folder: Path, step: int, rows: TokenRows, completions: int) -> Path:
-    """One step's file. completions: how many the step had, recorded or not."""
+    """Write the file of one step, and return its path.
+
+    completions: number of completions that the step had, recorded or not.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -120,7 +130,8 @@ def write_step(folder: Path, step: int, rows: TokenRows, completions: int) -> Pa
         pa.array(rows.completions[name], schema.field(name).type) for name in COMPLETION_COLUMNS
     ]
     for name in TOKEN_COLUMNS:
-        values, kind = rows.tokens[name], schema.field(name).type.value_type
+        values = rows.tokens[name]
+        kind = schema.field(name).type.value_type
         if name == "clip":
             codes = pa.array(values.astype(np.int8), mask=values < 0)
             flat = pa.DictionaryArray.from_arrays(codes, pa.array(CLIP_REASONS))
@@ -135,21 +146,22 @@ def write_step(folder: Path, step: int, rows: TokenRows, completions: int) -> Pa
 
 
 def step_file(folder: Path, step: int) -> Path:
-    """Where that step's completions are."""
+    """Return the path of a step's file."""
     return folder / f"step-{step:06d}.parquet"
 
 
 def step_files(folder: Path) -> dict[int, Path]:
-    """Step → its file, in the steps' order."""
-    named = (
-        (re.fullmatch(r"step-(\d+)\.parquet", file.name), file)
-        for file in folder.glob("step-*.parquet")
-    )
-    return dict(sorted((int(match[1]), file) for match, file in named if match))
+    """Return step → file of all files, in the steps' order."""
+    files = {}
+    for file in folder.glob("step-*.parquet"):
+        match = re.fullmatch(r"step-(\d+)\.parquet", file.name)
+        if match:
+            files[int(match[1])] = file
+    return dict(sorted(files.items()))
 
 
 def drop_after(folder: Path, step: int) -> None:
-    """Remove the files of later steps, and what a killed run left half written."""
+    """Remove the files of steps after `step`, and the incomplete files of a killed run."""
     for later, file in step_files(folder).items():
         if later > step:
             file.unlink()
@@ -158,8 +170,9 @@ def drop_after(folder: Path, step: int) -> None:
 
 
 def counts(file: Path) -> tuple[int, int]:
-    """Completions it holds, and how many its step had. Raises as `read_step`, of which it reads the
-    end alone.
+    """Return the number of completions that a file has, and the number that its step had.
+
+    Only the end of the file is read. Raises the errors of `read_step`.
     """
     import pyarrow.parquet as pq
 
@@ -171,7 +184,7 @@ def counts(file: Path) -> tuple[int, int]:
 
 
 def read_step(file: Path) -> TokenRows:
-    """Raises `TokenFileError` for a file that is damaged or has other columns."""
+    """Read one file. Raises `TokenFileError` if it is damaged or has other columns."""
     import pyarrow.parquet as pq
 
     with _readable(file):
@@ -186,6 +199,7 @@ def read_step(file: Path) -> TokenRows:
 
 @contextmanager
 def _readable(file: Path) -> Iterator[None]:
+    """Raise `TokenFileError` if reading the file fails within this context."""
     import pyarrow as pa
 
     try:
@@ -198,6 +212,7 @@ def _readable(file: Path) -> Iterator[None]:
 
 
 def _check_format(file: Path, schema: Any) -> None:
+    """Raise `TokenFileError` for the schema of another version."""
     written = (schema.metadata or {}).get(_FORMAT_KEY, b"none").decode(errors="replace")
     if written != FORMAT:
         raise TokenFileError(
@@ -212,20 +227,22 @@ def _check_format(file: Path, schema: Any) -> None:
 
 
 def _flat(column: Any, name: str) -> np.ndarray:
-    """A token column, [T], as `TokenRows` has it."""
+    """Return a token column, [T], as `TokenRows` has it."""
     values = column.flatten()
     if name != "clip":
         return values.to_numpy(zero_copy_only=False)
-    places = np.array(
-        [CLIP_REASONS.index(reason) for reason in values.dictionary.to_pylist()] or [0]
-    )
+    # The file may number the reasons otherwise than `CLIP_REASONS`. A column without any reason
+    # needs one entry to index.
+    reasons = values.dictionary.to_pylist()
+    numbers = np.array([CLIP_REASONS.index(reason) for reason in reasons] or [0])
     codes = values.indices.fill_null(-1).to_numpy()
-    return np.where(codes < 0, -1, places[codes])
+    return np.where(codes < 0, -1, numbers[codes])
 
 
 def read_groups(file: Path) -> list[Group]:
-    """All groups of a file that holds all of its step's completions. Raises `TokenFileError` for a
-    damaged one.
+    """Return all groups of a file that has all completions of its step.
+
+    Raises `TokenFileError` if the file is damaged.
     """
     rows = read_step(file)
     numbered = zip(rows.completions["group"], range(len(rows)), _completions(rows), strict=True)
@@ -236,44 +253,47 @@ def read_groups(file: Path) -> list[Group]:
 
 
 def array_bytes(array: np.ndarray) -> bytes:
-    """Of a file in numpy's own format, which names dtype and shape."""
+    """Return an array as the bytes of a .npy file, which has dtype and shape."""
     file = io.BytesIO()
     np.save(file, array, allow_pickle=False)
     return file.getvalue()
 
 
 def _completions(rows: TokenRows) -> Iterator[Completion]:
+    """Yield the completions as the engine returned them."""
     ends = np.cumsum(rows.lengths)[:-1]
-    names = ("token_id", "sampler_logprob", "weight_version")
-    tokens, logprobs, versions = (np.split(rows.tokens[name], ends) for name in names)
-    about = rows.completions
+    tokens = np.split(rows.tokens["token_id"], ends)
+    logprobs = np.split(rows.tokens["sampler_logprob"], ends)
+    versions = np.split(rows.tokens["weight_version"], ends)
+    columns = rows.completions
     for row in range(len(rows)):
-        environment = np.isnan(logprobs[row])  # none was sampled
+        # Tokens that an environment wrote have no log-prob. Spans of them lie between two edges.
+        environment = np.isnan(logprobs[row])
         edges = np.flatnonzero(np.diff(environment, prepend=False, append=False)).tolist()
-        experts = about["experts"][row]
+        experts = columns["experts"][row]
+        switched = (np.diff(versions[row]).nonzero()[0] + 1).tolist()
         yield Completion(
             token_ids=tuple(tokens[row].tolist()),
             logprobs=tuple(np.nan_to_num(logprobs[row]).tolist()),
-            text=about["completion"][row],
+            text=columns["completion"][row],
             weight_version=int(versions[row][0]),
-            finish_reason=about["finish_reason"][row],
+            finish_reason=columns["finish_reason"][row],
             experts=None if experts is None else np.load(io.BytesIO(experts), allow_pickle=False),
             environment=tuple(zip(edges[::2], edges[1::2], strict=True)),
-            switches=tuple(
-                (at, int(versions[row][at]))
-                for at in (np.diff(versions[row]).nonzero()[0] + 1).tolist()
-            ),
+            switches=tuple((token, int(versions[row][token])) for token in switched),
         )
 
 
 def _group(rows: TokenRows, members: list[tuple[Any, int, Completion]]) -> Group:
-    about, (_, first, _) = rows.completions, members[0]
+    """Return the group of members, given as (group's number, row, completion)."""
+    columns = rows.completions
+    _, first, _ = members[0]
     return Group(
         prompt=Prompt(
-            about["prompt_id"][first],
-            about["prompt"][first],
-            tuple(about["prompt_token_ids"][first]),
+            columns["prompt_id"][first],
+            columns["prompt"][first],
+            tuple(columns["prompt_token_ids"][first]),
         ),
         completions=tuple(completion for _, _, completion in members),
-        rewards=tuple(about["reward"][row] for _, row, _ in members),
+        rewards=tuple(columns["reward"][row] for _, row, _ in members),
     )

@@ -1,5 +1,4 @@
-"""Which completions of a step are recorded token by token (`record`), and what is written about
-each token.
+"""Recorder of a step's completions, which chooses some (`record`) and fills the columns of a file.
 
 Axes: B sequences, T tokens of a sequence; n tokens of all recorded completions laid end to end.
 """
@@ -20,13 +19,7 @@ from qarl.rollout.types import Completion, Group
 
 
 class TokenRecorder:
-    """Writes a step's completions of least and of most reward to `folder`.
-
-    record: how many of each; "all" for every completion, 0 for none. tokenizer: a transformers
-    tokenizer, whose texts the tokens are shown with. resume_step: of a run that goes on from there;
-    later steps are removed. first: whether this is the first process; the others take part and
-    write nothing.
-    """
+    """Writes a step's completions of lowest and of highest reward to a folder."""
 
     def __init__(
         self,
@@ -36,6 +29,15 @@ class TokenRecorder:
         resume_step: int | None,
         first: bool,
     ):
+        """Prepare the folder of a run.
+
+        Args:
+            folder: folder of the files.
+            record: number of completions of each kind; "all" for every completion, 0 for none.
+            tokenizer: transformers tokenizer that gives the tokens' texts.
+            resume_step: step from which a run goes on; files of later steps are removed.
+            first: whether this is the first process; the others take part and write nothing.
+        """
         self._folder = folder
         self._record: int | Literal["all"] = record
         self._tokenizer = tokenizer
@@ -44,19 +46,24 @@ class TokenRecorder:
             drop_after(folder, resume_step)
 
     def log(self, batch: Batch, groups: Sequence[Group]) -> TokenLog | None:
-        """What `Learner.learn` is to fill in for this batch, made of these groups; None where
-        nothing is recorded.
+        """Return the log that `Learner.learn` fills in for a batch of these groups.
+
+        It is None if nothing is recorded.
         """
         if self._record == 0:
             return None
         rewards = [r for g in groups for r in g.rewards]
-        # what breaks a tie is not known yet
+        # The mismatch, which breaks ties between equal rewards, is not known yet.
         rows = chosen_rows(rewards, np.zeros(len(rewards)), self._record)
-        pairs = zip_longest(rows[: len(rows) // 2], rows[len(rows) // 2 :])
+        # Rows of lowest and of highest reward in turn: the learner may measure the first ones only.
+        half = len(rows) // 2
+        pairs = zip_longest(rows[:half], rows[half:])
         return TokenLog(batch, [row for pair in pairs for row in pair if row is not None])
 
     def write(self, step: int, groups: Sequence[Group], log: TokenLog | None) -> None:
-        """groups: those that `log`'s batch was made of; with None, any that were sampled and not
+        """Write the file of one step.
+
+        groups: the groups of `log`'s batch; if `log` is None, groups that were sampled and not
         learned from.
         """
         if self._record == 0 or not self._first:
@@ -64,102 +71,120 @@ class TokenRecorder:
         completions = [c for g in groups for c in g.completions]
         rewards = [r for g in groups for r in g.rewards]
         worst = worst_mismatch(log, len(completions))
-        # those the unquantized policy was asked about: what is compared is kept
+        # Of equal rewards, prefer the completions that the unquantized policy was asked about.
         if log is not None:
             worst[log.unquantized.known.numpy()] = np.inf
         rows = chosen_rows(rewards, worst, self._record)
-        places = [
+        samples = [
             (number, sample)
             for number, g in enumerate(groups)
             for sample in range(len(g.completions))
         ]
-        kept = [completions[row] for row in rows]
-        columns = _token_columns(kept, groups, places, rows, log)
-        texts = [text for c in kept for text in token_texts(self._tokenizer, c.token_ids)]
-        about = _completion_columns(
-            step, groups, [places[row] for row in rows], columns["mismatch"]
-        )
-        about["age"] = [
-            None if log is None or log.age[row] < 0 else int(log.age[row]) for row in rows
-        ]
-        lengths = [len(c.token_ids) for c in kept]
-        tokens = columns | {"token": np.array(texts, dtype=object)}
-        write_step(self._folder, step, TokenRows(about, tokens, lengths), len(completions))
+        recorded = [completions[row] for row in rows]
+        token_columns = _token_columns(recorded, groups, samples, rows, log)
+        texts = [text for c in recorded for text in token_texts(self._tokenizer, c.token_ids)]
+        token_columns["token"] = np.array(texts, dtype=object)
+        recorded_samples = [samples[row] for row in rows]
+        columns = _completion_columns(step, groups, recorded_samples, token_columns["mismatch"])
+        ages = [-1 if log is None else int(log.age[row]) for row in rows]
+        columns["age"] = [None if age < 0 else age for age in ages]
+        lengths = [len(c.token_ids) for c in recorded]
+        file_rows = TokenRows(columns, token_columns, lengths)
+        write_step(self._folder, step, file_rows, len(completions))
 
 
 def token_texts(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
-    """What each token adds to its completion's text, special tokens shown. A token that ends within
-    a character adds nothing, and the one that completes it the whole of it.
+    """Return the text that each token adds to its completion, special tokens included.
+
+    A token that ends within a character adds nothing, and the token that completes the character
+    adds all of it.
     """
-    backend, stream = (
-        getattr(tokenizer, "backend_tokenizer", None),
-        DecodeStream(skip_special_tokens=False),
-    )
-    if backend is None:  # a tokenizer in Python alone
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:  # a tokenizer that is written in Python
         return [tokenizer.decode([token], skip_special_tokens=False) for token in token_ids]
+    stream = DecodeStream(skip_special_tokens=False)
     return [stream.step(backend, token) or "" for token in token_ids]
 
 
 def worst_mismatch(log: TokenLog | None, count: int) -> np.ndarray:
-    """Largest |log π_learner - log π_sampler| within each sequence, fp32 [B]; 0 where the learner's
-    is not known.
+    """Return the largest |log π_learner - log π_sampler| within each sequence, fp32 [B].
+
+    It is 0 if the learner's log-probs are unknown.
     """
     if log is None:
         return np.zeros(count, dtype=np.float32)
-    apart = (log.old - log.batch.sampler_logprobs).abs() * log.batch.response_mask
-    return (apart.amax(-1) * log.known).numpy()
+    mismatch = (log.old - log.batch.sampler_logprobs).abs() * log.batch.response_mask
+    return (mismatch.amax(-1) * log.known).numpy()
 
 
 def chosen_rows(
     rewards: Sequence[float], worst: np.ndarray, record: int | Literal["all"]
 ) -> list[int]:
-    """Rows of the `record` completions of least reward, then of as many others of most; all for
-    "all". Among equal rewards those whose worst token is worst come first, then earlier ones.
+    """Return the rows of the `record` completions of lowest reward, then of as many of highest.
+
+    "all" gives all rows. Among equal rewards, rows with a larger worst mismatch come first, then
+    earlier rows.
     """
     count = len(rewards)
     if record == "all" or 2 * record >= count:
         return list(range(count))
     rising = sorted(range(count), key=lambda row: (rewards[row], -worst[row], row))
     falling = sorted(range(count), key=lambda row: (-rewards[row], -worst[row], row))
-    least = rising[:record]
-    return least + [row for row in falling[: 2 * record] if row not in set(least)][:record]
+    lowest = rising[:record]
+    # If many rewards are equal, a row may be among the lowest and the highest.
+    highest = [row for row in falling[: 2 * record] if row not in set(lowest)]
+    return lowest + highest[:record]
 
 
 def _token_columns(
-    kept: Sequence[Completion],
+    recorded: Sequence[Completion],
     groups: Sequence[Group],
-    places: Sequence[tuple[int, int]],
+    samples: Sequence[tuple[int, int]],
     rows: Sequence[int],
     log: TokenLog | None,
 ) -> dict[str, np.ndarray]:
-    """All token columns but the texts, as `TokenRows` has them."""
-    environment = ~np.concatenate([np.asarray(c.sampled, dtype=bool) for c in kept])
-    sampler = np.concatenate([np.asarray(c.logprobs, dtype=np.float32) for c in kept])
-    sampler[environment] = np.nan  # by which its tokens are known again
+    """Return all token columns but the texts, [n] each, as `TokenRows` has them.
+
+    Args:
+        recorded: completions to record.
+        groups: all groups of the step.
+        samples: (group's number, sample's number) of every completion of the step.
+        rows: the batch's rows of the completions to record.
+        log: the learner's values of the batch, or None.
+    """
+    environment = ~np.concatenate([np.asarray(c.sampled, dtype=bool) for c in recorded])
+    sampler = np.concatenate([np.asarray(c.logprobs, dtype=np.float32) for c in recorded])
+    sampler[environment] = np.nan  # marks the environment's tokens for readers
     old = unquantized = ratio = advantage = np.full(len(sampler), np.nan, dtype=np.float32)
     clip = np.full(len(sampler), -1)
     if log is not None:
-        lengths = [len(c.token_ids) for c in kept]
-        starts = [len(groups[places[row][0]].prompt.token_ids) - 1 for row in rows]
-        flags = (log.known, log.unquantized.known, log.updated)
-        known, measured, updated = (np.repeat(each[list(rows)].numpy(), lengths) for each in flags)
+        lengths = [len(c.token_ids) for c in recorded]
+        # Column t of the learner's tensors is about token t + 1 of prompt and completion.
+        starts = [len(groups[samples[row][0]].prompt.token_ids) - 1 for row in rows]
+        spans = list(zip(rows, starts, lengths, strict=True))
 
-        def taken(values: Any) -> np.ndarray:
-            spans = zip(rows, starts, lengths, strict=True)
-            return np.concatenate(
-                [values[row, start : start + length].numpy() for row, start, length in spans]
-            )
+        def token_flags(flags: Any) -> np.ndarray:
+            """Repeat flags, [B], for each token of a sequence; the environment's have none."""
+            return np.repeat(flags[list(rows)].numpy(), lengths) & ~environment
 
-        old = np.where(known & ~environment, taken(log.old), np.float32(np.nan))
-        unquantized = np.where(
-            measured & ~environment, taken(log.unquantized.values), np.float32(np.nan)
-        )
-        ratio = np.where(updated & ~environment, taken(log.log_ratio), np.float32(np.nan))
-        clip = np.where(updated & ~environment, taken(log.clip), -1)
-        advantage = taken(log.batch.advantages)
+        def flat(values: Any) -> np.ndarray:
+            """Lay the recorded completions' part of [B, T-1] values end to end."""
+            parts = [values[row, start : start + length].numpy() for row, start, length in spans]
+            return np.concatenate(parts)
+
+        nan = np.float32(np.nan)
+        old = np.where(token_flags(log.known), flat(log.old), nan)
+        measured = token_flags(log.unquantized.known)
+        unquantized = np.where(measured, flat(log.unquantized.values), nan)
+        updated = token_flags(log.updated)
+        ratio = np.where(updated, flat(log.log_ratio), nan)
+        clip = np.where(updated, flat(log.clip), -1)
+        advantage = flat(log.batch.advantages)
+    token_ids = [np.asarray(c.token_ids, dtype=np.int32) for c in recorded]
+    versions = [np.asarray(c.versions, dtype=np.int32) for c in recorded]
     return {
-        "token_id": np.concatenate([np.asarray(c.token_ids, dtype=np.int32) for c in kept]),
-        "weight_version": np.concatenate([np.asarray(c.versions, dtype=np.int32) for c in kept]),
+        "token_id": np.concatenate(token_ids),
+        "weight_version": np.concatenate(versions),
         "sampler_logprob": sampler,
         "learner_logprob": old,
         "unquantized_logprob": unquantized,
@@ -167,37 +192,40 @@ def _token_columns(
         "log_ratio": ratio,
         "clip": clip,
         "advantage": advantage,
-        "improbable": improbable_tokens(kept),
-        "repeated": repeated_tokens([c.token_ids for c in kept]) & ~environment,
+        "improbable": improbable_tokens(recorded),
+        "repeated": repeated_tokens([c.token_ids for c in recorded]) & ~environment,
     }
 
 
 def _completion_columns(
     step: int,
     groups: Sequence[Group],
-    places: Sequence[tuple[int, int]],
+    samples: Sequence[tuple[int, int]],
     mismatch: np.ndarray,
 ) -> dict[str, list[Any]]:
-    kept = [(groups[number], sample) for number, sample in places]
-    completions = [group.completions[sample] for group, sample in kept]
-    ends = np.cumsum([len(c.token_ids) for c in completions])
-    parts = [
-        np.abs(mismatch[end - len(c.token_ids) : end])
-        for c, end in zip(completions, ends, strict=True)
-    ]
+    """Return all completion columns but the age, as `TokenRows` has them.
+
+    samples: (group's number, sample's number) of each recorded completion. mismatch: [n].
+    """
+    pairs = [(groups[number], sample) for number, sample in samples]
+    completions = [group.completions[sample] for group, sample in pairs]
+    ends = np.cumsum([len(c.token_ids) for c in completions])[:-1]
     return {
-        "step": [step] * len(kept),
-        "group": [number for number, _ in places],
-        "sample": [sample for _, sample in places],
-        "prompt_id": [group.prompt.id for group, _ in kept],
-        "prompt": [group.prompt.text for group, _ in kept],
-        "prompt_token_ids": [list(group.prompt.token_ids) for group, _ in kept],
+        "step": [step] * len(samples),
+        "group": [number for number, _ in samples],
+        "sample": [sample for _, sample in samples],
+        "prompt_id": [group.prompt.id for group, _ in pairs],
+        "prompt": [group.prompt.text for group, _ in pairs],
+        "prompt_token_ids": [list(group.prompt.token_ids) for group, _ in pairs],
         "completion": [c.text for c in completions],
         "finish_reason": [c.finish_reason for c in completions],
-        "reward": [group.rewards[sample] for group, sample in kept],
-        "group_rewards": [list(group.rewards) for group, _ in kept],
+        "reward": [group.rewards[sample] for group, sample in pairs],
+        "group_rewards": [list(group.rewards) for group, _ in pairs],
         "experts": [None if c.experts is None else array_bytes(c.experts) for c in completions],
-        "worst_token": [
-            None if np.isnan(part).all() else int(np.nanargmax(part)) for part in parts
-        ],
+        "worst_token": [_worst_token(part) for part in np.split(np.abs(mismatch), ends)],
     }
+
+
+def _worst_token(mismatch: np.ndarray) -> int | None:
+    """Return the index of a completion's largest |mismatch|, or None if none is known."""
+    return None if np.isnan(mismatch).all() else int(np.nanargmax(mismatch))
