@@ -1,1 +1,1 @@
-"""`qarl report`: runs as one page that needs nothing but a browser."""
+"""The pages of `qarl report` and `qarl mismatch`, each one file that needs only a browser."""

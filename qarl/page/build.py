@@ -1,5 +1,6 @@
-"""A report, put together: data, styles and scripts in one file. A function of what the runs'
-folders hold.
+"""Assembly of a report: data, styles and scripts in one HTML file.
+
+A report depends on the contents of the runs' folders alone.
 """
 
 import html
@@ -23,10 +24,10 @@ from qarl.page.figures import (
 from qarl.page.runs import Configuration, RecordedRun, configurations, shown_settings
 from qarl.page.tokens import mismatch_columns, packed_tokens, treatment
 from qarl.page.verdict import verdict
-from qarl.report.token_files import read_step
+from qarl.report.token_files import TokenRows, read_step
 
 MARK = "<!doctype html><!-- qarl report -->"
-"""What a report begins with, and nothing else is overwritten for."""
+"""First characters of a report. A file that begins otherwise is never overwritten."""
 
 
 def check_output(
@@ -36,11 +37,16 @@ def check_output(
     kind: str = "report",
     example: str = "report.html",
 ) -> None:
-    """Raise `ConfigError` where a report cannot be written to `file`, or something else would be
-    lost by it; before the runs are read.
+    """Raise `ConfigError` if `file` cannot be written, or is a file of another kind.
 
-    option: that names the file. mark: what a file begins with that may be overwritten. kind: what
-    such a file is. example: a name for one.
+    To be called before the runs are read.
+
+    Args:
+        file: output file.
+        option: command-line option that names the file.
+        mark: first characters of a file that may be overwritten.
+        kind: name of such a file's kind, for messages.
+        example: example of a file's name, for messages.
     """
     if file.is_dir():
         raise ConfigError(f"{option} {file} is a folder; name a file, such as {file / example}")
@@ -62,8 +68,11 @@ def check_output(
 
 
 def report_page(runs: Sequence[RecordedRun], refresh: int = 0) -> str:
-    """The page of these runs. refresh: seconds after which a browser is to load it again; 0 for
-    never. Raises `TokenFileError` for token columns that cannot be read.
+    """Return the page of some runs, as HTML.
+
+    refresh: seconds after which the browser loads the page again; 0: never.
+
+    Raises `TokenFileError` if recorded tokens cannot be read.
     """
     kinds = configurations(runs)
     findings = verdict(kinds)
@@ -79,8 +88,14 @@ def report_page(runs: Sequence[RecordedRun], refresh: int = 0) -> str:
 
 
 def filled(sections: str, scripts: Sequence[str], parts: dict[str, str]) -> str:
-    """A page in one file: page.html with its parts and sections, with all pages' styles and scripts
-    and its own.
+    """Return page.html with its placeholders filled in.
+
+    Styles and basic scripts are those of all pages.
+
+    Args:
+        sections: asset with the page's sections.
+        scripts: assets with the page's own scripts.
+        parts: placeholder → HTML.
     """
 
     def asset(name: str) -> str:
@@ -94,40 +109,47 @@ def filled(sections: str, scripts: Sequence[str], parts: dict[str, str]) -> str:
         "script": script,
     }
     text = asset("page.html")
-    # once: what is put in is not looked through
-    return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], text)
+    # All placeholders in one pass, so that a part that contains braces is not changed.
+    return re.sub(r"\{\{(\w+)\}\}", lambda placeholder: parts[placeholder[1]], text)
 
 
 def _data(kinds: Sequence[Configuration]) -> dict[str, Any]:
+    """Return all data that the page's scripts draw."""
     runs = [run for kind in kinds for run in kind.runs]
     counts = sorted({str(run.config.record) for run in runs if run.token_files})
-    which = (
-        "all completions"
-        if counts == ["all"]
-        else "the recorded completions (those of least and most reward)"
-    )
-    tokens = [
-        [[read_step(file) for file in run.token_files.values()] for run in kind.runs]
-        for kind in kinds
-    ]
-    steps = [[rows for of_run in of_kind for rows in of_run] for of_kind in tokens]
-    columns = [mismatch_columns(rows) for rows in steps]
+    recorded = "the recorded completions (those of least and most reward)"
+    if counts == ["all"]:
+        recorded = "all completions"
+    # Rows of each run's steps, and of each configuration's.
+    run_steps: list[list[TokenRows]] = []
+    kind_steps: list[list[TokenRows]] = []
+    for kind in kinds:
+        steps_by_run = [_token_rows(run) for run in kind.runs]
+        run_steps += steps_by_run
+        kind_steps.append([rows for steps in steps_by_run for rows in steps])
+    columns = [mismatch_columns(rows) for rows in kind_steps]
     settings, named = shown_settings(kinds)
     return {
         "kinds": [kind.label for kind in kinds],
         "runs": [_run(run, number) for number, kind in enumerate(kinds) for run in kind.runs],
         "curves": curve_figures(kinds),
         "time": time_split(kinds),
-        "where": mismatch_figures(columns, which),
+        "where": mismatch_figures(columns, recorded),
         "profiles": profile_figures(kinds),
-        "treatment": treatment(steps),
+        "treatment": treatment(kind_steps),
         "settings": [[name, *(values.get(name) for values in settings)] for name in named],
-        "tokens": packed_tokens([of_run for of_kind in tokens for of_run in of_kind]),
+        "tokens": packed_tokens(run_steps),
     }
 
 
+def _token_rows(run: RecordedRun) -> list[TokenRows]:
+    return [read_step(file) for file in run.token_files.values()]
+
+
 def _run(run: RecordedRun, kind: int) -> dict[str, Any]:
-    last, published = run.metrics[-1], [m for m in run.metrics if m.get("digest")]
+    """Return the facts of one run that the page shows. kind: number of its configuration."""
+    last = run.metrics[-1]
+    published = [m for m in run.metrics if m.get("digest")]
     canaries = [m["canary"] for m in run.metrics if m.get("canary") is not None]
     measured = list(run.heldout().values())
     return {
@@ -151,25 +173,26 @@ def _run(run: RecordedRun, kind: int) -> dict[str, Any]:
 
 
 def verdict_html(findings: Sequence[Finding], headlines: int = 0) -> str:
-    """Text without a script: readable, searchable, printable. headlines: how many of the first
-    are.
+    """Return findings as HTML list items, which can be read and searched without a script.
+
+    headlines: number of findings, from the first, that are headlines.
     """
     words = {"good": "good", "note": "note", "warning": "look"}
     items = []
-    for place, finding in enumerate(findings):
-        of = f"<b>{html.escape(finding.about)}</b> " if finding.about else ""
+    for number, finding in enumerate(findings):
+        about = f"<b>{html.escape(finding.about)}</b> " if finding.about else ""
         level = f'<span class="level">{words[finding.level]}</span>'
-        kind = f"{finding.level} headline" if place < headlines else finding.level
-        said = html.escape(
-            f"{finding.text}\n-> {finding.remedy}" if finding.remedy else finding.text
-        )
-        text = re.sub(r"\S+e-\d+", r'<span class="whole">\g<0></span>', said)
-        items.append(f'<li class="{kind}">{level}<span>{of}{text}</span></li>')
+        style = f"{finding.level} headline" if number < headlines else finding.level
+        remedy = f"\n-> {finding.remedy}" if finding.remedy else ""
+        text = html.escape(f"{finding.text}{remedy}")
+        # Numbers such as 1.2e-05 are not broken at the hyphen.
+        text = re.sub(r"\S+e-\d+", r'<span class="whole">\g<0></span>', text)
+        items.append(f'<li class="{style}">{level}<span>{about}{text}</span></li>')
     return "\n".join(items)
 
 
 def page_json(data: Any) -> str:
-    """JSON that ends no script element, whatever text is in it."""
+    """Return data as JSON that is safe in a script element, whatever text is in it."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     escapes = {
         "<": "\\u003c",

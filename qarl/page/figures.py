@@ -1,8 +1,8 @@
-"""What a report draws: curves over steps with bands over seeds, time by phase, and figures made of
-token columns.
+"""The figures of a report: curves over steps, time by phase, and the mismatch of tokens.
 
-A figure is plain data, drawn by charts.js: `{"id", "title", "help", "x", "unit", "log", "lines":
-[...]}`, a line `{"of": place of its configuration, "name": of its metric, "x", "y", "low",
+Curves have bands over seeds.
+A figure is plain data that charts.js draws: `{"id", "title", "help", "x", "unit", "log", "lines":
+[...]}`. A line is `{"of": its configuration's number, "name": its metric's name, "x", "y", "low",
 "high"}`.
 """
 
@@ -17,20 +17,22 @@ from qarl.learner.diagnostics.figure import Figure
 from qarl.page.runs import Configuration, Metrics
 
 MOST_POINTS = 400
-"""Of a line; longer runs are averaged over as many steps as keep it within that. Where there are
-more than three configurations, their lines share the points of three.
+"""Upper bound on the points of a line.
+
+Longer runs are averaged over as many steps as necessary. The lines of more than three
+configurations share the points of three.
 """
 
 POSITIONS = 48
-"""Bins of a response's length, at most."""
+"""Upper bound on the bins of a response's positions."""
 
-_TOGETHER: dict[str, Callable[[Sequence[float]], float]] = {
+_AGGREGATE: dict[str, Callable[[Sequence[float]], float]] = {
     "x": max,
     "y": fmean,
     "low": min,
     "high": max,
 }
-"""What several values become in each part of a line."""
+"""Part of a line → the function that makes one value of several."""
 
 _MISMATCH = "learn/mismatch/"
 CURVES = (
@@ -116,38 +118,38 @@ CURVES = (
         lines={"norm": "learn/grad_norm"},
     ),
 )
-"""Of every run. What diagnostics measured is drawn as they ask (`learner.diagnostics`), by a run's
-start.json.
+"""Figures over steps of every run.
+
+The learner's diagnostics (`learner.diagnostics`) add their own, which a run's start.json has.
 """
 
 
 def diagnosed(kinds: Sequence[Configuration]) -> list[Figure]:
-    """What the runs' diagnostics ask for, each once."""
+    """Return the figures that the runs' diagnostics add, each once."""
     starts = [run.start for kind in kinds for run in kind.runs if run.start]
-    return list({figure.id: figure for start in starts for figure in start.figures}.values())
+    figures = {figure.id: figure for start in starts for figure in start.figures}
+    return list(figures.values())
 
 
 def curve_figures(kinds: Sequence[Configuration]) -> list[dict[str, Any]]:
-    """Those over steps that any run has values for."""
+    """Return the figures over steps, without those that no run has values for."""
     most = min(MOST_POINTS, 3 * MOST_POINTS // len(kinds))
+    added = [figure for figure in diagnosed(kinds) if figure.axis is None]
     figures = []
-    for curve in (
-        *CURVES,
-        *(figure for figure in diagnosed(kinds) if figure.axis is None),
-    ):
-        lines = [
-            thinned(line, most)
-            for number, kind in enumerate(kinds)
-            for name, field in curve.lines.items()
-            if (line := _line(number, kind, name, field))
-        ]
+    for curve in (*CURVES, *added):
+        lines = []
+        for number, kind in enumerate(kinds):
+            for name, field in curve.lines.items():
+                line = _line(number, kind, name, field)
+                if line is not None:
+                    lines.append(thinned(line, most))
         if lines:
-            figures.append(_drawn(curve, "step", lines))
+            figures.append(_chart_data(curve, "step", lines))
     return figures
 
 
-def _drawn(figure: Figure, axis: str, lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """As charts.js takes it."""
+def _chart_data(figure: Figure, axis: str, lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the figure as a dictionary for charts.js. axis: name of the x axis."""
     about = {
         "id": figure.id,
         "title": figure.title,
@@ -158,67 +160,70 @@ def _drawn(figure: Figure, axis: str, lines: list[dict[str, Any]]) -> dict[str, 
 
 
 def profile_figures(kinds: Sequence[Configuration]) -> list[dict[str, Any]]:
-    """What steps measure as lists, unless all of it is at place 0: means over all steps that
-    did.
+    """Return the figures of metrics that are lists, as means over all steps that measured them.
+
+    A figure whose values are all at x = 0 is left out.
     """
-    measured = [[m for run in kind.runs for m in run.metrics] for kind in kinds]
     figures = []
     for figure in diagnosed(kinds):
         if figure.axis is None:
             continue
-        lines = [
-            line
-            for number, metrics in enumerate(measured)
-            for name, field in figure.lines.items()
-            for line in _profile(number, metrics, name, field, figure.places)
-        ]
+        lines = []
+        for number, kind in enumerate(kinds):
+            metrics = [m for run in kind.runs for m in run.metrics]
+            for name, field in figure.lines.items():
+                lines += _profile(number, metrics, name, field, figure.places)
         if any(max(line["x"]) > 0 for line in lines):
-            figures.append(_drawn(figure, figure.axis, lines))
+            figures.append(_chart_data(figure, figure.axis, lines))
     return figures
 
 
 def _profile(
     number: int, metrics: Sequence[Metrics], name: str, field: str, x_field: str | None
 ) -> list[dict[str, Any]]:
-    """The line of a metric that is a list, over steps; none where no step has it. x_field: the
-    metric that holds the places; without one they are counted from 1.
+    """Return the line of a metric that is a list, over all steps; empty if no step has it.
+
+    number: number of the configuration. x_field: metric that has the x values. Default: counted
+    from 1.
     """
     values: dict[float, list[float]] = {}
-    for of_step in metrics:
-        y = of_step.get(field) or ()
-        for place, value in zip(
-            of_step[x_field] if x_field and y else range(1, len(y) + 1), y, strict=True
-        ):
-            if value is not None:
-                values.setdefault(float(place), []).append(value)
+    for step in metrics:
+        y_values = step.get(field) or ()
+        x_values = step[x_field] if x_field and y_values else range(1, len(y_values) + 1)
+        for x, y in zip(x_values, y_values, strict=True):
+            if y is not None:
+                values.setdefault(float(x), []).append(y)
     return [thinned(_spread(number, name, values))] if values else []
 
 
 def _line(number: int, kind: Configuration, name: str, field: str) -> dict[str, Any] | None:
-    values = [_series(run.metrics, field) for run in kind.runs]
-    if field == "accuracy":
-        values = [
-            {step: each.accuracy for step, each in run.heldout().items()} for run in kind.runs
+    """Return the line of a metric over steps; None if no run has it. number: of `kind`."""
+    if field == "accuracy":  # also before the first step
+        runs = [
+            {step: result.accuracy for step, result in run.heldout().items()} for run in kind.runs
         ]
-    at_steps = {
-        step: [each[step] for each in values if step in each]
-        for series in values
-        for step in series
-    }
-    return _spread(number, name, at_steps, len(kind.runs) > 1) if at_steps else None
+    else:
+        runs = [_series(run.metrics, field) for run in kind.runs]
+    by_step: dict[int, list[float]] = {}
+    for series in runs:
+        for step, value in series.items():
+            by_step.setdefault(step, []).append(value)
+    return _spread(number, name, by_step, len(kind.runs) > 1) if by_step else None
 
 
 def _spread(
     number: int, name: str, values: Mapping[Any, Sequence[float]], band: bool = True
 ) -> dict[str, Any]:
-    """The line of the mean at each x, with a band from the lowest to the highest."""
+    """Return the line of the mean at each x, with a band from the lowest to the highest value."""
     rows = sorted(values.items())
-    parts = ("y", "low", "high") if band else ("y",)
-    line = {"of": number, "name": name, "x": [x for x, _ in rows]}
-    return line | {part: [_TOGETHER[part](each) for _, each in rows] for part in parts}
+    line: dict[str, Any] = {"of": number, "name": name, "x": [x for x, _ in rows]}
+    for part in ("y", "low", "high") if band else ("y",):
+        line[part] = [_AGGREGATE[part](y_values) for _, y_values in rows]
+    return line
 
 
 def _series(metrics: Sequence[Metrics], field: str) -> dict[int, float]:
+    """Return step → value of a metric, without steps where it is missing or not finite."""
     by_step = {m["step"]: m.get(field) for m in metrics}
     return {
         step: value for step, value in by_step.items() if value is not None and math.isfinite(value)
@@ -226,30 +231,29 @@ def _series(metrics: Sequence[Metrics], field: str) -> dict[int, float]:
 
 
 def thinned(line: dict[str, Any], most: int = MOST_POINTS) -> dict[str, Any]:
-    """At most `most` points, each a mean over consecutive ones (of bands the extremes), to 4
-    digits.
+    """Return a line of at most `most` points, rounded to 4 digits.
+
+    A point is the mean over consecutive ones, and its band reaches to their extremes.
     """
     every = -(-len(line["x"]) // most)
-    spans = range(0, len(line["x"]), every)
-    return {
-        name: (
-            [digits(_TOGETHER[name](value[start : start + every])) for start in spans]
-            if name in _TOGETHER
-            else value
-        )
-        for name, value in line.items()
-    }
+    starts = range(0, len(line["x"]), every)
+    thin = dict(line)
+    for part in line.keys() & _AGGREGATE.keys():
+        values = [line[part][start : start + every] for start in starts]
+        thin[part] = [digits(_AGGREGATE[part](several)) for several in values]
+    return thin
 
 
 def digits(value: float) -> float:
-    """Rounded to 4 significant digits; a whole number as one."""
+    """Round to 4 significant digits; an integral result is an int."""
     rounded = float(f"{value:.4g}") if abs(value) < 10**4 else float(round(value))
     return int(rounded) if rounded == int(rounded) else rounded
 
 
 def time_split(kinds: Sequence[Configuration]) -> list[dict[str, Any]]:
-    """Per configuration: median seconds a step by phase, evaluations spread over steps; those
-    within learning.
+    """Return each configuration's seconds a step by phase, and within the learner's.
+
+    Seconds are medians. Phases that few steps have, such as evaluations, are spread over all steps.
     """
     splits = []
     for number, kind in enumerate(kinds):
@@ -271,7 +275,7 @@ def time_split(kinds: Sequence[Configuration]) -> list[dict[str, Any]]:
 
 
 def _seconds(metrics: Sequence[Metrics], field: str) -> float:
-    """A step's. Median over the steps that have the phase, times the share of steps that do."""
+    """Return the seconds of a phase: the median of the steps that have it, times their fraction."""
     seconds = [m[field] for m in metrics if field in m]
     return digits(float(np.median(seconds)) * len(seconds) / len(metrics))
 
@@ -279,9 +283,12 @@ def _seconds(metrics: Sequence[Metrics], field: str) -> float:
 def mismatch_figures(
     columns: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray] | None], recorded: str
 ) -> list[dict[str, Any]]:
-    """Where learner and sampler part. columns: of each configuration position, sampler log-prob and
-    mismatch of its recorded tokens, [n] each; None where it has none. recorded: which tokens these
-    are, in words.
+    """Return the figures of |Δ log p| by position in the response and by token probability.
+
+    Args:
+        columns: position, sampler's log-prob and mismatch of each configuration's recorded tokens,
+            [n] each; None if it has none.
+        recorded: description of these tokens, in words.
     """
     spread = f"Mean |Δ log p| over {recorded}; the band reaches to the 95th percentile."
     both = {"unit": "nats", "help": spread, "log": True}
@@ -299,49 +306,47 @@ def mismatch_figures(
         {**position, **both, "lines": []},
         {**probability, **both, "log_x": True, "lines": []},
     ]
-    for number, of_kind in enumerate(columns):
-        if of_kind is None:
+    # Probabilities from 10⁻⁴ to 1, three bins a decade.
+    decades = 10.0 ** np.arange(-4, 0.01, 1 / 3)
+    for number, tokens in enumerate(columns):
+        if tokens is None:
             continue
-        at, logprob, mismatch = of_kind
-        apart, longest = np.abs(mismatch), int(at.max()) + 1
-        places = np.linspace(0.5, longest + 0.5, min(longest, POSITIONS) + 1)
-        figures[0]["lines"] += _binned(number, at + 1.0, apart, places)
-        figures[1]["lines"] += _binned(
-            number, np.exp(logprob), apart, 10.0 ** np.arange(-4, 0.01, 1 / 3), True
-        )
+        positions, logprob, mismatch = tokens
+        difference = np.abs(mismatch)
+        longest = int(positions.max()) + 1
+        # Positions are counted from 1; edges lie halfway between them.
+        edges = np.linspace(0.5, longest + 0.5, min(longest, POSITIONS) + 1)
+        figures[0]["lines"] += _binned(number, positions + 1.0, difference, edges)
+        figures[1]["lines"] += _binned(number, np.exp(logprob), difference, decades, True)
     return [figure for figure in figures if figure["lines"]]
 
 
 def _binned(
     number: int,
     x: np.ndarray,
-    apart: np.ndarray,
+    difference: np.ndarray,
     edges: np.ndarray,
     logarithmic: bool = False,
 ) -> list[dict[str, Any]]:
-    """Mean and 95th percentile of `apart` in the bins of x that hold anything; the outermost hold
-    what is beyond.
+    """Return the line of mean and 95th percentile of `difference`, [n], in bins of x, [n].
+
+    Values beyond the edges belong to the outermost bins. Bins that are empty or have mean 0, which
+    a logarithmic axis cannot show, are left out. The list is empty if all are.
     """
-    place = np.clip(np.digitize(x, edges) - 1, 0, len(edges) - 2)
-    bins = [b for b in range(len(edges) - 1) if (place == b).any() and apart[place == b].mean() > 0]
-    if not bins:
-        return []
+    bin_numbers = np.clip(np.digitize(x, edges) - 1, 0, len(edges) - 2)
     middles = np.sqrt(edges[:-1] * edges[1:]) if logarithmic else (edges[:-1] + edges[1:]) / 2
-    means = [float(apart[place == b].mean()) for b in bins]
-    high = [
-        max(float(np.quantile(apart[place == b], 0.95)), mean)
-        for b, mean in zip(bins, means, strict=True)
-    ]
-    x_values = [float(middles[b]) for b in bins]
-    return [
-        thinned(
-            {
-                "of": number,
-                "name": "mean",
-                "x": x_values,
-                "y": means,
-                "low": means,
-                "high": high,
-            }
-        )
-    ]
+    x_values: list[float] = []
+    means: list[float] = []
+    high: list[float] = []
+    for number_of_bin, middle in enumerate(middles):
+        values = difference[bin_numbers == number_of_bin]
+        if not len(values) or not values.mean() > 0:
+            continue
+        mean = float(values.mean())
+        x_values.append(float(middle))
+        means.append(mean)
+        high.append(max(float(np.quantile(values, 0.95)), mean))
+    if not means:
+        return []
+    line = {"of": number, "name": "mean", "x": x_values, "y": means, "low": means, "high": high}
+    return [thinned(line)]

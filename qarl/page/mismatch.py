@@ -1,5 +1,6 @@
-"""`qarl mismatch`'s page: probabilities, where they part, layers. Axes: n response tokens, B
-sequences.
+"""The page of `qarl mismatch`: probabilities, their differences by position, and layers.
+
+Axes: n response tokens, B sequences.
 """
 
 import html
@@ -16,10 +17,10 @@ from qarl.page.build import filled, page_json, verdict_html
 from qarl.page.figures import digits, mismatch_figures, thinned
 
 POINTS = 1500
-"""Of a scatter, a learner."""
+"""Upper bound on a learner's points in a scatter plot."""
 
 FAULTY = 5.0
-"""Times the median of the layers' kernel errors, from which on a layer is named."""
+"""Ratio of a layer's kernel error to the layers' median, above which the layer is reported."""
 
 _WORTH: tuple[tuple[float, Level, str, str], ...] = (
     (
@@ -50,10 +51,10 @@ _WORTH: tuple[tuple[float, Level, str, str], ...] = (
         ),
     ),
 )
-"""Nats an answer below which runs went so (docs/lab/map.md); what is said then, and its remedy."""
+"""Upper bound of nats an answer, level, text and remedy; what runs showed (docs/lab/map.md)."""
 
 PLAIN_SUM = 1e-4
-"""Relative kernel error that every sum in another order makes, so that no layer is named for it."""
+"""Relative kernel error that another order of summation makes; no layer is reported below it."""
 
 
 def mismatch_page(
@@ -62,17 +63,21 @@ def mismatch_page(
     learners: Sequence[ScoredLearner],
     layers: Sequence[LayerDeviation],
 ) -> str:
-    """title: model, scheme and dtype. lines: in words, what the page begins with."""
-    positions = [
-        np.concatenate([np.arange(length) for length in each.lengths]) for each in learners
-    ]
-    columns = [
-        (at, each.sampler, each.learner - each.sampler)
-        for at, each in zip(positions, learners, strict=True)
-    ]
+    """Return the page as HTML.
+
+    Args:
+        title: model, scheme and dtype.
+        lines: findings that the page begins with.
+        learners: log-probs of each learner.
+        layers: errors of each layer.
+    """
+    columns = []
+    for learner in learners:
+        positions = np.concatenate([np.arange(length) for length in learner.lengths])
+        columns.append((positions, learner.sampler, learner.learner - learner.sampler))
     spread = mismatch_figures(columns, "all completions")
     data = {
-        "kinds": [each.name for each in learners],
+        "kinds": [learner.name for learner in learners],
         "figures": [_probabilities(learners), *spread],
         "layers": _layer_figures(layers),
         "measured": _table(learners),
@@ -89,12 +94,12 @@ def mismatch_page(
 def findings(
     learners: Sequence[ScoredLearner], layers: Sequence[LayerDeviation], multiplies: str
 ) -> list[Finding]:
-    """How far each learner is from the sampler, and by which layers. multiplies: what the aligned
-    learner uses.
+    """Return how far each learner is from the sampler, and which layers cause it.
+
+    multiplies: kernels of the aligned learner, in words.
     """
-    lines = [_apart(each) for each in learners] + [
-        _worth(each) for each in learners if each.name == "plain"
-    ]
+    lines = [_distance(learner) for learner in learners]
+    lines += [_alignment_worth(learner) for learner in learners if learner.name == "plain"]
     lines.append(Finding("note", "", f"The aligned learner multiplied with {multiplies}."))
     faulty = faulty_layers(layers)
     for row in faulty:
@@ -115,33 +120,31 @@ def findings(
     return lines
 
 
-def _apart(learner: ScoredLearner) -> Finding:
-    apart, equal = learner.measured["mean_abs"], learner.measured["equal"]
-    assert apart is not None
+def _distance(learner: ScoredLearner) -> Finding:
+    """Return how far a learner is from the sampler."""
+    mean_abs = learner.measured["mean_abs"]
+    equal = learner.measured["equal"]
+    assert mean_abs is not None
     assert equal is not None
     if equal == 1:
         return Finding("good", learner.name, "Equal to the sampler, to the last bit.")
     return Finding(
         "note",
         learner.name,
-        f"{apart:.2g} nats a token from the sampler; {equal:.1%} of tokens are equal.",
+        f"{mean_abs:.2g} nats a token from the sampler; {equal:.1%} of tokens are equal.",
     )
 
 
-def _worth(plain: ScoredLearner) -> Finding:
-    """What an aligned learner is worth over this one, by runs that began as far from their
-    samplers.
-    """
+def _alignment_worth(plain: ScoredLearner) -> Finding:
+    """Return what an aligned learner gains over a plain one, by runs of a similar distance."""
     nats = float((plain.sampler - plain.learner).sum()) / len(plain.lengths)
-    _, level, known, remedy = next(row for row in _WORTH if nats < row[0])
-    text = f"{nats:.2g} nats an answer between a plain learner and the sampler: {known}"
+    _, level, experience, remedy = next(row for row in _WORTH if nats < row[0])
+    text = f"{nats:.2g} nats an answer between a plain learner and the sampler: {experience}"
     return Finding(level, "aligned or not", text, remedy)
 
 
 def faulty_layers(layers: Sequence[LayerDeviation]) -> list[LayerDeviation]:
-    """Those whose product is off from their codes' values by far more than the others', the worst
-    first.
-    """
+    """Return the layers whose kernel error is far larger than the others', the worst first."""
     if not layers:
         return []
     bound = max(PLAIN_SUM, FAULTY * median(row.kernel for row in layers))
@@ -149,19 +152,18 @@ def faulty_layers(layers: Sequence[LayerDeviation]) -> list[LayerDeviation]:
 
 
 def _probabilities(learners: Sequence[ScoredLearner]) -> dict[str, Any]:
+    """Return a scatter plot of learners' probabilities over the sampler's."""
     lines = []
-    for number, each in enumerate(learners):
-        every = -(-len(each.sampler) // POINTS)
-        x, y = (
-            np.exp(values[::every].astype(np.float64)).tolist()
-            for values in (each.sampler, each.learner)
-        )
+    for number, learner in enumerate(learners):
+        every = -(-len(learner.sampler) // POINTS)
+        sampler_probs = np.exp(learner.sampler[::every].astype(np.float64)).tolist()
+        learner_probs = np.exp(learner.learner[::every].astype(np.float64)).tolist()
         lines.append(
             {
                 "of": number,
-                "name": each.name,
-                "x": [*map(digits, x)],
-                "y": [*map(digits, y)],
+                "name": learner.name,
+                "x": [*map(digits, sampler_probs)],
+                "y": [*map(digits, learner_probs)],
             }
         )
     return {
@@ -180,13 +182,14 @@ def _probabilities(learners: Sequence[ScoredLearner]) -> dict[str, Any]:
 
 
 def _layer_figures(layers: Sequence[LayerDeviation]) -> list[dict[str, Any]]:
+    """Return the figure of the layers' errors; an empty list if all errors are 0."""
     columns = {
         "scheme": [row.scheme for row in layers],
         "kernel": [row.kernel for row in layers],
     }
-    number = [float(n) for n in range(1, len(layers) + 1)]
+    numbers = [float(n) for n in range(1, len(layers) + 1)]
     lines = [
-        thinned({"of": 0, "name": name, "x": number, "y": values})
+        thinned({"of": 0, "name": name, "x": numbers, "y": values})
         for name, values in columns.items()
         if any(values)
     ]
@@ -208,13 +211,10 @@ def _layer_figures(layers: Sequence[LayerDeviation]) -> list[dict[str, Any]]:
 
 
 def _table(learners: Sequence[ScoredLearner]) -> list[list[Any]]:
-    names = [
-        field
-        for field in learners[0].measured
-        if any(each.measured[field] is not None for each in learners)
-    ]
-    rows = [(name, [each.measured[name] for each in learners]) for name in names]
-    return [
-        [name, *(None if value is None else digits(value) for value in values)]
-        for name, values in rows
-    ]
+    """Return a row for each mismatch metric that any learner has: its name, and the values."""
+    rows = []
+    for name in learners[0].measured:
+        values = [learner.measured[name] for learner in learners]
+        if any(value is not None for value in values):
+            rows.append([name, *(None if value is None else digits(value) for value in values)])
+    return rows

@@ -1,4 +1,4 @@
-"""Run folders as a report reads them: without torch, whole or still being written."""
+"""Reading of run folders for a report, finished or still being written. Imports no torch."""
 
 import json
 from collections.abc import Sequence
@@ -18,6 +18,7 @@ from qarl.report.token_files import step_files
 from qarl.run.export_note import read_note
 
 Metrics = dict[str, Any]
+"""A line of metrics.jsonl, parsed."""
 
 _NEEDED = (
     "step",
@@ -27,6 +28,8 @@ _NEEDED = (
     "error_tokens",
     "seconds/sample",
 )
+"""Metrics that every line has."""
+
 _NOT_COMPARED = (
     "seed",
     "output",
@@ -42,7 +45,7 @@ _NOT_COMPARED = (
     "early_warning",
     "from_rollouts",
 )
-"""Fields, or sections of them, in which runs of one configuration may differ."""
+"""Fields, or sections of fields, in which runs of one configuration may differ."""
 
 _FIRST_NAMED = (
     "model",
@@ -52,22 +55,36 @@ _FIRST_NAMED = (
     "dtype",
     "learner.optimizer.lr",
 )
+"""Fields that come first in a list of differences."""
+
 _MOST_NAMED = 4
+"""Upper bound on the number of fields in a configuration's label."""
 
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """One run. name: its folder's. metrics: a line a step. token_files: step → file. deployed: what
-    held-out answers of the export in a fresh engine come to, None where there is none.
-    """
+    """The contents of one run's folder."""
 
     name: str
+    """Name of the folder."""
+
     config: RunConfig
+    """Configuration of the run."""
+
     metrics: list[Metrics]
+    """Metrics of each step, in order; at least one step."""
+
     start: StartNote | None
+    """Facts before the first step; None if an earlier version wrote the run."""
+
     environment: dict[str, Any]
+    """Versions and machine (`qarl.report.run_folder.describe_environment`)."""
+
     token_files: dict[int, Path]
+    """Step → file of its recorded completions."""
+
     deployed: Heldout | None
+    """Held-out measurement of the export in a fresh engine; None if there is none."""
 
     @property
     def finished(self) -> bool:
@@ -75,23 +92,31 @@ class RecordedRun:
         return self.metrics[-1]["step"] >= self.config.steps
 
     def heldout(self) -> dict[int, Heldout]:
-        """Step → what held-out answers came to, where they were asked for; 0: before the first."""
+        """Return step → held-out measurement of the steps that were evaluated.
+
+        Step 0 is the initial policy.
+        """
         measured = {0: heldout(vars(self.start)) if self.start else None}
         measured |= {m["step"]: heldout(m) for m in self.metrics}
-        return {step: each for step, each in measured.items() if each is not None}
+        return {step: result for step, result in measured.items() if result is not None}
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """Runs that differ in their seed alone. label: what tells it from the page's others."""
+    """Runs that differ in their seed alone."""
 
     label: str
+    """Name that tells the configuration from the others of a page."""
+
     runs: tuple[RecordedRun, ...]
+    """The runs."""
 
 
 def read_runs(paths: Sequence[Path]) -> list[RecordedRun]:
-    """Raises `ConfigError` for no run, one without steps, one given twice, and lines damaged or of
-    another version.
+    """Read the folders of some runs.
+
+    Raises `ConfigError` if a path is no run, is given twice, has no steps yet, or has lines that
+    are damaged or written by another version.
     """
     resolved = [path.resolve() for path in paths]
     for index, path in enumerate(resolved):
@@ -122,23 +147,26 @@ def _read_run(path: Path) -> RecordedRun:
 
 
 def _read_metrics(file: Path) -> list[Metrics]:
-    """The whole lines; the last may be cut short, by a run that is going on or was killed."""
+    """Read the complete lines of a metrics.jsonl.
+
+    The last line is incomplete if a run is writing it, or was killed then.
+    """
     lines = file.read_text(encoding="utf-8").split("\n") if file.is_file() else [""]
     metrics: list[Metrics] = []
     for number, line in enumerate(lines[:-1], 1):
         try:
-            of_step = json.loads(line)
+            step = json.loads(line)
         except ValueError as error:
             raise ConfigError(
                 f"{str(file)!r}, line {number}, is no JSON ({error}); remove that line"
             ) from error
-        missing = [name for name in _NEEDED if not isinstance(of_step, dict) or name not in of_step]
+        missing = [name for name in _NEEDED if not isinstance(step, dict) or name not in step]
         if missing:
             raise ConfigError(
                 f"{str(file)!r}, line {number}, lacks {missing[0]!r}: another version of qarl wrote"
                 " it (environment.json in its folder names it); make the report with that one"
             )
-        metrics.append(of_step)
+        metrics.append(step)
     if not metrics:
         raise ConfigError(
             f"run {str(file.parent)!r} has no steps yet; make its report once its first step is"
@@ -148,25 +176,29 @@ def _read_metrics(file: Path) -> list[Metrics]:
 
 
 def configurations(runs: Sequence[RecordedRun]) -> list[Configuration]:
-    """Runs that differ in their seed alone, together; in the order of the first of each."""
-    settings = [compared_settings(run.config) for run in runs]
+    """Group runs that differ in their seed alone, in the order of each group's first run."""
     kinds: list[dict[str, Any]] = []
-    for setting in settings:
-        if setting not in kinds:
-            kinds.append(setting)
-    members = [
-        tuple(run for run, own in zip(runs, settings, strict=True) if own == kind) for kind in kinds
-    ]
+    groups: list[list[RecordedRun]] = []
+    for run in runs:
+        settings = compared_settings(run.config)
+        if settings not in kinds:
+            kinds.append(settings)
+            groups.append([])
+        groups[kinds.index(settings)].append(run)
     labels = _labels(kinds)
+    # If a label is too short to tell two configurations apart, a run's name does.
     if len(set(labels)) < len(labels):
-        labels = [group[0].name for group in members]
-    return [Configuration(label, group) for label, group in zip(labels, members, strict=True)]
+        labels = [group[0].name for group in groups]
+    return [Configuration(label, tuple(group)) for label, group in zip(labels, groups, strict=True)]
 
 
 def compared_settings(
     config: RunConfig, left_out: tuple[str, ...] = _NOT_COMPARED
 ) -> dict[str, Any]:
-    """Dotted field → value, of what makes two runs two configurations."""
+    """Return dotted field → value of the fields that distinguish configurations.
+
+    left_out: prefixes of the fields that do not.
+    """
     flat = leaf_values(config)
     return {name: to_jsonable_python(flat[name]) for name in flat if not name.startswith(left_out)}
 
@@ -174,30 +206,35 @@ def compared_settings(
 def shown_settings(
     kinds: Sequence[Configuration],
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Each configuration's settings, and the names of those that a page shows: in which they
-    differ; of one alone those that are not the defaults, and what it trains.
+    """Return each configuration's settings, and the names of the settings that a page shows.
+
+    These are the settings in which configurations differ. Of a single configuration they are model,
+    scheme and the settings that differ from the defaults.
     """
     if len(kinds) > 1:
         settings = [compared_settings(kind.runs[0].config) for kind in kinds]
         return settings, differing(settings)
-    ours, defaults = (
-        compared_settings(config, ("output",)) for config in (kinds[0].runs[0].config, RunConfig())
-    )
+    ours = compared_settings(kinds[0].runs[0].config, ("output",))
+    defaults = compared_settings(RunConfig(), ("output",))
     named = [name for name in differing([ours, defaults]) if name in ours]
     return [ours], list(dict.fromkeys(("model", "scheme", *named)))
 
 
 def differing(kinds: Sequence[dict[str, Any]]) -> list[str]:
-    """Names of the fields in which they differ, those that say most first."""
+    """Return the names of the fields in which settings differ, those of `_FIRST_NAMED` first."""
     names = dict.fromkeys(name for kind in kinds for name in kind)
-    apart = [name for name in names if any(kind.get(name) != kinds[0].get(name) for kind in kinds)]
-    return sorted(
-        apart,
-        key=lambda name: _FIRST_NAMED.index(name) if name in _FIRST_NAMED else len(_FIRST_NAMED),
-    )
+
+    def differs(name: str) -> bool:
+        return any(kind.get(name) != kinds[0].get(name) for kind in kinds)
+
+    def rank(name: str) -> int:
+        return _FIRST_NAMED.index(name) if name in _FIRST_NAMED else len(_FIRST_NAMED)
+
+    return sorted(filter(differs, names), key=rank)
 
 
 def _labels(kinds: Sequence[dict[str, Any]]) -> list[str]:
+    """Return a label for each configuration, of the settings in which they differ."""
     if len(kinds) == 1:
         shown = [
             Path(kinds[0]["model"]).name,
@@ -206,13 +243,15 @@ def _labels(kinds: Sequence[dict[str, Any]]) -> list[str]:
         ]
         return [" · ".join(shown)]
     names = differing(kinds)[:_MOST_NAMED]
-    return [
-        " · ".join(filter(None, (_worded(name, kind.get(name)) for name in names)))
-        for kind in kinds
-    ]
+    labels = []
+    for kind in kinds:
+        words = [_worded(name, kind.get(name)) for name in names]
+        labels.append(" · ".join(filter(None, words)))
+    return labels
 
 
 def _worded(name: str, value: Any) -> str:
+    """Return a setting as part of a label, or "" if it is not set."""
     if name == "learner.aligned":
         return "aligned" if value else "plain learner"
     if name in ("model", "scheme", "dtype", "learner.objective.name"):

@@ -1,5 +1,7 @@
-"""Recorded completions as a page carries them: as many as its size allows, token columns packed to
-eleven bytes a token; and what became of their error tokens.
+"""The recorded completions of a page, and a table of what the objective did with error tokens.
+
+The page has as many completions as its size allows. Columns of tokens are packed to eleven bytes a
+token.
 
 Axes: n tokens of all completions laid end to end.
 """
@@ -16,78 +18,85 @@ from qarl.page.figures import digits
 from qarl.report.token_files import TokenRows
 
 BUDGET = 1_600_000
-"""Bytes of the page that completions may take: 100,000 tokens, and less of short completions."""
+"""Bytes of the page that completions may use: 100,000 tokens, fewer if completions are short."""
 
-_A_TOKEN, _A_COMPLETION = 15, 50
-"""Bytes of the page, about; words not counted."""
+_A_TOKEN = 15
+"""Estimate of a token's bytes on the page, without its text."""
+
+_A_COMPLETION = 50
+"""Estimate of a completion's bytes on the page, without its tokens and prompt."""
 
 _SHOWN = ("step", "group", "sample", "age")
-"""Columns of completions shown as they are."""
+"""Columns of completions that the page shows unchanged."""
 
 _HALVES = ("sampler_logprob", "mismatch", "log_ratio", "unquantized_logprob")
+"""Columns of tokens that the page has as float16."""
 
 _UNKNOWN = 15
-"""In place of a reason's number."""
+"""Number of an unknown clip reason; the known ones are indices into `CLIP_REASONS`."""
 
 _SIGNS = {"A > 0": 1.0, "A < 0": -1.0}
+"""Sign of the advantage, in words and as a number."""
+
 _KINDS = ("sound", "improbable", "in a loop")
+"""Kinds of tokens; a token in a loop may be improbable too."""
 
 Columns = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""Position in the response, sampler's log-prob and mismatch of tokens, [n] each."""
 
 
 def mismatch_columns(steps: Sequence[TokenRows]) -> Columns | None:
-    """Position in the response, sampler's log-prob and mismatch of all these tokens, [n] each,
-    where the mismatch is known; None where it is nowhere.
-    """
+    """Return the columns of all tokens whose mismatch is known, or None if there are none."""
     if not steps:
         return None
     position = np.concatenate([np.arange(length) for rows in steps for length in rows.lengths])
-    logprob, mismatch = _column(steps, "sampler_logprob"), _column(steps, "mismatch")
+    logprob = _column(steps, "sampler_logprob")
+    mismatch = _column(steps, "mismatch")
     known = np.isfinite(mismatch)
     return (position[known], logprob[known], mismatch[known]) if known.any() else None
 
 
 def treatment(kinds: Sequence[Sequence[TokenRows]]) -> list[list[Any]]:
-    """What the objective did with error tokens, as QaRL's table 6 (arXiv 2604.07853). kinds: of
-    each configuration the steps' rows. A row for each configuration, sign of the advantage and kind
-    of token that was learned from: its place, sign, kind, tokens, shares clipped, with a mismatch
-    weight that was cut, and left as they were.
+    """Return what the objective did with error tokens, as QaRL's table 6 (arXiv 2604.07853).
+
+    There is a row for each configuration, sign of the advantage and kind of token, if the learner
+    learned from any. Its columns are the configuration's number, the sign, the kind, the number of
+    tokens, and three fractions of them: clipped, with a mismatch weight that was cut, and
+    unchanged.
+
+    kinds: the rows of each configuration's steps.
     """
-    rows: list[list[Any]] = []
+    none = CLIP_REASONS.index("none")
+    corrected = CLIP_REASONS.index("corrected")
+    table: list[list[Any]] = []
     for number, steps in enumerate(kinds):
         if not steps:
             continue
-        advantage, clip = _column(steps, "advantage"), _column(steps, "clip")
-        kind = np.where(_column(steps, "repeated"), 2, np.where(_column(steps, "improbable"), 1, 0))
-        none, corrected = CLIP_REASONS.index("none"), CLIP_REASONS.index("corrected")
+        signs = np.sign(_column(steps, "advantage"))
+        clip = _column(steps, "clip")
+        improbable = np.where(_column(steps, "improbable"), 1, 0)
+        token_kinds = np.where(_column(steps, "repeated"), 2, improbable)
         for sign, factor in _SIGNS.items():
-            for place, name in enumerate(_KINDS):
-                of = clip[(np.sign(advantage) == factor) & (kind == place) & (clip >= 0)]
-                if len(of):
-                    shares = (
-                        (of != none) & (of != corrected),
-                        of == corrected,
-                        of == none,
-                    )
-                    rows.append(
-                        [
-                            number,
-                            sign,
-                            name,
-                            len(of),
-                            *(digits(float(share.mean())) for share in shares),
-                        ]
-                    )
-    return rows
+            for kind, name in enumerate(_KINDS):
+                reasons = clip[(signs == factor) & (token_kinds == kind) & (clip >= 0)]
+                if not len(reasons):
+                    continue
+                clipped = (reasons != none) & (reasons != corrected)
+                masks = (clipped, reasons == corrected, reasons == none)
+                fractions = [digits(float(mask.mean())) for mask in masks]
+                table.append([number, sign, name, len(reasons), *fractions])
+    return table
 
 
 def packed_tokens(runs: Sequence[Sequence[TokenRows]]) -> dict[str, Any]:
-    """The completions the page shows of each run's steps, spread evenly over them: what each is in
-    columns of one value a completion, and their tokens in columns of packed values. recorded,
-    shown: how many completions there are.
+    """Return the completions that the page shows, chosen evenly from the steps of each run.
+
+    "completions" has columns with one value a completion. Columns of tokens are packed into
+    strings. "recorded" and "shown" are numbers of completions.
     """
     recorded = sum(len(rows) for steps in runs for rows in steps)
     budget = BUDGET
+    # Costs are estimates: lower the budget until the actual size fits.
     while True:
         chosen = [
             (number, rows)
@@ -103,18 +112,23 @@ def packed_tokens(runs: Sequence[Sequence[TokenRows]]) -> dict[str, Any]:
 
 
 def _within(steps: Sequence[TokenRows], budget: int) -> list[TokenRows]:
-    """The last step, and of every n steps before it one, with the smallest n that fits: one whose
-    completions the unquantized policy was asked about, where there is one. Where the last alone
-    does not fit, a part of it.
+    """Return the steps of one run to show.
+
+    They are the last step, and one of every n steps before it, with the smallest n that fits. Steps
+    whose completions the unquantized policy scored are preferred. If the last step alone does not
+    fit, a part of it is returned.
+
+    budget: bytes that the steps may use.
     """
     costs = [_cost(rows) for rows in steps]
     scored = [bool(np.isfinite(rows.tokens["unquantized_logprob"]).any()) for rows in steps]
+    last = len(steps) - 1
     for every in range(1, len(steps) + 1):
-        spans = [range(max(0, end - every), end) for end in range(len(steps) - 1, 0, -every)]
-        picked = [max(span, key=lambda place: (scored[place], place)) for span in spans]
-        places = [*picked[::-1], len(steps) - 1]
-        if sum(costs[place] for place in places) <= budget:
-            return [steps[place] for place in places]
+        spans = [range(max(0, end - every), end) for end in range(last, 0, -every)]
+        picked = [max(span, key=lambda number: (scored[number], number)) for span in spans]
+        numbers = [*reversed(picked), last]
+        if sum(costs[number] for number in numbers) <= budget:
+            return [steps[number] for number in numbers]
     if not steps:
         return []
     sizes = np.cumsum([_A_COMPLETION + _A_TOKEN * length for length in steps[-1].lengths])
@@ -122,52 +136,59 @@ def _within(steps: Sequence[TokenRows], budget: int) -> list[TokenRows]:
 
 
 def _cost(rows: TokenRows) -> int:
+    """Estimate the bytes of a step's completions on the page."""
     prompts = sum(len(prompt.encode()) for prompt in set(rows.completions["prompt"]))
     return _A_TOKEN * sum(rows.lengths) + _A_COMPLETION * len(rows) + prompts
 
 
 def _packed(steps: Sequence[tuple[int, TokenRows]]) -> dict[str, Any]:
+    """Return the columns of some steps, given with their run's number, as tokens.js reads them.
+
+    Prompts and tokens' texts are listed once, and columns have their numbers.
+    """
     prompts: dict[str, int] = {}
     texts: dict[tuple[int, str], int] = {}
     words: list[int] = []
-    columns: dict[str, list[Any]] = {
-        name: []
-        for name in (
-            "run",
-            *_SHOWN,
-            "prompt",
-            "reward",
-            "length",
-            "version",
-            "last_version",
-            "worst",
-            "truncated",
-            "group_size",
-            "group_reward",
-            "advantage",
-        )
-    }
+    names = (
+        "run",
+        *_SHOWN,
+        "prompt",
+        "reward",
+        "length",
+        "version",
+        "last_version",
+        "worst",
+        "truncated",
+        "group_size",
+        "group_reward",
+        "advantage",
+    )
+    columns: dict[str, list[Any]] = {name: [] for name in names}
     for number, rows in steps:
-        about, ends = rows.completions, np.cumsum(rows.lengths)
+        completions = rows.completions
+        ends = np.cumsum(rows.lengths)
         pairs = zip(rows.tokens["token_id"].tolist(), rows.tokens["token"], strict=True)
         words += (texts.setdefault(pair, len(texts)) for pair in pairs)
-        groups = about["group_rewards"]
-        for name, values in {
-            "run": [number] * len(rows),
-            **{name: about[name] for name in _SHOWN},
-            "prompt": [prompts.setdefault(prompt, len(prompts)) for prompt in about["prompt"]],
-            "reward": map(digits, about["reward"]),
-            "length": rows.lengths,
-            **_versions(rows),
-            "worst": [-1 if place is None else place for place in about["worst_token"]],
-            "truncated": [
-                int(reason in ("length", "repetition")) for reason in about["finish_reason"]
-            ],
-            "group_size": map(len, groups),
-            "group_reward": [digits(sum(group) / len(group)) for group in groups],
-            "advantage": map(_advantage, np.split(rows.tokens["advantage"], ends[:-1])),
-        }.items():
-            columns[name] += values
+        groups = completions["group_rewards"]
+        finish_reasons = completions["finish_reason"]
+        for name in _SHOWN:
+            columns[name] += completions[name]
+        columns["run"] += [number] * len(rows)
+        columns["prompt"] += [
+            prompts.setdefault(prompt, len(prompts)) for prompt in completions["prompt"]
+        ]
+        columns["reward"] += map(digits, completions["reward"])
+        columns["length"] += rows.lengths
+        for name, versions in _versions(rows).items():
+            columns[name] += versions
+        columns["worst"] += [-1 if token is None else token for token in completions["worst_token"]]
+        columns["truncated"] += [
+            int(reason in ("length", "repetition")) for reason in finish_reasons
+        ]
+        columns["group_size"] += map(len, groups)
+        columns["group_reward"] += [digits(sum(group) / len(group)) for group in groups]
+        advantages = np.split(rows.tokens["advantage"], ends[:-1])
+        columns["advantage"] += map(_advantage, advantages)
     return {
         "prompts": list(prompts),
         "texts": [text for _, text in texts],
@@ -182,34 +203,31 @@ def _packed(steps: Sequence[tuple[int, TokenRows]]) -> dict[str, Any]:
 
 
 def _versions(rows: TokenRows) -> dict[str, list[int]]:
-    """Of the weights that sampled each completion's first token, and its last."""
-    of_each, ends = rows.tokens["weight_version"], np.cumsum(rows.lengths).tolist()
+    """Return the versions of the weights that sampled each completion's first and last token."""
+    versions = rows.tokens["weight_version"]
+    ends = np.cumsum(rows.lengths).tolist()
     starts = [end - length for end, length in zip(ends, rows.lengths, strict=True)]
     return {
-        "version": [int(of_each[at]) for at in starts],
-        "last_version": [int(of_each[at - 1]) for at in ends],
+        "version": [int(versions[start]) for start in starts],
+        "last_version": [int(versions[end - 1]) for end in ends],
     }
 
 
 def _advantage(values: np.ndarray) -> float | None:
-    """Of the completion: that of its tokens with the largest magnitude; None where not known."""
-    return (
-        None
-        if np.isnan(values).any() or not len(values)
-        else digits(float(values[np.abs(values).argmax()]))
-    )
+    """Return a completion's advantage: the largest in magnitude of its tokens', None if unknown."""
+    if np.isnan(values).any() or not len(values):
+        return None
+    return digits(float(values[np.abs(values).argmax()]))
 
 
 def _halves(steps: Sequence[tuple[int, TokenRows]], name: str) -> np.ndarray:
-    """float16 [n], NaN where not known: three digits, which is what the page shows."""
+    """Return a token column as float16 [n], NaN if unknown; its three digits are what is shown."""
     parts = [rows.tokens[name] for _, rows in steps]
     return np.concatenate(parts).clip(-6e4, 6e4).astype("<f2") if parts else np.zeros(0, "<f2")
 
 
 def _flags(steps: Sequence[tuple[int, TokenRows]]) -> np.ndarray:
-    """uint8 [n]: the reason's number, 15 where not known; 16 where improbable; 32 where
-    repeated.
-    """
+    """Return uint8 [n]: the clip reason's number, plus 16 if improbable, plus 32 if repeated."""
     parts = [np.zeros(0, np.uint8)]
     for _, rows in steps:
         reason = np.where(rows.tokens["clip"] < 0, _UNKNOWN, rows.tokens["clip"])
@@ -219,8 +237,10 @@ def _flags(steps: Sequence[tuple[int, TokenRows]]) -> np.ndarray:
 
 
 def _encoded(values: np.ndarray) -> str:
+    """Return an array's bytes in base64."""
     return base64.b64encode(values.tobytes()).decode()
 
 
 def _column(steps: Sequence[TokenRows], name: str) -> np.ndarray:
+    """Return a token column of all steps, [n]."""
     return np.concatenate([rows.tokens[name] for rows in steps])

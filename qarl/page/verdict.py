@@ -1,7 +1,7 @@
-"""A report's first lines: what became of the runs, in words, and what asks for attention.
+"""The first lines of a report: the outcome of the runs in words, and what needs attention.
 
-Compared are a run's first and last tenths of steps. A difference is called one where it is beyond
-twice its standard error; thresholds are named below, and docs/guide/report.md says which they are.
+The first tenth of a run's steps is compared with the last. A difference counts if it is larger than
+twice its standard error. The thresholds are below, and docs/guide/report.md explains them.
 """
 
 import math
@@ -13,32 +13,45 @@ from qarl.page.runs import Configuration, RecordedRun
 from qarl.report.early_warning import early_warnings
 
 Remark = tuple[Level, str]
+"""Level and text of a finding."""
 
 APART = 0.05
-"""Nats, mean |Δ log p|: where a usual token's ratio is 5 % off before anything was learned."""
-PHANTOM, CORRECTED = 0.01, 0.05
+"""Mean |Δ log p|, in nats, above which there is a warning.
+
+The ratio of a usual token is then 5 % off before anything was learned.
+"""
+
+PHANTOM = 0.01
+"""Fraction of tokens clipped for precision alone, above which there is a warning."""
+
+CORRECTED = 0.05
+"""Fraction of tokens whose mismatch weight was cut, above which there is a warning."""
+
 TRUNCATED = 0.1
+"""Fraction of truncated completions, above which there is a warning."""
+
 ERRORS = 0.02
+"""Fraction of error tokens, above which there is a warning."""
+
 TEACHING = 0.1
+"""Fraction of groups with rewards that differ, below which there is a note."""
 
 
 def verdict(kinds: Sequence[Configuration]) -> list[Finding]:
-    """The headline of each configuration, then what is remarkable, warnings first."""
+    """Return the headline of each configuration, then all remarks, warnings first."""
     single = len(kinds) == 1
     headlines = [_headline(kind, "" if single else kind.label) for kind in kinds]
-    checks = (_of_early_warnings, _of_bounds, _of_learning)
-    remarks = [
-        Finding(level, "" if single else kind.label, text)
-        for kind in kinds
-        for check in checks
-        for level, text in check(kind.runs)
-    ]
-    return headlines + sorted(
-        remarks, key=lambda remark: ("warning", "note", "good").index(remark.level)
-    )
+    remarks = []
+    for kind in kinds:
+        about = "" if single else kind.label
+        for check in (_early_warnings, _exceeded_bounds, _learning_remarks):
+            remarks += [Finding(level, about, text) for level, text in check(kind.runs)]
+    order = ("warning", "note", "good")
+    return headlines + sorted(remarks, key=lambda remark: order.index(remark.level))
 
 
-def _headline(kind: Configuration, of: str) -> Finding:
+def _headline(kind: Configuration, about: str) -> Finding:
+    """Return the outcome of a configuration's runs. about: the finding's subject."""
     runs = kind.runs
     done = [run.metrics[-1]["step"] for run in runs]
     seeds = f" over {len(runs)} seeds" if len(runs) > 1 else ""
@@ -53,88 +66,87 @@ def _headline(kind: Configuration, of: str) -> Finding:
     if all(run.metrics[-1]["weight_version"] == 0 for run in runs):
         return Finding(
             "warning",
-            of,
+            about,
             f"Learned nothing in {steps}{seeds}: the rewards of every group were equal, so nothing"
             " was published. Look at the completions below for what the reward was given.",
         )
     level, outcome = _outcome(runs)
-    return Finding(level, of, f"{outcome} in {steps}{seeds}. {_together(runs)}".rstrip())
+    return Finding(level, about, f"{outcome} in {steps}{seeds}. {_mismatch(runs)}".rstrip())
 
 
-def _outcome(runs: Sequence[RecordedRun]) -> tuple[Level, str]:
-    """By held-out accuracy where it was measured twice, and is what the policies are judged by;
-    else by reward.
+def _outcome(runs: Sequence[RecordedRun]) -> Remark:
+    """Return whether the runs learned, by held-out accuracy or by reward.
+
+    Accuracy counts if it was measured at least twice in every run, and no held-out reward was.
     """
     measured = [list(run.heldout().values()) for run in runs]
-    if all(len(of_run) > 1 and of_run[-1].reward is None for of_run in measured):
-        before, after = (
-            sum(of_run[place].accuracy for of_run in measured) / len(runs) for place in (0, -1)
-        )
-        problems = sum(
-            (run.deployed and run.deployed.problems) or run.config.eval.problems for run in runs
-        )
-        error = math.sqrt((before * (1 - before) + after * (1 - after)) / max(problems, 1))
-        words = f"held-out accuracy from {before:.1%} to {after:.1%}"
-        moved = _moved(before, after, error, words, f"{100 * (after - before):+.1f} points")
-        rewarded = _by_reward(runs)
-        if moved[0] == "note" and rewarded[0] == "good":
-            return (
-                "good",
-                f"{rewarded[1]}, with no change of {words}, which counts what --task.correct says,",
-            )
-        return moved
-    return _by_reward(runs)
-
-
-def _by_reward(runs: Sequence[RecordedRun]) -> Remark:
-    firsts, lasts = ([m["reward"] for run in runs for m in part(run)] for part in (_first, _last))
-    before, after = (sum(part) / len(part) for part in (firsts, lasts))
-    error = math.sqrt(_noise(runs) * sum(1 / len(part) for part in (firsts, lasts)))
-    return _moved(
-        before,
-        after,
-        error,
-        f"reward from {before:.3g} to {after:.3g}",
-        f"{after - before:+.3g}",
+    by_reward = _reward_outcome(runs)
+    if not all(len(results) > 1 and results[-1].reward is None for results in measured):
+        return by_reward
+    before = sum(results[0].accuracy for results in measured) / len(runs)
+    after = sum(results[-1].accuracy for results in measured) / len(runs)
+    problems = sum(
+        (run.deployed and run.deployed.problems) or run.config.eval.problems for run in runs
     )
+    # Standard error of the difference of two binomial fractions.
+    error = math.sqrt((before * (1 - before) + after * (1 - after)) / max(problems, 1))
+    words = f"held-out accuracy from {before:.1%} to {after:.1%}"
+    by_accuracy = _change(before, after, error, words, f"{100 * (after - before):+.1f} points")
+    if by_accuracy[0] == "note" and by_reward[0] == "good":
+        return (
+            "good",
+            f"{by_reward[1]}, with no change of {words}, which counts what --task.correct says,",
+        )
+    return by_accuracy
 
 
-def _moved(
-    before: float, after: float, error: float, words: str, difference: str
-) -> tuple[Level, str]:
+def _reward_outcome(runs: Sequence[RecordedRun]) -> Remark:
+    """Return whether the runs learned, by the reward of their first and last steps."""
+    firsts = [m["reward"] for run in runs for m in _first(run)]
+    lasts = [m["reward"] for run in runs for m in _last(run)]
+    before = sum(firsts) / len(firsts)
+    after = sum(lasts) / len(lasts)
+    error = math.sqrt(_noise(runs) * (1 / len(firsts) + 1 / len(lasts)))
+    words = f"reward from {before:.3g} to {after:.3g}"
+    return _change(before, after, error, words, f"{after - before:+.3g}")
+
+
+def _change(before: float, after: float, error: float, words: str, difference: str) -> Remark:
+    """Return in words whether a value changed by more than two standard errors."""
     if abs(after - before) <= 2 * error:
         return "note", f"No change beyond noise: {words} ({difference})"
-    return (
-        ("good", f"Learned: {words} ({difference})")
-        if after > before
-        else ("warning", f"Got worse: {words}")
-    )
+    if after > before:
+        return "good", f"Learned: {words} ({difference})"
+    return "warning", f"Got worse: {words}"
 
 
-def _together(runs: Sequence[RecordedRun]) -> str:
-    apart = _mean_last(runs, "learn/mismatch/mean_abs")
-    if apart is None:
+def _mismatch(runs: Sequence[RecordedRun]) -> str:
+    """Return how far learner and sampler are apart at the end, or "" if nothing was learned."""
+    mean_abs = _mean_last(runs, "learn/mismatch/mean_abs")
+    if mean_abs is None:
         return ""
-    words = f"{_nats(apart)} a token apart" if apart else "equal to the last bit"
+    words = f"{_nats(mean_abs)} a token apart" if mean_abs else "equal to the last bit"
     return f"Learner and sampler are {words} at the end."
 
 
-def _of_early_warnings(runs: Sequence[RecordedRun]) -> Iterator[Remark]:
+def _early_warnings(runs: Sequence[RecordedRun]) -> Iterator[Remark]:
+    """Yield the early warnings of all runs."""
     for run in runs:
-        of = f" of {run.name}" if len(runs) > 1 else ""
+        name = f" of {run.name}" if len(runs) > 1 else ""
         for warning in early_warnings(run.metrics):
-            yield "warning", f"At step {warning.step}{of}: {warning.text}."
+            yield "warning", f"At step {warning.step}{name}: {warning.text}."
 
 
-def _of_bounds(runs: Sequence[RecordedRun]) -> Iterator[Remark]:
-    apart = _mean_last(runs, "learn/mismatch/mean_abs")
-    if apart is not None and apart > APART:
+def _exceeded_bounds(runs: Sequence[RecordedRun]) -> Iterator[Remark]:
+    """Yield a warning for each metric that is beyond its threshold at the end."""
+    mean_abs = _mean_last(runs, "learn/mismatch/mean_abs")
+    if mean_abs is not None and mean_abs > APART:
         words = (
-            f"Mean |Δ log p| is {_nats(apart)} at the end, above {APART}: sampler and learner are"
-            " two policies."
+            f"Mean |Δ log p| is {_nats(mean_abs)} at the end, above {APART}: sampler and learner"
+            " are two policies."
         )
         yield "warning", words
-    for field, bound, what in (
+    for field, bound, text in (
         (
             "learn/phantom_clipped",
             PHANTOM,
@@ -154,10 +166,11 @@ def _of_bounds(runs: Sequence[RecordedRun]) -> Iterator[Remark]:
     ):
         share = _mean_last(runs, field)
         if share is not None and share > bound:
-            yield "warning", f"{share:.1%} {what} (above {bound:.0%})."
+            yield "warning", f"{share:.1%} {text} (above {bound:.0%})."
 
 
-def _of_learning(runs: Sequence[RecordedRun]) -> Iterator[Remark]:
+def _learning_remarks(runs: Sequence[RecordedRun]) -> Iterator[Remark]:
+    """Yield remarks on steps and groups that taught nothing."""
     teaching = _mean_last(runs, "mixed_reward_groups")
     if teaching is not None and teaching < TEACHING:
         why = "the task is nearly solved, or out of reach"
@@ -189,21 +202,26 @@ def _counted(count: int, one: str, many: str) -> str:
 
 
 def _first(run: RecordedRun) -> list[dict]:
+    """Return the first tenth of a run's steps, rounded up."""
     return run.metrics[: -(-len(run.metrics) // 10)]
 
 
 def _last(run: RecordedRun) -> list[dict]:
+    """Return the last tenth of a run's steps, rounded up."""
     return run.metrics[-len(_first(run)) :]
 
 
 def _mean_last(runs: Sequence[RecordedRun], field: str) -> float | None:
+    """Return a metric's mean over the last tenths of runs; None if it was not measured there."""
     values = [m[field] for run in runs for m in _last(run) if m.get(field) is not None]
     return sum(values) / len(values) if values else None
 
 
 def _noise(runs: Sequence[RecordedRun]) -> float:
-    """Variance of a step's reward, as consecutive steps show it: a short run's tenths are too few
-    steps for that.
+    """Return the variance of a step's reward, estimated from consecutive steps.
+
+    The tenths of a short run have too few steps to estimate it from. Half of the mean square of
+    differences is the variance, because a difference has two steps' noise.
     """
     pairs = [pair for run in runs for pair in pairwise(m["reward"] for m in run.metrics)]
     return sum((after - before) ** 2 for before, after in pairs) / max(2 * len(pairs), 1)
