@@ -202,7 +202,8 @@ def _deviation(evidence: Evidence) -> Iterator[Finding]:
             f"in {idle} of {len(deviations)} groups all rewards are equal, so they teach nothing",
             "an easier or a harder task, more samples a prompt, or rollout.dynamic_sampling",
         )
-    small = [d / size for d, size in zip(deviations, sizes, strict=True) if d and d < 1e-4 * size]
+    pairs = zip(deviations, sizes, strict=True)
+    small = [deviation / size for deviation, size in pairs if 0 < deviation < 1e-4 * size]
     if evidence.config.advantage == "grpo" and len(small) > 0.5 * len(deviations):
         yield _pitfall(
             "group deviation",

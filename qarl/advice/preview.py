@@ -121,7 +121,8 @@ def _judged(task: Task, problems: list[Problem]) -> Iterator[Finding]:
             f"of an empty completion: {task.rewards(empty)[0]}, which counts as {counted}",
         )
         return
-    other = next((p for p in problems if p.answer.strip() != problem.answer.strip()), None)
+    answer = problem.answer.strip()
+    other = next((p for p in problems if p.answer.strip() != answer), None)
     wrong = f"{problem.answer}0" if other is None else other.answer
     texts = [
         solution_of(problem),

@@ -151,6 +151,9 @@ def _run(run: RecordedRun, kind: int) -> dict[str, Any]:
     last = run.metrics[-1]
     published = [m for m in run.metrics if m.get("digest")]
     canaries = [m["canary"] for m in run.metrics if m.get("canary") is not None]
+    start_canary = run.start.canary if run.start else None
+    if start_canary is not None:
+        canaries.append(start_canary)
     measured = list(run.heldout().values())
     return {
         "of": kind,
@@ -165,8 +168,8 @@ def _run(run: RecordedRun, kind: int) -> dict[str, Any]:
         "deployed": run.deployed and str(run.deployed),
         "publishes": len(published),
         "digest": published[-1]["digest"] if published else None,
-        "canaries": len(canaries) + bool(run.start and run.start.canary is not None),
-        "canary": digits(max([*canaries, (run.start and run.start.canary) or 0.0])),
+        "canaries": len(canaries),
+        "canary": digits(max([*canaries, 0.0])),
         "audit": run.start and run.start.audit,
         "environment": run.environment,
     }

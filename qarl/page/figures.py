@@ -198,14 +198,11 @@ def _profile(
 
 def _line(number: int, kind: Configuration, name: str, field: str) -> dict[str, Any] | None:
     """Return the line of a metric over steps; None if no run has it. number: of `kind`."""
-    if field == "accuracy":  # also before the first step
-        runs = [
-            {step: result.accuracy for step, result in run.heldout().items()} for run in kind.runs
-        ]
-    else:
-        runs = [_series(run.metrics, field) for run in kind.runs]
     by_step: dict[int, list[float]] = {}
-    for series in runs:
+    for run in kind.runs:
+        series = _series(run.metrics, field)
+        if field == "accuracy":  # held-out results have step 0 too
+            series = {step: result.accuracy for step, result in run.heldout().items()}
         for step, value in series.items():
             by_step.setdefault(step, []).append(value)
     return _spread(number, name, by_step, len(kind.runs) > 1) if by_step else None
@@ -334,7 +331,9 @@ def _binned(
     a logarithmic axis cannot show, are left out. The list is empty if all are.
     """
     bin_numbers = np.clip(np.digitize(x, edges) - 1, 0, len(edges) - 2)
-    middles = np.sqrt(edges[:-1] * edges[1:]) if logarithmic else (edges[:-1] + edges[1:]) / 2
+    left = edges[:-1]
+    right = edges[1:]
+    middles = np.sqrt(left * right) if logarithmic else (left + right) / 2
     x_values: list[float] = []
     means: list[float] = []
     high: list[float] = []

@@ -222,8 +222,11 @@ def _advantage(values: np.ndarray) -> float | None:
 
 def _halves(steps: Sequence[tuple[int, TokenRows]], name: str) -> np.ndarray:
     """Return a token column as float16 [n], NaN if unknown; its three digits are what is shown."""
-    parts = [rows.tokens[name] for _, rows in steps]
-    return np.concatenate(parts).clip(-6e4, 6e4).astype("<f2") if parts else np.zeros(0, "<f2")
+    if not steps:
+        return np.zeros(0, "<f2")
+    values = np.concatenate([rows.tokens[name] for _, rows in steps])
+    # The largest float16 is 65504; beyond it values would become infinite.
+    return values.clip(-6e4, 6e4).astype("<f2")
 
 
 def _flags(steps: Sequence[tuple[int, TokenRows]]) -> np.ndarray:

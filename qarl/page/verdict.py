@@ -173,10 +173,10 @@ def _learning_remarks(runs: Sequence[RecordedRun]) -> Iterator[Remark]:
     """Yield remarks on steps and groups that taught nothing."""
     teaching = _mean_last(runs, "mixed_reward_groups")
     if teaching is not None and teaching < TEACHING:
-        why = "the task is nearly solved, or out of reach"
         yield (
             "note",
-            f"Only {teaching:.1%} of groups have rewards that differ at the end: {why}.",
+            f"Only {teaching:.1%} of groups have rewards that differ at the end: the task is nearly"
+            " solved, or out of reach.",
         )
     skipped = sum(m.get("learn/skipped", 0) for run in runs for m in run.metrics)
     if skipped:

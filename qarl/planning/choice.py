@@ -44,7 +44,7 @@ _WHY = {
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen for a new run."""
+    """The choices for a new run."""
 
     file: str | None
     """The configuration's file: the user's, or the name of the recipe that was chosen."""

@@ -106,7 +106,7 @@ class Part:
     """Bytes that one process takes on its device."""
 
     note: str
-    """What the part consists of, in a few words."""
+    """Contents of the part, in a few words."""
 
 
 @dataclass(frozen=True)
@@ -274,7 +274,7 @@ class _Count:
         return base + self.adapters * _FP32
 
     def _moves(self) -> int:
-        """What an unaligned learner adds to its masters before they are rounded, fp32.
+        """The fp32 tensors that an unaligned learner adds to its masters before rounding them.
 
         `quant.layers.low_bit_layer.LowBitLayer.moves` has one tensor of each quantized master's
         shape when a run starts from calibrated codes.
@@ -470,9 +470,9 @@ class _Count:
         hidden = shapes.hidden
         # Each of the two norms keeps what it normalizes, [N, C] (`graph.operators._Norm`).
         norms = 2 * itemsize * hidden
-        kept = norms + self._attention_kept() + self._mlp_kept()
+        layer = norms + self._attention_kept() + self._mlp_kept()
         engine_operators = learner.operators != "transformers" and learner.aligned
-        return kept * (1.0 if engine_operators else _TRANSFORMERS_FACTOR)
+        return layer * (1.0 if engine_operators else _TRANSFORMERS_FACTOR)
 
     @property
     def _multiplied_itemsize(self) -> float:
@@ -488,16 +488,16 @@ class _Count:
         # The input of the q, k and v product as multiplied, a·C.
         # The product's output, b·(Q + 2·K): norms of queries and keys, and values, are views of it.
         # Queries and keys after their rotation, b·(Q + K).
-        kept = input_itemsize * self.shapes.hidden + itemsize * (2 * queries + 3 * keys)
+        saved = input_itemsize * self.shapes.hidden + itemsize * (2 * queries + 3 * keys)
         # The input of the o product as multiplied, a·Q. On GPUs, if it is not quantized, it is the
         # output below and counts there.
         if self.device == "cpu" or input_itemsize < itemsize:
-            kept += input_itemsize * queries
+            saved += input_itemsize * queries
         # FlashAttention's backward reads its output, and the log-sum of each head's scores in fp32.
         # On CPUs the backward computes both again.
         if self.device != "cpu":
-            kept += itemsize * queries + _FP32 * self.shapes.heads
-        return kept
+            saved += itemsize * queries + _FP32 * self.shapes.heads
+        return saved
 
     def _mlp_kept(self) -> float:
         """Bytes a token that the MLP or the experts keep."""

@@ -1,1 +1,1 @@
-"""What a run writes and shows."""
+"""The files and the display of a run: folder, metrics, recorded tokens, tables and warnings."""

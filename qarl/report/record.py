@@ -30,13 +30,13 @@ def record(arguments: list[str], data: Any, program: str = "qarl") -> dict[str, 
 
 def _without_files(arguments: list[str]) -> list[str]:
     """Return the arguments without the options in `_FILES` and their values."""
-    kept: list[str] = []
+    remaining: list[str] = []
     skip = False  # whether the next argument is the value of such an option
     for argument in arguments:
         if not skip and argument.partition("=")[0] not in _FILES:
-            kept.append(argument)
+            remaining.append(argument)
         skip = argument in _FILES
-    return kept
+    return remaining
 
 
 def _commit() -> str | None:

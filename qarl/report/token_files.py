@@ -125,7 +125,8 @@ def write_step(folder: Path, step: int, rows: TokenRows, completions: int) -> Pa
     import pyarrow.parquet as pq
 
     schema = _schema().with_metadata({_FORMAT_KEY: FORMAT, _COUNT_KEY: str(completions)})
-    offsets = pa.array(np.concatenate([[0], np.cumsum(rows.lengths)]), pa.int32())
+    edges = np.concatenate([[0], np.cumsum(rows.lengths)])  # of completions, in token columns
+    offsets = pa.array(edges, pa.int32())
     columns = [
         pa.array(rows.completions[name], schema.field(name).type) for name in COMPLETION_COLUMNS
     ]
