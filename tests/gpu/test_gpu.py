@@ -84,7 +84,8 @@ def test_outputs_and_straight_through_gradients_are_those_of_the_cpu(scheme: str
         x = values(40, 512, seed=1).to(device).to(DTYPE).requires_grad_()
         y = linear(x)
         y.backward(values(40, 256, seed=2).to(device).to(DTYPE))
-        assert x.grad is not None and master.grad is not None
+        assert x.grad is not None
+        assert master.grad is not None
         return y.detach().cpu(), x.grad.cpu(), master.grad.cpu()
 
     for ours, expected in zip(run("cuda", family), run("cpu", "reference"), strict=True):
@@ -109,10 +110,8 @@ def test_experts_agree_with_the_dequantized_ones(
     need(scheme, experts=True)
     experts, top_k, hidden, inner = sizes
     shape = ExpertsShape(experts, top_k, hidden, inner, "silu", ExpertLayout())
-    gate_up, down = (
-        values(experts, 2 * inner, hidden).cuda(),
-        values(experts, hidden, inner, seed=3).cuda(),
-    )
+    gate_up = values(experts, 2 * inner, hidden).cuda()
+    down = values(experts, hidden, inner, seed=3).cuda()
     x = values(tokens, hidden, seed=1).cuda().to(DTYPE)
     index = (
         torch.rand(tokens, experts, generator=torch.Generator().manual_seed(4))
@@ -134,7 +133,8 @@ def test_experts_agree_with_the_dequantized_ones(
         grads = [t.grad for t in (inputs, *masters)]
         return [y, *(grad for grad in grads if grad is not None)]
 
-    ours, expected = run("vllm"), run("reference")
+    ours = run("vllm")
+    expected = run("reference")
     assert len(ours) == len(expected) == 4
     assert all(
         relative_error(a, b) < 1.5 * bound(scheme) for a, b in zip(ours, expected, strict=True)

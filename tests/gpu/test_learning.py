@@ -65,7 +65,8 @@ def test_packed_padded_and_checkpointed_are_one_learner(scheme: str):
     that saw each other would be off by nats. Checkpointing changes no bit.
     """
     need(scheme)
-    model, batch = learner(scheme), batch_on()
+    model = learner(scheme)
+    batch = batch_on()
     padded, expected = logprob_gradients(model, batch)
     packed, found = logprob_gradients(model, batch, packed=batch.packed())
     torch.testing.assert_close(packed, padded, rtol=0, atol=0.1)
@@ -73,7 +74,8 @@ def test_packed_padded_and_checkpointed_are_one_learner(scheme: str):
     model.checkpoint_layers(True)
     again, other = logprob_gradients(model, batch, packed=batch.packed())
     # sums of gradients may change their order
-    assert torch.equal(again, packed) and drift(other, found)[1] <= 1e-3
+    assert torch.equal(again, packed)
+    assert drift(other, found)[1] <= 1e-3
 
 
 @schemes
@@ -83,12 +85,14 @@ def test_adapters_learn_as_on_cpus(scheme: str):
     _, expected = logprob_gradients(
         learner(scheme, "reference", "cpu", adapted=True), batch_on("cpu")
     )
-    assert found.keys() == expected.keys() and all("lora" in name for name in found)
+    assert found.keys() == expected.keys()
+    assert all("lora" in name for name in found)
     assert drift({name: gradient.cpu() for name, gradient in found.items()}, expected)[1] <= 0.1
 
 
 def test_a_weight_gradient_in_parts_is_the_whole_one(monkeypatch: pytest.MonkeyPatch):
-    model, batch = learner("w4a16"), batch_on()
+    model = learner("w4a16")
+    batch = batch_on()
     _, whole = logprob_gradients(model, batch)
     monkeypatch.setattr(straight_through, "LARGEST_PRODUCT", 10 * 128)
     _, parts = logprob_gradients(model, batch)

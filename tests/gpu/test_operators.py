@@ -109,10 +109,8 @@ def test_activation_codes_are_near_those_of_cpus(scheme: str):
     scale.
     """
     x = values(512, 2048)
-    ours, cpus = (
-        multiplied_activation(x, get_scheme(scheme)),
-        quantize_activation(x, get_scheme(scheme)),
-    )
+    ours = multiplied_activation(x, get_scheme(scheme))
+    cpus = quantize_activation(x, get_scheme(scheme))
     torch.testing.assert_close(ours.scale.float(), cpus.scale.float(), rtol=1e-6, atol=0.0)
     assert float((ours.codes.float() == cpus.codes.float()).double().mean()) > 0.99
 
@@ -165,10 +163,12 @@ def test_gradients_of_128_experts_at_once_are_those_of_the_loop():
         "model.layers.0.mlp.experts", gate_up, down, shape, get_scheme("w4a16"), context
     )
     experts.refresh()
-    x, logits = values(16384, 2048, seed=3).requires_grad_(), values(16384, 128, seed=4)
+    x = values(16384, 2048, seed=3).requires_grad_()
+    logits = values(16384, 128, seed=4)
     logits[:, 5] = -100.0
     weights, index = logits.float().softmax(-1).topk(8)
-    dy, gradients = values(16384, 2048, seed=5), []
+    dy = values(16384, 2048, seed=5)
+    gradients = []
     for grouped in (True, False):
         experts.multiplies_grouped = lambda dy, grouped=grouped: grouped  # type: ignore[method-assign]
         gradients.append(torch.autograd.grad(experts(x, index, weights), [x, gate_up, down], dy))

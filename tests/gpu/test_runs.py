@@ -76,7 +76,9 @@ def test_the_engines_experts_are_the_learners(
     finally:
         engine.close()
     model.router_log.enabled = True
-    top_k, same, total = model.config.num_experts_per_tok, 0, 0
+    top_k = model.config.num_experts_per_tok
+    same = 0
+    total = 0
     for prompt, sample in zip(prompts, samples, strict=True):
         tokens = torch.tensor([[*prompt.token_ids, *sample.token_ids]], device="cuda")
         with torch.no_grad():
@@ -152,7 +154,8 @@ def test_memory_is_what_the_plan_says(
     """Within a tenth of torch's peak over two steps in this process, engine included; what CUDA and
     libraries take beside torch is not in that peak, nor compared.
     """
-    folder, script = tmp_path / "model", ROOT / "scripts" / "random_model.py"
+    folder = tmp_path / "model"
+    script = ROOT / "scripts" / "random_model.py"
     subprocess.run(
         [sys.executable, script, shape, folder, "--layers", str(layers)],
         env=environment(),

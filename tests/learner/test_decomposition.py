@@ -123,10 +123,8 @@ def test_planted_parts_are_recovered_and_named(planted: str):
     scheme = "w4a16" if every or planted == "scheme" else "bf16"
     compute = torch.float32 if every or planted == "dtype" else None
     mini_batches = 2 if every or planted == "staleness" else 1
-    learner, batch = (
-        learner_of(scheme, False, compute, mini_batches=mini_batches),
-        batch_of(),
-    )
+    learner = learner_of(scheme, False, compute, mini_batches=mini_batches)
+    batch = batch_of()
     with learner.model.forward_as(Forward.PUBLISHED):
         sampler = logprobs_of(learner, batch).values
     signs = torch.randint(0, 2, sampler.shape, generator=torch.Generator().manual_seed(1)) * 2.0 - 1
@@ -165,18 +163,19 @@ def test_planted_parts_are_recovered_and_named(planted: str):
 
 def test_an_aligned_learner_has_neither_dtype_nor_scheme_in_its_ratio():
     """The parts of an aligned learner come from the forwards it does anyway."""
-    learner, batch = learner_of("w4a16", True, mini_batches=2), batch_of()
+    learner = learner_of("w4a16", True, mini_batches=2)
+    batch = batch_of()
     old = logprobs_of(learner, batch).values
     found = learner.learn(dataclasses.replace(batch, sampler_logprobs=old), 0).records["log_ratio"]
-    assert (found.dtype, found.scheme, found.beta, found.signal_to_noise) == (
-        0.0,
-        0.0,
-        0.0,
-        None,
-    )
+    assert found.dtype == 0.0
+    assert found.scheme == 0.0
+    assert found.beta == 0.0
+    assert found.signal_to_noise is None
     # rows of other micro-batches round otherwise
-    assert found.kernel is not None and found.kernel < 0.02
-    assert found.staleness is not None and found.staleness > 10 * found.kernel
+    assert found.kernel is not None
+    assert found.kernel < 0.02
+    assert found.staleness is not None
+    assert found.staleness > 10 * found.kernel
     assert found.phantom_clipped == 0.0
 
 
@@ -184,10 +183,8 @@ def by_hand(**config: Any) -> Decomposition:
     """Four tokens with A = 1: β = 0.5 at W_k and 0 at W_j; none; α = 0.5; α = 0.5 with β = -0.5.
     The update moves the low-bit policy by 0.1, 0.1, -0.1 and 0.1.
     """
-    beta, alpha = (
-        torch.tensor([[0.5, 0.0, 0.0, -0.5]]),
-        torch.tensor([[0.0, 0.0, 0.5, 0.5]]),
-    )
+    beta = torch.tensor([[0.5, 0.0, 0.0, -0.5]])
+    alpha = torch.tensor([[0.0, 0.0, 0.5, 0.5]])
     zeros = torch.zeros(1, 4)
     after = alpha + torch.tensor([[0.1, 0.1, -0.1, 0.1]])
     forwards = Forwards(
@@ -216,11 +213,12 @@ def test_phantom_clipping_and_deployed_improvement_by_hand(ratio_from: str):
     """
     found = by_hand(correction={"name": "none", "ratio_from": ratio_from})
     assert found.phantom_clipped == 0.25
-    assert (found.alpha, found.beta, found.signal_to_noise) == (0.25, 0.25, 1.0)
+    assert found.alpha == 0.25
+    assert found.beta == 0.25
+    assert found.signal_to_noise == 1.0
     assert by_hand(aligned=False, ratio_fix="shadow_forward").phantom_clipped == 0.0
-    assert found.deployed_improvement == pytest.approx(
-        0.05
-    ) and found.deployed_efficiency == pytest.approx(0.5)
+    assert found.deployed_improvement == pytest.approx(0.05)
+    assert found.deployed_efficiency == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(
@@ -250,17 +248,14 @@ def test_measuring_leaves_no_trace(aligned: bool, compute: torch.dtype | None, m
     )
     for step in range(2):
         found, expected = (learner.learn(batch_of(step), step) for learner in (measured, plain))
-        assert (
-            expected.records["log_ratio"] == Decomposition()
-            and found.records["log_ratio"].scheme is not None
-        )
-        assert (found.loss, found.grad_norm, found.mismatch) == (
-            expected.loss,
-            expected.grad_norm,
-            expected.mismatch,
-        )
+        assert expected.records["log_ratio"] == Decomposition()
+        assert found.records["log_ratio"].scheme is not None
+        assert found.loss == expected.loss
+        assert found.grad_norm == expected.grad_norm
+        assert found.mismatch == expected.mismatch
         for name in ("lost_updates", "crossed_bfloat16", "flipped_codes"):
-            assert expected.records[name] is None and 0 <= found.records[name] < 1
+            assert expected.records[name] is None
+            assert 0 <= found.records[name] < 1
     assert all_equal(masters_of(measured), masters_of(plain))
 
 
@@ -283,10 +278,8 @@ def stale_batch(learner: Learner) -> Batch:
     before = logprobs_of(learner, batch).values
     learner.learn(batch_of(0), 0)
     now = logprobs_of(learner, batch).values
-    position, length = (
-        batch.response_mask.cumsum(-1),
-        batch.response_mask.sum(-1, keepdim=True),
-    )
+    position = batch.response_mask.cumsum(-1)
+    length = batch.response_mask.sum(-1, keepdim=True)
     behind = (1 - batch.group % 2)[:, None] * (batch.response_mask & (2 * position <= length))
     sampler = torch.where(behind > 0, before, now)
     return dataclasses.replace(batch, sampler_logprobs=sampler, versions_behind=behind)
@@ -301,7 +294,8 @@ def test_planted_staleness_is_recovered_at_its_age():
     batch = stale_batch(learner)
     behind = batch.versions_behind
     assert behind is not None
-    updates, log = updates_of(learner), TokenLog(batch)
+    updates = updates_of(learner)
+    log = TokenLog(batch)
     found = learner.learn(batch, 1, log=log).records["ages"]
     true: dict[int, list[torch.Tensor]] = {}
     for update, (weights, index) in enumerate(updates):
@@ -321,7 +315,9 @@ def test_planted_staleness_is_recovered_at_its_age():
         assert by_age[age] == pytest.approx(
             float(torch.cat(parts).mean()), rel=0.05, abs=0.02 * largest
         ), age
-    assert min(found.age) == 0 and max(found.age) >= MINI_BATCHES and by_age[0] < 0.05 * largest
+    assert min(found.age) == 0
+    assert max(found.age) >= MINI_BATCHES
+    assert by_age[0] < 0.05 * largest
 
 
 def test_staleness_of_a_version_is_named_so():
@@ -341,8 +337,11 @@ def test_staleness_of_a_version_is_named_so():
             1,
         )
 
-    fresh, stale = parts(0).records["log_ratio"], parts(1)
-    assert fresh.staleness == 0 and fresh.kernel and stale.records["log_ratio"].kernel is None
+    fresh = parts(0).records["log_ratio"]
+    stale = parts(1)
+    assert fresh.staleness == 0
+    assert fresh.kernel
+    assert stale.records["log_ratio"].kernel is None
     assert (
         stale.records["log_ratio"].staleness
         == fresh.kernel
@@ -362,10 +361,8 @@ def test_ages_come_from_the_versions_that_sampled():
             dataclasses.replace(c, weight_version=n, switches=((1, n + 2),)) for c in g.completions
         )
         groups.append(dataclasses.replace(g, completions=tuple(of_two)))
-    batch, first = (
-        make_batch(groups, 0, version=7),
-        [n for n, g in enumerate(groups) for _ in g.completions],
-    )
+    batch = make_batch(groups, 0, version=7)
+    first = [n for n, g in enumerate(groups) for _ in g.completions]
     assert batch.versions_behind is not None
     for behind, mask, n in zip(batch.versions_behind, batch.response_mask, first, strict=True):
         assert behind[mask].tolist() == [7 - n, *[5 - n] * (int(mask.sum()) - 1)]
@@ -404,10 +401,8 @@ def test_crossings_by_hand():
     """Neighbours of 1 in bfloat16 are 2^-7 above and 2^-8 below: 1 + 2^-9 and 1 - 2^-10 round to
     it, 1 + 2^-7 and 1 - 2^-8 do not. In chunks of any size.
     """
-    before, after = (
-        torch.ones(2, 2),
-        torch.tensor([[1 + 2**-9, 1 + 2**-7], [1 - 2**-10, 1 - 2**-8]]),
-    )
+    before = torch.ones(2, 2)
+    after = torch.tensor([[1 + 2**-9, 1 + 2**-7], [1 - 2**-10, 1 - 2**-8]])
     assert int(crossed_bfloat16(before, after)) == 2
     long = torch.ones(master_step._CHUNK + 3)
     long[[0, -1]] = 1.5
@@ -453,9 +448,8 @@ def test_changes_are_those_of_masters_and_codes(scheme: str):
         math.prod(model.shapes[layer]) for layer in published
     )
     whole = float(torch.cat([*differ.values()]).double().mean()) if differ else None
-    assert found.records["flipped_codes"] == (whole and pytest.approx(whole)) and (
-        whole is None or 0 < whole < 1
-    )
+    assert found.records["flipped_codes"] == (whole and pytest.approx(whole))
+    assert whole is None or 0 < whole < 1
     sizes = {name: master.numel() for name, master in model.masters.items()}
     assert found.records["crossed_bfloat16"] == pytest.approx(
         sum(crossed[name] * size for name, size in sizes.items()) / sum(sizes.values())
@@ -490,7 +484,8 @@ def test_distance_from_the_start(aligned: bool):
         with learner.model.forward_as(Forward.PUBLISHED):
             return logprobs_of(learner, batch).values
 
-    learner, first = new(1), batch_of()
+    learner = new(1)
+    first = batch_of()
     rows = mini_batches(first, learner.config.mini_batches, step_seed(0, 0))[0]
     sample = first.rows(rows)
     before = logprobs(learner, sample)
@@ -500,9 +495,12 @@ def test_distance_from_the_start(aligned: bool):
     late = learner.learn(batch_of(1), 1).records["kl_from_start"]
     difference = (logprobs(learner, sample) - before)[sample.response_mask].double()
     assert late == pytest.approx(float((difference.exp() - 1 - difference).mean()), rel=1e-3)
-    assert early is not None and late is not None and 0 < early < late
+    assert early is not None
+    assert late is not None
+    assert 0 < early < late
     assert resumed.learn(batch_of(1), 1).records["kl_from_start"] == late
-    begun, before_all = new(1), new(1)
+    begun = new(1)
+    before_all = new(1)
     begun.load_state_dict(before_all.state_dict())
     assert begun.learn(first, 0).records["kl_from_start"] == early, (
         "before the first update none has a start"

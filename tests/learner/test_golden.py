@@ -47,7 +47,8 @@ STATISTICS |= {
 """Compared unquantized in fp32: other CPUs' numbers differ by 1e-4 of them, lost updates, which are
 few, by 2e-5.
 """
-FIRST, LATER = (1e-3, 1e-4), (0.06, 0.02)
+FIRST = (1e-3, 1e-4)
+LATER = (0.06, 0.02)
 """Relative and absolute tolerances of the first batch, and of those after an update: codes flip
 where a master's last bit differs. Measured between AVX-512 and AVX2 products: below 1e-6 in the
 first batch; later 0.044 (gradient norm) and

@@ -45,7 +45,8 @@ def test_packed_log_probs_and_gradients_are_those_of_padded_sequences(
     packed, found = logprob_gradients(model, batch, packed=batch.packed())
     torch.testing.assert_close(packed, padded, rtol=0, atol=1e-4)
     largest, mean = drift(found, expected)
-    assert largest <= 1e-2 and mean <= 1e-4
+    assert largest <= 1e-2
+    assert mean <= 1e-4
 
 
 @pytest.mark.parametrize("share_prompts", [False, True])
@@ -53,11 +54,9 @@ def test_gradients_by_two_threads_are_the_same_again(share_prompts: bool):
     """Contract: a run repeats to the bit with as many threads as it had. Sums by atomics differ in
     nearly every try.
     """
-    model, batch, threads = (
-        policy(),
-        random_batch([24] * 100, learners.VOCABULARY),
-        torch.get_num_threads(),
-    )
+    model = policy()
+    batch = random_batch([24] * 100, learners.VOCABULARY)
+    threads = torch.get_num_threads()
     model.gradients.configure(in_place=True, reduce_dtype=torch.float32)
     packed = batch.packed(share_prompts=share_prompts)
     torch.set_num_threads(2)
@@ -95,7 +94,8 @@ def test_a_shared_prompt_changes_no_log_prob(scheme: str, kernel: str):
     itself, bit for bit in bfloat16 by the engine's kernels; gradients are those up to roundings. A
     response that saw another's tokens or stood at another position would be off by nats.
     """
-    model, batch = policy(scheme, kernel=kernel), batch_of()
+    model = policy(scheme, kernel=kernel)
+    batch = batch_of()
     each, expected = logprob_gradients(model, batch, packed=batch.packed())
     packed = batch.packed(share_prompts=True)
     again = torch.tensor([group in batch.group[:row] for row, group in enumerate(batch.group)])
@@ -129,7 +129,8 @@ def test_what_differs_is_not_shared():
 
 def test_a_shared_prompts_routers_count_for_every_sequence():
     """Contract: the load-balance loss is that of sequences that each bring their prompt."""
-    model, batch = experts_policy(torch.float32), random_batch([7, 12, 9], 64)
+    model = experts_policy(torch.float32)
+    batch = random_batch([7, 12, 9], 64)
     batch.group.zero_()
     batch.tokens[:, :5] = batch.tokens[0, :5]
     batch.response_mask[:, :4] = False
@@ -151,7 +152,8 @@ def test_chunks_change_no_log_prob(scheme: str, dtype: torch.dtype, chunk: int):
     bit for bit from 7 rows on, as the head's sums are rounded to 8 bits (one row alone is another
     product, and may differ by one rounding); gradients up to the order of sums.
     """
-    model, batch = policy(scheme, dtype=dtype), batch_of()
+    model = policy(scheme, dtype=dtype)
+    batch = batch_of()
     whole, expected = logprob_gradients(model, batch, chunk_tokens=10**6)
     parts, found = logprob_gradients(model, batch, chunk_tokens=chunk)
     with torch.no_grad():
@@ -174,12 +176,11 @@ def test_log_probs_and_gradients_are_autograds(temperature: float):
     in nats; zero outside the response. That those logits are transformers':
     tests/quant/test_model.py.
     """
-    model, batch = policy(dtype=torch.float32), batch_of()
+    model = policy(dtype=torch.float32)
+    batch = batch_of()
     ours, found = logprob_gradients(model, batch, chunk_tokens=5, temperature=temperature)
-    mask, wanted = (
-        batch.response_mask,
-        torch.nn.functional.pad(batch.response_mask, (0, 1)),
-    )
+    mask = batch.response_mask
+    wanted = torch.nn.functional.pad(batch.response_mask, (0, 1))
     logp = (model.head(model.hidden(batch.tokens, wanted)) / temperature).log_softmax(-1)
     picked = logp.gather(-1, batch.tokens[:, 1:][mask][:, None])[:, 0]
     weights = torch.linspace(-1, 1, mask.numel()).view_as(mask)[mask]
@@ -192,13 +193,16 @@ def test_log_probs_and_gradients_are_autograds(temperature: float):
     with torch.no_grad():
         _, entropy = token_logprobs(model, batch.tokens, mask, temperature=temperature)
     torch.testing.assert_close(entropy[mask], -(logp.exp() * logp).sum(-1))
-    assert ours.dtype == torch.float32 and not ours[~mask].any() and not entropy[~mask].any()
+    assert ours.dtype == torch.float32
+    assert not ours[~mask].any()
+    assert not entropy[~mask].any()
 
 
 @pytest.mark.parametrize("operators", ["engine", "transformers"])
 @pytest.mark.parametrize("scheme", ["bf16", "w8a8"])
 def test_checkpointed_layers_give_the_same_bits(scheme: str, operators: str):
-    model, batch = policy(scheme, operators), batch_of()
+    model = policy(scheme, operators)
+    batch = batch_of()
     kept, expected = logprob_gradients(model, batch)
     model.checkpoint_layers(True)
     calls = mock.Mock(return_value=None)
@@ -216,10 +220,10 @@ def test_checkpointed_layers_give_the_same_bits(scheme: str, operators: str):
     model.checkpoint_layers(False)
     back, _ = logprob_gradients(model, batch)
     assert calls.call_count == 3
-    assert torch.equal(again, kept) and torch.equal(back, kept)
-    assert found.keys() == expected.keys() and all(
-        torch.equal(found[n], expected[n]) for n in found
-    )
+    assert torch.equal(again, kept)
+    assert torch.equal(back, kept)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[n], expected[n]) for n in found)
 
 
 def test_checkpointed_experts_count_their_routers_once():
@@ -233,7 +237,8 @@ def test_checkpointed_experts_count_their_routers_once():
     model.checkpoint_layers(True)
     again, found = logprob_gradients(model, batch, packed=batch.packed())
     assert len(model.router_log.logits) == len(model.experts)
-    assert torch.equal(again, kept) and all(torch.equal(found[n], expected[n]) for n in expected)
+    assert torch.equal(again, kept)
+    assert all(torch.equal(found[n], expected[n]) for n in expected)
 
 
 @pytest.mark.parametrize("setting", ["packing", "prompts"])
@@ -267,8 +272,11 @@ def test_what_cannot_be_packed_is_said():
     """`auto` packs with the engine's operators; `true` without them, or a packed forward, is an
     error.
     """
-    engine, plain = policy(), policy(operators="transformers")
-    assert packs(engine, "auto") and packs(engine, True) and not packs(engine, False)
+    engine = policy()
+    plain = policy(operators="transformers")
+    assert packs(engine, "auto")
+    assert packs(engine, True)
+    assert not packs(engine, False)
     assert not packs(plain, "auto")
     with pytest.raises(
         ConfigError, match=r"learner\.packing is true.*learner\.operators.*'engine'"

@@ -84,11 +84,13 @@ def test_accumulation_changes_nothing(objective: str, aggregation: str, mini_bat
         return gradients_of_learning(learner, batch_of())
 
     whole, stats = run(10**6)
-    assert len(whole) == stats.updates == mini_batches and stats.grad_norm > 0
+    assert len(whole) == stats.updates == mini_batches
+    assert stats.grad_norm > 0
     for budget in (1, 37, 150):
         parts, other = run(budget)
         for ours, theirs in zip(parts, whole, strict=True):
-            assert ours.keys() == theirs.keys() and len(ours) == len(make_learner().model.masters)
+            assert ours.keys() == theirs.keys()
+            assert len(ours) == len(make_learner().model.masters)
             for name, gradient in ours.items():
                 assert (gradient - theirs[name]).norm() <= 1e-4 * theirs[name].norm() + 1e-9, name
         for field in ("loss", "grad_norm", "clipped", "entropy", "update_log_ratio"):
@@ -112,18 +114,21 @@ def test_the_gradient_is_the_objectives_by_hand():
     logprobs, _ = token_logprobs(learner.model, batch.tokens, batch.response_mask)
     lengths = batch.response_mask.sum(-1)
     w = ((logprobs.detach() - batch.sampler_logprobs).sum(-1) / lengths).exp().clamp(0.5, 2.0)
-    assert (w == 0.5).any() and ((w > 0.5) & (w < 2.0)).any()
+    assert (w == 0.5).any()
+    assert ((w > 0.5) & (w < 2.0)).any()
     advantages = batch.advantages.sum(-1) / lengths
     loss = -(w * advantages * logprobs.sum(-1) / lengths).mean()
     loss.backward()
     gradients = {n: p.grad for n, p in learner.model.masters.items() if p.grad is not None}
     norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
-    assert norm > 0.01 and stats.grad_norm == pytest.approx(norm, rel=1e-4)
+    assert norm > 0.01
+    assert stats.grad_norm == pytest.approx(norm, rel=1e-4)
     for name, gradient in gradients.items():
         expected = gradient * (0.01 / norm)
         assert (given[name] - expected).norm() <= 1e-3 * expected.norm(), name
     assert stats.loss == pytest.approx(float(-(w * advantages).mean()), abs=1e-5)
-    assert stats.clipped == 0.0 and stats.update_log_ratio < 1e-6
+    assert stats.clipped == 0.0
+    assert stats.update_log_ratio < 1e-6
 
 
 @pytest.mark.parametrize("scheme", list(SCHEMES))
@@ -139,10 +144,11 @@ def test_learning_raises_what_was_rewarded(scheme: str):
     batch = dataclasses.replace(batch, sampler_logprobs=old.values)
     before = masters_of(learner)
     first = learner.learn(batch, step=0)
-    assert (first.updates, first.skipped) == (2, 0) and first.entropy == pytest.approx(
-        old.entropy, rel=1e-5
-    )
-    assert first.mismatch.mean_abs == 0.0 and first.mismatch.k3 == 0.0
+    assert first.updates == 2
+    assert first.skipped == 0
+    assert first.entropy == pytest.approx(old.entropy, rel=1e-5)
+    assert first.mismatch.mean_abs == 0.0
+    assert first.mismatch.k3 == 0.0
     assert not any(torch.equal(before[n], after) for n, after in masters_of(learner).items())
     for seed in range(1, 4):
         learner.learn(batch, step=seed)
@@ -162,13 +168,13 @@ def test_a_non_finite_gradient_is_skipped(value: float, dtype: torch.dtype):
     spoiled = make_learner(dtype=dtype, scale=1024.0)
     clean = make_learner(dtype=dtype, scale=256.0)
     batch = batch_of()
-    before, stream = (
-        masters_of(spoiled),
-        [i.tensor.clone() for i in spoiled.model.low_bit_tensors()],
-    )
+    before = masters_of(spoiled)
+    stream = [i.tensor.clone() for i in spoiled.model.low_bit_tensors()]
     handle = poison(spoiled, "model.layers.1.mlp.down_proj.weight", value)
     stats = spoiled.learn(batch, step=0)
-    assert (stats.updates, stats.skipped) == (0, 2) and math.isfinite(stats.grad_norm)
+    assert stats.updates == 0
+    assert stats.skipped == 2
+    assert math.isfinite(stats.grad_norm)
     assert all_equal(masters_of(spoiled), before)
     assert all(
         torch.equal(i.tensor, s)
@@ -184,10 +190,10 @@ def test_a_non_finite_gradient_is_skipped(value: float, dtype: torch.dtype):
     handle.remove()
     for learner in (spoiled, clean):
         stats = learner.learn(batch, step=1)
-        assert (stats.updates, stats.skipped) == (2, 0)
-    assert all_equal(masters_of(spoiled), masters_of(clean)) and not all_equal(
-        masters_of(spoiled), before
-    )
+        assert stats.updates == 2
+        assert stats.skipped == 0
+    assert all_equal(masters_of(spoiled), masters_of(clean))
+    assert not all_equal(masters_of(spoiled), before)
 
 
 def test_a_skip_amid_good_updates_leaves_those_alone():
@@ -196,10 +202,10 @@ def test_a_skip_amid_good_updates_leaves_those_alone():
     poison(learner, "model.norm.weight", math.inf, only=1)
     before = masters_of(learner)
     stats = learner.learn(batch_of(), step=0)
-    assert (stats.updates, stats.skipped) == (2, 1)
-    assert not all_equal(masters_of(learner), before) and all(
-        m.isfinite().all() for m in masters_of(learner).values()
-    )
+    assert stats.updates == 2
+    assert stats.skipped == 1
+    assert not all_equal(masters_of(learner), before)
+    assert all(m.isfinite().all() for m in masters_of(learner).values())
 
 
 @pytest.mark.parametrize(("scheme", "special", "optimizer", "dtype"), cases(__file__, "restored"))
@@ -274,15 +280,14 @@ def test_the_gate_comes_before_any_update():
     """It sees the batch's mismatch, by hand from the log-probs, and what it raises leaves the
     masters as they were.
     """
-    learner, batch, gate = (
-        make_learner(),
-        batch_of(),
-        mock.Mock(side_effect=RuntimeError("closed")),
-    )
+    learner = make_learner()
+    batch = batch_of()
+    gate = mock.Mock(side_effect=RuntimeError("closed"))
     before = masters_of(learner)
     with pytest.raises(RuntimeError, match="closed"):
         learner.learn(batch, step=0, gate=gate)
-    assert all_equal(masters_of(learner), before) and learner.whole
+    assert all_equal(masters_of(learner), before)
+    assert learner.whole
     difference = (learners.logprobs_of(learner, batch).values - batch.sampler_logprobs)[
         batch.response_mask
     ]
@@ -302,14 +307,13 @@ def test_a_batch_without_reward_differences_teaches_nothing():
     learner = make_learner(optimizer={"weight_decay": 0.5}, diagnostics_every=1)
     before = masters_of(learner)
     stats = learner.learn(make_batch(groups, 0), step=0)
-    assert (
-        stats.updates,
-        stats.skipped,
-        stats.loss,
-        stats.grad_norm,
-        stats.update_log_ratio,
-    ) == (0, 0, 0.0, 0.0, 0.0)
-    assert stats.entropy > 0 and all_equal(masters_of(learner), before)
+    assert stats.updates == 0
+    assert stats.skipped == 0
+    assert stats.loss == 0.0
+    assert stats.grad_norm == 0.0
+    assert stats.update_log_ratio == 0.0
+    assert stats.entropy > 0
+    assert all_equal(masters_of(learner), before)
     measured = ("lost_updates", "crossed_bfloat16", "flipped_codes", "kl_from_start")
     assert all(stats.records[name] is None for name in measured)
     assert stats.records["ages"] == MismatchByAge()
@@ -320,7 +324,8 @@ def test_a_kl_penalty_holds_the_policy_near_its_start():
     and smaller under a large coefficient than under a negligible one; the reference's masters stay
     as they were. Each kind is by hand in tests/learner/test_objectives.py.
     """
-    batch, kl = batch_of(), {}
+    batch = batch_of()
+    kl = {}
     for coefficient in (1e-6, 100.0):
         reference = make_learner().model
         learner = make_learner(
@@ -372,10 +377,8 @@ def test_a_shadow_forward_takes_ratios_from_the_published_codes():
     the shadow forward β is 0 and nothing is clipped, in the first update, while the gradient stays
     the plain forward's, up to the ratio that weights it.
     """
-    bypass, plain_learner = (
-        {"name": "none", "ratio_from": "sampler"},
-        {"aligned": False, "mini_batches": 1},
-    )
+    bypass = {"name": "none", "ratio_from": "sampler"}
+    plain_learner = {"aligned": False, "mini_batches": 1}
     found = {}
     for fix in ("none", "shadow_forward"):
         learner = make_learner(
@@ -391,8 +394,10 @@ def test_a_shadow_forward_takes_ratios_from_the_published_codes():
         found[fix] = gradients_of_learning(learner, batch)
     (plain,), stats = found["none"]
     (shadow,), fixed = found["shadow_forward"]
-    assert stats.clipped == stats.phantom_clipped > 0.1 and stats.mismatch.mean_abs > 0.01
-    assert fixed.clipped == fixed.phantom_clipped == 0.0 and fixed.mismatch.mean_abs == 0.0
+    assert stats.clipped == stats.phantom_clipped > 0.1
+    assert stats.mismatch.mean_abs > 0.01
+    assert fixed.clipped == fixed.phantom_clipped == 0.0
+    assert fixed.mismatch.mean_abs == 0.0
     assert not all_equal(plain, shadow)
     on_policy = make_learner(
         **plain_learner, objective={"name": "on_policy"}, correction={"name": "none"}
@@ -438,10 +443,8 @@ def test_forwards_without_gradient(config: dict[str, Any], share: float):
     Steps that are measured score the last mini-batch once more, after its update; the first of them
     the first one too, before and after, for the distance from the start.
     """
-    learner, batch = (
-        make_learner(**FP32, objective={"name": "grpo"}, **config),
-        batch_of(),
-    )
+    learner = make_learner(**FP32, objective={"name": "grpo"}, **config)
+    batch = batch_of()
     rows = forwards_without_gradient(learner)
     stats = learner.learn(batch, step=0)
     assert sum(rows) == round(share * len(batch.tokens))
@@ -495,7 +498,8 @@ def test_shares_and_offload():
     def held(processes: int, **settings: object) -> int:
         return step_bytes(learner.model, learner.config.model_copy(update=settings), processes)
 
-    assert held(1) == 3 * whole and held(4) == 3 * whole
+    assert held(1) == 3 * whole
+    assert held(4) == 3 * whole
     assert held(4, zero_stage=1) == whole + 2 * whole // 4
     assert held(4, zero_stage=2) == 3 * whole // 4
     assert held(1, optimizer=OptimizerConfig(name="adamw", offload="cpu")) == whole
@@ -529,7 +533,8 @@ def test_an_overflowing_forward_is_an_error(scheme: str, operators: str):
 
 
 def test_log_probs_of_the_engine_that_are_not_finite_are_an_error():
-    learner, batch = make_learner(), batch_of()
+    learner = make_learner()
+    batch = batch_of()
     spoiled = batch.sampler_logprobs.clone()
     row, position = batch.response_mask.nonzero()[0].tolist()
     spoiled[row, position] = math.nan
@@ -545,10 +550,13 @@ def test_a_loss_scale_too_high_for_float16_is_lowered_until_gradients_fit():
     skipped = updates = 0
     for seed in range(20):
         stats = learner.learn(batch_of(), step=seed)
-        skipped, updates = skipped + stats.skipped, updates + stats.updates
+        skipped += stats.skipped
+        updates += stats.updates
         if updates:
             break
-    assert skipped > 4 and updates and learner.loss_scale.scale == 2.0 ** (40 - skipped) > 1
+    assert skipped > 4
+    assert updates
+    assert learner.loss_scale.scale == 2.0 ** (40 - skipped) > 1
 
 
 @pytest.mark.parametrize(
@@ -620,7 +628,8 @@ def test_a_master_beyond_its_range_is_not_materialized():
     stream = [item.tensor.clone() for item in learner.model.low_bit_tensors()]
     with pytest.raises(PrecisionError, match="left the range of float16"):
         fresh.learn(batch_of(), step=0)
-    assert learner.whole and not fresh.whole
+    assert learner.whole
+    assert not fresh.whole
     assert all(
         torch.equal(i.tensor, s)
         for i, s in zip(learner.model.low_bit_tensors(), stream, strict=True)

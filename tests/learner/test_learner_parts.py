@@ -114,9 +114,8 @@ def test_make_batch_by_hand():
         [1, 0, 0, 0],
     ]
     sampler = [[0, 0, -0.5, 0], [0, 0, -1, -2], [-3, -4, -5, 0], [-6, 0, 0, 0]]
-    assert (
-        batch.sampler_logprobs.tolist() == sampler and batch.sampler_logprobs.dtype == torch.float32
-    )
+    assert batch.sampler_logprobs.tolist() == sampler
+    assert batch.sampler_logprobs.dtype == torch.float32
     assert batch.advantages.tolist() == [[0, 0, 1, 0], [0, 0, -1, -1], [0] * 4, [0] * 4]
     assert batch.group.tolist() == [0, 0, 1, 1]
     rows = batch.rows(torch.tensor([2, 0]))
@@ -124,7 +123,8 @@ def test_make_batch_by_hand():
     assert rows.response_mask.int().tolist() == [[1, 1, 1], [0, 0, 1]]
     assert rows.sampler_logprobs.tolist() == [[-3, -4, -5], [0, 0, -0.5]]
     assert rows.advantages.tolist() == [[0, 0, 0], [0, 0, 1]]
-    assert rows.group.tolist() == [1, 0] and rows.length.tolist() == [4, 4]
+    assert rows.group.tolist() == [1, 0]
+    assert rows.length.tolist() == [4, 4]
 
 
 @st.composite
@@ -176,7 +176,8 @@ def test_micro_batches_cover_rows_within_the_token_budget(
     prompts that another has, ≤ budget, except that a longer row goes alone; and no cut is needless:
     one more row would exceed it.
     """
-    packed, sharing = how != "padded", how == "sharing prompts"
+    packed = how != "padded"
+    sharing = how == "sharing prompts"
 
     def size(rows: torch.Tensor) -> int:
         if sharing:
@@ -210,7 +211,8 @@ def test_mismatch_by_hand():
     )
     expected = [0.2, 0.3, k3, 0.05, 0.15, -0.1, 0.2, 0, math.sqrt(0.14 / 3), 1, 0]
     assert [getattr(found, name) for name in names.split()] == pytest.approx(expected, abs=1e-6)
-    assert (found.advantage_correlation, found.end_mean_abs) == (None, None)
+    assert found.advantage_correlation is None
+    assert found.end_mean_abs is None
 
 
 def test_where_a_mismatch_is_by_hand():
@@ -224,30 +226,25 @@ def test_where_a_mismatch_is_by_hand():
     advantages = torch.tensor([[1.0] * 4, [-1.0, -1.0, 0.0, 0.0]])
     ended = torch.tensor([True, False])
     found = measure_mismatch(sampler + difference, sampler, response_mask, advantages, ended)
-    d, position, a = (
-        np.array([0, 0.1, 0.2, 0.3, 0.4, 0.3]),
-        [1, 2, 3, 4, 1, 2],
-        [1, 1, 1, 1, -1, -1],
-    )
+    d = np.array([0, 0.1, 0.2, 0.3, 0.4, 0.3])
+    position = [1, 2, 3, 4, 1, 2]
+    a = [1, 1, 1, 1, -1, -1]
     assert found.advantage_correlation == pytest.approx(np.corrcoef(d, a)[0, 1], abs=1e-6)
     assert (found.rare_mean_abs, found.end_mean_abs) == pytest.approx((0.2, 0.3), abs=1e-6)
     assert found.position_slope == pytest.approx(np.polyfit(position, d, 1)[0], abs=1e-6)
     assert found.length_slope == pytest.approx(-0.05, abs=1e-6)
     same = measure_mismatch(sampler, sampler, response_mask, advantages, ended)
-    assert same.advantage_correlation is None and (
-        same.position_slope,
-        same.length_slope,
-    ) == (0.0, 0.0)
+    assert same.advantage_correlation is None
+    assert same.position_slope == 0.0
+    assert same.length_slope == 0.0
 
 
 def test_clip_reasons_by_hand():
     """By the advantage's sign and the side, of a sequence that of its mean; else corrected."""
     log_ratio = torch.tensor([[0.1, -0.1, 0.1, -0.1, 0.1, 0.1, 0.1]])
     clipped = torch.tensor([[True, True, True, True, True, False, True]])
-    advantages, response = (
-        torch.tensor([[1.0, 1, -1, -1, 0, 1, 1]]),
-        torch.arange(7)[None] < 6,
-    )
+    advantages = torch.tensor([[1.0, 1, -1, -1, 0, 1, 1]])
+    response = torch.arange(7)[None] < 6
     reasons = clip_reasons(log_ratio, clipped, ~clipped, advantages, response)
     expected = [
         "A > 0 above",
@@ -282,9 +279,8 @@ def test_clip_reasons_by_hand():
 @given(st.integers(0, 40), st.integers(1, 9))
 def test_processes_share_out_everything(count: int, world: int):
     shares = [list(Processes(rank, world).span(count)) for rank in range(world)]
-    assert [*itertools.chain(*shares)] == list(range(count)) and len(shares[-1]) - min(
-        map(len, shares)
-    ) <= 1
+    assert [*itertools.chain(*shares)] == list(range(count))
+    assert len(shares[-1]) - min(map(len, shares)) <= 1
     assert [Processes(rank, world).share(list(range(count))) for rank in range(world)] == shares
 
 
@@ -308,13 +304,12 @@ def test_micro_batches_are_dealt_out_to_processes(batch: Batch, world: int, budg
 @pytest.mark.parametrize("chunks", [1, 2, 3, 4, 7])
 def test_as_many_chunks_as_agreed_on(chunks: int):
     """Where there are fewer positions the first stands in again, behind them all."""
-    hidden, targets = torch.arange(6.0).view(3, 2), torch.tensor([5, 6, 7])
+    hidden = torch.arange(6.0).view(3, 2)
+    targets = torch.tensor([5, 6, 7])
     parts = _in_chunks(hidden, targets, 2, chunks)
     repeated = max(0, chunks - 3)
-    assert (
-        len(parts) == chunks
-        and torch.cat([chosen for _, chosen in parts]).tolist() == [5, 6, 7] + [5] * repeated
-    )
+    assert len(parts) == chunks
+    assert torch.cat([chosen for _, chosen in parts]).tolist() == [5, 6, 7] + [5] * repeated
     assert torch.equal(
         torch.cat([x for x, _ in parts]),
         torch.cat([hidden, hidden[:1].repeat(repeated, 1)]),

@@ -152,9 +152,8 @@ def test_tbpo_by_hand(
         -weight * (bound or math.exp(mean_up)) * advantage, rel=2e-6
     )
     metrics = share.metrics
-    assert metrics.clipped == float(bound is not None) and metrics.corrected == float(
-        abs(mean_low) > math.log(2)
-    )
+    assert metrics.clipped == float(bound is not None)
+    assert metrics.corrected == float(abs(mean_low) > math.log(2))
     assert metrics.update_log_ratio == pytest.approx(abs(mean_up), abs=1e-6)
     assert metrics.phantom_clipped == metrics.kl == 0.0
     slope = -weight * math.exp(mean_up) * advantage / 4 if bound is None else 0.0
@@ -170,7 +169,8 @@ def test_grpo_by_hand():
     Weights: e^0.2, 2 (e^1 capped), e^-1 (not capped from below), 1. Gradient of a kept token: -w_t
     r_t A / 4; of a cut one: 0.
     """
-    ups, lows = [0.1, 0.5, -0.5, 0.0], [0.2, 1.0, -1.0, 0.0]
+    ups = [0.1, 0.5, -0.5, 0.0]
+    lows = [0.2, 1.0, -1.0, 0.0]
     given_ = loss_input([ups, ups], [lows, lows], [2.0, -2.0])
     loss, clipped = evaluate(given_, learner_config(GRPO))
     w = [math.exp(0.2), 2.0, math.exp(-1.0), 1.0]
@@ -270,12 +270,11 @@ def test_reinforce_like_gradients_in_closed_form(name: str):
     config = learner_config(
         name, **({} if name == "pg_seq_is" else {"correction": {"name": "none"}})
     )
-    current, response_mask = given_.current.detach(), given_.response_mask
-    B, N, T = (
-        len(response_mask),
-        int(response_mask.sum()),
-        response_mask.sum(-1, keepdim=True),
-    )
+    current = given_.current.detach()
+    response_mask = given_.response_mask
+    B = len(response_mask)
+    N = int(response_mask.sum())
+    T = response_mask.sum(-1, keepdim=True)
     factor, divisor = {
         "cispo": ((current - old_of(given_)).exp().clamp_max(5.0), torch.tensor(N)),
         "on_policy": (torch.ones_like(current), B * T),
@@ -357,14 +356,14 @@ def test_what_is_not_response_does_not_count(
         mask,
         spread(tight.advantages),
     )
-    ours, padded = evaluate(tight, config), evaluate(wide, config)
+    ours = evaluate(tight, config)
+    padded = evaluate(wide, config)
     for a, b in zip(ours, padded, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-    tight_gradient, wide_gradient = (
-        gradient(ours[0].sum(), tight),
-        gradient(padded[0].sum(), wide),
-    )
-    assert (wide_gradient[~mask] == 0).all() and (tight_gradient[~tight.response_mask] == 0).all()
+    tight_gradient = gradient(ours[0].sum(), tight)
+    wide_gradient = gradient(padded[0].sum(), wide)
+    assert (wide_gradient[~mask] == 0).all()
+    assert (tight_gradient[~tight.response_mask] == 0).all()
     torch.testing.assert_close(
         wide_gradient[mask], tight_gradient[tight.response_mask], rtol=1e-5, atol=1e-6
     )
@@ -433,21 +432,26 @@ def test_corrections_by_hand():
     e = math.exp
     assert found(name="none") == ([[1.0], [1.0]], [[False], [False]])
     weight, held = found(name="token_tis", cap=2.0)
-    assert weight == near([e(0.5), e(-3), 1], [2, 1, 1]) and held == [
+    assert weight == near([e(0.5), e(-3), 1], [2, 1, 1])
+    assert held == [
         [False] * 3,
         [True, False, False],
     ]
     weight, held = found(name="sequence_tis", cap=2.0)
-    assert weight == near([e(-2.5)], [2]) and held == [[False], [True]]
+    assert weight == near([e(-2.5)], [2])
+    assert held == [[False], [True]]
     weight, held = found(name="geometric", cap=2.0)
-    assert weight == near([0.5], [2]) and held == [[True], [True]]  # e^-1.25 < 1/2
+    assert weight == near([0.5], [2])
+    assert held == [[True], [True]]  # e^-1.25 < 1/2
     weight, held = found(name="token_mis", floor=0.5, cap=5.0)
-    assert weight == near([e(0.5), 0, 1], [e(1), 1, 1]) and held == [
+    assert weight == near([e(0.5), 0, 1], [e(1), 1, 1])
+    assert held == [
         [False, True, False],
         [False] * 3,
     ]
     weight, held = found(name="sequence_mis", cap=2.0)
-    assert weight == near([e(-2.5)], [0]) and held == [[False], [True]]
+    assert weight == near([e(-2.5)], [0])
+    assert held == [[False], [True]]
     assert found(name="sequence_mis", cap=2.0, ratio_from="sampler")[0] == [
         [1.0],
         [0.0],
@@ -477,18 +481,15 @@ def test_bypass_takes_the_ratio_from_the_sampler_and_counts_phantom_clipping():
     assert loss.tolist() == pytest.approx([-(1.2 + math.exp(0.1)) / 2, -1.2, -1.0])
     assert clipped.tolist() == [0.5, 1.0, 0.0]
     share = policy_loss(given_, config, totals(given_))
-    assert share.metrics.clipped == pytest.approx(
-        1.5 / 3
-    ) and share.metrics.phantom_clipped == pytest.approx(0.5 / 3)
+    assert share.metrics.clipped == pytest.approx(1.5 / 3)
+    assert share.metrics.phantom_clipped == pytest.approx(0.5 / 3)
     assert share.metrics.clipped_positive_above == pytest.approx(1 / 3)
     assert share.metrics.ratio_mean == pytest.approx(
         ((math.exp(0.5) + math.exp(0.1)) / 2 + math.exp(0.5) + 1) / 3
     )
     decoupled = policy_loss(given_, learner_config("grpo"), totals(given_))
-    assert (
-        decoupled.metrics.clipped == pytest.approx(2 / 3)
-        and decoupled.metrics.phantom_clipped == 0.0
-    )
+    assert decoupled.metrics.clipped == pytest.approx(2 / 3)
+    assert decoupled.metrics.phantom_clipped == 0.0
 
 
 def test_aggregations_by_hand():
@@ -574,8 +575,8 @@ def test_a_shadow_gives_the_value_and_the_plain_forward_the_gradient(seed: int):
 @pytest.mark.parametrize(
     ("name", "losses", "slopes"),
     [
-        # min(r A, clip(r; 0.8, 1.3) A): r = 1.105 inside; 0.607 below, A < 0: 0.8 · -2; 1.492 above, A
-        # > 0: 1.3 · 0.5
+        # min(r A, clip(r; 0.8, 1.3) A): r = 1.105 is inside;
+        # 0.607 is below and A < 0: 0.8 · -2; 1.492 is above and A > 0: 1.3 · 0.5
         ("grpo", (math.exp(0.1), -1.6, 0.65), (math.exp(0.1), 0, 0)),
         ("on_policy", (1, -2, 0.5), (1, -2, 0.5)),
         ("cispo", (math.exp(0.1), -2 * math.exp(-0.5), 0.5 * math.exp(0.4)), None),
@@ -590,10 +591,8 @@ def test_each_token_has_its_own_advantage_by_hand(
     advantages 1, -2, 0.5. J is their mean, and a gap in the mask counts for nothing.
     """
     given_ = loss_input([[0.1, -0.5, 9.0, 0.4]], [[0.0] * 4], [0.0], torch.float64)
-    mask, credit = (
-        torch.tensor([[True, True, False, True]]),
-        torch.tensor([[1, -2, 77, 0.5]], dtype=torch.float64),
-    )
+    mask = torch.tensor([[True, True, False, True]])
+    credit = torch.tensor([[1, -2, 77, 0.5]], dtype=torch.float64)
     given_ = replace(given_, response_mask=mask, advantages=credit)
     objective = GRPO if name == "grpo" else name
     means = {
@@ -604,7 +603,8 @@ def test_each_token_has_its_own_advantage_by_hand(
     assert loss.item() == pytest.approx(-sum(losses) / 3)
     expected = [-slope / 3 for slope in slopes or losses]
     slope = gradient(loss, given_)[0].tolist()
-    assert slope[2] == 0.0 and [slope[t] for t in (0, 1, 3)] == pytest.approx(expected)
+    assert slope[2] == 0.0
+    assert [slope[t] for t in (0, 1, 3)] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("name", ["tbpo", "gspo", "gspo_dual_clip"])
@@ -615,7 +615,8 @@ def test_a_ratio_of_the_whole_response_takes_one_advantage(name: str):
     given_ = random_input(11, (4, 3), dtype=torch.float32)
     mask = given_.response_mask.clone()
     mask[:, 0] = mask[0, 2] = False
-    gapped, config = replace(given_, response_mask=mask), learner_config(name)
+    gapped = replace(given_, response_mask=mask)
+    config = learner_config(name)
     inputs = ObjectiveInput(
         gapped.current, old_of(gapped), torch.ones(2, 1), mask, gapped.advantages
     )
@@ -643,11 +644,9 @@ def test_clipped_shares_by_side(name: str, expected: list[float]):
     ] == expected
     idle = replace(given_, advantages=given_.advantages * 0)
     found = policy_loss(idle, learner_config(name), totals(idle)).metrics
-    assert (
-        found.clipped_positive_above,
-        found.clipped_negative_above,
-        found.clipped_negative_below,
-    ) == (0, 0, 0)
+    assert found.clipped_positive_above == 0
+    assert found.clipped_negative_above == 0
+    assert found.clipped_negative_below == 0
 
 
 @pytest.mark.parametrize("ratio_from", ["learner", "sampler"])
@@ -668,9 +667,8 @@ def test_a_loss_waits_for_no_device(name: str, ratio_from: str):
     share = policy_loss(
         LossInput(**meta), learner_config(name, correction=correction_), BatchSize(2, 2)
     )
-    assert share.loss.is_meta and all(
-        number is None or number.is_meta for number in share.numbers.values()
-    )
+    assert share.loss.is_meta
+    assert all(number is None or number.is_meta for number in share.numbers.values())
 
 
 def test_metrics_add_up_by_field():
@@ -681,14 +679,14 @@ def test_metrics_add_up_by_field():
         == LossMetrics(loss=4.0, kl=0.5, clipped=0.25)
         == sum(parts, LossMetrics())
     )
-    assert (
-        mean(parts) == LossMetrics(loss=2.0, kl=0.25, clipped=0.125) and mean([]) == LossMetrics()
-    )
+    assert mean(parts) == LossMetrics(loss=2.0, kl=0.25, clipped=0.125)
+    assert mean([]) == LossMetrics()
     unmeasured = LossMetrics(loss=5.0, phantom_clipped=None)
     assert mean([unmeasured, LossMetrics(phantom_clipped=0.5)]) == LossMetrics(
         loss=2.5, phantom_clipped=0.5
     )
-    assert mean([unmeasured]) == unmeasured and parts[0].total(Processes()) == parts[0]
+    assert mean([unmeasured]) == unmeasured
+    assert parts[0].total(Processes()) == parts[0]
     assert {f.name for f in fields(LossMetrics)} < {f.name for f in fields(LearnStats)}
 
 
@@ -719,7 +717,8 @@ def test_the_examples_loss_is_the_one_computed_by_hand():
     token_tis's.
     """
     config = load_config(None, OWN).learner
-    assert isinstance(config.correction, TruncatedConfig) and config.correction.name == "token_tis"
+    assert isinstance(config.correction, TruncatedConfig)
+    assert config.correction.name == "token_tis"
     inputs = two_sequences()
     share = policy_loss(inputs, config, BatchSize(2, 5))
     weight = (old_of(inputs) - inputs.sampler)[0].exp()

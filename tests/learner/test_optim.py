@@ -73,7 +73,8 @@ def test_stochastic_rounding_is_exact_in_expectation(dtype: torch.dtype, seed: i
         with mock.patch.object(rounding, "_random_16_bits", return_value=noise.clone()):
             rounded = stochastic_round(same, dtype, generator).double()
         assert rounded.mean() == value.double()
-        assert rounded.min() <= value <= rounded.max() and len(rounded.unique()) <= 2
+        assert rounded.min() <= value <= rounded.max()
+        assert len(rounded.unique()) <= 2
         assert rounded.max() - rounded.min() <= abs(value) * torch.finfo(dtype).eps
 
 
@@ -85,10 +86,8 @@ def test_stochastic_rounding_draws_what_it_says(dtype: torch.dtype):
     """
     spacing = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[dtype]
     for value in (1.001, -0.0203, 3.1e-4, 2.0**-14 * 1.0001, -4.3e-5, 1.3e-7, -2.0e-8):
-        same, step = (
-            torch.full((200_000,), value),
-            max(abs(value) * 2 * spacing, 2.0**-24 * (dtype == torch.float16)),
-        )
+        same = torch.full((200_000,), value)
+        step = max(abs(value) * 2 * spacing, 2.0**-24 * (dtype == torch.float16))
         rounded = stochastic_round(same, dtype, torch.Generator().manual_seed(1))
         error = rounded.double().mean() - same[0].double()
         assert abs(error) < 5 * step / 2 / 200_000**0.5, value
@@ -109,10 +108,8 @@ def test_a_16_bit_step_is_torchs_step_in_fp32_rounded_once(dtype: torch.dtype, n
     bit for bit.
     """
     settings_ = config(name=name, rounding=how)
-    masters, expected = (
-        masters_in(dtype),
-        {k: v.detach().clone() for k, v in masters_in(dtype).items()},
-    )
+    masters = masters_in(dtype)
+    expected = {k: v.detach().clone() for k, v in masters_in(dtype).items()}
     ours = MasterOptimizer(masters, MATRICES, settings_)
     wide = {k: nn.Parameter(v.float()) for k, v in expected.items()}
     theirs = {
@@ -230,9 +227,11 @@ def test_small_updates_arrive_except_with_nearest(how: str):
         lost.append(arrived.lost)
     moved = float((start.double() - master.detach().double()).mean())
     if how == "nearest":
-        assert moved == 0.0 and lost == [1.0] * 200
+        assert moved == 0.0
+        assert lost == [1.0] * 200
     else:
-        assert moved == pytest.approx(2e-4, rel=0.02) and 0.9 < sum(lost) / 200 < 1.0
+        assert moved == pytest.approx(2e-4, rel=0.02)
+        assert 0.9 < sum(lost) / 200 < 1.0
 
 
 def test_lost_updates_by_hand():
@@ -243,9 +242,11 @@ def test_lost_updates_by_hand():
     optimizer = MasterOptimizer({"w": master}, set(), config(name="adamw", weight_decay=0.0))
     master.grad = torch.tensor([1.0, 1.0, 0.0, -1.0])
     arrived = optimizer.step(diagnose=True)
-    assert arrived is not None and arrived.lost == pytest.approx(1 / 3)
+    assert arrived is not None
+    assert arrived.lost == pytest.approx(1 / 3)
     # 0.02 is beyond a neighbour's half of 1, far within that of 2^30
-    assert (arrived.crossed, arrived.weights) == (2, 4)
+    assert arrived.crossed == 2
+    assert arrived.weights == 4
     assert optimizer.step() is None
 
 
@@ -259,7 +260,8 @@ def test_gradients_of_16_bit_masters_are_accumulated_in_fp32(dtype: torch.dtype)
     weights = [torch.tensor([1e-9, 1.0]), *[torch.tensor([1e-9, 2.0**-10])] * 1000]
     for weight in weights:
         (master.float() * weight).sum().backward()
-    assert master.grad is not None and master.grad.dtype == torch.float32
+    assert master.grad is not None
+    assert master.grad.dtype == torch.float32
     # The product's backward is float32, the cast's is in the master's dtype: low-bit layers skip
     # the cast.
     assert float(master.grad[1]) == pytest.approx(1 + 1000 / 1024)
@@ -271,7 +273,8 @@ def test_offloaded_moments_change_no_bit(name: str):
     stay; between steps they are at home, at one address. Blind spot: both homes are the CPU here.
     """
     settings_ = config(name=name)
-    stay, visit = masters_in(torch.bfloat16)["up"], masters_in(torch.bfloat16)["up"]
+    stay = masters_in(torch.bfloat16)["up"]
+    visit = masters_in(torch.bfloat16)["up"]
     steps = [
         MasterStep(m, _matrices(name, "up", m), settings_, "nearest", None, home)
         for m, home in ((stay, None), (visit, torch.device("cpu")))
@@ -283,7 +286,8 @@ def test_offloaded_moments_change_no_bit(name: str):
             give_gradients({"up": master}, seed)
             step.step(0.02)
         addresses.add(tuple(tensor.data_ptr() for _, _, tensor in steps[1]._moments()))
-    assert torch.equal(stay, visit) and len(addresses) == 1
+    assert torch.equal(stay, visit)
+    assert len(addresses) == 1
     again = MasterStep(
         visit,
         _matrices(name, "up", visit),
@@ -396,10 +400,8 @@ def test_muon_on_stacks_is_muon_on_matrices(
     matrices = [separate(stack, r) for stack, r in zip(stacks.values(), rows, strict=True)]
     alone = {str(i): p for i, p in enumerate(p for parts in matrices for p in parts)}
     how = OptimizerConfig(name="muon", lr=0.05, weight_decay=0.1, rounding="nearest")
-    ours, theirs = (
-        MasterOptimizer(stacks, set(stacks), how),
-        MasterOptimizer(alone, set(alone), how),
-    )
+    ours = MasterOptimizer(stacks, set(stacks), how)
+    theirs = MasterOptimizer(alone, set(alone), how)
     for step in range(5):
         for stack, parts, r in zip(stacks.values(), matrices, rows, strict=True):
             stack.grad = torch.randn(stack.shape, generator=generator)

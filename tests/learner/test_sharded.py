@@ -71,7 +71,9 @@ def test_every_row_is_one_processes(rows: int, world: int, unit: int):
     """
     edges = cut_rows(torch.Size((rows, 4)), 0, world, unit, turn=3).edges
     shares = [b - a for a, b in itertools.pairwise(edges)]
-    assert edges[0] == 0 and edges[-1] == rows and all(edge % unit == 0 for edge in edges)
+    assert edges[0] == 0
+    assert edges[-1] == rows
+    assert all(edge % unit == 0 for edge in edges)
     assert max(shares) - min(shares) <= unit
     vector = cut_rows(torch.Size((rows,)), 0, world, unit, turn=3).edges
     assert [b - a for a, b in itertools.pairwise(vector)].count(rows) == 1

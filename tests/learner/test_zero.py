@@ -301,12 +301,12 @@ def test_partitioned_adapters_experts_and_references(
     """
     alone = alone_on(done["folder"] / model, scheme, dtype, settings, batches)
     ours = done[job]["state"]
-    assert ours["base"] == alone.state_dict()["base"] and (ours["base"] is None) == (
-        not job.startswith("lora")
-    )
+    assert ours["base"] == alone.state_dict()["base"]
+    assert (ours["base"] is None) == (not job.startswith("lora"))
     start = masters_of(alone_on(done["folder"] / model, scheme, dtype, settings, 0))
     moved, off = distances(start, masters_of(alone), ours["masters"])
-    assert moved.mean() > 5e-5 and off.mean() <= 0.01 * moved.mean()
+    assert moved.mean() > 5e-5
+    assert off.mean() <= 0.01 * moved.mean()
     held = [numbers[-1] > 0 for numbers in done[job]["numbers"]]
     assert all(held) if job.startswith("kl") else not any(held)
 
@@ -320,7 +320,8 @@ def test_muon_in_two_processes_is_muon_in_one(done: Done, job: str):
     one process: test_sharded.py.
     """
     moved, off = distances(trained(0)[0], trained(2, muon=True)[0], done[job]["state"]["masters"])
-    assert moved.mean() > 2e-5 and off.mean() <= 0.5 * moved.mean()
+    assert moved.mean() > 2e-5
+    assert off.mean() <= 0.5 * moved.mean()
 
 
 def test_a_process_holds_and_sends_its_share_alone(done: Done):
@@ -352,7 +353,8 @@ def test_muon_steps_partitioned_experts_one_by_one(done: Done):
     """Each expert's gate, up and down have momentum of their own, as in one process, up to
     orthogonalization.
     """
-    state, folder = done["muon experts stage 3"]["state"], done["folder"]
+    state = done["muon experts stage 3"]["state"]
+    folder = done["folder"]
     start, expected = (
         masters_of(
             alone_on(folder / "experts", "bf16", torch.float32, {**EXPERTS, **MUON}, batches)
@@ -360,12 +362,11 @@ def test_muon_steps_partitioned_experts_one_by_one(done: Done):
         for batches in (0, 1)
     )
     moved, off = distances(start, expected, state["masters"])
-    assert moved.mean() > 2e-5 and off.mean() <= 0.5 * moved.mean()
+    assert moved.mean() > 2e-5
+    assert off.mean() <= 0.5 * moved.mean()
     experts = state["optimizer"]["masters"]
-    name, config = (
-        next(n for n in experts if n.endswith("gate_up_proj")),
-        CONFIGS["qwen3_moe"],
-    )
+    name = next(n for n in experts if n.endswith("gate_up_proj"))
+    config = CONFIGS["qwen3_moe"]
     assert len(experts[name]["moments"]) == 2 * config.num_experts
     shape = (config.moe_intermediate_size, config.hidden_size)
     assert all(moments["momentum_buffer"].shape == shape for moments in experts[name]["moments"])
@@ -378,5 +379,6 @@ def test_each_process_hashes_a_part_and_all_know_of_the_damage(done: Done):
     """
     assert done["intact"]["said"] == ["step 7"] * 2
     first, second = done["damaged"]["said"]
-    assert first == second and "the SHA-256 of state-00001.pt differs from its manifest" in first
+    assert first == second
+    assert "the SHA-256 of state-00001.pt differs from its manifest" in first
     assert done["followed"]["said"] == ["step 7"] * 2

@@ -77,7 +77,8 @@ def test_codes_of_tokens_are_vllms_dynamic_quantization(
 
     codes, scale, *_ = onednn_scaled_int8_quant(x) if scheme == "w8a8" else vllm_fp8(-1)(x)
     ours = quantize_activation(x, get_scheme(scheme))
-    assert ours.codes.dtype == codes.dtype == dtype and ours.scale.dtype == torch.float32
+    assert ours.codes.dtype == codes.dtype == dtype
+    assert ours.scale.dtype == torch.float32
     assert torch.equal(as_bytes(ours.scale), as_bytes(scale))
     # without AVX-512 codes of a token of zeros are -128, times a scale of 0
     counted = (scale > 0).view(-1, 1)
@@ -100,7 +101,8 @@ def test_int8_asymmetric_is_what_the_int4_product_multiplies(x: torch.Tensor, of
     packed = torch.ops.aten._dyn_quant_pack_4bit_weight(pairs, scales, None, 128, columns, columns)
     seen = torch.ops.aten._dyn_quant_matmul_4bit(x.float(), packed, 128, columns, columns)
     ours = quantize_activation(x, get_scheme("w4a8"))
-    assert ours.codes.dtype == torch.int8 and ours.zero_point is not None
+    assert ours.codes.dtype == torch.int8
+    assert ours.zero_point is not None
     assert torch.equal(ours.dequantized(torch.float32), seen)
 
 
@@ -134,7 +136,8 @@ def test_e2m1_groups_are_vllms(x: torch.Tensor):
 
     values, scale = ref_nvfp4_quant(x, torch.tensor(get_scheme("nvfp4").input_global_scale), 16)
     ours = quantize_activation(x, get_scheme("nvfp4"))
-    assert ours.codes.dtype == torch.uint8 and ours.codes.shape == (
+    assert ours.codes.dtype == torch.uint8
+    assert ours.codes.shape == (
         x.shape[0],
         x.shape[1] // 2,
     )
@@ -156,17 +159,16 @@ def test_zero_rows_and_dequantization(name: str, dtype: torch.dtype):
     x = torch.randn(4, columns, generator=torch.Generator().manual_seed(0)).to(dtype)
     x[1] = 0.0
     low_bit = quantize_activation(x, get_scheme(name))
-    assert (
-        low_bit.scale.shape == (4, columns // GROUPS.get(name, columns))
-        and low_bit.scale.float().isfinite().all()
-    )
+    assert low_bit.scale.shape == (4, columns // GROUPS.get(name, columns))
+    assert low_bit.scale.float().isfinite().all()
     assert name != "fp8-block" or float(low_bit.scale[1, 0]) == pytest.approx(
         1e-10 / 448, rel=1e-5, abs=0
     )
     scale = low_bit.scale.float().repeat_interleave(columns // low_bit.scale.shape[1], dim=1)
     for out in (torch.float32, dtype):
         expected = (low_bit.values() * scale).to(out)
-        assert torch.equal(low_bit.dequantized(out), expected) and (expected[1] == 0).all()
+        assert torch.equal(low_bit.dequantized(out), expected)
+        assert (expected[1] == 0).all()
     assert float((low_bit.dequantized(torch.float32) - x.float()).norm() / x.float().norm()) < 0.12
     for n in range(4):
         alone = quantize_activation(x[n : n + 1], get_scheme(name))

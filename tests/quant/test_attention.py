@@ -21,10 +21,8 @@ pytestmark = no_cuda
 LENGTHS = [1, 33, 7, 64, 7, 7]
 APART = Sequences.apart(LENGTHS)
 Rows = list[torch.Tensor]
-SINKS, SLOPES = (
-    torch.tensor([-1.0, 0.5, 2.0, 5.0]),
-    torch.tensor([0.5, 0.25, 0.125, 0.0625]),
-)
+SINKS = torch.tensor([-1.0, 0.5, 2.0, 5.0])
+SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "window of 1": {"window": 1},
@@ -66,10 +64,8 @@ def test_values_and_gradients_are_those_of_torchs_attention(
     """
     if "FP8" in kind and (head % 32 or not AVX512):
         pytest.skip("vLLM has no FP8 cache of such heads, or on such CPUs")
-    scoring, of_sinks = (
-        Scoring(scale=0.3, **KINDS[kind]),
-        torch.float32 if dtype == torch.float16 else dtype,
-    )
+    scoring = Scoring(scale=0.3, **KINDS[kind])
+    of_sinks = torch.float32 if dtype == torch.float16 else dtype
     results = []
     for function in (attention, torch_attention):
         leaves = inputs(dtype, head) + [SINKS.to(of_sinks).requires_grad_()] * ("sinks" in kind)
@@ -100,10 +96,8 @@ def test_a_token_depends_on_nothing_beside_or_behind_it_to_the_bit(
     without the rest, so decoding gives what scoring the whole does; and pages may be larger, as the
     engine's are.
     """
-    rows, scoring = (
-        [t.detach() for t in inputs(torch.bfloat16)],
-        Scoring(scale=0.3, window=window, fp8=fp8),
-    )
+    rows = [t.detach() for t in inputs(torch.bfloat16)]
+    scoring = Scoring(scale=0.3, window=window, fp8=fp8)
 
     def alone(start: int, count: int) -> torch.Tensor:
         return attend([t[start : start + count] for t in rows], scoring, Sequences.apart([count]))
@@ -126,14 +120,18 @@ def test_a_prompt_that_several_see_is_as_if_each_brought_it(
     """
     # the third is another group's, and shares nothing
     whole = torch.tensor([40, 9, 37, 38])
-    shared, leader = torch.tensor([0, 7, 0, 33]), torch.tensor([0, 0, 2, 2])
+    shared = torch.tensor([0, 7, 0, 33])
+    leader = torch.tensor([0, 0, 2, 2])
     packed = pack(whole, 40, shared, leader)
-    row, scoring = packed.sequences, Scoring(scale=0.3, window=window)
-    assert (row.lengths, row.seen) == ((40, 2, 37, 5), (40, 9, 37, 38))
+    row = packed.sequences
+    scoring = Scoring(scale=0.3, window=window)
+    assert row.lengths == (40, 2, 37, 5)
+    assert row.seen == (40, 9, 37, 38)
     assert row.positions(torch.device("cpu"))[40:42].tolist() == [7, 8]
     once = [t.detach()[: sum(row.lengths)].requires_grad_() for t in inputs(torch.float32)]
     real = torch.arange(40) < whole[:, None]
-    own, places = packed.kept[real], packed.places[real]
+    own = packed.kept[real]
+    places = packed.places[real]
     each = [t.detach()[places].requires_grad_() for t in once]
     y = attend(once, scoring, row, by=function)
     expected = attend(each, scoring, Sequences.apart(whole.tolist()), by=function)

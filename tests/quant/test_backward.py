@@ -41,7 +41,8 @@ from tests.support.learners import (
 )
 from tests.support.tensors import as_bytes, heavy, normal
 
-BFLOAT16, CPU = torch.bfloat16, torch.device("cpu")
+BFLOAT16 = torch.bfloat16
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -56,10 +57,12 @@ def test_a_rounded_weight_moves_dx_by_its_own_rounding_alone(dtype: torch.dtype,
     The second must be needed somewhere: a rounding that is not there would make the first hold for
     both. Subnormals of float16 add their spacing, 2⁻²⁴.
     """
-    weight, dy = heavy(96, 64, seed=1), normal(tokens, 96, seed=2).to(dtype)
+    weight = heavy(96, 64, seed=1)
+    dy = normal(tokens, 96, seed=2).to(dtype)
     exact = dy.double() @ weight.double()
     sums = dy.double().abs() @ weight.double().abs()
-    unit, fp32 = torch.finfo(dtype).eps / 2, 96 * 2.0**-24
+    unit = torch.finfo(dtype).eps / 2
+    fp32 = 96 * 2.0**-24
     for operand, allowed in ((weight, fp32), (weight.to(dtype), unit + fp32)):
         dx = input_gradient([(dy, operand)])
         assert dx.dtype == dtype
@@ -74,7 +77,8 @@ def test_rounded_inputs_change_dx_alone(scheme: str):
     order of sums.
     """
     linear = make_linear(scheme)
-    x, dy = heavy(13, 256, seed=3).to(BFLOAT16), normal(13, 128, seed=6).to(BFLOAT16)
+    x = heavy(13, 256, seed=3).to(BFLOAT16)
+    dy = normal(13, 128, seed=6).to(BFLOAT16)
     exact = layer_gradients(linear, x, dy)
     linear.zero_grad()
     linear.context.gradients.fp32_input_grad = False
@@ -94,13 +98,13 @@ def test_auto_rounds_where_the_device_multiplies_the_dtype():
     """float16 has no fast product on CPUs, fp32 nothing to round to; a choice is obeyed, or refused
     by experts.
     """
-    assert not multiplies_natively(torch.float16, CPU) and multiplies_natively(
-        torch.float16, torch.device("cuda")
-    )
+    assert not multiplies_natively(torch.float16, CPU)
+    assert multiplies_natively(torch.float16, torch.device("cuda"))
     assert multiplies_natively(torch.float32, CPU)
     for dtype in (torch.float16, BFLOAT16):
         model = policy(dtype=dtype)
-        assert rounds_weights(model, "compute") and not rounds_weights(model, "exact")
+        assert rounds_weights(model, "compute")
+        assert not rounds_weights(model, "exact")
         assert rounds_weights(model, "auto") == multiplies_natively(dtype, CPU)
         for setting in ("exact", "compute"):
             configure_backward(model, LearnerConfig(input_gradients=setting))
@@ -149,10 +153,8 @@ def test_weight_gradients_are_exact_products_summed_in_fp32(
     the operands' dtype; 9000 rows are several blocks. A product rounded to bfloat16 is off by 2⁻⁹.
     """
     tokens, rows, columns = shape
-    dy, x = (
-        normal(tokens, rows, seed=1).to(kind),
-        normal(tokens, columns, seed=2).to(kind),
-    )
+    dy = normal(tokens, rows, seed=1).to(kind)
+    x = normal(tokens, columns, seed=2).to(kind)
     start = normal(rows, columns, seed=3)
     made = Gradients()
     made.scale = 8.0
@@ -173,10 +175,8 @@ def test_gradients_added_in_place_are_autograds(kind: str, loss_scale: float):
     found = []
     for in_place in (False, True):
         model = experts_policy(BFLOAT16) if kind == "experts" else policy(kind)
-        model.context.gradients.scale, model.context.gradients.in_place = (
-            loss_scale,
-            in_place,
-        )
+        model.context.gradients.scale = loss_scale
+        model.context.gradients.in_place = in_place
         totals: dict[str, torch.Tensor] = {}
         for lengths in ([9, 4], [17, 12, 3]):
             batch = random_batch(lengths, model.config.vocab_size)
@@ -204,10 +204,8 @@ def test_cudas_weight_gradients_are_not_rounded(dtype: torch.dtype):
     """As on CPUs: exact products, fp32 sums. A result rounded to 16 bits fails by 2⁻⁹ or 2⁻¹² of
     its size.
     """
-    dy, x = (
-        normal(200, 128, seed=1).to(dtype).cuda(),
-        normal(200, 64, seed=2).to(dtype).cuda(),
-    )
+    dy = normal(200, 128, seed=1).to(dtype).cuda()
+    x = normal(200, 64, seed=2).to(dtype).cuda()
     total = torch.zeros(128, 64, device="cuda")
     add_weight_gradient(total, dy, x, Gradients())
     exact = dy.double().t() @ x.double()
@@ -222,7 +220,8 @@ def test_blocks_are_all_rows_once(rows: int, columns: int, elements: int):
     """Contract: the blocks of every tensor are that tensor's rows in order, each block within the
     bound or one row.
     """
-    wide, narrow = torch.arange(rows * columns).view(rows, columns), torch.arange(rows)
+    wide = torch.arange(rows * columns).view(rows, columns)
+    narrow = torch.arange(rows)
     with mock.patch.object(blocks, "_ELEMENTS", elements):
         parts = list(row_blocks(wide, narrow))
     assert torch.equal(torch.cat([p for p, _ in parts]), wide)
@@ -236,7 +235,8 @@ def test_activations_by_blocks_are_those_of_all_rows(scheme: str, monkeypatch: p
     are bit for bit those of all tokens at once; the gradient's own blocks are of 16 tokens.
     """
     monkeypatch.setattr(backward, "_TOKENS", 16)
-    x, dy = heavy(41, 256, seed=3).bfloat16(), normal(41, 24, seed=4).bfloat16()
+    x = heavy(41, 256, seed=3).bfloat16()
+    dy = normal(41, 24, seed=4).bfloat16()
     whole = quantize_activation(x, get_scheme(scheme))
     expected = torch.zeros(24, 256)
     add_weight_gradient(expected, dy, whole.dequantized(torch.float32), Gradients())
@@ -261,21 +261,18 @@ def test_log_probs_by_blocks_are_those_of_all_rows(
     """Contract: log-probs, entropies and their gradient are bit for bit those of plain operators on
     the whole.
     """
-    logits, targets, dy = (
-        normal(37, 211, seed=1).to(dtype),
-        torch.arange(37) * 5,
-        normal(37, 1, seed=2)[:, 0],
-    )
+    logits = normal(37, 211, seed=1).to(dtype)
+    targets = torch.arange(37) * 5
+    dy = normal(37, 1, seed=2)[:, 0]
     logp = logits.log_softmax(-1, dtype=torch.float32)
-    picked, entropies = (
-        logp.gather(-1, targets[:, None])[:, 0],
-        -(logp.exp() * logp).sum(-1),
-    )
+    picked = logp.gather(-1, targets[:, None])[:, 0]
+    entropies = -(logp.exp() * logp).sum(-1)
     gradient = logits.softmax(-1, dtype=torch.float32) * -dy[:, None]
     gradient = gradient.scatter_add(-1, targets[:, None], dy[:, None]).to(dtype)
     for elements in (1, 3 * 211, 1 << 20):
         monkeypatch.setattr(blocks, "_ELEMENTS", elements)
         leaf = logits.clone().requires_grad_()
         found = _Normalized.apply(leaf, targets, True, 1.0)
-        assert torch.equal(found[0], picked) and torch.equal(found[1], entropies)
+        assert torch.equal(found[0], picked)
+        assert torch.equal(found[1], entropies)
         assert torch.equal(torch.autograd.grad(found[0], leaf, dy)[0], gradient)

@@ -114,7 +114,8 @@ def test_a_backward_compiles_for_every_number_of_tokens_at_once(eager_backend: N
     from vllm.model_executor.layers.activation import SiluAndMul
     from vllm.model_executor.layers.layernorm import RMSNorm
 
-    kinds, counts = (lambda: RMSNorm(64), SiluAndMul), []
+    kinds = (lambda: RMSNorm(64), SiluAndMul)
+    counts = []
     layers = [make_operator(kind, torch.float32, compiled=True) for kind in 3 * kinds]
     for tokens in (9, 20, 19, 30):
         for operator in layers:

@@ -42,7 +42,8 @@ def test_attention_of_many_sequences_is_one_call(monkeypatch: pytest.MonkeyPatch
     with Calls() as calls:
         y = attention(q, k, v, None, Scoring(scale=0.125), APART)
         y.sum().backward()
-    assert y.shape == q.shape and [t.grad.shape for t in leaves] == [t.shape for t in leaves]  # type: ignore[union-attr]
+    assert y.shape == q.shape
+    assert [t.grad.shape for t in leaves] == [t.shape for t in leaves]  # type: ignore[union-attr]
     assert [name for name in calls.names if "attn" in name] == [
         "_varlen_attn",
         "_varlen_attn_backward",
@@ -66,7 +67,8 @@ def test_attention_asks_the_engines_kernel(kind: str, monkeypatch: pytest.Monkey
         if isinstance(node, ast.FunctionDef)
     }
     known = {argument.arg for argument in functions["flash_attn_varlen_func"].args.args}
-    scoring, calls = Scoring(scale=0.3, **KINDS[kind]), []
+    scoring = Scoring(scale=0.3, **KINDS[kind])
+    calls = []
     sinks = SINKS if "sinks" in kind else None
 
     def by_torch(q, k, v, **rest):
@@ -84,16 +86,12 @@ def test_attention_asks_the_engines_kernel(kind: str, monkeypatch: pytest.Monkey
     q, k, v = rows = [
         normal(sum(LENGTHS), heads, 32, seed=heads).to(BF16).requires_grad_() for heads in (4, 2, 2)
     ]
-    y, expected = (
-        attention(q, k, v, sinks, scoring, APART),
-        torch_attention(q, k, v, sinks, scoring, APART),
-    )
+    y = attention(q, k, v, sinks, scoring, APART)
+    expected = torch_attention(q, k, v, sinks, scoring, APART)
     (asked,) = calls
     assert torch.equal(y, expected + 1)
-    assert (
-        asked["cu_seqlens_q"].tolist() == [0, 5, 6, 13, 16]
-        and asked["cu_seqlens_q"].dtype == torch.int32
-    )
+    assert asked["cu_seqlens_q"].tolist() == [0, 5, 6, 13, 16]
+    assert asked["cu_seqlens_q"].dtype == torch.int32
     how = {
         "causal": True,
         "max_seqlen_k": 7,
@@ -105,7 +103,8 @@ def test_attention_asks_the_engines_kernel(kind: str, monkeypatch: pytest.Monkey
         "window_size": [(scoring.window or 0) - 1, 0],
         "fa_version": 3 - (kind == "ALiBi"),
     }
-    assert {name: asked[name] for name in how} == how and asked["alibi_slopes"] is scoring.slopes
+    assert {name: asked[name] for name in how} == how
+    assert asked["alibi_slopes"] is scoring.slopes
     if kind in ("cap and sinks", "ALiBi"):
         ours, theirs = (torch.autograd.grad(t, rows, y.detach()) for t in (y, expected))
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
@@ -117,11 +116,9 @@ def test_what_flash_attention_cannot_score_takes_torchs(
     """Contract: sinks, which its second version has not, and scores of more than scaled products
     without vLLM's.
     """
-    q, plain, capped = (
-        torch.empty(16, 4, 64, dtype=BF16),
-        Scoring(scale=1.0),
-        Scoring(scale=1.0, cap=2.0),
-    )
+    q = torch.empty(16, 4, 64, dtype=BF16)
+    plain = Scoring(scale=1.0)
+    capped = Scoring(scale=1.0, cap=2.0)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     taken = [
         (2, plain, None),

@@ -45,10 +45,8 @@ def test_weight_gradients_of_quantized_activations_by_tensor_cores(scheme: str):
         there = quantize_activation(
             torch.empty(200, 128, dtype=BF16, device="cuda"), get_scheme(scheme)
         )
-        total, dy = (
-            torch.empty(64, 128, device="cuda"),
-            torch.empty(200, 64, dtype=BF16, device="cuda"),
-        )
+        total = torch.empty(64, 128, device="cuda")
+        dy = torch.empty(200, 64, dtype=BF16, device="cuda")
         add_weight_gradient(total, dy, there, Gradients())
     assert calls.dtypes == {BF16}
 
@@ -89,7 +87,8 @@ def test_experts_gradients_by_grouped_products(scheme: str, monkeypatch: pytest.
         assert relative_error(gradient.double(), other) < (
             0.04 if experts.quantizes_activations else 0.02
         )
-    assert not found[2][3].any() and not found[3][3].any()
+    assert not found[2][3].any()
+    assert not found[3][3].any()
 
 
 def test_experts_adapters_by_grouped_products(monkeypatch: pytest.MonkeyPatch):
@@ -115,11 +114,10 @@ def test_no_expert_is_asked_about_by_the_host():
     counts = []
     for count in (4, 128):
         there = {"device": "meta", "dtype": BF16}
-        gate_up, down = (
-            torch.empty(count, 64, 32, **there),
-            torch.empty(count, 32, 32, **there),
-        )
-        x, weights = torch.empty(50, 32, **there), torch.empty(50, 2, device="meta")
+        gate_up = torch.empty(count, 64, 32, **there)
+        down = torch.empty(count, 32, 32, **there)
+        x = torch.empty(50, 32, **there)
+        weights = torch.empty(50, 2, device="meta")
         index = torch.zeros(50, 2, dtype=torch.int64, device="meta")
         with Calls() as calls:
             (part,) = grouped_backward.token_gradients(
@@ -127,7 +125,8 @@ def test_no_expert_is_asked_about_by_the_host():
             )
             shapes = [tuple(matrix.product().shape) for matrix in part.matrices]
         assert shapes == [(count, 64, 32), (count, 32, 32)]
-        assert part.x.shape == x.shape and part.weights.shape == weights.shape
+        assert part.x.shape == x.shape
+        assert part.weights.shape == weights.shape
         counts.append(len(calls.names))
     assert counts[0] == counts[1] < 100
 
@@ -152,5 +151,6 @@ def test_a_heads_weight_gradient_is_multiplied_in_parts():
         total = torch.empty(151936, 2048, device="cuda")
         dy, x = (torch.empty(512, n, dtype=BF16, device="cuda") for n in (151936, 2048))
         add_weight_gradient(total, dy, x, Gradients())
-    assert sum(rows) == 151936 and largest <= 4 * LARGEST_PRODUCT == 2**27
+    assert sum(rows) == 151936
+    assert largest <= 4 * LARGEST_PRODUCT == 2**27
     assert _LARGEST_PRODUCT == LARGEST_PRODUCT, "the plan's, which does without torch"

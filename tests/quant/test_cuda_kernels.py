@@ -96,7 +96,8 @@ def test_learner_and_engine_choose_one_kernel(capability: tuple[int, int]):
     stacks it fails on
     9.0, where Machete wants rows in multiples of 128 and tiny-qwen3's k and v have 64.
     """
-    factory, compared = VllmFactory(torch.bfloat16), 0
+    factory = VllmFactory(torch.bfloat16)
+    compared = 0
     with stub_cuda(capability):
         for scheme in map(get_scheme, SCHEMES):
             for model in SHAPES:
@@ -127,7 +128,8 @@ def test_learner_and_engine_choose_one_kernel(capability: tuple[int, int]):
 @no_cuda
 def test_one_layer_of_a_stack_alone_would_take_another_kernel():
     """So the test above sees what it should."""
-    factory, scheme = VllmFactory(torch.bfloat16), get_scheme("w4a16")
+    factory = VllmFactory(torch.bfloat16)
+    scheme = get_scheme("w4a16")
     with stub_cuda((9, 0)):
         names = [
             chosen_kernel(factory, "layer", rows, 128, scheme, META)
@@ -141,7 +143,9 @@ def test_flashinfer_is_left_out_though_vllm_finds_it(monkeypatch: pytest.MonkeyP
     """Whether it does is the shell's PATH's doing; kernels are the same."""
     package = ModuleType("flashinfer")
     package.__spec__ = ModuleSpec("flashinfer", None)
-    factory, scheme, names = VllmFactory(torch.bfloat16), get_scheme("nvfp4"), []
+    factory = VllmFactory(torch.bfloat16)
+    scheme = get_scheme("nvfp4")
+    names = []
     for _ in range(2):
         with stub_cuda((10, 0)):
             names.append(chosen_kernel(factory, "layer", [256], 256, scheme, META))
@@ -168,11 +172,9 @@ def test_whatever_a_probe_raises_is_a_reason(error: Exception, monkeypatch: pyte
 
     monkeypatch.setattr(supported, "make_factory", fails)
     found = support.__wrapped__("w4a16", torch.bfloat16)
-    assert (
-        found.kernel == ""
-        and found.reason.startswith(type(error).__name__)
-        and str(error) in found.reason
-    )
+    assert found.kernel == ""
+    assert found.reason.startswith(type(error).__name__)
+    assert str(error) in found.reason
 
 
 class HummingKernel:
@@ -246,7 +248,8 @@ def test_experts_find_scratch_and_a_context_outside_of_a_step(
             with vllm_experts.engine_step(cpu, 40):
                 assert allocate() == ((40, 2, 64), (40, 2, 32), (40, 32))
                 assert get_forward_context().dp_metadata is None
-            assert workspace._manager is engines and not is_forward_context_available()
+            assert workspace._manager is engines
+            assert not is_forward_context_available()
 
 
 @no_cuda
@@ -259,7 +262,8 @@ def test_a_recomputed_product_stays_on_its_threads_stream(
     which graphs have locked. Without it vLLM sets a new stream, and what autograd runs next reads
     what that has not written. Blind spot: the kernel.
     """
-    thread, locks = threading.local(), set()
+    thread = threading.local()
+    locks = set()
     monkeypatch.setattr(
         torch.cuda,
         "Stream",
@@ -303,7 +307,8 @@ def test_a_recomputed_product_stays_on_its_threads_stream(
         )
         assert autograd.submit(backward, y).result() == ("autograd's", None)
     assert len(locks) == 2, "streams that may run at once have locks of their own"
-    assert torch.cuda.current_stream() == "torch's" and workspace._manager is engines
+    assert torch.cuda.current_stream() == "torch's"
+    assert workspace._manager is engines
 
 
 MIXTURES = cases(__file__, "mixtures")
@@ -319,7 +324,8 @@ def test_learner_and_engine_choose_one_kernel_for_experts(capability: tuple[int,
     """Contract: for every scheme vLLM has experts for, every shape of these mixtures and every
     family's names of matrices. Integer weights are Marlin's on 9.0 too, where vLLM prefers Humming.
     """
-    factory, chosen = VllmFactory(torch.bfloat16), {}
+    factory = VllmFactory(torch.bfloat16)
+    chosen = {}
     with stub_cuda(capability):
         for name, model in itertools.product(SCHEMES, MIXTURES):
             scheme, (experts, top_k, hidden, columns) = (
@@ -329,10 +335,8 @@ def test_learner_and_engine_choose_one_kernel_for_experts(capability: tuple[int,
             if not fits(scheme, (2 * columns, hidden), (hidden, columns)):
                 continue
             for layout in LAYOUTS:
-                quantized, shape = (
-                    config_of(scheme),
-                    ExpertsShape(experts, top_k, hidden, columns, "silu", layout),
-                )
+                quantized = config_of(scheme)
+                shape = ExpertsShape(experts, top_k, hidden, columns, "silu", layout)
                 with factory._loading(META):
                     try:
                         engine = kernel_name(
@@ -383,7 +387,8 @@ def test_kernels_that_keep_the_mode_say_so(capability: tuple[int, int], mode: No
     those that vLLM does not call batch-invariant are refused before anything loads.
     """
     # before the stand-in: vLLM's plugins are loaded for this platform
-    factory, names = VllmFactory(BF16), {}
+    factory = VllmFactory(BF16)
+    names = {}
     with stub_cuda(capability):
         for scheme in map(get_scheme, SCHEMES):
             try:
@@ -426,7 +431,8 @@ def test_attention_asks_for_it(mode: None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
         fa_utils, kernel, lambda **how: splits.append(how["num_splits"]), raising=False
     )
-    q, scoring = torch.zeros(6, 1, 8, dtype=BF16), Scoring(scale=1.0)
+    q = torch.zeros(6, 1, 8, dtype=BF16)
+    scoring = Scoring(scale=1.0)
     flash_attention.flash_attention(q, q, q, None, scoring, [6], [6])
     monkeypatch.delenv("VLLM_BATCH_INVARIANT")
     flash_attention.flash_attention(q, q, q, None, scoring, [6], [6])

@@ -119,7 +119,8 @@ def test_a_delta_makes_the_version_it_is_of(
         assert changed == [
             n for n in after if not torch.equal(octets(version[n]), octets(after[n]))
         ]
-        assert same(receiver, after) and same(sender, after)
+        assert same(receiver, after)
+        assert same(sender, after)
         assert receiver.digest == sender.digest == stream_digest(stream(after))
         assert receiver.version == number
         assert len(delta) < sender.bytes * (1 + 40 / module._BLOCK) + 300 * (1 + len(changed))
@@ -152,7 +153,8 @@ def test_every_schemes_tensors(scheme: str):
     assert len(delta) < 0.05 * sender.bytes
 
 
-MAGIC_BYTES, START = 8, 12
+MAGIC_BYTES = 8
+START = 12
 
 
 def small() -> tuple[Named, Named]:
@@ -247,17 +249,16 @@ def test_a_hostile_header_is_refused_and_nothing_changes(
     before, after = small()
     with pytest.raises(DeltaError, match=message):
         receiver.apply(reheaded(delta, change), 2, announced)
-    assert same(receiver, before) and receiver.version == 1
+    assert same(receiver, before)
+    assert receiver.version == 1
     receiver.apply(delta, 2, announced)
     assert same(receiver, after)
 
 
 def test_a_tensor_is_changed_once():
     """Whole twice, it would be undone to what came in between."""
-    before, after = (
-        {"w": torch.zeros(64, dtype=torch.int8)},
-        {"w": torch.ones(64, dtype=torch.int8)},
-    )
+    before = {"w": torch.zeros(64, dtype=torch.int8)}
+    after = {"w": torch.ones(64, dtype=torch.int8)}
     sender, receiver = (VersionCache(1, stream(before)) for _ in range(2))
     delta = sender.make_delta(2, stream(after)) + bytes([2] * 64)
     with pytest.raises(DeltaError, match="changes a tensor twice"):
@@ -288,7 +289,8 @@ def test_what_does_not_make_the_digest_it_says_is_undone(
     other = "0" * 32
     with pytest.raises(DeltaError, match=f"not {other[:16]}… as it says"):
         receiver.apply(reheaded(delta, lambda header: header.update(digest=other)), 2, other)
-    assert same(receiver, before) and receiver.version == 1
+    assert same(receiver, before)
+    assert receiver.version == 1
 
 
 def mutated(delta: bytes, other: bytes, chance: random.Random) -> bytes:
@@ -299,10 +301,8 @@ def mutated(delta: bytes, other: bytes, chance: random.Random) -> bytes:
     (length,) = struct.unpack_from("<I", delta, MAGIC_BYTES)
     for _ in range(chance.choice((1, 1, 1, 2, 5))):
         end = len(data) if chance.random() < 0.5 else START + length
-        at, size = (
-            chance.randrange(max(1, min(end, len(data)))),
-            chance.choice((1, 2, 4, 16, 100)),
-        )
+        at = chance.randrange(max(1, min(end, len(data))))
+        size = chance.choice((1, 2, 4, 16, 100))
         kind = chance.randrange(6)
         if kind == 0 and data:
             data[at] ^= 1 << chance.randrange(8)
@@ -333,10 +333,14 @@ def test_ten_thousand_mutated_deltas():
     changes otherwise.
     """
     before, after = small()
-    sender, receiver = VersionCache(1, stream(before)), VersionCache(1, stream(before))
-    delta, announced = sender.make_delta(2, stream(after)), sender.digest
+    sender = VersionCache(1, stream(before))
+    receiver = VersionCache(1, stream(before))
+    delta = sender.make_delta(2, stream(after))
+    announced = sender.digest
     other = sender.make_delta(3, stream(before))
-    chance, refused, taken = random.Random(7), 0, 0
+    chance = random.Random(7)
+    refused = 0
+    taken = 0
     count = 40_000 if thorough() else 10_000
     for number in range(count):
         try:
@@ -344,13 +348,15 @@ def test_ten_thousand_mutated_deltas():
         except DeltaError:
             refused += 1
         else:
-            assert same(receiver, after) and receiver.version == 2
+            assert same(receiver, after)
+            assert receiver.version == 2
             taken += 1
             receiver = VersionCache(1, stream(before))
         if number % 100 == 0:
             assert same(receiver, before)
     assert same(receiver, before)
-    assert refused > 0.9 * count and refused + taken == count
+    assert refused > 0.9 * count
+    assert refused + taken == count
 
 
 def test_a_version_over_another_is_the_version_in_its_memory():
@@ -367,11 +373,11 @@ def test_a_version_over_another_is_the_version_in_its_memory():
     }
     old = VersionCache(1, stream(before))
     memory = {item.name: item.tensor.data_ptr() for item in old.tensors()}
-    made, fresh = (
-        VersionCache(2, stream(after), reuse=old),
-        VersionCache(2, stream(after)),
-    )
-    assert (made.digest, made.bytes, made.version) == (fresh.digest, fresh.bytes, 2)
+    made = VersionCache(2, stream(after), reuse=old)
+    fresh = VersionCache(2, stream(after))
+    assert made.digest == fresh.digest
+    assert made.bytes == fresh.bytes
+    assert made.version == 2
     assert {item.name: item.tensor.data_ptr() for item in made.tensors()}["same"] == memory["same"]
 
 
@@ -516,7 +522,8 @@ def test_a_gpus_tensors_are_read_many_at_once(monkeypatch: pytest.MonkeyPatch):
     for at_once, packs in ((1 << 25, [7]), (500, [4, 3]), (1, [1, 2, 1, 1, 1, 1])):
         monkeypatch.setattr(hashing, "_AT_ONCE", at_once)
         copies.clear()
-        sent, received = StreamDigest(), ReceivedDigest()
+        sent = StreamDigest()
+        received = ReceivedDigest()
         assert [item.name for item in received.over(sent.over(items))] == [
             item.name for item in items
         ]
@@ -537,7 +544,8 @@ def test_what_arrives_is_read_again_unless_it_is_the_tensor_just_sent(
 
     def ends(deliver: Callable[[LowBitTensor], LowBitTensor]) -> tuple[bool, int]:
         """Whether both ends agree on two tensors, and how often a tensor was read."""
-        sent, received = StreamDigest(), ReceivedDigest()
+        sent = StreamDigest()
+        received = ReceivedDigest()
         readings.clear()
         for item in (
             LowBitTensor("a", tensor(300, 1)),
@@ -545,7 +553,8 @@ def test_what_arrives_is_read_again_unless_it_is_the_tensor_just_sent(
         ):
             sent.update(item)
             received.update(deliver(item))
-        assert (received.bytes, received.tensors) == (320, 2)
+        assert received.bytes == 320
+        assert received.tensors == 2
         return sent.hexdigest() == received.hexdigest(), len(readings)
 
     def written(item: LowBitTensor) -> LowBitTensor:

@@ -102,7 +102,8 @@ def test_vllms_experts_are_its_dense_layers_one_by_one(
     experts = make_experts(scheme, kernel, dtype, shape)
     weights, index = route()
     x = heavy(len(index), shape.hidden, seed=9, rows=False).to(dtype)
-    factory, total = make_factory(kernel, dtype), torch.zeros(x.shape)
+    factory = make_factory(kernel, dtype)
+    total = torch.zeros(x.shape)
     with torch.no_grad():
         y = experts(x, index, weights)
         for e, expert in enumerate(experts.codes().experts):
@@ -129,13 +130,15 @@ def exact_output(
     masters: bool = False,
 ) -> torch.Tensor:
     """In float64, token by token. masters: multiply those, unquantized."""
-    y, codes = torch.zeros(x.shape, dtype=torch.float64), experts.codes().experts
+    y = torch.zeros(x.shape, dtype=torch.float64)
+    codes = experts.codes().experts
     for n in range(len(x)):
         for weight, e in zip(weights[n].tolist(), index[n].tolist(), strict=True):
             gate_up, down = (master.detach()[e].double() for master in experts.masters)
             token = x[n : n + 1]
             if not masters:
-                gate_up, down = unpacked(codes[e].gate_up), unpacked(codes[e].down)
+                gate_up = unpacked(codes[e].gate_up)
+                down = unpacked(codes[e].down)
                 token = as_multiplied(token, experts)
             gate, up = (token.double() @ gate_up.t()).chunk(2, dim=-1)
             hidden = F.silu(gate) * up
@@ -177,10 +180,8 @@ def test_an_old_weight_version_is_freed_at_once(scheme: str, kind: str):
     """No reference cycle keeps a replaced product alive: with large models each would hold
     gigabytes.
     """
-    experts, factory = (
-        make_experts(scheme, "vllm").codes(),
-        make_factory("vllm", torch.bfloat16),
-    )
+    experts = make_experts(scheme, "vllm").codes()
+    factory = make_factory("vllm", torch.bfloat16)
     gc.disable()
     try:
         if kind == "linear":
@@ -201,7 +202,8 @@ def own_gradients(
     index: torch.Tensor,
     dy: torch.Tensor,
 ) -> list[torch.Tensor]:
-    x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
+    x = x.clone().requires_grad_()
+    weights = weights.clone().requires_grad_()
     experts(x, index, weights).backward(dy)
     return [leaf.grad for leaf in (x, weights, *experts.masters) if leaf.grad is not None]
 
@@ -222,10 +224,8 @@ def test_gradients_are_those_of_straight_through_fake_quantization(
     shape, route = ROUTINGS[routing]
     experts = make_experts(scheme, "reference", torch.float32, shape, aligned)
     weights, index = route()
-    x, dy = (
-        heavy(len(index), shape.hidden, seed=9, rows=False),
-        heavy(len(index), shape.hidden, seed=11, rows=False),
-    )
+    x = heavy(len(index), shape.hidden, seed=9, rows=False)
+    dy = heavy(len(index), shape.hidden, seed=11, rows=False)
     ours = own_gradients(experts, x, weights, index, dy)
     theirs = textbook_gradients(experts, x, weights, index, dy)
     bound = 2e-3 if experts.quantizes_activations else 1e-5
@@ -234,7 +234,8 @@ def test_gradients_are_those_of_straight_through_fake_quantization(
         assert given.dtype == torch.float32
         assert relative_error(given, expected) <= bound
     idle = [e for e in range(shape.experts) if not (index == e).any()]
-    assert not ours[2][idle].any() and not ours[3][idle].any()
+    assert not ours[2][idle].any()
+    assert not ours[3][idle].any()
     if experts.quantizes_activations:
         other = textbook_gradients(experts, x, weights, index, dy, activations=False)
         assert all(relative_error(o, t) > bound for o, t in zip(other[1:], theirs[1:], strict=True))
@@ -254,10 +255,8 @@ def test_gradients_in_a_low_compute_dtype(
     """
     experts = make_experts(scheme, kernel, dtype, master_dtype=master_dtype)
     weights, index = routed(23)
-    x, dy = (
-        heavy(23, 128, seed=9, rows=False).to(dtype),
-        normal(23, 128, seed=11).to(dtype),
-    )
+    x = heavy(23, 128, seed=9, rows=False).to(dtype)
+    dy = normal(23, 128, seed=11).to(dtype)
     ours = own_gradients(experts, x, weights, index, dy)
     theirs = textbook_gradients(experts, x, weights, index, dy)
     kept = (dtype, torch.float32, master_dtype, master_dtype)
@@ -270,17 +269,17 @@ def test_gradients_in_a_low_compute_dtype(
 def test_gradients_only_where_they_are_needed():
     """Frozen masters and inputs without gradient: the others' gradients are the same bits."""
     weights, index = routed(9)
-    x, dy = (
-        heavy(9, 128, seed=9, rows=False).bfloat16(),
-        normal(9, 128, seed=11).bfloat16(),
-    )
+    x = heavy(9, 128, seed=9, rows=False).bfloat16()
+    dy = normal(9, 128, seed=11).bfloat16()
     everything = own_gradients(make_experts("w8a8"), x, weights, index, dy)
     frozen = make_experts("w8a8")
     frozen.gate_up_proj.requires_grad_(False)
     experts_input = x.clone()
     frozen(experts_input, index, weights).backward(dy)
-    assert experts_input.grad is None and frozen.gate_up_proj.grad is None
-    assert frozen.down_proj.grad is not None and torch.equal(frozen.down_proj.grad, everything[3])
+    assert experts_input.grad is None
+    assert frozen.gate_up_proj.grad is None
+    assert frozen.down_proj.grad is not None
+    assert torch.equal(frozen.down_proj.grad, everything[3])
 
 
 KEPT = {

@@ -28,7 +28,8 @@ def test_what_is_neither_a_folder_nor_a_hub_id_is_refused(name: str, tmp_path: P
         local_folder(name)
     with pytest.raises(ModelError, match="is a file; give the folder"):
         local_folder(__file__)
-    assert local_folder("owner/name") is None and local_folder(str(tmp_path)) == tmp_path
+    assert local_folder("owner/name") is None
+    assert local_folder(str(tmp_path)) == tmp_path
 
 
 @pytest.mark.parametrize("config", [None, "{}"])

@@ -181,7 +181,8 @@ def test_float32_rounds_to_e4m3_as_torch_does():
     values = torch.cat((e4m3, middle, *near, extra))
     weight = torch.cat((values, -values)).view(1, -1)
     made = materialize(weight, get_scheme("fp8"), torch.float32)
-    assert made.scale is not None and made.scale.item() == 1.0
+    assert made.scale is not None
+    assert made.scale.item() == 1.0
     assert torch.equal(as_bytes(made.codes), as_bytes(weight.to(torch.float8_e4m3fn)))
 
 
@@ -209,7 +210,8 @@ def test_a_buffer_is_written_again(name: str, master: torch.dtype):
     """Contract: with `out`, the result is `out` at its addresses, a fresh result's bits; of every
     scheme and tensor.
     """
-    scheme, generator = get_scheme(name), torch.Generator().manual_seed(0)
+    scheme = get_scheme(name)
+    generator = torch.Generator().manual_seed(0)
     first, second = (
         (torch.randn(128, 384, generator=generator) * s).to(master) for s in (1.0, 0.1)
     )
@@ -237,7 +239,9 @@ def test_experts_buffers_are_written_again(name: str):
         up, down = (torch.randn(shape, generator=generator) * scale for shape in shapes)
         return up, down
 
-    layout, scheme, second = ExpertLayout(), get_scheme(name), stacks(0.1)
+    layout = ExpertLayout()
+    scheme = get_scheme(name)
+    second = stacks(0.1)
     made = materialize_experts(*stacks(1.0), scheme, torch.bfloat16, "experts")
     held = [(key, t, t.clone()) for key, t in made.tensors(layout)]
     again = materialize_experts(*second, scheme, torch.bfloat16, "experts", made)
@@ -245,9 +249,8 @@ def test_experts_buffers_are_written_again(name: str):
     assert same_bits(again.tensors(layout), fresh.tensors(layout))
     for (key, now, before), (_, tensor) in zip(held, again.tensors(layout), strict=True):
         if not key.endswith("weight_shape"):
-            assert now.data_ptr() == tensor.data_ptr() and not torch.equal(
-                as_bytes(now), as_bytes(before)
-            )
+            assert now.data_ptr() == tensor.data_ptr()
+            assert not torch.equal(as_bytes(now), as_bytes(before))
 
 
 @pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "plain"])
@@ -263,10 +266,8 @@ def test_products_are_built_at_the_first_forward_of_a_version(aligned: bool):
         built.append(layer)
         return reference.linear(layer, *arguments)
 
-    parameter, bias = (
-        torch.nn.Parameter(torch.randn(32, 128)),
-        torch.nn.Parameter(torch.randn(32)),
-    )
+    parameter = torch.nn.Parameter(torch.randn(32, 128))
+    bias = torch.nn.Parameter(torch.randn(32))
     context = LayerContext(torch.bfloat16, "reference", aligned)
     context.multiply_with(SimpleNamespace(linear=counting))  # type: ignore[arg-type]
     linear = LowBitLinear("up", parameter, bias, get_scheme("w4a16"), context)
@@ -278,7 +279,8 @@ def test_products_are_built_at_the_first_forward_of_a_version(aligned: bool):
     with torch.no_grad():
         parameter.add_(1.0)
         bias.add_(1.0)
-    assert torch.equal(linear(x), expected) and torch.equal(linear(x), expected)
+    assert torch.equal(linear(x), expected)
+    assert torch.equal(linear(x), expected)
     linear.release_product()
     assert torch.equal(linear(x), expected)
     assert built == (["up"] * 3 if aligned else [])

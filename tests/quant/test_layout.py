@@ -99,13 +99,15 @@ def test_a_quantized_stream_has_the_names_with_suffixes(
     model = make_model(tmp_path, scheme, layers=layers, kernel="reference")
     # Granite's: [E, 2I, H] and [E, H, I]
     for name in [name for name, tensor in plain.items() if tensor.ndim == 3]:
-        stack, layer = plain.pop(name), name.rsplit(".", 2)[0] + ".experts"
+        stack = plain.pop(name)
+        layer = name.rsplit(".", 2)[0] + ".experts"
         keys = ("gate_proj", "up_proj") if "input" in name else ("down_proj",)
         parts = list(zip(keys, stack.chunk(len(keys), 1), strict=True))
         plain |= {
             f"{layer}.{e}.{key}.weight": part[e] for key, part in parts for e in range(len(stack))
         }
-    ours, shapes = streamed(model), weight_shapes(model_skeleton(tmp_path))
+    ours = streamed(model)
+    shapes = weight_shapes(model_skeleton(tmp_path))
     _, counted = checkpoint_bytes(
         get_scheme(scheme), model_skeleton(tmp_path), torch.bfloat16.itemsize
     )
@@ -115,9 +117,8 @@ def test_a_quantized_stream_has_the_names_with_suffixes(
         tensor.nbytes for name, tensor in ours.items() if name not in buffers
     )
     experts = [layer for layer in shapes if ".experts." in layer]
-    assert (len(experts) > 8) == (kind in CONFIGS) and (
-        scheme == "bf16" or not set(experts) & set(model.plan.ignored)
-    )
+    assert (len(experts) > 8) == (kind in CONFIGS)
+    assert scheme == "bf16" or not set(experts) & set(model.plan.ignored)
     for layer, shape in shapes.items():
         weight = plain.pop(f"{layer}.weight", None)
         if weight is None:  # a tied head
@@ -269,7 +270,9 @@ def test_a_process_reads_its_rows_and_one_whole_parameter(
     cut = {
         name: p.numel() for name, p in whole.named_parameters() if p.ndim > 1 and name not in heads
     }
-    read, most, stacks = core_model_loading.set_param_for_module, [0], set[str]()
+    read = core_model_loading.set_param_for_module
+    most = [0]
+    stacks = set[str]()
 
     def counted(model: Any, name: str, value: torch.Tensor, *others: Any) -> None:
         read(model, name, value, *others)

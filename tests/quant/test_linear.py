@@ -88,15 +88,18 @@ def test_forward_is_the_kernels_product_of_the_published_codes(
     rows = 128 if scheme == "fp8-block" or (rows % 32 and scheme != "w8a8") else rows
     linear = make_linear(scheme, kernel, dtype, (rows, columns), bias, seed)
     x = heavy(tokens, columns, seed=seed + 20).to(dtype)
-    used, weight = dequantized_activation(x, linear), unpacked(linear.codes())
-    exact, summed = used @ weight.t(), summation_error(used, weight)
+    used = dequantized_activation(x, linear)
+    weight = unpacked(linear.codes())
+    exact = used @ weight.t()
+    summed = summation_error(used, weight)
     # before a bias outweighs the product
     off = relative_error(x.double() @ linear.master.detach().double().t(), exact)
     if linear.bias is not None:
         exact = exact + linear.bias.detach().to(dtype).double()
     with torch.no_grad():
         y = linear(x)
-    assert y.dtype == dtype and y.shape == exact.shape
+    assert y.dtype == dtype
+    assert y.shape == exact.shape
     # whose operator's scales are that
     coarsest = torch.bfloat16 if scheme == "w4a8" and kernel == "vllm" else dtype
     bound = BOUND[kernel] * torch.finfo(coarsest).eps + summed / float(exact.norm())
@@ -126,7 +129,8 @@ def test_cpus_without_avx512_multiply_in_fp32(
     from qarl.quant.kernels.vllm_gpu import load_plugins
 
     def product(part: torch.Tensor, codes: torch.Tensor, *more: Any) -> torch.Tensor:
-        assert part.is_contiguous() and codes.is_contiguous()
+        assert part.is_contiguous()
+        assert codes.is_contiguous()
         return one_dnn(part, codes, *more)
 
     one_dnn = torch.ops.mkldnn._linear_pointwise
@@ -137,15 +141,15 @@ def test_cpus_without_avx512_multiply_in_fp32(
         "int8": (tables._POSSIBLE_INT8_KERNELS, CPUInt8ScaledMMFp32Kernel),
     }[kernel]
     monkeypatch.setitem(table, PlatformEnum.CPU, [own])
-    linear, x = (
-        make_linear(scheme, "vllm", dtype, (64, 2176), bias=False),
-        heavy(9, 2176, seed=3).to(dtype),
-    )
-    used, weight = dequantized_activation(x, linear), unpacked(linear.codes())
+    linear = make_linear(scheme, "vllm", dtype, (64, 2176), bias=False)
+    x = heavy(9, 2176, seed=3).to(dtype)
+    used = dequantized_activation(x, linear)
+    weight = unpacked(linear.codes())
     exact = used @ weight.t()
     with torch.no_grad():
         y = linear(x)
-        assert linear.product.name == own.__name__ and torch.equal(linear(x[4:5]), y[4:5])
+        assert linear.product.name == own.__name__
+        assert torch.equal(linear(x[4:5]), y[4:5])
     assert relative_error(y, exact) <= torch.finfo(dtype).eps + summation_error(
         used, weight
     ) / float(exact.norm())
@@ -168,11 +172,9 @@ def test_fp8_products_in_fp32_are_those_of_e4m3():
     ours = decoded(x) @ decoded(weight).t()
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6 * float(theirs.abs().max()))
     assert torch.equal(decoded(weight.t()), decoded(weight).t()), "not contiguous"
-    tokens, weight, threads = (
-        heavy(144, 1024, seed=1),
-        heavy(1024, 1024, seed=2),
-        torch.get_num_threads(),
-    )
+    tokens = heavy(144, 1024, seed=1)
+    weight = heavy(1024, 1024, seed=2)
+    threads = torch.get_num_threads()
     try:
         for torch_has, count in itertools.product((1, 2), (1, 3, 5, 13, 64)):
             torch.set_num_threads(torch_has)
@@ -215,7 +217,8 @@ def test_odd_shapes_multiply_too(scheme: str, shape: tuple[int, int], dtype: tor
     x = heavy(6, shape[1], seed=3).to(dtype)
     y = linear(x.view(2, 3, -1))
     assert y.shape == (2, 3, shape[0])
-    x_used, weight = dequantized_activation(x, linear), unpacked(linear.codes())
+    x_used = dequantized_activation(x, linear)
+    weight = unpacked(linear.codes())
     error = (y.view(6, -1).double() - x_used @ weight.t()).abs()
     assert (error <= 2 * torch.finfo(dtype).eps * (x_used.abs() @ weight.abs().t())).all()
 
@@ -261,11 +264,10 @@ def test_gradients_are_those_of_straight_through_fake_quantization(
     """
     shape = (128, shape[1]) if scheme == "fp8-block" else shape
     linear = make_linear(scheme, "reference", torch.float32, shape, bias, seed, aligned=aligned)
-    x, dy = (
-        heavy(tokens, shape[1], seed=seed + 3),
-        heavy(tokens, shape[0], seed=seed + 6),
-    )
-    ours, theirs = layer_gradients(linear, x, dy), fake_quant_gradients(linear, x, dy)
+    x = heavy(tokens, shape[1], seed=seed + 3)
+    dy = heavy(tokens, shape[0], seed=seed + 6)
+    ours = layer_gradients(linear, x, dy)
+    theirs = fake_quant_gradients(linear, x, dy)
     for given_, expected in zip(ours, theirs, strict=True):
         assert given_.dtype == torch.float32
         torch.testing.assert_close(
@@ -283,8 +285,10 @@ def test_gradients_in_a_low_compute_dtype_are_rounded_once(
     the other side.
     """
     linear = make_linear(scheme, kernel, dtype, (128, 256), master_dtype=master_dtype)
-    x, dy = heavy(13, 256, seed=3).to(dtype), normal(13, 128, seed=6).to(dtype)
-    ours, theirs = layer_gradients(linear, x, dy), fake_quant_gradients(linear, x, dy)
+    x = heavy(13, 256, seed=3).to(dtype)
+    dy = normal(13, 128, seed=6).to(dtype)
+    ours = layer_gradients(linear, x, dy)
+    theirs = fake_quant_gradients(linear, x, dy)
     for given_, expected, kept in zip(
         ours, theirs, (dtype, master_dtype, master_dtype), strict=True
     ):
@@ -334,7 +338,8 @@ def test_a_changed_master_takes_effect_at_refresh(
         for s in (0, 5)
     )
     x = normal(7, 256, seed=1).to(dtype)
-    assert linear.bias is not None and fresh.bias is not None
+    assert linear.bias is not None
+    assert fresh.bias is not None
     before = linear(x)
     with torch.no_grad():
         linear.master.copy_(fresh.master)
@@ -361,9 +366,8 @@ def test_an_unaligned_layer_is_plain_linear_algebra(scheme: str, dtype: torch.dt
     )
     assert torch.equal(linear.weight_used(), cast.float())
     low_bit = materialize(linear.master, get_scheme(scheme), dtype)
-    assert linear.low_bit is not None and torch.equal(
-        linear.low_bit.dequantized(), low_bit.dequantized()
-    )
+    assert linear.low_bit is not None
+    assert torch.equal(linear.low_bit.dequantized(), low_bit.dequantized())
 
 
 def test_a_layer_never_materialized_raises_with_its_name():
@@ -403,11 +407,9 @@ def test_unquantized_products_in_blocks_know_nothing_of_other_rows(
     once = utils.dispatch_cpu_unquantized_gemm
     multiply_alike(amx=False)
     assert utils.dispatch_cpu_unquantized_gemm is once
-    layer, x, bias = (
-        nn.Linear(16, 24, dtype=torch.bfloat16),
-        normal(150, 16, seed=0).bfloat16(),
-        normal(24, seed=1).bfloat16(),
-    )
+    layer = nn.Linear(16, 24, dtype=torch.bfloat16)
+    x = normal(150, 16, seed=0).bfloat16()
+    bias = normal(24, seed=1).bfloat16()
     utils.dispatch_cpu_unquantized_gemm(layer, True)
     expected = F.linear(x, layer.weight, bias) + ROWS
     for shape in ((150,), (1,), (64,), (65,), (2, 5), (0,), (3, 0)):
@@ -451,10 +453,8 @@ def test_an_unquantized_row_alone_is_that_row_among_others():
     from vllm.model_executor.layers import utils
 
     register()
-    layer, x = (
-        nn.Linear(256, 1024, bias=False).bfloat16(),
-        normal(128, 256, seed=0).bfloat16(),
-    )
+    layer = nn.Linear(256, 1024, bias=False).bfloat16()
+    x = normal(128, 256, seed=0).bfloat16()
     utils.dispatch_cpu_unquantized_gemm(layer, False)
     multiply: Any = layer.cpu_linear
     together = multiply(x, layer.weight, None)

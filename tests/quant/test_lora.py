@@ -73,7 +73,9 @@ def test_matrices_that_wait_on_the_host_come_where_codes_are_made(
     what is materialized is on the context's device. Blind spot: pinned memory, and copies beside
     others, which GPUs have.
     """
-    model, moved, to = random_moe(CONFIGS["qwen3_moe"]), set(), torch.Tensor.to
+    model = random_moe(CONFIGS["qwen3_moe"])
+    moved = set()
+    to = torch.Tensor.to
 
     def noted(tensor: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
         moved.add(tensor.data_ptr())
@@ -107,14 +109,16 @@ def test_the_merged_weight_is_base_plus_scaled_product(master: torch.dtype):
     exact = (
         stack.double() + 3.0 * adapter.lora_B.detach().double() @ adapter.lora_A.detach().double()
     )
-    assert merged.dtype == master and not torch.equal(merged, stack)
+    assert merged.dtype == master
+    assert not torch.equal(merged, stack)
     assert ((merged.double() - exact).abs() <= torch.finfo(master).eps * exact.abs() + 1e-7).all()
     for rank in range(2):
         shard = Shard(stack.shape, rank, (0, 1, 3))
         assert torch.equal(adapter.merge(shard.rows(stack), shard), shard.rows(merged))
     stack[0, 0, :4] = -0.0
     same = adapter_for(stack, zero=True).merge(stack)
-    assert torch.equal(torch.signbit(same), torch.signbit(stack)) and torch.equal(same, stack)
+    assert torch.equal(torch.signbit(same), torch.signbit(stack))
+    assert torch.equal(same, stack)
 
 
 def test_a_is_drawn_as_peft_draws_it():
@@ -124,15 +128,14 @@ def test_a_is_drawn_as_peft_draws_it():
         Adapter(base, 16, 32.0, torch.Generator().manual_seed(s)) for s in (1, 1, 2)
     )
     a = one.lora_A.detach()
-    assert a.shape == (5, 16, 400) and one.lora_B.shape == (5, 48, 16) and not one.lora_B.any()
-    assert (
-        torch.equal(a, again.lora_A)
-        and not torch.equal(a, other.lora_A)
-        and not torch.equal(a[0], a[1])
-    )
-    assert 0.049 < a.abs().max() <= 0.05 + 1e-7 and a.std() == pytest.approx(
-        0.05 / math.sqrt(3), rel=0.02
-    )
+    assert a.shape == (5, 16, 400)
+    assert one.lora_B.shape == (5, 48, 16)
+    assert not one.lora_B.any()
+    assert torch.equal(a, again.lora_A)
+    assert not torch.equal(a, other.lora_A)
+    assert not torch.equal(a[0], a[1])
+    assert 0.049 < a.abs().max() <= 0.05 + 1e-7
+    assert a.std() == pytest.approx(0.05 / math.sqrt(3), rel=0.02)
 
 
 @pytest.mark.parametrize("scheme", list(SCHEMES))
@@ -142,10 +145,8 @@ def test_an_adapted_layer_is_one_with_the_merged_master(scheme: str, aligned: bo
     whose master is the merged weight, and before training those of the base. Layers sharing a
     tensor-wide scale see each other merged.
     """
-    linear, partner = (
-        make_linear(scheme, aligned=aligned),
-        make_linear(scheme, aligned=aligned, seed=5),
-    )
+    linear = make_linear(scheme, aligned=aligned)
+    partner = make_linear(scheme, aligned=aligned, seed=5)
     x = heavy(6, 256, seed=2).bfloat16()
     base = linear(x)
     adapter = adapter_for(partner.master)
@@ -161,15 +162,14 @@ def test_an_adapted_layer_is_one_with_the_merged_master(scheme: str, aligned: bo
     fuse_scales([[partner, linear]])
     linear.adapt(0, adapter_for(linear.master))
     linear.refresh()
-    full, full_partner = (
-        make_linear(scheme, aligned=aligned),
-        make_linear(scheme, aligned=aligned),
-    )
+    full = make_linear(scheme, aligned=aligned)
+    full_partner = make_linear(scheme, aligned=aligned)
     full.master.data, full_partner.master.data = (each.merged()[0] for each in (linear, partner))
     fuse_scales([[full_partner, full]])
     full.refresh()
     assert same_bits(linear.codes().tensors(), full.codes().tensors())
-    assert torch.equal(linear(x), full(x)) and not torch.equal(linear(x), base)
+    assert torch.equal(linear(x), full(x))
+    assert not torch.equal(linear(x), base)
     assert torch.equal(linear.weight_used(), full.weight_used())
 
 
@@ -197,9 +197,11 @@ def test_factor_gradients_are_autograds_through_the_merged_weight(scheme: str):
     delta = 3.0 * b @ a
     (used @ (unpacked(linear.codes()) + delta - delta.detach()).t()).backward(dy.double())
     for ours, theirs in ((x, wide), (adapter.lora_A, a), (adapter.lora_B, b)):
-        assert ours.grad is not None and theirs.grad is not None
+        assert ours.grad is not None
+        assert theirs.grad is not None
         assert relative_error(ours.grad, theirs.grad) < 1e-5
-    assert linear.master.grad is None and linear.bias.grad is None
+    assert linear.master.grad is None
+    assert linear.bias.grad is None
 
 
 @pytest.mark.parametrize(
@@ -220,10 +222,8 @@ def test_factor_gradients_of_experts(scheme: str, aligned: bool):
     experts.context.gradients.scale = 8.0
     weights, index = routed(11)
     index[index == 0] = 1
-    x, dy = (
-        heavy(11, experts.shape.hidden, seed=9),
-        normal(11, experts.shape.hidden, seed=11),
-    )
+    x = heavy(11, experts.shape.hidden, seed=9)
+    dy = normal(11, experts.shape.hidden, seed=11)
     experts(x, index, weights).backward(dy * 8.0)
     full = make_experts(scheme, "reference", torch.float32, aligned=aligned)
     full.gate_up_proj.data, full.down_proj.data = (m.clone() for m in experts.merged())
@@ -231,15 +231,19 @@ def test_factor_gradients_of_experts(scheme: str, aligned: bool):
     assert torch.equal(experts(x, index, weights), full(x, index, weights))
     _, _, *dense = textbook_gradients(full, x, weights, index, dy)
     for adapter, master, dw in zip(experts.adapters, experts.masters, dense, strict=True):
-        assert adapter is not None and master.grad is None
-        a, b = adapter.lora_A.detach().double(), adapter.lora_B.detach().double()
+        assert adapter is not None
+        assert master.grad is None
+        a = adapter.lora_A.detach().double()
+        b = adapter.lora_B.detach().double()
         bound = 2e-3 if experts.quantizes_activations else 1e-5
         for ours, theirs in (
             (adapter.lora_A, 3.0 * b.mT @ dw),
             (adapter.lora_B, 3.0 * dw @ a.mT),
         ):
-            assert ours.grad is not None and relative_error(ours.grad, theirs) <= bound
-            assert not ours.grad[0].any() and ours.grad[1].any()
+            assert ours.grad is not None
+            assert relative_error(ours.grad, theirs) <= bound
+            assert not ours.grad[0].any()
+            assert ours.grad[1].any()
 
 
 def test_the_first_policy_is_the_base_and_only_adapters_are_masters():
@@ -256,9 +260,8 @@ def test_the_first_policy_is_the_base_and_only_adapters_are_masters():
     trained = {id(p) for p in model.parameters() if p.requires_grad}
     assert trained == {id(p) for p in model.masters.values()}
     told = describe_adapters(model, LORA)
-    assert "rank 4, alpha 12 on 14 of 15 weight matrices" in told and told.endswith(
-        "norms, biases, lm_head"
-    )
+    assert "rank 4, alpha 12 on 14 of 15 weight matrices" in told
+    assert told.endswith("norms, biases, lm_head")
     assert f"{sum(p.numel() for p in model.masters.values()):,} parameters are trained" in told
 
 
@@ -274,7 +277,8 @@ def test_training_moves_adapters_alone(scheme: str, optimizer: str):
         objective=wide,
         optimizer={"name": optimizer, "lr": 5e-3, "weight_decay": 0.0},
     )
-    model, batch = learner.model, batch_of()
+    model = learner.model
+    batch = batch_of()
     before = {name: p.detach().clone() for name, p in model.loaded.items()}
     old = logprobs_of(learner, batch).values
     for seed in range(3):
@@ -294,7 +298,9 @@ def test_training_moves_adapters_alone(scheme: str, optimizer: str):
         if name == "lm_head":
             continue
         (adapter,) = linear.adapters
-        assert adapter is not None and adapter.lora_B.any() and linear.low_bit is not None
+        assert adapter is not None
+        assert adapter.lora_B.any()
+        assert linear.low_bit is not None
         fused = tuple(other.merged()[0] for other in linear.fused)
         expected = materialize(linear.merged()[0], linear.scheme, torch.bfloat16, name, fused)
         assert same_bits(linear.low_bit.tensors(), expected.tensors()), name
@@ -318,7 +324,8 @@ def test_adapters_of_another_base_are_refused():
     """One weight of the base differs by its last bit: the adapters were trained on another policy.
     So it is with a checkpoint of full masters; nothing of either is taken over.
     """
-    learner, other = lora_learner(), lora_learner()
+    learner = lora_learner()
+    other = lora_learner()
     state = learner.state_dict()
     other.load_state_dict(state)
     other = lora_learner()
@@ -377,7 +384,8 @@ def test_a_mixture_of_experts_learns_by_adapters(kind: str):
         for master, merged in zip(
             (full.gate_up_proj, full.down_proj), experts.merged(), strict=True
         ):
-            assert isinstance(master, nn.Parameter) and not torch.equal(master, merged)
+            assert isinstance(master, nn.Parameter)
+            assert not torch.equal(master, merged)
 
 
 @pytest.mark.parametrize(("lora", "message"), cases(__file__, "misfits"))
@@ -393,7 +401,8 @@ def test_targets_are_patterns_over_checkpoint_names():
         "qwen3",
         LoraConfig.model_validate({"rank": 2, "targets": "last:1,*.0.*.q_proj"}),
     )
-    assert found[0] == "model.layers.0.self_attn.q_proj" and len(found) == 8
+    assert found[0] == "model.layers.0.self_attn.q_proj"
+    assert len(found) == 8
     assert all(name.startswith("model.layers.1.") for name in found[1:])
     experts = weight_shapes(random_moe(CONFIGS["mixtral"]))
     down = adapted_weights(

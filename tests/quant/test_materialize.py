@@ -58,7 +58,8 @@ def masters(
     """A weight [O, I] the scheme can hold: heavy tails or exact rounding ties, zeros, and chosen
     single values.
     """
-    group, rows = scheme.group_size, scheme.block[0] if scheme.block else 1
+    group = scheme.group_size
+    rows = scheme.block[0] if scheme.block else 1
     outputs = (
         rows * draw(st.integers(1, 2))
         if scheme.block
@@ -82,7 +83,8 @@ def masters(
         weight *= 10.0 ** draw(st.integers(*exponents))
     # half or quarter multiples of a power-of-two scale: every rounding is exact or a tie
     else:
-        half, steps = half_range(scheme), 4 if scheme.name in FP4 else 2
+        half = half_range(scheme)
+        steps = 4 if scheme.name in FP4 else 2
         weight = (normal * half / 3).clamp(-half, half).mul(steps).round() / steps
         weight[:, ::per_scale] = half * draw(st.sampled_from((-1, 1)))
         weight *= 2.0 ** draw(st.integers(-20, 20))
@@ -127,7 +129,8 @@ def check_against_library(weight: torch.Tensor, scheme: Scheme, dtype: torch.dty
             materialize(weight, scheme, dtype)
         return
     low_bit = materialize(weight, scheme, dtype)
-    theirs, ours = library(weight, scheme, dtype), dict(low_bit.tensors())
+    theirs = library(weight, scheme, dtype)
+    ours = dict(low_bit.tensors())
     assert set(ours) == set(theirs)
     # the library divides by a scale that vanished in the cast; see the test of those groups
     kept = scale != 0
@@ -172,11 +175,9 @@ def test_views_and_large_layers_are_the_librarys_bytes(name: str, dtype: torch.d
     )
     check_against_library(weight, get_scheme(name), dtype)
     low_bit = materialize(torch.nn.Parameter(weight), get_scheme(name), dtype)
-    assert (
-        low_bit.scale is not None
-        and not low_bit.codes.requires_grad
-        and not low_bit.scale.requires_grad
-    )
+    assert low_bit.scale is not None
+    assert not low_bit.codes.requires_grad
+    assert not low_bit.scale.requires_grad
 
 
 @pytest.mark.parametrize("name", [name for name in STORES_COMPUTE_SCALES if name != "fp8-block"])
@@ -197,8 +198,10 @@ def test_groups_whose_float16_scale_vanishes_stay_close_to_zero(
     weight = weight.to(master)
     low_bit = materialize(weight, scheme, torch.float16)
     vanished = library_scale(weight, scheme, torch.float16)[0] == 0
-    assert vanished[1].all() and not vanished[::2].any()
-    assert low_bit.scale is not None and (low_bit.scale[1] == 2.0**-23).all()
+    assert vanished[1].all()
+    assert not vanished[::2].any()
+    assert low_bit.scale is not None
+    assert (low_bit.scale[1] == 2.0**-23).all()
     dequantized = low_bit.dequantized()
     assert dequantized.isfinite().all()
     assert (dequantized[1] - weight[1].float()).abs().max() <= 2.0**-23 / 2
@@ -249,7 +252,8 @@ def test_weights_and_inputs_take_the_bytes_of_the_table(
     name: str, shape: tuple[int, int], dtype: torch.dtype
 ):
     """Names, dtypes and shapes of their tensors are the library's, above."""
-    scheme, spec = get_scheme(name), SCHEME_SPECS[name]
+    scheme = get_scheme(name)
+    spec = SCHEME_SPECS[name]
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     low_bit = materialize(weight, scheme, dtype)
     assert low_bit.shape == shape
@@ -274,7 +278,8 @@ def test_formats_are_those_the_library_infers(name: str):
     library would not.
     """
     scheme = get_scheme(name)
-    assert scheme.quantization is not None and scheme.format is not None
+    assert scheme.quantization is not None
+    assert scheme.format is not None
     inferred = infer_module_format(torch.nn.Linear, scheme.quantization)
     assert scheme.format == inferred or (name, inferred.value) == (
         "w4afp8",
@@ -289,12 +294,14 @@ def test_a_scheme_is_recognized_by_its_arguments(name: str):
 
     scheme = get_scheme(name)
     found = scheme_of_args(scheme.weights, scheme.activations)
-    assert found is not None and found.name == name
+    assert found is not None
+    assert found.name == name
     written = write_quantization_config([(scheme, ["Linear"])] if scheme.quantization else [], [])
     if written is not None:
         group = QuantizationConfig.model_validate(written).config_groups["group_0"]
         found = scheme_of_args(group.weights, group.input_activations)  # pyright: ignore[reportAttributeAccessIssue]
-        assert found is not None and found.name == name
+        assert found is not None
+        assert found.name == name
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
@@ -363,11 +370,9 @@ def stacks(draw: st.DrawFn, scheme: str) -> tuple[torch.Tensor, torch.Tensor]:
     bf16.
     """
     step = max(get_scheme(scheme).group_size or 8, 8)
-    experts, inner, hidden = (
-        draw(st.integers(1, 6)),
-        step * draw(st.integers(1, 2)),
-        step * draw(st.integers(1, 2)),
-    )
+    experts = draw(st.integers(1, 6))
+    inner = step * draw(st.integers(1, 2))
+    hidden = step * draw(st.integers(1, 2))
     seed = draw(st.integers(0, 2**32 - 1))
     size = 10.0 ** torch.randint(
         -2, 3, (experts, 1, 1), generator=torch.Generator().manual_seed(seed)
@@ -386,7 +391,8 @@ def by_library(
     gate and up.
     """
     found = get_scheme(scheme)
-    rows, tensors = gate_up.shape[1] // 2, {}
+    rows = gate_up.shape[1] // 2
+    tensors = {}
     for e in range(len(gate_up)):
         parts = dict(
             zip(

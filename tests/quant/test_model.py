@@ -90,7 +90,8 @@ def test_the_stream_is_the_storage_the_forward_uses(tied: bool, scheme: str):
         streamed["model.embed_tokens.weight"],
     )
     for name, tensor in read.items():
-        assert isinstance(tensor, torch.Tensor) and streamed[name].data_ptr() == tensor.data_ptr()
+        assert isinstance(tensor, torch.Tensor)
+        assert streamed[name].data_ptr() == tensor.data_ptr()
         assert streamed[name].dtype == torch.bfloat16
     before = all_logits(model, some_tokens()).detach()
     name = "model.layers.0.mlp.up_proj"
@@ -126,7 +127,8 @@ def test_gradients_are_plain_autograds_without_quantization(
     operators = "transformers" if aligned else "auto"
     model = low_bit(copy.deepcopy(plain), scheme, dtype, operators=operators, aligned=aligned)
     assert model.operators == "transformers"
-    tokens, plain = some_tokens(), models.cast(plain, dtype)
+    tokens = some_tokens()
+    plain = models.cast(plain, dtype)
     assert torch.equal(all_logits(model, tokens), plain(input_ids=tokens).logits)
     expected = plain_gradients(plain, tokens)
     for name, gradient in gradients(model, tokens).items():
@@ -146,17 +148,18 @@ def test_every_master_gets_a_gradient_and_those_of_micro_batches_add_up(
     master, copies and tied masters included: nothing is overwritten or counted twice.
     """
     model = low_bit(qwen3(tied), scheme, operators=operators)
-    first, second = some_tokens(2, 7, seed=1), some_tokens(3, 12, seed=2)
-    one, two = gradients(model, first), gradients(model, second)
-    assert one.keys() == model.masters.keys() and len(one) == 2 + 2 * 11 + (not tied)
+    first = some_tokens(2, 7, seed=1)
+    second = some_tokens(3, 12, seed=2)
+    one = gradients(model, first)
+    two = gradients(model, second)
+    assert one.keys() == model.masters.keys()
+    assert len(one) == 2 + 2 * 11 + (not tied)
     gradients(model, first)
     models.loss_of(all_logits(model, second), second).backward()
     for name, master in model.masters.items():
-        assert (
-            master.grad is not None
-            and master.grad.dtype == torch.float32
-            and master.grad.shape == master.shape
-        )
+        assert master.grad is not None
+        assert master.grad.dtype == torch.float32
+        assert master.grad.shape == master.shape
         assert one[name].any() and master.grad.isfinite().all(), name
         assert relative_error(master.grad, one[name] + two[name]) < 1e-6, name
         assert relative_error(master.grad, two[name]) > 0.01, name
@@ -170,7 +173,8 @@ def test_bfloat16_masters_and_float16_compute(master: torch.dtype, dtype: torch.
     """
     model = low_bit(models.cast(qwen3(), master), "w8a8", dtype)
     found = gradients(model, some_tokens())
-    assert found.keys() == model.masters.keys() and {g.dtype for g in found.values()} == {master}
+    assert found.keys() == model.masters.keys()
+    assert {g.dtype for g in found.values()} == {master}
     dtypes = {item.name.rpartition(".")[2]: item.tensor.dtype for item in model.low_bit_tensors()}
     assert dtypes["weight_scale"] == dtype
     assert {
@@ -237,7 +241,8 @@ def test_engine_operators_compute_the_same_function(family: str, dtype: torch.dt
         pytest.skip("vLLM refuses it")
     config, changes = FAMILIES[family]
     plain = models.cast(random_of(config, **changes), dtype)
-    names, tokens = [name for name, _ in plain.named_parameters()], some_tokens()
+    names = [name for name, _ in plain.named_parameters()]
+    tokens = some_tokens()
     theirs = plain(input_ids=tokens).logits
     expected = plain_gradients(plain, tokens)
     plain.zero_grad()
@@ -275,7 +280,8 @@ def test_widths_a_scheme_cannot_hold_are_refused_before_anything_changes(hidden:
     assert is_untouched(model, before)
     assert all(isinstance(m, nn.Linear) for n, m in model.named_modules() if n.endswith("_proj"))
     held = low_bit(model, "w8a8")
-    assert held.operators == "engine" and held.why_not_engine == ""
+    assert held.operators == "engine"
+    assert held.why_not_engine == ""
 
 
 def test_logits_changed_after_the_head_are_the_engines_matter():
@@ -292,17 +298,16 @@ def test_logits_changed_after_the_head_are_the_engines_matter():
     assert is_untouched(model, before)
     logits = all_logits(low_bit(model, "bf16"), some_tokens())
     expected = model(input_ids=some_tokens()).logits
-    assert 1.5 < float(logits.abs().max()) <= 2 and relative_error(logits, expected) < 2.5e-2
+    assert 1.5 < float(logits.abs().max()) <= 2
+    assert relative_error(logits, expected) < 2.5e-2
 
 
 def test_a_rule_for_a_router_is_the_engines_matter():
     """Contract: transformers' own operators multiply routers by their masters, and would not train
     what is sampled.
     """
-    model, context = (
-        random_moe(CONFIGS["qwen3_moe"]),
-        LayerContext(torch.bfloat16, "reference"),
-    )
+    model = random_moe(CONFIGS["qwen3_moe"])
+    context = LayerContext(torch.bfloat16, "reference")
     rules = [LayerRule(match="model.layers.1.mlp.gate", scheme="w8a8")]
     with pytest.raises(
         SchemeError,
@@ -355,8 +360,10 @@ def test_the_engine_sees_its_own_dtype_and_the_learner_another(
     dtype, bit for bit; within `Forward.PUBLISHED` it is the aligned one's, bit for bit, and
     afterwards what it was.
     """
-    plain, tokens = policy(kind), some_tokens()
-    engine, other = COMPUTE_DTYPES[dtype], COMPUTE_DTYPES[compute]
+    plain = policy(kind)
+    tokens = some_tokens()
+    engine = COMPUTE_DTYPES[dtype]
+    other = COMPUTE_DTYPES[compute]
     unaligned: dict[str, Any] = {
         "operators": operators,
         "aligned": False,
@@ -377,7 +384,8 @@ def test_the_engine_sees_its_own_dtype_and_the_learner_another(
                     each.refresh()
             assert same_stream(model, stream_bytes(aligned))
             expected = all_logits(alone, tokens)
-            assert expected.dtype == other and torch.equal(all_logits(model, tokens), expected)
+            assert expected.dtype == other
+            assert torch.equal(all_logits(model, tokens), expected)
             with model.forward_as(Forward.PUBLISHED):
                 assert torch.equal(all_logits(model, tokens), all_logits(aligned, tokens))
             assert torch.equal(all_logits(model, tokens), expected)
@@ -388,7 +396,8 @@ def test_an_aligned_learner_can_be_asked_without_its_codes(kind: str):
     """Contract: in `Forward.UNQUANTIZED` an aligned model, moved by a refresh, is bit for bit the
     unaligned one of its masters; outside it is what it was. int8 activations are left out too.
     """
-    plain, tokens = policy(kind), some_tokens()
+    plain = policy(kind)
+    tokens = some_tokens()
     aligned = low_bit(copy.deepcopy(plain), "w8a8", operators="transformers")
     unaligned = low_bit(plain, "w8a8", operators="transformers", aligned=False)
     for model in (aligned, unaligned):
@@ -406,7 +415,8 @@ def test_a_float32_learner_has_float32_gradients(kind: str):
     rounding, though the engine is bfloat16; bfloat16 anywhere in forward or backward would be off
     by 1e-3 and more.
     """
-    plain, tokens = policy(kind), some_tokens()
+    plain = policy(kind)
+    tokens = some_tokens()
     model = low_bit(copy.deepcopy(plain), "w4a16", **PLAIN, compute=torch.float32)
     found = gradients(model, tokens)
     models.loss_of(models.cast(plain, torch.float32)(input_ids=tokens).logits, tokens).backward()
@@ -479,4 +489,6 @@ def test_the_canary_compares_the_published_codes(random_policy: Policies, tmp_pa
         )
     finally:
         engine.close()
-    assert ours is not None and ours == theirs and ours.mean_abs < 1e-3
+    assert ours is not None
+    assert ours == theirs
+    assert ours.mean_abs < 1e-3

@@ -132,9 +132,12 @@ def test_values_are_the_engines_and_gradients_the_formulas(name: str, dtype: tor
     alone, of a sum that is normalized what is passed on.
     """
     make, drawn, formula = CASES[name]
-    operator, arguments = make_operator(make, dtype), arguments_of(name, dtype)
-    weights, rows = operator.weights.values(), arguments[-len(drawn) :]
-    masters, copies = [w.master for w in weights], [w.read for w in weights]
+    operator = make_operator(make, dtype)
+    arguments = arguments_of(name, dtype)
+    weights = operator.weights.values()
+    rows = arguments[-len(drawn) :]
+    masters = [w.master for w in weights]
+    copies = [w.read for w in weights]
     y, ours = differentiated(operator, arguments, masters)
     assert all(torch.equal(row, t.to(dtype)) for row, t in zip(rows, drawn, strict=True))
     with kept_tensors() as kept:

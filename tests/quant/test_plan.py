@@ -28,7 +28,8 @@ from tests.support.cases import cases, pattern
 from tests.support.models import SIZES
 from tests.support.profiles import examples
 
-LAYERS, EXPERTS = 3, 2
+LAYERS = 3
+EXPERTS = 2
 ATTENTION = [f"self_attn.{p}_proj" for p in "qkvo"]
 MLP = [f"mlp.{p}_proj" for p in ("gate", "up", "down")]
 DENSE = [f"model.layers.{i}.{part}" for i in range(LAYERS) for part in (*ATTENTION, *MLP)] + [
@@ -63,7 +64,8 @@ def of(plan: Plan, pattern: str) -> set[str]:
 def test_a_head_is_quantized_where_a_rule_names_it():
     assert of(plan_of("lm_head=w8a8"), "lm_head") == {"w8a8"}
     alike = plan_of("lm_head=w8a8", main="w8a8").quantization_config()
-    assert alike is not None and alike["config_groups"]["group_0"]["targets"] == [
+    assert alike is not None
+    assert alike["config_groups"]["group_0"]["targets"] == [
         "Linear",
         "lm_head",
     ]
@@ -145,9 +147,8 @@ def test_routers_and_experts(text: str, message: str):
     with pytest.raises(SchemeError, match=pattern(message)):
         plan_of(text, layers=MOE)
     spared = plan_of("*.mlp.gate=bf16,model.layers.0.*=w8a8", layers=MOE)
-    assert of(spared, "model.layers.0.mlp.gate") == {"bf16"} and of(
-        spared, "model.layers.0.mlp.exp*"
-    ) == {"w8a8"}
+    assert of(spared, "model.layers.0.mlp.gate") == {"bf16"}
+    assert of(spared, "model.layers.0.mlp.exp*") == {"w8a8"}
 
 
 @pytest.mark.parametrize("text", cases(__file__, "ways"))
@@ -203,16 +204,18 @@ def vllm_reads(config: dict[str, Any], name: str) -> str:
     if found is None:
         return "bf16"
     scheme = scheme_of_args(found["weights"], found["input_activations"])  # type: ignore[arg-type]
-    assert (
-        scheme is not None and scheme.format is not None and found["format"] == scheme.format.value
-    )
+    assert scheme is not None
+    assert scheme.format is not None
+    assert found["format"] == scheme.format.value
     return scheme.name
 
 
 @st.composite
 def plans(draw: st.DrawFn, layers: Sequence[str]) -> Plan:
     """Every module the engine knows in a scheme of its own, all experts of a layer alike."""
-    main, listed, experts = draw(st.sampled_from(SCHEMES)), [], {}
+    main = draw(st.sampled_from(SCHEMES))
+    listed = []
+    experts = {}
     for parts in engine_modules(layers).values():
         scheme = draw(st.sampled_from([main, *SCHEMES]))
         if ".experts." in parts[0]:
@@ -262,12 +265,14 @@ def test_compressed_tensors_resolves_every_layer_as_planned(data: st.DataObject)
 
 def test_a_config_says_whether_schemes_are_mixed():
     alone = plan_of("*.down_proj=w8a8", main="bf16").quantization_config()
-    assert alone is not None and alone["format"] == "int-quantized"
+    assert alone is not None
+    assert alone["format"] == "int-quantized"
     assert alone["config_groups"]["group_0"]["targets"] == [
         f"model.layers.{i}.mlp.down_proj" for i in range(LAYERS)
     ]
     config = plan_of("*.down_proj=w8a8,first:1=bf16").quantization_config()
-    assert config is not None and config["format"] == "mixed-precision"
+    assert config is not None
+    assert config["format"] == "mixed-precision"
     formats = [group["format"] for group in config["config_groups"].values()]
     assert formats == ["pack-quantized", "int-quantized"]
     assert sorted(config["ignore"]) == [
@@ -302,7 +307,8 @@ def tiny(tied: bool, kind: str = "qwen3", **changes: Any) -> Any:
 def test_a_tied_head_has_nothing_to_quantize(kind: str, device: str):
     scheme = get_scheme("w4a16")
     with torch.device(device):
-        tied, untied = tiny(True, kind), tiny(False, kind)
+        tied = tiny(True, kind)
+        untied = tiny(False, kind)
     with pytest.raises(
         SchemeError,
         match=r"would quantize 'lm_head', which cannot be: this output head is tied",

@@ -25,11 +25,9 @@ from qarl.quant.graph.kinds import _of_experts
 from qarl.quant.graph.router_log import RouterLog
 from tests.support.tensors import normal, relative_error
 
-LOGITS, PULL, HIDDEN = (
-    normal(9, 16, seed=1).bfloat16(),
-    normal(9, 4, seed=2),
-    torch.zeros(9, 8),
-)
+LOGITS = normal(9, 16, seed=1).bfloat16()
+PULL = normal(9, 4, seed=2)
+HIDDEN = torch.zeros(9, 8)
 GROUPS = {"num_expert_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
 CORRECTED = {"scoring_func": "sigmoid", "e_score_correction_bias": normal(16, seed=3)}
 KINDS: dict[str, dict[str, Any]] = {
@@ -103,7 +101,8 @@ def test_replayed_experts_are_taken_where_there_are_any(kind: str):
     routed.replayed[2:5], routed.replayed[5:] = index[2:5], torch.tensor([15, 0, 7, 8])
     mixed, theirs = routed(HIDDEN, LOGITS, None, None)
     assert mixed.tolist() == [*index[:5].tolist(), *[[15, 0, 7, 8]] * 4]
-    assert theirs.dtype == torch.float32 and torch.equal(theirs[:5], weights[:5])
+    assert theirs.dtype == torch.float32
+    assert torch.equal(theirs[:5], weights[:5])
     assert torch.equal(weights_of(router(kind), LOGITS.float(), index), weights) is (
         "groups" in kind
     )
@@ -116,11 +115,9 @@ def test_gradients_are_those_of_the_formula(kind: str, replayed: bool):
     """Contract: autograd's in fp32, up to bfloat16's roundings; for the router's choice and for
     another's.
     """
-    routed, leaf, exact = (
-        layer(kind),
-        LOGITS.clone().requires_grad_(),
-        LOGITS.float().requires_grad_(),
-    )
+    routed = layer(kind)
+    leaf = LOGITS.clone().requires_grad_()
+    exact = LOGITS.float().requires_grad_()
     routed.replayed = LOGITS.argsort(-1)[:, 2:6].int() if replayed else None
     index, weights = routed(HIDDEN, leaf, None, None)
     (ours,) = torch.autograd.grad(weights, leaf, PULL)
@@ -132,8 +129,10 @@ def test_a_routers_kernels_bits_are_used_with_the_formulas_gradient(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """Contract: as on GPUs, whose routers autograd does not see into."""
-    routed, exact = layer("softmax"), LOGITS.float().softmax(-1).topk(4)
-    others, leaf = exact.values * (1 + 3e-7), LOGITS.clone().requires_grad_()
+    routed = layer("softmax")
+    exact = LOGITS.float().softmax(-1).topk(4)
+    others = exact.values * (1 + 3e-7)
+    leaf = LOGITS.clone().requires_grad_()
     monkeypatch.setattr(
         routed._runner.router,
         "_select_experts",
@@ -141,7 +140,8 @@ def test_a_routers_kernels_bits_are_used_with_the_formulas_gradient(
     )
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     index, weights = routed(HIDDEN, leaf, None, None)
-    assert torch.equal(weights, others) and not torch.equal(others, exact.values)
+    assert torch.equal(weights, others)
+    assert not torch.equal(others, exact.values)
     assert torch.equal(index, exact.indices)
     monkeypatch.undo()
     expected = torch.autograd.grad(weights_of(router("softmax"), leaf.float(), index), leaf, PULL)

@@ -155,7 +155,8 @@ def test_a_token_attends_alike_prefilled_and_decoded_on_any_threads(
     whole = attend(0, keys)
     decoded = sorted({0, 15, keys // 2, keys - 2, keys - 1})
     seen_k, seen_v = (torch.cat([t[: at + 1] for at in decoded]) for t in (k, v))
-    ones, seen = [1] * len(decoded), [at + 1 for at in decoded]
+    ones = [1] * len(decoded)
+    seen = [at + 1 for at in decoded]
 
     def beside() -> torch.Tensor:
         return attention.cpu_attention(q[decoded], seen_k, seen_v, scoring, ones, seen)

@@ -186,7 +186,8 @@ def test_a_small_update_leaves_nearly_all_codes_where_a_start_put_them():
     generator = torch.Generator().manual_seed(7)
     for layer in filter(lambda layer: layer.keeps_scales, model.low_bit_layers()):
         for master, weight in zip(layer.masters, quantized_weights(layer.low_bit), strict=True):
-            before, scale = weight.unpacked(), weight.wide_scale()
+            before = weight.unpacked()
+            scale = weight.wide_scale()
             signs = torch.randint(0, 2, scale.shape, generator=generator) * 2 - 1
             with torch.no_grad():
                 master.view(*scale.shape, -1).add_((0.01 * signs * scale).unsqueeze(-1))
@@ -259,7 +260,8 @@ def test_codes_that_are_not_kept_are_made_again_to_the_same_bits(scheme: str, ki
         models[1].drop_products()
     tokens = some_tokens()
     for _ in range(2):
-        streams, grads = [], []
+        streams = []
+        grads = []
         for model in models:
             weights = [
                 weight
@@ -283,7 +285,8 @@ def test_codes_that_are_not_kept_are_made_again_to_the_same_bits(scheme: str, ki
                     master.sub_(master.grad, alpha=0.5)
                     master.grad = None
             model.refresh()
-        assert all_equal(*streams) and all_equal(*grads)
+        assert all_equal(*streams)
+        assert all_equal(*grads)
 
 
 def test_a_share_of_codes_counts_what_was_added():

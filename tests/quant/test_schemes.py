@@ -57,13 +57,13 @@ def test_vllm_says_which_schemes_run(scheme: str, dtype: torch.dtype):
         assert (found.reason == "") == bool(found.kernel) == runs, found
         if runs and experts:
             own = "CPUUnquantizedExperts" if scheme == "bf16" else VLLM_CPU_KERNELS[scheme]
-            assert own in found.kernel and found.kernel.endswith(", per expert") == (
-                scheme != "bf16"
-            )
+            assert own in found.kernel
+            assert found.kernel.endswith(", per expert") == (scheme != "bf16")
         elif runs:
             assert VLLM_CPU_KERNELS[scheme] in found.kernel
         else:
-            assert "\n" not in found.reason and len(found.reason) > 30
+            assert "\n" not in found.reason
+            assert len(found.reason) > 30
 
 
 def test_asking_leaves_the_random_state_alone():
@@ -133,7 +133,8 @@ def test_a_kernel_that_the_environment_changes_says_so():
     name = "CPUWNA16NibbleKernel" if AVX512 else "CPUWNA16Fp32LinearKernel"
     weight = materialize(torch.ones(64, 128), get_scheme("w4a16"), torch.bfloat16)
     layer = make_factory("vllm", torch.bfloat16).linear("layer", [weight], [None])._linear  # type: ignore[attr-defined]
-    assert layer.use_w4a8 is False and kernel_name(layer) == name
+    assert layer.use_w4a8 is False
+    assert kernel_name(layer) == name
     layer.use_w4a8 = True
     assert kernel_name(layer) == f"{name}, {INT8_ACTIVATIONS}"
 
@@ -149,21 +150,22 @@ def test_the_command_prints_and_writes(
     assert main(["schemes", "--model", "tiny-qwen3", "--json", str(tmp_path / "rows.json")]) == 0
     rows = {row["name"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
     assert list(rows) == list(SCHEMES)
-    assert rows["bf16"]["bytes_per_parameter"] == 2.0 and rows["bf16"]["shape_reason"] == ""
+    assert rows["bf16"]["bytes_per_parameter"] == 2.0
+    assert rows["bf16"]["shape_reason"] == ""
     parameters = load_file(random_policy(True) / "model.safetensors").values()
     assert rows["bf16"]["checkpoint_bytes"] == 2 * sum(
         parameter.numel() for parameter in parameters
     )
-    assert (
-        "64 output rows" in rows["fp8-block"]["shape_reason"]
-        and rows["fp8-block"]["checkpoint_bytes"] is None
-    )
-    assert rows["nvfp4"]["kernel"] == "" and "NVIDIA" in rows["nvfp4"]["reason"]
+    assert "64 output rows" in rows["fp8-block"]["shape_reason"]
+    assert rows["fp8-block"]["checkpoint_bytes"] is None
+    assert rows["nvfp4"]["kernel"] == ""
+    assert "NVIDIA" in rows["nvfp4"]["reason"]
     printed = capsys.readouterr().out
     lines = {line.split()[0]: line for line in printed.splitlines()}
     assert "bytes/param" in lines["scheme"]
     assert lines["w4a16-g32"].split()[-1] == "yes"
-    assert "  no  " in lines["nvfp4"] and "vLLM has it for NVIDIA GPUs alone" in lines["nvfp4"]
+    assert "  no  " in lines["nvfp4"]
+    assert "vLLM has it for NVIDIA GPUs alone" in lines["nvfp4"]
     assert max(map(len, lines.values())) < 200, "a line a scheme, no longer than that"
 
 

@@ -13,7 +13,8 @@ class Script:
     """
 
     def __init__(self, tokenizer: Any, says: list[str]):
-        self.tokenizer, self.says = tokenizer, says
+        self.tokenizer = tokenizer
+        self.says = says
         self.asked: list[Prompt] = []
 
     def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[list[Completion]]:
@@ -31,16 +32,17 @@ class Sampler:
     """
 
     def __init__(self, vocabulary: int, pieces: Sequence[Sequence[int]] = ()):
-        self.vocabulary, self.pieces = vocabulary, pieces
+        self.vocabulary = vocabulary
+        self.pieces = pieces
         self.asked: list[tuple[Prompt, Completion]] = []
 
     def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[list[Completion]]:
         return [[self._one(prompt, sampling)] for prompt in prompts]
 
     def _one(self, prompt: Prompt, sampling: Sampling) -> Completion:
-        assert (
-            sampling.samples == 1 and prompt.draws is not None and prompt.max_new_tokens is not None
-        )
+        assert sampling.samples == 1
+        assert prompt.draws is not None
+        assert prompt.max_new_tokens is not None
         chance = random.Random(str((prompt.token_ids, prompt.draws)))
         said = chance.choices(self.pieces, k=chance.randint(1, 4)) if self.pieces else []
         drawn = [

@@ -33,7 +33,8 @@ def make_model(
     """The low-bit model over a folder's masters; layers: rules as `--layers` takes them. context:
     `LayerContext`'s.
     """
-    compute, rules = COMPUTE_DTYPES[dtype], load_config(None, {"layers": layers}).layers
+    compute = COMPUTE_DTYPES[dtype]
+    rules = load_config(None, {"layers": layers}).layers
     masters = load_masters(folder, torch.float32)
     return LowBitModel(
         masters,

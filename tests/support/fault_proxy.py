@@ -85,7 +85,9 @@ class Proxy:
         """
         self.struck: float | None = None
         self.counts: Counter[str] = Counter()
-        self._fault, self._phase, self._hangs = fault, "join", False
+        self._fault = fault
+        self._phase = "join"
+        self._hangs = False
 
     def close(self) -> None:
         """End; connections are dropped."""

@@ -38,7 +38,8 @@ def start() -> None:
     listeners = _listeners()
     numbers = {kind: listener.fileno() for kind, listener in listeners.items()}
     command = [sys.executable, "-m", "tests.support.fork_server", json.dumps(numbers)]
-    env, kept = {**os.environ, "PYTHONPATH": str(ROOT)}, list(numbers.values())
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    kept = list(numbers.values())
     server = subprocess.Popen(command, cwd=ROOT, env=env, stdin=subprocess.PIPE, pass_fds=kept)
     atexit.register(server.kill)
     for listener in listeners.values():

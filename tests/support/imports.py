@@ -52,7 +52,8 @@ def _shrink_caches() -> None:
     arguments = engine.llm_arguments
 
     def with_small_cache(options: Any) -> dict[str, Any]:
-        found, share = arguments(options), 1 if torch.cuda.is_available() else 8
+        found = arguments(options)
+        share = 1 if torch.cuda.is_available() else 8
         return {
             **found,
             "kv_cache_memory_bytes": found["kv_cache_memory_bytes"] // share,

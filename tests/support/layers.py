@@ -87,7 +87,9 @@ def make_experts(
     aligned=True,
     master_dtype=torch.float32,
 ) -> RoutedLowBitExperts:
-    E, H, inner = shape.experts, shape.hidden, shape.intermediate
+    E = shape.experts
+    H = shape.hidden
+    inner = shape.intermediate
     gate_up = nn.Parameter((heavy(E, 2 * inner, H, seed=0, rows=False) * 0.06).to(master_dtype))
     down = nn.Parameter((heavy(E, H, inner, seed=2, rows=False) * 0.04).to(master_dtype))
     context = LayerContext(dtype, kernel, aligned)
@@ -139,10 +141,8 @@ def textbook_gradients(
     it matters).
     """
     x, weights, index, dy = inputs
-    x, weights = (
-        x.detach().double().requires_grad_(),
-        weights.detach().double().requires_grad_(),
-    )
+    x = x.detach().double().requires_grad_()
+    weights = weights.detach().double().requires_grad_()
     gate_up, down = (master.detach().double().requires_grad_() for master in experts.masters)
     y = torch.zeros(x.shape, dtype=torch.float64)
 
@@ -162,10 +162,8 @@ def textbook_gradients(
                 gate_up[e].to(experts.context.dtype),
                 down[e].to(experts.context.dtype),
             )
-        both, out = (
-            straight_through(gate_up[e], matrices[0]),
-            straight_through(down[e], matrices[1]),
-        )
+        both = straight_through(gate_up[e], matrices[0])
+        out = straight_through(down[e], matrices[1])
         merged = used(x[rows]) @ both.t()
         merged = straight_through(merged, merged.detach().to(experts.context.dtype))
         gate, up = merged.chunk(2, dim=-1)

@@ -49,7 +49,8 @@ def _break_engine(call: int) -> None:
     """Its model runner raises from that call of `generate` on."""
     from qarl.rollout.vllm.engine import VllmEngine
 
-    generate, calls = VllmEngine.generate, itertools.count(1)
+    generate = VllmEngine.generate
+    calls = itertools.count(1)
 
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("the device fell off")

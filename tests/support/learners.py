@@ -17,7 +17,8 @@ from qarl.rollout.types import Completion, Group, Prompt
 from tests.support.models import SIZES, VOCABULARY, low_bit
 from tests.support.moe_models import CONFIGS, random_moe
 
-PROMPTS, SAMPLES = 6, 4
+PROMPTS = 6
+SAMPLES = 4
 Tensors = dict[str, torch.Tensor]
 
 
@@ -126,7 +127,8 @@ def assert_same_trajectory(start: Tensors, expected: Tensors, found: Tensors) ->
     """
     moved, off = distances(start, expected, found)
     assert moved.mean() > 5e-5
-    assert off.mean() <= 0.01 * moved.mean() and off.max() <= 8e-4
+    assert off.mean() <= 0.01 * moved.mean()
+    assert off.max() <= 8e-4
 
 
 def poison(learner: Learner, name: str, value: float, only: int | None = None):

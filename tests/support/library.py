@@ -34,7 +34,8 @@ def library_scale(
 
 def library(weight: torch.Tensor, scheme: Scheme, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """What compressed-tensors' compressor of the scheme's format writes for one layer."""
-    assert scheme.format is not None and scheme.quantization is not None
+    assert scheme.format is not None
+    assert scheme.quantization is not None
     scale, global_scale = library_scale(weight, scheme, dtype)
     state: dict[str, torch.Tensor | None] = {"weight": weight, "weight_scale": scale}
     if global_scale is not None:

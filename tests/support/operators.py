@@ -32,7 +32,8 @@ def make_operator(
         torch.device(device),
     ):
         module = make()
-    context, weights = LayerContext(dtype, "reference"), {}
+    context = LayerContext(dtype, "reference")
+    weights = {}
     context.gradients.configure(compiled=compiled)
     for seed, (key, parameter) in enumerate(list(module.named_parameters())):
         values = (1 + 0.3 * normal(*parameter.shape, seed=seed)).bfloat16()
@@ -65,6 +66,7 @@ def differentiated(
     masters: Sequence[torch.Tensor] = (),
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """What it returns, and gradients of those arguments that have one, and of masters."""
-    y, leaves = outputs_of(call(*arguments)), [t for t in arguments if t.requires_grad]
+    y = outputs_of(call(*arguments))
+    leaves = [t for t in arguments if t.requires_grad]
     dy = [normal(t.numel(), 1, seed=7 + n).view(t.shape).to(t) for n, t in enumerate(y)]
     return [t.detach() for t in y], list(torch.autograd.grad(y, [*leaves, *masters], dy))

@@ -27,7 +27,8 @@ def assert_recorded(
     """That `value` is what was recorded under `name` beside the test file. within: relative, and
     absolute, of a flat mapping's numbers, which products decide that other machines sum otherwise.
     """
-    record, value = Path(file).with_suffix(".json"), plain(value)
+    record = Path(file).with_suffix(".json")
+    value = plain(value)
     kept = json.loads(record.read_text()) if record.exists() else {}
     if os.environ.get("QARL_RECORD"):
         kept[name] = value

@@ -84,7 +84,8 @@ class Run:
     def wait(self) -> subprocess.CompletedProcess[str]:
         """To the run's end."""
         status = self._fork.wait()
-        out, err = self._out.read_text(), self._err.read_text()
+        out = self._out.read_text()
+        err = self._err.read_text()
         self._folder.cleanup()
         return subprocess.CompletedProcess(self.args, status, out, err)
 
@@ -116,7 +117,8 @@ def run_two_workers(module: str, argument: Path, log: Path) -> None:
     """`main` of that module of tests.support in the two processes of a group, as torchrun would
     tell them of it.
     """
-    port, ranks = str(free_ports(1)[0]), []
+    port = str(free_ports(1)[0])
+    ranks = []
     for rank in "01":
         place = {
             "RANK": rank,

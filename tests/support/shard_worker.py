@@ -163,7 +163,8 @@ def main(file: Path) -> None:
             for blocks in (1, 3)
         }
         equal[f"{name}, experts"] = equal_experts(scheme, processes)
-    told, sums = processes.gathered(equal), processes.gathered(reduced(processes))
+    told = processes.gathered(equal)
+    sums = processes.gathered(reduced(processes))
     if processes.first:
         made["sums"] = sums
         made["equal"] = {key: all(one[key] for one in told) for key in equal}

@@ -42,7 +42,8 @@ def same_bits(
 
 def relative_error(given: torch.Tensor, exact: torch.Tensor) -> float:
     """‖given - exact‖ / ‖exact‖, Frobenius norms in float64."""
-    given, exact = given.detach().double(), exact.detach().double()
+    given = given.detach().double()
+    exact = exact.detach().double()
     return float((given - exact).norm() / exact.norm())
 
 

@@ -43,7 +43,8 @@ class TransformersEngine:
 
     def _sample(self, prompt: Prompt, sampling: Sampling, seed: int) -> Completion:
         generator = torch.Generator().manual_seed(seed % 2**63)
-        tokens, logprobs = list(prompt.token_ids), []
+        tokens = list(prompt.token_ids)
+        logprobs = []
         while len(logprobs) < sampling.max_new_tokens:
             logp = self._logp(tokens)[-1]
             tokens.append(int(logp.exp().multinomial(1, generator=generator)))
@@ -81,12 +82,10 @@ class TransformersEngine:
 
     @torch.no_grad()
     def load(self, stream: Iterable[LowBitTensor], version: int) -> LoadReport:
-        digest, missing, unconsumed, consumed = (
-            StreamDigest(),
-            set(dict(self._model.named_parameters())),
-            [],
-            0,
-        )
+        digest = StreamDigest()
+        missing = set(dict(self._model.named_parameters()))
+        unconsumed = []
+        consumed = 0
         for item in stream:
             digest.update(item)
             if item.name in missing:

@@ -37,10 +37,8 @@ def run(job: dict[str, Any], processes: Processes) -> None:
     dtype: torch.dtype = getattr(torch, job["dtype"])
 
     def initial_model() -> LowBitModel:
-        scheme, context = (
-            get_scheme(job["scheme"]),
-            LayerContext(dtype, "reference", config.aligned),
-        )
+        scheme = get_scheme(job["scheme"])
+        context = LayerContext(dtype, "reference", config.aligned)
         share = share_of(config, processes, [scheme])
         masters = load_masters(Path(job["folder"]), MASTER_DTYPES[config.master_dtype], share=share)
         return LowBitModel(masters, scheme, context)
@@ -53,7 +51,8 @@ def run(job: dict[str, Any], processes: Processes) -> None:
     learner = Learner(model, config, reference, processes)
     if job["resume"]:
         learner.load_state_dict(torch.load(job["resume"]))
-    backward, sums = torch.Tensor.backward, []
+    backward = torch.Tensor.backward
+    sums = []
 
     def backwards(loss: torch.Tensor) -> None:
         with Sent(processes.world) as of_one:

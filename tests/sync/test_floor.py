@@ -51,7 +51,8 @@ def test_a_right_implementation_is_within_its_bound(scheme: str, seed: int):
     the engine's model than the bound says, whose floor is measured of either.
     """
     masters = qwen3(seed=seed)
-    engine, right = model_of(masters, scheme), model_of(masters, scheme, "transformers")
+    engine = model_of(masters, scheme)
+    right = model_of(masters, scheme, "transformers")
     for model in (engine, right):
         floor = FixedSequences(model, SEQUENCES).floor().mean_abs
         assert 0 < distance(engine, right) < ROUNDED * floor

@@ -108,10 +108,8 @@ def test_the_gate_passes_bounds_that_are_set_and_no_more(field: str):
 @pytest.mark.parametrize(("field", "limit"), [("mean_abs_log_w", 0.06), ("k3", 0.009)])
 def test_the_gate_measures_the_bounds_that_are_not_set(field: str, limit: float):
     """Three times a floor of 0.02, and nine times that of k3, which is quadratic."""
-    gate, floor = (
-        Gate(tolerance=3.0),
-        replace(DIFFERENT, mean_abs_log_w=0.02, k3=-0.001),
-    )
+    gate = Gate(tolerance=3.0)
+    floor = replace(DIFFERENT, mean_abs_log_w=0.02, k3=-0.001)
     gate(replace(DIFFERENT, **{field: 0.999 * limit}), lambda: floor)
     with pytest.raises(
         GateError,
@@ -125,7 +123,8 @@ def test_the_gate_measures_nothing_of_a_batch_that_is_equal():
 
 
 def test_bitwise_is_equality():
-    sampler, mask = torch.full((1, 2), -0.75), torch.ones(1, 2, dtype=torch.bool)
+    sampler = torch.full((1, 2), -0.75)
+    mask = torch.ones(1, 2, dtype=torch.bool)
     require_equal(measure_mismatch(sampler, sampler, mask), never)
     for first in (torch.nextafter(sampler, torch.zeros(1, 2))[0, 0].item(), math.nan):
         with pytest.raises(

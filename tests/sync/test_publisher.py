@@ -89,16 +89,12 @@ class Ends:
 def test_a_publish_reports_what_was_sent():
     published = (ends := Ends()).publisher().publish(7)
     sent = digested(ends.model.low_bit_tensors())
-    assert (published.version, published.digest, ends.sent) == (
-        7,
-        sent.hexdigest(),
-        [7],
-    )
-    assert (published.tensors, published.bytes, published.canary) == (
-        sent.tensors,
-        sent.bytes,
-        None,
-    )
+    assert published.version == 7
+    assert published.digest == sent.hexdigest()
+    assert ends.sent == [7]
+    assert published.tensors == sent.tensors
+    assert published.bytes == sent.bytes
+    assert published.canary is None
 
 
 @pytest.mark.parametrize(("unconsumed", "missing", "problem"), cases(__file__, "lost"))
@@ -127,7 +123,8 @@ def test_processes_with_other_tensors_are_named():
 def test_the_canary_is_due_at_the_first_publish_and_every_nth():
     publisher = (ends := Ends()).publisher(canary=True, every=3)
     due = [publisher.publish(version).canary is not None for version in range(8)]
-    assert due == [True, False, False, True, False, False, True, False] and ends.canaries == 3
+    assert due == [True, False, False, True, False, False, True, False]
+    assert ends.canaries == 3
 
 
 @pytest.mark.parametrize(
@@ -138,7 +135,8 @@ def test_the_canary_passes_its_bound_and_no_more(offsets: tuple[float, ...]):
     ends = Ends(offsets=offsets)
     if max(offsets) == 0.25:
         canary = ends.publisher(canary=True).publish(0).canary
-        assert canary is not None and canary.mean_abs == pytest.approx(0.25, abs=1e-6)
+        assert canary is not None
+        assert canary.mean_abs == pytest.approx(0.25, abs=1e-6)
         ends.publisher(canary=True, bound=0.2500001).publish(0)
     else:
         with pytest.raises(
@@ -155,7 +153,9 @@ def test_shared_layers_get_a_version_as_it_is_made(monkeypatch: pytest.MonkeyPat
     no second time; the publish of another writes what is there then. Its seconds are those of
     writing and publishing.
     """
-    ends, hooks, multiplied = Ends(), list[Callable[[], None] | None](), list[Any]()
+    ends = Ends()
+    hooks = list[Callable[[], None] | None]()
+    multiplied = list[Any]()
     publisher = ends.publisher()
     with pytest.raises(KernelError, match="the engine's layers are in another process"):
         publisher.share_layers()
@@ -170,13 +170,16 @@ def test_shared_layers_get_a_version_as_it_is_made(monkeypatch: pytest.MonkeyPat
     refreshed()
     assert ends.sent == [4, 5]
     published = publisher.publish(5)
-    assert (published.version, published.seconds, ends.sent) == (5, 2, [4, 5])
+    assert published.version == 5
+    assert published.seconds == 2
+    assert ends.sent == [4, 5]
     refreshed()
     publisher.publish(9)
     publisher.publish(9)
     assert ends.sent == [4, 5, 6, 9, 9]
     publisher.unshare()
-    assert multiplied == ["layers", None] and hooks[1:] == [None]
+    assert multiplied == ["layers", None]
+    assert hooks[1:] == [None]
 
 
 @pytest.mark.parametrize("most", [20, 40, 1 << 20])
@@ -188,7 +191,8 @@ def test_an_exports_files_are_those_that_transformers_looks_for(
     is there is left alone.
     """
     monkeypatch.setattr(tensor_files, "_FILE_BYTES", most)
-    source, folder = tmp_path / "source", tmp_path / "below" / "export"
+    source = tmp_path / "source"
+    folder = tmp_path / "below" / "export"
     source.mkdir()
     for name in (
         "tokenizer.json",
@@ -218,7 +222,8 @@ def test_an_exports_files_are_those_that_transformers_looks_for(
         index = {"metadata": {"total_size": 40}, "weight_map": where}
         assert (folder / files[2]).read_text() == json.dumps(index, indent=2) + "\n"
     read = {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
-    assert all(torch.equal(read.pop(item.name), item.tensor) for item in STREAM) and not read
+    assert all(torch.equal(read.pop(item.name), item.tensor) for item in STREAM)
+    assert not read
     assert digest.hexdigest() == digested(STREAM).hexdigest()
     with pytest.raises(ExportError, match="exists; choose another or remove it"):
         write_checkpoint(STREAM, {}, source, folder)
@@ -233,11 +238,10 @@ def test_an_exports_files_are_those_that_transformers_looks_for(
 def test_an_exports_configuration_says_how_it_is_quantized(scheme: str):
     """And not where its masters were read from."""
     model = make_learner(scheme, torch.float16).model
-    model.config._name_or_path, model.config.quantization_config = (
-        "/home/me/base",
-        {"stale": 1},
-    )  # type: ignore
+    model.config._name_or_path = "/home/me/base"
+    model.config.quantization_config = {"stale": 1}  # type: ignore
     written = checkpoint_config(model)
-    assert written["dtype"] == "float16" and "_name_or_path" not in written
+    assert written["dtype"] == "float16"
+    assert "_name_or_path" not in written
     assert written.get("quantization_config") == model.plan.quantization_config(None)
     assert (scheme == "bf16") == ("quantization_config" not in written)
