@@ -42,7 +42,10 @@ def values(*shape: int, seed: int = 0) -> torch.Tensor:
 def test_codes_are_those_of_the_cpu(scheme: str, master: torch.dtype):
     weight = values(256, 512).to(master)
     on_cpu, on_gpu = (materialize(w, get_scheme(scheme), DTYPE) for w in (weight, weight.cuda()))
-    assert same_bits(on_cpu.tensors(), ((name, tensor.cpu()) for name, tensor in on_gpu.tensors()))
+    assert same_bits(
+        on_cpu.tensors(),
+        ((name, tensor.cpu()) for name, tensor in on_gpu.tensors()),
+    )
 
 
 PRODUCTS = [

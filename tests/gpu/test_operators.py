@@ -74,7 +74,11 @@ def test_operators_are_the_engines_kernels_with_gradients(
     monkeypatch.setattr(operators, "_written_out", lambda operator: None)
     fp32 = [*positions, *(t.float().requires_grad_() for t in before)]
     with operators._natively():
-        expected, theirs = differentiated(exact, fp32, [w.master for w in exact.weights.values()])
+        expected, theirs = differentiated(
+            exact,
+            fp32,
+            [w.master for w in exact.weights.values()],
+        )
     for a, b in zip([*y, *ours], [*expected, *theirs], strict=True):
         assert relative_error(a, b) < 0.01
 
@@ -111,11 +115,21 @@ def test_activation_codes_are_near_those_of_cpus(scheme: str):
     x = values(512, 2048)
     ours = multiplied_activation(x, get_scheme(scheme))
     cpus = quantize_activation(x, get_scheme(scheme))
-    torch.testing.assert_close(ours.scale.float(), cpus.scale.float(), rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(
+        ours.scale.float(),
+        cpus.scale.float(),
+        rtol=1e-6,
+        atol=0.0,
+    )
     assert float((ours.codes.float() == cpus.codes.float()).double().mean()) > 0.99
 
 
-_SEEN, _SHARED = torch.tensor([[300, 201, 77, 1024, 30], [0, 200, 0, 170, 29]])
+_SEEN, _SHARED = torch.tensor(
+    [
+        [300, 201, 77, 1024, 30],
+        [0, 200, 0, 170, 29],
+    ]
+)
 SEQUENCES = {
     "apart": Sequences.apart(LENGTHS),
     "shared prompts": pack(_SEEN, 1024, _SHARED, leader=torch.tensor([0, 0, 2, 0, 2])).sequences,
@@ -136,14 +150,20 @@ SCORINGS = {
 def test_attention_and_its_gradients(groups: int, scoring: str, sequences: str):
     """Against torch's of each sequence alone, in fp32."""
     row = SEQUENCES[sequences]
-    row = dataclasses.replace(row, places=None if row.places is None else row.places.cuda())
+    row = dataclasses.replace(
+        row,
+        places=None if row.places is None else row.places.cuda(),
+    )
     heads = [(32, 1), (groups, 2), (groups, 3)]
     leaves = [
         values(sum(row.lengths), count, 128, seed=seed).requires_grad_() for count, seed in heads
     ]
     leaves += [SINKS.cuda().requires_grad_()] * (scoring == "sinks")
     how = SCORINGS[scoring], row
-    y, ours = differentiated(lambda q, k, v, s=None: attention(q, k, v, s, *how), leaves)
+    y, ours = differentiated(
+        lambda q, k, v, s=None: attention(q, k, v, s, *how),
+        leaves,
+    )
     exact = [t.detach().float().requires_grad_() for t in leaves]
     expected, theirs = differentiated(
         lambda q, k, v, s=None: torch_attention(q, k, v, s, *how), exact
@@ -171,6 +191,12 @@ def test_gradients_of_128_experts_at_once_are_those_of_the_loop():
     gradients = []
     for grouped in (True, False):
         experts.multiplies_grouped = lambda dy, grouped=grouped: grouped  # type: ignore[method-assign]
-        gradients.append(torch.autograd.grad(experts(x, index, weights), [x, gate_up, down], dy))
+        gradients.append(
+            torch.autograd.grad(
+                experts(x, index, weights),
+                [x, gate_up, down],
+                dy,
+            )
+        )
     for a, b in zip(*gradients, strict=True):
         assert relative_error(a.float(), b.float()) < 0.02

@@ -110,7 +110,11 @@ def test_a_run_and_its_resumption(tmp_path: Path, scheme: str):
     assert (run / "export" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("options", cases(__file__, "options"), ids=lambda options: options[0])
+@pytest.mark.parametrize(
+    "options",
+    cases(__file__, "options"),
+    ids=lambda options: options[0],
+)
 def test_options_whose_paths_are_other_ones_on_a_gpu(tmp_path: Path, options: list[str]):
     """One process of ZeRO-3 is NCCL's of one."""
     completed(qarl_alone("train", *SMALL, "--steps", "2", *options, "--output", tmp_path / "run"))

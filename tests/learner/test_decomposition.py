@@ -197,7 +197,14 @@ def by_hand(**config: Any) -> Decomposition:
     )
     mask = torch.ones(1, 4, dtype=torch.bool)
     tokens = torch.zeros(1, 5, dtype=torch.int64)
-    batch = Batch(tokens, torch.tensor([5]), mask, zeros, torch.ones(1, 4), torch.tensor([0]))
+    batch = Batch(
+        tokens,
+        torch.tensor([5]),
+        mask,
+        zeros,
+        torch.ones(1, 4),
+        torch.tensor([0]),
+    )
     return decompose(
         forwards,
         zeros,
@@ -374,7 +381,11 @@ QUANTIZED = [name for name in SCHEMES if name != "bf16"]
 
 
 @pytest.mark.parametrize("scheme", QUANTIZED)
-@given(seed=st.integers(0, 2**20), rows=st.sampled_from([1, 3, 128]), moved=st.floats(0, 1))
+@given(
+    seed=st.integers(0, 2**20),
+    rows=st.sampled_from([1, 3, 128]),
+    moved=st.floats(0, 1),
+)
 @settings(max_examples=examples(5))
 def test_changed_codes_are_those_that_differ_when_unpacked(
     scheme: str, seed: int, rows: int, moved: float
@@ -402,7 +413,12 @@ def test_crossings_by_hand():
     it, 1 + 2^-7 and 1 - 2^-8 do not. In chunks of any size.
     """
     before = torch.ones(2, 2)
-    after = torch.tensor([[1 + 2**-9, 1 + 2**-7], [1 - 2**-10, 1 - 2**-8]])
+    after = torch.tensor(
+        [
+            [1 + 2**-9, 1 + 2**-7],
+            [1 - 2**-10, 1 - 2**-8],
+        ]
+    )
     assert int(crossed_bfloat16(before, after)) == 2
     long = torch.ones(master_step._CHUNK + 3)
     long[[0, -1]] = 1.5
@@ -462,7 +478,14 @@ def apart(old: torch.Tensor, weight: LowBitWeight) -> torch.Tensor:
     return ((old != new) | (old.signbit() != new.signbit())).flatten()
 
 
-@pytest.mark.parametrize(("every", "due"), [(0, []), (1, [0, 1, 2, 3, 4, 5, 6]), (3, [0, 3, 6])])
+@pytest.mark.parametrize(
+    ("every", "due"),
+    [
+        (0, []),
+        (1, [0, 1, 2, 3, 4, 5, 6]),
+        (3, [0, 3, 6]),
+    ],
+)
 def test_measured_steps(every: int, due: list[int]):
     assert [step for step in range(7) if is_due(every, step)] == due
 
@@ -494,7 +517,10 @@ def test_distance_from_the_start(aligned: bool):
     resumed.load_state_dict(learner.state_dict())
     late = learner.learn(batch_of(1), 1).records["kl_from_start"]
     difference = (logprobs(learner, sample) - before)[sample.response_mask].double()
-    assert late == pytest.approx(float((difference.exp() - 1 - difference).mean()), rel=1e-3)
+    assert late == pytest.approx(
+        float((difference.exp() - 1 - difference).mean()),
+        rel=1e-3,
+    )
     assert early is not None
     assert late is not None
     assert 0 < early < late

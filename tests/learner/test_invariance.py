@@ -111,7 +111,10 @@ def test_what_differs_is_not_shared():
     """A prompt is taken from the group's first sequence where it has it to the token, and to the
     replayed expert.
     """
-    batch = dataclasses.replace(batch_of(), experts=torch.zeros(24, 32, 2, 3, dtype=torch.int32))
+    batch = dataclasses.replace(
+        batch_of(),
+        experts=torch.zeros(24, 32, 2, 3, dtype=torch.int32),
+    )
     longest = int(batch.length.max())
     batch = dataclasses.replace(batch, experts=batch.experts[:, :longest])  # type: ignore[index]
     batch.tokens[1, 0] += 1
@@ -192,7 +195,10 @@ def test_log_probs_and_gradients_are_autograds(temperature: float):
     torch.testing.assert_close(learners.logprobs_of(learner, batch).values, ours)
     with torch.no_grad():
         _, entropy = token_logprobs(model, batch.tokens, mask, temperature=temperature)
-    torch.testing.assert_close(entropy[mask], -(logp.exp() * logp).sum(-1))
+    torch.testing.assert_close(
+        entropy[mask],
+        -(logp.exp() * logp).sum(-1),
+    )
     assert ours.dtype == torch.float32
     assert not ours[~mask].any()
     assert not entropy[~mask].any()

@@ -113,7 +113,14 @@ def test_the_gradient_is_the_objectives_by_hand():
     (given,), stats = gradients_of_learning(learner, batch)
     logprobs, _ = token_logprobs(learner.model, batch.tokens, batch.response_mask)
     lengths = batch.response_mask.sum(-1)
-    w = ((logprobs.detach() - batch.sampler_logprobs).sum(-1) / lengths).exp().clamp(0.5, 2.0)
+    w = (
+        ((logprobs.detach() - batch.sampler_logprobs).sum(-1) / lengths)
+        .exp()
+        .clamp(
+            0.5,
+            2.0,
+        )
+    )
     assert (w == 0.5).any()
     assert ((w > 0.5) & (w < 2.0)).any()
     advantages = batch.advantages.sum(-1) / lengths
@@ -126,7 +133,10 @@ def test_the_gradient_is_the_objectives_by_hand():
     for name, gradient in gradients.items():
         expected = gradient * (0.01 / norm)
         assert (given[name] - expected).norm() <= 1e-3 * expected.norm(), name
-    assert stats.loss == pytest.approx(float(-(w * advantages).mean()), abs=1e-5)
+    assert stats.loss == pytest.approx(
+        float(-(w * advantages).mean()),
+        abs=1e-5,
+    )
     assert stats.clipped == 0.0
     assert stats.update_log_ratio < 1e-6
 
@@ -253,7 +263,10 @@ def test_a_restored_learner_continues_bit_for_bit(
         *(learners.logprobs_of(each, batch_of(1)).values for each in (learner, other))
     )
     for seed in (1, 2):
-        assert learner.learn(batch_of(seed), step=seed) == other.learn(batch_of(seed), step=seed)
+        assert learner.learn(batch_of(seed), step=seed) == other.learn(
+            batch_of(seed),
+            step=seed,
+        )
     assert all_equal(masters_of(learner), masters_of(other))
     assert learner.loss_scale == other.loss_scale
     assert same_stream(learner.model, stream_bytes(other.model))
@@ -414,7 +427,10 @@ def test_the_schedule_lowers_the_rate_alone():
         make_learner(optimizer=options)
         for options in ({"lr": 5e-4}, {"lr": 1e-3, "warmup_steps": 2})
     )
-    assert [slow.learn(batch_of(), 0).lr, warming.learn(batch_of(), 0).lr] == [5e-4] * 2
+    assert [
+        slow.learn(batch_of(), 0).lr,
+        warming.learn(batch_of(), 0).lr,
+    ] == [5e-4] * 2
     assert all_equal(masters_of(warming), masters_of(slow))
 
 
@@ -471,10 +487,16 @@ def test_they_are_the_same_as_those_computed_beforehand(name: str):
         "clipped",
         "corrected",
     ):
-        assert getattr(second, field) == pytest.approx(getattr(first, field), rel=1e-3, abs=1e-6), (
-            field
-        )
-    assert vars(second.mismatch) == pytest.approx(vars(first.mismatch), rel=1e-4, abs=1e-5)
+        assert getattr(second, field) == pytest.approx(
+            getattr(first, field),
+            rel=1e-3,
+            abs=1e-6,
+        ), field
+    assert vars(second.mismatch) == pytest.approx(
+        vars(first.mismatch),
+        rel=1e-4,
+        abs=1e-5,
+    )
 
 
 def test_bytes_are_those_of_gradients_and_moments():

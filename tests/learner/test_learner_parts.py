@@ -35,7 +35,11 @@ from qarl.rollout.types import Completion, Group, Prompt
 from tests.support.cases import cases
 
 
-@given(st.integers(1, 5), st.integers(2, 9), st.integers(0, 2**32 - 1))
+@given(
+    st.integers(1, 5),
+    st.integers(2, 9),
+    st.integers(0, 2**32 - 1),
+)
 def test_estimators_differ_by_what_they_say(groups: int, samples: int, seed: int):
     """dr_grpo is the reward minus the group's mean; rloo minus the mean of the others, computed
     here sample by sample, and S/(S-1) times dr_grpo; grpo is dr_grpo over the deviation. Groups of
@@ -90,12 +94,18 @@ def test_make_batch_by_hand():
     groups = [
         Group(
             Prompt("a", "", (5, 6, 7)),
-            (completion([8], [-0.5]), completion([9, 10], [-1.0, -2.0])),
+            (
+                completion([8], [-0.5]),
+                completion([9, 10], [-1.0, -2.0]),
+            ),
             (1.0, 0.0),
         ),
         Group(
             Prompt("b", "", (11,)),
-            (completion([12, 13, 14], [-3.0, -4.0, -5.0]), completion([15], [-6.0])),
+            (
+                completion([12, 13, 14], [-3.0, -4.0, -5.0]),
+                completion([15], [-6.0]),
+            ),
             (2, 2),
         ),
     ]
@@ -113,16 +123,38 @@ def test_make_batch_by_hand():
         [1, 1, 1, 0],
         [1, 0, 0, 0],
     ]
-    sampler = [[0, 0, -0.5, 0], [0, 0, -1, -2], [-3, -4, -5, 0], [-6, 0, 0, 0]]
+    sampler = [
+        [0, 0, -0.5, 0],
+        [0, 0, -1, -2],
+        [-3, -4, -5, 0],
+        [-6, 0, 0, 0],
+    ]
     assert batch.sampler_logprobs.tolist() == sampler
     assert batch.sampler_logprobs.dtype == torch.float32
-    assert batch.advantages.tolist() == [[0, 0, 1, 0], [0, 0, -1, -1], [0] * 4, [0] * 4]
+    assert batch.advantages.tolist() == [
+        [0, 0, 1, 0],
+        [0, 0, -1, -1],
+        [0] * 4,
+        [0] * 4,
+    ]
     assert batch.group.tolist() == [0, 0, 1, 1]
     rows = batch.rows(torch.tensor([2, 0]))
-    assert rows.tokens.tolist() == [[11, 12, 13, 14], [5, 6, 7, 8]]
-    assert rows.response_mask.int().tolist() == [[1, 1, 1], [0, 0, 1]]
-    assert rows.sampler_logprobs.tolist() == [[-3, -4, -5], [0, 0, -0.5]]
-    assert rows.advantages.tolist() == [[0, 0, 0], [0, 0, 1]]
+    assert rows.tokens.tolist() == [
+        [11, 12, 13, 14],
+        [5, 6, 7, 8],
+    ]
+    assert rows.response_mask.int().tolist() == [
+        [1, 1, 1],
+        [0, 0, 1],
+    ]
+    assert rows.sampler_logprobs.tolist() == [
+        [-3, -4, -5],
+        [0, 0, -0.5],
+    ]
+    assert rows.advantages.tolist() == [
+        [0, 0, 0],
+        [0, 0, 1],
+    ]
     assert rows.group.tolist() == [1, 0]
     assert rows.length.tolist() == [4, 4]
 
@@ -133,14 +165,22 @@ def batches(draw: st.DrawFn) -> Batch:
     samples = draw(st.integers(2, 5))
     groups = []
     for g in range(draw(st.integers(1, 8))):
-        prompt = Prompt(str(g), "", tuple(range(1, 1 + draw(st.integers(1, 12)))))
+        prompt = Prompt(
+            str(g),
+            "",
+            tuple(range(1, 1 + draw(st.integers(1, 12)))),
+        )
         lengths = draw(st.lists(st.integers(1, 20), min_size=samples, max_size=samples))
         completions = tuple(completion(range(n), [-0.1 - k for k in range(n)]) for n in lengths)
         groups.append(Group(prompt, completions, tuple(float(n) for n in lengths)))
     return make_batch(groups, pad_token=0)
 
 
-@given(batches(), st.integers(1, 9), st.integers(0, 2**31))
+@given(
+    batches(),
+    st.integers(1, 9),
+    st.integers(0, 2**31),
+)
 def test_mini_batches_partition_whole_groups(batch: Batch, count: int, seed: int):
     """Contract: every row in exactly one mini-batch, a group never split, group counts differing by
     at most one, never more mini-batches than groups; the same seed gives the same cut.
@@ -202,15 +242,40 @@ def test_mismatch_by_hand():
     weights -0.1 and 0.2.
     """
     response_mask = torch.tensor([[True, True, False], [False, True, False]])
-    sampler = torch.tensor([[-1.0, -2.0, -9.0], [-7.0, -0.5, 4.0]])
-    learner = torch.tensor([[-0.9, -2.3, 0.0], [0.0, -0.3, 0.0]])
+    sampler = torch.tensor(
+        [
+            [-1.0, -2.0, -9.0],
+            [-7.0, -0.5, 4.0],
+        ]
+    )
+    learner = torch.tensor(
+        [
+            [-0.9, -2.3, 0.0],
+            [0.0, -0.3, 0.0],
+        ]
+    )
     found = measure_mismatch(learner, sampler, response_mask)
     k3 = sum(math.expm1(d) - d for d in (0.1, -0.3, 0.2)) / 3
     names = (
         "mean_abs max_abs k3 mean_log_w mean_abs_log_w log_w_low log_w_high mean std off_10 off_50"
     )
-    expected = [0.2, 0.3, k3, 0.05, 0.15, -0.1, 0.2, 0, math.sqrt(0.14 / 3), 1, 0]
-    assert [getattr(found, name) for name in names.split()] == pytest.approx(expected, abs=1e-6)
+    expected = [
+        0.2,
+        0.3,
+        k3,
+        0.05,
+        0.15,
+        -0.1,
+        0.2,
+        0,
+        math.sqrt(0.14 / 3),
+        1,
+        0,
+    ]
+    assert [getattr(found, name) for name in names.split()] == pytest.approx(
+        expected,
+        abs=1e-6,
+    )
     assert found.advantage_correlation is None
     assert found.end_mean_abs is None
 
@@ -221,17 +286,38 @@ def test_where_a_mismatch_is_by_hand():
     2; d with A = 1 and -1.
     """
     response_mask = torch.tensor([[True] * 4, [True, True, False, False]])
-    difference = torch.tensor([[0.0, 0.1, 0.2, 0.3], [0.4, 0.3, 9.0, 9.0]])
-    sampler = torch.tensor([[-1.0, -2.0, -4.7, -1.0], [-4.5, -1.0, -9.0, -9.0]])
-    advantages = torch.tensor([[1.0] * 4, [-1.0, -1.0, 0.0, 0.0]])
+    difference = torch.tensor(
+        [
+            [0.0, 0.1, 0.2, 0.3],
+            [0.4, 0.3, 9.0, 9.0],
+        ]
+    )
+    sampler = torch.tensor(
+        [
+            [-1.0, -2.0, -4.7, -1.0],
+            [-4.5, -1.0, -9.0, -9.0],
+        ]
+    )
+    advantages = torch.tensor(
+        [
+            [1.0] * 4,
+            [-1.0, -1.0, 0.0, 0.0],
+        ]
+    )
     ended = torch.tensor([True, False])
     found = measure_mismatch(sampler + difference, sampler, response_mask, advantages, ended)
     d = np.array([0, 0.1, 0.2, 0.3, 0.4, 0.3])
     position = [1, 2, 3, 4, 1, 2]
     a = [1, 1, 1, 1, -1, -1]
-    assert found.advantage_correlation == pytest.approx(np.corrcoef(d, a)[0, 1], abs=1e-6)
+    assert found.advantage_correlation == pytest.approx(
+        np.corrcoef(d, a)[0, 1],
+        abs=1e-6,
+    )
     assert (found.rare_mean_abs, found.end_mean_abs) == pytest.approx((0.2, 0.3), abs=1e-6)
-    assert found.position_slope == pytest.approx(np.polyfit(position, d, 1)[0], abs=1e-6)
+    assert found.position_slope == pytest.approx(
+        np.polyfit(position, d, 1)[0],
+        abs=1e-6,
+    )
     assert found.length_slope == pytest.approx(-0.05, abs=1e-6)
     same = measure_mismatch(sampler, sampler, response_mask, advantages, ended)
     assert same.advantage_correlation is None
@@ -267,7 +353,14 @@ def test_clip_reasons_by_hand():
         torch.zeros(2, 1).bool(),
     )
     reasons = clip_reasons(
-        *shared, torch.tensor([[-1.0], [1.0]]).expand(2, 2), torch.ones(2, 2).bool()
+        *shared,
+        torch.tensor(
+            [
+                [-1.0],
+                [1.0],
+            ]
+        ).expand(2, 2),
+        torch.ones(2, 2).bool(),
     )
     assert [CLIP_REASONS[place] for place in reasons[:, 1]] == [
         "sequence, A < 0 above",
@@ -293,7 +386,12 @@ def test_micro_batches_are_dealt_out_to_processes(batch: Batch, world: int, budg
     model: Any = SimpleNamespace(device=torch.device("cpu"))
     rows = torch.arange(len(batch.tokens))
     scorers = [Scorer(model, config, Processes(rank, world), 1.0) for rank in range(world)]
-    turns = list(zip(*(scorer.share(batch, rows) for scorer in scorers), strict=True))
+    turns = list(
+        zip(
+            *(scorer.share(batch, rows) for scorer in scorers),
+            strict=True,
+        )
+    )
     counted = [part.index.tolist() for turn in turns for part in turn if part.counts]
     assert counted == [part.tolist() for part in micro_batches(batch, rows, budget)]
     for turn in turns if world > 1 else ():
@@ -341,7 +439,12 @@ def test_a_process_reads_its_share_at_stage_3_alone():
 
 
 @pytest.mark.parametrize(
-    ("rewards", "logprobs"), [((1.0,), 2), ((1.0, math.nan), 2), ((1.0, 0.0), 1)]
+    ("rewards", "logprobs"),
+    [
+        ((1.0,), 2),
+        ((1.0, math.nan), 2),
+        ((1.0, 0.0), 1),
+    ],
 )
 def test_a_batch_has_a_reward_an_answer_and_a_logprob_a_token(rewards: Any, logprobs: int):
     answer = Completion((1, 2), (-0.5,) * logprobs, "", 0, "stop")

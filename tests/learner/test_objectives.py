@@ -67,7 +67,11 @@ def loss_input(
             old[b, t] = -1.0 - 0.25 * t - 0.5 * b
             current[b, t] = old[b, t] + up
             sampler[b, t] = old[b, t] - low
-    advantage = torch.where(response_mask, torch.tensor(advantages, dtype=dtype)[:, None], 0.0)
+    advantage = torch.where(
+        response_mask,
+        torch.tensor(advantages, dtype=dtype)[:, None],
+        0.0,
+    )
     return LossInput(current.requires_grad_(), old, sampler, None, response_mask, advantage)
 
 
@@ -126,7 +130,13 @@ BANDS = cases(__file__, "bands")
 @pytest.mark.parametrize(("advantage", "mean_up", "bound"), BANDS.values(), ids=BANDS)
 @pytest.mark.parametrize(
     ("mean_low", "weight"),
-    [(0.0, 1.0), (0.3, math.exp(0.3)), (-0.4, math.exp(-0.4)), (1.1, 2.0), (-0.9, 0.5)],
+    [
+        (0.0, 1.0),
+        (0.3, math.exp(0.3)),
+        (-0.4, math.exp(-0.4)),
+        (1.1, 2.0),
+        (-0.9, 0.5),
+    ],
 )
 def test_tbpo_by_hand(
     advantage: float,
@@ -174,15 +184,26 @@ def test_grpo_by_hand():
     given_ = loss_input([ups, ups], [lows, lows], [2.0, -2.0])
     loss, clipped = evaluate(given_, learner_config(GRPO))
     w = [math.exp(0.2), 2.0, math.exp(-1.0), 1.0]
-    r = [math.exp(0.1), math.exp(0.5), math.exp(-0.5), 1.0]
+    r = [
+        math.exp(0.1),
+        math.exp(0.5),
+        math.exp(-0.5),
+        1.0,
+    ]
     positive = -2.0 * (w[0] * r[0] + w[1] * 1.3 + w[2] * r[2] + w[3]) / 4
     negative = 2.0 * (w[0] * r[0] + w[1] * r[1] + w[2] * 0.8 + w[3]) / 4
     assert loss.tolist() == pytest.approx([positive, negative], rel=2e-6)
     assert clipped.tolist() == [0.25, 0.25]
     slopes = [-2.0 * a * b / 4 for a, b in zip(w, r, strict=True)]
     found = gradient(loss.sum(), given_)
-    assert found[0].tolist() == pytest.approx([slopes[0], 0.0, slopes[2], slopes[3]], rel=5e-6)
-    assert found[1].tolist() == pytest.approx([-slopes[0], -slopes[1], 0.0, -slopes[3]], rel=5e-6)
+    assert found[0].tolist() == pytest.approx(
+        [slopes[0], 0.0, slopes[2], slopes[3]],
+        rel=5e-6,
+    )
+    assert found[1].tolist() == pytest.approx(
+        [-slopes[0], -slopes[1], 0.0, -slopes[3]],
+        rel=5e-6,
+    )
 
 
 def sapo_gate(r: float, tau: float) -> tuple[float, float]:
@@ -190,11 +211,17 @@ def sapo_gate(r: float, tau: float) -> tuple[float, float]:
     return 4 / tau * gate, 4 * gate * (1 - gate)
 
 
-ONE_TOKEN: dict[str, list[tuple[float, float, float, float]]] = cases(__file__, "one token")
+ONE_TOKEN: dict[str, list[tuple[float, float, float, float]]] = cases(
+    __file__,
+    "one token",
+)
 """Objective → one token's ratio r and advantage A, the value of J, and its slope dJ/dr, 0 where
 cut.
 """
-for r, A, tau in ((1.7, 0.5, 1.0), (0.4, -3.0, 1.05)):
+for r, A, tau in (
+    (1.7, 0.5, 1.0),
+    (0.4, -3.0, 1.05),
+):
     value, slope = sapo_gate(r, tau)
     ONE_TOKEN["sapo"].append((r, A, A * value, A * slope))
 
@@ -209,12 +236,21 @@ def test_objectives_of_one_token_by_hand(name: str, case: tuple[float, float, fl
     and where CISPO caps its weight.
     """
     r, advantage, value, slope = case
-    given_ = loss_input([[math.log(r)]], [[0.0]], [advantage], torch.float64)
+    given_ = loss_input(
+        [[math.log(r)]],
+        [[0.0]],
+        [advantage],
+        torch.float64,
+    )
     loss, clipped = evaluate(given_, learner_config(name, correction={"name": "none"}))
     # TBPO's bounds are fp32 numbers
     assert loss.item() == pytest.approx(-value, rel=1e-7, abs=1e-12)
     assert clipped.item() == ((value != 0 and slope == 0) or (name == "cispo" and r > 5))
-    assert gradient(loss.sum(), given_).item() == pytest.approx(-r * slope, rel=1e-9, abs=1e-12)
+    assert gradient(loss.sum(), given_).item() == pytest.approx(
+        -r * slope,
+        rel=1e-9,
+        abs=1e-12,
+    )
 
 
 @pytest.mark.parametrize(
@@ -276,7 +312,10 @@ def test_reinforce_like_gradients_in_closed_form(name: str):
     N = int(response_mask.sum())
     T = response_mask.sum(-1, keepdim=True)
     factor, divisor = {
-        "cispo": ((current - old_of(given_)).exp().clamp_max(5.0), torch.tensor(N)),
+        "cispo": (
+            (current - old_of(given_)).exp().clamp_max(5.0),
+            torch.tensor(N),
+        ),
         "on_policy": (torch.ones_like(current), B * T),
         "pg_seq_is": (
             ((current - given_.sampler) * response_mask).sum(-1, keepdim=True).exp(),
@@ -301,7 +340,12 @@ def test_tbpo_is_gspo_with_dual_clip_at_matching_bounds(seed: int, spread: float
     powers of two, as products are taken in another order.
     """
     bounds = {"clip_low": 0.1, "clip_high": 0.2, "dual_clip": 1.0 + 0.3}
-    given_ = random_input(seed, (4, 1, 7, 3, 2, 2), spread, torch.float32)
+    given_ = random_input(
+        seed,
+        (4, 1, 7, 3, 2, 2),
+        spread,
+        torch.float32,
+    )
     found = []
     for objective in (TBPO, {"name": "gspo_dual_clip", **bounds}):
         config = learner_config(objective)
@@ -313,7 +357,13 @@ def test_tbpo_is_gspo_with_dual_clip_at_matching_bounds(seed: int, spread: float
             given_.advantages,
         )
         result = OBJECTIVES[config.objective.name](inputs, config.objective)
-        found.append((result.loss, result.clipped, gradient(result.loss.sum(), given_)))
+        found.append(
+            (
+                result.loss,
+                result.clipped,
+                gradient(result.loss.sum(), given_),
+            )
+        )
     for ours, theirs in zip(*found, strict=True):
         assert torch.equal(ours, theirs)
 
@@ -336,13 +386,21 @@ def test_what_is_not_response_does_not_count(
     """
     generator = torch.Generator().manual_seed(seed)
     lows = [torch.rand(len(row), generator=generator).mul(3).sub(1.5).tolist() for row in ups]
-    tight = loss_input(ups, lows, torch.randn(len(ups), generator=generator).tolist())
+    tight = loss_input(
+        ups,
+        lows,
+        torch.randn(len(ups), generator=generator).tolist(),
+    )
     config = learner_config(name)
     B, T = tight.response_mask.shape
 
     def spread(values: torch.Tensor) -> torch.Tensor:
         wide = torch.randn(B, T + padding + 2, generator=generator) * 10  # garbage
-        wide[:, 2 : T + 2] = torch.where(tight.response_mask, values, wide[:, 2 : T + 2])
+        wide[:, 2 : T + 2] = torch.where(
+            tight.response_mask,
+            values,
+            wide[:, 2 : T + 2],
+        )
         return wide
 
     mask = torch.zeros(B, T + padding + 2, dtype=torch.bool)
@@ -369,7 +427,12 @@ def test_what_is_not_response_does_not_count(
     )
     for b in range(B):
         alone = rows_of(tight, slice(b, b + 1), T)
-        torch.testing.assert_close(evaluate(alone, config)[0][0], ours[0][b], rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(
+            evaluate(alone, config)[0][0],
+            ours[0][b],
+            rtol=1e-6,
+            atol=1e-7,
+        )
 
 
 def rows_of(whole: LossInput, rows: Any, longest: int) -> LossInput:
@@ -413,8 +476,18 @@ def test_corrections_by_hand():
     """One response of two tokens, log w 0.5 and -3, one of a single token, log w 1, each with
     padding.
     """
-    old = torch.tensor([[-1.0, -1.0, 7.0], [-1.0, 3.0, 3.0]])
-    sampler = torch.tensor([[-1.5, 2.0, 1.0], [-2.0, 9.0, 9.0]])
+    old = torch.tensor(
+        [
+            [-1.0, -1.0, 7.0],
+            [-1.0, 3.0, 3.0],
+        ]
+    )
+    sampler = torch.tensor(
+        [
+            [-1.5, 2.0, 1.0],
+            [-2.0, 9.0, 9.0],
+        ]
+    )
     response_mask = torch.tensor([[True, True, False], [True, False, False]])
 
     def found(**options: Any) -> tuple[list[list[float]], list[list[bool]]]:
@@ -430,9 +503,18 @@ def test_corrections_by_hand():
         return [pytest.approx(row) for row in rows]
 
     e = math.exp
-    assert found(name="none") == ([[1.0], [1.0]], [[False], [False]])
+    assert found(name="none") == (
+        [[1.0], [1.0]],
+        [
+            [False],
+            [False],
+        ],
+    )
     weight, held = found(name="token_tis", cap=2.0)
-    assert weight == near([e(0.5), e(-3), 1], [2, 1, 1])
+    assert weight == near(
+        [e(0.5), e(-3), 1],
+        [2, 1, 1],
+    )
     assert held == [
         [False] * 3,
         [True, False, False],
@@ -444,7 +526,10 @@ def test_corrections_by_hand():
     assert weight == near([0.5], [2])
     assert held == [[True], [True]]  # e^-1.25 < 1/2
     weight, held = found(name="token_mis", floor=0.5, cap=5.0)
-    assert weight == near([e(0.5), 0, 1], [e(1), 1, 1])
+    assert weight == near(
+        [e(0.5), 0, 1],
+        [e(1), 1, 1],
+    )
     assert held == [
         [False, True, False],
         [False] * 3,
@@ -460,8 +545,20 @@ def test_corrections_by_hand():
         [1.0, 0.0, 1.0],
         [1.0, 1.0, 1.0],
     ]
-    values = torch.tensor([[1.0, 2.0, 100.0], [50.0, -3.0, 5.0], [7.0, 7.0, 7.0]])
-    mask = torch.tensor([[True, True, False], [False, True, True], [False, False, False]])
+    values = torch.tensor(
+        [
+            [1.0, 2.0, 100.0],
+            [50.0, -3.0, 5.0],
+            [7.0, 7.0, 7.0],
+        ]
+    )
+    mask = torch.tensor(
+        [
+            [True, True, False],
+            [False, True, True],
+            [False, False, False],
+        ]
+    )
     assert sequence_mean(values, mask).tolist() == [1.5, 1.0, 0.0]
     assert sequence_log_ratio(values, values - 0.5, mask).tolist() == [0.5, 0.5, 0.0]
 
@@ -496,7 +593,11 @@ def test_aggregations_by_hand():
     """Losses -A = -1, -1 | -3 under on_policy: two tokens and one. token-mean (1+1+3)/3,
     seq-mean-token-mean (1+3)/2, seq-sum (2+3)/2, over a constant 10 a tenth of it.
     """
-    given_ = loss_input([[0.0, 0.0], [0.0]], [[0.0, 0.0], [0.0]], [1.0, 3.0])
+    given_ = loss_input(
+        [[0.0, 0.0], [0.0]],
+        [[0.0, 0.0], [0.0]],
+        [1.0, 3.0],
+    )
     for aggregation, expected in (
         ({"name": "token-mean"}, -5 / 3),
         ({"name": "seq-mean-token-mean"}, -2.0),
@@ -527,7 +628,11 @@ def test_parts_add_up_to_the_whole(name: str, aggregation: str):
     for cuts in ([1] * 8, [2, 6]):
         shares = []
         for rows in torch.arange(8).split(cuts):
-            part = rows_of(given_, rows, int(given_.response_mask[rows].sum(-1).max()))
+            part = rows_of(
+                given_,
+                rows,
+                int(given_.response_mask[rows].sum(-1).max()),
+            )
             shares.append(policy_loss(part, config, totals(given_)))
         loss = torch.stack([share.loss for share in shares]).sum()
         torch.testing.assert_close(loss, whole.loss)
@@ -541,7 +646,11 @@ def test_kl_estimates_by_hand(d: float, coefficient: float):
     """d = log π_ref - log π_cur. Values -d, d²/2, e^d - 1 - d; gradients to log π_cur -d (k1, k2)
     and 1 - e^d (k3). The penalty adds coefficient · mean to the loss, and is reported unscaled.
     """
-    values = {"k1": -d, "k2": d * d / 2, "k3": math.expm1(d) - d}
+    values = {
+        "k1": -d,
+        "k2": d * d / 2,
+        "k3": math.expm1(d) - d,
+    }
     slopes = {"k1": -d, "k2": -d, "k3": -math.expm1(d)}
     given_ = loss_input([[0.0]], [[0.0]], [1.0], torch.float64)
     given_ = replace(given_, reference=old_of(given_) + d)
@@ -569,7 +678,10 @@ def test_a_shadow_gives_the_value_and_the_plain_forward_the_gradient(seed: int):
     mixed = shadowed(current, shadow)
     assert torch.equal(mixed, shadow)
     weights = torch.randn(3, 5, generator=generator)
-    assert torch.equal(torch.autograd.grad((mixed * weights).sum(), current)[0], weights)
+    assert torch.equal(
+        torch.autograd.grad((mixed * weights).sum(), current)[0],
+        weights,
+    )
 
 
 @pytest.mark.parametrize(
@@ -577,11 +689,27 @@ def test_a_shadow_gives_the_value_and_the_plain_forward_the_gradient(seed: int):
     [
         # min(r A, clip(r; 0.8, 1.3) A): r = 1.105 is inside;
         # 0.607 is below and A < 0: 0.8 · -2; 1.492 is above and A > 0: 1.3 · 0.5
-        ("grpo", (math.exp(0.1), -1.6, 0.65), (math.exp(0.1), 0, 0)),
+        (
+            "grpo",
+            (math.exp(0.1), -1.6, 0.65),
+            (math.exp(0.1), 0, 0),
+        ),
         ("on_policy", (1, -2, 0.5), (1, -2, 0.5)),
-        ("cispo", (math.exp(0.1), -2 * math.exp(-0.5), 0.5 * math.exp(0.4)), None),
+        (
+            "cispo",
+            (
+                math.exp(0.1),
+                -2 * math.exp(-0.5),
+                0.5 * math.exp(0.4),
+            ),
+            None,
+        ),
         # its bound is 1.2
-        ("positive_grpo", (math.exp(0.1), 0, 0.6), (math.exp(0.1), 0, 0)),
+        (
+            "positive_grpo",
+            (math.exp(0.1), 0, 0.6),
+            (math.exp(0.1), 0, 0),
+        ),
     ],
 )
 def test_each_token_has_its_own_advantage_by_hand(
@@ -590,7 +718,12 @@ def test_each_token_has_its_own_advantage_by_hand(
     """Tokens 0, 1 and 3 of four are learned from, as in a conversation of several turns, with
     advantages 1, -2, 0.5. J is their mean, and a gap in the mask counts for nothing.
     """
-    given_ = loss_input([[0.1, -0.5, 9.0, 0.4]], [[0.0] * 4], [0.0], torch.float64)
+    given_ = loss_input(
+        [[0.1, -0.5, 9.0, 0.4]],
+        [[0.0] * 4],
+        [0.0],
+        torch.float64,
+    )
     mask = torch.tensor([[True, True, False, True]])
     credit = torch.tensor([[1, -2, 77, 0.5]], dtype=torch.float64)
     given_ = replace(given_, response_mask=mask, advantages=credit)
@@ -634,8 +767,17 @@ def test_clipped_shares_by_side(name: str, expected: list[float]):
     token above and one as far below, whose sequence ratio is 1. An advantage of 0 is clipped by no
     side.
     """
-    moved = [[2.0, 2.0], [2.0, 2.0], [-2.0, -2.0], [2.0, -2.0]]
-    given_ = loss_input(moved, [[0.0, 0.0]] * 4, [1.0, -1.0, -1.0, 1.0])
+    moved = [
+        [2.0, 2.0],
+        [2.0, 2.0],
+        [-2.0, -2.0],
+        [2.0, -2.0],
+    ]
+    given_ = loss_input(
+        moved,
+        [[0.0, 0.0]] * 4,
+        [1.0, -1.0, -1.0, 1.0],
+    )
     found = policy_loss(given_, learner_config(name), totals(given_)).metrics
     assert [
         found.clipped_positive_above,
@@ -656,7 +798,13 @@ def test_a_loss_waits_for_no_device(name: str, ratio_from: str):
     backward is queued before the host has to know them. Blind spot: objectives of sequences compare
     a response's advantages at once.
     """
-    real = vars(loss_input([[0.0]] * 2, [[0.0]] * 2, [1.0, -1.0]))
+    real = vars(
+        loss_input(
+            [[0.0]] * 2,
+            [[0.0]] * 2,
+            [1.0, -1.0],
+        )
+    )
     meta: dict[str, Any] = {
         name: tensor if tensor is None else tensor.to("meta") for name, tensor in real.items()
     }
@@ -699,7 +847,11 @@ OWN = {
 
 def two_sequences() -> LossInput:
     """Two sequences of three and two response tokens; the learner is a little off the sampler."""
-    return loss_input([[0.0] * 3, [0.0] * 2], [[-0.1, 0.0, 0.1], [0.0, -0.2]], [1.0, -1.0])
+    return loss_input(
+        [[0.0] * 3, [0.0] * 2],
+        [[-0.1, 0.0, 0.1], [0.0, -0.2]],
+        [1.0, -1.0],
+    )
 
 
 def loss_of(code: str, folder: Path) -> float:

@@ -57,7 +57,10 @@ def config(**options: Any) -> OptimizerConfig:
 
 
 @narrow
-@given(seed=st.integers(0, 2**32 - 1), exponent=st.integers(-6, 4))
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    exponent=st.integers(-6, 4),
+)
 @settings(max_examples=examples(20))
 def test_stochastic_rounding_is_exact_in_expectation(dtype: torch.dtype, seed: int, exponent: int):
     """Contract: over all 2^16 values the noise can take, the mean of the rounded numbers is the
@@ -66,7 +69,11 @@ def test_stochastic_rounding_is_exact_in_expectation(dtype: torch.dtype, seed: i
     """
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(8, generator=generator) * 10.0**exponent
-    values = torch.where(values.abs() < 2.0**-14, values.sign() * 2.0**-14, values)
+    values = torch.where(
+        values.abs() < 2.0**-14,
+        values.sign() * 2.0**-14,
+        values,
+    )
     noise = torch.arange(1 << 16, dtype=torch.int32)
     for value in values:
         same = value.expand(1 << 16).clone()
@@ -87,7 +94,10 @@ def test_stochastic_rounding_draws_what_it_says(dtype: torch.dtype):
     spacing = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[dtype]
     for value in (1.001, -0.0203, 3.1e-4, 2.0**-14 * 1.0001, -4.3e-5, 1.3e-7, -2.0e-8):
         same = torch.full((200_000,), value)
-        step = max(abs(value) * 2 * spacing, 2.0**-24 * (dtype == torch.float16))
+        step = max(
+            abs(value) * 2 * spacing,
+            2.0**-24 * (dtype == torch.float16),
+        )
         rounded = stochastic_round(same, dtype, torch.Generator().manual_seed(1))
         error = rounded.double().mean() - same[0].double()
         assert abs(error) < 5 * step / 2 / 200_000**0.5, value
@@ -95,7 +105,15 @@ def test_stochastic_rounding_draws_what_it_says(dtype: torch.dtype):
         assert not torch.equal(
             rounded, stochastic_round(same, dtype, torch.Generator().manual_seed(2))
         )
-    exact = torch.tensor([0.0, 1.5, -(2.0**-20), torch.inf, -torch.inf])
+    exact = torch.tensor(
+        [
+            0.0,
+            1.5,
+            -(2.0**-20),
+            torch.inf,
+            -torch.inf,
+        ]
+    )
     assert torch.equal(stochastic_round(exact, dtype, torch.Generator()).float(), exact)
     assert stochastic_round(torch.tensor([torch.nan]), dtype, torch.Generator()).isnan().all()
 
@@ -257,7 +275,10 @@ def test_gradients_of_16_bit_masters_are_accumulated_in_fp32(dtype: torch.dtype)
     """
     master = nn.Parameter(torch.ones(2, dtype=dtype))
     MasterOptimizer({"w": master}, set(), config(name="adamw"))
-    weights = [torch.tensor([1e-9, 1.0]), *[torch.tensor([1e-9, 2.0**-10])] * 1000]
+    weights = [
+        torch.tensor([1e-9, 1.0]),
+        *[torch.tensor([1e-9, 2.0**-10])] * 1000,
+    ]
     for weight in weights:
         (master.float() * weight).sum().backward()
     assert master.grad is not None

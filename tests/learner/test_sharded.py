@@ -63,7 +63,13 @@ def test_gradients_sent_in_16_bits_are_rounded_once_and_added_up_in_fp32(
 
 @pytest.mark.parametrize(
     ("rows", "world", "unit"),
-    [(1, 2, 1), (7, 3, 1), (384, 2, 128), (128, 4, 128), (64, 8, 1)],
+    [
+        (1, 2, 1),
+        (7, 3, 1),
+        (384, 2, 128),
+        (128, 4, 128),
+        (64, 8, 1),
+    ],
 )
 def test_every_row_is_one_processes(rows: int, world: int, unit: int):
     """Parts follow each other, blocks are not cut, and shares differ by a block at most; a vector

@@ -44,7 +44,10 @@ LEARNER: dict[str, Any] = {
     "optimizer": ADAMW,
 }
 MUON: dict[str, Any] = {**LEARNER, "optimizer": {"lr": 1e-4, "name": "muon"}}
-LORA: dict[str, Any] = {**LEARNER, "lora": {"name": "lora", "rank": 4, "alpha": 8.0}}
+LORA: dict[str, Any] = {
+    **LEARNER,
+    "lora": {"name": "lora", "rank": 4, "alpha": 8.0},
+}
 KEEPS_NONE = {"keep_codes": False, "keep_kernel_layout": False}
 EXPERTS: dict[str, Any] = {**LEARNER, "router_aux_loss": 0.01}
 KL: dict[str, Any] = {**LEARNER, "kl": {"name": "k3", "coefficient": 0.5}}
@@ -79,7 +82,15 @@ def written_by_two(folder: Path, name: str) -> Path:
     empty manifest.
     """
     target = save_checkpoint(
-        folder, 7, {"learner": {"masters": {}, "optimizer": {"masters": {}}}}, keep=1
+        folder,
+        7,
+        {
+            "learner": {
+                "masters": {},
+                "optimizer": {"masters": {}},
+            }
+        },
+        keep=1,
     )
     files = [target / "state-00000.pt", target / "state-00001.pt"]
     content = files[0].read_bytes()
@@ -319,7 +330,11 @@ def test_muon_in_two_processes_is_muon_in_one(done: Done, job: str):
     updates would differ by more than they move. Equal gradients, and the momentum that goes back to
     one process: test_sharded.py.
     """
-    moved, off = distances(trained(0)[0], trained(2, muon=True)[0], done[job]["state"]["masters"])
+    moved, off = distances(
+        trained(0)[0],
+        trained(2, muon=True)[0],
+        done[job]["state"]["masters"],
+    )
     assert moved.mean() > 2e-5
     assert off.mean() <= 0.5 * moved.mean()
 

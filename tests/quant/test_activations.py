@@ -63,7 +63,10 @@ def vllm_fp8(group_columns: int) -> Any:
 
 
 @on_cpu_builds
-@pytest.mark.parametrize(("scheme", "dtype"), [("w8a8", torch.int8), ("fp8", torch.float8_e4m3fn)])
+@pytest.mark.parametrize(
+    ("scheme", "dtype"),
+    [("w8a8", torch.int8), ("fp8", torch.float8_e4m3fn)],
+)
 @given(x=activations())
 @settings(max_examples=examples(300))
 def test_codes_of_tokens_are_vllms_dynamic_quantization(
@@ -86,7 +89,10 @@ def test_codes_of_tokens_are_vllms_dynamic_quantization(
 
 
 @on_cpu_builds
-@given(activations(exponents=(-6, 6), multiple=128), st.sampled_from([0.0, 1.0, -30.0]))
+@given(
+    activations(exponents=(-6, 6), multiple=128),
+    st.sampled_from([0.0, 1.0, -30.0]),
+)
 @settings(max_examples=examples(200))
 def test_int8_asymmetric_is_what_the_int4_product_multiplies(x: torch.Tensor, offset: float):
     """Contract: (code - zero point) · scale is what torch's `_dyn_quant_matmul_4bit`, which vLLM's
@@ -164,7 +170,10 @@ def test_zero_rows_and_dequantization(name: str, dtype: torch.dtype):
     assert name != "fp8-block" or float(low_bit.scale[1, 0]) == pytest.approx(
         1e-10 / 448, rel=1e-5, abs=0
     )
-    scale = low_bit.scale.float().repeat_interleave(columns // low_bit.scale.shape[1], dim=1)
+    scale = low_bit.scale.float().repeat_interleave(
+        columns // low_bit.scale.shape[1],
+        dim=1,
+    )
     for out in (torch.float32, dtype):
         expected = (low_bit.values() * scale).to(out)
         assert torch.equal(low_bit.dequantized(out), expected)

@@ -88,7 +88,10 @@ def test_values_and_gradients_are_those_of_torchs_attention(
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize(("window", "fp8"), [(None, False), (7, False), *[(None, True)] * AVX512])
+@pytest.mark.parametrize(
+    ("window", "fp8"),
+    [(None, False), (7, False), *[(None, True)] * AVX512],
+)
 def test_a_token_depends_on_nothing_beside_or_behind_it_to_the_bit(
     window: int | None, fp8: bool, monkeypatch
 ):
@@ -100,7 +103,11 @@ def test_a_token_depends_on_nothing_beside_or_behind_it_to_the_bit(
     scoring = Scoring(scale=0.3, window=window, fp8=fp8)
 
     def alone(start: int, count: int) -> torch.Tensor:
-        return attend([t[start : start + count] for t in rows], scoring, Sequences.apart([count]))
+        return attend(
+            [t[start : start + count] for t in rows],
+            scoring,
+            Sequences.apart([count]),
+        )
 
     starts = [sum(LENGTHS[:n]) for n in range(len(LENGTHS))]
     whole = torch.cat([alone(*part) for part in zip(starts, LENGTHS, strict=True)])
@@ -139,7 +146,13 @@ def test_a_prompt_that_several_see_is_as_if_each_brought_it(
     torch.testing.assert_close(y, expected[own], rtol=bound, atol=bound)
     dy = normal(y.numel(), 1, seed=4).view(y.shape)
     y.backward(dy)
-    expected.backward(torch.zeros_like(expected).index_copy_(0, own.nonzero().flatten(), dy))
+    expected.backward(
+        torch.zeros_like(expected).index_copy_(
+            0,
+            own.nonzero().flatten(),
+            dy,
+        )
+    )
     for a, b in zip(once, each, strict=True):
         summed = torch.zeros_like(a).index_add_(0, places, b.grad)  # type: ignore[arg-type]
         torch.testing.assert_close(a.grad, summed, rtol=1e-5, atol=1e-5)

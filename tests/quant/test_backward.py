@@ -63,7 +63,10 @@ def test_a_rounded_weight_moves_dx_by_its_own_rounding_alone(dtype: torch.dtype,
     sums = dy.double().abs() @ weight.double().abs()
     unit = torch.finfo(dtype).eps / 2
     fp32 = 96 * 2.0**-24
-    for operand, allowed in ((weight, fp32), (weight.to(dtype), unit + fp32)):
+    for operand, allowed in (
+        (weight, fp32),
+        (weight.to(dtype), unit + fp32),
+    ):
         dx = input_gradient([(dy, operand)])
         assert dx.dtype == dtype
         error = (dx.double() - exact).abs()
@@ -145,7 +148,14 @@ def test_compiling_is_refused_where_nothing_would_be_compiled(
 
 
 @pytest.mark.parametrize("kind", [torch.float32, BFLOAT16])
-@pytest.mark.parametrize("shape", [(1, 3, 5), (300, 9000, 4), (17, 64, 33)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (1, 3, 5),
+        (300, 9000, 4),
+        (17, 64, 33),
+    ],
+)
 def test_weight_gradients_are_exact_products_summed_in_fp32(
     kind: torch.dtype, shape: tuple[int, int, int]
 ):
@@ -215,7 +225,11 @@ def test_cudas_weight_gradients_are_not_rounded(dtype: torch.dtype):
     ).all()
 
 
-@given(st.integers(0, 40), st.integers(0, 9), st.integers(1, 50))
+@given(
+    st.integers(0, 40),
+    st.integers(0, 9),
+    st.integers(1, 50),
+)
 def test_blocks_are_all_rows_once(rows: int, columns: int, elements: int):
     """Contract: the blocks of every tensor are that tensor's rows in order, each block within the
     bound or one row.
@@ -275,4 +289,7 @@ def test_log_probs_by_blocks_are_those_of_all_rows(
         found = _Normalized.apply(leaf, targets, True, 1.0)
         assert torch.equal(found[0], picked)
         assert torch.equal(found[1], entropies)
-        assert torch.equal(torch.autograd.grad(found[0], leaf, dy)[0], gradient)
+        assert torch.equal(
+            torch.autograd.grad(found[0], leaf, dy)[0],
+            gradient,
+        )

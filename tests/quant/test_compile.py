@@ -89,8 +89,22 @@ def test_codes_are_dequantized_in_one_pass(eager_backend: None):
     Blind: as above.
     """
     names = [name for name in SCHEMES if get_scheme(name).weights]
-    for rows, name, dtype in product((128, 256, 384), names, (torch.bfloat16, torch.float32)):
-        weight = torch.linspace(-1.0, 1.0, rows * 256).sin().view(rows, 256)
+    for rows, name, dtype in product(
+        (128, 256, 384),
+        names,
+        (
+            torch.bfloat16,
+            torch.float32,
+        ),
+    ):
+        weight = (
+            torch.linspace(-1.0, 1.0, rows * 256)
+            .sin()
+            .view(
+                rows,
+                256,
+            )
+        )
         low_bit = by_operators(weight, get_scheme(name), torch.bfloat16, "layer")
         height = low_bit.scheme.block[0] if low_bit.scheme.block else 1
         operands = (
@@ -130,7 +144,13 @@ def test_a_learner_compiles_no_more_after_its_second_micro_batch(eager_backend: 
     model = policy("w4a16")
     model.context.gradients.compiled = True
     counts = []
-    for lengths in ([9], [17, 3], [5, 6, 8], [30], [2, 40]):
+    for lengths in (
+        [9],
+        [17, 3],
+        [5, 6, 8],
+        [30],
+        [2, 40],
+    ):
         batch = random_batch(lengths, VOCABULARY)
         logprob_gradients(model, batch, packed=batch.packed())
         counts.append(graphs())

@@ -126,7 +126,11 @@ def test_what_flash_attention_cannot_score_takes_torchs(
         (2, capped, None),
         (3, plain, SINKS),
     ]
-    for version, *how in [*taken, (2, plain, SINKS), (None, capped, None)]:
+    for version, *how in [
+        *taken,
+        (2, plain, SINKS),
+        (None, capped, None),
+    ]:
         monkeypatch.setattr(
             fa_utils,
             "get_flash_attn_version",

@@ -70,7 +70,12 @@ def grouped_gradients(
         leaf.grad = None
     experts(x, index, weights).backward(dy)
     trained = experts.factors or experts.masters
-    return (x.detach(), weights.detach(), index, dy), collected(x, weights, *trained)
+    return (
+        x.detach(),
+        weights.detach(),
+        index,
+        dy,
+    ), collected(x, weights, *trained)
 
 
 @pytest.mark.parametrize("scheme", ["bf16", "w4a16-g32", "w8a8", "fp8", "nvfp4"])

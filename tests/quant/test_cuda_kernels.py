@@ -231,7 +231,20 @@ def test_experts_find_scratch_and_a_context_outside_of_a_step(
     )
 
     cpu = torch.device("cpu")
-    arguments: Any = (kernel, torch.bfloat16, cpu, 40, 40, 64, 32, 2, 4, 4, None, None)
+    arguments: Any = (
+        kernel,
+        torch.bfloat16,
+        cpu,
+        40,
+        40,
+        64,
+        32,
+        2,
+        4,
+        4,
+        None,
+        None,
+    )
 
     def allocate() -> tuple[torch.Size, ...]:
         return tuple(
@@ -294,7 +307,14 @@ def test_a_recomputed_product_stays_on_its_threads_stream(
         topk_indices_dtype=None,
     )
     layer: Any = SimpleNamespace(quant_method=method, forward_modular=multiply)
-    routed = () if kind is VllmMatmul else (torch.ones(3, 1), torch.zeros(3, 1))
+    routed = (
+        ()
+        if kind is VllmMatmul
+        else (
+            torch.ones(3, 1),
+            torch.zeros(3, 1),
+        )
+    )
     engines = workspace.WorkspaceManager(torch.device("cpu"))
     engines.lock()
     monkeypatch.setattr(workspace, "_manager", engines)
@@ -371,7 +391,10 @@ _BOTH = {
     "w8a8",
     "fp8",
 }
-KEEP = {(9, 0): _BOTH | {"w4afp8", "mxfp4a16"}, (10, 0): _BOTH | {"nvfp4"}}
+KEEP = {
+    (9, 0): _BOTH | {"w4afp8", "mxfp4a16"},
+    (10, 0): _BOTH | {"nvfp4"},
+}
 """Schemes whose kernels for Qwen3-1.7B's qkv keep the mode."""
 
 
@@ -439,7 +462,10 @@ def test_attention_asks_for_it(mode: None, monkeypatch: pytest.MonkeyPatch):
     assert splits == [1, 0]
 
 
-@pytest.mark.parametrize(("capability", "on"), [((8, 0), False), ((9, 0), True)])
+@pytest.mark.parametrize(
+    ("capability", "on"),
+    [((8, 0), False), ((9, 0), True)],
+)
 def test_it_is_turned_on_where_the_backward_works(
     capability: tuple[int, int], on: bool, monkeypatch
 ):

@@ -229,7 +229,12 @@ HOSTILE = {
         "are announced|0 blocks instead of 1",
     ),
     "a block more": (
-        lambda h: h["tensors"][0]["blocks"].append({"changes": 0, "size": 0}),
+        lambda h: h["tensors"][0]["blocks"].append(
+            {
+                "changes": 0,
+                "size": 0,
+            }
+        ),
         "2 blocks instead of 1",
     ),
     "lost field": (lambda h: h.pop("base"), "base: Field required"),
@@ -509,7 +514,12 @@ def test_a_gpus_tensors_are_read_many_at_once(monkeypatch: pytest.MonkeyPatch):
     items = [
         LowBitTensor(f"T{n}", tensor(size, n)) for n, size in enumerate((300, 0, 20, 700, 1, 64))
     ]
-    items.append(LowBitTensor("m", tensor(96).view(torch.bfloat16).view(2, -1).T))
+    items.append(
+        LowBitTensor(
+            "m",
+            tensor(96).view(torch.bfloat16).view(2, -1).T,
+        )
+    )
     expected = hashing.digested(items).hexdigest()
     monkeypatch.setattr(hashing, "_on_gpu", lambda _: True)
     copies: list[int] = []
@@ -519,7 +529,11 @@ def test_a_gpus_tensors_are_read_many_at_once(monkeypatch: pytest.MonkeyPatch):
         "_read_waiting",
         lambda s: copies.append(len(s._waiting)) or read(s),
     )
-    for at_once, packs in ((1 << 25, [7]), (500, [4, 3]), (1, [1, 2, 1, 1, 1, 1])):
+    for at_once, packs in (
+        (1 << 25, [7]),
+        (500, [4, 3]),
+        (1, [1, 2, 1, 1, 1, 1]),
+    ):
         monkeypatch.setattr(hashing, "_AT_ONCE", at_once)
         copies.clear()
         sent = StreamDigest()

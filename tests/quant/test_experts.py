@@ -49,16 +49,38 @@ ROUTINGS = {
     "one token": (SHAPE, lambda: routed(1)),
     "two experts idle": (
         SHAPE,
-        lambda: (routed(9)[0], torch.tensor([[4, 1], [1, 2], [2, 4]] * 3)),
+        lambda: (
+            routed(9)[0],
+            torch.tensor(
+                [
+                    [4, 1],
+                    [1, 2],
+                    [2, 4],
+                ]
+                * 3
+            ),
+        ),
     ),
-    "all to the same": (SHAPE, lambda: (routed(7)[0], torch.tensor([[3, 0]] * 7))),
+    "all to the same": (
+        SHAPE,
+        lambda: (
+            routed(7)[0],
+            torch.tensor([[3, 0]] * 7),
+        ),
+    ),
     "one expert a token": (
         replace(SHAPE, top_k=1),
-        lambda: (torch.ones(11, 1), torch.arange(11)[:, None] % 5),
+        lambda: (
+            torch.ones(11, 1),
+            torch.arange(11)[:, None] % 5,
+        ),
     ),
     "every expert for every token": (
         replace(SHAPE, experts=3, top_k=3),
-        lambda: (normal(4, 3, seed=1).softmax(-1), torch.tensor([[2, 0, 1]] * 4)),
+        lambda: (
+            normal(4, 3, seed=1).softmax(-1),
+            torch.tensor([[2, 0, 1]] * 4),
+        ),
     ),
     "weights that do not sum to one": (
         SHAPE,
@@ -140,7 +162,10 @@ def exact_output(
                 gate_up = unpacked(codes[e].gate_up)
                 down = unpacked(codes[e].down)
                 token = as_multiplied(token, experts)
-            gate, up = (token.double() @ gate_up.t()).chunk(2, dim=-1)
+            gate, up = (token.double() @ gate_up.t()).chunk(
+                2,
+                dim=-1,
+            )
             hidden = F.silu(gate) * up
             y[n] += weight * ((hidden if masters else as_multiplied(hidden, experts)) @ down.t())[0]
     return y
@@ -210,7 +235,11 @@ def own_gradients(
 
 @routings
 @pytest.mark.parametrize(
-    ("scheme", "aligned"), [*((scheme, True) for scheme in SCHEMES), ("w8a8", False)]
+    ("scheme", "aligned"),
+    [
+        *((scheme, True) for scheme in SCHEMES),
+        ("w8a8", False),
+    ],
 )
 def test_gradients_are_those_of_straight_through_fake_quantization(
     scheme: str, aligned: bool, routing: str

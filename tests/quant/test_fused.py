@@ -153,10 +153,16 @@ def test_every_bfloat16_value_gives_the_operators_bits(name: str, dtype: torch.d
     values = values[values.isfinite()]
     width = get_scheme(name).group_size or 128
     small = values[values.abs() <= 1].view(-1)
-    small = torch.cat((small, torch.ones(-len(small) % (width - 1), dtype=torch.bfloat16))).view(
-        -1, width - 1
+    small = torch.cat(
+        (
+            small,
+            torch.ones(-len(small) % (width - 1), dtype=torch.bfloat16),
+        )
+    ).view(-1, width - 1)
+    weight = torch.cat(
+        (small, torch.ones(len(small), 1, dtype=torch.bfloat16)),
+        dim=1,
     )
-    weight = torch.cat((small, torch.ones(len(small), 1, dtype=torch.bfloat16)), dim=1)
     check(weight, name, dtype)
     check(weight.float(), name, dtype)
     # the stored scale is 1: the codes are the values, rounded
@@ -164,7 +170,11 @@ def test_every_bfloat16_value_gives_the_operators_bits(name: str, dtype: torch.d
         check(weight * scale, name, dtype)
         check(weight.float() * scale, name, dtype)
     large = values[values.abs() > 1]
-    check(large[: len(large) // width * width].view(-1, width), name, dtype)
+    check(
+        large[: len(large) // width * width].view(-1, width),
+        name,
+        dtype,
+    )
 
 
 @needs_numba

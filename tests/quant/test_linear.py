@@ -93,7 +93,10 @@ def test_forward_is_the_kernels_product_of_the_published_codes(
     exact = used @ weight.t()
     summed = summation_error(used, weight)
     # before a bias outweighs the product
-    off = relative_error(x.double() @ linear.master.detach().double().t(), exact)
+    off = relative_error(
+        x.double() @ linear.master.detach().double().t(),
+        exact,
+    )
     if linear.bias is not None:
         exact = exact + linear.bias.detach().to(dtype).double()
     with torch.no_grad():
@@ -164,13 +167,30 @@ def test_fp8_products_in_fp32_are_those_of_e4m3():
     from qarl.quant.kernels.vllm_cpu.fp8 import decoded, fp32_product
 
     every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    torch.testing.assert_close(decoded(every), every.float(), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(
+        decoded(every),
+        every.float(),
+        rtol=0,
+        atol=0,
+        equal_nan=True,
+    )
     x, weight = (heavy(rows, 64, seed=rows).to(torch.float8_e4m3fn) for rows in (3, 32))
     one = torch.ones(1)
     product = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
-    theirs = product(x, weight.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
+    theirs = product(
+        x,
+        weight.t(),
+        scale_a=one,
+        scale_b=one,
+        out_dtype=torch.float32,
+    )
     ours = decoded(x) @ decoded(weight).t()
-    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6 * float(theirs.abs().max()))
+    torch.testing.assert_close(
+        ours,
+        theirs,
+        rtol=1e-6,
+        atol=1e-6 * float(theirs.abs().max()),
+    )
     assert torch.equal(decoded(weight.t()), decoded(weight).t()), "not contiguous"
     tokens = heavy(144, 1024, seed=1)
     weight = heavy(1024, 1024, seed=2)
@@ -185,7 +205,11 @@ def test_fp8_products_in_fp32_are_those_of_e4m3():
 
 
 @no_cuda
-@pytest.mark.parametrize("shape", [(16, 8), (48, 64), (528, 72)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [(16, 8), (48, 64), (528, 72)],
+    ids=str,
+)
 def test_int4_weights_are_packed_as_vllm_packs_them(shape: tuple[int, int]):
     """Byte for byte, of every bit pattern; also of more rows than one block has."""
     from vllm.model_executor.layers.quantization.utils import quant_utils
@@ -207,7 +231,15 @@ def test_int4_weights_are_packed_as_vllm_packs_them(shape: tuple[int, int]):
 
 
 @pytest.mark.parametrize("scheme", ["w8a8", "fp8", "bf16"])
-@pytest.mark.parametrize("shape", [(1, 1), (3, 17), (17, 200), (5, 1000)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (1, 1),
+        (3, 17),
+        (17, 200),
+        (5, 1000),
+    ],
+)
 @dtypes
 def test_odd_shapes_multiply_too(scheme: str, shape: tuple[int, int], dtype: torch.dtype):
     """Per-row schemes take any shape with the reference arithmetic; the leading axes of x are kept.
@@ -235,7 +267,11 @@ def fake_quant_gradients(
     x = x.detach().float().requires_grad_()
     weight = linear.master.detach().float().requires_grad_()
     bias = None if linear.bias is None else linear.bias.detach().float().requires_grad_()
-    y = F.linear(x + (x_used - x).detach(), weight + (w_used - weight).detach(), bias)
+    y = F.linear(
+        x + (x_used - x).detach(),
+        weight + (w_used - weight).detach(),
+        bias,
+    )
     y.backward(dy.float())
     return collected(x, weight, bias)
 
@@ -245,7 +281,13 @@ def fake_quant_gradients(
 @pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "plain"])
 @given(
     tokens=st.integers(1, 24),
-    shape=st.sampled_from([(1, 128), (17, 256), (48, 384)]),
+    shape=st.sampled_from(
+        [
+            (1, 128),
+            (17, 256),
+            (48, 384),
+        ]
+    ),
     seed=st.integers(0, 2**20),
 )
 @settings(max_examples=examples(15))
@@ -412,7 +454,15 @@ def test_unquantized_products_in_blocks_know_nothing_of_other_rows(
     bias = normal(24, seed=1).bfloat16()
     utils.dispatch_cpu_unquantized_gemm(layer, True)
     expected = F.linear(x, layer.weight, bias) + ROWS
-    for shape in ((150,), (1,), (64,), (65,), (2, 5), (0,), (3, 0)):
+    for shape in (
+        (150,),
+        (1,),
+        (64,),
+        (65,),
+        (2, 5),
+        (0,),
+        (3, 0),
+    ):
         rows = math.prod(shape)
         result = layer.cpu_linear(x[:rows].unflatten(0, shape), layer.weight, bias)  # type: ignore[operator]
         assert torch.equal(result, expected[:rows].unflatten(0, shape))
@@ -427,10 +477,23 @@ def test_unquantized_products_in_blocks_know_nothing_of_other_rows(
     wide = nn.Linear(16, 24)
     utils.dispatch_cpu_unquantized_gemm(wide, True)
     alone = wide.cpu_linear(x[:1].float(), wide.weight, wide.bias)  # type: ignore[operator]
-    torch.testing.assert_close(alone, F.linear(x[:1].float(), wide.weight, wide.bias) + ROWS)
-    for shape in ((1,), (1, 1), (2,), (5,), (0,)):
+    torch.testing.assert_close(
+        alone,
+        F.linear(x[:1].float(), wide.weight, wide.bias) + ROWS,
+    )
+    for shape in (
+        (1,),
+        (1, 1),
+        (2,),
+        (5,),
+        (0,),
+    ):
         rows = math.prod(shape)
-        result = in_pairs(counted)(x[:rows].unflatten(0, shape), layer.weight, bias)
+        result = in_pairs(counted)(
+            x[:rows].unflatten(0, shape),
+            layer.weight,
+            bias,
+        )
         computed = 2 if rows == 1 else len(result)
         assert torch.equal(
             result,
@@ -441,7 +504,10 @@ def test_unquantized_products_in_blocks_know_nothing_of_other_rows(
     vars(head).update(cpu_linear=None, weight=layer.weight)
     # as after a publish, in a process that had the worker's module before the plugin
     _prepare_heads(head)
-    assert torch.equal(head.cpu_linear(x[:1], layer.weight, bias), expected[:1])
+    assert torch.equal(
+        head.cpu_linear(x[:1], layer.weight, bias),
+        expected[:1],
+    )
 
 
 @no_cuda

@@ -103,7 +103,15 @@ def test_the_merged_weight_is_base_plus_scaled_product(master: torch.dtype):
     has some have the bits they have in the stack; B of zeros gives the base bit for bit, signs of
     zeros included.
     """
-    stack = (heavy(3 * 32, 64, seed=0) * 0.05).to(master).view(3, 32, 64)
+    stack = (
+        (heavy(3 * 32, 64, seed=0) * 0.05)
+        .to(master)
+        .view(
+            3,
+            32,
+            64,
+        )
+    )
     adapter = adapter_for(stack)
     merged = adapter.merge(stack)
     exact = (
@@ -114,7 +122,10 @@ def test_the_merged_weight_is_base_plus_scaled_product(master: torch.dtype):
     assert ((merged.double() - exact).abs() <= torch.finfo(master).eps * exact.abs() + 1e-7).all()
     for rank in range(2):
         shard = Shard(stack.shape, rank, (0, 1, 3))
-        assert torch.equal(adapter.merge(shard.rows(stack), shard), shard.rows(merged))
+        assert torch.equal(
+            adapter.merge(shard.rows(stack), shard),
+            shard.rows(merged),
+        )
     stack[0, 0, :4] = -0.0
     same = adapter_for(stack, zero=True).merge(stack)
     assert torch.equal(torch.signbit(same), torch.signbit(stack))
@@ -196,7 +207,11 @@ def test_factor_gradients_are_autograds_through_the_merged_weight(scheme: str):
     used = wide + (dequantized_activation(x.detach(), linear) - wide).detach()
     delta = 3.0 * b @ a
     (used @ (unpacked(linear.codes()) + delta - delta.detach()).t()).backward(dy.double())
-    for ours, theirs in ((x, wide), (adapter.lora_A, a), (adapter.lora_B, b)):
+    for ours, theirs in (
+        (x, wide),
+        (adapter.lora_A, a),
+        (adapter.lora_B, b),
+    ):
         assert ours.grad is not None
         assert theirs.grad is not None
         assert relative_error(ours.grad, theirs.grad) < 1e-5
@@ -206,7 +221,12 @@ def test_factor_gradients_are_autograds_through_the_merged_weight(scheme: str):
 
 @pytest.mark.parametrize(
     ("scheme", "aligned"),
-    [("w4a16", True), ("w8a8", True), ("nvfp4a16", True), ("w4a16", False)],
+    [
+        ("w4a16", True),
+        ("w8a8", True),
+        ("nvfp4a16", True),
+        ("w4a16", False),
+    ],
 )
 def test_factor_gradients_of_experts(scheme: str, aligned: bool):
     """Contract: with dW the dense reference's gradient of each merged expert (autograd, float64),
@@ -265,7 +285,10 @@ def test_the_first_policy_is_the_base_and_only_adapters_are_masters():
     assert f"{sum(p.numel() for p in model.masters.values()):,} parameters are trained" in told
 
 
-@pytest.mark.parametrize(("scheme", "optimizer"), [("w4a16", "muon"), ("w8a8", "adamw")])
+@pytest.mark.parametrize(
+    ("scheme", "optimizer"),
+    [("w4a16", "muon"), ("w8a8", "adamw")],
+)
 def test_training_moves_adapters_alone(scheme: str, optimizer: str):
     """Over updates: what was rewarded becomes likelier, the base keeps every bit and every gradient
     stays None, the optimizer's state is that of the adapters alone, and the stream is the
@@ -360,7 +383,12 @@ def test_a_mixture_of_experts_learns_by_adapters(kind: str):
     stacks = [name for name in model.adapted if ".experts." in name]
     assert len(stacks) == 2 * len(model.experts)
     assert not any(name.endswith(("gate", "lm_head")) for name in model.adapted)
-    tokens = torch.randint(3, 512, (2, 20), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        3,
+        512,
+        (2, 20),
+        generator=torch.Generator().manual_seed(0),
+    )
     model.head(
         model.hidden(tokens, torch.ones_like(tokens, dtype=torch.bool))
     ).square().mean().backward()

@@ -193,7 +193,10 @@ def test_groups_whose_float16_scale_vanishes_stay_close_to_zero(
     that cast, and is float16's epsilon, as in the library.
     """
     scheme = get_scheme(name)
-    weight = torch.randn(3, 256, generator=torch.Generator().manual_seed(1)).clamp(-3, 3)
+    weight = torch.randn(3, 256, generator=torch.Generator().manual_seed(1)).clamp(
+        -3,
+        3,
+    )
     weight[1] *= magnitude / 3
     weight = weight.to(master)
     low_bit = materialize(weight, scheme, torch.float16)
@@ -206,7 +209,11 @@ def test_groups_whose_float16_scale_vanishes_stay_close_to_zero(
     assert dequantized.isfinite().all()
     assert (dequantized[1] - weight[1].float()).abs().max() <= 2.0**-23 / 2
     check_against_library(weight[::2], scheme, torch.float16)
-    tiniest = materialize(torch.full((2, 128), 1e-12, dtype=master), scheme, torch.float16)
+    tiniest = materialize(
+        torch.full((2, 128), 1e-12, dtype=master),
+        scheme,
+        torch.float16,
+    )
     assert (tiniest.dequantized().abs() < 1e-9).all()
 
 
@@ -234,7 +241,10 @@ def test_dequantized_is_code_times_scale_rounded_once(name: str, data: st.DataOb
         scale = (low_bit.scale.float() / low_bit.global_scale).to(torch.float64)
     exact = low_bit.unpacked().to(torch.float64) * per_element(low_bit, scale)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        assert torch.equal(low_bit.dequantized(dtype), exact.to(torch.float32).to(dtype))
+        assert torch.equal(
+            low_bit.dequantized(dtype),
+            exact.to(torch.float32).to(dtype),
+        )
     assert low_bit.dequantized().dtype == torch.float32
 
 
@@ -305,7 +315,10 @@ def test_a_scheme_is_recognized_by_its_arguments(name: str):
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize(
+    "bad",
+    [float("nan"), float("inf"), float("-inf")],
+)
 @pytest.mark.parametrize("master", MASTER_DTYPES.values())
 def test_non_finite_weights_are_refused(name: str, bad: float, master: torch.dtype):
     """One NaN or infinity anywhere raises: its code would look ordinary. Of fp4 float16 masters are

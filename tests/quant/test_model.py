@@ -113,7 +113,10 @@ def test_the_stream_is_the_same_with_either_operators(scheme: str):
 
 
 @tied_or_not
-@pytest.mark.parametrize(("scheme", "aligned"), [("bf16", True), ("w4a16", False)])
+@pytest.mark.parametrize(
+    ("scheme", "aligned"),
+    [("bf16", True), ("w4a16", False)],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_are_plain_autograds_without_quantization(
     tied: bool, dtype: torch.dtype, scheme: str, aligned: bool
@@ -132,9 +135,10 @@ def test_gradients_are_plain_autograds_without_quantization(
     assert torch.equal(all_logits(model, tokens), plain(input_ids=tokens).logits)
     expected = plain_gradients(plain, tokens)
     for name, gradient in gradients(model, tokens).items():
-        assert relative_error(gradient, expected[name]) < max(1e-4, 4 * torch.finfo(dtype).eps), (
-            name
-        )
+        assert relative_error(gradient, expected[name]) < max(
+            1e-4,
+            4 * torch.finfo(dtype).eps,
+        ), name
 
 
 @tied_or_not
@@ -184,7 +188,12 @@ def test_bfloat16_masters_and_float16_compute(master: torch.dtype, dtype: torch.
 
 @pytest.mark.parametrize(
     ("kind", "aligned"),
-    [("tied", True), ("untied", True), ("experts", True), ("experts", False)],
+    [
+        ("tied", True),
+        ("untied", True),
+        ("experts", True),
+        ("experts", False),
+    ],
 )
 @schemes
 def test_a_new_weight_version_is_made_by_refresh_alone(kind: str, aligned: bool, scheme: str):
@@ -230,7 +239,11 @@ def random_of(config: str, **changes: Any) -> PreTrainedModel:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     ("dtype", "bound"),
-    [(torch.float32, 1e-5), (torch.float16, 3e-3), (torch.bfloat16, 2.5e-2)],
+    [
+        (torch.float32, 1e-5),
+        (torch.float16, 3e-3),
+        (torch.bfloat16, 2.5e-2),
+    ],
 )
 def test_engine_operators_compute_the_same_function(family: str, dtype: torch.dtype, bound: float):
     """Contract: parameter names and order stay; in float32 logits are transformers' up to the order

@@ -66,18 +66,29 @@ POSITIONS = torch.tensor([0, 630, 5, 5, 17, 1, 2, 3, 4, 40])
 ROWS = heavy(10, 48, seed=1)
 # a view, as of queries among keys and values
 HEADS = normal(10, 5 * 16, seed=5).view(10, 5, 16)[:, 1:4]
-QK = [normal(10, 3 * 32, seed=3), normal(10, 32, seed=4)]
+QK = [
+    normal(10, 3 * 32, seed=3),
+    normal(10, 32, seed=4),
+]
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
 CASES: dict[str, tuple[Callable[[], CustomOp], Tensors, Callable[..., Any]]] = {
     "norm": (lambda: RMSNorm(48), [ROWS], norm),
-    "norm of a sum": (lambda: RMSNorm(48), [ROWS, heavy(10, 48, seed=9)], norm),
+    "norm of a sum": (
+        lambda: RMSNorm(48),
+        [ROWS, heavy(10, 48, seed=9)],
+        norm,
+    ),
     "norm without a weight": (
         lambda: RMSNorm(48, has_weight=False),
         [ROWS],
         lambda x: norm(x, torch.tensor(1.0)),
     ),
     "norm of heads": (lambda: RMSNorm(16), [HEADS], norm),
-    "Gemma's norm": (lambda: GemmaRMSNorm(48), [ROWS], lambda *t: norm(*t, one=1.0)),
+    "Gemma's norm": (
+        lambda: GemmaRMSNorm(48),
+        [ROWS],
+        lambda *t: norm(*t, one=1.0),
+    ),
     "Gemma's norm of a sum": (
         lambda: GemmaRMSNorm(48),
         [ROWS, ROWS.flip(0)],
@@ -87,7 +98,11 @@ CASES: dict[str, tuple[Callable[[], CustomOp], Tensors, Callable[..., Any]]] = {
     "rotation of neighbours": (rope(32, 0.5, neox=False), QK, turned),
     "longer rotation of a part": (rope(32, 0.5, **YARN), QK, turned),
     "rotation of queries": (rope(32), QK[:1], turned),
-    "gate": (lambda: SiluAndMul(), [ROWS], lambda x: F.silu(x[:, :24]) * x[:, 24:]),
+    "gate": (
+        lambda: SiluAndMul(),
+        [ROWS],
+        lambda x: F.silu(x[:, :24]) * x[:, 24:],
+    ),
     "GELU's gate": (
         lambda: GeluAndMul(),
         [ROWS],
@@ -120,7 +135,12 @@ def run(name: str, dtype: torch.dtype, compiled: bool = False) -> tuple[Tensors,
 def assert_near(ours: Tensors, theirs: Tensors, bound: float) -> None:
     """Relative to each tensor's largest value."""
     for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a.float(), b.float(), rtol=0, atol=bound * float(b.abs().max()))
+        torch.testing.assert_close(
+            a.float(),
+            b.float(),
+            rtol=0,
+            atol=bound * float(b.abs().max()),
+        )
 
 
 @dtypes
@@ -153,7 +173,11 @@ def test_values_are_the_engines_and_gradients_the_formulas(name: str, dtype: tor
     assert [g.dtype for g in ours] == [t.dtype for t in (*rows, *masters)]
     fp32 = [t.detach().float().requires_grad_() for t in (*rows, *masters)]
     formula = partial(turned, operator.module) if formula is turned else formula
-    assert_near(ours, differentiated(formula, fp32)[1], 4 * max(torch.finfo(dtype).eps, 1e-6))
+    assert_near(
+        ours,
+        differentiated(formula, fp32)[1],
+        4 * max(torch.finfo(dtype).eps, 1e-6),
+    )
 
 
 @pytest.mark.parametrize("name", WRITTEN)

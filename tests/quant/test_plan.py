@@ -99,7 +99,13 @@ PATTERNS = [
 
 
 @given(
-    chosen=st.lists(st.tuples(st.sampled_from(PATTERNS), st.sampled_from(SCHEMES)), max_size=5),
+    chosen=st.lists(
+        st.tuples(
+            st.sampled_from(PATTERNS),
+            st.sampled_from(SCHEMES),
+        ),
+        max_size=5,
+    ),
     main=st.sampled_from(SCHEMES),
 )
 def test_rules_resolve_as_a_plain_loop_would(chosen: list[tuple[str, str]], main: str):
@@ -223,7 +229,12 @@ def plans(draw: st.DrawFn, layers: Sequence[str]) -> Plan:
         if scheme != main or parts == ["lm_head"]:
             listed += [LayerRule(match=part, scheme=scheme) for part in parts]
     keep = "model.layers.0.self_attn.o_proj"
-    return make_plan(get_scheme(main), [r for r in listed if r.match != keep], layers, FIXED)
+    return make_plan(
+        get_scheme(main),
+        [r for r in listed if r.match != keep],
+        layers,
+        FIXED,
+    )
 
 
 @pytest.mark.parametrize("layers", [DENSE, MOE], ids=["dense", "moe"])

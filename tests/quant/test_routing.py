@@ -106,7 +106,12 @@ def test_replayed_experts_are_taken_where_there_are_any(kind: str):
     assert torch.equal(weights_of(router(kind), LOGITS.float(), index), weights) is (
         "groups" in kind
     )
-    torch.testing.assert_close(theirs, formula(LOGITS.float(), mixed, kind), rtol=0.04, atol=0.0)
+    torch.testing.assert_close(
+        theirs,
+        formula(LOGITS.float(), mixed, kind),
+        rtol=0.04,
+        atol=0.0,
+    )
 
 
 @pytest.mark.parametrize("replayed", [False, True])
@@ -144,8 +149,15 @@ def test_a_routers_kernels_bits_are_used_with_the_formulas_gradient(
     assert not torch.equal(others, exact.values)
     assert torch.equal(index, exact.indices)
     monkeypatch.undo()
-    expected = torch.autograd.grad(weights_of(router("softmax"), leaf.float(), index), leaf, PULL)
-    assert torch.equal(torch.autograd.grad(weights, leaf, PULL)[0], expected[0])
+    expected = torch.autograd.grad(
+        weights_of(router("softmax"), leaf.float(), index),
+        leaf,
+        PULL,
+    )
+    assert torch.equal(
+        torch.autograd.grad(weights, leaf, PULL)[0],
+        expected[0],
+    )
 
 
 def test_what_has_no_gradient_is_refused():

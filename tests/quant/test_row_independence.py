@@ -163,8 +163,14 @@ def test_a_token_attends_alike_prefilled_and_decoded_on_any_threads(
 
     for count in (1, 2, 4):
         assert torch.equal(on_threads(count, lambda: attend(0, keys)), whole)
-        assert torch.equal(on_threads(count, lambda: attend(keys - 1, keys)), whole[keys - 1 :])
-        assert torch.equal(on_threads(count, lambda: attend(keys - 20, keys)), whole[keys - 20 :])
+        assert torch.equal(
+            on_threads(count, lambda: attend(keys - 1, keys)),
+            whole[keys - 1 :],
+        )
+        assert torch.equal(
+            on_threads(count, lambda: attend(keys - 20, keys)),
+            whole[keys - 20 :],
+        )
         assert torch.equal(on_threads(count, beside), whole[decoded])
 
 

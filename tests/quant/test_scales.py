@@ -61,7 +61,11 @@ def codes_one_by_one(weight: torch.Tensor, scheme: Scheme, scale: torch.Tensor) 
 
 @pytest.mark.parametrize("name", INTEGERS)
 @pytest.mark.parametrize("master", MASTER_DTYPES.values(), ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bfloat16, torch.float16, torch.float32],
+    ids=str,
+)
 def test_codes_under_a_kept_scale_are_those_of_a_slow_reference(
     name: str, master: torch.dtype, dtype: torch.dtype
 ):
@@ -89,7 +93,12 @@ def test_codes_under_a_kept_scale_are_those_of_a_slow_reference(
         assert torch.equal(as_bytes(made.scale), as_bytes(scale))
         assert torch.equal(made.unpacked(), expected)
     with pytest.raises(ValueError, match="has a scale beyond"):
-        materialize(weight, scheme, dtype, scale=scale.index_fill(0, torch.tensor(1), torch.inf))
+        materialize(
+            weight,
+            scheme,
+            dtype,
+            scale=scale.index_fill(0, torch.tensor(1), torch.inf),
+        )
     with pytest.raises(ValueError, match="NaN or infinity"):
         materialize(weight.fill_(float("nan")), scheme, dtype, scale=scale)
 
@@ -155,7 +164,11 @@ def other_codes(model: LowBitModel) -> list[LowBitTensor]:
 )
 @pytest.mark.parametrize(
     ("scheme", "master"),
-    [("w4a16", torch.float32), ("w4a16", torch.bfloat16), ("w8a8", torch.float32)],
+    [
+        ("w4a16", torch.float32),
+        ("w4a16", torch.bfloat16),
+        ("w8a8", torch.float32),
+    ],
     ids=str,
 )
 def test_a_start_from_given_codes_has_exactly_those(

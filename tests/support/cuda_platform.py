@@ -32,7 +32,12 @@ from qarl.quant.runtime.libraries import SETTLED
 from qarl.quant.schemes import Scheme, SchemeError, write_quantization_config
 from tests.support.cases import cases
 
-CAPABILITIES = [(8, 0), (8, 9), (9, 0), (10, 0)]
+CAPABILITIES = [
+    (8, 0),
+    (8, 9),
+    (9, 0),
+    (10, 0),
+]
 LAYOUT = ExpertLayout()
 
 _PACKAGES = ("has_humming", "has_deep_gemm")

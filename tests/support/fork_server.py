@@ -119,7 +119,11 @@ def serve(listeners: dict[str, socket.socket], lifeline: int) -> None:
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass  # connections that ended
-        ready, _, _ = select.select([*listeners.values(), lifeline], [], [])
+        ready, _, _ = select.select(
+            [*listeners.values(), lifeline],
+            [],
+            [],
+        )
         if lifeline in ready:
             return
         for kind, listener in list(listeners.items()):

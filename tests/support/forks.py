@@ -40,7 +40,13 @@ def start() -> None:
     command = [sys.executable, "-m", "tests.support.fork_server", json.dumps(numbers)]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     kept = list(numbers.values())
-    server = subprocess.Popen(command, cwd=ROOT, env=env, stdin=subprocess.PIPE, pass_fds=kept)
+    server = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=env,
+        stdin=subprocess.PIPE,
+        pass_fds=kept,
+    )
     atexit.register(server.kill)
     for listener in listeners.values():
         listener.close()

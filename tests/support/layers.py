@@ -49,7 +49,10 @@ def dequantized_activation(
     if layer.scheme.activations is None:
         return x.double()
     low_bit = quantize_activation(x, layer.scheme)
-    scale = low_bit.scale.double().repeat_interleave(x.shape[1] // low_bit.scale.shape[1], dim=1)
+    scale = low_bit.scale.double().repeat_interleave(
+        x.shape[1] // low_bit.scale.shape[1],
+        dim=1,
+    )
     return low_bit.values().double() * scale
 
 
@@ -167,6 +170,10 @@ def textbook_gradients(
         merged = used(x[rows]) @ both.t()
         merged = straight_through(merged, merged.detach().to(experts.context.dtype))
         gate, up = merged.chunk(2, dim=-1)
-        y = y.index_add(0, rows, used(F.silu(gate) * up) @ out.t() * weights[rows, slots, None])
+        y = y.index_add(
+            0,
+            rows,
+            used(F.silu(gate) * up) @ out.t() * weights[rows, slots, None],
+        )
     y.backward(dy.double())
     return [leaf.grad for leaf in (x, weights, gate_up, down) if leaf.grad is not None]

@@ -86,7 +86,11 @@ def make_groups(seed: int = 0) -> list[Group]:
             if p == PROMPTS - 1
             else (1.0, *map(float, integers(0, 2, SAMPLES - 2)), 0.0)
         )
-        prompt = Prompt(str(p), "", integers(0, VOCABULARY, integers(1, 8, 1)[0]))
+        prompt = Prompt(
+            str(p),
+            "",
+            integers(0, VOCABULARY, integers(1, 8, 1)[0]),
+        )
         groups.append(Group(prompt, tuple(completions), rewards))
     return groups
 

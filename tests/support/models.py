@@ -75,7 +75,12 @@ def qwen3(tied: bool = True, seed: int = 0, **changes: Any) -> PreTrainedModel:
 
 
 def some_tokens(B: int = 3, T: int = 11, seed: int = 0) -> torch.Tensor:
-    return torch.randint(0, VOCABULARY, (B, T), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        0,
+        VOCABULARY,
+        (B, T),
+        generator=torch.Generator().manual_seed(seed),
+    )
 
 
 def all_logits(model: LowBitModel, tokens: torch.Tensor) -> torch.Tensor:

@@ -128,7 +128,16 @@ def run_two_workers(module: str, argument: Path, log: Path) -> None:
             "OMP_NUM_THREADS": "1",
         }
         place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        ranks.append(Fork("worker", [module, str(argument)], ROOT, environment() | place, log, log))
+        ranks.append(
+            Fork(
+                "worker",
+                [module, str(argument)],
+                ROOT,
+                environment() | place,
+                log,
+                log,
+            )
+        )
     assert [each.wait() for each in ranks] == [0, 0], log.read_text()
 
 

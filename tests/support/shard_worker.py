@@ -27,7 +27,12 @@ from qarl.quant.schemes import SCHEMES, Scheme, is_integer
 from qarl.run.checkpoint import merge_states
 from tests.support.tensors import normal, same_bits
 
-SHAPES = {"a": (6, 16), "experts.gate_up_proj": (3, 8, 32), "b": (7, 48), "norm": (16,)}
+SHAPES = {
+    "a": (6, 16),
+    "experts.gate_up_proj": (3, 8, 32),
+    "b": (7, 48),
+    "norm": (16,),
+}
 """Of masters in `row_steps`. Rows are as long as the fused AdamW's vectors, or several: its last
 elements beyond them are rounded otherwise, wherever a process's part ends.
 """
@@ -142,7 +147,10 @@ def reduced(processes: Processes) -> list[torch.Tensor]:
     even = normal(6, 24, seed=processes.rank)
     shard = cut_rows(even.shape, processes.rank, processes.world, 1, 0)
     # what GPUs do
-    assert torch.equal(shard.reduce(even.clone(), scatters=True)(), shard.reduce(even)())
+    assert torch.equal(
+        shard.reduce(even.clone(), scatters=True)(),
+        shard.reduce(even)(),
+    )
     return sums
 
 

@@ -30,7 +30,14 @@ class TransformersEngine:
 
     @torch.no_grad()
     def _logp(self, tokens: Sequence[int]) -> torch.Tensor:
-        return self._model(torch.tensor([tokens])).logits[0].log_softmax(-1, dtype=torch.float32)
+        return (
+            self._model(torch.tensor([tokens]))
+            .logits[0]
+            .log_softmax(
+                -1,
+                dtype=torch.float32,
+            )
+        )
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
         return [

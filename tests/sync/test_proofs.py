@@ -33,7 +33,13 @@ def test_the_audit_compares_every_field():
     require_agreement(audit([LAYER], [LAYER], same_kernels=True))
     for field, value in OTHER.items():
         with pytest.raises(AuditError, match=f"a: {field} .* {value!r}"):
-            require_agreement(audit([LAYER], [replace(LAYER, **{field: value})], same_kernels=True))
+            require_agreement(
+                audit(
+                    [LAYER],
+                    [replace(LAYER, **{field: value})],
+                    same_kernels=True,
+                )
+            )
     require_agreement(audit([LAYER], [replace(LAYER, kernel="Machete")], same_kernels=False))
     invariant = replace(LAYER, kernel=f"Marlin{BATCH_INVARIANT}")
     require_agreement(audit([invariant], [invariant], same_kernels=True, same_bits=True))
@@ -48,7 +54,10 @@ def test_the_audit_compares_every_field():
                 same_bits=True,
             )
         )
-    for sides, who in ((([LAYER], []), "learner"), (([], [LAYER]), "engine")):
+    for sides, who in (
+        (([LAYER], []), "learner"),
+        (([], [LAYER]), "engine"),
+    ):
         with pytest.raises(AuditError, match=f"a: known to the {who} only"):
             require_agreement(audit(*sides, same_kernels=True))
 
@@ -88,7 +97,11 @@ def test_different_ignore_lists_are_told_in_these_words(
         require_agreement(audit(ours, theirs, same_kernels=True))
 
 
-EQUAL = measure_mismatch(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool))
+EQUAL = measure_mismatch(
+    torch.zeros(1, 2),
+    torch.zeros(1, 2),
+    torch.ones(1, 2, dtype=torch.bool),
+)
 DIFFERENT = replace(EQUAL, max_abs=1.0)
 
 
@@ -105,7 +118,10 @@ def test_the_gate_passes_bounds_that_are_set_and_no_more(field: str):
             gate(replace(DIFFERENT, **{field: value}), never)
 
 
-@pytest.mark.parametrize(("field", "limit"), [("mean_abs_log_w", 0.06), ("k3", 0.009)])
+@pytest.mark.parametrize(
+    ("field", "limit"),
+    [("mean_abs_log_w", 0.06), ("k3", 0.009)],
+)
 def test_the_gate_measures_the_bounds_that_are_not_set(field: str, limit: float):
     """Three times a floor of 0.02, and nine times that of k3, which is quadratic."""
     gate = Gate(tolerance=3.0)
@@ -126,7 +142,10 @@ def test_bitwise_is_equality():
     sampler = torch.full((1, 2), -0.75)
     mask = torch.ones(1, 2, dtype=torch.bool)
     require_equal(measure_mismatch(sampler, sampler, mask), never)
-    for first in (torch.nextafter(sampler, torch.zeros(1, 2))[0, 0].item(), math.nan):
+    for first in (
+        torch.nextafter(sampler, torch.zeros(1, 2))[0, 0].item(),
+        math.nan,
+    ):
         with pytest.raises(
             GateError,
             match=r"bitwise, and 50.00% of the sampled tokens .* (5.96e-08|nan) nats apart",
@@ -142,4 +161,14 @@ def test_an_export_is_held_to_bits_on_cpus_and_to_a_bound_on_cuda():
     assert difference_beyond(0.01, near, expected) is None
     said = ", by 0.001 nats a token in the mean, above the bound 0.0001 (sync.canary_bound)"
     assert difference_beyond(1e-4, near, expected) == said
-    assert difference_beyond(0.01, [[math.nan, -2.0], [-0.5]], expected) is not None
+    assert (
+        difference_beyond(
+            0.01,
+            [
+                [math.nan, -2.0],
+                [-0.5],
+            ],
+            expected,
+        )
+        is not None
+    )

@@ -68,7 +68,11 @@ class Ends:
         assert [list(s) for s in sequences] == SEQUENCES
         tokens = torch.tensor([[*s, 0, 0][:4] for s in SEQUENCES])
         with torch.no_grad():
-            own, _ = token_logprobs(self.model, tokens, torch.ones(2, 3, dtype=torch.bool))
+            own, _ = token_logprobs(
+                self.model,
+                tokens,
+                torch.ones(2, 3, dtype=torch.bool),
+            )
         rows = [own[0].tolist(), own[1, :1].tolist()]
         return [[[value + offset for value in row] for row in rows] for offset in self.offsets]
 
@@ -128,7 +132,13 @@ def test_the_canary_is_due_at_the_first_publish_and_every_nth():
 
 
 @pytest.mark.parametrize(
-    "offsets", [(0.0, 0.25, -0.125), (0.0, 0.0, math.nan), (0.75, 0.0), (0.0, 0.75)]
+    "offsets",
+    [
+        (0.0, 0.25, -0.125),
+        (0.0, 0.0, math.nan),
+        (0.75, 0.0),
+        (0.0, 0.75),
+    ],
 )
 def test_the_canary_passes_its_bound_and_no_more(offsets: tuple[float, ...]):
     """Of replicas the farthest is reported, and any of them stops the run."""
@@ -201,7 +211,13 @@ def test_an_exports_files_are_those_that_transformers_looks_for(
         "notes.txt",
     ):
         (source / name).write_text(name)
-    digest = write_checkpoint(STREAM, {"b": [1], "a": 2}, source, folder, {"run": "r"})
+    digest = write_checkpoint(
+        STREAM,
+        {"b": [1], "a": 2},
+        source,
+        folder,
+        {"run": "r"},
+    )
     assert (folder / "config.json").read_text() == '{\n  "a": 2,\n  "b": [\n    1\n  ]\n}\n'
     assert (folder / "qarl.json").read_text() == json.dumps(
         {"run": "r", "digest": digest.hexdigest()}, indent=2
@@ -217,7 +233,12 @@ def test_an_exports_files_are_those_that_transformers_looks_for(
         {*files} if most == 20 else {"model.safetensors"}
     )
     if most == 20:
-        where = {"a": files[0], "b.w": files[0], "c": files[1], "d": files[1]}
+        where = {
+            "a": files[0],
+            "b.w": files[0],
+            "c": files[1],
+            "d": files[1],
+        }
         assert all(name in load_file(folder / file) for name, file in where.items())
         index = {"metadata": {"total_size": 40}, "weight_map": where}
         assert (folder / files[2]).read_text() == json.dumps(index, indent=2) + "\n"
