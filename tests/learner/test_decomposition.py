@@ -1,7 +1,10 @@
-"""The log-ratio's parts: what is planted is recovered, each under its own name. The models are tiny
-and the engine is a tensor of log-probs, so what a real engine does is not seen here
-(docs/explain/mismatch.md has those figures). Lost updates and flipped codes: counted right for
-every way codes are stored, and without a trace in the run.
+"""Tests of the parts of the log-ratio, of lost updates and of flipped codes.
+
+Errors are planted, and each must come back under its own name; counting must be right for every
+storage format of codes and must leave no trace in the run.
+
+Blind spot: the models are tiny and the engine is a tensor of log-probs, so nothing here shows what
+a real engine does (docs/explain/mismatch.md has those figures).
 """
 
 import copy
@@ -75,8 +78,10 @@ def learner_of(
 
 
 def scored(model: PreTrainedModel, batch: Batch, rows: torch.Tensor) -> torch.Tensor:
-    """By transformers' own forward, fp32 [B, T-1]; of the rows, in the order in which the learner
-    has them: the last bit of a bfloat16 product may depend on where its row is.
+    """Return the log-probs by transformers' own forward, fp32 [B, T-1].
+
+    The rows are multiplied in the same micro-batches as by the learner, because the last bit of a
+    bfloat16 product may depend on a row's place in its batch.
     """
     found = torch.zeros(batch.response_mask.shape)
     for part in micro_batches(batch, rows, 16384):
@@ -88,10 +93,8 @@ def scored(model: PreTrainedModel, batch: Batch, rows: torch.Tensor) -> torch.Te
     return found
 
 
-def of_codes(masters: dict[str, torch.Tensor], scheme: str) -> PreTrainedModel:
-    """A plain bfloat16 model whose linear weights are the values that the masters' codes stand
-    for.
-    """
+def dequantized_model(masters: dict[str, torch.Tensor], scheme: str) -> PreTrainedModel:
+    """Return a plain bfloat16 model with the dequantized codes of the masters as linear weights."""
     model = random_model(tied=False)
     model.load_state_dict(masters)
     for name, linear in low_bit(copy.deepcopy(model), scheme).linears.items():
@@ -99,8 +102,10 @@ def of_codes(masters: dict[str, torch.Tensor], scheme: str) -> PreTrainedModel:
     return cast(model, torch.bfloat16)
 
 
-def updates_of(learner: Learner) -> list[tuple[dict[str, torch.Tensor], torch.Tensor]]:
-    """A list that is given the masters before every update, and its rows."""
+def record_updates(learner: Learner) -> list[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+    """Return a list that receives, before every update, a copy of the masters and the rows of the
+    update.
+    """
     updates: list[tuple[dict[str, torch.Tensor], torch.Tensor]] = []
     update = learner._update
 
@@ -114,10 +119,11 @@ def updates_of(learner: Learner) -> list[tuple[dict[str, torch.Tensor], torch.Te
 
 @pytest.mark.parametrize("planted", [*PARTS, "all"])
 def test_planted_parts_are_recovered_and_named(planted: str):
-    """Contract: each part is, within 5 %, what transformers' own models differ by, and what was not
-    planted is less than 5 % of what was. The sampler multiplies the first weights' codes as the
-    learner does, with noise of 0.05 nats where a kernel error is planted; the study's α and β are
-    sums of parts.
+    """Contract: each part is within 5 % of the difference between transformers' own models, and a
+    part that was not planted is less than 5 % of the planted one.
+
+    The sampler multiplies the codes of the first weights as the learner does. A planted kernel
+    error is noise of 0.05 nats. The study's α and β are sums of parts.
     """
     every = planted == "all"
     scheme = "w4a16" if every or planted == "scheme" else "bf16"
@@ -130,7 +136,7 @@ def test_planted_parts_are_recovered_and_named(planted: str):
     signs = torch.randint(0, 2, sampler.shape, generator=torch.Generator().manual_seed(1)) * 2.0 - 1
     noise = NOISE * signs * batch.response_mask * (every or planted == "kernel")
     batch = dataclasses.replace(batch, sampler_logprobs=sampler + noise)
-    updates = updates_of(learner)
+    updates = record_updates(learner)
     found = learner.learn(batch, 0).records["log_ratio"]
     masters, rows = updates[-1]
     assert torch.equal(sample_rows(batch, rows), rows), (
@@ -140,7 +146,8 @@ def test_planted_parts_are_recovered_and_named(planted: str):
     stepped.load_state_dict(masters)
     own = scored(cast(copy.deepcopy(stepped), compute or torch.bfloat16), batch, rows)
     rounded, codes = (
-        scored(m, batch, rows) for m in (cast(stepped, torch.bfloat16), of_codes(masters, scheme))
+        scored(m, batch, rows)
+        for m in (cast(stepped, torch.bfloat16), dequantized_model(masters, scheme))
     )
     true = {
         "dtype": own - rounded,
@@ -162,7 +169,10 @@ def test_planted_parts_are_recovered_and_named(planted: str):
 
 
 def test_an_aligned_learner_has_neither_dtype_nor_scheme_in_its_ratio():
-    """The parts of an aligned learner come from the forwards it does anyway."""
+    """Contract: dtype, scheme and β are zero for an aligned learner.
+
+    Its parts come from the forwards that it computes anyway.
+    """
     learner = learner_of("w4a16", True, mini_batches=2)
     batch = batch_of()
     old = logprobs_of(learner, batch).values
@@ -179,9 +189,10 @@ def test_an_aligned_learner_has_neither_dtype_nor_scheme_in_its_ratio():
     assert found.phantom_clipped == 0.0
 
 
-def by_hand(**config: Any) -> Decomposition:
-    """Four tokens with A = 1: β = 0.5 at W_k and 0 at W_j; none; α = 0.5; α = 0.5 with β = -0.5.
-    The update moves the low-bit policy by 0.1, 0.1, -0.1 and 0.1.
+def decomposition_by_hand(**config: Any) -> Decomposition:
+    """Decompose four tokens with A = 1: one with β = 0.5 under W_k and 0 under W_j; one without any
+    difference; one with α = 0.5; one with α = 0.5 and β = -0.5. The update moves the low-bit policy
+    by 0.1, 0.1, -0.1 and 0.1.
     """
     beta = torch.tensor([[0.5, 0.0, 0.0, -0.5]])
     alpha = torch.tensor([[0.0, 0.0, 0.5, 0.5]])
@@ -215,15 +226,17 @@ def by_hand(**config: Any) -> Decomposition:
 
 @pytest.mark.parametrize("ratio_from", ["learner", "sampler"])
 def test_phantom_clipping_and_deployed_improvement_by_hand(ratio_from: str):
-    """Outside the bounds by α + β, inside by α alone: the first token, whatever the denominator;
-    the third is clipped by right, and the last is not clipped. A shadowed ratio has none.
+    """Contract: a token is phantom-clipped if α + β is outside the bounds and α alone is inside.
+
+    That is the first token, whatever the denominator; the third is clipped rightly, the last is not
+    clipped. A shadowed ratio has no phantom clipping.
     """
-    found = by_hand(correction={"name": "none", "ratio_from": ratio_from})
+    found = decomposition_by_hand(correction={"name": "none", "ratio_from": ratio_from})
     assert found.phantom_clipped == 0.25
     assert found.alpha == 0.25
     assert found.beta == 0.25
     assert found.signal_to_noise == 1.0
-    assert by_hand(aligned=False, ratio_fix="shadow_forward").phantom_clipped == 0.0
+    assert decomposition_by_hand(aligned=False, ratio_fix="shadow_forward").phantom_clipped == 0.0
     assert found.deployed_improvement == pytest.approx(0.05)
     assert found.deployed_efficiency == pytest.approx(0.5)
 
@@ -237,9 +250,9 @@ def test_phantom_clipping_and_deployed_improvement_by_hand(ratio_from: str):
     ],
 )
 def test_measuring_leaves_no_trace(aligned: bool, compute: torch.dtype | None, master: torch.dtype):
-    """Contract: masters after two batches, and all statistics else, are bit for bit those of a
-    learner that measures nothing; of 16-bit stochastic masters too, so that the random numbers
-    drawn are the same.
+    """Contract: after two batches, masters and all other statistics equal, bit for bit, those of a
+    learner that measures nothing. This includes 16-bit masters with stochastic rounding, so the
+    same random numbers are drawn.
     """
     measured, plain = (
         learner_of(
@@ -278,8 +291,8 @@ def test_the_sample_stays_within_its_budget():
 
 
 def stale_batch(learner: Learner) -> Batch:
-    """Half of its groups sampled by codes of a batch ago, but for their last tokens, the others by
-    the present.
+    """Return a batch of which every other group was sampled by the codes before the last batch,
+    except for the second half of each response. The present codes sampled everything else.
     """
     batch = batch_of(1)
     before = logprobs_of(learner, batch).values
@@ -293,26 +306,29 @@ def stale_batch(learner: Learner) -> Batch:
 
 
 def test_planted_staleness_is_recovered_at_its_age():
-    """Contract: at every age within 5 % what transformers' own models differ by, at the weights of
-    each update: its number in the batch, and four more where a version was published since. At age
-    0 there is nothing.
+    """Contract: the mismatch at every age is within 5 % of the difference between transformers' own
+    models, at the weights of each update. A token's age is the number of updates in this batch,
+    plus four for each version that was published since it was sampled. At age 0 there is no
+    mismatch.
     """
     learner = learner_of("w4a16", True, mini_batches=MINI_BATCHES, diagnostics_every=0)
     batch = stale_batch(learner)
     behind = batch.versions_behind
     assert behind is not None
-    updates = updates_of(learner)
+    updates = record_updates(learner)
     log = TokenLog(batch)
     found = learner.learn(batch, 1, log=log).records["ages"]
     true: dict[int, list[torch.Tensor]] = {}
     for update, (weights, index) in enumerate(updates):
         stepped = random_model(tied=False)
         stepped.load_state_dict(weights)
-        apart = (scored(of_codes(weights, "w4a16"), batch, index) - batch.sampler_logprobs).abs()
+        mismatch = (
+            scored(dequantized_model(weights, "w4a16"), batch, index) - batch.sampler_logprobs
+        ).abs()
         for row in index.tolist():
             for versions in behind[row].unique().tolist():
                 tokens = batch.response_mask[row] & (behind[row] == versions)
-                true.setdefault(update + MINI_BATCHES * versions, []).append(apart[row][tokens])
+                true.setdefault(update + MINI_BATCHES * versions, []).append(mismatch[row][tokens])
             assert log.age[row] == update + MINI_BATCHES * int(behind[row].max())
     assert list(found.age) == sorted(true)
     assert sum(found.tokens) == sum(int(batch.response_mask[index].sum()) for _, index in updates)
@@ -327,10 +343,10 @@ def test_planted_staleness_is_recovered_at_its_age():
     assert by_age[0] < 0.05 * largest
 
 
-def test_staleness_of_a_version_is_named_so():
-    """Contract: of a batch whose sampler is a version behind, what the engine differs by is
-    staleness, and no kernel's: the codes of W_k against the engine's log-probs, by hand for one
-    mini-batch. α is the same.
+def test_mismatch_of_a_sampler_one_version_behind_counts_as_staleness():
+    """Contract: if the sampler is a version behind, its difference counts as staleness and not as
+    the kernel's: the codes of W_k against the engine's log-probs, by hand for one mini-batch. α is
+    the same.
     """
 
     def parts(behind: int) -> LearnStats:
@@ -359,8 +375,9 @@ def test_staleness_of_a_version_is_named_so():
 
 
 def test_ages_come_from_the_versions_that_sampled():
-    """Contract: token by token, from the switches of a completion on by the version that each
-    names.
+    """Contract: ages are per token.
+
+    From each switch of a completion on, a token belongs to the version that the switch names.
     """
     groups = []
     for n, g in enumerate(make_groups()):
@@ -390,9 +407,9 @@ QUANTIZED = [name for name in SCHEMES if name != "bf16"]
 def test_changed_codes_are_those_that_differ_when_unpacked(
     scheme: str, seed: int, rows: int, moved: float
 ):
-    """Contract: the count over packed bytes is that over codes one an element, in chunks of any
-    size. Unpacked fp8 and fp4 codes are compared by value, so signs of zeros are made to agree
-    first.
+    """Contract: the count over packed bytes equals the count over unpacked codes, in chunks of any
+    size. Unpacked fp8 and fp4 codes are compared by value and by sign bit, so a zero that changes
+    sign counts.
     """
     found = get_scheme(scheme)
     rows = rows if found.block is None else found.block[0]
@@ -403,14 +420,16 @@ def test_changed_codes_are_those_that_differ_when_unpacked(
     first, second = (materialize(w, found, torch.bfloat16) for w in (weight, other))
     with mock.patch.object(flips, "_CHUNK_BYTES", 1 + seed % 300):
         assert changed_codes(first.codes, second) == int(
-            apart(first.unpacked().float(), second).sum()
+            differing_codes(first.unpacked().float(), second).sum()
         )
         assert changed_codes(second.codes, second) == 0
 
 
 def test_crossings_by_hand():
-    """Neighbours of 1 in bfloat16 are 2^-7 above and 2^-8 below: 1 + 2^-9 and 1 - 2^-10 round to
-    it, 1 + 2^-7 and 1 - 2^-8 do not. In chunks of any size.
+    """Contract: a weight crosses if its bfloat16 value changes, in chunks of any size.
+
+    The bfloat16 neighbours of 1 are 2^-7 above and 2^-8 below: 1 + 2^-9 and 1 - 2^-10 round to 1,
+    but 1 + 2^-7 and 1 - 2^-8 do not.
     """
     before = torch.ones(2, 2)
     after = torch.tensor(
@@ -427,9 +446,9 @@ def test_crossings_by_hand():
 
 @pytest.mark.parametrize("scheme", ["w4a16", "w8a8", "nvfp4a16", "bf16"])
 def test_changes_are_those_of_masters_and_codes(scheme: str):
-    """Contract: over one update of a mixture of experts, the share of crossings is that of the
-    masters, of flips that of the published codes, unpacked; layers in the compute dtype (routers,
-    output head, embeddings) have no codes.
+    """Contract: over one update of a mixture of experts, the fraction of crossings is that of the
+    masters, and the fraction of flips is that of the unpacked published codes. Layers in the
+    compute dtype (routers, output head, embeddings) have no codes.
     """
     model = low_bit(random_moe(CONFIGS["qwen3_moe"]), scheme)
     learner = Learner(
@@ -452,7 +471,9 @@ def test_changes_are_those_of_masters_and_codes(scheme: str):
         for name in after
     }
     differ = {
-        name: torch.cat([apart(*pair) for pair in zip(old[name], codes[name], strict=True)])
+        name: torch.cat(
+            [differing_codes(*pair) for pair in zip(old[name], codes[name], strict=True)]
+        )
         for name in old
     }
     published = [
@@ -472,8 +493,8 @@ def test_changes_are_those_of_masters_and_codes(scheme: str):
     )
 
 
-def apart(old: torch.Tensor, weight: LowBitWeight) -> torch.Tensor:
-    """Which codes are others now, signs of zeros included, bool and flat."""
+def differing_codes(old: torch.Tensor, weight: LowBitWeight) -> torch.Tensor:
+    """Return which codes changed, as a flat bool tensor. A change of a zero's sign counts."""
     new = weight.unpacked().float()
     return ((old != new) | (old.signbit() != new.signbit())).flatten()
 
@@ -486,16 +507,19 @@ def apart(old: torch.Tensor, weight: LowBitWeight) -> torch.Tensor:
         (3, [0, 3, 6]),
     ],
 )
-def test_measured_steps(every: int, due: list[int]):
+def test_diagnostics_are_due_at_every_nth_step_and_never_at_interval_zero(
+    every: int, due: list[int]
+):
     assert [step for step in range(7) if is_due(every, step)] == due
 
 
 @pytest.mark.parametrize("aligned", [True, False])
 def test_distance_from_the_start(aligned: bool):
-    """Contract: after two batches of a learner that measures in both, KL(π_start ‖ π) on the first
-    batch's sample is k3 by hand, of log-probs of the codes before and after, and grew; a learner
-    that went through a checkpoint in between has it to the last bit; one that measured nothing at
-    first has none.
+    """Contract: a learner that measures two batches reports KL(π_start ‖ π) on the first batch's
+    sample as k3, computed here by hand from log-probs of the codes before and after; it grows.
+
+    A learner that went through a checkpoint in between reports the same, bit for bit. One that did
+    not measure the first batch reports none.
     """
 
     def new(every: int) -> Learner:

@@ -1,5 +1,7 @@
-"""A gradient that is cut while values stay exact: each way it has happened, in a model made for it,
-ends the run.
+"""Tests of the gradient gate.
+
+A gradient that is cut while values stay exact ends the run; each way in which this has happened is
+planted in a model.
 """
 
 import re
@@ -21,24 +23,26 @@ FIRST = "model.layers.0"
 
 
 def by_data(run: Any) -> None:
-    """A norm reads its weight outside autograd."""
+    """Let a norm read its weight outside autograd."""
     run.model.norm._forward_method.weights = {}
 
 
 def without_grad(run: Any) -> None:
-    """A decorator around a forward."""
+    """Put a decorator that disables gradients around a forward."""
     run.model.layers[0].self_attn.forward = torch.no_grad()(run.model.layers[0].self_attn.forward)
 
 
 def compiled_helper(run: Any) -> None:
-    """A helper that autograd sees as one operator without a derivative."""
+    """Replace the activation by a helper that is one operator without a derivative to autograd."""
     act = run.model.layers[0].mlp.act_fn
     kept = act._forward_method
     act._forward_method = lambda x: kept(x.detach()) + 0 * x.sum(-1, keepdim=True).detach()
 
 
 def by_weight_of_its_own(run: Any) -> None:
-    """A linear layer that the graph does not know as one: its weight is read as a tensor."""
+    """Replace a linear layer by one that the graph does not know, which reads its weight as a plain
+    tensor.
+    """
     layer = run.model.layers[0].self_attn.o_proj
     part = layer.quant_method._stack.parts[0]
     layer.quant_method = SimpleNamespace(
@@ -55,11 +59,11 @@ TRAPS: dict[Callable[[Any], None], str] = {
 
 
 @pytest.mark.parametrize("plant", TRAPS, ids=lambda plant: plant.__name__)
-def test_a_cut_gradient_is_told_with_the_masters_it_misses(
+def test_a_cut_gradient_is_refused_and_its_masters_are_named(
     plant: Callable[[Any], None],
 ):
-    """Contract: log-probs are what they were, to the bit or a rounding, and the gate names the
-    masters. Blind spot: a gradient that is wrong and not zero, which tests hold against
+    """Contract: log-probs stay the same up to rounding, and the gate names the masters without
+    gradient. Blind spot: a gradient that is wrong but not zero; other tests compare gradients with
     transformers'.
     """
     model = policy("w8a8")
@@ -72,7 +76,7 @@ def test_a_cut_gradient_is_told_with_the_masters_it_misses(
         require_gradients(model, Processes())
 
 
-def test_a_model_that_does_not_run_is_told_in_words():
+def test_a_model_that_does_not_run_is_refused_with_its_error():
     model = policy("w8a8")
     model.graph.module.get_submodule("model.layers.1").forward = lambda *_: 1 / 0
     with pytest.raises(
@@ -82,9 +86,9 @@ def test_a_model_that_does_not_run_is_told_in_words():
         require_gradients(model, Processes())
 
 
-def test_mixtures_and_adapters_pass_and_nothing_is_left_behind():
-    """A router that no module of transformers multiplies has its layer and its gradient; B is zero
-    at first.
+def test_mixtures_and_adapters_pass_the_gate_and_keep_no_gradients():
+    """Contract: a router that no module of transformers multiplies has its layer and its gradient;
+    an adapter passes although its factor B starts at zero.
     """
     experts = experts_policy(torch.bfloat16)
     assert "model.layers.1.mlp.gate" in experts.linears

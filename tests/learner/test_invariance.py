@@ -1,5 +1,5 @@
-"""Settings that may change time and memory, not what is learned: packing, chunked log-probs,
-checkpointed layers.
+"""Tests of settings that may change time and memory but not what is learned: packing, chunked
+log-probs, checkpointed layers.
 
 Axes: B sequences, T tokens.
 """
@@ -35,9 +35,9 @@ BFLOAT16 = torch.bfloat16
 def test_packed_log_probs_and_gradients_are_those_of_padded_sequences(
     lengths: list[int],
 ):
-    """Contract: in fp32 with nothing rounded, only the order of sums differs: 1e-4 nats, and 1e-3
-    of a tensor's mean gradient. Attention across sequences, or positions that do not start anew,
-    would be off by nats.
+    """Contract: in fp32 without quantization rounding of activations, only the order of sums
+    differs: at most 1e-4 nats, and on average 1e-4 of a tensor's mean gradient. Attention across
+    sequences, or positions that do not restart, would be off by nats.
     """
     model = policy("w4a16", dtype=torch.float32)
     batch = random_batch(lengths, learners.VOCABULARY)
@@ -50,9 +50,10 @@ def test_packed_log_probs_and_gradients_are_those_of_padded_sequences(
 
 
 @pytest.mark.parametrize("share_prompts", [False, True])
-def test_gradients_by_two_threads_are_the_same_again(share_prompts: bool):
-    """Contract: a run repeats to the bit with as many threads as it had. Sums by atomics differ in
-    nearly every try.
+def test_gradients_by_two_threads_repeat_bit_for_bit(share_prompts: bool):
+    """Contract: a run repeats bit for bit with the same number of threads.
+
+    Sums by atomics would differ in nearly every try.
     """
     model = policy()
     batch = random_batch([24] * 100, learners.VOCABULARY)
@@ -68,8 +69,8 @@ def test_gradients_by_two_threads_are_the_same_again(share_prompts: bool):
 
 
 def test_packed_experts_are_those_replayed_and_padding_reaches_no_router():
-    """Contract: packed, a token goes to the experts named for it, and router logits are of real
-    tokens alone.
+    """Contract: a packed token goes to the experts that are replayed for it, and router logits
+    exist for real tokens only.
     """
     model = experts_policy(torch.float32)
     config = model.config
@@ -90,9 +91,9 @@ def test_packed_experts_are_those_replayed_and_padding_reaches_no_router():
 @pytest.mark.parametrize("kernel", ["vllm", "reference"])
 @pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8"])
 def test_a_shared_prompt_changes_no_log_prob(scheme: str, kernel: str):
-    """Contract: computed once for its group, prompts give every response the log-probs it has by
-    itself, bit for bit in bfloat16 by the engine's kernels; gradients are those up to roundings. A
-    response that saw another's tokens or stood at another position would be off by nats.
+    """Contract: a prompt that is computed once for its group gives every response the log-probs
+    that it has by itself, bit for bit in bfloat16 by the engine's kernels; gradients agree up to
+    rounding. A response that saw another's tokens or had other positions would be off by nats.
     """
     model = policy(scheme, kernel=kernel)
     batch = batch_of()
@@ -107,9 +108,9 @@ def test_a_shared_prompt_changes_no_log_prob(scheme: str, kernel: str):
     assert drift(found, expected)[1] <= 0.02
 
 
-def test_what_differs_is_not_shared():
-    """A prompt is taken from the group's first sequence where it has it to the token, and to the
-    replayed expert.
+def test_a_prompt_with_other_tokens_or_experts_is_not_shared():
+    """Contract: a prompt is taken from the group's first sequence only if all tokens and all
+    replayed experts are equal.
     """
     batch = dataclasses.replace(
         batch_of(),
@@ -131,7 +132,7 @@ def test_what_differs_is_not_shared():
 
 
 def test_a_shared_prompts_routers_count_for_every_sequence():
-    """Contract: the load-balance loss is that of sequences that each bring their prompt."""
+    """Contract: the load-balance loss equals that of sequences that each bring their own prompt."""
     model = experts_policy(torch.float32)
     batch = random_batch([7, 12, 9], 64)
     batch.group.zero_()
@@ -151,9 +152,11 @@ def test_a_shared_prompts_routers_count_for_every_sequence():
 @pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16])
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 def test_chunks_change_no_log_prob(scheme: str, dtype: torch.dtype, chunk: int):
-    """Contract: log-probs and entropies of chunks are those of all positions at once: in bfloat16
-    bit for bit from 7 rows on, as the head's sums are rounded to 8 bits (one row alone is another
-    product, and may differ by one rounding); gradients up to the order of sums.
+    """Contract: log-probs and entropies in chunks equal those of all positions at once.
+
+    In bfloat16 this holds bit for bit from 7 rows on, because the head's sums are rounded to 8
+    bits; a single row is another product and may differ by one rounding. Gradients agree up to the
+    order of sums.
     """
     model = policy(scheme, dtype=dtype)
     batch = batch_of()
@@ -174,10 +177,11 @@ def test_chunks_change_no_log_prob(scheme: str, dtype: torch.dtype, chunk: int):
 
 @pytest.mark.parametrize("temperature", [1.0, 1.1])
 def test_log_probs_and_gradients_are_autograds(temperature: float):
-    """By plain autograd through `log_softmax` of the model's own logits / T at position t, read at
-    token t + 1, without chunks or a backward of ours; the entropy is that of the same distribution,
-    in nats; zero outside the response. That those logits are transformers':
-    tests/quant/test_model.py.
+    """Contract: log-probs and gradients equal those of plain autograd through `log_softmax` of the
+    model's own logits / T at position t, read at token t + 1, without chunks or a backward of ours.
+    The entropy is that of the same distribution, in nats; outside the response everything is zero.
+
+    Blind spot: the logits themselves; tests/quant/test_model.py compares them with transformers'.
     """
     model = policy(dtype=torch.float32)
     batch = batch_of()
@@ -233,8 +237,8 @@ def test_checkpointed_layers_give_the_same_bits(scheme: str, operators: str):
 
 
 def test_checkpointed_experts_count_their_routers_once():
-    """The backward passes by every router again; the load-balance loss and replay see one
-    forward.
+    """Contract: the backward passes through every router again, but the load-balance loss and
+    replay see one forward.
     """
     model = experts_policy(BFLOAT16)
     model.router_log.enabled = True
@@ -248,9 +252,10 @@ def test_checkpointed_experts_count_their_routers_once():
 
 
 @pytest.mark.parametrize("setting", ["packing", "prompts"])
-def test_trajectories_agree(setting: str):
-    """8 updates in fp32 compute by AdamW end at the same masters, also of other micro-batches and
-    chunks.
+def test_packing_and_shared_prompts_end_at_the_same_masters(setting: str):
+    """Contract:
+
+    8 updates by AdamW in fp32 end at the same masters, also with other micro-batches and chunks.
     """
     ways: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         "packing": (
@@ -274,9 +279,11 @@ def test_trajectories_agree(setting: str):
     learners.assert_same_trajectory(start, *ends)
 
 
-def test_what_cannot_be_packed_is_said():
-    """`auto` packs with the engine's operators; `true` without them, or a packed forward, is an
-    error.
+def test_packing_without_the_engines_operators_is_refused():
+    """Contract:
+
+    `auto` packs if the operators are the engine's. `true` without them, a shared prompt without
+    packing, and a packed forward without them are errors.
     """
     engine = policy()
     plain = policy(operators="transformers")

@@ -1,7 +1,7 @@
-"""The learner on a tiny random model: log-probs, which are computed where something is made of
-them, accumulation, skipped updates, resuming; what is held for its first step while the engine
-starts. Numbers beyond their dtype's range stop a run, and the error says where they arose; nothing
-is learned from them.
+"""Tests of the learner on a tiny random model: when log-probs are computed, accumulation, skipped
+updates, resuming, and the memory that is reserved for its first step while the engine starts.
+Numbers beyond their dtype's range stop a run; the error names their origin, and nothing is learned
+from them.
 """
 
 import dataclasses
@@ -48,7 +48,11 @@ from tests.support.models import multiply_masters, same_stream, stream_bytes
 def gradients_of_learning(
     learner: Learner, batch: Batch
 ) -> tuple[list[dict[str, torch.Tensor]], Any]:
-    """What the optimizer is given in each update, unclipped and unscaled; it does not step."""
+    """Learn a batch without stepping.
+
+    Return the gradients that the optimizer receives in each update, unclipped and unscaled, and the
+    statistics.
+    """
     seen: list[dict[str, torch.Tensor]] = []
 
     def record(diagnose: bool = False) -> None:
@@ -65,9 +69,10 @@ def gradients_of_learning(
 @pytest.mark.parametrize("mini_batches", [1, 3])
 def test_accumulation_changes_nothing(objective: str, aggregation: str, mini_batches: int):
     """Contract: cutting a mini-batch into micro-batches, down to one sequence each, gives the
-    gradients and the mean statistics of one forward over all of it. Derivation: each sequence's
-    loss is divided by the mini-batch's size (token-mean: by its tokens), wherever it is computed.
-    Float32 and no steps: only the order of sums differs.
+    gradients and the mean statistics of one forward over all of it.
+
+    Derivation: each sequence's loss is divided by the mini-batch's size (token-mean: by its
+    tokens), wherever it is computed. In float32 and without steps only the order of sums differs.
     """
 
     def run(budget: int):
@@ -104,9 +109,10 @@ def test_accumulation_changes_nothing(objective: str, aggregation: str, mini_bat
 
 def test_the_gradient_is_the_objectives_by_hand():
     """Contract: on the first update the policy is the old one, r = 1, so TBPO's gradient is that of
-    -(1/B) Σ_b w̃_b A_b mean_t log π(token). Autograd of that sum, through the same model, is the
-      expectation; w̃ is computed here from the log-probs. The norm reported is that gradient's, and
-      grad_clip scales it.
+    -(1/B) Σ_b w̃_b A_b mean_t log π(token).
+
+    Expected is autograd of that sum through the same model; w̃ is computed here from the log-probs.
+    The reported norm is that gradient's, and grad_clip scales the gradient.
     """
     learner = make_learner(dtype=torch.float32, mini_batches=1, optimizer={"grad_clip": 0.01})
     batch = batch_of()
@@ -143,9 +149,9 @@ def test_the_gradient_is_the_objectives_by_hand():
 
 @pytest.mark.parametrize("scheme", list(SCHEMES))
 def test_learning_raises_what_was_rewarded(scheme: str):
-    """Repeated on one batch, with its sampler's log-probs taken from the policy, the log-probs of
-    better completions rise against those of worse ones. Every update steps every master and makes a
-    new weight version.
+    """Contract: learning one batch repeatedly, with the policy's own log-probs as the sampler's,
+    raises the log-probs of better completions relative to those of worse ones. Every update steps
+    every master and makes a new weight version.
     """
     wide = {"epsilon_high": 10.0, "delta_high": 10.0, "delta_low": 0.99}
     learner = make_learner(scheme, objective=wide, optimizer={"lr": 2e-3})
@@ -171,9 +177,10 @@ def test_learning_raises_what_was_rewarded(scheme: str):
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_non_finite_gradient_is_skipped(value: float, dtype: torch.dtype):
-    """Contract: masters, optimizer state and weight version stay as they were, bit for bit; the
-    skip is counted and the loss scale (float16 only) halves for each. The next batch learns as if
-    nothing had been.
+    """Contract: masters, optimizer state and weight version stay the same, bit for bit.
+
+    Each skip is counted and halves the loss scale (float16 only). The next batch is learned as if
+    nothing had happened.
     """
     spoiled = make_learner(dtype=dtype, scale=1024.0)
     clean = make_learner(dtype=dtype, scale=256.0)
@@ -207,7 +214,9 @@ def test_a_non_finite_gradient_is_skipped(value: float, dtype: torch.dtype):
 
 
 def test_a_skip_amid_good_updates_leaves_those_alone():
-    """Three mini-batches, the second one poisoned: two updates, one skip, and the masters move."""
+    """Contract: of three mini-batches with the second one poisoned, two update the masters and one
+    is skipped.
+    """
     learner = make_learner(mini_batches=3)
     poison(learner, "model.norm.weight", math.inf, only=1)
     before = masters_of(learner)
@@ -222,11 +231,12 @@ def test_a_skip_amid_good_updates_leaves_those_alone():
 def test_a_restored_learner_continues_bit_for_bit(
     scheme: str, special: str, optimizer: str, dtype: str
 ):
-    """Contract: learn, save, learn on = learn, save, load into another learner, learn on: masters,
-    published bytes, statistics and loss scale equal bit for bit, through torch.save and from other
-    initial weights. Where scales are kept, a batch changes codes and no scale, and the other
-    learner's scales become these. Of adapters, others of one base, the checkpoint holds no weight
-    of the base.
+    """Contract: learn, save and learn on gives the same as learn, save, load into another learner
+    and learn on. Masters, published bytes, statistics and loss scale are equal bit for bit, through
+    torch.save and from other initial weights.
+
+    If scales are kept, a batch changes codes and no scale, and the other learner takes over these
+    scales. A checkpoint of adapters holds no weight of the base.
     """
     options: dict[str, Any] = {"optimizer": {"name": optimizer, "lr": 1e-2}}
     adapted = special == "adapters"
@@ -272,14 +282,14 @@ def test_a_restored_learner_continues_bit_for_bit(
     assert same_stream(learner.model, stream_bytes(other.model))
 
 
-def test_a_checkpoint_of_kept_scales_is_refused_where_they_move():
+def test_a_checkpoint_of_kept_scales_is_refused_by_a_run_that_moves_them():
     kept = make_learner("w4a16")
     keep_scales(kept.model)
     with pytest.raises(ConfigError, match="keeps the scales of 14 weights, this run those of 0"):
         make_learner("w4a16").load_state_dict(kept.state_dict())
 
 
-def test_a_checkpoint_of_other_masters_is_refused_in_words():
+def test_a_checkpoint_of_other_masters_is_refused_naming_the_first():
     state = make_learner("w4a16").state_dict()
     state["optimizer"]["masters"].pop("model.norm.weight")
     with pytest.raises(
@@ -290,8 +300,9 @@ def test_a_checkpoint_of_other_masters_is_refused_in_words():
 
 
 def test_the_gate_comes_before_any_update():
-    """It sees the batch's mismatch, by hand from the log-probs, and what it raises leaves the
-    masters as they were.
+    """Contract: the gate receives the batch's mismatch, computed here by hand from the log-probs.
+
+    If it raises, the masters stay the same.
     """
     learner = make_learner()
     batch = batch_of()
@@ -313,8 +324,9 @@ def test_the_gate_comes_before_any_update():
 
 
 def test_a_batch_without_reward_differences_teaches_nothing():
-    """Equal rewards in every group: no update, skip or decay, statistics that are numbers, and none
-    of updates.
+    """Contract: if rewards are equal in every group, there is no update, skip or weight decay.
+
+    Statistics are numbers, and those of updates are None.
     """
     groups = [dataclasses.replace(g, rewards=(0.5,) * SAMPLES) for g in make_groups()]
     learner = make_learner(optimizer={"weight_decay": 0.5}, diagnostics_every=1)
@@ -333,9 +345,11 @@ def test_a_batch_without_reward_differences_teaches_nothing():
 
 
 def test_a_kl_penalty_holds_the_policy_near_its_start():
-    """The reference is a policy of its own: KL is 0 before the first update, positive after some,
-    and smaller under a large coefficient than under a negligible one; the reference's masters stay
-    as they were. Each kind is by hand in tests/learner/test_objectives.py.
+    """Contract: the reference is a separate policy.
+
+    The KL is 0 before the first update, positive after some, and smaller with a large coefficient
+    than with a negligible one; the reference's masters do not change.
+    tests/learner/test_objectives.py computes each kind by hand.
     """
     batch = batch_of()
     kl = {}
@@ -363,15 +377,17 @@ def test_a_kl_penalty_holds_the_policy_near_its_start():
 
 
 @pytest.mark.parametrize("given_one", [True, False])
-def test_a_reference_is_needed_exactly_where_a_penalty_is(given_one: bool):
+def test_a_reference_without_a_penalty_and_a_penalty_without_a_reference_are_refused(
+    given_one: bool,
+):
     config: dict[str, Any] = {} if given_one else {"kl": {"name": "k3"}}
     with pytest.raises(ConfigError, match=r"learner\.kl\.name is .* reference policy"):
         make_learner(reference=make_learner().model if given_one else None, **config)
 
 
 @pytest.mark.parametrize("coefficient", [0.0, 10.0])
-def test_a_load_balance_loss_is_computed_where_it_counts_and_falls(coefficient: float):
-    """That of routers that are balanced is the number of experts a token goes to."""
+def test_a_load_balance_loss_with_a_coefficient_falls_and_without_one_is_zero(coefficient: float):
+    """Contract: the loss of balanced routers equals the number of experts per token."""
     model = experts_policy(torch.bfloat16)
     settings = {
         "mini_batches": 1,
@@ -385,10 +401,10 @@ def test_a_load_balance_loss_is_computed_where_it_counts_and_falls(coefficient: 
 
 
 def test_a_shadow_forward_takes_ratios_from_the_published_codes():
-    """A plain learner under a W4A16 sampler whose log-probs are those of the codes: its own forward
-    differs from them (β), so a bypass ratio is off 1 and clips although no update came before; with
-    the shadow forward β is 0 and nothing is clipped, in the first update, while the gradient stays
-    the plain forward's, up to the ratio that weights it.
+    """Contract: a plain learner under a W4A16 sampler differs from the sampler's log-probs, which
+    are those of the codes, by β. A bypass ratio is therefore not 1 and clips although no update has
+    happened. With the shadow forward β is 0 and nothing is clipped in the first update; the
+    gradient stays the plain forward's, up to the ratio that weights it.
     """
     bypass = {"name": "none", "ratio_from": "sampler"}
     plain_learner = {"aligned": False, "mini_batches": 1}
@@ -422,7 +438,7 @@ def test_a_shadow_forward_takes_ratios_from_the_published_codes():
 
 
 def test_the_schedule_lowers_the_rate_alone():
-    """Contract: half the rate is half the rate: masters as with the option `lr` halved."""
+    """Contract: half of a rate by warm-up gives the same masters as the option `lr` halved."""
     slow, warming = (
         make_learner(optimizer=options)
         for options in ({"lr": 5e-4}, {"lr": 1e-3, "warmup_steps": 2})
@@ -439,7 +455,7 @@ BYPASS = {"name": "none", "ratio_from": "sampler"}
 
 
 def forwards_without_gradient(learner: Learner) -> list[int]:
-    """A list that grows by the rows of each forward that no gradient is taken of."""
+    """Return a list that grows by the number of rows of each forward without gradient."""
     counts: list[int] = []
     compute = learner.scorer.token_logprobs
 
@@ -454,10 +470,11 @@ def forwards_without_gradient(learner: Learner) -> list[int]:
 
 @pytest.mark.parametrize(("config", "share"), cases(__file__, "shares"))
 def test_forwards_without_gradient(config: dict[str, Any], share: float):
-    """Share of the batch's rows that are computed without a gradient. The last group of
-    `make_groups` teaches nothing, so the first mini-batch that is trained may not be the first.
-    Steps that are measured score the last mini-batch once more, after its update; the first of them
-    the first one too, before and after, for the distance from the start.
+    """Contract: only the expected share of the batch's rows is computed without gradient.
+
+    The last group of `make_groups` teaches nothing, so the first trained mini-batch may not be the
+    first one. Measured steps score the last mini-batch once more after its update. The first
+    measured step also scores the first one, before and after, for the distance from the start.
     """
     learner = make_learner(**FP32, objective={"name": "grpo"}, **config)
     batch = batch_of()
@@ -468,9 +485,11 @@ def test_forwards_without_gradient(config: dict[str, Any], share: float):
 
 
 @pytest.mark.parametrize("name", ["tbpo", "grpo", "gspo"])
-def test_they_are_the_same_as_those_computed_beforehand(name: str):
-    """Contract: with a gate all are computed before the update. Both ways differ in the last bit at
-    most, for rows are multiplied in other micro-batches; fp32 keeps that small.
+def test_log_probs_computed_within_updates_equal_those_computed_beforehand(name: str):
+    """Contract: with a gate, all log-probs are computed before the update.
+
+    Both orders differ in the last bit at most, because rows are multiplied in other micro-batches;
+    fp32 keeps that small.
     """
     beforehand, within = (
         make_learner(**FP32, objective={"name": name}, optimizer={"lr": 1e-5}) for _ in range(2)
@@ -499,9 +518,10 @@ def test_they_are_the_same_as_those_computed_beforehand(name: str):
     )
 
 
-def test_bytes_are_those_of_gradients_and_moments():
-    """Contract: counted before the first step, equal to what is there after it. Blind spot: no GPU
-    has run this.
+def test_reserved_bytes_are_those_of_gradients_and_moments():
+    """Contract: the bytes counted before the first step equal those that exist after it.
+
+    Blind spot: no GPU runs this.
     """
     learner = make_learner(optimizer={"name": "muon"})
     counted = step_bytes(learner.model, learner.config, 1)
@@ -513,7 +533,7 @@ def test_bytes_are_those_of_gradients_and_moments():
     assert counted == 4 * (gradients + sum(t.numel() for t in moments))
 
 
-def test_shares_and_offload():
+def test_reserved_bytes_shrink_with_zero_stages_and_offload():
     learner = make_learner("bf16", optimizer={"name": "adamw"})
     whole = sum(master.numel() for master in learner.model.masters.values()) * 4
 
@@ -535,8 +555,8 @@ def test_shares_and_offload():
     [("bf16", "engine"), ("bf16", "transformers"), ("w4a16", "engine")],
 )
 def test_an_overflowing_forward_is_an_error(scheme: str, operators: str):
-    """Contract: float16 raises before anything is updated, naming dtype and remedy; the masters are
-    untouched. The remedy is one: the same masters' log-probs are finite in bfloat16.
+    """Contract: float16 raises before anything is updated and names dtype and remedy; the masters
+    do not change. The remedy works: the same masters' log-probs are finite in bfloat16.
     """
     learner, other = (
         make_learner(scheme, dtype, operators=operators)
@@ -565,8 +585,8 @@ def test_log_probs_of_the_engine_that_are_not_finite_are_an_error():
 
 
 def test_a_loss_scale_too_high_for_float16_is_lowered_until_gradients_fit():
-    """No gradient is spoiled by hand: 2^40 overflows float16 for real, is halved for each skip, and
-    learning begins.
+    """Contract: a scale of 2^40 really overflows float16 (no gradient is poisoned), is halved for
+    each skip, and then learning begins.
     """
     learner = make_learner("w4a16", torch.float16, scale=2.0**40)
     skipped = updates = 0
@@ -585,8 +605,10 @@ def test_a_loss_scale_too_high_for_float16_is_lowered_until_gradients_fit():
     ("dtype", "skips"), [(torch.float16, 2), (torch.bfloat16, MOST_SKIPPED - 1)]
 )
 def test_gradients_that_stay_infinite_end_the_run(dtype: torch.dtype, skips: int):
-    """Contract: `skips` updates are left out and counted, the next raises, and the masters are
-    those before them all. float16 starts from a scale of 4 here, so two halvings reach 1.
+    """Contract:
+
+    `skips` updates are skipped and counted, the next one raises, and the masters are those before
+    all of them. float16 starts with a scale of 4 here, so two halvings reach 1.
     """
     learner = make_learner(dtype=dtype, scale=4.0, mini_batches=1)
     before = masters_of(learner)
@@ -613,8 +635,10 @@ def test_good_updates_between_skips_start_the_count_again_and_a_resumed_run_does
 
 @pytest.mark.parametrize("how", ["nearest", "stochastic"])
 def test_a_float16_master_beyond_its_range_is_an_error(how: str):
-    """65472 + 100 is infinite in float16, however rounded; the error names that master alone.
-    bfloat16 has both.
+    """Contract:
+
+    65472 + 100 is infinite in float16 under either rounding, and the error names that master only.
+    bfloat16 represents both masters.
     """
     for dtype in (torch.bfloat16, torch.float16):
         masters = {
@@ -638,8 +662,8 @@ def test_a_float16_master_beyond_its_range_is_an_error(how: str):
 
 
 def test_a_master_beyond_its_range_is_not_materialized():
-    """The step raises inside `learn`, what would be published is still the version before, and no
-    step is whole.
+    """Contract: the step raises inside `learn`, the stream still holds the previous version, and
+    the learner counts as inconsistent.
     """
     learner = make_learner("w4a16", optimizer={"name": "adamw"}, master_dtype="float16")
     for master in learner.model.masters.values():

@@ -1,4 +1,4 @@
-"""The parts of the learner around its loss: advantages, batching, mismatch, loss scale,
+"""Tests of the parts of the learner around its loss: advantages, batching, mismatch, loss scale,
 schedule.
 """
 
@@ -40,10 +40,10 @@ from tests.support.cases import cases
     st.integers(2, 9),
     st.integers(0, 2**32 - 1),
 )
-def test_estimators_differ_by_what_they_say(groups: int, samples: int, seed: int):
-    """dr_grpo is the reward minus the group's mean; rloo minus the mean of the others, computed
-    here sample by sample, and S/(S-1) times dr_grpo; grpo is dr_grpo over the deviation. Groups of
-    equal rewards get zeros from all.
+def test_advantage_estimators_have_their_defining_formulas(groups: int, samples: int, seed: int):
+    """Contract: dr_grpo is the reward minus the group's mean. rloo is the reward minus the mean of
+    the other samples, computed here sample by sample, and S/(S-1) times dr_grpo. grpo is dr_grpo
+    over the deviation. Groups of equal rewards get zeros from all.
     """
     rewards = torch.rand(
         groups,
@@ -66,7 +66,7 @@ def test_estimators_differ_by_what_they_say(groups: int, samples: int, seed: int
     torch.testing.assert_close(group_advantages(rewards, "grpo"), dr_grpo / deviation)
 
 
-def test_groups_of_other_sizes_are_estimated_each_by_itself():
+def test_groups_of_different_sizes_get_advantages_from_their_own_mean():
     answers = [completion([8], [-0.5])] * 3
     groups = [
         Group(Prompt("", "", (5,)), tuple(answers[: len(r)]), r)
@@ -78,7 +78,9 @@ def test_groups_of_other_sizes_are_estimated_each_by_itself():
 
 @pytest.mark.parametrize("reward", [0.1, 0.3, 1 / 3, 0.7])
 def test_equal_rewards_that_are_no_binary_fractions_teach_nothing(reward: float):
-    """Their mean is a last bit off, which no deviation of that size may make an advantage of."""
+    """Contract: equal rewards give no advantage although their mean, and so their deviation, is off
+    by a last bit.
+    """
     assert torch.full((1, 8), reward).std() > 0
     assert not any(group_advantages(torch.full((1, n), reward), "grpo").any() for n in range(2, 17))
 
@@ -88,8 +90,9 @@ def completion(token_ids: Sequence[int], logprobs: Sequence[float]) -> Completio
 
 
 def test_make_batch_by_hand():
-    """Two prompts of lengths 3 and 1, two completions each. Position t predicts token t + 1, so a
-    response of n tokens after a prompt of p occupies positions p - 1 … p + n - 2.
+    """Contract: position t predicts token t + 1, so a response of n tokens after a prompt of p
+    occupies positions p - 1 … p + n - 2. Here are two prompts of lengths 3 and 1 with two
+    completions each.
     """
     groups = [
         Group(
@@ -161,7 +164,7 @@ def test_make_batch_by_hand():
 
 @st.composite
 def batches(draw: st.DrawFn) -> Batch:
-    """1–8 prompts with 2–5 completions each, all lengths uneven."""
+    """Draw a batch of 1–8 prompts with 2–5 completions each, all of uneven lengths."""
     samples = draw(st.integers(2, 5))
     groups = []
     for g in range(draw(st.integers(1, 8))):
@@ -182,8 +185,9 @@ def batches(draw: st.DrawFn) -> Batch:
     st.integers(0, 2**31),
 )
 def test_mini_batches_partition_whole_groups(batch: Batch, count: int, seed: int):
-    """Contract: every row in exactly one mini-batch, a group never split, group counts differing by
-    at most one, never more mini-batches than groups; the same seed gives the same cut.
+    """Contract: every row is in exactly one mini-batch, no group is split, group counts differ by
+    at most one, and there are at most as many mini-batches as groups. The same seed gives the same
+    cut.
     """
     cut = mini_batches(batch, count, seed)
     groups = int(batch.group.max()) + 1
@@ -212,9 +216,11 @@ def test_mini_batches_are_shuffled_by_their_seed():
 def test_micro_batches_cover_rows_within_the_token_budget(
     how: str, batch: Batch, budget: int, data: st.DataObject
 ):
-    """Contract: each given row exactly once; rows · longest, or packed their own tokens, without
-    prompts that another has, ≤ budget, except that a longer row goes alone; and no cut is needless:
-    one more row would exceed it.
+    """Contract: each given row appears exactly once.
+
+    A micro-batch's size is rows · longest if padded, its tokens if packed, and its tokens without
+    repeated prompts if prompts are shared. It is ≤ budget unless one row alone is longer, and one
+    more row would exceed the budget.
     """
     packed = how != "padded"
     sharing = how == "sharing prompts"
@@ -238,8 +244,8 @@ def test_micro_batches_cover_rows_within_the_token_budget(
 
 
 def test_mismatch_by_hand():
-    """d = 0.1, -0.3 | 0.2, learner less sampler, padding left out: mean |d| 0.2, max 0.3, log
-    weights -0.1 and 0.2.
+    """Contract: statistics of d = learner - sampler = 0.1, -0.3 | 0.2 without padding are mean |d|
+    0.2, max 0.3, and log weights -0.1 and 0.2 per sequence.
     """
     response_mask = torch.tensor([[True, True, False], [False, True, False]])
     sampler = torch.tensor(
@@ -280,10 +286,12 @@ def test_mismatch_by_hand():
     assert found.end_mean_abs is None
 
 
-def test_where_a_mismatch_is_by_hand():
-    """Two responses, d = 0, 0.1, 0.2, 0.3 and 0.4, 0.3: |d| over the places 1 2 3 4 | 1 2, of which
-    the first ends with its end token and one token is rare. Sums 0.6 and 0.7 over the lengths 4 and
-    2; d with A = 1 and -1.
+def test_mismatch_by_position_length_and_advantage_by_hand():
+    """Contract:
+
+    |d| is related to position, length and advantage. Two responses have d = 0, 0.1, 0.2, 0.3 and
+    0.4, 0.3 at positions 1 2 3 4 | 1 2, with A = 1 and -1. The first ends with its end token; one
+    token of each is rare. Sums 0.6 and 0.7 over lengths 4 and 2 give a length slope of -0.05.
     """
     response_mask = torch.tensor([[True] * 4, [True, True, False, False]])
     difference = torch.tensor(
@@ -326,7 +334,9 @@ def test_where_a_mismatch_is_by_hand():
 
 
 def test_clip_reasons_by_hand():
-    """By the advantage's sign and the side, of a sequence that of its mean; else corrected."""
+    """Contract: the reason is given by the advantage's sign and the side of the bound (for a
+    sequence ratio: of its mean), otherwise by the correction.
+    """
     log_ratio = torch.tensor([[0.1, -0.1, 0.1, -0.1, 0.1, 0.1, 0.1]])
     clipped = torch.tensor([[True, True, True, True, True, False, True]])
     advantages = torch.tensor([[1.0, 1, -1, -1, 0, 1, 1]])
@@ -370,7 +380,7 @@ def test_clip_reasons_by_hand():
 
 
 @given(st.integers(0, 40), st.integers(1, 9))
-def test_processes_share_out_everything(count: int, world: int):
+def test_processes_share_all_items_in_nearly_equal_parts(count: int, world: int):
     shares = [list(Processes(rank, world).span(count)) for rank in range(world)]
     assert [*itertools.chain(*shares)] == list(range(count))
     assert len(shares[-1]) - min(map(len, shares)) <= 1
@@ -379,7 +389,8 @@ def test_processes_share_out_everything(count: int, world: int):
 
 @given(batches(), st.integers(1, 5), st.integers(1, 60))
 def test_micro_batches_are_dealt_out_to_processes(batch: Batch, world: int, budget: int):
-    """As many to each, all together those of one; beyond the last not counted; the head is called
+    """Contract: every process gets equally many micro-batches; together they are those of one
+    process, and repeats that fill up the last round do not count. Every process calls the head
     equally often.
     """
     config = LearnerConfig(micro_batch_tokens=budget, logprob_chunk_tokens=7, packing=False)
@@ -400,8 +411,8 @@ def test_micro_batches_are_dealt_out_to_processes(batch: Batch, world: int, budg
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3, 4, 7])
-def test_as_many_chunks_as_agreed_on(chunks: int):
-    """Where there are fewer positions the first stands in again, behind them all."""
+def test_positions_are_cut_into_the_agreed_number_of_chunks(chunks: int):
+    """Contract: if there are too few positions, the first one is repeated after all others."""
     hidden = torch.arange(6.0).view(3, 2)
     targets = torch.tensor([5, 6, 7])
     parts = _in_chunks(hidden, targets, 2, chunks)
@@ -414,9 +425,11 @@ def test_as_many_chunks_as_agreed_on(chunks: int):
     )
 
 
-def test_a_load_balance_loss_is_that_of_a_mixture_that_has_one():
-    """By the setting; without one the model's own coefficient where its configuration switches the
-    loss on.
+def test_load_balance_coefficient_comes_from_the_setting_or_the_model():
+    """Contract: the setting wins.
+
+    Without a setting the model's own coefficient holds if the model's configuration switches the
+    loss on. A setting for a model without such a loss is an error.
     """
     for setting, own, on, experts, expected in cases(__file__, "load balance"):
         config = SimpleNamespace(model_type="m", router_aux_loss_coef=own, output_router_logits=on)
@@ -429,7 +442,7 @@ def test_a_load_balance_loss_is_that_of_a_mixture_that_has_one():
             assert load_balance_coefficient(model, setting) == expected
 
 
-def test_a_process_reads_its_share_at_stage_3_alone():
+def test_a_process_reads_a_share_of_the_masters_only_at_zero_stage_3():
     schemes = [get_scheme(name) for name in ("w4a16", "fp8-block")]
     shares = [
         share_of(LearnerConfig(zero_stage=stage), Processes(1, 4), schemes)
@@ -446,7 +459,7 @@ def test_a_process_reads_its_share_at_stage_3_alone():
         ((1.0, 0.0), 1),
     ],
 )
-def test_a_batch_has_a_reward_an_answer_and_a_logprob_a_token(rewards: Any, logprobs: int):
+def test_missing_or_non_finite_rewards_and_log_probs_are_refused(rewards: Any, logprobs: int):
     answer = Completion((1, 2), (-0.5,) * logprobs, "", 0, "stop")
     with pytest.raises(
         PolicyError,
@@ -456,8 +469,9 @@ def test_a_batch_has_a_reward_an_answer_and_a_logprob_a_token(rewards: Any, logp
 
 
 def test_loss_scale_doubles_after_good_steps_and_halves_after_a_bad_one():
-    """growth_every = 3: three good steps in a row double it, a bad one halves it and starts the
-    count again; it never goes below one; a restored one continues the count.
+    """Contract: with growth_every = 3, three good steps in a row double the scale, and a bad one
+    halves it and restarts the count. The scale never falls below one, and a restored scale
+    continues the count.
     """
     scale = LossScale(True, 8.0, 3)
     seen = []
@@ -478,8 +492,8 @@ def test_loss_scale_doubles_after_good_steps_and_halves_after_a_bad_one():
 
 
 def test_the_learning_rate_rises_holds_and_falls():
-    """10 steps, 4 of warm-up, 2 of decay: 1/4, 2/4, 3/4, 1, then 1, and over the last two 1, 1/2;
-    without either 1.
+    """Contract: of 10 steps with 4 of warm-up and 2 of decay, the rates are 1/4, 2/4, 3/4, 1, then
+    1, and 1, 1/2 over the last two. Without warm-up and decay the rate is constant.
     """
     assert [Schedule(1.0, 4, 2, 10).rate(s) for s in range(10)] == [
         0.25,

@@ -1,5 +1,7 @@
-"""Every objective, correction, aggregation and penalty by hand: values and gradients. An objective
-of the user's: found, called as the shipped ones are, and refused with what is wrong.
+"""Tests of every objective, correction, aggregation and penalty by hand, both values and gradients.
+
+A user's own objective is found, called like the shipped ones, and refused with the reason if it is
+wrong.
 """
 
 import math
@@ -55,8 +57,9 @@ def learner_config(objective: str | dict[str, Any], **options: Any) -> LearnerCo
 def loss_input(
     cur_old: Rows, old_sampler: Rows, advantages: Sequence[float], dtype=torch.float32
 ) -> LossInput:
-    """Log-probs with the given differences per token; rows may differ in length (the rest is
-    padding).
+    """Return log-probs with the given differences per token.
+
+    Rows may differ in length; the rest is padding.
     """
     longest = max(len(row) for row in cur_old)
     response_mask = torch.zeros(len(cur_old), longest, dtype=torch.bool)
@@ -76,7 +79,7 @@ def loss_input(
 
 
 def old_of(given: LossInput) -> torch.Tensor:
-    """Every input here has them."""
+    """Return the old log-probs, which every input of this file has."""
     assert given.old is not None
     return given.old
 
@@ -98,7 +101,7 @@ def random_input(
 
 
 def evaluate(given: LossInput, config: LearnerConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Per-sequence token means of loss and clipped share, [B] each."""
+    """Return each sequence's token mean of the loss and of the clipped share, [B] each."""
     weight = correction(old_of(given), given.sampler, given.response_mask, config.correction).weight
     proximal = given.sampler if ratio_from(config.correction) == "sampler" else old_of(given)
     inputs = ObjectiveInput(given.current, proximal, weight, given.response_mask, given.advantages)
@@ -124,7 +127,7 @@ def test_the_switch_has_every_objective_of_the_configuration():
 
 
 BANDS = cases(__file__, "bands")
-"""Why → an advantage, the mean of cur - old, and the bound that its ratio is cut to."""
+"""Reason → advantage, mean of cur - old, and the bound that the ratio is cut to (None: not cut)."""
 
 
 @pytest.mark.parametrize(("advantage", "mean_up", "bound"), BANDS.values(), ids=BANDS)
@@ -146,10 +149,11 @@ def test_tbpo_by_hand(
     weight: float,
 ):
     """QaRL: loss = -w̃ · r̃ · A, r = exp(mean_t(cur - old)), w̃ = clip(exp(mean_t(old - sampler)),
-    1/2, 2); r̃ clips r to [0, 1.2] where A ≥ 0 and to [0.9, 1.3] where A < 0. Derivation of the
-    gradient: ∂r/∂cur_t = r/T, so inside the band each of the T tokens gets -w̃ · r · A / T and
-    outside none does. Per-token differences are uneven on purpose: only their mean (over T = 4) may
-    count.
+    1/2, 2); r̃ clips r to [0, 1.2] if A ≥ 0 and to [0.9, 1.3] if A < 0.
+
+    Derivation of the gradient: ∂r/∂cur_t = r/T, so inside the band each of the T tokens gets -w̃ ·
+    r · A / T, and outside none does. Per-token differences are uneven on purpose, because only
+    their mean (over T = 4) may count.
     """
     spread = [0.3, -0.5, 0.1, 0.1]  # sums to zero
     given_ = loss_input(
@@ -173,11 +177,14 @@ def test_tbpo_by_hand(
 
 
 def test_grpo_by_hand():
-    """J_t = w_t · min(r_t A, clip(r_t, 0.8, 1.3) A), w_t = min(exp(old - sampler), 2), averaged
-    over T = 4 tokens. A = 2: ratios e^0.1 (inside), e^0.5 = 1.649 (cut to 1.3), e^-0.5 = 0.607 (min
-    keeps it: not cut), 1. A = -2: e^0.1, e^0.5 (min keeps it: not cut), e^-0.5 (cut to 0.8), 1.
-    Weights: e^0.2, 2 (e^1 capped), e^-1 (not capped from below), 1. Gradient of a kept token: -w_t
-    r_t A / 4; of a cut one: 0.
+    """J_t = w_t · min(r_t A, clip(r_t, 0.8, 1.3) A) with w_t = min(exp(old - sampler), 2), averaged
+    over T = 4 tokens.
+
+    A = 2: ratios e^0.1 (inside), e^0.5 = 1.649 (cut to 1.3), e^-0.5 = 0.607 (the min keeps it: not
+    cut), 1. A = -2: e^0.1, e^0.5 (the min keeps it: not cut), e^-0.5 (cut to 0.8), 1.
+
+    Weights: e^0.2, 2 (e^1 capped), e^-1 (not capped from below), 1. The gradient of an uncut token
+    is -w_t r_t A / 4; of a cut one it is 0.
     """
     ups = [0.1, 0.5, -0.5, 0.0]
     lows = [0.2, 1.0, -1.0, 0.0]
@@ -215,8 +222,8 @@ ONE_TOKEN: dict[str, list[tuple[float, float, float, float]]] = cases(
     __file__,
     "one token",
 )
-"""Objective → one token's ratio r and advantage A, the value of J, and its slope dJ/dr, 0 where
-cut.
+"""Objective → a single token's ratio r and advantage A, the value of J, and its slope dJ/dr, which
+is 0 if the ratio is cut.
 """
 for r, A, tau in (
     (1.7, 0.5, 1.0),
@@ -231,9 +238,10 @@ for r, A, tau in (
     [(name, case) for name, some in ONE_TOKEN.items() for case in some],
 )
 def test_objectives_of_one_token_by_hand(name: str, case: tuple[float, float, float, float]):
-    """For a response of one token every ratio is r = π_cur/π_old. Without a correction the loss is
-    -J, and its gradient to log π_cur is -r dJ/dr. It is clipped where it has a value and no slope,
-    and where CISPO caps its weight.
+    """Contract: for a response of one token every ratio is r = π_cur/π_old.
+
+    Without a correction the loss is -J, and its gradient to log π_cur is -r dJ/dr. A token counts
+    as clipped if it has a value but no slope, or if CISPO caps its weight.
     """
     r, advantage, value, slope = case
     given_ = loss_input(
@@ -268,9 +276,9 @@ def test_objectives_of_one_token_by_hand(name: str, case: tuple[float, float, fl
 )
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_gradients_are_the_derivatives_of_the_values(name: str, aggregation: str):
-    """Finite differences of the whole loss, weights and aggregation and k3 penalty included, in
-    float64. (Objectives with detached weights have no such value; they are held to closed forms
-    below.)
+    """Contract: gradients equal finite differences of the whole loss in float64, including weights,
+    aggregation and the k3 penalty. Objectives with detached weights have no such value; the test
+    below compares them with closed forms.
     """
     wide = {
         "epsilon_high": 0.1,
@@ -298,9 +306,9 @@ OPTIONS = {section.names()[0]: section.options() for section in get_args(AnyObje
 
 @pytest.mark.parametrize("name", ["cispo", "on_policy", "pg_seq_is"])
 def test_reinforce_like_gradients_in_closed_form(name: str):
-    """-x_t A ∇log π_t with x_t = min(r_t, 5), 1, or the sequence's Π r_t against the sampler;
-    averaged as their default aggregation says: over all tokens, within responses, or summed within
-    responses.
+    """Contract: the gradient is -x_t A ∇log π_t with x_t = min(r_t, 5), 1, or the sequence's Π r_t
+    against the sampler. It is averaged by the objective's default aggregation: over all tokens,
+    within responses, or summed within responses.
     """
     given_ = random_input(5)
     config = learner_config(
@@ -334,10 +342,12 @@ def test_reinforce_like_gradients_in_closed_form(name: str):
 )
 @settings(max_examples=examples(60))
 def test_tbpo_is_gspo_with_dual_clip_at_matching_bounds(seed: int, spread: float, weight: float):
-    """clip_low = δ_l, clip_high = ε_h, dual_clip = 1 + δ_h: the same losses, gradients and clipped
-    sequences, bit for bit. Derivation for A < 0: max(min(s A, clip(s, 1-δ_l, 1+ε_h) A), (1+δ_h) A)
-    = clip(s, 1-δ_l, 1+δ_h) A, since multiplying by A < 0 turns max and min around. Weights are
-    powers of two, as products are taken in another order.
+    """Contract: with clip_low = δ_l, clip_high = ε_h and dual_clip = 1 + δ_h, losses, gradients and
+    clipped sequences are equal bit for bit.
+
+    Derivation for A < 0: max(min(s A, clip(s, 1-δ_l, 1+ε_h) A), (1+δ_h) A) = clip(s, 1-δ_l, 1+δ_h)
+    A, since multiplying by A < 0 swaps max and min. Weights are powers of two, because products are
+    taken in another order.
     """
     bounds = {"clip_low": 0.1, "clip_high": 0.2, "dual_clip": 1.0 + 0.3}
     given_ = random_input(
@@ -378,11 +388,12 @@ differences = st.floats(-1.0, 1.0, width=32)
     seed=st.integers(0, 2**32 - 1),
 )
 @settings(max_examples=examples(40))
-def test_what_is_not_response_does_not_count(
+def test_prompt_and_padding_positions_change_no_loss_and_get_no_gradient(
     name: str, ups: list[list[float]], padding: int, seed: int
 ):
-    """Contract: log-probs outside the response (prompt in front, padding behind, anything in them)
-    change neither losses and clipped shares, nor get gradient; and sequences do not see each other.
+    """Contract: arbitrary log-probs outside the response (prompt before it, padding after it)
+    change neither losses nor clipped shares and get no gradient. Sequences do not influence each
+    other.
     """
     generator = torch.Generator().manual_seed(seed)
     lows = [torch.rand(len(row), generator=generator).mul(3).sub(1.5).tolist() for row in ups]
@@ -436,7 +447,7 @@ def test_what_is_not_response_does_not_count(
 
 
 def rows_of(whole: LossInput, rows: Any, longest: int) -> LossInput:
-    """Some sequences, with padding no longer than `longest`."""
+    """Return some of the sequences, padded to at most `longest` positions."""
 
     def cut(values: Any) -> Any:
         if values is None:
@@ -449,10 +460,10 @@ def rows_of(whole: LossInput, rows: Any, longest: int) -> LossInput:
 @pytest.mark.parametrize("name", list(OBJECTIVES))
 @pytest.mark.parametrize("correction_name", CORRECTIONS)
 def test_every_objective_is_weighted_by_every_correction(name: str, correction_name: str):
-    """Contract: with old = current (ratio 1) the loss and gradient of each token are the
+    """Contract: with old = current (ratio 1), the loss and gradient of each token are the
     uncorrected ones times the weight, which the next test computes by hand. Weights of tokens count
-    one by one also where an objective's ratio is of sequences: its loss is then the mean of w_t
-    times the sequence's.
+    one by one even if the objective's ratio is per sequence: its loss is then the mean of w_t times
+    the sequence's.
     """
     base = random_input(11, spread=0.8)
     given_ = replace(base, current=old_of(base).clone().requires_grad_())
@@ -473,8 +484,9 @@ def test_every_objective_is_weighted_by_every_correction(name: str, correction_n
 
 
 def test_corrections_by_hand():
-    """One response of two tokens, log w 0.5 and -3, one of a single token, log w 1, each with
-    padding.
+    """One response has two tokens with log w 0.5 and -3, another a single token with log w 1.
+
+    Both have padding.
     """
     old = torch.tensor(
         [
@@ -564,9 +576,9 @@ def test_corrections_by_hand():
 
 
 def test_bypass_takes_the_ratio_from_the_sampler_and_counts_phantom_clipping():
-    """Two tokens, A = 1, bounds 0.8 and 1.2; the policy has not moved (α = 0), the precision gap β
-    is 0.5 and 0.1: the first is clipped for β alone. With α = 0.5 and β = 0 the clip is real; with
-    α = 0.4, β = -0.4 none is left.
+    """Contract: with two tokens, A = 1 and bounds 0.8 and 1.2, a policy that has not moved (α = 0)
+    and has precision gaps β of 0.5 and 0.1 is clipped at the first token because of β alone. With α
+    = 0.5 and β = 0 the clip is real; with α = 0.4 and β = -0.4 nothing is clipped.
     """
     config = learner_config("grpo", correction={"name": "none", "ratio_from": "sampler"})
     given_ = loss_input(
@@ -590,8 +602,9 @@ def test_bypass_takes_the_ratio_from_the_sampler_and_counts_phantom_clipping():
 
 
 def test_aggregations_by_hand():
-    """Losses -A = -1, -1 | -3 under on_policy: two tokens and one. token-mean (1+1+3)/3,
-    seq-mean-token-mean (1+3)/2, seq-sum (2+3)/2, over a constant 10 a tenth of it.
+    """Contract: the losses -A = -1, -1 | -3 of two sequences with two tokens and one aggregate to
+    -(1+1+3)/3 by token-mean, -(1+3)/2 by seq-mean-token-mean and -(2+3)/2 by seq-sum. A constant of
+    10 gives a tenth of seq-sum.
     """
     given_ = loss_input(
         [[0.0, 0.0], [0.0]],
@@ -615,8 +628,9 @@ def test_aggregations_by_hand():
 @pytest.mark.parametrize("name", list(OBJECTIVES))
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_parts_add_up_to_the_whole(name: str, aggregation: str):
-    """Accumulation 1 × 8 ≡ 8 × 1 ≡ 2 + 6: loss, gradient and every statistic, KL penalty included,
-    in float64.
+    """Contract: accumulation of 1 × 8 ≡ 8 × 1 ≡ 2 + 6 sequences.
+
+    Loss, gradient and every statistic agree in float64, including the KL penalty.
     """
     given_ = random_input(7, (4, 1, 7, 3, 1, 9, 2, 5))
     given_ = replace(given_, reference=old_of(given_) - 0.2 * given_.response_mask)
@@ -643,8 +657,9 @@ def test_parts_add_up_to_the_whole(name: str, aggregation: str):
 
 @given(st.floats(-3, 3), st.floats(0.01, 2))
 def test_kl_estimates_by_hand(d: float, coefficient: float):
-    """d = log π_ref - log π_cur. Values -d, d²/2, e^d - 1 - d; gradients to log π_cur -d (k1, k2)
-    and 1 - e^d (k3). The penalty adds coefficient · mean to the loss, and is reported unscaled.
+    """Contract: with d = log π_ref - log π_cur, the values of k1, k2 and k3 are -d, d²/2 and e^d -
+    1 - d. Gradients to log π_cur are -d (k1, k2) and 1 - e^d (k3). The penalty adds coefficient ·
+    mean to the loss and is reported without the coefficient.
     """
     values = {
         "k1": -d,
@@ -715,8 +730,10 @@ def test_a_shadow_gives_the_value_and_the_plain_forward_the_gradient(seed: int):
 def test_each_token_has_its_own_advantage_by_hand(
     name: str, losses: Sequence[float], slopes: Sequence[float] | None
 ):
-    """Tokens 0, 1 and 3 of four are learned from, as in a conversation of several turns, with
-    advantages 1, -2, 0.5. J is their mean, and a gap in the mask counts for nothing.
+    """Contract:
+
+    J is the mean over the masked tokens, and gaps in the mask do not count. Tokens 0, 1 and 3 of
+    four are learned from, as in a conversation of several turns, with advantages 1, -2 and 0.5.
     """
     given_ = loss_input(
         [[0.1, -0.5, 9.0, 0.4]],
@@ -742,8 +759,8 @@ def test_each_token_has_its_own_advantage_by_hand(
 
 @pytest.mark.parametrize("name", ["tbpo", "gspo", "gspo_dual_clip"])
 def test_a_ratio_of_the_whole_response_takes_one_advantage(name: str):
-    """Its first response token's, the mask may have gaps; and different ones are refused rather
-    than averaged.
+    """Contract: a sequence ratio takes the advantage of the first response token, even if the mask
+    has gaps. Advantages that differ within a response are refused rather than averaged.
     """
     given_ = random_input(11, (4, 3), dtype=torch.float32)
     mask = given_.response_mask.clone()
@@ -763,9 +780,9 @@ def test_a_ratio_of_the_whole_response_takes_one_advantage(name: str):
 
 @pytest.mark.parametrize(("name", "expected"), cases(__file__, "clipped sides").items())
 def test_clipped_shares_by_side(name: str, expected: list[float]):
-    """Rows of A = 1 and ratios above, A = -1 above all bounds, A = -1 below, and A = 1 with one
-    token above and one as far below, whose sequence ratio is 1. An advantage of 0 is clipped by no
-    side.
+    """The rows have A = 1 with ratios above, A = -1 above all bounds, A = -1 below, and A = 1 with
+    one token above and one equally far below, whose sequence ratio is 1. An advantage of 0 is
+    clipped on no side.
     """
     moved = [
         [2.0, 2.0],
@@ -794,9 +811,9 @@ def test_clipped_shares_by_side(name: str, expected: list[float]):
 @pytest.mark.parametrize("ratio_from", ["learner", "sampler"])
 @pytest.mark.parametrize("name", ["grpo", "dapo", "dual_clip", "sapo", "cispo"])
 def test_a_loss_waits_for_no_device(name: str, ratio_from: str):
-    """Contract: the loss and all that is measured are made of tensors that have no values yet, so a
-    backward is queued before the host has to know them. Blind spot: objectives of sequences compare
-    a response's advantages at once.
+    """Contract: the loss and all its statistics are tensors whose values are not read, so a
+    backward is queued before the host needs them. Blind spot: sequence objectives compare a
+    response's advantages at once.
     """
     real = vars(
         loss_input(
@@ -820,7 +837,9 @@ def test_a_loss_waits_for_no_device(name: str, ratio_from: str):
 
 
 def test_metrics_add_up_by_field():
-    """A number is one field: sums, totals, means and what a step reports follow from the class."""
+    """Contract: each number is one field, and sums, totals, means and a step's report follow from
+    the class.
+    """
     parts = [LossMetrics(loss=1.0, kl=0.5), LossMetrics(loss=3.0, clipped=0.25)]
     assert (
         parts[0] + parts[1]
@@ -846,7 +865,9 @@ OWN = {
 
 
 def two_sequences() -> LossInput:
-    """Two sequences of three and two response tokens; the learner is a little off the sampler."""
+    """Return two sequences of three and two response tokens, with a learner slightly off the
+    sampler.
+    """
     return loss_input(
         [[0.0] * 3, [0.0] * 2],
         [[-0.1, 0.0, 0.1], [0.0, -0.2]],
@@ -865,8 +886,8 @@ def loss_of(code: str, folder: Path) -> float:
 
 
 def test_the_examples_loss_is_the_one_computed_by_hand():
-    """Σ over the first sequence (A = 1) of -w log π / 3, halved by the mean over sequences; w is
-    token_tis's.
+    """Contract: the loss is Σ over the first sequence (A = 1) of -w log π / 3, halved by the mean
+    over sequences; w is token_tis's weight.
     """
     config = load_config(None, OWN).learner
     assert isinstance(config.correction, TruncatedConfig)
@@ -883,13 +904,16 @@ def test_the_examples_loss_is_the_one_computed_by_hand():
 
 
 @pytest.mark.parametrize(("body", "said"), cases(__file__, "results"))
-def test_results_are_checked(tmp_path: Path, body: str, said: str):
-    """One that is as it should be: the test above."""
+def test_wrong_results_of_a_users_objective_are_refused(tmp_path: Path, body: str, said: str):
+    """Contract: a result of the wrong type, shape or dtype is refused.
+
+    The test above has a correct one.
+    """
     with pytest.raises(ObjectiveError, match=pattern(said)):
         loss_of(f"def objective(inputs, config):\n    {body}\n", tmp_path)
 
 
-def test_one_that_is_not_found_is_refused(tmp_path: Path):
+def test_a_users_objective_that_is_not_found_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="has no function 'objective'"):
         loss_of("", tmp_path)
     with pytest.raises(

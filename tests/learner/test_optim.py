@@ -1,5 +1,5 @@
-"""The optimizer: torch's own steps, rounding of 16-bit masters, fp32 moments and gradients, offload
-of its state.
+"""Tests of the optimizer: torch's own steps, rounding of 16-bit masters, fp32 moments and
+gradients, offload of its state.
 """
 
 import io
@@ -63,9 +63,9 @@ def config(**options: Any) -> OptimizerConfig:
 )
 @settings(max_examples=examples(20))
 def test_stochastic_rounding_is_exact_in_expectation(dtype: torch.dtype, seed: int, exponent: int):
-    """Contract: over all 2^16 values the noise can take, the mean of the rounded numbers is the
-    fp32 value, exactly (sums of 2^16 such numbers are exact in fp64), and each of them is one of
-    its two neighbours. Blind spot: that the noise is uniform; the next test draws it.
+    """Contract: over all 2^16 values of the noise, the mean of the rounded numbers is exactly the
+    fp32 value (sums of 2^16 such numbers are exact in fp64), and each of them is one of its two
+    neighbours. Blind spot: the noise's distribution; the next test draws it.
     """
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(8, generator=generator) * 10.0**exponent
@@ -86,10 +86,10 @@ def test_stochastic_rounding_is_exact_in_expectation(dtype: torch.dtype, seed: i
 
 
 @narrow
-def test_stochastic_rounding_draws_what_it_says(dtype: torch.dtype):
-    """200,000 draws of numbers of every magnitude, below float16's normal ones too: the mean is
-    within 5 of its standard errors, exact values and infinities stay, and a generator repeats
-    itself.
+def test_stochastic_rounding_draws_unbiased_and_repeatable_noise(dtype: torch.dtype):
+    """Contract: the mean of 200,000 draws is within 5 standard errors, for numbers of every
+    magnitude including float16's subnormal ones. Exact values and infinities do not change, and a
+    generator repeats itself.
     """
     spacing = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[dtype]
     for value in (1.001, -0.0203, 3.1e-4, 2.0**-14 * 1.0001, -4.3e-5, 1.3e-7, -2.0e-8):
@@ -122,8 +122,8 @@ def test_stochastic_rounding_draws_what_it_says(dtype: torch.dtype):
 @optimizers
 @roundings
 def test_a_16_bit_step_is_torchs_step_in_fp32_rounded_once(dtype: torch.dtype, name: str, how: str):
-    """Contract: widen, step with torch's own optimizer and fp32 moments, round: over three steps,
-    bit for bit.
+    """Contract: three steps equal, bit for bit, widening the master, stepping with torch's own
+    optimizer and fp32 moments, and rounding.
     """
     settings_ = config(name=name, rounding=how)
     masters = masters_in(dtype)
@@ -155,8 +155,8 @@ def _matrices(name: str, key: str, master: nn.Parameter) -> list[Any]:
 
 @optimizers
 def test_muon_takes_linear_matrices_and_adamw_the_rest(name: str):
-    """Contract: after three steps each master is bit for bit where torch's own Muon (matrices of
-    linear layers) or AdamW (embeddings, heads, norms) puts it, at the configured rate times the
+    """Contract: after three steps each master equals, bit for bit, the result of torch's own Muon
+    (matrices of linear layers) or AdamW (embeddings, heads, norms) at the configured rate times the
     step's factor.
     """
     masters, expected = (masters_in(torch.float32) for _ in range(2))
@@ -188,8 +188,8 @@ def test_muon_takes_linear_matrices_and_adamw_the_rest(name: str):
 @optimizers
 @roundings
 def test_a_restored_optimizer_continues_bit_for_bit(dtype: torch.dtype, name: str, how: str):
-    """The generator's state is in the state: two steps, save, load, two more are four steps. One
-    started without the state ends elsewhere, so the state matters.
+    """Contract: two steps, save, load and two more equal four steps; the state includes the
+    generator's. An optimizer without the loaded state ends elsewhere, so the state matters.
     """
     settings_ = config(name=name, rounding=how)
     masters = masters_in(dtype)
@@ -226,9 +226,11 @@ def test_a_restored_optimizer_continues_bit_for_bit(dtype: torch.dtype, name: st
 
 @roundings
 def test_small_updates_arrive_except_with_nearest(how: str):
-    """Contract: 200 steps at 1e-6 of AdamW on bf16 weights around 0.02, whose gradient has one
-    sign, move the mean by 2e-4; a weight's half step is 6e-5 or 3e-5, so to the nearest none moves
-    and every update is lost.
+    """Contract:
+
+    200 steps of AdamW at 1e-6 with a gradient of constant sign move the mean of bf16 weights around
+    0.02 by 2e-4. Half the spacing of these weights is 6e-5 or 3e-5, so rounding to nearest loses
+    every update.
     """
     start = torch.full((4096,), 0.02).bfloat16()
     master = nn.Parameter(start.clone())
@@ -253,8 +255,8 @@ def test_small_updates_arrive_except_with_nearest(how: str):
 
 
 def test_lost_updates_by_hand():
-    """Of four fp32 weights 2^30, 1, 1 and 1 with gradients 1, 1, 0 and -1, three have a momentum,
-    and the first, whose neighbours are 64 away, loses the update of 0.02.
+    """Contract: of four fp32 weights 2^30, 1, 1 and 1 with gradients 1, 1, 0 and -1, three have a
+    momentum. The first, whose neighbours are 64 away, loses its update of 0.02.
     """
     master = nn.Parameter(torch.tensor([2.0**30, 1.0, 1.0, 1.0]))
     optimizer = MasterOptimizer({"w": master}, set(), config(name="adamw", weight_decay=0.0))
@@ -270,8 +272,9 @@ def test_lost_updates_by_hand():
 
 @narrow
 def test_gradients_of_16_bit_masters_are_accumulated_in_fp32(dtype: torch.dtype):
-    """Contract: 1e-9 (zero in float16) survives, and 1 + 1000 times 2^-10 (each lost in bfloat16)
-    adds up.
+    """Contract:
+
+    1e-9 (zero in float16) survives, and 1 + 1000 times 2^-10 (each lost in bfloat16) adds up.
     """
     master = nn.Parameter(torch.ones(2, dtype=dtype))
     MasterOptimizer({"w": master}, set(), config(name="adamw"))
@@ -290,8 +293,9 @@ def test_gradients_of_16_bit_masters_are_accumulated_in_fp32(dtype: torch.dtype)
 
 @optimizers
 def test_offloaded_moments_change_no_bit(name: str):
-    """Contract: moments that visit the master for a step and go home give the bits of moments that
-    stay; between steps they are at home, at one address. Blind spot: both homes are the CPU here.
+    """Contract: moments that are fetched for a step and offloaded again give the same bits as
+    moments that stay. Between steps they are in the offload buffers, whose addresses do not change.
+    Blind spot: both devices are the CPU here.
     """
     settings_ = config(name=name)
     stay = masters_in(torch.bfloat16)["up"]
@@ -327,7 +331,7 @@ def test_offload_without_a_gpu_is_refused():
         MasterOptimizer(masters_in(torch.float32), MATRICES, config(offload="cpu"))
 
 
-def test_the_default_rounding_is_the_masters():
+def test_rounding_defaults_to_nearest_in_fp32_and_stochastic_in_16_bits():
     assert [OptimizerConfig().rounding_of(d) for d in ("float32", "bfloat16", "float16")] == [
         "nearest",
         "stochastic",
@@ -336,10 +340,10 @@ def test_the_default_rounding_is_the_masters():
     assert config(rounding="nearest").rounding_of("bfloat16") == "nearest"
 
 
-def test_gradient_norm_and_dropping():
-    """The norm is global over all masters (3, 4 and 12: 13), skips masters without gradient, and is
-    non-finite where any gradient is. Gradients of float16 masters are fp32: a norm of 90000, beyond
-    float16, does not overflow.
+def test_gradient_norm_covers_all_masters_and_shows_non_finite_gradients():
+    """Contract: the norm is global over all masters (3, 4 and 12 give 13), skips masters without
+    gradient, and is non-finite if any gradient is. Gradients of float16 masters are fp32, so a norm
+    of 90000, beyond float16, does not overflow.
     """
     masters = {k: nn.Parameter(torch.zeros(2, 2)) for k in "abcd"}
     optimizer = MasterOptimizer(masters, {"a"}, OptimizerConfig())
@@ -360,8 +364,8 @@ def test_gradient_norm_and_dropping():
 
 
 def test_stacked_muon_moves_each_matrix_as_torchs_does():
-    """Contract: what steps a layer's experts on a GPU; momenta to the bit, masters but for
-    bfloat16's last bits.
+    """Contract: the batched Muon that steps a layer's experts on a GPU gives torch's momenta bit
+    for bit, and torch's masters up to bfloat16's last bits.
     """
     settings: dict[str, Any] = {
         "lr": 0.02,
@@ -385,7 +389,7 @@ def test_stacked_muon_moves_each_matrix_as_torchs_does():
 
 
 def separate(stacked: nn.Parameter, rows: int) -> list[nn.Parameter]:
-    """Each matrix of `rows` rows as a parameter of its own."""
+    """Return each matrix of `rows` rows as a separate parameter."""
     return [
         nn.Parameter(part.clone()) for expert in stacked.detach() for part in expert.split(rows)
     ]
@@ -403,8 +407,9 @@ def test_muon_on_stacks_is_muon_on_matrices(
     experts: int, inner: int, hidden: int, dtype: torch.dtype, seed: int
 ):
     """Contract: five steps on [E, 2I, H] and [E, H, I] equal, bit for bit, those on every expert's
-    gate, up and down as 2-D parameters: each matrix is orthogonalized alone. Includes steps without
-    a gradient for one expert (zeros), and a state that is saved and loaded half way.
+    gate, up and down as 2-D parameters, because each matrix is orthogonalized by itself. This
+    includes steps with a zero gradient for one expert and a state that is saved and loaded half
+    way.
     """
     generator = torch.Generator().manual_seed(seed)
     shapes = {
@@ -443,8 +448,11 @@ def test_muon_on_stacks_is_muon_on_matrices(
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "deepseek_v3", "qwen2_moe"])
-def test_which_matrices_muon_takes(kind: str):
-    """Experts, shared experts and attention; no router, embedding or output head."""
+def test_muon_takes_experts_and_attention_but_no_router_embedding_or_head(kind: str):
+    """Contract:
+
+    Muon steps experts, shared experts and attention, but no router, embedding or output head.
+    """
     model = low_bit(random_moe(CONFIGS[kind]), "w8a8")
     taken = model.matrices()
     left = {name for name, master in model.masters.items() if master.ndim > 1} - taken

@@ -1,6 +1,7 @@
-"""Masters of which each process has some rows: materialized and stepped as whole ones are, bit for
-bit, by processes over gloo (`tests/support/shard_worker.py`). Whole trainings are in
-`test_zero.py`.
+"""Tests of masters of which each process holds some rows.
+
+They are materialized and stepped as whole ones are, bit for bit, by processes over gloo
+(`tests/support/shard_worker.py`). `test_zero.py` has whole trainings.
 """
 
 import itertools
@@ -16,21 +17,23 @@ from tests.support.tensors import normal
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What two processes made of rows."""
+def worker_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return the tensors that two processes computed from their rows."""
     folder = tmp_path_factory.mktemp("sharded")
-    run_two_workers("shard_worker", folder / "made.pt", folder / "log.txt")
-    return torch.load(folder / "made.pt")
+    run_two_workers("shard_worker", folder / "worker_results.pt", folder / "log.txt")
+    return torch.load(folder / "worker_results.pt")
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_rows_are_stepped_as_the_whole_is(made: dict[str, Any], name: str):
-    """With equal gradients three steps are those of one process, bit for bit: AdamW, Muon over
-    matrices cut between processes and over experts, 16-bit masters rounded to nearest. Between
-    steps the state goes through a checkpoint, whose moments are those of one process.
+def test_masters_cut_into_rows_step_as_whole_masters(worker_results: dict[str, Any], name: str):
+    """Contract: with equal gradients, three steps equal those of one process, bit for bit:
+
+    AdamW, Muon over matrices cut between processes and over experts, 16-bit masters rounded to
+    nearest. Between steps the state goes through a checkpoint, whose moments are those of one
+    process.
     """
     theirs, their_state = row_steps(name)
-    ours, our_state = made[name]
+    ours, our_state = worker_results[name]
     for key, master in theirs.items():
         assert not torch.equal(gradient_of(key, 0).to(master.dtype), master.detach())
         assert torch.equal(ours[key], master.detach())
@@ -40,20 +43,20 @@ def test_rows_are_stepped_as_the_whole_is(made: dict[str, Any], name: str):
             assert all(torch.equal(mine[k], other[k]) for k in mine)
 
 
-def test_rows_are_materialized_as_the_whole_is(made: dict[str, Any]):
-    """Codes, scales, tensor-wide and kept ones too, of every scheme, matrices and experts; also
-    without a row.
+def test_masters_cut_into_rows_are_materialized_as_whole_masters(worker_results: dict[str, Any]):
+    """Contract: codes and scales agree for every scheme, matrices and experts, including
+    tensor-wide and kept scales and a process without any row.
     """
-    assert len(made["equal"]) > 30
-    assert [name for name, equal in made["equal"].items() if not equal] == []
+    assert len(worker_results["equal"]) > 30
+    assert [name for name, equal in worker_results["equal"].items() if not equal] == []
 
 
 def test_gradients_sent_in_16_bits_are_rounded_once_and_added_up_in_fp32(
-    made: dict[str, Any],
+    worker_results: dict[str, Any],
 ):
-    """Contract: a process's own part is not rounded; the default rounds none."""
+    """Contract: a process's own part is not rounded; by default no part is."""
     whole = [normal(5, 24, seed=rank) for rank in range(2)]
-    for rank, (exact, rounded) in enumerate(made["sums"]):
+    for rank, (exact, rounded) in enumerate(worker_results["sums"]):
         edges = cut_rows(whole[0].shape, rank, 2, 1, 0).edges
         mine, theirs = (whole[r][edges[rank] : edges[rank + 1]] for r in (rank, 1 - rank))
         assert torch.equal(exact, mine + theirs)
@@ -71,9 +74,10 @@ def test_gradients_sent_in_16_bits_are_rounded_once_and_added_up_in_fp32(
         (64, 8, 1),
     ],
 )
-def test_every_row_is_one_processes(rows: int, world: int, unit: int):
-    """Parts follow each other, blocks are not cut, and shares differ by a block at most; a vector
-    is wholly one's.
+def test_every_row_belongs_to_one_process(rows: int, world: int, unit: int):
+    """Contract: parts are consecutive, blocks are not cut, and shares differ by a block at most.
+
+    A vector belongs to one process as a whole.
     """
     edges = cut_rows(torch.Size((rows, 4)), 0, world, unit, turn=3).edges
     shares = [b - a for a, b in itertools.pairwise(edges)]

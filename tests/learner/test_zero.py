@@ -1,7 +1,7 @@
-"""Two processes under ZeRO 0-3 against one process without: the same masters, codes and
+"""Tests of two processes under ZeRO 0-3 against one process without: the same masters, codes and
 checkpoints.
 
-The processes are real, over gloo (`tests/support/zero_worker.py`); one launch does all jobs of this
+The processes are real, over gloo (`tests/support/zero_worker.py`). One launch does all jobs of this
 file.
 """
 
@@ -34,7 +34,7 @@ from tests.support.runs import run_two_workers
 
 pytestmark = pytest.mark.slow
 BATCHES = 4
-"""Of two updates each: 8 steps."""
+"""Number of batches. Each has two updates, so this makes 8 steps."""
 ADAMW = {"lr": 1e-4, "name": "adamw"}
 LEARNER: dict[str, Any] = {
     "mini_batches": 2,
@@ -56,8 +56,9 @@ Done = dict[str, Any]
 
 
 def plain(batches: int, learner: dict[str, Any] = LEARNER) -> tuple[Learner, list[list[float]]]:
-    """One process: the learner after these batches, and the numbers of each as `zero_worker` writes
-    them.
+    """Learn some batches in one process.
+
+    Return the learner and each batch's numbers in the order in which `zero_worker` writes them.
     """
     found = make_learner("bf16", torch.float32, **learner)
     stats = [found.learn(batch_of(), step=step) for step in range(batches)]
@@ -70,16 +71,19 @@ def plain(batches: int, learner: dict[str, Any] = LEARNER) -> tuple[Learner, lis
 def trained(
     batches: int, muon: bool = False
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any], list[list[float]]]:
-    """Masters, the optimizer's state and the numbers of `plain`: trained once for all tests, which
-    only read them.
+    """Return masters, optimizer state and numbers of `plain`.
+
+    They are trained once for all tests, which only read them.
     """
     learner, numbers = plain(batches, MUON if muon else LEARNER)
     return masters_of(learner), learner.state_dict()["optimizer"]["masters"], numbers
 
 
 def written_by_two(folder: Path, name: str) -> Path:
-    """A checkpoint of two files: the second "damaged" by a flipped bit, or "followed" by one of an
-    empty manifest.
+    """Write a checkpoint of two files.
+
+    If `name` is "damaged", the second has a flipped bit; if it is "followed", a later checkpoint
+    with an empty manifest exists.
     """
     target = save_checkpoint(
         folder,
@@ -106,7 +110,7 @@ def written_by_two(folder: Path, name: str) -> Path:
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
-    """What two processes wrote, by job."""
+    """Return what two processes wrote, by job."""
     folder = tmp_path_factory.mktemp("zero")
     random_model().save_pretrained(folder / "model")
     random_moe(CONFIGS["qwen3_moe"]).save_pretrained(folder / "experts")
@@ -206,9 +210,11 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_two_processes_learn_as_one(done: Done, stage: int):
-    """Contract: 8 updates by AdamW in fp32, each process computing its micro-batches alone, end at
-    the masters of one process; loss, gradient norm, clipped share and entropy of every batch agree.
-    A loss averaged twice, a micro-batch counted twice, or a norm over a shard would be off at once.
+    """Contract:
+
+    8 updates by AdamW in fp32, with each process computing its own micro-batches, end at the
+    masters of one process. Loss, gradient norm, clipped share and entropy of every batch agree. A
+    loss averaged twice, a micro-batch counted twice, or a norm over a shard would be off at once.
     """
     masters, _, numbers = trained(BATCHES)
     ours = done[f"stage {stage}"]
@@ -220,8 +226,8 @@ def test_two_processes_learn_as_one(done: Done, stage: int):
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_partitioned_masters_give_the_codes_of_whole_ones(done: Done, stage: int):
-    """Quantization sees whole rows and groups: codes are, bit for bit, those of the gathered
-    masters in one process.
+    """Contract: quantization sees whole rows and groups, so the codes equal, bit for bit, those of
+    the gathered masters in one process.
     """
     ours = done[f"w4a16 stage {stage}"]
     other = make_learner("w4a16", torch.bfloat16, **LEARNER)
@@ -239,7 +245,7 @@ def test_partitioned_masters_give_the_codes_of_whole_ones(done: Done, stage: int
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_checkpoint_of_one_process_goes_on_in_two(done: Done, stage: int):
+def test_a_checkpoint_of_one_process_continues_in_two(done: Done, stage: int):
     assert_same_trajectory(
         trained(0)[0],
         trained(BATCHES)[0],
@@ -248,9 +254,10 @@ def test_a_checkpoint_of_one_process_goes_on_in_two(done: Done, stage: int):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_a_checkpoint_of_two_processes_goes_on_in_one(done: Done, stage: int):
-    """Masters, both moments and the step count are those one process would have; one more batch
-    proves them used.
+def test_a_checkpoint_of_two_processes_continues_in_one(done: Done, stage: int):
+    """Contract: masters, both moments and the step count are those of one process.
+
+    One more batch proves that they are used.
     """
     masters, moments, _ = trained(BATCHES + 1)
     ours, _ = plain(0)
@@ -273,7 +280,7 @@ def alone_on(
     settings: dict[str, Any],
     batches: int,
 ) -> Learner:
-    """One process that learned as `zero_worker` does."""
+    """Return a learner of one process that learned as `zero_worker` does."""
     config = LearnerConfig.model_validate(settings)
     model, reference = (
         low_bit(load_masters(folder, torch.float32), scheme, dtype, aligned=config.aligned)
@@ -296,7 +303,7 @@ def alone_on(
         ("plain stage 3", "model", "w8a8", torch.bfloat16, PLAIN, 3),
     ],
 )
-def test_partitioned_adapters_experts_and_references(
+def test_partitioned_adapters_experts_and_references_learn_as_in_one_process(
     done: Done,
     job: str,
     model: str,
@@ -305,10 +312,10 @@ def test_partitioned_adapters_experts_and_references(
     settings: dict[str, Any],
     batches: int,
 ):
-    """The factors over a partitioned frozen base, and fused experts with their routers' loss, learn
-    under ZeRO-3 what they learn in one process, with codes that all make together whenever one
-    needs them; so do a policy near a partitioned reference, and a plain learner, which multiplies a
-    cast put together. The digest is the base's.
+    """Contract: under ZeRO-3 these learn the same as in one process: factors over a partitioned
+    frozen base; fused experts with their routers' loss, whose codes are gathered whenever a process
+    needs them; a policy near a partitioned reference; a plain learner, which multiplies a gathered
+    cast. The digest is the base's.
     """
     alone = alone_on(done["folder"] / model, scheme, dtype, settings, batches)
     ours = done[job]["state"]
@@ -324,11 +331,16 @@ def test_partitioned_adapters_experts_and_references(
 
 @pytest.mark.parametrize("job", [*(f"muon stage {n}" for n in range(3)), "muon half stage 1"])
 def test_muon_in_two_processes_is_muon_in_one(done: Done, job: str):
-    """Also where a checkpoint of one process goes on in two. These gradients have fewer tokens than
-    rows, and the orthogonalization in bfloat16 blows the rounding noise of their null space up to a
-    share of the update, anew with every other order of sums: a third was seen, where unrelated
-    updates would differ by more than they move. Equal gradients, and the momentum that goes back to
-    one process: test_sharded.py.
+    """Contract:
+
+    Muon in two processes ends near the masters of one, also if a checkpoint of one process
+    continues in two.
+
+    Derivation of the tolerance: these gradients have fewer tokens than rows. The orthogonalization
+    in bfloat16 amplifies the rounding noise of their null space to a share of the update,
+    differently for every order of sums. A third was measured; unrelated updates would differ by
+    more than they move. test_sharded.py compares equal gradients and the momentum that returns to
+    one process.
     """
     moved, off = distances(
         trained(0)[0],
@@ -339,12 +351,13 @@ def test_muon_in_two_processes_is_muon_in_one(done: Done, job: str):
     assert off.mean() <= 0.5 * moved.mean()
 
 
-def test_a_process_holds_and_sends_its_share_alone(done: Done):
-    """Under ZeRO-3: half of every master, up to a row, with its gradient and moments. A step sends
-    fp32 gradients once a micro-batch and the weight version once an update, and no more than a
-    tenth beyond (norms, metrics). Golden: of every micro-batch one collective for each of 24
-    masters and one more for the tied output head, which is called several times; half of the fp32
-    gradients' bytes.
+def test_a_process_under_zero_3_holds_and_sends_only_its_share(done: Done):
+    """Contract: under ZeRO-3 a process holds half of every master (up to a row), of its gradient
+    and of its moments. A step sends fp32 gradients once per micro-batch and the weight version once
+    per update, and at most a tenth more (norms, metrics).
+
+    Recorded: per micro-batch one collective for each of 24 masters and one more for the tied output
+    head, which is called several times; half of the fp32 gradients' bytes.
     """
     numbers = done["w4a16 stage 3"]
     assert numbers["held"] == pytest.approx(0.5, abs=0.02)
@@ -355,8 +368,8 @@ def test_a_process_holds_and_sends_its_share_alone(done: Done):
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_16_bit_masters_are_rounded_in_every_process(done: Done, stage: int):
-    """From stage 1 on bfloat16 masters are rounded stochastically, each process by its own
-    generator, which is kept.
+    """Contract: from stage 1 on, bfloat16 masters are rounded stochastically, each process by its
+    own generator, which the checkpoint stores.
     """
     state = done[f"bfloat16 stage {stage}"]["state"]
     assert all(master.dtype == torch.bfloat16 for master in state["masters"].values())
@@ -365,7 +378,7 @@ def test_16_bit_masters_are_rounded_in_every_process(done: Done, stage: int):
 
 
 def test_muon_steps_partitioned_experts_one_by_one(done: Done):
-    """Each expert's gate, up and down have momentum of their own, as in one process, up to
+    """Contract: each expert's gate, up and down have their own momentum, as in one process, up to
     orthogonalization.
     """
     state = done["muon experts stage 3"]["state"]
@@ -387,10 +400,10 @@ def test_muon_steps_partitioned_experts_one_by_one(done: Done):
     assert all(moments["momentum_buffer"].shape == shape for moments in experts[name]["moments"])
 
 
-def test_each_process_hashes_a_part_and_all_know_of_the_damage(done: Done):
-    """The second file is the second process's to hash; the first stops as well. Where an older
-    checkpoint may be gone on from, all do, also those that come when the first has set the damaged
-    one aside.
+def test_each_process_hashes_its_file_and_all_processes_see_damage(done: Done):
+    """Contract: the second process hashes the second file, and the first process stops as well if
+    that is damaged. If the run may continue from an older checkpoint, all processes do, including
+    those that arrive when the first has already set the damaged one aside.
     """
     assert done["intact"]["said"] == ["step 7"] * 2
     first, second = done["damaged"]["said"]
