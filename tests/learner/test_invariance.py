@@ -253,9 +253,8 @@ def test_checkpointed_experts_count_their_routers_once():
 
 @pytest.mark.parametrize("setting", ["packing", "prompts"])
 def test_packing_and_shared_prompts_end_at_the_same_masters(setting: str):
-    """Contract:
-
-    8 updates by AdamW in fp32 end at the same masters, also with other micro-batches and chunks.
+    """Contract: 8 updates by AdamW in fp32 end at the same masters, also with other micro-batches
+    and chunks.
     """
     ways: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         "packing": (
@@ -280,10 +279,10 @@ def test_packing_and_shared_prompts_end_at_the_same_masters(setting: str):
 
 
 def test_packing_without_the_engines_operators_is_refused():
-    """Contract:
+    """Contract: `auto` packs if the operators are the engine's.
 
-    `auto` packs if the operators are the engine's. `true` without them, a shared prompt without
-    packing, and a packed forward without them are errors.
+    `true` without them, a shared prompt without packing, and a packed forward without them are
+    errors.
     """
     engine = policy()
     plain = policy(operators="transformers")

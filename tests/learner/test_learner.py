@@ -605,10 +605,8 @@ def test_a_loss_scale_too_high_for_float16_is_lowered_until_gradients_fit():
     ("dtype", "skips"), [(torch.float16, 2), (torch.bfloat16, MOST_SKIPPED - 1)]
 )
 def test_gradients_that_stay_infinite_end_the_run(dtype: torch.dtype, skips: int):
-    """Contract:
-
-    `skips` updates are skipped and counted, the next one raises, and the masters are those before
-    all of them. float16 starts with a scale of 4 here, so two halvings reach 1.
+    """Contract: `skips` updates are skipped and counted, the next one raises, and the masters are
+    those before all of them. float16 starts with a scale of 4 here, so two halvings reach 1.
     """
     learner = make_learner(dtype=dtype, scale=4.0, mini_batches=1)
     before = masters_of(learner)
@@ -635,10 +633,8 @@ def test_good_updates_between_skips_start_the_count_again_and_a_resumed_run_does
 
 @pytest.mark.parametrize("how", ["nearest", "stochastic"])
 def test_a_float16_master_beyond_its_range_is_an_error(how: str):
-    """Contract:
-
-    65472 + 100 is infinite in float16 under either rounding, and the error names that master only.
-    bfloat16 represents both masters.
+    """Contract: 65472 + 100 is infinite in float16 under either rounding, and the error names that
+    master only. bfloat16 represents both masters.
     """
     for dtype in (torch.bfloat16, torch.float16):
         masters = {

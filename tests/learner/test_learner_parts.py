@@ -287,11 +287,11 @@ def test_mismatch_by_hand():
 
 
 def test_mismatch_by_position_length_and_advantage_by_hand():
-    """Contract:
+    """Contract: |d| is related to position, length and advantage.
 
-    |d| is related to position, length and advantage. Two responses have d = 0, 0.1, 0.2, 0.3 and
-    0.4, 0.3 at positions 1 2 3 4 | 1 2, with A = 1 and -1. The first ends with its end token; one
-    token of each is rare. Sums 0.6 and 0.7 over lengths 4 and 2 give a length slope of -0.05.
+    Two responses have d = 0, 0.1, 0.2, 0.3 and 0.4, 0.3 at positions 1 2 3 4 | 1 2, with A = 1 and
+    -1. The first ends with its end token; one token of each is rare. Sums 0.6 and 0.7 over lengths
+    4 and 2 give a length slope of -0.05.
     """
     response_mask = torch.tensor([[True] * 4, [True, True, False, False]])
     difference = torch.tensor(

@@ -730,10 +730,10 @@ def test_a_shadow_gives_the_value_and_the_plain_forward_the_gradient(seed: int):
 def test_each_token_has_its_own_advantage_by_hand(
     name: str, losses: Sequence[float], slopes: Sequence[float] | None
 ):
-    """Contract:
+    """Contract: J is the mean over the masked tokens, and gaps in the mask do not count.
 
-    J is the mean over the masked tokens, and gaps in the mask do not count. Tokens 0, 1 and 3 of
-    four are learned from, as in a conversation of several turns, with advantages 1, -2 and 0.5.
+    Tokens 0, 1 and 3 of four are learned from, as in a conversation of several turns, with
+    advantages 1, -2 and 0.5.
     """
     given_ = loss_input(
         [[0.1, -0.5, 9.0, 0.4]],

@@ -226,11 +226,9 @@ def test_a_restored_optimizer_continues_bit_for_bit(dtype: torch.dtype, name: st
 
 @roundings
 def test_small_updates_arrive_except_with_nearest(how: str):
-    """Contract:
-
-    200 steps of AdamW at 1e-6 with a gradient of constant sign move the mean of bf16 weights around
-    0.02 by 2e-4. Half the spacing of these weights is 6e-5 or 3e-5, so rounding to nearest loses
-    every update.
+    """Contract: 200 steps of AdamW at 1e-6 with a gradient of constant sign move the mean of bf16
+    weights around 0.02 by 2e-4. Half the spacing of these weights is 6e-5 or 3e-5, so rounding to
+    nearest loses every update.
     """
     start = torch.full((4096,), 0.02).bfloat16()
     master = nn.Parameter(start.clone())
@@ -272,9 +270,8 @@ def test_lost_updates_by_hand():
 
 @narrow
 def test_gradients_of_16_bit_masters_are_accumulated_in_fp32(dtype: torch.dtype):
-    """Contract:
-
-    1e-9 (zero in float16) survives, and 1 + 1000 times 2^-10 (each lost in bfloat16) adds up.
+    """Contract: 1e-9 (zero in float16) survives, and 1 + 1000 times 2^-10 (each lost in bfloat16)
+    adds up.
     """
     master = nn.Parameter(torch.ones(2, dtype=dtype))
     MasterOptimizer({"w": master}, set(), config(name="adamw"))
@@ -449,9 +446,8 @@ def test_muon_on_stacks_is_muon_on_matrices(
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "deepseek_v3", "qwen2_moe"])
 def test_muon_takes_experts_and_attention_but_no_router_embedding_or_head(kind: str):
-    """Contract:
-
-    Muon steps experts, shared experts and attention, but no router, embedding or output head.
+    """Contract: Muon steps experts, shared experts and attention, but no router, embedding or
+    output head.
     """
     model = low_bit(random_moe(CONFIGS[kind]), "w8a8")
     taken = model.matrices()

@@ -26,11 +26,9 @@ def worker_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ROWS)
 def test_masters_cut_into_rows_step_as_whole_masters(worker_results: dict[str, Any], name: str):
-    """Contract: with equal gradients, three steps equal those of one process, bit for bit:
-
-    AdamW, Muon over matrices cut between processes and over experts, 16-bit masters rounded to
-    nearest. Between steps the state goes through a checkpoint, whose moments are those of one
-    process.
+    """Contract: with equal gradients, three steps equal those of one process, bit for bit: AdamW,
+    Muon over matrices cut between processes and over experts, 16-bit masters rounded to nearest.
+    Between steps the state goes through a checkpoint, whose moments are those of one process.
     """
     theirs, their_state = row_steps(name)
     ours, our_state = worker_results[name]

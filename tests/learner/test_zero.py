@@ -210,11 +210,10 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_two_processes_learn_as_one(done: Done, stage: int):
-    """Contract:
-
-    8 updates by AdamW in fp32, with each process computing its own micro-batches, end at the
-    masters of one process. Loss, gradient norm, clipped share and entropy of every batch agree. A
-    loss averaged twice, a micro-batch counted twice, or a norm over a shard would be off at once.
+    """Contract: 8 updates by AdamW in fp32, with each process computing its own micro-batches, end
+    at the masters of one process. Loss, gradient norm, clipped share and entropy of every batch
+    agree. A loss averaged twice, a micro-batch counted twice, or a norm over a shard would be off
+    at once.
     """
     masters, _, numbers = trained(BATCHES)
     ours = done[f"stage {stage}"]
@@ -331,10 +330,8 @@ def test_partitioned_adapters_experts_and_references_learn_as_in_one_process(
 
 @pytest.mark.parametrize("job", [*(f"muon stage {n}" for n in range(3)), "muon half stage 1"])
 def test_muon_in_two_processes_is_muon_in_one(done: Done, job: str):
-    """Contract:
-
-    Muon in two processes ends near the masters of one, also if a checkpoint of one process
-    continues in two.
+    """Contract: Muon in two processes ends near the masters of one, also if a checkpoint of one
+    process continues in two.
 
     Derivation of the tolerance: these gradients have fewer tokens than rows. The orthogonalization
     in bfloat16 amplifies the rounding noise of their null space to a share of the update,

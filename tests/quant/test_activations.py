@@ -1,4 +1,4 @@
-"""Per-token activation quantization, held against vLLM's own operators, byte for byte."""
+"""Tests of per-token activation quantization against vLLM's own operators, byte for byte."""
 
 import functools
 from typing import Any
@@ -22,10 +22,8 @@ on_cpu_builds = pytest.mark.skipif(
 def activations(
     draw: st.DrawFn, exponents: tuple[int, int] = (-30, 30), multiple: int = 1
 ) -> torch.Tensor:
-    """Compute dtype [N, I]: heavy tails at very different magnitudes a row, rows of zeros, exact
-    rounding ties.
-
-    multiple: I is one of it.
+    """Draw activations [N, I] in the compute dtype with heavy tails, very different magnitudes per
+    row, rows of zeros and exact rounding ties. The column count I is a multiple of `multiple`.
     """
     dtype = draw(st.sampled_from(list(COMPUTE_DTYPES.values())))
     tokens = draw(st.sampled_from((1, 3, 17)) | st.integers(1, 24))
@@ -53,7 +51,9 @@ def activations(
 
 @functools.cache
 def vllm_fp8(group_columns: int) -> Any:
-    """vLLM's `QuantFP8` over groups of so many columns; -1: over tokens."""
+    """Quantize by vLLM's `QuantFP8` over groups of this many columns; -1 means
+    over whole tokens.
+    """
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
     from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
@@ -72,9 +72,9 @@ def vllm_fp8(group_columns: int) -> Any:
 def test_codes_of_tokens_are_vllms_dynamic_quantization(
     scheme: str, dtype: torch.dtype, x: torch.Tensor
 ):
-    """Contract: codes and scales are those of vLLM's CPU kernel `dynamic_scaled_int8_quant`, and of
-    its `QuantFP8`, so backward sees what the product multiplied. Blind spot: the kernel's paths for
-    other instruction sets than here.
+    """Contract: codes and scales are those of vLLM's CPU kernel `dynamic_scaled_int8_quant` and of
+    its `QuantFP8`, so the backward sees what the product multiplied. Blind spot: the kernel's code
+    paths for other instruction sets than this machine's.
     """
     from vllm._custom_ops import onednn_scaled_int8_quant
 
@@ -95,9 +95,10 @@ def test_codes_of_tokens_are_vllms_dynamic_quantization(
 )
 @settings(max_examples=examples(200))
 def test_int8_asymmetric_is_what_the_int4_product_multiplies(x: torch.Tensor, offset: float):
-    """Contract: (code - zero point) · scale is what torch's `_dyn_quant_matmul_4bit`, which vLLM's
-    kernel calls, makes of an activation, bit for bit. The operator keeps its codes to itself: it is
-    asked for x · identity (one code of 1, scale 1), for which every sum has one term.
+    """Contract: (code - zero point) · scale is, bit for bit, the activation that torch's
+    `_dyn_quant_matmul_4bit` multiplies, which vLLM's kernel calls. The operator does not return its
+    codes, so it multiplies x by the identity (codes of 1, scale 1), for which every sum has one
+    term.
     """
     x = (x.float() + offset).to(x.dtype)
     columns = x.shape[1]
@@ -116,9 +117,9 @@ def test_int8_asymmetric_is_what_the_int4_product_multiplies(x: torch.Tensor, of
 @given(x=activations(multiple=128))
 @settings(max_examples=examples(200))
 def test_fp8_groups_are_vllms(x: torch.Tensor):
-    """The same for fp8 in token groups of 128 and vLLM's `QuantFP8`, for groups whose absmax is
-    1/512 or more: below, this implementation of vLLM's keeps a smallest scale that its CUDA kernel,
-    which is followed here, does not have.
+    """Contract: fp8 in token groups of 128 equals vLLM's `QuantFP8` for groups whose absmax is at
+    least 1/512. Below that, this implementation of vLLM's has a minimum scale that its CUDA kernel,
+    which the product follows, does not have.
     """
     codes, scale = vllm_fp8(128).forward_native(x)
     ours = quantize_activation(x, get_scheme("fp8-block"))
@@ -133,8 +134,8 @@ def test_fp8_groups_are_vllms(x: torch.Tensor):
 @given(x=activations(exponents=(-8, 8), multiple=16))
 @settings(max_examples=examples(200))
 def test_e2m1_groups_are_vllms(x: torch.Tensor):
-    """The same for NVFP4 and vLLM's `ref_nvfp4_quant` under the constant global scale: values and
-    scales.
+    """Contract: NVFP4 values and scales equal those of vLLM's `ref_nvfp4_quant` under the constant
+    global scale.
     """
     from vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils import (
         ref_nvfp4_quant,
@@ -157,9 +158,9 @@ GROUPS = {"fp8-block": 128, "nvfp4": 16}
 
 @pytest.mark.parametrize("name", ACTIVATION_SCHEMES)
 @pytest.mark.parametrize("dtype", COMPUTE_DTYPES.values())
-def test_zero_rows_and_dequantization(name: str, dtype: torch.dtype):
-    """Rows of zeros give zeros and finite scales; dequantized(dtype) is the fp32 product rounded
-    once, by token.
+def test_zero_rows_have_finite_scales_and_dequantize_to_zeros(name: str, dtype: torch.dtype):
+    """Contract: rows of zeros give zeros and finite scales. dequantized(dtype) is the fp32 product
+    rounded once, per token.
     """
     columns = 2 * GROUPS.get(name, 18)
     x = torch.randn(4, columns, generator=torch.Generator().manual_seed(0)).to(dtype)

@@ -1,5 +1,5 @@
-"""Answers about the machine: asked once, asked again where anything they depend on changed, and
-never in the way.
+"""Tests of stored answers about the machine: each is computed once, computed again if anything it
+depends on changes, and a broken cache is no obstacle.
 """
 
 import json
@@ -22,7 +22,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def test_an_answer_is_kept_for_its_question_alone():
+def test_an_answer_is_stored_per_question():
     assert answers.read_answer("support", {"scheme": "a"}) is None
     answers.keep_answer("support", {"scheme": "a"}, {"kernel": "k"})
     assert answers.read_answer("support", {"scheme": "a"}) == {"kernel": "k"}
@@ -31,14 +31,16 @@ def test_an_answer_is_kept_for_its_question_alone():
 
 
 @pytest.mark.parametrize("part", ["python", "libraries", "code", "cpu", "gpus", "driver"])
-def test_another_machine_or_software_asks_again(part: str, monkeypatch: pytest.MonkeyPatch):
+def test_another_machine_or_software_version_computes_the_answer_again(
+    part: str, monkeypatch: pytest.MonkeyPatch
+):
     answers.keep_answer("support", {}, 1)
     changed = {**answers.surroundings(), part: "other"}
     monkeypatch.setattr(answers, "surroundings", lambda: changed)
     assert answers.read_answer("support", {}) is None
 
 
-def test_a_variable_that_chooses_kernels_asks_again(monkeypatch: pytest.MonkeyPatch):
+def test_a_variable_that_chooses_kernels_computes_the_answer_again(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(answers, "surroundings", answers.surroundings.__wrapped__)
     answers.keep_answer("support", {}, 1)
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
@@ -51,7 +53,7 @@ def test_a_variable_that_chooses_kernels_asks_again(monkeypatch: pytest.MonkeyPa
     "text",
     ["", "{", "[]", '{"question": {}}', '{"question": {"a": 1}, "answer": 2}', "\xff"],
 )
-def test_a_damaged_file_is_as_good_as_none(cache: Path, text: str):
+def test_a_damaged_cache_file_is_ignored(cache: Path, text: str):
     answers.keep_answer("support", {}, 1)
     (file,) = (cache / "answers").iterdir()
     file.write_bytes(text.encode("latin-1"))
@@ -60,16 +62,14 @@ def test_a_damaged_file_is_as_good_as_none(cache: Path, text: str):
     assert answers.read_answer("support", {}) == 2
 
 
-def test_a_cache_that_cannot_be_written_is_as_good_as_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_cache_that_cannot_be_written_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("QARL_CACHE", str(tmp_path / "file" / "cache"))
     answers.keep_answer("support", {}, 1)
     assert answers.read_answer("support", {}) is None
 
 
-def test_kernels_are_asked_once_a_machine(cache: Path, monkeypatch: pytest.MonkeyPatch):
+def test_kernels_are_probed_once_per_machine(cache: Path, monkeypatch: pytest.MonkeyPatch):
     asked: list[str] = []
 
     def ask(scheme: str, *_: object) -> Support:
@@ -90,8 +90,8 @@ def test_kernels_are_asked_once_a_machine(cache: Path, monkeypatch: pytest.Monke
 def test_the_second_list_of_schemes_imports_neither_torch_nor_vllm(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    """The second process inherits this one's environment, which vLLM changed: so it counts here as
-    it is at the end.
+    """The second process inherits this one's environment. vLLM changed that, so the environment
+    counts as it is at the end.
     """
     monkeypatch.setattr(answers, "surroundings", answers.surroundings.__wrapped__)
     assert main(["schemes"]) == 0

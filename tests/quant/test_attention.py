@@ -1,5 +1,5 @@
-"""Attention by the engine's kernel: its values, its gradients, and that sequences stay apart. That
-it gives the engine's bits is held where an engine runs (tests/engine/test_publish.py).
+"""Tests of attention by the engine's kernel: values, gradients, and independence of sequences.
+tests/engine/test_publish.py checks that it gives the engine's bits.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def inputs(dtype: torch.dtype, head: int = 32) -> Rows:
-    """q of four heads, k and v of two, of all sequences in one row."""
+    """Return q of four heads and k and v of two heads, of all sequences in one row."""
     return [
         normal(sum(LENGTHS), h, head, seed=n).to(dtype).requires_grad_()
         for n, h in enumerate((4, 2, 2))
@@ -58,9 +58,9 @@ def attend(
 def test_values_and_gradients_are_those_of_torchs_attention(
     dtype: torch.dtype, head: int, kind: str
 ):
-    """Both compute in fp32 and round once, vLLM's with an exponential good to 1e-5; gradients are
-    torch's, of the same inputs, of an FP8 cache its values. Blind spot: sinks in float16, which
-    vLLM's kernel does not take.
+    """Contract: values equal torch's up to one rounding; both compute in fp32, vLLM's kernel with
+    an exponential that is good to 1e-5. Gradients are torch's for the same inputs, with an FP8
+    cache for the cache's values. Blind spot: sinks in float16, which vLLM's kernel does not take.
     """
     if "FP8" in kind and (head % 32 or not AVX512):
         pytest.skip("vLLM has no FP8 cache of such heads, or on such CPUs")
@@ -92,12 +92,12 @@ def test_values_and_gradients_are_those_of_torchs_attention(
     ("window", "fp8"),
     [(None, False), (7, False), *[(None, True)] * AVX512],
 )
-def test_a_token_depends_on_nothing_beside_or_behind_it_to_the_bit(
+def test_a_tokens_bits_depend_on_no_other_sequence_and_no_later_token(
     window: int | None, fp8: bool, monkeypatch
 ):
-    """Contract: sequences packed together are as each alone; a sequence's first tokens as they are
-    without the rest, so decoding gives what scoring the whole does; and pages may be larger, as the
-    engine's are.
+    """Contract: packed sequences equal each sequence by itself, and a sequence's first tokens equal
+    those without the rest, so decoding equals scoring the whole sequence. Pages may be larger, as
+    the engine's are.
     """
     rows = [t.detach() for t in inputs(torch.bfloat16)]
     scoring = Scoring(scale=0.3, window=window, fp8=fp8)
@@ -119,11 +119,11 @@ def test_a_token_depends_on_nothing_beside_or_behind_it_to_the_bit(
 
 @pytest.mark.parametrize("window", [None, 7, 40])
 @pytest.mark.parametrize("function", [attention, torch_attention])
-def test_a_prompt_that_several_see_is_as_if_each_brought_it(
+def test_a_shared_prompt_gives_the_bits_of_a_prompt_per_sequence(
     function: Callable[..., torch.Tensor], window: int | None
 ):
     """Contract: a response's attention over the first sequence's prompt has the bits of a whole
-    sequence's; a prompt's gradient is the sum of all that see it, to fp32's rounding.
+    sequence's. A prompt's gradient is the sum over all sequences that see it, up to fp32 rounding.
     """
     # the third is another group's, and shares nothing
     whole = torch.tensor([40, 9, 37, 38])
@@ -159,7 +159,10 @@ def test_a_prompt_that_several_see_is_as_if_each_brought_it(
 
 
 def test_heads_that_no_engine_has_are_refused():
-    """No attention, and attention of latents, ask for nothing."""
+    """Contract: a head size that vLLM lacks on CPUs is refused.
+
+    Models without attention and with latent attention pass.
+    """
     for passing in (
         LlamaConfig(hidden_size=128, num_attention_heads=4),
         MambaConfig(),

@@ -1,6 +1,6 @@
-"""Products of the straight-through backward: how far rounding may take them, and gradients added
-where they are made. Rows worked on a block at a time: every row once, and the same bits as all rows
-at once.
+"""Tests of the products of the straight-through backward: bounds on their rounding, and gradients
+that are accumulated in place. Passes that work on blocks of rows visit every row once and give the
+bits of all rows at once.
 
 Axes: N tokens, O output rows, I input columns.
 """
@@ -48,14 +48,15 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_a_rounded_weight_moves_dx_by_its_own_rounding_alone(dtype: torch.dtype, tokens: int):
-    """Contract, element by element, u = eps/2 the unit roundoff of the compute dtype, γ = O · 2⁻²⁴
-    of fp32 sums:
+    """Contract, element by element, with u = eps/2 the unit roundoff of the compute dtype and γ = O
+    · 2⁻²⁴ that of fp32 sums:
 
-        exact:   |dx - dy·Ŵ| ≤ u |dx| + γ Σ|dy||Ŵ|                    (the sum is rounded once)
-        compute: |dx - dy·Ŵ| ≤ u |dx| + (u + γ) Σ|dy||Ŵ|              (and every Ŵ once)
+    exact: |dx - dy·Ŵ| ≤ u |dx| + γ Σ|dy||Ŵ| (the sum is rounded once)
 
-    The second must be needed somewhere: a rounding that is not there would make the first hold for
-    both. Subnormals of float16 add their spacing, 2⁻²⁴.
+    compute: |dx - dy·Ŵ| ≤ u |dx| + (u + γ) Σ|dy||Ŵ| (and every Ŵ once)
+
+    Some element must need the second bound; otherwise a missing rounding would satisfy the first
+    for both. Subnormals of float16 add their spacing, 2⁻²⁴.
     """
     weight = heavy(96, 64, seed=1)
     dy = normal(tokens, 96, seed=2).to(dtype)
@@ -76,8 +77,8 @@ def test_a_rounded_weight_moves_dx_by_its_own_rounding_alone(dtype: torch.dtype,
 
 @pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8"])
 def test_rounded_inputs_change_dx_alone(scheme: str):
-    """dW and db are the same bits; dx differs where the dtype lacks code · scale, within fp32's
-    order of sums.
+    """Contract: dW and db keep the same bits. dx differs if the dtype cannot represent code ·
+    scale, within fp32's order of sums.
     """
     linear = make_linear(scheme)
     x = heavy(13, 256, seed=3).to(BFLOAT16)
@@ -97,9 +98,9 @@ def test_rounded_inputs_change_dx_alone(scheme: str):
         assert error.any()
 
 
-def test_auto_rounds_where_the_device_multiplies_the_dtype():
-    """float16 has no fast product on CPUs, fp32 nothing to round to; a choice is obeyed, or refused
-    by experts.
+def test_auto_rounds_weights_if_the_device_multiplies_the_dtype():
+    """Contract: `auto` does not round float16, which has no fast product on CPUs, nor fp32, which
+    has nothing to round to. An explicit choice is obeyed, or refused by experts.
     """
     assert not multiplies_natively(torch.float16, CPU)
     assert multiplies_natively(torch.float16, torch.device("cuda"))
@@ -121,7 +122,7 @@ def test_auto_rounds_where_the_device_multiplies_the_dtype():
         rounds_weights(experts, "compute")
 
 
-def test_compiling_is_refused_where_nothing_would_be_compiled(
+def test_compile_is_refused_without_a_compiler_or_engine_operators(
     monkeypatch: pytest.MonkeyPatch,
 ):
     model = policy()
@@ -159,8 +160,9 @@ def test_compiling_is_refused_where_nothing_would_be_compiled(
 def test_weight_gradients_are_exact_products_summed_in_fp32(
     kind: torch.dtype, shape: tuple[int, int, int]
 ):
-    """Contract: total += dyᵀ x / scale with |error| ≤ (N + 2) 2⁻²³ (|total| + Σ|dy||x|), whatever
-    the operands' dtype; 9000 rows are several blocks. A product rounded to bfloat16 is off by 2⁻⁹.
+    """Contract: total += dyᵀ x / scale with |error| ≤ (N + 2) 2⁻²³ (|total| + Σ|dy||x|) for
+    operands of any dtype. 9000 rows make several blocks. A product rounded to bfloat16 would be off
+    by 2⁻⁹.
     """
     tokens, rows, columns = shape
     dy = normal(tokens, rows, seed=1).to(kind)
@@ -178,9 +180,9 @@ def test_weight_gradients_are_exact_products_summed_in_fp32(
 @pytest.mark.parametrize("kind", ["bf16", "w4a16", "w8a8", "experts"])
 @pytest.mark.parametrize("loss_scale", [1.0, 1024.0])
 def test_gradients_added_in_place_are_autograds(kind: str, loss_scale: float):
-    """Contract: after two micro-batches, with nothing cleared between, every master's gradient is
-    the sum that autograd has of each, up to the order of fp32 sums; the tied embedding, which two
-    places add to, among them. A gradient lost, or added twice, is off by its own size.
+    """Contract: after two micro-batches without clearing, every master's gradient is autograd's
+    sum, up to the order of fp32 sums. This includes the tied embedding, which two layers add to. A
+    gradient that is lost or added twice would be off by its own size.
     """
     found = []
     for in_place in (False, True):
@@ -211,8 +213,9 @@ def test_gradients_added_in_place_are_autograds(kind: str, loss_scale: float):
 @needs_cuda("16-bit operands with an fp32 result")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_cudas_weight_gradients_are_not_rounded(dtype: torch.dtype):
-    """As on CPUs: exact products, fp32 sums. A result rounded to 16 bits fails by 2⁻⁹ or 2⁻¹² of
-    its size.
+    """Contract: as on CPUs, products are exact and sums are fp32.
+
+    A result rounded to 16 bits would fail by 2⁻⁹ or 2⁻¹² of its size.
     """
     dy = normal(200, 128, seed=1).to(dtype).cuda()
     x = normal(200, 64, seed=2).to(dtype).cuda()
@@ -231,8 +234,9 @@ def test_cudas_weight_gradients_are_not_rounded(dtype: torch.dtype):
     st.integers(1, 50),
 )
 def test_blocks_are_all_rows_once(rows: int, columns: int, elements: int):
-    """Contract: the blocks of every tensor are that tensor's rows in order, each block within the
-    bound or one row.
+    """Contract: the blocks of every tensor are that tensor's rows in order.
+
+    Each block is within the bound or is a single row.
     """
     wide = torch.arange(rows * columns).view(rows, columns)
     narrow = torch.arange(rows)
@@ -245,8 +249,8 @@ def test_blocks_are_all_rows_once(rows: int, columns: int, elements: int):
 
 @pytest.mark.parametrize("scheme", ["w8a8", "fp8", "w4a8", "fp8-block", "nvfp4"])
 def test_activations_by_blocks_are_those_of_all_rows(scheme: str, monkeypatch: pytest.MonkeyPatch):
-    """Contract: codes, scales and zero points of every token, and a weight gradient out of them,
-    are bit for bit those of all tokens at once; the gradient's own blocks are of 16 tokens.
+    """Contract: codes, scales and zero points of every token, and a weight gradient from them, are
+    bit for bit those of all tokens at once. The gradient's own blocks have 16 tokens.
     """
     monkeypatch.setattr(backward, "_TOKENS", 16)
     x = heavy(41, 256, seed=3).bfloat16()
@@ -273,7 +277,7 @@ def test_log_probs_by_blocks_are_those_of_all_rows(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ):
     """Contract: log-probs, entropies and their gradient are bit for bit those of plain operators on
-    the whole.
+    the whole tensor.
     """
     logits = normal(37, 211, seed=1).to(dtype)
     targets = torch.arange(37) * 5

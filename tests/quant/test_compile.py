@@ -1,5 +1,6 @@
-"""torch.compile of passes over tensors: any number of kinds in a process. By the eager backend,
-without a compiler.
+"""Tests of torch.compile for passes over tensors, with any number of kinds in a process.
+
+They use the eager backend, so they need no compiler.
 """
 
 import math
@@ -19,14 +20,14 @@ from tests.support.profiles import thorough
 from tests.support.tensors import as_bytes
 
 LIMIT = 8
-"""Of torch: compilations of one code object (`torch._dynamo.config.recompile_limit`)."""
+"""Torch's limit on compilations of one code object (`torch._dynamo.config.recompile_limit`)."""
 
 ONE_PASS = [
     s
     for s in map(get_scheme, SCHEMES)
     if s.weights and (s.weights.type == "int" or s.weights.num_bits == 8)
 ]
-"""Schemes whose codes one compiled pass makes: all but `bf16` and those of 4-bit floats."""
+"""Schemes whose codes one compiled pass makes: all except `bf16` and those of 4-bit floats."""
 KINDS = list(product(ONE_PASS, (torch.float32, torch.bfloat16, torch.float16)))
 FEW = [
     k
@@ -36,7 +37,7 @@ FEW = [
 
 
 def graphs() -> int:
-    """That dynamo has traced since it was reset."""
+    """Return the number of graphs that dynamo has traced since it was reset."""
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
@@ -49,7 +50,9 @@ def made(
 
 @pytest.fixture
 def eager_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Dynamo traces, guards and counts as ever; what it traced then runs as torch's operators."""
+    """Let dynamo trace, guard and count as usual, and run the traced graphs by
+    torch's operators.
+    """
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
     traced = torch.compile
     monkeypatch.setattr(
@@ -66,10 +69,10 @@ def eager_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_schemes_compile_in_one_process(eager_backend: None):
-    """Contract: more combinations of scheme and dtypes than torch compiles one function for, each
-    once and with the operators' bits; of another shape once more, and no further shape again. In
-    `make test-thorough` every scheme in every dtype of masters. Blind spot: Triton's code
-    (tests/quant/test_fused.py has it, on a GPU).
+    """Contract: more combinations of scheme and dtypes than torch compiles for one function all
+    compile, each once and with the operators' bits. A second shape compiles once more, further
+    shapes do not. `make test-thorough` covers every scheme with every master dtype. Blind spot:
+    Triton's code (tests/quant/test_fused.py runs it on a GPU).
     """
     kinds = KINDS if thorough() else FEW
     assert len(kinds) > LIMIT == torch._dynamo.config.recompile_limit
@@ -85,8 +88,8 @@ def test_schemes_compile_in_one_process(eager_backend: None):
 
 
 def test_codes_are_dequantized_in_one_pass(eager_backend: None):
-    """Contract: of a scheme and dtype one graph, of any number of rows, with the operators' bits.
-    Blind: as above.
+    """Contract: each scheme and dtype has one graph for any number of rows, with the operators'
+    bits. Blind spot: Triton's code.
     """
     names = [name for name in SCHEMES if get_scheme(name).weights]
     for rows, name, dtype in product(
@@ -122,8 +125,8 @@ def test_codes_are_dequantized_in_one_pass(eager_backend: None):
 
 
 def test_a_backward_compiles_for_every_number_of_tokens_at_once(eager_backend: None):
-    """Contract: norms and gates of all layers once for the first number of tokens, once more for
-    any, never again.
+    """Contract: norms and gates of all layers compile once for the first number of tokens, once
+    more for any other number, and never again.
     """
     from vllm.model_executor.layers.activation import SiluAndMul
     from vllm.model_executor.layers.layernorm import RMSNorm

@@ -1,5 +1,6 @@
-"""Attention as CUDA has it, on CPU tensors and on tensors without values. Blind spot:
-FlashAttention (tests/gpu).
+"""Tests of attention by CUDA's code path, on CPU tensors and on tensors without values.
+
+Blind spot: FlashAttention (tests/gpu).
 """
 
 import ast
@@ -29,9 +30,9 @@ KINDS = {
 
 
 def test_attention_of_many_sequences_is_one_call(monkeypatch: pytest.MonkeyPatch):
-    """Contract: one product forward and one backward, whatever the number of sequences, without
-    asking for a value. Torch's operators, which round each, score in fp32 where that is more than a
-    product.
+    """Contract: forward and backward are one product each for any number of sequences and read no
+    value. Torch's operators, which round each result, compute scores in fp32 if a score is more
+    than a product.
     """
     monkeypatch.setattr(flash, "takes", lambda *query: True)
     monkeypatch.setattr(flash, "_engine_version", lambda *query: None)
@@ -54,10 +55,10 @@ def test_attention_of_many_sequences_is_one_call(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_attention_asks_the_engines_kernel(kind: str, monkeypatch: pytest.MonkeyPatch):
-    """Contract: its arguments are those vLLM's function has, what scores are made of among them,
-    and what it returns is used; where scores are more than scaled products, gradients are those of
-    torch's attention in fp32.
+def test_attention_calls_the_engines_kernel(kind: str, monkeypatch: pytest.MonkeyPatch):
+    """Contract: the arguments are those of vLLM's function, including the parameters of the scores,
+    and its result is used. If scores are more than scaled products, gradients are those of torch's
+    attention in fp32.
     """
     # Its module does not import without the CUDA extensions; its text tells as much.
     file = Path(fa_utils.__file__).parents[3] / "vllm_flash_attn" / "flash_attn_interface.py"
@@ -110,11 +111,11 @@ def test_attention_asks_the_engines_kernel(kind: str, monkeypatch: pytest.Monkey
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def test_what_flash_attention_cannot_score_takes_torchs(
+def test_sinks_and_capped_scores_take_torchs_attention(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """Contract: sinks, which its second version has not, and scores of more than scaled products
-    without vLLM's.
+    """Contract: torch's attention serves sinks under FlashAttention 2, which does not have them,
+    and capped scores without vLLM's function.
     """
     q = torch.empty(16, 4, 64, dtype=BF16)
     plain = Scoring(scale=1.0)

@@ -1,5 +1,5 @@
-"""Gradients as CUDA has them: values on CPU tensors, and on tensors without values that say they
-are on a GPU.
+"""Tests of gradients by CUDA's code path: values on CPU tensors, and operator calls on tensors
+without values that claim to be on a GPU.
 """
 
 import pytest
@@ -29,8 +29,9 @@ BF16 = torch.bfloat16
 
 @pytest.mark.parametrize("scheme", ["w8a8", "w4a8", "fp8", "fp8-block", "nvfp4"])
 def test_weight_gradients_of_quantized_activations_by_tensor_cores(scheme: str):
-    """Contract: operands of the gradient's dtype, |error| ≤ (2⁻⁹ + N 2⁻²³) Σ|dy||x̂|; on a GPU no
-    product in fp32.
+    """Contract: operands have the gradient's dtype and |error| ≤ (2⁻⁹ + N 2⁻²³) Σ|dy||x̂|.
+
+    On a GPU no product is in fp32.
     """
     low_bit = quantize_activation(normal(200, 128, seed=1).to(BF16), get_scheme(scheme))
     dy = normal(200, 64, seed=2).to(BF16)
@@ -57,8 +58,8 @@ def grouped_gradients(
     monkeypatch: pytest.MonkeyPatch,
     grouped: bool,
 ):
-    """Of input, routing weights and everything that is trained, with or without grouped
-    products.
+    """Return the gradients of the input, the routing weights and all trained tensors, with or
+    without grouped products.
     """
     monkeypatch.setattr(RoutedLowBitExperts, "multiplies_grouped", lambda self, dy: grouped)
     weights, index = routed(tokens)
@@ -80,9 +81,9 @@ def grouped_gradients(
 
 @pytest.mark.parametrize("scheme", ["bf16", "w4a16-g32", "w8a8", "fp8", "nvfp4"])
 def test_experts_gradients_by_grouped_products(scheme: str, monkeypatch: pytest.MonkeyPatch):
-    """Contract: within 2 % of autograd's in float64, 4 % where rounded activations take another
-    code here and there; tokens in several parts, an expert without any. A wrong order of rows,
-    weight or expert is off by its own size.
+    """Contract: gradients are within 2 % of autograd's in float64, and within 4 % if some rounded
+    activations fall on other codes. Tokens come in several parts, and one expert has none. A wrong
+    order of rows, weight or expert would be off by its own size.
     """
     monkeypatch.setattr(grouped_backward, "TOKENS", 16)
     experts = make_experts(scheme)
@@ -112,9 +113,9 @@ def test_experts_adapters_by_grouped_products(monkeypatch: pytest.MonkeyPatch):
     assert all(relative_error(a.double(), b.double()) < 0.02 for a, b in zip(*both, strict=True))
 
 
-def test_no_expert_is_asked_about_by_the_host():
-    """Contract: as many calls for any number of experts, and none asks for a value, for which the
-    host would wait.
+def test_grouped_products_make_as_many_calls_for_any_number_of_experts():
+    """Contract: the number of calls does not depend on the number of experts, and none reads a
+    value, which would make the host wait.
     """
     counts = []
     for count in (4, 128):
@@ -137,8 +138,8 @@ def test_no_expert_is_asked_about_by_the_host():
 
 
 def test_a_heads_weight_gradient_is_multiplied_in_parts():
-    """Contract: beside the gradient itself, 128 MiB of an output head's 1.2 GB (Qwen3-1.7B); every
-    row once.
+    """Contract: beside the gradient itself, 128 MiB are allocated of an output head's 1.2 GB
+    (Qwen3-1.7B), and every row is computed once.
     """
     rows: list[int] = []
     largest = 0

@@ -1,7 +1,8 @@
-"""Which kernels vLLM chooses on GPUs, asked of vLLM's own selection under a stand-in for the
-platform, and what its experts find outside of an engine's step; and its batch-invariant mode on
-both sides (`bitwise`). Blind spot: that those kernels run, what they compute, and whether bits are
-equal (tests/gpu).
+"""Tests of the kernels that vLLM chooses on GPUs, by vLLM's own selection under a stand-in for the
+platform; of what its experts need outside an engine's step; and of its batch-invariant mode on both
+sides (`bitwise`).
+
+Blind spot: whether those kernels run, what they compute, and whether bits are equal (tests/gpu).
 """
 
 import itertools
@@ -54,12 +55,14 @@ from tests.support.cuda_platform import (
 from tests.support.kernels import chosen_kernel, no_cuda
 
 SHAPES = cases(__file__, "shapes")
-"""Of models: hidden columns, heads, those of keys and values, head size, the MLP's columns."""
+"""Model → hidden columns, heads, key/value heads, head size, columns of the MLP."""
 META = torch.device("meta")
 
 
 def engines_layers(factory: VllmFactory, model: str, scheme: Scheme) -> dict[str, nn.Module]:
-    """As vLLM's decoders of these families build them, without tensor parallelism."""
+    """Return the layers as vLLM's decoders of these families build them, without tensor
+    parallelism.
+    """
     hidden, heads, kv_heads, size, inner = SHAPES[model]
     quantized = factory._quant_config(scheme)
     shared = {
@@ -79,7 +82,9 @@ def engines_layers(factory: VllmFactory, model: str, scheme: Scheme) -> dict[str
 
 
 def learners_parts(model: str) -> dict[str, tuple[list[int], int]]:
-    """Rows of what a learner multiplies as one, and its columns."""
+    """Return the rows of each matrix of a stack that a learner multiplies at
+    once, and its columns.
+    """
     hidden, heads, kv_heads, size, inner = SHAPES[model]
     return {
         "qkv_proj": ([heads * size, kv_heads * size, kv_heads * size], hidden),
@@ -92,9 +97,9 @@ def learners_parts(model: str) -> dict[str, tuple[list[int], int]]:
 @no_cuda
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
 def test_learner_and_engine_choose_one_kernel(capability: tuple[int, int]):
-    """Contract: for every scheme vLLM has a kernel for, and every shape of these models. Without
-    stacks it fails on
-    9.0, where Machete wants rows in multiples of 128 and tiny-qwen3's k and v have 64.
+    """Contract: learner and engine choose the same kernel for every scheme vLLM has a kernel for
+    and for every shape of these models. Without stacks this fails on 9.0, where Machete needs rows
+    in multiples of 128 and tiny-qwen3's k and v have 64.
     """
     factory = VllmFactory(torch.bfloat16)
     compared = 0
@@ -127,7 +132,7 @@ def test_learner_and_engine_choose_one_kernel(capability: tuple[int, int]):
 
 @no_cuda
 def test_one_layer_of_a_stack_alone_would_take_another_kernel():
-    """So the test above sees what it should."""
+    """Contract: a single layer of a stack would take another kernel, so the test above can fail."""
     factory = VllmFactory(torch.bfloat16)
     scheme = get_scheme("w4a16")
     with stub_cuda((9, 0)):
@@ -140,7 +145,9 @@ def test_one_layer_of_a_stack_alone_would_take_another_kernel():
 
 @no_cuda
 def test_flashinfer_is_left_out_though_vllm_finds_it(monkeypatch: pytest.MonkeyPatch):
-    """Whether it does is the shell's PATH's doing; kernels are the same."""
+    """Contract: kernels do not depend on FlashInfer, which vLLM finds or not depending on the
+    shell's PATH.
+    """
     package = ModuleType("flashinfer")
     package.__spec__ = ModuleSpec("flashinfer", None)
     factory = VllmFactory(torch.bfloat16)
@@ -165,7 +172,9 @@ def test_flashinfer_is_left_out_though_vllm_finds_it(monkeypatch: pytest.MonkeyP
     ],
 )
 def test_whatever_a_probe_raises_is_a_reason(error: Exception, monkeypatch: pytest.MonkeyPatch):
-    """One scheme's fault never ends `qarl schemes`, nor hides which schemes can run."""
+    """Contract: an error while probing one scheme neither ends `qarl schemes` nor hides the other
+    schemes.
+    """
 
     def fails(*_: object) -> None:
         raise error
@@ -178,7 +187,9 @@ def test_whatever_a_probe_raises_is_a_reason(error: Exception, monkeypatch: pyte
 
 
 class HummingKernel:
-    """As a loaded one: its configuration says what it does with activations, its class does not."""
+    """Stand-in for a loaded Humming kernel: its configuration, not its class, says what it does
+    with activations.
+    """
 
     def __init__(self, quantizes: bool, experts: bool = False):
         config = SimpleNamespace(input_quant_mode=SimpleNamespace(should_quantize=quantizes))
@@ -210,9 +221,9 @@ def test_hummings_activations_are_read_from_its_configuration(
 def test_experts_find_scratch_and_a_context_outside_of_a_step(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """Contract: vLLM's own allocation of scratch, and Humming's question for the forward's context,
-    succeed without an engine, and beside one whose scratch is locked; afterwards everything is as
-    it was.
+    """Contract: vLLM's own allocation of scratch memory and Humming's read of the forward context
+    succeed without an engine, and beside an engine whose scratch is locked. Afterwards everything
+    is unchanged.
     """
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: None)
@@ -270,10 +281,10 @@ def test_experts_find_scratch_and_a_context_outside_of_a_step(
 def test_a_recomputed_product_stays_on_its_threads_stream(
     kind: Any, monkeypatch: pytest.MonkeyPatch
 ):
-    """Contract: Marlin's locks, taken where a checkpointed layer is computed again in a thread of
-    autograd's, change that thread's stream for no other and are not asked of the engine's manager,
-    which graphs have locked. Without it vLLM sets a new stream, and what autograd runs next reads
-    what that has not written. Blind spot: the kernel.
+    """Contract: if a checkpointed layer is recomputed in a thread of autograd's, Marlin's locks
+    change the stream of that thread only and are not taken from the engine's manager, which graphs
+    have locked. Otherwise vLLM would set a new stream, and autograd's next operator would read what
+    that stream has not yet written. Blind spot: the kernel itself.
     """
     thread = threading.local()
     locks = set()
@@ -332,17 +343,18 @@ def test_a_recomputed_product_stays_on_its_threads_stream(
 
 
 MIXTURES = cases(__file__, "mixtures")
-"""Experts, of which a token, hidden columns, columns of an expert."""
+"""Model → experts, experts per token, hidden columns, columns of an expert."""
 LAYOUTS = {ExpertLayout(), ExpertLayout("w1", "w3", "w2")}
 numbers = itertools.count()
-"""vLLM takes a layer's name once a process."""
+"""Counter for unique layer names, because vLLM accepts a name only once per process."""
 
 
 @no_cuda
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
 def test_learner_and_engine_choose_one_kernel_for_experts(capability: tuple[int, int]):
-    """Contract: for every scheme vLLM has experts for, every shape of these mixtures and every
-    family's names of matrices. Integer weights are Marlin's on 9.0 too, where vLLM prefers Humming.
+    """Contract: this holds for every scheme vLLM has experts for, every shape of these mixtures and
+    every family's names of matrices. Integer weights take Marlin on 9.0 too, where vLLM prefers
+    Humming.
     """
     factory = VllmFactory(torch.bfloat16)
     chosen = {}
@@ -395,7 +407,7 @@ KEEP = {
     (9, 0): _BOTH | {"w4afp8", "mxfp4a16"},
     (10, 0): _BOTH | {"nvfp4"},
 }
-"""Schemes whose kernels for Qwen3-1.7B's qkv keep the mode."""
+"""Schemes whose kernels for Qwen3-1.7B's qkv are batch-invariant."""
 
 
 @pytest.fixture
@@ -405,9 +417,12 @@ def mode(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @no_cuda
 @pytest.mark.parametrize("capability", KEEP, ids=str)
-def test_kernels_that_keep_the_mode_say_so(capability: tuple[int, int], mode: None):
-    """Contract: int4 and int8 weights go to Humming instead of Machete and Marlin; of the others,
-    those that vLLM does not call batch-invariant are refused before anything loads.
+def test_schemes_without_a_batch_invariant_kernel_are_refused(
+    capability: tuple[int, int], mode: None
+):
+    """Contract: int4 and int8 weights take Humming instead of Machete and Marlin.
+
+    Other schemes are refused before anything loads unless vLLM calls their kernel batch-invariant.
     """
     # before the stand-in: vLLM's plugins are loaded for this platform
     factory = VllmFactory(BF16)
@@ -426,9 +441,9 @@ def test_kernels_that_keep_the_mode_say_so(capability: tuple[int, int], mode: No
     assert names["w4a16"] == f"HummingLinearKernel, {BATCH_INVARIANT}"
 
 
-def test_the_engine_is_told_the_same(mode: None):
-    """vLLM's own reading of the arguments: attention by the kernel the learner calls, weights by
-    the same backend.
+def test_the_engines_arguments_choose_the_learners_kernels(mode: None):
+    """Contract: by vLLM's own reading of the arguments, attention uses the kernel that the learner
+    calls, and weights the same backend.
     """
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -442,9 +457,12 @@ def test_the_engine_is_told_the_same(mode: None):
     assert AttentionBackendEnum[arguments["attention_backend"]] is AttentionBackendEnum.FLASH_ATTN
 
 
-def test_attention_asks_for_it(mode: None, monkeypatch: pytest.MonkeyPatch):
-    """Contract: it does not split keys. Norms are vLLM's own modules, which read the mode
-    themselves.
+def test_attention_does_not_split_keys_in_batch_invariant_mode(
+    mode: None, monkeypatch: pytest.MonkeyPatch
+):
+    """Contract: attention does not split keys.
+
+    Norms are vLLM's own modules, which read the mode themselves.
     """
     from vllm.v1.attention.backends import fa_utils
 
@@ -466,7 +484,7 @@ def test_attention_asks_for_it(mode: None, monkeypatch: pytest.MonkeyPatch):
     ("capability", "on"),
     [((8, 0), False), ((9, 0), True)],
 )
-def test_it_is_turned_on_where_the_backward_works(
+def test_batch_invariant_mode_needs_a_gpu_of_capability_9(
     capability: tuple[int, int], on: bool, monkeypatch
 ):
     config = load_config(None, {"bitwise": "true"})
@@ -486,6 +504,6 @@ def test_it_is_turned_on_where_the_backward_works(
 
 
 @pytest.mark.parametrize("other", cases(__file__, "not bitwise"))
-def test_what_cannot_be_equal_is_refused(other: dict[str, str]):
+def test_settings_without_bitwise_equality_are_refused(other: dict[str, str]):
     with pytest.raises(InputError, match=f"bitwise true: .*{next(iter(other))}"):
         load_config(None, {"bitwise": "true", **other})

@@ -1,8 +1,10 @@
-"""Deltas: the version they make is the one they were made of, to the bit, and nothing else is ever
-taken. The digest of a stream: what changes it, what does not, and one value that stays what it is.
+"""Tests of deltas and of the digest of a stream.
 
-Blind spots: a delta that was forged together with its digest, who may send is the transport's to
-know; two streams with one digest, of which there is none to test with by chance.
+A delta makes the version it was computed for, bit for bit, and nothing else is ever accepted. Tests
+of the digest say what changes it, what does not, and pin one value.
+
+Blind spots: a delta that is forged together with its digest, because authenticating the sender is
+the transport's task; two streams with the same digest, which chance does not produce.
 """
 
 import json
@@ -55,7 +57,7 @@ def random_bytes(
 
 
 def altered(tensor: torch.Tensor, share: float, generator: torch.Generator) -> torch.Tensor:
-    """A copy in which about that share of the bytes differ."""
+    """Return a copy in which about this fraction of the bytes differ."""
     new = tensor.clone()
     flipped = torch.randint(1, 256, (new.nbytes,), generator=generator).to(torch.uint8)
     octets(new)[:] ^= flipped * (torch.rand(flipped.shape, generator=generator) < share)
@@ -76,7 +78,9 @@ def same(held: VersionCache, tensors: Named) -> bool:
 
 @pytest.fixture(scope="module", autouse=True)
 def small_blocks() -> Iterator[None]:
-    """Of 25,001 bytes, compared 256 at a time: tensors of several, cheaply."""
+    """Use blocks of 25,001 bytes, compared 256 bytes at a time, so that small tensors have several
+    blocks.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_BLOCK", 25_001)
         patch.setattr(module, "_CHUNK", 256)
@@ -96,11 +100,11 @@ def small_blocks() -> Iterator[None]:
     st.integers(0, 2**31),
 )
 @settings(max_examples=examples(200))
-def test_a_delta_makes_the_version_it_is_of(
+def test_a_delta_reproduces_the_next_version(
     tensors: list[tuple[torch.dtype, list[int], float]], seed: int
 ):
-    """Of any dtypes, shapes, empty ones too, and share of changed bytes, over versions; it lists
-    what changed alone.
+    """Contract: this holds over versions of tensors of any dtype and shape, including empty ones,
+    and for any fraction of changed bytes. A delta lists only the tensors that changed.
     """
     generator = torch.Generator().manual_seed(seed)
     version = {
@@ -128,8 +132,10 @@ def test_a_delta_makes_the_version_it_is_of(
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_every_schemes_tensors(scheme: str):
-    """What a small step of the masters changes is sent in a fraction of the bytes."""
+def test_a_small_step_of_every_scheme_is_sent_in_a_fraction_of_the_bytes(scheme: str):
+    """Contract: for the tensors of every scheme, the change by a small step of the masters takes a
+    fraction of the version's bytes.
+    """
     generator = torch.Generator().manual_seed(0)
     masters = {name: torch.randn(256, 512, generator=generator) * 0.02 for name in ("a", "b")}
 
@@ -158,8 +164,8 @@ START = 12
 
 
 def small() -> tuple[Named, Named]:
-    """A version of eight tensors and the next, in which some changed here and there, some
-    throughout, some not.
+    """Return a version of eight tensors and the next one, in which some tensors changed in places,
+    some throughout and some not at all.
     """
     generator = torch.Generator().manual_seed(1)
     shares = (0.01, 0.01, 0.0, 1.0, 0.02, 0.0, 0.4, 0.005)
@@ -177,14 +183,14 @@ def small() -> tuple[Named, Named]:
 
 @pytest.fixture
 def made() -> tuple[VersionCache, bytes, str]:
-    """A receiver of version 1, and the delta to version 2 with its digest."""
+    """Return a receiver of version 1, and the delta to version 2 with its digest."""
     before, after = small()
     sender, receiver = (VersionCache(1, stream(before)) for _ in range(2))
     return receiver, sender.make_delta(2, stream(after)), stream_digest(stream(after))
 
 
 def reheaded(delta: bytes, change: Callable[[dict[str, Any]], object]) -> bytes:
-    """With another header, its length right."""
+    """Return the delta with another header and the matching header length."""
     (length,) = struct.unpack_from("<I", delta, MAGIC_BYTES)
     header = json.loads(delta[START : START + length])
     change(header)
@@ -193,8 +199,8 @@ def reheaded(delta: bytes, change: Callable[[dict[str, Any]], object]) -> bytes:
 
 
 def changed(**fields: Any) -> Callable[[dict[str, Any]], object]:
-    """Of the header, of its first tensor ("tensor.name") and of that one's first block
-    ("block.size").
+    """Return the delta with changed fields of the header, of its first tensor ("tensor.name") or of
+    that tensor's first block ("block.size").
     """
 
     def change(header: dict[str, Any]) -> None:
@@ -260,8 +266,10 @@ def test_a_hostile_header_is_refused_and_nothing_changes(
     assert same(receiver, after)
 
 
-def test_a_tensor_is_changed_once():
-    """Whole twice, it would be undone to what came in between."""
+def test_a_delta_that_lists_a_tensor_twice_is_refused():
+    """Contract: a tensor sent twice as a whole would be undone to its intermediate state, so it is
+    refused.
+    """
     before = {"w": torch.zeros(64, dtype=torch.int8)}
     after = {"w": torch.ones(64, dtype=torch.int8)}
     sender, receiver = (VersionCache(1, stream(before)) for _ in range(2))
@@ -275,7 +283,7 @@ def test_a_tensor_is_changed_once():
     assert same(receiver, before)
 
 
-def test_a_change_is_within_its_block():
+def test_a_change_beyond_its_block_is_refused():
     octets = torch.zeros(64, dtype=torch.uint8).numpy()
     longer = torch.zeros(65, dtype=torch.uint8).numpy()
     changed = longer.copy()
@@ -285,10 +293,12 @@ def test_a_change_is_within_its_block():
         module._apply(octets, changes, payload, "w")
 
 
-def test_what_does_not_make_the_digest_it_says_is_undone(
+def test_a_delta_with_another_digest_is_undone(
     made: tuple[VersionCache, bytes, str],
 ):
-    """Found when all of it has been applied."""
+    """Contract: the digest is checked after all of the delta has been applied, and on failure all
+    of it is undone.
+    """
     receiver, delta, _ = made
     before, _ = small()
     other = "0" * 32
@@ -299,8 +309,8 @@ def test_what_does_not_make_the_digest_it_says_is_undone(
 
 
 def mutated(delta: bytes, other: bytes, chance: random.Random) -> bytes:
-    """Bits flipped, bytes replaced, cut out, repeated, swapped or taken from another delta,
-    anywhere or in the header; half the time with a header of the length it says.
+    """Return a delta with bits flipped or with bytes replaced, cut out, repeated, swapped or taken
+    from another delta, anywhere or in the header. Half of them have a header of the stated length.
     """
     data = bytearray(delta)
     (length,) = struct.unpack_from("<I", delta, MAGIC_BYTES)
@@ -333,9 +343,9 @@ def mutated(delta: bytes, other: bytes, chance: random.Random) -> bytes:
     return bytes(data)
 
 
-def test_ten_thousand_mutated_deltas():
-    """Each is refused in our own words or makes exactly the version it was of; what is held never
-    changes otherwise.
+def test_mutated_deltas_are_refused_or_make_exactly_their_version():
+    """Contract: each of ten thousand is either refused with one of our own errors or makes exactly
+    its version. Otherwise the receiver's tensors never change.
     """
     before, after = small()
     sender = VersionCache(1, stream(before))
@@ -365,7 +375,9 @@ def test_ten_thousand_mutated_deltas():
 
 
 def test_a_version_over_another_is_the_version_in_its_memory():
-    """Contract: as made anew, whatever the other held; tensors that are alike keep their memory."""
+    """Contract: the result equals a newly made version whatever the receiver held before; tensors
+    with the same name, dtype and shape keep their memory.
+    """
     before = {
         "same": torch.zeros(4, 3),
         "other": torch.zeros(2, dtype=torch.int8),
@@ -404,13 +416,14 @@ def tensor(size: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces of 1,000 bytes: tensors of several, cheaply."""
+    """Use pieces of 1,000 bytes, so that small tensors have several pieces."""
     monkeypatch.setattr(hashing, "_PIECE", 1000)
 
 
 def test_a_digest_is_the_same_on_every_machine_and_in_every_version():
-    """Checkpoints and exports keep it, so it has to stay. Sizes on all sides of the hash's own
-    cases and of a piece.
+    """Contract: checkpoints and exports store the digest, so it must never change.
+
+    Sizes are on both sides of every boundary of the hash and of a piece.
     """
     data = (torch.arange(2 * PIECE + 3) * 40503 >> 7 & 255).to(torch.uint8)
     sizes = (
@@ -437,7 +450,7 @@ def test_a_digest_is_the_same_on_every_machine_and_in_every_version():
 
 @pytest.mark.usefixtures("small_pieces")
 @given(st.data(), SIZES)
-def test_any_flipped_bit_changes_it(data: st.DataObject, sizes: list[int]):
+def test_any_flipped_bit_changes_the_digest(data: st.DataObject, sizes: list[int]):
     items = [(f"t{i}", tensor(size, i)) for i, size in enumerate(sizes)]
     before = digest(*items)
     changed = items[data.draw(st.integers(0, len(items) - 1))][1]
@@ -447,11 +460,11 @@ def test_any_flipped_bit_changes_it(data: st.DataObject, sizes: list[int]):
 
 @pytest.mark.usefixtures("small_pieces")
 @given(st.data(), SIZES, NAMES)
-def test_names_order_dtype_shape_and_tensor_boundaries_count(
+def test_the_digest_depends_on_names_order_dtypes_shapes_and_tensor_boundaries(
     data: st.DataObject, sizes: list[int], name: str
 ):
-    """Same bytes in the same order but for swaps: all else differs in the header, or in where a
-    tensor ends.
+    """Contract: except for the swapped ones, these streams have the same bytes in the same order
+    and differ only in the header or in a tensor's end.
     """
     items = [(f"T{i}", tensor(size, i)) for i, size in enumerate(sizes)]
     at = data.draw(st.integers(0, len(items) - 2))
@@ -485,7 +498,7 @@ def test_names_order_dtype_shape_and_tensor_boundaries_count(
     st.sampled_from([torch.int32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8]),
 )
 @settings(max_examples=examples(40))
-def test_it_depends_neither_on_threads_nor_on_strides(bytes_: int, dtype: torch.dtype):
+def test_the_digest_depends_neither_on_threads_nor_on_strides(bytes_: int, dtype: torch.dtype):
     data = tensor(bytes_ // 8 * 8).view(dtype).view(2, -1)
     with pytest.MonkeyPatch.context() as patch:
         digests = set()
@@ -498,7 +511,7 @@ def test_it_depends_neither_on_threads_nor_on_strides(bytes_: int, dtype: torch.
 
 @pytest.mark.gpu
 @needs_cuda("a digest of tensors on it")
-def test_it_does_not_depend_on_the_device():
+def test_the_digest_does_not_depend_on_the_device():
     data = tensor(2 * PIECE + 6).view(torch.bfloat16).view(2, -1)
     assert (
         digest(("a", data.cuda()))
@@ -508,8 +521,8 @@ def test_it_does_not_depend_on_the_device():
 
 
 def test_a_gpus_tensors_are_read_many_at_once(monkeypatch: pytest.MonkeyPatch):
-    """As many copies as the stream has bytes, the same digest, none for a receiver of the same. Not
-    run on GPUs.
+    """Contract: a GPU's tensors are copied in packs of a bounded number of bytes, the digest is the
+    same, and a receiver of the same tensors copies none. Blind spot: no GPU runs this.
     """
     items = [
         LowBitTensor(f"T{n}", tensor(size, n)) for n, size in enumerate((300, 0, 20, 700, 1, 64))
@@ -545,19 +558,19 @@ def test_a_gpus_tensors_are_read_many_at_once(monkeypatch: pytest.MonkeyPatch):
         assert [count for count in copies if count] == packs
 
 
-def test_what_arrives_is_read_again_unless_it_is_the_tensor_just_sent(
+def test_a_receiver_hashes_every_tensor_again_except_the_very_one_just_hashed(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """Contract: the receiver's digest is the sender's for the same stream, however it came; the
-    very tensor that was just hashed is not read twice. Blind spot: a write between the two that
-    torch does not count.
+    """Contract: the receiver's digest is the sender's for the same stream, however it was
+    transferred. The very tensor that was just hashed is not read twice. Blind spot: a write between
+    the two that torch does not count.
     """
     readings: list[torch.Tensor] = []
     read = hashing._hashed
     monkeypatch.setattr(hashing, "_hashed", lambda tensor: readings.append(tensor) or read(tensor))
 
     def ends(deliver: Callable[[LowBitTensor], LowBitTensor]) -> tuple[bool, int]:
-        """Whether both ends agree on two tensors, and how often a tensor was read."""
+        """Return whether both ends agree on two tensors, and how often a tensor was read."""
         sent = StreamDigest()
         received = ReceivedDigest()
         readings.clear()
@@ -585,9 +598,9 @@ def test_what_arrives_is_read_again_unless_it_is_the_tensor_just_sent(
     assert ends(lambda item: LowBitTensor(f"{item.name}!", item.tensor)) == (False, 2)
 
 
-def test_a_version_that_was_written_over_past_torch_is_sent_as_it_is():
-    """Materialization writes into the same tensors by compiled loops: a sender never takes over an
-    earlier hash.
+def test_a_sender_hashes_tensors_again_after_compiled_loops_wrote_them():
+    """Contract: materialization writes into the same tensors by compiled loops, which torch does
+    not count, so a sender never reuses an earlier hash.
     """
     data = tensor(1000)
     before = digest(("a", data))

@@ -1,5 +1,5 @@
-"""A layer of routed low-bit experts: its products against vLLM's dense layers, its straight-through
-gradients.
+"""Tests of a layer of routed low-bit experts: its products against vLLM's dense layers, and its
+straight-through gradients.
 """
 
 import gc
@@ -35,14 +35,14 @@ STEP = {
     "w4afp8": 0.06,
     "nvfp4": 0.05,
 }
-"""Relative error allowed for codes of activations between the two products that fall to the other
-side.
+"""Relative error allowed if codes of activations between the two products round to the neighbouring
+code.
 """
 
 SUMMED = (SHAPE.hidden + SHAPE.intermediate) * torch.finfo(torch.float32).eps / 2
-"""Relative error allowed for two fp32 sums of I terms, one after the other: √I half units of
-Σ|x||w| each (`test_linear.summation_error`), which for terms of random sign is √I of the sum. It
-shows in float32 alone.
+"""Relative error allowed for two consecutive fp32 sums of I terms: √I half units of Σ|x||w| each
+(`test_linear.summation_error`), which for terms of random sign is √I of the sum. It is visible in
+float32 only.
 """
 ROUTINGS = {
     "random": (SHAPE, lambda: routed(23)),
@@ -91,7 +91,7 @@ routings = pytest.mark.parametrize("routing", ROUTINGS)
 
 
 @no_cuda
-def test_experts_of_other_forms_are_refused_one_by_one():
+def test_experts_of_unknown_forms_are_refused():
     from qarl.quant.kernels.vllm_cpu.experts import PerExpertMethod
 
     usual = {
@@ -115,10 +115,10 @@ def test_experts_of_other_forms_are_refused_one_by_one():
 def test_vllms_experts_are_its_dense_layers_one_by_one(
     kernel: str, scheme: str, dtype: torch.dtype, routing: str
 ):
-    """Contract: bit for bit Σ w_k · down(silu(gate)·up) with the dense layers vLLM builds for every
-    expert's own matrices and vLLM's activation, summed in fp32 in the order of the experts' numbers
-    and rounded once. tests/engine/test_experts_engine.py holds the module to the one inside a
-    running engine.
+    """Contract: the output is, bit for bit, Σ w_k · down(silu(gate)·up) with the dense layers that
+    vLLM builds for each expert's own matrices and vLLM's activation, summed in fp32 in the order of
+    expert numbers and rounded once. tests/engine/test_experts_engine.py compares the module with
+    the one inside a running engine.
     """
     shape, route = ROUTINGS[routing]
     experts = make_experts(scheme, kernel, dtype, shape)
@@ -151,7 +151,10 @@ def exact_output(
     index: torch.Tensor,
     masters: bool = False,
 ) -> torch.Tensor:
-    """In float64, token by token. masters: multiply those, unquantized."""
+    """Compute the output in float64, token by token.
+
+    If `masters` is true, multiply the unquantized masters.
+    """
     y = torch.zeros(x.shape, dtype=torch.float64)
     codes = experts.codes().experts
     for n in range(len(x)):
@@ -176,9 +179,9 @@ def exact_output(
 def test_the_product_is_that_of_the_published_codes(
     kernel: str, scheme: str, dtype: torch.dtype, routing: str
 ):
-    """Contract: within BOUND of float64 on codes and scales, quantized activations included. The
-    product of the masters is further off wherever codes are coarse: so a kernel that read other
-    weights would be seen.
+    """Contract: the output is within BOUND of float64 on codes and scales, including quantized
+    activations. The product of the masters is further off for coarse codes, so a kernel that read
+    other weights would be noticed.
     """
     shape, route = ROUTINGS[routing]
     experts = make_experts(scheme, kernel, dtype, shape)
@@ -202,8 +205,8 @@ def test_the_product_is_that_of_the_published_codes(
 @pytest.mark.parametrize("kind", ["linear", "experts"])
 @pytest.mark.parametrize("scheme", CPU_SCHEMES)
 def test_an_old_weight_version_is_freed_at_once(scheme: str, kind: str):
-    """No reference cycle keeps a replaced product alive: with large models each would hold
-    gigabytes.
+    """Contract: no reference cycle keeps a replaced product alive; with large models each would
+    hold gigabytes.
     """
     experts = make_experts(scheme, "vllm").codes()
     factory = make_factory("vllm", torch.bfloat16)
@@ -246,9 +249,9 @@ def test_gradients_are_those_of_straight_through_fake_quantization(
 ):
     """Contract: gradients of inputs, routing weights and both masters equal autograd's through
     dequantized weights and activations with every rounding as identity, in the relative Frobenius
-    norm: 1e-5, and 2e-3 where a code of the second product's activations may fall to the other
-    side. Experts without a token get exact zeros. Quantizing no activation gives gradients further
-    off than that bound. Blind spot: codes are quant's own.
+    norm: 1e-5, or 2e-3 if codes of the second product's activations may round differently. Experts
+    without a token get exact zeros. Gradients without quantized activations are further off than
+    that bound. Blind spot: the codes are quant's own.
     """
     shape, route = ROUTINGS[routing]
     experts = make_experts(scheme, "reference", torch.float32, shape, aligned)
@@ -279,8 +282,8 @@ def test_gradients_are_those_of_straight_through_fake_quantization(
 def test_gradients_in_a_low_compute_dtype(
     kernel: str, scheme: str, dtype: torch.dtype, master_dtype: torch.dtype
 ):
-    """Whatever kernel multiplied: gradients come in the dtype of what they are for, within the
-    bound of the forward.
+    """Contract: whichever kernel multiplied, each gradient has the dtype of its tensor and is
+    within the bound of the forward.
     """
     experts = make_experts(scheme, kernel, dtype, master_dtype=master_dtype)
     weights, index = routed(23)
@@ -295,8 +298,10 @@ def test_gradients_in_a_low_compute_dtype(
         assert relative_error(given, expected) <= 1.5 * coarsest + SUMMED + STEP.get(scheme, 0.0)
 
 
-def test_gradients_only_where_they_are_needed():
-    """Frozen masters and inputs without gradient: the others' gradients are the same bits."""
+def test_frozen_masters_and_inputs_get_no_gradient():
+    """Contract: frozen masters and inputs get no gradient, and the gradients of the others have the
+    same bits.
+    """
     weights, index = routed(9)
     x = heavy(9, 128, seed=9, rows=False).bfloat16()
     dy = normal(9, 128, seed=11).bfloat16()
@@ -319,14 +324,19 @@ KEPT = {
     "fp8-block": (1, 4),
     "nvfp4": (0.5, 8),
 }
-"""Bytes of codes a value, and of scales (with zero points) a token, of 128 columns."""
+"""Scheme → bytes of codes per value, and bytes of scales (with zero points) per token of 128
+columns.
+"""
 
 
 @products(vllm=CPU_SCHEMES, reference=SCHEMES)
-def test_what_is_kept_for_backward(kernel: str, scheme: str, dtype: torch.dtype):
-    """Contract: routing (weights and expert numbers) and the layer's input: as codes of at most a
-    byte with their scales where the scheme quantizes activations, else in the compute dtype. No
-    weight, dequantized or not, and nothing of the tokens inside the experts.
+def test_the_backward_keeps_routing_and_low_bit_inputs_but_no_weights(
+    kernel: str, scheme: str, dtype: torch.dtype
+):
+    """Contract: the backward keeps the routing (weights and expert numbers) and the layer's input,
+    as codes of at most a byte with their scales if the scheme quantizes activations, otherwise in
+    the compute dtype. It keeps no weight, dequantized or not, and nothing of the tokens inside the
+    experts.
     """
     experts = make_experts(scheme, kernel, dtype)
     weights, index = routed(23)

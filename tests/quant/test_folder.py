@@ -1,4 +1,4 @@
-"""A model's folder before anything is loaded: what its files alone tell against training in it."""
+"""Tests of what a model folder's files say against training in it, before anything is loaded."""
 
 import json
 import textwrap
@@ -23,7 +23,7 @@ from tests.support.learners import random_model
 
 
 @pytest.mark.parametrize("name", ["a", "a/b/c", "a/", "/b", "./a/b", "~/b", "../a"])
-def test_what_is_neither_a_folder_nor_a_hub_id_is_refused(name: str, tmp_path: Path):
+def test_a_path_that_is_neither_a_folder_nor_a_hub_id_is_refused(name: str, tmp_path: Path):
     with pytest.raises(ModelError, match="does not exist; give a transformers folder, or a hub id"):
         local_folder(name)
     with pytest.raises(ModelError, match="is a file; give the folder"):
@@ -37,8 +37,9 @@ def test_what_is_neither_a_folder_nor_a_hub_id_is_refused(name: str, tmp_path: P
 def test_a_gguf_file_is_refused_with_the_python_that_makes_a_folder_of_it(
     name: str, config: str | None, tmp_path: Path
 ):
-    """Given itself, or the folder that holds it. The Python is compiled here; it was run by hand on
-    one real file.
+    """Contract: this holds for the file itself and for a folder that contains it.
+
+    The suggested Python is compiled here; it was run by hand on one real file.
     """
     file = tmp_path / name
     file.touch()
@@ -124,7 +125,7 @@ def test_each_of_a_folders_files_is_checked(tmp_path: Path):
         check_folder(tmp_path, 8)
 
 
-def test_whether_a_tokenizer_has_a_chat_template(tmp_path: Path):
+def test_chat_templates_are_found_in_either_file(tmp_path: Path):
     for name, text, has in cases(__file__, "templates"):
         (tmp_path / name).write_text(text)
         assert has_chat_template(tmp_path) == has
