@@ -1,8 +1,9 @@
-"""The parity chain on a CUDA device: master → codes → product → layer → engine. `pytest -m gpu` on
-such a machine.
+"""Tests of the parity chain on a CUDA device: master → codes → product → layer → engine.
 
-Blind spot: nothing here has run on a GPU yet; the CPU's tests of the same chain are
-test_materialize, test_linear, test_experts and test_publish.
+Run them there by `pytest -m gpu`.
+
+Blind spot: nothing here has run on a GPU yet. On CPUs, test_materialize, test_linear, test_experts
+and test_publish test the same chain.
 
 Axes: N tokens, O output rows, I input columns, E experts.
 """
@@ -52,16 +53,16 @@ PRODUCTS = [
     *((tokens, 256, 512) for tokens in (1, 17, 256)),
     *((tokens, rows, 2048) for tokens in (1, 22528) for rows in (512, 1024, 4096, 6144, 12288)),
 ]
-"""Tokens, rows and columns: rows of Qwen3-0.6B's to 8B's layers over 2048 columns; a decoded token,
-a micro-batch.
+"""Tokens, rows and columns: rows of the layers of Qwen3-0.6B to 8B over 2048 columns, for one
+decoded token and for a micro-batch.
 """
 
 
 @schemes
 @pytest.mark.parametrize(("tokens", "rows", "columns"), PRODUCTS)
 def test_products_agree_with_the_dequantized_one(scheme: str, tokens: int, rows: int, columns: int):
-    """vLLM's and the reference: relative error below a bound far below a wrong scale or code order,
-    above rounding.
+    """Contract: vLLM's and the reference product are within a relative error far below that of a
+    wrong scale or code order and above rounding.
     """
     need(scheme)
     weight = materialize(values(rows, columns).cuda(), get_scheme(scheme), DTYPE)
@@ -96,7 +97,7 @@ def test_outputs_and_straight_through_gradients_are_those_of_the_cpu(scheme: str
 
 
 REAL = (128, 8, 2048, 768)
-"""Experts of Qwen3-30B-A3B: 128 of 768 columns, 8 a token."""
+"""Experts of Qwen3-30B-A3B: 128 of 768 columns, 8 per token."""
 
 
 @pytest.mark.parametrize(
@@ -107,8 +108,8 @@ REAL = (128, 8, 2048, 768)
 def test_experts_agree_with_the_dequantized_ones(
     scheme: str, sizes: tuple[int, int, int, int], tokens: int
 ):
-    """vLLM's output and gradients within one and a half times the bound of a product from the
-    dequantized one's.
+    """Contract: vLLM's output and gradients are within one and a half times a product's bound of
+    the dequantized ones.
     """
     need(scheme, experts=True)
     experts, top_k, hidden, inner = sizes
@@ -157,9 +158,9 @@ def test_an_engine_that_was_published_to_equals_a_fresh_one(
     eager: bool,
     experts: bool,
 ):
-    """Audit, five publishes of changing weights, log-probs those of an engine loaded afresh: bit
-    for bit, or, where sums change their order from call to call, within twice what two calls of the
-    fresh engine differ by.
+    """Contract: after an audit and five publishes of changing weights, log-probs equal those of a
+    freshly loaded engine: bit for bit, or, if sums change their order from call to call, within
+    twice the difference between two calls of the fresh engine.
     """
     from qarl.configs.schema.run import RolloutConfig
     from qarl.quant.checkpoint.load import load_masters

@@ -1,6 +1,6 @@
-"""What may change memory and time on a GPU, and not what is learned: packing, checkpointing, LoRA,
-parts of a gradient. Nothing here has run yet. tests/learner/test_invariance.py has the same of
-CPUs.
+"""Tests of settings that may change memory and time on a GPU but not what is learned: packing,
+checkpointing, LoRA, gradients in parts. Nothing here has run yet. tests/learner/test_invariance.py
+tests the same on CPUs.
 
 Axes: B sequences, T tokens.
 """
@@ -61,8 +61,9 @@ def batch_on(device: str = DEVICE) -> Batch:
 
 @schemes
 def test_packed_padded_and_checkpointed_are_one_learner(scheme: str):
-    """In bfloat16, codes of activations may flip: 0.1 nats, 5 % of the mean gradient. Sequences
-    that saw each other would be off by nats. Checkpointing changes no bit.
+    """Contract: log-probs agree within 0.1 nats and gradients within 5 % of their mean, because
+    codes of activations may flip in bfloat16. Sequences that saw each other would be off by nats.
+    Checkpointing changes no bit.
     """
     need(scheme)
     model = learner(scheme)

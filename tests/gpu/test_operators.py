@@ -1,5 +1,5 @@
-"""The learner's operators on a GPU against the engine's, and its backwards against CPUs'. Nothing
-here has run yet.
+"""Tests of the learner's operators on a GPU against the engine's, and of its backwards against
+CPUs'. Nothing here has run yet.
 
 Axes: N tokens, C columns, H heads, D head size, E experts.
 """
@@ -58,8 +58,8 @@ OPERATORS: dict[str, tuple[Callable[[], CustomOp], list[int]]] = {
 def test_operators_are_the_engines_kernels_with_gradients(
     name: str, tokens: int, monkeypatch: pytest.MonkeyPatch
 ):
-    """Contract: values and gradients, of masters too, are near vLLM's native form's in fp32; no
-    input is changed.
+    """Contract: values and gradients, including the masters', are near those of vLLM's native form
+    in fp32. No input is changed.
     """
     make, columns = OPERATORS[name]
     operator, exact = (make_operator(make, dtype, device="cuda") for dtype in (BF16, torch.float32))
@@ -99,7 +99,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("corrected", [False, True])
 @pytest.mark.parametrize("kind", ROUTERS)
 def test_weights_of_the_routers_choice_are_the_routers(kind: str, corrected: bool):
-    """Contract: in fp32, whatever kernel routes."""
+    """Contract: this holds in fp32, whichever kernel routes."""
     bias = values(128, seed=1).float() if corrected else None
     router: Any = create_fused_moe_router(8, 128, **ROUTERS[kind], e_score_correction_bias=bias)
     logits = values(4096, 128)
@@ -109,8 +109,8 @@ def test_weights_of_the_routers_choice_are_the_routers(kind: str, corrected: boo
 
 @pytest.mark.parametrize("scheme", ["w8a8", "fp8"])
 def test_activation_codes_are_near_those_of_cpus(scheme: str):
-    """They divide where CPUs multiply with a reciprocal: another code now and then, never another
-    scale.
+    """Contract: GPUs divide where CPUs multiply by a reciprocal, so a few codes differ, but no
+    scale does.
     """
     x = values(512, 2048)
     ours = multiplied_activation(x, get_scheme(scheme))
@@ -147,8 +147,10 @@ SCORINGS = {
 @pytest.mark.parametrize("sequences", SEQUENCES)
 @pytest.mark.parametrize("scoring", SCORINGS)
 @pytest.mark.parametrize("groups", [4, 16])
-def test_attention_and_its_gradients(groups: int, scoring: str, sequences: str):
-    """Against torch's of each sequence alone, in fp32."""
+def test_attention_and_its_gradients_are_torchs_in_fp32(groups: int, scoring: str, sequences: str):
+    """Contract: values and gradients are near those of torch's attention of each sequence by itself
+    in fp32.
+    """
     row = SEQUENCES[sequences]
     row = dataclasses.replace(
         row,
@@ -173,7 +175,9 @@ def test_attention_and_its_gradients(groups: int, scoring: str, sequences: str):
 
 
 def test_gradients_of_128_experts_at_once_are_those_of_the_loop():
-    """A real layer's shape (Qwen3-30B-A3B): 16,384 tokens of 8 experts, one expert without any."""
+    """The shape is a real layer's (Qwen3-30B-A3B): 16,384 tokens of 8 experts, and one expert
+    without any.
+    """
     shape = ExpertsShape(128, 8, 2048, 768, "silu", ExpertLayout())
     gate_up, down = (
         nn.Parameter(values(*s).float() * 0.03) for s in ((128, 1536, 2048), (128, 2048, 768))

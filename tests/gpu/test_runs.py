@@ -1,6 +1,8 @@
-"""Whole runs on a GPU, and how far learner and sampler are apart there. Nothing here has run yet.
+"""Tests of whole runs on a GPU and of the mismatch between learner and sampler there.
 
-Axes: T tokens, L decoder layers, K experts a token.
+Nothing here has run yet.
+
+Axes: T tokens, L decoder layers, K experts per token.
 """
 
 import json
@@ -45,7 +47,9 @@ def completed(run: subprocess.CompletedProcess[str]) -> None:
 
 @schemes
 def test_the_aligned_learner_is_nearer_than_two_implementations(scheme: str):
-    """Contract: below the floor, which is an unquantized engine against transformers."""
+    """Contract: the mismatch is below the floor, which is the difference between an unquantized
+    engine and transformers.
+    """
     need(scheme)
     rows = measure("tiny-qwen3", [scheme], ["bfloat16"])
     row = next(row for row in rows if (row.scheme, row.learner) == (scheme, "aligned"))
@@ -56,7 +60,9 @@ def test_the_aligned_learner_is_nearer_than_two_implementations(scheme: str):
 def test_the_engines_experts_are_the_learners(
     random_experts: Policies, tmp_path: Path, scheme: str
 ):
-    """Of 99 % of the tokens in every layer; the runner that says so is vLLM's second."""
+    """Contract: experts agree for 99 % of the tokens in every layer. vLLM's second runner reports
+    them.
+    """
     need(scheme, experts=True)
     folder = random_experts(False)
     masters = load_masters(folder, torch.float32, torch.device("cuda"))
@@ -101,7 +107,9 @@ def test_the_engines_experts_are_the_learners(
 
 @schemes
 def test_a_run_and_its_resumption(tmp_path: Path, scheme: str):
-    """Five steps, two more of the same run, an export held to its bound in a fresh engine."""
+    """Contract: five steps, two more of the same run, and an export that is within its bound in a
+    fresh engine.
+    """
     need(scheme)
     run = tmp_path / "run"
     completed(qarl_alone("train", *SMALL, "--steps", "5", "--scheme", scheme, "--output", run))
@@ -115,8 +123,8 @@ def test_a_run_and_its_resumption(tmp_path: Path, scheme: str):
     cases(__file__, "options"),
     ids=lambda options: options[0],
 )
-def test_options_whose_paths_are_other_ones_on_a_gpu(tmp_path: Path, options: list[str]):
-    """One process of ZeRO-3 is NCCL's of one."""
+def test_options_with_gpu_specific_code_train(tmp_path: Path, options: list[str]):
+    """Contract: each option trains; one process of ZeRO-3 uses NCCL."""
     completed(qarl_alone("train", *SMALL, "--steps", "2", *options, "--output", tmp_path / "run"))
 
 
@@ -138,8 +146,11 @@ def test_expert_choices_are_replayed(tmp_path: Path):
 
 
 @pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8"])
-def test_bits_are_equal_where_that_is_asked_for(tmp_path: Path, scheme: str):
-    """Every sampled token of every step; gate, canary and export demand it too."""
+def test_bitwise_runs_have_equal_log_probs(tmp_path: Path, scheme: str):
+    """Contract: log-probs are equal for every sampled token of every step.
+
+    Gate, canary and export demand this too.
+    """
     if torch.cuda.get_device_capability() < FIRST_CAPABILITY:
         pytest.skip("refused below 9.0: tests/quant/test_cuda_kernels.py")
     run = tmp_path / "run"
@@ -155,8 +166,9 @@ def test_bits_are_equal_where_that_is_asked_for(tmp_path: Path, scheme: str):
 def test_memory_is_what_the_plan_says(
     tmp_path: Path, shape: str, layers: int, options: dict[str, str]
 ):
-    """Within a tenth of torch's peak over two steps in this process, engine included; what CUDA and
-    libraries take beside torch is not in that peak, nor compared.
+    """Contract: the plan is within a tenth of torch's peak over two steps in this process, engine
+    included. Memory that CUDA and libraries take outside torch is neither in that peak nor
+    compared.
     """
     folder = tmp_path / "model"
     script = ROOT / "scripts" / "random_model.py"

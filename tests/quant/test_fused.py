@@ -1,4 +1,4 @@
-"""Compiled materialization, held to torch's operators bit for bit, and what reusing buffers must
+"""Tests of compiled materialization: the bits of torch's operators, and what reuse of buffers must
 not break.
 """
 
@@ -58,7 +58,7 @@ computes = pytest.mark.parametrize("dtype", COMPUTE, ids=str)
 
 
 def check(weight: torch.Tensor, name: str, dtype: torch.dtype) -> None:
-    """The compiled loop's bits are the operators', or both refuse the weight."""
+    """Assert that the compiled loop gives the operators' bits, or that both refuse the weight."""
     scheme = get_scheme(name)
     buffers = empty(scheme, (weight.shape[0], weight.shape[1]), dtype)
     try:
@@ -74,7 +74,9 @@ def check(weight: torch.Tensor, name: str, dtype: torch.dtype) -> None:
 def random_bits(
     rows: int, columns: int, master: torch.dtype, seed: int, finite: bool = True
 ) -> torch.Tensor:
-    """Uniform bits: every exponent and sign, subnormals, and unless `finite` infinities and NaN."""
+    """Draw uniform bits: every exponent and sign, subnormals, and unless `finite` infinities and
+    NaN.
+    """
     bits = torch.randint(
         0,
         256,
@@ -109,10 +111,10 @@ def test_compiled_loops_give_the_operators_bits(
     tail: float,
     seed: int,
 ):
-    """Contract: codes and scales are those of torch's operators, bit for bit, over 2,880 layers:
-    heavy tails, every magnitude of float32, odd widths, groups of zeros; whatever the operators
-    refuse, the loop refuses. Blind spot: both could be wrong alike; tests/quant/test_materialize.py
-    holds `materialize` to compressed-tensors.
+    """Contract: codes and scales are those of torch's operators, bit for bit, over 2,880 layers
+    with heavy tails, every magnitude of float32, odd widths and groups of zeros. The loop refuses
+    whatever the operators refuse. Blind spot: both could be wrong alike;
+    tests/quant/test_materialize.py compares `materialize` with compressed-tensors.
     """
     scheme = get_scheme(name)
     width = (scheme.group_size or columns * (8 if scheme.packs_integers else 1)) * (
@@ -132,8 +134,8 @@ def test_compiled_loops_give_the_operators_bits(
 @masters
 @computes
 def test_arbitrary_bits_give_the_operators_bits(name: str, master: torch.dtype, dtype: torch.dtype):
-    """1,000 layers a scheme over the dtypes, of uniformly random bits, and scaled so that most
-    scales are ordinary.
+    """Contract: this holds for 1,000 layers per scheme, spread over the dtypes, of uniformly random
+    bits, and of bits scaled so that most scales are ordinary.
     """
     columns = get_scheme(name).group_size or 64
     for seed in range(84):
@@ -146,8 +148,8 @@ def test_arbitrary_bits_give_the_operators_bits(name: str, master: torch.dtype, 
 @schemes
 @computes
 def test_every_bfloat16_value_gives_the_operators_bits(name: str, dtype: torch.dtype):
-    """All 65,280 finite values, each in a group with an absmax of 1 (values above it: in a group of
-    their own).
+    """Contract: this holds for all 65,280 finite values, each in a group with an absmax of 1
+    (values above 1: in a group of their own).
     """
     values = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
     values = values[values.isfinite()]
@@ -179,8 +181,10 @@ def test_every_bfloat16_value_gives_the_operators_bits(name: str, dtype: torch.d
 
 @needs_numba
 def test_float32_rounds_to_e4m3_as_torch_does():
-    """A row whose absmax is 448 has scale 1: codes are torch's own conversion, here of every
-    midpoint between two e4m3 values, its float32 neighbours, subnormals and both zeros.
+    """Contract: codes are torch's own conversion.
+
+    A row whose absmax is 448 has scale 1; it holds every midpoint between two e4m3 values, its
+    float32 neighbours, subnormals and both zeros.
     """
     e4m3 = torch.arange(0, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     middle = (e4m3[1:] + e4m3[:-1]) / 2
@@ -199,7 +203,9 @@ def test_float32_rounds_to_e4m3_as_torch_does():
 @needs_numba
 @schemes
 def test_threads_and_strides_change_no_bit(name: str, monkeypatch: pytest.MonkeyPatch):
-    """Rows cut over 1, 2 or 3 threads, and masters that are transposed or sliced views."""
+    """Contract: rows cut over 1, 2 or 3 threads and masters that are transposed or sliced views
+    give the same bits.
+    """
     weight = torch.randn(1030, 512, generator=torch.Generator().manual_seed(0))
     expected = list(by_operators(weight, get_scheme(name), torch.bfloat16, "layer").tensors())
     for count in (1, 2, 3):
@@ -216,9 +222,9 @@ def test_threads_and_strides_change_no_bit(name: str, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("name", SCHEMES)
 @masters
-def test_a_buffer_is_written_again(name: str, master: torch.dtype):
-    """Contract: with `out`, the result is `out` at its addresses, a fresh result's bits; of every
-    scheme and tensor.
+def test_materialization_into_a_buffer_keeps_its_addresses(name: str, master: torch.dtype):
+    """Contract: with `out`, the result is `out` at its addresses, with the bits of a fresh result,
+    for every scheme and tensor.
     """
     scheme = get_scheme(name)
     generator = torch.Generator().manual_seed(0)
@@ -238,9 +244,9 @@ def test_a_buffer_is_written_again(name: str, master: torch.dtype):
 
 
 @pytest.mark.parametrize("name", ["bf16", "w4a16-g32", "fp8", "nvfp4a16", "mxfp4a16"])
-def test_experts_buffers_are_written_again(name: str):
-    """The same for a layer's experts, whose tensors are views of two stacks (NVFP4: of their
-    own).
+def test_materialization_of_experts_into_buffers_keeps_their_addresses(name: str):
+    """Contract: this also holds for a layer's experts, whose tensors are views of two stacks
+    (NVFP4: separate tensors).
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -265,9 +271,10 @@ def test_experts_buffers_are_written_again(name: str):
 
 @pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "plain"])
 def test_products_are_built_at_the_first_forward_of_a_version(aligned: bool):
-    """Contract: refresh() makes no second copy for an aligned layer; the first forward does, once,
-    and of the version that refresh() made, whatever the masters have become since; so is one that
-    is built again after its release.
+    """Contract: refresh() makes no second copy for an aligned layer.
+
+    The first forward does, once, from the version that refresh() made, even if the masters have
+    changed since. A product that was released is built again from the same version.
     """
     built: list[str] = []
     reference = make_factory("reference", torch.bfloat16)
@@ -297,7 +304,9 @@ def test_products_are_built_at_the_first_forward_of_a_version(aligned: bool):
 
 
 def test_the_materializer_is_named():
-    """Every scheme says what makes it; a missing numba is a reason in words, not silence."""
+    """Contract: every scheme names its materializer, and a missing numba is
+    reported as the reason.
+    """
     assert materializer(get_scheme("bf16"), torch.float32, CPU) == Materializer(Way.CAST)
     for name in EAGER:
         assert materializer(get_scheme(name), torch.bfloat16, CPU) == Materializer(Way.TORCH)
@@ -312,9 +321,9 @@ def test_the_materializer_is_named():
 
 
 @pytest.mark.slow
-def test_without_numba_operators_make_the_same_and_it_is_said():
-    """In a process where numba cannot be imported: the same bits, and `materializer` says why they
-    came slower.
+def test_without_numba_operators_make_the_same_bits_and_the_reason_is_reported():
+    """Contract: a process that cannot import numba makes the same bits, and `materializer` reports
+    why this is slower.
     """
     code = (
         "import sys; sys.modules['numba'] = None\nimport torch\nfrom qarl.quant.materialize import"
@@ -331,7 +340,7 @@ def test_without_numba_operators_make_the_same_and_it_is_said():
     assert out.startswith(f"{total} torch (numba cannot be imported: ")
 
 
-def test_ranges_cover_the_work_once_in_order(monkeypatch: pytest.MonkeyPatch):
+def test_thread_ranges_cover_all_items_once_in_order(monkeypatch: pytest.MonkeyPatch):
     for count in (1, 2, 3):
         monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
         for items in (1, 2, 7, 100):
@@ -356,8 +365,8 @@ def test_an_error_in_a_thread_is_raised():
 def test_compiled_operators_give_the_operators_bits_on_cuda(
     name: str, master: torch.dtype, dtype: torch.dtype
 ):
-    """Contract: on CUDA, torch.compile's codes and scales are the eager operators' there, and those
-    of a CPU.
+    """Contract: on CUDA, torch.compile's codes and scales are those of the eager operators there
+    and those of a CPU.
     """
     scheme = get_scheme(name)
     for seed in range(20):

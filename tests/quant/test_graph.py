@@ -1,4 +1,6 @@
-"""The engine's model as a graph: where it is held on to in vLLM, and what is refused."""
+"""Tests of the engine's model as a graph: where it takes vLLM's leaves, and which models it
+refuses.
+"""
 
 import inspect
 import re
@@ -25,9 +27,10 @@ from tests.support.moe_models import CONFIGS, random_moe
 
 
 def test_vllm_has_its_leaves_where_the_graph_takes_them():
-    """Contract: one failure here, naming the leaf, where an upgrade of vLLM moves one. Blind spot:
-    a new operator that runs between leaves; the gradient gate (tests/learner/test_gradient_gate.py)
-    and tests/engine/test_families.py.
+    """Contract: if an upgrade of vLLM moves a leaf, this test fails and names it.
+
+    Blind spot: a new operator that runs between leaves; the gradient gate
+    (tests/learner/test_gradient_gate.py) and tests/engine/test_families.py catch it.
     """
     from vllm.distributed import parallel_state
     from vllm.model_executor.custom_op import CustomOp
@@ -80,9 +83,10 @@ def test_vllm_has_its_leaves_where_the_graph_takes_them():
     assert experts.MoERunner
 
 
-def test_a_graph_has_no_weights_and_leaves_no_group_behind_nor_rotary_embedding():
-    """Whoever reads a weight past its leaf fails, and does not compute with what was never
-    loaded.
+def test_a_graph_leaves_vllms_groups_and_rotary_embeddings_unchanged():
+    """Contract: building a graph and running it changes neither vLLM's process groups nor its cache
+    of rotary embeddings. The graph's own weights are never loaded, so code that reads a weight past
+    its leaf fails.
     """
     from vllm.distributed import parallel_state
     from vllm.model_executor.layers import rotary_embedding
@@ -137,9 +141,9 @@ LATENT = {
     ],
     ids=["turned weights", "latent attention", "bias left out"],
 )
-def test_what_the_graph_has_no_leaf_for_is_refused_by_class_and_name(model: Any, words: str):
-    """Contract: "engine" refuses before anything is changed; "auto" takes transformers' operators
-    and says why, and `qarl schemes --model` says the same from the configuration alone.
+def test_modules_without_a_leaf_are_refused_by_class_and_name(model: Any, words: str):
+    """Contract: "engine" refuses before anything changes. "auto" takes transformers' operators and
+    says why, and `qarl schemes --model` says the same from the configuration only.
     """
     with torch.device("meta"):
         empty = model()

@@ -1,4 +1,4 @@
-"""The checkpoint's names, of fused experts too, and what a model streams under them."""
+"""Tests of checkpoint names, including fused experts, and of the names that a model streams."""
 
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,8 @@ DENSE = ("tied", "untied")
 
 
 def written(kind: str, folder: Path) -> Path:
-    """A checkpoint as transformers writes it. kind: of a mixture of experts, or a dense model's
-    output head.
+    """Write a checkpoint as transformers writes it, of a mixture of experts of this kind or of a
+    dense model with this kind of output head.
     """
     model = random_moe(CONFIGS[kind]) if kind in CONFIGS else qwen3(tied=kind == "tied")
     model.save_pretrained(folder)
@@ -43,7 +43,9 @@ def streamed(model: LowBitModel) -> dict[str, torch.Tensor]:
 
 
 def test_layouts_and_renamings_are_transformers_own():
-    """Whole checkpoints below; here what no model of theirs covers."""
+    """Contract: renamings equal transformers' for names that none of its models covers; whole
+    checkpoints are compared below.
+    """
     router = family_of("phimoe").checkpoint_name("model.layers.0.mlp.router.weight")
     assert router == "model.layers.0.block_sparse_moe.gate.weight"
     assert (
@@ -58,9 +60,10 @@ def test_layouts_and_renamings_are_transformers_own():
 def test_the_unquantized_stream_is_what_save_pretrained_writes(
     kind: str, dtype: str, tmp_path: Path
 ):
-    """Contract: same names, none missing, none extra; same shapes; parameters rounded once to the
-    compute dtype, and persistent buffers (a router's correction bias) as they are. transformers'
-    own reader and writer are the oracle.
+    """Contract: the stream has the same names, none missing and none extra, and the same shapes.
+
+    Parameters are rounded once to the compute dtype, and persistent buffers (a router's correction
+    bias) are unchanged. The oracle is transformers' own reader and writer.
     """
     theirs = load_file(written(kind, tmp_path) / "model.safetensors")
     model = make_model(tmp_path, "bf16", dtype, kernel="reference")
@@ -92,8 +95,9 @@ def test_the_unquantized_stream_is_what_save_pretrained_writes(
 def test_a_quantized_stream_has_the_names_with_suffixes(
     kind: str, scheme: str, layers: str, tmp_path: Path
 ):
-    """Every matrix the plan quantizes has the tensors of `materialize` of that matrix alone, a tied
-    head none; nothing else changes. `qarl schemes` counts as many bytes.
+    """Contract: every matrix that the plan quantizes has the tensors of `materialize` of that
+    matrix by itself, a tied head has none, and nothing else changes. `qarl schemes` counts the same
+    number of bytes.
     """
     plain = load_file(written(kind, tmp_path) / "model.safetensors")
     model = make_model(tmp_path, scheme, layers=layers, kernel="reference")
@@ -174,7 +178,7 @@ def test_unknown_layouts_are_refused_from_the_skeleton(kind: Any, experts: str, 
 
 
 def spoiled(tmp_path: Path, kind: str, drop: str, shards: bool = False) -> Path:
-    """A checkpoint without the tensors whose name contains `drop`."""
+    """Write a checkpoint without the tensors whose name contains `drop`."""
     random_moe(CONFIGS[kind]).save_pretrained(tmp_path, max_shard_size="300KB" if shards else "1GB")
     for file in tmp_path.glob("*.safetensors"):
         tensors = load_file(file)
@@ -212,7 +216,7 @@ def test_a_layer_without_any_expert_is_refused(tmp_path: Path):
         load_masters(folder, torch.float32)
 
 
-def test_experts_of_other_number_or_size_than_the_config_says(tmp_path: Path):
+def test_experts_whose_number_or_size_contradicts_the_config_are_refused(tmp_path: Path):
     random_moe(CONFIGS["qwen3_moe"]).save_pretrained(tmp_path)
     written = (tmp_path / "config.json").read_text()
     (tmp_path / "config.json").write_text(
@@ -230,8 +234,8 @@ def test_experts_of_other_number_or_size_than_the_config_says(tmp_path: Path):
 
 
 def test_fused_checkpoints_are_left_to_the_loader(tmp_path: Path):
-    """transformers can write its own fused names too, and reads them back: nothing is missing
-    there.
+    """Contract: transformers can also write its own fused names and reads them back, so nothing
+    counts as missing.
     """
     model = random_moe(CONFIGS["qwen3_moe"])
     model.save_pretrained(tmp_path, save_original_format=False)
@@ -241,7 +245,7 @@ def test_fused_checkpoints_are_left_to_the_loader(tmp_path: Path):
     assert all(torch.equal(loaded[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def test_sizes_no_group_divides_name_the_experts_layer(tmp_path: Path):
+def test_expert_sizes_that_no_group_divides_are_refused_naming_the_layer(tmp_path: Path):
     config = type(CONFIGS["qwen3_moe"])(
         **{**CONFIGS["qwen3_moe"].to_dict(), "moe_intermediate_size": 96}
     )
@@ -259,9 +263,10 @@ def test_sizes_no_group_divides_name_the_experts_layer(tmp_path: Path):
 def test_a_process_reads_its_rows_and_one_whole_parameter(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Contract: the rows of three processes end to end are the model, in its dtype; beside its rows
-    and what stays whole a process never has more than one whole matrix or stack. Of experts it
-    reads its own alone.
+    """Contract: the rows of three processes, concatenated, are the model in its dtype.
+
+    Beside its rows and unsharded parameters, a process never holds more than one whole matrix or
+    stack. Of experts it reads only its own.
     """
     model = qwen3() if kind == "tied" else random_moe(CONFIGS[kind])
     model.save_pretrained(tmp_path)

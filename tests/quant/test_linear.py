@@ -1,5 +1,5 @@
-"""One low-bit linear layer: its product, its straight-through gradients, what it keeps for
-backward.
+"""Tests of one low-bit linear layer: its product, its straight-through gradients, and what it keeps
+for the backward.
 """
 
 import itertools
@@ -36,8 +36,8 @@ from tests.support.tensors import heavy, normal, relative_error
 
 BOUND = {"vllm": 1.0, "reference": 1.5}
 """Relative Frobenius error allowed against the float64 product, in units of the compute dtype's
-epsilon: half a unit a rounding. The output is always one; vLLM's int4 kernel rounds the dequantized
-weight, the reference both operands.
+epsilon: half a unit per rounding. The output is always rounded once. vLLM's int4 kernel also rounds
+the dequantized weight, the reference both operands.
 """
 
 schemes = pytest.mark.parametrize("scheme", list(SCHEMES))
@@ -46,10 +46,10 @@ every_product = products(vllm=VLLM_CPU_KERNELS, reference=SCHEMES)
 
 
 def summation_error(x: torch.Tensor, weight: torch.Tensor) -> float:
-    """What fp32 sums of I products may be off by, Frobenius norm: √I half units of fp32 of Σ|x||w|,
-    the growth of rounding errors that are independent (Higham and Mary, SIAM J. Sci. Comput. 41,
-    2019). It shows in float32 alone, where the output is no coarser than the sums. x: [N, I],
-    weight: [O, I], both as multiplied.
+    """Return the error (Frobenius norm) that fp32 sums of I products may have: √I half units of
+    fp32 of Σ|x||w|, the growth of independent rounding errors (Higham and Mary, SIAM J. Sci.
+    Comput. 41, 2019). It is visible in float32 only, where the output is no coarser than the sums.
+    x [N, I] and weight [O, I] are as multiplied.
     """
     half_unit = torch.finfo(torch.float32).eps / 2
     return (
@@ -78,12 +78,14 @@ def test_forward_is_the_kernels_product_of_the_published_codes(
     columns: int,
     seed: int,
 ):
-    """Contract: ‖y - ŷ‖ ≤ BOUND · eps · ‖ŷ‖, and what summing in fp32 costs, with ŷ = x̂ · Ŵᵀ + b
-    in float64 from published codes and scales. A kernel that read other weights, scales or
-    unquantized activations is further away: so is the product of the masters, which is checked to
-    be more than two bounds off where codes are coarse against the dtype (int4, or a dtype other
-    than bfloat16). Of w8a8 also rows that vLLM's own kernel for CPUs with AMX does not take, nor
-    float16: `vllm_cpu.int8` stands in.
+    """Contract: ‖y - ŷ‖ ≤ BOUND · eps · ‖ŷ‖ plus the error of fp32 sums, with ŷ = x̂ · Ŵᵀ + b in
+    float64 from published codes and scales.
+
+    A kernel that read other weights, scales or unquantized activations would be further away. To
+    show this, the product of the masters is checked to be more than two bounds off if codes are
+    coarse relative to the dtype (int4, or a dtype other than bfloat16). For w8a8 this includes rows
+    that vLLM's own kernel for CPUs with AMX does not take, and float16, for which `vllm_cpu.int8`
+    is the substitute.
     """
     rows = 128 if scheme == "fp8-block" or (rows % 32 and scheme != "w8a8") else rows
     linear = make_linear(scheme, kernel, dtype, (rows, columns), bias, seed)
@@ -120,9 +122,9 @@ def test_forward_is_the_kernels_product_of_the_published_codes(
 def test_cpus_without_avx512_multiply_in_fp32(
     scheme: str, kernel: str, dtype: torch.dtype, monkeypatch
 ):
-    """Their kernels, wherever this runs: within rounding of the exact product, of columns whose
-    int8 products are beyond fp32's integers together; a row is the same whatever stands beside it.
-    oneDNN has parts of rows copied: as they lie 512 rows by 768 × 2304 take 41 s.
+    """Contract: these CPUs' kernels, wherever this runs, are within rounding of the exact product,
+    for columns whose int8 products together exceed fp32's integers. A row's result does not depend
+    on its neighbours. oneDNN copies parts of rows; without copies 512 rows by 768 × 2304 take 41 s.
     """
     from vllm.model_executor.kernels import linear as tables
     from vllm.platforms.interface import PlatformEnum
@@ -160,9 +162,9 @@ def test_cpus_without_avx512_multiply_in_fp32(
 
 @no_cuda
 def test_fp8_products_in_fp32_are_those_of_e4m3():
-    """`quant.kernels.vllm_cpu.fp8` against the product it stands in for: the same values, the sums
-    in another order, which does not depend on how many tokens there are: the last to be decoded is
-    alone, and scored with others.
+    """Contract: `quant.kernels.vllm_cpu.fp8` multiplies the same values as the product that it
+    replaces, with sums in another order. That order does not depend on the number of tokens,
+    because the last token is decoded by itself and scored together with others.
     """
     from qarl.quant.kernels.vllm_cpu.fp8 import decoded, fp32_product
 
@@ -211,7 +213,9 @@ def test_fp8_products_in_fp32_are_those_of_e4m3():
     ids=str,
 )
 def test_int4_weights_are_packed_as_vllm_packs_them(shape: tuple[int, int]):
-    """Byte for byte, of every bit pattern; also of more rows than one block has."""
+    """Contract: packing equals vLLM's byte for byte, for every bit pattern and for more rows than
+    one block has.
+    """
     from vllm.model_executor.layers.quantization.utils import quant_utils
     from vllm.scalar_type import scalar_types
 
@@ -242,8 +246,8 @@ def test_int4_weights_are_packed_as_vllm_packs_them(shape: tuple[int, int]):
 )
 @dtypes
 def test_odd_shapes_multiply_too(scheme: str, shape: tuple[int, int], dtype: torch.dtype):
-    """Per-row schemes take any shape with the reference arithmetic; the leading axes of x are kept.
-    The error is bounded elementwise against Σ|x̂||Ŵ|, since one short row may cancel.
+    """Contract: with the reference arithmetic, per-row schemes take any shape and keep the leading
+    axes of x. The error is bounded elementwise against Σ|x̂||Ŵ|, since one short row may cancel.
     """
     linear = make_linear(scheme, "reference", dtype, shape, bias=False)
     x = heavy(6, shape[1], seed=3).to(dtype)
@@ -258,8 +262,8 @@ def test_odd_shapes_multiply_too(scheme: str, shape: tuple[int, int], dtype: tor
 def fake_quant_gradients(
     linear: LowBitLinear, x: torch.Tensor, dy: torch.Tensor
 ) -> list[torch.Tensor]:
-    """The textbook straight-through estimator, v + (dq(v) - v).detach() on both operands, by
-    autograd in float32.
+    """Return the gradients of the textbook straight-through estimator, v + (dq(v) - v).detach() on
+    both operands, by autograd in float32.
     """
     x_used = dequantized_activation(x, linear).float() if linear.context.aligned else x.float()
     cast = linear.master.detach().to(linear.context.dtype)
@@ -299,10 +303,11 @@ def test_gradients_are_those_of_straight_through_fake_quantization(
     shape: tuple[int, int],
     seed: int,
 ):
-    """Contract: dx = dy · Ŵ, dW = dyᵀ · x̂, db = Σ dy. Derivation: autograd through the detach
-    trick in float32, with the layer computing in float32 as well, so that only the order of sums
-    differs (tolerance 1e-5 of the largest). Blind spot: the codes come from quant.*; tests of
-    materialization and activations pin those to the libraries.
+    """Contract: dx = dy · Ŵ, dW = dyᵀ · x̂, db = Σ dy.
+
+    Derivation: autograd through the detach trick in float32. The layer computes in float32 as well,
+    so only the order of sums differs (tolerance 1e-5 of the largest). Blind spot: the codes come
+    from quant.*; tests of materialization and activations compare those with the libraries.
     """
     shape = (128, shape[1]) if scheme == "fp8-block" else shape
     linear = make_linear(scheme, "reference", torch.float32, shape, bias, seed, aligned=aligned)
@@ -322,9 +327,9 @@ def test_gradients_are_those_of_straight_through_fake_quantization(
 def test_gradients_in_a_low_compute_dtype_are_rounded_once(
     scheme: str, kernel: str, dtype: torch.dtype, master_dtype: torch.dtype
 ):
-    """Whatever kernel multiplied: dx is the float32 gradient rounded to the compute dtype, dW and
-    db to the master's. Equal up to one unit in the last place, where another order of sums falls to
-    the other side.
+    """Contract: whichever kernel multiplied, dx is the float32 gradient rounded to the compute
+    dtype, and dW and db are rounded to the master's. They are equal up to one unit in the last
+    place, because another order of sums may round differently.
     """
     linear = make_linear(scheme, kernel, dtype, (128, 256), master_dtype=master_dtype)
     x = heavy(13, 256, seed=3).to(dtype)
@@ -342,15 +347,14 @@ def test_gradients_in_a_low_compute_dtype_are_rounded_once(
 
 
 KEPT = cases(__file__, "kept")
-"""dtype and count a token of 256 columns of every tensor kept for the backward."""
+"""Scheme → dtype and count, per token of 256 columns, of every tensor kept for the backward."""
 
 
 @every_product
 def test_the_activation_kept_for_backward_is_low_bit(scheme: str, kernel: str, dtype: torch.dtype):
     """Contract: between forward and backward the layer keeps N·I codes of at most a byte and their
     scales, and no other tensor; an 8-bit forward must not cost a 16-bit activation. Weight-only and
-    unquantized layers, which keep N·I values of the compute dtype, show that the hook sees what it
-    should.
+    unquantized layers keep N·I values of the compute dtype, which shows that the hook works.
     """
     linear = make_linear(scheme, kernel, dtype)
     x = normal(24, 256, seed=2).to(dtype).requires_grad_()
@@ -370,10 +374,11 @@ def test_the_activation_kept_for_backward_is_low_bit(scheme: str, kernel: str, d
 def test_a_changed_master_takes_effect_at_refresh(
     kernel: str, scheme: str, dtype: torch.dtype, master: torch.dtype, aligned: bool
 ):
-    """Contract: forward multiplies the materialized version. An optimizer step alone changes no
-    output bit, neither of weight nor of bias; refresh() does, and then equals a layer built from
-    the new master. Also where the master is of the compute dtype, and no rounding separates the
-    two.
+    """Contract: the forward multiplies the materialized version.
+
+    An optimizer step by itself changes no output bit, neither through the weight nor through the
+    bias. After refresh() the output equals that of a layer built from the new master. This includes
+    masters of the compute dtype, where no rounding separates the two.
     """
     linear, fresh = (
         make_linear(scheme, kernel, dtype, seed=s, master_dtype=master, aligned=aligned)
@@ -396,8 +401,8 @@ def test_a_changed_master_takes_effect_at_refresh(
 @dtypes
 @pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
 def test_an_unaligned_layer_is_plain_linear_algebra(scheme: str, dtype: torch.dtype, bias: bool):
-    """y = F.linear(x, master in the compute dtype), bit for bit, and `weight_used` says so; codes
-    are still made.
+    """Contract: y = F.linear(x, master in the compute dtype), bit for bit, and `weight_used`
+    returns that weight. Codes are made all the same.
     """
     linear = make_linear(scheme, dtype=dtype, bias=bias, aligned=False)
     x = heavy(9, 256, seed=4).to(dtype)
@@ -424,12 +429,12 @@ def test_a_layer_never_materialized_raises_with_its_name():
 
 
 @no_cuda
-def test_unquantized_products_in_blocks_know_nothing_of_other_rows(
+def test_unquantized_products_in_blocks_do_not_depend_on_other_rows(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """What is done for CPUs with AMX, in vLLM's own dispatch: as many rows whatever is multiplied,
-    each as in a block of its own; of other dtypes where pairs of rows do not suffice, as here; what
-    is no matrix stays as it is.
+    """Contract: in vLLM's own dispatch for CPUs with AMX, every product has the same number of
+    rows, so each row is computed as in a block by itself. Other dtypes do this if pairs of rows do
+    not suffice, as here. An operand that is no matrix is left alone.
     """
     from vllm.model_executor.layers import utils
 
@@ -512,9 +517,9 @@ def test_unquantized_products_in_blocks_know_nothing_of_other_rows(
 
 @no_cuda
 def test_an_unquantized_row_alone_is_that_row_among_others():
-    """vLLM's own products, as its plugin leaves them. Of bfloat16, where the CPU has no units for
-    it, a value in 20,000 would differ if a row were multiplied alone, and with them a token of
-    hundreds.
+    """Contract: vLLM's own products, as its plugin leaves them, give a single row the bits that it
+    has among others. If the CPU has no bfloat16 units, otherwise one value in 20,000 would differ,
+    and with it one token in hundreds.
     """
     from vllm.model_executor.layers import utils
 

@@ -1,4 +1,6 @@
-"""LoRA: merged weights, the factors' gradients, what is frozen, what a checkpoint holds."""
+"""Tests of LoRA: merged weights, the factors' gradients, what is frozen, what a
+checkpoint holds.
+"""
 
 import math
 from typing import Any
@@ -49,7 +51,7 @@ LORA = LoraConfig(rank=4, alpha=12.0)
 
 
 def adapter_for(base: torch.Tensor, seed: int = 3, zero: bool = False) -> Adapter:
-    """With a B that is not zero, else a step into training."""
+    """Return an adapter whose B is not zero, as after some training."""
     adapter = Adapter(base, 4, 12.0, torch.Generator().manual_seed(seed))
     if not zero:
         with torch.no_grad():
@@ -60,7 +62,7 @@ def adapter_for(base: torch.Tensor, seed: int = 3, zero: bool = False) -> Adapte
 def lora_learner(
     scheme: str = "w4a16", seed: int = 0, lora: LoraConfig = LORA, **config: Any
 ) -> Learner:
-    """A learner whose model has adapters from the start, drawn from seed 7."""
+    """Return a learner whose model has adapters from the start, drawn from seed 7."""
     plain = make_learner(scheme, seed=seed, **config)
     add_adapters(plain.model, lora, seed=7)
     return Learner(plain.model, plain.config)
@@ -69,9 +71,9 @@ def lora_learner(
 def test_matrices_that_wait_on_the_host_come_where_codes_are_made(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """Contract: all but matrices of linear layers and experts is moved, a tied embedding too; and
-    what is materialized is on the context's device. Blind spot: pinned memory, and copies beside
-    others, which GPUs have.
+    """Contract: every tensor except matrices of linear layers and experts is moved to the device,
+    including a tied embedding, and materialized tensors are on the context's device. Blind spot:
+    pinned memory and overlapped copies, which GPUs have.
     """
     model = random_moe(CONFIGS["qwen3_moe"])
     moved = set()
@@ -99,9 +101,10 @@ def test_matrices_that_wait_on_the_host_come_where_codes_are_made(
 
 @pytest.mark.parametrize("master", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_merged_weight_is_base_plus_scaled_product(master: torch.dtype):
-    """W + (12/4) B A against float64, rounded once to the base's dtype; experts of which a process
-    has some have the bits they have in the stack; B of zeros gives the base bit for bit, signs of
-    zeros included.
+    """Contract: W + (12/4) B A equals float64, rounded once to the base's dtype.
+
+    A process that holds some of the experts gets the bits that they have in the whole stack. A zero
+    B gives the base bit for bit, including signs of zeros.
     """
     stack = (
         (heavy(3 * 32, 64, seed=0) * 0.05)
@@ -133,7 +136,9 @@ def test_the_merged_weight_is_base_plus_scaled_product(master: torch.dtype):
 
 
 def test_a_is_drawn_as_peft_draws_it():
-    """Uniform in ±1/√I, every expert's anew, the same for the same seed; B is zero."""
+    """Contract: A is uniform in ±1/√I, drawn independently for every expert and equal for the same
+    seed. B is zero.
+    """
     base = torch.zeros(5, 48, 400)
     one, again, other = (
         Adapter(base, 16, 32.0, torch.Generator().manual_seed(s)) for s in (1, 1, 2)
@@ -151,10 +156,10 @@ def test_a_is_drawn_as_peft_draws_it():
 
 @pytest.mark.parametrize("scheme", list(SCHEMES))
 @pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "plain"])
-def test_an_adapted_layer_is_one_with_the_merged_master(scheme: str, aligned: bool):
+def test_an_adapted_layer_equals_a_layer_with_the_merged_master(scheme: str, aligned: bool):
     """Contract: codes, scales and products of an adapted layer are, bit for bit, those of a layer
-    whose master is the merged weight, and before training those of the base. Layers sharing a
-    tensor-wide scale see each other merged.
+    whose master is the merged weight, and before training those of the base. Layers that share a
+    tensor-wide scale take it over each other's merged weights.
     """
     linear = make_linear(scheme, aligned=aligned)
     partner = make_linear(scheme, aligned=aligned, seed=5)
@@ -186,8 +191,8 @@ def test_an_adapted_layer_is_one_with_the_merged_master(scheme: str, aligned: bo
 
 @pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8", "nvfp4"])
 def test_factor_gradients_are_autograds_through_the_merged_weight(scheme: str):
-    """Contract: dA, dB and dx equal autograd's, float64, of y = x̂ · (Ŵ + s·BA - sg(s·BA))ᵀ: the
-    value the codes stand for, the gradient of the merged weight. The base and the bias get none.
+    """Contract: dA, dB and dx equal autograd's in float64 of y = x̂ · (Ŵ + s·BA - sg(s·BA))ᵀ, which
+    has the value of the codes and the gradient of the merged weight. Base and bias get no gradient.
     """
     linear = make_linear(scheme, dtype=torch.float32)
     adapter = adapter_for(linear.master)
@@ -230,8 +235,8 @@ def test_factor_gradients_are_autograds_through_the_merged_weight(scheme: str):
 )
 def test_factor_gradients_of_experts(scheme: str, aligned: bool):
     """Contract: with dW the dense reference's gradient of each merged expert (autograd, float64),
-    dA = s Bᵀ dW and dB = s dW Aᵀ; experts without a token get zeros. Codes are those of masters
-    holding the merged weights.
+    dA = s Bᵀ dW and dB = s dW Aᵀ. Experts without a token get zeros. Codes are those of masters
+    with the merged weights.
     """
     experts = make_experts(scheme, "reference", torch.float32, aligned=aligned)
     for master in experts.masters:
@@ -267,8 +272,9 @@ def test_factor_gradients_of_experts(scheme: str, aligned: bool):
 
 
 def test_the_first_policy_is_the_base_and_only_adapters_are_masters():
-    """Before training the stream is the base's to the bit; linear layers have adapters, and all
-    else is frozen.
+    """Contract: before training the stream is the base's bit for bit.
+
+    Linear layers have adapters, and everything else is frozen.
     """
     base = make_learner().model
     model = lora_learner().model
@@ -290,8 +296,8 @@ def test_the_first_policy_is_the_base_and_only_adapters_are_masters():
     [("w4a16", "muon"), ("w8a8", "adamw")],
 )
 def test_training_moves_adapters_alone(scheme: str, optimizer: str):
-    """Over updates: what was rewarded becomes likelier, the base keeps every bit and every gradient
-    stays None, the optimizer's state is that of the adapters alone, and the stream is the
+    """Contract: over some updates, rewarded completions become likelier, the base keeps every bit
+    and gets no gradient, the optimizer's state is that of the adapters only, and the stream is the
     materialized merged weights bit for bit.
     """
     wide = {"epsilon_high": 10.0, "delta_high": 10.0, "delta_low": 0.99}
@@ -330,8 +336,9 @@ def test_training_moves_adapters_alone(scheme: str, optimizer: str):
 
 
 def test_checkpointed_layers_give_adapters_the_same_gradients():
-    """Nothing below the first adapter has a gradient, so a recomputed input needs none; factors'
-    are the same bits.
+    """Contract: the factors' gradients have the same bits.
+
+    Nothing below the first adapter has a gradient, so a recomputed input needs none.
     """
     plain, again = (
         lora_learner(gradient_checkpointing=given, mini_batches=1) for given in (False, True)
@@ -344,8 +351,9 @@ def test_checkpointed_layers_give_adapters_the_same_gradients():
 
 
 def test_adapters_of_another_base_are_refused():
-    """One weight of the base differs by its last bit: the adapters were trained on another policy.
-    So it is with a checkpoint of full masters; nothing of either is taken over.
+    """Contract: if one weight of the base differs by its last bit, the checkpoint is refused,
+    because the adapters were trained on another policy. So is a checkpoint of full masters. Nothing
+    of either is loaded.
     """
     learner = lora_learner()
     other = lora_learner()
@@ -373,9 +381,10 @@ def test_adapters_of_another_base_are_refused():
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
 def test_a_mixture_of_experts_learns_by_adapters(kind: str):
-    """Experts are adapted under their layer's name, routers are not; a backward reaches every
-    adapter of a layer with tokens, and after a step the experts' codes are those of the merged
-    stacks.
+    """Contract: experts are adapted under their layer's name, routers are not.
+
+    A backward reaches every adapter of a layer with tokens, and after a step the experts' codes are
+    those of the merged stacks.
     """
     model = low_bit(random_moe(CONFIGS[kind]), "w8a8", torch.float32)
     before = stream_bytes(model)
@@ -417,7 +426,9 @@ def test_a_mixture_of_experts_learns_by_adapters(kind: str):
 
 
 @pytest.mark.parametrize(("lora", "message"), cases(__file__, "misfits"))
-def test_what_does_not_fit_the_model_is_refused(lora: dict[str, Any], message: str):
+def test_targets_and_ranks_that_do_not_fit_the_model_are_refused(
+    lora: dict[str, Any], message: str
+):
     with pytest.raises(LoraError, match=pattern(message)):
         adapted_weights(weight_shapes(random_model()), "qwen3", LoraConfig.model_validate(lora))
 

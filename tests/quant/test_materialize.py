@@ -1,5 +1,6 @@
-"""Master weight → codes and scales, held against compressed-tensors' own quantizer and compressors,
-byte for byte; fused experts → every expert's, on that expert's own matrices.
+"""Tests of materialization, master weight → codes and scales, against compressed-tensors' own
+quantizer and compressors, byte for byte. Fused experts are compared expert by expert on each
+expert's own matrices.
 """
 
 import re
@@ -42,7 +43,7 @@ finite_floats = st.floats(-LARGEST, LARGEST, width=32)
 
 
 def half_range(scheme: Scheme) -> float:
-    """absmax / scale of an integer or fp8 scheme; for fp4 the largest code."""
+    """Return absmax / scale of an integer or fp8 scheme; for fp4 the largest code."""
     args = scheme.weights
     assert args is not None
     return {
@@ -55,8 +56,8 @@ def half_range(scheme: Scheme) -> float:
 def masters(
     draw: st.DrawFn, scheme: Scheme, exponents: tuple[int, int] = (-44, 36)
 ) -> torch.Tensor:
-    """A weight [O, I] the scheme can hold: heavy tails or exact rounding ties, zeros, and chosen
-    single values.
+    """Draw a weight [O, I] that the scheme can hold: heavy tails or exact rounding ties, zeros, and
+    single chosen values.
     """
     group = scheme.group_size
     rows = scheme.block[0] if scheme.block else 1
@@ -109,7 +110,7 @@ def masters(
 
 
 def per_element(low_bit: LowBitWeight, values: torch.Tensor) -> torch.Tensor:
-    """A value a scale → a value an element, [O, I]."""
+    """Expand one value per scale to one value per element, [O, I]."""
     rows, columns = low_bit.shape
     return values.repeat_interleave(rows // values.shape[0], dim=0).repeat_interleave(
         columns // values.shape[1], dim=1
@@ -156,8 +157,8 @@ def check_against_library(weight: torch.Tensor, scheme: Scheme, dtype: torch.dty
 def test_codes_and_scales_are_the_librarys_bytes(name: str, data: st.DataObject):
     """Contract: materialize = `calculate_qparams` + cast to the compute dtype + the format's
     `compress`, bit for bit and by name, over awkward shapes, all master and compute dtypes,
-    magnitudes from 1e-44 to 3e38, ties, zero groups. Blind spot: the library is called per tensor
-    here; that the engine unpacks alike is the publish tests' link.
+    magnitudes from 1e-44 to 3e38, ties and zero groups. Blind spot: the library is called per
+    tensor here; the publish tests check that the engine unpacks the same.
     """
     scheme = get_scheme(name)
     check_against_library(data.draw(masters(scheme)), scheme, data.draw(compute_dtypes))
@@ -166,7 +167,9 @@ def test_codes_and_scales_are_the_librarys_bytes(name: str, data: st.DataObject)
 @pytest.mark.parametrize("name", QUANTIZED)
 @pytest.mark.parametrize("dtype", COMPUTE_DTYPES.values())
 def test_views_and_large_layers_are_the_librarys_bytes(name: str, dtype: torch.dtype):
-    """The same for a layer of ordinary size, and for a parameter that requires gradients."""
+    """Contract: this also holds for a layer of ordinary size and for a parameter that requires
+    gradients.
+    """
     generator = torch.Generator().manual_seed(7)
     weight = (
         torch.randn(384, 1024, generator=generator)
@@ -186,11 +189,11 @@ def test_views_and_large_layers_are_the_librarys_bytes(name: str, dtype: torch.d
 def test_groups_whose_float16_scale_vanishes_stay_close_to_zero(
     name: str, master: torch.dtype, magnitude: float
 ):
-    """Contract: where absmax / half-range rounds to zero in float16 (below 2^-25) the library
-    divides by zero. Here the scale is 2^-23, so results are finite; codes are still the master
-    divided by that scale, and the dequantized weight stays within one code of the master: as tiny
-    as it was. The ordinary row beside it is not touched. A float16 master's scale vanishes before
-    that cast, and is float16's epsilon, as in the library.
+    """Contract: if absmax / half-range rounds to zero in float16 (below 2^-25), the library divides
+    by zero. Here the scale is 2^-23, so results are finite: codes are the master divided by that
+    scale, and the dequantized weight stays within one code of the tiny master. The ordinary row
+    beside it does not change. The scale of a float16 master vanishes before that cast and is
+    float16's epsilon, as in the library.
     """
     scheme = get_scheme(name)
     weight = torch.randn(3, 256, generator=torch.Generator().manual_seed(1)).clamp(
@@ -221,8 +224,9 @@ def test_groups_whose_float16_scale_vanishes_stay_close_to_zero(
 @settings(max_examples=examples(60))
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_dequantized_is_code_times_scale_rounded_once(name: str, data: st.DataObject):
-    """dequantized(dtype) = code · scale, exact (computed here in float64), rounded once to dtype.
-    An NVFP4 scale is a quotient of two stored numbers, rounded to float32 first.
+    """Contract: dequantized(dtype) = code · scale, exact (computed here in float64) and rounded
+    once to dtype. An NVFP4 scale is a quotient of two stored numbers, which is rounded to float32
+    first.
     """
     scheme = get_scheme(name)
     compute = data.draw(compute_dtypes)
@@ -249,7 +253,9 @@ def test_dequantized_is_code_times_scale_rounded_once(name: str, data: st.DataOb
 
 
 def _ordinary(weight: torch.Tensor) -> bool:
-    """Within float16's range, so that scales and dequantized weights are too."""
+    """Return whether the weight is within float16's range, so that scales and dequantized weights
+    are too.
+    """
     return bool(weight.abs().max().double() <= torch.finfo(torch.float16).max)
 
 
@@ -261,7 +267,10 @@ def _ordinary(weight: torch.Tensor) -> bool:
 def test_weights_and_inputs_take_the_bytes_of_the_table(
     name: str, shape: tuple[int, int], dtype: torch.dtype
 ):
-    """Names, dtypes and shapes of their tensors are the library's, above."""
+    """Contract: tensors take the number of bytes in the documented table.
+
+    The tests above compare their names, dtypes and shapes with the library.
+    """
     scheme = get_scheme(name)
     spec = SCHEME_SPECS[name]
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
@@ -278,14 +287,16 @@ PRESETS = cases(__file__, "presets")
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_schemes_are_the_librarys_presets(name: str):
-    """w4a8 differs from its preset by a zero point; w4a16's other groups have none."""
+    """Contract: schemes equal the library's presets. w4a8 differs from its preset by a zero point,
+    and w4a16's other group sizes have none.
+    """
     assert get_scheme(name).quantization == preset_name_to_scheme(PRESETS[name], targets=["Linear"])
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_formats_are_those_the_library_infers(name: str):
-    """Both readers resolve the format alike; w4afp8 is stored packed, as vLLM reads it, where the
-    library would not.
+    """Contract: both readers resolve the same format. w4afp8 is stored packed, as vLLM reads it,
+    although the library would not pack it.
     """
     scheme = get_scheme(name)
     assert scheme.quantization is not None
@@ -299,7 +310,9 @@ def test_formats_are_those_the_library_infers(name: str):
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_a_scheme_is_recognized_by_its_arguments(name: str):
-    """Also after the round trip through config.json, which is how an engine learns of it."""
+    """Contract: this includes the round trip through config.json, from which an engine learns the
+    scheme.
+    """
     from compressed_tensors.quantization import QuantizationConfig
 
     scheme = get_scheme(name)
@@ -321,8 +334,8 @@ def test_a_scheme_is_recognized_by_its_arguments(name: str):
 )
 @pytest.mark.parametrize("master", MASTER_DTYPES.values())
 def test_non_finite_weights_are_refused(name: str, bad: float, master: torch.dtype):
-    """One NaN or infinity anywhere raises: its code would look ordinary. Of fp4 float16 masters are
-    refused.
+    """Contract: one NaN or infinity anywhere raises, because its code would look ordinary. fp4 also
+    refuses float16 masters.
     """
     weight = torch.randn(128, 256, generator=torch.Generator().manual_seed(0)).to(master)
     weight[2, 200] = bad
@@ -352,8 +365,9 @@ def test_a_scale_beyond_float16_is_refused_with_the_remedy():
 
 @pytest.mark.parametrize(("name", "shape", "message"), cases(__file__, "shapes"))
 def test_shapes_a_scheme_cannot_hold_are_refused(name: str, shape: tuple[int, int], message: str):
-    """The error names scheme, layer and both sizes; nothing is padded silently. Others hold any
-    shape.
+    """Contract: the error names scheme, layer and both sizes, and nothing is padded silently.
+
+    Other schemes hold any shape.
     """
     with pytest.raises(
         SchemeError, match=f"scheme '{name}': layer 'x' {re.escape(message)}"
@@ -372,15 +386,15 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 def expert_masters(
     experts: int, inner: int, hidden: int, seed: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """fp32 [E, 2I, H] and [E, H, I]."""
+    """Return fp32 masters [E, 2I, H] and [E, H, I]."""
     gate_up = heavy(experts, 2 * inner, hidden, seed=seed, rows=False) * 0.05
     return gate_up, heavy(experts, hidden, inner, seed=seed + 2, rows=False) * 0.05
 
 
 @st.composite
 def stacks(draw: st.DrawFn, scheme: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Masters [E, 2I, H] and [E, H, I]: experts of different magnitudes, one of zeros, in fp32 or
-    bf16.
+    """Draw masters [E, 2I, H] and [E, H, I] in fp32 or bf16, with experts of different magnitudes
+    and one of zeros.
     """
     step = max(get_scheme(scheme).group_size or 8, 8)
     experts = draw(st.integers(1, 6))
@@ -400,8 +414,9 @@ def stacks(draw: st.DrawFn, scheme: str) -> tuple[torch.Tensor, torch.Tensor]:
 def by_library(
     gate_up: torch.Tensor, down: torch.Tensor, scheme: str, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """By compressed-tensors, expert by expert and matrix by matrix; NVFP4's tensor-wide scale spans
-    gate and up.
+    """Quantize by compressed-tensors, expert by expert and matrix by matrix.
+
+    NVFP4's tensor-wide scale spans gate and up.
     """
     found = get_scheme(scheme)
     rows = gate_up.shape[1] // 2
@@ -434,9 +449,9 @@ def by_library(
 def test_every_experts_tensors_are_the_librarys(
     scheme: str, dtype: torch.dtype, data: st.DataObject
 ):
-    """Contract: names, dtypes, shapes and bytes are those compressed-tensors writes for the
-    expert's matrix alone: one pass over a stack lets no expert's scale see another's weights.
-    Magnitudes of experts differ by up to 10^4.
+    """Contract: names, dtypes, shapes and bytes are those that compressed-tensors writes for each
+    expert's matrix by itself, so one pass over a stack lets no expert's scale depend on another's
+    weights. Magnitudes of experts differ by up to 10^4.
     """
     gate_up, down = data.draw(stacks(scheme))
     low_bit = materialize_experts(gate_up, down, get_scheme(scheme), dtype, "layer")
@@ -446,8 +461,9 @@ def test_every_experts_tensors_are_the_librarys(
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_experts_are_views_of_one_buffer_a_stack(scheme: str):
-    """What is multiplied is published without a copy; NVFP4, whose scale spans a matrix, has a
-    buffer an expert.
+    """Contract: the tensors that are multiplied are published without a copy.
+
+    NVFP4, whose scale spans a matrix, has a buffer per expert.
     """
     low_bit = materialize_experts(
         *expert_masters(3, 128, 128, seed=0),

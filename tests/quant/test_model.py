@@ -1,6 +1,6 @@
-"""A whole model over low-bit tensors: its stream of names and bytes, its masters' gradients, its
-operators; and a learner that computes in another dtype than the engine: its own forward and
-backward, the engine's bytes.
+"""Tests of a whole model over low-bit tensors: its stream of names and bytes, its masters'
+gradients, its operators. A learner that computes in another dtype than the engine has its own
+forward and backward and the engine's bytes.
 """
 
 import copy
@@ -68,9 +68,10 @@ def plain_gradients(model: PreTrainedModel, tokens: torch.Tensor) -> dict[str, t
 @tied_or_not
 @schemes
 def test_the_stream_is_the_storage_the_forward_uses(tied: bool, scheme: str):
-    """Contract: nothing is copied on the way out. By address for codes, scales, embeddings and
-    norms; and by effect: writing into a streamed code changes the logits of products that are built
-    anew.
+    """Contract: streaming copies nothing.
+
+    Addresses are equal for codes, scales, embeddings and norms; and writing into a streamed code
+    changes the logits of newly built products.
     """
     model = low_bit(qwen3(tied), scheme)
     streamed = {item.name: item.tensor for item in model.low_bit_tensors()}
@@ -103,7 +104,7 @@ def test_the_stream_is_the_storage_the_forward_uses(tied: bool, scheme: str):
 
 @pytest.mark.parametrize("scheme", ["w4a16", "nvfp4", "fp8"])
 def test_the_stream_is_the_same_with_either_operators(scheme: str):
-    """Contract: layers that an engine stacks share a scale, also where the learner's graph is the
+    """Contract: layers that an engine stacks share a scale, also if the learner's graph is the
     engine's own.
     """
     engines, others = (
@@ -121,10 +122,10 @@ def test_the_stream_is_the_same_with_either_operators(scheme: str):
 def test_gradients_are_plain_autograds_without_quantization(
     tied: bool, dtype: torch.dtype, scheme: str, aligned: bool
 ):
-    """Contract: with nothing quantized, and where an unaligned learner multiplies its masters,
-    float32 masters with copies in the compute dtype train as the model cast to it would: logits are
-    its logits bit for bit, gradients agree within a few roundings of it. With the engine's
-    operators: `test_engine_operators_compute_the_same_function`.
+    """Contract: if nothing is quantized, or if an unaligned learner multiplies its masters, float32
+    masters with copies in the compute dtype train like the model cast to it. Logits are that
+    model's bit for bit, and gradients agree within a few roundings.
+    `test_engine_operators_compute_the_same_function` covers the engine's operators.
     """
     plain = qwen3(tied)
     operators = "transformers" if aligned else "auto"
@@ -147,9 +148,11 @@ def test_gradients_are_plain_autograds_without_quantization(
 def test_every_master_gets_a_gradient_and_those_of_micro_batches_add_up(
     tied: bool, scheme: str, operators: str
 ):
-    """Contract: no parameter is left out of training; gradients have the masters' dtype and shape,
-    are finite and not all zero; and two backward passes before a step leave their sum in every
-    master, copies and tied masters included: nothing is overwritten or counted twice.
+    """Contract: no parameter is left out of training.
+
+    Gradients have the masters' dtype and shape, are finite and not all zero. Two backward passes
+    before a step leave their sum in every master, copies and tied masters included, so nothing is
+    overwritten or counted twice.
     """
     model = low_bit(qwen3(tied), scheme, operators=operators)
     first = some_tokens(2, 7, seed=1)
@@ -171,9 +174,12 @@ def test_every_master_gets_a_gradient_and_those_of_micro_batches_add_up(
 
 @pytest.mark.parametrize("master", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", COMPUTE_DTYPES.values())
-def test_bfloat16_masters_and_float16_compute(master: torch.dtype, dtype: torch.dtype):
-    """Any master dtype with any compute dtype: gradients arrive in the master's, streams carry the
-    compute dtype.
+def test_gradients_take_the_masters_dtype_and_streams_the_compute_dtype(
+    master: torch.dtype, dtype: torch.dtype
+):
+    """Contract: any master dtype combines with any compute dtype.
+
+    Gradients arrive in the master's dtype, and streams have the compute dtype.
     """
     model = low_bit(models.cast(qwen3(), master), "w8a8", dtype)
     found = gradients(model, some_tokens())
@@ -197,8 +203,9 @@ def test_bfloat16_masters_and_float16_compute(master: torch.dtype, dtype: torch.
 )
 @schemes
 def test_a_new_weight_version_is_made_by_refresh_alone(kind: str, aligned: bool, scheme: str):
-    """Contract: forward and stream stay at the last refresh's version; after it they are a newly
-    built model's.
+    """Contract: forward and stream stay at the last refresh's version.
+
+    After a refresh they are those of a newly built model.
     """
     model, other = (low_bit(policy(kind, seed), scheme, aligned=aligned) for seed in range(2))
     tokens = some_tokens()
@@ -215,7 +222,7 @@ def test_a_new_weight_version_is_made_by_refresh_alone(kind: str, aligned: bool,
 
 
 def test_an_error_in_a_published_forward_does_not_leave_the_model_aligned():
-    """A canary that raises must not turn the plain baseline into the aligned method."""
+    """Contract: if a canary raises, the plain baseline does not turn into the aligned method."""
     model = low_bit(qwen3(), "w4a16", aligned=False)
     before = all_logits(model, some_tokens())
     with pytest.raises(KeyError), model.forward_as(Forward.PUBLISHED):
@@ -225,13 +232,15 @@ def test_an_error_in_a_published_forward_does_not_leave_the_model_aligned():
 
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = cases(__file__, "families")
-"""Qwen2 has no field head_dim, and takes 128 / 4. Gemma 3: a layer with a window, one without; each
-with its own rotary embedding.
+"""Family → configuration class and its fields.
+
+Qwen2 has no field head_dim and takes 128 / 4. Gemma 3 has a layer with a window and one without,
+each with its own rotary embedding.
 """
 
 
 def random_of(config: str, **changes: Any) -> PreTrainedModel:
-    """Of a configuration class of transformers'."""
+    """Return a random model of one of transformers' configuration classes."""
     configuration = getattr(transformers, config)(**{**models.SIZES, **changes})
     return models.randomize(AutoModelForCausalLM.from_config(configuration))
 
@@ -246,9 +255,11 @@ def random_of(config: str, **changes: Any) -> PreTrainedModel:
     ],
 )
 def test_engine_operators_compute_the_same_function(family: str, dtype: torch.dtype, bound: float):
-    """Contract: parameter names and order stay; in float32 logits are transformers' up to the order
-    of sums; in 16 bits they are within three roundings of it (relative Frobenius error), being
-    rounded in other places. Gradients reach every parameter and in float32 are transformers' own.
+    """Contract: parameter names and order are unchanged.
+
+    In float32, logits are transformers' up to the order of sums. In 16 bits they are within three
+    roundings (relative Frobenius error), because they are rounded at other places. Gradients reach
+    every parameter and in float32 are transformers' own.
     """
     if family == "gemma3" and dtype == torch.float16:
         pytest.skip("vLLM refuses it")
@@ -272,7 +283,7 @@ def test_engine_operators_compute_the_same_function(family: str, dtype: torch.dt
 
 
 def is_untouched(model: PreTrainedModel, before: dict[str, torch.Tensor]) -> bool:
-    """Same parameters in the same plain torch modules."""
+    """Return whether the model has the same parameters in the same plain torch modules."""
     now = dict(model.named_parameters())
     plain = not any(type(m).__module__.startswith("qarl.") for m in model.modules())
     return plain and now.keys() == before.keys() and all(now[k] is before[k] for k in before)
@@ -280,8 +291,9 @@ def is_untouched(model: PreTrainedModel, before: dict[str, torch.Tensor]) -> boo
 
 @pytest.mark.parametrize("hidden", [96, 192, 136])
 def test_widths_a_scheme_cannot_hold_are_refused_before_anything_changes(hidden: int):
-    """Every layer is checked first: the error names the first, counts the others, and the model is
-    as it was.
+    """Contract: every layer is checked first.
+
+    The error names the first bad layer and counts the others, and the model is unchanged.
     """
     model = qwen3(hidden_size=hidden)
     before: dict[str, torch.Tensor] = dict(model.named_parameters())
@@ -297,9 +309,9 @@ def test_widths_a_scheme_cannot_hold_are_refused_before_anything_changes(hidden:
     assert held.why_not_engine == ""
 
 
-def test_logits_changed_after_the_head_are_the_engines_matter():
-    """Contract: its model caps them; transformers' forward is left at the head, and such a model
-    refused there.
+def test_models_that_cap_logits_after_the_head_need_the_engines_operators():
+    """Contract: the engine's model caps them. transformers' forward ends at the head, so it refuses
+    such a model.
     """
     model = random_of("Gemma2Config", final_logit_softcapping=2.0)
     before: dict[str, torch.Tensor] = dict(model.named_parameters())
@@ -315,9 +327,9 @@ def test_logits_changed_after_the_head_are_the_engines_matter():
     assert relative_error(logits, expected) < 2.5e-2
 
 
-def test_a_rule_for_a_router_is_the_engines_matter():
-    """Contract: transformers' own operators multiply routers by their masters, and would not train
-    what is sampled.
+def test_a_layer_rule_for_a_router_needs_the_engines_operators():
+    """Contract: transformers' own operators multiply routers by their masters, so they would train
+    another policy than the sampler's and are refused.
     """
     model = random_moe(CONFIGS["qwen3_moe"])
     context = LayerContext(torch.bfloat16, "reference")
@@ -332,8 +344,9 @@ def test_a_rule_for_a_router_is_the_engines_matter():
 @tied_or_not
 @schemes
 def test_layers_and_quantization_config_agree(tied: bool, scheme: str):
-    """The learner's side of the audit lists every linear layer once with what it really is, and
-    config.json ignores exactly the layers reported unquantized, tied head included.
+    """Contract: the learner's side of the audit lists every linear layer once with its real scheme,
+    and config.json ignores exactly the layers that are reported as unquantized, including a tied
+    head.
     """
     model = low_bit(qwen3(tied), scheme)
     found = get_scheme(scheme)
@@ -369,9 +382,9 @@ def test_the_engine_sees_its_own_dtype_and_the_learner_another(
     kind: str, dtype: str, compute: str, operators: str
 ):
     """Contract: the stream is that of an aligned learner in the engine's dtype, byte for byte,
-    before and after the masters move; the forward is that of an unaligned model all in the compute
-    dtype, bit for bit; within `Forward.PUBLISHED` it is the aligned one's, bit for bit, and
-    afterwards what it was.
+    before and after the masters move. The forward is that of an unaligned model in the compute
+    dtype, bit for bit. Within `Forward.PUBLISHED` it is the aligned one's, bit for bit, and
+    afterwards it is restored.
     """
     plain = policy(kind)
     tokens = some_tokens()
@@ -405,9 +418,9 @@ def test_the_engine_sees_its_own_dtype_and_the_learner_another(
 
 
 @pytest.mark.parametrize("kind", ["tied", "experts"])
-def test_an_aligned_learner_can_be_asked_without_its_codes(kind: str):
-    """Contract: in `Forward.UNQUANTIZED` an aligned model, moved by a refresh, is bit for bit the
-    unaligned one of its masters; outside it is what it was. int8 activations are left out too.
+def test_an_aligned_learner_can_multiply_its_unquantized_masters(kind: str):
+    """Contract: in `Forward.UNQUANTIZED`, an aligned model that a refresh moved is bit for bit the
+    unaligned model of its masters, without int8 activations. Outside it is unchanged.
     """
     plain = policy(kind)
     tokens = some_tokens()
@@ -424,9 +437,9 @@ def test_an_aligned_learner_can_be_asked_without_its_codes(kind: str):
 
 @pytest.mark.parametrize("kind", ["tied", "experts"])
 def test_a_float32_learner_has_float32_gradients(kind: str):
-    """Contract: gradients are those of autograd through transformers' fp32 model, to fp32's
-    rounding, though the engine is bfloat16; bfloat16 anywhere in forward or backward would be off
-    by 1e-3 and more.
+    """Contract: although the engine is bfloat16, gradients are those of autograd through
+    transformers' fp32 model, up to fp32 rounding. bfloat16 anywhere in forward or backward would be
+    off by 1e-3 or more.
     """
     plain = policy(kind)
     tokens = some_tokens()
@@ -454,9 +467,9 @@ def test_the_loss_scale_follows_the_learners_dtype(dtype: str, compute: str, act
     assert Learner(model, config).loss_scale.active == active
 
 
-def test_an_overflow_is_told_of_the_dtype_it_happened_in():
-    """The norm's weight is beyond float16 and within bfloat16: the float16 learner is at fault, not
-    its engine.
+def test_an_overflow_error_names_the_dtype_that_overflowed():
+    """Contract: the norm's weight exceeds float16 and is within bfloat16, so the error blames the
+    float16 learner and not its engine.
     """
     model = low_bit(qwen3(), "bf16", **PLAIN, compute=torch.float16)
     models.multiply_masters(model, 1e6, "model.norm.weight")
@@ -465,7 +478,7 @@ def test_an_overflow_is_told_of_the_dtype_it_happened_in():
         Learner(model, config).learn(batch_of(), step=0)
 
 
-def test_an_aligned_learner_has_no_dtype_of_its_own():
+def test_a_compute_dtype_for_an_aligned_learner_is_refused():
     with pytest.raises(
         ConfigError,
         match=r"compute_dtype 'float32' with learner.aligned true: .* engine's dtype",
@@ -480,9 +493,9 @@ def test_an_aligned_learner_has_no_dtype_of_its_own():
 
 @pytest.mark.slow
 def test_the_canary_compares_the_published_codes(random_policy: Policies, tmp_path: Path):
-    """Contract: with a float32 learner the canary still multiplies published codes in the engine's
-    bfloat16: with the engine's operators it finds what an aligned learner finds, not the gap of the
-    plain float32 forward.
+    """Contract: with a float32 learner the canary still multiplies the published codes in the
+    engine's bfloat16. With the engine's operators it measures the same as for an aligned learner,
+    not the gap of the plain float32 forward.
     """
     folder = random_policy(True)
     model, aligned = (

@@ -1,5 +1,5 @@
-"""vLLM's operators in the graph: bits, inputs left alone, gradients, what is kept. Blind spot:
-CUDA's (tests/gpu).
+"""Tests of vLLM's operators in the graph: bits, unchanged inputs, gradients, and what is kept for
+the backward. Blind spot: CUDA's operators (tests/gpu).
 """
 
 from collections.abc import Callable
@@ -28,8 +28,8 @@ dtypes = pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
 
 
 class Planted(CustomOp):
-    """x² · weight + weight: reads its weight past autograd, and its kernel writes into its
-    input.
+    """Operator x² · weight + weight that reads its weight past autograd and whose kernel writes
+    into its input.
     """
 
     name = "planted"
@@ -46,7 +46,7 @@ class Planted(CustomOp):
 
 
 def norm(x: torch.Tensor, *rest: torch.Tensor, one: float = 0.0) -> Any:
-    """rest: a residual, if any, and the weight."""
+    """Return a norm's arguments. `rest` holds the residual, if any, and the weight."""
     total = x + sum(rest[:-1])
     y = total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + 1e-6) * (one + rest[-1])
     return (y, total) if rest[1:] else y
@@ -133,7 +133,7 @@ def run(name: str, dtype: torch.dtype, compiled: bool = False) -> tuple[Tensors,
 
 
 def assert_near(ours: Tensors, theirs: Tensors, bound: float) -> None:
-    """Relative to each tensor's largest value."""
+    """Assert that two lists of tensors are close, relative to each tensor's largest value."""
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(
             a.float(),
@@ -146,10 +146,13 @@ def assert_near(ours: Tensors, theirs: Tensors, bound: float) -> None:
 @dtypes
 @pytest.mark.parametrize("name", list(CASES))
 def test_values_are_the_engines_and_gradients_the_formulas(name: str, dtype: torch.dtype):
-    """Contract: the bits of the engine's own call; gradients are autograd's in fp32 through the
-    formula here, of the same rounded values, to 4 units in the last place of the largest. No input
-    is written into, and nothing but inputs is kept, no copy of them; of rotations the positions
-    alone, of a sum that is normalized what is passed on.
+    """Contract: values have the bits of the engine's own call.
+
+    Gradients are autograd's in fp32 through the formula given here, of the same rounded values, to
+    4 units in the last place of the largest.
+
+    No input is written into, and nothing except inputs is kept for the backward, without copies.
+    Rotations keep only the positions, and a normalized sum keeps the sum that is passed on.
     """
     make, drawn, formula = CASES[name]
     operator = make_operator(make, dtype)
@@ -184,8 +187,8 @@ def test_values_are_the_engines_and_gradients_the_formulas(name: str, dtype: tor
 def test_the_generic_backward_agrees_with_those_written_out(
     name: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """Contract: autograd's through vLLM's native form, a block of rows at a time, whose weight
-    gradients add up.
+    """Contract: the generic backward is autograd's through vLLM's native form, a block of rows at a
+    time, and its weight gradients add up.
     """
     assert operators._written_out(make_operator(CASES[name][0], BF16)) is not None
     y, ours = run(name, torch.float32)
@@ -202,8 +205,10 @@ def test_the_generic_backward_agrees_with_those_written_out(
 def test_compiled_gradients_are_those_of_operators(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ):
-    """Contract: rounded where torch's operators round; sums and transcendentals of another order or
-    library may move a last place. Blind spot: compiled for a CPU; Triton's code has not run.
+    """Contract: compiled gradients round at the same places as torch's operators.
+
+    Another order of sums or another library of transcendentals may change a last place. Blind spot:
+    the code is compiled for a CPU; Triton's code has not run.
     """
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
     if compiler_missing("cpu"):

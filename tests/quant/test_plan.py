@@ -1,5 +1,5 @@
-"""Per-layer schemes: how rules resolve, and that engine and compressed-tensors read the same plan
-from config.json.
+"""Tests of schemes per layer: how rules resolve, and that engine and compressed-tensors read the
+same plan from config.json.
 """
 
 import re
@@ -57,11 +57,11 @@ def plan_of(text: str, main: str = "w4a16", layers: Sequence[str] = DENSE) -> Pl
 
 
 def of(plan: Plan, pattern: str) -> set[str]:
-    """Names of the schemes of the layers a shell pattern matches."""
+    """Return the names of the schemes of the layers that match a shell pattern."""
     return {scheme.name for layer, scheme in plan.schemes.items() if fnmatchcase(layer, pattern)}
 
 
-def test_a_head_is_quantized_where_a_rule_names_it():
+def test_a_head_is_quantized_if_a_rule_names_it():
     assert of(plan_of("lm_head=w8a8"), "lm_head") == {"w8a8"}
     alike = plan_of("lm_head=w8a8", main="w8a8").quantization_config()
     assert alike is not None
@@ -109,8 +109,8 @@ PATTERNS = [
     main=st.sampled_from(SCHEMES),
 )
 def test_rules_resolve_as_a_plain_loop_would(chosen: list[tuple[str, str]], main: str):
-    """Patterns that split no fused module: a plan unless a rule or the main scheme is idle, with
-    the widest bounds.
+    """Contract: patterns that split no fused module make the plan of a plain loop, unless a rule or
+    the main scheme is idle.
     """
 
     def hits(pattern: str, layer: str) -> bool:
@@ -149,7 +149,7 @@ def test_a_rule_that_cannot_be_meant_or_read_is_refused(text: str, message: str)
 
 
 @pytest.mark.parametrize(("text", "message"), cases(__file__, "experts"))
-def test_routers_and_experts(text: str, message: str):
+def test_rules_that_quantize_routers_or_split_experts_are_refused(text: str, message: str):
     with pytest.raises(SchemeError, match=pattern(message)):
         plan_of(text, layers=MOE)
     spared = plan_of("*.mlp.gate=bf16,model.layers.0.*=w8a8", layers=MOE)
@@ -158,7 +158,7 @@ def test_routers_and_experts(text: str, message: str):
 
 
 @pytest.mark.parametrize("text", cases(__file__, "ways"))
-def test_ways_to_write_the_same_rules(tmp_path, text: str):
+def test_rules_parse_the_same_from_text_lists_and_mappings(tmp_path, text: str):
     pattern = r"re:.*\.(gate|up){1,2}_proj$"
     expected = (
         LayerRule(match="first:1", scheme="bf16"),
@@ -181,7 +181,7 @@ MODULES = {
 
 
 def engine_modules(layers: Sequence[str]) -> dict[str, list[str]]:
-    """vLLM module name → the checkpoint layers it is made of."""
+    """Return vLLM module name → the checkpoint layers that it is made of."""
     found: dict[str, list[str]] = {}
     for layer in layers:
         parent, _, leaf = layer.rpartition(".")
@@ -218,7 +218,9 @@ def vllm_reads(config: dict[str, Any], name: str) -> str:
 
 @st.composite
 def plans(draw: st.DrawFn, layers: Sequence[str]) -> Plan:
-    """Every module the engine knows in a scheme of its own, all experts of a layer alike."""
+    """Draw a plan that gives every module the engine knows its own scheme, the same for all experts
+    of a layer.
+    """
     main = draw(st.sampled_from(SCHEMES))
     listed = []
     experts = {}
@@ -242,8 +244,8 @@ def plans(draw: st.DrawFn, layers: Sequence[str]) -> Plan:
 @given(data=st.data())
 def test_vllm_resolves_every_layer_as_planned(layers: Sequence[str], data: st.DataObject):
     """Contract: vLLM's own resolution of config.json gives each module the plan's scheme and
-    format. Blind spot: stand-in modules, so what a model class passes as prefix and mapping is seen
-    only with a running engine.
+    format. Blind spot: modules are stand-ins, so only a running engine shows what a model class
+    passes as prefix and mapping.
     """
     plan = data.draw(plans(layers))
     config = plan.quantization_config()
@@ -293,8 +295,10 @@ def test_a_config_says_whether_schemes_are_mixed():
 
 
 def test_experts_take_one_line_a_layer():
-    """config.json would hold thousands of names otherwise, and readers compare each module with
-    each of them.
+    """Contract: experts take one entry per layer.
+
+    Otherwise config.json would hold thousands of names, and readers compare each module with each
+    of them.
     """
     config = plan_of("first:1=bf16,*.self_attn.*=w8a8", layers=MOE).quantization_config()
     assert config is not None
@@ -331,7 +335,9 @@ def test_a_tied_head_has_nothing_to_quantize(kind: str, device: str):
 
 
 def test_shapes_are_checked_against_each_layers_scheme():
-    """A layer the main scheme cannot hold is fine where a rule gives it one that can."""
+    """Contract: a layer that the main scheme cannot hold is accepted if a rule gives it a scheme
+    that can.
+    """
     model = tiny(True, intermediate_size=192)
     with pytest.raises(
         SchemeError,

@@ -1,6 +1,6 @@
-"""Routing in the graph: the engine's weights, also of experts chosen elsewhere, and their
-gradients. Blind spot: the kernels that route on GPUs (tests/gpu); here a router's class is one of
-theirs, and its arithmetic that of CPUs.
+"""Tests of routing in the graph: the engine's weights, also for experts chosen elsewhere, and their
+gradients. Blind spot: the kernels that route on GPUs (tests/gpu). Here a router has one of their
+classes and the arithmetic of CPUs.
 """
 
 from types import SimpleNamespace
@@ -53,7 +53,7 @@ def formula(logits: torch.Tensor, index: torch.Tensor, kind: str) -> torch.Tenso
 
 
 def layer(kind: str) -> Any:
-    """Its experts return what they are given."""
+    """Return a routed layer whose experts return their input."""
     runner = SimpleNamespace(
         routed_experts=SimpleNamespace(apply_router_weight_on_input=False),
         layer_id=3,
@@ -79,8 +79,8 @@ GPUS = {
 
 @pytest.mark.parametrize("kind", GPUS)
 def test_routers_of_gpus_have_the_formulas_weights(kind: str):
-    """Contract: from fp32 logits, with a factor where there is one, whatever the router is
-    called.
+    """Contract: weights follow the formula from fp32 logits, with a factor if there is one,
+    whatever the router's class.
     """
     index = LOGITS.argsort(-1)[:, 2:6]
     torch.testing.assert_close(
@@ -91,9 +91,10 @@ def test_routers_of_gpus_have_the_formulas_weights(kind: str):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_replayed_experts_are_taken_where_there_are_any(kind: str):
-    """Contract: -1 keeps the router's choice, and experts it chose have its weights, to the bit,
-    from bfloat16 logits; others have theirs, up to bfloat16's rounding of an exponent. In fp32 a
-    plain softmax has other bits.
+    """Contract: -1 keeps the router's choice.
+
+    Experts that the router chose have its weights bit for bit, from bfloat16 logits; other experts
+    have theirs up to bfloat16's rounding of an exponent. In fp32 a plain softmax has other bits.
     """
     routed = layer(kind)
     index, weights = routed(HIDDEN, LOGITS, None, None)
@@ -117,8 +118,8 @@ def test_replayed_experts_are_taken_where_there_are_any(kind: str):
 @pytest.mark.parametrize("replayed", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_those_of_the_formula(kind: str, replayed: bool):
-    """Contract: autograd's in fp32, up to bfloat16's roundings; for the router's choice and for
-    another's.
+    """Contract: gradients are autograd's in fp32, up to bfloat16's roundings, for the router's
+    choice and for another one.
     """
     routed = layer(kind)
     leaf = LOGITS.clone().requires_grad_()
@@ -133,7 +134,9 @@ def test_gradients_are_those_of_the_formula(kind: str, replayed: bool):
 def test_a_routers_kernels_bits_are_used_with_the_formulas_gradient(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """Contract: as on GPUs, whose routers autograd does not see into."""
+    """Contract: if autograd does not see into the router, as on GPUs, values are the kernel's bits
+    and gradients are the formula's.
+    """
     routed = layer("softmax")
     exact = LOGITS.float().softmax(-1).topk(4)
     others = exact.values * (1 + 3e-7)
@@ -160,7 +163,7 @@ def test_a_routers_kernels_bits_are_used_with_the_formulas_gradient(
     )
 
 
-def test_what_has_no_gradient_is_refused():
+def test_routers_without_a_known_gradient_are_refused():
     routed = layer("softmax")
     routed._runner.router.scoring_func = "sqrtsoftplus"
     routed._runner.moe_config.has_bias = True

@@ -1,8 +1,8 @@
-"""A token's bits depend on its own past alone: at shapes of real models, drawn, on one, two and
-four threads.
+"""Tests that a token's bits depend only on its own past, at shapes of real models, with random
+weights, on one, two and four threads.
 
-Layers are drawn here, not models, so that it stays quick; a whole real model is in
-tests/runs/test_real_model.py.
+These tests draw layers, not models, to stay quick. tests/runs/test_real_model.py has a whole real
+model.
 """
 
 import pytest
@@ -43,7 +43,7 @@ COLUMNS = (576, 960, 1024, 1152, 1536, 2048, 2560, 3072, 4096, 8192)
 ROWS_OUT = (64, 192, 576, 1024, 1536, 4096, 9728, 14336)
 WORDS = (49_152, 151_936)
 ELEMENTS = 1 << 23
-"""Of the largest drawn weight: what takes longer shows nothing more."""
+"""Number of elements of the largest drawn weight. Larger ones take longer and show nothing more."""
 HEADS = (
     (9, 3, 64),
     (12, 2, 128),
@@ -54,15 +54,15 @@ HEADS = (
     (8, 4, 96),
     (8, 4, 80),
 )
-"""Query heads, key heads and head size, among them heads that share a key head by 7 and by 16."""
+"""Query heads, key heads and head size. Some share a key head between 7 and 16 query heads."""
 
 
 DTYPES = ("bfloat16", "float16", "float32")
 
 
 def test_keys_are_not_split_over_threads():
-    """What vLLM's builder of every batch reads; tests/runs/test_real_model.py shows that it
-    matters.
+    """Contract: the setting that vLLM's builder of every batch reads is off.
+    tests/runs/test_real_model.py shows that it matters.
     """
     register()
     assert vllm.envs.VLLM_CPU_ATTN_SPLIT_KV is False
@@ -78,7 +78,9 @@ def test_keys_are_not_split_over_threads():
 def test_a_row_is_multiplied_alike_beside_any_rows_and_on_any_threads(
     scheme: str, dtype: str, columns: int, rows: int
 ):
-    """Contract: 1, 2, 3, 7, 64 and 400 rows, on 1, 2 and 4 threads, have the same bits."""
+    """Contract: a row has the same bits among 1, 2, 3, 7, 64 and 400 rows, on
+    1, 2 and 4 threads.
+    """
     assume(columns * rows <= ELEMENTS and SCHEME_SPECS[scheme].fits((rows, columns)))
     # vLLM's int4 kernel on CPUs has no float32
     assume(dtype != "float32" or "w4a16" not in scheme)
@@ -103,7 +105,9 @@ def test_a_row_is_multiplied_alike_beside_any_rows_and_on_any_threads(
 
 @pytest.mark.parametrize("words", WORDS)
 def test_a_log_prob_is_computed_alike_beside_any_rows_and_on_any_threads(words: int):
-    """The output head, unquantized in every scheme, and the normalization over its words."""
+    """Contract: this covers the output head, which no scheme quantizes, and the normalization over
+    its vocabulary.
+    """
     drawn = torch.randint(
         -99,
         100,
@@ -137,9 +141,9 @@ def test_a_log_prob_is_computed_alike_beside_any_rows_and_on_any_threads(words: 
 def test_a_token_attends_alike_prefilled_and_decoded_on_any_threads(
     heads: tuple[int, int, int], dtype: str, keys: int, window: int | None, fp8: bool
 ):
-    """Contract: whole sequences, as the learner has them, a chunk, as a resumed or cached prompt
-    has them, and single queries, alone and beside others, as they are decoded. Sequences are longer
-    than the kernel's tiles for prompts.
+    """Contract: bits agree between whole sequences (as the learner has them), a chunk (as a resumed
+    or cached prompt has them) and single queries, alone and beside others (as in decoding).
+    Sequences are longer than the kernel's tiles for prompts.
     """
     H, G, D = heads
     assume(not fp8 or (AVX512 and D % 32 == 0))
@@ -175,7 +179,7 @@ def test_a_token_attends_alike_prefilled_and_decoded_on_any_threads(
 
 
 def test_attention_in_requests_of_any_length_depends_on_them():
-    """The fault that `short_requests` removes, planted again."""
+    """Contract: without `short_requests` the fault that it removes is visible."""
     assert attention_depends_on_requests()
 
 
@@ -197,15 +201,16 @@ def test_attention_in_requests_of_any_length_depends_on_them():
 def test_requests_fill_the_kernels_rows_once(
     isa: str, shared: int, window: int | None, expected: int
 ):
-    """By hand, from the kernel's sources: heads that do not fill the rows evenly are attended to
-    one by one.
+    """Contract: the expected numbers follow by hand from the kernel's sources.
+
+    Heads that do not fill the rows evenly are computed one by one.
     """
     assert attention.queries_per_request(isa, shared, window) == expected
 
 
 def test_short_requests_cover_every_query_once():
-    """Three sequences of 5, 1 and 4 queries, the first and last of which see 2 and 6 tokens before
-    their own.
+    """Contract: every query is covered once in three sequences of 5, 1 and 4 queries, of which the
+    first and last see 2 and 6 earlier tokens.
     """
     requests = attention.short_requests(
         torch.tensor([0, 5, 6, 10]), torch.tensor([7, 1, 10]), queries=2
@@ -216,7 +221,7 @@ def test_short_requests_cover_every_query_once():
 
 
 def summed_in_halves(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x · weightᵀ in bfloat16, whose sums are taken over halves of the columns."""
+    """Multiply x · weightᵀ in bfloat16 with sums over halves of the columns."""
     half = x.shape[1] // 2
     products = x.float()[:, None] * weight.float()
     return (products[..., :half].sum(-1) + products[..., half:].sum(-1)).bfloat16()
@@ -230,8 +235,8 @@ def summed_row_by_row(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     ("otherwise", "when"), [(1, "1 row alone"), (3, "3 rows"), (33, "33 rows")]
 )
 def test_a_product_that_adds_up_otherwise_for_few_rows_is_found(otherwise: int, when: str):
-    """Planted: another order of summation for one number of rows, of which random inputs would show
-    little.
+    """Contract: another order of summation for one number of rows is detected, although random
+    inputs would show little of it.
     """
     weight = normal(16, 1536, seed=0).bfloat16()
 
@@ -266,10 +271,12 @@ def test_a_product_that_adds_up_otherwise_on_one_thread_is_found():
     assert difference.when == "on 1 thread"
 
 
-def test_threads_are_those_asked_for_where_vllm_has_bound_them(
+def test_thread_counts_are_set_although_vllm_replaced_set_num_threads(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """Its worker replaces `torch.set_num_threads` by a function that does nothing."""
+    """Contract: this holds although vLLM's worker replaces `torch.set_num_threads` by a function
+    that does nothing.
+    """
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     before = torch.get_num_threads()
     assert int(on_threads(3, lambda: torch.tensor(torch.get_num_threads()))) == 3
@@ -284,9 +291,10 @@ def test_a_product_that_computes_rows_alike_passes():
 
 
 @pytest.mark.parametrize("experts", [False, True])
-def test_a_models_kernels_are_asked_once_for_each_shape(experts: bool):
-    """By hand, of two decoder layers: stacked q, k and v; output projection; gate and up; down,
-    where it has another shape; head; attention; and experts with their router in one of the layers.
+def test_a_models_kernels_are_checked_once_for_each_shape(experts: bool):
+    """Contract: the expected list is by hand, for two decoder layers: stacked q, k and v; output
+    projection; gate and up; down if its shape differs; head; attention; and experts with their
+    router in one of the layers.
     """
     checked = random_policy(experts).check_rows()
     assert checked.dependent == ()
@@ -298,7 +306,9 @@ def test_a_models_kernels_are_asked_once_for_each_shape(experts: bool):
 def test_a_layer_whose_row_alone_is_multiplied_otherwise_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """Planted in one layer of a model; `bitwise` refuses it."""
+    """Contract: if one layer of a model multiplies a single row differently, `bitwise` refuses the
+    model and names the layer.
+    """
     model = random_policy(experts=False)
     stack = next(iter(model._layers.stacks.values()))
     product = stack.product

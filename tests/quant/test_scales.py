@@ -1,5 +1,7 @@
-"""Scales that outlive a weight version: codes under them, and a start from another's codes. Codes
-that are made again when they are needed, instead of being kept (`LowBitModel.release_codes`).
+"""Tests of scales that outlive a weight version: codes under them, and a start from given codes.
+
+Also tests codes that are made again when needed instead of being kept
+(`LowBitModel.release_codes`).
 """
 
 from collections.abc import Callable
@@ -41,8 +43,8 @@ INTEGERS = ("w4a16", "w4a16-g32", "w4a16-channel", "w8a16", "w8a8", "w4a8")
 
 
 def codes_one_by_one(weight: torch.Tensor, scheme: Scheme, scale: torch.Tensor) -> torch.Tensor:
-    """round(clamp(w / s)), the quotient rounded to the wider of the two dtypes, each code by
-    itself.
+    """Return round(clamp(w / s)), code by code, with the quotient rounded to the wider of the two
+    dtypes.
     """
     assert scheme.weights is not None
     low, high, _ = integer_range(scheme.weights.num_bits)
@@ -70,9 +72,9 @@ def test_codes_under_a_kept_scale_are_those_of_a_slow_reference(
     name: str, master: torch.dtype, dtype: torch.dtype
 ):
     """Contract: materialize(…, scale=s) stores s and round(clamp(w / s)), by compiled loops and by
-    torch's operators, fresh and into buffers. Values far beyond the codes' range, quotients that
-    overflow the dtype, and ties are among them. Blind spot: a float64 quotient rounded to float32
-    could differ from float32's own; the seeds show none.
+    torch's operators, fresh and into buffers. Values include some far beyond the codes' range,
+    quotients that overflow the dtype, and ties. Blind spot: a float64 quotient rounded to float32
+    could differ from float32's own; no seed shows one.
     """
     scheme = get_scheme(name)
     weight = heavy(5, 256, seed=3) * 0.05
@@ -114,9 +116,10 @@ def kept_model(model: PreTrainedModel, scheme: str) -> LowBitModel:
     [random_model, lambda: random_moe(CONFIGS["qwen3_moe"])],
     ids=["dense", "experts"],
 )
-def test_kept_scales_stay_where_masters_move(make: Callable[[], PreTrainedModel]):
-    """Contract: keeping changes nothing of the present version; masters that move change all codes
-    and no scale.
+def test_kept_scales_do_not_change_when_masters_move(make: Callable[[], PreTrainedModel]):
+    """Contract: keeping scales does not change the present version.
+
+    Masters that move change all codes and no scale.
     """
     model = kept_model(make(), "w4a16")
     first = {item.name: item.tensor.clone() for item in model.low_bit_tensors()}
@@ -129,8 +132,8 @@ def test_kept_scales_stay_where_masters_move(make: Callable[[], PreTrainedModel]
 
 
 def other_codes(model: LowBitModel) -> list[LowBitTensor]:
-    """A version as a calibration might make it: every code within 2 of the rounded one, scales up
-    to 20 % larger.
+    """Return a version as a calibration might make it: every code within 2 of the rounded one,
+    scales up to 20 % larger.
     """
     generator = torch.Generator().manual_seed(5)
     for layer in model.low_bit_layers():
@@ -175,8 +178,8 @@ def test_a_start_from_given_codes_has_exactly_those(
     make: Callable[[], Any], scheme: str, master: torch.dtype
 ):
     """Contract: after `start_from_codes` the masters, rounded to nearest under the kept scales,
-    give every tensor of the given version bit for bit, now and at any later refresh; the
-    unquantized tensors among them.
+    give every tensor of the given version bit for bit, now and at any later refresh, unquantized
+    tensors included.
     """
     tensors = other_codes(kept_model(make().to(master), scheme))
     model = kept_model(make().to(master), scheme)
@@ -191,8 +194,8 @@ def test_a_start_from_given_codes_has_exactly_those(
 
 
 def test_a_small_update_leaves_nearly_all_codes_where_a_start_put_them():
-    """A hundredth of a scale changes a hundredth of the codes, as in a rounded model: no master
-    starts at a border.
+    """Contract: moving masters by a hundredth of a scale changes a hundredth of the codes, as in a
+    rounded model, because no master starts at a boundary.
     """
     model = kept_model(random_model(), "w4a16")
     start_from_codes(model, other_codes(kept_model(random_model(), "w4a16")))
@@ -209,9 +212,9 @@ def test_a_small_update_leaves_nearly_all_codes_where_a_start_put_them():
             assert 0.001 < changed < 0.02, changed
 
 
-def test_an_unaligned_learner_starts_as_its_own_policy_under_codes_of_others():
-    """Contract: its masters and forward stay as they were, its version is the given codes, and both
-    survive a checkpoint, whose model has masters alone to begin with.
+def test_an_unaligned_learner_starts_from_given_codes_with_unchanged_masters():
+    """Contract: masters and forward do not change, the version is the given codes, and both survive
+    a checkpoint that is loaded into a model with masters only.
     """
     tensors = other_codes(kept_model(random_model(), "w4a16"))
     model, resumed = (low_bit(random_model(), "w4a16", aligned=False) for _ in range(2))
@@ -234,8 +237,9 @@ def test_an_unaligned_learner_starts_as_its_own_policy_under_codes_of_others():
 
 
 def test_codes_that_masters_cannot_hold_are_refused():
-    """Codes of 8 bits need more than a bfloat16 master's 8 bits of significand; and a changed norm
-    is no code.
+    """Contract: codes of 8 bits need more significand than a bfloat16 master's 8 bits.
+
+    A changed norm is no code and is refused.
     """
     tensors = other_codes(kept_model(random_model().bfloat16(), "w8a8"))
     with pytest.raises(
@@ -258,8 +262,8 @@ def test_scales_are_kept_of_integers_alone(scheme: str, message: str):
 @pytest.mark.parametrize("way", ["codes alone", "kernels too", "scales are kept"])
 def test_codes_that_are_not_kept_are_made_again_to_the_same_bits(scheme: str, kind: str, way: str):
     """Contract: logits, gradients and streams of each version are those of a model that keeps its
-    codes; between uses no code has a value. With kernels made at each use, and with scales kept
-    from version to version, too.
+    codes. Between uses no code has a value. This includes kernel layouts made at each use and
+    scales kept from version to version.
     """
     if way == "scales are kept" and scheme == "nvfp4":
         pytest.skip("its scales are not kept")
@@ -302,7 +306,7 @@ def test_codes_that_are_not_kept_are_made_again_to_the_same_bits(scheme: str, ki
         assert all_equal(*grads)
 
 
-def test_a_share_of_codes_counts_what_was_added():
+def test_the_fraction_of_changed_codes_is_over_all_added_layers():
     codes = Changed()
     assert codes.share is None
     codes.add(1, 4)

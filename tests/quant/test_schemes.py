@@ -1,5 +1,5 @@
-"""Which schemes run here, what they cost, and that those which cannot run are refused before
-anything loads.
+"""Tests of which schemes run on this machine, of their cost, and that schemes which cannot run are
+refused before anything loads.
 """
 
 import functools
@@ -45,9 +45,9 @@ from tests.support.tensors import same_bits
 @pytest.mark.parametrize("dtype", COMPUTE_DTYPES.values())
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_vllm_says_which_schemes_run(scheme: str, dtype: torch.dtype):
-    """Contract: vLLM's own low-bit kernel and no reason, or a reason in words and no kernel;
-    experts run where dense layers do. Float16's largest number is near: the small layer that is
-    asked with must not overflow it.
+    """Contract: a scheme has either vLLM's own low-bit kernel and no reason, or a reason in words
+    and no kernel. Experts run if dense layers do. The small layer of the probe must not overflow
+    float16.
     """
     runs = scheme in VLLM_CPU_KERNELS and not (
         dtype == torch.float32 and "w4a16" in scheme and AVX512
@@ -67,7 +67,7 @@ def test_vllm_says_which_schemes_run(scheme: str, dtype: torch.dtype):
 
 
 def test_asking_leaves_the_random_state_alone():
-    """A resumed run must not depend on whether its schemes were asked about."""
+    """Contract: a resumed run must not depend on whether its schemes were probed."""
     support.cache_clear()
     before = torch.get_rng_state()
     for experts in (False, True):
@@ -88,9 +88,10 @@ def test_a_scheme_that_cannot_run_is_refused_with_the_reason_and_the_ones_that_c
 
 @no_cuda
 @pytest.mark.skipif(not AVX512, reason="there QaRL multiplies, and has it")
-def test_float32_is_refused_in_vllms_words_where_it_has_none():
-    """vLLM's int4 kernel for CPUs has no float32; every scheme that does is named, and none that
-    does not.
+def test_float32_is_refused_for_schemes_without_a_float32_kernel():
+    """Contract: vLLM's int4 kernel for CPUs has no float32.
+
+    The error names every scheme that has, and no other.
     """
     config = RunConfig.model_validate({"scheme": "w4a16", "dtype": "float32", "model": "./nowhere"})
     with pytest.raises(
@@ -104,8 +105,9 @@ def test_float32_is_refused_in_vllms_words_where_it_has_none():
 
 @pytest.mark.parametrize(("scheme", "kernel", "said"), cases(__file__, "kernels"))
 def test_kernels_that_compute_something_else_are_refused(scheme: str, kernel: str, said: str):
-    """vLLM falls back to weight-only kernels, and forward, without a word; the scheme's name would
-    then be wrong.
+    """Contract: a kernel with other arithmetic than the scheme's is refused. vLLM falls back to
+    weight-only kernels, and away from them, without a message, and the scheme's name would then be
+    wrong.
     """
     reason = support_module._other_arithmetic(
         get_scheme(scheme), kernel.format(int8=INT8_ACTIVATIONS)
@@ -126,9 +128,10 @@ def test_without_vllm_no_scheme_runs_and_learners_multiply_by_the_reference(
 
 @no_cuda
 def test_a_kernel_that_the_environment_changes_says_so():
-    """Contract: vLLM's mark on a layer that int8 activations are to multiply is read from the
-    layer. Where vLLM sets it (CPUs with AMX, `VLLM_CPU_INT4_W4A8` not 0) the variable is refused:
-    tests/rollout/test_vllm.py.
+    """Contract: vLLM's mark on a layer that int8 activations will multiply is read from the layer.
+
+    If the environment makes vLLM set it (CPUs with AMX, `VLLM_CPU_INT4_W4A8` not 0), the variable
+    is refused: tests/rollout/test_vllm.py.
     """
     name = "CPUWNA16NibbleKernel" if AVX512 else "CPUWNA16Fp32LinearKernel"
     weight = materialize(torch.ones(64, 128), get_scheme("w4a16"), torch.bfloat16)
@@ -139,13 +142,15 @@ def test_a_kernel_that_the_environment_changes_says_so():
     assert kernel_name(layer) == f"{name}, {INT8_ACTIVATIONS}"
 
 
-def test_the_command_prints_and_writes(
+def test_the_schemes_command_prints_a_table_and_writes_json(
     random_policy: Policies,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """What a scheme's tensors take in all: tests/quant/test_layout.py."""
+    """Contract: the table and the JSON agree on kernels, reasons and bytes.
+    tests/quant/test_layout.py compares a scheme's total bytes.
+    """
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["schemes", "--model", "tiny-qwen3", "--json", str(tmp_path / "rows.json")]) == 0
     rows = {row["name"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
@@ -176,8 +181,9 @@ def test_a_scheme_whose_groups_do_not_divide_the_models_width_does_not_run(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """A hidden size of 576 is 4.5 groups of 128 and nine of 64. The line of a scheme says that
-    alone, and the last line what to take instead.
+    """Contract: a hidden size of 576 is 4.5 groups of 128 and nine of 64.
+
+    The scheme's line says only that, and the last line names what to take instead.
     """
     monkeypatch.setenv("QARL_CACHE", str(tmp_path / "cache"))
     config = LlamaConfig(
@@ -209,8 +215,8 @@ def test_a_scheme_whose_groups_do_not_divide_the_models_width_does_not_run(
 
 
 LLMCOMPRESSOR_PRESETS = cases(__file__, "presets")
-"""Those that llmcompressor writes without calibration data; the baseline's schemes are
-tests/runs/test_ptq.py's.
+"""Presets that llmcompressor writes without calibration data. tests/runs/test_ptq.py covers the
+baseline's schemes.
 """
 restore_granite_experts = functools.cache(_restore_granite_experts)
 
@@ -218,9 +224,9 @@ restore_granite_experts = functools.cache(_restore_granite_experts)
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", LLMCOMPRESSOR_PRESETS)
 def test_exports_are_llmcompressors_round_to_nearest(scheme: str, tmp_path: Path):
-    """Contract: of a bfloat16 model, llmcompressor's data-free `oneshot` and `export_checkpoint`
-    write the same tensors: names, dtypes, bytes. The whole road is compared, fused global scales of
-    NVFP4 included.
+    """Contract: for a bfloat16 model, llmcompressor's data-free `oneshot` and `export_checkpoint`
+    write the same tensors: names, dtypes, bytes. The whole path is compared, including fused global
+    scales of NVFP4.
     """
     pytest.importorskip("llmcompressor.version", reason="llmcompressor is not installed")
     restore_granite_experts()
@@ -241,6 +247,6 @@ def test_exports_are_llmcompressors_round_to_nearest(scheme: str, tmp_path: Path
     assert same_bits(sorted(written.items()), sorted(expected.items()))
 
 
-def test_a_cache_is_refused_where_no_config_could_say_so():
+def test_a_cache_scheme_without_any_quantized_layer_is_refused():
     with pytest.raises(SchemeError, match="kv_cache 'fp8' of a model without a low-bit layer"):
         write_quantization_config([], ["lm_head"], "fp8")

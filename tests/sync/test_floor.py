@@ -1,8 +1,8 @@
-"""The floor under the bounds of canary and gate: right implementations stay within it, planted
-faults do not.
+"""Tests of the floor under the bounds of canary and gate: correct implementations stay within the
+bound, planted faults do not.
 
-Random models of two layers, and no engine: the learner's graph is the engine's model, to the last
-bit. A real model's figures are in docs/lab/floor.md. Blind spot: GPUs.
+Models are random with two layers, and there is no engine: the learner's graph equals the engine's
+model bit for bit. docs/lab/floor.md has a real model's figures. Blind spot: GPUs.
 """
 
 import copy
@@ -38,7 +38,7 @@ def model_of(
 
 
 def distance(a: LowBitModel, b: LowBitModel) -> float:
-    """Mean |Δ log p| of the fixed sequences, nats a token."""
+    """Return the mean |Δ log p| of the fixed sequences, nats per token."""
     fixed = FixedSequences(a, SEQUENCES)
     difference = fixed.logprobs() - FixedSequences(b, SEQUENCES).logprobs()
     return float(difference[fixed.response_mask].abs().mean())
@@ -47,8 +47,8 @@ def distance(a: LowBitModel, b: LowBitModel) -> float:
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_right_implementation_is_within_its_bound(scheme: str, seed: int):
-    """Contract: transformers' operators over dequantized codes, which is right, is no farther from
-    the engine's model than the bound says, whose floor is measured of either.
+    """Contract: transformers' operators over dequantized codes, a correct implementation, are
+    within the bound of the engine's model, whichever of the two the floor is measured on.
     """
     masters = qwen3(seed=seed)
     engine = model_of(masters, scheme)
@@ -59,7 +59,7 @@ def test_a_right_implementation_is_within_its_bound(scheme: str, seed: int):
 
 
 def stale(masters: PreTrainedModel) -> PreTrainedModel:
-    """Every master moved by 2e-4 up or down, as by one step of AdamW."""
+    """Move every master by 2e-4 up or down, as one step of AdamW does."""
     moved = copy.deepcopy(masters)
     generator = torch.Generator().manual_seed(1)
     for master in moved.parameters():
@@ -68,7 +68,7 @@ def stale(masters: PreTrainedModel) -> PreTrainedModel:
 
 
 def permuted(masters: PreTrainedModel) -> PreTrainedModel:
-    """Two rows of one down projection swapped."""
+    """Swap two rows of one down projection."""
     moved = copy.deepcopy(masters)
     weight: Any = moved.get_submodule("model.layers.1.mlp.down_proj").weight
     weight.data[[0, 1]] = weight.data[[1, 0]]
@@ -81,8 +81,9 @@ def permuted(masters: PreTrainedModel) -> PreTrainedModel:
     ["group size", "stale version", "one layer in another scheme", "two rows swapped"],
 )
 def test_planted_faults_are_beyond_the_bound_of_equal_kernels(fault: str, seed: int):
-    """Contract: where both sides have the same exact kernels, the smallest faults are seen: they
-    move log-probs by as much as other roundings do, and a tenth of that is allowed.
+    """Contract: if both sides have the same exact kernels, the smallest faults are detected.
+
+    They move log-probs by as much as other roundings do, and the bound is a tenth of that.
     """
     masters = qwen3(seed=seed)
     engine = model_of(masters, "w4a16")

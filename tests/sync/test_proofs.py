@@ -1,5 +1,5 @@
-"""What a publish is held to, on values made here: the audit, the step-0 gate, and how near an
-export has to be.
+"""Tests of the checks on a publish, with constructed values: the audit, the step-0 gate, and the
+tolerance of an export.
 """
 
 import math
@@ -28,7 +28,10 @@ OTHER: dict[str, Any] = {
 
 
 def test_the_audit_compares_every_field():
-    """A kernel only where the learner claims the engine's; a layer that one side lacks is named."""
+    """Contract: kernels are compared only if the learner claims the engine's.
+
+    A layer that one side lacks is named.
+    """
     assert OTHER.keys() == {field.name for field in fields(LayerReport)} - {"name"}
     require_agreement(audit([LAYER], [LAYER], same_kernels=True))
     for field, value in OTHER.items():
@@ -85,7 +88,7 @@ def test_the_audit_shows_eight_layers_and_counts_the_rest(count: int, rest: str)
         (("bf16", "w8a8"), "learner", "engine"),
     ],
 )
-def test_different_ignore_lists_are_told_in_these_words(
+def test_different_ignore_lists_are_reported_by_layer_and_side(
     sides: tuple[str, str], leaves: str, quantizes: str
 ):
     ours, theirs = ([replace(LAYER, scheme=scheme), replace(LAYER, name="b")] for scheme in sides)
@@ -123,7 +126,9 @@ def test_the_gate_passes_bounds_that_are_set_and_no_more(field: str):
     [("mean_abs_log_w", 0.06), ("k3", 0.009)],
 )
 def test_the_gate_measures_the_bounds_that_are_not_set(field: str, limit: float):
-    """Three times a floor of 0.02, and nine times that of k3, which is quadratic."""
+    """Contract: bounds that are not set are three times a floor of 0.02, and nine times the floor
+    of k3, which is quadratic.
+    """
     gate = Gate(tolerance=3.0)
     floor = replace(DIFFERENT, mean_abs_log_w=0.02, k3=-0.001)
     gate(replace(DIFFERENT, **{field: 0.999 * limit}), lambda: floor)

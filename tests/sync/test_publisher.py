@@ -1,5 +1,5 @@
-"""What the publisher checks of an engine's reports (a real one: tests/engine/test_publish.py);
-files of an export.
+"""Tests of the publisher's checks on an engine's reports, and of the files of an export.
+tests/engine/test_publish.py has a real engine.
 """
 
 import itertools
@@ -33,8 +33,10 @@ SEQUENCES = [[1, 5, 9, 2], [3, 3]]
 
 
 class Ends:
-    """Both ends of a publish. unconsumed, missing: what the engine reports. offsets: how far each
-    replica's log-probs are from the learner's. sent: versions, in order.
+    """Stand-in for both ends of a publish.
+
+    unconsumed and missing are names that the engine reports. offsets are the distances of each
+    replica's log-probs from the learner's. sent lists the versions in order.
     """
 
     def __init__(
@@ -102,7 +104,9 @@ def test_a_publish_reports_what_was_sent():
 
 
 @pytest.mark.parametrize(("unconsumed", "missing", "problem"), cases(__file__, "lost"))
-def test_what_did_not_arrive_stops_the_run(unconsumed: list[str], missing: list[str], problem: str):
+def test_unconsumed_or_missing_tensors_stop_the_run(
+    unconsumed: list[str], missing: list[str], problem: str
+):
     ends = Ends(unconsumed, missing)
     with pytest.raises(PublishError, match=f"publish of weight version 3 failed: {problem}"):
         ends.publisher().publish(3)
@@ -113,7 +117,7 @@ def test_what_did_not_arrive_stops_the_run(unconsumed: list[str], missing: list[
         ends.publisher().publish(3)
 
 
-def test_processes_with_other_tensors_are_named():
+def test_processes_with_different_digests_are_named():
     ends = Ends()
     apart: Any = SimpleNamespace(gathered=lambda digest: [digest, digest, "f" * 32])
     own = digested(ends.model.low_bit_tensors()).hexdigest()[:16]
@@ -141,7 +145,9 @@ def test_the_canary_is_due_at_the_first_publish_and_every_nth():
     ],
 )
 def test_the_canary_passes_its_bound_and_no_more(offsets: tuple[float, ...]):
-    """Of replicas the farthest is reported, and any of them stops the run."""
+    """Contract: the farthest replica is reported, and any replica beyond the
+    bound stops the run.
+    """
     ends = Ends(offsets=offsets)
     if max(offsets) == 0.25:
         canary = ends.publisher(canary=True).publish(0).canary
@@ -159,9 +165,10 @@ def test_the_canary_passes_its_bound_and_no_more(offsets: tuple[float, ...]):
 
 
 def test_shared_layers_get_a_version_as_it_is_made(monkeypatch: pytest.MonkeyPatch):
-    """Contract: the version after the present one is written at a refresh, and its publish writes
-    no second time; the publish of another writes what is there then. Its seconds are those of
-    writing and publishing.
+    """Contract: a refresh writes the next version, and publishing that one does not write again.
+
+    Publishing another version writes the present tensors. The reported seconds are those of writing
+    and publishing.
     """
     ends = Ends()
     hooks = list[Callable[[], None] | None]()
@@ -196,9 +203,9 @@ def test_shared_layers_get_a_version_as_it_is_made(monkeypatch: pytest.MonkeyPat
 def test_an_exports_files_are_those_that_transformers_looks_for(
     most: int, tmp_path: Path, monkeypatch
 ):
-    """Contract: tensors in as many files as it takes, a file ends with the tensor that fills it, an
-    index where there are several; companions of the source; a note with the digest. A folder that
-    is there is left alone.
+    """Contract: tensors take as many files as needed, a file ends with the tensor that fills it,
+    several files get an index, companions of the source are copied, and a note has the digest. An
+    existing folder is not touched.
     """
     monkeypatch.setattr(tensor_files, "_FILE_BYTES", most)
     source = tmp_path / "source"
@@ -257,7 +264,9 @@ def test_an_exports_files_are_those_that_transformers_looks_for(
 
 @pytest.mark.parametrize("scheme", ["bf16", "w8a8"])
 def test_an_exports_configuration_says_how_it_is_quantized(scheme: str):
-    """And not where its masters were read from."""
+    """Contract: the configuration has the quantization but not the path that the masters were read
+    from.
+    """
     model = make_learner(scheme, torch.float16).model
     model.config._name_or_path = "/home/me/base"
     model.config.quantization_config = {"stale": 1}  # type: ignore
