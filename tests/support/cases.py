@@ -1,4 +1,4 @@
-"""Tables of cases, in the JSON file beside a test's: a case a line."""
+"""Tables of cases, one case per line, in the JSON file beside a test file."""
 
 import json
 import re
@@ -7,10 +7,13 @@ from typing import Any
 
 
 def cases(test: str, name: str) -> Any:
-    """The table of that name. test: the test's `__file__`."""
+    """Return the table `name` from the JSON file beside `test`, which is the test's `__file__`."""
     return json.loads(Path(test).with_suffix(".json").read_text())[name]
 
 
 def pattern(words: str) -> str:
-    """For `match=`: these words as they are, where … stands for whatever is between them."""
+    """Return a regular expression for `match=` that has these words literally.
+
+    Each … stands for any text between them.
+    """
     return ".*".join(map(re.escape, words.split("…")))

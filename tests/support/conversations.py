@@ -1,4 +1,4 @@
-"""Engines of a policy that says what a test wants."""
+"""Engines whose policy says what a test wants."""
 
 import random
 from collections.abc import Sequence
@@ -8,8 +8,9 @@ from qarl.rollout.types import Completion, Prompt, Sampling
 
 
 class Script:
-    """Whose policy says the same things in every conversation, turn by turn. asked: what it was
-    given.
+    """Engine whose policy says the same texts in every conversation, turn by turn.
+
+    `asked` lists its inputs.
     """
 
     def __init__(self, tokenizer: Any, says: list[str]):
@@ -27,8 +28,9 @@ class Script:
 
 
 class Sampler:
-    """Whose policy says random tokens, which depend on the request alone. pieces: of several
-    tokens, which it says after them. asked: all requests and answers.
+    """Engine whose policy says random tokens, which depend only on the request.
+
+    It ends with `pieces`, each of several tokens. `asked` lists all requests and answers.
     """
 
     def __init__(self, vocabulary: int, pieces: Sequence[Sequence[int]] = ()):

@@ -1,5 +1,5 @@
-"""vLLM's kernel selection as on a GPU, without one: its Python asks the platform, which is a
-stand-in here.
+"""vLLM's kernel selection as on a GPU, without a GPU. vLLM's Python code asks the platform, which
+is a stand-in here.
 """
 
 import functools
@@ -41,21 +41,22 @@ CAPABILITIES = [
 LAYOUT = ExpertLayout()
 
 _PACKAGES = ("has_humming", "has_deep_gemm")
-"""What the CUDA lock installs or vLLM's wheel for CUDA bundles."""
+"""Packages that the CUDA lock installs or that vLLM's wheel for CUDA bundles."""
 
 _WHEEL: dict[str, int] = cases(__file__, "wheel")
-"""Questions that the wheel's operators answer, and the least capability they say yes to."""
+"""Questions that the wheel's operators answer → the lowest capability with a positive answer."""
 _LAZY = (
     "vllm.model_executor.layers.fused_moe.oracle",
     "vllm.model_executor.layers.fused_moe.experts",
 )
-"""Packages whose modules vLLM imports as it chooses: imported beforehand, else they would keep the
-stand-in.
+"""Packages whose modules vLLM imports while it chooses.
+
+They are imported beforehand; otherwise they would keep the stand-in.
 """
 
 
 def fits(scheme: Scheme, *shapes: tuple[int, int]) -> bool:
-    """Whether matrices of these rows and columns can be stored in a scheme."""
+    """Return whether a scheme can store matrices of these rows and columns."""
     try:
         for shape in shapes:
             scheme.check_layer("layer", shape)
@@ -65,8 +66,9 @@ def fits(scheme: Scheme, *shapes: tuple[int, int]) -> bool:
 
 
 class HummingGemms(StrEnum):
-    """As `humming.GemmType`, of which choosing reads a kernel's own; that package is in the CUDA
-    lock alone.
+    """Stand-in for `humming.GemmType`, a kernel's own attribute that the selection reads.
+
+    Only the CUDA lock has that package.
     """
 
     INDEXED = "indexed"
@@ -75,8 +77,9 @@ class HummingGemms(StrEnum):
 
 
 _SCHEMAS = "quant_key_to_input_schema"
-"""vLLM's function that asks whether Humming quantizes such activations: it does for MXFP4 and NVFP4
-(by reading).
+"""vLLM's function that says whether Humming quantizes such activations.
+
+From its source, it does so for MXFP4 and NVFP4.
 """
 
 sys.modules.setdefault("vllm._C_stable_libtorch", ModuleType("operators of the CUDA wheel"))
@@ -84,8 +87,8 @@ from vllm.platforms.cuda import CudaPlatformBase  # noqa: E402
 
 
 class StubCuda(CudaPlatformBase):
-    """A GPU of one compute capability. What it is asked that is not here, vLLM's CUDA platform
-    answers.
+    """Platform of a GPU with one compute capability. vLLM's CUDA platform answers everything that
+    is not defined here.
     """
 
     capability = DeviceCapability(9, 0)
@@ -96,7 +99,10 @@ class StubCuda(CudaPlatformBase):
 
 
 def config_of(scheme: Scheme) -> CompressedTensorsConfig | None:
-    """As a GPU's vLLM reads the checkpoint's; QaRL's own on CPUs multiplies experts one by one."""
+    """Return the quantization configuration as a GPU's vLLM reads it from a checkpoint.
+
+    QaRL's own one on CPUs multiplies experts one by one.
+    """
     written = write_quantization_config([(scheme, ["Linear"])] if scheme.quantization else [], [])
     return CompressedTensorsConfig.from_config(written) if written else None
 
@@ -107,7 +113,7 @@ def engines_experts(
     name: str,
     layout: ExpertLayout = LAYOUT,
 ) -> RoutedExperts:
-    """As vLLM's decoders build them, without parallelism."""
+    """Return the experts as vLLM's decoders build them, without parallelism."""
     return FusedMoEFactory(
         num_experts=shape.experts,
         top_k=shape.top_k,
@@ -125,8 +131,8 @@ def engines_experts(
 
 @contextmanager
 def stub_cuda(capability: tuple[int, int]) -> Iterator[None]:
-    """Within this context modules of vLLM, and of ours that ask it, are told that they run on such
-    a GPU.
+    """Within this context, tell modules of vLLM, and ours that ask it, that
+    they run on such a GPU.
     """
     stub = type("Stub", (StubCuda,), {"capability": DeviceCapability(*capability)})()
     number = 10 * capability[0] + capability[1]

@@ -1,4 +1,4 @@
-"""Models, and engines that start on their export."""
+"""Models, and engines that start from their export."""
 
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,8 @@ def make_model(
     kernel="vllm",
     **context: Any,
 ) -> LowBitModel:
-    """The low-bit model over a folder's masters; layers: rules as `--layers` takes them. context:
-    `LayerContext`'s.
+    """Return the low-bit model over a folder's masters. layers: rules as `--layers` takes them.
+    context: options of `LayerContext`.
     """
     compute = COMPUTE_DTYPES[dtype]
     rules = load_config(None, {"layers": layers}).layers
@@ -47,8 +47,8 @@ def make_model(
 def start_engine(
     model: LowBitModel, folder: Path, checkpoint: Path, dtype="bfloat16", **rollout: Any
 ) -> VllmEngine:
-    """An engine on the model's export, written to `checkpoint`; folder: of its tokenizer. rollout:
-    other fields.
+    """Start an engine from the model's export, which is written to `checkpoint`. folder: folder of
+    its tokenizer. rollout: other fields of the configuration.
     """
     import_libraries()
     export_checkpoint(model, folder, checkpoint)
@@ -64,7 +64,9 @@ def start_engine(
 def answers_when_fresh(
     model: LowBitModel, folder: Path, checkpoint: Path, dtype="bfloat16"
 ) -> list[list[float]]:
-    """Of `SEQUENCES`, by an engine that is started as `start_engine` does, and closed."""
+    """Return the answers to `SEQUENCES` of an engine that is started like `start_engine` and then
+    closed.
+    """
     engine = start_engine(model, folder, checkpoint, dtype)
     answers = engine.logprobs(SEQUENCES)
     engine.close()
@@ -72,7 +74,7 @@ def answers_when_fresh(
 
 
 def disturb(model: LowBitModel, seed: int) -> None:
-    """Move every master by noise the size of its own spread, as no training step would."""
+    """Move every master by noise of the size of its own spread, which no training step does."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for master in model.masters.values():

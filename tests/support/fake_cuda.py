@@ -1,5 +1,5 @@
-"""CUDA's code paths without a GPU: tensors without values that say they are on one, and what is
-called on the way.
+"""CUDA's code paths without a GPU: tensors without values that claim to be on one, and a record of
+the operators called.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Calls(TorchDispatchMode):
-    """names: of the operators called. dtypes: of the operands of matrix products."""
+    """Record of the operators called (`names`) and of the dtypes of operands of matrix products
+    (`dtypes`).
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,6 +30,6 @@ class Calls(TorchDispatchMode):
 
 @contextmanager
 def fake_cuda() -> Iterator[Calls]:
-    """Within this context `device="cuda"` makes such tensors."""
+    """Within this context, let `device="cuda"` make such tensors."""
     with FakeTensorMode(allow_non_fake_inputs=True), Calls() as calls:
         yield calls

@@ -1,8 +1,8 @@
-"""A proxy between a learner and one server that breaks one request, as networks and ailing servers
+"""Proxy between a learner and one server that breaks one request, as networks and failing servers
 do.
 
-Requests and answers pass unchanged, but for the one it is armed for: the n-th of a phase. What it
-can do to answers is what a server could send; what the server itself does is its own.
+Requests and answers pass unchanged except for the armed one, the n-th of a phase. The proxy's
+changes to answers are such as a server could send; it does not change what the server itself does.
 """
 
 import asyncio
@@ -22,9 +22,9 @@ from qarl.rollout.servers.vllm.client import GENERATE
 from qarl.rollout.servers.vllm.receive import VERSIONS
 
 PHASES = ("join", "audit", "stage", "commit", "canary", "sample")
-"""And "send", where versions are sent (`rollout.server_transfer http`)."""
+"""Phases of requests. "send" exists if versions are sent (`rollout.server_transfer http`)."""
 SENDING = "half a request"
-"""What can happen to a request that has a body."""
+"""Faults of a request that has a body."""
 NETWORK = (
     "cut before",
     "cut after",
@@ -34,7 +34,7 @@ NETWORK = (
     "slow",
     "hang",
 )
-"""What can happen to any request. "cut after": when the server has done it."""
+"""Faults of any request. "cut after": the connection breaks after the server has done its work."""
 ANSWERS = (
     "NaN",
     "one log-prob too few",
@@ -42,7 +42,7 @@ ANSWERS = (
     "other weights",
     "no tokens",
 )
-"""What can be wrong with an answer of tokens."""
+"""Faults of an answer of tokens."""
 SLOW_SECONDS = 2.0
 _PHASE_OF = {
     "qarl_claim": "join",
@@ -56,8 +56,9 @@ _PHASE_OF = {
 
 @dataclass(frozen=True)
 class Fault:
-    """kind: of `NETWORK`, `ANSWERS`, `SENDING` or `act`. number: of the phase's requests, from 1.
-    act: done before.
+    """One fault of a kind in `NETWORK`, `ANSWERS`, `SENDING` or `act`.
+
+    number counts the phase's requests, from 1. act is called before the request.
     """
 
     kind: str
@@ -67,8 +68,9 @@ class Fault:
 
 
 class Proxy:
-    """In front of the server at `target`, in a thread of its own, until `close`. url: where it
-    listens.
+    """Proxy in front of the server at `target`, in its own thread, until `close`.
+
+    It listens at `url`.
     """
 
     def __init__(self, target: str):
@@ -80,8 +82,9 @@ class Proxy:
         self.url: str = asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result()
 
     def reset(self, fault: Fault | None) -> None:
-        """Be as new, and armed for `fault`. struck: when it struck, by time.time. counts: requests
-        of each phase.
+        """Restore the initial state and arm `fault`.
+
+        `struck` is the time of the fault by time.time; `counts` are the requests of each phase.
         """
         self.struck: float | None = None
         self.counts: Counter[str] = Counter()
@@ -90,7 +93,7 @@ class Proxy:
         self._hangs = False
 
     def close(self) -> None:
-        """End; connections are dropped."""
+        """Stop the proxy and drop its connections."""
         asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -140,7 +143,7 @@ class Proxy:
         return _altered(answer, fault.kind) if fault.kind in ANSWERS else answer
 
     def _due(self, path: str, body: bytes) -> Fault | None:
-        """Count the request; the fault where it is the one."""
+        """Count the request. Return the fault if this is the armed request."""
         with contextlib.suppress(ValueError):
             fields = json.loads(body) if body and not path.startswith(VERSIONS) else {}
             if path.startswith(VERSIONS):
@@ -213,7 +216,7 @@ async def _half(request: web.Request, answer: web.Response) -> web.StreamRespons
 
 
 def _altered(answer: web.Response, kind: str) -> web.Response:
-    """An answer of tokens with one thing wrong."""
+    """Return an answer of tokens with one fault."""
     assert isinstance(answer.body, bytes)
     fields: dict[str, Any] = json.loads(answer.body)
     (choice,) = fields["choices"]

@@ -1,17 +1,18 @@
-"""Runs commands in children forked from a process that has everything imported;
+"""Server that runs commands in children forked from a process with everything imported.
+
 `tests.support.forks` starts it.
 
-A command spends 15 s of CPU on imports and 2 on a run of toy size. The server listens at a Unix
+A command spends 15 s of CPU on imports and 2 s on a run of toy size. The server listens at a Unix
 socket for each kind of command. A connection sends one line of JSON, {"arguments", "cwd",
-"environment", "stdout", "stderr"}, the last two being files to append to, and is answered with two
-lines: "begun", with the child's process id, and "ended", with that and the exit status as
-`subprocess` gives it. Commands of several connections run at once. A child is a whole process, less
-what a fork cannot show: the cost of imports, another hash seed, the interpreter's end.
+"environment", "stdout", "stderr"}, where the last two are files to append to. The server answers
+with two lines: "begun" with the child's process id, and "ended" with that id and the exit status as
+`subprocess` gives it. Commands of several connections run at once. A child is a complete process,
+except for what a fork cannot show: the cost of imports, another hash seed, the interpreter's exit.
 
-Kinds: "qarl", the command, whose `sys.executable` is torchrun's `PYTHON_EXEC` if that is set;
-"worker", the `main` of a module here, with a path; "compressor", what `qarl.ptq.compressor` starts,
-served by a fork of the server that has imported llmcompressor, which no other kind is to have in
-its process.
+Kinds: "qarl" is the command; its `sys.executable` is torchrun's `PYTHON_EXEC` if that is set.
+"worker" is the `main` of a module here, with a path. "compressor" is the process that
+`qarl.ptq.compressor` starts; it is served by a fork of the server that has imported llmcompressor,
+which no other kind may have in its process.
 """
 
 import atexit
@@ -34,7 +35,7 @@ from tests.support.learner_faults import plant
 
 
 def _run(kind: str, request: dict[str, Any]) -> int:
-    """In the child, all of it."""
+    """Run the whole command, in the child."""
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["cwd"])
@@ -96,7 +97,9 @@ def _import_llmcompressor() -> None:
 
 
 def _answer(kind: str, connection: socket.socket) -> None:
-    """One connection's command, in a child of this process, which is the connection's own."""
+    """Run one connection's command in a child of this process, which serves
+    only this connection.
+    """
     with connection.makefile("rw") as stream:
         request = json.loads(stream.readline())
         child = os.fork()
@@ -144,8 +147,8 @@ def serve(listeners: dict[str, socket.socket], lifeline: int) -> None:
 
 
 def serve_from_fork(listeners: dict[str, socket.socket], lifeline: int) -> None:
-    """As `serve`, to its end, in the fork of a process of pytest's: what that set up for itself is
-    put back.
+    """Serve until the end in the fork of a pytest process, after undoing what that process set up
+    for itself.
     """
     try:
         faulthandler.disable()

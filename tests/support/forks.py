@@ -1,4 +1,4 @@
-"""Asks `tests.support.fork_server`, and starts it where there is none."""
+"""Client of `tests.support.fork_server`, which it starts if none runs."""
 
 import atexit
 import json
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent.parent
 KINDS = ("qarl", "worker", "compressor")
 
 sockets: Path | None = None
-"""The folder of the server's sockets, named by kind; a forked command has it from its server."""
+"""Folder of the server's sockets, named by kind. A forked command has it from its server."""
 
 
 def _listeners() -> dict[str, socket.socket]:
@@ -34,7 +34,7 @@ def _remove(folder: Path, owner: int) -> None:
 
 
 def start() -> None:
-    """The server in a process of its own, which imports what it needs."""
+    """Start the server in its own process, which imports what it needs."""
     listeners = _listeners()
     numbers = {kind: listener.fileno() for kind, listener in listeners.items()}
     command = [sys.executable, "-m", "tests.support.fork_server", json.dumps(numbers)]
@@ -53,8 +53,8 @@ def start() -> None:
 
 
 def start_from_here() -> None:
-    """The server as a fork of this process, which imports everything first and so need not do it
-    again.
+    """Start the server as a fork of this process, which imports everything first so that the server
+    need not.
     """
     from tests.support import fork_server
     from tests.support.imports import import_everything
@@ -70,7 +70,7 @@ def start_from_here() -> None:
 
 
 class Fork:
-    """A command of a kind, begun; see `tests.support.fork_server` for its fields."""
+    """Running command of one kind. `tests.support.fork_server` describes its fields."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class Fork:
         return list(map(int, numbers))
 
     def wait(self) -> int:
-        """Its exit status as `subprocess` gives it."""
+        """Wait for the exit status and return it as `subprocess` gives it."""
         status = self._answer("ended")[1]
         self._stream.close()
         self._socket.close()
@@ -108,7 +108,7 @@ class Fork:
 
 
 def compress(work: Path, log: Path) -> int:
-    """In place of `qarl.ptq.compressor._in_own_process`: 12 s of CPU less."""
+    """Replace `qarl.ptq.compressor._in_own_process`, which saves 12 s of CPU."""
     return Fork(
         "compressor",
         ["job.json"],
@@ -120,8 +120,8 @@ def compress(work: Path, log: Path) -> int:
 
 
 def interpreter(folder: Path) -> Path:
-    """An executable for `sys.executable -m qarl`: its command runs in the fork server, and gets
-    signals passed on.
+    """Write an executable for `sys.executable -m qarl` whose command runs in the fork server and
+    receives forwarded signals.
     """
     if sockets is None:
         start()

@@ -1,5 +1,6 @@
-"""Which schemes a GPU of a capability is known to run: there a refusal fails a test instead of
-skipping it.
+"""Schemes that a GPU of a given capability is known to run.
+
+For these a refusal fails a test instead of skipping it.
 """
 
 from importlib.util import find_spec
@@ -26,23 +27,23 @@ RUNS = {
         "mxfp4a16",
     ),
 }
-"""Schemes that vLLM's sources have dense kernels for on a GPU of a capability: there a refusal
-fails a test.
-"""
+"""Capability → schemes for which vLLM's sources have dense kernels on a GPU."""
 RUNS_EXPERTS = ("bf16", "w4a16", "w8a8", "fp8")
-"""Of those, the ones it has for routed experts too."""
+"""Capability → those of them for which vLLM also has kernels of routed experts."""
 
 
 def bound(scheme: str) -> float:
-    """Of a product's relative error. CUTLASS rounds w4afp8's group scales to e4m3 as it loads them:
-    2.2 to 2.6 %.
+    """Return the bound on a product's relative error.
+
+    CUTLASS rounds w4afp8's group scales to e4m3 when it loads them: 2.2 to 2.6 %.
     """
     return 0.04 if scheme == "w4afp8" else 0.02
 
 
 def need(scheme: str, experts: bool = False) -> None:
-    """Skip with the reason where vLLM cannot run a scheme on this machine; fail where it is known
-    to.
+    """Skip with the reason if vLLM cannot run a scheme on this machine.
+
+    Fail if the machine is known to run it.
     """
     if not find_spec("vllm"):
         pytest.skip("vllm is not installed")

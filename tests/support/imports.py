@@ -1,4 +1,4 @@
-"""Everything commands import, at once, and out of the way of garbage collection."""
+"""Import of everything that commands need, at once and outside of garbage collection."""
 
 import contextlib
 import functools
@@ -13,18 +13,19 @@ from typing import Any
 from tests.support.cases import cases
 
 ELSEWHERE = "qarl.integrations."
-"""What needs other trainers' libraries, which few have."""
+"""Modules that need other trainers' libraries, which few machines have."""
 LIBRARIES = cases(__file__, "libraries")
 
 
 @functools.cache
 def import_libraries() -> None:
-    """Import what an engine is made of, and take all that lives now out of garbage collection, for
-    good. Engines of this process and its forks have small caches.
+    """Import an engine's libraries and exempt all live objects from garbage collection for good.
 
-    vLLM collects nine times an engine, and each time would walk the millions of objects that
-    modules are made of: 3 s a start. It also freezes and unfreezes on its own, which would undo
-    this, so both do nothing from here on.
+    Engines of this process and its forks get small caches.
+
+    vLLM collects nine times per engine, and each collection would walk the millions of objects of
+    the modules: 3 s per start. It also freezes and unfreezes on its own, which would undo this, so
+    both do nothing afterwards.
     """
     for name in LIBRARIES:
         importlib.import_module(name)
@@ -42,8 +43,8 @@ def import_libraries() -> None:
 
 
 def _shrink_caches() -> None:
-    """On CPUs an engine's key/value cache is an eighth of what it is given: 0.4 s less of writing
-    zeros an engine, for models whose whole batch takes 10 MB of a GiB.
+    """Give CPU engines an eighth of their key/value cache, which saves 0.4 s of writing zeros per
+    engine. The whole batch of these models takes 10 MB of a GiB.
     """
     import torch
 
@@ -63,8 +64,8 @@ def _shrink_caches() -> None:
 
 
 def import_everything() -> None:
-    """What any command needs; settings that libraries read at import are those of `qarl` first.
-    Begins no thread.
+    """Import what any command needs, starting with `qarl`, whose settings other libraries read at
+    import. Starts no thread.
     """
     from qarl.cli.environment import quiet_libraries
 
@@ -81,8 +82,8 @@ def import_everything() -> None:
 
 @contextlib.contextmanager
 def no_threads() -> Iterator[None]:
-    """Assert that none begins within: a fork would have its locks alone. Forks make pyarrow's
-    jemalloc's anew.
+    """Assert that no thread starts within this context, because a fork would inherit only its
+    locks. Forks recreate the threads of pyarrow's jemalloc.
     """
     tasks = Path("/proc/self/task")
     before = set(os.listdir(tasks))

@@ -1,5 +1,6 @@
-"""Which schemes vLLM runs on a CPU, stated by hand: what the code under test finds out for
-itself.
+"""Schemes that vLLM runs on a CPU, stated by hand.
+
+The code under test finds this out for itself.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,15 +24,21 @@ VLLM_CPU_KERNELS = {
     "w4a8": "Dynamic4bit",
     "fp8": "FP8ScaledMM",
 }
-"""Schemes vLLM runs on a CPU with this project's plugin, and part of the name of the kernel."""
+"""Schemes that vLLM runs on a CPU with this project's plugin → part of the kernel's name."""
 CPU_SCHEMES = tuple(VLLM_CPU_KERNELS)
-"""The same, for linear layers and for experts."""
+"""The same schemes, for linear layers and for experts."""
 
 AVX512 = torch.cpu._is_avx512_supported()
-"""Without it vLLM has no int4 kernel on CPUs, in whose place QaRL has one, and no FP8 cache."""
+"""Whether the CPU has AVX-512.
+
+Without it vLLM has no int4 kernel on CPUs, for which QaRL has a substitute, and no FP8 cache.
+"""
 
 TRUNCATES = AVX512 and not torch.cpu._is_avx512_bf16_supported()
-"""vLLM rounds to bfloat16 toward zero there: the median output of INT4 experts is 1.5 % small."""
+"""Whether vLLM rounds to bfloat16 toward zero on this CPU.
+
+The median output of INT4 experts is then 1.5 % too small.
+"""
 
 no_cuda = pytest.mark.skipif(
     torch.cuda.is_available(), reason="a CUDA build of vLLM has no CPU kernels"
@@ -39,8 +46,10 @@ no_cuda = pytest.mark.skipif(
 
 
 def products(**families: Iterable[str]) -> pytest.MarkDecorator:
-    """kernel family = its schemes, each in every compute dtype it has: vLLM's int4 kernel on CPUs
-    has no float32.
+    """Parametrize a test over kernel, scheme and compute dtype.
+
+    families: kernel family = its schemes, each with every compute dtype that it has. vLLM's int4
+    kernel on CPUs has no float32.
     """
     return pytest.mark.parametrize(
         ("kernel", "scheme", "dtype"),
@@ -61,8 +70,9 @@ def products(**families: Iterable[str]) -> pytest.MarkDecorator:
 
 
 def needs_cuda(what: str) -> pytest.MarkDecorator:
-    """Skip where there is no CUDA device. what: is only there. The skip ends on the first machine
-    that has one.
+    """Skip if there is no CUDA device.
+
+    `what` names the thing that exists only there. The skip ends on the first machine that has one.
     """
     reason = f"{what}: needs a CUDA device; `make test DEVICE=cuda` on one runs it"
     return pytest.mark.skipif(not torch.cuda.is_available(), reason=reason)
@@ -76,8 +86,8 @@ def chosen_kernel(
     scheme: Scheme,
     device: Any,
 ) -> str:
-    """Name of the kernel that vLLM chooses for a layer of parts [rows, columns], of which nothing
-    is loaded. factory: a `VllmFactory`. Raises what vLLM raises where it has none.
+    """Return the name of the kernel that vLLM chooses for a layer of parts [rows, columns], without
+    loading anything. factory: a `VllmFactory`. Raises vLLM's error if it has no kernel.
     """
     from qarl.quant.kernels.vllm_layers import kernel_name
 
@@ -86,9 +96,9 @@ def chosen_kernel(
 
 
 def attention_depends_on_requests() -> bool:
-    """Whether vLLM's CPU attention, without short requests, computes a token decoded alone
-    otherwise than one of a whole prompt of 700 tokens: the kernel's tiles of keys are narrower
-    then.
+    """Return whether vLLM's CPU attention, without short requests, computes a token that is decoded
+    by itself differently from a token of a whole prompt of 700 tokens. If so, the kernel's tiles of
+    keys are narrower when decoding.
     """
     from qarl.quant.kernels import cpu_attention as attention
 

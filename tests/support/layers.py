@@ -1,4 +1,6 @@
-"""One low-bit layer, linear or of routed experts, and the textbook gradients it is held to."""
+"""One low-bit layer, linear or of routed experts, and the textbook gradients that tests compare it
+with.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,7 +47,9 @@ def make_linear(
 def dequantized_activation(
     x: torch.Tensor, layer: LowBitLinear | RoutedLowBitExperts
 ) -> torch.Tensor:
-    """code · scale of an input, float64; the input itself where the scheme does not quantize it."""
+    """Return code · scale of an input, float64, or the input itself if the scheme does not quantize
+    it.
+    """
     if layer.scheme.activations is None:
         return x.double()
     low_bit = quantize_activation(x, layer.scheme)
@@ -57,7 +61,7 @@ def dequantized_activation(
 
 
 def layer_gradients(linear: LowBitLinear, x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
-    """Of input, master and bias (if any), by the layer's own backward."""
+    """Return the gradients of input, master and bias (if any) by the layer's own backward."""
     x = x.clone().requires_grad_()
     linear(x).backward(dy)
     return collected(x, linear.master, linear.bias)
@@ -65,7 +69,7 @@ def layer_gradients(linear: LowBitLinear, x: torch.Tensor, dy: torch.Tensor) -> 
 
 @contextmanager
 def kept_tensors() -> Iterator[list[torch.Tensor]]:
-    """What autograd keeps for the backward within this context."""
+    """Collect what autograd keeps for the backward within this context."""
     saved: list[torch.Tensor] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -104,14 +108,16 @@ def make_experts(
 def routed(
     tokens: int, shape: ExpertsShape = SHAPE, seed: int = 5
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """weights fp32 [N, K] that sum to one, and K different experts a token, int64 [N, K]."""
+    """Return weights, fp32 [N, K], that sum to one per token, and K different experts per token,
+    int64 [N, K].
+    """
     logits = normal(tokens, shape.experts, seed=seed)
     picked, index = logits.topk(shape.top_k, dim=-1)
     return picked.softmax(-1), index
 
 
 def unpacked(low_bit: LowBitWeight) -> torch.Tensor:
-    """codes · scale, float64 [O, I]."""
+    """Return code · scale, float64 [O, I]."""
     codes = low_bit.unpacked().double()
     if low_bit.scale is None:
         return codes
@@ -124,24 +130,26 @@ def unpacked(low_bit: LowBitWeight) -> torch.Tensor:
 
 
 def as_multiplied(x: torch.Tensor, experts: RoutedLowBitExperts) -> torch.Tensor:
-    """x rounded to the compute dtype and then as its scheme quantizes activations, float64."""
+    """Return x, float64, rounded to the compute dtype and then quantized by its scheme's activation
+    quantization.
+    """
     x = x.to(experts.context.dtype)
     return dequantized_activation(x, experts) if experts.quantizes_activations else x.double()
 
 
 def straight_through(value: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
-    """`used` forward, the gradient of `value` backward."""
+    """Return a tensor with the value of `used` and the gradient of `value`."""
     return value + (used.to(value.dtype) - value).detach()
 
 
 def textbook_gradients(
     experts: RoutedLowBitExperts, *inputs: torch.Tensor, activations: bool = True
 ) -> list[torch.Tensor]:
-    """Of x, routing weights and both masters, by torch's autograd on float64 through the detach
-    trick.
+    """Return the gradients of x, routing weights and both masters by torch's autograd in float64
+    through the detach trick.
 
-    inputs: x, weights, index, dy. activations: quantize them too (else only weights, to show that
-    it matters).
+    inputs: x, weights, index, dy. If `activations` is true, quantize them too; otherwise quantize
+    only weights, to show that it matters.
     """
     x, weights, index, dy = inputs
     x = x.detach().double().requires_grad_()

@@ -1,8 +1,7 @@
-"""What goes wrong in a learner, planted in a process of `tests.support.fork_server` before its
-command.
+"""Faults of a learner, planted in a process of `tests.support.fork_server` before its command.
 
-`QARL_TEST_FAULT` is JSON: {"log": file for what is warned of, with times; "engine_dies_at": which
-call of the engine's `generate`; "planted_by": a module whose `plant` gets all of this}.
+`QARL_TEST_FAULT` is JSON: {"log": file for warnings, with times; "engine_dies_at": number of the
+engine's `generate` call; "planted_by": module whose `plant` receives all of this}.
 """
 
 import importlib
@@ -18,7 +17,7 @@ VARIABLE = "QARL_TEST_FAULT"
 
 
 def plant() -> None:
-    """What the environment asks for."""
+    """Plant the faults that the environment asks for."""
     if VARIABLE not in os.environ:
         return
     fault = json.loads(os.environ[VARIABLE])
@@ -40,13 +39,13 @@ def _note_warnings(log: Path) -> None:
 
 
 def note(log: Path, message: str) -> None:
-    """A line of a log: when, and what."""
+    """Append a line with time and text to a log."""
     with log.open("a") as file:
         file.write(json.dumps({"time": time.time(), "message": message}) + "\n")
 
 
 def _break_engine(call: int) -> None:
-    """Its model runner raises from that call of `generate` on."""
+    """Let the engine's model runner raise from this `generate` call on."""
     from qarl.rollout.vllm.engine import VllmEngine
 
     generate = VllmEngine.generate

@@ -1,4 +1,4 @@
-"""Learners on a tiny random model, batches for them, and how two are compared."""
+"""Learners on a tiny random model, batches for them, and comparisons of two learners."""
 
 import itertools
 from typing import Any
@@ -23,7 +23,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def random_model(tied: bool = True, seed: int = 0) -> Qwen3ForCausalLM:
-    """Two layers with weights large enough that logits are far from uniform."""
+    """Return a model of two layers with weights large enough that logits are far from uniform."""
     model = Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=tied))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -42,7 +42,9 @@ def make_learner(
     temperature=1.0,
     **config: Any,
 ) -> Learner:
-    """config: of the learner, and scale, float16's first; reference: the model of its KL."""
+    """Return a learner on the tiny model. config: the learner's options, and `scale`, the initial
+    loss scale of float16. reference: the model of its KL penalty.
+    """
     scale = float(config.pop("scale", 2**16))
     aligned = config.get("aligned", True)
     model = low_bit(random_model(seed=seed), scheme, dtype, operators=operators, aligned=aligned)
@@ -64,8 +66,9 @@ def make_learner(
 
 
 def make_groups(seed: int = 0) -> list[Group]:
-    """Prompts of 1–7 tokens, responses of 1–12, uneven rewards; the last group's are equal and
-    teach nothing.
+    """Return groups with prompts of 1–7 tokens, responses of 1–12 tokens and uneven rewards.
+
+    The rewards of the last group are equal, so it teaches nothing.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -100,7 +103,7 @@ def batch_of(seed: int = 0) -> Batch:
 
 
 def logprobs_of(learner: Learner, batch: Batch) -> RowLogprobs:
-    """The present policy's."""
+    """Return the log-probs of the present policy."""
     rows = RowLogprobs(batch)
     learner.scorer.add(rows, learner.model, torch.arange(len(batch.tokens)))
     return rows
@@ -117,17 +120,18 @@ def all_equal(a: Tensors, b: Tensors) -> bool:
 def distances(
     start: Tensors, expected: Tensors, found: Tensors
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """By how much each weight of the masters moved, and by how much the two ends differ there."""
+    """Return how far each weight of the masters moved and how far the two final values differ."""
     assert found.keys() == expected.keys() == start.keys()
     moved = torch.cat([(expected[n] - start[n]).abs().flatten() for n in start])
     return moved, torch.cat([(expected[n] - found[n]).abs().flatten() for n in start])
 
 
 def assert_same_trajectory(start: Tensors, expected: Tensors, found: Tensors) -> None:
-    """Of 8 updates by AdamW at 1e-4 in fp32, where only the order of sums differs: by a hundredth
-    of what moved on average, by a few learning rates where Adam divides a small sum by its own
-    size. Seen were less than 1e-4 of it, of gradients with noise of a hundredth 0.0137, and no more
-    after 20 updates.
+    """Assert that two runs of 8 updates by AdamW at 1e-4 in fp32 differ only by the order of sums.
+
+    On average they may differ by a hundredth of the movement, and by a few learning rates where
+    Adam divides a small sum by its own size. Measured: below 1e-4 of the movement; with gradient
+    noise of a hundredth 0.0137, and no more after 20 updates.
     """
     moved, off = distances(start, expected, found)
     assert moved.mean() > 5e-5
@@ -136,8 +140,8 @@ def assert_same_trajectory(start: Tensors, expected: Tensors, found: Tensors) ->
 
 
 def poison(learner: Learner, name: str, value: float, only: int | None = None):
-    """One element of one master's gradient becomes `value`, or of one of its gradients; returns the
-    hook's handle.
+    """Set one element of one master's gradient to `value`, in every gradient or in that number
+    `only`. Return the hook's handle.
     """
     numbers = itertools.count()
 
@@ -161,7 +165,7 @@ def experts_policy(dtype: torch.dtype) -> LowBitModel:
 
 
 def logprob_gradients(model: LowBitModel, batch: Batch, **how: Any) -> tuple[torch.Tensor, Tensors]:
-    """Log-probs, and gradients of their sum weighted by position and row."""
+    """Return log-probs, and the gradients of their sum weighted by position and row."""
     logprobs, _ = token_logprobs(model, batch.tokens, batch.response_mask, batch.experts, **how)
     weights = torch.linspace(-1, 1, logprobs.numel()).view_as(logprobs)
     (logprobs * weights).sum().backward()
@@ -172,7 +176,9 @@ def logprob_gradients(model: LowBitModel, batch: Batch, **how: Any) -> tuple[tor
 
 
 def drift(a: Tensors, b: Tensors) -> tuple[float, float]:
-    """Largest and mean |a - b| over all tensors, each in units of the tensor's mean |b|."""
+    """Return the largest and mean |a - b| over all tensors, each in units of
+    the tensor's mean |b|.
+    """
     assert a.keys() == b.keys()
     off = [
         (
@@ -186,8 +192,9 @@ def drift(a: Tensors, b: Tensors) -> tuple[float, float]:
 def random_batch(
     lengths: list[int], vocabulary: int, experts: tuple[int, int, int] | None = None
 ) -> Batch:
-    """Sequences of these lengths; the first token of each is its prompt. experts: (layers, chosen,
-    of how many).
+    """Return a batch of sequences of these lengths.
+
+    The first token of each is its prompt. experts: (layers, experts per token, number of experts).
     """
     generator = torch.Generator().manual_seed(sum(lengths))
     longest = max(lengths)

@@ -1,5 +1,5 @@
-"""What compressed-tensors itself writes for a weight: the second source materialization is held
-to.
+"""What compressed-tensors itself writes for a weight, the independent source that tests compare
+materialization with.
 """
 
 import torch
@@ -14,7 +14,7 @@ FP4 = ("nvfp4a16", "nvfp4", "mxfp4a16")
 def library_scale(
     weight: torch.Tensor, scheme: Scheme, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """compressed-tensors' scale as a module would hold it, and the global scale; min-max
+    """Return compressed-tensors' scale as a module holds it, and the global scale, by min-max
     observation.
     """
     args = scheme.weights
@@ -33,7 +33,9 @@ def library_scale(
 
 
 def library(weight: torch.Tensor, scheme: Scheme, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """What compressed-tensors' compressor of the scheme's format writes for one layer."""
+    """Return the tensors that compressed-tensors' compressor of the scheme's format writes for one
+    layer.
+    """
     assert scheme.format is not None
     assert scheme.quantization is not None
     scale, global_scale = library_scale(weight, scheme, dtype)

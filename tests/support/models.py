@@ -1,4 +1,4 @@
-"""Small random dense models with transformers' classes, and what is asked of them."""
+"""Small random dense models of transformers' classes, and what tests compute with them."""
 
 from typing import Any
 
@@ -26,8 +26,8 @@ PUBLISHED = cases(__file__, "published")  # fields of a config.json
 
 
 def randomize(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
-    """Every parameter drawn anew: matrices that keep the scale of their input, norms around one,
-    biases around zero.
+    """Draw every parameter: matrices that keep the scale of their input, norms around one, biases
+    around zero.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -41,7 +41,7 @@ def randomize(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
 
 
 def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """As `from_pretrained(dtype=...)` would load it: parameters alone, the rotary frequencies stay
+    """Cast as `from_pretrained(dtype=...)` does: only parameters; the rotary frequencies stay
     float32.
     """
     for parameter in model.parameters():
@@ -58,7 +58,7 @@ def low_bit(
     aligned=True,
     compute=None,
 ) -> LowBitModel:
-    """Low-bit layers over a model's parameters."""
+    """Return low-bit layers over a model's parameters."""
     return LowBitModel(
         model,
         get_scheme(scheme),
@@ -90,13 +90,13 @@ def all_logits(model: LowBitModel, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def stream_bytes(model: LowBitModel) -> dict[str, torch.Tensor]:
-    """A copy of every streamed tensor's bytes, by name, in order."""
+    """Return a copy of every streamed tensor's bytes, by name, in order."""
     return {item.name: as_bytes(item.tensor).clone() for item in model.low_bit_tensors()}
 
 
 def same_stream(model: LowBitModel, expected: dict[str, torch.Tensor]) -> bool:
-    """Whether the stream has the names and bytes of an earlier one, or of another model's, in their
-    order.
+    """Return whether the stream has the names, order and bytes of an earlier stream or of another
+    model's.
     """
     ours = stream_bytes(model)
     return list(ours) == list(expected) and all(
@@ -106,7 +106,7 @@ def same_stream(model: LowBitModel, expected: dict[str, torch.Tensor]) -> bool:
 
 @torch.no_grad()
 def multiply_masters(model: LowBitModel, factor: float, *names: str) -> None:
-    """All, or those of these names, and make the version of them."""
+    """Multiply all masters, or those of these names, and materialize them."""
     for name in names or model.masters:
         model.masters[name].mul_(factor)
     model.refresh()
@@ -118,7 +118,7 @@ def loss_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def gradients(model: LowBitModel, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    """By master name, of a fresh backward pass."""
+    """Return the gradients of a fresh backward pass, by master name."""
     for master in model.masters.values():
         master.grad = None
     loss_of(all_logits(model, tokens), tokens).backward()

@@ -1,6 +1,4 @@
-"""Small random mixtures of experts of every layout known to quant/checkpoint/families.py, for the
-tests.
-"""
+"""Small random mixtures of experts of every layout that quant/checkpoint/families.py knows."""
 
 import functools
 import operator
@@ -15,8 +13,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from tests.support.cases import cases
 
 PARTS: dict[str, dict[str, Any]] = cases(__file__, "parts")
-"""Fields that several have. 512 + 64 columns are the only width of vLLM's latent attention on CPUs;
-what is corrected is read by vLLM only: transformers knows no other routing for these models.
+"""Fields that several families share. vLLM's latent attention on CPUs has only 512 + 64 columns.
+
+Only vLLM reads the fields of corrected routing; transformers knows no other routing for these
+models.
 """
 SIZES = PARTS["sizes"]
 CONFIGS: dict[str, PreTrainedConfig] = {
@@ -30,7 +30,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 def random_moe(
     config: PreTrainedConfig, seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> PreTrainedModel:
-    """Every parameter and persistent buffer drawn anew: biases that are zero at initialization
+    """Draw every parameter and persistent buffer, because biases that are zero at initialization
     would hide mistakes.
     """
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -48,8 +48,8 @@ def random_moe(
 
 
 def with_tokenizer(kind: str, policy: Path, folder: Path) -> Path:
-    """Write `random_moe` of that kind with the tokenizer of an embedded policy, which engines
-    want.
+    """Write `random_moe` of that kind with the tokenizer of an embedded policy,
+    which engines need.
     """
     random_moe(CONFIGS[kind]).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):

@@ -1,4 +1,4 @@
-"""One of vLLM's operators with gradients, as a graph has it, without an engine."""
+"""One of vLLM's operators with gradients, as in a graph, without an engine."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,7 +24,9 @@ from tests.support.tensors import normal
 def make_operator(
     make: Callable[[], CustomOp], dtype: torch.dtype, compiled=False, device="cpu"
 ) -> Operator:
-    """Weights are about one, and in every dtype bfloat16's."""
+    """Make an operator whose weights are about one and representable in
+    bfloat16 for every dtype.
+    """
     config = VllmConfig(compilation_config=CompilationConfig(mode=CompilationMode.NONE))
     with (
         set_current_vllm_config(config),
@@ -46,7 +48,9 @@ def make_operator(
 
 
 def rope(head: int, part: float = 1.0, neox: bool = True, **scaling: Any) -> Callable[[], CustomOp]:
-    """part: how much of a head is turned. neox: its halves, not neighbours."""
+    """Return a rotary embedding. part: fraction of a head that is rotated. neox: rotate halves
+    instead of neighbours.
+    """
     parameters = {
         "rope_theta": 1e4,
         "rope_type": "default",
@@ -65,7 +69,9 @@ def differentiated(
     arguments: Sequence[torch.Tensor],
     masters: Sequence[torch.Tensor] = (),
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """What it returns, and gradients of those arguments that have one, and of masters."""
+    """Return the operator's results, and the gradients of its differentiable arguments and of
+    masters.
+    """
     y = outputs_of(call(*arguments))
     leaves = [t for t in arguments if t.requires_grad]
     dy = [normal(t.numel(), 1, seed=7 + n).view(t.shape).to(t) for n, t in enumerate(y)]

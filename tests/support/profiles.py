@@ -1,11 +1,11 @@
-"""How much chance is tried: hypothesis' profiles `ci`, the default, and `thorough` (`make
-test-thorough`).
+"""Hypothesis' profiles: `ci`, the default, and `thorough` (`make test-thorough`) with more
+examples.
 """
 
 from hypothesis import settings
 
 CI_SHARE = 4
-"""The profile `ci` tries one example in so many, but at least `FEWEST`."""
+"""Divisor of the number of examples in the profile `ci`, which tries at least `FEWEST`."""
 FEWEST = 5
 
 # untimed: first calls compile
@@ -14,12 +14,13 @@ settings.register_profile("thorough", deadline=None, max_examples=100)
 
 
 def thorough() -> bool:
-    """Whether the loaded profile is `thorough`."""
+    """Return whether the loaded profile is `thorough`."""
     return settings.default is not None and settings.default.max_examples == 100
 
 
 def examples(count: int) -> int:
-    """`count` in the profile `thorough`, a quarter in `ci`: `@settings` would overrule a
-    profile.
+    """Return `count` in the profile `thorough` and a quarter of it in `ci`.
+
+    `@settings` would override a profile's own number.
     """
     return count if thorough() else max(count // CI_SHARE, min(count, FEWEST))

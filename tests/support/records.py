@@ -1,6 +1,6 @@
-"""Outputs kept as JSON beside the test that makes them, so that a change of them is seen.
+"""Outputs recorded as JSON beside the test that makes them, so that a change is noticed.
 
-Record anew, where a change is meant: QARL_RECORD=1 pytest -n 0 the/test_file.py
+To record an intended change: QARL_RECORD=1 pytest -n 0 the/test_file.py
 """
 
 import json
@@ -13,7 +13,10 @@ import pytest
 
 
 def plain(value: Any) -> Any:
-    """As JSON holds it; numbers to five digits, which every machine agrees on."""
+    """Return the value as JSON holds it.
+
+    Numbers are rounded to five digits, on which all machines agree.
+    """
     if isinstance(value, float):
         return float(f"{value:.5g}") if math.isfinite(value) else str(value)
     if isinstance(value, dict):
@@ -24,20 +27,33 @@ def plain(value: Any) -> Any:
 def assert_recorded(
     file: str, name: str, value: Any, within: float | tuple[float, float] = 0
 ) -> None:
-    """That `value` is what was recorded under `name` beside the test file. within: relative, and
-    absolute, of a flat mapping's numbers, which products decide that other machines sum otherwise.
+    """Assert that `value` is the record `name` in the JSON file beside the test `file`.
+
+    within: tolerance for the numbers of a flat mapping, relative or (relative, absolute). It is
+    for numbers that depend on products, which other machines sum in another order.
+
+    Raises `LookupError` if there is no such record.
     """
-    record = Path(file).with_suffix(".json")
+    path = Path(file).with_suffix(".json")
     value = plain(value)
-    kept = json.loads(record.read_text()) if record.exists() else {}
+    records = json.loads(path.read_text()) if path.exists() else {}
     if os.environ.get("QARL_RECORD"):
-        kept[name] = value
-        lines = (
-            f"{json.dumps(key)}: {json.dumps(kept[key], ensure_ascii=False)}"
-            for key in sorted(kept)
+        records[name] = value
+        path.write_text(_one_record_a_line(records))
+    if name not in records:
+        raise LookupError(
+            f"{path} has no record {name!r}; QARL_RECORD=1 pytest -n 0 {file} makes one"
         )
-        record.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-    relative, absolute = within if isinstance(within, tuple) else (within, within / 100)
-    assert value == (
-        pytest.approx(kept.get(name), rel=relative, abs=absolute) if within else kept.get(name)
+    expected = records[name]
+    if within:
+        relative, absolute = within if isinstance(within, tuple) else (within, within / 100)
+        expected = pytest.approx(expected, rel=relative, abs=absolute)
+    assert value == expected
+
+
+def _one_record_a_line(records: dict[str, Any]) -> str:
+    lines = (
+        f"{json.dumps(name)}: {json.dumps(records[name], ensure_ascii=False)}"
+        for name in sorted(records)
     )
+    return "{\n" + ",\n".join(lines) + "\n}\n"

@@ -1,8 +1,8 @@
-"""A reward that costs nothing to import: it runs in a process of its own."""
+"""A reward that costs nothing to import, because it runs in its own process."""
 
 from typing import Any
 
 
 def reward(problem: Any, text: str) -> float:
-    """Numbers that differ from text to text."""
+    """Return numbers that differ from text to text."""
     return float(sum(map(ord, text)) % 7)

@@ -32,13 +32,13 @@ SMALL = [
 
 
 def command(*arguments: str | Path) -> list[str]:
-    """What starts `qarl ARGUMENTS`."""
+    """Return the command line that starts `qarl ARGUMENTS`."""
     return [sys.executable, "-m", "qarl", *once(list(map(str, arguments)))]
 
 
 def once(arguments: list[str]) -> list[str]:
-    """Of an option given twice the last, so that a test may change one of `SMALL`; `qarl` itself
-    refuses it.
+    """Keep the last value of an option that is given twice, so that a test may change one of
+    `SMALL`. `qarl` itself refuses such an option.
     """
     kept: list[str] = []
     for index, item in enumerate(arguments):
@@ -50,8 +50,8 @@ def once(arguments: list[str]) -> list[str]:
 
 
 def environment(*folders: Path) -> dict[str, str]:
-    """Of a command: this process's own, wide lines, and folders where modules are found besides the
-    checkout.
+    """Return the environment of a command: this process's own, wide lines, and folders with modules
+    in addition to the checkout.
     """
     return {
         **os.environ,
@@ -61,7 +61,10 @@ def environment(*folders: Path) -> dict[str, str]:
 
 
 class Run:
-    """`qarl ARGUMENTS`, begun in a child of the fork server. folders: see `environment`."""
+    """`qarl ARGUMENTS`, started in a child of the fork server.
+
+    `environment` describes `folders`.
+    """
 
     def __init__(
         self,
@@ -78,11 +81,11 @@ class Run:
         self.pid = self._fork.pid
 
     def poll(self) -> int | None:
-        """None while it runs."""
+        """Return the exit status, or None while the command runs."""
         return None if Path(f"/proc/{self.pid}").exists() else 0
 
     def wait(self) -> subprocess.CompletedProcess[str]:
-        """To the run's end."""
+        """Wait for the run's end."""
         status = self._fork.wait()
         out = self._out.read_text()
         err = self._err.read_text()
@@ -91,19 +94,19 @@ class Run:
 
 
 def qarl(*arguments: str | Path, **where: Any) -> subprocess.CompletedProcess[str]:
-    """Run `qarl ARGUMENTS` to its end; where: as `Run` takes it."""
+    """Run `qarl ARGUMENTS` to its end. `Run` describes the other arguments."""
     return Run(*arguments, **where).wait()
 
 
 def succeeded(*arguments: str | Path, **where: Any) -> subprocess.CompletedProcess[str]:
-    """As `qarl`, asserting that it ends well."""
+    """Run like `qarl` and assert success."""
     done = qarl(*arguments, **where)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 
 
 def qarl_alone(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """As `qarl`, by the real command: 15 s of CPU more. For what a fork cannot show."""
+    """Run like `qarl` but as the real command, at 15 s more of CPU. For what a fork cannot show."""
     return subprocess.run(
         command(*arguments),
         capture_output=True,
@@ -114,8 +117,8 @@ def qarl_alone(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def run_two_workers(module: str, argument: Path, log: Path) -> None:
-    """`main` of that module of tests.support in the two processes of a group, as torchrun would
-    tell them of it.
+    """Run `main` of that module of tests.support in a group of two processes, with torchrun's
+    environment.
     """
     port = str(free_ports(1)[0])
     ranks = []
@@ -142,7 +145,7 @@ def run_two_workers(module: str, argument: Path, log: Path) -> None:
 
 
 def lines(run: Path) -> list[dict[str, Any]]:
-    """Metrics without wall times: all that two equal runs must share."""
+    """Return the metrics without wall times, which two equal runs must share."""
     found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [
         {k: v for k, v in line.items() if not k.startswith(("seconds/", "learn/seconds/"))}

@@ -1,4 +1,4 @@
-"""What a server answers."""
+"""Answers of a server."""
 
 from typing import Any
 
@@ -8,5 +8,5 @@ ANSWER: dict[str, Any] = cases(__file__, "answer")
 
 
 def altered(**fields: Any) -> dict[str, Any]:
-    """With other fields of the completion."""
+    """Return the answer with other fields of the completion."""
     return {**ANSWER, "choices": [ANSWER["choices"][0] | fields]}

@@ -23,8 +23,9 @@ def request(url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
 
 @contextmanager
 def server(export: Path) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
-    """The command in a session of its own, and its address; nothing of that session is left at the
-    end.
+    """Run the command in its own session and yield its address.
+
+    At the end nothing of that session is left.
     """
     (port,) = free_ports(1)
     command = [

@@ -1,6 +1,6 @@
-"""One process of `tests/learner/test_sharded.py`, forked in the environment that torchrun gives.
+"""One process of `tests/learner/test_sharded.py`, forked with torchrun's environment.
 
-What is made of rows here, without a model, goes to a file.
+It computes with rows of masters, without a model, and writes the results to a file.
 """
 
 from pathlib import Path
@@ -33,26 +33,28 @@ SHAPES = {
     "b": (7, 48),
     "norm": (16,),
 }
-"""Of masters in `row_steps`. Rows are as long as the fused AdamW's vectors, or several: its last
-elements beyond them are rounded otherwise, wherever a process's part ends.
+"""Shapes of the masters in `row_steps`.
+
+Rows are as long as the fused AdamW's vectors or a multiple, because its last elements beyond them
+are rounded differently, wherever a process's part ends.
 """
 
 
 def gradient_of(key: str, step: int) -> torch.Tensor:
-    """fp32, of one of `SHAPES`, a function of its arguments."""
+    """Return the fp32 gradient of one of `SHAPES`, a function of the arguments only."""
     return normal(*SHAPES[key], seed=1000 * step + len(key))
 
 
 ROWS = ("adamw", "muon", "muon bfloat16")
-"""Optimizers of `row_steps`, and masters' dtypes."""
+"""Name → optimizer and master dtype of `row_steps`."""
 
 
 def row_steps(
     name: str, processes: Processes | None = None
 ) -> tuple[dict[str, torch.nn.Parameter], dict[str, Any]]:
-    """Three steps over masters of `SHAPES` with gradients of `gradient_of`, of whole masters or of
-    each process's rows; between them the optimizer's state goes through a checkpoint. Masters and
-    state.
+    """Take three steps over masters of `SHAPES` with gradients of `gradient_of`, of whole masters
+    or of each process's rows. Between steps the optimizer's state goes through a checkpoint. Return
+    masters and state.
     """
     kind, _, dtype = name.partition(" ")
     settings = {"name": kind, "lr": 1e-2, "rounding": "nearest", "grad_clip": 1e9}
@@ -91,8 +93,9 @@ def row_steps(
 
 
 def equal_matrices(scheme: Scheme, blocks: int, processes: Processes) -> bool:
-    """Whether a matrix of so many blocks of rows, made of rows, is that made of the whole: into new
-    buffers, and over the first version, with kept scales where there are some.
+    """Return whether a matrix of this many blocks of rows, materialized by rows, equals the one
+    materialized as a whole: into new buffers, over the first version, and with kept scales if the
+    scheme has any.
     """
     height = scheme.block[0] if scheme.block else 1
     shape = torch.Size((blocks * height, 256))
@@ -122,8 +125,8 @@ def equal_matrices(scheme: Scheme, blocks: int, processes: Processes) -> bool:
 
 
 def equal_experts(scheme: Scheme, processes: Processes) -> bool:
-    """Whether three experts, made by the processes that have them, are those made of the whole
-    stacks.
+    """Return whether three experts, materialized by the processes that hold them, equal those of
+    the whole stacks.
     """
     height = scheme.block[0] if scheme.block else 1
     stacks = [normal(3, count * height, 256, seed=count) for count in (2, 1)]
@@ -138,7 +141,7 @@ def equal_experts(scheme: Scheme, processes: Processes) -> bool:
 
 
 def reduced(processes: Processes) -> list[torch.Tensor]:
-    """This process's rows of a sum of gradients, sent in fp32 and in bfloat16."""
+    """Return this process's rows of a sum of gradients, sent in fp32 and in bfloat16."""
     sums = []
     for dtype in (torch.float32, torch.bfloat16):
         mine = normal(5, 24, seed=processes.rank)

@@ -1,4 +1,4 @@
-"""Random tensors, and how two tensors are compared."""
+"""Random tensors, and comparisons of two tensors."""
 
 from collections.abc import Iterable
 
@@ -13,16 +13,17 @@ def normal(*shape: int, seed: int) -> torch.Tensor:
 
 
 def heavy(*shape: int, seed: int, rows: bool = True) -> torch.Tensor:
-    """Log-normal times normal, and rows of different magnitudes unless told: what makes
-    quantization visible.
+    """Return log-normal times normal numbers, with rows of different magnitudes unless `rows` is
+    false. Such tensors make quantization errors visible.
     """
     drawn = normal(*shape, seed=seed) * normal(*shape, seed=seed + 1).exp()
     return drawn * normal(shape[0], 1, seed=seed + 2).exp() if rows else drawn
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """uint8, the last dimension as many times longer: equal bytes are equal bits, NaN and signs of
-    zero included.
+    """Return the tensor as uint8 with a longer last dimension.
+
+    Equal bytes are equal bits, including NaN and signs of zero.
     """
     return torch.atleast_1d(tensor.contiguous()).view(torch.uint8)
 
@@ -30,7 +31,9 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def same_bits(
     ours: Iterable[tuple[str, torch.Tensor]], theirs: Iterable[tuple[str, torch.Tensor]]
 ) -> bool:
-    """Whether the same names stand in the same order, each with one dtype, shape and bits."""
+    """Return whether both have the same names in the same order with equal
+    dtypes, shapes and bits.
+    """
     return all(
         a == b
         and x.dtype == y.dtype
@@ -41,14 +44,14 @@ def same_bits(
 
 
 def relative_error(given: torch.Tensor, exact: torch.Tensor) -> float:
-    """‖given - exact‖ / ‖exact‖, Frobenius norms in float64."""
+    """Return ‖given - exact‖ / ‖exact‖ by Frobenius norms in float64."""
     given = given.detach().double()
     exact = exact.detach().double()
     return float((given - exact).norm() / exact.norm())
 
 
 def stream_digest(items: Iterable[LowBitTensor]) -> str:
-    """What a sender says of a stream."""
+    """Return the digest that a sender states for a stream."""
     digest = StreamDigest()
     for item in items:
         digest.update(item)

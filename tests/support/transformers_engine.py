@@ -1,4 +1,4 @@
-"""A second kind of engine, in the process and small: transformers."""
+"""A second kind of engine, small and in the process, by transformers."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +17,7 @@ from qarl.rollout.types import Completion, Prompt, Sampling
 
 
 class TransformersEngine:
-    """See `Engine`: an unquantized model that transformers runs, a sequence at a time."""
+    """`Engine` of an unquantized model that transformers runs, one sequence at a time."""
 
     running = 0
 
@@ -112,7 +112,7 @@ class TransformersEngine:
 def use_transformers_engine(
     monkeypatch: pytest.MonkeyPatch, kind: Any = TransformersEngine
 ) -> None:
-    """Have `open_engine` choose it."""
+    """Let `open_engine` choose this engine."""
     monkeypatch.setattr(
         "qarl.rollout.open._start",
         lambda checkpoint, rollout, dtype, *how: kind(checkpoint, dtype),

@@ -1,4 +1,4 @@
-"""One process of `tests/learner/test_zero.py`, forked in the environment that torchrun gives.
+"""One process of `tests/learner/test_zero.py`, forked with torchrun's environment.
 
 A job trains a random policy on `batch_of()` under one ZeRO stage and writes its whole state; see
 `run`.
@@ -30,8 +30,8 @@ from tests.support.learners import batch_of
 
 
 def run(job: dict[str, Any], processes: Processes) -> None:
-    """job: folder (model), scheme, dtype, learner (configuration), batches [first, last), resume
-    (or None), save.
+    """Run a job with the fields folder (of the model), scheme, dtype, learner (its configuration),
+    batches [first, last), resume (or None) and save.
     """
     config = LearnerConfig.model_validate(job["learner"])
     dtype: torch.dtype = getattr(torch, job["dtype"])
@@ -93,7 +93,7 @@ def run(job: dict[str, Any], processes: Processes) -> None:
 
 def read(job: dict[str, Any], processes: Processes) -> None:
     """Read the checkpoint in the folder `read` together, the first process ahead of the other, and
-    save what each said of it. step_over: whether to go on from an older one.
+    save what each reports. step_over: whether to continue from an older checkpoint.
     """
     if not processes.first:
         time.sleep(0.5)  # so that it comes when what the first one sets aside is gone
