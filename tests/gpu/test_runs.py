@@ -31,7 +31,6 @@ from qarl.rollout.vllm.engine import VllmEngine
 from qarl.rollout.vllm.options import VllmOptions
 from qarl.sync.export import export_checkpoint
 from tests.support import Policies
-from tests.support.cases import cases
 from tests.support.gpu_schemes import need
 from tests.support.kernels import needs_cuda
 from tests.support.runs import ROOT, SMALL, environment, lines, qarl_alone
@@ -120,7 +119,13 @@ def test_a_run_and_its_resumption(tmp_path: Path, scheme: str):
 
 @pytest.mark.parametrize(
     "options",
-    cases(__file__, "options"),
+    [
+        ("--learner.zero_stage", "3"),
+        ("--learner.lora.name", "lora"),
+        ("--learner.compile", "true"),
+        ("--learner.keep_codes", "false"),
+        ("--rollout.enforce_eager", "true"),
+    ],
     ids=lambda options: options[0],
 )
 def test_options_with_gpu_specific_code_train(tmp_path: Path, options: list[str]):

@@ -31,7 +31,6 @@ from qarl.quant.model.kept_scales import keep_scales
 from qarl.quant.runtime.shards import Share, shard_parameters
 from qarl.quant.schemes import COMPUTE_DTYPES, SCHEMES
 from tests.support import learners
-from tests.support.cases import cases
 from tests.support.learners import (
     SAMPLES,
     all_equal,
@@ -65,7 +64,15 @@ def gradients_of_learning(
     return seen, learner.learn(batch, step=3)
 
 
-@pytest.mark.parametrize(("objective", "aggregation"), cases(__file__, "accumulated"))
+@pytest.mark.parametrize(
+    ("objective", "aggregation"),
+    [
+        ("tbpo", "seq-mean-token-mean"),
+        ("grpo", "seq-mean-token-mean"),
+        ("dapo", "token-mean"),
+        ("gspo", "seq-sum"),
+    ],
+)
 @pytest.mark.parametrize("mini_batches", [1, 3])
 def test_accumulation_changes_nothing(objective: str, aggregation: str, mini_batches: int):
     """Contract: cutting a mini-batch into micro-batches, down to one sequence each, gives the
@@ -119,14 +126,8 @@ def test_the_gradient_is_the_objectives_by_hand():
     (given,), stats = gradients_of_learning(learner, batch)
     logprobs, _ = token_logprobs(learner.model, batch.tokens, batch.response_mask)
     lengths = batch.response_mask.sum(-1)
-    w = (
-        ((logprobs.detach() - batch.sampler_logprobs).sum(-1) / lengths)
-        .exp()
-        .clamp(
-            0.5,
-            2.0,
-        )
-    )
+    mean_log_w = (logprobs.detach() - batch.sampler_logprobs).sum(-1) / lengths
+    w = mean_log_w.exp().clamp(0.5, 2.0)
     assert (w == 0.5).any()
     assert ((w > 0.5) & (w < 2.0)).any()
     advantages = batch.advantages.sum(-1) / lengths
@@ -227,7 +228,17 @@ def test_a_skip_amid_good_updates_leaves_those_alone():
     assert all(m.isfinite().all() for m in masters_of(learner).values())
 
 
-@pytest.mark.parametrize(("scheme", "special", "optimizer", "dtype"), cases(__file__, "restored"))
+@pytest.mark.parametrize(
+    ("scheme", "special", "optimizer", "dtype"),
+    [
+        pytest.param("w4a16", "", "muon", "bfloat16", id="muon in bfloat16"),
+        pytest.param("w4a16", "", "adamw", "float16", id="adamw in float16"),
+        pytest.param("w8a8", "", "muon", "float16", id="int8 activations"),
+        pytest.param("w4a16", "kept scales", "adamw", "bfloat16", id="kept scales"),
+        pytest.param("w4a16", "adapters", "muon", "bfloat16", id="adapters by muon"),
+        pytest.param("w4a16", "adapters", "adamw", "bfloat16", id="adapters by adamw"),
+    ],
+)
 def test_a_restored_learner_continues_bit_for_bit(
     scheme: str, special: str, optimizer: str, dtype: str
 ):
@@ -468,7 +479,43 @@ def forwards_without_gradient(learner: Learner) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize(("config", "share"), cases(__file__, "shares"))
+@pytest.mark.parametrize(
+    ("config", "share"),
+    [
+        pytest.param({"mini_batches": 1}, 0.0, id="one update needs none"),
+        pytest.param({"mini_batches": 2}, 0.5, id="the second update of two"),
+        pytest.param({"mini_batches": 3}, 2 / 3, id="the second and third of three"),
+        pytest.param(
+            {"mini_batches": 3, "correction": {"name": "none", "ratio_from": "sampler"}},
+            0.0,
+            id="a bypass without a weight",
+        ),
+        pytest.param(
+            {"mini_batches": 2, "correction": {"name": "token_mis", "ratio_from": "sampler"}},
+            0.5,
+            id="a bypass with a weight",
+        ),
+        pytest.param(
+            {
+                "mini_batches": 2,
+                "correction": {"name": "none", "ratio_from": "sampler"},
+                "diagnostics_every": 1,
+            },
+            2.0,
+            id="a measured step",
+        ),
+        pytest.param(
+            {
+                "mini_batches": 2,
+                "aligned": False,
+                "ratio_fix": "shadow_forward",
+                "correction": {"name": "none", "ratio_from": "sampler"},
+            },
+            2.0,
+            id="a shadow forward",
+        ),
+    ],
+)
 def test_forwards_without_gradient(config: dict[str, Any], share: float):
     """Contract: only the expected share of the batch's rows is computed without gradient.
 

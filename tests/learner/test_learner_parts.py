@@ -5,7 +5,6 @@ schedule.
 import itertools
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,7 +31,6 @@ from qarl.learner.scorer import Scorer
 from qarl.quant.runtime.shards import Share
 from qarl.quant.schemes import get_scheme
 from qarl.rollout.types import Completion, Group, Prompt
-from tests.support.cases import cases
 
 
 @given(
@@ -425,21 +423,45 @@ def test_positions_are_cut_into_the_agreed_number_of_chunks(chunks: int):
     )
 
 
-def test_load_balance_coefficient_comes_from_the_setting_or_the_model():
-    """Contract: the setting wins.
-
-    Without a setting the model's own coefficient holds if the model's configuration switches the
-    loss on. A setting for a model without such a loss is an error.
+@pytest.mark.parametrize(
+    ("setting", "own", "switched_on", "expected"),
+    [
+        pytest.param(None, 0.01, True, 0.01, id="own coefficient"),
+        pytest.param(0.5, 0.01, False, 0.5, id="setting before own coefficient"),
+        pytest.param(None, 0.01, False, 0.0, id="own coefficient switched off"),
+        pytest.param(None, None, True, 0.0, id="no coefficient"),
+    ],
+)
+def test_load_balance_coefficient_of_a_mixture(
+    setting: float | None, own: float | None, switched_on: bool, expected: float
+):
+    """Contract: the setting wins. Without a setting the model's own coefficient holds if the
+    model's configuration switches the loss on.
     """
-    for setting, own, on, experts, expected in cases(__file__, "load balance"):
-        config = SimpleNamespace(model_type="m", router_aux_loss_coef=own, output_router_logits=on)
-        model: Any = SimpleNamespace(config=config, experts=[None] * experts)
-        with (
-            nullcontext()
-            if expected is not None
-            else pytest.raises(ConfigError, match="has no load-balance loss")
-        ):
-            assert load_balance_coefficient(model, setting) == expected
+    assert load_balance_coefficient(balanced_model(1, own, switched_on), setting) == expected
+
+
+@pytest.mark.parametrize(("setting", "own"), [(0.0, None), (None, 0.01)])
+def test_load_balance_coefficient_of_a_dense_model_is_zero(
+    setting: float | None, own: float | None
+):
+    assert load_balance_coefficient(balanced_model(0, own), setting) == 0.0
+
+
+@pytest.mark.parametrize(("experts", "own"), [(0, 0.01), (1, None)])
+def test_a_load_balance_loss_for_a_model_without_one_is_refused(experts: int, own: float | None):
+    with pytest.raises(ConfigError, match="has no load-balance loss"):
+        load_balance_coefficient(balanced_model(experts, own), 0.5)
+
+
+def balanced_model(experts: int, own: float | None, switched_on: bool = True) -> Any:
+    """Return a stand-in for a model with this many layers of experts and its own coefficient."""
+    config = SimpleNamespace(
+        model_type="m",
+        router_aux_loss_coef=own,
+        output_router_logits=switched_on,
+    )
+    return SimpleNamespace(config=config, experts=[None] * experts)
 
 
 def test_a_process_reads_a_share_of_the_masters_only_at_zero_stage_3():

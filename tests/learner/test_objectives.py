@@ -39,7 +39,7 @@ from qarl.learner.objectives.ratios import (
     shadowed,
 )
 from qarl.learner.processes import Processes
-from tests.support.cases import cases, pattern
+from tests.support.cases import pattern
 from tests.support.profiles import examples
 
 Rows = Sequence[Sequence[float]]
@@ -126,7 +126,16 @@ def test_the_switch_has_every_objective_of_the_configuration():
     ]
 
 
-BANDS = cases(__file__, "bands")
+BANDS = {
+    "below the upper bound 1.2": (1.5, 0.1, None),
+    "e^0.25 = 1.284 > 1.2": (1.5, 0.25, 1.2),
+    "positive: the lower bound is 0, nothing to cut": (1.5, -0.7, None),
+    "e^0.2 = 1.221 < 1.3": (-0.8, 0.2, None),
+    "e^0.3 = 1.350 > 1.3": (-0.8, 0.3, 1.3),
+    "e^-0.1 = 0.905 > 0.9": (-0.8, -0.1, None),
+    "e^-0.2 = 0.819 < 0.9: cut below as well": (-0.8, -0.2, 0.9),
+    "no advantage: no loss, whatever the ratio": (0.0, 0.5, 1.2),
+}
 """Reason → advantage, mean of cur - old, and the bound that the ratio is cut to (None: not cut)."""
 
 
@@ -218,10 +227,48 @@ def sapo_gate(r: float, tau: float) -> tuple[float, float]:
     return 4 / tau * gate, 4 * gate * (1 - gate)
 
 
-ONE_TOKEN: dict[str, list[tuple[float, float, float, float]]] = cases(
-    __file__,
-    "one token",
-)
+ONE_TOKEN: dict[str, list[tuple[float, float, float, float]]] = {
+    "tbpo": [
+        (1.0003, 2.0, 2.0006, 2.0),
+        (1.0005, 2.0, 2.0008, 0.0),
+        (0.5, 2.0, 1.0, 2.0),
+        (1.0006, -2.0, -2.0012, -2.0),
+        (1.0008, -2.0, -2.0014, 0.0),
+        (0.9998, -2.0, -1.9996, -2.0),
+        (0.9996, -2.0, -1.9994, 0.0),
+    ],
+    "dapo": [
+        (1.27, 2.0, 2.54, 2.0),
+        (1.29, 2.0, 2.56, 0.0),
+        (0.79, -2.0, -1.6, 0.0),
+        (9.0, -2.0, -18.0, -2.0),
+    ],
+    "positive_grpo": [
+        (1.1, 2.0, 2.2, 2.0),
+        (1.3, 2.0, 2.4, 0.0),
+        (0.1, 2.0, 0.2, 2.0),
+        (1.1, -2.0, 0.0, 0.0),
+    ],
+    "dual_clip": [
+        (1.3, 2.0, 2.4, 0.0),
+        (5.0, 2.0, 2.4, 0.0),
+        (2.9, -2.0, -5.8, -2.0),
+        (3.1, -2.0, -6.0, 0.0),
+        (0.7, -2.0, -1.6, 0.0),
+    ],
+    "gspo": [
+        (1.0003, 2.0, 2.0006, 2.0),
+        (1.0005, 2.0, 2.0008, 0.0),
+        (0.9998, -2.0, -1.9996, -2.0),
+        (0.9996, -2.0, -1.9994, 0.0),
+        (50.0, -2.0, -100.0, -2.0),
+    ],
+    "gspo_dual_clip": [(1.0005, 2.0, 2.0008, 0.0), (2.9, -2.0, -5.8, -2.0), (3.1, -2.0, -6.0, 0.0)],
+    "sapo": [(1.0, 2.0, 4.0, 2.0)],
+    "cispo": [(4.9, 2.0, 9.8, 2.0), (8.0, 2.0, 10.0, 1.25), (0.01, -2.0, -0.02, -2.0)],
+    "on_policy": [(1.0, -2.0, -2.0, -2.0)],
+    "pg_seq_is": [(7.0, -2.0, -14.0, -2.0)],
+}
 """Objective → a single token's ratio r and advantage A, the value of J, and its slope dJ/dr, which
 is 0 if the ratio is cut.
 """
@@ -778,7 +825,15 @@ def test_a_ratio_of_the_whole_response_takes_one_advantage(name: str):
         policy_loss(replace(gapped, advantages=uneven), config, totals(gapped))
 
 
-@pytest.mark.parametrize(("name", "expected"), cases(__file__, "clipped sides").items())
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    {
+        "grpo": [0.375, 0.0, 0.25],
+        "dual_clip": [0.375, 0.25, 0.25],
+        "tbpo": [0.25, 0.25, 0.25],
+        "sapo": [0.0, 0.0, 0.0],
+    }.items(),
+)
 def test_clipped_shares_by_side(name: str, expected: list[float]):
     """The rows have A = 1 with ratios above, A = -1 above all bounds, A = -1 below, and A = 1 with
     one token above and one equally far below, whose sequence ratio is 1. An advantage of 0 is
@@ -903,7 +958,47 @@ def test_the_examples_loss_is_the_one_computed_by_hand():
     assert not inputs.current.grad[1].any()
 
 
-@pytest.mark.parametrize(("body", "said"), cases(__file__, "results"))
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        pytest.param(
+            "return 1.0",
+            "returned float; return qarl.learner.objectives.ObjectiveResult",
+            id="no result object",
+        ),
+        pytest.param(
+            "1 / 0",
+            "raised ZeroDivisionError: division by zero (…mine.py, line 4, in objective)",
+            id="an error",
+        ),
+        pytest.param("import sys; sys.exit(3)", "raised sys.exit(3) (…line 4", id="an exit"),
+        pytest.param(
+            "return Result(inputs.current.sum(), inputs.response_mask)",
+            "loss (); allowed are tensors (2, 3)",
+            id="a loss without axes",
+        ),
+        pytest.param(
+            "return Result(inputs.current[:, :2], inputs.response_mask)",
+            "loss (2, 2); allowed are tensors (2, 3)…and (2, 1)",
+            id="a loss of other positions",
+        ),
+        pytest.param(
+            "return Result(inputs.current, None)",
+            "clipped NoneType; allowed are tensors",
+            id="clipped is None",
+        ),
+        pytest.param(
+            "return Result(inputs.current, inputs.advantages)",
+            "clipped of torch.float32; allowed is torch.bool",
+            id="clipped is a float",
+        ),
+        pytest.param(
+            "return Result(inputs.weight, inputs.response_mask)",
+            "a loss without gradient; it must depend on",
+            id="no gradient",
+        ),
+    ],
+)
 def test_wrong_results_of_a_users_objective_are_refused(tmp_path: Path, body: str, said: str):
     """Contract: a result of the wrong type, shape or dtype is refused.
 

@@ -44,7 +44,6 @@ from qarl.quant.runtime.batch_invariance import BATCH_INVARIANT, batch_invariant
 from qarl.quant.schemes import SCHEMES, Scheme, get_scheme
 from qarl.rollout.vllm.options import VllmOptions, llm_arguments
 from qarl.run.policy import enable_batch_invariance
-from tests.support.cases import cases
 from tests.support.cuda_platform import (
     CAPABILITIES,
     config_of,
@@ -54,7 +53,23 @@ from tests.support.cuda_platform import (
 )
 from tests.support.kernels import chosen_kernel, no_cuda
 
-SHAPES = cases(__file__, "shapes")
+SHAPES = {
+    "tiny-qwen3": (128, 2, 1, 64, 256),
+    "Qwen3-0.6B": (1024, 16, 8, 128, 3072),
+    "Qwen3-1.7B": (2048, 16, 8, 128, 6144),
+    "Qwen3-4B": (2560, 32, 8, 128, 9728),
+    "Qwen3-8B": (4096, 32, 8, 128, 12288),
+    "Qwen3-14B": (5120, 40, 8, 128, 17408),
+    "Qwen3-30B-A3B": (2048, 32, 4, 128, 6144),
+    "Qwen2.5-Math-1.5B": (1536, 12, 2, 128, 8960),
+    "Qwen2.5-Math-7B": (3584, 28, 4, 128, 18944),
+    "Qwen2.5-Math-72B": (8192, 64, 8, 128, 29568),
+    "Llama-3.2-1B": (2048, 32, 8, 64, 8192),
+    "Llama-3.2-3B": (3072, 24, 8, 128, 8192),
+    "Llama-3.1-8B": (4096, 32, 8, 128, 14336),
+    "Llama-3.1-70B": (8192, 64, 8, 128, 28672),
+    "Mixtral-8x7B": (4096, 32, 8, 128, 14336),
+}
 """Model → hidden columns, heads, key/value heads, head size, columns of the MLP."""
 META = torch.device("meta")
 
@@ -200,7 +215,17 @@ class HummingKernel:
 
 
 @pytest.mark.parametrize("experts", [False, True])
-@pytest.mark.parametrize(("scheme", "quantizes", "said"), cases(__file__, "humming"))
+@pytest.mark.parametrize(
+    ("scheme", "quantizes", "said"),
+    [
+        ("nvfp4a16", False, ""),
+        ("nvfp4a16", True, "quantizes activations"),
+        ("nvfp4", True, ""),
+        ("nvfp4", False, "leaves activations in the compute dtype"),
+        ("mxfp4a16", False, ""),
+        ("w4a16", False, ""),
+    ],
+)
 def test_hummings_activations_are_read_from_its_configuration(
     scheme: str, quantizes: bool, said: str, experts: bool
 ):
@@ -342,7 +367,11 @@ def test_a_recomputed_product_stays_on_its_threads_stream(
     assert workspace._manager is engines
 
 
-MIXTURES = cases(__file__, "mixtures")
+MIXTURES = {
+    "tiny-qwen3-moe": (8, 2, 128, 128),
+    "Qwen3-30B-A3B": (128, 8, 2048, 768),
+    "Mixtral-8x7B": (8, 2, 4096, 14336),
+}
 """Model → experts, experts per token, hidden columns, columns of an expert."""
 LAYOUTS = {ExpertLayout(), ExpertLayout("w1", "w3", "w2")}
 numbers = itertools.count()
@@ -503,7 +532,17 @@ def test_batch_invariant_mode_needs_a_gpu_of_capability_9(
     assert batch_invariant() is on
 
 
-@pytest.mark.parametrize("other", cases(__file__, "not bitwise"))
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"learner.aligned": "false"},
+        {"learner.kernel": "reference"},
+        {"learner.operators": "transformers"},
+        {"rollout.servers": "2"},
+        {"rollout.router_replay": "true", "rollout.prefix_caching": "false"},
+        {"sync.gate_bound": "0.1"},
+    ],
+)
 def test_settings_without_bitwise_equality_are_refused(other: dict[str, str]):
     with pytest.raises(InputError, match=f"bitwise true: .*{next(iter(other))}"):
         load_config(None, {"bitwise": "true", **other})

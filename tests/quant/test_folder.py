@@ -18,7 +18,6 @@ from qarl.quant.checkpoint.folder import (
     tensor_shapes,
 )
 from qarl.quant.checkpoint.load import load_config
-from tests.support.cases import cases
 from tests.support.learners import random_model
 
 
@@ -55,7 +54,55 @@ def test_a_gguf_file_is_refused_with_the_python_that_makes_a_folder_of_it(
         assert f"folder, file = {str(tmp_path)!r}, {name!r}" in script
 
 
-@pytest.mark.parametrize(("config", "longest"), cases(__file__, "positions"))
+@pytest.mark.parametrize(
+    ("config", "longest"),
+    [
+        pytest.param({"max_position_embeddings": 64}, 64, id="field"),
+        pytest.param(
+            {"max_position_embeddings": 64, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            128,
+            id="linear scaling, old key",
+        ),
+        pytest.param(
+            {
+                "max_position_embeddings": 64,
+                "rope_parameters": {"rope_type": "linear", "factor": 4},
+            },
+            256,
+            id="linear scaling, new key",
+        ),
+        pytest.param(
+            {
+                "max_position_embeddings": 64,
+                "rope_parameters": {"rope_type": "llama3", "factor": 8},
+            },
+            64,
+            id="llama3 scaling",
+        ),
+        pytest.param(
+            {
+                "max_position_embeddings": 64,
+                "rope_parameters": {"full_attention": {"rope_type": "linear"}},
+            },
+            64,
+            id="scaling per layer type",
+        ),
+        pytest.param(
+            {"max_position_embeddings": 64, "rope_scaling": {"type": "linear", "factor": "2"}},
+            64,
+            id="factor that is a text",
+        ),
+        pytest.param(
+            {"max_position_embeddings": None, "n_positions": 16}, 16, id="null field, n_positions"
+        ),
+        pytest.param(
+            {"max_position_embeddings": 64, "text_config": {"max_position_embeddings": 32}},
+            32,
+            id="nested text config",
+        ),
+        pytest.param({}, 1000000000, id="no field"),
+    ],
+)
 def test_positions_bound_prompt_and_completion(
     config: dict[str, Any], longest: int, tmp_path: Path
 ):
@@ -126,6 +173,12 @@ def test_each_of_a_folders_files_is_checked(tmp_path: Path):
 
 
 def test_chat_templates_are_found_in_either_file(tmp_path: Path):
-    for name, text, has in cases(__file__, "templates"):
+    for name, text, has in [
+        ("config.json", "{}", False),
+        ("tokenizer_config.json", "{}", False),
+        ("tokenizer_config.json", '{"chat_template": "x"}', True),
+        ("tokenizer_config.json", '{"chat_template": null}', False),
+        ("chat_template.jinja", "x", True),
+    ]:
         (tmp_path / name).write_text(text)
         assert has_chat_template(tmp_path) == has

@@ -21,7 +21,6 @@ from qarl.quant.layers.linear import LowBitLinear
 from qarl.quant.materialize import materialize
 from qarl.quant.schemes import COMPUTE_DTYPES, SCHEMES, get_scheme
 from qarl.rollout.vllm.worker import _prepare_heads
-from tests.support.cases import cases
 from tests.support.kernels import VLLM_CPU_KERNELS, no_cuda, products
 from tests.support.layers import (
     collected,
@@ -346,7 +345,14 @@ def test_gradients_in_a_low_compute_dtype_are_rounded_once(
         )
 
 
-KEPT = cases(__file__, "kept")
+KEPT = {
+    "w8a8": [["int8", 256], ["float32", 1]],
+    "w4a8": [["int8", 256], ["float32", 1], ["float32", 1]],
+    "w4afp8": [["float8_e4m3fn", 256], ["float32", 1]],
+    "fp8": [["float8_e4m3fn", 256], ["float32", 1]],
+    "fp8-block": [["float8_e4m3fn", 256], ["float32", 2]],
+    "nvfp4": [["uint8", 128], ["float8_e4m3fn", 16]],
+}
 """Scheme → dtype and count, per token of 256 columns, of every tensor kept for the backward."""
 
 

@@ -26,7 +26,7 @@ from qarl.quant.model.add_lora import (
 )
 from qarl.quant.runtime.shards import Shard
 from qarl.quant.schemes import SCHEMES
-from tests.support.cases import cases, pattern
+from tests.support.cases import pattern
 from tests.support.layers import (
     dequantized_activation,
     make_experts,
@@ -425,7 +425,31 @@ def test_a_mixture_of_experts_learns_by_adapters(kind: str):
             assert not torch.equal(master, merged)
 
 
-@pytest.mark.parametrize(("lora", "message"), cases(__file__, "misfits"))
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        pytest.param(
+            {"targets": "*.qproj"},
+            "LoRA target '*.qproj' matches no linear layer of …; near it are '*.q_proj'",
+            id="misspelled target",
+        ),
+        pytest.param(
+            {"targets": "*.q_proj,lm_head"},
+            "LoRA target 'lm_head' matches 'lm_head', which stays frozen: output heads",
+            id="frozen head",
+        ),
+        pytest.param(
+            {"targets": "first:3"},
+            "LoRA target 'first:3' matches no linear layer of …; it has 2 decoder layers",
+            id="more layers than there are",
+        ),
+        pytest.param(
+            {"rank": 129},
+            "rank 129 is beyond the smaller dimension of 'model.layers.…; take 128 at most",
+            id="rank beyond the dimension",
+        ),
+    ],
+)
 def test_targets_and_ranks_that_do_not_fit_the_model_are_refused(
     lora: dict[str, Any], message: str
 ):

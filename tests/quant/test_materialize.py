@@ -28,7 +28,6 @@ from qarl.quant.schemes import (
     scheme_of_args,
     write_quantization_config,
 )
-from tests.support.cases import cases
 from tests.support.library import FP4, library, library_scale
 from tests.support.profiles import examples
 from tests.support.tensors import as_bytes, heavy, same_bits
@@ -282,7 +281,17 @@ def test_weights_and_inputs_take_the_bytes_of_the_table(
     assert spec.input_bytes(dtype.itemsize) * x.numel() == kept.nbytes
 
 
-PRESETS = cases(__file__, "presets")
+PRESETS = {
+    "w4a16": "W4A16",
+    "w8a16": "W8A16",
+    "w8a8": "W8A8",
+    "w4afp8": "W4AFP8",
+    "fp8": "FP8_DYNAMIC",
+    "fp8-block": "FP8_BLOCK",
+    "nvfp4a16": "NVFP4A16",
+    "nvfp4": "NVFP4",
+    "mxfp4a16": "MXFP4A16",
+}
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -363,7 +372,25 @@ def test_a_scale_beyond_float16_is_refused_with_the_remedy():
     ).all()
 
 
-@pytest.mark.parametrize(("name", "shape", "message"), cases(__file__, "shapes"))
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("fp8-block", [64, 256], "has 64 output rows, no multiple of the block's 128"),
+        ("fp8-block", [128, 192], "has 192 input columns, no multiple of the group size 128"),
+        (
+            "w4a16-channel",
+            [32, 20],
+            "has 20 input columns, no multiple of the 8 codes that are packed",
+        ),
+        ("nvfp4", [32, 40], "has 40 input columns, no multiple of the group size 16"),
+        ("mxfp4a16", [32, 48], "has 48 input columns, no multiple of the group size 32"),
+        ("w8a16", [32, 64], "has 64 input columns, no multiple of the group size 128"),
+        ("w4a16", [2, 1], "has 1 input columns, no multiple of the group size 128"),
+        ("w4a16", [2, 127], "has 127 input columns, no multiple of the group size 128"),
+        ("w4a16", [2, 136], "has 136 input columns, no multiple of the group size 128"),
+        ("w4a16", [2, 1000], "has 1000 input columns, no multiple of the group size 128"),
+    ],
+)
 def test_shapes_a_scheme_cannot_hold_are_refused(name: str, shape: tuple[int, int], message: str):
     """Contract: the error names scheme, layer and both sizes, and nothing is padded silently.
 

@@ -32,7 +32,6 @@ from qarl.quant.schemes import (
 from qarl.quant.types import LayerReport
 from qarl.sync.publisher import Publisher
 from tests.support import Policies, models
-from tests.support.cases import cases
 from tests.support.engines import SEQUENCES, start_engine
 from tests.support.learners import batch_of
 from tests.support.models import (
@@ -231,7 +230,26 @@ def test_an_error_in_a_published_forward_does_not_leave_the_model_aligned():
     assert torch.equal(all_logits(model, some_tokens()), before)
 
 
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = cases(__file__, "families")
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
+    "mistral": ("MistralConfig", {"sliding_window": None}),
+    "windowed": ("MistralConfig", {"sliding_window": 5}),
+    "qwen2": ("Qwen2Config", {"head_dim": 32}),
+    "qwen3": ("Qwen3Config", {"tie_word_embeddings": True}),
+    "gemma": ("GemmaConfig", {}),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+                "full_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+            "query_pre_attn_scalar": 16,
+        },
+    ),
+}
 """Family → configuration class and its fields.
 
 Qwen2 has no field head_dim and takes 128 / 4. Gemma 3 has a layer with a window and one without,

@@ -24,7 +24,7 @@ from qarl.configs.schema.run import LayerRule
 from qarl.quant.checkpoint.plan import Plan, make_plan
 from qarl.quant.checkpoint.shapes import plan_layers
 from qarl.quant.schemes import SchemeError, get_scheme, scheme_of_args
-from tests.support.cases import cases, pattern
+from tests.support.cases import pattern
 from tests.support.models import SIZES
 from tests.support.profiles import examples
 
@@ -142,13 +142,133 @@ def test_rules_resolve_as_a_plain_loop_would(chosen: list[tuple[str, str]], main
         assert {layer: scheme.name for layer, scheme in plan.schemes.items()} == expected
 
 
-@pytest.mark.parametrize(("text", "message"), cases(__file__, "refusals"))
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        pytest.param(
+            "*.donw_proj=w8a8",
+            "'*.donw_proj=w8a8' matches no layer of the model; near it are '*.down_proj'",
+            id="misspelled layer",
+        ),
+        pytest.param(
+            "model.layers.0.self_attn=w8a8",
+            "matches no layer of the model; near it are 'model.layers.0.self_attn.",
+            id="layer instead of its matrices",
+        ),
+        pytest.param(
+            "re:quux=w8a8",
+            "matches no layer … its layers end in q_proj, … 'model.layers.0.self_attn.q_proj'",
+            id="regular expression without a match",
+        ),
+        pytest.param(
+            "first:4=bf16",
+            "'first:4=bf16' matches no layer of the model; it has 3 decoder layers",
+            id="more decoder layers than there are",
+        ),
+        pytest.param(
+            "*.down_proj=w8",
+            "layer rule '*.down_proj=w8': unknown scheme 'w8': known are …did you mean 'w8a8'",
+            id="unknown scheme",
+        ),
+        pytest.param(
+            "first:1=bf16,model.layers.0.*=w8a8",
+            "'model.layers.0.*=w8a8' changes nothing: … 'first:1=bf16' comes",
+            id="idle rule",
+        ),
+        pytest.param(
+            "*.q_proj=w8a8",
+            (
+                "'model.layers.0.self_attn.qkv_proj' as one, so its 3 layers need one scheme, "
+                "but …q_proj' takes 'w8a8' by rule '*.q_proj=w8a8', …k_proj' takes 'w4a16' by "
+                "no rule; match all"
+            ),
+            id="stack split by a pattern",
+        ),
+        pytest.param(
+            "*.1.mlp.up_proj=bf16",
+            r"gate_up_proj' as one, …for example re:.*\.(gate_proj|up_proj)$)",
+            id="stack split by a layer",
+        ),
+        pytest.param(
+            "*=w8a8",
+            (
+                "'*=w8a8' would quantize 'lm_head'; … names them exactly ('lm_head=w8a8'); put "
+                "a rule before"
+            ),
+            id="head by a wildcard",
+        ),
+        pytest.param(
+            "re:.*(_proj|head)$=w8a8", "would quantize 'lm_head'", id="head by a regular expression"
+        ),
+        pytest.param(
+            "*embed*=w8a8",
+            "would quantize 'model.embed_tokens', which cannot be: it is looked up",
+            id="embedding by a wildcard",
+        ),
+        pytest.param(
+            "model.embed_tokens=w8a8",
+            "would quantize 'model.embed_tokens', which cannot be: it is looked up",
+            id="embedding by name",
+        ),
+        pytest.param(
+            "model.*=w8a8", "would quantize 'model.embed_tokens'", id="embedding by a prefix"
+        ),
+        pytest.param(
+            "*.layers.*=w8a8",
+            (
+                "scheme 'w4a16' quantizes none of the model's 22 linear layers; the rules take "
+                "them all"
+            ),
+            id="nothing left for the main scheme",
+        ),
+        pytest.param(
+            "*=bf16", "quantizes none of the model's 22 linear layers", id="nothing quantized"
+        ),
+        pytest.param(
+            "first:1", "layers.0: 'first:1' is no layer rule; write PATTERN=SCHEME", id="no scheme"
+        ),
+        pytest.param("=w8a8", "layer rule '=w8a8' needs a pattern and a scheme", id="no pattern"),
+        pytest.param(
+            "first:0=bf16", "counts decoder layers with '0'; write first:1", id="count of zero"
+        ),
+        pytest.param("last:x=bf16", "counts decoder layers with 'x'", id="count that is no number"),
+        pytest.param(
+            "re:(=bf16",
+            "'re:(=bf16' is no regular expression: missing )",
+            id="broken regular expression",
+        ),
+        pytest.param(
+            "[{match: a, schema: b}]",
+            "layers: {'match': 'a', …} lacks 'scheme'; …layers.0.schema 'b' is no key",
+            id="wrong key",
+        ),
+    ],
+)
 def test_a_rule_that_cannot_be_meant_or_read_is_refused(text: str, message: str):
     with pytest.raises((SchemeError, ConfigError), match=pattern(message)):
         plan_of(text)
 
 
-@pytest.mark.parametrize(("text", "message"), cases(__file__, "experts"))
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        pytest.param(
+            "model.layers.0.*=w8a8",
+            "would quantize 'model.layers.0.mlp.gate'; … routers",
+            id="router",
+        ),
+        pytest.param(
+            "*.down_proj=w8a8",
+            "'model.layers.0.mlp.experts' as one, so its 6 layers need one scheme",
+            id="experts split by matrix",
+        ),
+        pytest.param(
+            "*.experts.1.*=bf16",
+            "'model.layers.0.mlp.experts' as one",
+            id="experts split by number",
+        ),
+    ],
+)
 def test_rules_that_quantize_routers_or_split_experts_are_refused(text: str, message: str):
     with pytest.raises(SchemeError, match=pattern(message)):
         plan_of(text, layers=MOE)
@@ -157,7 +277,20 @@ def test_rules_that_quantize_routers_or_split_experts_are_refused(text: str, mes
     assert of(spared, "model.layers.0.mlp.exp*") == {"w8a8"}
 
 
-@pytest.mark.parametrize("text", cases(__file__, "ways"))
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param(r"first:1=bf16, re:.*\.(gate|up){1,2}_proj$=w8a8", id="text"),
+        pytest.param(
+            (
+                r"[{match: 'first:1', scheme: bf16}, {match: 're:.*\.(gate|up){1,2}_proj$', "
+                "scheme: w8a8}]"
+            ),
+            id="mappings",
+        ),
+        pytest.param(r"['first:1=bf16', 're:.*\.(gate|up){1,2}_proj$=w8a8']", id="texts"),
+    ],
+)
 def test_rules_parse_the_same_from_text_lists_and_mappings(tmp_path, text: str):
     pattern = r"re:.*\.(gate|up){1,2}_proj$"
     expected = (

@@ -25,7 +25,6 @@ from qarl.quant.model.kept_scales import (
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.schemes import MASTER_DTYPES, Scheme, SchemeError, get_scheme
 from qarl.quant.types import LowBitTensor
-from tests.support.cases import cases
 from tests.support.learners import all_equal, random_model
 from tests.support.models import (
     all_logits,
@@ -249,7 +248,15 @@ def test_codes_that_masters_cannot_hold_are_refused():
         start_from_codes(kept_model(random_model().bfloat16(), "w8a8"), tensors)
 
 
-@pytest.mark.parametrize(("scheme", "message"), cases(__file__, "not kept"))
+@pytest.mark.parametrize(
+    ("scheme", "message"),
+    [
+        pytest.param("bf16", "'kept' with scheme 'bf16', which has no scales", id="bf16"),
+        pytest.param("fp8", "'kept' is for integer weights, and scheme 'fp8' of layer", id="fp8"),
+        pytest.param("nvfp4a16", "scheme 'nvfp4a16' of layer", id="nvfp4a16"),
+        pytest.param("fp8-block", "scheme 'fp8-block' of layer", id="fp8-block"),
+    ],
+)
 def test_scales_are_kept_of_integers_alone(scheme: str, message: str):
     plan = plan_layers(random_model(), get_scheme(scheme))
     with pytest.raises(SchemeError, match=message):

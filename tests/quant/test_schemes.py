@@ -35,7 +35,6 @@ from qarl.run.preflight import check_input
 from qarl.sync.export import export_checkpoint
 from qarl.tasks import load_task
 from tests.support import Policies
-from tests.support.cases import cases
 from tests.support.kernels import AVX512, VLLM_CPU_KERNELS, no_cuda
 from tests.support.models import cast, low_bit, qwen3
 from tests.support.tensors import same_bits
@@ -103,7 +102,21 @@ def test_float32_is_refused_for_schemes_without_a_float32_kernel():
     assert able == "'bf16', 'w8a8', 'w4a8', 'fp8'"
 
 
-@pytest.mark.parametrize(("scheme", "kernel", "said"), cases(__file__, "kernels"))
+@pytest.mark.parametrize(
+    ("scheme", "kernel", "said"),
+    [
+        ("nvfp4", "MarlinNvFp4LinearKernel", "leaves activations in the compute dtype"),
+        ("fp8-block", "CPUFp8BlockScaledMMKernel", "leaves activations in the compute dtype"),
+        ("mxfp4a16", "FlashInferMxFp4LinearKernel", "quantizes activations"),
+        ("mxfp4a16", "MarlinMxFp4LinearKernel", ""),
+        ("nvfp4a16", "FlashInferCuteDslNvFp4W4A16LinearKernel", ""),
+        ("nvfp4", "CutlassNvFp4LinearKernel", ""),
+        ("w4a16", "CPUWNA16LinearKernel", ""),
+        ("w4a16", "CPUWNA16LinearKernel, {int8}", "quantizes activations"),
+        ("w4a16", "CPUWNA16LinearKernel, {int8}, per expert", "quantizes activations"),
+        ("w4a16", "CPUExpertsInt4", "quantizes activations"),
+    ],
+)
 def test_kernels_that_compute_something_else_are_refused(scheme: str, kernel: str, said: str):
     """Contract: a kernel with other arithmetic than the scheme's is refused. vLLM falls back to
     weight-only kernels, and away from them, without a message, and the scheme's name would then be
@@ -214,7 +227,13 @@ def test_a_scheme_whose_groups_do_not_divide_the_models_width_does_not_run(
         assert lines["w4a16-g64"].split()[-1] == "yes"
 
 
-LLMCOMPRESSOR_PRESETS = cases(__file__, "presets")
+LLMCOMPRESSOR_PRESETS = {
+    "w8a16": "W8A16",
+    "w4a8": "W4A8",
+    "fp8-block": "FP8_BLOCK",
+    "nvfp4a16": "NVFP4A16",
+    "mxfp4a16": "MXFP4A16",
+}
 """Presets that llmcompressor writes without calibration data. tests/runs/test_ptq.py covers the
 baseline's schemes.
 """

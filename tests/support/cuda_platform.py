@@ -30,7 +30,6 @@ from qarl.quant.checkpoint.families import ExpertLayout, ExpertsShape
 from qarl.quant.kernels.vllm_cpu import register
 from qarl.quant.runtime.libraries import SETTLED
 from qarl.quant.schemes import Scheme, SchemeError, write_quantization_config
-from tests.support.cases import cases
 
 CAPABILITIES = [
     (8, 0),
@@ -43,7 +42,14 @@ LAYOUT = ExpertLayout()
 _PACKAGES = ("has_humming", "has_deep_gemm")
 """Packages that the CUDA lock installs or that vLLM's wheel for CUDA bundles."""
 
-_WHEEL: dict[str, int] = cases(__file__, "wheel")
+_WHEEL: dict[str, int] = {
+    "cutlass_scaled_mm_supports_fp8": 89,
+    "cutlass_scaled_mm_supports_block_fp8": 90,
+    "CUTLASS_BLOCK_FP8_SUPPORTED": 90,
+    "cutlass_scaled_mm_supports_fp4": 100,
+    "mxfp4_experts_quant_supported": 100,
+    "cutlass_group_gemm_supported": 90,
+}
 """Questions that the wheel's operators answer → the lowest capability with a positive answer."""
 _LAZY = (
     "vllm.model_executor.layers.fused_moe.oracle",

@@ -10,11 +10,26 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.support.cases import cases
-
 ELSEWHERE = "qarl.integrations."
 """Modules that need other trainers' libraries, which few machines have."""
-LIBRARIES = cases(__file__, "libraries")
+LIBRARIES = [
+    "numba",
+    "pandas",
+    "pyarrow.parquet",
+    "reasoning_gym",
+    "torch.utils.tensorboard",
+    "vllm.distributed.elastic_ep.elastic_execute",
+    "vllm.entrypoints.launchers.cli_args",
+    "vllm.entrypoints.llm",
+    "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors",
+    "vllm.model_executor.models.qwen3",
+    "vllm.model_executor.models.qwen3_moe",
+    "vllm.triton_utils.dispatcher",
+    "vllm.utils.cpu_triton_utils",
+    "vllm.v1.core.sched.scheduler",
+    "vllm.v1.engine.llm_engine",
+    "vllm.v1.worker.cpu_worker",
+]
 
 
 @functools.cache

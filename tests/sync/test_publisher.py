@@ -22,7 +22,6 @@ from qarl.quant.types import LowBitTensor
 from qarl.rollout.engine import LoadReport
 from qarl.sync.export import ExportError, checkpoint_config, write_checkpoint
 from qarl.sync.publisher import Publisher, PublishError
-from tests.support.cases import cases
 from tests.support.learners import make_learner
 
 SIZES = {"a": 4, "b.w": 1, "c": 4, "d": 1}
@@ -103,7 +102,23 @@ def test_a_publish_reports_what_was_sent():
     assert published.canary is None
 
 
-@pytest.mark.parametrize(("unconsumed", "missing", "problem"), cases(__file__, "lost"))
+@pytest.mark.parametrize(
+    ("unconsumed", "missing", "problem"),
+    [
+        pytest.param(
+            ["x", "y"], [], "no engine layer took x, y; the run stops here", id="two unconsumed"
+        ),
+        pytest.param(
+            ["x", "y", "z"], [], "no engine layer took x, y, z; the run", id="three unconsumed"
+        ),
+        pytest.param(
+            [],
+            ["v", "w", "x", "y", "z"],
+            "the engine expected more tensors for v, w, x and 2 more;",
+            id="five missing",
+        ),
+    ],
+)
 def test_unconsumed_or_missing_tensors_stop_the_run(
     unconsumed: list[str], missing: list[str], problem: str
 ):
