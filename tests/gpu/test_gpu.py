@@ -27,7 +27,7 @@ from qarl.quant.schemes import SCHEMES, get_scheme
 from tests.support import Policies
 from tests.support.gpu_schemes import RUNS_EXPERTS, bound, need
 from tests.support.kernels import needs_cuda
-from tests.support.tensors import relative_error, same_bits
+from tests.support.tensors import relative_error, same_bits, seeded
 
 pytestmark = [pytest.mark.gpu, needs_cuda("the products and codes of GPUs")]
 DTYPE = torch.bfloat16
@@ -35,14 +35,15 @@ schemes = pytest.mark.parametrize("scheme", SCHEMES)
 
 
 def values(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 0.1
+    return torch.randn(*shape, generator=seeded(seed)) * 0.1
 
 
 @schemes
 @pytest.mark.parametrize("master", [torch.float32, torch.bfloat16])
 def test_codes_are_those_of_the_cpu(scheme: str, master: torch.dtype):
     weight = values(256, 512).to(master)
-    on_cpu, on_gpu = (materialize(w, get_scheme(scheme), DTYPE) for w in (weight, weight.cuda()))
+    on_cpu = materialize(weight, get_scheme(scheme), DTYPE)
+    on_gpu = materialize(weight.cuda(), get_scheme(scheme), DTYPE)
     assert same_bits(
         on_cpu.tensors(),
         ((name, tensor.cpu()) for name, tensor in on_gpu.tensors()),
@@ -117,11 +118,7 @@ def test_experts_agree_with_the_dequantized_ones(
     gate_up = values(experts, 2 * inner, hidden).cuda()
     down = values(experts, hidden, inner, seed=3).cuda()
     x = values(tokens, hidden, seed=1).cuda().to(DTYPE)
-    index = (
-        torch.rand(tokens, experts, generator=torch.Generator().manual_seed(4))
-        .topk(top_k)
-        .indices.cuda()
-    )
+    index = torch.rand(tokens, experts, generator=seeded(4)).topk(top_k).indices.cuda()
     weights = torch.full((tokens, top_k), 1 / top_k, device="cuda")
 
     def run(kernel: str) -> list[torch.Tensor]:
@@ -192,7 +189,8 @@ def test_an_engine_that_was_published_to_equals_a_fresh_one(
     engine.close()
     export_checkpoint(model, folder, tmp_path / "end")
     fresh = VllmEngine(tmp_path / "end", options)
-    first, second = (torch.tensor(list(chain(*fresh.logprobs(sequences)))) for _ in range(2))
+    first = torch.tensor(list(chain(*fresh.logprobs(sequences))))
+    second = torch.tensor(list(chain(*fresh.logprobs(sequences))))
     fresh.close()
     difference = (torch.tensor(list(chain(*published))) - first).abs().max()
     assert difference <= 2 * (second - first).abs().max(), f"{difference} nats"

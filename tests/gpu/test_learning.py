@@ -27,6 +27,7 @@ from tests.support.learners import (
     random_batch,
     random_model,
 )
+from tests.support.tensors import seeded
 
 pytestmark = [pytest.mark.gpu, needs_cuda("learning on GPUs")]
 DEVICE = "cuda"
@@ -44,7 +45,7 @@ def learner(
         add_adapters(model, LoraConfig(rank=4), 0)
         for name, factor in model.masters.items():
             if name.endswith("lora_B"):
-                noise = torch.randn(factor.shape, generator=torch.Generator().manual_seed(1))
+                noise = torch.randn(factor.shape, generator=seeded(1))
                 factor.data.copy_(0.02 * noise)
     return model
 

@@ -31,7 +31,7 @@ from qarl.quant.materialize.activations import quantize_activation
 from qarl.quant.schemes import get_scheme
 from tests.support.kernels import needs_cuda
 from tests.support.operators import differentiated, make_operator, rope
-from tests.support.tensors import relative_error
+from tests.support.tensors import pairwise_equal, relative_error, seeded
 
 pytestmark = [pytest.mark.gpu, needs_cuda("the operators of GPUs")]
 BF16 = torch.bfloat16
@@ -39,7 +39,7 @@ LENGTHS = [300, 1, 77, 1024, 2]
 
 
 def values(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).cuda().to(BF16)
+    return torch.randn(*shape, generator=seeded(seed)).cuda().to(BF16)
 
 
 OPERATORS: dict[str, tuple[Callable[[], CustomOp], list[int]]] = {
@@ -62,14 +62,15 @@ def test_operators_are_the_engines_kernels_with_gradients(
     in fp32. No input is changed.
     """
     make, columns = OPERATORS[name]
-    operator, exact = (make_operator(make, dtype, device="cuda") for dtype in (BF16, torch.float32))
+    operator = make_operator(make, BF16, device="cuda")
+    exact = make_operator(make, torch.float32, device="cuda")
     leaves = [values(tokens, n, seed=seed).requires_grad_() for seed, n in enumerate(columns)]
     before = [t.detach().clone() for t in leaves]
     positions = [torch.arange(tokens, device="cuda")] if "rotation" in name else []
     y, ours = differentiated(
         operator, [*positions, *leaves], [w.master for w in operator.weights.values()]
     )
-    assert all(torch.equal(leaf, t) for leaf, t in zip(leaves, before, strict=True))
+    assert pairwise_equal(leaves, before)
     exact.method = exact.native
     monkeypatch.setattr(operators, "_written_out", lambda operator: None)
     fp32 = [*positions, *(t.float().requires_grad_() for t in before)]
@@ -179,9 +180,8 @@ def test_gradients_of_128_experts_at_once_are_those_of_the_loop():
     without any.
     """
     shape = ExpertsShape(128, 8, 2048, 768, "silu", ExpertLayout())
-    gate_up, down = (
-        nn.Parameter(values(*s).float() * 0.03) for s in ((128, 1536, 2048), (128, 2048, 768))
-    )
+    gate_up = nn.Parameter(values(128, 1536, 2048).float() * 0.03)
+    down = nn.Parameter(values(128, 2048, 768).float() * 0.03)
     context = LayerContext(BF16, "reference")
     experts = RoutedLowBitExperts(
         "model.layers.0.mlp.experts", gate_up, down, shape, get_scheme("w4a16"), context

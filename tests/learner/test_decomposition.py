@@ -52,10 +52,13 @@ from tests.support.learners import (
 from tests.support.models import cast, low_bit
 from tests.support.moe_models import CONFIGS, random_moe
 from tests.support.profiles import examples
+from tests.support.tensors import seeded
 
 MINI_BATCHES = 4
 PARTS = ("dtype", "scheme", "staleness", "kernel")
 NOISE = 0.05
+Recorded = tuple[dict[str, torch.Tensor], torch.Tensor]
+"""Masters before an update, and its rows."""
 
 
 def learner_of(
@@ -87,9 +90,10 @@ def scored(model: PreTrainedModel, batch: Batch, rows: torch.Tensor) -> torch.Te
     for part in micro_batches(batch, rows, 16384):
         some = batch.rows(part)
         with torch.no_grad():
-            logp = model(input_ids=some.tokens).logits.float().log_softmax(-1)[:, :-1]
-        picked = logp.gather(-1, some.tokens[:, 1:, None])[..., 0] * some.response_mask
-        found[part, : picked.shape[1]] = picked
+            logits = model(input_ids=some.tokens).logits.float()
+        logp = logits.log_softmax(-1)[:, :-1]
+        picked = logp.gather(-1, some.tokens[:, 1:, None])[..., 0]
+        found[part, : picked.shape[1]] = picked * some.response_mask
     return found
 
 
@@ -102,11 +106,11 @@ def dequantized_model(masters: dict[str, torch.Tensor], scheme: str) -> PreTrain
     return cast(model, torch.bfloat16)
 
 
-def record_updates(learner: Learner) -> list[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+def record_updates(learner: Learner) -> list[Recorded]:
     """Return a list that receives, before every update, a copy of the masters and the rows of the
     update.
     """
-    updates: list[tuple[dict[str, torch.Tensor], torch.Tensor]] = []
+    updates: list[Recorded] = []
     update = learner._update
 
     def record(learning: Learning, *arguments: Any) -> object:
@@ -133,7 +137,8 @@ def test_planted_parts_are_recovered_and_named(planted: str):
     batch = batch_of()
     with learner.model.forward_as(Forward.PUBLISHED):
         sampler = logprobs_of(learner, batch).values
-    signs = torch.randint(0, 2, sampler.shape, generator=torch.Generator().manual_seed(1)) * 2.0 - 1
+    coins = torch.randint(0, 2, sampler.shape, generator=seeded(1))
+    signs = coins * 2.0 - 1
     noise = NOISE * signs * batch.response_mask * (every or planted == "kernel")
     batch = dataclasses.replace(batch, sampler_logprobs=sampler + noise)
     updates = record_updates(learner)
@@ -300,7 +305,9 @@ def stale_batch(learner: Learner) -> Batch:
     now = logprobs_of(learner, batch).values
     position = batch.response_mask.cumsum(-1)
     length = batch.response_mask.sum(-1, keepdim=True)
-    behind = (1 - batch.group % 2)[:, None] * (batch.response_mask & (2 * position <= length))
+    even_group = (1 - batch.group % 2)[:, None]
+    first_half = batch.response_mask & (2 * position <= length)
+    behind = even_group * first_half
     sampler = torch.where(behind > 0, before, now)
     return dataclasses.replace(batch, sampler_logprobs=sampler, versions_behind=behind)
 
@@ -331,7 +338,8 @@ def test_planted_staleness_is_recovered_at_its_age():
                 true.setdefault(update + MINI_BATCHES * versions, []).append(mismatch[row][tokens])
             assert log.age[row] == update + MINI_BATCHES * int(behind[row].max())
     assert list(found.age) == sorted(true)
-    assert sum(found.tokens) == sum(int(batch.response_mask[index].sum()) for _, index in updates)
+    trained = [batch.response_mask[index] for _, index in updates]
+    assert sum(found.tokens) == sum(int(mask.sum()) for mask in trained)
     by_age = dict(zip(found.age, found.mean_abs, strict=True))
     largest = max(by_age.values())
     for age, parts in true.items():
@@ -389,7 +397,8 @@ def test_ages_come_from_the_versions_that_sampled():
     first = [n for n, g in enumerate(groups) for _ in g.completions]
     assert batch.versions_behind is not None
     for behind, mask, n in zip(batch.versions_behind, batch.response_mask, first, strict=True):
-        assert behind[mask].tolist() == [7 - n, *[5 - n] * (int(mask.sum()) - 1)]
+        later = int(mask.sum()) - 1
+        assert behind[mask].tolist() == [7 - n] + [5 - n] * later
         assert not behind[~mask].any()
     assert make_batch(groups, 0).versions_behind is None
 
@@ -413,7 +422,7 @@ def test_changed_codes_are_those_that_differ_when_unpacked(
     """
     found = get_scheme(scheme)
     rows = rows if found.block is None else found.block[0]
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     weight = torch.randn(rows, 256, generator=generator)
     fresh = torch.randn(rows, 256, generator=generator)
     other = torch.where(torch.rand(weight.shape, generator=generator) < moved, fresh, weight)
@@ -484,9 +493,12 @@ def test_changes_are_those_of_masters_and_codes(scheme: str):
     assert sum(map(len, differ.values())) == sum(
         math.prod(model.shapes[layer]) for layer in published
     )
-    whole = float(torch.cat([*differ.values()]).double().mean()) if differ else None
-    assert found.records["flipped_codes"] == (whole and pytest.approx(whole))
-    assert whole is None or 0 < whole < 1
+    if differ:
+        flipped = float(torch.cat([*differ.values()]).double().mean())
+        assert found.records["flipped_codes"] == pytest.approx(flipped)
+        assert 0 < flipped < 1
+    else:
+        assert found.records["flipped_codes"] is None
     sizes = {name: master.numel() for name, master in model.masters.items()}
     assert found.records["crossed_bfloat16"] == pytest.approx(
         sum(crossed[name] * size for name, size in sizes.items()) / sum(sizes.values())
@@ -496,7 +508,9 @@ def test_changes_are_those_of_masters_and_codes(scheme: str):
 def differing_codes(old: torch.Tensor, weight: LowBitWeight) -> torch.Tensor:
     """Return which codes changed, as a flat bool tensor. A change of a zero's sign counts."""
     new = weight.unpacked().float()
-    return ((old != new) | (old.signbit() != new.signbit())).flatten()
+    other_value = old != new
+    other_sign = old.signbit() != new.signbit()
+    return (other_value | other_sign).flatten()
 
 
 @pytest.mark.parametrize(

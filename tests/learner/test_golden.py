@@ -40,7 +40,8 @@ LOGGED = [1, 5]
 
 def response_mean(values: Tensor, mask: Tensor) -> Tensor:
     """Return the mean over each response's tokens, [B, 1]."""
-    return (values * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True)
+    total = (values * mask).sum(-1, keepdim=True)
+    return total / mask.sum(-1, keepdim=True)
 
 
 @dataclasses.dataclass
@@ -256,14 +257,16 @@ class Replay:
     @staticmethod
     def forward(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return log-probs and entropies of the response tokens, fp32 [B, T-1]."""
-        logp = model(input_ids=batch.tokens).logits.float().log_softmax(-1)[:, :-1]
+        logits = model(input_ids=batch.tokens).logits.float()
+        logp = logits.log_softmax(-1)[:, :-1]
         picked = logp.gather(-1, batch.tokens[:, 1:, None])[..., 0]
         entropy = -(logp.exp() * logp).sum(-1)
         return picked * batch.response_mask, entropy * batch.response_mask
 
     def learn(self, batch: Batch, step: int) -> dict[str, Any]:
         """Learn a batch. Return its statistics and what the log shall hold."""
-        self.lr = self.run.lr * min(1.0, (step + 1) / max(self.run.warmup_steps, 1))
+        warmed_up = (step + 1) / max(self.run.warmup_steps, 1)
+        self.lr = self.run.lr * min(1.0, warmed_up)
         with torch.no_grad():
             old, entropy = self.forward(self.policy, batch)
             reference, _ = self.forward(self.start, batch)
@@ -344,7 +347,8 @@ class Replay:
         The gradient passes straight through the quantization: a weight's is its master's.
         """
         gradients = {n: p.grad for n, p in self.policy.named_parameters() if p.grad is not None}
-        norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
+        squares = [float(g.double().square().sum()) for g in gradients.values()]
+        norm = math.sqrt(sum(squares))
         factor = min(1.0, self.run.grad_clip / (norm + 1e-6))
         self.steps += 1
         for name, gradient in gradients.items():

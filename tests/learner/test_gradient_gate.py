@@ -29,14 +29,20 @@ def by_data(run: Any) -> None:
 
 def without_grad(run: Any) -> None:
     """Put a decorator that disables gradients around a forward."""
-    run.model.layers[0].self_attn.forward = torch.no_grad()(run.model.layers[0].self_attn.forward)
+    attention = run.model.layers[0].self_attn
+    attention.forward = torch.no_grad()(attention.forward)
 
 
 def compiled_helper(run: Any) -> None:
     """Replace the activation by a helper that is one operator without a derivative to autograd."""
     act = run.model.layers[0].mlp.act_fn
-    kept = act._forward_method
-    act._forward_method = lambda x: kept(x.detach()) + 0 * x.sum(-1, keepdim=True).detach()
+    original = act._forward_method
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        constant = x.detach()
+        return original(constant) + 0 * constant.sum(-1, keepdim=True)
+
+    act._forward_method = forward
 
 
 def by_weight_of_its_own(run: Any) -> None:

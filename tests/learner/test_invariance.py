@@ -85,7 +85,8 @@ def test_packed_experts_are_those_replayed_and_padding_reaches_no_router():
     for ours, theirs in zip(model.router_log.logits, of_all, strict=True):
         torch.testing.assert_close(ours.detach(), theirs, rtol=0, atol=0.02)
     other = dataclasses.replace(batch, experts=batch.experts.flip(1))  # type: ignore[union-attr]
-    assert (logprob_gradients(model, other, packed=other.packed())[0] - packed).abs().max() > 0.05
+    by_other_experts, _ = logprob_gradients(model, other, packed=other.packed())
+    assert (by_other_experts - packed).abs().max() > 0.05
 
 
 @pytest.mark.parametrize("kernel", ["vllm", "reference"])
@@ -99,10 +100,9 @@ def test_a_shared_prompt_changes_no_log_prob(scheme: str, kernel: str):
     batch = batch_of()
     each, expected = logprob_gradients(model, batch, packed=batch.packed())
     packed = batch.packed(share_prompts=True)
-    again = torch.tensor([group in batch.group[:row] for row, group in enumerate(batch.group)])
-    assert int(packed.kept.sum()) == int(batch.length.sum()) - int(
-        (batch.prompt_length() * again).sum()
-    )
+    repeats = torch.tensor([group in batch.group[:row] for row, group in enumerate(batch.group)])
+    saved = int((batch.prompt_length() * repeats).sum())
+    assert int(packed.kept.sum()) == int(batch.length.sum()) - saved
     once, found = logprob_gradients(model, batch, packed=packed)
     torch.testing.assert_close(once, each, rtol=0, atol=0 if kernel == "vllm" else 0.1)
     assert drift(found, expected)[1] <= 0.02
@@ -188,8 +188,10 @@ def test_log_probs_and_gradients_are_autograds(temperature: float):
     ours, found = logprob_gradients(model, batch, chunk_tokens=5, temperature=temperature)
     mask = batch.response_mask
     wanted = torch.nn.functional.pad(batch.response_mask, (0, 1))
-    logp = (model.head(model.hidden(batch.tokens, wanted)) / temperature).log_softmax(-1)
-    picked = logp.gather(-1, batch.tokens[:, 1:][mask][:, None])[:, 0]
+    logits = model.head(model.hidden(batch.tokens, wanted))
+    logp = (logits / temperature).log_softmax(-1)
+    targets = batch.tokens[:, 1:][mask]
+    picked = logp.gather(-1, targets[:, None])[:, 0]
     weights = torch.linspace(-1, 1, mask.numel()).view_as(mask)[mask]
     (picked * weights).sum().backward()
     expected = {n: p.grad for n, p in model.masters.items() if p.grad is not None}

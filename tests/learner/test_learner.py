@@ -134,7 +134,8 @@ def test_the_gradient_is_the_objectives_by_hand():
     loss = -(w * advantages * logprobs.sum(-1) / lengths).mean()
     loss.backward()
     gradients = {n: p.grad for n, p in learner.model.masters.items() if p.grad is not None}
-    norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
+    squares = [float(g.double().square().sum()) for g in gradients.values()]
+    norm = math.sqrt(sum(squares))
     assert norm > 0.01
     assert stats.grad_norm == pytest.approx(norm, rel=1e-4)
     for name, gradient in gradients.items():
@@ -166,13 +167,15 @@ def test_learning_raises_what_was_rewarded(scheme: str):
     assert first.entropy == pytest.approx(old.entropy, rel=1e-5)
     assert first.mismatch.mean_abs == 0.0
     assert first.mismatch.k3 == 0.0
-    assert not any(torch.equal(before[n], after) for n, after in masters_of(learner).items())
+    stepped = masters_of(learner)
+    assert not any(torch.equal(before[name], stepped[name]) for name in stepped)
     for seed in range(1, 4):
         learner.learn(batch, step=seed)
     new = learners.logprobs_of(learner, batch).values
     lengths = batch.response_mask.sum(-1)
-    gain = ((new - old.values).sum(-1) / lengths * batch.advantages.sum(-1) / lengths).mean()
-    assert gain > 0.05
+    rise = (new - old.values).sum(-1) / lengths
+    advantages = batch.advantages.sum(-1) / lengths
+    assert (rise * advantages).mean() > 0.05
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
@@ -274,10 +277,9 @@ def test_a_restored_learner_continues_bit_for_bit(
     assert not all_equal(masters_of(learner), masters_of(other))
     file = io.BytesIO()
     torch.save(learner.state_dict(), file)
-    assert (
-        not adapted
-        or file.getbuffer().nbytes < sum(p.nbytes for p in learner.model.loaded.values()) / 4
-    )
+    if adapted:
+        base_bytes = sum(p.nbytes for p in learner.model.loaded.values())
+        assert file.getbuffer().nbytes < base_bytes / 4
     file.seek(0)
     other.load_state_dict(torch.load(file))
     assert torch.equal(
@@ -538,9 +540,8 @@ def test_log_probs_computed_within_updates_equal_those_computed_beforehand(name:
     Both orders differ in the last bit at most, because rows are multiplied in other micro-batches;
     fp32 keeps that small.
     """
-    beforehand, within = (
-        make_learner(**FP32, objective={"name": name}, optimizer={"lr": 1e-5}) for _ in range(2)
-    )
+    beforehand = make_learner(**FP32, objective={"name": name}, optimizer={"lr": 1e-5})
+    within = make_learner(**FP32, objective={"name": name}, optimizer={"lr": 1e-5})
     mismatches = []
     first = beforehand.learn(batch_of(), 0, lambda mismatch, _: mismatches.append(mismatch))
     second = within.learn(batch_of(), 0)
@@ -575,7 +576,8 @@ def test_reserved_bytes_are_those_of_gradients_and_moments():
     with reserved(learner.model, learner.config, 1):
         learner.learn(batch_of(), 0)
     state = learner.sharded.state_dict()["optimizer"]["masters"].values()
-    moments = [t for master in state for part in master["moments"] for t in part.values() if t.ndim]
+    parts = [part for master in state for part in master["moments"]]
+    moments = [tensor for part in parts for tensor in part.values() if tensor.ndim]
     gradients = sum(master.numel() for master in learner.model.masters.values())
     assert counted == 4 * (gradients + sum(t.numel() for t in moments))
 
@@ -669,7 +671,8 @@ def test_gradients_that_stay_infinite_end_the_run(dtype: torch.dtype, skips: int
 
 def test_good_updates_between_skips_start_the_count_again_and_a_resumed_run_does_not():
     scale = LossScale(False, 1.0, 1)
-    for finite in (*[False] * (MOST_SKIPPED - 1), True, *[False] * (MOST_SKIPPED - 1)):
+    skips = [False] * (MOST_SKIPPED - 1)
+    for finite in [*skips, True, *skips]:
         scale.update(finite)
     assert scale.scale == 1.0, "where none is needed, good updates raise none"
     resumed = LossScale(False, 1.0, 1)

@@ -4,7 +4,7 @@ schedule.
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +31,7 @@ from qarl.learner.scorer import Scorer
 from qarl.quant.runtime.shards import Share
 from qarl.quant.schemes import get_scheme
 from qarl.rollout.types import Completion, Group, Prompt
+from tests.support.tensors import pairwise_equal, seeded
 
 
 @given(
@@ -46,15 +47,16 @@ def test_advantage_estimators_have_their_defining_formulas(groups: int, samples:
     rewards = torch.rand(
         groups,
         samples,
-        generator=torch.Generator().manual_seed(seed),
+        generator=seeded(seed),
         dtype=torch.float64,
     )
     rewards[::2] = rewards[::2, :1]
     rewards[::2, 0] += (torch.arange(groups)[::2] % 4 == 0).double()
     others = torch.stack(
-        [torch.cat([r[:i], r[i + 1 :]]).mean() for r in rewards for i in range(samples)]
+        [row[torch.arange(samples) != i].mean() for row in rewards for i in range(samples)]
     )
-    differ = (rewards.max(-1).values > rewards.min(-1).values)[:, None]
+    highest = rewards.amax(-1, keepdim=True)
+    differ = highest > rewards.amin(-1, keepdim=True)
     dr_grpo = torch.where(differ, rewards - rewards.mean(-1, keepdim=True), 0.0)
     rloo = torch.where(differ, rewards - others.view_as(rewards), 0.0)
     torch.testing.assert_close(group_advantages(rewards, "dr_grpo"), dr_grpo)
@@ -80,7 +82,9 @@ def test_equal_rewards_that_are_no_binary_fractions_teach_nothing(reward: float)
     by a last bit.
     """
     assert torch.full((1, 8), reward).std() > 0
-    assert not any(group_advantages(torch.full((1, n), reward), "grpo").any() for n in range(2, 17))
+    for samples in range(2, 17):
+        rewards = torch.full((1, samples), reward)
+        assert not group_advantages(rewards, "grpo").any()
 
 
 def completion(token_ids: Sequence[int], logprobs: Sequence[float]) -> Completion:
@@ -172,7 +176,8 @@ def batches(draw: st.DrawFn) -> Batch:
             tuple(range(1, 1 + draw(st.integers(1, 12)))),
         )
         lengths = draw(st.lists(st.integers(1, 20), min_size=samples, max_size=samples))
-        completions = tuple(completion(range(n), [-0.1 - k for k in range(n)]) for n in lengths)
+        logprobs = [[-0.1 - k for k in range(n)] for n in lengths]
+        completions = tuple(completion(range(len(row)), row) for row in logprobs)
         groups.append(Group(prompt, completions, tuple(float(n) for n in lengths)))
     return make_batch(groups, pad_token=0)
 
@@ -194,16 +199,12 @@ def test_mini_batches_partition_whole_groups(batch: Batch, count: int, seed: int
     held = [set(batch.group[index].tolist()) for index in cut]
     assert sum(len(h) for h in held) == groups
     assert max(len(h) for h in held) - min(len(h) for h in held) <= 1
-    assert all(
-        torch.equal(a, b) for a, b in zip(cut, mini_batches(batch, count, seed), strict=True)
-    )
+    assert pairwise_equal(cut, mini_batches(batch, count, seed))
 
 
 def test_mini_batches_are_shuffled_by_their_seed():
-    groups = [
-        Group(Prompt(str(g), "", (1,)), (completion([2], [0.0]),) * 2, (0.0, 1.0))
-        for g in range(12)
-    ]
+    pair = (completion([2], [0.0]),) * 2
+    groups = [Group(Prompt(str(g), "", (1,)), pair, (0.0, 1.0)) for g in range(12)]
     batch = make_batch(groups, 0)
     firsts = {tuple(mini_batches(batch, 4, seed)[0].tolist()) for seed in range(20)}
     assert len(firsts) > 10
@@ -226,7 +227,8 @@ def test_micro_batches_cover_rows_within_the_token_budget(
     def size(rows: torch.Tensor) -> int:
         if sharing:
             return int(batch.rows(rows).packed(share_prompts=True).kept.sum())
-        return int(batch.length[rows].sum() if packed else len(rows) * batch.length[rows].max())
+        lengths = batch.length[rows]
+        return int(lengths.sum() if packed else len(rows) * lengths.max())
 
     index = torch.tensor(data.draw(st.permutations(range(len(batch.tokens)))))
     index = index[: data.draw(st.integers(1, len(index)))]
@@ -416,7 +418,8 @@ def test_positions_are_cut_into_the_agreed_number_of_chunks(chunks: int):
     parts = _in_chunks(hidden, targets, 2, chunks)
     repeated = max(0, chunks - 3)
     assert len(parts) == chunks
-    assert torch.cat([chosen for _, chosen in parts]).tolist() == [5, 6, 7] + [5] * repeated
+    chosen = torch.cat([targets for _, targets in parts])
+    assert chosen.tolist() == [5, 6, 7] + [5] * repeated
     assert torch.equal(
         torch.cat([x for x, _ in parts]),
         torch.cat([hidden, hidden[:1].repeat(repeated, 1)]),
@@ -517,27 +520,19 @@ def test_the_learning_rate_rises_holds_and_falls():
     """Contract: of 10 steps with 4 of warm-up and 2 of decay, the rates are 1/4, 2/4, 3/4, 1, then
     1, and 1, 1/2 over the last two. Without warm-up and decay the rate is constant.
     """
-    assert [Schedule(1.0, 4, 2, 10).rate(s) for s in range(10)] == [
-        0.25,
-        0.5,
-        0.75,
-        1,
-        1,
-        1,
-        1,
-        1,
-        1,
-        0.5,
-    ]
-    assert [Schedule(3e-4, 0, 0, 3).rate(s) for s in range(3)] == [3e-4] * 3
-    assert [Schedule(1.0, 4, 4, 4).rate(s) for s in range(4)] == [0.25, 0.5, 0.5, 0.25]
-    assert [Schedule(1.0, 0, 100, 4).rate(s) for s in range(4)] == [
-        1,
-        0.75,
-        0.5,
-        0.25,
-    ], "a short run begins at lr too"
-    assert [Schedule(1.0, 0, decay, 3).rate(4) for decay in (0, 2)] == [1.0, 0.0]
-    assert [Schedule(1.0, 2, 0, None).rate(s) for s in (0, 1, 10**6)] == [0.5, 1, 1]
+
+    def rates(schedule: Schedule, steps: Iterable[int]) -> list[float]:
+        return [schedule.rate(step) for step in steps]
+
+    rising = [0.25, 0.5, 0.75]
+    assert rates(Schedule(1.0, 4, 2, 10), range(10)) == [*rising, *[1] * 6, 0.5]
+    assert rates(Schedule(3e-4, 0, 0, 3), range(3)) == [3e-4] * 3
+    assert rates(Schedule(1.0, 4, 4, 4), range(4)) == [0.25, 0.5, 0.5, 0.25]
+    short = rates(Schedule(1.0, 0, 100, 4), range(4))
+    assert short == [1, 0.75, 0.5, 0.25], "a short run begins at lr too"
+    assert Schedule(1.0, 0, 0, 3).rate(4) == 1.0
+    assert Schedule(1.0, 0, 2, 3).rate(4) == 0.0
+    endless = Schedule(1.0, 2, 0, None)
+    assert rates(endless, (0, 1, 10**6)) == [0.5, 1, 1]
     with pytest.raises(ConfigError, match=r"decay_steps is 3.*how many steps"):
         make_schedule(OptimizerConfig(decay_steps=3), None)

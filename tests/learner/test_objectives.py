@@ -41,6 +41,7 @@ from qarl.learner.objectives.ratios import (
 from qarl.learner.processes import Processes
 from tests.support.cases import pattern
 from tests.support.profiles import examples
+from tests.support.tensors import seeded
 
 Rows = Sequence[Sequence[float]]
 CORRECTIONS = [name for section in get_args(AnyCorrection) for name in section.names()]
@@ -63,7 +64,9 @@ def loss_input(
     """
     longest = max(len(row) for row in cur_old)
     response_mask = torch.zeros(len(cur_old), longest, dtype=torch.bool)
-    current, old, sampler = (torch.zeros(len(cur_old), longest, dtype=dtype) for _ in range(3))
+    current = torch.zeros(len(cur_old), longest, dtype=dtype)
+    old = torch.zeros(len(cur_old), longest, dtype=dtype)
+    sampler = torch.zeros(len(cur_old), longest, dtype=dtype)
     for b, (upper, lower) in enumerate(zip(cur_old, old_sampler, strict=True)):
         for t, (up, low) in enumerate(zip(upper, lower, strict=True)):
             response_mask[b, t] = True
@@ -90,7 +93,7 @@ def random_input(
     spread: float = 0.3,
     dtype=torch.float64,
 ):
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
 
     def rows() -> list[list[float]]:
         return [(torch.randn(n, generator=generator) * spread).tolist() for n in lengths]
@@ -114,6 +117,10 @@ def evaluate(given: LossInput, config: LearnerConfig) -> tuple[torch.Tensor, tor
 def gradient(loss: torch.Tensor, given: LossInput) -> torch.Tensor:
     (found,) = torch.autograd.grad(loss, given.current)
     return found
+
+
+def dot(a: Sequence[float], b: Sequence[float]) -> float:
+    return sum(x * y for x, y in zip(a, b, strict=True))
 
 
 def totals(given: LossInput) -> BatchSize:
@@ -206,8 +213,10 @@ def test_grpo_by_hand():
         math.exp(-0.5),
         1.0,
     ]
-    positive = -2.0 * (w[0] * r[0] + w[1] * 1.3 + w[2] * r[2] + w[3]) / 4
-    negative = 2.0 * (w[0] * r[0] + w[1] * r[1] + w[2] * 0.8 + w[3]) / 4
+    cut_above = [r[0], 1.3, r[2], 1.0]
+    cut_below = [r[0], r[1], 0.8, 1.0]
+    positive = -2.0 * dot(w, cut_above) / 4
+    negative = 2.0 * dot(w, cut_below) / 4
     assert loss.tolist() == pytest.approx([positive, negative], rel=2e-6)
     assert clipped.tolist() == [0.25, 0.25]
     slopes = [-2.0 * a * b / 4 for a, b in zip(w, r, strict=True)]
@@ -300,7 +309,9 @@ def test_objectives_of_one_token_by_hand(name: str, case: tuple[float, float, fl
     loss, clipped = evaluate(given_, learner_config(name, correction={"name": "none"}))
     # TBPO's bounds are fp32 numbers
     assert loss.item() == pytest.approx(-value, rel=1e-7, abs=1e-12)
-    assert clipped.item() == ((value != 0 and slope == 0) or (name == "cispo" and r > 5))
+    is_flat = value != 0 and slope == 0
+    is_capped = name == "cispo" and r > 5
+    assert clipped.item() == (is_flat or is_capped)
     assert gradient(loss.sum(), given_).item() == pytest.approx(
         -r * slope,
         rel=1e-9,
@@ -426,11 +437,12 @@ def test_tbpo_is_gspo_with_dual_clip_at_matching_bounds(seed: int, spread: float
 
 
 differences = st.floats(-1.0, 1.0, width=32)
+responses = st.lists(differences, min_size=1, max_size=7)
 
 
 @pytest.mark.parametrize("name", list(OBJECTIVES))
 @given(
-    ups=st.lists(st.lists(differences, min_size=1, max_size=7), min_size=1, max_size=5),
+    ups=st.lists(responses, min_size=1, max_size=5),
     padding=st.integers(0, 9),
     seed=st.integers(0, 2**32 - 1),
 )
@@ -442,8 +454,9 @@ def test_prompt_and_padding_positions_change_no_loss_and_get_no_gradient(
     change neither losses nor clipped shares and get no gradient. Sequences do not influence each
     other.
     """
-    generator = torch.Generator().manual_seed(seed)
-    lows = [torch.rand(len(row), generator=generator).mul(3).sub(1.5).tolist() for row in ups]
+    generator = seeded(seed)
+    uniform = [torch.rand(len(row), generator=generator) for row in ups]
+    lows = [row.mul(3).sub(1.5).tolist() for row in uniform]
     tight = loss_input(
         ups,
         lows,
@@ -640,9 +653,8 @@ def test_bypass_takes_the_ratio_from_the_sampler_and_counts_phantom_clipping():
     assert share.metrics.clipped == pytest.approx(1.5 / 3)
     assert share.metrics.phantom_clipped == pytest.approx(0.5 / 3)
     assert share.metrics.clipped_positive_above == pytest.approx(1 / 3)
-    assert share.metrics.ratio_mean == pytest.approx(
-        ((math.exp(0.5) + math.exp(0.1)) / 2 + math.exp(0.5) + 1) / 3
-    )
+    ratio_means = [(math.exp(0.5) + math.exp(0.1)) / 2, math.exp(0.5), 1]
+    assert share.metrics.ratio_mean == pytest.approx(sum(ratio_means) / 3)
     decoupled = policy_loss(given_, learner_config("grpo"), totals(given_))
     assert decoupled.metrics.clipped == pytest.approx(2 / 3)
     assert decoupled.metrics.phantom_clipped == 0.0
@@ -734,7 +746,7 @@ def test_kl_estimates_by_hand(d: float, coefficient: float):
 
 @given(st.integers(0, 2**32 - 1))
 def test_a_shadow_gives_the_value_and_the_plain_forward_the_gradient(seed: int):
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     current = (-torch.rand(3, 5, generator=generator) * 9).requires_grad_()
     shadow = current.detach() + torch.randn(3, 5, generator=generator)
     mixed = shadowed(current, shadow)

@@ -23,7 +23,7 @@ from qarl.learner.optim.rounding import stochastic_round
 from tests.support.models import low_bit
 from tests.support.moe_models import CONFIGS, random_moe
 from tests.support.profiles import examples
-from tests.support.tensors import normal
+from tests.support.tensors import normal, pairwise_equal, seeded
 
 NARROW = (torch.bfloat16, torch.float16)
 narrow = pytest.mark.parametrize("dtype", NARROW, ids=str)
@@ -39,7 +39,7 @@ MATRICES = {"up", "experts.gate_up_proj"}
 
 
 def masters_in(dtype: torch.dtype, seed: int = 0) -> dict[str, nn.Parameter]:
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     return {
         name: nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
         for name, shape in SHAPES.items()
@@ -47,7 +47,7 @@ def masters_in(dtype: torch.dtype, seed: int = 0) -> dict[str, nn.Parameter]:
 
 
 def give_gradients(masters: dict[str, nn.Parameter], seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     for p in masters.values():
         p.grad = torch.randn(p.shape, generator=generator)
 
@@ -67,7 +67,7 @@ def test_stochastic_rounding_is_exact_in_expectation(dtype: torch.dtype, seed: i
     fp32 value (sums of 2^16 such numbers are exact in fp64), and each of them is one of its two
     neighbours. Blind spot: the noise's distribution; the next test draws it.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     values = torch.randn(8, generator=generator) * 10.0**exponent
     values = torch.where(
         values.abs() < 2.0**-14,
@@ -98,13 +98,11 @@ def test_stochastic_rounding_draws_unbiased_and_repeatable_noise(dtype: torch.dt
             abs(value) * 2 * spacing,
             2.0**-24 * (dtype == torch.float16),
         )
-        rounded = stochastic_round(same, dtype, torch.Generator().manual_seed(1))
+        rounded = stochastic_round(same, dtype, seeded(1))
         error = rounded.double().mean() - same[0].double()
         assert abs(error) < 5 * step / 2 / 200_000**0.5, value
-        assert torch.equal(rounded, stochastic_round(same, dtype, torch.Generator().manual_seed(1)))
-        assert not torch.equal(
-            rounded, stochastic_round(same, dtype, torch.Generator().manual_seed(2))
-        )
+        assert torch.equal(rounded, stochastic_round(same, dtype, seeded(1)))
+        assert not torch.equal(rounded, stochastic_round(same, dtype, seeded(2)))
     exact = torch.tensor(
         [
             0.0,
@@ -115,7 +113,8 @@ def test_stochastic_rounding_draws_unbiased_and_repeatable_noise(dtype: torch.dt
         ]
     )
     assert torch.equal(stochastic_round(exact, dtype, torch.Generator()).float(), exact)
-    assert stochastic_round(torch.tensor([torch.nan]), dtype, torch.Generator()).isnan().all()
+    nan = torch.tensor([torch.nan])
+    assert stochastic_round(nan, dtype, torch.Generator()).isnan().all()
 
 
 @narrow
@@ -133,7 +132,7 @@ def test_a_16_bit_step_is_torchs_step_in_fp32_rounded_once(dtype: torch.dtype, n
     theirs = {
         k: MasterStep(v, _matrices(name, k, v), settings_, "nearest", None) for k, v in wide.items()
     }
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     for step in range(3):
         give_gradients(masters, step)
         ours.step()
@@ -166,10 +165,11 @@ def test_muon_takes_linear_matrices_and_adamw_the_rest(name: str):
     # norm is no matrix, whatever the name list says
     ours = MasterOptimizer(masters, {"up", "norm"}, settings_)
     by_muon = [expected["up"]] if name == "muon" else []
+    muon_options: dict[str, Any] = {"momentum": 0.8, "adjust_lr_fn": "match_rms_adamw"}
     rest = [p for p in expected.values() if not any(p is other for other in by_muon)]
     theirs: list[torch.optim.Optimizer] = [
         torch.optim.AdamW(rest, 0.02, settings_.betas, weight_decay=0.1, fused=True),
-        *(torch.optim.Muon([p], 0.02, 0.1, 0.8, adjust_lr_fn="match_rms_adamw") for p in by_muon),
+        *(torch.optim.Muon([p], 0.02, 0.1, **muon_options) for p in by_muon),
     ]
     for step, factor in enumerate((0.5, 1.0, 0.25)):
         give_gradients(masters, step)
@@ -207,9 +207,8 @@ def test_a_restored_optimizer_continues_bit_for_bit(dtype: torch.dtype, name: st
     )
     file.seek(0)
     saved = torch.load(file, weights_only=True)
-    others, fresh = (
-        {k: nn.Parameter(v.clone()) for k, v in saved["masters"].items()} for _ in range(2)
-    )
+    others = {k: nn.Parameter(v.clone()) for k, v in saved["masters"].items()}
+    fresh = {k: nn.Parameter(v.clone()) for k, v in saved["masters"].items()}
     other, without = (MasterOptimizer(params, MATRICES, settings_) for params in (others, fresh))
     other.load_state_dict(saved["optimizer"])
     for step in (2, 3):
@@ -319,8 +318,9 @@ def test_offloaded_moments_change_no_bit(name: str):
         torch.device("cpu"),
     )
     again.load_state_dict(steps[1].state_dict())
-    for (_, _, ours), (_, _, theirs) in zip(again._moments(), steps[0]._moments(), strict=True):
-        assert torch.equal(ours, theirs)
+    restored = [tensor for _, _, tensor in again._moments()]
+    stayed = [tensor for _, _, tensor in steps[0]._moments()]
+    assert pairwise_equal(restored, stayed)
 
 
 def test_offload_without_a_gpu_is_refused():
@@ -356,7 +356,8 @@ def test_gradient_norm_covers_all_masters_and_shows_non_finite_gradients():
     assert all(p.grad is None for p in masters.values())
     narrow = {"a": nn.Parameter(torch.zeros(300, 300, dtype=torch.float16))}
     optimizer = MasterOptimizer(narrow, set(), OptimizerConfig())
-    (narrow["a"] * torch.full((300, 300), 300.0)).sum().backward()
+    weights = torch.full((300, 300), 300.0)
+    (narrow["a"] * weights).sum().backward()
     assert optimizer.gradient_norm() == pytest.approx(90000.0, rel=1e-3)
 
 
@@ -370,7 +371,8 @@ def test_stacked_muon_moves_each_matrix_as_torchs_does():
         "momentum": 0.8,
         "adjust_lr_fn": "match_rms_adamw",
     }
-    stacked, alone = ([nn.Parameter(normal(8, 12, seed=n)) for n in range(3)] for _ in range(2))
+    stacked = [nn.Parameter(normal(8, 12, seed=n)) for n in range(3)]
+    alone = [nn.Parameter(normal(8, 12, seed=n)) for n in range(3)]
     optimizers = StackedMuon(stacked, **settings), torch.optim.Muon(alone, **settings)
     for step in range(3):
         for number, pair in enumerate(zip(stacked, alone, strict=True)):
@@ -379,9 +381,9 @@ def test_stacked_muon_moves_each_matrix_as_torchs_does():
         for optimizer in optimizers:
             optimizer.step()
     for a, b in zip(stacked, alone, strict=True):
-        assert torch.equal(
-            *(o.state[p]["momentum_buffer"] for o, p in zip(optimizers, (a, b), strict=True))
-        )
+        ours = optimizers[0].state[a]["momentum_buffer"]
+        theirs = optimizers[1].state[b]["momentum_buffer"]
+        assert torch.equal(ours, theirs)
         torch.testing.assert_close(a, b, rtol=0, atol=1e-3)
 
 
@@ -408,7 +410,7 @@ def test_muon_on_stacks_is_muon_on_matrices(
     includes steps with a zero gradient for one expert and a state that is saved and loaded half
     way.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     shapes = {
         "gate_up_proj": (experts, 2 * inner, hidden),
         "down_proj": (experts, hidden, inner),
@@ -429,8 +431,9 @@ def test_muon_on_stacks_is_muon_on_matrices(
         for stack, parts, r in zip(stacks.values(), matrices, rows, strict=True):
             stack.grad = torch.randn(stack.shape, generator=generator)
             stack.grad[step % experts] = 0
-            for part, grad in zip(parts, (g for e in stack.grad for g in e.split(r)), strict=True):
-                part.grad = grad.clone()
+            gradients = [gradient for expert in stack.grad for gradient in expert.split(r)]
+            for part, gradient in zip(parts, gradients, strict=True):
+                part.grad = gradient.clone()
         if step == 3:
             state = ours.state_dict()
             ours = MasterOptimizer(stacks, set(stacks), how)
@@ -441,7 +444,7 @@ def test_muon_on_stacks_is_muon_on_matrices(
             optimizer.zero_grad()
     for stack, parts, r in zip(stacks.values(), matrices, rows, strict=True):
         now = [part for expert in stack.detach() for part in expert.split(r)]
-        assert all(torch.equal(a, b.detach()) for a, b in zip(now, parts, strict=True))
+        assert pairwise_equal(now, [part.detach() for part in parts])
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "deepseek_v3", "qwen2_moe"])
@@ -462,5 +465,6 @@ def test_muon_takes_experts_and_attention_but_no_router_embedding_or_head(kind: 
     assert not {name for name in routers if name.endswith(".gate.weight")} & taken
     for name in taken:
         master = model.masters[name]
-        covered = sum(master.detach()[index].numel() for index in matrices_of(name, master.shape))
+        matrices = [master.detach()[index] for index in matrices_of(name, master.shape)]
+        covered = sum(matrix.numel() for matrix in matrices)
         assert covered == master.numel(), name

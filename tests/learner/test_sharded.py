@@ -56,7 +56,8 @@ def test_gradients_sent_in_16_bits_are_rounded_once_and_added_up_in_fp32(
     whole = [normal(5, 24, seed=rank) for rank in range(2)]
     for rank, (exact, rounded) in enumerate(worker_results["sums"]):
         edges = cut_rows(whole[0].shape, rank, 2, 1, 0).edges
-        mine, theirs = (whole[r][edges[rank] : edges[rank + 1]] for r in (rank, 1 - rank))
+        mine = whole[rank][edges[rank] : edges[rank + 1]]
+        theirs = whole[1 - rank][edges[rank] : edges[rank + 1]]
         assert torch.equal(exact, mine + theirs)
         assert torch.equal(rounded, mine + theirs.to(torch.bfloat16).to(torch.float32))
         assert not torch.equal(exact, rounded)

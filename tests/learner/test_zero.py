@@ -99,7 +99,8 @@ def written_by_two(folder: Path, name: str) -> Path:
     files = [target / "state-00000.pt", target / "state-00001.pt"]
     content = files[0].read_bytes()
     digest = hashlib.sha256(content).hexdigest()
-    files[1].write_bytes(content[:-1] + bytes([content[-1] ^ 1]) if name == "damaged" else content)
+    flipped = content[:-1] + bytes([content[-1] ^ 1])
+    files[1].write_bytes(flipped if name == "damaged" else content)
     (target / "manifest.json").write_text(
         json.dumps({"step": 7, "sha256": {file.name: digest for file in files}})
     )
@@ -269,7 +270,8 @@ def test_a_checkpoint_of_two_processes_continues_in_one(done: Done, stage: int):
         assert float(found["step"]) == float(wanted["step"]) == 2 * BATCHES + 2
         for key in ("exp_avg", "exp_avg_sq"):
             assert found[key].shape == wanted[key].shape
-            assert (found[key] - wanted[key]).abs().mean() <= 0.02 * wanted[key].abs().mean()
+            difference = (found[key] - wanted[key]).abs().mean()
+            assert difference <= 0.02 * wanted[key].abs().mean()
 
 
 def alone_on(

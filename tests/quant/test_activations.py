@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from qarl.quant.materialize.activations import quantize_activation
 from qarl.quant.schemes import COMPUTE_DTYPES, SCHEMES, get_scheme
 from tests.support.profiles import examples
-from tests.support.tensors import as_bytes
+from tests.support.tensors import as_bytes, seeded
 
 on_cpu_builds = pytest.mark.skipif(
     torch.cuda.is_available(), reason="vLLM's CPU operators are in its CPU build only"
@@ -30,7 +30,7 @@ def activations(
     columns = draw(st.sampled_from((1, 3, 17, 33, 128, 257)) | st.integers(1, 300))
     if multiple > 1:
         columns = multiple * (1 + columns % 3)
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
+    generator = seeded(draw(st.integers(0, 2**32 - 1)))
     normal = torch.randn(tokens, columns, generator=generator)
     if draw(st.booleans()):
         x = (
@@ -163,7 +163,7 @@ def test_zero_rows_have_finite_scales_and_dequantize_to_zeros(name: str, dtype: 
     rounded once, per token.
     """
     columns = 2 * GROUPS.get(name, 18)
-    x = torch.randn(4, columns, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x = torch.randn(4, columns, generator=seeded(0)).to(dtype)
     x[1] = 0.0
     low_bit = quantize_activation(x, get_scheme(name))
     assert low_bit.scale.shape == (4, columns // GROUPS.get(name, columns))

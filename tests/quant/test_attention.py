@@ -15,7 +15,7 @@ from qarl.quant.graph.packing import Sequences, pack
 from qarl.quant.kernels import cpu_attention as kernel
 from qarl.quant.kernels.base import Scoring
 from tests.support.kernels import AVX512, no_cuda
-from tests.support.tensors import normal
+from tests.support.tensors import normal, pairwise_equal
 
 pytestmark = no_cuda
 LENGTHS = [1, 33, 7, 64, 7, 7]
@@ -85,7 +85,7 @@ def test_values_and_gradients_are_those_of_torchs_attention(
     (y, ours), (expected, theirs) = results
     bound = max(4 * torch.finfo(dtype).eps, 2e-5)
     torch.testing.assert_close(y, expected, rtol=bound, atol=bound)
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert pairwise_equal(ours, theirs)
 
 
 @pytest.mark.parametrize(

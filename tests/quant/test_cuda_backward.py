@@ -22,7 +22,7 @@ from qarl.quant.materialize.activations import quantize_activation
 from qarl.quant.schemes import get_scheme
 from tests.support.fake_cuda import Calls, fake_cuda
 from tests.support.layers import collected, make_experts, routed, textbook_gradients
-from tests.support.tensors import normal, relative_error
+from tests.support.tensors import normal, relative_error, seeded
 
 BF16 = torch.bfloat16
 
@@ -99,7 +99,7 @@ def test_experts_gradients_by_grouped_products(scheme: str, monkeypatch: pytest.
 
 def test_experts_adapters_by_grouped_products(monkeypatch: pytest.MonkeyPatch):
     experts = make_experts("w4a16-g32")
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     adapters = [Adapter(master, 8, 16.0, generator) for master in experts.masters]
     for place, adapter in enumerate(adapters):
         experts.adapt(place, adapter)
@@ -155,7 +155,8 @@ def test_a_heads_weight_gradient_is_multiplied_in_parts():
 
     with fake_cuda(), Products():
         total = torch.empty(151936, 2048, device="cuda")
-        dy, x = (torch.empty(512, n, dtype=BF16, device="cuda") for n in (151936, 2048))
+        dy = torch.empty(512, 151936, dtype=BF16, device="cuda")
+        x = torch.empty(512, 2048, dtype=BF16, device="cuda")
         add_weight_gradient(total, dy, x, Gradients())
     assert sum(rows) == 151936
     assert largest <= 4 * LARGEST_PRODUCT == 2**27

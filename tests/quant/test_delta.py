@@ -29,7 +29,7 @@ from qarl.quant.types import LowBitTensor
 from tests.support.cases import pattern
 from tests.support.kernels import needs_cuda
 from tests.support.profiles import examples, thorough
-from tests.support.tensors import stream_digest
+from tests.support.tensors import seeded, stream_digest
 
 Named = dict[str, torch.Tensor]
 DTYPES = (
@@ -106,7 +106,7 @@ def test_a_delta_reproduces_the_next_version(
     """Contract: this holds over versions of tensors of any dtype and shape, including empty ones,
     and for any fraction of changed bytes. A delta lists only the tensors that changed.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     version = {
         f"t{n}": random_bytes(dtype, tuple(shape), generator)
         for n, (dtype, shape, _) in enumerate(tensors)
@@ -136,7 +136,7 @@ def test_a_small_step_of_every_scheme_is_sent_in_a_fraction_of_the_bytes(scheme:
     """Contract: for the tensors of every scheme, the change by a small step of the masters takes a
     fraction of the version's bytes.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     masters = {name: torch.randn(256, 512, generator=generator) * 0.02 for name in ("a", "b")}
 
     def version() -> list[LowBitTensor]:
@@ -167,7 +167,7 @@ def small() -> tuple[Named, Named]:
     """Return a version of eight tensors and the next one, in which some tensors changed in places,
     some throughout and some not at all.
     """
-    generator = torch.Generator().manual_seed(1)
+    generator = seeded(1)
     shares = (0.01, 0.01, 0.0, 1.0, 0.02, 0.0, 0.4, 0.005)
     names = [f"layers.{n}.weight" for n in range(len(shares))]
     before = {
@@ -432,9 +432,7 @@ def digest(*items: Item) -> str:
 
 
 def tensor(size: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(0, 256, (size,), generator=torch.Generator().manual_seed(seed)).to(
-        torch.uint8
-    )
+    return torch.randint(0, 256, (size,), generator=seeded(seed)).to(torch.uint8)
 
 
 @pytest.fixture

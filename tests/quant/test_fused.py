@@ -31,7 +31,7 @@ from qarl.quant.runtime.thread_pool import in_threads
 from qarl.quant.schemes import MASTER_DTYPES, SCHEMES, get_scheme
 from tests.support.kernels import needs_cuda
 from tests.support.profiles import examples
-from tests.support.tensors import as_bytes, same_bits
+from tests.support.tensors import as_bytes, same_bits, seeded
 
 FUSED = (
     "w4a16",
@@ -81,7 +81,7 @@ def random_bits(
         0,
         256,
         (rows, columns * master.itemsize),
-        generator=torch.Generator().manual_seed(seed),
+        generator=seeded(seed),
     )
     weight = bits.to(torch.uint8).view(master)
     return torch.where(weight.isfinite(), weight, 1.0).to(master) if finite else weight
@@ -120,7 +120,7 @@ def test_compiled_loops_give_the_operators_bits(
     width = (scheme.group_size or columns * (8 if scheme.packs_integers else 1)) * (
         groups if scheme.group_size else 1
     )
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     normal, spread = (
         torch.randn(rows, width, generator=generator, dtype=torch.float64) for _ in range(2)
     )
@@ -206,7 +206,7 @@ def test_threads_and_strides_change_no_bit(name: str, monkeypatch: pytest.Monkey
     """Contract: rows cut over 1, 2 or 3 threads and masters that are transposed or sliced views
     give the same bits.
     """
-    weight = torch.randn(1030, 512, generator=torch.Generator().manual_seed(0))
+    weight = torch.randn(1030, 512, generator=seeded(0))
     expected = list(by_operators(weight, get_scheme(name), torch.bfloat16, "layer").tensors())
     for count in (1, 2, 3):
         # vLLM ignores set_num_threads
@@ -227,10 +227,9 @@ def test_materialization_into_a_buffer_keeps_its_addresses(name: str, master: to
     for every scheme and tensor.
     """
     scheme = get_scheme(name)
-    generator = torch.Generator().manual_seed(0)
-    first, second = (
-        (torch.randn(128, 384, generator=generator) * s).to(master) for s in (1.0, 0.1)
-    )
+    generator = seeded(0)
+    first = (torch.randn(128, 384, generator=generator) * 1.0).to(master)
+    second = (torch.randn(128, 384, generator=generator) * 0.1).to(master)
     made = materialize(first, scheme, torch.bfloat16)
     old = LowBitWeight(scheme, made.codes.clone(), None, made.shape)
     addresses = [t.data_ptr() for t in (made.codes, made.scale, made.global_scale) if t is not None]
@@ -248,7 +247,7 @@ def test_materialization_of_experts_into_buffers_keeps_their_addresses(name: str
     """Contract: this also holds for a layer's experts, whose tensors are views of two stacks
     (NVFP4: separate tensors).
     """
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
 
     def stacks(scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         shapes = ((3, 128, 64), (3, 64, 64))
@@ -370,7 +369,7 @@ def test_compiled_operators_give_the_operators_bits_on_cuda(
     """
     scheme = get_scheme(name)
     for seed in range(20):
-        generator = torch.Generator().manual_seed(seed)
+        generator = seeded(seed)
         weight = (torch.randn(64, 512, generator=generator) * 10.0 ** (seed - 12)).to(master)
         weight[3] = 0.0
         there = weight.cuda()

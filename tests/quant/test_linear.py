@@ -31,7 +31,7 @@ from tests.support.layers import (
     unpacked,
 )
 from tests.support.profiles import examples
-from tests.support.tensors import heavy, normal, relative_error
+from tests.support.tensors import heavy, normal, relative_error, seeded
 
 BOUND = {"vllm": 1.0, "reference": 1.5}
 """Relative Frobenius error allowed against the float64 product, in units of the compute dtype's
@@ -175,7 +175,8 @@ def test_fp8_products_in_fp32_are_those_of_e4m3():
         atol=0,
         equal_nan=True,
     )
-    x, weight = (heavy(rows, 64, seed=rows).to(torch.float8_e4m3fn) for rows in (3, 32))
+    x = heavy(3, 64, seed=3).to(torch.float8_e4m3fn)
+    weight = heavy(32, 64, seed=32).to(torch.float8_e4m3fn)
     one = torch.ones(1)
     product = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
     theirs = product(
@@ -221,7 +222,7 @@ def test_int4_weights_are_packed_as_vllm_packs_them(shape: tuple[int, int]):
     from qarl.quant.kernels.vllm_cpu.int4 import repacked
 
     rows, columns = shape
-    generator = torch.Generator().manual_seed(rows)
+    generator = seeded(rows)
     words = torch.randint(-(2**31), 2**31, (rows, columns // 8), generator=generator).to(
         torch.int32
     )

@@ -45,14 +45,14 @@ from tests.support.learners import (
 )
 from tests.support.models import low_bit, same_stream, stream_bytes
 from tests.support.moe_models import CONFIGS, random_moe
-from tests.support.tensors import heavy, normal, relative_error, same_bits
+from tests.support.tensors import heavy, normal, relative_error, same_bits, seeded
 
 LORA = LoraConfig(rank=4, alpha=12.0)
 
 
 def adapter_for(base: torch.Tensor, seed: int = 3, zero: bool = False) -> Adapter:
     """Return an adapter whose B is not zero, as after some training."""
-    adapter = Adapter(base, 4, 12.0, torch.Generator().manual_seed(seed))
+    adapter = Adapter(base, 4, 12.0, seeded(seed))
     if not zero:
         with torch.no_grad():
             adapter.lora_B.copy_(normal(*adapter.lora_B.shape, seed=seed + 1) * 0.05)
@@ -140,9 +140,9 @@ def test_a_is_drawn_as_peft_draws_it():
     seed. B is zero.
     """
     base = torch.zeros(5, 48, 400)
-    one, again, other = (
-        Adapter(base, 16, 32.0, torch.Generator().manual_seed(s)) for s in (1, 1, 2)
-    )
+    one = Adapter(base, 16, 32.0, seeded(1))
+    again = Adapter(base, 16, 32.0, seeded(1))
+    other = Adapter(base, 16, 32.0, seeded(2))
     a = one.lora_A.detach()
     assert a.shape == (5, 16, 400)
     assert one.lora_B.shape == (5, 48, 16)
@@ -180,7 +180,8 @@ def test_an_adapted_layer_equals_a_layer_with_the_merged_master(scheme: str, ali
     linear.refresh()
     full = make_linear(scheme, aligned=aligned)
     full_partner = make_linear(scheme, aligned=aligned)
-    full.master.data, full_partner.master.data = (each.merged()[0] for each in (linear, partner))
+    full.master.data = linear.merged()[0]
+    full_partner.master.data = partner.merged()[0]
     fuse_scales([[full_partner, full]])
     full.refresh()
     assert same_bits(linear.codes().tensors(), full.codes().tensors())
@@ -207,7 +208,8 @@ def test_factor_gradients_are_autograds_through_the_merged_weight(scheme: str):
     linear(x).backward(dy * 8.0)
     assert x.grad is not None
     x.grad /= 8.0  # only masters' gradients are unscaled
-    a, b = (f.detach().double().requires_grad_() for f in (adapter.lora_A, adapter.lora_B))
+    a = adapter.lora_A.detach().double().requires_grad_()
+    b = adapter.lora_B.detach().double().requires_grad_()
     wide = x.detach().double().requires_grad_()
     used = wide + (dequantized_activation(x.detach(), linear) - wide).detach()
     delta = 3.0 * b @ a
@@ -396,7 +398,7 @@ def test_a_mixture_of_experts_learns_by_adapters(kind: str):
         3,
         512,
         (2, 20),
-        generator=torch.Generator().manual_seed(0),
+        generator=seeded(0),
     )
     model.head(
         model.hidden(tokens, torch.ones_like(tokens, dtype=torch.bool))

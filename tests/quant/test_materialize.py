@@ -30,7 +30,7 @@ from qarl.quant.schemes import (
 )
 from tests.support.library import FP4, library, library_scale
 from tests.support.profiles import examples
-from tests.support.tensors import as_bytes, heavy, same_bits
+from tests.support.tensors import as_bytes, heavy, same_bits, seeded
 
 QUANTIZED = tuple(name for name in SCHEMES if name != "bf16")
 STORES_COMPUTE_SCALES = tuple(name for name in QUANTIZED if name not in FP4)
@@ -72,7 +72,7 @@ def masters(
             8 if scheme.packs_integers else 1
         )
     per_scale = group or inputs
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
+    generator = seeded(draw(st.integers(0, 2**32 - 1)))
     normal = torch.randn(outputs, inputs, generator=generator, dtype=torch.float64)
     if draw(st.booleans()):
         tail = draw(st.sampled_from((0.0, 1.0, 3.0)))
@@ -169,7 +169,7 @@ def test_views_and_large_layers_are_the_librarys_bytes(name: str, dtype: torch.d
     """Contract: this also holds for a layer of ordinary size and for a parameter that requires
     gradients.
     """
-    generator = torch.Generator().manual_seed(7)
+    generator = seeded(7)
     weight = (
         torch.randn(384, 1024, generator=generator)
         * torch.randn(384, 1024, generator=generator).exp()
@@ -195,7 +195,7 @@ def test_groups_whose_float16_scale_vanishes_stay_close_to_zero(
     float16's epsilon, as in the library.
     """
     scheme = get_scheme(name)
-    weight = torch.randn(3, 256, generator=torch.Generator().manual_seed(1)).clamp(
+    weight = torch.randn(3, 256, generator=seeded(1)).clamp(
         -3,
         3,
     )
@@ -272,7 +272,7 @@ def test_weights_and_inputs_take_the_bytes_of_the_table(
     """
     scheme = get_scheme(name)
     spec = SCHEME_SPECS[name]
-    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    weight = torch.randn(shape, generator=seeded(0))
     low_bit = materialize(weight, scheme, dtype)
     assert low_bit.shape == shape
     assert spec.weight_bytes(shape, dtype.itemsize) == sum(t.nbytes for _, t in low_bit.tensors())
@@ -346,7 +346,7 @@ def test_non_finite_weights_are_refused(name: str, bad: float, master: torch.dty
     """Contract: one NaN or infinity anywhere raises, because its code would look ordinary. fp4 also
     refuses float16 masters.
     """
-    weight = torch.randn(128, 256, generator=torch.Generator().manual_seed(0)).to(master)
+    weight = torch.randn(128, 256, generator=seeded(0)).to(master)
     weight[2, 200] = bad
     said = r"'a\.b': .*NaN or infinity .* resume from a checkpoint"
     if master == torch.float16 and name in FP4:
@@ -428,9 +428,7 @@ def stacks(draw: st.DrawFn, scheme: str) -> tuple[torch.Tensor, torch.Tensor]:
     inner = step * draw(st.integers(1, 2))
     hidden = step * draw(st.integers(1, 2))
     seed = draw(st.integers(0, 2**32 - 1))
-    size = 10.0 ** torch.randint(
-        -2, 3, (experts, 1, 1), generator=torch.Generator().manual_seed(seed)
-    )
+    size = 10.0 ** torch.randint(-2, 3, (experts, 1, 1), generator=seeded(seed))
     gate_up, down = (stack * size for stack in expert_masters(experts, inner, hidden, seed))
     if draw(st.booleans()):
         gate_up[draw(st.integers(0, experts - 1))] = 0

@@ -19,7 +19,7 @@ from qarl.quant.runtime.compile import compiler_missing
 from tests.support.kernels import no_cuda
 from tests.support.layers import kept_tensors
 from tests.support.operators import differentiated, make_operator, outputs_of, rope
-from tests.support.tensors import heavy, normal
+from tests.support.tensors import heavy, normal, pairwise_equal
 
 pytestmark = no_cuda
 BF16 = torch.bfloat16
@@ -195,7 +195,7 @@ def test_the_generic_backward_agrees_with_those_written_out(
     monkeypatch.setattr(operators, "_written_out", lambda operator: None)
     monkeypatch.setattr(operators, "_BLOCK", 4 * 48)
     expected, theirs = run(name, torch.float32)
-    assert all(torch.equal(a, b) for a, b in zip(y, expected, strict=True))
+    assert pairwise_equal(y, expected)
     assert_near(ours, theirs, 4e-6)
 
 
@@ -214,5 +214,5 @@ def test_compiled_gradients_are_those_of_operators(
     if compiler_missing("cpu"):
         pytest.skip("there is no C++ compiler")
     (y, ours), (expected, theirs) = run(name, dtype, compiled=True), run(name, dtype)
-    assert all(torch.equal(a, b) for a, b in zip(y, expected, strict=True))
+    assert pairwise_equal(y, expected)
     assert_near(ours, theirs, max(torch.finfo(dtype).eps, 1e-6))

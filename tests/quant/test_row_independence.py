@@ -35,7 +35,7 @@ from tests.support.kernels import (
 from tests.support.models import low_bit, qwen3
 from tests.support.moe_models import CONFIGS, random_moe
 from tests.support.profiles import examples
-from tests.support.tensors import heavy, normal
+from tests.support.tensors import heavy, normal, seeded
 
 pytestmark = no_cuda
 
@@ -113,7 +113,7 @@ def test_a_log_prob_is_computed_alike_beside_any_rows_and_on_any_threads(words: 
         100,
         (words, 1152),
         dtype=torch.int8,
-        generator=torch.Generator().manual_seed(0),
+        generator=seeded(0),
     )
     weight = materialize(drawn.bfloat16().mul_(1e-3), get_scheme("bf16"), torch.bfloat16)
     head = VllmFactory(torch.bfloat16).linear("lm_head", [weight], [None])
@@ -148,7 +148,9 @@ def test_a_token_attends_alike_prefilled_and_decoded_on_any_threads(
     H, G, D = heads
     assume(not fp8 or (AVX512 and D % 32 == 0))
     compute = getattr(torch, dtype)
-    q, k, v = (normal(keys, n, D, seed=seed).to(compute) for seed, n in enumerate((H, G, G)))
+    q = normal(keys, H, D, seed=0).to(compute)
+    k = normal(keys, G, D, seed=1).to(compute)
+    v = normal(keys, G, D, seed=2).to(compute)
     scoring = Scoring(scale=D**-0.5, window=window, fp8=fp8)
 
     def attend(start: int, stop: int) -> torch.Tensor:
@@ -158,7 +160,8 @@ def test_a_token_attends_alike_prefilled_and_decoded_on_any_threads(
 
     whole = attend(0, keys)
     decoded = sorted({0, 15, keys // 2, keys - 2, keys - 1})
-    seen_k, seen_v = (torch.cat([t[: at + 1] for at in decoded]) for t in (k, v))
+    seen_k = torch.cat([k[: at + 1] for at in decoded])
+    seen_v = torch.cat([v[: at + 1] for at in decoded])
     ones = [1] * len(decoded)
     seen = [at + 1 for at in decoded]
 

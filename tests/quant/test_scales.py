@@ -36,7 +36,7 @@ from tests.support.models import (
     stream_bytes,
 )
 from tests.support.moe_models import CONFIGS, random_moe
-from tests.support.tensors import as_bytes, heavy, normal, same_bits
+from tests.support.tensors import as_bytes, heavy, normal, same_bits, seeded
 
 INTEGERS = ("w4a16", "w4a16-g32", "w4a16-channel", "w8a16", "w8a8", "w4a8")
 
@@ -134,7 +134,7 @@ def other_codes(model: LowBitModel) -> list[LowBitTensor]:
     """Return a version as a calibration might make it: every code within 2 of the rounded one,
     scales up to 20 % larger.
     """
-    generator = torch.Generator().manual_seed(5)
+    generator = seeded(5)
     for layer in model.low_bit_layers():
         for weight in quantized_weights(layer.low_bit):
             assert weight.scale is not None
@@ -185,9 +185,8 @@ def test_a_start_from_given_codes_has_exactly_those(
     before = {item.name: item.tensor.clone() for item in model.low_bit_tensors()}
     start_from_codes(model, tensors)
     model.refresh()
-    ours, theirs = (
-        [(item.name, item.tensor) for item in items] for items in (model.low_bit_tensors(), tensors)
-    )
+    ours = [(item.name, item.tensor) for item in model.low_bit_tensors()]
+    theirs = [(item.name, item.tensor) for item in tensors]
     assert same_bits(ours, theirs)
     assert sum(not torch.equal(tensor, before[name]) for name, tensor in ours) > 10
 
@@ -198,7 +197,7 @@ def test_a_small_update_leaves_nearly_all_codes_where_a_start_put_them():
     """
     model = kept_model(random_model(), "w4a16")
     start_from_codes(model, other_codes(kept_model(random_model(), "w4a16")))
-    generator = torch.Generator().manual_seed(7)
+    generator = seeded(7)
     for layer in filter(lambda layer: layer.keeps_scales, model.low_bit_layers()):
         for master, weight in zip(layer.masters, quantized_weights(layer.low_bit), strict=True):
             before = weight.unpacked()

@@ -15,11 +15,9 @@ from qarl.rollout.vllm.engine import VllmEngine
 from qarl.rollout.vllm.options import VllmOptions
 from qarl.sync.export import export_checkpoint
 from tests.support.imports import import_libraries
+from tests.support.tensors import seeded
 
-SEQUENCES = [
-    torch.randint(16, 512, (n,), generator=torch.Generator().manual_seed(n)).tolist()
-    for n in (9, 24, 40)
-]
+SEQUENCES = [torch.randint(16, 512, (n,), generator=seeded(n)).tolist() for n in (9, 24, 40)]
 
 
 def make_model(
@@ -75,7 +73,7 @@ def answers_when_fresh(
 
 def disturb(model: LowBitModel, seed: int) -> None:
     """Move every master by noise of the size of its own spread, which no training step does."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     with torch.no_grad():
         for master in model.masters.values():
             spread = master.std() if master.numel() > 1 else master.abs()

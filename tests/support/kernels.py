@@ -102,7 +102,9 @@ def attention_depends_on_requests() -> bool:
     """
     from qarl.quant.kernels import cpu_attention as attention
 
-    q, k, v = (normal(700, n, 128, seed=seed).bfloat16() for seed, n in enumerate((8, 2, 2)))
+    q = normal(700, 8, 128, seed=0).bfloat16()
+    k = normal(700, 2, 128, seed=1).bfloat16()
+    v = normal(700, 2, 128, seed=2).bfloat16()
     scoring = Scoring(scale=128**-0.5)
     with replaced(attention, queries_per_request=lambda *_: 1 << 20):
         whole = attention.cpu_attention(q, k, v, scoring, [700], [700])

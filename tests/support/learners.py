@@ -16,6 +16,7 @@ from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.rollout.types import Completion, Group, Prompt
 from tests.support.models import SIZES, VOCABULARY, low_bit
 from tests.support.moe_models import CONFIGS, random_moe
+from tests.support.tensors import seeded
 
 PROMPTS = 6
 SAMPLES = 4
@@ -25,7 +26,7 @@ Tensors = dict[str, torch.Tensor]
 def random_model(tied: bool = True, seed: int = 0) -> Qwen3ForCausalLM:
     """Return a model of two layers with weights large enough that logits are far from uniform."""
     model = Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=tied))
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
@@ -70,7 +71,7 @@ def make_groups(seed: int = 0) -> list[Group]:
 
     The rewards of the last group are equal, so it teaches nothing.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
 
     def integers(low: int, high: int, count: int) -> tuple[int, ...]:
         return tuple(torch.randint(low, high, (count,), generator=generator).tolist())
@@ -196,7 +197,7 @@ def random_batch(
 
     The first token of each is its prompt. experts: (layers, experts per token, number of experts).
     """
-    generator = torch.Generator().manual_seed(sum(lengths))
+    generator = seeded(sum(lengths))
     longest = max(lengths)
     length = torch.tensor(lengths)
     tokens = torch.randint(0, vocabulary, (len(lengths), longest), generator=generator)

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.schemes import get_scheme
-from tests.support.tensors import as_bytes
+from tests.support.tensors import as_bytes, seeded
 
 VOCABULARY = 96
 SIZES: dict[str, Any] = {
@@ -94,7 +94,7 @@ def randomize(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
     """Draw every parameter: matrices that keep the scale of their input, norms around one, biases
     around zero.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
@@ -144,7 +144,7 @@ def some_tokens(B: int = 3, T: int = 11, seed: int = 0) -> torch.Tensor:
         0,
         VOCABULARY,
         (B, T),
-        generator=torch.Generator().manual_seed(seed),
+        generator=seeded(seed),
     )
 
 

@@ -10,6 +10,8 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from tests.support.tensors import seeded
+
 PARTS: dict[str, dict[str, Any]] = {
     "sizes": {
         "vocab_size": 512,
@@ -109,7 +111,7 @@ def random_moe(
     would hide mistakes.
     """
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     kept = model.state_dict()
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:

@@ -74,7 +74,8 @@ class Run:
     ):
         self.args = once(list(map(str, arguments)))
         self._folder = tempfile.TemporaryDirectory(prefix="qarl-run-")
-        self._out, self._err = (Path(self._folder.name) / name for name in ("stdout", "stderr"))
+        self._out = Path(self._folder.name) / "stdout"
+        self._err = Path(self._folder.name) / "stderr"
         self._fork = Fork(
             "qarl", self.args, cwd or ROOT, environment(*folders), self._out, self._err
         )

@@ -8,16 +8,24 @@ from qarl.quant.digest import StreamDigest
 from qarl.quant.types import LowBitTensor
 
 
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
 def normal(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(*shape, generator=seeded(seed))
 
 
 def heavy(*shape: int, seed: int, rows: bool = True) -> torch.Tensor:
     """Return log-normal times normal numbers, with rows of different magnitudes unless `rows` is
     false. Such tensors make quantization errors visible.
     """
-    drawn = normal(*shape, seed=seed) * normal(*shape, seed=seed + 1).exp()
-    return drawn * normal(shape[0], 1, seed=seed + 2).exp() if rows else drawn
+    scales = normal(*shape, seed=seed + 1).exp()
+    drawn = normal(*shape, seed=seed) * scales
+    if not rows:
+        return drawn
+    row_scales = normal(shape[0], 1, seed=seed + 2).exp()
+    return drawn * row_scales
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -41,6 +49,11 @@ def same_bits(
         and torch.equal(as_bytes(x), as_bytes(y))
         for (a, x), (b, y) in zip(ours, theirs, strict=True)
     )
+
+
+def pairwise_equal(ours: Iterable[torch.Tensor], theirs: Iterable[torch.Tensor]) -> bool:
+    """Return whether tensors at the same place are equal, as many on both sides."""
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def relative_error(given: torch.Tensor, exact: torch.Tensor) -> float:

@@ -14,6 +14,7 @@ from qarl.quant.digest import StreamDigest
 from qarl.quant.types import LayerReport, LowBitTensor
 from qarl.rollout.engine import LoadReport
 from qarl.rollout.types import Completion, Prompt, Sampling
+from tests.support.tensors import seeded
 
 
 class TransformersEngine:
@@ -49,7 +50,7 @@ class TransformersEngine:
         ]
 
     def _sample(self, prompt: Prompt, sampling: Sampling, seed: int) -> Completion:
-        generator = torch.Generator().manual_seed(seed % 2**63)
+        generator = seeded(seed % 2**63)
         tokens = list(prompt.token_ids)
         logprobs = []
         while len(logprobs) < sampling.max_new_tokens:

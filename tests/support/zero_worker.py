@@ -71,9 +71,8 @@ def run(job: dict[str, Any], processes: Processes) -> None:
         numbers = [
             [s.loss, s.grad_norm, s.clipped, s.entropy, s.updates, s.skipped, s.kl] for s in stats
         ]
-        held, whole = (
-            sum(f(p).numel() for p in model.masters.values()) for f in (torch.detach, whole_shape)
-        )
+        held = sum(torch.detach(p).numel() for p in model.masters.values())
+        whole = sum(whole_shape(p).numel() for p in model.masters.values())
         gradients = 4 * (whole + tied.numel()) * len(sums)
         version = tied.nbytes + sum(tensor.nbytes for tensor in codes.values())
         expected = (

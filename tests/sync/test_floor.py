@@ -20,13 +20,11 @@ from qarl.quant.schemes import get_scheme
 from qarl.sync.floor import EXACT, ROUNDED, FixedSequences, tolerance
 from tests.support.models import qwen3
 from tests.support.profiles import thorough
+from tests.support.tensors import seeded
 
 SEEDS = range(12 if thorough() else 3)
 SCHEMES = ("bf16", "w8a8", "w4a16")
-SEQUENCES = [
-    torch.randint(0, 96, (48,), generator=torch.Generator().manual_seed(n)).tolist()
-    for n in range(8)
-]
+SEQUENCES = [torch.randint(0, 96, (48,), generator=seeded(n)).tolist() for n in range(8)]
 
 
 def model_of(
@@ -61,7 +59,7 @@ def test_a_right_implementation_is_within_its_bound(scheme: str, seed: int):
 def stale(masters: PreTrainedModel) -> PreTrainedModel:
     """Move every master by 2e-4 up or down, as one step of AdamW does."""
     moved = copy.deepcopy(masters)
-    generator = torch.Generator().manual_seed(1)
+    generator = seeded(1)
     for master in moved.parameters():
         master.data.add_(2e-4 * torch.randn(master.shape, generator=generator).sign())
     return moved
@@ -101,7 +99,7 @@ def test_planted_faults_are_beyond_the_bound_of_equal_kernels(fault: str, seed: 
 
 def test_another_rounding_moves_a_result_by_at_most_one_place():
     context = LayerContext(torch.bfloat16, "reference")
-    values = torch.randn(64, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
+    values = torch.randn(64, 512, generator=seeded(0)).bfloat16()
     with context.other_roundings(seed=3):
         moved = context.rounded(values)
     assert torch.equal(context.rounded(values), values)
