@@ -88,17 +88,14 @@ def test_the_engines_experts_are_the_learners(
         tokens = torch.tensor([[*prompt.token_ids, *sample.token_ids]], device="cuda")
         with torch.no_grad():
             model.hidden(tokens, torch.ones_like(tokens, dtype=torch.bool))
-        ours = (
-            torch.stack([logits.topk(top_k).indices for logits in model.router_log.logits], 1)
-            .cpu()
-            .sort()
-            .values
-        )
+        chosen = [logits.topk(top_k).indices for logits in model.router_log.logits]
+        ours = torch.stack(chosen, 1).cpu().sort().values
         # [T, L, K], of the tokens that were computed
         theirs = torch.as_tensor(sample.experts).long().sort().values
         # vLLM says the answer's or all tokens', of which the last is never computed
         count = len(prompt.token_ids)
-        ours = ours[: len(theirs)] if len(theirs) >= count else ours[count - 1 :][: len(theirs)]
+        first = 0 if len(theirs) >= count else count - 1
+        ours = ours[first:][: len(theirs)]
         same += int((ours == theirs).all(-1).sum())
         total += ours.shape[0] * ours.shape[1]
     assert same > 0.99 * total

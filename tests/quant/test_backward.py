@@ -71,8 +71,9 @@ def test_a_rounded_weight_moves_dx_by_its_own_rounding_alone(dtype: torch.dtype,
         dx = input_gradient([(dy, operand)])
         assert dx.dtype == dtype
         error = (dx.double() - exact).abs()
-        assert (error <= unit * dx.double().abs() + allowed * sums + 2.0**-24).all()
-    assert not (error <= unit * dx.double().abs() + fp32 * sums + 2.0**-24).all()
+        rounded_once = unit * dx.double().abs() + 2.0**-24
+        assert (error <= rounded_once + allowed * sums).all()
+    assert not (error <= rounded_once + fp32 * sums).all()
 
 
 @pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8"])
@@ -91,9 +92,10 @@ def test_rounded_inputs_change_dx_alone(scheme: str):
     unit = torch.finfo(BFLOAT16).eps / 2
     sums = dy.float().abs() @ linear.weight_used().abs()
     error = (rounded[0].float() - exact[0].float()).abs()
-    assert (error <= 2 * unit * exact[0].float().abs() + 1.01 * unit * sums).all()
+    rounded_twice = 2 * unit * exact[0].float().abs()
+    assert (error <= rounded_twice + 1.01 * unit * sums).all()
     if scheme == "bf16":
-        assert (error <= 2 * unit * exact[0].float().abs() + 128 * 2.0**-24 * sums).all()
+        assert (error <= rounded_twice + 128 * 2.0**-24 * sums).all()
     else:
         assert error.any()
 
@@ -173,8 +175,10 @@ def test_weight_gradients_are_exact_products_summed_in_fp32(
     total = start.clone()
     add_weight_gradient(total, dy, x, made)
     exact = start.double() + dy.double().t() @ x.double() / 8
-    size = start.double().abs() + dy.double().abs().t() @ x.double().abs() / 8
-    assert ((total.double() - exact).abs() <= (tokens + 2) * 2.0**-23 * size).all()
+    magnitudes = dy.double().abs().t() @ x.double().abs()
+    size = start.double().abs() + magnitudes / 8
+    error = (total.double() - exact).abs()
+    assert (error <= (tokens + 2) * 2.0**-23 * size).all()
 
 
 @pytest.mark.parametrize("kind", ["bf16", "w4a16", "w8a8", "experts"])
@@ -196,9 +200,8 @@ def test_gradients_added_in_place_are_autograds(kind: str, loss_scale: float):
                 logprobs, _ = token_logprobs(
                     model, batch.tokens, batch.response_mask, packed=batch.packed()
                 )
-                (
-                    logprobs * torch.linspace(-1, 1, logprobs.numel()).view_as(logprobs)
-                ).sum().backward()
+                weights = torch.linspace(-1, 1, logprobs.numel()).view_as(logprobs)
+                (logprobs * weights).sum().backward()
                 totals = {n: p.grad for n, p in model.masters.items() if p.grad is not None}
             else:
                 _, part = logprob_gradients(model, batch, packed=batch.packed())
@@ -222,10 +225,9 @@ def test_cudas_weight_gradients_are_not_rounded(dtype: torch.dtype):
     total = torch.zeros(128, 64, device="cuda")
     add_weight_gradient(total, dy, x, Gradients())
     exact = dy.double().t() @ x.double()
-    assert (
-        (total.double() - exact).abs()
-        <= 202 * 2.0**-23 * (dy.double().abs().t() @ x.double().abs())
-    ).all()
+    magnitudes = dy.double().abs().t() @ x.double().abs()
+    error = (total.double() - exact).abs()
+    assert (error <= 202 * 2.0**-23 * magnitudes).all()
 
 
 @given(

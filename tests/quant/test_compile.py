@@ -29,10 +29,11 @@ ONE_PASS = [
 ]
 """Schemes whose codes one compiled pass makes: all except `bf16` and those of 4-bit floats."""
 KINDS = list(product(ONE_PASS, (torch.float32, torch.bfloat16, torch.float16)))
+_FEW_SCHEMES = ("w4a16-g32", "w4a16-channel", "w8a8", "w4a8", "fp8")
 FEW = [
-    k
-    for k in KINDS
-    if k[0].name in ("w4a16-g32", "w4a16-channel", "w8a8", "w4a8", "fp8") and k[1] != torch.float16
+    (scheme, dtype)
+    for scheme, dtype in KINDS
+    if scheme.name in _FEW_SCHEMES and dtype != torch.float16
 ]
 
 
@@ -44,7 +45,8 @@ def graphs() -> int:
 def made(
     scheme: Scheme, master: torch.dtype, shape: tuple[int, int], compiles: bool
 ) -> torch.Tensor:
-    weight = torch.linspace(-1.0, 1.0, math.prod(shape)).sin().view(shape).to(master)
+    values = torch.linspace(-1.0, 1.0, math.prod(shape)).sin()
+    weight = values.view(shape).to(master)
     return as_bytes(by_operators(weight, scheme, torch.bfloat16, "layer", compiles=compiles).codes)
 
 
@@ -83,7 +85,8 @@ def test_schemes_compile_in_one_process(eager_backend: None):
     assert graphs() <= len(kinds)
     before = graphs()
     for rows in (256, 384, 512):
-        assert torch.equal(*(made(*kinds[0], (rows, 256), compiles) for compiles in (True, False)))
+        compiled = made(*kinds[0], (rows, 256), compiles=True)
+        assert torch.equal(compiled, made(*kinds[0], (rows, 256), compiles=False))
     assert graphs() - before <= 1
 
 
@@ -157,4 +160,5 @@ def test_a_learner_compiles_no_more_after_its_second_micro_batch(eager_backend: 
         batch = random_batch(lengths, VOCABULARY)
         logprob_gradients(model, batch, packed=batch.packed())
         counts.append(graphs())
-    assert 0 < counts[0] < counts[1] <= 2 * counts[0] and len(set(counts[1:])) == 1, counts
+    assert 0 < counts[0] < counts[1] <= 2 * counts[0], counts
+    assert len(set(counts[1:])) == 1, counts

@@ -75,7 +75,8 @@ def test_attention_calls_the_engines_kernel(kind: str, monkeypatch: pytest.Monke
     def by_torch(q, k, v, **rest):
         assert {"q", "k", "v", *rest} <= known
         calls.append(rest)
-        return torch_attention(q, k, v, sinks, scoring, APART) + 1, torch.zeros(q.shape[1::-1])
+        y = torch_attention(q, k, v, sinks, scoring, APART)
+        return y + 1, torch.zeros(q.shape[1::-1])
 
     monkeypatch.setattr(flash, "takes", lambda *query: True)
     monkeypatch.setattr(fa_utils, "flash_attn_varlen_func", by_torch, raising=False)

@@ -389,10 +389,8 @@ def test_learner_and_engine_choose_one_kernel_for_experts(capability: tuple[int,
     chosen = {}
     with stub_cuda(capability):
         for name, model in itertools.product(SCHEMES, MIXTURES):
-            scheme, (experts, top_k, hidden, columns) = (
-                get_scheme(name),
-                MIXTURES[model],
-            )
+            scheme = get_scheme(name)
+            experts, top_k, hidden, columns = MIXTURES[model]
             if not fits(scheme, (2 * columns, hidden), (hidden, columns)):
                 continue
             for layout in LAYOUTS:

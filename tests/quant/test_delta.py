@@ -51,16 +51,16 @@ def random_bytes(
     dtype: torch.dtype, shape: tuple[int, ...], generator: torch.Generator
 ) -> torch.Tensor:
     size = torch.empty(shape, dtype=dtype).nbytes
-    return (
-        torch.randint(0, 256, (size,), generator=generator).to(torch.uint8).view(dtype).view(shape)
-    )
+    drawn = torch.randint(0, 256, (size,), generator=generator).to(torch.uint8)
+    return drawn.view(dtype).view(shape)
 
 
 def altered(tensor: torch.Tensor, share: float, generator: torch.Generator) -> torch.Tensor:
     """Return a copy in which about this fraction of the bytes differ."""
     new = tensor.clone()
     flipped = torch.randint(1, 256, (new.nbytes,), generator=generator).to(torch.uint8)
-    octets(new)[:] ^= flipped * (torch.rand(flipped.shape, generator=generator) < share)
+    chosen = torch.rand(flipped.shape, generator=generator) < share
+    octets(new)[:] ^= flipped * chosen
     return new
 
 
@@ -70,10 +70,9 @@ def octets(tensor: torch.Tensor) -> torch.Tensor:
 
 def same(held: VersionCache, tensors: Named) -> bool:
     theirs = {item.name: item.tensor for item in held.tensors()}
-    same_bytes = (
-        torch.equal(octets(theirs[name]), octets(tensor)) for name, tensor in tensors.items()
-    )
-    return list(theirs) == list(tensors) and all(same_bytes)
+    if list(theirs) != list(tensors):
+        return False
+    return all(torch.equal(octets(theirs[name]), octets(tensors[name])) for name in tensors)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -474,8 +473,9 @@ def test_a_digest_is_the_same_on_every_machine_and_in_every_version():
 def test_any_flipped_bit_changes_the_digest(data: st.DataObject, sizes: list[int]):
     items = [(f"t{i}", tensor(size, i)) for i, size in enumerate(sizes)]
     before = digest(*items)
-    changed = items[data.draw(st.integers(0, len(items) - 1))][1]
-    changed[data.draw(st.integers(0, len(changed) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    _, changed = items[data.draw(st.integers(0, len(items) - 1))]
+    byte = data.draw(st.integers(0, len(changed) - 1))
+    changed[byte] ^= 1 << data.draw(st.integers(0, 7))
     assert digest(*items) != before
 
 
@@ -525,8 +525,9 @@ def test_the_digest_depends_neither_on_threads_nor_on_strides(bytes_: int, dtype
         digests = set()
         for count in (1, 2, 3, 8):
             patch.setattr(torch, "get_num_threads", lambda count=count: count)
-            layouts = data, data.T.contiguous().T, data.repeat(1, 2)[:, : len(data[0])]
-            digests |= {digest(("a", layout)) for layout in layouts}
+            transposed = data.T.contiguous().T
+            sliced = data.repeat(1, 2)[:, : len(data[0])]
+            digests |= {digest(("a", layout)) for layout in (data, transposed, sliced)}
     assert len(digests) == 1
 
 
@@ -545,9 +546,8 @@ def test_a_gpus_tensors_are_read_many_at_once(monkeypatch: pytest.MonkeyPatch):
     """Contract: a GPU's tensors are copied in packs of a bounded number of bytes, the digest is the
     same, and a receiver of the same tensors copies none. Blind spot: no GPU runs this.
     """
-    items = [
-        LowBitTensor(f"T{n}", tensor(size, n)) for n, size in enumerate((300, 0, 20, 700, 1, 64))
-    ]
+    sizes = (300, 0, 20, 700, 1, 64)
+    items = [LowBitTensor(f"T{n}", tensor(size, n)) for n, size in enumerate(sizes)]
     items.append(
         LowBitTensor(
             "m",

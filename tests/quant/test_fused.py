@@ -232,14 +232,17 @@ def test_materialization_into_a_buffer_keeps_its_addresses(name: str, master: to
     second = (torch.randn(128, 384, generator=generator) * 0.1).to(master)
     made = materialize(first, scheme, torch.bfloat16)
     old = LowBitWeight(scheme, made.codes.clone(), None, made.shape)
-    addresses = [t.data_ptr() for t in (made.codes, made.scale, made.global_scale) if t is not None]
+    addresses = addresses_of(made)
     again = materialize(second, scheme, torch.bfloat16, out=made)
     assert again is made
-    assert addresses == [
-        t.data_ptr() for t in (made.codes, made.scale, made.global_scale) if t is not None
-    ]
+    assert addresses == addresses_of(made)
     assert same_bits(made.tensors(), materialize(second, scheme, torch.bfloat16).tensors())
     assert not torch.equal(as_bytes(old.codes), as_bytes(made.codes))
+
+
+def addresses_of(weight: LowBitWeight) -> list[int]:
+    tensors = (weight.codes, weight.scale, weight.global_scale)
+    return [tensor.data_ptr() for tensor in tensors if tensor is not None]
 
 
 @pytest.mark.parametrize("name", ["bf16", "w4a16-g32", "fp8", "nvfp4a16", "mxfp4a16"])

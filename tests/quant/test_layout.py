@@ -313,10 +313,8 @@ def test_a_process_reads_its_rows_and_one_whole_parameter(
     def counted(model: Any, name: str, value: torch.Tensor, *others: Any) -> None:
         read(model, name, value, *others)
         stacks.update([name] if value.ndim == 3 else [])
-        most[0] = max(
-            most[0],
-            sum(p.numel() for n, p in model.named_parameters() if n in cut and not p.is_meta),
-        )
+        loaded = [p for n, p in model.named_parameters() if n in cut and not p.is_meta]
+        most[0] = max(most[0], sum(parameter.numel() for parameter in loaded))
 
     monkeypatch.setattr(core_model_loading, "set_param_for_module", counted)
     parts = [
@@ -326,8 +324,7 @@ def test_a_process_reads_its_rows_and_one_whole_parameter(
     for name, parameter in whole.named_parameters():
         assert torch.equal(torch.cat([part[name] for part in parts]), parameter)
         assert all(whole_shape(part[name]) == parameter.shape for part in parts)
-    assert most[0] <= max(sum(part[name].numel() for name in cut) for part in parts) + max(
-        cut.values()
-    )
-    # stored as stacks
-    assert bool(stacks) == any(len(shape) == 3 for shape in tensor_shapes(tmp_path).values())
+    largest_part = max(sum(part[name].numel() for name in cut) for part in parts)
+    assert most[0] <= largest_part + max(cut.values())
+    stored_as_stacks = any(len(shape) == 3 for shape in tensor_shapes(tmp_path).values())
+    assert bool(stacks) == stored_as_stacks

@@ -51,9 +51,8 @@ def summation_error(x: torch.Tensor, weight: torch.Tensor) -> float:
     x [N, I] and weight [O, I] are as multiplied.
     """
     half_unit = torch.finfo(torch.float32).eps / 2
-    return (
-        x.shape[1] ** 0.5 * half_unit * float((x.double().abs() @ weight.double().abs().t()).norm())
-    )
+    magnitudes = x.double().abs() @ weight.double().abs().t()
+    return x.shape[1] ** 0.5 * half_unit * float(magnitudes.norm())
 
 
 @every_product
@@ -223,15 +222,12 @@ def test_int4_weights_are_packed_as_vllm_packs_them(shape: tuple[int, int]):
 
     rows, columns = shape
     generator = seeded(rows)
-    words = torch.randint(-(2**31), 2**31, (rows, columns // 8), generator=generator).to(
-        torch.int32
-    )
+    words = torch.randint(-(2**31), 2**31, (rows, columns // 8), generator=generator)
+    words = words.to(torch.int32)
     wide = quant_utils.unpack_quantized_values_into_int32(words.t(), scalar_types.uint4b8, 0)
     theirs = quant_utils.pack_quantized_values_into_int32(wide, scalar_types.uint4b8, 1)
-    assert torch.equal(
-        repacked(words),
-        theirs.view(columns, -1, 2).permute(1, 0, 2).reshape(-1, columns * 2),
-    )
+    blocks_of_rows = theirs.view(columns, -1, 2).permute(1, 0, 2)
+    assert torch.equal(repacked(words), blocks_of_rows.reshape(-1, columns * 2))
 
 
 @pytest.mark.parametrize("scheme", ["w8a8", "fp8", "bf16"])
@@ -255,8 +251,10 @@ def test_odd_shapes_multiply_too(scheme: str, shape: tuple[int, int], dtype: tor
     assert y.shape == (2, 3, shape[0])
     x_used = dequantized_activation(x, linear)
     weight = unpacked(linear.codes())
-    error = (y.view(6, -1).double() - x_used @ weight.t()).abs()
-    assert (error <= 2 * torch.finfo(dtype).eps * (x_used.abs() @ weight.abs().t())).all()
+    exact = x_used @ weight.t()
+    magnitudes = x_used.abs() @ weight.abs().t()
+    error = (y.view(6, -1).double() - exact).abs()
+    assert (error <= 2 * torch.finfo(dtype).eps * magnitudes).all()
 
 
 def fake_quant_gradients(

@@ -86,13 +86,14 @@ def test_matrices_that_wait_on_the_host_come_where_codes_are_made(
     with monkeypatch.context() as patched:
         patched.setattr(torch.Tensor, "to", noted)
         matrices_on_host(model, torch.device("cpu"))
-    stayed = {
-        name.rpartition(".")[0] for name, p in model.named_parameters() if p.data_ptr() not in moved
-    }
-    layers = {name for name, m in model.named_modules() if isinstance(m, nn.Linear)} | set(
-        dict(fused_experts(model))
-    )
-    assert stayed == (layers - {"lm_head"} if model.config.tie_word_embeddings else layers)
+    parameters = model.named_parameters()
+    unmoved = [name for name, parameter in parameters if parameter.data_ptr() not in moved]
+    stayed = {name.rpartition(".")[0] for name in unmoved}
+    linears = {name for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    layers = linears | {name for name, _ in fused_experts(model)}
+    if model.config.tie_word_embeddings:
+        layers -= {"lm_head"}
+    assert stayed == layers
     linear = make_linear("w4a16")
     assert {tensor.device.type for tensor in linear.merged()} == {"cpu"}
     linear.context.device = torch.device("meta")
@@ -117,12 +118,13 @@ def test_the_merged_weight_is_base_plus_scaled_product(master: torch.dtype):
     )
     adapter = adapter_for(stack)
     merged = adapter.merge(stack)
-    exact = (
-        stack.double() + 3.0 * adapter.lora_B.detach().double() @ adapter.lora_A.detach().double()
-    )
+    a = adapter.lora_A.detach().double()
+    b = adapter.lora_B.detach().double()
+    exact = stack.double() + 3.0 * b @ a
     assert merged.dtype == master
     assert not torch.equal(merged, stack)
-    assert ((merged.double() - exact).abs() <= torch.finfo(master).eps * exact.abs() + 1e-7).all()
+    error = (merged.double() - exact).abs()
+    assert (error <= torch.finfo(master).eps * exact.abs() + 1e-7).all()
     for rank in range(2):
         shard = Shard(stack.shape, rank, (0, 1, 3))
         assert torch.equal(
@@ -172,7 +174,8 @@ def test_an_adapted_layer_equals_a_layer_with_the_merged_master(scheme: str, ali
     assert torch.equal(linear(x), base)
     with torch.no_grad():
         adapter.lora_B.mul_(1e4)
-    largest = max(float(master.detach().abs().max()) for master in (linear.master, partner.master))
+    masters = (linear.master.detach(), partner.master.detach())
+    largest = max(float(master.abs().max()) for master in masters)
     # so that a tensor-wide scale is that of its merged weight
     assert partner.merged()[0].abs().max() > 2 * largest
     fuse_scales([[partner, linear]])
@@ -213,7 +216,8 @@ def test_factor_gradients_are_autograds_through_the_merged_weight(scheme: str):
     wide = x.detach().double().requires_grad_()
     used = wide + (dequantized_activation(x.detach(), linear) - wide).detach()
     delta = 3.0 * b @ a
-    (used @ (unpacked(linear.codes()) + delta - delta.detach()).t()).backward(dy.double())
+    weight = unpacked(linear.codes()) + delta - delta.detach()
+    (used @ weight.t()).backward(dy.double())
     for ours, theirs in (
         (x, wide),
         (adapter.lora_A, a),
@@ -316,15 +320,19 @@ def test_training_moves_adapters_alone(scheme: str, optimizer: str):
         assert learner.learn(batch, step=seed).updates == 2
     new = logprobs_of(learner, batch).values
     lengths = batch.response_mask.sum(-1)
-    assert ((new - old).sum(-1) / lengths * batch.advantages.sum(-1) / lengths).mean() > 0.02
-    assert all(torch.equal(p, before[name]) and p.grad is None for name, p in model.loaded.items())
+    rise = (new - old).sum(-1) / lengths
+    advantages = batch.advantages.sum(-1) / lengths
+    assert (rise * advantages).mean() > 0.02
+    for name, parameter in model.loaded.items():
+        assert torch.equal(parameter, before[name]), name
+        assert parameter.grad is None, name
     steps = learner.state_dict()["optimizer"]["masters"]
     assert steps.keys() == model.masters.keys()
     states = [s for step in steps.values() for s in step["moments"]]
-    held = sum(t.numel() for s in states for t in s.values() if torch.is_tensor(t) and t.ndim > 1)
-    assert held == (1 if optimizer == "muon" else 2) * sum(
-        p.numel() for p in model.masters.values()
-    )
+    tensors = [t for state in states for t in state.values() if torch.is_tensor(t)]
+    moments = sum(tensor.numel() for tensor in tensors if tensor.ndim > 1)
+    adapters = sum(master.numel() for master in model.masters.values())
+    assert moments == (1 if optimizer == "muon" else 2) * adapters
     for name, linear in model.linears.items():
         if name == "lm_head":
             continue

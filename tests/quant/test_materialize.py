@@ -68,18 +68,15 @@ def masters(
     if group:
         inputs = group * draw(st.integers(1, 3))
     else:
-        inputs = draw(st.sampled_from((1, 3, 17)) | st.integers(1, 200)) * (
-            8 if scheme.packs_integers else 1
-        )
+        multiple = 8 if scheme.packs_integers else 1
+        inputs = multiple * draw(st.sampled_from((1, 3, 17)) | st.integers(1, 200))
     per_scale = group or inputs
     generator = seeded(draw(st.integers(0, 2**32 - 1)))
     normal = torch.randn(outputs, inputs, generator=generator, dtype=torch.float64)
     if draw(st.booleans()):
         tail = draw(st.sampled_from((0.0, 1.0, 3.0)))
-        weight = (
-            normal
-            * (tail * torch.randn(outputs, inputs, generator=generator, dtype=torch.float64)).exp()
-        )
+        exponents_ = torch.randn(outputs, inputs, generator=generator, dtype=torch.float64)
+        weight = normal * (tail * exponents_).exp()
         weight *= 10.0 ** draw(st.integers(*exponents))
     # half or quarter multiples of a power-of-two scale: every rounding is exact or a tie
     else:
@@ -96,7 +93,8 @@ def masters(
         draw(st.lists(finite_floats, max_size=min(4, outputs * inputs))),
         dtype=torch.float64,
     )
-    weight.view(-1)[torch.randperm(outputs * inputs, generator=generator)[: len(single)]] = single
+    places = torch.randperm(outputs * inputs, generator=generator)[: len(single)]
+    weight.view(-1)[places] = single
     # From 1.75 · 2^127 on the library's power-of-two scale is infinite, and all of its codes zero.
     master = draw(
         master_dtypes.filter(lambda dtype: dtype != torch.float16 or scheme.name not in FP4)
@@ -261,7 +259,12 @@ def _ordinary(weight: torch.Tensor) -> bool:
 @pytest.mark.parametrize("dtype", COMPUTE_DTYPES.values())
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [(n, s) for s in ((256, 384), (6, 256)) for n in SCHEMES if SCHEME_SPECS[n].fits(s)],
+    [
+        (name, shape)
+        for shape in ((256, 384), (6, 256))
+        for name in SCHEMES
+        if SCHEME_SPECS[name].fits(shape)
+    ],
 )
 def test_weights_and_inputs_take_the_bytes_of_the_table(
     name: str, shape: tuple[int, int], dtype: torch.dtype

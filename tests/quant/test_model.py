@@ -305,7 +305,9 @@ def is_untouched(model: PreTrainedModel, before: dict[str, torch.Tensor]) -> boo
     """Return whether the model has the same parameters in the same plain torch modules."""
     now = dict(model.named_parameters())
     plain = not any(type(m).__module__.startswith("qarl.") for m in model.modules())
-    return plain and now.keys() == before.keys() and all(now[k] is before[k] for k in before)
+    if not plain or now.keys() != before.keys():
+        return False
+    return all(now[name] is before[name] for name in before)
 
 
 @pytest.mark.parametrize("hidden", [96, 192, 136])
@@ -322,7 +324,8 @@ def test_widths_a_scheme_cannot_hold_are_refused_before_anything_changes(hidden:
     ):
         low_bit(model, "w4a16", operators="engine")
     assert is_untouched(model, before)
-    assert all(isinstance(m, nn.Linear) for n, m in model.named_modules() if n.endswith("_proj"))
+    projections = [m for name, m in model.named_modules() if name.endswith("_proj")]
+    assert all(isinstance(module, nn.Linear) for module in projections)
     held = low_bit(model, "w8a8")
     assert held.operators == "engine"
     assert held.why_not_engine == ""

@@ -162,17 +162,21 @@ def test_values_are_the_engines_and_gradients_the_formulas(name: str, dtype: tor
     masters = [w.master for w in weights]
     copies = [w.read for w in weights]
     y, ours = differentiated(operator, arguments, masters)
-    assert all(torch.equal(row, t.to(dtype)) for row, t in zip(rows, drawn, strict=True))
+    assert pairwise_equal(rows, [t.to(dtype) for t in drawn])
     with kept_tensors() as kept:
         passed = operator(*arguments)
     added = isinstance(passed, tuple) and operators._written_out(operator) is operators._Norm
-    keepable = [POSITIONS] if formula is turned else [*([passed[1]] if added else rows), *copies]
+    if formula is turned:
+        keepable = [POSITIONS]
+    else:
+        inputs = [passed[1]] if added else rows
+        keepable = [*inputs, *copies]
     assert [t.data_ptr() for t in kept] == [t.data_ptr() for t in keepable]
+    clones = [t.detach().clone() for t in arguments]
     with torch.no_grad():
-        expected = outputs_of(
-            make_operator(make, dtype).module(*(t.detach().clone() for t in arguments))
-        )
-    assert all(a.dtype == dtype and torch.equal(a, b) for a, b in zip(y, expected, strict=True))
+        expected = outputs_of(make_operator(make, dtype).module(*clones))
+    assert all(a.dtype == dtype for a in y)
+    assert pairwise_equal(y, expected)
     assert [g.dtype for g in ours] == [t.dtype for t in (*rows, *masters)]
     fp32 = [t.detach().float().requires_grad_() for t in (*rows, *masters)]
     formula = partial(turned, operator.module) if formula is turned else formula
@@ -213,6 +217,7 @@ def test_compiled_gradients_are_those_of_operators(
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
     if compiler_missing("cpu"):
         pytest.skip("there is no C++ compiler")
-    (y, ours), (expected, theirs) = run(name, dtype, compiled=True), run(name, dtype)
+    y, ours = run(name, dtype, compiled=True)
+    expected, theirs = run(name, dtype)
     assert pairwise_equal(y, expected)
     assert_near(ours, theirs, max(torch.finfo(dtype).eps, 1e-6))

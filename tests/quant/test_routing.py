@@ -99,9 +99,12 @@ def test_replayed_experts_are_taken_where_there_are_any(kind: str):
     routed = layer(kind)
     index, weights = routed(HIDDEN, LOGITS, None, None)
     routed.replayed = torch.full((9, 4), -1, dtype=torch.int16)
-    routed.replayed[2:5], routed.replayed[5:] = index[2:5], torch.tensor([15, 0, 7, 8])
+    others = [15, 0, 7, 8]
+    routed.replayed[2:5] = index[2:5]
+    routed.replayed[5:] = torch.tensor(others)
     mixed, theirs = routed(HIDDEN, LOGITS, None, None)
-    assert mixed.tolist() == [*index[:5].tolist(), *[[15, 0, 7, 8]] * 4]
+    assert mixed[:5].tolist() == index[:5].tolist()
+    assert mixed[5:].tolist() == [others] * 4
     assert theirs.dtype == torch.float32
     assert torch.equal(theirs[:5], weights[:5])
     assert torch.equal(weights_of(router(kind), LOGITS.float(), index), weights) is (

@@ -227,11 +227,14 @@ def summed_in_halves(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Multiply x · weightᵀ in bfloat16 with sums over halves of the columns."""
     half = x.shape[1] // 2
     products = x.float()[:, None] * weight.float()
-    return (products[..., :half].sum(-1) + products[..., half:].sum(-1)).bfloat16()
+    left = products[..., :half].sum(-1)
+    right = products[..., half:].sum(-1)
+    return (left + right).bfloat16()
 
 
 def summed_row_by_row(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return torch.stack([(row.float() * weight.float()).sum(-1) for row in x]).bfloat16()
+    rows = [(row.float() * weight.float()).sum(-1) for row in x]
+    return torch.stack(rows).bfloat16()
 
 
 @pytest.mark.parametrize(

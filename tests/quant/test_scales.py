@@ -52,9 +52,8 @@ def codes_one_by_one(weight: torch.Tensor, scheme: Scheme, scale: torch.Tensor) 
     codes = torch.empty(weight.shape, dtype=torch.int8)
     for o, row in enumerate(weight.tolist()):
         for i, value in enumerate(row):
-            quotient = float(
-                torch.tensor(value / scale[o, i // columns].item(), dtype=torch.float64).to(dtype)
-            )
+            exact = value / scale[o, i // columns].item()
+            quotient = float(torch.tensor(exact, dtype=torch.float64).to(dtype))
             # Python rounds halves to even
             codes[o, i] = round(min(max(quotient, low), high))
     return codes
@@ -78,7 +77,8 @@ def test_codes_under_a_kept_scale_are_those_of_a_slow_reference(
     scheme = get_scheme(name)
     weight = heavy(5, 256, seed=3) * 0.05
     weight[1, :4] = torch.tensor([3e4, -3e4, 0.0, -0.0])
-    scale = (normal(5, 256 // (scheme.group_size or 256), seed=4).abs() * 0.02 + 1e-3).to(dtype)
+    groups = 256 // (scheme.group_size or 256)
+    scale = (normal(5, groups, seed=4).abs() * 0.02 + 1e-3).to(dtype)
     scale[2] = 2.0**-6
     weight[2, :16] = torch.arange(-8, 8) * 2.0**-6 + 2.0**-7  # halves
     scale[3] = 2.0**-23

@@ -45,10 +45,8 @@ def _run(kind: str, request: dict[str, Any]) -> int:
     for descriptor, name in enumerate((os.devnull, request["stdout"], request["stderr"])):
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND if descriptor else os.O_RDONLY
         os.dup2(os.open(name, flags, 0o600), descriptor)
-    sys.argv, sys.executable = (
-        [kind, *request["arguments"]],
-        os.environ.get("PYTHON_EXEC", sys.executable),
-    )
+    sys.argv = [kind, *request["arguments"]]
+    sys.executable = os.environ.get("PYTHON_EXEC", sys.executable)
     try:
         status = _MAINS[kind](request["arguments"])
     except SystemExit as end:
@@ -152,13 +150,12 @@ def serve_from_fork(listeners: dict[str, socket.socket], lifeline: int) -> None:
     """
     try:
         faulthandler.disable()
-        sys.unraisablehook, threading.excepthook = (
-            sys.__unraisablehook__,
-            threading.__excepthook__,
-        )
+        sys.unraisablehook = sys.__unraisablehook__
+        threading.excepthook = threading.__excepthook__
         for descriptor in (0, 1, 2):
             os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)
-        sys.stdin, sys.stdout = os.fdopen(0), os.fdopen(1, "w")
+        sys.stdin = os.fdopen(0)
+        sys.stdout = os.fdopen(1, "w")
         sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace")
         serve(listeners, lifeline)
     finally:
@@ -167,6 +164,7 @@ def serve_from_fork(listeners: dict[str, socket.socket], lifeline: int) -> None:
 
 if __name__ == "__main__":
     import_everything()
-    found = {kind: socket.socket(fileno=number) for kind, number in json.loads(sys.argv[1]).items()}
+    numbers = json.loads(sys.argv[1])
+    found = {kind: socket.socket(fileno=number) for kind, number in numbers.items()}
     forks.sockets = Path(found["qarl"].getsockname()).parent
     serve(found, lifeline=0)

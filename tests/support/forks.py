@@ -60,7 +60,8 @@ def start_from_here() -> None:
     from tests.support.imports import import_everything
 
     import_everything()
-    listeners, (lifeline, held) = _listeners(), os.pipe()
+    listeners = _listeners()
+    lifeline, held = os.pipe()
     if os.fork() == 0:
         os.close(held)
         fork_server.serve_from_fork(listeners, lifeline)

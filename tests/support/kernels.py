@@ -108,10 +108,9 @@ def attention_depends_on_requests() -> bool:
     scoring = Scoring(scale=128**-0.5)
     with replaced(attention, queries_per_request=lambda *_: 1 << 20):
         whole = attention.cpu_attention(q, k, v, scoring, [700], [700])
-        decoded = [
-            attention.cpu_attention(
-                q[at : at + 1], k[: at + 1], v[: at + 1], scoring, [1], [at + 1]
-            )
-            for at in range(600, 700)
-        ]
+        decoded = []
+        for position in range(600, 700):
+            seen = position + 1
+            query = q[position:seen]
+            decoded.append(attention.cpu_attention(query, k[:seen], v[:seen], scoring, [1], [seen]))
     return not torch.equal(torch.cat(decoded), whole[600:])

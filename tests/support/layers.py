@@ -33,9 +33,9 @@ def make_linear(
     aligned: bool = True,
 ) -> LowBitLinear:
     master = nn.Parameter((heavy(*shape, seed=seed) * 0.05).to(master_dtype))
-    bias_master = (
-        nn.Parameter((normal(shape[0], seed=seed + 9) * 0.3).to(master_dtype)) if bias else None
-    )
+    bias_master = None
+    if bias:
+        bias_master = nn.Parameter((normal(shape[0], seed=seed + 9) * 0.3).to(master_dtype))
     context = LayerContext(dtype, kernel, aligned)
     linear = LowBitLinear(
         "model.layers.1.mlp.up_proj", master, bias_master, get_scheme(scheme), context
@@ -97,8 +97,10 @@ def make_experts(
     E = shape.experts
     H = shape.hidden
     inner = shape.intermediate
-    gate_up = nn.Parameter((heavy(E, 2 * inner, H, seed=0, rows=False) * 0.06).to(master_dtype))
-    down = nn.Parameter((heavy(E, H, inner, seed=2, rows=False) * 0.04).to(master_dtype))
+    gate_up_values = heavy(E, 2 * inner, H, seed=0, rows=False) * 0.06
+    down_values = heavy(E, H, inner, seed=2, rows=False) * 0.04
+    gate_up = nn.Parameter(gate_up_values.to(master_dtype))
+    down = nn.Parameter(down_values.to(master_dtype))
     context = LayerContext(dtype, kernel, aligned)
     experts = RoutedLowBitExperts(EXPERTS, gate_up, down, shape, get_scheme(scheme), context)
     experts.refresh()
@@ -178,10 +180,7 @@ def textbook_gradients(
         merged = used(x[rows]) @ both.t()
         merged = straight_through(merged, merged.detach().to(experts.context.dtype))
         gate, up = merged.chunk(2, dim=-1)
-        y = y.index_add(
-            0,
-            rows,
-            used(F.silu(gate) * up) @ out.t() * weights[rows, slots, None],
-        )
+        of_expert = used(F.silu(gate) * up) @ out.t()
+        y = y.index_add(0, rows, of_expert * weights[rows, slots, None])
     y.backward(dy.double())
     return [leaf.grad for leaf in (x, weights, gate_up, down) if leaf.grad is not None]

@@ -115,7 +115,9 @@ def masters_of(learner: Learner) -> Tensors:
 
 
 def all_equal(a: Tensors, b: Tensors) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    if a.keys() != b.keys():
+        return False
+    return all(torch.equal(a[name], b[name]) for name in a)
 
 
 def distances(
@@ -123,8 +125,11 @@ def distances(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return how far each weight of the masters moved and how far the two final values differ."""
     assert found.keys() == expected.keys() == start.keys()
-    moved = torch.cat([(expected[n] - start[n]).abs().flatten() for n in start])
-    return moved, torch.cat([(expected[n] - found[n]).abs().flatten() for n in start])
+
+    def difference(a: Tensors, b: Tensors) -> torch.Tensor:
+        return torch.cat([(a[name] - b[name]).abs().flatten() for name in start])
+
+    return difference(expected, start), difference(expected, found)
 
 
 def assert_same_trajectory(start: Tensors, expected: Tensors, found: Tensors) -> None:
@@ -181,13 +186,14 @@ def drift(a: Tensors, b: Tensors) -> tuple[float, float]:
     the tensor's mean |b|.
     """
     assert a.keys() == b.keys()
-    off = [
-        (
-            (a[n].double() - b[n].double()).abs() / b[n].double().abs().mean().clamp_min(1e-30)
-        ).flatten()
-        for n in a
-    ]
-    return float(torch.cat(off).max()), float(torch.cat(off).mean())
+    parts = []
+    for name in a:
+        expected = b[name].double()
+        unit = expected.abs().mean().clamp_min(1e-30)
+        difference = (a[name].double() - expected).abs()
+        parts.append((difference / unit).flatten())
+    off = torch.cat(parts)
+    return float(off.max()), float(off.mean())
 
 
 def random_batch(

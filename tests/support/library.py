@@ -21,9 +21,8 @@ def library_scale(
     assert args is not None
     if scheme.block:
         rows, columns = scheme.block
-        observed = (
-            weight.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).transpose(1, 2).flatten(2)
-        )
+        blocks = weight.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+        observed = blocks.transpose(1, 2).flatten(2)
     else:
         observed = weight.unflatten(1, (-1, scheme.group_size or weight.shape[1]))
     absmax = weight.abs().max().reshape(1)

@@ -140,18 +140,13 @@ def qwen3(tied: bool = True, seed: int = 0, **changes: Any) -> PreTrainedModel:
 
 
 def some_tokens(B: int = 3, T: int = 11, seed: int = 0) -> torch.Tensor:
-    return torch.randint(
-        0,
-        VOCABULARY,
-        (B, T),
-        generator=seeded(seed),
-    )
+    return torch.randint(0, VOCABULARY, (B, T), generator=seeded(seed))
 
 
 def all_logits(model: LowBitModel, tokens: torch.Tensor) -> torch.Tensor:
-    return model.head(model.hidden(tokens, torch.ones_like(tokens, dtype=torch.bool))).view(
-        *tokens.shape, -1
-    )
+    everywhere = torch.ones_like(tokens, dtype=torch.bool)
+    hidden = model.hidden(tokens, everywhere)
+    return model.head(hidden).view(*tokens.shape, -1)
 
 
 def stream_bytes(model: LowBitModel) -> dict[str, torch.Tensor]:
@@ -179,7 +174,8 @@ def multiply_masters(model: LowBitModel, factor: float, *names: str) -> None:
 
 def loss_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     logp = logits[:, :-1].float().log_softmax(-1)
-    return -logp.gather(-1, tokens[:, 1:, None]).sum() / tokens.numel()
+    picked = logp.gather(-1, tokens[:, 1:, None])
+    return -picked.sum() / tokens.numel()
 
 
 def gradients(model: LowBitModel, tokens: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -61,7 +61,8 @@ def rope(head: int, part: float = 1.0, neox: bool = True, **scaling: Any) -> Cal
 
 
 def outputs_of(y: Any) -> list[torch.Tensor]:
-    return [t for t in (y if isinstance(y, tuple) else (y,)) if t is not None]
+    outputs = y if isinstance(y, tuple) else (y,)
+    return [output for output in outputs if output is not None]
 
 
 def differentiated(
@@ -74,5 +75,9 @@ def differentiated(
     """
     y = outputs_of(call(*arguments))
     leaves = [t for t in arguments if t.requires_grad]
-    dy = [normal(t.numel(), 1, seed=7 + n).view(t.shape).to(t) for n, t in enumerate(y)]
-    return [t.detach() for t in y], list(torch.autograd.grad(y, [*leaves, *masters], dy))
+    dy = []
+    for n, output in enumerate(y):
+        values = normal(output.numel(), 1, seed=7 + n)
+        dy.append(values.view(output.shape).to(output))
+    gradients = torch.autograd.grad(y, [*leaves, *masters], dy)
+    return [output.detach() for output in y], list(gradients)

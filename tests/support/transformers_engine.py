@@ -71,10 +71,12 @@ class TransformersEngine:
             yield from (1 for _ in completion.token_ids)
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        return [
-            self._logp(s).gather(-1, torch.tensor(s[1:])[:, None])[:, 0].tolist()
-            for s in map(list, sequences)
-        ]
+        found = []
+        for sequence in sequences:
+            logp = self._logp(list(sequence))
+            targets = torch.tensor(sequence[1:])
+            found.append(logp.gather(-1, targets[:, None])[:, 0].tolist())
+        return found
 
     def logprobs_of_each(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
         return [self.logprobs(sequences)]

@@ -91,7 +91,9 @@ def test_the_audit_shows_eight_layers_and_counts_the_rest(count: int, rest: str)
 def test_different_ignore_lists_are_reported_by_layer_and_side(
     sides: tuple[str, str], leaves: str, quantizes: str
 ):
-    ours, theirs = ([replace(LAYER, scheme=scheme), replace(LAYER, name="b")] for scheme in sides)
+    other = replace(LAYER, name="b")
+    ours = [replace(LAYER, scheme=sides[0]), other]
+    theirs = [replace(LAYER, scheme=sides[1]), other]
     words = (
         f"a: different ignore lists: the {leaves} leaves this layer .* the {quantizes} quantizes it"
         " in 'w"

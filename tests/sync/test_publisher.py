@@ -25,9 +25,7 @@ from qarl.sync.publisher import Publisher, PublishError
 from tests.support.learners import make_learner
 
 SIZES = {"a": 4, "b.w": 1, "c": 4, "d": 1}
-STREAM = [
-    LowBitTensor(name, torch.full((size,), n).int()) for n, (name, size) in enumerate(SIZES.items())
-]
+STREAM = [LowBitTensor(name, torch.full((SIZES[name],), n).int()) for n, name in enumerate(SIZES)]
 SEQUENCES = [[1, 5, 9, 2], [3, 3]]
 
 
@@ -45,17 +43,13 @@ class Ends:
         offsets: Sequence[float] = (0.0,),
     ):
         self.model: Any = make_learner().model
-        self.unconsumed, self.missing, self.offsets = (
-            tuple(unconsumed),
-            tuple(missing),
-            offsets,
-        )
-        self.other_bytes, self.canaries, self.sent, self.shared = (
-            False,
-            0,
-            list[int](),
-            cast(Any, None),
-        )
+        self.unconsumed = tuple(unconsumed)
+        self.missing = tuple(missing)
+        self.offsets = offsets
+        self.other_bytes = False
+        self.canaries = 0
+        self.sent: list[int] = []
+        self.shared = cast(Any, None)
 
     def load(self, stream: Iterable[LowBitTensor], version: int) -> LoadReport:
         self.sent.append(version)
@@ -264,7 +258,9 @@ def test_an_exports_files_are_those_that_transformers_looks_for(
         assert all(name in load_file(folder / file) for name, file in where.items())
         index = {"metadata": {"total_size": 40}, "weight_map": where}
         assert (folder / files[2]).read_text() == json.dumps(index, indent=2) + "\n"
-    read = {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
+    read: dict[str, torch.Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        read |= load_file(file)
     assert all(torch.equal(read.pop(item.name), item.tensor) for item in STREAM)
     assert not read
     assert digest.hexdigest() == digested(STREAM).hexdigest()
