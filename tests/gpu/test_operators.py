@@ -122,7 +122,8 @@ def test_activation_codes_are_near_those_of_cpus(scheme: str):
         rtol=1e-6,
         atol=0.0,
     )
-    assert float((ours.codes.float() == cpus.codes.float()).double().mean()) > 0.99
+    equal = ours.codes.float() == cpus.codes.float()
+    assert float(equal.double().mean()) > 0.99
 
 
 _SEEN, _SHARED = torch.tensor(
@@ -131,9 +132,10 @@ _SEEN, _SHARED = torch.tensor(
         [0, 200, 0, 170, 29],
     ]
 )
+_LEADER = torch.tensor([0, 0, 2, 0, 2])
 SEQUENCES = {
     "apart": Sequences.apart(LENGTHS),
-    "shared prompts": pack(_SEEN, 1024, _SHARED, leader=torch.tensor([0, 0, 2, 0, 2])).sequences,
+    "shared prompts": pack(_SEEN, 1024, _SHARED, leader=_LEADER).sequences,
 }
 SINKS = torch.linspace(-1.0, 2.0, 32).to(BF16)
 SCORINGS = {

@@ -76,7 +76,8 @@ def test_the_engines_experts_are_the_learners(
     engine = VllmEngine(tmp_path / "start", VllmOptions(rollout))
     try:
         assert engine._llm.llm_engine.vllm_config.use_v2_model_runner
-        prompts = [Prompt(str(n), "", tuple(range(20 + n, 40 + n))) for n in range(16)]
+        token_ids = [tuple(range(20 + n, 40 + n)) for n in range(16)]
+        prompts = [Prompt(str(n), "", ids) for n, ids in enumerate(token_ids)]
         samples = [group[0] for group in engine.generate(prompts, Sampling(1, 64, seed=0))]
     finally:
         engine.close()

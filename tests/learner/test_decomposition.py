@@ -389,9 +389,8 @@ def test_ages_come_from_the_versions_that_sampled():
     """
     groups = []
     for n, g in enumerate(make_groups()):
-        of_two = (
-            dataclasses.replace(c, weight_version=n, switches=((1, n + 2),)) for c in g.completions
-        )
+        versions: dict[str, Any] = {"weight_version": n, "switches": ((1, n + 2),)}
+        of_two = [dataclasses.replace(completion, **versions) for completion in g.completions]
         groups.append(dataclasses.replace(g, completions=tuple(of_two)))
     batch = make_batch(groups, 0, version=7)
     first = [n for n, g in enumerate(groups) for _ in g.completions]
@@ -475,10 +474,8 @@ def test_changes_are_those_of_masters_and_codes(scheme: str):
     }
     found = learner.learn(batch_of(), 0)
     after = masters_of(learner)
-    crossed = {
-        name: float((before[name].bfloat16() != after[name].bfloat16()).float().mean())
-        for name in after
-    }
+    moved = {name: before[name].bfloat16() != after[name].bfloat16() for name in after}
+    crossed = {name: float(elements.float().mean()) for name, elements in moved.items()}
     differ = {
         name: torch.cat(
             [differing_codes(*pair) for pair in zip(old[name], codes[name], strict=True)]

@@ -78,7 +78,7 @@ class Loss:
     clipped: Tensor
     corrected: Tensor
     per_sequence: bool = False
-    """Whether the ratio is one of the whole sequence."""
+    """True if the ratio is one of the whole sequence."""
 
 
 def clip_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
@@ -156,7 +156,7 @@ def seq_sum(values: Tensor, mask: Tensor) -> Tensor:
 
 @dataclasses.dataclass
 class Run:
-    """What to learn, for the product and for the replay."""
+    """Configuration of a run, for the product and for the replay."""
 
     objective: Callable[[Terms], Loss]
     learner: dict[str, Any]

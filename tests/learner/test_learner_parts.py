@@ -51,7 +51,8 @@ def test_advantage_estimators_have_their_defining_formulas(groups: int, samples:
         dtype=torch.float64,
     )
     rewards[::2] = rewards[::2, :1]
-    rewards[::2, 0] += (torch.arange(groups)[::2] % 4 == 0).double()
+    every_fourth = torch.arange(groups)[::2] % 4 == 0
+    rewards[::2, 0] += every_fourth.double()
     others = torch.stack(
         [row[torch.arange(samples) != i].mean() for row in rewards for i in range(samples)]
     )
@@ -204,9 +205,11 @@ def test_mini_batches_partition_whole_groups(batch: Batch, count: int, seed: int
 
 def test_mini_batches_are_shuffled_by_their_seed():
     pair = (completion([2], [0.0]),) * 2
-    groups = [Group(Prompt(str(g), "", (1,)), pair, (0.0, 1.0)) for g in range(12)]
+    prompts = [Prompt(str(g), "", (1,)) for g in range(12)]
+    groups = [Group(prompt, pair, (0.0, 1.0)) for prompt in prompts]
     batch = make_batch(groups, 0)
-    firsts = {tuple(mini_batches(batch, 4, seed)[0].tolist()) for seed in range(20)}
+    first_rows = [mini_batches(batch, 4, seed)[0] for seed in range(20)]
+    firsts = {tuple(rows.tolist()) for rows in first_rows}
     assert len(firsts) > 10
 
 
@@ -384,7 +387,8 @@ def test_processes_share_all_items_in_nearly_equal_parts(count: int, world: int)
     shares = [list(Processes(rank, world).span(count)) for rank in range(world)]
     assert [*itertools.chain(*shares)] == list(range(count))
     assert len(shares[-1]) - min(map(len, shares)) <= 1
-    assert [Processes(rank, world).share(list(range(count))) for rank in range(world)] == shares
+    items = list(range(count))
+    assert [Processes(rank, world).share(items) for rank in range(world)] == shares
 
 
 @given(batches(), st.integers(1, 5), st.integers(1, 60))
@@ -525,7 +529,8 @@ def test_the_learning_rate_rises_holds_and_falls():
         return [schedule.rate(step) for step in steps]
 
     rising = [0.25, 0.5, 0.75]
-    assert rates(Schedule(1.0, 4, 2, 10), range(10)) == [*rising, *[1] * 6, 0.5]
+    both_ends = rates(Schedule(1.0, 4, 2, 10), range(10))
+    assert both_ends == [*rising, *[1] * 6, 0.5]
     assert rates(Schedule(3e-4, 0, 0, 3), range(3)) == [3e-4] * 3
     assert rates(Schedule(1.0, 4, 4, 4), range(4)) == [0.25, 0.5, 0.5, 0.25]
     short = rates(Schedule(1.0, 0, 100, 4), range(4))

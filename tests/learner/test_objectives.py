@@ -272,9 +272,17 @@ ONE_TOKEN: dict[str, list[tuple[float, float, float, float]]] = {
         (0.9996, -2.0, -1.9994, 0.0),
         (50.0, -2.0, -100.0, -2.0),
     ],
-    "gspo_dual_clip": [(1.0005, 2.0, 2.0008, 0.0), (2.9, -2.0, -5.8, -2.0), (3.1, -2.0, -6.0, 0.0)],
+    "gspo_dual_clip": [
+        (1.0005, 2.0, 2.0008, 0.0),
+        (2.9, -2.0, -5.8, -2.0),
+        (3.1, -2.0, -6.0, 0.0),
+    ],
     "sapo": [(1.0, 2.0, 4.0, 2.0)],
-    "cispo": [(4.9, 2.0, 9.8, 2.0), (8.0, 2.0, 10.0, 1.25), (0.01, -2.0, -0.02, -2.0)],
+    "cispo": [
+        (4.9, 2.0, 9.8, 2.0),
+        (8.0, 2.0, 10.0, 1.25),
+        (0.01, -2.0, -0.02, -2.0),
+    ],
     "on_policy": [(1.0, -2.0, -2.0, -2.0)],
     "pg_seq_is": [(7.0, -2.0, -14.0, -2.0)],
 }
@@ -514,7 +522,8 @@ def rows_of(whole: LossInput, rows: Any, longest: int) -> LossInput:
             return None
         return values[rows][:, :longest] if values.ndim > 1 else values[rows]
 
-    return LossInput(**{f.name: cut(getattr(whole, f.name)) for f in fields(LossInput)})
+    parts = {field.name: cut(getattr(whole, field.name)) for field in fields(LossInput)}
+    return LossInput(**parts)
 
 
 @pytest.mark.parametrize("name", list(OBJECTIVES))
@@ -647,7 +656,8 @@ def test_bypass_takes_the_ratio_from_the_sampler_and_counts_phantom_clipping():
         [1.0] * 3,
     )
     loss, clipped = evaluate(given_, config)
-    assert loss.tolist() == pytest.approx([-(1.2 + math.exp(0.1)) / 2, -1.2, -1.0])
+    one_clipped = (1.2 + math.exp(0.1)) / 2
+    assert loss.tolist() == pytest.approx([-one_clipped, -1.2, -1.0])
     assert clipped.tolist() == [0.5, 1.0, 0.0]
     share = policy_loss(given_, config, totals(given_))
     assert share.metrics.clipped == pytest.approx(1.5 / 3)

@@ -63,7 +63,16 @@ def plain(batches: int, learner: dict[str, Any] = LEARNER) -> tuple[Learner, lis
     found = make_learner("bf16", torch.float32, **learner)
     stats = [found.learn(batch_of(), step=step) for step in range(batches)]
     return found, [
-        [s.loss, s.grad_norm, s.clipped, s.entropy, s.updates, s.skipped, s.kl] for s in stats
+        [
+            s.loss,
+            s.grad_norm,
+            s.clipped,
+            s.entropy,
+            s.updates,
+            s.skipped,
+            s.kl,
+        ]
+        for s in stats
     ]
 
 

@@ -39,6 +39,7 @@ from tests.support.learners import (
     policy,
     random_batch,
 )
+from tests.support.models import collected_gradients
 from tests.support.tensors import as_bytes, heavy, normal, pairwise_equal
 
 BFLOAT16 = torch.bfloat16
@@ -202,7 +203,7 @@ def test_gradients_added_in_place_are_autograds(kind: str, loss_scale: float):
                 )
                 weights = torch.linspace(-1, 1, logprobs.numel()).view_as(logprobs)
                 (logprobs * weights).sum().backward()
-                totals = {n: p.grad for n, p in model.masters.items() if p.grad is not None}
+                totals = collected_gradients(model)
             else:
                 _, part = logprob_gradients(model, batch, packed=batch.packed())
                 totals = {n: g + totals[n] if totals else g for n, g in part.items()}

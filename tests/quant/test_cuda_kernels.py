@@ -186,7 +186,7 @@ def test_flashinfer_is_left_out_though_vllm_finds_it(monkeypatch: pytest.MonkeyP
         OSError("gcc"),
     ],
 )
-def test_whatever_a_probe_raises_is_a_reason(error: Exception, monkeypatch: pytest.MonkeyPatch):
+def test_any_error_of_a_probe_becomes_the_reason(error: Exception, monkeypatch: pytest.MonkeyPatch):
     """Contract: an error while probing one scheme neither ends `qarl schemes` nor hides the other
     schemes.
     """

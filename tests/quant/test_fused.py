@@ -151,7 +151,8 @@ def test_every_bfloat16_value_gives_the_operators_bits(name: str, dtype: torch.d
     """Contract: this holds for all 65,280 finite values, each in a group with an absmax of 1
     (values above 1: in a group of their own).
     """
-    values = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
+    bits = torch.arange(-(2**15), 2**15).to(torch.int16)
+    values = bits.view(torch.bfloat16)
     values = values[values.isfinite()]
     width = get_scheme(name).group_size or 128
     small = values[values.abs() <= 1].view(-1)

@@ -207,7 +207,8 @@ def test_groups_whose_float16_scale_vanishes_stay_close_to_zero(
     assert (low_bit.scale[1] == 2.0**-23).all()
     dequantized = low_bit.dequantized()
     assert dequantized.isfinite().all()
-    assert (dequantized[1] - weight[1].float()).abs().max() <= 2.0**-23 / 2
+    difference = (dequantized[1] - weight[1].float()).abs()
+    assert difference.max() <= 2.0**-23 / 2
     check_against_library(weight[::2], scheme, torch.float16)
     tiniest = materialize(
         torch.full((2, 128), 1e-12, dtype=master),
@@ -502,7 +503,8 @@ def test_experts_are_views_of_one_buffer_a_stack(scheme: str):
     single = not get_scheme(scheme).fuses_scales
     for part in ("gate_up", "down"):
         weights = [getattr(expert, part) for expert in low_bit.experts]
-        assert len({w.codes.untyped_storage().data_ptr() for w in weights}) == (1 if single else 3)
+        buffers = {weight.codes.untyped_storage().data_ptr() for weight in weights}
+        assert len(buffers) == (1 if single else 3)
     for expert in low_bit.experts:
         streamed = dict(expert.tensors(ExpertLayout()))
         for name, tensor in streamed.items():

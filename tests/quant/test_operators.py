@@ -48,7 +48,8 @@ class Planted(CustomOp):
 def norm(x: torch.Tensor, *rest: torch.Tensor, one: float = 0.0) -> Any:
     """Return a norm's arguments. `rest` holds the residual, if any, and the weight."""
     total = x + sum(rest[:-1])
-    y = total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + 1e-6) * (one + rest[-1])
+    mean_square = total.pow(2).mean(-1, keepdim=True)
+    y = total * torch.rsqrt(mean_square + 1e-6) * (one + rest[-1])
     return (y, total) if rest[1:] else y
 
 

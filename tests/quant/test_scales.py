@@ -204,7 +204,8 @@ def test_a_small_update_leaves_nearly_all_codes_where_a_start_put_them():
             scale = weight.wide_scale()
             signs = torch.randint(0, 2, scale.shape, generator=generator) * 2 - 1
             with torch.no_grad():
-                master.view(*scale.shape, -1).add_((0.01 * signs * scale).unsqueeze(-1))
+                moves = 0.01 * signs * scale
+                master.view(*scale.shape, -1).add_(moves.unsqueeze(-1))
             layer.refresh()
             changed = (weight.unpacked() != before).float().mean().item()
             assert 0.001 < changed < 0.02, changed

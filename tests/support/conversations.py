@@ -20,7 +20,8 @@ class Script:
 
     def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[list[Completion]]:
         self.asked += prompts
-        return [[self._one(self.says[prompt.draws[2]])] for prompt in prompts if prompt.draws]
+        turns = [prompt.draws[2] for prompt in prompts if prompt.draws]
+        return [[self._one(self.says[turn])] for turn in turns]
 
     def _one(self, says: str) -> Completion:
         tokens = tuple(self.tokenizer(says + "<|im_end|>", add_special_tokens=False)["input_ids"])

@@ -17,7 +17,9 @@ from qarl.sync.export import export_checkpoint
 from tests.support.imports import import_libraries
 from tests.support.tensors import seeded
 
-SEQUENCES = [torch.randint(16, 512, (n,), generator=seeded(n)).tolist() for n in (9, 24, 40)]
+SEQUENCES = [
+    torch.randint(16, 512, (length,), generator=seeded(length)).tolist() for length in (9, 24, 40)
+]
 
 
 def make_model(

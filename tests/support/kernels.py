@@ -29,13 +29,13 @@ CPU_SCHEMES = tuple(VLLM_CPU_KERNELS)
 """The same schemes, for linear layers and for experts."""
 
 AVX512 = torch.cpu._is_avx512_supported()
-"""Whether the CPU has AVX-512.
+"""True if the CPU has AVX-512.
 
 Without it vLLM has no int4 kernel on CPUs, for which QaRL has a substitute, and no FP8 cache.
 """
 
 TRUNCATES = AVX512 and not torch.cpu._is_avx512_bf16_supported()
-"""Whether vLLM rounds to bfloat16 toward zero on this CPU.
+"""True if vLLM rounds to bfloat16 toward zero on this CPU.
 
 The median output of INT4 experts is then 1.5 % too small.
 """

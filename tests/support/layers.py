@@ -35,7 +35,8 @@ def make_linear(
     master = nn.Parameter((heavy(*shape, seed=seed) * 0.05).to(master_dtype))
     bias_master = None
     if bias:
-        bias_master = nn.Parameter((normal(shape[0], seed=seed + 9) * 0.3).to(master_dtype))
+        bias_values = normal(shape[0], seed=seed + 9) * 0.3
+        bias_master = nn.Parameter(bias_values.to(master_dtype))
     context = LayerContext(dtype, kernel, aligned)
     linear = LowBitLinear(
         "model.layers.1.mlp.up_proj", master, bias_master, get_scheme(scheme), context

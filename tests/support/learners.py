@@ -14,7 +14,7 @@ from qarl.learner.optim.loss_scale import LossScale
 from qarl.learner.row_logprobs import RowLogprobs
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.rollout.types import Completion, Group, Prompt
-from tests.support.models import SIZES, VOCABULARY, low_bit
+from tests.support.models import SIZES, VOCABULARY, collected_gradients, low_bit
 from tests.support.moe_models import CONFIGS, random_moe
 from tests.support.tensors import seeded
 
@@ -127,7 +127,8 @@ def distances(
     assert found.keys() == expected.keys() == start.keys()
 
     def difference(a: Tensors, b: Tensors) -> torch.Tensor:
-        return torch.cat([(a[name] - b[name]).abs().flatten() for name in start])
+        parts = [(a[name] - b[name]).abs() for name in start]
+        return torch.cat([part.flatten() for part in parts])
 
     return difference(expected, start), difference(expected, found)
 
@@ -175,7 +176,7 @@ def logprob_gradients(model: LowBitModel, batch: Batch, **how: Any) -> tuple[tor
     logprobs, _ = token_logprobs(model, batch.tokens, batch.response_mask, batch.experts, **how)
     weights = torch.linspace(-1, 1, logprobs.numel()).view_as(logprobs)
     (logprobs * weights).sum().backward()
-    found = {n: p.grad.clone() for n, p in model.masters.items() if p.grad is not None}
+    found = collected_gradients(model)
     for master in model.masters.values():
         master.grad = None
     return logprobs.detach(), found

@@ -1,4 +1,4 @@
-"""What compressed-tensors itself writes for a weight, the independent source that tests compare
+"""Tensors that compressed-tensors writes for a weight, the independent source that tests compare
 materialization with.
 """
 

@@ -178,9 +178,15 @@ def loss_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return -picked.sum() / tokens.numel()
 
 
+def collected_gradients(model: LowBitModel) -> dict[str, torch.Tensor]:
+    """Return a copy of each master's gradient, by name, of the masters that have one."""
+    trained = {name: p.grad for name, p in model.masters.items()}
+    return {name: gradient.clone() for name, gradient in trained.items() if gradient is not None}
+
+
 def gradients(model: LowBitModel, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the gradients of a fresh backward pass, by master name."""
     for master in model.masters.values():
         master.grad = None
     loss_of(all_logits(model, tokens), tokens).backward()
-    return {name: m.grad.clone() for name, m in model.masters.items() if m.grad is not None}
+    return collected_gradients(model)

@@ -62,7 +62,8 @@ def row_steps(
         key: torch.nn.Parameter(gradient_of(key, 0).to(getattr(torch, dtype or "float32")))
         for key in SHAPES
     }
-    holder = torch.nn.ParameterDict({str(n): master for n, master in enumerate(masters.values())})
+    numbered = {str(n): master for n, master in enumerate(masters.values())}
+    holder = torch.nn.ParameterDict(numbered)
     if processes is not None:
         shard_parameters(holder, Share(processes.rank, processes.world))
         masters = dict(zip(SHAPES, holder.values(), strict=True))

@@ -69,7 +69,16 @@ def run(job: dict[str, Any], processes: Processes) -> None:
     tied = model.linears["lm_head"].codes().codes if "lm_head" in model.linears else torch.empty(0)
     if processes.first:
         numbers = [
-            [s.loss, s.grad_norm, s.clipped, s.entropy, s.updates, s.skipped, s.kl] for s in stats
+            [
+                s.loss,
+                s.grad_norm,
+                s.clipped,
+                s.entropy,
+                s.updates,
+                s.skipped,
+                s.kl,
+            ]
+            for s in stats
         ]
         held = sum(torch.detach(p).numel() for p in model.masters.values())
         whole = sum(whole_shape(p).numel() for p in model.masters.values())

@@ -24,7 +24,8 @@ from tests.support.tensors import seeded
 
 SEEDS = range(12 if thorough() else 3)
 SCHEMES = ("bf16", "w8a8", "w4a16")
-SEQUENCES = [torch.randint(0, 96, (48,), generator=seeded(n)).tolist() for n in range(8)]
+_TOKENS = [torch.randint(0, 96, (48,), generator=seeded(n)) for n in range(8)]
+SEQUENCES = [tokens.tolist() for tokens in _TOKENS]
 
 
 def model_of(
@@ -103,7 +104,8 @@ def test_another_rounding_moves_a_result_by_at_most_one_place():
     with context.other_roundings(seed=3):
         moved = context.rounded(values)
     assert torch.equal(context.rounded(values), values)
-    places = (moved.view(torch.int16).int() - values.view(torch.int16).int()).abs()
+    bits = values.view(torch.int16).int()
+    places = (moved.view(torch.int16).int() - bits).abs()
     assert int(places.max()) == 1
     assert 0.1 < float((places > 0).float().mean()) < 0.6
 

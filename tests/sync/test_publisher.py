@@ -25,7 +25,8 @@ from qarl.sync.publisher import Publisher, PublishError
 from tests.support.learners import make_learner
 
 SIZES = {"a": 4, "b.w": 1, "c": 4, "d": 1}
-STREAM = [LowBitTensor(name, torch.full((SIZES[name],), n).int()) for n, name in enumerate(SIZES)]
+_TENSORS = [torch.full((size,), n).int() for n, size in enumerate(SIZES.values())]
+STREAM = [LowBitTensor(*item) for item in zip(SIZES, _TENSORS, strict=True)]
 SEQUENCES = [[1, 5, 9, 2], [3, 3]]
 
 
