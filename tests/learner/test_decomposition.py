@@ -433,7 +433,7 @@ def test_changed_codes_are_those_that_differ_when_unpacked(
         assert changed_codes(second.codes, second) == 0
 
 
-def test_crossings_by_hand():
+def test_crossed_bfloat16_counts_changed_bfloat16_values():
     """Contract: a weight crosses if its bfloat16 value changes, in chunks of any size.
 
     The bfloat16 neighbours of 1 are 2^-7 above and 2^-8 below: 1 + 2^-9 and 1 - 2^-10 round to 1,
@@ -453,7 +453,7 @@ def test_crossings_by_hand():
 
 
 @pytest.mark.parametrize("scheme", ["w4a16", "w8a8", "nvfp4a16", "bf16"])
-def test_changes_are_those_of_masters_and_codes(scheme: str):
+def test_reported_crossings_and_flips_are_those_of_masters_and_codes(scheme: str):
     """Contract: over one update of a mixture of experts, the fraction of crossings is that of the
     masters, and the fraction of flips is that of the unpacked published codes. Layers in the
     compute dtype (routers, output head, embeddings) have no codes.

@@ -424,8 +424,8 @@ def assert_logged(log: TokenLog, batch: Batch, expected: dict[str, Any], aligned
 
 @pytest.mark.parametrize("name", RUNS)
 def test_two_batches_are_learned_as_by_the_formulas(name: str):
-    """Contract: every statistic and the log of the tokens are the
-    replay's, also in the second batch, which the stepped masters of the first one score.
+    """Contract: every statistic and the log of the tokens are the replay's, also in the second
+    batch, which the stepped masters of the first one score.
     """
     run = RUNS[name]
     replay = Replay(run)

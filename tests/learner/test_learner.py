@@ -220,7 +220,7 @@ def test_a_non_finite_gradient_is_skipped(value: float, dtype: torch.dtype):
     assert not all_equal(masters_of(spoiled), before)
 
 
-def test_a_skip_amid_good_updates_leaves_those_alone():
+def test_a_skipped_update_does_not_affect_good_ones():
     """Contract: of three mini-batches with the second one poisoned, two update the masters and one
     is skipped.
     """
@@ -453,7 +453,7 @@ def test_a_shadow_forward_takes_ratios_from_the_published_codes():
         assert (gradient - expected[name]).norm() <= 1e-5 * expected[name].norm() + 1e-9, name
 
 
-def test_the_schedule_lowers_the_rate_alone():
+def test_half_a_rate_by_warm_up_equals_a_halved_lr():
     """Contract: half of a rate by warm-up gives the same masters as the option `lr` halved."""
     slow, warming = (
         make_learner(optimizer=options)

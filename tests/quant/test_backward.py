@@ -78,7 +78,7 @@ def test_a_rounded_weight_moves_dx_by_its_own_rounding_alone(dtype: torch.dtype,
 
 
 @pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8"])
-def test_rounded_inputs_change_dx_alone(scheme: str):
+def test_rounded_input_gradients_change_only_dx(scheme: str):
     """Contract: dW and db keep the same bits. dx differs if the dtype cannot represent code ·
     scale, within fp32's order of sums.
     """

@@ -521,7 +521,7 @@ def test_unquantized_products_in_blocks_do_not_depend_on_other_rows(
 
 
 @no_cuda
-def test_an_unquantized_row_alone_is_that_row_among_others():
+def test_an_unquantized_row_has_the_same_bits_alone_and_among_others():
     """Contract: vLLM's own products, as its plugin leaves them, give a single row the bits that it
     has among others. If the CPU has no bfloat16 units, otherwise one value in 20,000 would differ,
     and with it one token in hundreds.

@@ -68,7 +68,7 @@ def lora_learner(
     return Learner(plain.model, plain.config)
 
 
-def test_matrices_that_wait_on_the_host_come_where_codes_are_made(
+def test_matrices_on_the_host_move_to_the_device_when_codes_are_made(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """Contract: every tensor except matrices of linear layers and experts is moved to the device,
@@ -301,7 +301,7 @@ def test_the_first_policy_is_the_base_and_only_adapters_are_masters():
     ("scheme", "optimizer"),
     [("w4a16", "muon"), ("w8a8", "adamw")],
 )
-def test_training_moves_adapters_alone(scheme: str, optimizer: str):
+def test_training_moves_only_adapters(scheme: str, optimizer: str):
     """Contract: over some updates, rewarded completions become likelier, the base keeps every bit
     and gets no gradient, the optimizer's state is that of the adapters only, and the stream is the
     materialized merged weights bit for bit.

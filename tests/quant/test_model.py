@@ -202,7 +202,7 @@ def test_gradients_take_the_masters_dtype_and_streams_the_compute_dtype(
     ],
 )
 @schemes
-def test_a_new_weight_version_is_made_by_refresh_alone(kind: str, aligned: bool, scheme: str):
+def test_only_refresh_makes_a_new_weight_version(kind: str, aligned: bool, scheme: str):
     """Contract: forward and stream stay at the last refresh's version.
 
     After a refresh they are those of a newly built model.

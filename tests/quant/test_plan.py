@@ -73,7 +73,7 @@ def test_a_head_is_quantized_if_a_rule_names_it():
     assert of(plan_of("lm_head=bf16"), "lm_head") == {"bf16"}
 
 
-def test_counted_decoder_layers_leave_their_router_alone():
+def test_rules_for_counted_decoder_layers_skip_their_router():
     plan = plan_of("first:2=w8a8", layers=MOE)
     assert of(plan, "model.layers.[01].mlp.gate") == {"bf16"}
     assert (

@@ -90,7 +90,7 @@ def test_routers_of_gpus_have_the_formulas_weights(kind: str):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_replayed_experts_are_taken_where_there_are_any(kind: str):
+def test_replayed_experts_replace_the_routers_choice(kind: str):
     """Contract: -1 keeps the router's choice.
 
     Experts that the router chose have its weights bit for bit, from bfloat16 logits; other experts

@@ -240,7 +240,7 @@ def summed_row_by_row(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("otherwise", "when"), [(1, "1 row alone"), (3, "3 rows"), (33, "33 rows")]
 )
-def test_a_product_that_adds_up_otherwise_for_few_rows_is_found(otherwise: int, when: str):
+def test_a_product_with_another_order_of_sums_for_few_rows_is_detected(otherwise: int, when: str):
     """Contract: another order of summation for one number of rows is detected, although random
     inputs would show little of it.
     """
@@ -255,7 +255,7 @@ def test_a_product_that_adds_up_otherwise_for_few_rows_is_found(otherwise: int, 
     assert difference.fraction > 0.003
 
 
-def test_a_product_that_adds_up_otherwise_on_one_thread_is_found():
+def test_a_product_with_another_order_of_sums_on_one_thread_is_detected():
     weight = normal(16, 1536, seed=0).bfloat16()
 
     def product(x: torch.Tensor) -> torch.Tensor:
@@ -309,7 +309,7 @@ def test_a_models_kernels_are_checked_once_for_each_shape(experts: bool):
     require_equal_rows(checked)
 
 
-def test_a_layer_whose_row_alone_is_multiplied_otherwise_is_named(
+def test_a_layer_that_multiplies_a_single_row_differently_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """Contract: if one layer of a model multiplies a single row differently, `bitwise` refuses the

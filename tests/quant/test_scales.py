@@ -173,7 +173,7 @@ def other_codes(model: LowBitModel) -> list[LowBitTensor]:
     ],
     ids=str,
 )
-def test_a_start_from_given_codes_has_exactly_those(
+def test_a_start_from_given_codes_reproduces_them(
     make: Callable[[], Any], scheme: str, master: torch.dtype
 ):
     """Contract: after `start_from_codes` the masters, rounded to nearest under the kept scales,
@@ -191,7 +191,7 @@ def test_a_start_from_given_codes_has_exactly_those(
     assert sum(not torch.equal(tensor, before[name]) for name, tensor in ours) > 10
 
 
-def test_a_small_update_leaves_nearly_all_codes_where_a_start_put_them():
+def test_a_small_update_after_a_start_changes_few_codes():
     """Contract: moving masters by a hundredth of a scale changes a hundredth of the codes, as in a
     rounded model, because no master starts at a boundary.
     """
@@ -257,7 +257,7 @@ def test_codes_that_masters_cannot_hold_are_refused():
         pytest.param("fp8-block", "scheme 'fp8-block' of layer", id="fp8-block"),
     ],
 )
-def test_scales_are_kept_of_integers_alone(scheme: str, message: str):
+def test_kept_scales_are_refused_for_schemes_without_integer_weights(scheme: str, message: str):
     plan = plan_layers(random_model(), get_scheme(scheme))
     with pytest.raises(SchemeError, match=message):
         check_scale_rule("kept", plan)

@@ -43,7 +43,7 @@ from tests.support.tensors import same_bits
 @no_cuda
 @pytest.mark.parametrize("dtype", COMPUTE_DTYPES.values())
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_vllm_says_which_schemes_run(scheme: str, dtype: torch.dtype):
+def test_every_scheme_has_a_kernel_or_a_reason(scheme: str, dtype: torch.dtype):
     """Contract: a scheme has either vLLM's own low-bit kernel and no reason, or a reason in words
     and no kernel. Experts run if dense layers do. The small layer of the probe must not overflow
     float16.
@@ -65,7 +65,7 @@ def test_vllm_says_which_schemes_run(scheme: str, dtype: torch.dtype):
             assert len(found.reason) > 30
 
 
-def test_asking_leaves_the_random_state_alone():
+def test_probing_schemes_does_not_change_the_random_state():
     """Contract: a resumed run must not depend on whether its schemes were probed."""
     support.cache_clear()
     before = torch.get_rng_state()
@@ -140,7 +140,7 @@ def test_without_vllm_no_scheme_runs_and_learners_multiply_by_the_reference(
 
 
 @no_cuda
-def test_a_kernel_that_the_environment_changes_says_so():
+def test_an_environment_variable_that_changes_a_kernel_is_reported():
     """Contract: vLLM's mark on a layer that int8 activations will multiply is read from the layer.
 
     If the environment makes vLLM set it (CPUs with AMX, `VLLM_CPU_INT4_W4A8` not 0), the variable

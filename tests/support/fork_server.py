@@ -95,9 +95,7 @@ def _import_llmcompressor() -> None:
 
 
 def _answer(kind: str, connection: socket.socket) -> None:
-    """Run one connection's command in a child of this process, which serves
-    only this connection.
-    """
+    """Run one connection's command in a child of this process that serves only this connection."""
     with connection.makefile("rw") as stream:
         request = json.loads(stream.readline())
         child = os.fork()

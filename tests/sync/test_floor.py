@@ -110,7 +110,7 @@ def test_another_rounding_moves_a_result_by_at_most_one_place():
     assert 0.1 < float((places > 0).float().mean()) < 0.6
 
 
-def test_the_tolerance_is_that_of_equality_where_every_kernel_is_exact():
+def test_exact_kernels_get_the_tolerance_of_equality():
     model = model_of(qwen3(), "w8a8")
     exact = RowCheck(kernels=3, threads=2, dependent=())
     assert tolerance(model, exact) == EXACT
