@@ -242,6 +242,8 @@ class Replay:
         self.first_moments = zeros
         self.second_moments = {name: moment.clone() for name, moment in zeros.items()}
         self.steps = 0
+        self.lr = run.lr
+        """Learning rate of the present batch."""
 
     def quantized(self) -> Any:
         """Return a copy of the masters with the values of the scheme's codes as linear weights."""

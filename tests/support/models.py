@@ -21,7 +21,7 @@ SIZES: dict[str, Any] = {
     "head_dim": 64,
     "max_position_embeddings": 64,
 }
-PUBLISHED = {
+PUBLISHED: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {
         "model_type": "qwen3",
         "hidden_size": 1024,
@@ -87,7 +87,8 @@ PUBLISHED = {
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     },
-}  # fields of a config.json
+}
+"""Model → fields of its published config.json."""
 
 
 def randomize(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
