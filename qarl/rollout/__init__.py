@@ -1,3 +1,4 @@
-"""Sampling: prompts in, completions with fp32 log-probs out, from a real engine that takes
-published tensors.
+"""Sampling: prompts in, completions with fp32 log-probs out.
+
+The engine is a real one, and takes published tensors while it runs.
 """

@@ -1,5 +1,6 @@
-"""No engine, for learning from recorded completions: it takes what is published, and nothing can be
-asked of it.
+"""Stand-in for an engine when a run learns from recorded completions.
+
+It accepts published versions but cannot sample.
 """
 
 from collections.abc import Iterable
@@ -11,24 +12,25 @@ from qarl.rollout.engine import EngineError, LoadReport
 
 
 class AbsentEngine:
-    """Stands where an engine would (`rollout.engine.Engine`). What is published is read for its
-    digest and let go.
+    """Engine that cannot sample (`rollout.engine.Engine`).
+
+    It reads a published stream to compute its digest, and drops the tensors.
     """
 
     weight_version = 0
 
     def generate(self, *_: Any, **__: Any) -> Any:
-        """Raises `EngineError`, and so do `logprobs` and `logprobs_of_each`."""
+        """Raise `EngineError`, as do `logprobs` and `logprobs_of_each`."""
         raise EngineError("a replay has no engine to sample with; leave from_rollouts out")
 
     logprobs = logprobs_of_each = generate
 
     def layers(self) -> list[LayerReport]:
-        """None."""
+        """Return an empty list."""
         return []
 
     def load(self, stream: Iterable[LowBitTensor], version: int) -> LoadReport:
-        """The stream's digest; all of it counts as consumed."""
+        """Return a report with the stream's digest, in which every tensor counts as consumed."""
         digest = digested(stream)
         self.weight_version = version
         return LoadReport(
@@ -39,7 +41,7 @@ class AbsentEngine:
         )
 
     def shared_layers(self) -> None:
-        """None: the learner makes its own."""
+        """Return None, so that the learner makes its own layers."""
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Do nothing."""

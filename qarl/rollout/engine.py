@@ -1,4 +1,4 @@
-"""What the rest of the code may ask of an engine."""
+"""The interface that the rest of the code uses of an engine, and its errors."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,70 +17,73 @@ class EngineError(QarlError, heading="engine"):
 
 
 class LostServerError(EngineError):
-    """A server that cannot be reached, shows no sign of life, or samples by other weights than were
-    published last.
-    """
+    """A server is unreachable, shows no sign of life, or lacks the weights published last."""
 
 
 class AnswerError(EngineError):
-    """One answer that broke off or cannot be used: it may be asked for again."""
+    """One answer broke off or is unusable. The request may be repeated."""
 
 
 class BrokenAnswerError(AnswerError):
-    """One that broke off on the way."""
+    """An answer broke off during the transfer."""
 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What an engine did with a published stream.
-
-    digest: of what arrived (`quant.digest`). consumed: tensors taken. unconsumed: sent names no
-    layer took. missing: names of engine layers that expected tensors and got none or not all.
-    """
+    """Result of loading a published stream into an engine."""
 
     digest: str
+    """Digest of the tensors that arrived (`quant.digest`)."""
     consumed: int
+    """Number of tensors that the engine took."""
     unconsumed: tuple[str, ...]
+    """Names that were sent but that no layer took."""
     missing: tuple[str, ...]
+    """Names of engine layers that did not get all the tensors they expected."""
 
     def took_all_of(self, digest: str) -> bool:
-        """Whether the stream of that digest was loaded whole."""
+        """Return whether the stream with this digest was loaded completely."""
         return self.digest == digest and not self.unconsumed and not self.missing
 
 
 class Engine(Protocol):
-    """A sampler holding one weight version."""
+    """A sampler that holds one weight version."""
 
     weight_version: int
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
-        """`sampling.samples` completions of each prompt, in the prompts' order."""
+        """Return `sampling.samples` completions of each prompt, in the prompts' order."""
         ...
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """fp32 log-probs of tokens 1… of each sequence given those before, in nats."""
+        """Return the fp32 log-probs of tokens 1… of each sequence, in nats.
+
+        Each is conditioned on the tokens before it.
+        """
         ...
 
     def logprobs_of_each(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
-        """`logprobs` by each of the replicas that sample; an engine in this process is one."""
+        """Return `logprobs` from each replica that samples; an engine in this process is one."""
         ...
 
     def layers(self) -> list[LayerReport]:
-        """The engine's side of the audit, one entry a checkpoint layer (fused layers are listed by
-        their parts).
+        """Return the engine's side of the audit, one entry per checkpoint layer.
+
+        Fused layers are listed by their parts.
         """
         ...
 
     def load(self, stream: Iterable[LowBitTensor], version: int) -> LoadReport:
-        """Take a published stream into the running engine; later completions carry `version`."""
+        """Load a published stream into the running engine; later completions carry `version`."""
         ...
 
     def shared_layers(self) -> "EngineLayers | None":
-        """The engine's own layers, to multiply its weight version with; None where they are in
-        another process.
+        """Return the engine's own layers, so that the caller can multiply with its weight version.
+
+        Returns None if the layers are in another process.
         """
         ...
 
     def close(self) -> None:
-        """Free the engine. A closed engine is not used again."""
+        """Free the engine. A closed engine must not be used again."""
         ...

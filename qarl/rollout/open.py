@@ -1,4 +1,4 @@
-"""The door to every engine: the one place that chooses which kind samples and serves."""
+"""Entry point to every engine: only this module chooses which kind of engine samples and serves."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -20,26 +20,26 @@ def open_engine(
     multi_process: bool = False,
     use_servers: bool = False,
 ) -> Iterator[Engine]:
-    """Start an engine on a checkpoint folder; it is closed at the end of the `with`, also where the
-    body fails.
+    """Start an engine on a checkpoint folder and close it at the end of the `with`, even on errors.
 
-    rollout: how it samples; a sequence has at most `max_prompt_tokens` + `max_new_tokens`. dtype:
-    compute dtype, "bfloat16", "float16" or "float32". multi_process: this process is one of several
-    with an engine each, and torch's process group is open. use_servers: connect to
-    `rollout.servers` if set; else start an engine in this process. Raises `EngineError` where it
-    cannot start.
+    Args:
+        checkpoint: Checkpoint folder.
+        rollout: Sampling settings. A sequence has at most `max_prompt_tokens` + `max_new_tokens`
+            tokens.
+        dtype: Compute dtype: "bfloat16", "float16" or "float32".
+        multi_process: Whether this process is one of several that have an engine each. Torch's
+            process group is then open.
+        use_servers: Connect to `rollout.servers` if that is set. Otherwise the engine runs in this
+            process.
+
+    Raises `EngineError` if the engine cannot start.
     """
-    engine = _start(
-        checkpoint,
-        rollout,
-        dtype,
-        multi_process,
-        rollout.servers is not None and use_servers,
-    )
+    on_servers = use_servers and rollout.servers is not None
+    engine = _start(checkpoint, rollout, dtype, multi_process, on_servers)
     try:
         yield engine
     except BaseException:
-        # what broke the body may have broken the engine; the first error is the one to tell
+        # The body's error may have broken the engine, too: report the first error, not this one.
         with suppress(Exception):
             engine.close()
         raise
@@ -57,25 +57,28 @@ def serve_rollouts(
     more: Sequence[str],
     devices: int,
 ) -> Iterator["Sequence[ServerProcess]"]:
-    """Servers that runs of this `rollout` section can sample on, one a port, each with so many
-    GPUs, ended at the end of the `with`. key: that they ask for, None for none. more: options of
-    vLLM's, which win. What they print is written beside the checkpoint. Raises `EngineError` where
-    one cannot start.
+    """Start servers that runs with this `rollout` section can use; stop them after the `with`.
+
+    There is one server per port, with `devices` GPUs each. Servers write their output beside the
+    checkpoint. Raises `EngineError` if a server cannot start.
+
+    Args:
+        key: API key that the servers require, or None for no key.
+        more: Further options of vLLM. They override the others.
     """
     from qarl.rollout.servers.vllm.start import start_replicas, stop_replicas
     from qarl.rollout.vllm.options import VllmOptions
 
-    options, logs = VllmOptions(rollout, dtype), checkpoint.parent
     replicas = start_replicas(
         checkpoint,
-        options,
+        VllmOptions(rollout, dtype),
         ports,
         key,
-        logs,
-        rollout.server_seconds,
-        host,
-        more,
-        devices,
+        logs=checkpoint.parent,
+        seconds=rollout.server_seconds,
+        host=host,
+        more=more,
+        devices=devices,
     )
     try:
         yield replicas

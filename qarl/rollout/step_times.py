@@ -1,4 +1,4 @@
-"""When each step of an engine in this process ended: prefill and decoding, told apart."""
+"""Measure when each step of an engine in this process ends, to separate prefill from decoding."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -14,16 +14,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineStep:
-    """One step of an engine. end: seconds since sampling began. sequences: that it gave a token."""
+    """One step of an engine."""
 
     end: float
+    """Seconds since sampling began."""
     sequences: int
+    """Number of sequences that got a token in this step."""
 
 
 def engine_steps(engine: Engine, prompts: Sequence[Prompt], sampling: Sampling) -> list[EngineStep]:
-    """Sample as `Engine.generate` does, one step of the engine after the other, and return the
-    steps instead of the completions. Raises `EngineError` for an engine that is not vLLM's in this
-    process.
+    """Sample as `Engine.generate` does, but step by step, and return the steps.
+
+    Raises `EngineError` unless the engine is vLLM in this process.
     """
     from qarl.rollout.vllm.engine import VllmEngine
 

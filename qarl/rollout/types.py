@@ -1,4 +1,7 @@
-"""What passes between sampling and learning, and to a server. Imports neither torch nor vllm."""
+"""Data that passes between sampling and learning, and to a server.
+
+This module imports neither torch nor vllm.
+"""
 
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -9,49 +12,62 @@ from qarl.configs.schema.run import EvalConfig, RolloutConfig
 
 @dataclass(frozen=True)
 class Prompt:
-    """id: of the problem it states. token_ids: chat-templated prompt, int; of a later turn, all
-    that was said before. draws: (prompt, sample, turn), the stream its completion draws from; None:
-    by its place in the call. max_new_tokens: where fewer than the call's.
-    """
+    """One prompt: the first turn of a problem, or a later turn of its conversation."""
 
     id: str
+    """Id of the problem that the prompt states."""
     text: str
     token_ids: tuple[int, ...]
+    """Token ids of the chat-templated prompt. Those of a later turn include all earlier turns."""
     draws: tuple[int, int, int] | None = None
+    """(prompt, sample, turn): the random stream that the completion draws from.
+
+    Default: derived from the prompt's position in the call.
+    """
     max_new_tokens: int | None = None
+    """Limit of this prompt's completion, in tokens. Default: the call's limit."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled response, or a conversation after its prompt: the policy's turns and what was
-    said between them.
+    """One sampled response, or a whole conversation after its prompt.
 
-    token_ids: generated tokens, the end token included when sampled. logprobs: the sampler's
-    log-prob of each, in nats, computed in fp32. text: of the last turn. weight_version: of the
-    weights that sampled its first token. switches: (token, version), from which token on later
-    weights sampled it; none where no version was published meanwhile. finish_reason: "stop",
-    "length" or "repetition", of the last turn. environment: spans [start, end) of `token_ids` that
-    an environment wrote, between two turns each: their log-probs are 0, and nothing is learned from
-    them. reward: what the rollout gave; None: the task's reward judges the text. events: what
-    happened in a conversation, with its count, such as ("tool_errors", 2). experts: numpy integer
-    [tokens of prompt and response that were routed, decoder layers, experts a token], or None where
-    the engine was not asked for them.
+    A conversation consists of the policy's turns and the environment's text between them.
     """
 
     token_ids: tuple[int, ...]
+    """Generated tokens, including the end token if it was sampled."""
     logprobs: tuple[float, ...]
+    """The sampler's log-prob of each token, in nats, computed in fp32."""
     text: str
+    """Text of the last turn."""
     weight_version: int
+    """Version of the weights that sampled the first token."""
     finish_reason: str
+    """Why the last turn ended: "stop", "length" or "repetition"."""
     experts: Any = field(default=None, compare=False, repr=False)
+    """Experts that each token was routed to, or None if the engine was not asked for them.
+
+    numpy integers [routed tokens of prompt and response, decoder layers, experts per token].
+    """
     switches: tuple[tuple[int, int], ...] = ()
+    """(token, version) pairs: from this token on, later weights sampled the completion.
+
+    Empty if no version was published while it was sampled.
+    """
     environment: tuple[tuple[int, int], ...] = ()
+    """Spans [start, end) of `token_ids` that an environment wrote, each between two turns.
+
+    Their log-probs are 0, and nothing is learned from them.
+    """
     reward: float | None = None
+    """Reward that the rollout gave. If None, the task's reward judges the text."""
     events: tuple[tuple[str, float], ...] = ()
+    """Events of a conversation with their counts, such as ("tool_errors", 2)."""
 
     @property
     def sampled(self) -> list[bool]:
-        """Which tokens are the policy's."""
+        """Mask of the tokens that the policy sampled, one entry per token."""
         mask = [True] * len(self.token_ids)
         for start, end in self.environment:
             mask[start:end] = [False] * (end - start)
@@ -59,56 +75,60 @@ class Completion:
 
     @property
     def truncated(self) -> bool:
-        """Whether it was cut off: at its limit of tokens, or in a loop."""
+        """Whether the completion was cut off, by its token limit or because it looped."""
         return self.finish_reason in ("length", "repetition")
 
     @property
     def versions(self) -> list[int]:
-        """Of the weights that sampled each token."""
-        begins = ((0, self.weight_version), *self.switches)
+        """Version of the weights that sampled each token."""
+        starts = ((0, self.weight_version), *self.switches)
         ends = [*(token for token, _ in self.switches), len(self.token_ids)]
-        return [
-            version
-            for (start, version), end in zip(begins, ends, strict=True)
-            for _ in range(start, end)
-        ]
+        versions = []
+        for (start, version), end in zip(starts, ends, strict=True):
+            versions += [version] * (end - start)
+        return versions
 
 
 @dataclass(frozen=True)
 class Group:
-    """One prompt's completions and their rewards, in the same order. unscored: further completions,
-    left out because the reward had nothing to say of them.
-    """
+    """One prompt's completions and their rewards, in the same order."""
 
     prompt: Prompt
     completions: tuple[Completion, ...]
     rewards: tuple[float, ...]
     unscored: int = 0
+    """Number of further completions that were left out because the reward could not score them."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """temperature 0 is greedy. top_p, top_k, min_p: sample from the likeliest tokens alone, as
-    vLLM's parameters of these names say; 1, 0 and 0 are all tokens. max_new_tokens bounds each
-    completion. seed: of the whole call; sample k of prompt j draws from a stream that depends on
-    (seed, first_prompt + j, k) only. first_prompt: how many prompts of the same seed other engines
-    were given before these. stop: texts that end a completion; their tokens are its last ones, and
-    its text ends before them. loop_limit: ends a completion in which up to 8 tokens come so many
-    times in a row; None: none. ignore_end: sample on past the end token, to `max_new_tokens`, for
-    benchmarks.
-    """
+    """Settings of one sampling call. `top_p`, `top_k` and `min_p` have vLLM's meaning."""
 
     samples: int
+    """Completions per prompt."""
     max_new_tokens: int
+    """Upper bound on the tokens of each completion."""
     temperature: float = 1.0
+    """Sampling temperature; 0 is greedy."""
     top_p: float = 1.0
+    """Sample from the likeliest tokens whose probabilities add up to this; 1 allows all tokens."""
     top_k: int = 0
+    """Sample from this many likeliest tokens; 0 allows all tokens."""
     min_p: float = 0.0
+    """Least probability of a token, relative to the likeliest one; 0 allows all tokens."""
     seed: int = 0
+    """Seed of the whole call.
+
+    Sample k of prompt j draws from a stream that depends on (seed, first_prompt + j, k) only.
+    """
     first_prompt: int = 0
+    """Number of prompts of the same seed that other engines received before these."""
     stop: tuple[str, ...] = ()
+    """Texts that end a completion. Its tokens include the stop text's, its text does not."""
     loop_limit: int | None = None
+    """Number of repetitions in a row of up to 8 tokens that ends a completion; None: no limit."""
     ignore_end: bool = False
+    """Whether to sample past the end token, up to `max_new_tokens`. Used by benchmarks."""
 
     @classmethod
     def of(
@@ -118,23 +138,28 @@ class Sampling:
         first_prompt: int = 0,
         asking: EvalConfig | None = None,
     ) -> "Sampling":
-        """As a run's `rollout` section says; `asking`, an `eval` section, comes before it."""
+        """Return the settings of a run's `rollout` section.
+
+        asking: an `eval` section, whose values override the `rollout` section's.
+        """
         names = {field.name for field in fields(cls)}
-        sections = rollout.model_dump(include=names) | (
-            asking.model_dump(include=names) if asking else {}
-        )
-        return cls(**sections, seed=seed, first_prompt=first_prompt)
+        settings = rollout.model_dump(include=names)
+        if asking:
+            settings |= asking.model_dump(include=names)
+        return cls(**settings, seed=seed, first_prompt=first_prompt)
 
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """What a server is started on. folder: the checkpoint. name: the model's in requests. dtype:
-    compute dtype, "bfloat16", "float16" or "float32". max_model_len: prompt and completion tokens;
-    None: as many as the model has positions. kv_cache_gib: of the key/value cache on CPUs.
-    """
+    """Settings that a server is started with."""
 
     folder: Path
+    """Checkpoint folder."""
     name: str
+    """Name of the model in requests."""
     dtype: str
+    """Compute dtype: "bfloat16", "float16" or "float32"."""
     max_model_len: int | None = None
+    """Upper bound on prompt and completion tokens. Default: the model's number of positions."""
     kv_cache_gib: int = 1
+    """Size of the key/value cache on CPUs, in GiB."""

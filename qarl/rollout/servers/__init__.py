@@ -1,6 +1,9 @@
-"""Servers as an engine: replicas of one policy, and the files by which weight versions reach them.
+"""Servers as an engine: replicas of one policy, and the files that carry weight versions to them.
 
-`replicas` is who is asked and who is left out, `publish` a version to all or none, `sender` and
-`versions` its files, `engine` all of it together. `vllm/` speaks to vLLM's servers; another kind is
-another folder, and a line in `engine`.
+- `replicas`: which server is asked next, and which are left out.
+- `publish`: load a version on all servers or on none.
+- `sender`, `versions`: the files of a version.
+- `engine`: the engine built from these.
+- `vllm/`: the client of vLLM's servers. Another kind of server is another folder, and one line in
+  `engine`.
 """

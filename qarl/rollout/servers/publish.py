@@ -1,14 +1,13 @@
-"""A weight version to all replicas, or to none, in three phases.
+"""Publish a weight version to all replicas, or to none, in three phases.
 
-    send       where learner and servers share no file system: every replica gets the files stage
-    every replica reads the files, hashes what they make, and compares the names with its model's
-    layers;
-               it samples meanwhile
-    commit     every replica pauses, takes what it staged, and goes on
+    send     Every replica gets the files, if learner and servers share no file system.
+    stage    Every replica reads the files, hashes the tensors, and compares their names
+             with its model's layers. It keeps sampling meanwhile.
+    commit   Every replica pauses, loads what it staged, and resumes.
 
-What a version can be refused for is known when all have staged it, and until then no replica has
-changed. A replica whose commit fails stays paused: it answers nothing until a publish succeeds.
-What broke off on the way is tried again (`rollout.servers.replicas`), each phase by itself.
+Every reason to refuse a version is known once all replicas have staged it, and until then no
+replica has changed. A replica whose commit fails stays paused: it answers nothing until a publish
+succeeds. Each phase retries answers that broke off (`rollout.servers.replicas`).
 """
 
 from qarl.rollout.engine import LoadReport
@@ -24,25 +23,33 @@ async def publish_files(
     in_flight: bool,
     run: str | None,
 ) -> LoadReport:
-    """Have all servers take a version; `label` is what they say sampled a token from then on. keep:
-    whether they are to hold it, for the next to be a delta from. in_flight: whether requests under
-    way go on by it. run: as which the files are sent; None where servers see them. Returns what the
-    servers loaded, or, where one staged other bytes than were written or other names than it has
-    layers, what that one read, and then no server has changed. A server that is lost on the way is
-    left out. Raises `EngineError` naming those that failed.
+    """Load a version on all servers and return their load report.
+
+    If a server staged other bytes than were written, or other names than it has layers, returns
+    that server's report; no server has changed then. A server that is lost during the publish is
+    left out.
+
+    Args:
+        version: Version and its files.
+        label: Name of the weights that servers report for each token they sample from then on.
+        keep: Whether servers hold the version, so that the next one may be a delta from it.
+        in_flight: Whether pending requests continue with the new weights.
+        run: Run name under which the files are sent; None if servers see the files themselves.
+
+    Raises:
+        EngineError: Some servers failed; the message names them.
     """
-    own, count, folders = str(version.folder.absolute()), len(replicas.present()), {}
+    written = str(version.folder.absolute())
+    count = len(replicas.present())
+    received = {}
     if run is not None:
-        folders = await replicas.on_all(lambda replica: replica.send(version, run, count))
+        received = await replicas.on_all(lambda replica: replica.send(version, run, count))
     staged = await replicas.on_all(
-        lambda replica: replica.stage(version, folders.get(replica, own), keep)
+        lambda replica: replica.stage(version, received.get(replica, written), keep)
     )
-    unfit = next(
-        (report for report in staged.values() if not report.took_all_of(version.digest)),
-        None,
-    )
-    if unfit is not None:
-        await replicas.on_all(lambda replica: replica.abandon())
-        return unfit
+    for report in staged.values():
+        if not report.took_all_of(version.digest):
+            await replicas.on_all(lambda replica: replica.abandon())
+            return report
     loaded = await replicas.on_all(lambda replica: replica.commit(version, label, in_flight))
     return next(iter(loaded.values()))

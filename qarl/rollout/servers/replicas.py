@@ -1,10 +1,10 @@
-"""Servers that may fail, each by itself: who is asked, how often, and who is left out until the
-next publish.
+"""Replicas that may fail one by one: which is asked, how often, and which are left out.
 
-An answer that broke off or cannot be used is asked for again, of the next server: sample k of
-prompt j is the same there. A server that is lost is left out, its requests go to the others, and
-the next publish takes it back where it answers again: until then its weights are not the ones
-published last. What fails `TRIES` times is an error, and so is having no server left.
+An answer that broke off or is unusable is requested again from the next server, which samples the
+same: sample k of prompt j does not depend on the server. A lost server is left out, and its
+requests go to the others. The next publish readmits it if it answers again; until then it lacks the
+weights published last. A request that fails `TRIES` times is an error, and so is a run without
+servers.
 """
 
 import asyncio
@@ -28,29 +28,36 @@ _log = logging.getLogger(__name__)
 
 
 class Replicas:
-    """servers: all of a run's. in_flight: requests that one may have under way, of all who ask."""
+    """All servers of a run.
+
+    Args:
+        servers: The servers, in the order in which prompts are dealt to them.
+        in_flight: Upper bound on pending requests of one server.
+    """
 
     def __init__(self, servers: Sequence[VllmReplica], in_flight: int):
         self._servers = list(servers)
-        self._free = {server: asyncio.Semaphore(in_flight) for server in servers}
+        self._slots = {server: asyncio.Semaphore(in_flight) for server in servers}
         self._lost: dict[VllmReplica, str] = {}
-        self._behind: set[VllmReplica] = set()
-        self._noticed: set[str] = set()
+        self._outdated: set[VllmReplica] = set()
+        self._warnings: set[str] = set()
 
     def allow_pauses(self, seconds: float) -> None:
-        """Take none for lost that is paused no longer than that while it is asked for tokens."""
+        """Set how many seconds a server may be paused while it samples before it counts as lost."""
         for server in self._servers:
             server.allow_pause(seconds)
 
     def present(self) -> list[VllmReplica]:
-        """Those that are not left out, in the order they were given."""
+        """Return the servers that are not left out, in their given order."""
         return [server for server in self._servers if server not in self._lost]
 
     async def on_all(self, step: Callable[[VllmReplica], Awaitable[T]]) -> dict[VllmReplica, T]:
-        """What the step returns of each present server, all at once. Raises `EngineError` naming
-        each that failed.
+        """Run a step on all present servers at once and return each server's result.
+
+        A server that is lost is left out of the result. Raises `EngineError` that names every
+        server on which the step failed.
         """
-        servers = self._some()
+        servers = self._require_present()
         outcomes = await asyncio.gather(
             *(self.with_retries(server, step) for server in servers),
             return_exceptions=True,
@@ -63,16 +70,19 @@ class Replicas:
                 failed.append(outcome)
         if failed:
             raise EngineError("; ".join(str(error) for error in failed)) from failed[0]
-        self._some()
+        self._require_present()
         return {
-            s: o for s, o in zip(servers, outcomes, strict=True) if not isinstance(o, BaseException)
+            server: outcome
+            for server, outcome in zip(servers, outcomes, strict=True)
+            if not isinstance(outcome, BaseException)
         }
 
     async def with_retries(
         self, server: VllmReplica, step: Callable[[VllmReplica], Awaitable[T]]
     ) -> T:
-        """What the step returns of one server, tried again where an answer cannot be used. Raises
-        `LostServerError` where they broke off each time.
+        """Run a step on one server, and retry it after answers that are unusable.
+
+        Raises `LostServerError` if the last try's answer broke off.
         """
         for attempt in range(1, TRIES):
             try:
@@ -90,17 +100,22 @@ class Replicas:
         requests: Sequence[tuple[int, Callable[[VllmReplica], Awaitable[Any]]]],
         read: Callable[[Any, VllmReplica], Awaitable[T]],
     ) -> list[T]:
-        """What `read` makes of the answers to requests for tokens. requests: each with the number
-        of the server that is asked first, modulo their number.
-        """
-        self._noticed.clear()
+        """Send requests for tokens to the servers and return the results of `read`, in order.
 
-        async def one(number: int, request: Callable[[VllmReplica], Awaitable[Any]]) -> T:
+        Args:
+            requests: Each request with the index of the server to ask first, modulo the number of
+                servers.
+            read: Turns an answer into a result, and raises `AnswerError` if it is unusable.
+        """
+        self._warnings.clear()
+
+        async def answer_one(number: int, request: Callable[[VllmReplica], Awaitable[Any]]) -> T:
             failures = 0
             while True:
-                server = self._turn(number + failures)
+                server = self._next_server(number + failures)
                 try:
-                    async with self._free[server]:
+                    async with self._slots[server]:
+                        # It may have been lost while this request waited for a slot.
                         if server in self._lost:
                             continue
                         answer = await request(server)
@@ -111,17 +126,18 @@ class Replicas:
                     failures += 1
                     if failures == TRIES:
                         raise EngineError(f"{error}; that was the last of {TRIES} tries") from error
-                    self._notice(f"{error}; asking again")
+                    self._warn_once(f"{error}; asking again")
                     await asyncio.sleep(_PAUSE_SECONDS * failures)
 
-        return await all_of(one(number, request) for number, request in requests)
+        return await await_all(answer_one(number, request) for number, request in requests)
 
     async def readmit(self, *steps: Callable[[VllmReplica], Awaitable[None]]) -> None:
-        """Readmit lost servers that pass every step; they sample after the next publish alone
-        (`all_are_current`).
+        """Readmit the lost servers that pass every step.
+
+        They sample only after the next publish (`all_are_current`).
         """
 
-        async def back(server: VllmReplica) -> None:
+        async def readmit_one(server: VllmReplica) -> None:
             try:
                 for step in steps:
                     await step(server)
@@ -129,19 +145,20 @@ class Replicas:
                 self._lost[server] = str(error)
                 return
             del self._lost[server]
-            self._behind.add(server)
+            self._outdated.add(server)
             _log.warning(
                 "the server at %s answers again, and takes part in this publish",
                 server.url,
             )
 
-        await all_of(back(server) for server in list(self._lost))
+        await await_all(readmit_one(server) for server in list(self._lost))
 
     def all_are_current(self) -> None:
-        """All that are present have the version published last."""
-        self._behind.clear()
+        """Record that all present servers have the version published last."""
+        self._outdated.clear()
 
-    def _some(self) -> list[VllmReplica]:
+    def _require_present(self) -> list[VllmReplica]:
+        """Return the present servers, or raise `EngineError` if there is none."""
         servers = self.present()
         if not servers:
             raise EngineError(
@@ -149,37 +166,45 @@ class Replicas:
             )
         return servers
 
-    def _turn(self, number: int) -> VllmReplica:
-        """Replica `number` modulo their number, or the next one that is present and, while a
-        version is published to those that were left out, was not.
+    def _next_server(self, number: int) -> VllmReplica:
+        """Return server `number` modulo the number of servers, or the next one that can sample.
+
+        Readmitted servers that do not have the latest version yet are skipped, unless no other is
+        present.
         """
-        present = set(self._some())
-        present = present - self._behind or present
-        turns = (
-            self._servers[(number + i) % len(self._servers)] for i in range(len(self._servers))
-        )
-        return next(server for server in turns if server in present)
+        present = set(self._require_present())
+        candidates = present - self._outdated or present
+        first = number % len(self._servers)
+        rotated = self._servers[first:] + self._servers[:first]
+        return next(server for server in rotated if server in candidates)
 
     def _leave_out(self, server: VllmReplica, reason: LostServerError) -> None:
+        """Mark a server as lost."""
         if server not in self._lost:
             self._lost[server] = str(reason)
-            left = len(self._servers) - len(self._lost)
-            _log.warning("%s; going on with %d of %d servers", reason, left, len(self._servers))
+            remaining = len(self._servers) - len(self._lost)
+            total = len(self._servers)
+            _log.warning("%s; going on with %d of %d servers", reason, remaining, total)
 
-    def _notice(self, line: str) -> None:
-        """Say it, once a call: a server that gives one bad answer may give a thousand."""
-        if line not in self._noticed:
-            self._noticed.add(line)
+    def _warn_once(self, line: str) -> None:
+        """Log `line` once per `dispatch`: a bad server may give thousands of bad answers."""
+        if line not in self._warnings:
+            self._warnings.add(line)
             _log.warning("%s", line)
 
 
-async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """What all of some coroutines return, in order; where one raises, the others are given up."""
+async def await_all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run coroutines concurrently and return their results in order.
+
+    If one raises, the others are cancelled.
+    """
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one) for one in work]
-    # in `except*` Python before 3.11.4 makes a group of what is raised again
+            tasks = [group.create_task(coroutine) for coroutine in work]
+    # Not `except*`: before Python 3.11.4 it wraps what is raised again into another group.
     except ExceptionGroup as errors:
-        own, others = errors.split(EngineError)
-        raise errors if others or own is None else own.exceptions[0] from None
+        engine_errors, other_errors = errors.split(EngineError)
+        if engine_errors is None or other_errors:
+            raise errors from None
+        raise engine_errors.exceptions[0] from None
     return [task.result() for task in tasks]

@@ -1,6 +1,4 @@
-"""The run's side of a version's way: written whole, or as its difference from the version sent
-before.
-"""
+"""The run's side of publishing: writes each version whole or as a delta from the one before."""
 
 from collections.abc import Collection, Iterable
 from contextlib import suppress
@@ -17,24 +15,23 @@ from qarl.rollout.servers.versions import (
 
 
 class VersionSender:
-    """Writes weight versions into a folder, and holds the last one in host memory, which the next
-    is a delta from.
+    """Writes weight versions into a folder and caches the latest one for the next delta.
 
-    folder: where servers read. full_every: of so many versions one is whole; with 1 all are, and
-    none is held.
+    Args:
+        folder: Folder that servers read from.
+        full_every: One version in `full_every` is written whole. With 1 all are whole, and none is
+            cached in host memory.
     """
 
     def __init__(self, folder: Path, full_every: int):
         self._folder = folder
         self._full_every = full_every
         self._deltas = 0
-        self._held: VersionCache | None = None
+        self._cached: VersionCache | None = None
 
     @property
     def keeps(self) -> bool:
-        """Whether the next version may be a delta, from a version that servers then have to
-        hold.
-        """
+        """Whether servers have to hold each version because the next one may be a delta from it."""
         return self._full_every > 1
 
     def write(
@@ -43,37 +40,48 @@ class VersionSender:
         version: int,
         digests: Collection[str | None],
     ) -> Version:
-        """Write a version as a delta where every server holds the one before, else whole; whole too
-        where that is smaller, or due. digests: the digest of what each server holds, None for
-        nothing. Raises `EngineError` where the disk refuses, `DeltaError` where the stream has
-        other tensors than the one before; the next one is whole then.
+        """Write a version as a delta if every server holds the version before, otherwise whole.
+
+        It is also written whole if that is smaller, or if a whole version is due.
+
+        Args:
+            stream: The version's tensors.
+            version: Number of the version.
+            digests: Digest of the version that each server holds, None if it holds none.
+
+        Raises:
+            EngineError: The disk refuses.
+            DeltaError: The stream has other tensors than the version before. The next version is
+                then written whole.
         """
         if not self.keeps:
             return write_version(stream, self._folder, version)
-        # neither one version nor the other until all of it is read
-        base, self._held = self._held, None
+        base = self._cached
+        # Until the whole stream is read, the cache is a mix of two versions.
+        self._cached = None
         if base is None or self._deltas + 1 >= self._full_every or set(digests) != {base.digest}:
-            self._held = VersionCache(version, stream, reuse=base)
+            self._cached = VersionCache(version, stream, reuse=base)
             return self.write_whole()
-        base_digest, delta = base.digest, base.make_delta(version, stream)
-        self._held = base
+        base_digest = base.digest
+        delta = base.make_delta(version, stream)  # turns `base` into the new version
+        self._cached = base
         if len(delta) >= base.bytes:
             return self.write_whole()
         self._deltas += 1
         return write_delta(delta, self._folder, base, base_digest)
 
     def write_whole(self) -> Version:
-        """The version written last, whole, for servers that cannot take the delta."""
-        assert self._held is not None, "no version was written"
+        """Write the latest version again, whole, for servers that cannot apply the delta."""
+        assert self._cached is not None, "no version was written"
         self._deltas = 0
-        return write_version(self._held.tensors(), self._folder, self._held.version)
+        return write_version(self._cached.tensors(), self._folder, self._cached.version)
 
     def sent(self, version: int) -> None:
-        """All servers have that version: the files of others go."""
+        """Remove the files of other versions, because all servers have this one."""
         remove_versions(self._folder, but=version)
 
     def remove(self) -> None:
-        """No server reads any more: the files go, and the folder where nothing else is in it."""
+        """Remove all files, and the folder if it is then empty. No server reads them any more."""
         remove_versions(self._folder)
         with suppress(OSError):
             self._folder.rmdir()

@@ -1,14 +1,13 @@
-"""A weight version as files that every replica reads: whole, or its difference from the one before
-(`quant.delta`).
+"""Files of a weight version: the whole version, or a delta from the one before (`quant.delta`).
 
-    version-7/ tensors-0.safetensors …     as many as it takes at 4 GiB each
-               manifest.json               what is in them, in the order of the stream, and its
-               digest
+    version-7/ tensors-0.safetensors …   as many files as it takes at 4 GiB each
+               manifest.json             the names in them, in the stream's order, and the digest
 
-    version-8/ delta                       from version 7
-               manifest.json               the digests of version 7 and version 8
+    version-8/ delta                     the difference from version 7
+               manifest.json             the digests of version 7 and version 8
 
-The folder gets its name when all of it is written: a replica reads a whole version or none.
+A folder gets its name only after all files are written, so that a replica reads a complete version
+or none.
 """
 
 import json
@@ -34,55 +33,61 @@ _DELTA = "delta"
 _TENSORS = re.compile(r"tensors-\d{1,6}\.safetensors")
 MANIFEST_BYTES = 2**26
 _BYTES_BESIDES = 2**20
-"""What files may have besides a version's tensors, and 4 KiB a tensor: names, dtypes, shapes,
-offsets.
+"""Allowance for what files contain besides tensors: names, dtypes, shapes, offsets.
+
+In bytes per version. Each tensor adds 4 KiB.
 """
 
 _BYTES_A_SECOND = 50e6
-"""That a server gets, reads, hashes and loads at the least; with `_SECONDS` more it is taken to
-hang.
+"""Slowest throughput that we accept from a healthy server, in bytes/s.
+
+It applies to sending, reading, hashing and loading. A server that takes `_SECONDS` longer counts as
+hung.
 """
 _SECONDS = 30.0
 
 
 class _Manifest(BaseModel, strict=True, extra="forbid", frozen=True):
-    """digest: of the stream (`quant.digest`). bytes: of what is in the files. tensor_bytes: of the
-    whole version. base: the digest of the version that a delta is from; None for a whole one.
-    files: of a whole one, name → the tensors in it, in order.
-    """
+    """Contents of `manifest.json`."""
 
     version: int
     digest: Digest
+    """Digest of the stream (`quant.digest`)."""
     bytes: Count
+    """Size of the data in the files, in bytes."""
     tensor_bytes: Count
+    """Size of the whole version's tensors, in bytes."""
     base: Digest | None
+    """Digest of the version that a delta starts from; None for a whole version."""
     files: dict[str, tuple[Annotated[str, Field(max_length=1024)], ...]]
+    """File name → names of its tensors, in order. Empty for a delta."""
 
 
 class Version(_Manifest, frozen=True):
-    """What a manifest says, and the folder of its files."""
+    """A manifest and the folder of its files."""
 
     folder: Path
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of its files besides the manifest."""
+        """Names of the files, without the manifest."""
         return tuple(self.files) if self.base is None else (_DELTA,)
 
     @property
-    def most_bytes(self) -> int:
-        """That those may have, all together."""
+    def max_bytes(self) -> int:
+        """Upper bound on the total size of these files, in bytes."""
         if self.base is not None:
             return self.bytes
         return self.tensor_bytes + _BYTES_BESIDES + 4096 * sum(map(len, self.files.values()))
 
     def tensors(self) -> Iterator[LowBitTensor]:
-        """The stream that was written whole, read from the files as it is asked for. Raises
-        `ValueError` for files that are none of a version, or hold more than it.
+        """Read a whole version's stream lazily from its files.
+
+        Raises `ValueError` if the files are not those of a version, or are larger than they may be.
         """
         from safetensors import SafetensorError, safe_open
 
-        limit = self.most_bytes
+        limit = self.max_bytes
         for file, names in self.files.items():
             try:
                 limit -= _size(self.folder / file, limit)
@@ -95,12 +100,19 @@ class Version(_Manifest, frozen=True):
                 ) from error
 
     def received(self, tensor_bytes: int, cached: VersionCache | None) -> VersionCache:
-        """The version in host memory: made of `cached` where this is a delta, which is this version
-        then, and in its memory where this is whole.
+        """Read the version into host memory, reusing `cached`.
 
-        tensor_bytes: of the version that was announced. Raises `ValueError` for files that are none
-        of a version or hold more than that, `DeltaError` where a delta does not fit; `cached` is
-        what it was then, unless this is whole.
+        A delta is applied to `cached`, which then is this version. A whole version is written into
+        the memory of `cached`. After an error `cached` is unchanged if this is a delta, and invalid
+        otherwise.
+
+        Args:
+            tensor_bytes: Announced size of the version's tensors.
+            cached: The version that is in host memory, or None.
+
+        Raises:
+            ValueError: The files are not those of a version, or are larger than announced.
+            DeltaError: The delta does not fit `cached`.
         """
         if self.tensor_bytes != tensor_bytes:
             raise ValueError(
@@ -123,8 +135,9 @@ class Version(_Manifest, frozen=True):
 
 
 def write_version(stream: Iterable[LowBitTensor], parent: Path, version: int) -> Version:
-    """Write a stream into a folder under `parent`, complete or not there. `EngineError` where the
-    disk refuses.
+    """Write a stream into a folder under `parent`. The folder appears only when it is complete.
+
+    Raises `EngineError` if the disk refuses.
     """
 
     def write(folder: Path) -> dict[str, object]:
@@ -137,7 +150,13 @@ def write_version(stream: Iterable[LowBitTensor], parent: Path, version: int) ->
 
 
 def write_delta(delta: bytes, parent: Path, version: VersionCache, base: str) -> Version:
-    """As `write_version`, what makes `version` of the one of digest `base`."""
+    """Write a delta into a folder under `parent`, like `write_version`.
+
+    Args:
+        delta: Encoded difference from the base version.
+        version: The new version.
+        base: Digest of the base version.
+    """
 
     def write(folder: Path) -> dict[str, object]:
         (folder / _DELTA).write_bytes(delta)
@@ -148,7 +167,7 @@ def write_delta(delta: bytes, parent: Path, version: VersionCache, base: str) ->
 
 
 def _write(parent: Path, version: int, write: Callable[[Path], dict[str, object]]) -> Version:
-    """The folder whose files `write` makes, and its manifest with what that returns."""
+    """Write a version's folder: the files that `write` makes, and a manifest of what it returns."""
     folder = parent / f"version-{version}"
     shutil.rmtree(folder, ignore_errors=True)
     try:
@@ -156,7 +175,7 @@ def _write(parent: Path, version: int, write: Callable[[Path], dict[str, object]
             building.mkdir(parents=True)
             manifest = {"version": version, **write(building)}
             (building / MANIFEST).write_text(json.dumps(manifest) + "\n")
-    # safetensors' own is what a full disk raises while it writes
+    # On a full disk safetensors raises its own error, not OSError.
     except (OSError, SafetensorError) as error:
         raise EngineError(
             f"cannot write weight version {version} for the servers to {str(parent)!r}: {error};"
@@ -166,8 +185,9 @@ def _write(parent: Path, version: int, write: Callable[[Path], dict[str, object]
 
 
 def read_version(folder: Path) -> Version:
-    """What a folder's manifest says. Raises `ValueError` where it is damaged, or names files
-    elsewhere.
+    """Read a folder's manifest.
+
+    Raises `ValueError` if it is damaged or names other files than a version's.
     """
     try:
         manifest = _Manifest.model_validate_json(_read(folder / MANIFEST, MANIFEST_BYTES))
@@ -182,32 +202,33 @@ def read_version(folder: Path) -> Version:
     return Version(folder=folder, **dict(manifest))
 
 
-def _read(file: Path, most: int) -> bytes:
-    _size(file, most)
+def _read(file: Path, limit: int) -> bytes:
+    _size(file, limit)
     return file.read_bytes()
 
 
-def _size(file: Path, most: int) -> int:
-    """Of a plain file, in bytes. Raises `ValueError` for links, pipes and devices, and for more
-    bytes than that.
+def _size(file: Path, limit: int) -> int:
+    """Return the size of a plain file in bytes.
+
+    Raises `ValueError` for links, pipes and devices, and for files of more than `limit` bytes.
     """
     status = file.lstat()
     if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"{str(file)!r} is no plain file")
-    if status.st_size > most:
+    if status.st_size > limit:
         raise ValueError(
-            f"{str(file)!r} has {status.st_size} bytes, more than the {most} that it may have"
+            f"{str(file)!r} has {status.st_size} bytes, more than the {limit} that it may have"
         )
     return status.st_size
 
 
 def remove_versions(parent: Path, but: int | None = None) -> None:
-    """Remove the versions under `parent`, but for one that is to stay."""
+    """Remove the versions under `parent`, except number `but`."""
     for folder in parent.glob("version-*"):
         if folder.name != f"version-{but}":
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def seconds_of(tensor_bytes: int) -> float:
-    """That a server may take to get, to read, or to load, a version of so many bytes."""
+def publish_timeout(tensor_bytes: int) -> float:
+    """Return how many seconds a server may take to receive, read or load a version of this size."""
     return _SECONDS + tensor_bytes / _BYTES_A_SECOND

@@ -117,7 +117,7 @@ def _room(building: Path, name: str) -> int:
     if name not in version.names:
         raise HTTPException(400, f"the manifest names no {name}")
     others = (building / other for other in version.names if other != name)
-    return version.most_bytes - sum(file.stat().st_size for file in others if file.exists())
+    return version.max_bytes - sum(file.stat().st_size for file in others if file.exists())
 
 
 async def copy(request: Request, file: IO[bytes], length: int) -> None:

@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 
 from qarl.quant.types import LayerReport
 from qarl.rollout.engine import AnswerError, EngineError, LoadReport, LostServerError
-from qarl.rollout.servers.versions import MANIFEST, Version, seconds_of
+from qarl.rollout.servers.versions import MANIFEST, Version, publish_timeout
 from qarl.rollout.servers.vllm.answers import (
     completion_request,
     read_completion,
@@ -102,7 +102,7 @@ class VllmReplica(Server):
         for name in (MANIFEST, *version.names):
             file = version.folder / name
             path = f"{VERSIONS}/{version.version}/{name}?{urlencode({'run': run})}"
-            answer = await self.upload(path, file, seconds_of(sharing * file.stat().st_size))
+            answer = await self.upload(path, file, publish_timeout(sharing * file.stat().st_size))
         if not answer["folder"]:
             raise AnswerError(
                 f"the server at {self.url} lacks files of weight version {version.version} that it"
@@ -115,7 +115,7 @@ class VllmReplica(Server):
         from it.
         """
         # what a publish that broke off has left
-        await self.call("qarl_abandon", seconds_of(version.tensor_bytes))
+        await self.call("qarl_abandon", publish_timeout(version.tensor_bytes))
         announced = {
             "folder": folder,
             "digest": version.digest,
@@ -123,7 +123,7 @@ class VllmReplica(Server):
             "keep": keep,
         }
         clock, wait = asyncio.get_running_loop().time, _FIRST_WAIT
-        deadline = clock() + min(seconds_of(version.tensor_bytes), self.seconds)
+        deadline = clock() + min(publish_timeout(version.tensor_bytes), self.seconds)
         while None in (reports := await self.call("qarl_stage", **announced)):
             if clock() > deadline:
                 raise LostServerError(
@@ -141,7 +141,7 @@ class VllmReplica(Server):
         # Its prefix cache is emptied. Requests end first; or they lose their keys and values too,
         # as those that vLLM preempts, and so their next tokens have none of the weights before.
         await self.post(f"/pause?mode={'keep' if in_flight else 'wait'}")
-        seconds = seconds_of(version.tensor_bytes)
+        seconds = publish_timeout(version.tensor_bytes)
         reports = await self.call("qarl_load_staged", seconds, digest=version.digest)
         report = _one(reports, self.url, "loaded")
         await self.post("/update_weight_version", {"new_version": label})
