@@ -1,4 +1,12 @@
-"""vLLM's servers as replicas: `replica` (its protocol over `client`'s HTTP), `answers` (completions
-read and checked), `start` (replicas of a run's own). Inside a server `worker` (versions taken from
-files), `receive` and `access`.
+"""Client and server side of vLLM's servers.
+
+On the run's side:
+- `replica`: a server as a replica, built on `client`'s HTTP.
+- `answers`: writes requests, reads completions and checks them.
+- `start`: starts replicas on this machine.
+
+Inside a server:
+- `worker`: loads versions from files.
+- `receive`: receives those files over HTTP.
+- `access`: checks the API key.
 """

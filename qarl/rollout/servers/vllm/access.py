@@ -1,9 +1,8 @@
-"""Who may ask a server for what: the key on the run's side, and its check inside the server, of all
-but its health.
+"""API key of a server: how the run finds it, and how the server checks it.
 
-vLLM's own check of `VLLM_API_KEY` covers paths under /v1, /v2 and /inference alone; the ones that
-pause a server, load weights or call into its workers are open in version 0.32 (its help of
---api-key says so).
+The check covers every path except `/health`. vLLM's own check of `VLLM_API_KEY` covers only paths
+under /v1, /v2 and /inference. The paths that pause a server, load weights or call into its workers
+are open in version 0.32 (its help of --api-key says so).
 """
 
 import hmac
@@ -22,8 +21,9 @@ _CALLS = "/collective_rpc"
 
 
 def server_key(file: str | None) -> str | None:
-    """The API key in a file, or in the environment's `QARL_SERVER_KEY`, or None where there is
-    neither. Raises `InputError` for a file without one.
+    """Return the API key in `file`, by default that in `QARL_SERVER_KEY`; None if there is neither.
+
+    Raises `InputError` if the file holds no key.
     """
     if file is None:
         return os.environ.get(KEY_VARIABLE) or None
@@ -41,8 +41,10 @@ def server_key(file: str | None) -> str | None:
 
 
 class RequireKey:
-    """ASGI middleware: 401 without `Authorization: Bearer` and the key in `VLLM_API_KEY`; 403 for a
-    call of another method of the workers than QaRL's. Some of vLLM's or Python's own (`__class__`)
+    """ASGI middleware that checks the API key and which methods of the workers are called.
+
+    It answers 401 without `Authorization: Bearer` and the key in `VLLM_API_KEY`, and 403 to a call
+    of a worker's method that is not QaRL's. Some methods of vLLM's or Python's own (`__class__`)
     end the thread that answers, and the server hangs.
     """
 
@@ -52,8 +54,8 @@ class RequireKey:
         self._expected = f"Bearer {key}".encode() if key else None
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        """Pass on, or refuse."""
-        # the application's start and end, without a path
+        """Pass the request on, or refuse it."""
+        # The start and end of the application have no path.
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
@@ -63,7 +65,8 @@ class RequireKey:
             or scope["path"] in _OPEN
             or hmac.compare_digest(credentials, self._expected or b"")
         ):
-            await (self._call if scope["path"] == _CALLS else self._app)(scope, receive, send)
+            application = self._call if scope["path"] == _CALLS else self._app
+            await application(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
@@ -80,21 +83,22 @@ class RequireKey:
             )
 
     async def _call(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        """Pass a call on, its body read, where its method is QaRL's."""
-        # vLLM's, which a run that asks servers may lack
+        """Read the body of a call and pass it on if it names a method of QaRL's."""
+        # A dependency of vLLM, which a run that only connects to servers may lack.
         from starlette.requests import Request
         from starlette.responses import PlainTextResponse
 
         body = await Request(scope, receive).body()
-        own = False
+        allowed = False
         with suppress(ValueError, LookupError, TypeError, AttributeError):
-            own = json.loads(body)["method"].startswith("qarl_")
-        if own:
+            allowed = json.loads(body)["method"].startswith("qarl_")
+        if allowed:
             messages = iter([{"type": "http.request", "body": body}])
 
-            async def again() -> Any:
+            # The body was consumed above, so the application gets it from here.
+            async def replay_body() -> Any:
                 return next(messages, None) or await receive()
 
-            await self._app(scope, again, send)
+            await self._app(scope, replay_body, send)
         else:
             await PlainTextResponse("calls are of QaRL's methods alone", 403)(scope, receive, send)

@@ -1,8 +1,8 @@
-"""Requests for completions and log-probs as JSON, and what comes back, read and checked.
+"""Requests for completions and log-probs as JSON, and the reading and checking of their answers.
 
-Tokens go in and tokens come out: a completion's token ids and log-probs are the sampler's own. Its
-text, which rewards read, is made of those ids here, as it is in process; where a stop text has to
-be seen while they are sampled it is the server's, cut as vLLM cuts it in process.
+Both directions use tokens: a completion's token ids and log-probs are the sampler's own. Its text,
+which rewards read, is decoded from those ids here, as it is in process. With stop texts, which have
+to be seen while sampling, it is the server's text, cut as vLLM cuts it in process.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,16 +13,15 @@ from qarl.rollout.types import Completion, Prompt, Sampling
 from qarl.rollout.vllm.requests import sampling_arguments, scoring_arguments
 
 _NOT_A_NUMBER = -9999.0
-"""What vLLM's servers send for a log-prob that is NaN or minus infinity, which JSON has no number
-for.
-"""
+"""vLLM's servers send this for a log-prob of NaN or minus infinity, which JSON cannot express."""
 
 
 def completion_request(
     prompt: Prompt, sampling: Sampling, j: int, k: int, salt: str
 ) -> dict[str, Any]:
-    """Sample k of prompt j of a call. salt: of the prefix cache, so that no key or value of other
-    weights is reused.
+    """Return the request for sample k of prompt j of a call.
+
+    salt: the prefix cache's salt, so that no keys or values of other weights are reused.
     """
     return {
         "token_ids": list(prompt.token_ids),
@@ -33,7 +32,7 @@ def completion_request(
 
 
 def scoring_request(sequence: Sequence[int], salt: str) -> dict[str, Any]:
-    """For the log-probs of a sequence's tokens."""
+    """Return the request for the log-probs of a sequence's tokens."""
     return {
         "token_ids": list(sequence),
         "sampling_params": scoring_arguments(),
@@ -42,13 +41,23 @@ def scoring_request(sequence: Sequence[int], salt: str) -> dict[str, Any]:
 
 
 def read_completion(answer: Any, url: str, labels: Mapping[str, int]) -> Completion:
-    """The completion in a server's answer, with no text where tokens alone were asked for. labels:
-    of the weights that may have sampled it, one after the other, and their versions. Raises
-    `AnswerError` for an answer that is incomplete, `LostServerError` for one of other weights.
+    """Read and check the completion in a server's answer.
+
+    Its text is empty if only tokens were requested.
+
+    Args:
+        answer: The decoded JSON.
+        url: The server, for messages.
+        labels: Labels of the weights that may have sampled it, oldest first, with their versions.
+
+    Raises:
+        AnswerError: The answer is incomplete or malformed.
+        LostServerError: Other weights sampled it.
     """
     try:
         (choice,) = answer["choices"]
-        tokens, finish = tuple(choice["token_ids"]), choice["finish_reason"]
+        tokens = tuple(choice["token_ids"])
+        finish = choice["finish_reason"]
         text = choice["text"] if answer["output_mode"] == "text" else ""
         logprobs = tuple(float(entry["logprob"]) for entry in choice["logprobs"]["content"])
         spans = _spans(choice)
@@ -80,8 +89,10 @@ def read_completion(answer: Any, url: str, labels: Mapping[str, int]) -> Complet
 def read_logprobs(
     answer: Any, sequence: Sequence[int], url: str, labels: Mapping[str, int]
 ) -> list[float]:
-    """Log-probs of tokens 1… in nats. labels: of weights that may have given them. Raises as
-    `read_completion`.
+    """Read and check the log-probs of tokens 1… of a sequence, in nats.
+
+    labels: labels and versions of the weights that may have computed them. Raises the same errors
+    as `read_completion`.
     """
     try:
         entries = answer["prompt_logprobs"][1:]
@@ -112,17 +123,15 @@ def _spans(choice: dict[str, Any]) -> list[tuple[str, int, int]]:
 def _require_weights(
     spans: list[tuple[str, int, int]], tokens: int, labels: Mapping[str, int], url: str
 ) -> None:
-    """All tokens by weights of `labels`, later ones by later weights."""
+    """Check that weights in `labels` sampled all tokens, in the order of their versions."""
     ends = [0, *(end for _, _, end in spans)]
-    whole = ends[-1] == tokens and all(
-        start == end for (_, start, _), end in zip(spans, ends, strict=False)
-    )
+    # Each span has to start where the one before ends; `ends` is longer by the leading 0.
+    contiguous = all(start == end for (_, start, _), end in zip(spans, ends, strict=False))
+    complete = ends[-1] == tokens and contiguous
     versions = [labels.get(label, -1) for label, _, _ in spans]
-    if not whole or -1 in versions or versions != sorted(set(versions)):
-        shown = (
-            ", ".join(f"{start} to {end} by {label!r}" for label, start, end in spans)
-            or "by no weights named"
-        )
+    if not complete or -1 in versions or versions != sorted(set(versions)):
+        parts = [f"{start} to {end} by {label!r}" for label, start, end in spans]
+        shown = ", ".join(parts) or "by no weights named"
         published = " and ".join(map(repr, labels))
         since = "which was published last" if len(labels) == 1 else "which were published last"
         raise LostServerError(

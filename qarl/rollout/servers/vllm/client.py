@@ -1,5 +1,6 @@
-"""HTTP to one server: JSON or a file there, JSON back, all within a time limit, every error naming
-the server.
+"""HTTP to one server: JSON or a file is sent, JSON comes back.
+
+Every request has a time limit, and every error names the server.
 """
 
 import asyncio
@@ -19,16 +20,20 @@ from qarl.rollout.servers.vllm.receive import VERSIONS
 
 CONNECT_SECONDS = 10.0
 CONTROL_SECONDS = 30.0
-"""That an answer may take for which nothing is sampled and no weights are read."""
-BEAT_SECONDS, PATIENCE_SECONDS = 5.0, 45.0
-"""While a server samples it is asked for a sign of life so often, and given so long for it: one
-that hangs is noticed within a minute, however long a completion may take.
+"""Timeout in seconds for requests that neither sample nor read weights."""
+BEAT_SECONDS = 5.0
+"""Seconds between two heartbeat requests while a server samples."""
+PATIENCE_SECONDS = 45.0
+"""Timeout in seconds for one heartbeat.
+
+A server that hangs is noticed within a minute, however long a completion may take.
 """
 _BEATS_MISSED = 3
-"""Signs of life in a row whose connection may break."""
+"""Number of heartbeats in a row whose connection has to break before the server counts as lost."""
 _LONGEST_ANSWER = 2**28
-"""Bytes: far beyond a completion with its log-probs and experts; one that goes on for ever must not
-fill memory.
+"""Upper bound on an answer, in bytes, so that an endless one cannot fill memory.
+
+It is far beyond a completion with its log-probs and experts.
 """
 REMEDY = "start servers with `qarl serve-rollouts` and the run's own configuration"
 GENERATE = "/inference/v1/generate"
@@ -39,12 +44,16 @@ _DEVELOPMENT = (
     "/collective_rpc",
     "/update_weight_version",
 )
-"""What a server has with VLLM_SERVER_DEV_MODE=1 alone."""
+"""Paths that a server offers only with VLLM_SERVER_DEV_MODE=1."""
 
 
 class Server:
-    """One replica. url: where. session: whose headers carry the key. seconds: that an answer may
-    take at most.
+    """HTTP client of one replica.
+
+    Args:
+        url: Base URL.
+        session: Session whose headers carry the key.
+        seconds: Upper bound on the time for any answer, in seconds.
     """
 
     def __init__(self, url: str, session: aiohttp.ClientSession, seconds: float):
@@ -52,12 +61,13 @@ class Server:
         self._session = session
         self.seconds = seconds
         self._pause_seconds = 0.0
-        self._asked = 0
-        self._pulse: asyncio.Task[None] | None = None
+        self._pending = 0
+        self._heartbeat: asyncio.Task[None] | None = None
 
     def allow_pause(self, seconds: float) -> None:
-        """Not lost where it is paused no longer than that while it samples: by a publish that waits
-        for no request.
+        """Set how many seconds the server may be paused while it samples before it counts as lost.
+
+        Publishes that do not wait for pending requests pause it.
         """
         self._pause_seconds = seconds
 
@@ -67,22 +77,26 @@ class Server:
         body: dict[str, Any] | None = None,
         seconds: float = CONTROL_SECONDS,
     ) -> Any:
-        """What the server answers to `body`. Raises `LostServerError` where it does not within
-        `seconds`, `AnswerError` where the answer broke off or the server failed at it,
-        `EngineError` where it refuses.
+        """Post `body` as JSON and return the answer.
+
+        Raises:
+            LostServerError: The server does not answer within `seconds`.
+            AnswerError: The answer broke off, or the server failed.
+            EngineError: The server refuses the request.
         """
         return await self._request("POST", path, seconds, json=body or {})
 
     async def upload(self, path: str, file: Path, seconds: float) -> Any:
-        """What the server answers to a file. Raises what `post` does."""
+        """Post a file and return the answer. Raises the same errors as `post`."""
         with file.open("rb") as content:
             return await self._request("POST", path, seconds, data=content)
 
     async def call(
         self, method: str, seconds: float = CONTROL_SECONDS, **arguments: Any
     ) -> list[Any]:
-        """What a method of `rollout.servers.vllm.worker.ServerExtension` returns, from each of the
-        server's workers.
+        """Call a method of `rollout.servers.vllm.worker.ServerExtension`.
+
+        Returns one result per worker of the server.
         """
         answer = await self.post(
             "/collective_rpc", {"method": method, "kwargs": arguments}, seconds
@@ -90,29 +104,39 @@ class Server:
         return answer["results"]
 
     async def generate(self, body: dict[str, Any]) -> Any:
-        """What the server answers to a request for tokens or log-probs. Raises what `post` does,
-        and `LostServerError` where it shows no sign of life meanwhile, or is paused.
-        """
-        asking = asyncio.ensure_future(self.post(GENERATE, body, self.seconds))
-        if self._pulse is None or self._pulse.done():
-            self._pulse = asyncio.ensure_future(self._watched())
-            # read, or not
-            self._pulse.add_done_callback(lambda pulse: pulse.cancelled() or pulse.exception())
-        pulse, self._asked = self._pulse, self._asked + 1
-        try:
-            await asyncio.wait({asking, pulse}, return_when=asyncio.FIRST_COMPLETED)
-            if asking.done():
-                return asking.result()
-            raise LostServerError(str(pulse.exception()))
-        finally:
-            self._asked -= 1
-            asking.cancel()
-            if not self._asked and self._pulse:
-                self._pulse.cancel()
-                self._pulse = None
+        """Send a request for tokens or log-probs, and watch the server until it answers.
 
-    async def _watched(self) -> None:
-        missed, paused_at, clock = 0, None, asyncio.get_running_loop().time
+        Raises the same errors as `post`, and `LostServerError` if the server shows no sign of life
+        or stays paused.
+        """
+        request = asyncio.ensure_future(self.post(GENERATE, body, self.seconds))
+        # All pending requests of the server share one heartbeat.
+        if self._heartbeat is None or self._heartbeat.done():
+            self._heartbeat = asyncio.ensure_future(self._watch())
+            # Retrieve the error in any case, so that asyncio does not log it as never retrieved.
+            self._heartbeat.add_done_callback(lambda task: task.cancelled() or task.exception())
+        heartbeat = self._heartbeat
+        self._pending += 1
+        try:
+            await asyncio.wait({request, heartbeat}, return_when=asyncio.FIRST_COMPLETED)
+            if request.done():
+                return request.result()
+            raise LostServerError(str(heartbeat.exception()))
+        finally:
+            self._pending -= 1
+            request.cancel()
+            if not self._pending and self._heartbeat:
+                self._heartbeat.cancel()
+                self._heartbeat = None
+
+    async def _watch(self) -> None:
+        """Send heartbeats until cancelled.
+
+        Raises `LostServerError` if the server hangs or stays paused.
+        """
+        missed = 0
+        paused_at = None
+        clock = asyncio.get_running_loop().time
         while True:
             await asyncio.sleep(min(BEAT_SECONDS, self.seconds))
             try:
@@ -131,7 +155,8 @@ class Server:
                 )
 
     async def _request(self, kind: str, path: str, seconds: float, **content: Any) -> Any:
-        seconds, base = min(seconds, self.seconds), path.partition("?")[0]
+        seconds = min(seconds, self.seconds)
+        base = path.partition("?")[0]
         limit = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
         content["allow_redirects"] = False  # prompts are for this server alone
         try:
@@ -157,26 +182,30 @@ class Server:
             ) from error
 
     def _refused(self, base: str, status: int, text: str) -> EngineError:
+        """Return the error for an answer whose HTTP status is not 200."""
         if status == 401:
             return EngineError(
                 f"the server at {self.url} refused the API key; give the one it was started with,"
                 " in a file (rollout.server_key_file) or in the environment (QARL_SERVER_KEY)"
             )
         if status == 404:
-            needs = "VLLM_SERVER_DEV_MODE=1" if base in _DEVELOPMENT else "--enable-scale-out"
-            needs = "QaRL's middleware" if base.startswith(VERSIONS) else needs
+            if base.startswith(VERSIONS):
+                needs = "QaRL's middleware"
+            elif base in _DEVELOPMENT:
+                needs = "VLLM_SERVER_DEV_MODE=1"
+            else:
+                needs = "--enable-scale-out"
             return EngineError(
                 f"the server at {self.url} has no {base}: it was started without {needs}; {REMEDY}"
             )
+        # A server that failed may succeed at the next try; one that refuses will refuse again.
         kind, verb = (AnswerError, "failed at") if status >= 500 else (EngineError, "refused")
-        return kind(
-            f"the server at {self.url} {verb} {base} (HTTP {status}):"
-            f" {' '.join(text.split())[:500]}"
-        )
+        reason = " ".join(text.split())[:500]
+        return kind(f"the server at {self.url} {verb} {base} (HTTP {status}): {reason}")
 
 
 async def _bounded(answer: aiohttp.ClientResponse) -> bytes:
-    """The body. Raises `ValueError` for one beyond `_LONGEST_ANSWER`."""
+    """Read the body. Raises `ValueError` if it is longer than `_LONGEST_ANSWER`."""
     body = bytearray()
     async for part in answer.content.iter_any():
         body += part

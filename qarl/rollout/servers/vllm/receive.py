@@ -1,15 +1,14 @@
-"""Inside a server: the files of a weight version that a run sends come in here, where the two share
-no file system.
+"""Receives a weight version's files inside a server, if run and server share no file system.
 
-    POST /qarl/versions/7/manifest.json?run=NAME           what is to come; what was there before
-    goes POST /qarl/versions/7/tensors-0.safetensors?run=NAME   each file of it, or its `delta`
+    POST /qarl/versions/7/manifest.json?run=NAME           announces the files, removes older ones
+    POST /qarl/versions/7/tensors-0.safetensors?run=NAME   each of its files, or its `delta`
 
-    → {"folder": "…/version-7"} to the last of them, {"folder": null} to those before
+    → {"folder": "…/version-7"} for the last file, {"folder": null} for those before
 
-The folder gets its name when all of it is there, and workers stage from it as from one that a run
-has written (`rollout.servers.versions`). So half a version is never staged; whether the bytes are
-right, its digest says then. What broke off is begun again with the manifest. (Not PUT: clients and
-proxies repeat one by themselves.)
+The folder gets its name when all files are there. Workers stage from it as from a folder that a run
+has written (`rollout.servers.versions`), so an incomplete version is never staged; the digest then
+shows whether the bytes are right. After an interruption the run starts again with the manifest.
+(Not PUT: clients and proxies may repeat a PUT by themselves.)
 """
 
 import asyncio
@@ -35,16 +34,20 @@ _PATH = re.compile(
 )
 _WRITTEN_AT_ONCE = 1 << 22
 _SILENCE_SECONDS = 60.0
-"""Without a byte, after which a sender is taken to be gone."""
+"""Seconds without a byte after which the sender counts as gone."""
 _DISCARDED = 1 << 26
-"""Bytes of a refused file that are still read, so that a sender who reads no answer before its end
-finds the refusal, and no broken connection.
+"""How many bytes of a refused file are still read.
+
+A sender reads no answer before the end of its file; it then finds the refusal instead of a broken
+connection.
 """
 
 
 class ReceiveVersions:
-    """ASGI middleware behind `RequireKey`: takes a version's files from the run that this server
-    belongs to, no more bytes than the manifest says; all else is passed on.
+    """ASGI middleware that receives a version's files. It runs behind `RequireKey`.
+
+    It accepts files only from the run that this server belongs to, and no more bytes than the
+    manifest announces. It passes on every other request.
     """
 
     def __init__(self, app: Callable[..., Awaitable[None]]):
@@ -53,19 +56,19 @@ class ReceiveVersions:
         self._folder = Path(folder) if folder else None
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        """Take a file and say where its version is, or why not, or pass on."""
-        path = (
-            _PATH.fullmatch(scope["path"])
-            if scope["type"] == "http" and scope["method"] == "POST"
-            else None
-        )
+        """Receive a file and answer where its version is, or pass the request on."""
+        path = None
+        if scope["type"] == "http" and scope["method"] == "POST":
+            path = _PATH.fullmatch(scope["path"])
         if path is None or self._folder is None:
             await self._app(scope, receive, send)
             return
-        request, answer = Request(scope, receive), Response()
+        request = Request(scope, receive)
+        answer = Response()
         try:
-            await _require_the_run(request)
-            folder = await _taken(self._folder / f"version-{path[1]}.part", path[2], request)
+            await _require_owner(request)
+            building = self._folder / f"version-{path[1]}.part"
+            folder = await _receive_file(building, path[2], request)
             answer = JSONResponse({"folder": folder and str(folder)})
         except HTTPException as error:
             answer = PlainTextResponse(error.detail, error.status_code)
@@ -76,9 +79,10 @@ class ReceiveVersions:
         await answer(scope, receive, send)
 
 
-async def _require_the_run(request: Request) -> None:
-    """Raise where the server is another's than the run that asks; one that was restarted is
-    nobody's yet.
+async def _require_owner(request: Request) -> None:
+    """Refuse a run if this server belongs to another one.
+
+    A server that was restarted belongs to no run yet.
     """
     run = request.query_params.get("run", "")
     states = await request.app.state.engine_client.collective_rpc("qarl_state")
@@ -86,13 +90,14 @@ async def _require_the_run(request: Request) -> None:
         raise HTTPException(409, f"this server belongs to {owner}")
 
 
-async def _taken(building: Path, name: str, request: Request) -> Path | None:
-    """The version's folder where this file was the last of it, else None."""
+async def _receive_file(building: Path, name: str, request: Request) -> Path | None:
+    """Receive a file. Returns the version's folder if this was its last file, else None."""
     announced = request.headers.get("content-length")
     if announced is None:
         raise HTTPException(411, "the request names no Content-Length")
-    limit = MANIFEST_BYTES if name == MANIFEST else _room(building, name)
-    if (length := int(announced)) > limit:
+    limit = MANIFEST_BYTES if name == MANIFEST else _bytes_left(building, name)
+    length = int(announced)
+    if length > limit:
         raise HTTPException(
             413,
             f"{name} of {length} bytes is larger than the {limit} that are left for it",
@@ -103,31 +108,34 @@ async def _taken(building: Path, name: str, request: Request) -> Path | None:
         try:
             await copy(request, file, length)
             file.close()
-            return await asyncio.to_thread(_place, arrived, building, name)
+            return await asyncio.to_thread(_add_file, arrived, building, name)
         finally:
             arrived.unlink(missing_ok=True)
 
 
-def _room(building: Path, name: str) -> int:
-    """Bytes that a file of the version may have, beside those that are there."""
+def _bytes_left(building: Path, name: str) -> int:
+    """Return how many bytes a file of the version may have, given those that arrived before."""
     try:
         version = read_version(building)
     except ValueError as error:
         raise HTTPException(503, f"no manifest of it is here: {error}") from error
     if name not in version.names:
         raise HTTPException(400, f"the manifest names no {name}")
-    others = (building / other for other in version.names if other != name)
-    return version.max_bytes - sum(file.stat().st_size for file in others if file.exists())
+    other_files = (building / other for other in version.names if other != name)
+    received = sum(file.stat().st_size for file in other_files if file.exists())
+    return version.max_bytes - received
 
 
 async def copy(request: Request, file: IO[bytes], length: int) -> None:
-    """A request's body into a file. Raises where it has other than `length` bytes, breaks off, or
-    stops coming.
+    """Copy a request's body into a file.
+
+    Raises `HTTPException` if the body does not have `length` bytes, breaks off, or stops coming.
     """
-    left, pending = length, bytearray()
-    async for part in _parts(request):
-        pending += part
-        left -= len(part)
+    left = length
+    pending = bytearray()
+    async for chunk in _chunks(request):
+        pending += chunk
+        left -= len(chunk)
         if left < 0:
             raise HTTPException(400, f"{length} bytes were announced, and more came")
         if len(pending) >= _WRITTEN_AT_ONCE:
@@ -138,13 +146,13 @@ async def copy(request: Request, file: IO[bytes], length: int) -> None:
     await asyncio.to_thread(file.write, pending)
 
 
-async def _parts(request: Request) -> AsyncIterator[bytes]:
-    """Of a request's body, as they come."""
+async def _chunks(request: Request) -> AsyncIterator[bytes]:
+    """Yield the chunks of a request's body as they arrive."""
     stream = request.stream()
     try:
-        # the last one is empty
-        while part := await asyncio.wait_for(anext(stream), _SILENCE_SECONDS):
-            yield part
+        # The last chunk is empty.
+        while chunk := await asyncio.wait_for(anext(stream), _SILENCE_SECONDS):
+            yield chunk
     except TimeoutError:
         raise HTTPException(408, f"nothing came for {_SILENCE_SECONDS:g} s") from None
     except ClientDisconnect:
@@ -152,21 +160,23 @@ async def _parts(request: Request) -> AsyncIterator[bytes]:
 
 
 async def _discard(request: Request) -> None:
-    """Read what is still sent, up to `_DISCARDED` bytes."""
+    """Read the rest of the body, up to `_DISCARDED` bytes."""
     left = _DISCARDED
-    with suppress(HTTPException, RuntimeError):  # the latter where all of it came
-        async for part in _parts(request):
-            left -= len(part)
+    with suppress(HTTPException, RuntimeError):  # RuntimeError: the body is already complete
+        async for chunk in _chunks(request):
+            left -= len(chunk)
             if left < 0:
                 return
 
 
-def _place(arrived: Path, building: Path, name: str) -> Path | None:
-    """Put a file into the version it is of, which is begun by its manifest, and finished where it
-    was the last.
+def _add_file(arrived: Path, building: Path, name: str) -> Path | None:
+    """Move a received file into its version's folder.
+
+    The manifest starts a folder. The last file completes it: returns the final folder then, else
+    None.
     """
     if name == MANIFEST:
-        _clear(building.parent, arrived)
+        _remove_other_files(building.parent, arrived)
         building.mkdir()
     arrived.replace(building / name)
     try:
@@ -184,8 +194,11 @@ def _place(arrived: Path, building: Path, name: str) -> Path | None:
     return building.rename(building.with_suffix(""))
 
 
-def _clear(parent: Path, keep: Path) -> None:
-    """Remove what is there: workers have read it, or will not."""
+def _remove_other_files(parent: Path, keep: Path) -> None:
+    """Remove everything in `parent` except the file `keep`.
+
+    Workers have already read the older versions, or never will.
+    """
     for old in parent.iterdir():
         if old.is_dir():
             shutil.rmtree(old)

@@ -21,19 +21,26 @@ from qarl.rollout.servers.vllm.receive import VERSIONS
 from qarl.rollout.types import Completion, Prompt, Sampling
 from qarl.rollout.vllm.options import VllmOptions
 
-_FIRST_WAIT, _LONGEST_WAIT = 0.005, 0.25
-"""Seconds between questions whether a replica has staged."""
+_FIRST_WAIT = 0.005
+"""Seconds before the second question whether a replica has staged; later waits grow."""
+_LONGEST_WAIT = 0.25
+"""Upper bound on the seconds between two such questions."""
 
 
 class VllmReplica(Server):
-    """One server that holds the whole policy. Every method raises `LostServerError` where it is out
-    of reach, `AnswerError` where an answer broke off or cannot be used, `EngineError` where it
-    refuses.
+    """One server that holds the whole policy.
+
+    Every method raises `LostServerError` if the server is out of reach, `AnswerError` if an answer
+    broke off or is unusable, and `EngineError` if the server refuses.
     """
 
     async def admit(self, options: VllmOptions, learner: str, seconds: float | None = None) -> None:
-        """Refuse one that has other settings than `options`, or belongs to another run. learner:
-        this run's name. seconds: that it may take to answer.
+        """Check that the server has the settings of `options` and belongs to no other run.
+
+        Args:
+            options: This run's options.
+            learner: This run's name.
+            seconds: Timeout for the answer. Default: `CONTROL_SECONDS`.
         """
         state, *_ = await self.call("qarl_state", CONTROL_SECONDS if seconds is None else seconds)
         _require_settings(self.url, state, options)
@@ -45,58 +52,56 @@ class VllmReplica(Server):
             )
 
     async def claim(self, learner: str) -> None:
-        """Make it this run's."""
+        """Reserve the server for this run."""
         await self.call("qarl_claim", learner=learner)
 
     async def release(self) -> None:
-        """Give it back; it goes on with the weights it has."""
+        """Give the server back. It keeps its weights."""
         await self.call("qarl_release")
 
     async def layers(self) -> list[LayerReport]:
-        """Of its engine, for the audit."""
-        first, *others = await self.call("qarl_layer_reports")
-        if any(layers != first for layers in others):
+        """Return the layers of the server's engine, for the audit."""
+        first, *rest = await self.call("qarl_layer_reports")
+        if any(layers != first for layers in rest):
             raise EngineError(
                 f"the workers of the server at {self.url} have different layers; start it again"
             )
         return [LayerReport(**layer) for layer in first]
 
     async def sample(self, prompt: Prompt, sampling: Sampling, j: int, k: int, salt: str) -> Any:
-        """Its answer to sample k of prompt j, for `read`. salt: of its prefix cache, one a weight
-        version.
+        """Return the server's answer for sample k of prompt j, for `read`.
+
+        salt: salt of its prefix cache, one per weight version.
         """
         return await self.generate(completion_request(prompt, sampling, j, k, salt))
 
     def read(self, answer: Any, labels: Mapping[str, int]) -> Completion:
-        """The completion in an answer. labels: of the weights that may have sampled it, and their
-        versions.
+        """Return the completion in an answer.
+
+        labels: labels of the weights that may have sampled it, with their versions.
         """
         return read_completion(answer, self.url, labels)
 
     async def logprobs(
         self, sequence: Sequence[int], salt: str, labels: Mapping[str, int]
     ) -> list[float]:
-        """Of tokens 1… of a sequence, in nats."""
-        return read_logprobs(
-            await self.generate(scoring_request(sequence, salt)),
-            sequence,
-            self.url,
-            labels,
-        )
+        """Return the log-probs of tokens 1… of a sequence, in nats."""
+        answer = await self.generate(scoring_request(sequence, salt))
+        return read_logprobs(answer, sequence, self.url, labels)
 
     async def held(self) -> list[str | None]:
-        """The digest of the version that each of its workers keeps for a delta, None for
-        nothing.
-        """
-        return [state["held"] for state in await self.call("qarl_state")]
+        """Return the digest of the version that each worker keeps for a delta, or None."""
+        states = await self.call("qarl_state")
+        return [state["held"] for state in states]
 
     async def abandon(self) -> None:
-        """Forget what was staged."""
+        """Discard what was staged."""
         await self.call("qarl_abandon")
 
     async def send(self, version: Version, run: str, sharing: int) -> str:
-        """Copy a version's files; the folder they are in there. sharing: servers that are sent them
-        at once.
+        """Copy a version's files to the server and return their folder on the server.
+
+        sharing: number of servers that are sent the files at the same time.
         """
         answer: Any = None
         for name in (MANIFEST, *version.names):
@@ -111,10 +116,14 @@ class VllmReplica(Server):
         return answer["folder"]
 
     async def stage(self, version: Version, folder: str, keep: bool) -> LoadReport:
-        """Read and check a version beside the present one. keep: whether the next may be a delta
-        from it.
+        """Have the server read and check a version while it keeps sampling with the present one.
+
+        Args:
+            version: The version's manifest.
+            folder: Its folder, as the server sees it.
+            keep: Whether the next version may be a delta from it.
         """
-        # what a publish that broke off has left
+        # An earlier publish that broke off may have left a staged version.
         await self.call("qarl_abandon", publish_timeout(version.tensor_bytes))
         announced = {
             "folder": folder,
@@ -122,9 +131,12 @@ class VllmReplica(Server):
             "tensor_bytes": version.tensor_bytes,
             "keep": keep,
         }
-        clock, wait = asyncio.get_running_loop().time, _FIRST_WAIT
+        clock = asyncio.get_running_loop().time
+        wait = _FIRST_WAIT
         deadline = clock() + min(publish_timeout(version.tensor_bytes), self.seconds)
-        while None in (reports := await self.call("qarl_stage", **announced)):
+        # The first call starts the staging; a worker returns None until it is done.
+        reports = await self.call("qarl_stage", **announced)
+        while None in reports:
             if clock() > deadline:
                 raise LostServerError(
                     f"the server at {self.url} has not staged weight version {version.version} in"
@@ -132,14 +144,17 @@ class VllmReplica(Server):
                 )
             await asyncio.sleep(wait)
             wait = min(1.5 * wait, _LONGEST_WAIT)
+            reports = await self.call("qarl_stage", **announced)
         return _one(reports, self.url, "staged")
 
     async def commit(self, version: Version, label: str, in_flight: bool) -> LoadReport:
-        """Sample by what was staged, and name it `label`. in_flight: requests under way go on by
-        it.
+        """Have the server sample with the staged version, and report it as `label`.
+
+        in_flight: whether pending requests continue with the new weights.
         """
-        # Its prefix cache is emptied. Requests end first; or they lose their keys and values too,
-        # as those that vLLM preempts, and so their next tokens have none of the weights before.
+        # The pause empties the prefix cache. Pending requests finish first; in mode "keep" they
+        # lose their keys and values, like requests that vLLM preempts, so that their next tokens
+        # are computed with the new weights alone.
         await self.post(f"/pause?mode={'keep' if in_flight else 'wait'}")
         seconds = publish_timeout(version.tensor_bytes)
         reports = await self.call("qarl_load_staged", seconds, digest=version.digest)
@@ -150,7 +165,7 @@ class VllmReplica(Server):
 
 
 def _one(reports: list[Any], url: str, kind: str) -> LoadReport:
-    """What all of a server's workers report, which has to be the same."""
+    """Return the report of a server's workers, which has to be the same for all of them."""
     if any(report != reports[0] for report in reports):
         raise EngineError(
             f"the workers of the server at {url} {kind} different versions: {reports}"

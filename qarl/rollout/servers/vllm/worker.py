@@ -1,11 +1,13 @@
-"""Inside a server: a weight version is taken from files, in two steps, each a call of vLLM's into
-its workers.
+"""Loads weight versions from files inside a server, in two steps.
 
-    stage     read, hash, compare names with the model's: nothing is changed, and requests go on,
-    for a thread does it load      load it into the model, while the server is paused
+vLLM calls each step in its workers:
 
-So what can be wrong with a version is found before any replica has it: all of them take it, or all
-keep the one before.
+    stage   Read and hash the files, and compare the names with the model's. A thread does
+            it, requests go on, and nothing is changed.
+    load    Load the staged version into the model while the server is paused.
+
+Every fault of a version is thus found before any replica has it: all of them load it, or all keep
+the version before.
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -27,22 +29,28 @@ from qarl.rollout.vllm.worker import WorkerExtension, compare_names, load_stream
 
 @dataclass(frozen=True)
 class StagedVersion:
-    """version: whole, in host memory. report: what loading it would say. keep: whether to hold it
-    when it is loaded.
-    """
+    """A weight version in host memory, ready to be loaded."""
 
     version: VersionCache
+    """The whole version."""
     report: LoadReport
+    """The report that loading it will return."""
     keep: bool
+    """Whether to keep it in host memory after it is loaded."""
 
 
 class ReceivedVersions:
-    """What one worker has of versions. cached: the version the model has, None where it is not
-    kept, or not sure. loaded: what the last load did, or None.
+    """The weight versions of one worker: cached, staged and loaded.
+
+    Attributes:
+        cached: The version that the model has. None if it is not kept, or if the model's version is
+            unsure.
+        loaded: Report of the last load, or None.
     """
 
     def __init__(self, model: nn.Module, config: VllmConfig):
-        self._model, self._config = model, config
+        self._model = model
+        self._config = config
         trace_names(model, config)
         self.cached: VersionCache | None = None
         self.loaded: LoadReport | None = None
@@ -50,18 +58,24 @@ class ReceivedVersions:
         self._thread = ThreadPoolExecutor(1, "staging")
 
     def abandon(self) -> None:
-        """Forget what was staged, when it is."""
+        """Discard what was staged. Waits until the staging thread is done."""
         if self._staging is not None:
             wait([self._staging])
         self._staging = None
 
     def stage(self, folder: str, digest: str, tensor_bytes: int, keep: bool) -> LoadReport | None:
-        """What was staged since `abandon`, None while that is under way: begun at the first call,
-        in a thread. Raises what it raised.
+        """Return the report of the staging thread, or None until it is done.
 
-        folder: of a weight version (`rollout.servers.versions`), as this machine sees it. digest,
-        tensor_bytes: that it has to have. keep: whether to hold it in host memory, for the next to
-        be a delta from.
+        The first call starts the thread, and `abandon` ends the staging. Re-raises the thread's
+        error.
+
+        Args:
+            folder: Folder of a weight version (`rollout.servers.versions`), as this machine sees
+                it.
+            digest: Digest that the version has to have.
+            tensor_bytes: Size of its tensors that was announced.
+            keep: Whether to keep the version in host memory, so that the next may be a delta from
+                it.
         """
         if self._staging is None:
             self._staging = self._thread.submit(
@@ -75,27 +89,30 @@ class ReceivedVersions:
             raise ValueError(f"{folder} holds a version of digest {files.digest}, not {digest}")
         cached = self.cached
         if files.base is None:
-            self.cached = None  # it is written over
+            self.cached = None  # its memory is overwritten
         version = files.received(tensor_bytes, cached)
-        self.cached = None  # the model is still of the version before
+        self.cached = None  # it is now the new version, which the model does not have yet
         names = [item.name for item in version.tensors()]
         unconsumed, missing = compare_names(checkpoint_names(self._model).values(), names)
-        return StagedVersion(
-            version, LoadReport(version.digest, len(names), unconsumed, missing), keep
-        )
+        report = LoadReport(version.digest, len(names), unconsumed, missing)
+        return StagedVersion(version, report, keep)
 
     def load(self, digest: str) -> LoadReport | None:
-        """Take the staged version of that digest, or have taken it already (the answer may have
-        been lost); None where neither is so. Raises `RuntimeError` where it had to be refused.
+        """Load the staged version with this digest.
+
+        Returns the earlier report if it is loaded already, because the answer may have been lost.
+        Returns None if it is neither staged nor loaded. Raises `RuntimeError` if it does not fit
+        the model.
         """
         if self._staging is None:
-            return self.loaded if self.loaded and self.loaded.digest == digest else None
+            is_loaded = self.loaded is not None and self.loaded.digest == digest
+            return self.loaded if is_loaded else None
         staged = self._staging.result()
         if not staged.report.took_all_of(digest):
             raise RuntimeError(
                 f"weight version {staged.version.version} does not fit: {staged.report}"
             )
-        # it may break off half way, which leaves parts of two versions until another is loaded
+        # If loading breaks off, the model holds parts of two versions until another is loaded.
         self.loaded = None
         self.loaded = load_stream(self._model, self._config, staged.version.tensors())
         if self.loaded != staged.report:
@@ -111,22 +128,20 @@ class ReceivedVersions:
 
 
 class ServerExtension(WorkerExtension):
-    """What a server's worker answers: plain data, for it goes through JSON. qarl_learner: the run
-    this server belongs to, "" for none.
-    """
+    """Methods that a server's worker offers. They return plain data, because it travels as JSON."""
 
     qarl_learner = ""
+    """Name of the run that this server belongs to, "" if none."""
 
     @cached_property
     def qarl_versions(self) -> ReceivedVersions:
-        """Begun when it is first asked for, for the model has to be loaded."""
+        """The versions of this worker, created on first use, because the model has to be loaded."""
         return ReceivedVersions(self.model_runner.get_model(), self.vllm_config)
 
     def qarl_state(self) -> dict[str, Any]:
-        """Which run it belongs to, the digest of the version it holds, and the settings it samples
-        by.
-        """
-        config, cached = self.vllm_config.model_config, self.qarl_versions.cached
+        """Return the server's run, the digest of its cached version, and its sampling settings."""
+        config = self.vllm_config.model_config
+        cached = self.qarl_versions.cached
         return {
             "learner": self.qarl_learner,
             "held": cached and cached.digest,
@@ -135,19 +150,19 @@ class ServerExtension(WorkerExtension):
         }
 
     def qarl_claim(self, learner: str) -> None:
-        """Take this server for one run. Raises `ValueError` where it is another's."""
+        """Reserve this server for one run. Raises `ValueError` if it belongs to another."""
         if self.qarl_learner not in ("", learner):
             raise ValueError(f"this server belongs to {self.qarl_learner}")
         self.qarl_learner = learner
 
     def qarl_release(self) -> None:
-        """The run is done with this server."""
+        """Free this server from its run."""
         self.qarl_learner = ""
         self.qarl_versions.abandon()
         self.qarl_versions.cached = None
 
     def qarl_layer_reports(self) -> list[dict[str, Any]]:
-        """`qarl_layers` as plain data."""
+        """Return `qarl_layers` as plain data."""
         return [asdict(layer) for layer in self.qarl_layers()]
 
     def qarl_stage(self, **announced: Any) -> dict[str, Any] | None:
@@ -159,7 +174,7 @@ class ServerExtension(WorkerExtension):
         return _plain(self.qarl_versions.load(digest))
 
     def qarl_abandon(self) -> None:
-        """End a publish that was begun and not finished."""
+        """End a publish that was not finished."""
         self.qarl_versions.abandon()
 
 
