@@ -1,1 +1,1 @@
-"""vLLM as an engine: in this process, and what runs inside its workers."""
+"""vLLM as an engine in this process, and the code that runs inside its workers."""

@@ -1,4 +1,4 @@
-"""vLLM in this process: samples, gives log-probs, and takes published tensors without a restart."""
+"""vLLM in this process: samples, computes log-probs, loads published tensors without a restart."""
 
 import gc
 import logging
@@ -24,10 +24,10 @@ _WORKER_EXTENSION = "qarl.rollout.vllm.worker.WorkerExtension"
 
 
 class VllmEngine:
-    """One vLLM engine over a checkpoint folder.
+    """One vLLM engine on a checkpoint folder.
 
-    Raises `EngineError` with vLLM's reason and a remedy where it cannot start, and where one is
-    open already.
+    Raises `EngineError` with vLLM's reason and a remedy if it cannot start, or if another one is
+    open.
     """
 
     _open = False
@@ -36,8 +36,7 @@ class VllmEngine:
         prepare_environment()
         from vllm import LLM
 
-        # On an error vLLM logs its whole schedule, thousands of lines; the exception says what went
-        # wrong.
+        # On an error vLLM logs its whole schedule, thousands of lines. The exception is enough.
         logging.getLogger("vllm.logging_utils.dump_input").setLevel(logging.CRITICAL)
         if VllmEngine._open:
             raise EngineError(
@@ -47,9 +46,9 @@ class VllmEngine:
         refuse_unsupported(options)
         self.weight_version = 0
         self._half_loaded = False
-        # vLLM collects garbage several times a start, and each time would walk the millions of
-        # objects that modules are made of. Those live as long as the process: out of the way with
-        # them (vLLM's own clean-up takes them back).
+        # vLLM collects garbage several times during its start, and each time would walk the
+        # millions of objects that imported modules consist of. They live as long as the process,
+        # so they are frozen (vLLM's own clean-up unfreezes them).
         gc.collect()
         gc.freeze()
         try:
@@ -66,8 +65,9 @@ class VllmEngine:
         VllmEngine._open = True
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
-        """See `Engine.generate`. Log-probs are of the distribution sampled from
-        (`VllmOptions.logprobs_mode`).
+        """See `Engine.generate`.
+
+        Log-probs are those of the distribution sampled from (`VllmOptions.logprobs_mode`).
         """
         self._refuse_half_loaded()
         inputs, params = vllm_requests(prompts, sampling)
@@ -76,23 +76,22 @@ class VllmEngine:
         completions = [
             self._completion(output, tokenizer, bool(sampling.stop)) for output in outputs
         ]
-        step = sampling.samples
-        return [completions[i : i + step] for i in range(0, len(completions), step)]
+        samples = sampling.samples
+        return [completions[i : i + samples] for i in range(0, len(completions), samples)]
 
     def _completion(self, finished, tokenizer: Any, has_text: bool) -> Completion:
         (output,) = finished.outputs
-        # one entry a token: `logprobs` is 0
-        tokens, entries = tuple(output.token_ids), output.logprobs
+        tokens = tuple(output.token_ids)
+        entries = output.logprobs  # one entry per token, because `logprobs` is 0
         if tuple(entries.token_ids) != tokens:
             raise EngineError(
                 f"vLLM gave log-probs of other tokens than it sampled: {len(entries)} for"
                 f" {len(tokens)}"
             )
-        text = (
-            output.text
-            if has_text
-            else text_of(tokenizer, finished.prompt_token_ids, tokens, output.finish_reason)
-        )
+        if has_text:
+            text = output.text
+        else:
+            text = text_of(tokenizer, finished.prompt_token_ids, tokens, output.finish_reason)
         return Completion(
             token_ids=tokens,
             logprobs=tuple(entries.logprobs),
@@ -110,13 +109,12 @@ class VllmEngine:
         params = SamplingParams(**scoring_arguments())
         inputs = [{"prompt_token_ids": list(sequence)} for sequence in sequences]
         outputs = self._call("generate", inputs, params, use_tqdm=False)
-        return [
-            [
-                entry[token].logprob
-                for token, entry in zip(s[1:], o.prompt_logprobs[1:], strict=True)
-            ]
-            for s, o in zip(sequences, outputs, strict=True)
-        ]
+        logprobs = []
+        for sequence, output in zip(sequences, outputs, strict=True):
+            # The first token has no log-prob.
+            pairs = zip(sequence[1:], output.prompt_logprobs[1:], strict=True)
+            logprobs.append([entry[token].logprob for token, entry in pairs])
+        return logprobs
 
     def logprobs_of_each(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
         """See `Engine.logprobs_of_each`."""
@@ -127,8 +125,9 @@ class VllmEngine:
         return self._call("collective_rpc", "qarl_layers")[0]
 
     def load(self, stream: Iterable[LowBitTensor], version: int) -> LoadReport:
-        """See `Engine.load`. The prefix cache is reset: nothing computed with the old weights is
-        reused.
+        """See `Engine.load`.
+
+        Resets the prefix cache, so that nothing computed with the old weights is reused.
         """
         self._half_loaded = True
         report: LoadReport = self._call("collective_rpc", "qarl_load", args=(stream,))[0]
@@ -144,13 +143,13 @@ class VllmEngine:
         """See `Engine.shared_layers`."""
         from qarl.quant.kernels.engine_layers import EngineLayers
 
-        return EngineLayers(
-            self._call("collective_rpc", lambda worker: worker.model_runner.get_model())[0]
-        )
+        models = self._call("collective_rpc", lambda worker: worker.model_runner.get_model())
+        return EngineLayers(models[0])
 
     def close(self) -> None:
-        """Free the engine's memory and torch's process group, so that another can start in this
-        process.
+        """Free the engine's memory and torch's process group.
+
+        Afterwards this process can start another engine.
         """
         from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -168,7 +167,7 @@ class VllmEngine:
             )
 
     def _call(self, method: str, *args, **kwargs):
-        """One call into vLLM; whatever breaks there is an `EngineError` naming the call."""
+        """Call a method of vLLM. Its errors become `EngineError`s that name the method."""
         try:
             return getattr(self._llm, method)(*args, **kwargs)
         except EngineError:
@@ -182,7 +181,7 @@ class VllmEngine:
 def vllm_requests(
     prompts: Sequence[Prompt], sampling: Sampling
 ) -> tuple[list[dict[str, list[int]]], list[Any]]:
-    """vLLM's inputs and parameters, `sampling.samples` of each prompt one after the other."""
+    """Return vLLM's inputs and parameters: `sampling.samples` in a row for each prompt."""
     from vllm import SamplingParams
     from vllm.sampling_params import RepetitionDetectionParams
 
@@ -191,11 +190,7 @@ def vllm_requests(
         for k in range(sampling.samples):
             arguments = sampling_arguments(sampling, prompt, j, k)
             loops = arguments.pop("repetition_detection")
+            detection = RepetitionDetectionParams(**loops) if loops else None
             inputs.append({"prompt_token_ids": list(prompt.token_ids)})
-            params.append(
-                SamplingParams(
-                    **arguments,
-                    repetition_detection=loops and RepetitionDetectionParams(**loops),
-                )
-            )
+            params.append(SamplingParams(**arguments, repetition_detection=detection))
     return inputs, params

