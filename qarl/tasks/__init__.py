@@ -1,5 +1,6 @@
-"""Verifiable tasks: where prompts come from, how completions are scored. Imports neither torch nor
-vLLM.
+"""Verifiable tasks: sources of prompts, and functions that score completions.
+
+This package imports neither torch nor vLLM.
 """
 
 from qarl.tasks.base import (

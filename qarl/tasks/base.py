@@ -1,4 +1,4 @@
-"""What tasks are made of: problems, responses to them, and where problems come from."""
+"""Building blocks of tasks: problems, responses to them, and sources of problems."""
 
 import dataclasses
 import numbers
@@ -14,45 +14,42 @@ Message = dict[str, str]
 """One turn of a chat: {"role": "system", "user" or "assistant", "content": text}."""
 
 HELDOUT_ONE_IN = 8
-"""One question in this many (by hash of its text) is set aside for evaluation."""
+"""One question in this many, by the hash of its text, is set aside for evaluation."""
 
 
 class TaskError(InputError, heading="task"):
-    """A task that cannot be loaded or asked for problems as described; the message says what to
-    change.
-    """
+    """A task is unusable as configured; the message says what to change."""
 
 
 class RewardError(QarlError, heading="reward"):
-    """A reward or checker raised, ended its process, took too long, or returned what is none."""
+    """A reward or checker raised, crashed, took too long, or returned an invalid outcome."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One question with its reference answer.
-
-    Attributes:
-        id: unique within the task, the same in every run. question: what the last user turn of the
-        prompt says, verbatim. answer: the reference answer, verbatim. metadata: whatever the task's
-        scorer needs besides the answer: of a file, the other columns; a task of worked
-            solutions keeps one under "worked_solution".
-        messages: the whole conversation up to the answer, ending with a user turn; () where it is
-        the question alone.
-    """
+    """One question with its reference answer."""
 
     id: str
+    """Id, unique within the task and the same in every run."""
     question: str
+    """Content of the prompt's last user turn, verbatim."""
     answer: str
+    """Reference answer, verbatim."""
     metadata: dict[str, Any] = field(default_factory=dict)
+    """Whatever the task's scorer needs besides the answer; for a file, the other columns.
+
+    A task of worked solutions keeps one under "worked_solution".
+    """
     messages: tuple[Message, ...] = ()
+    """Conversation up to the answer, ending with a user turn. Empty if it is only the question."""
 
     @property
     def chat(self) -> list[Message]:
-        """The conversation as a chat template takes it."""
+        """The conversation as a list of messages, for a chat template."""
         return list(self.messages) or [{"role": "user", "content": self.question}]
 
     def behind(self, system: str) -> "Problem":
-        """With a system prompt before the conversation."""
+        """Return a copy that starts with this system prompt."""
         return dataclasses.replace(
             self, messages=({"role": "system", "content": system}, *self.chat)
         )
@@ -60,55 +57,61 @@ class Problem:
 
 @dataclass(frozen=True)
 class Response:
-    """A completion to be judged. text: without special tokens. token_ids: as sampled, () where
-    nothing was. reward: what a rollout or an environment gave already.
-    """
+    """A completion that is to be judged."""
 
     problem: Problem
     text: str
+    """Text without special tokens."""
     token_ids: tuple[int, ...] = ()
+    """Sampled token ids; () if nothing was sampled."""
     reward: float | None = None
+    """Reward that a rollout or an environment already gave, or None."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a function gave no outcome for a response, in words."""
+    """The reason why a function gave no outcome for a response."""
 
     words: str
+    """Reason, in words that follow the function's name."""
 
 
 class WeightedSum(float):
-    """Of several rewards of one response. terms: each reward by its name, None where it gave no
-    signal.
-    """
+    """Weighted sum of several rewards of one response."""
 
     terms: dict[str, float | None]
+    """Each reward by its name; None if it gave no signal."""
 
     def __new__(cls, value: float, terms: dict[str, float | None]) -> "WeightedSum":
-        """See the class."""
+        """Create the sum with its terms."""
         total = super().__new__(cls, value)
         total.terms = terms
         return total
 
     def __getnewargs__(self) -> tuple[float, dict[str, float | None]]:  # type: ignore[override]
-        """For pickle, by which groups go to other processes."""
+        """Return the arguments from which pickle recreates the sum in other processes."""
         return float(self), self.terms
 
 
 LARGEST_REWARD = 1e15
-"""In magnitude: the square of a deviation from the group's mean has to fit fp32."""
+"""Largest magnitude of a reward.
+
+The square of a deviation from the group's mean has to fit fp32.
+"""
 
 
 def as_reward(outcome: Any) -> float | None:
-    """What a reward, a rollout or an environment returned, as a number; None is no signal. Raises
-    `ValueError` for a `Failure` and anything else, in words that follow whose reward it is.
+    """Return the outcome of a reward, rollout or environment as a number; None means no signal.
+
+    Raises `ValueError` for a `Failure` and for anything else, in words that follow the reward's
+    name.
     """
     if isinstance(outcome, Failure):
         raise ValueError(outcome.words)
     if outcome is None:
         return None
     size: Any = abs(outcome) if isinstance(outcome, numbers.Real) else None
-    if size is None or not size <= LARGEST_REWARD:  # NaN is not
+    if size is None or not size <= LARGEST_REWARD:  # `not <=` is true of NaN, `>` is not
         allowed = (
             f"a finite number, at most {LARGEST_REWARD:.0e} in magnitude, or None for no signal"
         )
@@ -119,10 +122,10 @@ def as_reward(outcome: Any) -> float | None:
 
 
 def as_verdict(outcome: Any) -> bool:
-    """What a checker returned, as a truth. Raises as `as_reward`."""
+    """Return the outcome of a checker as a boolean. Raises the same errors as `as_reward`."""
     if isinstance(outcome, Failure):
         raise ValueError(outcome.words)
-    if outcome not in (True, False):  # 1.0 and 0.0 too
+    if outcome not in (True, False):  # 1, 1.0, 0 and 0.0 are equal to these
         kind = type(outcome).__name__
         raise ValueError(
             f"returned {outcome!r:.80} ({kind}); a verdict must be true or false, or 1 or 0"
@@ -131,46 +134,50 @@ def as_verdict(outcome: Any) -> bool:
 
 
 Scorer = Callable[[Sequence[Response]], list[Any]]
-"""Responses → an outcome each: a number (None: no signal), or for a checker a verdict; a `Failure`
-where there is none.
+"""Function from responses to one outcome each.
+
+An outcome is a number (None: no signal), for a checker a verdict, or a `Failure` if there is none.
 """
 
 
 class Source(Protocol):
-    """A stateless source of problems: problem k of a split and seed is the same whatever was asked
-    before.
+    """A stateless source of problems.
+
+    Problem k of a split and seed is the same whatever was asked before.
     """
 
     @property
     def name(self) -> str:
-        """The name it was loaded by."""
+        """Name that the source was loaded by."""
         ...
 
     def problems(self, split: Split, start: int, count: int, seed: int) -> list[Problem]:
-        """Problems start, …, start + count - 1 of the split's endless sequence for this seed.
+        """Return problems start, …, start + count - 1 of the split's endless sequence for a seed.
 
         Raises:
-            TaskError: unknown split, negative start or count, or a split without problems.
+            TaskError: The split is unknown or has no problems, or start or count is negative.
         """
         ...
 
 
 def solution_of(problem: Problem) -> str:
-    """A right completion, for supervised training: the worked solution where the task has them,
-    else the answer.
+    """Return a right completion, for supervised training.
+
+    It is the worked solution if the task has them, otherwise the answer.
     """
     return problem.metadata.get("worked_solution", problem.answer)
 
 
 def is_heldout(question: str) -> bool:
-    """Whether a question belongs to the held-out split: one in `HELDOUT_ONE_IN`, by SHA-256 of its
-    text.
+    """Return whether a question belongs to the held-out split.
+
+    One question in `HELDOUT_ONE_IN` does, by the SHA-256 of its text.
     """
     return stable_hash(question) % HELDOUT_ONE_IN == 0
 
 
 def check_request(split: str, start: int, count: int) -> None:
-    """Raises `TaskError` unless the split is known and start and count are not negative."""
+    """Raise `TaskError` if the split is unknown, or if start or count is negative."""
     if split not in get_args(Split):
         raise TaskError(f"unknown split {split!r}; allowed: {', '.join(get_args(Split))}")
     if start < 0 or count < 0:

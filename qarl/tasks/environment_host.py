@@ -1,13 +1,13 @@
-"""The child processes of an environment class: a host that has imported it, and a fork of the host
-a conversation.
+"""The child processes of an environment class: a host, and one fork of it per conversation.
 
     python -c "from qarl.tasks.environment_host import serve; serve(FD)"          (see
     `qarl.tasks.environments`)
 
-Over the host's pipe comes one `Job`, answered by a `Description`, or in words by why the class
-cannot be used; then file descriptors, each the pipe of a conversation, answered by the process that
-is at its other end. There comes one `Call` after another, answered by what the method returned, or
-by a `Failure`.
+The host imports the class. The parent first sends the host one `Job`. The reply is a `Description`,
+or a text that says why the class cannot be used. Then the parent sends file descriptors, each the
+pipe of a conversation, and the host answers with the process at its other end. That process
+receives one `Call` after another, and answers each with what the method returned, or with a
+`Failure`.
 """
 
 import asyncio
@@ -30,45 +30,47 @@ from qarl.tasks.rewards import attempt
 from qarl.tasks.signatures import too_long
 from qarl.tasks.worker import begin, end_with, sendable
 
-RESET, REWARD = "reset", "get_reward"
+RESET = "reset"
+REWARD = "get_reward"
 LONGEST = 100_000
-"""Characters of a tool's result; the rest is cut off."""
+"""Upper bound on a tool's result, in characters; the rest is cut off."""
 _TAKES = "with public methods as its tools (docs/guide/conversations.md)"
 
 
 @dataclass(frozen=True)
 class Description:
-    """tools: JSON schemas, as chat templates take them. methods: all public ones, `reset` and
-    `get_reward` too.
-    """
+    """The public methods of an environment class."""
 
     tools: tuple[dict[str, Any], ...]
+    """JSON schemas of the tools, for chat templates."""
     methods: frozenset[str]
+    """Names of all public methods, including `reset` and `get_reward`."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """name: of a method. arguments: its keyword arguments, of which `reset` gets those it takes.
-    seed: of `random`, and of numpy where it is imported, so that a run draws the same again.
-    """
+    """Call of a method."""
 
     name: str
+    """Name of the method."""
     arguments: dict[str, Any]
+    """Keyword arguments. `reset` gets only those that it takes."""
     seed: str
+    """Seed of `random`, and of numpy if it is imported, so that a repeated run draws the same."""
 
 
 def serve(fd: int) -> None:
-    """The host's whole life: until the parent closes the pipe, or is gone."""
-    life = os.dup(0)
+    """Run the host until the parent closes the pipe or ends."""
+    parent_alive = os.dup(0)
     connection, job = begin(fd)
     try:
-        environment: Any = load_function(
-            FunctionKind(job.word, _TAKES, TaskError, "class"), job.spec
-        )
+        kind = FunctionKind(job.word, _TAKES, TaskError, "class")
+        environment: Any = load_function(kind, job.spec)
     except TaskError as error:
         return connection.send(str(error))
-    # which imports transformers: the host stays small, and its forks quick
-    if not (pid := os.fork()):
+    # A fork imports transformers, so that the host stays small and its later forks quick.
+    pid = os.fork()
+    if pid == 0:
         try:
             connection.send(describe(job.spec, environment))
         # `TaskError`, and whatever is wrong with transformers
@@ -76,21 +78,23 @@ def serve(fd: int) -> None:
             connection.send(str(error))
         os._exit(0)
     os.waitpid(pid, 0)
-    # forks that ended leave nothing to collect
+    # The system collects the forks that ended.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    with suppress(EOFError, OSError):  # the parent closed the pipe, or is gone
+    with suppress(EOFError, OSError):  # the parent closed the pipe, or ended
         while True:
             pipe = recv_handle(connection)
-            if not (pid := os.fork()):
+            pid = os.fork()
+            if pid == 0:
                 connection.close()
-                _converse(Connection(pipe), life, environment, job.time_limit)
+                _converse(Connection(pipe), parent_alive, environment, job.time_limit)
             os.close(pipe)
             connection.send(pid)
 
 
 def describe(spec: str, environment: Any) -> Description:
-    """Raises `TaskError` for what is no class, has no tool, or a tool without docstring or
-    types.
+    """Return the description of an environment class.
+
+    Raises `TaskError` if it is no class, has no tool, or has a tool without docstring or types.
     """
     from transformers.utils.chat_template_utils import get_json_schema
 
@@ -102,9 +106,11 @@ def describe(spec: str, environment: Any) -> Description:
         if not name.startswith("_")
     }
     tools = []
-    for name in [name for name in methods if name not in (RESET, REWARD)]:
+    for name, method in methods.items():
+        if name in (RESET, REWARD):
+            continue
         try:
-            tools.append(get_json_schema(methods[name]))
+            tools.append(get_json_schema(method))
         except Exception as error:  # of transformers, or what annotations raise
             raise TaskError(
                 f"environment {spec!r}: the tool {name!r} cannot be described: {error}; give it"
@@ -119,12 +125,15 @@ def describe(spec: str, environment: Any) -> Description:
 
 
 def _converse(
-    connection: Connection, life: int, environment: Callable[[], Any], time_limit: float
+    connection: Connection, parent_alive: int, environment: Callable[[], Any], time_limit: float
 ) -> None:
-    """A fork's whole life. life: see `end_with`."""
+    """Run the fork of one conversation. It never returns.
+
+    parent_alive: see `end_with`.
+    """
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # for what tools start
-    end_with(life)
+    end_with(parent_alive)
     instance: Any = None
     try:
         with asyncio.Runner() as runner:
@@ -134,18 +143,22 @@ def _converse(
                 with _timed(time_limit):
                     if instance is None:
                         instance = attempt(environment)
-                    outcome = (
-                        instance
-                        if isinstance(instance, Failure)
-                        else attempt(_called, runner, instance, call)
-                    )
-                connection.send(_as_text(outcome) if call.name != REWARD else sendable(outcome))
-    finally:  # whatever the tools did, and without what the host would do at its end
+                    if isinstance(instance, Failure):
+                        outcome = instance
+                    else:
+                        outcome = attempt(_call_method, runner, instance, call)
+                connection.send(sendable(outcome) if call.name == REWARD else _as_text(outcome))
+    finally:  # whatever the tools did, and without the exit handlers of the host
         os._exit(0)
 
 
-def _called(runner: asyncio.Runner, instance: Any, call: Call) -> Any:
-    method, arguments = getattr(instance, call.name), call.arguments
+def _call_method(runner: asyncio.Runner, instance: Any, call: Call) -> Any:
+    """Call a method of the instance and return its outcome.
+
+    Errors of tools become `Failure`s; those of `reset` and `get_reward` are raised.
+    """
+    method = getattr(instance, call.name)
+    arguments = call.arguments
     parameters = inspect.signature(method).parameters.values()
     if call.name == RESET and not any(p.kind is p.VAR_KEYWORD for p in parameters):
         arguments = {p.name: arguments[p.name] for p in parameters if p.name in arguments}
@@ -155,14 +168,15 @@ def _called(runner: asyncio.Runner, instance: Any, call: Call) -> Any:
     except (Exception, SystemExit) as error:
         if call.name in (RESET, REWARD):
             raise
-        # the policy is not told in which file and line
+        # Without file and line, because the policy reads this.
         return Failure(f"{type(error).__name__}: {error}")
 
 
 @contextmanager
 def _timed(seconds: float) -> Iterator[None]:
-    """Raise `TimeoutError` in what is called within; a call that cannot be interrupted is ended by
-    the parent.
+    """Raise `TimeoutError` in the code inside after `seconds`.
+
+    A call that cannot be interrupted is ended by the parent.
     """
 
     def ring(*_: Any) -> None:
@@ -183,7 +197,10 @@ def _seed(seed: str) -> None:
 
 
 def _as_text(outcome: Any) -> Any:
-    """None and a `Failure` as they are, texts cut off at `LONGEST`, other values as JSON."""
+    """Return an outcome as text: values as JSON, cut off at `LONGEST`.
+
+    None and a `Failure` stay as they are.
+    """
     if isinstance(outcome, bytes | bytearray):
         return Failure(f"returned {len(outcome)} bytes; return text")
     if not isinstance(outcome, str | Failure) and outcome is not None:

@@ -1,5 +1,6 @@
-"""An environment class, an instance a conversation, each in a process of its own: a tool that hangs
-or ends its process ends no run, and no other conversation.
+"""Instances of an environment class, one per conversation, each in a process of its own.
+
+A tool that hangs or ends its process ends neither the run nor another conversation.
 """
 
 import asyncio
@@ -26,12 +27,17 @@ from qarl.tasks.workers import GRACE, Child
 Result = TypeVar("Result")
 
 _AT_ONCE = 4 * (os.cpu_count() or 1)
-"""Calls that run together; the others wait, and their time has not begun."""
+"""Upper bound on calls that run at the same time. The time of a waiting call has not begun."""
 
 
 class Environments:
-    """A class's host. spec: its name. time_limit: seconds of a method's call. Raises `TaskError`
-    where unusable.
+    """The host process of an environment class.
+
+    Raises `TaskError` if the class cannot be used.
+
+    Args:
+        spec: Name of the class, as configured.
+        time_limit: Upper bound on a method's call, in seconds.
     """
 
     def __init__(self, spec: str, time_limit: float):
@@ -45,7 +51,7 @@ class Environments:
         )
         self._host = Child(job, "qarl.tasks.environment_host")
         self.description: Description = self._host.start()
-        self._asking = threading.Lock()
+        self._lock = threading.Lock()
         self._turns = WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]()
 
     @property
@@ -54,21 +60,24 @@ class Environments:
         return REWARD in self.description.methods
 
     def open(self) -> "Environment":
-        """A new instance. Raises `RewardError` where the host ends meanwhile."""
-        mine, theirs = Pipe()
-        with theirs, self._asking:
+        """Create an instance. Raises `RewardError` if the host ends meanwhile."""
+        pipe, child_end = Pipe()
+        with child_end, self._lock:
             self._host.start()
             try:
-                send_handle(self._host.pipe, theirs.fileno(), None)
-                return Environment(mine, self._host.pipe.recv(), self)
+                send_handle(self._host.pipe, child_end.fileno(), None)
+                return Environment(pipe, self._host.pipe.recv(), self)
             except (EOFError, OSError):
-                mine.close()
+                pipe.close()
                 raise RewardError(
                     f"environment: its host ended ({self._host.ending()}); is memory short?"
                 ) from None
 
     def opening(self, problem: Problem) -> str:
-        """What `reset` says at a problem, "" for nothing. Raises `RewardError` where it fails."""
+        """Return the text of `reset` at a problem, "" if there is none.
+
+        Raises `RewardError` if `reset` fails.
+        """
 
         async def reset() -> str:
             environment = self.open()
@@ -81,23 +90,26 @@ class Environments:
 
     @property
     def turns(self) -> asyncio.Semaphore:
-        """To be taken while a method runs."""
+        """Semaphore of the running event loop, to be held while a method runs."""
         return self._turns.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(_AT_ONCE))
 
 
 class Environment:
-    """One conversation's instance. pipe: to the process `pid`."""
+    """The instance of one conversation, in process `pid`."""
 
     def __init__(self, pipe: Connection, pid: int, environments: Environments):
-        self._pipe, self._pid, self._of = pipe, pid, environments
+        self._pipe = pipe
+        self._pid = pid
+        self._environments = environments
         self.lost: str | None = None
-        """Why there is no instance any more."""
+        """Why the instance is gone, or None."""
 
     async def reset(self, problem: Problem) -> str:
-        """Begin a problem; what the class says of it, "" for nothing. Raises `RewardError` where it
-        fails.
+        """Begin a problem and return the text of the class's `reset`, "" if there is none.
+
+        Raises `RewardError` if it fails.
         """
-        if RESET not in self._of.description.methods:
+        if RESET not in self._environments.description.methods:
             return ""
         row = {
             "question": problem.question,
@@ -111,25 +123,29 @@ class Environment:
         return outcome or ""
 
     async def call(self, name: str, arguments: Mapping[str, Any], seed: str) -> Any:
-        """What a method returns, texts for tools, or a `Failure`. One that is not done in time, or
-        ends its process, leaves no instance, and further calls fail as it did.
+        """Call a method and return its outcome, text for tools, or a `Failure`.
+
+        After a call that takes too long, or ends its process, the instance is gone, and further
+        calls fail with the same reason.
         """
-        async with self._of.turns:
+        time_limit = self._environments.time_limit
+        async with self._environments.turns:
             if self.lost is None:
                 try:
                     self._pipe.send(Call(name, dict(arguments), seed))
-                    await readable(self._pipe, self._of.time_limit + GRACE)
+                    await readable(self._pipe, time_limit + GRACE)
                     return self._pipe.recv()
                 except TimeoutError:
-                    self.lost = too_long(self._of.time_limit)
+                    self.lost = too_long(time_limit)
                 except (EOFError, OSError):
                     self.lost = "ended its process"
                 self.close()
             return Failure(f"{self.lost}; the environment is gone")
 
     def close(self) -> None:
-        """End its process, and what it started; once, since its number may be another's
-        afterwards.
+        """Kill the instance's process and the processes that it started.
+
+        Does so only once, because the process number may belong to another process afterwards.
         """
         if self._pipe.closed:
             return
@@ -139,8 +155,10 @@ class Environment:
 
 
 def completed(work: Coroutine[Any, Any, Result]) -> Result:
-    """What a coroutine returns, in a thread of its own where this one runs a loop already, as a
-    notebook does.
+    """Run a coroutine and return its result.
+
+    If this thread already runs an event loop, as in a notebook, the coroutine runs in another
+    thread.
     """
     try:
         asyncio.get_running_loop()
@@ -151,12 +169,14 @@ def completed(work: Coroutine[Any, Any, Result]) -> Result:
 
 
 async def readable(pipe: Connection, seconds: float) -> None:
-    """Wait until there is something to read. Raises `TimeoutError` where it takes longer."""
-    loop, fd = asyncio.get_running_loop(), pipe.fileno()
+    """Wait until a pipe has data. Raises `TimeoutError` after `seconds`."""
+    loop = asyncio.get_running_loop()
+    fd = pipe.fileno()
     answered = asyncio.Event()
     loop.add_reader(fd, answered.set)
     try:
-        # while turns are sampled the loop stands still, which uses up one part at most
+        # Wait in ten parts: the loop blocks while turns are sampled, which then uses up at most
+        # one part of the time.
         for _ in range(10):
             with suppress(TimeoutError):
                 await asyncio.wait_for(answered.wait(), seconds / 10)
@@ -168,5 +188,8 @@ async def readable(pipe: Connection, seconds: float) -> None:
 
 @functools.cache
 def open_environments(spec: str, time_limit: float) -> Environments:
-    """A process has one host of a class. Raises `TaskError` where the class cannot be used."""
+    """Return this process's host of a class, started on first use.
+
+    Raises `TaskError` if the class cannot be used.
+    """
     return Environments(spec, time_limit)

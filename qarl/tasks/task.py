@@ -1,4 +1,4 @@
-"""A task: where problems come from, what rewards them, and what counts as right."""
+"""A task: a source of problems, a reward for training, and a checker for accuracy."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -23,77 +23,91 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Task:
-    """Problems, and what judges responses to them. Rewards train, accuracy counts verdicts: the two
-    may differ.
+    """Problems and the functions that judge responses to them.
 
-    source: of problems. reward, checker: see `Scorer`; without a checker nothing says which
-    responses are right, and those count as such that are rewarded with 1 or more. system: a system
-    prompt before every question. template: arguments of the model's chat template. rollout: speaks
-    with the policy over several turns (`qarl.conversations`), None: each prompt is answered once.
-    time_limit: seconds a rollout may take between two turns; None: it has its own. judges: what the
-    configuration calls the "reward" and the "checker", for messages.
+    Rewards train the policy, and accuracy counts verdicts. The two may differ.
     """
 
     source: Source
+    """Source of the problems."""
     reward: Scorer
+    """Reward function."""
     checker: Scorer | None
+    """Function that decides which responses are right.
+
+    Default: responses with a reward of 1 or more.
+    """
     system: str | None = None
+    """System prompt before every question."""
     template: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the model's chat template."""
     rollout: Callable[..., Any] | None = None
+    """Function that converses with the policy over several turns (`qarl.conversations`).
+
+    Default: each prompt is answered once.
+    """
     time_limit: float | None = 60.0
+    """Seconds that a rollout may take between two turns; None if the rollout has its own limit."""
     judges: Mapping[str, str | None] = field(default_factory=dict)
+    """Names of the "reward" and the "checker" in the configuration, for messages."""
 
     @property
     def name(self) -> str:
-        """The name the task was loaded by."""
+        """Name that the task was loaded by."""
         return self.source.name
 
     def problems(self, split: Split, start: int, count: int, seed: int) -> list[Problem]:
-        """The source's problems (see `Source.problems`), behind the task's system prompt."""
+        """Return the source's problems (see `Source.problems`) with the task's system prompt."""
         return self._behind_system(self.source.problems(split, start, count, seed))
 
     def size(self, split: Split) -> int | None:
-        """Problems of a split before they come round again; None for a built-in task, which has no
-        end.
+        """Return the number of problems of a split before they repeat.
+
+        Returns None for a built-in task, which never repeats.
         """
         return len(self.source.by_split[split]) if isinstance(self.source, Table) else None
 
     def shortened(self, fits: Callable[[Sequence[Problem]], list[bool]]) -> "Task":
-        """Without the questions of a table whose prompts are too long; a built-in task is endless
-        and stays as it is. fits: which prompts are not too long. Raises `TaskError` for a prompt
-        that begins with two system messages.
+        """Return the task without the questions of a table whose prompts are too long.
+
+        A built-in task is endless and stays as it is.
+
+        fits: returns which prompts are short enough. Raises `TaskError` for a prompt that would
+        begin with two system messages.
         """
         if not isinstance(self.source, Table):
             return self
-        return dataclasses.replace(
-            self,
-            source=self.source.shortened(lambda problems: fits(self._behind_system(problems))),
-        )
+        source = self.source.shortened(lambda problems: fits(self._behind_system(problems)))
+        return dataclasses.replace(self, source=source)
 
     def describe(self) -> str | None:
-        """What a table's rows came down to; None for a built-in task."""
+        """Return one line on the rows of a table, or None for a built-in task."""
         return self.source.describe() if isinstance(self.source, Table) else None
 
     def rewards(self, responses: Sequence[Response]) -> list[float | None]:
-        """A reward each, what a rollout or an environment gave already where it did; in [0, 1] for
-        the built-in tasks, None where there is no signal.
+        """Return the reward of each response; None means no signal.
+
+        Rewards that a rollout or an environment already gave are kept. Those of built-in tasks are
+        in [0, 1].
 
         Raises:
-            RewardError: a function failed, or returned a non-number, NaN or an infinity; the
-            message quotes the problem
-                and the completion.
+            RewardError: A function failed, or returned a non-number, NaN or an infinity. The
+                message quotes the problem and the completion.
         """
         unjudged = [response for response in responses if response.reward is None]
-        of_task = iter(
-            self._read("reward", as_reward, unjudged, self.reward(unjudged)) if unjudged else ()
-        )
+        rewards: list[float | None] = []
+        if unjudged:
+            rewards = self._read("reward", as_reward, unjudged, self.reward(unjudged))
+        remaining = iter(rewards)
         return [
-            next(of_task) if response.reward is None else response.reward for response in responses
+            next(remaining) if response.reward is None else response.reward
+            for response in responses
         ]
 
     def correct(self, responses: Sequence[Response]) -> list[bool]:
-        """Whether each is right. Raises `RewardError` where the checker failed or gave neither true
-        nor false.
+        """Return whether each response is right.
+
+        Raises `RewardError` if the checker failed or returned neither true nor false.
         """
         if self.checker is None:
             return rewarded(self.rewards(responses))
@@ -118,15 +132,20 @@ class Task:
         responses: Sequence[Response],
         outcomes: list[Any],
     ) -> list[T]:
-        """Outcomes as `read` has them. what: gave them, for messages."""
+        """Convert outcomes by `read`, whose `ValueError`s become `RewardError`s with the response.
+
+        what: "reward" or "checker", for messages.
+        """
         values = []
         for response, outcome in zip(responses, outcomes, strict=True):
             try:
                 values.append(read(outcome))
             except ValueError as error:
-                problem, judge = response.problem, self.judges.get(what)
+                problem = response.problem
+                judge = self.judges.get(what)
+                named = f" {judge!r}" if judge else ""
                 raise RewardError(
-                    f"the {what}{f' {judge!r}' if judge else ''} of task {self.name!r} {error}\n "
+                    f"the {what}{named} of task {self.name!r} {error}\n "
                     f" problem id: {problem.id}\n  question: {problem.question!r}\n  completion:"
                     f" {response.text!r}"
                 ) from None
@@ -134,5 +153,5 @@ class Task:
 
 
 def rewarded(rewards: Sequence[float | None]) -> list[bool]:
-    """Which count as right where rewards alone say so."""
+    """Return which responses count as right if there are only rewards."""
     return [reward is not None and reward >= 1 for reward in rewards]

@@ -1,11 +1,10 @@
-"""The child process in which a person's reward runs, so that one that hangs or ends its process
-ends no run.
+"""The child process that runs a person's reward, which may hang or crash without ending the run.
 
     python -c "from qarl.tasks.worker import serve; serve(FD)"          (see `qarl.tasks.workers`)
 
-Over the pipe comes one `Job`, answered by whether outcomes are sent as they come, so that each is
-timed on its own, or in words by why the function cannot be used; and then lists of responses, each
-answered by an outcome a response.
+The parent first sends one `Job`. The reply says whether outcomes are sent one by one, so that each
+is timed on its own; or, as a text, why the function cannot be used. Then the parent sends lists of
+responses, and the child answers each list with one outcome per response.
 """
 
 import fcntl
@@ -26,23 +25,26 @@ from qarl.tasks.signatures import call_one_by_one, load_judge, outcomes
 
 @dataclass(frozen=True)
 class Job:
-    """word: "reward", "checker" or "environment", for messages. spec: what names the function or
-    class. task: the task's name. time_limit: seconds for a call. path: the parent's sys.path.
-    options: of an environment of verifiers, or more arguments of the function. memory_limit: GiB
-    each of its processes may allocate, None for any number.
-    """
+    """What a child is started for."""
 
     word: str
+    """"reward", "checker", "environment" or "task", for messages."""
     spec: str
+    """Name of the function or class, as configured."""
     task: str
+    """Name of the task."""
     time_limit: float
+    """Upper bound on a call, in seconds."""
     path: tuple[str, ...]
+    """The parent's sys.path."""
     options: dict[str, Any] = field(default_factory=dict)
+    """Options of an environment of verifiers, or further arguments of the function."""
     memory_limit: float | None = None
+    """GiB that each of its processes may allocate; None for no limit."""
 
 
 def serve(fd: int) -> None:
-    """The child's whole life: until the parent closes the pipe, or is gone."""
+    """Run the child until the parent closes the pipe or ends."""
     try:
         connection, job = begin(fd)
         try:
@@ -59,28 +61,31 @@ def serve(fd: int) -> None:
 
 
 def begin(fd: int) -> tuple[Connection, Job]:
-    """Take over the parent's pipes and its job."""
+    """Take over the parent's pipes and receive its job."""
     end_with(0)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     connection = Connection(fd)
-    # Ctrl-C is the parent's to decide about
+    # The parent decides what Ctrl-C does.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.dup2(2, 1)  # what the function prints goes beside the run's output, not into it
+    os.dup2(2, 1)  # what the function prints must not mix with the run's output
     job: Job = connection.recv()
     sys.path[:] = job.path
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        # where the machine's memory is short, this process ends and not the learner
+        # If the machine runs out of memory, the system kills this process, not the learner.
         file.write("1000")
     if job.memory_limit is not None:
-        _, most = resource.getrlimit(resource.RLIMIT_DATA)
-        size = min(int(job.memory_limit * 2**30), most if most > 0 else sys.maxsize)
-        resource.setrlimit(resource.RLIMIT_DATA, (size, most))
+        _, hard_limit = resource.getrlimit(resource.RLIMIT_DATA)
+        upper_bound = hard_limit if hard_limit > 0 else sys.maxsize  # -1 means no limit
+        size = min(int(job.memory_limit * 2**30), upper_bound)
+        resource.setrlimit(resource.RLIMIT_DATA, (size, hard_limit))
     return connection, job
 
 
 def sendable(outcome: Any) -> Any:
-    """Numbers of numpy, torch and enumerations as Python's, and what is not Python's own as
-    words.
+    """Convert an outcome to built-in types, which the parent can unpickle.
+
+    Scalars of numpy, torch and enumerations become Python's numbers. Anything else that is not
+    built-in becomes a `Failure`.
     """
     if hasattr(outcome, "item") and getattr(outcome, "shape", None) == ():
         outcome = outcome.item()
@@ -88,19 +93,20 @@ def sendable(outcome: Any) -> Any:
         return outcome + 0
     with suppress(ValueError):
         if not isinstance(outcome, Failure):
-            # the parent has none of the classes that a person's module defines
+            # marshal refuses classes of a person's module, which the parent could not unpickle.
             marshal.dumps(outcome)
         return outcome
     return Failure(f"returned {outcome!r:.80} ({type(outcome).__name__}), which is no number")
 
 
 def end_with(pipe: int) -> None:
-    """Have the system end this process, and what the function starts, once nobody can write into a
-    pipe any more: the parent was killed. A thread that looks would wait for code in C, such as a
-    regular expression's, as all Python does.
+    """Let the system kill this process group once nobody can write into a pipe any more.
+
+    That is the case when the parent was killed. A thread that watches the pipe would not do: like
+    all Python code it waits for C code, such as a regular expression's.
     """
-    # which is this process's alone
-    life = os.open(f"/proc/self/fd/{pipe}", os.O_RDONLY | os.O_NONBLOCK)
-    fcntl.fcntl(life, fcntl.F_SETOWN, -os.getpgrp())
-    fcntl.fcntl(life, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(life, fcntl.F_SETFL, os.O_ASYNC)
+    # Opening the pipe anew gives this process flags and an owner of its own.
+    parent_alive = os.open(f"/proc/self/fd/{pipe}", os.O_RDONLY | os.O_NONBLOCK)
+    fcntl.fcntl(parent_alive, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(parent_alive, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(parent_alive, fcntl.F_SETFL, os.O_ASYNC)

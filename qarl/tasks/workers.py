@@ -1,5 +1,6 @@
-"""Functions run in child processes, timed: what takes too long or ends its process is a `Failure`,
-never a hung run.
+"""Runs functions in child processes with a time limit.
+
+A call that takes too long or ends its process becomes a `Failure`, and never hangs the run.
 """
 
 import os
@@ -20,67 +21,71 @@ from qarl.tasks.signatures import too_long
 from qarl.tasks.worker import Job
 
 _STARTUP = 300.0
-"""Seconds for a reward's own imports, which may be large libraries."""
+"""Timeout in seconds for a reward's own imports, which may be large libraries."""
 GRACE = 5.0
-"""Seconds that a function which keeps its own time is given beyond its limit."""
+"""Seconds beyond its limit for a function that measures its own time."""
 
 
 class Child:
-    """A child process that serves a job; begun by `start`, and again after it ended. module: whose
-    `serve` it runs.
+    """A child process that serves a job. `start` starts it, and restarts it after it ended.
+
+    module: the module whose `serve` the child runs.
     """
 
     def __init__(self, job: Job, module: str = "qarl.tasks.worker"):
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        # a pipe a conversation, of which 1,024 are soon open
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        # Each conversation has a pipe, and the usual limit of 1,024 files is soon reached.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
         self.job = job
         self._module = module
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None
         self._reply: Any = None
-        self._living: list[subprocess.Popen[bytes]] = []
-        weakref.finalize(self, _kill, self._living)
+        # One process or none: a list, which the finalizer can share without a reference to `self`.
+        self._running: list[subprocess.Popen[bytes]] = []
+        weakref.finalize(self, _kill, self._running)
 
     @property
     def pipe(self) -> Connection:
-        """To the child, once it was started."""
+        """Pipe to the child. Available once it was started."""
         assert self._pipe is not None
         return self._pipe
 
     def start(self) -> Any:
-        """Begin the child where none lives, and load the function in it; what it answers to its
-        job.
+        """Start the child unless it is running, and return its reply to the job.
 
         Raises:
-            TaskError: the function cannot be found, its module raises, or its parameters are of no
-            known kind.
+            TaskError: The function cannot be found, its module raises, or its parameters are of no
+                known kind.
         """
         if self._process is not None and self._process.poll() is None:
             return self._reply
-        _kill(self._living)  # what a function that ended its process had started
-        self._pipe, theirs = Pipe()
-        code = f"from {self._module} import serve; serve({theirs.fileno()})"
+        # A function that ended its process may have started others.
+        _kill(self._running)
+        self._pipe, child_end = Pipe()
+        code = f"from {self._module} import serve; serve({child_end.fileno()})"
         self._process = subprocess.Popen(
             [sys.executable, "-u", "-c", code],
-            pass_fds=[theirs.fileno()],
+            pass_fds=[child_end.fileno()],
             stdin=subprocess.PIPE,
-            # One thread, unless the user says otherwise: the learner's own are at work beside it.
+            # One thread by default, because the learner's threads run at the same time.
             env={"OMP_NUM_THREADS": "1", **os.environ},
             start_new_session=True,
         )
-        self._living[:] = [self._process]
-        theirs.close()
-        what = f"{self.job.word} {self.job.spec!r}"
+        self._running[:] = [self._process]
+        child_end.close()
+        function = f"{self.job.word} {self.job.spec!r}"
         try:
             self._pipe.send(self.job)
             reply = self._pipe.recv() if self._pipe.poll(_STARTUP) else None
         except (EOFError, OSError):
-            raise TaskError(f"{what}: importing it ended its process ({self.ending()})") from None
+            raise TaskError(
+                f"{function}: importing it ended its process ({self.ending()})"
+            ) from None
         if reply is None:
             self.stop()
             raise TaskError(
-                f"{what}: importing it took longer than {_STARTUP:g} s; import less, or lazily"
+                f"{function}: importing it took longer than {_STARTUP:g} s; import less, or lazily"
             )
         if isinstance(reply, str):
             self.stop()
@@ -89,24 +94,20 @@ class Child:
         return reply
 
     def ending(self) -> str:
-        """How the child that closed its pipe ended."""
+        """Return how the child that closed its pipe ended."""
         assert self._process is not None
         try:
             code = self._process.wait(GRACE)
         except subprocess.TimeoutExpired:
             self.stop()
             return "it closed its pipe"
-        limited = (
-            f" under task.memory_limit {self.job.memory_limit:g} GiB"
-            if self.job.memory_limit
-            else ""
-        )
-        return (f"signal {-code}" if code < 0 else f"exit status {code}") + limited
+        status = f"signal {-code}" if code < 0 else f"exit status {code}"
+        if not self.job.memory_limit:
+            return status
+        return f"{status} under task.memory_limit {self.job.memory_limit:g} GiB"
 
     def end(self) -> None:
-        """Let the child end by itself, as it does without its pipe, and `stop` it where it does
-        not.
-        """
+        """Close the pipe, which ends the child, and `stop` the child if it does not end."""
         if self._process is not None:
             self.pipe.close()
             with suppress(subprocess.TimeoutExpired):
@@ -114,19 +115,19 @@ class Child:
             self.stop()
 
     def stop(self) -> None:
-        """End the child, whatever it does, and what the function started."""
-        _kill(self._living)
+        """Kill the child and every process that the function started."""
+        _kill(self._running)
         if self._pipe is not None:
             self._pipe.close()
         self._process = self._pipe = None
-        self._living.clear()
+        self._running.clear()
 
 
 class Worker(Child):
-    """A child with a job's function; `start` says whether its outcomes come one by one.
+    """A child with a job's function. `start` returns whether its outcomes come one by one.
 
-    goes_on: whether a response that the function hangs or ends its process at leaves the others to
-    be judged; else they fail with it, at once.
+    goes_on: whether the other responses are still judged after one at which the function hangs or
+    ends its process. Otherwise all of them fail at once.
     """
 
     def __init__(self, job: Job, goes_on: bool = False):
@@ -134,8 +135,9 @@ class Worker(Child):
         self._goes_on = goes_on
 
     def outcomes(self, responses: Sequence[Response]) -> list[Any]:
-        """What the function says of each, in order. What is not done in time, or ends its process,
-        is a `Failure`.
+        """Return the function's outcome of each response, in order.
+
+        A call that takes too long, or ends its process, gives a `Failure`.
         """
         results: list[Any] = []
         while len(results) < len(responses):
@@ -143,7 +145,8 @@ class Worker(Child):
         return results
 
     def _outcomes(self, responses: Sequence[Response], one_by_one: bool) -> list[Any]:
-        """All of them, or until one that ended the child, that one included."""
+        """Return the outcomes of all responses, or of those up to the one that ended the child."""
+        # Batches and async functions measure their own time, so the parent waits a little longer.
         limit = self.job.time_limit if one_by_one else self.job.time_limit + GRACE
         results: list[Any] = []
         try:
@@ -163,19 +166,20 @@ class Worker(Child):
 
 
 class Workers:
-    """Several children for one function free of state: each has a share of the responses. goes_on:
-    see `Worker`.
+    """Several children for one stateless function; each gets a share of the responses.
+
+    goes_on: see `Worker`.
     """
 
     def __init__(self, job: Job, count: int = 1, goes_on: bool = False):
         self._workers = [Worker(job, goes_on) for _ in range(count)]
 
     def check(self) -> None:
-        """Raise `TaskError` where the function cannot be used."""
+        """Raise `TaskError` if the function cannot be used."""
         self._workers[0].start()
 
     def __call__(self, responses: Sequence[Response]) -> list[Any]:
-        """A `Scorer`: what the function says of each response."""
+        """Return the function's outcome of each response, as a `Scorer`."""
         count = min(len(self._workers), len(responses))
         if count <= 1:
             return self._workers[0].outcomes(responses)
@@ -189,7 +193,7 @@ class Workers:
         return results
 
 
-def _kill(living: list[subprocess.Popen[bytes]]) -> None:
-    for process in living:
-        with process, suppress(ProcessLookupError):  # all of its session are gone
+def _kill(processes: list[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        with process, suppress(ProcessLookupError):  # its whole session may have ended
             os.killpg(process.pid, signal.SIGKILL)
