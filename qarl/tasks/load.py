@@ -1,14 +1,14 @@
-"""From the configuration's words to a task."""
+"""Builds a task from its configuration."""
 
 import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from qarl.configs.functions import FunctionKind, load_function
 from qarl.configs.schema.task import VERIFIERS, TaskConfig
-from qarl.tasks.base import Scorer, Source, TaskError
+from qarl.tasks.base import Response, Scorer, Source, TaskError
 from qarl.tasks.environments import open_environments
 from qarl.tasks.math import INSTRUCTION, math_checker, math_scorer
 from qarl.tasks.procedural import ReasoningGymTask
@@ -23,43 +23,46 @@ MATH = "math"
 _ROLLOUT = "taking (policy, problem): async def rollout(policy, problem)"
 _PAPER = "hf:Elliott/Openr1-Math-46k-8192"
 _PAPER_COLUMNS = Columns("prompt", "reward_model.ground_truth")
-"""OpenR1-Math-46K of Yan et al. 2025 (arXiv 2504.14945), which the paper trains on, in verl's
-columns.
+"""Columns of OpenR1-Math-46K, in verl's format.
+
+The paper trains on this data set of Yan et al. 2025 (arXiv 2504.14945).
 """
 
 
 def load_task(config: TaskConfig) -> Task:
-    """The task that `config` describes: a reasoning-gym data set, a person's questions, or the
-    paper's mathematics.
+    """Return the task that `config` describes.
+
+    It is a reasoning-gym data set, a person's questions, the paper's mathematics, or an environment
+    of verifiers.
 
     Raises:
-        TaskError: an unknown name or option, one that does not apply, rows that cannot be used, or
-        a reward or checker
-            that cannot be loaded.
+        TaskError: A name or option is unknown or does not apply, rows are unusable, or a reward or
+            checker cannot be loaded.
     """
     if config.name.startswith(VERIFIERS):
-        return _of_verifiers(config)
-    limits = config.time_limit, config.memory_limit
-    judged = (
-        bool(config.environment) and open_environments(config.environment, config.time_limit).judges
-    )
+        return _verifiers_task(config)
+    judged = False
+    if config.environment:
+        judged = open_environments(config.environment, config.time_limit).judges
     if judged and config.reward is not None:
         raise TaskError(
             f"task.reward {config.reward!r} and get_reward of environment {config.environment!r}"
             " both give rewards; leave one of them out"
         )
-    shown, own = short_name(config.name), no_signal if judged else None
-    if config.reward is not None:  # whose faults are said before the rows'
-        own = tolerant(reward_of(config.reward, shown, *limits), config.on_error)
+    name = short_name(config.name)
+    own_reward = no_signal if judged else None
+    # Load the reward before the rows, so that its faults are reported first.
+    if config.reward is not None:
+        scorer = reward_of(config.reward, name, config.time_limit, config.memory_limit)
+        own_reward = tolerant(scorer, config.on_error)
     source, reward, checker = _source(config, judged or ":" in f"{config.reward}")
-    reward = own or reward
     if config.correct is not None:
-        checker = checker_of(config.correct, shown, *limits)
+        checker = checker_of(config.correct, name, config.time_limit, config.memory_limit)
     elif isinstance(source, Table) and source.columns.answer is None:
         checker = None
     return Task(
         source=source,
-        reward=reward,
+        reward=own_reward or reward,
         checker=checker,
         system=config.system,
         template=config.template,
@@ -69,19 +72,20 @@ def load_task(config: TaskConfig) -> Task:
     )
 
 
-def _of_verifiers(config: TaskConfig) -> Task:
-    of_rows = ("data", "prompt", "answer", "subset", "split", "heldout")
-    for field in ("reward", "rollout", "environment", "system", *of_rows):
-        if (value := getattr(config, field)) is not None:
+def _verifiers_task(config: TaskConfig) -> Task:
+    row_options = ("data", "prompt", "answer", "subset", "split", "heldout")
+    for field in ("reward", "rollout", "environment", "system", *row_options):
+        value = getattr(config, field)
+        if value is not None:
             raise TaskError(
                 f"task.{field} {value!r} is not for {config.name!r}, which brings its own; leave"
                 " it out"
             )
-    host = open_verifiers(
-        config.name, json.dumps(config.options, sort_keys=True), config.time_limit
-    )
-    limits = config.time_limit, config.memory_limit
-    checker = None if config.correct is None else checker_of(config.correct, config.name, *limits)
+    options = json.dumps(config.options, sort_keys=True)
+    host = open_verifiers(config.name, options, config.time_limit)
+    checker = None
+    if config.correct is not None:
+        checker = checker_of(config.correct, config.name, config.time_limit, config.memory_limit)
     return Task(
         source=host.table(),
         reward=no_signal,
@@ -93,8 +97,9 @@ def _of_verifiers(config: TaskConfig) -> Task:
 
 
 def load_rollout(spec: str) -> Callable[..., Any]:
-    """The function that `spec` names. Raises `TaskError` for one that is missing, not async or
-    takes something else.
+    """Load the function that `spec` names.
+
+    Raises `TaskError` if it is missing, is not async, or takes other arguments.
     """
     function = load_function(FunctionKind("rollout", _ROLLOUT, TaskError), spec)
     try:
@@ -109,8 +114,9 @@ def load_rollout(spec: str) -> Callable[..., Any]:
 
 
 def _source(config: TaskConfig, judged: bool) -> tuple[Source, Scorer, Scorer | None]:
-    """Where problems come from, and what rewards and judges responses where the configuration names
-    nothing else. judged: by a person's code, so that rows of a file or data set need no answers.
+    """Return the source of problems, with the reward and checker that apply by default.
+
+    judged: whether a person's code judges responses, so that rows need no answers.
     """
     if config.name != MATH:
         _refuse(config, ("data",), "is where task math has its problems")
@@ -122,70 +128,58 @@ def _source(config: TaskConfig, judged: bool) -> tuple[Source, Scorer, Scorer | 
         if config.name == MATH:
             usual = Columns("problem", "answer") if config.data else _PAPER_COLUMNS
             table = _table(config, config.data or _PAPER, usual, judged)
-            # What is text stands behind the instruction to box its answer, unless there is a system
-            # prompt.
-            return (
-                table if config.system is not None else table.behind(INSTRUCTION),
-                math_scorer(),
-                math_checker(),
-            )
-        # The checker is the reward too: an answer in a box is right, and is rewarded.
-        return (
-            _table(config, config.name, Columns(), judged),
-            each(exact_answer),
-            each(exact_answer),
-        )
-    _refuse(
-        config,
-        ("prompt", "answer", "subset", "split", "heldout"),
-        "names part of a file or data set",
-    )
+            # Without a system prompt, text questions get the instruction to box the answer.
+            if config.system is None:
+                table = table.behind(INSTRUCTION)
+            return table, math_scorer(), math_checker()
+        table = _table(config, config.name, Columns(), judged)
+        # The same function rewards and checks: an answer in a box is right, and is rewarded.
+        return table, each(exact_answer), each(exact_answer)
+    part_options = ("prompt", "answer", "subset", "split", "heldout")
+    _refuse(config, part_options, "names part of a file or data set")
     built_in = ReasoningGymTask(config.name, config.options)
     scores = built_in.scorer()
-    return (
-        built_in,
-        scores,
-        lambda responses: [score == 1.0 for score in scores(responses)],
-    )
+
+    def is_right(responses: Sequence[Response]) -> list[bool]:
+        return [score == 1.0 for score in scores(responses)]
+
+    return built_in, scores, is_right
 
 
 def _table(config: TaskConfig, name: str, usual: Columns, judged: bool) -> Table:
-    """usual: the columns where the configuration names none. judged: see `_source`."""
+    """Load the rows of a file or data set.
+
+    Args:
+        usual: Columns that apply if the configuration names none.
+        judged: See `_source`.
+    """
     if name.startswith(HUB):
         rows = hub_rows(name, config.subset, config.split or "train", config.heldout)
     elif is_table(name):
-        _refuse(
-            config,
-            ("subset", "split", "heldout"),
-            "names part of a Hugging Face data set (hf:…)",
-        )
+        hub_options = ("subset", "split", "heldout")
+        _refuse(config, hub_options, "names part of a Hugging Face data set (hf:…)")
         rows = file_rows(Path(name))
     else:
         raise TaskError(
             f"task.data {name!r} must be a .jsonl, .csv, .tsv or .parquet file, or hf:DATASET"
         )
-    there = rows[0].values if rows else {}
-    missing = (
-        usual.prompt
-        if config.prompt is None and usual.prompt not in there and "prompt" in there
-        else None
-    )
+    present = rows[0].values if rows else {}
+    missing = None
+    if config.prompt is None and usual.prompt not in present and "prompt" in present:
+        missing = usual.prompt
     prompt = config.prompt or ("prompt" if missing else usual.prompt)
-    bare = (
-        judged
-        and config.answer is None
-        and not any(f"{usual.answer}".split(".")[0] in row.values for row in rows)
-    )
-    return make_table(
-        name,
-        rows,
-        Columns(prompt, None if bare else config.answer or usual.answer, missing),
-    )
+    answer = config.answer or usual.answer
+    if judged and config.answer is None:
+        outer = f"{usual.answer}".split(".")[0]  # of a nested column such as "a.b"
+        if not any(outer in row.values for row in rows):
+            answer = None
+    return make_table(name, rows, Columns(prompt, answer, missing))
 
 
 def _refuse(config: TaskConfig, fields: tuple[str, ...], why: str) -> None:
     for field in fields:
-        if (value := getattr(config, field)) is not None:
+        value = getattr(config, field)
+        if value is not None:
             raise TaskError(
                 f"task.{field} {value!r} {why}; task {config.name!r} is none: leave it out"
             )

@@ -1,9 +1,8 @@
-r"""Mathematical answers in \boxed{…}, judged by math-verify
-(https://github.com/huggingface/Math-Verify), as verl does.
+r"""Judges mathematical answers in \boxed{…} by math-verify, as verl does.
 
-Its parsers and sympy can take for ever, and its own time limits are alarms that C code does not
-hear; so it runs in worker processes (`qarl.tasks.math_worker`), and what it is not done with in
-time is wrong.
+The parsers of math-verify (https://github.com/huggingface/Math-Verify) and sympy may never finish,
+and its own time limits are alarms, to which C code does not react. So it runs in worker processes
+(`qarl.tasks.math_worker`), and an answer that is not judged in time is wrong.
 """
 
 import os
@@ -17,21 +16,22 @@ from qarl.tasks.worker import Job
 from qarl.tasks.workers import Workers
 
 TIME_LIMIT = 12.0
-"""Seconds for one answer; math-verify's own limits, of 5 s for a parse and 5 s for a comparison,
-mostly come first.
+"""Upper bound on judging one answer, in seconds.
+
+math-verify's own limits, of 5 s for a parse and 5 s for a comparison, mostly come first.
 """
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
-"""The system prompt of `--task math`."""
+"""System prompt of `--task math`."""
 
 _WORKERS = 8
 
 
 def math_scorer() -> Scorer:
-    """A `Scorer`: 1.0 for a right answer, 0.0 for any other, None where the reference cannot be
-    read as mathematics.
+    """Return a `Scorer` of mathematical answers.
 
-    It works in up to eight processes, begun at the first use. Equal answers to one reference, of
-    which a group has many, are judged once.
+    The reward is 1.0 for a right answer, 0.0 for any other, and None if the reference cannot be
+    read as mathematics. The scorer uses up to eight processes, started on first use. Equal answers
+    to one reference, of which a group has many, are judged once.
     """
 
     def scores(responses: Sequence[Response]) -> list[float | None]:
@@ -44,17 +44,16 @@ def math_scorer() -> Scorer:
 
 
 def math_checker() -> Scorer:
-    """The same as verdicts: an answer to a problem whose reference cannot be read is not right."""
+    """Return `math_scorer` as a checker. If a reference cannot be read, no answer is right."""
     scorer = math_scorer()
     return lambda responses: [outcome == 1.0 for outcome in scorer(responses)]
 
 
 @lru_cache(maxsize=1)
 def _pool() -> Workers:
-    spec = "qarl.tasks.math_worker:math_answer"
     job = Job(
         word="reward",
-        spec=spec,
+        spec="qarl.tasks.math_worker:math_answer",
         task="math",
         time_limit=TIME_LIMIT,
         path=tuple(sys.path),

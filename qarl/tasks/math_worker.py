@@ -1,5 +1,7 @@
-r"""What a worker of `qarl.tasks.math` imports: math-verify, once through all its parts, so that no
-answer's time limit has to cover what the first costs (sympy, and the grammar's tables: seconds).
+"""The reward function that runs in the workers of `qarl.tasks.math`.
+
+Importing this module runs all parts of math-verify once. Otherwise an answer's time limit would
+have to cover the cost of the first call (sympy, and the grammar's tables: seconds).
 """
 
 import logging
@@ -12,16 +14,16 @@ from qarl.tasks.base import Problem
 from qarl.tasks.rewards import last_box
 
 _READ = (LatexExtractionConfig(),)
-"""As verl reads references and answers (`verl/utils/reward_score/math_verify.py`)."""
+"""How references and answers are read: as verl does (`verl/utils/reward_score/math_verify.py`)."""
 
-# it warns of a time-out with all of the answer
+# Its warning of a timeout quotes the whole answer.
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 
 
 def math_answer(problem: Problem, text: str) -> float | None:
-    r"""1.0 where the last \boxed{…} of the text holds a value equal to the reference answer, 0.0
-    where it does not or there is none; None where the reference answer itself cannot be read as
-    mathematics.
+    r"""Return 1.0 if the text's last \boxed{…} has the value of the reference answer, else 0.0.
+
+    Returns None if the reference answer itself cannot be read as mathematics.
     """
     reference = _reference(problem.answer)
     if not reference:
@@ -32,7 +34,7 @@ def math_answer(problem: Problem, text: str) -> float | None:
 
 @lru_cache(maxsize=4096)
 def _reference(answer: str) -> tuple[Any, ...]:
-    """The reference answer, which may itself be in a box or between dollars."""
+    """Parse the reference answer, which may itself be in a box or between dollars."""
     return tuple(_parsed(last_box(answer) or answer.strip().strip("$")))
 
 
@@ -40,4 +42,5 @@ def _parsed(boxed: str, seconds: int = 5) -> list[Any]:
     return parse(f"\\boxed{{{boxed}}}", extraction_config=_READ, parsing_timeout=seconds)
 
 
+# The first call is slow: it loads sympy and builds the grammar's tables.
 verify(_parsed(r"\frac{1}{2}", seconds=0), _parsed("0.5", seconds=0), timeout_seconds=0)

@@ -1,6 +1,7 @@
-"""Files and folders that a task names: absolute in a run's configuration, so that it is found again
-from any working folder, and relative to the folder in an export's note, which may be moved or
-published.
+"""Makes the paths in a task's configuration absolute or relative.
+
+They are absolute in a run's configuration, so that they are valid in any working folder. They are
+relative to the folder in an export's note, because an export may be moved or published.
 """
 
 import os
@@ -12,16 +13,19 @@ from qarl.configs.schema.task import TaskConfig
 from qarl.tasks.rows import HUB, is_table
 
 _FUNCTION_FILE = re.compile(r"(?P<before>(?:^|,)\s*)(?P<file>[^,:]+\.py):")
-"""In one function or several: `mine.py:a=1, mine.py:b=0.2`. A module's name is no path."""
+"""Matches each file in a list of functions, as in `mine.py:a=1, mine.py:b=0.2`.
+
+Names of modules do not match, because they are no paths.
+"""
 
 
 def absolute(task: TaskConfig, base: Path) -> TaskConfig:
-    """With every path absolute; a relative one is looked for in `base`."""
+    """Return the task with absolute paths; relative ones are resolved in `base`."""
     return _with_paths(task, base, lambda path: os.path.abspath(base / path))
 
 
 def relative(task: TaskConfig, base: Path) -> TaskConfig:
-    """With every absolute path relative to `base`; the inverse of `absolute`."""
+    """Return the task with absolute paths made relative to `base`, the inverse of `absolute`."""
     return _with_paths(
         task,
         base,
@@ -30,26 +34,30 @@ def relative(task: TaskConfig, base: Path) -> TaskConfig:
 
 
 def absolute_function(spec: str, base: Path) -> str:
-    """A function, or several, by absolute files; modules stay."""
+    """Return one function's name, or several, with absolute files.
+
+    Names of modules stay as they are.
+    """
     return _with_files(spec, lambda path: os.path.abspath(base / path))
 
 
 def _with_paths(task: TaskConfig, base: Path, change: Callable[[str], str]) -> TaskConfig:
-    questions = {field: _place(getattr(task, field), base, change) for field in ("name", "data")}
-    specs = {
-        field: getattr(task, field) for field in ("reward", "correct", "rollout", "environment")
-    }
-    functions = {field: spec and _with_files(spec, change) for field, spec in specs.items()}
-    return task.model_copy(update=questions | functions)
+    update: dict[str, str | None] = {}
+    for field in ("name", "data"):
+        update[field] = _with_path(getattr(task, field), base, change)
+    for field in ("reward", "correct", "rollout", "environment"):
+        spec = getattr(task, field)
+        update[field] = spec and _with_files(spec, change)
+    return task.model_copy(update=update)
 
 
-def _place(name: str | None, base: Path, change: Callable[[str], str]) -> str | None:
+def _with_path(name: str | None, base: Path, change: Callable[[str], str]) -> str | None:
     if name is None or not is_table(name):
         return name
     path = name.removeprefix(HUB)
     if not name.startswith(HUB):
         return change(path)
-    # else it is an id
+    # A name that is no folder is an id on the Hub.
     return f"{HUB}{change(path)}" if (base / path).is_dir() else name
 
 

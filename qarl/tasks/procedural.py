@@ -1,4 +1,4 @@
-"""Tasks generated on the fly by reasoning-gym (https://github.com/open-thought/reasoning-gym)."""
+"""Tasks that reasoning-gym generates on the fly (https://github.com/open-thought/reasoning-gym)."""
 
 import dataclasses
 import difflib
@@ -27,8 +27,9 @@ from qarl.tasks.workers import Workers
 DEFAULT_OPTIONS: dict[str, dict[str, Any]] = {
     "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
 }
-"""Options of a task when the user gives none: two-term sums and differences of 1- to 2-digit
-numbers.
+"""Options of a task if the user gives none.
+
+For `chain_sum`, two-term sums and differences of 1- to 2-digit numbers.
 """
 
 _KINDS = {
@@ -37,39 +38,38 @@ _KINDS = {
     "bool": ((bool,), "true or false"),
 }
 OWN_OPTIONS = ("seed", "size")
-"""Dataset fields that are QaRL's to choose, so that problems stay a pure function of (split, seed,
-k).
-"""
+"""Dataset fields that QaRL sets, so that problems are a pure function of (split, seed, k)."""
 
 BLOCK = 256
-"""Problems that share one dataset object: some datasets precompute `size` entries, so it is kept
-small.
+"""Number of problems that share one dataset object.
+
+It is small because some datasets precompute `size` entries.
 """
 
 MAX_DRAWS = 256
-"""Candidates drawn for one problem before its split counts as empty; by chance, (7/8)^256 ≈
-1e-15.
+"""Number of candidates drawn for one problem before its split counts as empty.
+
+The probability that this happens by chance is (7/8)^256 ≈ 1e-15.
 """
 
-# which compare texts and evaluate none
+# These compare texts and evaluate none, so they need no child process.
 IN_PROCESS = ("chain_sum", "running_total", "lookup_sum")
 
 
 class ReasoningGymTask:
     """A reasoning-gym dataset as an endless task with disjoint training and held-out questions.
 
-    `score` is reasoning-gym's own, which for many datasets, chain_sum included, gives a wrong
-    answer that contains the right one partial credit (len(right) / len(given): "77" earns 0.5 where
-    "7" is right). `correct` counts full scores only; `reward="qarl.tasks:exact_reward"` trains
-    without partial credit.
+    `score` is reasoning-gym's own score. Many datasets, chain_sum included, give partial credit to
+    a wrong answer that contains the right one: len(right) / len(given), so "77" earns 0.5 if "7" is
+    right. `correct` counts full scores only; `reward="qarl.tasks:exact_reward"` trains without
+    partial credit.
     """
 
     def __init__(self, name: str, options: dict[str, Any] | None = None) -> None:
-        """Validate the dataset's name and options; no option given means `DEFAULT_OPTIONS`, if it
-        has any.
+        """Validate the dataset's name and options. Default: `DEFAULT_OPTIONS`, if it has any.
 
         Raises:
-            TaskError: unknown name or option, or values that the dataset refuses.
+            TaskError: The name or an option is unknown, or the dataset refuses a value.
         """
         self.name = name
         self._dataset_class, self._config_class = dataset_of(name)
@@ -79,19 +79,21 @@ class ReasoningGymTask:
         self._scorer = self._dataset(0)
 
     def problems(self, split: Split, start: int, count: int, seed: int) -> list[Problem]:
-        """Problems start, …, start + count - 1 of the split for this seed, told apart by
-        `is_heldout`.
+        """Return problems start, …, start + count - 1 of the split for this seed.
+
+        `is_heldout` decides the split of a question.
 
         Raises:
-            TaskError: bad request, or `MAX_DRAWS` candidates without one of this split (a tiny
-            task).
+            TaskError: The request is invalid, or `MAX_DRAWS` candidates had none of this split,
+                which happens in tiny tasks.
         """
         check_request(split, start, count)
         return [self._problem(split, seed, index) for index in range(start, start + count)]
 
     def score(self, problem: Problem, text: str) -> float:
-        """reasoning-gym's score of the stripped text, in [0, 1]; see the class on partial
-        credit.
+        """Return reasoning-gym's score of the stripped text, in [0, 1].
+
+        The class describes partial credit.
         """
         entry = {
             "question": problem.question,
@@ -101,20 +103,20 @@ class ReasoningGymTask:
         return self._scorer.score_answer(text.strip(), entry)
 
     def scorer(self) -> Scorer:
-        """`score`, 0.0 where it raises; in a process, and as long as `math`: sympy evaluates the
-        text for many.
+        """Return `score` as a `Scorer`, 0.0 if it raises or takes too long.
+
+        It runs in a child process with the time limit of `math`, because many datasets let sympy
+        evaluate the text.
         """
         if self.name in IN_PROCESS:
             return each(self.score)
-        spec, path = "qarl.tasks.procedural:score_of", tuple(sys.path)
-        options = {"name": self.name, "options": json.dumps(self.options)}
         job = Job(
             word="reward",
-            spec=spec,
+            spec="qarl.tasks.procedural:score_of",
             task=self.name,
             time_limit=TIME_LIMIT,
-            path=path,
-            options=options,
+            path=tuple(sys.path),
+            options={"name": self.name, "options": json.dumps(self.options)},
         )
         judge = Workers(job, goes_on=True)
         return lambda responses: [
@@ -128,7 +130,7 @@ class ReasoningGymTask:
             dataset = self._dataset(stable_hash(self.name, split, seed, block, draw) % 2**31)
             try:
                 entry = dataset[row]
-            except Exception as error:  # what its own checks let through
+            except Exception as error:  # the dataset's own checks accepted the options
                 raise TaskError(
                     f"task {self.name!r} fails with the options {self.options}: {error}"
                 ) from error
@@ -163,13 +165,17 @@ def _task(name: str, options: str) -> ReasoningGymTask:
 
 
 def score_of(problem: Problem, text: str, name: str = "", options: str = "{}") -> float:
-    """`ReasoningGymTask.score`, in a process of its own. options: as JSON."""
+    """Return `ReasoningGymTask.score` in a child process.
+
+    options: options of the dataset as JSON.
+    """
     return _task(name, options).score(problem, text)
 
 
 def reasoning_gym_datasets() -> dict[str, tuple[type, type]]:
-    """Every dataset reasoning-gym has, and ours: name -> (dataset class, config class). Imports it
-    (seconds).
+    """Return every dataset of reasoning-gym and of QaRL: name → (dataset class, config class).
+
+    Importing them takes seconds.
     """
     with warnings.catch_warnings():
         # Its dependency cellpylib compares strings with `is`; compiling that warns once per
@@ -182,8 +188,9 @@ def reasoning_gym_datasets() -> dict[str, tuple[type, type]]:
 
 
 def dataset_of(name: str) -> tuple[Any, Any]:
-    """A dataset's class and its config's. Raises `TaskError` for an unknown name, with the
-    nearest.
+    """Return a dataset's class and its config's class.
+
+    Raises `TaskError` for an unknown name, with the nearest names.
     """
     datasets = reasoning_gym_datasets()
     if name in datasets:
@@ -191,11 +198,9 @@ def dataset_of(name: str) -> tuple[Any, Any]:
     near = difflib.get_close_matches(name, datasets, n=3, cutoff=0.5)
     hint = f"; did you mean {', '.join(near)}?" if near else ""
     if "/" in name or "." in name:
-        lines = (
-            f"; a list becomes lines by: jq -c '.[]' {name} > {name}l"
-            if name.endswith(".json")
-            else ""
-        )
+        lines = ""
+        if name.endswith(".json"):
+            lines = f"; a list becomes lines by: jq -c '.[]' {name} > {name}l"
         raise TaskError(
             f"task {name!r} is no built-in one; a file of questions is a .jsonl, .csv, .tsv or"
             f" .parquet, and a Hugging Face data set, or a folder with one, reads hf:{name}{lines}"
@@ -222,11 +227,12 @@ def _check_option_names(name: str, options: dict[str, Any], config_class: Any) -
                 f"unknown option {option!r} of task {name!r}; allowed: {', '.join(allowed)}{near}"
             )
     for field in dataclasses.fields(config_class):
-        kind, value = (
-            getattr(field.type, "__name__", field.type),
-            options.get(field.name),
-        )
-        if field.name in options and kind in _KINDS and type(value) not in _KINDS[kind][0]:
+        kind = getattr(field.type, "__name__", field.type)
+        if field.name not in options or kind not in _KINDS:
+            continue
+        value = options[field.name]
+        types, description = _KINDS[kind]
+        if type(value) not in types:
             raise TaskError(
-                f"option {field.name!r} of task {name!r} is {value!r}; it must be {_KINDS[kind][1]}"
+                f"option {field.name!r} of task {name!r} is {value!r}; it must be {description}"
             )

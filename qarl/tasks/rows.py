@@ -1,8 +1,6 @@
-"""Rows of a person's questions, wherever they lie: JSON lines, CSV, TSV and Parquet files, Hugging
-Face data sets.
+"""Reads rows of questions: JSON lines, CSV, TSV and Parquet files, and Hugging Face data sets.
 
-A row is a mapping of columns to values with the place it came from, such as "q.jsonl:3", for
-messages.
+A row maps columns to values, and knows where it came from, such as "q.jsonl:3", for messages.
 """
 
 import csv
@@ -22,39 +20,41 @@ HUB = "hf:"
 
 @dataclass(frozen=True)
 class Row:
-    """where: file or data set and number of the row. split: set aside by where it lies; None: not
-    decided.
-    """
+    """One row of a file or data set."""
 
     where: str
+    """File or data set, and number of the row."""
     values: dict[str, Any]
+    """Column → value."""
     split: Split | None = None
+    """Split that the row's file or data set determines; None if it does not."""
 
 
 def is_table(name: str) -> bool:
-    """Whether a task's name is that of a file of questions or of a data set."""
+    """Return whether a task's name is that of a file of questions or of a data set."""
     return name.startswith(HUB) or Path(name).suffix in _READERS
 
 
 def short_name(name: str) -> str:
-    """A task's name, of a file without its folders."""
+    """Return a task's name; for a file, without its folders."""
     return name if name.startswith(HUB) else Path(name).name
 
 
 def file_rows(path: Path) -> list[Row]:
-    """All rows of a file. Raises `TaskError` for one that is missing, empty or not in the format of
-    its ending.
+    """Return all rows of a file.
+
+    Raises `TaskError` if it is missing, or not in the format of its suffix.
     """
     if not path.is_file():
         if path.is_dir():
             raise TaskError(f"task file {path} is a folder")
-        here = (
+        hint = (
             f" in {Path.cwd()}, where relative paths begin; change to its folder, or give its whole"
             " path"
         )
-        raise TaskError(
-            f"task file {path} does not exist{'; check its name' if path.is_absolute() else here}"
-        )
+        if path.is_absolute():
+            hint = "; check its name"
+        raise TaskError(f"task file {path} does not exist{hint}")
     try:
         return list(_READERS[path.suffix](path))
     except OSError as error:
@@ -68,7 +68,7 @@ def _jsonl(path: Path) -> Iterator[Row]:
         where = f"{path}:{number}"
         try:
             values: Any = json.loads(line)
-            # half a surrogate pair is no text
+            # Half of a surrogate pair cannot be encoded.
             json.dumps(values, ensure_ascii=False).encode()
         except ValueError as error:
             raise TaskError(f"{where}: not valid JSON: {error}") from error
@@ -78,15 +78,15 @@ def _jsonl(path: Path) -> Iterator[Row]:
 
 
 def _csv(path: Path) -> Iterator[Row]:
-    reader = csv.DictReader(
-        io.StringIO(_text(path)), delimiter="\t" if path.suffix == ".tsv" else ","
-    )
+    delimiter = "\t" if path.suffix == ".tsv" else ","
+    reader = csv.DictReader(io.StringIO(_text(path)), delimiter=delimiter)
     try:
         columns = reader.fieldnames or ()
         if len({*columns}) < len(columns):
             raise TaskError(f"{path}:1: a column is there twice: {', '.join(columns)}; rename one")
         for values in reader:
             where = f"{path}:{reader.line_num}"
+            # DictReader puts further fields under the key None, and fills missing ones with None.
             if None in values:
                 raise TaskError(
                     f"{where}: more fields than the {len(columns)} columns; quote fields that hold"
@@ -122,11 +122,11 @@ _READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
     ".parquet": _parquet,
 }
 FILES = tuple(_READERS)
-"""Endings of files of questions."""
+"""Suffixes of files of questions."""
 
 
 def _text(path: Path) -> str:
-    """The file's text; the mark that some editors put before UTF-8 is left out."""
+    """Return the file's text without the byte order mark that some editors write."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -138,14 +138,17 @@ def _text(path: Path) -> str:
 
 
 def hub_rows(name: str, subset: str | None, split: str, heldout: str | None) -> list[Row]:
-    """Rows of a Hugging Face data set: "hf:owner/name" from the Hub or its cache, or "hf:FOLDER"
-    from a local copy of one, of data files, or of what `save_to_disk` wrote. Imports `datasets`
-    (seconds).
+    """Return rows of a Hugging Face data set. Importing `datasets` takes seconds.
 
-    split: to train on. heldout: to evaluate on; None leaves that to the questions' hashes.
+    Args:
+        name: "hf:owner/name" for one on the Hub or in its cache. "hf:FOLDER" for a local copy, for
+            data files, or for a folder that `save_to_disk` wrote.
+        subset: Name of a subset, or None.
+        split: Split to train on.
+        heldout: Split to evaluate on. Default: the questions' hashes decide.
 
     Raises:
-        TaskError: it cannot be found or read, or has no such subset or split.
+        TaskError: The data set cannot be found or read, or has no such subset or split.
     """
     rows = [
         Row(f"{name}[{split}]:{n}", row, "train" if heldout else None)
@@ -162,11 +165,12 @@ def hub_rows(name: str, subset: str | None, split: str, heldout: str | None) -> 
 def _split(name: str, subset: str | None, split: str) -> Iterator[tuple[int, dict[str, Any]]]:
     import datasets
 
-    place = name.removeprefix(HUB)
-    folder = Path(place)
-    if not folder.is_dir() and (place.startswith((".", "/", "~")) or place.count("/") != 1):
+    source = name.removeprefix(HUB)
+    folder = Path(source)
+    is_local = folder.is_dir()
+    if not is_local and (source.startswith((".", "/", "~")) or source.count("/") != 1):
         raise TaskError(
-            f"{name!r}: there is no folder {place!r}; give one, or a data set's id, as in"
+            f"{name!r}: there is no folder {source!r}; give one, or a data set's id, as in"
             " hf:owner/name"
         )
     datasets.disable_progress_bars()
@@ -174,17 +178,16 @@ def _split(name: str, subset: str | None, split: str) -> Iterator[tuple[int, dic
         if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
             dataset: Any = _from_disk(name, folder, split)
         else:
-            with nullcontext() if folder.is_dir() else hub_or_cache():
-                dataset = datasets.load_dataset(
-                    str(folder) if folder.is_dir() else place, subset, split=split
-                )
+            with nullcontext() if is_local else hub_or_cache():
+                path = str(folder) if is_local else source
+                dataset = datasets.load_dataset(path, subset, split=split)
     except TaskError:
         raise
-    # its own errors, those of the network, and those of the files' formats
+    # Errors of the library, of the network, and of the files' formats.
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise TaskError(
-            f"data set {name!r} cannot be loaded: {reason}; {_remedy(error, place)}"
+            f"data set {name!r} cannot be loaded: {reason}; {_remedy(error, source)}"
         ) from error
     return enumerate((dict(row) for row in dataset), start=1)
 
@@ -203,7 +206,7 @@ def _from_disk(name: str, folder: Path, split: str) -> Any:
     return dataset[split]
 
 
-def _remedy(error: Exception, place: str) -> str:
+def _remedy(error: Exception, source: str) -> str:
     words = str(error).lower()
     if "config name" in words or "builderconfig" in words:
         return "name one by --task.subset"
@@ -211,6 +214,6 @@ def _remedy(error: Exception, place: str) -> str:
         return "name another by --task.split or --task.heldout"
     return (
         "check its name and the network (HF_TOKEN for a gated one), or copy it by `hf download"
-        f" --repo-type dataset {place} --local-dir DIR` and give hf:DIR (of task math by"
+        f" --repo-type dataset {source} --local-dir DIR` and give hf:DIR (of task math by"
         " --task.data)"
     )

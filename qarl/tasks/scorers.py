@@ -1,5 +1,6 @@
-"""From the words of the configuration to what judges responses: shipped ones by name, a person's by
-file or module.
+"""Loads the rewards and checkers that a configuration names.
+
+Shipped ones have a name; a person's are functions in a file or module.
 """
 
 import logging
@@ -27,18 +28,27 @@ _CHECKERS: Mapping[str, Callable[[], Scorer]] = {
     "math": math_checker,
 }
 _RETRY_SECONDS = (1.0, 10.0)
-"""Before a reward that failed is asked again: what it asks over the network may need a moment."""
+"""Seconds to wait before each retry of a reward that failed.
+
+A service that it calls over the network may need a moment.
+"""
 _log = logging.getLogger(__name__)
 _TERM = re.compile(r"(?P<spec>.*?)(?:=(?P<weight>[^=:/]*))?")
 
 
 def _weighted(outcomes: Mapping[str, Any], weights: Sequence[float]) -> Any:
-    """The sum of several rewards of one response, by their names; one that gives no signal (None)
-    adds nothing, and where none gives any, there is none.
+    """Return the weighted sum of several rewards of one response.
+
+    A reward without a signal (None) adds nothing. Returns None if none gives a signal, and the
+    outcome itself if one is invalid, so that the task reports it.
+
+    Args:
+        outcomes: Reward's name → outcome.
+        weights: One per reward, in the same order.
     """
     for outcome in outcomes.values():
         if isinstance(outcome, Failure) or not isinstance(outcome, int | float | None):
-            return outcome  # for the task to complain about
+            return outcome
     pairs = zip(outcomes.values(), weights, strict=True)
     parts = [weight * outcome for outcome, weight in pairs if outcome is not None]
     return WeightedSum(sum(parts), dict(outcomes)) if parts else None
@@ -47,14 +57,22 @@ def _weighted(outcomes: Mapping[str, Any], weights: Sequence[float]) -> Any:
 def reward_of(
     words: str, task: str, time_limit: float, memory_limit: float | None = None
 ) -> Scorer:
-    """The reward that `words` name: one, or several with weights ("mine.py:a=1, mine.py:b=0.2").
+    """Load the reward that `words` names, or the sum of several with weights.
 
-    task: its name. time_limit: seconds for a call of a person's function. memory_limit: see `Job`.
+    Several are written like "mine.py:a=1, mine.py:b=0.2".
+
+    Args:
+        words: The configured text.
+        task: Name of the task.
+        time_limit: Upper bound on a call of a person's function, in seconds.
+        memory_limit: See `Job`.
 
     Raises:
-        TaskError: unknown, not importable, of no known signature, or a weight that is no number.
+        TaskError: A function is unknown, not importable, or of no known signature, or a weight is
+            no number.
     """
-    specs, weights = zip(*(_term(part.strip()) for part in words.split(",")), strict=True)
+    terms = [_term(part.strip()) for part in words.split(",")]
+    specs, weights = zip(*terms, strict=True)
     scorers = [_scorer("reward", spec, task, time_limit, memory_limit) for spec in specs]
     if weights == (1.0,):
         return scorers[0]
@@ -62,49 +80,57 @@ def reward_of(
         raise TaskError(f"task.reward {words!r} names a reward twice; add its weights up")
     short = [spec.rpartition(":")[2] for spec in specs]
     names = short if len(set(short)) == len(short) else specs
-    return lambda responses: [
-        _weighted(dict(zip(names, row, strict=True)), weights)
-        for row in zip(*(scorer(responses) for scorer in scorers), strict=True)
-    ]
+
+    def sums(responses: Sequence[Response]) -> list[Any]:
+        by_scorer = [scorer(responses) for scorer in scorers]
+        by_response = zip(*by_scorer, strict=True)
+        return [_weighted(dict(zip(names, row, strict=True)), weights) for row in by_response]
+
+    return sums
 
 
 def tolerant(scorer: Scorer, on_error: str) -> Scorer:
-    """A reward whose failures, outcomes that are no reward among them, are what `task.on_error`
-    says: final ("stop"), asked again, or no signal ("none"), which is said once a call.
+    """Return a reward that handles failures as `task.on_error` says.
+
+    A failure is final ("stop"), is retried ("retry"), or becomes no signal, with one warning per
+    call ("none"). Invalid outcomes count as failures.
     """
     if on_error == "stop":
         return scorer
 
     def outcomes(responses: Sequence[Response]) -> list[Any]:
         results = scorer(responses)
-        for seconds in _RETRY_SECONDS if on_error == "retry" else ():
-            failed = [place for place, outcome in enumerate(results) if _fault(outcome)]
+        waits = _RETRY_SECONDS if on_error == "retry" else ()
+        for seconds in waits:
+            failed = [index for index, outcome in enumerate(results) if _fault(outcome)]
             if failed:
                 _log.warning(
                     "reward: %d of %d failed (%s); again in %g s",
-                    *_said(results, failed),
+                    *_summary(results, failed),
                     seconds,
                 )
                 time.sleep(seconds)
-                for place, outcome in zip(
-                    failed, scorer([responses[place] for place in failed]), strict=True
-                ):
-                    results[place] = outcome
-        failed = [place for place, outcome in enumerate(results) if _fault(outcome)]
+                retried = scorer([responses[index] for index in failed])
+                for index, outcome in zip(failed, retried, strict=True):
+                    results[index] = outcome
+        failed = [index for index, outcome in enumerate(results) if _fault(outcome)]
         if failed and on_error == "none":
-            _log.warning("reward: %d of %d failed (%s) and are left out", *_said(results, failed))
+            _log.warning(
+                "reward: %d of %d failed (%s) and are left out", *_summary(results, failed)
+            )
             return [None if _fault(outcome) else outcome for outcome in results]
         return results
 
     return outcomes
 
 
-def _said(results: Sequence[Any], failed: Sequence[int]) -> tuple[int, int, str]:
+def _summary(results: Sequence[Any], failed: Sequence[int]) -> tuple[int, int, str]:
+    """Return the number of failures, the number of outcomes, and the first failure's reason."""
     return len(failed), len(results), _fault(results[failed[0]])
 
 
 def _fault(outcome: Any) -> str:
-    """What is wrong with a reward's outcome; "" if nothing."""
+    """Return what is wrong with a reward's outcome, "" if nothing."""
     try:
         as_reward(outcome)
     except ValueError as error:
@@ -115,18 +141,19 @@ def _fault(outcome: Any) -> str:
 def checker_of(
     words: str, task: str, time_limit: float, memory_limit: float | None = None
 ) -> Scorer:
-    """The checker that `words` name. Raises as `reward_of` does."""
+    """Load the checker that `words` names. Raises the same errors as `reward_of`."""
     return _scorer("checker", words.strip(), task, time_limit, memory_limit)
 
 
 def _term(text: str) -> tuple[str, float]:
-    """ "mine.py:reward=0.5" → what is before the weight, and the weight, 1 where there is none."""
+    """Split "mine.py:reward=0.5" into the function and its weight. Default: 1."""
     parts = _TERM.fullmatch(text)
     assert parts is not None
     if parts["weight"] is None:
         return text, 1.0
     with suppress(ValueError):
-        if weight := float(parts["weight"]):
+        weight = float(parts["weight"])
+        if weight != 0:
             return parts["spec"].strip(), weight
     raise TaskError(
         f"reward {text!r}: the weight {parts['weight']!r} must be a number that is not 0, as in"
@@ -146,24 +173,23 @@ def _scorer(word: str, spec: str, task: str, time_limit: float, memory: float | 
         )
     if spec.startswith("qarl."):
         return in_this_process(word, spec, task, time_limit)
-    path = tuple(sys.path)
-    workers = Workers(
-        Job(
-            word=word,
-            spec=spec,
-            task=task,
-            time_limit=time_limit,
-            path=path,
-            memory_limit=memory,
-        )
+    job = Job(
+        word=word,
+        spec=spec,
+        task=task,
+        time_limit=time_limit,
+        path=tuple(sys.path),
+        memory_limit=memory,
     )
+    workers = Workers(job)
     workers.check()
     return workers
 
 
 def in_this_process(word: str, spec: str, task: str, time_limit: float) -> Scorer:
-    """A function that needs no process of its own, as ours do not. time_limit: of async ones
-    alone.
+    """Return a scorer that calls a function in this process, as those that ship with QaRL allow.
+
+    time_limit: applies only to async functions.
     """
     kind, function = load_judge(word, spec)
     return lambda responses: list(outcomes(kind, function, task, responses, time_limit))

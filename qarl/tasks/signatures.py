@@ -1,9 +1,10 @@
-"""The three kinds of reward function people have, told apart by the names of their parameters.
+"""Three kinds of reward functions, recognized by the names of their parameters.
 
-    f(problem, text[, token_ids])                                      QaRL's: one completion
-    f([prompts,] completions | completion_ids, **columns)              TRL's: a batch
-    (`GRPOTrainer`, reward functions) f(data_source, solution_str, ground_truth[, extra_info])
-    verl's `compute_score`: one completion
+    f(problem, text[, token_ids])                      QaRL's: one completion
+    f([prompts,] completions | completion_ids, **columns)
+                                                       TRL's (`GRPOTrainer`): a batch
+    f(data_source, solution_str, ground_truth[, extra_info])
+                                                       verl's `compute_score`: one completion
 
 Any of them may be `async`.
 """
@@ -25,7 +26,7 @@ _MARKS: dict[Kind, tuple[str, ...]] = {
     "trl": ("completions", "completion_ids", "completions_ids"),
     "verl": ("solution_str",),
 }
-"""Parameters that each kind has one of, and the others have not."""
+"""Parameters by which a kind is recognized: it has one of them, and the other kinds have none."""
 _OWN = ("problem", "text", "token_ids")
 _VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 _TRL = (
@@ -37,7 +38,7 @@ _TRL = (
     "log_extra",
 )
 _ANSWERS = ("solution", "ground_truth")
-"""What TRL's documentation and its own rewards call the reference answer."""
+"""Names of the reference answer in TRL's documentation and in its own rewards."""
 
 TAKES = (
     "taking (problem, text), TRL's (completions, **columns) or verl's (data_source, solution_str,"
@@ -46,12 +47,13 @@ TAKES = (
 
 
 class SignatureError(Exception):
-    """A function whose kind cannot be told; the message follows its name."""
+    """A function of no known kind. The message follows the function's name."""
 
 
 def load_judge(word: str, spec: str) -> tuple[Kind, Callable[..., Any]]:
-    """The function that `spec` names, with its kind. word: "reward" or "checker", for messages.
-    Raises `TaskError`.
+    """Load the function that `spec` names, and return its kind and the function.
+
+    word: "reward" or "checker", for messages. Raises `TaskError` if it cannot be used.
     """
     function = load_function(FunctionKind(word, TAKES, TaskError), spec)
     try:
@@ -61,25 +63,24 @@ def load_judge(word: str, spec: str) -> tuple[Kind, Callable[..., Any]]:
 
 
 def too_long(seconds: float) -> str:
-    """What is said of a call that was not done in `seconds`."""
+    """Return the reason of a failure: the call was not done in `seconds`."""
     return f"took longer than task.time_limit {seconds:g} s; raise it, or bound the function"
 
 
 def kind_of(function: Callable[..., Any]) -> Kind:
-    """Which kind a function is. Raises `SignatureError` where its parameters are of none, or of
-    several.
+    """Return the kind of a function.
+
+    Raises `SignatureError` if its parameters are of no kind, or of several.
     """
     parameters = _parameters(function)
     kinds: list[Kind] = [kind for kind, marks in _MARKS.items() if parameters.keys() & marks]
     shown = f"({', '.join(str(parameter) for parameter in parameters.values())})"
     if len(kinds) != 1:
-        what = (
-            f"are of {len(kinds)} kinds of reward at once"
-            if kinds
-            else "are of no kind of reward that is known"
-        )
+        fault = "are of no kind of reward that is known"
+        if kinds:
+            fault = f"are of {len(kinds)} kinds of reward at once"
         raise SignatureError(
-            f"its parameters {shown} {what}; name them (problem, text[, token_ids]), TRL's"
+            f"its parameters {shown} {fault}; name them (problem, text[, token_ids]), TRL's"
             " ([prompts,] completions[, completion_ids], **columns) or verl's (data_source,"
             " solution_str, ground_truth[, extra_info])"
         )
@@ -95,8 +96,9 @@ def kind_of(function: Callable[..., Any]) -> Kind:
 
 
 def call_one_by_one(kind: Kind, function: Callable[..., Any]) -> bool:
-    """Whether outcomes come one at a time: not from a batch, nor from an async function, whose
-    calls run together.
+    """Return whether outcomes come one at a time.
+
+    They do not from a batch function, nor from an async function, whose calls run together.
     """
     return kind != "trl" and not inspect.iscoroutinefunction(function)
 
@@ -108,31 +110,32 @@ def outcomes(
     responses: Sequence[Response],
     time_limit: float,
 ) -> Iterator[Any]:
-    """What `function` says of each response, in order: what it returned, or a `Failure`.
+    """Yield the outcome of each response, in order: the function's result, or a `Failure`.
 
-    task: its name, verl's data_source where rows have none. time_limit: seconds for each call of an
-    async function; others are timed by who waits for them.
+    Args:
+        kind: Kind of the function.
+        function: The reward or checker.
+        task: Name of the task, which is verl's data_source if rows have none.
+        responses: Responses to judge.
+        time_limit: Upper bound on each call of an async function, in seconds. Other calls are timed
+            by the process that waits for them.
     """
     if kind == "trl":
         yield from _batch(function, responses, time_limit)
     elif inspect.iscoroutinefunction(function):
         calls = [_arguments(kind, function, task, response) for response in responses]
-        yield from (
-            _judged(kind, outcome)
-            for outcome in asyncio.run(_together(calls, function, time_limit))
-        )
+        for outcome in asyncio.run(_together(calls, function, time_limit)):
+            yield _judged(kind, outcome)
     else:
         for response in responses:
             yield _judged(kind, attempt(function, **_arguments(kind, function, task, response)))
 
 
 def _judged(kind: Kind, outcome: Any) -> Any:
-    """verl's may return a mapping with the score in it."""
-    return (
-        outcome["score"]
-        if kind == "verl" and isinstance(outcome, dict) and "score" in outcome
-        else outcome
-    )
+    """Return the score if a function of verl's kind returned a mapping, else the outcome."""
+    if kind == "verl" and isinstance(outcome, dict) and "score" in outcome:
+        return outcome["score"]
+    return outcome
 
 
 async def _together(
@@ -143,7 +146,7 @@ async def _together(
         try:
             async with limit:
                 return await function(**arguments)
-        # a TimeoutError may be the function's own
+        # A TimeoutError may be the function's own, so ask `limit`.
         except (Exception, SystemExit) as error:
             return Failure(too_long(time_limit) if limit.expired() else f"raised {in_words(error)}")
 
@@ -194,9 +197,10 @@ def _arguments(
 
 
 def _columns(function: Callable[..., Any], responses: Sequence[Response]) -> dict[str, Any]:
-    """A batch as TRL gives it: chats where the problem is one (`Problem.messages`), else plain
-    text; and the problems' columns, each a list. Raises `SignatureError` for a column that none of
-    them has.
+    """Return a batch's arguments as TRL passes them.
+
+    Completions are chats if problems are (`Problem.messages`), else texts. The problems' columns
+    are lists. Raises `SignatureError` if the function needs a column that no problem has.
     """
     problems = [response.problem for response in responses]
     chat = bool(problems[0].messages)
@@ -216,7 +220,7 @@ def _columns(function: Callable[..., Any], responses: Sequence[Response]) -> dic
     }
     columns["completions_ids"] = columns["completion_ids"]  # its name in older releases
     parameters = _parameters(function)
-    # prompts alone have none, and "" would be judged as one
+    # Rows of prompts alone have the answer "", which a reward would take for a reference.
     if any(problem.answer for problem in problems):
         for name in ("answer", *(name for name in _ANSWERS if name in parameters)):
             columns.setdefault(name, [problem.answer for problem in problems])
@@ -224,18 +228,18 @@ def _columns(function: Callable[..., Any], responses: Sequence[Response]) -> dic
         name for name, parameter in parameters.items() if _needed(parameter) and name not in columns
     ]
     if missing:
-        there = ", ".join(name for name in columns if name not in _TRL) or "none but prompts"
-        why = (
-            "; the state of a trainer is not known where rewards run"
-            if missing[0] == "trainer_state"
-            else ""
+        present = ", ".join(name for name in columns if name not in _TRL) or "none but prompts"
+        hint = ""
+        if missing[0] == "trainer_state":
+            hint = "; the state of a trainer is not known where rewards run"
+        raise SignatureError(
+            f"it asks for a column {missing[0]!r}, and the task has {present}{hint}"
         )
-        raise SignatureError(f"it asks for a column {missing[0]!r}, and the task has {there}{why}")
     return _accepted(function, columns)
 
 
 def _ignored(*_: Any, **__: Any) -> None:
-    """TRL's ways to log, for which there is no trainer here."""
+    """Ignore what TRL's functions for logging get, because there is no trainer."""
     warnings.warn("what a reward logs by log_metric or log_extra is not kept", stacklevel=2)
 
 

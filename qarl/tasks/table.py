@@ -1,6 +1,4 @@
-"""Tasks made of rows: which column is the question, which the answer, what is left out, and what is
-held out.
-"""
+"""Tasks made of rows: columns of questions and answers, rows that are left out, and splits."""
 
 import dataclasses
 import random
@@ -26,37 +24,43 @@ ROLES = ("system", "user", "assistant")
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of a row's columns. They may lead into nested values, as in
-    "reward_model.ground_truth", and into a list by a number: "final_answer.0". answer: None where
-    rows have none, and problems have "". missing: the column that `prompt` stands in for.
+    """Names of a row's columns.
+
+    A name may lead into a nested value, as in "reward_model.ground_truth", and into a list by a
+    number, as in "final_answer.0".
     """
 
     prompt: str = "question"
+    """Column of the question."""
     answer: str | None = "answer"
+    """Column of the reference answer. None if rows have none; problems then have the answer ""."""
     missing: str | None = None
+    """Column for which `prompt` is a substitute, or None."""
 
 
 @dataclass(frozen=True)
 class Counts:
-    """What became of the rows. unanswered: of a data set, without a reference answer. repeated:
-    questions that an earlier row of their split has; contradicting: those of them with another
-    answer. too_long: prompts above the limit of tokens.
-    """
+    """Numbers of rows that were read and left out."""
 
     rows: int = 0
+    """All rows."""
     unanswered: int = 0
+    """Rows of a data set without a reference answer."""
     repeated: int = 0
+    """Questions that an earlier row of their split has."""
     contradicting: int = 0
+    """Repeated questions with another answer than the earlier row."""
     too_long: int = 0
+    """Prompts above the limit of tokens."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """A finite source of problems. Every split repeats endlessly, in a new order each time round.
+    """A finite source of problems. Every split repeats endlessly, in a new order in each pass.
 
-    A row is held out as its split says ("split": "train" or "heldout" in a file, the data set's own
-    otherwise), else by `is_heldout`. Columns other than question, answer and split become the
-    problem's metadata.
+    A row is held out if its split says so: "split" ("train" or "heldout") in a file, otherwise the
+    data set's own split. Rows without a split are decided by `is_heldout`. Columns other than
+    question, answer and split become the problem's metadata.
     """
 
     name: str
@@ -65,11 +69,12 @@ class Table:
     columns: Columns = Columns()
 
     def problems(self, split: Split, start: int, count: int, seed: int) -> list[Problem]:
-        """Problems start, …, start + count - 1 of the split for this seed, reshuffled in every pass
-        over it.
+        """Return problems start, …, start + count - 1 of the split for this seed.
+
+        The split is shuffled anew in every pass.
 
         Raises:
-            TaskError: bad request, or no row is in this split.
+            TaskError: The request is invalid, or no row is in this split.
         """
         check_request(split, start, count)
         rows = self.by_split[split]
@@ -88,23 +93,23 @@ class Table:
         return chosen
 
     def shortened(self, fits: Callable[[Sequence[Problem]], list[bool]]) -> "Table":
-        """Those whose prompts are short enough. fits: whether each is. Raises `TaskError` where
-        none is left.
+        """Return the table without prompts that are too long.
+
+        fits: returns which prompts are short enough.
         """
-        kept: dict[Split, list[Problem]] = {
-            split: [problem for problem, fit in zip(rows, fits(rows), strict=True) if fit]
-            for split, rows in self.by_split.items()
-        }
-        dropped = sum(len(self.by_split[split]) - len(rows) for split, rows in kept.items())
-        return dataclasses.replace(
-            self,
-            by_split=kept,
-            counts=dataclasses.replace(self.counts, too_long=dropped),
-        )
+        by_split: dict[Split, list[Problem]] = {}
+        dropped = 0
+        for split, rows in self.by_split.items():
+            pairs = zip(rows, fits(rows), strict=True)
+            by_split[split] = [problem for problem, fit in pairs if fit]
+            dropped += len(rows) - len(by_split[split])
+        counts = dataclasses.replace(self.counts, too_long=dropped)
+        return dataclasses.replace(self, by_split=by_split, counts=counts)
 
     def behind(self, system: str) -> "Table":
-        """With a system prompt before the problems that are text; those that are chats stay as they
-        are.
+        """Return a table with a system prompt before the problems that are text.
+
+        Problems that are chats stay as they are.
         """
         by_split = {
             split: [problem if problem.messages else problem.behind(system) for problem in rows]
@@ -113,18 +118,17 @@ class Table:
         return dataclasses.replace(self, by_split=by_split)
 
     def describe(self) -> str:
-        """One line: rows, what was left out and why, and the sizes of the splits."""
+        """Return one line: the rows, those left out and why, and the sizes of the splits."""
         train, heldout = (len(self.by_split[split]) for split in get_args(Split))
-        missing, bare = (
-            self.columns.missing,
-            "" if self.columns.answer else ", prompts alone",
-        )
+        missing = self.columns.missing
         column = f", column {self.columns.prompt!r} for the missing {missing!r}" if missing else ""
-        of_rows = f"{self.counts.rows} rows{column}{bare}{self._left_out()}"
-        return f"{self.name}: {of_rows}; {train} to train on, {heldout} held out"
+        unanswered = "" if self.columns.answer else ", prompts alone"
+        rows = f"{self.counts.rows} rows{column}{unanswered}{self._left_out()}"
+        return f"{self.name}: {rows}; {train} to train on, {heldout} held out"
 
     def _left_out(self) -> str:
-        counts, parts = self.counts, []
+        counts = self.counts
+        parts = []
         if counts.unanswered:
             parts.append(f"{counts.unanswered} without an answer")
         if counts.repeated:
@@ -140,21 +144,20 @@ class Table:
         if self.counts.too_long:
             return "raise --rollout.max_prompt_tokens, or give shorter questions"
         off = "switch evaluation off with --eval.problems 0"
+        if self.name.startswith(HUB) and split == "heldout":
+            return f"name a split by --task.heldout, or {off}"
         if self.name.startswith(HUB):
-            return (
-                f"name a split by --task.heldout, or {off}"
-                if split == "heldout"
-                else "name another by --task.split"
-            )
-        return f'add lines with "split": "{split}"' + (f", or {off}" if split == "heldout" else "")
+            return "name another by --task.split"
+        add = f'add lines with "split": "{split}"'
+        return f"{add}, or {off}" if split == "heldout" else add
 
 
 def make_table(name: str, rows: Sequence[Row], columns: Columns) -> Table:
-    """The problems of all rows; of a question that is in one split twice, the first.
+    """Return the problems of all rows; of repeated questions in one split, only the first.
 
     Raises:
-        TaskError: no rows, a column that is not there, a value of the wrong kind, or a question in
-        both splits.
+        TaskError: There are no rows, a column is missing, a value has the wrong kind, or a question
+            is in both splits.
     """
     if not rows:
         kind = "data set" if name.startswith(HUB) else "task file"
@@ -162,29 +165,25 @@ def make_table(name: str, rows: Sequence[Row], columns: Columns) -> Table:
             f'{kind} {name} is empty; give lines like {{"question": "1 + 1", "answer": "2"}}'
         )
     by_split: dict[Split, list[Problem]] = {split: [] for split in get_args(Split)}
-    first: dict[tuple[str, ...], tuple[Split, Problem]] = {}
+    first: dict[tuple[tuple[str, str], ...], tuple[Split, Problem]] = {}
     unanswered = repeated = contradicting = 0
+    is_hub = name.startswith(HUB)
     for row in rows:
-        if (
-            name.startswith(HUB)
-            and columns.answer
-            and _value(row, columns.answer, "--task.answer") in (None, "")
-        ):
-            unanswered += 1  # whoever uses another's data set cannot mend it
+        # A row of somebody else's data set is left out, because the user cannot correct it.
+        if is_hub and columns.answer and _value(row, columns.answer, "--task.answer") in (None, ""):
+            unanswered += 1
             continue
-        split, problem = _problem(row, columns, name.startswith(HUB))
-        key = tuple(
-            turn for message in problem.chat for turn in (message["role"], message["content"])
-        )
+        split, problem = _problem(row, columns, is_hub)
+        key = tuple((message["role"], message["content"]) for message in problem.chat)
         if key not in first:
             first[key] = split, problem
             by_split[split].append(problem)
             continue
-        other, earlier = first[key]
-        if other != split:
+        earlier_split, earlier = first[key]
+        if earlier_split != split:
             raise TaskError(
                 f"{row.where}: question {quoted(problem.question)} is in both splits (also"
-                f" {earlier.id}, {other}); drop one"
+                f" {earlier.id}, {earlier_split}); drop one"
             )
         repeated += 1
         contradicting += earlier.answer != problem.answer
@@ -201,15 +200,18 @@ def _problem(row: Row, columns: Columns, hub: bool) -> tuple[Split, Problem]:
     prompt = _value(row, columns.prompt, "--task.prompt")
     messages = _messages(row, columns.prompt, prompt)
     question = messages[-1]["content"] if messages else prompt
-    # by another name, a reward may ask for it by that
-    named = ("answer",) if columns.answer == "answer" else ()
-    own = {columns.prompt, *named, *(() if hub else ("split",))}
-    metadata = {name: value for name, value in row.values.items() if name not in own}
+    fields = {columns.prompt}
+    # An answer in a column of another name stays, because a reward may ask for it by that name.
+    if columns.answer == "answer":
+        fields.add("answer")
+    if not hub:
+        fields.add("split")
+    metadata = {name: value for name, value in row.values.items() if name not in fields}
     where, _, number = row.where.rpartition(":")
-    problem_id = f"{where if hub else Path(where).name}:{number}"
+    source = where if hub else Path(where).name
     split = _split(row, question, hub)
     return split, Problem(
-        id=problem_id,
+        id=f"{source}:{number}",
         question=question,
         answer=_answer(row, columns.answer) if columns.answer else "",
         metadata=metadata,
@@ -229,9 +231,7 @@ def _split(row: Row, question: str, hub: bool) -> Split:
 
 
 def _value(row: Row, column: str, option: str) -> Any:
-    """A column's value, or a nested one: "a.b" or "a.0" where there is no column of that very
-    name.
-    """
+    """Return a column's value, or the nested value "a.b" or "a.0" if there is no such column."""
     if column in row.values:
         return row.values[column]
     value: Any = row.values
@@ -241,22 +241,20 @@ def _value(row: Row, column: str, option: str) -> Any:
             continue
         if not isinstance(value, dict) or part not in value:
             near = did_you_mean(column, row.values)
-            there = ", ".join(map(str, row.values)) or "none"
-            bare = (
-                ", or judge prompts without answers by --reward mine.py:name"
-                if column == Columns.answer
-                else ""
-            )
+            present = ", ".join(map(str, row.values)) or "none"
+            hint = ""
+            if column == Columns.answer:
+                hint = ", or judge prompts without answers by --reward mine.py:name"
             raise TaskError(
-                f"{row.where}: no column {column!r}; there are: {there}{near} (name it by"
-                f" {option}{bare})"
+                f"{row.where}: no column {column!r}; there are: {present}{near} (name it by"
+                f" {option}{hint})"
             )
         value = value[part]
     return value
 
 
 def _messages(row: Row, column: str, prompt: Any) -> tuple[Message, ...]:
-    """The turns of a prompt that is a chat; () for text. Raises `TaskError` for anything else."""
+    """Return the turns of a prompt that is a chat; () for text. Raises `TaskError` otherwise."""
     if isinstance(prompt, str):
         if not prompt.strip():
             raise TaskError(
@@ -270,11 +268,10 @@ def _messages(row: Row, column: str, prompt: Any) -> tuple[Message, ...]:
     if not isinstance(prompt, list) or not prompt:
         raise TaskError(f"{row.where}: {shape}; got {quoted(prompt)}")
     for message in prompt:
-        role, content = (
-            (message.get("role"), message.get("content"))
-            if isinstance(message, dict)
-            else (None, None)
-        )
+        role = content = None
+        if isinstance(message, dict):
+            role = message.get("role")
+            content = message.get("content")
         if role not in ROLES or not isinstance(content, str):
             raise TaskError(
                 f"{row.where}: {shape}, of role {', '.join(ROLES)}; got {quoted(message)}"
@@ -288,8 +285,10 @@ def _messages(row: Row, column: str, prompt: Any) -> tuple[Message, ...]:
 
 
 def _answer(row: Row, column: str) -> str:
-    """A reference answer as text; a whole number is written one way, so it may be one, also where a
-    column of fractions has it (27.0).
+    """Return a reference answer as text.
+
+    A whole number is accepted, too, because it can be written in one way only; also as 27.0, as in
+    a column of fractions.
     """
     answer = _value(row, column, "--task.answer")
     if isinstance(answer, int | float) and not isinstance(answer, bool) and answer % 1 == 0:

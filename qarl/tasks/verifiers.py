@@ -1,6 +1,4 @@
-"""Tasks of the package verifiers: an environment by its name, with its problems, tools and
-rewards.
-"""
+"""Tasks of the package verifiers: a named environment with its problems, tools and rewards."""
 
 import atexit
 import functools
@@ -23,13 +21,21 @@ from qarl.tasks.workers import Child
 
 
 class VerifiersHost:
-    """An environment in a process of its own. options: verifiers' `[env]` section. time_limit:
-    seconds in which a conversation must move. Raises `TaskError` where it cannot be used.
+    """An environment of verifiers in a process of its own.
+
+    Args:
+        name: Name of the task.
+        options: verifiers' `[env]` section.
+        time_limit: Seconds in which a conversation has to make progress.
+
+    Raises:
+        TaskError: The environment cannot be used.
     """
 
     def __init__(self, name: str, options: dict[str, Any], time_limit: float):
-        self.name, self._time_limit = name, time_limit
-        path = (*sys.path, os.getcwd())  # where a taskset of one's own may be
+        self.name = name
+        self._time_limit = time_limit
+        path = (*sys.path, os.getcwd())  # a person's own taskset may be in the working folder
         job = Job(
             word="task",
             spec=name.removeprefix(VERIFIERS),
@@ -39,13 +45,14 @@ class VerifiersHost:
             options=options,
         )
         self._host = Child(job, "qarl.tasks.verifiers_host")
-        self._asking = threading.Lock()
+        self._lock = threading.Lock()
         self._tasks: list[Begins] = self._host.start()
         atexit.register(self._host.end)
 
     def table(self) -> Table:
-        """Its tasks, of which one in eight is held out, by its content. Raises `TaskError` where it
-        has none.
+        """Return the environment's tasks, of which one in eight is held out, by its content.
+
+        Raises `TaskError` if it has no tasks.
         """
         by_split: dict[Split, list[Problem]] = {"train": [], "heldout": []}
         for number, (key, messages) in enumerate(self._tasks):
@@ -64,8 +71,10 @@ class VerifiersHost:
         return Table(self.name, by_split, Counts(rows=len(self._tasks)))
 
     async def rollout(self, policy: Any, problem: Problem) -> float | None:
-        """Let the environment speak with the policy; its reward, None where it failed, which the
-        metrics count. Raises `RewardError` where it does not speak at all, in three tries.
+        """Let the environment converse with the policy, and return its reward.
+
+        Returns None if the environment failed, which the metrics count. Raises `RewardError` if the
+        environment asks the policy for nothing in three tries.
         """
         outcome = Outcome(None)
         for _ in range(3):
@@ -79,19 +88,20 @@ class VerifiersHost:
         )
 
     async def _outcome(self, policy: Any, number: int, url: str) -> Outcome:
-        pipe, theirs = Pipe()
+        pipe, child_end = Pipe()
         try:
-            with theirs, self._asking:
+            with child_end, self._lock:
                 self._host.start()
-                send_handle(self._host.pipe, theirs.fileno(), None)
+                send_handle(self._host.pipe, child_end.fileno(), None)
             pipe.send((number, url))
             while True:
-                before = policy.turns
+                turns = policy.turns
                 try:
                     await readable(pipe, self._time_limit)
                     return pipe.recv()
-                except TimeoutError:  # of which the policy may have taken a part
-                    if policy.turns == before and not policy.waiting:
+                except TimeoutError:
+                    # The policy itself may have used the time, or may be at it.
+                    if policy.turns == turns and not policy.waiting:
                         return Outcome(None, too_long(self._time_limit))
         except (EOFError, OSError):
             return Outcome(None, f"its process ended ({self._host.ending()})")
@@ -101,7 +111,8 @@ class VerifiersHost:
 
 @functools.cache
 def open_verifiers(name: str, options: str, time_limit: float) -> VerifiersHost:
-    """A process has one host of an environment. options: as JSON. Raises `TaskError` where it
-    cannot be used.
+    """Return this process's host of an environment, started on first use.
+
+    options: verifiers' `[env]` section as JSON. Raises `TaskError` if it cannot be used.
     """
     return VerifiersHost(name, json.loads(options), time_limit)

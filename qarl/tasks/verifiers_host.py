@@ -1,12 +1,12 @@
-"""The child process in which an environment of the package verifiers lives, with its tools, agents
-and rewards.
+"""The child process of an environment of the package verifiers, with its tools, agents and rewards.
 
     python -c "from qarl.tasks.verifiers_host import serve; serve(FD)"          (see
     `qarl.tasks.verifiers`)
 
-Over the pipe comes one `Job`, answered by how its tasks begin, or in words by why there is none;
-then file descriptors, each a conversation's pipe, on which come a task's place and the URL of the
-policy, answered by an `Outcome`. A pipe that is closed before that ends the conversation.
+The parent first sends one `Job`. The reply lists how the environment's tasks begin, or says as a
+text why there is no environment. Then the parent sends file descriptors, each the pipe of a
+conversation. Such a pipe receives the index of a task and the URL of the policy, and answers with
+an `Outcome`. If the parent closes it before that, the conversation ends.
 """
 
 import asyncio
@@ -21,27 +21,30 @@ from qarl.tasks.base import Message, TaskError
 from qarl.tasks.worker import begin
 
 Begins = tuple[str, tuple[Message, ...]]
-"""A task's key, the same in every run, and its first messages, without its tools; () where a user
-speaks later.
+"""(key, first messages) of a task, without its tools. The key is the same in every run.
+
+The messages are () if a user speaks only later.
 """
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """reward: None where it failed, for the reasons in `words`."""
+    """Result of a conversation."""
 
     reward: float | None
+    """The reward; None if the conversation failed."""
     words: str = "no error"
+    """Reasons of the failure."""
 
 
 def serve(fd: int) -> None:
-    """The host's whole life: until the parent closes the pipe, or is gone."""
+    """Run the host until the parent closes the pipe or ends."""
     connection, job = begin(fd)
     try:
         environment = load(job.spec, job.options)
         tasks = list(environment.taskset)
         connection.send([_begins(task) for task in tasks])
-    # a package's own, at its import or at its data
+    # A package may raise anything when it is imported or loads its data.
     except (Exception, SystemExit) as error:
         words = str(error) if isinstance(error, TaskError) else in_words(error)
         connection.send(f"task verifiers:{job.spec}: {words}")
@@ -50,8 +53,10 @@ def serve(fd: int) -> None:
 
 
 def load(name: str, options: dict[str, Any]) -> Any:
-    """The environment. options: verifiers' own `[env]` section. Raises `TaskError` for one that is
-    not for a single policy, or has no end, and whatever verifiers does.
+    """Load the environment.
+
+    options: verifiers' own `[env]` section. Raises `TaskError` if the environment is not for a
+    single policy or has no end, and whatever verifiers raises.
     """
     try:
         from verifiers import v1 as vf  # pyright: ignore[reportAttributeAccessIssue]
@@ -62,10 +67,10 @@ def load(name: str, options: dict[str, Any]) -> Any:
         raise TaskError(
             f"verifiers cannot be imported: {error}; pip install 'verifiers>=0.4,<0.5'"
         ) from error
-    config = vf.resolve_env_config(
-        {**options, "taskset": {**options.get("taskset", {}), "id": name}}
-    )
-    if len(agents := agent_config_fields(config)) != 1:
+    taskset = {**options.get("taskset", {}), "id": name}
+    config = vf.resolve_env_config({**options, "taskset": taskset})
+    agents = agent_config_fields(config)
+    if len(agents) != 1:
         raise TaskError(
             f"it has {len(agents)} agents, {', '.join(agents)}, but a conversation has one policy"
         )
@@ -84,20 +89,22 @@ def _begins(task: Any) -> Begins:
 
 
 async def _serve(connection: Connection, environment: Any, tasks: list[Any]) -> None:
-    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
     running: set[asyncio.Task[None]] = set()
 
-    def begun() -> None:
+    def start_conversation() -> None:
         try:
             pipe = Connection(recv_handle(connection))
-        except (EOFError, OSError):  # the parent closed the pipe, or is gone
+        except (EOFError, OSError):  # the parent closed the pipe, or ended
             loop.remove_reader(connection.fileno())
             ended.set()
         else:
-            running.add(conversation := loop.create_task(_conversation(pipe, environment, tasks)))
+            conversation = loop.create_task(_conversation(pipe, environment, tasks))
+            running.add(conversation)
             conversation.add_done_callback(running.discard)
 
-    loop.add_reader(connection.fileno(), begun)
+    loop.add_reader(connection.fileno(), start_conversation)
     async with environment.serving():
         await ended.wait()
         for conversation in running:
@@ -108,21 +115,22 @@ async def _serve(connection: Connection, environment: Any, tasks: list[Any]) -> 
 async def _conversation(pipe: Connection, environment: Any, tasks: list[Any]) -> None:
     from verifiers import v1 as vf  # pyright: ignore[reportAttributeAccessIssue]
 
-    loop, myself, fd = asyncio.get_running_loop(), asyncio.current_task(), pipe.fileno()
-    assert myself is not None
+    loop = asyncio.get_running_loop()
+    this_task = asyncio.current_task()
+    fd = pipe.fileno()
+    assert this_task is not None
     try:
         number, url = pipe.recv()
-        # the parent closed it
-        loop.add_reader(fd, lambda: loop.remove_reader(fd) and myself.cancel())
+        # The parent sends nothing more: if the pipe becomes readable, the parent closed it.
+        loop.add_reader(fd, lambda: loop.remove_reader(fd) and this_task.cancel())
         policy = vf.ModelContext(
             model="policy",
             client=vf.EvalClientConfig(base_url=url, api_key_var="QARL_NO_KEY"),
         )
         try:
-            outcome = _outcome(
-                await environment.run_slot(*environment.slots(tasks[number]), policy)
-            )
-        except Exception as error:  # the host goes on with the other conversations
+            slots = environment.slots(tasks[number])
+            outcome = _outcome(await environment.run_slot(*slots, policy))
+        except Exception as error:  # must not end the other conversations
             outcome = Outcome(None, in_words(error))
         with suppress(OSError):
             pipe.send(outcome)
@@ -132,14 +140,10 @@ async def _conversation(pipe: Connection, environment: Any, tasks: list[Any]) ->
 
 
 def _outcome(episode: Any) -> Outcome:
-    errors = [
-        *episode.errors,
-        *(error for trace in episode.traces for error in trace.errors),
-    ]
+    errors = list(episode.errors)
+    for trace in episode.traces:
+        errors += trace.errors
     if not episode.ok:
-        return Outcome(
-            None,
-            "; ".join(f"{error.type}: {error.message}" for error in errors)
-            or "it was not finished",
-        )
+        words = "; ".join(f"{error.type}: {error.message}" for error in errors)
+        return Outcome(None, words or "it was not finished")
     return Outcome(sum(trace.reward for trace in episode.traces))

@@ -1,8 +1,7 @@
-"""Tasks of QaRL's own whose answers are worked solutions, written as reasoning-gym datasets and
-registered as such.
+"""QaRL's own tasks whose answers are worked solutions, registered as reasoning-gym datasets.
 
-The policy may work as it likes: what follows the last "=" of its text is the answer, and right or
-wrong. Imported with reasoning-gym only (`qarl.tasks.procedural.reasoning_gym_datasets`), which
+The policy may write any working: the text after its last "=" is the answer, and is right or wrong.
+Imported only together with reasoning-gym (`qarl.tasks.procedural.reasoning_gym_datasets`), which
 takes seconds.
 """
 
@@ -24,20 +23,20 @@ class RunningTotalConfig:
     size: int = 500
 
     def validate(self) -> None:
-        """Raises AssertionError as reasoning-gym's own configurations do."""
+        """Raise AssertionError for invalid sizes, as reasoning-gym's own configurations do."""
         assert self.min_terms > 1, "min_terms must be at least 2"
         assert self.max_terms >= self.min_terms, "max_terms must be >= min_terms"
         assert self.digits > 0, "digits must be positive"
 
 
 class _WorkedDataset(ProceduralDataset):
-    """Sums, of which the last number that is written counts."""
+    """Datasets of sums. The last number of a solution is its answer."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config=config, seed=config.seed, size=config.size)
 
     def score_answer(self, answer: str | None, entry: dict[str, Any]) -> float:
-        """1.0 where the final answer is the sum, else 0.0."""
+        """Return 1.0 if the final answer is the sum, else 0.0."""
         return float(final_answer(answer or "") == entry["answer"])
 
 
@@ -45,24 +44,26 @@ class RunningTotalDataset(_WorkedDataset):
     """Add and subtract a chain of numbers, writing down every running total"""
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Problem `index`, from a generator of its own."""
+        """Return problem `index`, from a generator of its own."""
         terms = self._terms(random.Random(self.seed + index))
         solution = running_totals(terms)
+        summands = "".join(f" {_signed(term)}" for term in terms[1:])
         return {
-            "question": (
-                f"Add step by step: {terms[0]}{''.join(f' {_signed(term)}' for term in terms[1:])}"
-            ),
+            "question": f"Add step by step: {terms[0]}{summands}",
             "answer": final_answer(solution),
             "metadata": {"terms": terms, "worked_solution": solution},
         }
 
     def _terms(self, generator: random.Random) -> list[int]:
-        """Numbers to add, negative ones to subtract; every total of a prefix is in [0, 10^(digits +
-        1)).
+        """Return numbers to add; negative ones are subtracted.
+
+        Every partial sum is in [0, 10^(digits + 1)).
         """
         count = generator.randint(self.config.min_terms, self.config.max_terms)
-        smallest, limit = 10 ** (self.config.digits - 1), 10 ** (self.config.digits + 1)
-        total, terms = 0, []
+        smallest = 10 ** (self.config.digits - 1)
+        limit = 10 ** (self.config.digits + 1)
+        total = 0
+        terms = []
         for _ in range(count):
             number = generator.randint(smallest, limit // 10 - 1)
             allowed = [term for term in (number, -number) if 0 <= total + term < limit]
@@ -81,7 +82,7 @@ class LookupSumConfig:
     size: int = 500
 
     def validate(self) -> None:
-        """Raises AssertionError as reasoning-gym's own configurations do."""
+        """Raise AssertionError for invalid sizes, as reasoning-gym's own configurations do."""
         assert self.min_terms > 1, "min_terms must be at least 2"
         assert 50 >= self.max_terms >= self.min_terms, (
             "max_terms must be >= min_terms, and at most 50"
@@ -92,7 +93,7 @@ class LookupSumDataset(_WorkedDataset):
     """Add numbers that only a tool knows, by their names"""
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Problem `index`, from a generator of its own."""
+        """Return problem `index`, from a generator of its own."""
         generator = random.Random(self.seed + index)
         count = generator.randint(self.config.min_terms, self.config.max_terms)
         names = [f"{number:02d}" for number in generator.sample(range(100), count)]
@@ -106,10 +107,12 @@ class LookupSumDataset(_WorkedDataset):
 
 
 def running_totals(terms: list[int]) -> str:
-    """The sum of `terms` worked out, one addition or subtraction a line, from the first number
-    on.
+    """Return the sum of `terms` worked out, one addition or subtraction per line.
+
+    It starts from the first number.
     """
-    lines, total = [], terms[0]
+    lines = []
+    total = terms[0]
     for term in terms[1:]:
         lines.append(f"{total} {_signed(term)} = {total + term}")
         total += term
@@ -117,7 +120,7 @@ def running_totals(terms: list[int]) -> str:
 
 
 def final_answer(text: str) -> str:
-    """What follows the last "=", stripped; the whole text where there is none."""
+    """Return the text after the last "=", stripped, or the whole text if there is none."""
     return text.rpartition("=")[2].strip()
 
 
