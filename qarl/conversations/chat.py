@@ -1,8 +1,8 @@
-"""Conversations over HTTP, as OpenAI's chat completions: an agent that speaks these is a rollout.
+"""Conversations over HTTP as OpenAI's chat completions: an agent that uses these is a rollout.
 
-A request that goes on from the one before is the turn's tokens with what is said since behind them;
-what came before is not rendered anew, whatever its text says. How turns are sampled is the run's,
-and no request may say otherwise.
+A request that continues the one before appends the new messages to the turn's tokens. Earlier
+messages are not rendered anew, whatever their text says. The run decides how turns are sampled, and
+no request may change that.
 """
 
 import asyncio
@@ -30,27 +30,32 @@ _TAKEN = {
     "model",
     "user",
 }
+"""Fields of a request that are read or ignored."""
 _USUAL: dict[str, Any] = {
     "n": 1,
     "tool_choice": "auto",
     "parallel_tool_calls": True,
     "store": False,
 }
-"""Fields of a request that may have this value alone."""
+"""Fields of a request that may have only this value."""
 
 
 Request = tuple[list[dict[str, Any]], list[Any]]
-"""Messages, and tools."""
+"""(messages, tools)"""
 
 
 class ChatError(Exception):
-    """A request that this conversation does not answer; the message says why."""
+    """A request that this conversation does not answer. The message says why."""
 
 
 class ChatServer:
-    """Conversations on loopback, from the first that is served. tokenizer: used here alone. parser:
-    vLLM's, of tool calls. template: arguments of the chat template. max_prompt_tokens: of what a
-    conversation begins with.
+    """Serves conversations on the loopback interface, from the first call of `serve`.
+
+    Args:
+        tokenizer: Tokenizer that only this server uses.
+        parser: Name of vLLM's parser of tool calls.
+        template: Arguments of the chat template.
+        max_prompt_tokens: Upper bound on the tokens that a conversation begins with.
     """
 
     def __init__(
@@ -60,17 +65,20 @@ class ChatServer:
         template: Mapping[str, Any],
         max_prompt_tokens: int,
     ):
-        self._tokenizer, self._parser, self._template = tokenizer, parser, template
+        self._tokenizer = tokenizer
+        self._parser = parser
+        self._template = template
         self._max_prompt_tokens = max_prompt_tokens
-        self._ways: dict[str, ToolTurns] = {}
+        self._tool_turns: dict[str, ToolTurns] = {}
         self._chats: dict[str, _Chat] = {}
         self._runner: web.AppRunner | None = None
         self._starting = asyncio.Lock()
 
     @asynccontextmanager
     async def serve(self, policy: Conversation) -> AsyncIterator[str]:
-        """The base URL at which a conversation is spoken. Raises, at its end, what `ToolTurns`
-        did.
+        """Serve a conversation and yield its base URL.
+
+        Raises the errors of `ToolTurns` at the end.
         """
         async with self._starting:
             if self._runner is None:
@@ -84,7 +92,8 @@ class ChatServer:
         try:
             yield f"http://127.0.0.1:{self._runner.addresses[0][1]}/{key}/v1"
         except Exception:
-            if chat.failure is None:  # else it is what the agent raised for
+            # After a failure the agent's error is only its consequence.
+            if chat.failure is None:
                 raise
         finally:
             del self._chats[key]
@@ -92,13 +101,14 @@ class ChatServer:
             raise chat.failure
 
     async def close(self) -> None:
-        """End the server."""
+        """Stop the server."""
         if self._runner is not None:
             await self._runner.cleanup()
 
     def prompt(self, messages: list[dict[str, Any]], tools: list[Any]) -> list[int]:
-        """What a conversation begins with. Raises `ModelError` where the template fails,
-        `ConfigError` if too long.
+        """Return the tokens that a conversation begins with.
+
+        Raises `ModelError` if the template fails, and `ConfigError` if there are too many tokens.
         """
         arguments = {
             **self._template,
@@ -108,7 +118,7 @@ class ChatServer:
         }
         try:
             text = self._tokenizer.apply_chat_template(messages, **arguments)
-        except Exception as error:  # what a template raises is its own
+        except Exception as error:  # a template may raise anything
             raise ModelError(
                 f"the chat template cannot be applied: {type(error).__name__}: {error}"
             ) from error
@@ -120,13 +130,13 @@ class ChatServer:
             )
         return tokens
 
-    def way(self, tools: list[Any]) -> ToolTurns:
-        """How these are called, and what is said next. Raises what `ToolTurns` does."""
+    def tool_turns(self, tools: list[Any]) -> ToolTurns:
+        """Return the `ToolTurns` of these tools, created on first use. Raises its errors."""
         described = json.dumps(tools)
-        if described not in self._ways:
+        if described not in self._tool_turns:
             template = {**self._template, "tools": tools} if tools else self._template
-            self._ways[described] = ToolTurns(self._tokenizer, self._parser, template)
-        return self._ways[described]
+            self._tool_turns[described] = ToolTurns(self._tokenizer, self._parser, template)
+        return self._tool_turns[described]
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         chat = self._chats.get(request.match_info["key"])
@@ -137,74 +147,77 @@ class ChatServer:
             answer = await chat.answer(body)
         except (ChatError, json.JSONDecodeError) as error:
             return _error(str(error))
-        return (
-            await _streamed(request, answer, body)
-            if body.get("stream")
-            else web.json_response(answer)
-        )
+        if body.get("stream"):
+            return await _streamed(request, answer, body)
+        return web.json_response(answer)
 
 
 class _Chat:
-    """One conversation. failure: why it cannot go on, whatever the agent does."""
+    """One conversation.
+
+    Attributes:
+        failure: Reason why it cannot continue, whatever the agent does; None if there is none.
+    """
 
     def __init__(self, policy: Conversation, server: ChatServer):
         self.failure: QarlError | None = None
-        self._policy, self._server = policy, server
-        self._before: Request = ([], [])
+        self._policy = policy
+        self._server = server
+        self._last_request: Request = ([], [])
         self._turn: Completion | None = None
         self._calls: list[ToolCall] = []
         self._answer: dict[str, Any] = {}
         self._cut_off = False
-        self._one_at_a_time = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
     async def answer(self, body: Any) -> dict[str, Any]:
-        """The chat completion. Raises `ChatError`, and what `Conversation.generate` does."""
+        """Return the chat completion for a request.
+
+        Raises `ChatError`, and the errors of `Conversation.generate`.
+        """
         request, limit = _read(body)
-        async with self._one_at_a_time:
+        async with self._lock:
             if self._cut_off:
                 raise ChatError("no token is left for another turn")
-            # an agent that asks again is answered as before
-            if request != self._before:
+            # A repeated request gets the same answer.
+            if request != self._last_request:
                 self._answer = await self._next(request, limit)
-                self._before = request
+                self._last_request = request
             return self._answer
 
     async def _next(self, request: Request, limit: int | None) -> dict[str, Any]:
         try:
-            way = self._server.way(request[1])
-            self._turn = await self._policy.generate(self._said(way, *request), limit)
-        # what is not said is nothing, and cut off: the agent ends, and is judged as it is
+            tool_turns = self._server.tool_turns(request[1])
+            self._turn = await self._policy.generate(self._new_tokens(tool_turns, *request), limit)
+        # The agent gets an empty turn that was cut off, so that it ends, and is judged as it is.
         except OutOfRoomError:
             self._cut_off = True
-            return self._written("", [], "length")
+            return self._response("", [], "length")
         except QarlError as error:
             self.failure = error
             raise ChatError(str(error)) from error
-        text, calls = way.read(self._turn)
+        text, calls = tool_turns.read(self._turn)
         readable = [call for call in calls if call.name]
         self._policy.events["broken_calls"] += len(calls) - len(readable)
         self._policy.events["tool_calls"] += len(calls)
         self._calls = readable
-        return self._written(
-            text,
-            readable,
-            "length" if self._turn.truncated else "tool_calls" if readable else "stop",
-        )
+        reason = "tool_calls" if readable else "stop"
+        return self._response(text, readable, "length" if self._turn.truncated else reason)
 
-    def _said(
-        self, way: ToolTurns, messages: list[dict[str, Any]], tools: list[Any]
+    def _new_tokens(
+        self, tool_turns: ToolTurns, messages: list[dict[str, Any]], tools: list[Any]
     ) -> tuple[int, ...]:
-        """The tokens before the next turn."""
+        """Return the tokens between the previous turn and the next one."""
         if self._turn is None:
             self._policy.open(self._server.prompt(messages, tools))
             return ()
-        before, known = self._before
-        answer, *tail = messages[len(before) :] or [{}]
+        before, tools_before = self._last_request
+        answer, *new_messages = messages[len(before) :] or [{}]
         if (
             messages[: len(before)] != before
-            or tools != known
+            or tools != tools_before
             or answer.get("role") != "assistant"
-            or not tail
+            or not new_messages
         ):
             self._policy.events["rewritten"] += 1
             raise ChatError(
@@ -212,12 +225,13 @@ class _Chat:
                 " answer and the same tools; a conversation is one line of tokens, of which"
                 " nothing is written anew"
             )
-        return way.reply(self._turn, self._calls, [self._words(message) for message in tail])
+        said = [self._as_said(message) for message in new_messages]
+        return tool_turns.reply(self._turn, self._calls, said)
 
-    def _words(self, message: dict[str, Any]) -> Said:
+    def _as_said(self, message: dict[str, Any]) -> Said:
         if message["role"] == "user":
             return Said(message["content"])
-        ids = [self._id(number) for number in range(len(self._calls))]
+        ids = [self._call_id(number) for number in range(len(self._calls))]
         if message["role"] != "tool" or message.get("tool_call_id") not in ids:
             raise ChatError(
                 f"{message!r:.200} follows a turn; there come results of its calls {ids}, and a"
@@ -225,20 +239,20 @@ class _Chat:
             )
         return Said(message["content"], ids.index(message["tool_call_id"]))
 
-    def _id(self, call: int) -> str:
+    def _call_id(self, call: int) -> str:
         return f"call_{self._policy.turns}_{call}"
 
-    def _written(self, text: str, calls: list[ToolCall], reason: str) -> dict[str, Any]:
+    def _response(self, text: str, calls: list[ToolCall], reason: str) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": text}
         if calls:
             functions = [
                 {"name": call.name, "arguments": json.dumps(call.arguments)} for call in calls
             ]
             message["tool_calls"] = [
-                {"id": self._id(n), "type": "function", "function": function}
+                {"id": self._call_id(n), "type": "function", "function": function}
                 for n, function in enumerate(functions)
             ]
-        whole = len(self._policy.prompt.token_ids) + len(self._policy.token_ids)
+        total = len(self._policy.prompt.token_ids) + len(self._policy.token_ids)
         new = 0 if self._cut_off or self._turn is None else len(self._turn.token_ids)
         return {
             "id": f"chat-{self._policy.turns}",
@@ -247,15 +261,15 @@ class _Chat:
             "model": "policy",
             "choices": [{"index": 0, "message": message, "finish_reason": reason}],
             "usage": {
-                "prompt_tokens": whole - new,
+                "prompt_tokens": total - new,
                 "completion_tokens": new,
-                "total_tokens": whole,
+                "total_tokens": total,
             },
         }
 
 
 def _read(body: Any) -> tuple[Request, int | None]:
-    """A request's messages and tools, and the most tokens of the turn."""
+    """Return a request's messages and tools, and its upper bound on the turn's tokens."""
     try:
         for name, value in body.items():
             if name not in _TAKEN and value not in (None, _USUAL.get(name)):
@@ -266,17 +280,15 @@ def _read(body: Any) -> tuple[Request, int | None]:
         messages = [_message(message) for message in body["messages"]]
         if not messages:
             raise ChatError("messages is empty; begin with what the policy is asked")
+        tools = list(body.get("tools") or ())
         limit = body.get("max_completion_tokens") or body.get("max_tokens")
-        return (
-            messages,
-            list(body.get("tools") or ()),
-        ), (None if limit is None else int(limit))
+        return (messages, tools), None if limit is None else int(limit)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ChatError(f"this is no request for a chat completion: {in_words(error)}") from error
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:
-    """As a chat template takes it."""
+    """Return a message as chat templates expect it."""
     content = message.get("content") or ""
     if not isinstance(content, str):
         if any(part["type"] != "text" for part in content):
@@ -285,10 +297,9 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
             )
         content = "".join(part["text"] for part in content)
     role = "system" if message["role"] == "developer" else message["role"]
-    kept = {
-        name: message[name] for name in ("name", "tool_call_id", "tool_calls") if message.get(name)
-    }
-    return {"role": role, "content": content, **kept}
+    optional = ("name", "tool_call_id", "tool_calls")
+    fields = {name: message[name] for name in optional if message.get(name)}
+    return {"role": role, "content": content, **fields}
 
 
 def _error(words: str, status: int = 400) -> web.Response:
@@ -304,21 +315,15 @@ def _error(words: str, status: int = 400) -> web.Response:
 async def _streamed(
     request: web.Request, answer: dict[str, Any], body: dict[str, Any]
 ) -> web.StreamResponse:
-    """The whole turn as one event, and why it ended as another."""
-    choice, head = (
-        answer["choices"][0],
-        {**answer, "object": "chat.completion.chunk", "usage": None},
-    )
+    """Send the complete turn as one event, and the reason of its end as another."""
+    choice = answer["choices"][0]
+    head = {**answer, "object": "chat.completion.chunk", "usage": None}
     delta = dict(choice["message"])
     if "tool_calls" in delta:
         delta["tool_calls"] = [{"index": n, **call} for n, call in enumerate(delta["tool_calls"])]
-    events = [
-        {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]},
-        {
-            **head,
-            "choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}],
-        },
-    ]
+    turn = {"index": 0, "delta": delta, "finish_reason": None}
+    end = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}
+    events = [{**head, "choices": [turn]}, {**head, "choices": [end]}]
     if (body.get("stream_options") or {}).get("include_usage"):
         events += [{**head, "choices": [], "usage": answer["usage"]}]
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})

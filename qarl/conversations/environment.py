@@ -1,4 +1,4 @@
-"""A rollout whose turns call the tools of an environment class, until one calls none."""
+"""A rollout in which the policy calls an environment class's tools, until a turn calls none."""
 
 from contextlib import suppress
 from typing import Any
@@ -11,11 +11,11 @@ from qarl.tasks.environments import Environment, Environments
 
 
 def environment_rollout(environments: Environments, turns: ToolTurns) -> Rollout:
-    """Of a class; it returns what `get_reward` says, or None where there is no such method, or the
-    instance is lost.
+    """Return the rollout of an environment class.
 
-    It raises `RewardError` where `reset` or `get_reward` fails. A tool that fails says so to the
-    policy.
+    Its reward is that of `get_reward`, or None if there is no such method or the instance is gone.
+    The rollout raises `RewardError` if `reset` or `get_reward` fails. If a tool fails, the policy
+    is told.
     """
     tools = {tool["function"]["name"] for tool in environments.description.tools}
 
@@ -29,7 +29,7 @@ def environment_rollout(environments: Environments, turns: ToolTurns) -> Rollout
                     " something else there, but all samples of a problem begin alike; draw by"
                     " `random`, which is seeded by the problem"
                 )
-            with suppress(OutOfRoomError):  # cut off, and judged as it is
+            with suppress(OutOfRoomError):  # the conversation is cut off, and judged as it is
                 turn = await policy.generate()
                 while calls := turns.read(turn)[1]:
                     results = [await result(policy, environment, problem, call) for call in calls]

@@ -1,8 +1,8 @@
-"""Tool calls in what a policy said, and what is said to it next, in the words of its chat template.
+"""Tool calls of a policy, and the answers to them, in the format of the policy's chat template.
 
-A template writes whole conversations. Of what it writes, the part between a turn and the next is
-what is appended here, with the tools' results and the user's words in their places, as text in
-which no special token is read.
+A template writes whole conversations. This module appends only what a template writes between one
+turn and the next, with the tools' results and the user's text inserted. Special tokens are not
+recognized in these.
 """
 
 import json
@@ -17,51 +17,64 @@ from qarl.configs.errors import ConfigError, ModelError
 from qarl.configs.words import did_you_mean
 from qarl.rollout.types import Completion
 
-_TURN, _PLACE = "«turn»", "«said {}»"
+_TURN = "«turn»"
+_PLACE = "«said {}»"
 _QUOTED = 'a"b'
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """name: "" for a call that cannot be read. arguments: of the tool."""
+    """A tool call in a policy's turn."""
 
     name: str
+    """Name of the tool; "" for a call that cannot be read."""
     arguments: dict[str, Any]
+    """Arguments of the tool."""
 
 
 @dataclass(frozen=True)
 class Said:
-    """text: of a tool, the result of the turn's call number `call`; None: of the user."""
+    """A text for the policy."""
 
     text: str
+    """The text."""
     call: int | None = None
+    """Index of the call in the turn whose result this is; None for a user's text."""
 
 
 class ToolTurns:
-    """One tokenizer's way to call tools. parser: vLLM's, by name. template: arguments of the chat
-    template, with `tools` where there are some.
+    """Reads tool calls in turns, and writes the tokens that follow, for one chat template.
 
-    Raises `ConfigError` for a parser that vLLM does not have, or that this tokenizer cannot use,
-    and `ModelError` for a template that cannot be continued after a turn.
+    Args:
+        tokenizer: The policy's tokenizer.
+        parser: Name of vLLM's parser of tool calls.
+        template: Arguments of the chat template, with `tools` if there are any.
+
+    Raises:
+        ConfigError: vLLM does not have the parser, or this tokenizer cannot use it.
+        ModelError: The template cannot be continued after a turn.
     """
 
     def __init__(self, tokenizer: Any, parser: str, template: Mapping[str, Any]):
-        self._tokenizer, self._template = tokenizer, template
-        added = tokenizer.added_tokens_decoder.items()
-        self._special = {
-            *tokenizer.all_special_ids,
-            *(number for number, token in added if token.special),
-        }
-        self._parts = cache(self._written_parts)
+        self._tokenizer = tokenizer
+        self._template = template
+        self._special = set(tokenizer.all_special_ids)
+        for number, token in tokenizer.added_tokens_decoder.items():
+            if token.special:
+                self._special.add(number)
+        self._parts = cache(self._write_parts)
         self._parser = None
-        if tools := template.get("tools"):
+        tools = template.get("tools")
+        if tools:
             self._parser, self._request = _parser(tokenizer, parser, tools)
-            self._written = self._way_of_results()
+            self._write_result = self._result_writer()
+            # Fail now, not in a conversation, if two calls cannot be answered.
             self._parts(("a", "b"), (0, 1))
 
     def read(self, turn: Completion) -> tuple[str, list[ToolCall]]:
-        """What a turn says beside its calls, and these, in order. A turn that was cut off calls
-        nothing.
+        """Return a turn's text without its tool calls, and these calls, in order.
+
+        A turn that was cut off has no calls.
         """
         if turn.truncated or self._parser is None:
             return turn.text, []
@@ -69,103 +82,104 @@ class ToolTurns:
         try:
             extracted = self._parser.extract_tool_calls(text, self._request)
             calls = [_read(call.function) for call in extracted.tool_calls]
-        except Exception:  # whatever a parser makes of what a policy wrote
+        except Exception:  # a parser may raise anything at what a policy wrote
             return turn.text, [ToolCall("", {})]
         if calls:
             return extracted.content or "", calls
+        # If the policy began a call that the parser did not read, report a broken call.
         mark = getattr(self._parser, "tool_call_start_token", None)
         return turn.text, [ToolCall("", {})] if mark and mark in text else []
 
     def reply(
         self, turn: Completion, calls: Sequence[ToolCall], said: Sequence[Said]
     ) -> tuple[int, ...]:
-        """The tokens that follow a turn which called these, up to where the policy goes on. Raises
-        `ModelError` where the template cannot be continued so.
+        """Return the tokens between a turn with these calls and the policy's next turn.
+
+        Raises `ModelError` if the template cannot be continued so.
         """
-        end, parts = self._parts(
-            tuple(call.name for call in calls), tuple(words.call for words in said)
-        )
-        tokens = [*(() if turn.token_ids[-1] in self._special else end), *parts[0]]
-        for words, part in zip(said, parts[1:], strict=True):
-            # a half of a pair has no UTF-8
-            text = words.text.encode(errors="replace").decode()
-            text = text if words.call is None else self._written(text)
-            tokens += self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)[
-                "input_ids"
-            ]
+        names = tuple(call.name for call in calls)
+        end, parts = self._parts(names, tuple(item.call for item in said))
+        tokens = []
+        # A turn that was cut off lacks the token that ends it.
+        if turn.token_ids[-1] not in self._special:
+            tokens += end
+        tokens += parts[0]
+        for item, part in zip(said, parts[1:], strict=True):
+            # Half of a surrogate pair cannot be encoded as UTF-8.
+            text = item.text.encode(errors="replace").decode()
+            if item.call is not None:
+                text = self._write_result(text)
+            encoded = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)
+            tokens += encoded["input_ids"]
             tokens += part
         return tuple(tokens)
 
-    def _written_parts(
+    def _write_parts(
         self, names: tuple[str, ...], said: tuple[int | None, ...]
     ) -> tuple[list[int], list[list[int]]]:
-        """The token that ends a turn which calls these, and what the template writes after it,
-        around what is said.
+        """Return what the template writes after a turn, around the texts in `said`.
+
+        Returns:
+            The token that ends a turn with these calls, and the tokens before, between and after
+                the texts.
         """
-        places = [_PLACE.format(number) for number in range(len(said))]
+        placeholders = [_PLACE.format(number) for number in range(len(said))]
         turn = self._rendered(names)
-        whole = self._rendered(
-            names, [Said(place, call) for place, call in zip(places, said, strict=True)]
-        )
+        reply = [Said(text, call) for text, call in zip(placeholders, said, strict=True)]
+        chat = self._rendered(names, reply)
         ending = turn[turn.rindex(_TURN) + len(_TURN) :]
-        _, _, after = whole.rpartition(_TURN)
-        # Once a user speaks, some templates drop earlier thoughts, which stay in the tokens that
+        _, _, after = chat.rpartition(_TURN)
+        # After a user's text some templates drop earlier thoughts, which stay in the tokens that
         # were sampled.
-        if not after.startswith(ending) or (None not in said and not whole.startswith(turn)):
+        if not after.startswith(ending) or (None not in said and not chat.startswith(turn)):
             raise self._cannot("it writes a turn anew once something is said to it")
         tokens = self._encode(ending)
-        special = [place for place, token in enumerate(tokens) if token in self._special]
+        special = [index for index, token in enumerate(tokens) if token in self._special]
         if not special:
             raise self._cannot("no special token ends a turn")
-        between = re.split("|".join(map(re.escape, places)), after[len(ending) :])
-        if len(between) != len(places) + 1:
+        between = re.split("|".join(map(re.escape, placeholders)), after[len(ending) :])
+        if len(between) != len(placeholders) + 1:
             raise self._cannot("it does not write each result once, in their order")
-        parts = [self._encode(part) for part in between]
-        return [tokens[special[-1]]], [tokens[special[-1] + 1 :] + parts[0], *parts[1:]]
+        first, *others = [self._encode(part) for part in between]
+        # The turn ends with its last special token; what follows belongs to the reply.
+        end = special[-1]
+        return [tokens[end]], [tokens[end + 1 :] + first, *others]
 
-    def _way_of_results(self) -> Callable[[str], str]:
-        """Some templates write results as JSON."""
-        whole = self._rendered(("a",), [Said(_QUOTED, 0)])
-        if _QUOTED in whole:
+    def _result_writer(self) -> Callable[[str], str]:
+        """Return the function that writes a result as the template does, which may be as JSON."""
+        chat = self._rendered(("a",), [Said(_QUOTED, 0)])
+        if _QUOTED in chat:
             return lambda result: result
-        if json.dumps(_QUOTED)[1:-1] in whole:
+        if json.dumps(_QUOTED)[1:-1] in chat:
             return lambda result: json.dumps(result, ensure_ascii=False)[1:-1]
         raise self._cannot("it does not write a result as it is")
 
     def _rendered(self, names: Sequence[str], said: Sequence[Said] = ()) -> str:
-        """A chat in which the policy calls tools, up to that turn, or with what is said then up to
-        the next.
+        """Render a chat in which the policy calls tools.
+
+        It ends with that turn or, if `said` is given, where the policy's next turn begins.
         """
-        called = [(name, f"call{number:05d}") for number, name in enumerate(names)]
-        calls = [
-            {
-                "type": "function",
-                "id": call,
-                "function": {"name": name or "unknown", "arguments": {}},
-            }
-            for name, call in called
-        ]
-        chat: list[dict[str, Any]] = [{"role": "user", "content": "?"}]
-        chat += [
-            {
-                "role": "assistant",
-                "content": _TURN,
-                **({"tool_calls": calls} if calls else {}),
-            }
-        ]
-        for words in said:
-            if words.call is None:
-                chat += [{"role": "user", "content": words.text}]
-            else:
-                name, call = called[words.call]
-                chat += [
-                    {
-                        "role": "tool",
-                        "name": name,
-                        "tool_call_id": call,
-                        "content": words.text,
-                    }
-                ]
+        ids = [f"call{number:05d}" for number in range(len(names))]
+        turn: dict[str, Any] = {"role": "assistant", "content": _TURN}
+        if names:
+            functions = [{"name": name or "unknown", "arguments": {}} for name in names]
+            turn["tool_calls"] = [
+                {"type": "function", "id": number, "function": function}
+                for number, function in zip(ids, functions, strict=True)
+            ]
+        chat = [{"role": "user", "content": "?"}, turn]
+        for item in said:
+            if item.call is None:
+                chat.append({"role": "user", "content": item.text})
+                continue
+            chat.append(
+                {
+                    "role": "tool",
+                    "name": names[item.call],
+                    "tool_call_id": ids[item.call],
+                    "content": item.text,
+                }
+            )
         arguments = {
             "tokenize": False,
             "add_generation_prompt": bool(said),
@@ -173,7 +187,7 @@ class ToolTurns:
         }
         try:
             return self._tokenizer.apply_chat_template(chat, **arguments)
-        except Exception as error:  # what a template raises is its own
+        except Exception as error:  # a template may raise anything
             raise self._cannot(f"{type(error).__name__}: {error}") from error
 
     def _encode(self, text: str) -> list[int]:
@@ -188,7 +202,7 @@ class ToolTurns:
 
 
 def _parser(tokenizer: Any, name: str, tools: Sequence[dict[str, Any]]) -> tuple[Any, Any]:
-    """vLLM's parser, and the request that it is given."""
+    """Return vLLM's parser, and the request that it needs."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.tool_parsers import ToolParserManager
 
@@ -199,14 +213,14 @@ def _parser(tokenizer: Any, name: str, tools: Sequence[dict[str, Any]]) -> tuple
             f" {', '.join(names)}{did_you_mean(name, names)}"
         )
     parser = ToolParserManager.get_tool_parser(name)
-    # it logs a traceback for each call that it cannot read
+    # The parser logs a traceback for each call that it cannot read.
     logging.getLogger(parser.__module__).disabled = True
     messages = [{"role": "user", "content": "?"}]
     request = ChatCompletionRequest.model_validate({"messages": messages, "tools": list(tools)})
     try:
         known: Any = request.tools
         return parser(tokenizer, known), request
-    except Exception as error:  # of tokens that a tokenizer lacks
+    except Exception as error:  # the tokenizer lacks tokens that the parser needs
         raise ConfigError(
             f"task.tool_parser {name!r} cannot be used with the tokenizer of"
             f" {tokenizer.name_or_path!r}: {error}; give the parser of this model's family"
