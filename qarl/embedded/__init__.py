@@ -1,1 +1,1 @@
-"""The embedded policies: recipe and build."""
+"""The embedded policies: small language models that are built on this machine."""

@@ -1,6 +1,4 @@
-"""Model folders of the cache that are made on first use: by one process, and complete or not at
-all.
-"""
+"""Model folders in the cache, built on first use by one process, and complete or absent."""
 
 import fcntl
 import hashlib
@@ -25,27 +23,35 @@ def to_stderr(message: str) -> None:
 def cached_path(name: str, facts: Mapping[str, Any], cache: Path | None = None) -> Path:
     """Return `<cache>/<name>-<hash of facts>`, whether it exists or not.
 
-    facts: JSON-ready, everything that decides the folder's content. cache: default $QARL_CACHE,
-    else ~/.cache/qarl.
+    Args:
+        name: Name of the model.
+        facts: Everything that decides the folder's content, as JSON types.
+        cache: Folder of the cache. Default: $QARL_CACHE, else ~/.cache/qarl.
     """
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     return (cache or cache_folder()) / f"{name}-{digest[:12]}"
 
 
 def ensure_cached(name: str, folder: Path, build: Callable[[Path], None]) -> Path:
-    """Return `folder`, which `build` makes now if it does not exist.
+    """Return `folder`, which `build` creates if it does not exist.
 
-    name: of the model, for messages. build: makes the folder at the path it is given, which is
-    another one. Processes that ask at the same time wait for the first, and a folder appears
-    complete or not at all. Raises `ModelError` if the cache cannot be written, and what `build`
-    raises.
+    If several processes ask at the same time, one builds and the others wait. A folder appears
+    complete or not at all.
+
+    Args:
+        name: Name of the model, for messages.
+        folder: The folder to return.
+        build: Creates the folder at the path that it is given, which is a temporary one.
+
+    Raises:
+        ModelError: The cache cannot be written. Errors of `build` are passed on.
     """
     if folder.exists():
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with folder.with_suffix(".lock").open("w") as lock:
-            # which the system releases should the process die
+            # The system releases the lock if the process dies.
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not folder.exists():
                 to_stderr(f"building {name} in {folder}")

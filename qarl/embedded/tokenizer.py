@@ -1,6 +1,4 @@
-"""The embedded policies' tokenizer: byte-level BPE with every digit a token, and a ChatML
-template.
-"""
+"""Tokenizer of the embedded policies: byte-level BPE, a token per digit, a ChatML template."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -9,7 +7,9 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-PAD, START, EOS = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+PAD = "<|endoftext|>"
+START = "<|im_start|>"
+EOS = "<|im_end|>"
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
@@ -17,8 +17,9 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 TOOL_RESULT = ("\n<|im_start|>tool\n", "<|im_end|>\n<|im_start|>assistant\n")
-"""What the template with tools writes around a result, from the end of the turn that asked for
-it.
+"""Text that the template with tools writes before and after a tool's result.
+
+It begins after the token that ends the calling turn.
 """
 TOOL_TEMPLATE = (
     "{% for tool in tools or [] %}<|im_start|>tools\n{{ tool | tojson }}<|im_end|>\n{% endfor %}{%"
@@ -36,19 +37,23 @@ def train_tokenizer(
     template: str = CHAT_TEMPLATE,
     words: str | None = None,
 ) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of `vocab_size` tokens, trained on `texts`, for sequences of at
-    most `longest` tokens.
+    """Train a byte-level BPE tokenizer of `vocab_size` tokens on `texts`.
 
-    Any text can be encoded. Every digit is a token of its own; everything else may merge, across
-    spaces too, so that a question's fixed wording becomes one token and prompts stay short. words:
-    what merges at most, as a regular expression, instead.
+    Any text can be encoded. Every digit is a token of its own. Everything else may merge, across
+    spaces too, so that a question's fixed wording becomes one token and prompts stay short.
+
+    Args:
+        texts: Training texts.
+        vocab_size: Number of tokens.
+        longest: Upper bound on a sequence, in tokens.
+        template: Chat template.
+        words: Regular expression of what may merge at most. Default: everything but digits.
     """
     tokenizer = Tokenizer(models.BPE())
     digits = pre_tokenizers.Digits(individual_digits=True)
-    cut = digits if words is None else pre_tokenizers.Split(Regex(words), behavior="isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
+    split = digits if words is None else pre_tokenizers.Split(Regex(words), behavior="isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -68,6 +73,6 @@ def train_tokenizer(
 
 
 def token_ids(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[torch.Tensor]:
-    """The ids of each text, int64 [T]; nothing is added."""
+    """Return the ids of each text, int64 [T], without special tokens being added."""
     encoded: Any = tokenizer(texts, add_special_tokens=False)["input_ids"]
     return [torch.tensor(ids) for ids in encoded]
