@@ -348,7 +348,8 @@ def _optimizers(model: TinyModel, recipe: TinyRecipe) -> list[torch.optim.Optimi
     muon = torch.optim.Muon(
         [*matrices, *experts], lr=lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw"
     )
-    return [muon, torch.optim.AdamW(others, lr=lr, weight_decay=0.0, betas=(0.9, 0.98))]
+    adamw = torch.optim.AdamW(others, lr=lr, weight_decay=0.0, betas=(0.9, 0.98))
+    return [muon, adamw]
 
 
 def _tokenizer_texts(recipe: TinyRecipe) -> Iterator[str]:

@@ -75,7 +75,7 @@ class Completion:
 
     @property
     def truncated(self) -> bool:
-        """Whether the completion was cut off, by its token limit or because it looped."""
+        """True if the completion was cut off, by its token limit or because it looped."""
         return self.finish_reason in ("length", "repetition")
 
     @property
@@ -128,7 +128,7 @@ class Sampling:
     loop_limit: int | None = None
     """Number of repetitions in a row of up to 8 tokens that ends a completion; None: no limit."""
     ignore_end: bool = False
-    """Whether to sample past the end token, up to `max_new_tokens`. Used by benchmarks."""
+    """If true, sample past the end token, up to `max_new_tokens`. Used by benchmarks."""
 
     @classmethod
     def of(

@@ -56,7 +56,7 @@ class Environments:
 
     @property
     def judges(self) -> bool:
-        """Whether the class gives rewards itself."""
+        """True if the class gives rewards itself."""
         return REWARD in self.description.methods
 
     def open(self) -> "Environment":

@@ -37,7 +37,8 @@ def math_scorer() -> Scorer:
     def scores(responses: Sequence[Response]) -> list[float | None]:
         boxes = [(response.problem.answer, last_box(response.text)) for response in responses]
         by_box = dict(zip(boxes, responses, strict=True))
-        outcomes = dict(zip(by_box, _pool()(list(by_box.values())), strict=True))
+        judged = _pool()(list(by_box.values()))
+        outcomes = dict(zip(by_box, judged, strict=True))
         return [0.0 if isinstance(outcomes[key], Failure) else outcomes[key] for key in boxes]
 
     return scores

@@ -14,7 +14,10 @@ from qarl.tasks.base import Problem
 from qarl.tasks.rewards import last_box
 
 _READ = (LatexExtractionConfig(),)
-"""How references and answers are read: as verl does (`verl/utils/reward_score/math_verify.py`)."""
+"""Extraction of references and answers, the same as verl's.
+
+See `verl/utils/reward_score/math_verify.py`.
+"""
 
 # Its warning of a timeout quotes the whole answer.
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)

@@ -205,9 +205,9 @@ def _columns(function: Callable[..., Any], responses: Sequence[Response]) -> dic
     problems = [response.problem for response in responses]
     chat = bool(problems[0].messages)
     names = dict.fromkeys(name for problem in problems for name in problem.metadata)
-    columns: dict[str, Any] = {
-        name: [problem.metadata.get(name) for problem in problems] for name in names
-    }
+    columns: dict[str, Any] = {}
+    for name in names:
+        columns[name] = [problem.metadata.get(name) for problem in problems]
     columns |= {
         "prompts": [problem.chat if chat else problem.question for problem in problems],
         "completions": [

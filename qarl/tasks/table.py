@@ -111,10 +111,11 @@ class Table:
 
         Problems that are chats stay as they are.
         """
-        by_split = {
-            split: [problem if problem.messages else problem.behind(system) for problem in rows]
-            for split, rows in self.by_split.items()
-        }
+        by_split: dict[Split, list[Problem]] = {}
+        for split, rows in self.by_split.items():
+            by_split[split] = [
+                problem if problem.messages else problem.behind(system) for problem in rows
+            ]
         return dataclasses.replace(self, by_split=by_split)
 
     def describe(self) -> str:

@@ -25,7 +25,7 @@ from qarl.tasks.signatures import call_one_by_one, load_judge, outcomes
 
 @dataclass(frozen=True)
 class Job:
-    """What a child is started for."""
+    """The work that a child process is started for."""
 
     word: str
     """"reward", "checker", "environment" or "task", for messages."""

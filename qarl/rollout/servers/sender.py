@@ -31,7 +31,7 @@ class VersionSender:
 
     @property
     def keeps(self) -> bool:
-        """Whether servers have to hold each version because the next one may be a delta from it."""
+        """True if servers have to hold each version because the next one may be a delta from it."""
         return self._full_every > 1
 
     def write(
@@ -59,7 +59,8 @@ class VersionSender:
         base = self._cached
         # Until the whole stream is read, the cache is a mix of two versions.
         self._cached = None
-        if base is None or self._deltas + 1 >= self._full_every or set(digests) != {base.digest}:
+        is_due = self._deltas + 1 >= self._full_every
+        if base is None or is_due or set(digests) != {base.digest}:
             self._cached = VersionCache(version, stream, reuse=base)
             return self.write_whole()
         base_digest = base.digest

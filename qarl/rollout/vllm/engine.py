@@ -185,7 +185,8 @@ def vllm_requests(
     from vllm import SamplingParams
     from vllm.sampling_params import RepetitionDetectionParams
 
-    inputs, params = [], []
+    inputs = []
+    params = []
     for j, prompt in enumerate(prompts):
         for k in range(sampling.samples):
             arguments = sampling_arguments(sampling, prompt, j, k)

@@ -20,8 +20,10 @@ Beside = dict[str, tuple[Any, Any, torch.Tensor]]
 
 def tensors_beside(model: nn.Module) -> Beside:
     """Return the tensors of all layers that vLLM processes, except parameters and buffers."""
-    modules = list(model.modules())
-    seen = {id(part) for m in modules for part in (m, m._parameters, m._buffers, m._modules)}
+    seen: set[int] = set()
+    for module in model.modules():
+        parts = (module, module._parameters, module._buffers, module._modules)
+        seen.update(id(part) for part in parts)
     beside: Beside = {}
     for name, module in model.named_modules():
         if isinstance(getattr(module, "quant_method", None), QuantizeMethodBase):

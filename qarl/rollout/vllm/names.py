@@ -40,7 +40,8 @@ def trace_names(model: nn.Module, config: VllmConfig) -> None:
     layers: dict[str, list[str]] = {}
     for (module, _), sources in traced.items():
         names = [source.rpartition(".")[0] for source in sources]
-        layers[module] = list(dict.fromkeys([*layers.get(module, []), *names]))
+        earlier = layers.get(module, [])
+        layers[module] = list(dict.fromkeys([*earlier, *names]))  # each name once, in order
     _TRACED[model] = layers
 
 

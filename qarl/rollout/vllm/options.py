@@ -24,7 +24,7 @@ class VllmOptions:
     dtype: str = "bfloat16"
     """Compute dtype: "bfloat16", "float16" or "float32"."""
     multi_process: bool = False
-    """Whether this process is one of several that have an engine each.
+    """True if this process is one of several that have an engine each.
 
     Torch's process group is then open.
     """

@@ -75,12 +75,13 @@ def read_completion(answer: Any, url: str, labels: Mapping[str, int]) -> Complet
         )
     _require_weights(spans, len(tokens), labels, url)
     _require_numbers(logprobs, url)
-    (_, first), *switches = [(start, labels[label]) for label, start, _ in spans]
+    starts = [(start, labels[label]) for label, start, _ in spans]
+    (_, first_version), *switches = starts
     return Completion(
         token_ids=tokens,
         logprobs=logprobs,
         text=text,
-        weight_version=first,
+        weight_version=first_version,
         finish_reason=finish,
         switches=tuple(switches),
     )
@@ -124,10 +125,11 @@ def _require_weights(
     spans: list[tuple[str, int, int]], tokens: int, labels: Mapping[str, int], url: str
 ) -> None:
     """Check that weights in `labels` sampled all tokens, in the order of their versions."""
-    ends = [0, *(end for _, _, end in spans)]
-    # Each span has to start where the one before ends; `ends` is longer by the leading 0.
-    contiguous = all(start == end for (_, start, _), end in zip(spans, ends, strict=False))
-    complete = ends[-1] == tokens and contiguous
+    starts = [start for _, start, _ in spans]
+    ends = [end for _, _, end in spans]
+    # Each span has to start where the one before ends, the first at 0, and the last ends at the
+    # last token.
+    complete = [*starts, tokens] == [0, *ends]
     versions = [labels.get(label, -1) for label, _, _ in spans]
     if not complete or -1 in versions or versions != sorted(set(versions)):
         parts = [f"{start} to {end} by {label!r}" for label, start, end in spans]

@@ -36,7 +36,7 @@ _WRITTEN_AT_ONCE = 1 << 22
 _SILENCE_SECONDS = 60.0
 """Seconds without a byte after which the sender counts as gone."""
 _DISCARDED = 1 << 26
-"""How many bytes of a refused file are still read.
+"""Bytes of a refused file that are still read.
 
 A sender reads no answer before the end of its file; it then finds the refusal instead of a broken
 connection.

@@ -241,7 +241,9 @@ def visible_devices(number: int, devices: int, environment: Mapping[str, str]) -
     if ON_CPU in environment:
         return {}
     own = range(number * devices, (number + 1) * devices)
-    names = named.split(",") if named is not None else [str(device) for device in range(own.stop)]
+    names = [str(device) for device in range(own.stop)]
+    if named is not None:
+        names = named.split(",")
     if own.stop > len(names):
         raise EngineError(
             f"replica {number} of {devices} GPUs each has none left: CUDA_VISIBLE_DEVICES names"

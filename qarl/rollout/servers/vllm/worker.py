@@ -36,7 +36,7 @@ class StagedVersion:
     report: LoadReport
     """The report that loading it will return."""
     keep: bool
-    """Whether to keep it in host memory after it is loaded."""
+    """True if it stays in host memory after it is loaded."""
 
 
 class ReceivedVersions:
