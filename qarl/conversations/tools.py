@@ -18,7 +18,7 @@ from qarl.configs.words import did_you_mean
 from qarl.rollout.types import Completion
 
 _TURN = "«turn»"
-_PLACE = "«said {}»"
+_PLACEHOLDER = "«said {}»"
 _QUOTED = 'a"b'
 
 
@@ -121,9 +121,9 @@ class ToolTurns:
 
         Returns:
             The token that ends a turn with these calls, and the tokens before, between and after
-                the texts.
+            the texts.
         """
-        placeholders = [_PLACE.format(number) for number in range(len(said))]
+        placeholders = [_PLACEHOLDER.format(number) for number in range(len(said))]
         turn = self._rendered(names)
         reply = [Said(text, call) for text, call in zip(placeholders, said, strict=True)]
         chat = self._rendered(names, reply)
@@ -164,10 +164,10 @@ class ToolTurns:
         if names:
             functions = [{"name": name or "unknown", "arguments": {}} for name in names]
             turn["tool_calls"] = [
-                {"type": "function", "id": number, "function": function}
-                for number, function in zip(ids, functions, strict=True)
+                {"type": "function", "id": call_id, "function": function}
+                for call_id, function in zip(ids, functions, strict=True)
             ]
-        chat = [{"role": "user", "content": "?"}, turn]
+        chat: list[dict[str, Any]] = [{"role": "user", "content": "?"}, turn]
         for item in said:
             if item.call is None:
                 chat.append({"role": "user", "content": item.text})

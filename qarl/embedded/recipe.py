@@ -268,8 +268,7 @@ def encode_problems(
 
     Returns:
         Token ids [B, T] int64, padded on the right, and labels [B, T] int64: the tokens of the
-            solution, or of its turns, and their end tokens in place (unshifted), `IGNORED`
-            elsewhere.
+        solution, or of its turns, and their end tokens in place (unshifted), `IGNORED` elsewhere.
     """
     chats = [[{"role": "user", "content": problem.question}] for problem in problems]
     prompts: Any = tokenizer.apply_chat_template(

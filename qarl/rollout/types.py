@@ -17,6 +17,7 @@ class Prompt:
     id: str
     """Id of the problem that the prompt states."""
     text: str
+    """The problem's question, before the chat template."""
     token_ids: tuple[int, ...]
     """Token ids of the chat-templated prompt. Those of a later turn include all earlier turns."""
     draws: tuple[int, int, int] | None = None

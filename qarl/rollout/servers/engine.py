@@ -214,7 +214,7 @@ class ServerEngine:
         return [digest for digests in by_server.values() for digest in digests]
 
     async def _publish_to_all(self, written: Version) -> LoadReport:
-        """Publish a version to all servers. If they refuse a delta, publish the whole version."""
+        """Publish a version to all servers. If they refuse a delta, publish the full version."""
 
         async def publish(version: Version) -> LoadReport:
             return await publish_files(

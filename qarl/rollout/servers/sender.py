@@ -1,4 +1,4 @@
-"""The run's side of publishing: writes each version whole or as a delta from the one before."""
+"""The run's side of publishing: writes each version in full, or as a delta from the one before."""
 
 from collections.abc import Collection, Iterable
 from contextlib import suppress
@@ -19,7 +19,7 @@ class VersionSender:
 
     Args:
         folder: Folder that servers read from.
-        full_every: One version in `full_every` is written whole. With 1 all are whole, and none is
+        full_every: One version in `full_every` is written in full. With 1 all are, and none is
             cached in host memory.
     """
 
@@ -40,9 +40,9 @@ class VersionSender:
         version: int,
         digests: Collection[str | None],
     ) -> Version:
-        """Write a version as a delta if every server holds the version before, otherwise whole.
+        """Write a version as a delta if every server holds the version before, otherwise in full.
 
-        It is also written whole if that is smaller, or if a whole version is due.
+        It is also written in full if that is smaller, or if a full version is due.
 
         Args:
             stream: The version's tensors.
@@ -52,7 +52,7 @@ class VersionSender:
         Raises:
             EngineError: The disk refuses.
             DeltaError: The stream has other tensors than the version before. The next version is
-                then written whole.
+                then written in full.
         """
         if not self.keeps:
             return write_version(stream, self._folder, version)
@@ -72,7 +72,7 @@ class VersionSender:
         return write_delta(delta, self._folder, base, base_digest)
 
     def write_whole(self) -> Version:
-        """Write the latest version again, whole, for servers that cannot apply the delta."""
+        """Write the latest version again, in full, for servers that cannot apply the delta."""
         assert self._cached is not None, "no version was written"
         self._deltas = 0
         return write_version(self._cached.tensors(), self._folder, self._cached.version)

@@ -1,4 +1,4 @@
-"""Files of a weight version: the whole version, or a delta from the one before (`quant.delta`).
+"""Files of a weight version: the full version, or a delta from the one before (`quant.delta`).
 
     version-7/ tensors-0.safetensors …   as many files as it takes at 4 GiB each
                manifest.json             the names in them, in the stream's order, and the digest
@@ -56,9 +56,9 @@ class _Manifest(BaseModel, strict=True, extra="forbid", frozen=True):
     bytes: Count
     """Size of the data in the files, in bytes."""
     tensor_bytes: Count
-    """Size of the whole version's tensors, in bytes."""
+    """Size of the full version's tensors, in bytes."""
     base: Digest | None
-    """Digest of the version that a delta starts from; None for a whole version."""
+    """Digest of the version that a delta starts from; None for a full version."""
     files: dict[str, tuple[Annotated[str, Field(max_length=1024)], ...]]
     """File name → names of its tensors, in order. Empty for a delta."""
 
@@ -81,7 +81,7 @@ class Version(_Manifest, frozen=True):
         return self.tensor_bytes + _BYTES_BESIDES + 4096 * sum(map(len, self.files.values()))
 
     def tensors(self) -> Iterator[LowBitTensor]:
-        """Read a whole version's stream lazily from its files.
+        """Read a full version's stream lazily from its files.
 
         Raises `ValueError` if the files are not those of a version, or are larger than they may be.
         """
@@ -102,7 +102,7 @@ class Version(_Manifest, frozen=True):
     def received(self, tensor_bytes: int, cached: VersionCache | None) -> VersionCache:
         """Read the version into host memory, reusing `cached`.
 
-        A delta is applied to `cached`, which then is this version. A whole version is written into
+        A delta is applied to `cached`, which then is this version. A full version is written into
         the memory of `cached`. After an error `cached` is unchanged if this is a delta, and invalid
         otherwise.
 

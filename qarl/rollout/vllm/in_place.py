@@ -1,8 +1,9 @@
-"""Keeps tensors in place that CUDA graphs read, beside parameters and buffers, over a publish.
+"""Keeps tensors at the addresses that CUDA graphs read, when a publish replaces them.
 
 vLLM's reload refills parameters and buffers in place. It also prepares kernels anew, whose strides,
-locks and scales then are new tensors: a graph would read the freed ones. This module copies the new
-values into the old tensors and puts those back. Blind spot: tensors in closures and in C++ objects.
+locks and scales then are new tensors, neither parameters nor buffers: a graph would read the freed
+ones. This module copies the new values into the old tensors and puts those back. Blind spot: tensors
+in closures and in C++ objects.
 """
 
 from types import ModuleType

@@ -32,7 +32,7 @@ class StagedVersion:
     """A weight version in host memory, ready to be loaded."""
 
     version: VersionCache
-    """The whole version."""
+    """The full version."""
     report: LoadReport
     """The report that loading it will return."""
     keep: bool
