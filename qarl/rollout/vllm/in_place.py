@@ -2,8 +2,9 @@
 
 vLLM's reload refills parameters and buffers in place. It also prepares kernels anew, whose strides,
 locks and scales then are new tensors, neither parameters nor buffers: a graph would read the freed
-ones. This module copies the new values into the old tensors and puts those back. Blind spot: tensors
-in closures and in C++ objects.
+ones. This module copies the new values into the old tensors and puts those back.
+
+Blind spot: tensors in closures and in C++ objects.
 """
 
 from types import ModuleType
@@ -65,9 +66,9 @@ def put_back(before: Beside, model: nn.Module, graphs: bool) -> None:
         if new is old:
             continue
         same_layout = new is not None and _layout(new) == _layout(old)
-        # An expanded tensor (stride 0) cannot be written, nor can a tuple.
-        writable = 0 not in old.stride() and not isinstance(holder, tuple)
-        if new is not None and same_layout and writable:
+        expanded = 0 in old.stride()
+        # Neither an expanded tensor nor a tuple can be written.
+        if new is not None and same_layout and not expanded and not isinstance(holder, tuple):
             old.copy_(new)
             holder[key] = old
         elif graphs:
