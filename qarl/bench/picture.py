@@ -63,7 +63,8 @@ _PHASE_COLOURS = (
 )
 _STYLE = (
     "text{font:12px system-ui,sans-serif;fill:#16202b}.title{font-size:15px;font-weight:600}"
-    ".panel{font-weight:600}.soft{fill:#55606d}.grid{stroke:#e8ebef}.one{stroke:#55606d;stroke-dasharray:4 3}"
+    ".panel{font-weight:600}.soft{fill:#55606d}.grid{stroke:#e8ebef}"
+    ".one{stroke:#55606d;stroke-dasharray:4 3}"
 )
 
 

@@ -304,8 +304,8 @@ def test_gradients_are_those_of_straight_through_fake_quantization(
     """Contract: dx = dy · Ŵ, dW = dyᵀ · x̂, db = Σ dy.
 
     Derivation: autograd through the detach trick in float32. The layer computes in float32 as well,
-    so only the order of sums differs (tolerance 1e-5 of the largest). Blind spot: the codes come
-    from quant.*; tests of materialization and activations compare those with the libraries.
+    so only the order of sums differs (tolerance 1e-5 of the largest). Blind spot: the codes are
+    those of quant.*; tests of materialization and activations compare those with the libraries.
     """
     shape = (128, shape[1]) if scheme == "fp8-block" else shape
     linear = make_linear(scheme, "reference", torch.float32, shape, bias, seed, aligned=aligned)

@@ -58,9 +58,10 @@ _REFUSED = {
         "tools environment_factory rollout_func"
     ),
     "the policy's entropies carry no gradient": "entropy_coef use_adaptive_entropy",
-    "TRL's reference is an unquantized model, not what the policy was at first; `qarl train` has learner.kl": (
-        "beta"
-    ),
+    (
+        "TRL's reference is an unquantized model, not what the policy was at first; `qarl train`"
+        " has learner.kl"
+    ): "beta",
 }
 """Options that must keep their defaults, by the reason."""
 
