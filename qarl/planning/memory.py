@@ -30,6 +30,7 @@ from qarl.configs.schema.run import RunConfig
 from qarl.configs.schemes import SCHEME_SPECS
 from qarl.planning.machine import has_avx512
 from qarl.planning.shapes import Shapes, schemes_of, targeted
+from qarl.quant.limits import GRADIENTS_IN_FLIGHT, GROUPED_TOKENS, LARGEST_PRODUCT
 
 GIB = 2**30
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -50,27 +51,6 @@ _NCCL = 1.0 * GIB
 
 _CUDA_GRAPHS = 2.0 * GIB
 """Memory that the CUDA graphs of decoding keep. Assumed."""
-
-# The next three are copies, because the modules that define them import torch, which a plan does
-# without. Tests compare them with the originals.
-
-_LARGEST_PRODUCT = 1 << 25
-"""Largest part of a weight gradient, in elements, that CUDA multiplies at once.
-
-Copy of `quant.layers.straight_through.LARGEST_PRODUCT`.
-"""
-
-_GROUPED = 8192
-"""Tokens whose experts go through one grouped backward on GPUs.
-
-Copy of `quant.layers.grouped_backward.TOKENS`.
-"""
-
-_AHEAD = 1 << 25
-"""Gradient elements in flight to other processes, in addition to one layer's largest gradient.
-
-Copy of `quant.layers.gradients.AHEAD`.
-"""
 
 _WIDE = (
     ("fp8",)
@@ -385,7 +365,7 @@ class _Count:
         """
         elements = max(self.largest_matrix, self._layer_experts)
         if self.stage in (2, 3):
-            elements = max(elements, self.shapes.head) + _AHEAD
+            elements = max(elements, self.shapes.head) + GRADIENTS_IN_FLIGHT
         return elements * _FP32 if self.gathers else 0
 
     @property
@@ -581,7 +561,7 @@ class _Count:
             return logits * 2 * itemsize
         # Logits and their gradient, once in the compute dtype and once in fp32. Later the logits'
         # gradient in the compute dtype, and a part of the weight's in fp32.
-        part = _FP32 * min(self.shapes.head, _LARGEST_PRODUCT)
+        part = _FP32 * min(self.shapes.head, LARGEST_PRODUCT)
         largest = max(logits * 2 * (itemsize + _FP32), logits * itemsize + part)
         # Chunks add up the head's whole gradient before it is reduced (`Gradients.add_up`); what
         # `buffers` counts is not counted again.
@@ -626,7 +606,7 @@ class _Count:
         if self.device != "cuda":
             return dequantized
         # A part of the weight's gradient, before it is added (`layers.straight_through`).
-        return dequantized + _FP32 * min(self.largest_matrix, _LARGEST_PRODUCT)
+        return dequantized + _FP32 * min(self.largest_matrix, LARGEST_PRODUCT)
 
     def _mixture_layer_backward(self) -> float:
         """`layer_backward` of a mixture."""
@@ -676,13 +656,13 @@ class _Count:
     def experts_backward(self) -> float:
         """Bytes of the grouped backward of one layer's experts (`layers.grouped_backward`).
 
-        It takes `_GROUPED` tokens at a time. All experts' matrices are dequantized for it.
+        It takes `GROUPED_TOKENS` tokens at a time. All experts' matrices are dequantized for it.
         """
         shapes = self.shapes
         itemsize = self.itemsize
         hidden = shapes.hidden
         intermediate = shapes.intermediate
-        group = min(self.tokens, _GROUPED)
+        group = min(self.tokens, GROUPED_TOKENS)
         rows = group * shapes.experts_a_token
         # Elements of one of gate, up and down, of all experts. Dequantized, all three are in the
         # compute dtype, bf16.

@@ -20,13 +20,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from qarl.configs.load import config_file, load_config
 from qarl.learner.logprobs import _chunk
-from qarl.planning import memory
 from qarl.planning.memory import _Count, count_memory
 from qarl.planning.shapes import shapes_of
 from qarl.quant.graph.operators import Operator
 from qarl.quant.graph.packing import Sequences
 from qarl.quant.kernels import flash_attention as flash
-from qarl.quant.layers import gradients, grouped_backward
+from qarl.quant.layers import gradients
 from qarl.quant.materialize import scales
 from qarl.quant.runtime.shards import Shard, cut_rows
 from tests.support.cases import cases
@@ -227,8 +226,6 @@ def test_learning_takes_no_more_than_planned(
     """Contract: planned ≥ traced, by a tenth at most, of three layers; a replay under AdamW has no
     engine and no step that is larger, and of so few layers a checkpoint would be.
     """
-    assert memory._GROUPED == grouped_backward.TOKENS
-    assert memory._AHEAD == gradients.AHEAD
     monkeypatch.setattr(_Count, "saving", lambda count: 0)
     config = {**PUBLISHED[name], "num_hidden_layers": 3}
     settings = {

@@ -7,17 +7,16 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from qarl.planning.memory import _LARGEST_PRODUCT
 from qarl.quant.layers import grouped_backward
 from qarl.quant.layers.experts import RoutedLowBitExperts
 from qarl.quant.layers.gradients import Gradients
 from qarl.quant.layers.lora import Adapter
 from qarl.quant.layers.straight_through import (
-    LARGEST_PRODUCT,
     _operands,
     add_weight_gradient,
     product_in_fp32,
 )
+from qarl.quant.limits import LARGEST_PRODUCT
 from qarl.quant.materialize.activations import quantize_activation
 from qarl.quant.schemes import get_scheme
 from tests.support.fake_cuda import Calls, fake_cuda
@@ -87,7 +86,7 @@ def test_experts_gradients_by_grouped_products(scheme: str, monkeypatch: pytest.
     activations fall on other codes. Tokens come in several parts, and one expert has none. A wrong
     order of rows, weight or expert would be off by its own size.
     """
-    monkeypatch.setattr(grouped_backward, "TOKENS", 16)
+    monkeypatch.setattr(grouped_backward, "GROUPED_TOKENS", 16)
     experts = make_experts(scheme)
     inputs, found = grouped_gradients(experts, 40, monkeypatch, grouped=True)
     expected = textbook_gradients(experts, *inputs)
@@ -164,4 +163,3 @@ def test_a_heads_weight_gradient_is_multiplied_in_parts():
         add_weight_gradient(total, dy, x, Gradients())
     assert sum(rows) == 151936
     assert largest <= 4 * LARGEST_PRODUCT == 2**27
-    assert _LARGEST_PRODUCT == LARGEST_PRODUCT, "the plan's, which does without torch"

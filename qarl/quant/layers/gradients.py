@@ -6,14 +6,10 @@ from typing import Any
 
 import torch
 
+from qarl.quant.limits import GRADIENTS_IN_FLIGHT
 from qarl.quant.runtime.compile import compiled
 from qarl.quant.runtime.cpu_blocks import row_blocks
 from qarl.quant.runtime.shards import shard_of, whole_shape
-
-AHEAD = 1 << 25
-"""Number of gradient elements that may be in flight to other processes, in addition to the largest
-gradient of one layer.
-"""
 
 
 class Gradients:
@@ -107,11 +103,11 @@ class Gradients:
     def make_way(self, *masters: torch.Tensor) -> None:
         """Wait for sums in flight until whole gradients of these masters fit beside the others.
 
-        The upper bound on elements in flight is that of the largest layer, plus `AHEAD`.
+        The upper bound on elements in flight is the largest layer plus `GRADIENTS_IN_FLIGHT`.
         """
         needed = sum(whole_shape(master).numel() for master in masters)
         self._largest = max(self._largest, needed)
-        self._arrive(self._largest + AHEAD - needed)
+        self._arrive(self._largest + GRADIENTS_IN_FLIGHT - needed)
 
     def _arrive(self, left: int = 0) -> None:
         """Wait for sums, oldest first, until at most `left` elements are in flight."""

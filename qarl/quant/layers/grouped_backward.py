@@ -2,8 +2,8 @@
 
 All experts are computed at once, and the host never waits for the device. The computation is that
 of `quant.layers.experts` except for its precision: operands and results of products are bfloat16,
-sums fp32. A matrix's gradient is therefore rounded once for each `TOKENS` tokens, before it is
-accumulated in fp32.
+sums fp32. A matrix's gradient is therefore rounded once for each `GROUPED_TOKENS` tokens, before it
+is accumulated in fp32.
 
 Axes: N tokens, K experts a token, M = N·K rows sorted by expert, E experts, H hidden columns, I
 expert columns.
@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-TOKENS = 8192
-"""Number of tokens computed at once. For each of them, K rows of several widths are in memory."""
+from qarl.quant.limits import GROUPED_TOKENS
 
 _ALIGNED = 8
 """Number of bf16 elements in 16 bytes, at whose multiples rows of a grouped product's operands
@@ -85,7 +84,7 @@ def token_gradients(
     activation: Callable[[torch.Tensor], torch.Tensor],
     multiplied: Callable[[torch.Tensor], torch.Tensor],
 ) -> Iterator[TokenGradients]:
-    """Yield the gradients for the experts' output gradient, `TOKENS` tokens at a time.
+    """Yield the gradients for the experts' output gradient, `GROUPED_TOKENS` tokens at a time.
 
     Args:
         x: input as multiplied, bf16 [N, H].
@@ -100,10 +99,10 @@ def token_gradients(
     gate_up, down = matrices
     numbers = torch.arange(len(down), device=index.device)
     parts = zip(
-        x.split(TOKENS),
-        weights.split(TOKENS),
-        index.split(TOKENS),
-        dy.split(TOKENS),
+        x.split(GROUPED_TOKENS),
+        weights.split(GROUPED_TOKENS),
+        index.split(GROUPED_TOKENS),
+        dy.split(GROUPED_TOKENS),
         strict=True,
     )
     for x_part, weights_part, index_part, dy_part in parts:

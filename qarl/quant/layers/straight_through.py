@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 
 from qarl.quant.layers.gradients import Gradients
+from qarl.quant.limits import LARGEST_PRODUCT
 from qarl.quant.materialize.activations import LowBitActivation
 
 _BLOCK = 1 << 20
@@ -25,12 +26,6 @@ _BLOCK = 1 << 20
 
 _TOKENS = 1024
 """Number of tokens that are widened to fp32 at once on CPUs."""
-
-LARGEST_PRODUCT = 1 << 25
-"""Upper bound on the elements of dW that CUDA holds at once beside `total`: 128 MiB.
-
-The whole product of an output head would be gigabytes.
-"""
 
 
 def multiplies_natively(dtype: torch.dtype, device: torch.device) -> bool:
