@@ -1,5 +1,6 @@
-"""A loop of one's own, to the same bits as `qarl train` with the embedded default: python
-examples/own_loop.py STEPS
+"""Training loop of your own, which gives the same bits as `qarl train` with the embedded default.
+
+python examples/own_loop.py STEPS
 """
 
 import sys

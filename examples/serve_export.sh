@@ -10,7 +10,7 @@ qarl serve "$run" --port "$port" &
 server=$!
 trap 'kill "$server" 2> /dev/null; wait "$server" || true' EXIT
 until curl --silent --fail "$url/health"; do
-    kill -0 "$server" # ends here where the server has ended
+    kill -0 "$server" # fails, and so ends the script, if the server has ended
     sleep 1
 done
 curl --silent --show-error --fail "$url/v1/chat/completions" --header 'Content-Type: application/json' --data "{

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 #SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=4
-# A run whose completions are sampled by four one-GPU servers on the job's second node. The key and the run's folder are on
-# a file system that both nodes see; with --rollout.server_transfer http the key alone. Not run on GPUs yet.
+# Train on the job's first node, and sample completions on four one-GPU servers on its second node. The key and the run's
+# folder must be on a file system that both nodes see; with --rollout.server_transfer http only the key must be. Not run on
+# GPUs yet.
 set -euo pipefail
 NODES=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))
 (umask 077; openssl rand -hex 32 > key)

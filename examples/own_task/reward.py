@@ -2,8 +2,10 @@
 
 
 def reward(problem, text: str) -> float:
-    """problem: .question, .answer, .metadata (other keys of its line). text: the completion,
-    without special tokens.
+    """Return the reward of one completion.
+
+    problem: has .question, .answer, and .metadata with the other keys of its line. text: the
+    completion without special tokens.
     """
     try:
         off = abs(int(text.strip()) - int(problem.answer))

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Train the embedded policy on your questions with your reward, then measure the export: run.sh RUN --steps 20 [MORE OPTIONS]
-# For another model add --model FOLDER; what its settings should be: docs/guide/own-run.md.
+# For another model add --model FOLDER; docs/guide/own-run.md explains which settings it needs.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 run="$1"
