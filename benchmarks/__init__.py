@@ -1,3 +1,4 @@
-"""What developers measure: `python -m benchmarks NAME`, from the checkout. Nothing in the package
-imports this.
+"""Developers' benchmarks: `python -m benchmarks NAME`, run from the checkout.
+
+No module of the package imports this one.
 """

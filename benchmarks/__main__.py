@@ -1,5 +1,6 @@
-"""`python -m benchmarks NAME`: each measures, prints a table, and writes the same as JSON with
---json.
+"""`python -m benchmarks NAME`: run one benchmark.
+
+Every benchmark measures, prints a table, and writes the same figures as JSON with --json.
 """
 
 import sys
@@ -23,7 +24,7 @@ from qarl.cli.parser import Parser
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one benchmark; returns the exit status, as `qarl` does."""
+    """Run one benchmark and return the exit status, as `qarl` does."""
     parser = Parser(prog=PROGRAM, description="What developers measure of QaRL, from a checkout.")
     names = parser.add_subparsers(title="benchmarks", required=True, metavar="NAME")
     for benchmark in (

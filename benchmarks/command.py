@@ -1,6 +1,4 @@
-"""What the benchmarks' commands share: types of options, and the end of each: its tables, and the
-same as JSON.
-"""
+"""Parts that the benchmarks' commands share: the `--json` option, and printing of the results."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -18,10 +16,7 @@ KERNELS = get_args(LearnerConfig.model_fields["kernel"].annotation)
 
 Shown = PlainTable | Sequence[PlainTable]
 Measured = tuple[Shown, Any] | tuple[Shown, Any, int]
-"""What a benchmark returns: the table or tables for a person, the same JSON-ready, and an exit
-status where it is not
-0.
-"""
+"""Result of a benchmark: table or tables to print, JSON-ready data, exit status (default 0)."""
 
 
 def runs(
@@ -29,10 +24,10 @@ def runs(
     measure: Callable[..., Measured],
     fields: bool = False,
 ) -> None:
-    """The parser's last lines: `--json`, and `measure(known, console)` as what runs.
+    """Add `--json` to the parser and make `measure(known, console)` its action.
 
-    fields: every field of the configuration is an option too, and `measure` gets the overrides as a
-    third argument; without it, unknown options are refused.
+    fields: accept every field of the configuration as an option too, and pass the overrides to
+    `measure` as a third argument. If false, unknown options are refused.
     """
     parser.add_argument(
         "--json",

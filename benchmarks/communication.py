@@ -1,13 +1,13 @@
-"""`python -m benchmarks communication`: the bytes that learner processes send in a step, by ZeRO
-stage and scheme.
+"""`python -m benchmarks communication`: bytes that learner processes send in a step.
 
-    python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.communication FOLDER     (one
-    of its processes)
+Rows are by ZeRO stage and scheme. One of the processes is started by
 
-Counted are torch's collectives themselves, whoever calls them (DeepSpeed, Muon, QaRL), as one
-process sends them in a ring: (n - 1) / n of what n processes gather, scatter or reduce, twice that
-for an all-reduce; of a message its bytes. A ring's bytes are the least that any algorithm needs, so
-a real network sees as many or more.
+    python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.communication FOLDER
+
+The benchmark counts torch's collectives themselves, so it covers every caller (DeepSpeed, Muon,
+QaRL). It assumes a ring: one process sends (n - 1) / n of what n processes gather, scatter or
+reduce, and twice that in an all-reduce. A point-to-point message counts its own bytes. No algorithm
+needs fewer bytes than a ring, so a real network sees at least as many.
 """
 
 import dataclasses
@@ -43,31 +43,36 @@ from qarl.quant.schemes import get_scheme
 from qarl.report.tables import PlainTable
 
 MODEL = BenchModel(qwen3(2048, 512, 1536, 4, 8, 64), prompts=4, samples=8, tokens=32)
-"""14 million parameters, no matrix so small that DeepSpeed would keep it whole (100,000
-elements).
+"""Model of 14 million parameters.
+
+No matrix has fewer than 100,000 elements, because DeepSpeed would not shard such a small one.
 """
 
 UPDATES = 2
-"""Of one micro-batch or two in every process: few, so that what an update sends shows beside what
-forwards do.
+"""Updates in a step, each of one or two micro-batches in every process.
+
+Their number is small, so that the bytes sent by an update show beside those sent by forwards.
 """
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """A step of `UPDATES` updates by so many processes. reduce_dtype: in which gradients are sent.
-    keeps: codes and products, or gathers them at each use. sent: bytes that one process sends, on
-    average; share: over the fp32 masters' bytes.
-    """
+    """Bytes that one process sends in a step of `UPDATES` updates."""
 
     scheme: str
     optimizer: str
     stage: int
+    """ZeRO stage."""
     reduce_dtype: str
+    """Dtype in which gradients are sent."""
     keeps: bool
+    """Whether processes keep codes and kernel layouts, instead of gathering them at each use."""
     processes: int
+    """Number of learner processes."""
     sent: int
+    """Bytes that one process sends, averaged over the processes."""
     share: float
+    """`sent` divided by the bytes of the fp32 masters."""
 
 
 def measure(
@@ -78,9 +83,11 @@ def measure(
     moe: bool,
     say: Callable[[str], None],
 ) -> list[Traffic]:
-    """Rows by processes, scheme, optimizer and stage. moe: of a mixture of 7 million parameters,
-    `keep_codes` and `keep_kernel_layout` false at stage 3 as well. Raises `InputError`s for values
-    that cannot be, `WorkerError` with the end of its output where a measurement fails.
+    """Return rows ordered by processes, scheme, optimizer and stage.
+
+    moe: measure a mixture of experts of 7 million parameters; at stage 3 it is measured a second
+    time with `keep_codes` and `keep_kernel_layout` false. Raises an `InputError` for impossible
+    values, and `WorkerError` with the end of the output if a measurement fails.
     """
     for scheme in schemes:
         get_scheme(scheme)
@@ -135,7 +142,7 @@ def _launch(folder: Path, count: int, jobs: list[dict[str, Any]]) -> list[Traffi
 
 
 def table(rows: Sequence[Traffic]) -> PlainTable:
-    """For people."""
+    """Format the rows as a table to print."""
     figures = ("processes", "stage", "KiB", "x masters")
     shown = PlainTable(
         "scheme",
@@ -165,12 +172,15 @@ def table(rows: Sequence[Traffic]) -> PlainTable:
 
 
 def as_data(rows: Sequence[Traffic]) -> list[dict[str, Any]]:
-    """JSON-ready."""
+    """Return the rows as JSON-ready dictionaries."""
     return [dataclasses.asdict(row) for row in rows]
 
 
 class Sent(TorchDispatchMode):
-    """Adds up what this process sends within the context. calls: of each collective."""
+    """Counter of the bytes that this process sends inside the context.
+
+    `calls` counts the calls of each collective.
+    """
 
     def __init__(self, world: int):
         super().__init__()
@@ -207,8 +217,9 @@ def _bytes(argument: Any) -> int:
 
 
 def _worker(folder: Path) -> None:
-    """One process: every job's learner takes a step to warm up and one that is counted; the first
-    process writes.
+    """Run one process; the first process writes the rows.
+
+    For every job the learner takes one step to warm up and one step that is counted.
     """
     torch.set_num_threads(1)
     processes = join_processes()
@@ -231,7 +242,7 @@ def _worker(folder: Path) -> None:
 
 
 def _learner(folder: Path, job: dict[str, Any], processes: Processes, tokens: int) -> Learner:
-    """tokens: of the batch."""
+    """Build the learner of one job; `tokens` is the number of tokens in the batch."""
     config = LearnerConfig.model_validate(
         {
             "zero_stage": job["stage"],

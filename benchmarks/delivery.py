@@ -1,11 +1,16 @@
-"""`python -m benchmarks delivery`: weight versions to a running vLLM server, whole, as deltas, and
-bf16 from disk.
+"""`python -m benchmarks delivery`: weight versions sent to a running vLLM server.
 
-Each scheme has a process with a random model and a server on its export, to which versions are
-published as a run's are. write: files of a version, or of its difference from the one before. send:
-the server gets them, with `--transfer http`. stage: it reads, hashes and applies them; it may
-sample. pause: it loads them; it samples nothing. bf16, in the same rounds: the checkpoint is saved,
-and vLLM reloads it from disk in that process, as one does without QaRL.
+Versions are sent whole and as deltas, and compared with bf16 from disk. Each scheme runs in its
+own process with a random model and a server on its export; versions are published to it as in a
+run. The columns of seconds are:
+
+- write: write the files of a version, or of its difference from the previous one.
+- send: transfer them to the server, with `--transfer http`.
+- stage: the server reads, hashes and applies them; it can sample meanwhile.
+- pause: the server loads them; it samples nothing.
+
+bf16 is measured in the same rounds: the checkpoint is saved, and vLLM reloads it from disk in that
+process, which is the usual way without QaRL.
 """
 
 import dataclasses
@@ -30,8 +35,11 @@ def measure(
     transfer: str,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Figures of every scheme. folder: where versions are written; None: memory where /dev/shm is,
-    else temporary files. transfer: how they reach the server. Raises before anything is measured.
+    """Return the figures of every scheme.
+
+    folder: where versions are written; None selects memory if /dev/shm exists, otherwise temporary
+    files. transfer: how versions reach the server. Invalid values raise before anything is
+    measured.
     """
     if not lr > 0:
         raise ConfigError(f"--lr {lr:g} must be above 0")
@@ -67,24 +75,28 @@ def measure(
 
 @dataclasses.dataclass(frozen=True)
 class Ratios:
-    """full_bytes, full_seconds, delta_seconds: over bf16's from disk. quantized_bytes: `full_bytes`
-    without embedding and output head. delta_bytes: over the whole version's. full_pause,
-    delta_pause: over bf16's reload. copies: a whole version's seconds over those of copying its
-    bytes once.
-    """
+    """Ratios computed from the figures of one scheme."""
 
     full_bytes: float
+    """Bytes of a whole version over those of the bf16 checkpoint."""
     quantized_bytes: float
+    """`full_bytes` without embedding and output head."""
     full_seconds: float
+    """Seconds of a whole version over those of bf16 from disk."""
     delta_bytes: float
+    """Bytes of a delta over those of the whole version."""
     delta_seconds: float
+    """Seconds of a delta over those of bf16 from disk."""
     full_pause: float
+    """Pause for a whole version over the time of bf16's reload."""
     delta_pause: float
+    """Pause for a delta over the time of bf16's reload."""
     copies: float
+    """Seconds of a whole version over those of copying its bytes once."""
 
 
 def ratios(row: dict[str, Any]) -> Ratios:
-    """What the figures of one scheme come to."""
+    """Compute the ratios from the figures of one scheme."""
     seconds = row["seconds"]
     reload = seconds["bf16: load, paused"]
     disk, whole, delta = (
@@ -107,7 +119,7 @@ def ratios(row: dict[str, Any]) -> Ratios:
 
 
 def table(data: dict[str, Any]) -> list[PlainTable]:
-    """Seconds by work, and what they come to."""
+    """Return two tables: the seconds by kind of work, and the ratios."""
     rows = data["rows"]
     schemes = [row["scheme"] for row in rows]
     where = "memory" if data["in_memory"] else "disk"

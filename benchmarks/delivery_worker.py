@@ -1,10 +1,9 @@
-"""One scheme's process of `python -m benchmarks delivery`: versions to a running vLLM server, whole
-and as deltas.
+"""Worker process of `python -m benchmarks delivery` for one scheme.
 
     python -m benchmarks.delivery_worker '{"scheme": NAME, …}'     (see `Job`)
 
-prints one line of JSON (`Delivered`) last. A process of its own, for vLLM allows one engine in
-each.
+It sends versions to a running vLLM server, whole and as deltas, and prints one line of JSON
+(`Delivered`) last. It is a separate process because vLLM allows one engine per process.
 """
 
 import json
@@ -49,44 +48,49 @@ _WORKS = (
     (VllmReplica, "stage", "stage"),
     (VllmReplica, "commit", "pause"),
 )
-"""What a publish does, and the name of its seconds."""
+"""Methods that a publish calls, each with the name of its seconds."""
 _MOVED = 0.3
-"""Root mean square of AdamW's updates over the learning rate, once its averages have settled over
-unlike gradients.
+"""Root mean square of AdamW's updates divided by the learning rate.
+
+This is the value after its averages have settled over gradients that differ from step to step.
 """
 
 
 @dataclass(frozen=True)
 class Job:
-    """shape: one of `delivery.SHAPES`. lr: of the step between two versions. folder: where versions
-    are written. transfer: as `rollout.server_transfer`.
-    """
+    """Task of one worker process."""
 
     scheme: str
     shape: str
+    """One of `delivery.SHAPES`."""
     lr: float
+    """Learning rate of the step between two versions."""
     rounds: int
     folder: str
+    """Folder in which versions are written."""
     transfer: str
+    """Transfer to the server, as in `rollout.server_transfer`."""
 
 
 @dataclass(frozen=True)
 class Delivered:
-    """Of one scheme: bytes of a whole version, of a delta and of bf16's, and seconds by the name of
-    the work, medians of all rounds. unquantized_bytes: of a whole version's embedding and output
-    head.
-    """
+    """Figures of one scheme."""
 
     scheme: str
     full_bytes: int
+    """Bytes of a whole version."""
     unquantized_bytes: int
+    """Bytes of a whole version's embedding and output head."""
     delta_bytes: int
+    """Bytes of a delta, median of all rounds."""
     bf16_bytes: int
+    """Bytes of the bf16 checkpoint."""
     seconds: dict[str, float]
+    """Seconds by name of the work, medians of all rounds."""
 
 
 class _Clock:
-    """Seconds of named work, over rounds."""
+    """Stopwatch that collects the seconds of named work over rounds."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, list[float]] = {}
@@ -99,7 +103,7 @@ class _Clock:
 
     @contextmanager
     def of_calls(self, owner: type, method: str, name: str) -> Iterator[None]:
-        """Of every call of a method meanwhile."""
+        """Time every call of a method inside the context."""
         original = getattr(owner, method)
 
         def at_once(*arguments: Any) -> Any:
@@ -114,7 +118,7 @@ class _Clock:
             yield
 
     def add(self, name: str, seconds: float) -> None:
-        """One round's."""
+        """Add the seconds of one round."""
         self._seconds.setdefault(name, []).append(seconds)
 
     def medians(self) -> dict[str, float]:
@@ -122,8 +126,9 @@ class _Clock:
 
 
 def run(job: Job) -> Delivered:
-    """Start a server on a random model's export and an engine in bf16 here, then hand them version
-    after version.
+    """Start both engines and publish version after version to them.
+
+    One is a server on a random model's export, the other a bf16 engine in this process.
     """
     with (
         tempfile.TemporaryDirectory(prefix="qarl-bench-", dir=job.folder) as temporary,
@@ -175,7 +180,7 @@ def _measured(
     folder: Path,
     job: Job,
 ) -> Delivered:
-    """Rounds of one publish each way."""
+    """Measure `job.rounds` rounds, each with one publish of every kind."""
     clock = _Clock()
     generator = torch.Generator().manual_seed(1)
     sizes: dict[str, list[int]] = {"bf16": [], "whole": [], "delta": []}
@@ -208,8 +213,9 @@ def _measured(
 
 
 def _from_disk(model: LowBitModel, engine: Any, folder: Path, clock: _Clock) -> int:
-    """What there is without QaRL: the checkpoint is saved, and vLLM reloads it, here in this
-    process; its bytes.
+    """Save the checkpoint, reload it from disk in this process, and return its bytes.
+
+    This is how weights are updated without QaRL.
     """
     saved = folder / "saved"
     with clock.of("bf16: write"):
@@ -240,8 +246,9 @@ def _copy_once(model: LowBitModel, clock: _Clock) -> None:
 
 @torch.no_grad()
 def _step(model: LowBitModel, lr: float, generator: torch.Generator) -> None:
-    """Masters in bfloat16, moved as by AdamW and rounded stochastically, and a version made of
-    them.
+    """Move the bfloat16 masters as AdamW would, and make a version of them.
+
+    The moved values are rounded stochastically.
     """
     for master in model.masters.values():
         for part in master.view(-1).split(1 << 22):

@@ -1,10 +1,10 @@
-"""`python -m benchmarks delta`: what a step changes of codes and scales, and how many bytes a delta
-of it has.
+"""`python -m benchmarks delta`: codes and scales that a step changes, and bytes of its delta.
 
-No model runs. One decoder layer's matrices, two of its experts and 4,096 rows of the embedding (and
-of an output head of its own) get random normal weights of spread 0.02 and gradients of random
-tokens, are stepped as a run steps them, and materialized before and after. Sizes are added up over
-the whole model, each kind as often as it is there.
+No model runs. The benchmark takes one decoder layer's matrices, two of its experts and 4,096 rows
+of the embedding (and of the output head if it is untied). They get random normal weights with
+standard deviation 0.02 and gradients of random tokens, are stepped as a run steps them, and are
+materialized before and after. Sizes are added up over the whole model, each kind of matrix as often
+as the model has it.
 """
 
 import dataclasses
@@ -31,7 +31,9 @@ SHAPES: dict[str, Callable[[], PretrainedConfig]] = {
     "1b-moe": lambda: moe_config(1e9),
 }
 STEPS = 8
-"""AdamW's first step moves every weight by the learning rate; later ones move less, where gradients
+"""Number of steps.
+
+AdamW's first step moves every weight by the learning rate; later ones move less if gradients
 differ.
 """
 
@@ -44,11 +46,7 @@ _DTYPE = torch.bfloat16
 
 @dataclass(frozen=True)
 class Change:
-    """What one step changes. step: from 1. codes, scales: the shares that change; None where there
-    are none. full_bytes, delta_bytes: of the whole model's version, and of its delta;
-    quantized_full_bytes, quantized_delta_bytes: of these, the quantized matrices', without
-    embedding and output head.
-    """
+    """Change of a model's low-bit version by one step."""
 
     shape: str
     scheme: str
@@ -56,34 +54,44 @@ class Change:
     optimizer: str
     lr: float
     step: int
+    """Number of the step, from 1."""
     codes: float | None
+    """Fraction of codes that change; None if the scheme has no codes."""
     scales: float | None
+    """Fraction of scales that change; None if the scheme has no scales."""
     full_bytes: int
+    """Bytes of the whole model's version."""
     delta_bytes: int
+    """Bytes of the whole model's delta."""
     quantized_full_bytes: int
+    """Bytes of the version's quantized matrices, without embedding and output head."""
     quantized_delta_bytes: int
+    """Bytes of the delta's quantized matrices, without embedding and output head."""
 
     @property
     def share(self) -> float:
-        """The delta's, of the full version's bytes."""
+        """Bytes of the delta divided by those of the full version."""
         return self.delta_bytes / self.full_bytes
 
     @property
     def quantized_share(self) -> float:
-        """The same of the quantized matrices alone."""
+        """Bytes of the delta divided by those of the full version, for quantized matrices alone."""
         return self.quantized_delta_bytes / self.quantized_full_bytes
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A matrix [rows, columns] that stands for `count` of the model's. quantized: else published in
-    the compute dtype, and stepped by AdamW.
-    """
+    """Matrix [rows, columns] that represents several equal ones of the model."""
 
     rows: int
     columns: int
     count: float
+    """Number of the model's matrices that this one represents."""
     quantized: bool = True
+    """Whether it is quantized.
+
+    If not, it is published in the compute dtype and stepped by AdamW.
+    """
 
 
 def measure(
@@ -92,9 +100,10 @@ def measure(
     optimizers: Sequence[str],
     rates: Sequence[float],
 ) -> list[Change]:
-    """Every combination, of the first step and of the last of `STEPS`, with scales of every
-    version's extremes and, where codes are integers, with kept ones. Raises before anything is
-    measured.
+    """Return the first and the last of `STEPS` steps for every combination of the arguments.
+
+    Scales are taken from every version's extremes and, if codes are integers, measured once more
+    with the previous scales kept. Invalid values raise before anything is measured.
     """
     found = [get_scheme(name) for name in schemes]
     configs = [
@@ -126,8 +135,9 @@ def measure(
 
 
 def kinds(config: PretrainedConfig) -> list[Kind]:
-    """The matrices of a Qwen3, or a Qwen3-MoE; norms and routers, thousandths of it, are left
-    out.
+    """Return the matrices of a Qwen3 or a Qwen3-MoE.
+
+    Norms and routers are left out, because they are only thousandths of the model.
     """
     hidden = config.hidden_size
     layers = config.num_hidden_layers
@@ -157,7 +167,7 @@ def kinds(config: PretrainedConfig) -> list[Kind]:
 
 
 class _Total:
-    """Sums over kinds of matrices, each as often as it is in the model."""
+    """Sums over kinds of matrices, each counted as often as the model has it."""
 
     def __init__(self) -> None:
         self.codes = self.changed = self.scales = self.moved = 0.0
@@ -172,7 +182,10 @@ class _Total:
         scheme: str,
         kept: bool,
     ) -> None:
-        """One kind: masters before and after a step. kept: with the scales of before."""
+        """Add one kind, given its masters before and after a step.
+
+        kept: quantize the later master with the earlier one's scales.
+        """
         old = materialize(before, get_scheme(scheme), _DTYPE)
         new = materialize(
             after,
@@ -194,7 +207,7 @@ class _Total:
     def change(
         self, shape: str, scheme: str, rule: str, config: OptimizerConfig, step: int
     ) -> Change:
-        """The sums, under what they are of."""
+        """Return the sums as a `Change` of this combination."""
         return Change(
             shape=shape,
             scheme=scheme,
@@ -212,7 +225,7 @@ class _Total:
 
 
 def _stream(weight: LowBitWeight) -> Iterator[LowBitTensor]:
-    """Under a name as long as most."""
+    """Yield the weight's tensors under a name of typical length."""
     return (
         LowBitTensor(f"model.layers.10.mlp.gate_proj.{suffix}", tensor)
         for suffix, tensor in weight.tensors()
@@ -222,9 +235,10 @@ def _stream(weight: LowBitWeight) -> Iterator[LowBitTensor]:
 def _stepped(
     kind: Kind, config: OptimizerConfig, seed: int
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """(step, master before, master after) of the first and the last of `STEPS`, fp32. A gradient is
-    a sum over tokens of outer products, some tokens weighing many times others, as advantages have
-    it.
+    """Yield (step, master before, master after) for the first and the last of `STEPS`, fp32.
+
+    A gradient is a sum of outer products over tokens. Some tokens weigh many times more than
+    others, as they do under advantages.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -249,7 +263,7 @@ def _stepped(
 
 
 def table(changes: Sequence[Change]) -> PlainTable:
-    """A row a combination; shares in percent."""
+    """Return a table with one row for each combination; shares are in percent."""
     figures = ("lr", "step", "codes", "scales", "delta", "of full", "of the quantized")
     shown = PlainTable(
         "shape",
@@ -285,7 +299,7 @@ def _percent(share: float | None) -> str:
 
 
 def as_data(changes: Sequence[Change]) -> list[dict]:
-    """JSON-ready."""
+    """Return the changes as JSON-ready dictionaries."""
     return [
         dataclasses.asdict(row) | {"share": row.share, "quantized_share": row.quantized_share}
         for row in changes

@@ -1,8 +1,8 @@
-"""`python -m benchmarks.exactness`: what it costs on a CPU that a token's bits depend on its own
-past alone.
+"""`python -m benchmarks.exactness`: CPU cost of bits that depend only on a token's own past.
 
-Attention in short requests against whole sequences, and one row beside one of zeros against the row
-by itself. Single layers of random values; of each the quickest of several repeats, taken in turn.
+Two costs are measured: attention in short requests against whole sequences, and a row next to a row
+of zeros against the row alone. Layers are single and hold random values. The fastest of several
+interleaved repeats counts.
 """
 
 import argparse
@@ -23,14 +23,14 @@ ATTENTION = (
     (32, 8, 128, "bfloat16", 2000),
     (32, 8, 128, "float32", 2000),
 )
-"""Heads, heads of keys, head size, dtype and tokens."""
+"""Query heads, key-value heads, head size, dtype and number of tokens."""
 PRODUCTS = ((576, 960), (576, 3072), (1536, 576), (576, 49152), (2048, 8192))
 """Input columns and output rows."""
 REPEATS = 5
 
 
 def quickest(calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-    """Return each call's least milliseconds over `REPEATS` rounds."""
+    """Return each call's shortest time in milliseconds over `REPEATS` rounds."""
     best = dict.fromkeys(calls, float("inf"))
     for _ in range(REPEATS):
         for name, call in calls.items():
@@ -41,8 +41,9 @@ def quickest(calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
 
 
 def attention_rows() -> list[dict[str, float | str]]:
-    """Return a row for each of `ATTENTION`: milliseconds of whole sequences, and of short requests
-    over that.
+    """Return a row for each of `ATTENTION`.
+
+    A row has the milliseconds of whole sequences, and the time of short requests divided by that.
     """
     from qarl.quant.kernels import cpu_attention as attention
     from qarl.quant.kernels.base import Scoring
@@ -73,8 +74,10 @@ def attention_rows() -> list[dict[str, float | str]]:
 
 
 def product_rows() -> list[dict[str, float | str]]:
-    """Return a row for each of `PRODUCTS`: milliseconds of one row by itself, and beside one of
-    zeros over that.
+    """Return a row for each of `PRODUCTS`.
+
+    A row has the milliseconds of one row alone, and the time of a row next to zeros divided by
+    that.
     """
     from vllm import _custom_ops as ops
 
@@ -104,7 +107,7 @@ def product_rows() -> list[dict[str, float | str]]:
 
 
 def main() -> None:
-    """Print both tables, and write them as JSON if asked."""
+    """Print both tables, and write them as JSON if `--json` is set."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.exactness", description=__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()

@@ -1,11 +1,10 @@
-"""What a publish costs by the number of a mixture's tensors: each expert's goes through vLLM's
-loader by itself.
+"""Cost of a publish by the number of a mixture's tensors.
 
 python -m benchmarks.expert_loads
 
-Layers are as small as can be, so that copies and kernels take next to nothing and what is left is
-vLLM's and ours in Python. A line for each number of experts: tensors, the fastest of the rounds in
-seconds, and microseconds a tensor.
+vLLM's loader takes each expert's tensors one by one. Layers are as small as possible, so that
+copies and kernels take almost no time and the rest is Python code of vLLM and QaRL. One line is
+printed for each number of experts: tensors, seconds of the fastest round, microseconds a tensor.
 """
 
 import argparse
@@ -34,8 +33,9 @@ _ROUNDS = 5
 
 
 def seconds_of_publish(folder: Path, scheme: str, experts: int) -> tuple[int, float]:
-    """Tensors of a version, and the fastest publish of it into a running engine. folder: to work
-    in.
+    """Return a version's number of tensors, and the seconds of its fastest publish.
+
+    The version goes into a running engine. folder: working folder.
     """
     sizes = {**SIZES, "num_hidden_layers": _LAYERS, "moe_intermediate_size": 128}
     masters = folder / "masters"

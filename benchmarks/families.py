@@ -1,14 +1,15 @@
-"""Tiny random models of many families: does the learner agree with the sampler to the last bit, and
-is its gradient right?
+"""Agreement of learner and sampler on tiny random models of many families.
 
 python -m benchmarks.families [NAME …] [--schemes w4a16,w8a8] [--dtype bfloat16] [--json FILE]
 
 For each family and scheme vLLM starts on the exported codes, is audited, takes another version of
-them, and samples. Three things are measured: the share of sampled tokens whose log-prob the learner
-has to the last bit; over all masters' gradients of a policy-gradient loss the cosine with, and the
-error relative to, transformers' in float32 on the weights that the codes stand for (which has no
-low-bit activations: with those it bounds the error from above); and whether every master is
-reached.
+them, and samples. Three things are measured:
+
+- the fraction of sampled tokens whose log-prob the learner reproduces to the last bit;
+- over all masters' gradients of a policy-gradient loss, the cosine with and the relative error to
+  transformers' gradients in float32 on the dequantized weights. That reference has no low-bit
+  activations, so for schemes that have them the error is an upper bound;
+- whether every master gets a gradient.
 """
 
 import argparse
@@ -320,14 +321,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("Lfm2Config", {}),
     "falcon-h1": ("FalconH1Config", {}),
 }
-"""Name → transformers' configuration class, and what differs from `SIZES` and `_TOKENS`."""
+"""Name → transformers' configuration class, and the differences from `SIZES` and `_TOKENS`."""
 
 _PEAK = 3.0
-"""Spread of an untrained model's logits: flat distributions hide what mismatch does to peaks."""
+"""Standard deviation of an untrained model's logits.
+
+Flat distributions would hide the effect of mismatch on peaks.
+"""
 
 
 def write_model(name: str, folder: Path, seed: int = 0) -> None:
-    """A random model of the family, every parameter drawn, and a tokenizer that is not its own."""
+    """Write a random model of the family, with every parameter drawn, and a generic tokenizer."""
     kind, changes = FAMILIES[name]
     untrained = dataclasses.replace(
         RECIPES["tiny-qwen3"], warm_start_steps=0, tie_word_embeddings=False, seed=0
@@ -359,7 +363,7 @@ def write_model(name: str, folder: Path, seed: int = 0) -> None:
 
 
 def measure(name: str, scheme: str, dtype: str, samples: int, tokens: int) -> dict[str, Any]:
-    """One row."""
+    """Measure one family in one scheme and return its row."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write_model(name, folder)
@@ -404,7 +408,7 @@ def measure(name: str, scheme: str, dtype: str, samples: int, tokens: int) -> di
 
 
 def _publish_another(model: LowBitModel, engine: Any, sequences: list[list[int]]) -> None:
-    """Audit, move all masters a little, and publish."""
+    """Audit the engine, move all masters a little, and publish them."""
     require_agreement(audit(model.layers(), engine.layers(), same_kernels=True))
     with torch.no_grad():
         for master in (master for master in model.masters.values() if master.requires_grad):
@@ -434,8 +438,9 @@ def _gradients(model: LowBitModel, batch: Batch) -> dict[str, torch.Tensor]:
 def _reference(
     model: LowBitModel, reference: Any, batch: Batch
 ) -> tuple[dict[str, torch.Tensor], float]:
-    """Gradients by transformers in float32, on what the codes stand for, and its mean |Δ log p| to
-    the sampler.
+    """Return transformers' float32 gradients on the dequantized weights.
+
+    The second value is the mean |Δ log p| between this reference and the sampler.
     """
     values = {id(layer.master): layer.weight_used() for layer in model.linears.values()}
     for experts in model.experts.values():

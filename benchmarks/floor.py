@@ -1,9 +1,8 @@
-"""`python -m benchmarks.floor`: how far right and faulty learners are from the engine, beside the
-floor of the bounds.
+"""`python -m benchmarks.floor`: distance of right and faulty learners from the engine.
 
-One engine samples from the right codes. The aligned learner and one with transformers' operators,
-both right, and learners with one planted fault each score a few fixed sequences (the canary's) and
-the sampled batch (the gate's).
+The distances are printed beside the floor of the bounds. One engine samples from the right codes.
+Two right learners (the aligned one and one with transformers' operators) and several with one
+planted fault each score a few fixed sequences (the canary's) and the sampled batch (the gate's).
 """
 
 import argparse
@@ -37,28 +36,32 @@ from qarl.tasks import load_task
 RIGHT = LEARNERS["fake-quant"]
 ROUNDINGS = LEARNERS["aligned"]
 STEP = 2e-5
-"""By which a stale version's masters are moved, up or down, as by one step of AdamW at that
-rate.
+"""Amount by which a stale version's masters are moved, up or down.
+
+It is the size of one AdamW step at this learning rate.
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One learner. canary, gate: mean |Δ log p| of fixed sequences, and mean |log w| of a batch,
-    nats.
-    """
+    """Distances of one learner from the engine."""
 
     learner: str
     canary: float
+    """Mean |Δ log p| of the fixed sequences, in nats."""
     canary_over_floor: float
     gate: float
+    """Mean |log w| of the sampled batch, in nats."""
     gate_over_floor: float
 
 
 def faulty(
     masters: PreTrainedModel, config: RunConfig, kind: LearnerKind
 ) -> Iterator[tuple[str, LowBitModel]]:
-    """Yield a name and a learner of each planted fault. kind: how they multiply otherwise."""
+    """Yield a name and a learner for each planted fault.
+
+    kind: operators that the learners use apart from the fault.
+    """
     names = [name for name, _ in masters.named_modules()]
     values = [name for name in names if name.endswith("v_proj")][1]
     down = [name for name in names if name.endswith("down_proj")]
@@ -159,7 +162,7 @@ def _rows(
 
 
 def main() -> None:
-    """Print a table for each scheme, and write all as JSON if asked."""
+    """Print a table for each scheme, and write all of them as JSON if `--json` is set."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.floor", description=__doc__)
     parser.add_argument("--config", help="configuration to take task and limits from")
     parser.add_argument("--model", default="smollm2-135m", help="folder, hub id or embedded name")

@@ -1,11 +1,10 @@
-"""What writing a version of w8a8 takes on a CPU, by part: codes, sums of columns, and oneDNN's own
-layout.
+"""CPU time of writing a w8a8 version, by part: codes, column sums, and oneDNN's own layout.
 
 OMP_NUM_THREADS=1 python -m benchmarks.int8_packing
 
-Nanoseconds of CPU time a weight, the fastest of the rounds, of the four matrices that a layer of
-the model of 149 million parameters multiplies (`benchmarks/models.py`); beside them the layout of
-unquantized bfloat16.
+The figures are nanoseconds of CPU time per weight, from the fastest round, for the four matrices of
+a layer of the model of 149 million parameters (`benchmarks/models.py`). The layout of unquantized
+bfloat16 is measured as well.
 """
 
 import time
@@ -19,14 +18,14 @@ from qarl.quant.materialize import materialize
 from qarl.quant.schemes import get_scheme
 
 _SHAPES = ((1536, 768), (768, 768), (4608, 768), (768, 2304))
-"""Output rows and input columns of q, k and v, of o, of gate and up, of down."""
+"""Output rows and input columns of q, k and v, of o, of gate and up, and of down."""
 _ROUNDS = 7
 _CACHED = 32
-"""Primitives that vLLM lets oneDNN keep of a weight, as its own layers ask for."""
+"""Number of primitives per weight that vLLM's own layers let oneDNN cache."""
 
 
 def nanoseconds(part: Callable[[], object], weights: int) -> float:
-    """Of CPU time a weight, the fastest of the rounds."""
+    """Return nanoseconds of CPU time per weight, from the fastest round."""
     seconds = []
     for _ in range(_ROUNDS):
         begun = time.process_time()
@@ -36,7 +35,7 @@ def nanoseconds(part: Callable[[], object], weights: int) -> float:
 
 
 def main() -> None:
-    """Measure and print, a row a shape."""
+    """Measure and print one row for each shape."""
     scheme = get_scheme("w8a8")
     dtype = torch.bfloat16
     Console().print(

@@ -1,11 +1,9 @@
-"""The policies of 30 million parameters of docs/lab/map.md: answers of 200 tokens, by a BPE
-tokenizer of ordinary text.
+"""Policies of 30 million parameters for docs/lab/map.md, with answers of 200 tokens.
 
-python -m benchmarks.larger_policy FOLDER [OUTLIERS …]     # 50 minutes of a core with bfloat16
-units
+python -m benchmarks.larger_policy FOLDER [OUTLIERS …]     # 50 core minutes with bfloat16 units
 
-Writes FOLDER/outliers-F for each factor F, all of one warm start: they are one function, with
-weights of other widths.
+Writes FOLDER/outliers-F for each factor F. All of them come from one warm start and compute the
+same function, but their weights have different ranges. The tokenizer is a BPE of ordinary text.
 """
 
 import copy
@@ -28,9 +26,10 @@ from qarl.embedded.tokenizer import train_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 PHASES = ((6, 64, 90), (12, 32, 40), (24, 24, 60), (24, 24, 90))
-"""Of the warm start: terms of a question, rows and steps. Of the longest alone it had learned the
-form after 80 steps and nothing else; after the third phase it was at 0.139 nats a token, after the
-last at 0.002.
+"""Phases of the warm start: terms of a question, rows, and steps.
+
+Trained on the longest questions alone, the policy had learned the form after 80 steps and nothing
+else. With these phases it was at 0.139 nats a token after the third, and at 0.002 after the last.
 """
 RECIPE: TinyRecipe = dataclasses.replace(
     RECIPES["tiny-qwen3-long"],
@@ -47,11 +46,11 @@ QWEN_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""Where Qwen2's and Qwen3's tokenizers cut text before they merge bytes."""
+"""Pattern by which Qwen2's and Qwen3's tokenizers split text before they merge bytes."""
 
 
 def text_tokenizer(recipe: TinyRecipe) -> PreTrainedTokenizerFast:
-    """Byte-level BPE as Qwen3's, trained on the project's pages and code."""
+    """Train a byte-level BPE like Qwen3's on the project's pages and code."""
     files = sorted(
         [
             *ROOT.glob("docs/**/*.md"),
@@ -65,7 +64,7 @@ def text_tokenizer(recipe: TinyRecipe) -> PreTrainedTokenizerFast:
 
 
 def build(folder: Path, factors: list[float]) -> None:
-    """Write a model folder for each factor of outliers; the warm start multiplies in bfloat16."""
+    """Write a model folder for each outlier factor; the warm start multiplies in bfloat16."""
     torch.manual_seed(RECIPE.seed)
     tokenizer = text_tokenizer(RECIPE)
     model = initial_model(RECIPE, tokenizer)

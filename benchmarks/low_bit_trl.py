@@ -1,12 +1,11 @@
-"""TRL's GRPOTrainer on an exact low-bit policy, beside TRL by itself and `qarl train`: seconds a
-step and accuracy.
+"""TRL's GRPOTrainer on an exact low-bit policy, TRL alone, and `qarl train`.
 
-python -m benchmarks.low_bit_trl [--steps 100] [--seeds 1] [--json FILE]     (with TRL: pip install
-'trl>=1.16,<1.17')
+python -m benchmarks.low_bit_trl [--steps 100] [--seeds 1] [--json FILE]
 
-The embedded default's policy, task and sizes, TBPO by TRL's options (docs/guide/trl.md), AdamW.
-Each learner has a process of its own, one after the other. A step's seconds are the median of those
-after the third, of the first seed; accuracy is the seeds' mean.
+TRL is needed: pip install 'trl>=1.16,<1.17'. Seconds per step and accuracy are compared on the
+embedded default's policy, task and sizes, with TBPO by TRL's options (docs/guide/trl.md) and AdamW.
+Each learner runs in a process of its own, one after the other. A step's seconds are the median of
+the first seed's steps after the third; accuracy is the mean over the seeds.
 """
 
 import argparse
@@ -36,7 +35,7 @@ _HELD_OUT = 512
 
 
 def trained_by_qarl(steps: int, seed: int) -> dict[str, Any]:
-    """`qarl train` with AdamW at TRL's rate."""
+    """Run `qarl train` with AdamW at TRL's rate and return its figures."""
     adamw = {"name": "adamw", "lr": _LR, "weight_decay": 0.0, "decay_steps": 0}
     options = {f"learner.optimizer.{key}": value for key, value in adamw.items()}
     with tempfile.TemporaryDirectory() as folder:
@@ -62,7 +61,10 @@ def trained_by_qarl(steps: int, seed: int) -> dict[str, Any]:
 
 
 def trained_by_trl(low_bit: bool, steps: int, seed: int) -> dict[str, Any]:
-    """TRL's trainer, on an exact low-bit policy or on its own float32 one, its quickest on CPUs."""
+    """Run TRL's trainer on an exact low-bit policy, or on its own float32 policy.
+
+    float32 is TRL's quickest dtype on CPUs.
+    """
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]

@@ -1,4 +1,4 @@
-"""Draw docs/lab/map.svg: deployed accuracy over nats an answer, from the table of docs/lab/map.md.
+"""Draw docs/lab/map.svg: deployed accuracy over nats per answer, from the table of docs/lab/map.md.
 
 python -m benchmarks.map_figure
 """
@@ -16,11 +16,11 @@ _LINES = {
     "the same, by GPTQ afterwards": 5,
     "QaRL, GRPO": 6,
 }
-"""What is drawn, and its column; nats are in column 3."""
+"""Label of each line and its column in the table; nats are in column 3."""
 
 
 def rows(page: str) -> list[list[str]]:
-    """The cells of the table whose fourth column is nats, by line; the order of nats."""
+    """Return the cells of the table whose fourth column is nats, line by line in order of nats."""
     tables = [
         [cell.strip() for cell in line.strip("|").split("|")]
         for line in page.splitlines()

@@ -1,5 +1,4 @@
-"""The policies of docs/lab/map.md: running totals with answers of other lengths, and weights with
-other outliers.
+"""Policies of docs/lab/map.md: running totals with other answer lengths and other weight outliers.
 
 python -m benchmarks.map_policies FOLDER     # about twenty minutes of a core; prints each policy's
 folder
@@ -23,8 +22,10 @@ POLICIES = {
         _LONG, hidden_size=256, intermediate_size=512, num_hidden_layers=4, head_dim=64
     ),
 }
-"""By name. `tiny-qwen3-long` itself has outliers of 4 and 16 terms, some 110 tokens; 5 are some 27,
-40 some 290. `width-256` has 2.5 million parameters for 0.36.
+"""Recipes by name.
+
+`tiny-qwen3-long` itself has outliers of 4 and 16 terms, some 110 tokens. 5 terms are some 27
+tokens, 40 terms some 290. `width-256` has 2.5 million parameters instead of 0.36.
 """
 
 

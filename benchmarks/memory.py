@@ -1,10 +1,9 @@
-"""`python -m benchmarks memory`: the plan's sum against the peak of a real run, per model and
-scheme.
+"""`python -m benchmarks memory`: predicted memory against the peak of a real run.
 
-Each cell is a `qarl train` of its own, of one step with two updates, on a random model: after the
-second update's backward all that the plan counts is there. The peak is the kernel's, of the
-process's resident memory. Random policies never end an answer, so sequences are as long as the plan
-takes them to be.
+Each cell, a model in a scheme, is a separate `qarl train` of one step with two updates on a random
+model. After the second update's backward everything that the plan counts is allocated. The peak is
+the kernel's figure for the process's resident memory. Random policies never end an answer, so
+sequences are as long as the plan assumes.
 """
 
 import dataclasses
@@ -74,20 +73,21 @@ _SETTINGS = {
 
 @dataclass(frozen=True)
 class Row:
-    """planned, measured: bytes, the process's peak. parts: the plan's, bytes. fields: of the
-    configuration, that were set besides the benchmark's own.
-    """
+    """Predicted and measured memory of one cell."""
 
     model: str
     scheme: str
     planned: int
+    """Predicted peak of the process, in bytes."""
     measured: int
+    """Measured peak of the process, in bytes."""
     parts: dict[str, int]
+    """Bytes of each part of the prediction."""
     fields: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def off(self) -> float:
-        """The plan over the peak, less one."""
+        """Relative error of the prediction: planned / measured - 1."""
         return self.planned / self.measured - 1
 
 
@@ -97,9 +97,11 @@ def measure(
     say: Callable[[str], None],
     fields: dict[str, str] | None = None,
 ) -> list[Row]:
-    """Rows by model. say: gets a line before each run. fields: of the configuration, by dotted
-    path. Raises `ConfigError` and `SchemeError` for what cannot be measured, before anything is;
-    `WorkerError` where a run fails.
+    """Return rows by model.
+
+    say: called with a line of progress before each run. fields: settings of the configuration, by
+    dotted path. Raises `ConfigError` and `SchemeError` for options that cannot be measured, before
+    anything is measured; `WorkerError` if a run fails.
     """
     for scheme in schemes:
         require_support(get_scheme(scheme), COMPUTE_DTYPES["bfloat16"])
@@ -140,7 +142,7 @@ def _measure_model(
 
 
 def planned(model: str, scheme: str, options: dict[str, str]) -> Memory:
-    """What the plan says of a cell. options: of its run, by dotted path."""
+    """Return the plan's prediction for a cell. options: settings of its run, by dotted path."""
     config = load_config(config_file("tiny-qwen3"), {**settings(scheme), **options})
     ample = Machine("CPUs", "cpu", 1, 2**50)
     # of which a Qwen3 is the case without experts
@@ -149,12 +151,12 @@ def planned(model: str, scheme: str, options: dict[str, str]) -> Memory:
 
 
 def settings(scheme: str) -> dict[str, str]:
-    """Fields of a cell's run, by dotted path, but for what lies in a folder."""
+    """Return the settings of a cell's run by dotted path, except those that name a folder."""
     return {**_SETTINGS, "scheme": scheme}
 
 
 def _peak(overrides: dict[str, str]) -> int:
-    """Bytes resident at most in a `qarl train` of its own."""
+    """Run a separate `qarl train` and return its peak of resident bytes."""
     command = [sys.executable, "-m", "qarl", "train", "--config", "tiny-qwen3"]
     command += [word for path, text in overrides.items() for word in (f"--{path}", text)]
     # else glibc keeps much of what is freed
@@ -175,7 +177,7 @@ def _peak(overrides: dict[str, str]) -> int:
 
 
 def model_config(model: str) -> dict[str, Any]:
-    """Fields of its config.json."""
+    """Return the fields of the model's config.json."""
     if model == "150m":
         return LEARNER_MODELS[model].config
     if model == "1b-moe":
@@ -204,7 +206,7 @@ def model_config(model: str) -> dict[str, Any]:
 
 
 def _write(model: str, folder: Path) -> None:
-    """Random weights in fp32, and a tokenizer of one word a token."""
+    """Write random weights in fp32, and a tokenizer with one word per token."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = model_config(model)
@@ -221,7 +223,7 @@ def _write(model: str, folder: Path) -> None:
 
 
 def table(rows: list[Row]) -> PlainTable:
-    """MiB."""
+    """Return the table to print, in MiB."""
     columns = ("planned", "measured", "off")
     fields = {f"--{path} {value}": None for row in rows for path, value in row.fields.items()}
     shown = PlainTable(
@@ -243,5 +245,5 @@ def table(rows: list[Row]) -> PlainTable:
 
 
 def as_data(rows: list[Row]) -> list[dict[str, Any]]:
-    """JSON-ready."""
+    """Return the rows as JSON-ready dictionaries."""
     return [{**dataclasses.asdict(row), "off": row.off} for row in rows]

@@ -1,10 +1,14 @@
-"""`python -m benchmarks mismatch`: how far learner and sampler are apart, per scheme and compute
-dtype.
+"""`python -m benchmarks mismatch`: distance of learner and sampler, per scheme and compute dtype.
 
-One engine a scheme and dtype samples completions; three learners score the same tokens: plain (the
-master cast to the compute dtype), fake-quant (dequantized product) and aligned (the engine's
-kernels on the published codes, the engine's rounding in norms, rotary embedding and attention). The
-floor is an unquantized engine against an unquantized transformers model, same run, same dtype.
+For each scheme and dtype one engine samples completions, and three learners score the same tokens:
+
+- plain: the master cast to the compute dtype;
+- fake-quant: the product with dequantized weights;
+- aligned: the engine's kernels on the published codes, and the engine's rounding in norms, rotary
+  embedding and attention.
+
+The floor is the distance of an unquantized engine from an unquantized transformers model in the
+same run and dtype.
 """
 
 import math
@@ -37,15 +41,14 @@ PROMPT_TOKENS = 16
 
 @dataclass(frozen=True)
 class MismatchRow:
-    """One learner on one scheme's completions. over_floor: mean |Δ log p| over that of the dtype's
-    floor.
-    """
+    """Mismatch of one learner on one scheme's completions."""
 
     dtype: str
     scheme: str
     learner: str
     mismatch: Mismatch
     over_floor: float
+    """Mean |Δ log p| divided by that of the dtype's floor."""
 
 
 def measure(
@@ -56,9 +59,15 @@ def measure(
     tokens: int = 64,
     seed: int = 0,
 ) -> list[MismatchRow]:
-    """All rows, floor rows first within each dtype. model: a folder, hub id or embedded name.
-    schemes: bf16 is always run, as the floor. prompts, tokens: completions, one a prompt, and their
-    length.
+    """Return all rows, the floor's rows first within each dtype.
+
+    Args:
+        model: folder, hub id or embedded name.
+        schemes: schemes to measure; bf16 is always run, because it is the floor.
+        dtypes: compute dtypes.
+        prompts: number of completions, one for each prompt.
+        tokens: length of each completion.
+        seed: seed of the sampling.
     """
     quantized = [get_scheme(scheme).name for scheme in schemes if scheme != "bf16"]
     rows: list[MismatchRow] = []
@@ -85,7 +94,7 @@ def measure(
 
 
 def table(rows: list[MismatchRow]) -> PlainTable:
-    """Rows for a person."""
+    """Return the table to print."""
     figures = (
         "mean |Δ log p|",
         "max |Δ log p|",

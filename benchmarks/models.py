@@ -1,4 +1,4 @@
-"""Random Qwen3 models of two sizes, to measure on where no weights are at hand."""
+"""Random Qwen3 models of two sizes, for measurements that need no real weights."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,14 +10,16 @@ END = 1
 
 @dataclass(frozen=True)
 class BenchModel:
-    """A random Qwen3 and the batch it is measured on. config: fields of `Qwen3Config`. tokens: the
-    median completion's; no completion is longer than eight times as many.
-    """
+    """Random Qwen3 and the batch it is measured on."""
 
     config: dict[str, Any]
+    """Fields of `Qwen3Config`."""
     prompts: int
+    """Number of prompts."""
     samples: int
+    """Completions per prompt."""
     tokens: int
+    """Median tokens of a completion; no completion is longer than eight times this."""
 
 
 def qwen3(
@@ -28,7 +30,7 @@ def qwen3(
     heads: int,
     head_dim: int,
 ) -> dict[str, Any]:
-    """Fields of `Qwen3Config`, half as many key-value heads as heads."""
+    """Return the fields of `Qwen3Config`, with half as many key-value heads as heads."""
     return {
         "vocab_size": vocabulary,
         "hidden_size": hidden,
@@ -46,15 +48,15 @@ MODELS = {
     "tiny": BenchModel(qwen3(512, 128, 256, 2, 4, 32), prompts=8, samples=8, tokens=48),
     "150m": BenchModel(qwen3(65536, 768, 2816, 12, 12, 64), prompts=4, samples=8, tokens=64),
 }
-"""tiny: the embedded policy's architecture, 0.4 million parameters. 150m: 149 million in 12 layers
-and a tied output head of 65,536 words, 50 of them in the embedding.
+"""Models by name.
+
+`tiny` has the embedded policy's architecture and 0.4 million parameters. `150m` has 149 million in
+12 layers and a tied output head of 65,536 words; 50 million of them are the embedding.
 """
 
 
 def write_model(model: BenchModel, folder: Path, seed: int) -> int:
-    """Random weights in fp32 with a tokenizer of one word a token, in `folder`; returns the
-    parameters.
-    """
+    """Write random fp32 weights and a tokenizer with one word per token; return the parameters."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -72,7 +74,7 @@ def write_model(model: BenchModel, folder: Path, seed: int) -> int:
 
 
 def write_tokenizer(vocabulary: int, folder: Path) -> None:
-    """A tokenizer of one word a token, in `folder`."""
+    """Write a tokenizer with one word per token to `folder`."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""Peak resident memory of this process while something runs."""
+"""Peak resident memory of this process inside a `with` block."""
 
 import threading
 from types import TracebackType
@@ -9,11 +9,11 @@ _EVERY_SECONDS = 0.002
 
 
 class PeakMemory:
-    """`with PeakMemory() as peak: …`, then `peak.bytes`: the largest resident set above that at
-    entry, in bytes.
+    """Context manager that measures the largest resident set above that at entry, in bytes.
 
-    A thread reads the kernel's count of resident pages every 2 ms, so allocations of any library
-    count; what lives shorter than that, or is never touched, may be missed.
+    Use it as `with PeakMemory() as peak: …`, then read `peak.bytes`. A thread reads the kernel's
+    count of resident pages every 2 ms, so allocations of any library count. Memory that lives for
+    less time, or is never touched, may be missed.
     """
 
     def __init__(self) -> None:

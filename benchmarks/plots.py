@@ -1,8 +1,8 @@
-"""Benchmarks' figures as pictures: lines with bands, each picture as SVG and as PNG.
+"""Figures of benchmarks: lines with bands, each figure written as SVG and as PNG.
 
-A label has one colour in all panels of a picture: eight that colour-blind readers tell apart (Okabe
-and Ito's, the yellow darkened), the next eight dashed. The SVG is a function of what is drawn: no
-dates, no random names.
+A label has one colour in all panels of a figure. The first eight labels get colours that
+colour-blind readers can tell apart (Okabe and Ito's, with the yellow darkened); the next eight are
+dashed. The SVG depends only on the data: it has no dates and no random names.
 """
 
 from collections.abc import Sequence
@@ -43,34 +43,39 @@ _STYLE: Any = {
 
 @dataclass(frozen=True)
 class Line:
-    """One curve: y over x, of one length. low, high: edges of the band around it, both or neither.
-    NaN is a gap.
-    """
+    """Curve of y over x, both of the same length; NaN is a gap."""
 
     label: str
     x: Sequence[float]
     y: Sequence[float]
     low: Sequence[float] | None = None
+    """Lower edge of the band around the curve; set together with `high` or not at all."""
     high: Sequence[float] | None = None
+    """Upper edge of the band."""
 
 
 @dataclass(frozen=True)
 class LinePanel:
-    """reference: a dashed horizontal line, such as 1.0 where ratios are drawn. logarithmic_x: the
-    axis then has a tick at each of its values where they are few (batch sizes).
-    """
+    """One panel of a figure."""
 
     title: str
     x_label: str
     y_label: str
     lines: Sequence[Line]
     reference: float | None = None
+    """Height of a dashed horizontal line, such as 1.0 for ratios."""
     logarithmic_x: bool = False
+    """Whether the x axis is logarithmic.
+
+    If it has few values, such as batch sizes, each of them gets a tick.
+    """
 
 
 def plot_stem(option: str, file: str) -> Path:
-    """`NAME`, `NAME.svg` or `NAME.png`, as a person gave it to `option` → the path without that
-    suffix. Raises `ConfigError` where neither file could be written; before the work, not after it.
+    """Return the path without its suffix for `NAME`, `NAME.svg` or `NAME.png`.
+
+    The name was passed to `option`. Raises `ConfigError` if either file cannot be written; call it
+    before the work, so that the error does not come after it.
     """
     path = Path(file)
     if path.suffix in SUFFIXES:
@@ -87,10 +92,10 @@ def plot_stem(option: str, file: str) -> Path:
 
 
 def draw(panels: Sequence[LinePanel], stem: Path, title: str = "", columns: int = 2) -> list[Path]:
-    """Write `stem`.svg and `stem`.png (150 dots an inch), the panels row by row; returns both
-    paths.
+    """Write `stem`.svg and `stem`.png (150 dots an inch), panels row by row; return both paths.
 
-    Raises `ValueError` where lengths of what belongs together differ, or there is nothing to draw.
+    Raises `ValueError` if lengths of sequences that belong together differ, or if there is nothing
+    to draw.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -124,8 +129,10 @@ def _draw_panels(
     columns: int,
     looks: dict[str, "_Look"],
 ) -> None:
-    """Legends are outside, where they cover nothing: one above all panels where one names every
-    series, else beside the first panel of each set of series.
+    """Draw the panels, with legends outside, where they cover nothing.
+
+    If one legend names every series, it stands above all panels. Otherwise a legend stands next to
+    the first panel of each set of series.
     """
     drawn = []
     for number, panel in enumerate(panels):
@@ -151,10 +158,11 @@ def _draw_panels(
 
 @dataclass(frozen=True)
 class _Look:
-    """Of all that has one label. second: dashed."""
+    """Style of all lines with one label."""
 
     colour: str
     second: bool
+    """Whether the label is one of the second eight, which are dashed."""
 
 
 def _require_lengths(panel: LinePanel) -> None:

@@ -1,8 +1,8 @@
-"""What `python -m benchmarks learner` trains on: a batch of sequences of unequal lengths.
+"""Batch of sequences of unequal lengths that `python -m benchmarks learner` trains on.
 
 A batch is written as JSON and read by every trainer measured, so all of them see the same tokens,
-rewards and sampler log-probs. Imports neither torch nor transformers: TRL's worker reads this file
-too.
+rewards and sampler log-probs. This module imports neither torch nor transformers, because TRL's
+worker reads it too.
 """
 
 import dataclasses
@@ -18,47 +18,59 @@ from benchmarks.models import END, BenchModel
 
 _FIRST_WORD = 2
 _PROMPT_SHARE = 0.5
-"""Prompts are this share of the median completion, give or take a half."""
+"""Mean length of prompts over the median length of completions.
+
+Prompt lengths vary by up to half around that mean.
+"""
 
 _SPREAD = 0.6
-"""Standard deviation of the completions' log length: the longest of 64 is about four times the
-median.
+"""Standard deviation of the completions' log length.
+
+The longest of 64 completions is then about four times the median.
 """
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """One batch, groups of `samples` completions in order of their prompts. completions, logprobs
-    (nats), rewards: one entry a sequence, B = len(prompts) * samples of them.
+    """One batch: prompts, each with a group of `samples` completions, in order of the prompts.
+
+    Number of sequences: B = len(prompts) * samples.
     """
 
     prompts: list[list[int]]
+    """Token ids of each prompt."""
     samples: int
+    """Completions per prompt."""
     completions: list[list[int]]
+    """Token ids of each of the B completions."""
     logprobs: list[list[float]]
+    """The sampler's log-probs of each completion's tokens, in nats; B entries."""
     rewards: list[float]
+    """Reward of each of the B completions."""
 
     @property
     def tokens(self) -> int:
-        """Of all sequences, prompt and completion, without padding."""
+        """Number of tokens of all sequences, prompts and completions, without padding."""
         return sum(len(p) for p in self.prompts) * self.samples + sum(
             len(c) for c in self.completions
         )
 
     def save(self, file: Path) -> None:
-        """Write as JSON."""
+        """Write the batch as JSON."""
         file.write_text(json.dumps(dataclasses.asdict(self)))
 
     @staticmethod
     def load(file: Path) -> "Sequences":
-        """Read what `save` wrote."""
+        """Read a batch that `save` wrote."""
         return Sequences(**json.loads(file.read_text()))
 
 
 def draw_sequences(model: BenchModel, seed: int) -> Sequences:
-    """A function of the model's sizes and the seed. Completion lengths are log-normal and end with
-    the end token; every group has both rewards, so every sequence teaches; sampler log-probs are
-    those of a nearly uniform policy.
+    """Draw a batch; the result depends only on the model's sizes and the seed.
+
+    Completion lengths are log-normal, and each completion ends with the end token. Every group has
+    both rewards, so every sequence contributes a gradient. Sampler log-probs are those of a nearly
+    uniform policy.
     """
     draw = random.Random(f"{seed}")
     vocabulary = model.config["vocab_size"]
@@ -85,7 +97,10 @@ def draw_sequences(model: BenchModel, seed: int) -> Sequences:
 
 
 def digest(sequences: Iterable[Sequence[int]]) -> str:
-    """SHA-256 of the sequences in any order: what a trainer proves it trained on."""
+    """Return the SHA-256 of the sequences, regardless of their order.
+
+    With it a trainer proves which sequences it trained on.
+    """
     found = hashlib.sha256()
     for sequence in sorted(tuple(int(t) for t in s) for s in sequences):
         found.update(repr(sequence).encode())

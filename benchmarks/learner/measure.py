@@ -1,9 +1,8 @@
-"""`python -m benchmarks learner`: a learner step per scheme against the bf16 step, and against
-TRL's training step.
+"""`python -m benchmarks learner`: a learner step per scheme against bf16 and against TRL.
 
-Every trainer runs in a process of its own, one after the other; rounds are interleaved, and all
-ratios are between processes of the same round. Each takes the same batch and proves by a digest
-that it trained on those tokens.
+Every trainer runs in a process of its own, one after the other. Rounds are interleaved, and every
+ratio is between processes of the same round. Each process takes the same batch and proves by a
+digest that it trained on those tokens.
 """
 
 import dataclasses
@@ -26,8 +25,9 @@ from qarl.quant.runtime.compile import compiler_missing
 from qarl.quant.schemes import COMPUTE_DTYPES, get_scheme
 
 VARIANTS = ("checkpointing", "compile")
-"""Options of QaRL's learner that its schemes are measured with besides; a setting is a scheme and
-one of them, or none: `w4a16`, `w4a16 checkpointing`.
+"""Options of QaRL's learner that its schemes can be measured with in addition.
+
+A setting is a scheme with one of them or none: `w4a16`, `w4a16 checkpointing`.
 """
 
 PHASES = ("old", "forward", "backward", "optimizer", "materialize")
@@ -35,55 +35,73 @@ PHASES = ("old", "forward", "backward", "optimizer", "materialize")
 
 @dataclass(frozen=True)
 class Options:
-    """models: names of `MODELS`. schemes: QaRL's; bf16 is measured in any case. trl: TRL's settings
-    to measure, none without `--against trl`. updates: optimizer steps a batch. steps: timed steps a
-    process. rounds: of all processes. tokens: median completion instead of the models' own;
-    micro_batch_tokens: padded tokens a forward. variants: of `VARIANTS`, to measure QaRL's schemes
-    with, too.
-    """
+    """Options of `python -m benchmarks learner`."""
 
     models: tuple[str, ...]
+    """Names of `MODELS`."""
     schemes: tuple[str, ...]
+    """QaRL's schemes; bf16 is always measured."""
     dtype: str
+    """Compute dtype."""
     trl: tuple[str, ...]
+    """TRL's settings to measure; empty without `--against trl`."""
     trl_python: Path
+    """Python interpreter of TRL's environment."""
     updates: int
+    """Optimizer steps per batch."""
     steps: int
+    """Timed steps per process."""
     rounds: int
+    """Number of rounds; each round starts all processes."""
     tokens: int | None
+    """Median tokens of a completion. None: the model's own value."""
     micro_batch_tokens: int
+    """Padded tokens per forward."""
     kernel: str
     seed: int
     variants: tuple[str, ...] = ()
+    """Those of `VARIANTS` that QaRL's schemes are measured with in addition."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One trainer on one model. trainer: qarl or trl. setting: scheme, or TRL's. parameters,
-    tokens: of the model and of the batch. seconds, cpu_seconds: of a step, median over rounds of
-    the medians of their steps; of the clock, and of the process's threads, which other processes
-    disturb less. against_bf16, against_trl: that, as a multiple of the bf16 step's and of the
-    quickest TRL setting's, medians of the rounds' own ratios. phases: median seconds, `rest` among
-    them, empty for TRL. step_bytes, total_bytes: see `StepMemory`. rounds: all seconds.
-    """
+    """Figures of one trainer on one model."""
 
     model: str
     parameters: int
+    """Number of the model's parameters."""
     tokens: int
+    """Tokens of the batch, without padding."""
     trainer: str
+    """`qarl` or `trl`."""
     setting: str
+    """QaRL's scheme and variant, or TRL's setting."""
     seconds: float
+    """Wall-clock seconds of a step: median over the rounds of each round's median."""
     cpu_seconds: float
+    """CPU seconds of a step over all threads, a median like `seconds`.
+
+    Other processes disturb it less than the wall clock.
+    """
     against_bf16: float
+    """`seconds` as a multiple of the bf16 step's; median of the rounds' own ratios."""
     against_trl: float | None
+    """`seconds` as a multiple of TRL's quickest setting; None without TRL.
+
+    It is the median of the rounds' own ratios.
+    """
     phases: dict[str, float]
+    """Median seconds of each phase, including `rest`; empty for TRL."""
     step_bytes: int
+    """See `StepMemory.step`."""
     total_bytes: int
+    """See `StepMemory.total`."""
     rounds: list[list[dict[str, float]]]
+    """Seconds by phase of every step of every round."""
 
     @property
     def tokens_per_second(self) -> float:
-        """Prompt and completion, without padding."""
+        """Tokens of prompts and completions per second, without padding."""
         return self.tokens / self.seconds
 
     @property
@@ -93,8 +111,9 @@ class Row:
 
 
 def check(options: Options) -> None:
-    """Raise `ConfigError`, `SchemeError` or `KernelError` for what could not be measured, before
-    anything is.
+    """Raise `ConfigError`, `SchemeError` or `KernelError` for options that cannot be measured.
+
+    It is called before anything is measured.
     """
     for model in options.models:
         if MODELS[model].prompts % options.updates:
@@ -114,7 +133,10 @@ def check(options: Options) -> None:
 
 
 def measure(options: Options, say: Callable[[str], None]) -> list[Row]:
-    """Rows by model: bf16, the schemes, TRL's settings. say: gets a line before each process."""
+    """Return rows by model: bf16, the schemes, TRL's settings.
+
+    say: called with a line of progress before each process starts.
+    """
     check(options)
     return [row for model in options.models for row in _measure_model(model, options, say)]
 
@@ -159,7 +181,7 @@ def _measure_model(name: str, options: Options, say: Callable[[str], None]) -> I
 
 
 def _write(model: BenchModel, folder: Path, seed: int) -> tuple[int, int, str]:
-    """Model and batch, in `folder`: parameters, tokens, and the digest of the batch."""
+    """Write model and batch to `folder`; return parameters, tokens and the digest of the batch."""
     sequences = draw_sequences(model, seed)
     sequences.save(folder / "batch.json")
     parameters = write_model(model, folder, seed)
@@ -171,7 +193,7 @@ def _write(model: BenchModel, folder: Path, seed: int) -> tuple[int, int, str]:
 
 
 def _job(folder: Path, setting: str, memory: bool, options: Options) -> Job:
-    """memory: one that takes a step's memory and no time."""
+    """Return the job of one process; `memory` selects one that measures memory instead of time."""
     name, _, variant = setting.partition(" ")
     return Job(
         model=str(folder),
@@ -188,7 +210,7 @@ def _job(folder: Path, setting: str, memory: bool, options: Options) -> Job:
 
 
 def _run(trainer: str, job: Job, trl_python: Path, wanted: str) -> Steps:
-    """One process. wanted: the digest of the tokens it has to train on."""
+    """Run one process. wanted: the expected digest of the tokens that it trains on."""
     python, module = (None, "worker") if trainer == "qarl" else (trl_python, "trl_worker")
     what = f"{trainer} {job.setting}"
     # glibc's heap would count what it keeps of freed memory
@@ -238,7 +260,7 @@ def _median(steps: list[dict[str, float]], phase: str) -> float:
 
 
 def _rest(step: dict[str, float]) -> float:
-    """What no phase timed: making the batch, cutting it, metrics."""
+    """Return the seconds that no phase timed: making the batch, splitting it, metrics."""
     return step["total"] - sum(step.get(phase, 0.0) for phase in PHASES)
 
 
@@ -247,7 +269,7 @@ def _ratio(times: list[float], others: list[float]) -> float:
 
 
 def as_data(rows: list[Row]) -> list[dict]:
-    """JSON-ready, every step of every round included."""
+    """Return the rows as JSON-ready dictionaries, with every step of every round."""
     return [
         {
             **dataclasses.asdict(row),

@@ -1,11 +1,11 @@
-"""Peak memory of one learner step, by the kernel's own high-water mark.
+"""Peak memory of one learner step, from the kernel's own high-water mark.
 
-Imports nothing heavy, for TRL's worker reads it too.
+This module imports nothing heavy, because TRL's worker reads it too.
 
-On Linux CPUs the mark is VmHWM of /proc/self/status, set back by writing 5 to
-/proc/self/clear_refs: exact, and free while the step runs. Memory that the allocator kept from
-earlier steps would hide the step's own use, so it is handed back to the system first (malloc_trim).
-On CUDA it is torch's count of allocated bytes.
+On Linux CPUs the mark is VmHWM of /proc/self/status, reset by writing 5 to /proc/self/clear_refs:
+it is exact, and free while the step runs. Memory that the allocator retained from earlier steps
+would hide the step's own use, so it is returned to the system first (malloc_trim). On CUDA the mark
+is torch's count of allocated bytes.
 """
 
 import ctypes
@@ -14,11 +14,12 @@ from pathlib import Path
 
 
 class StepMemory:
-    """`begin()` just before a step, `end()` right after; then `step` and `total`.
+    """Peak memory of a step: call `begin()` just before it and `end()` right after.
 
-    baseline: bytes resident when this object was made, before any model was built. step: highest
-    use above that at `begin()`. total: highest use above the baseline, so masters, optimizer state
-    and low-bit tensors count. Both bytes.
+    Then `step` and `total` are set, both in bytes. The baseline is the memory resident when this
+    object was created, before any model was built. `step` is the peak above the use at `begin()`;
+    `total` is the peak above the baseline, so it includes masters, optimizer state and low-bit
+    tensors.
     """
 
     def __init__(self, cuda: bool) -> None:
@@ -28,7 +29,7 @@ class StepMemory:
         self._baseline = self._now()
 
     def begin(self) -> None:
-        """Hand back what is free, and set the mark to what is left."""
+        """Return free memory to the system, and reset the mark to the memory still in use."""
         self._give_back()
         if self._cuda:
             import torch
@@ -66,7 +67,7 @@ class StepMemory:
 
 
 def _status(field: str) -> int:
-    """A field of /proc/self/status, in bytes."""
+    """Return a field of /proc/self/status, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024

@@ -1,4 +1,4 @@
-"""The rows of `python -m benchmarks learner` for a person, next to what was aimed for."""
+"""Table of `python -m benchmarks learner`, with the targets."""
 
 from rich.text import Text
 
@@ -8,11 +8,14 @@ from qarl.report.tables import PlainTable
 MATERIALIZE_AT_MOST = 0.03
 MEMORY_AT_MOST = 0.40
 SPEED_AT_LEAST = 1.5
-"""Shares of the step; of TRL's smallest step memory; multiples of TRL's highest tokens a second."""
+"""Targets: fraction of the step; fraction of TRL's smallest step memory; multiple of TRL's speed.
+
+Speed is compared with TRL's highest number of tokens per second.
+"""
 
 
 def table(rows: list[Row], dtype: str) -> PlainTable:
-    """A row per model and trainer. Values that miss their target are red."""
+    """Return a table with one row per model and trainer; values that miss their target are red."""
     against = any(row.trainer == "trl" for row in rows)
     caption = (
         f"materialize: target at most {MATERIALIZE_AT_MOST:.0%} of the step; split: percent of the"
@@ -66,9 +69,7 @@ def _cells(row: Row) -> list[str | Text]:
 
 
 def _trl_cells(row: Row, rows: list[Row]) -> tuple[str | Text, str | Text]:
-    """Tokens a second and step memory as multiples of TRL's quickest and of its smallest
-    setting.
-    """
+    """Return tokens per second over TRL's quickest, and step memory over TRL's smallest."""
     trl = [
         other.step_bytes for other in rows if other.trainer == "trl" and other.model == row.model
     ]

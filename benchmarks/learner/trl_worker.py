@@ -1,12 +1,12 @@
-"""TRL's side of `python -m benchmarks learner --against trl`: its training step on QaRL's batch, in
-TRL's environment.
+"""TRL's side of `python -m benchmarks learner --against trl`.
 
-    TRL-PYTHON -m benchmarks.learner.trl_worker '{"model": FOLDER, "batch": FILE, …}'     (see
-    `Job`)
+It runs TRL's training step on QaRL's batch, in TRL's environment:
 
-`GRPOTrainer.train` runs unchanged. Completions enter through its public `rollout_func`; the clock
-starts when that hands them over, and stops at the callback after the batch's last optimizer step.
-In between lies everything TRL does with completions: decoding, rewards and advantages, padding,
+    TRL-PYTHON -m benchmarks.learner.trl_worker '{"model": FOLDER, "batch": FILE, …}'  (see `Job`)
+
+`GRPOTrainer.train` runs unchanged. Completions enter through its public `rollout_func`. The clock
+starts when that returns them, and stops at the callback after the batch's last optimizer step. In
+between lies everything TRL does with completions: decoding, rewards and advantages, padding,
 log-probs before the update, loss, backward, AdamW.
 """
 
@@ -27,14 +27,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "no-checkpointing": {"gradient_checkpointing": False},
     "fp32": {"gradient_checkpointing": False, "bf16": False},
 }
-"""What differs from TRL's defaults (gradient checkpointing, log-probs chunked over the output head,
-fp32 masters under bf16 autocast). fp32 computes in float32, which CPUs without bf16 units do
-faster.
+"""Differences of each setting from TRL's defaults.
+
+The defaults are gradient checkpointing, log-probs chunked over the output head, and fp32 masters
+under bf16 autocast. `fp32` computes in float32, which is faster on CPUs without bf16 units.
 """
 
 
 class Clock:
-    """Seconds, memory and tokens of every batch; the first warms up."""
+    """Clock that records seconds, memory and tokens of every batch; the first batch warms up."""
 
     def __init__(self, job: Job, memory: StepMemory) -> None:
         self._job = job
@@ -44,7 +45,7 @@ class Clock:
         self.seen = []
 
     def begin(self) -> None:
-        """Completions are there."""
+        """Start timing: the completions have arrived."""
         self.batches += 1
         if self._job.memory and self.batches == 1 + self._job.steps + 1:
             self.memory.begin()
@@ -52,7 +53,7 @@ class Clock:
         self._cpu = time.process_time()
 
     def end(self) -> None:
-        """The batch's last update is done."""
+        """Stop timing: the batch's last update is done."""
         self._synchronize()
         seconds = {
             "total": time.perf_counter() - self._start,
@@ -64,7 +65,7 @@ class Clock:
             self.memory.end()
 
     def look(self, inputs: dict[str, Any]) -> None:
-        """Remember the sequences of a micro-batch, while warming up."""
+        """Remember the sequences of a micro-batch during the warm-up."""
         if self.batches == 1:
             parts = (
                 inputs[k]
@@ -92,11 +93,11 @@ class Clock:
 
 
 def rows_a_forward(sequences: Sequences, updates: int, budget: int) -> int:
-    """Sequences a forward: as many as divide an update's and stay within `budget` tokens when
-    padded, at least 1.
+    """Return the number of sequences in a forward.
 
-    TRL pads prompts and completions each to their longest, and takes the same number of sequences
-    every time.
+    It is the largest number that divides an update's sequences and stays within `budget` tokens
+    when padded, but at least 1. TRL pads prompts and completions each to their longest, and takes
+    the same number of sequences every time.
     """
     an_update = len(sequences.completions) // updates
     padded = max(map(len, sequences.prompts)) + max(map(len, sequences.completions))
@@ -108,7 +109,11 @@ def rows_a_forward(sequences: Sequences, updates: int, budget: int) -> int:
 
 
 def arguments(job: Job, sequences: Sequences, output: str, cuda: bool) -> dict[str, Any]:
-    """Of `GRPOConfig`: GRPO with clip 0.2, no KL penalty, AdamW, bound 1 on the gradient's norm."""
+    """Return the arguments of `GRPOConfig`.
+
+    They set GRPO with clip 0.2, no KL penalty, AdamW, and an upper bound of 1 on the gradient's
+    norm.
+    """
     rows = rows_a_forward(sequences, job.updates, job.micro_batch_tokens)
     an_update = len(sequences.completions) // job.updates
     batches = 1 + job.steps + job.memory
@@ -138,7 +143,7 @@ def arguments(job: Job, sequences: Sequences, output: str, cuda: bool) -> dict[s
 
 
 def run(job: Job) -> Steps:
-    """The same steps as `learner.worker.run`."""
+    """Run the same steps as `learner.worker.run`."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback

@@ -1,10 +1,9 @@
-"""QaRL's side of `python -m benchmarks learner`: a process, a model in one scheme, steps on a
-batch.
+"""QaRL's side of `python -m benchmarks learner`: steps of one model in one scheme on a batch.
 
     python -m benchmarks.learner.worker '{"model": FOLDER, "batch": FILE, …}'     (see `Job`)
 
-prints one line of JSON (`Steps`) last. A process of its own, so that one trainer's memory is not
-another's.
+It prints one line of JSON (`Steps`) last. It is a separate process, so that one trainer's memory
+does not count for another.
 """
 
 import json
@@ -21,8 +20,9 @@ from qarl.bench.process import answer_line
 
 
 def run(job: Job) -> Steps:
-    """Warm up with one step, time `job.steps` more, and take the memory of a last one where it is
-    asked for.
+    """Warm up with one step and time `job.steps` more.
+
+    If `job.memory` is set, take one last step and measure its memory.
     """
     if job.variant != "compile":
         # as in a run without learner.compile
@@ -71,8 +71,9 @@ def run(job: Job) -> Steps:
 
 
 def learner_options(job: Job) -> dict:
-    """GRPO with clip 0.2 and the mean over each sequence's tokens, AdamW: what TRL is set to as
-    well.
+    """Return GRPO with clip 0.2 and the mean over each sequence's tokens, and AdamW.
+
+    TRL is configured in the same way.
     """
     return {
         "objective": {"name": "grpo"},
@@ -92,7 +93,7 @@ def learner_options(job: Job) -> dict:
 
 
 def groups_of(sequences: Sequences) -> list:
-    """The batch as the sampler would have handed it over."""
+    """Return the batch in the form in which the sampler hands it over."""
     from qarl.rollout.types import Completion, Group, Prompt
 
     n = sequences.samples

@@ -1,1 +1,1 @@
-"""The benchmarks' options, a module each."""
+"""Options of the benchmarks, one module for each benchmark."""

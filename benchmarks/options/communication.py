@@ -1,4 +1,4 @@
-"""`python -m benchmarks communication`: its options."""
+"""Options of `python -m benchmarks communication`."""
 
 import argparse
 from typing import Any
@@ -11,7 +11,7 @@ from qarl.report.tables import PlainTable
 
 
 def add_options(names: Any) -> argparse.ArgumentParser:
-    """The benchmark's parser."""
+    """Add the benchmark's parser to `names` and return it."""
     parser = names.add_parser(
         "communication",
         help="bytes that learner processes send in a step, by ZeRO stage",
@@ -57,7 +57,7 @@ def _stages(text: str) -> tuple[int, ...]:
 
 
 def measure(known: argparse.Namespace, console: Console) -> tuple[PlainTable, Any]:
-    """What `known` asks for, as a table and JSON-ready."""
+    """Run the benchmark and return its table and JSON-ready data."""
     from benchmarks import communication
 
     rows = communication.measure(

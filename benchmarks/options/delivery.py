@@ -1,4 +1,4 @@
-"""`python -m benchmarks delivery`: its options."""
+"""Options of `python -m benchmarks delivery`."""
 
 import argparse
 from typing import Any
@@ -11,7 +11,7 @@ from qarl.report.tables import PlainTable
 
 
 def add_options(names: Any) -> argparse.ArgumentParser:
-    """The benchmark's parser."""
+    """Add the benchmark's parser to `names` and return it."""
     parser = names.add_parser(
         "delivery",
         help="weight versions to a running vLLM server: whole, as deltas, and bf16 from disk",
@@ -52,7 +52,7 @@ def add_options(names: Any) -> argparse.ArgumentParser:
 
 
 def measure(known: argparse.Namespace, console: Console) -> tuple[list[PlainTable], Any]:
-    """What `known` asks for, as tables and JSON-ready."""
+    """Run the benchmark and return its tables and JSON-ready data."""
     from benchmarks import delivery
 
     data = delivery.measure(

@@ -1,4 +1,4 @@
-"""`python -m benchmarks delta`: its options."""
+"""Options of `python -m benchmarks delta`."""
 
 import argparse
 from typing import Any
@@ -13,7 +13,7 @@ from qarl.report.tables import PlainTable
 
 
 def add_options(names: Any) -> argparse.ArgumentParser:
-    """The benchmark's parser."""
+    """Add the benchmark's parser to `names` and return it."""
     parser = names.add_parser(
         "delta",
         help="how many codes and scales a step changes, and the bytes of a delta publish",
@@ -50,7 +50,7 @@ def add_options(names: Any) -> argparse.ArgumentParser:
 
 
 def measure(known: argparse.Namespace, _console: Console) -> tuple[PlainTable, Any]:
-    """What `known` asks for, as a table and JSON-ready."""
+    """Run the benchmark and return its table and JSON-ready data."""
     from benchmarks import delta
 
     changes = delta.measure(known.shapes, known.schemes, known.optimizers, known.lrs)

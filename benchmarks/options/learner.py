@@ -1,4 +1,4 @@
-"""`python -m benchmarks learner`: its options."""
+"""Options of `python -m benchmarks learner`."""
 
 import argparse
 from typing import Any
@@ -13,7 +13,7 @@ from qarl.report.tables import PlainTable
 
 
 def add_options(names: Any) -> argparse.ArgumentParser:
-    """The benchmark's parser."""
+    """Add the benchmark's parser to `names` and return it."""
     learner = names.add_parser(
         "learner",
         help="a learner step per scheme: time, its split and memory, against bf16 and against TRL",
@@ -83,7 +83,7 @@ def add_options(names: Any) -> argparse.ArgumentParser:
 
 
 def measure(known: argparse.Namespace, console: Console) -> tuple[PlainTable, Any]:
-    """What `known` asks for, as a table and JSON-ready."""
+    """Run the benchmark and return its table and JSON-ready data."""
     from benchmarks.learner import measure as learner
     from benchmarks.learner import table as learner_table
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks memory`: its options."""
+"""Options of `python -m benchmarks memory`."""
 
 import argparse
 from functools import partial
@@ -12,7 +12,7 @@ from qarl.report.tables import PlainTable
 
 
 def add_options(names: Any) -> argparse.ArgumentParser:
-    """The benchmark's parser."""
+    """Add the benchmark's parser to `names` and return it."""
     parser = names.add_parser(
         "memory",
         help="the memory that `qarl plan` predicts against the peaks of real runs",
@@ -40,8 +40,9 @@ def add_options(names: Any) -> argparse.ArgumentParser:
 def measure(
     known: argparse.Namespace, console: Console, fields: dict[str, str]
 ) -> tuple[PlainTable, Any]:
-    """What `known` asks for, as a table and JSON-ready. fields: of the configuration, by dotted
-    path.
+    """Run the benchmark and return its table and JSON-ready data.
+
+    fields: settings of the configuration, by dotted path.
     """
     from benchmarks import memory
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks mismatch`: its options."""
+"""Options of `python -m benchmarks mismatch`."""
 
 import argparse
 import dataclasses
@@ -11,7 +11,7 @@ from qarl.cli.options import DTYPES, scheme_names, whole, words
 
 
 def add_options(names: Any) -> argparse.ArgumentParser:
-    """The benchmark's parser."""
+    """Add the benchmark's parser to `names` and return it."""
     mismatch = names.add_parser("mismatch", help="learner against sampler, per scheme and dtype")
     mismatch.add_argument(
         "--model",
@@ -34,7 +34,7 @@ def add_options(names: Any) -> argparse.ArgumentParser:
 
 
 def measure(known: argparse.Namespace, _console: Console) -> Measured:
-    """What `known` asks for, as a table and JSON-ready."""
+    """Run the benchmark and return its table and JSON-ready data."""
     from benchmarks import mismatch
 
     rows = mismatch.measure(

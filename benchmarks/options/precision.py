@@ -1,4 +1,4 @@
-"""`python -m benchmarks precision`: its options."""
+"""Options of `python -m benchmarks precision`."""
 
 import argparse
 from typing import Any
@@ -13,7 +13,7 @@ from qarl.report.tables import PlainTable
 
 
 def add_options(names: Any) -> argparse.ArgumentParser:
-    """The benchmark's parser."""
+    """Add the benchmark's parser to `names` and return it."""
     precision = names.add_parser(
         "precision",
         help="what masters of each precision keep of updates at a small learning rate",
@@ -46,7 +46,7 @@ def add_options(names: Any) -> argparse.ArgumentParser:
 
 
 def measure(known: argparse.Namespace, _console: Console) -> tuple[PlainTable, Any]:
-    """What `known` asks for, as a table and JSON-ready."""
+    """Run the benchmark and return its table and JSON-ready data."""
     from benchmarks import precision
 
     options = precision.PrecisionOptions(

@@ -1,4 +1,4 @@
-"""`python -m benchmarks publish`: its options."""
+"""Options of `python -m benchmarks publish`."""
 
 import argparse
 from typing import Any
@@ -11,7 +11,7 @@ from qarl.report.tables import PlainTable
 
 
 def add_options(names: Any) -> argparse.ArgumentParser:
-    """The benchmark's parser."""
+    """Add the benchmark's parser to `names` and return it."""
     publish = names.add_parser(
         "publish",
         help="materializing and publishing against memory-copy bandwidth, and memory",
@@ -51,7 +51,7 @@ def add_options(names: Any) -> argparse.ArgumentParser:
 
 
 def measure(known: argparse.Namespace, _console: Console) -> tuple[PlainTable, Any]:
-    """What `known` asks for, as a table and JSON-ready."""
+    """Run the benchmark and return its table and JSON-ready data."""
     from benchmarks import publish
 
     found = publish.measure(

@@ -1,4 +1,4 @@
-"""`python -m benchmarks soak`: its options."""
+"""Options of `python -m benchmarks soak`."""
 
 import argparse
 from typing import Any
@@ -11,7 +11,7 @@ from qarl.report.tables import PlainTable
 
 
 def add_options(names: Any) -> argparse.ArgumentParser:
-    """The benchmark's parser."""
+    """Add the benchmark's parser to `names` and return it."""
     parser = names.add_parser(
         "soak",
         help="a long run on a server: does memory grow?",
@@ -42,7 +42,7 @@ def add_options(names: Any) -> argparse.ArgumentParser:
 
 
 def measure(known: argparse.Namespace, console: Console) -> tuple[PlainTable, Any]:
-    """What `known` asks for, as a table and JSON-ready."""
+    """Run the benchmark and return its table and JSON-ready data."""
     from benchmarks import soak
 
     data = soak.measure(

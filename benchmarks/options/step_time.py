@@ -1,4 +1,4 @@
-"""`python -m benchmarks step-time`: its options."""
+"""Options of `python -m benchmarks step-time`."""
 
 import argparse
 from typing import Any
@@ -11,7 +11,7 @@ from qarl.report.tables import PlainTable
 
 
 def add_options(names: Any) -> argparse.ArgumentParser:
-    """The benchmark's parser."""
+    """Add the benchmark's parser to `names` and return it."""
     parser = names.add_parser(
         "step-time",
         help="seconds of a step on GPUs, predicted: bf16, plain and QaRL",
@@ -63,8 +63,9 @@ def add_options(names: Any) -> argparse.ArgumentParser:
 def measure(
     known: argparse.Namespace, _console: Console, fields: dict[str, str]
 ) -> tuple[PlainTable, Any]:
-    """What `known` asks for, as a table and JSON-ready. fields: of the configuration, by dotted
-    path.
+    """Run the benchmark and return its table and JSON-ready data.
+
+    fields: settings of the configuration, by dotted path.
     """
     from benchmarks import step_time
     from qarl.configs.load import config_file, load_config

@@ -1,4 +1,4 @@
-"""`python -m benchmarks train`: its options, and from them to its trainings."""
+"""Options of `python -m benchmarks train`, and the trainings that they describe."""
 
 import argparse
 from typing import Any
@@ -11,7 +11,7 @@ from qarl.report.tables import PlainTable
 
 
 def add_options(names: Any) -> argparse.ArgumentParser:
-    """The benchmark's parser."""
+    """Add the benchmark's parser to `names` and return it."""
     parser = names.add_parser(
         "train",
         help=(
@@ -63,7 +63,7 @@ def add_options(names: Any) -> argparse.ArgumentParser:
 def measure(
     known: argparse.Namespace, console: Console, overrides: dict[str, str]
 ) -> tuple[PlainTable, Any]:
-    """Train, draw the curves where asked for, and return the table and the same JSON-ready."""
+    """Train, draw the curves if `--plot` is set, and return the table and JSON-ready data."""
     settings, python = trl_settings(known, "trl_lr")
     from benchmarks.plots import plot_stem
     from benchmarks.train import measure as training

@@ -1,4 +1,4 @@
-"""Options of the benchmarks that measure TRL too."""
+"""Options of the benchmarks that also measure TRL."""
 
 import argparse
 from pathlib import Path
@@ -9,7 +9,7 @@ from qarl.configs.errors import ConfigError
 
 
 def add_trl(parser: argparse.ArgumentParser, settings: str) -> None:
-    """Add `--against` and what goes with it. settings: TRL's, measured unless others are named."""
+    """Add `--against` and the options that go with it. settings: TRL's default settings."""
     parser.add_argument(
         "--against",
         choices=("trl",),
@@ -33,9 +33,10 @@ def add_trl(parser: argparse.ArgumentParser, settings: str) -> None:
 
 
 def trl_settings(known: argparse.Namespace, *others: str) -> tuple[tuple[str, ...], Path]:
-    """TRL's settings to measure, none without `--against trl`, and its interpreter. Raises
-    `ConfigError` for an option of TRL's without that. others: further ones, by their names in
-    `known`.
+    """Return TRL's settings to measure and its interpreter; no settings without `--against trl`.
+
+    others: names in `known` of further options that need `--against trl`. Raises `ConfigError` if
+    an option of TRL's is set without it.
     """
     from benchmarks.trl_environment import TRL_PYTHON
 
