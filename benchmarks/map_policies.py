@@ -1,7 +1,8 @@
 """Policies of docs/lab/map.md: running totals with other answer lengths and other weight outliers.
 
-python -m benchmarks.map_policies FOLDER     # about twenty minutes of a core; prints each policy's
-folder
+    python -m benchmarks.map_policies FOLDER
+
+It takes about twenty minutes of a core and prints each policy's folder.
 """
 
 import dataclasses
@@ -24,8 +25,9 @@ POLICIES = {
 }
 """Recipes by name.
 
-`tiny-qwen3-long` itself has outliers of 4 and 16 terms, some 110 tokens. 5 terms are some 27
-tokens, 40 terms some 290. `width-256` has 2.5 million parameters instead of 0.36.
+`tiny-qwen3-long` itself has an outlier factor of 4 and answers of 16 terms, about 110 tokens. Five
+terms are about 27 tokens, 40 terms about 290. `width-256` has 2.5 million parameters instead of
+0.36 million.
 """
 
 

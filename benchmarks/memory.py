@@ -84,6 +84,7 @@ class Row:
     parts: dict[str, int]
     """Bytes of each part of the prediction."""
     fields: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Settings of the configuration in addition to the benchmark's own, by dotted path."""
 
     @property
     def off(self) -> float:

@@ -1,10 +1,9 @@
-"""`python -m benchmarks precision`: what each precision of masters keeps of updates at a small
-learning rate.
+"""`python -m benchmarks precision`: updates that survive in masters of each precision.
 
-One random policy of the embedded size, the same batches for everyone. Its weights are rounded to
-numbers that float32, bfloat16 and float16 all hold, so every trajectory starts from the same
-masters, and whatever apart they are later is their steps' doing. The reference is the trajectory of
-float32 masters.
+At a small learning rate low-precision masters lose part of their updates. One random policy of the
+embedded size is trained in every precision on the same batches. Its weights are rounded to numbers
+that float32, bfloat16 and float16 all represent, so every trajectory starts from the same masters,
+and any later difference comes from the steps. The reference is the trajectory of float32 masters.
 """
 
 import contextlib
@@ -40,50 +39,61 @@ MASTERS = (
     ("float16", "nearest"),
     ("float16", "stochastic"),
 )
-"""master_dtype and rounding; the first is the reference."""
+"""Pairs of master_dtype and rounding; the first is the reference."""
 
 
 @dataclass(frozen=True)
 class PrecisionOptions:
-    """scheme, dtype: of the policy. steps: of two updates each. lr, optimizer, kernel, seed: of
-    weights and batches.
-    """
+    """Options of `python -m benchmarks precision`."""
 
     scheme: str = "w4a16"
+    """Scheme of the policy."""
     dtype: str = "bfloat16"
+    """Compute dtype of the policy."""
     steps: int = 14
+    """Number of steps, each of two updates."""
     lr: float = 1e-6
     optimizer: str = "muon"
     kernel: str = "auto"
     seed: int = 0
+    """Seed of weights and batches."""
 
 
 @dataclass(frozen=True)
 class PrecisionRow:
-    """One precision of masters, after all steps.
+    """Figures of one precision of masters after all steps.
 
-    lost_updates: share of the weights meant to move whose master did not, mean over the measured
-    steps. arrived: of the reference's movement W₃₂ - W₀, the component that is in this one's, ⟨W -
-    W₀, W₃₂ - W₀⟩/‖W₃₂ - W₀‖². drift_mean, drift_max: mean and maximum |W - W₃₂| over those of |W₃₂
-    - W₀|. flipped_codes: share of low-bit codes that are not what they were at the start; None
-    without any. measuring: seconds that measuring a step adds, over those of a step without.
+    W are its masters at the end, W₃₂ the reference's, and W₀ those at the start.
     """
 
     master_dtype: str
     rounding: str
     lost_updates: float
+    """Fraction of the weights that an update was meant to move whose master did not move.
+
+    It is the mean over the measured steps.
+    """
     arrived: float
+    """Component of the reference's movement that is in this one's.
+
+    It is ⟨W - W₀, W₃₂ - W₀⟩ / ‖W₃₂ - W₀‖².
+    """
     drift_mean: float
+    """Mean of |W - W₃₂| divided by the mean of |W₃₂ - W₀|."""
     drift_max: float
+    """Maximum of |W - W₃₂| divided by the maximum of |W₃₂ - W₀|."""
     flipped_codes: float | None
+    """Fraction of low-bit codes that differ from the start; None if the scheme has no codes."""
     measuring: float
+    """Seconds that measuring adds to a step, divided by those of a step that is not measured."""
 
 
 def measure(
     options: PrecisionOptions, masters: tuple[tuple[str, str], ...] = MASTERS
 ) -> list[PrecisionRow]:
-    """A row for each of `masters`, of which the first is the reference. Raises before anything is
-    measured.
+    """Return a row for each of `masters`, of which the first is the reference.
+
+    Invalid options raise before anything is measured.
     """
     _check(options)
     sizes = MODELS["tiny"]
@@ -124,7 +134,7 @@ def measure(
 
 
 def table(rows: list[PrecisionRow], options: PrecisionOptions) -> PlainTable:
-    """A row a precision; the columns are `PrecisionRow`'s, in its order."""
+    """Return a table with one row per precision; columns follow the fields of `PrecisionRow`."""
     title = (
         f"masters after {options.steps} steps of {options.optimizer} at {options.lr:g}, against"
         f" {rows[0].master_dtype}"
@@ -146,7 +156,7 @@ def table(rows: list[PrecisionRow], options: PrecisionOptions) -> PlainTable:
 
 
 def as_data(rows: list[PrecisionRow]) -> list[dict[str, Any]]:
-    """JSON-ready: one object a row."""
+    """Return the rows as JSON-ready dictionaries."""
     return [dataclasses.asdict(row) for row in rows]
 
 
@@ -157,7 +167,7 @@ def _check(options: PrecisionOptions) -> None:
 
 
 def _start(folder: Path) -> dict[str, torch.Tensor]:
-    """The first masters, fp32: bfloat16 numbers that are float16 ones as well."""
+    """Return the masters at the start, fp32, rounded to values of both bfloat16 and float16."""
     loaded = load_masters(folder, torch.float32).named_parameters()
     return {
         name: p.detach().to(torch.bfloat16).to(torch.float16).to(torch.float32)
@@ -191,8 +201,10 @@ def _learner(folder: Path, options: PrecisionOptions, dtype: str, rounding: str)
 
 
 def _learn(learner: Learner, batches: list[Batch]) -> tuple[float, float]:
-    """Step over all batches, measuring every second one. Returns the mean share of lost updates,
-    and what measuring adds to a step: of medians, since the machine has other work.
+    """Step over all batches, and measure every second step.
+
+    Returns the mean fraction of lost updates, and the relative time that measuring adds to a step.
+    The latter compares medians, because other processes use the machine too.
     """
     learner.stopwatch = SynchronizedStopwatch()
     lost = []
@@ -214,8 +226,9 @@ def _learn(learner: Learner, batches: list[Batch]) -> tuple[float, float]:
 def _distances(
     learner: Learner, reference: Learner, start: dict[str, torch.Tensor]
 ) -> tuple[float, float, float]:
-    """arrived, drift_mean and drift_max of `PrecisionRow`, over all masters. start: their first
-    values.
+    """Return arrived, drift_mean and drift_max of `PrecisionRow`, over all masters.
+
+    start: the masters at the start.
     """
     now, exact = (_values(one) for one in (learner, reference))
     device = next(iter(now.values())).device

@@ -1,10 +1,10 @@
-"""`python -m benchmarks publish`: making a weight version and handing it over, against memory-copy
-bandwidth.
+"""`python -m benchmarks publish`: making and handing over a weight version.
 
-A random Qwen3-MoE is materialized and its stream consumed as an engine consumes it: each tensor
-copied once into memory that was there before. No engine runs, so what an engine does with the
-tensors afterwards is not in the figures. Each round starts with plain copies, and shares are of the
-fastest one's bandwidth: other processes on the machine slow both.
+Its speed is compared with memory-copy bandwidth. A random Qwen3-MoE is materialized, and its stream
+is consumed as an engine consumes it: each tensor is copied once into memory that is already
+allocated. No engine runs, so the engine's later work on the tensors is not in the figures. Each
+round starts with plain copies, and shares refer to the bandwidth of the fastest copy, because other
+processes on the machine slow both.
 """
 
 import dataclasses
@@ -34,30 +34,25 @@ _RANDOM_VALUES = 1 << 22
 
 @dataclass(frozen=True)
 class Work:
-    """One kind of work. bytes: that must be read and written. seconds: of each round. shares: of
-    the copy bandwidth measured in the same round.
-    """
+    """One kind of work."""
 
     name: str
     bytes: int
+    """Bytes that have to be read and written."""
     seconds: tuple[float, ...]
+    """Seconds in each round."""
     shares: tuple[float, ...]
+    """Throughput as a fraction of the copy bandwidth measured in the same round."""
 
     @property
     def gigabytes_a_second(self) -> float:
-        """At the median of the rounds, 10^9 bytes."""
+        """Throughput at the median of the rounds, in 10^9 bytes per second."""
         return self.bytes / statistics.median(self.seconds) / 1e9
 
 
 @dataclass(frozen=True)
 class PublishFigures:
-    """What was measured. All sizes in bytes. copy_bandwidth: read and written by a plain copy,
-    bytes a second, median.
-
-    materializers: what made the low-bit tensors, by scheme. master_bytes: read by a
-    materialization. low_bit_bytes: of the stream. largest_layer: of the largest matrix or stack of
-    experts, as master. peak_extra: resident memory beyond the masters, at its highest.
-    """
+    """Figures of the benchmark; all sizes are in bytes."""
 
     model: str
     scheme: str
@@ -65,20 +60,28 @@ class PublishFigures:
     master_dtype: str
     threads: int
     materializers: dict[str, str]
+    """Implementation that made the low-bit tensors, by scheme."""
     parameters: int
+    """Number of the model's parameters."""
     master_bytes: int
+    """Bytes that a materialization reads."""
     low_bit_bytes: int
+    """Bytes of the stream."""
     largest_layer: int
+    """Bytes of the largest master: a matrix or a stack of experts."""
     peak_extra: int
+    """Peak of resident memory beyond the masters."""
     copy_bandwidth: float
+    """Bytes per second that a plain copy reads and writes, median of the rounds."""
     work: tuple[Work, ...]
 
 
 def measure(
     scheme: str, parameters: float, dtype: str, master_dtype: str, repeats: int
 ) -> PublishFigures:
-    """Everything, on one random model of about that many parameters. Raises `ConfigError` for
-    unusable values.
+    """Measure everything on one random model of about `parameters` parameters.
+
+    Raises `ConfigError` for unusable values.
     """
     found = get_scheme(scheme)
     if parameters < 1e6:
@@ -117,8 +120,10 @@ def measure(
 
 
 def moe_config(parameters: float) -> Qwen3MoeConfig:
-    """Layers as in Qwen3-30B-A3B, with 16 of its 128 experts and a fifth of its vocabulary, as many
-    as make up the parameters; below 2.5e8, layers an eighth as wide.
+    """Return the configuration of a Qwen3-MoE with about `parameters` parameters.
+
+    Its layers are like those of Qwen3-30B-A3B, with 16 of its 128 experts and a fifth of its
+    vocabulary. Below 2.5e8 parameters the layers are an eighth as wide.
     """
     large = parameters >= 2.5e8
     hidden, intermediate, experts = (2048, 768, 16) if large else (256, 128, 4)
@@ -142,7 +147,7 @@ def moe_config(parameters: float) -> Qwen3MoeConfig:
 
 
 def random_masters(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """A model of this architecture: 4 million normal values, again and again."""
+    """Return a model of this architecture, filled with 4 million normal values that repeat."""
     model: Any = empty_model(config)
     model = model.to(dtype).to_empty(device="cpu").eval()
     model.tie_weights()
@@ -161,7 +166,10 @@ def random_masters(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedMo
 def _rounds(
     model: LowBitModel, sink: list[torch.Tensor], repeats: int
 ) -> tuple[list[float], tuple[Work, ...]]:
-    """Copy bandwidth of each round, and the work of all; a first round, not counted, warms up."""
+    """Return the copy bandwidth of each round, and the work of all rounds.
+
+    A first round warms up and is not counted.
+    """
     source, target = (torch.full((_COPIED_BYTES,), value, dtype=torch.uint8) for value in (1, 2))
     master_bytes, low_bit_bytes = (
         sum(t.nbytes for t in found) for found in (model.masters.values(), sink)
@@ -209,8 +217,10 @@ def _publish_proven(model: LowBitModel, sink: list[torch.Tensor]) -> None:
 
 
 def _consume(tensor: torch.Tensor, target: torch.Tensor) -> None:
-    """A plain memory copy in this thread: with OpenMP's barrier for every tensor, another process
-    on the machine costs a scheduler's time slice each, a hundred times the copy.
+    """Copy the tensor in this thread.
+
+    A multi-threaded copy would meet OpenMP's barrier for every tensor. With another process on the
+    machine each barrier costs a scheduler's time slice, a hundred times the copy.
     """
     np.copyto(target.view(torch.uint8).numpy(), tensor.detach().view(torch.uint8).numpy())
 
@@ -222,7 +232,7 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def table(found: PublishFigures) -> PlainTable:
-    """Figures for a person."""
+    """Return the table to print."""
     made = ", ".join(f"{scheme}: {how}" for scheme, how in found.materializers.items())
     over = found.peak_extra - found.low_bit_bytes
     figures = ("must move", "seconds", "GB/s", "of copy bandwidth")
@@ -249,7 +259,7 @@ def table(found: PublishFigures) -> PlainTable:
 
 
 def as_data(found: PublishFigures) -> dict:
-    """JSON-ready, every round included."""
+    """Return the figures as a JSON-ready dictionary, with every round."""
     return dataclasses.asdict(found)
 
 

@@ -1,8 +1,9 @@
-"""Untrained policies of several families with a peaky output head, to compare kernels on where no
-weights are at hand:
+"""Untrained policies of several families, for comparing kernels without real weights.
 
-python -m benchmarks.random_policy random-gemma3 FOLDER && python -m benchmarks mismatch --model
-FOLDER
+    python -m benchmarks.random_policy random-gemma3 FOLDER
+    python -m benchmarks mismatch --model FOLDER
+
+Their output heads are scaled up, so that distributions have peaks.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from transformers import (
 from qarl.embedded.recipe import RECIPES, ensure_recipe
 
 _LIKE = {"random-qwen3": "tiny-qwen3", "random-qwen3-moe": "tiny-qwen3-moe"}
-"""Names → the embedded policy whose sizes they have."""
+"""Name → the embedded policy with the same sizes."""
 
 SIZES: dict[str, Any] = {
     "vocab_size": 512,
@@ -38,14 +39,15 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 512,
     "tie_word_embeddings": False,
 }
-"""Of random models, here and in `benchmarks.families`."""
+"""Sizes of random models, here and in `benchmarks.families`."""
 _HEADED = {**SIZES, "head_dim": 32}
 _LAYERS = ["sliding_attention", "sliding_attention", "full_attention"]
 _WINDOW = 24
-"""Tokens: shorter than what benchmarks sample."""
+"""Sliding window in tokens: shorter than the sequences that benchmarks sample."""
 _PEAK = 12.0
-"""Factor on the output head: distributions of untrained weights are flat, and hide what mismatch
-does to peaks.
+"""Factor on the output head.
+
+Untrained weights give flat distributions, which would hide the effect of mismatch on peaks.
 """
 
 _CONFIGS: dict[str, PretrainedConfig] = {
@@ -72,7 +74,7 @@ NAMES = (*_LIKE, *_CONFIGS)
 
 @contextmanager
 def random_policy(name: str, seed: int) -> Iterator[Path]:
-    """The model folder of a policy in `NAMES`, which is gone after the `with`."""
+    """Yield the model folder of a policy in `NAMES`; it is deleted when the context ends."""
     with TemporaryDirectory() as temporary:
         write_policy(name, Path(temporary), seed)
         yield Path(temporary)

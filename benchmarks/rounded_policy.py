@@ -1,11 +1,13 @@
-"""A policy whose weights lie where a scheme's codes are: what a checkpoint is that was rounded
-before it is trained.
+r"""Policy whose weights equal the values of a scheme's codes.
 
-    python -m benchmarks.rounded_policy SOURCE SCHEME FOLDER qarl compare precision-gap --model
-    FOLDER --variants w4a16-unaligned,w4a16-aligned --lr 5e-5 --steps 100
+A checkpoint that was rounded before training is such a policy.
 
-A master in the middle of its code's interval has half a step to go before the sampler sees anything
-of it, as float32 masters of a bfloat16 checkpoint have at a small learning rate.
+    python -m benchmarks.rounded_policy SOURCE SCHEME FOLDER
+    qarl compare precision-gap --model FOLDER --variants w4a16-unaligned,w4a16-aligned \
+        --lr 5e-5 --steps 100
+
+A master in the middle of its code's interval has to move by half a step before the sampler sees any
+change. Float32 masters of a bfloat16 checkpoint are in the same situation at a small learning rate.
 """
 
 import shutil
@@ -23,9 +25,10 @@ from qarl.run.policy import model_folder
 
 
 def rounded_policy(source: Path, scheme: str, folder: Path) -> Path:
-    """Write the model folder `source` with every linear weight replaced by the value of its code,
-    fp32, to `folder`, which is left as it is where it exists. The scales of these weights are made
-    anew by whoever rounds them again.
+    """Write the model folder `source` to `folder` with every linear weight replaced.
+
+    A weight becomes the value of its code, in fp32. An existing `folder` is left unchanged. Whoever
+    rounds these weights again computes their scales anew.
     """
     if folder.exists():
         return folder

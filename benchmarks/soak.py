@@ -1,11 +1,10 @@
-"""`python -m benchmarks soak`: a long run on a server of its own, and whether memory grows on
-either side.
+"""`python -m benchmarks soak`: memory growth of learner and server in a long run.
 
-A `qarl train` of the embedded default with a version published in every step. Resident memory that
-no file backs is read of the learner's process and of the server's, and a line is fitted to its
-means over blocks of steps: the first tenth is left out, in which caches fill. The run's own end
-holds the log-probs of the server to a fresh engine's, bit for bit on CPUs, so a run that finishes
-has shown that too.
+The run is a `qarl train` of the embedded default with its own server, and publishes a version in
+every step. Resident memory without file-backed pages is read for the learner's process and for the
+server's. A line is fitted to its means over blocks of steps; the first tenth is left out, because
+caches fill in it. At its end the run compares the server's log-probs with a fresh engine's, bit for
+bit on CPUs, so a run that finishes has passed that check too.
 """
 
 import math
@@ -33,7 +32,7 @@ _CANARY_EVERY = 50
 def measure(
     steps: int, prompts: int, samples: int, scheme: str, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Both sides' memory over a run. Raises `WorkerError` where the run fails."""
+    """Return the memory of both sides over a run. Raises `WorkerError` if the run fails."""
     with tempfile.TemporaryDirectory(prefix="qarl-bench-") as temporary:
         folder = Path(temporary) / "run"
         command = [
@@ -96,9 +95,11 @@ def measure(
 def _watched(
     process: subprocess.Popen, folder: Path, steps: int, say: Callable[[str], None]
 ) -> list[dict[str, Any]]:
-    """Of every step seen but the last, which is followed by the server's end and a fresh engine:
-    both sides' memory in MiB, in the mean over the times it was looked at, and whether its version
-    was sent as a delta.
+    """Return a row for every step seen except the last.
+
+    A row has both sides' memory in MiB, averaged over the readings in that step, and whether the
+    step's version was sent as a delta. The last step is left out because the server's end and a
+    fresh engine follow it.
     """
     looked: dict[int, list[tuple[float, float]]] = {}
     deltas: dict[int, bool] = {}
@@ -130,8 +131,9 @@ def _lines(file: Path) -> int:
 
 
 def _memory(pid: int) -> tuple[float, float] | None:
-    """Of a process, and of all its children together, in MiB; None where it has none, or ends
-    meanwhile.
+    """Return the memory in MiB of a process, and of all its children together.
+
+    None if it has no children, or if one of them ends meanwhile.
     """
     try:
         learner = psutil.Process(pid)
@@ -147,8 +149,10 @@ def _anonymous(process: psutil.Process) -> float:
 
 
 def fitted(points: Sequence[tuple[int, float]], steps: int) -> dict[str, float]:
-    """Of (step, MiB): the first and last block's mean, and the slope over the blocks' means in MiB
-    a hundred steps, with its standard error, by least squares.
+    """Fit a line to points of (step, MiB) by least squares over the means of blocks.
+
+    Returns the first and last block's mean, and the slope in MiB per hundred steps with its
+    standard error.
     """
     blocks: dict[int, list[float]] = {}
     first = _WARM_UP * steps
@@ -171,7 +175,7 @@ def fitted(points: Sequence[tuple[int, float]], steps: int) -> dict[str, float]:
 
 
 def table(data: dict[str, Any]) -> PlainTable:
-    """Memory of both sides."""
+    """Return the table of both sides' memory."""
     title = (
         f"{data['steps']} steps in {data['scheme']}, {data['seconds']:.0f} s; of"
         f" {data['publishes']} versions seen {data['deltas']} were deltas; log-probs at the end"

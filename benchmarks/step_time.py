@@ -1,11 +1,11 @@
-"""`python -m benchmarks step-time`: seconds of a training step on GPUs by arithmetic, per scheme.
-No GPU is asked.
+"""`python -m benchmarks step-time`: estimated seconds of a training step on GPUs, per scheme.
 
-Rates are data sheets', times the share of them that kernels reach; launches, copies and calls cost
-what is assumed below. Three learners: bf16 everywhere; "plain", which learns in bf16 and publishes
-low-bit tensors; and QaRL's. Passes of a micro-batch and sums between GPUs overlap; nothing else
-does. Left out: rewards, evaluation, checkpoints, prompts that several completions share, and old
-log-probs that a first update does not bring along.
+The estimate is arithmetic alone; no GPU is used. Rates are those of data sheets times the fraction
+that kernels reach. Launches, copies and calls cost what the constants below assume. There are three
+learners: bf16 everywhere; "plain", which learns in bf16 and publishes low-bit tensors; and QaRL's.
+Passes of a micro-batch overlap with sums between GPUs; nothing else overlaps. The estimate leaves
+out rewards, evaluation, checkpoints, prompts that several completions share, and old log-probs that
+the first update does not already compute.
 """
 
 import math
@@ -22,16 +22,18 @@ from qarl.report.tables import PlainTable
 
 @dataclass(frozen=True)
 class Rates:
-    """Of one GPU, by its data sheet. memory, link: bytes/s, of its own memory and to other GPUs,
-    one way. flops: bf16 products, dense. int8, fp8: how many times faster those are; 1 where there
-    are none.
-    """
+    """Rates of one GPU, from its data sheet."""
 
     memory: float
+    """Bytes per second of its own memory."""
     link: float
+    """Bytes per second to other GPUs, in one direction."""
     flops: float
+    """Dense bf16 operations per second."""
     int8: float = 2.0
+    """Speed of int8 products over bf16; 1 if the GPU has none."""
     fp8: float = 2.0
+    """Speed of fp8 products over bf16; 1 if the GPU has none."""
 
 
 GPUS = {
@@ -44,58 +46,65 @@ GPUS = {
 READING = 0.75
 MULTIPLYING = 0.5
 SENDING = 0.7
-"""Shares of those rates that large kernels and collectives reach."""
+"""Fractions of memory, compute and link rates that large kernels and collectives reach."""
 LAYER_SECONDS = {"eager": (400e-6, 560e-6), "graphs": (40e-6, 80e-6)}
-"""Least of a decoder layer's step of the engine, dense and of experts: its launches, without and
-with CUDA graphs.
+"""Lower bound of a decoder layer's step in the engine, for dense layers and for experts.
+
+It is the time of its launches, without CUDA graphs ("eager") and with them ("graphs").
 """
 MICRO_BATCH_LAYER_SECONDS = 2.5e-3
-"""The same of a learner's micro-batch, forward and backward."""
+"""Lower bound of a decoder layer's forward and backward for one micro-batch of the learner."""
 DEQUANTIZING = 20.0
-"""Bytes of traffic for each weight that a backward dequantizes, by torch's operators one after
-another.
+"""Bytes of memory traffic for each weight that a backward dequantizes.
+
+torch's operators do it one after another.
 """
 HOST_LINK = 20e9
 PAGEABLE = 8e9
-"""Bytes/s to pinned memory of the host, and to other."""
+"""Bytes per second to the host's pinned memory (`HOST_LINK`) and to its pageable memory."""
 A_CALL = 20e-6
 A_COPY = 15e-6
 """Seconds of a publish for each tensor: vLLM's loader, and a copy to the host for the digest."""
 ITERATIONS = 5
-"""Of Muon's orthogonalization."""
+"""Iterations of Muon's orthogonalization."""
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens, on average. at_once: sequences sampled together, whatever room the plan leaves for
-    their cache; None: as many as it leaves.
-    """
+    """Average lengths in tokens."""
 
     prompt: int
     answer: int
     at_once: int | None = None
+    """Sequences sampled together, whatever cache size the plan leaves for them.
+
+    None: as many as the plan's cache holds.
+    """
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step by part. learner: "bf16", "plain" or "QaRL". at_once: sequences that the
-    cache and the engine let be sampled together.
-    """
+    """Estimated seconds of one step, by part."""
 
     scheme: str
     learner: str
+    """Kind of learner: "bf16", "plain" or "QaRL"."""
     at_once: int
+    """Sequences sampled together, as limited by the cache and the engine."""
     parts: dict[str, float]
+    """Seconds of each part."""
 
     @property
     def total(self) -> float:
-        """Of all parts."""
+        """Seconds of all parts."""
         return sum(self.parts.values())
 
 
 def measure(plan: Plan, schemes: Sequence[str], lengths: Lengths, gpu: str) -> list[StepTime]:
-    """bf16 first, then each scheme's plain learner and QaRL's, each with the cache and
-    checkpointing of its own plan. Raises `ConfigError` for answers that are longer than allowed.
+    """Return bf16 first, then the plain learner and QaRL's for each scheme.
+
+    Each has the cache and checkpointing of its own plan. Raises `ConfigError` for prompts or
+    answers that are longer than the configuration allows.
     """
     rollout = plan.requested.rollout
     for name, mean, most in (
@@ -130,7 +139,7 @@ def _step(plan: Plan, scheme: str, kind: str, lengths: Lengths, rates: Rates) ->
 
 
 class _Count:
-    """Of one process."""
+    """Estimate for one process."""
 
     def __init__(self, plan: Plan, lengths: Lengths, rates: Rates):
         self.plan = plan
@@ -154,9 +163,7 @@ class _Count:
 
     @property
     def gain(self) -> float:
-        """How many times faster than bf16 the scheme's products are, where they are bound by
-        arithmetic.
-        """
+        """Speed of the scheme's products over bf16, if arithmetic is the bottleneck."""
         inputs = self.spec.activations
         # 4-bit inputs are not counted as faster than 8-bit ones
         if inputs is None or inputs.bits < 8:
@@ -165,7 +172,7 @@ class _Count:
 
     @property
     def at_once(self) -> int:
-        """Sequences sampled together, whose answers are half there on average."""
+        """Number of sequences sampled together, whose answers are on average half complete."""
         if self.lengths.at_once is not None:
             return min(self.lengths.at_once, self.sequences)
         held = self.lengths.prompt + self.lengths.answer // 2
@@ -177,8 +184,9 @@ class _Count:
         return max(1, min(self.config.rollout.max_num_seqs, self.sequences, cache // held))
 
     def sampling(self) -> float:
-        """Decoding wave after wave, each step the larger of what it reads, multiplies and launches;
-        and prefill.
+        """Return the seconds of prefill and of decoding in waves.
+
+        Each decoding step takes the longer of its reads and its products, plus its launches.
         """
         s = self.shapes
         batch = self.at_once
@@ -204,9 +212,11 @@ class _Count:
         return self.sequences / batch * self.lengths.answer * decode + prefill
 
     def learner(self) -> float:
-        """Forward, twice where layers are computed again, and backward; under ZeRO what is sent
-        meanwhile, if longer. With `learner.keep_codes false` the weights come three times a
-        micro-batch, a plain learner's in bf16.
+        """Return the seconds of forward and backward.
+
+        The forward counts twice if layers are recomputed. Under ZeRO the transfers run meanwhile
+        and count if they take longer. With `learner.keep_codes false` the weights are gathered
+        three times a micro-batch, a plain learner's in bf16.
         """
         s = self.shapes
         learner = self.config.learner
@@ -231,7 +241,10 @@ class _Count:
         return max(work, sent * (1 - 1 / self.processes) / self.sends)
 
     def optimizer(self) -> float:
-        """Steps of a process's share of the masters, and the low-bit tensors made of them."""
+        """Return the seconds of the optimizer.
+
+        It steps a process's share of the masters and makes the low-bit tensors.
+        """
         s = self.shapes
         learner = self.config.learner
         share = s.parameters / (self.processes if self.stage else 1)
@@ -256,7 +269,7 @@ class _Count:
         return seconds * learner.mini_batches
 
     def publish(self) -> float:
-        """Every update's tensors into the engine, and a digest of them."""
+        """Return the seconds of loading and digesting the tensors of every update."""
         s = self.shapes
         kinds = 1 if self.spec.weights is None else 2 + (self.spec.format == "pack-quantized")
         matrices = s.layers * (len(s.attention_matrices) + len(s.mlp_matrices) * max(s.experts, 1))
@@ -269,8 +282,9 @@ class _Count:
 
 
 def table(rows: list[StepTime], title: str) -> PlainTable:
-    """Seconds of each part, and the whole against bf16 and against the plain learner of the same
-    scheme.
+    """Return a table of the seconds of each part, and two ratios of the total.
+
+    They compare it with bf16's, and with the plain learner's of the same scheme.
     """
     columns = ("at once", *rows[0].parts, "step, s", "of bf16", "of plain")
     shown = PlainTable("learner", *columns, figures=columns, title=title)
@@ -289,5 +303,5 @@ def table(rows: list[StepTime], title: str) -> PlainTable:
 
 
 def as_data(rows: list[StepTime]) -> list[dict[str, Any]]:
-    """JSON-ready."""
+    """Return the rows as JSON-ready dictionaries."""
     return [{**asdict(row), "seconds": row.total} for row in rows]

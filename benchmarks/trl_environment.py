@@ -1,4 +1,4 @@
-"""The environment of TRL, which `make trl-env` makes."""
+"""Python environment of TRL, which `make trl-env` creates."""
 
 import os
 from pathlib import Path
@@ -6,11 +6,11 @@ from pathlib import Path
 from qarl.configs.errors import ConfigError
 
 TRL_PYTHON = Path(".venv-trl/bin/python")
-"""Where `make trl-env` puts it."""
+"""Interpreter that `make trl-env` installs."""
 
 
 def require_trl(python: Path) -> None:
-    """Raise `ConfigError` where there is no interpreter for TRL."""
+    """Raise `ConfigError` if TRL's interpreter does not exist."""
     if not os.access(python, os.X_OK):
         raise ConfigError(
             f"no interpreter {str(python)!r} for TRL; make its environment with `make trl-env`, or"

@@ -1,11 +1,11 @@
-"""Generate bad inputs of every kind, give each to `qarl` in process, and hold it to the contract:
-one message, exit status 2 (1 where something had begun), nothing left behind.
+"""Give `qarl` generated bad inputs of every kind and check the contract of its errors.
 
     python scripts/bad_inputs.py [--count 300] [--seed 0]
 
-Prints a table by kind and every input that breaks the contract; exit status 1 where one does.
-Nothing is trained: what needs an engine, or a model's weights in memory, is
-tests/qarl/test_refusals.py's.
+Inputs run in this process. The contract: one message, exit status 2 (1 if something had begun), and
+no files left behind. The script prints a table by kind and every input that breaks the contract;
+its exit status is 1 if there is one. Nothing is trained: inputs that need an engine, or a model's
+weights in memory, are tested in tests/qarl/test_refusals.py.
 """
 
 import argparse
@@ -29,13 +29,19 @@ from qarl.configs.schemes import SCHEME_NAMES
 from qarl.configs.words import literals
 
 LONGEST_MESSAGE = 5
-"""Lines: a reward's complaint has the problem below it."""
+"""Upper bound on the lines of a message.
+
+The error of a reward is followed by the problem.
+"""
 
 Kind = Callable[[random.Random], list[str]]
 
 
 def typo(word: str, rng: random.Random) -> str:
-    """`word` with two neighbours swapped, a letter lost, doubled or replaced; never itself."""
+    """Return `word` with one typo; the result is never `word` itself.
+
+    Two neighbours are swapped, or a letter is lost, doubled or replaced.
+    """
     while True:
         at = rng.randrange(len(word))
         made = rng.choice(
@@ -63,7 +69,7 @@ def _unknown_option(rng: random.Random) -> list[str]:
 
 
 def _wrong_value(rng: random.Random) -> list[str]:
-    """A value no field of that type takes, for a field chosen at random."""
+    """Return an option with a value that its type does not accept, for a field chosen at random."""
     inside = tuple(f"{section}." for section in choice_sections())
     fields = {path: info for path, info in field_paths().items() if not path.startswith(inside)}
     path = rng.choice(
@@ -376,8 +382,10 @@ def _tensors() -> bytes:
 
 
 def furnish(place: Path) -> None:
-    """What inputs refer to: a model's files, good questions, a finished run, runs with a damaged or
-    a newer config.
+    """Write the files that inputs refer to.
+
+    They are a model's files, valid questions, a finished run, and runs whose config is damaged or
+    newer.
     """
     (place / "taken").mkdir()
     (place / "file").write_text("")
@@ -404,7 +412,7 @@ def _listing(place: Path) -> dict[str, int]:
 
 
 def faults(arguments: list[str], place: Path) -> list[str]:
-    """How `qarl ARGUMENTS` breaks the contract; empty where it holds."""
+    """Return how `qarl ARGUMENTS` breaks the contract; empty if it does not."""
     out = io.StringIO()
     err = io.StringIO()
     before = _listing(place)
@@ -434,8 +442,9 @@ def faults(arguments: list[str], place: Path) -> list[str]:
 
 
 def try_all(count: int, seed: int) -> dict[str, list[tuple[list[str], list[str]]]]:
-    """Kind → (input, how it breaks the contract) of `count` inputs, dealt over the kinds in
-    turn.
+    """Run `count` inputs, taking the kinds in turn.
+
+    Returns kind → pairs of an input and how it breaks the contract.
     """
     tried: dict[str, list[tuple[list[str], list[str]]]] = {kind.__name__[1:]: [] for kind in KINDS}
     home = Path.cwd()

@@ -1,4 +1,4 @@
-"""Which functions of a folder a process and the processes it starts run, for scripts/mutate.py."""
+"""Record which functions of a folder a process and its children run, for scripts/mutate.py."""
 
 import ast
 import builtins
@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 NOTE = "_ran_by_a_test"
-"""The builtin that every function calls first. A tracer would be asked of every library's functions
-too: three times the seconds.
+"""Name of the builtin that every function calls first.
+
+A tracer would be called for every library's functions too, which takes three times as long.
 """
 
 
 class Calls:
-    """file: where other processes than this one append theirs, a line each. Functions of root/qarl
-    count.
+    """Record of the functions below root/qarl that were called.
+
+    file: file to which other processes append theirs, one per line.
     """
 
     def __init__(self, root: Path | str, file: Path | str) -> None:
@@ -26,9 +28,7 @@ class Calls:
         os.register_at_fork(after_in_child=self._in_child)
 
     def watch(self) -> None:
-        """From now on, in all threads: the modules imported from here on note which of their
-        functions run.
-        """
+        """Start recording in all threads: modules imported from now on note which functions run."""
         os.environ.setdefault("MUTATE_PID", str(os.getpid()))
         setattr(builtins, NOTE, self._note)
         as_it_is = SourceFileLoader.source_to_code
@@ -46,8 +46,9 @@ class Calls:
         SourceFileLoader.source_to_code = source_to_code  # type: ignore[method-assign]
 
     def taken(self) -> set[str]:
-        """What ran since the last time, as "file:function", here and in the processes that this one
-        started.
+        """Return the functions that ran since the last call, as "file:function".
+
+        Those of the processes that this one started are included.
         """
         ran = self._ran
         self._ran = set()
@@ -70,8 +71,9 @@ class Calls:
 
 
 def noting(source: bytes, place: str) -> ast.Module:
-    """The module with a call of `NOTE` at the start of each function, after its docstring, and of
-    each lambda.
+    """Return the module with a call of `NOTE` at the start of each function and each lambda.
+
+    In a function the call follows the docstring.
     """
     tree = ast.parse(source)
     _Noting(place).visit(tree)

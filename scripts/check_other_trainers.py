@@ -1,7 +1,8 @@
-"""TBPO within verl and prime-rl, by their own calls, where they are installed: neither is in a
-lock.
+"""TBPO in verl and prime-rl, through their own calls, if they are installed.
 
-pytest scripts/check_other_trainers.py
+    pytest scripts/check_other_trainers.py
+
+Neither is in a lock.
 """
 
 import dataclasses
@@ -20,8 +21,9 @@ BOUNDS: dict[str, Any] = {"delta_low": 0.2, "epsilon_high": 0.1, "delta_high": 0
 def tensors(
     rows: int = 8, length: int = 6
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """New and old log-probs, advantages, all of tokens, and a mask with an empty row; some
-    sequences reach a bound.
+    """Return new and old log-probs, advantages and a mask with an empty row, for all tokens.
+
+    Some sequences reach a bound.
     """
     torch.manual_seed(0)
     old = -torch.rand(rows, length) - 0.1
@@ -31,7 +33,7 @@ def tensors(
 
 
 def test_verl_finds_tbpo_and_its_gradient_is_ours():
-    """By its registry, its configuration and its sums over tokens and sequences."""
+    """verl finds TBPO by its registry and configuration, and sums over tokens and sequences."""
     pytest.importorskip("verl", reason="in no lock")
     algorithms = importlib.import_module("verl.trainer.ppo.core_algos")
     config = importlib.import_module("verl.workers.config")
@@ -72,7 +74,7 @@ def test_verl_finds_tbpo_and_its_gradient_is_ours():
 
 
 def test_prime_rl_imports_tbpo_and_its_gradient_is_ours():
-    """By its custom loss, a sample at a time."""
+    """prime-rl imports TBPO as a custom loss and calls it with one sample at a time."""
     loss_module: Any = pytest.importorskip(
         "prime_rl.trainer.rl.loss", reason="in no lock, and not in the registry"
     )

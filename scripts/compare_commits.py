@@ -1,17 +1,18 @@
 #!/usr/bin/env python3
-"""Run the same short trainings from two commits on this machine and compare everything they
-computed, bit for bit.
+"""Run the same short trainings from two commits and compare everything they computed bit for bit.
 
-    scripts/compare_commits.py OLD [NEW] [--cases w4a16,moe] [--steps 4] [--without-amx] [--json
-    FILE]
+    scripts/compare_commits.py OLD [NEW] [--cases w4a16,moe] [--steps 4] [--without-amx]
+        [--json FILE]
 
-NEW is HEAD unless given. Each commit is checked out into a scratch folder with an environment of
-its own (`make env`). Compared are all metrics of every step but the timings, among them the digest
-of each published weight version, and the SHA-256 of the exported weights. Metrics that one commit
-alone has are listed, not compared.
+NEW defaults to HEAD. Each commit is checked out into a scratch folder with an environment of its
+own (`make env`). The comparison covers all metrics of every step except timings, among them the
+digest of each published weight version, and the SHA-256 of the exported weights. Metrics that only
+one commit has are listed, not compared.
 
---without-amx: both commits run as on a CPU without AMX, for two that choose differently among
-  vLLM's AMX kernels. Exit status: 0 equal, 1 different, 2 a run failed.
+--without-amx runs both commits as on a CPU without AMX. Use it for commits that choose differently
+among vLLM's AMX kernels.
+
+Exit status: 0 equal, 1 different, 2 a run failed.
 """
 
 import argparse
@@ -40,7 +41,7 @@ NO_AMX = "import torch\ntorch.cpu._is_amx_tile_supported = lambda: False\n"
 
 
 def main() -> int:
-    """Compare and print one line a case."""
+    """Compare the commits and print one line for each case."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -88,7 +89,7 @@ def main() -> int:
 
 
 def check_out(commit: str, folder: Path) -> Path:
-    """A clone at `commit` with its environment."""
+    """Clone the repository at `commit`, make its environment, and return the clone's path."""
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(folder)], check=True)
     subprocess.run(
         ["git", "checkout", "--quiet", "--detach", commit_id(commit)],
@@ -105,7 +106,7 @@ def check_out(commit: str, folder: Path) -> Path:
 
 
 def commit_id(commit: str) -> str:
-    """The hash of a name, which the clone may not know."""
+    """Return the hash of a name, because the clone may not know the name."""
     return subprocess.check_output(
         ["git", "rev-parse", f"{commit}^{{commit}}"], cwd=ROOT, text=True
     ).strip()
@@ -114,7 +115,7 @@ def commit_id(commit: str) -> str:
 def train(
     tree: Path, options: list[str], steps: int, run: Path, environment: dict[str, str]
 ) -> dict[str, Any]:
-    """What a run computed, by "step 1 reward" and the like."""
+    """Train and return the run's figures by names such as "step 1 reward"."""
     command = [
         str(tree / ".venv/bin/qarl"),
         "train",
@@ -140,7 +141,7 @@ def train(
 
 
 def flat(step: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A step's metrics but its timings, nested ones by dotted names."""
+    """Return a step's metrics except timings, nested ones by dotted names."""
     out: dict[str, Any] = {}
     for name, value in step.items():
         if any(part in prefix + name for part in TIMINGS):
@@ -152,7 +153,7 @@ def flat(step: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def compare(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """Which values differ, and which one side alone has."""
+    """Return the values that differ and the names that only one side has."""
     shared = old.keys() & new.keys()
     different = {
         name: [old[name], new[name]]

@@ -1,8 +1,8 @@
-"""Make the tables of docs from benchmark records: python scripts/docs_tables.py [--check]
+"""Make the tables of the docs from benchmark records: python scripts/docs_tables.py [--check]
 
-A table lies between `<!-- record: NAME -->` and `<!-- end of record -->` and is made of
+A table stands between `<!-- record: NAME -->` and `<!-- end of record -->`. It is made from
 benchmarks/records/NAME.json, which a benchmark's --json wrote. --check changes nothing and exits
-with 1 where a page differs.
+with 1 if a page differs.
 """
 
 import json
@@ -16,17 +16,17 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "benchmarks" / "records"
 PROGRAM = re.compile(r"qarl bench |qarl |python -m benchmarks[ .]|python ")
-"""What stands before a benchmark's name in its record's command."""
+"""Pattern of the text before a benchmark's name in the command of its record."""
 BLOCK = re.compile(r"(<!-- record: ([\w.-]+) -->\n).*?(<!-- end of record -->)", re.DOTALL)
 
 
 def rendered(page: str) -> str:
-    """A page's text with every recorded table made anew."""
+    """Return a page's text with every recorded table made anew."""
     return BLOCK.sub(lambda found: found[1] + block(found[2]) + found[3], page)
 
 
 def block(name: str) -> str:
-    """The table of one record, and a line on where it was measured."""
+    """Return the table of one record, and a line that says where it was measured."""
     record = json.loads((RECORDS / f"{name}.json").read_text(encoding="utf-8"))
     benchmark = Path(PROGRAM.sub("", record["command"]).split()[0]).stem
     environment = record["environment"]
@@ -42,7 +42,7 @@ def block(name: str) -> str:
 
 
 def mismatch(rows: list[dict[str, Any]]) -> str:
-    """Of `python -m benchmarks mismatch`."""
+    """Return the table of `python -m benchmarks mismatch`."""
     head = (
         "dtype",
         "engine",
@@ -72,9 +72,10 @@ def mismatch(rows: list[dict[str, Any]]) -> str:
 
 
 def families(rows: list[dict[str, Any]]) -> str:
-    """Of `python -m benchmarks.families`: a row a family, of each scheme the share of equal
-    log-probs by the engine's layers and by the learner's own, and the gradients' cosine and
-    relative error; refusals last.
+    """Return the table of `python -m benchmarks.families`, one row per family.
+
+    For each scheme a row has the fraction of equal log-probs, by the engine's layers and by the
+    learner's own, and the gradients' cosine and relative error. Refused families come last.
     """
     schemes = list(dict.fromkeys(row["scheme"] for row in rows if "equal" in row))
     names = dict.fromkeys(row["family"] for row in rows)
@@ -112,8 +113,9 @@ def _of_family(row: dict[str, Any]) -> str:
 
 
 def low_bit_trl(rows: list[dict[str, Any]]) -> str:
-    """Of `python -m benchmarks.low_bit_trl`: seconds as multiples of TRL's, which is the second
-    row.
+    """Return the table of `python -m benchmarks.low_bit_trl`.
+
+    Seconds are multiples of TRL's, which is the second row.
     """
     lines = [
         line(("", "seconds a step", "× TRL", "held out", r"max \|Δ log p\|")),
@@ -137,8 +139,9 @@ def low_bit_trl(rows: list[dict[str, Any]]) -> str:
 
 
 def speed(data: dict[str, Any]) -> str:
-    """Of `qarl bench speed`: the engine's rates over bf16's, the training step and where its time
-    goes.
+    """Return the table of `qarl bench speed`.
+
+    It has the engine's rates over bf16's, the training step, and the step's seconds by part.
     """
     options = data["options"]
     of_step = (
@@ -241,7 +244,7 @@ def _text(lines: list[str]) -> str:
 
 
 def publish(data: dict[str, Any]) -> str:
-    """Of `python -m benchmarks publish`."""
+    """Return the table of `python -m benchmarks publish`."""
     lines = [
         line(("work", "must move", "seconds", "of copy bandwidth")),
         "|---|---:|---:|---:|",
@@ -263,7 +266,7 @@ def publish(data: dict[str, Any]) -> str:
 
 
 def train(data: dict[str, Any]) -> str:
-    """Steps, and seconds and CPU seconds to each accuracy."""
+    """Return the table of steps, and of seconds and CPU seconds to each accuracy."""
     targets = list(dict.fromkeys(row["accuracy"] for row in data["reached"]))
     to = tuple(f"{what} to {target:.0%}" for target in targets for what in ("s", "CPU s"))
     lines = [
@@ -294,12 +297,12 @@ def train(data: dict[str, Any]) -> str:
 
 
 def line(cells: tuple[str, ...]) -> str:
-    """A row in Markdown."""
+    """Return a row in Markdown."""
     return f"| {' | '.join(cells)} |"
 
 
 def schemes(data: dict[str, Any]) -> str:
-    """Of `qarl bench schemes`: what is deployed, and the last steps of training."""
+    """Return the table of `qarl bench schemes`: the deployed model and training's last steps."""
 
     def points(of: dict[str, float], sign: str = "") -> str:
         mean = f"{100 * of['mean']:{sign}.1f}"
@@ -356,7 +359,10 @@ def schemes(data: dict[str, Any]) -> str:
 
 
 def compare(data: dict[str, Any]) -> str:
-    """Of `qarl compare`: accuracies of what is deployed, and every figure's mean over seeds."""
+    """Return the table of `qarl compare`.
+
+    It has the deployed models' accuracies, and every figure's mean over seeds.
+    """
 
     def percent(of: dict[str, Any] | None, sign: str = "") -> str:
         if of is None:
@@ -399,7 +405,7 @@ def compare(data: dict[str, Any]) -> str:
 
 
 def memory(rows: list[dict[str, Any]]) -> str:
-    """Of `python -m benchmarks memory`, MiB."""
+    """Return the table of `python -m benchmarks memory`, in MiB."""
     lines = [
         line(("model", "scheme", "planned", "measured", "off")),
         "|---|---|---:|---:|---:|",
@@ -411,8 +417,9 @@ def memory(rows: list[dict[str, Any]]) -> str:
 
 
 def communication(rows: list[dict[str, Any]]) -> str:
-    """What one process sends, over the masters' bytes, a row for each stage and dtype
-    of gradients.
+    """Return the table of the bytes that one process sends, over the masters' bytes.
+
+    It has a row for each stage and dtype of gradients.
     """
     runs = sorted({(row["scheme"], row["optimizer"], row["processes"]) for row in rows})
     ways = sorted(
@@ -440,8 +447,10 @@ def communication(rows: list[dict[str, Any]]) -> str:
 
 
 def delta(rows: list[dict[str, Any]]) -> str:
-    """Codes that a later step changes, and a delta over the whole version and over its quantized
-    matrices, a row for each shape, scheme and optimizer.
+    """Return the table of `python -m benchmarks delta`.
+
+    It has a row for each shape, scheme and optimizer: the codes that a later step changes, and the
+    size of a delta over that of the whole version and over that of its quantized matrices.
     """
     rates = sorted({row["lr"] for row in rows})
     last = max(row["step"] for row in rows)
@@ -462,7 +471,7 @@ def delta(rows: list[dict[str, Any]]) -> str:
 
 
 def delivery(data: dict[str, Any]) -> str:
-    """Bytes, and seconds by work, a column for each scheme."""
+    """Return the table of bytes, and of seconds by kind of work, with a column for each scheme."""
     rows = data["rows"]
     lines = [
         line(("", *(row["scheme"] for row in rows))),
@@ -477,7 +486,10 @@ def delivery(data: dict[str, Any]) -> str:
 
 
 def soak(data: dict[str, Any]) -> str:
-    """Memory at its ends, and its slope with a standard error, a row for each side."""
+    """Return the table of memory, a row for each side.
+
+    It has the memory at both ends, and its slope with a standard error.
+    """
     lines = [
         line(("MiB", "first 25 steps", "last 25 steps", "a hundred steps")),
         "|---|---:|---:|---:|",
@@ -489,7 +501,7 @@ def soak(data: dict[str, Any]) -> str:
 
 
 def server_faults(data: dict[str, Any]) -> str:
-    """Of scripts/server_faults.py: a row for each fault."""
+    """Return the table of scripts/server_faults.py, a row for each fault."""
     results = ("went on", "resumed", "started again", "FAILED")
     lines = [
         line(("fault", "runs", *results[:3], "failed", "lost", "noticed within, s")),
@@ -515,7 +527,7 @@ def server_faults(data: dict[str, Any]) -> str:
 
 
 def precision_gap(runs: list[dict[str, Any]]) -> str:
-    """Of `qarl bench precision-gap`: a row for each pairing and rate."""
+    """Return the table of `qarl bench precision-gap`, a row for each pairing and rate."""
     head = (
         "pairing",
         "rate",
@@ -551,7 +563,7 @@ def _percents(shares: tuple[float, ...]) -> list[float]:
 
 
 def launches(rows: list[dict[str, Any]]) -> str:
-    """Of `qarl bench launches`: a step, and what a layer adds to it."""
+    """Return the table of `qarl bench launches`: a step, and the time that a layer adds to it."""
     head = (
         "model",
         "scheme",
@@ -605,11 +617,11 @@ TABLES: dict[str, Callable[[Any], str]] = {
     "server_faults": server_faults,
     "precision-gap": precision_gap,
 }
-"""Benchmark → what makes its table."""
+"""Benchmark → function that makes its table."""
 
 
 def main(arguments: list[str]) -> int:
-    """Write the pages, or say which would change."""
+    """Write the pages, or print which would change."""
     different = []
     for file in sorted((ROOT / "docs").rglob("*.md")):
         before = file.read_text(encoding="utf-8")

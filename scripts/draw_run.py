@@ -15,7 +15,7 @@ from qarl.report.run_folder import RunFolder
 
 
 def restored_step(flat: dict[str, Any]) -> StepMetrics:
-    """The step that a line of a metrics.jsonl was written of, as far as a dashboard shows it."""
+    """Rebuild a step from its line of metrics.jsonl, as far as a dashboard shows it."""
 
     def part(prefix: str) -> dict[str, Any]:
         inner = {

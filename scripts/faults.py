@@ -1,19 +1,24 @@
 #!/usr/bin/env python3
-"""Break runs at random moments, and see that nothing is lost, no process left, no traceback shown,
-nothing opened.
+"""Break runs at random moments and check that they recover.
 
     scripts/faults.py --kills 25 --disks 10 --servers 10 --combinations 110 --seed S [--json FILE]
 
-kills: SIGKILL at a random moment of a run, half of the time to the process started, else to any
-other of its tree. Of kills, disks and servers every second trial is broken after its first
-checkpoint, so that it resumes from one. disks: the run's folder on a file system of its own that is
-full from a random moment on (needs `unshare -rm`). servers: SIGKILL to any process of a run's two
-servers. combinations: random options, of `tests.runs.test_combinations`.
+Nothing may be lost, no process left, no traceback shown, and no socket opened.
 
-A broken run either ends by itself with a line or goes on; what ended is resumed, and metrics and
-exported tensors must equal those of a run left alone, to the last bit. Every process seen below the
-run must be gone 20 s after it, and no socket may listen beyond loopback. Exit status: 0 all right,
-1 something not. --json keeps the outcomes and goes on.
+- kills: SIGKILL at a random moment of a run, half of the time to the process that was started,
+  otherwise to any other process of its tree.
+- disks: the run's folder is on a file system of its own that is full from a random moment on. This
+  needs `unshare -rm`.
+- servers: SIGKILL to any process of a run's two servers.
+- combinations: random options, of `tests.runs.test_combinations`.
+
+Of kills, disks and servers, every second trial is broken after its first checkpoint, so that it
+resumes from one.
+
+A broken run either ends by itself with one line or goes on. A run that ended is resumed. Metrics
+and exported tensors must equal those of an undisturbed run to the last bit. Every process seen
+below the run must be gone 20 s after it, and no socket may listen beyond loopback. Exit status: 0
+if all trials passed, otherwise 1. --json saves the outcomes and continues from them.
 """
 
 import argparse
@@ -74,22 +79,25 @@ KINDS = ("kills", "disks", "servers", "combinations")
 
 @dataclass
 class Outcome:
-    """kind, number: which trial of the seed. faults: what was wrong, empty where all held."""
+    """Outcome of one trial."""
 
     kind: str
     number: int
+    """Number of the trial among those of its seed and kind."""
     run: str
     seed: int = 0
     broken: str = ""
     ended: str = ""
     resumed: str = ""
     faults: list[str] = field(default_factory=list)
+    """Violations; empty if everything held."""
     seconds: float = 0.0
 
 
 class Watch:
-    """The processes below a run, seen five times a second, and every second what listens beyond
-    loopback.
+    """Watch on the processes below a run (five times a second) and its sockets (every second).
+
+    Only sockets that listen beyond loopback are recorded.
     """
 
     def __init__(self, pid: int) -> None:
@@ -117,14 +125,14 @@ class Watch:
                             )
 
     def alive(self) -> list[psutil.Process]:
-        """Those of the tree now, the run itself first."""
+        """Return the processes of the tree that are alive, the run itself first."""
         with suppress(psutil.Error):
             for process in [self._root, *self._root.children(recursive=True)]:
                 self.seen.setdefault((process.pid, process.create_time()), process)
         return [process for process in list(self.seen.values()) if _lives(process)]
 
     def end(self) -> list[str]:
-        """Faults: processes still there after 20 s, and sockets."""
+        """Stop watching and return faults: processes that are alive after 20 s, and sockets."""
         self._over.set()
         self._thread.join()
         deadline = time.monotonic() + 20
@@ -143,7 +151,10 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def result(run: Path) -> dict[str, Any]:
-    """What two equal runs share: metrics without times, and the exported tensors' SHA-256."""
+    """Return the data in which equal runs agree.
+
+    They are the metrics without times, and the SHA-256 of the exported tensors.
+    """
     files = sorted((run / "export").glob("*.safetensors"))
     return {
         "metrics": lines(run),
@@ -152,7 +163,7 @@ def result(run: Path) -> dict[str, Any]:
 
 
 def broken(outcome: Outcome, arguments: list[str], breaks: Callable[[Watch], str]) -> int:
-    """One command, broken by `breaks` in a thread of its own; its exit status."""
+    """Run one command, break it by calling `breaks` in a thread, and return its exit status."""
     run = Run(*arguments)
     watch = Watch(run.pid)
     said: list[str] = []
@@ -187,7 +198,10 @@ def _kill_late(run: Run, outcome: Outcome) -> None:
 
 
 def resumed(outcome: Outcome, run: Path, arguments: list[str]) -> int:
-    """To the run's end, from its newest checkpoint or, where it has none, anew; its exit status."""
+    """Finish a run and return its exit status.
+
+    The run continues from its newest checkpoint, or starts anew if it has none.
+    """
     begun = checkpoints(run)
     if not begun:
         shutil.rmtree(run, ignore_errors=True)
@@ -202,7 +216,7 @@ def resumed(outcome: Outcome, run: Path, arguments: list[str]) -> int:
 
 
 def compared(outcome: Outcome, run: Path, sound: dict[str, Any]) -> None:
-    """With the run left alone."""
+    """Compare a run with the undisturbed one, and record any difference as a fault."""
     mine = result(run)
     outcome.faults += [
         f"{name} differ from those of a run left alone"
@@ -215,26 +229,27 @@ def compared(outcome: Outcome, run: Path, sound: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Alone:
-    """A run that nothing breaks. seconds: to its end. checkpointed: to its first checkpoint."""
+    """Undisturbed run."""
 
     result: dict[str, Any]
     seconds: float
+    """Seconds to its end."""
     checkpointed: float
+    """Seconds to its first checkpoint."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """When a run is broken: `seconds` after its start or, `resumable`, after its first
-    checkpoint.
-    """
+    """Moment at which a run is broken."""
 
     resumable: bool
+    """Whether `seconds` count from the run's first checkpoint, instead of from its start."""
     seconds: float
     alone: Alone
 
     @classmethod
     def drawn(cls, rng: random.Random, number: int, alone: Alone) -> "Moment":
-        """Every second trial's is after the first checkpoint."""
+        """Draw a moment; every second trial's is after the first checkpoint."""
         resumable = number % 2 == 1
         return cls(
             resumable,
@@ -243,7 +258,7 @@ class Moment:
         )
 
     def wait(self, run: Path, watch: Watch) -> None:
-        """Until then, or until the run has ended."""
+        """Wait until the moment, or until the run has ended."""
         while self.resumable and not checkpoints(run) and watch.alive():
             time.sleep(0.02)
         time.sleep(self.seconds)
@@ -254,12 +269,12 @@ class Moment:
 
 
 def checkpoints(run: Path) -> list[Path]:
-    """Those that are whole."""
+    """Return the complete checkpoints of a run."""
     return list(run.glob("checkpoints/step-*/manifest.json"))
 
 
 class Trials:
-    """folder: where runs go."""
+    """Trials of one seed. folder: where runs are written."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self._folder = folder
@@ -282,7 +297,7 @@ class Trials:
         return self._sound[name]
 
     def run(self, kind: str, number: int) -> Outcome:
-        """One trial, drawn from seed, kind and number."""
+        """Run one trial, drawn from seed, kind and number."""
         began = time.monotonic()
         run = self._folder / "run"
         rng = random.Random(f"{self._seed} {kind} {number}")
@@ -406,7 +421,7 @@ def _serves(process: psutil.Process) -> bool:
 
 
 def main() -> int:
-    """Run the trials; print each, then what was wrong."""
+    """Run the trials, print each of them, and then list the faults."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""What a GPU shows with torch and transformers alone, before vLLM is there: the first piece of
-scripts/gpu_bringup.sh.
+"""Checks of a GPU with torch and transformers alone, as the first part of scripts/gpu_bringup.sh.
 
     python scripts/gpu_torch.py FOLDER [--device cuda] [--only PIECE] [--small]
 
-Each piece compares the device with the CPU, or two ways on the device, and writes
-FOLDER/torch-PIECE.json: status 0 where all agree, seconds, figures, the error. One that passed is
-not run again. torch 2.11 or later. Has run on no GPU yet. Exit status: how many pieces failed.
-Axes: O output rows, I input columns, N tokens, H heads, D head size.
+They need no vLLM. Each piece compares the device with the CPU, or two methods on the device, and
+writes FOLDER/torch-PIECE.json: status (0 if all agree), seconds, figures, the error. A piece that
+passed is not run again. torch 2.11 or later is required. The script has not run on a GPU yet. Exit
+status: the number of pieces that failed. Axes: O output rows, I input columns, N tokens, H heads, D
+head size.
 """
 
 import argparse
@@ -41,27 +41,28 @@ Figures = dict[str, Any]
 
 
 def values(*shape: int, seed: int = 0) -> torch.Tensor:
-    """Normal, with a deviation of 0.1, on the CPU."""
+    """Return normal values with standard deviation 0.1, on the CPU."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 0.1
 
 
 def error(ours: torch.Tensor, expected: torch.Tensor) -> float:
-    """Relative, in the Frobenius norm."""
+    """Return the relative error in the Frobenius norm."""
     ours = ours.detach().double().cpu()
     expected = expected.detach().double().cpu()
     return float((ours - expected).norm() / expected.norm().clamp_min(1e-30))
 
 
 def within(bound: float, **errors: float) -> Figures:
-    """The errors, none of which is beyond the bound."""
+    """Check that no error exceeds the bound, and return the errors."""
     worst = max(errors, key=lambda name: errors[name])
     assert errors[worst] <= bound, f"{worst} is off by {errors[worst]:.2e}, allowed is {bound:g}"
     return errors
 
 
 def codes(device: str, small: bool) -> Figures:
-    """Every scheme's codes and scales, of float32 and bfloat16 masters, are the CPU's to the last
-    bit.
+    """Check that every scheme's codes and scales equal the CPU's to the last bit.
+
+    Masters are float32 and bfloat16.
     """
     different = []
     for scheme in SCHEMES:
@@ -79,8 +80,9 @@ def codes(device: str, small: bool) -> Figures:
 
 
 def linear(device: str, small: bool) -> Figures:
-    """Product and straight-through gradients of a dense layer, by the reference product: near the
-    CPU's.
+    """Check that a dense layer's product and straight-through gradients are near the CPU's.
+
+    The product is the reference product.
     """
     rows, columns, tokens = (128, 256, 40) if small else (2048, 2048, 4096)
 
@@ -105,8 +107,9 @@ def linear(device: str, small: bool) -> Figures:
 
 
 def attention(device: str, small: bool) -> Figures:
-    """torch's attention of sequences of differing lengths in one call, and its backward, against
-    each alone in fp32.
+    """Compare torch's attention over several sequences in one call with each alone in fp32.
+
+    Sequences have different lengths. The backward is compared too.
     """
     from qarl.quant.kernels.flash_attention import flash_gradients
 
@@ -147,8 +150,9 @@ def attention(device: str, small: bool) -> Figures:
 
 
 def experts(device: str, small: bool) -> Figures:
-    """Gradients of all experts at once (grouped products) against the loop over them, one expert
-    without a token; the full size is a layer of Qwen3-30B-A3B.
+    """Compare gradients of all experts at once (grouped products) with a loop over the experts.
+
+    One expert has no token. The full size is a layer of Qwen3-30B-A3B.
     """
     count, k, hidden, inner, tokens = (8, 2, 256, 128, 96) if small else (128, 8, 2048, 768, 16384)
     shape = ExpertsShape(count, k, hidden, inner, "silu", ExpertLayout())
@@ -185,8 +189,9 @@ def experts(device: str, small: bool) -> Figures:
 
 
 def step(device: str, small: bool) -> Figures:
-    """An update of a whole learner by AdamW: masters near the CPU's; the seconds of a second one,
-    and memory.
+    """Check that masters after an AdamW update of a complete learner are near the CPU's.
+
+    A second update is timed, and memory is reported.
     """
     from tests.support.learners import batch_of, random_model
 
@@ -222,8 +227,9 @@ def step(device: str, small: bool) -> Figures:
 
 
 def silu_gradients(dx: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
-    """Of silu(gate) · up, x = (gate, up), into dx: what `quant.graph.operators`, which needs vLLM,
-    has compiled.
+    """Write the gradients of silu(gate) · up, x = (gate, up), to dx.
+
+    `quant.graph.operators` compiles the same function, but needs vLLM.
     """
     (dgate, dup) = dx.chunk(2, dim=-1)
     (gate, up) = x.chunk(2, dim=-1)
@@ -232,8 +238,9 @@ def silu_gradients(dx: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
 
 
 def compiled(device: str, small: bool) -> Figures:
-    """A backward compiled as the learner's are, against itself without, to the last bit, and the
-    seconds of both.
+    """Compare a backward compiled like the learner's with the uncompiled one, to the last bit.
+
+    Both are timed.
     """
     if "isolate_recompiles" not in inspect.signature(torch.compile).parameters:
         return {"skipped": f"torch {torch.__version__} cannot compile variants apart; 2.13 can"}
@@ -266,13 +273,13 @@ PIECES: tuple[Callable[[str, bool], Figures], ...] = (
 
 
 def synchronize(device: str) -> None:
-    """Wait for what a GPU was asked to do."""
+    """Wait until a GPU has finished its queued work."""
     if device != "cpu":
         torch.cuda.synchronize()
 
 
 def main() -> int:
-    """Run the pieces that have not passed; returns how many failed."""
+    """Run the pieces that have not passed; return the number that failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

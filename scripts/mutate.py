@@ -1,24 +1,28 @@
 #!/usr/bin/env python3
-"""Draw small faults at random from a room's code, plant them one at a time, and see whether its
-tests catch them.
+"""Plant random small faults in a room's code, one at a time, and count those that its tests catch.
 
-    scripts/mutate.py --room learner --count 100 --seed 1 [--json FILE] [--seconds S] [--tests PATH
-    …]
+    scripts/mutate.py --room learner --count 100 --seed 1 [--json FILE] [--seconds S]
+        [--tests PATH …] [--survivors JSON]
 
 A mutation changes one comparison, constant, operator, min or max, or drops one statement. It is
-drawn from the syntax tree of HEAD: a seed draws the same ones from the same commit. Each is planted
-alone in a scratch clone. The tests that run the changed function go first, the quickest in front,
-then those that run others of its file; where none is seen to run it (it is compiled, or read at
-import), then those that run files that import it, and all. Files whose tests share a fixture, such
-as an engine, keep their order. With --seconds the first ones alone that take so long together: a
-survivor is then one of those, and the score a bound from below. What runs what is recorded once a
-commit. Tests that fail on the sound code are left out. --tests names others than the room's:
-`--tests tests/learner tests/engine`. --survivors plants those alone that survived in an earlier
---json, of the same commit and room: so what a room's tests let through meets the rest of the suite.
+drawn from the syntax tree of HEAD: a seed draws the same mutations from the same commit. Each is
+planted alone in a scratch clone.
+
+Order of the tests. Tests that run the changed function go first, the fastest in front, followed by
+those that run other functions of its file. If no test is seen to run it (it is compiled, or read at
+import), tests that run files that import it follow, and then all. Files whose tests share a
+fixture, such as an engine, keep their order. The tests that run each function are recorded once per
+commit. Tests that fail on the unchanged code are left out.
+
+- --seconds: run only the first tests that together take that long. A survivor is then a survivor of
+  those, and the score is a lower bound.
+- --tests: run other tests than the room's, such as `--tests tests/learner tests/engine`.
+- --survivors: plant only the survivors of an earlier --json, of the same commit and room. This
+  tries the mutations that a room's tests missed on the rest of the suite.
+- --json: save the outcomes, of any seeds; the same command continues from them.
 
 A mutation may change nothing that the code does, so not every survivor is a gap: read them. Tests
-over the time limit count as a catch, listed apart. --json keeps the outcomes, of any seeds; the
-same command goes on from there.
+over the time limit count as a catch and are listed separately.
 
 Exit status: 0 all caught, 1 some not.
 """
@@ -51,25 +55,29 @@ ROOMS = ("configs", "quant", "rollout", "learner", "sync", "qarl")
 FORKS = multiprocessing.get_context("forkserver")
 THREADS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 LIBRARIES = ("torch", "transformers", "vllm", "datasets", "hypothesis")
-"""Imported once, 15 s; every mutation's tests run in a fork of the process that has them."""
+"""Libraries imported once, which takes 15 s.
+
+Every mutation's tests run in a fork of the process that has imported them.
+"""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """caught_by: the first failing test, "time limit", or "" for a survivor. tests: how many ran
-    the function.
-    """
+    """Outcome of one mutation."""
 
     mutation: Mutation
     caught_by: str
+    """The first failing test, "time limit", or "" for a survivor."""
     tests: int
+    """Number of tests that ran the function."""
     seconds: float
 
 
 class Recorder:
-    """A plugin of pytest: for each test that passes, its seconds and the functions of ours that it
-    ran, in processes of its own too. Those that a fixture of a module or session ran are every
-    test's that uses it.
+    """Plugin of pytest that records passing tests.
+
+    For each it records its seconds and the functions of ours that it ran, in child processes too.
+    Functions that a fixture of a module or session ran belong to every test that uses the fixture.
     """
 
     def __init__(self, calls: Calls) -> None:
@@ -82,7 +90,7 @@ class Recorder:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: Any) -> Iterator[None]:
-        """Keep what a fixture of several tests ran."""
+        """Record the functions that a fixture of several tests ran."""
         before = self._now | self._calls.taken()
         self._now = set()
         result = yield
@@ -96,7 +104,7 @@ class Recorder:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: Any) -> Iterator[None]:
-        """Watch one test from its fixtures on."""
+        """Watch one test, including its fixtures."""
         self._now = set()
         self._passed = True
         started = time.monotonic()
@@ -113,17 +121,17 @@ class Recorder:
         return result
 
     def pytest_sessionfinish(self) -> None:
-        """Only now is it known which files keep their order."""
+        """Mark the tests whose file keeps its order; only now are these files known."""
         for name, test in self.tests.items():
             test["together"] = name.partition("::")[0] in self._sharing
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """Skipped and failing tests catch nothing."""
+        """Note whether the test passed, because skipped and failing tests catch nothing."""
         self._passed &= report.passed
 
 
 def record(paths: list[str], clone: Path) -> dict[str, dict[str, Any]]:
-    """Run these tests on the sound code, a file at a time, for what each ran."""
+    """Run these tests on the unchanged code, one file at a time, and return what each ran."""
     tests: dict[str, dict[str, Any]] = {}
     for path in paths:
         file = clone / path.partition("::")[0]
@@ -141,7 +149,10 @@ def record(paths: list[str], clone: Path) -> dict[str, dict[str, Any]]:
 def run(
     mutation: Mutation, clone: Path, tests: dict[str, dict[str, Any]], seconds: float
 ) -> Outcome:
-    """Plant, test, take out again. seconds: of the tests tried, as recorded, together."""
+    """Plant a mutation, run its tests, and remove it again.
+
+    seconds: upper bound on the recorded seconds of the tests tried.
+    """
     file = clone / mutation.file
     started = time.monotonic()
     key = f"{mutation.file}:{mutation.function}"
@@ -163,7 +174,7 @@ def run(
 
 
 def running(files: list[str], tests: dict[str, dict[str, Any]]) -> list[str]:
-    """The tests that ran a function of these files."""
+    """Return the tests that ran a function of these files."""
     starts = tuple(f"{file}:" for file in files)
     return [
         name
@@ -173,8 +184,9 @@ def running(files: list[str], tests: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def importers(file: str, clone: Path) -> list[str]:
-    """The files of ours that import this one: whose tests run it, where compiled code is not seen
-    running.
+    """Return the files of ours that import this one.
+
+    Their tests run its compiled code, which the record does not show.
     """
     package, _, module = file.removesuffix(".py").replace("/", ".").rpartition(".")
     imported = re.compile(
@@ -185,8 +197,10 @@ def importers(file: str, clone: Path) -> list[str]:
 
 
 def in_turn(tiers: list[list[str]], tests: dict[str, dict[str, Any]]) -> list[str]:
-    """Each once, tier by tier, the quickest first; but those of a file that stay together where
-    their seconds together put them, in the file's own order.
+    """Return each test once, tier by tier and fastest first.
+
+    The tests of a file that must stay together keep the file's own order. Their total seconds
+    decide their position.
     """
     chosen: dict[str, None] = {}
     for tier in tiers:
@@ -204,8 +218,9 @@ def in_turn(tiers: list[list[str]], tests: dict[str, dict[str, Any]]) -> list[st
 
 
 def failing(names: list[str], clone: Path, tests: dict[str, dict[str, Any]]) -> str:
-    """The first of these tests that fails; "" where all pass. Files that keep their order have a
-    process each: a process has one engine.
+    """Return the first of these tests that fails, or "" if all pass.
+
+    Each file that keeps its order gets a process of its own, because a process has one engine.
     """
     groups: dict[str, list[str]] = {}
     for name in names:
@@ -239,8 +254,9 @@ def _failing(names: list[str], clone: Path, tests: dict[str, dict[str, Any]]) ->
 
 
 def _pytest(clone: Path, names: list[str], ran: Path | None = None) -> None:
-    """In a fork of a process that has imported the libraries, none of ours. ran: the file for what
-    each test ran.
+    """Run pytest in a fork of a process that has imported the libraries, but no module of ours.
+
+    ran: file for the record of what each test ran.
     """
     os.setsid()
     os.chdir(clone)
@@ -277,7 +293,7 @@ def _pytest(clone: Path, names: list[str], ran: Path | None = None) -> None:
 
 
 def alone(clone: Path) -> dict[str, str]:
-    """The environment in which the clone's code is what is imported."""
+    """Return the environment in which the clone's code is imported."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     return {
         **os.environ,
@@ -373,7 +389,7 @@ def main() -> int:
 
 
 def line(outcome: dict[str, Any]) -> str:
-    """One row: where, before → after, what caught it."""
+    """Return one row: position, before → after, and the test that caught it."""
     mutation = outcome["mutation"]
     before, after = (" ".join(mutation[side].split()) for side in ("before", "after"))
     verdict = (
@@ -388,7 +404,7 @@ def line(outcome: dict[str, Any]) -> str:
 
 
 def report(outcomes: list[dict[str, Any]], room: str) -> int:
-    """Survivors, time limits and the score; 1 where one survived."""
+    """Print survivors, time limits and the score; return 1 if a mutation survived."""
     survivors = [outcome for outcome in outcomes if not outcome["caught_by"]]
     late = [outcome for outcome in outcomes if outcome["caught_by"] == "time limit"]
     for title, some in (

@@ -1,4 +1,4 @@
-"""The mutations of a room's code, drawn at random from its syntax tree, for scripts/mutate.py."""
+"""Draw the mutations of a room's code at random from its syntax tree, for scripts/mutate.py."""
 
 import ast
 import random
@@ -39,30 +39,33 @@ EXTREMES = {
 }
 EXTREMES |= {high: low for low, high in EXTREMES.items()}
 TALK = {"print", "logger", "logging", "warnings", "warn", "log", "progress", "say"}
-"""What is only said to a person is left alone."""
+"""Names in statements that only print or log; these statements are not mutated."""
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """file: from the root. line: from 1. start, end: bytes of the file replaced by `after`.
-    function: its qualified name; "" at the top of a module or class.
-    """
+    """One change of a source file."""
 
     file: str
+    """Path from the root."""
     line: int
+    """Line number, from 1."""
     start: int
+    """First byte of the file that `after` replaces."""
     end: int
+    """End of the bytes that `after` replaces."""
     function: str
+    """Qualified name of the function; "" at the top level of a module or class."""
     before: str
     after: str
 
     def planted(self, source: bytes) -> bytes:
-        """The file with this fault."""
+        """Return the file's bytes with this fault."""
         return source[: self.start] + self.after.encode() + source[self.end :]
 
 
 class Sites(ast.NodeVisitor):
-    """Every mutation of one file, in order of the tree."""
+    """Collector of every mutation of one file, in order of the tree."""
 
     def __init__(self, file: str, source: bytes) -> None:
         self.sites: list[Mutation] = []
@@ -82,8 +85,10 @@ class Sites(ast.NodeVisitor):
         self.sites.append(Mutation(self._file, node.lineno, start, end, function, before, text))
 
     def visit(self, node: ast.AST) -> None:
-        """Leaves alone imports, annotations, decorators, messages of errors, texts with fields;
-        zip's `strict`, which changes nothing where lengths are equal.
+        """Collect the mutations of a node and its children.
+
+        Skipped are imports, annotations, decorators, messages of errors, f-strings, and zip's
+        `strict`, which changes nothing if lengths are equal.
         """
         if isinstance(node, (ast.Import, ast.ImportFrom, ast.Raise, ast.JoinedStr)) or _is_said(
             node
@@ -115,7 +120,7 @@ class Sites(ast.NodeVisitor):
             self._scope.pop()
 
     def _mutate(self, node: ast.AST) -> None:
-        """The changes of one node, its children apart."""
+        """Collect the changes of one node, without its children."""
         if isinstance(node, ast.Compare):
             for place, operator in enumerate(node.ops):
                 operators = [
@@ -152,7 +157,7 @@ class Sites(ast.NodeVisitor):
 
 
 def _is_said(node: ast.AST) -> bool:
-    """A statement that only speaks, or what is run as a script or for a type checker alone."""
+    """Return whether a statement only prints or logs, or runs only in a script or type checker."""
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
         function = node.value.func
         while isinstance(function, ast.Attribute):
@@ -168,9 +173,7 @@ def _is_said(node: ast.AST) -> bool:
 
 
 def draw(room: str, count: int, seed: int, root: Path) -> list[Mutation]:
-    """`count` of the room's mutations without replacement; those that do not compile are passed
-    over.
-    """
+    """Draw `count` of the room's mutations without replacement; skip those that do not compile."""
     others = (
         [f":!qarl/{name}" for name in ("configs", "quant", "rollout", "learner", "sync")]
         if room == "qarl"

@@ -1,5 +1,6 @@
-"""What goes wrong in a learner's publish, planted for `scripts/server_faults.py` by
-`tests.support.learner_faults`.
+"""Faults of a learner's publish, for `scripts/server_faults.py`.
+
+`tests.support.learner_faults` plants them.
 """
 
 import os
@@ -14,13 +15,18 @@ from typing import Any
 from tests.support.learner_faults import note
 
 _PUBLISH = ("sync/publisher.py", "rollout/servers/")
-"""Files whose lines are a publish's."""
+"""Files whose lines count as lines of a publish."""
 
 
 def plant(fault: dict[str, Any]) -> None:
-    """fault: {"log"; "die_at": line of a publish at which the process is killed, "count": file for
-    how many lines a publish has, "version": which publish, by the weight version it makes;
-    "full_disk": version whose files have no room}.
+    """Plant a fault in this process.
+
+    Keys of `fault`:
+        log: file to which the fault is reported.
+        die_at: line of a publish at which the process is killed.
+        count: file for the number of lines of a publish.
+        version: the publish concerned, by the weight version it makes.
+        full_disk: version whose files do not fit on the disk.
     """
     if "full_disk" in fault:
         _fill_disk(fault["full_disk"], Path(fault["log"]))
@@ -34,7 +40,7 @@ def plant(fault: dict[str, Any]) -> None:
 
 
 def _fill_disk(version: int, log: Path) -> None:
-    """No file may be larger than 512 bytes while this version is written."""
+    """Limit files to 512 bytes while this version is written."""
     from qarl.rollout.servers import versions
 
     write = versions._write
@@ -54,8 +60,9 @@ def _fill_disk(version: int, log: Path) -> None:
 
 
 def _trace(version: int, die_at: int | None, count: str | None, log: Path) -> None:
-    """Count the lines run in `Publisher.publish` of `version`, on all threads, and die at one of
-    them.
+    """Count the lines that `Publisher.publish` of `version` runs, on all threads.
+
+    Kill the process at one of them if `die_at` is set.
     """
     from qarl.sync.publisher import Publisher
 

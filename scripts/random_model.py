@@ -1,6 +1,8 @@
-"""A model of a real one's shape with random weights and the embedded policy's tokenizer, to try
-memory and speed with where nothing can be downloaded: python scripts/random_model.py SHAPE FOLDER
-[--layers N]
+"""Write a model of a real one's shape with random weights and the embedded policy's tokenizer.
+
+    python scripts/random_model.py SHAPE FOLDER [--layers N]
+
+Use it to measure memory and speed on machines that cannot download models.
 """
 
 import argparse
@@ -39,11 +41,11 @@ SHAPES = {
         norm_topk_prob=True,
     ),
 }
-"""From those models' config.json."""
+"""Configurations from the real models' config.json."""
 
 
 def main() -> None:
-    """Write the folder; an existing one is left alone."""
+    """Write the folder; leave an existing one unchanged."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("folder", type=Path)

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Write what docs/reference/ has from the code: the options, from the schema. scripts/reference.py
-[--check]
+"""Write docs/reference/ from the code: the options come from the configuration's schema.
 
---check changes nothing and exits with 1 where a page differs.
+    scripts/reference.py [--check]
+
+--check changes nothing and exits with 1 if a page differs.
 """
 
 import sys
@@ -26,13 +27,13 @@ each dot is a level. Defaults in brackets are those of `qarl train` without a mo
 
 
 def pages() -> dict[str, str]:
-    """File below docs/reference/ → its text."""
+    """Return file below docs/reference/ → its text."""
     _, fields = all_fields(COLUMNS).split("\n\n", 1)  # after the sentence on defaults
     return {"options.md": OPTIONS.format(fields=fields)}
 
 
 def main(arguments: list[str]) -> int:
-    """Write the pages, or say which would change."""
+    """Write the pages, or print which would change."""
     files = {REFERENCE / name: text for name, text in pages().items()}
     different = [
         file

@@ -1,4 +1,4 @@
-"""Two real servers behind proxies, for many runs with faults."""
+"""Two real servers behind proxies, shared by many runs with faults."""
 
 import contextlib
 import json
@@ -24,8 +24,10 @@ KEY = "the servers' key"
 
 
 class Farm:
-    """Two servers, each behind a proxy, that outlive runs. Work of the main thread is put into
-    `todo`: what starts a process has to be the thread that lives as long as it.
+    """Two servers, each behind a proxy, that outlive runs.
+
+    Put work for the main thread into `todo`: a process must be started by a thread that lives as
+    long as the process.
     """
 
     def __init__(self, checkpoint: Path, options: VllmOptions, logs: Path):
@@ -38,20 +40,20 @@ class Farm:
         self.proxies = [Proxy(server.url) for server in self.servers]
 
     def urls(self) -> str:
-        """What a run is given as `rollout.servers`."""
+        """Return the addresses for a run's `rollout.servers`."""
         return ",".join(proxy.url for proxy in self.proxies)
 
     def engine(self, number: int) -> psutil.Process:
-        """The process in which the server's model is."""
+        """Return the process that holds the server's model."""
         return psutil.Process(self.servers[number].process.pid).children(recursive=True)[-1]
 
     def kill(self, number: int) -> None:
-        """At once, and all its processes."""
+        """Kill the server and all its processes at once."""
         os.killpg(self.servers[number].process.pid, signal.SIGKILL)
         self.servers[number].process.wait()
 
     def restart(self, number: int) -> None:
-        """End it, and start one on its port with the weights of the start."""
+        """End the server, and start one on its port with the initial weights."""
         dead = self.servers[number]
         stop_replicas([dead])
         port = int(dead.url.rpartition(":")[2])
@@ -62,7 +64,7 @@ class Farm:
         warm(dead.url)
 
     def make_sound(self) -> None:
-        """As new for the next run: alive, nobody's, going on."""
+        """Restore both servers for the next run: alive, unclaimed and not stopped."""
         for proxy in self.proxies:
             proxy.reset(None)
         for number, server in enumerate(self.servers):
@@ -77,14 +79,17 @@ class Farm:
                 self.restart(number)
 
     def close(self) -> None:
-        """End all."""
+        """End all servers and proxies."""
         for proxy in self.proxies:
             proxy.close()
         stop_replicas(self.servers)
 
 
 def warm(url: str) -> None:
-    """The first requests of each kind compile, for longer than a run here waits for an answer."""
+    """Send the first request of each kind.
+
+    They compile, which takes longer than a run's timeout here.
+    """
     for parameters in (
         {"max_tokens": 8, "logprobs": 0},
         {"max_tokens": 1, "prompt_logprobs": 0},

@@ -1,18 +1,17 @@
 #!/usr/bin/env python3
-"""Runs of `qarl train` on two servers, each with a fault: what was noticed, when, and whether
-anything was lost.
+"""Run `qarl train` on two servers, each time with a fault, and check that nothing is lost.
 
     python scripts/server_faults.py [--runs 100] [--seed 0] [--transfer http] [--only TEXT]
-    [--minutes 5] [--keep FILE]
-                                    [--json FILE]
+        [--minutes 5] [--keep FILE] [--json FILE]
 
-Every fault at every phase once, then drawn ones. Network faults and bad answers come from a proxy
-before each server; servers are killed, stopped, restarted or short of memory themselves, learners
-killed at a line of a publish or out of disk. A run goes on and is the run without a fault, in every
-metric and digest; or it stops with one line, and the run that is resumed is. Finished runs are kept
-in FILE: the same command continues where it stopped.
+Every fault runs at every phase once, followed by faults drawn at random. The script reports what
+was noticed, when, and whether anything was lost. Network faults and bad answers come from a proxy
+before each server. Servers are killed, stopped, restarted or short of memory; learners are killed
+at a line of a publish or run out of disk. There are two right results: the run goes on and equals
+the run without a fault in every metric and digest, or it stops with one line and the resumed run
+equals it. Finished runs are saved in FILE of --keep: the same command continues from them.
 
-Exit status: 0 where all came out so, 1 where one did not.
+Exit status: 0 if every run had a right result, otherwise 1.
 """
 
 import argparse
@@ -50,9 +49,9 @@ from tests.support.runs import SMALL, Run, lines  # noqa: E402
 
 PLANTED = {"planted_by": "scripts.publish_faults"}
 SECONDS = 8.0
-"""`rollout.server_seconds`: hangs are noticed sooner than by its default, and in the same way."""
+"""`rollout.server_seconds`: hangs are noticed sooner than with its default, in the same manner."""
 DYING = 24
-"""Learners that are killed, each at another line."""
+"""Number of learners that are killed, each at another line."""
 SERVER_FAULTS = {
     "server killed": ("stage", "commit", "canary", "sample"),
     "server restarted": ("stage", "commit", "sample"),
@@ -70,40 +69,48 @@ SENT = [
     "engine stopped",
     "second learner",
 ]
-"""What happens where versions are sent over HTTP, in that phase."""
+"""Faults of the phase in which versions are sent over HTTP."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A run. at: which of the phase's requests, or lines of a publish, as a share of them all."""
+    """One run and its fault."""
 
     number: int
     kind: str
+    """Name of the fault."""
     phase: str
+    """Phase of a step in which the fault occurs."""
     at: float
+    """Position of the fault among the phase's requests or the publish's lines.
+
+    It is a fraction of their number.
+    """
     server: int
+    """Index of the server concerned."""
     staleness: int
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """result: "went on", "resumed", "started again" (before the first checkpoint) or "FAILED".
-    noticed: seconds from the fault to the first line about it, None where there was nothing to
-    notice. line: that line. equal: to the run without a fault, in metrics and digests. lost:
-    finished completions that are not in it.
-    """
+    """Outcome of one run."""
 
     case: Case
     result: str
+    """One of "went on", "resumed", "started again" (before the first checkpoint) and "FAILED"."""
     noticed: float | None
+    """Seconds from the fault to the first line about it; None if there was nothing to notice."""
     line: str
+    """That line."""
     equal: bool
+    """Whether metrics and digests equal those of the run without a fault."""
     lost: int
+    """Number of finished completions that the run's results lack."""
     seconds: float
 
 
 def cases(count: int, seed: int, transfer: str) -> list[Case]:
-    """Every fault at every phase, in an order drawn by `seed`, then drawn ones again."""
+    """Return every fault at every phase, in an order drawn by `seed`, followed by drawn ones."""
     chance = random.Random(seed)
     every = [(kind, phase) for kind in NETWORK for phase in PHASES] + [
         (kind, "sample") for kind in ANSWERS
@@ -127,7 +134,7 @@ def cases(count: int, seed: int, transfer: str) -> list[Case]:
 
 
 class Trial:
-    """One case: the fault is armed, the run made, and compared."""
+    """One case: arm the fault, run, and compare."""
 
     def __init__(
         self,
@@ -147,7 +154,7 @@ class Trial:
         self._learner: Run | None = None
 
     def run(self, whole: list[dict[str, Any]]) -> Outcome:
-        """whole: metrics of the run without a fault."""
+        """Run the case and return its outcome. whole: metrics of the run without a fault."""
         begun = time.monotonic()
         os.environ[VARIABLE] = json.dumps(
             {**PLANTED, "log": str(self._log), **self._learners_fault()}
@@ -190,7 +197,7 @@ class Trial:
         return outcome
 
     def _again(self, problem: str) -> tuple[str, str]:
-        """The run that follows one that stopped."""
+        """Run again after a run that stopped."""
         self._farm.make_sound()
         os.environ[VARIABLE] = json.dumps({"log": str(self._log)})
         if any((self._folder / "checkpoints").glob("step-*")):
@@ -240,7 +247,7 @@ class Trial:
         self._farm.kill(self._case.server)
 
     def _server_restarted(self) -> None:
-        """The learner sleeps until it is back, with the weights it started on."""
+        """Restart a server with its initial weights while the learner sleeps."""
         self._farm.kill(self._case.server)
         assert self._learner is not None
         learner = self._learner.pid
@@ -253,7 +260,7 @@ class Trial:
         self._farm.todo.put(restart)
 
     def _engine_killed(self) -> None:
-        """As by the system, for its memory."""
+        """Kill the engine as the system does when memory runs out."""
         self._farm.engine(self._case.server).kill()
 
     def _engine_stopped(self) -> None:
@@ -264,7 +271,7 @@ class Trial:
         engine.rlimit(resource.RLIMIT_AS, (engine.memory_info().vms // 2, resource.RLIM_INFINITY))
 
     def _second_learner(self) -> None:
-        """Another run asks for the server meanwhile."""
+        """Let another run ask for the server meanwhile."""
         farm = self._farm
         folder = self._folder
         url = farm.servers[self._case.server].url
@@ -285,7 +292,7 @@ class Trial:
 
 
 def _problem(done: "subprocess.CompletedProcess[str]", ended: bool = False) -> str:
-    """What a run's end should not be; "" where it is one line, or nothing."""
+    """Return what is wrong with a run's end; "" if it printed one line, or nothing."""
     if "Traceback" in done.stderr and done.returncode != -signal.SIGKILL:
         return f"a traceback: {_last_line(done)}"
     return f"resumed, and stopped again: {_last_line(done)}" if ended and done.returncode else ""
@@ -300,8 +307,10 @@ def _last_line(done: "subprocess.CompletedProcess[str]") -> str:
 def set_up(
     folder: Path, transfer: str
 ) -> Iterator[tuple[Farm, Callable[[Case], list[str]], dict[int, Any], dict[str, Any]]]:
-    """Servers, a run's options, what the runs without a fault come to by staleness, and how many
-    requests of each phase and lines of a publish they have.
+    """Start the servers and make the runs without a fault.
+
+    Yields the servers, a function from a case to a run's options, the results without a fault by
+    staleness, and the numbers of requests of each phase and of lines of a publish.
     """
     os.environ["QARL_SERVER_KEY"] = KEY
     prepare_environment()
@@ -387,7 +396,7 @@ def set_up(
 
 
 def summary(outcomes: list[Outcome]) -> str:
-    """A line for each fault."""
+    """Return a line for each fault."""
     rows = []
     for kind in dict.fromkeys(outcome.case.kind for outcome in outcomes):
         of_kind = [outcome for outcome in outcomes if outcome.case.kind == kind]
@@ -406,7 +415,7 @@ def summary(outcomes: list[Outcome]) -> str:
 
 
 def main() -> int:
-    """Make the runs and say what came of them."""
+    """Make the runs and print their results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

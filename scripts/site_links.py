@@ -1,5 +1,6 @@
-"""mkdocs' hook: links of a page that leave docs/ (README, examples, sources) become text; all
-others have to hold.
+"""Hook of mkdocs that turns links out of docs/ (README, examples, sources) into text.
+
+All other links have to resolve.
 """
 
 import re
@@ -10,5 +11,5 @@ _OUTSIDE = re.compile(
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
-    """A page's text, as mkdocs is to read it."""
+    """Return a page's text for mkdocs."""
     return _OUTSIDE.sub(r"\1", markdown)

@@ -1,12 +1,11 @@
-"""Which versions of vLLM agree with the learner to the last bit: a table, made by short real runs
-in each.
+"""Print which versions of vLLM agree with the learner to the last bit, from short real runs.
 
     python scripts/vllm_versions.py FOLDER 0.30.0 0.31.0 [--runs w4a16,servers]
 
 Each version is laid over the present environment (`pip install --no-deps --target`, kept in
-FOLDER), so torch and all else stay as they are: only versions of one torch can be compared so. A
-run is `qarl train` of two steps; its cell says the greatest |Δ log p| of any sampled token, or the
-run's last line of error. The exit status is 1 unless all are 0.
+FOLDER), so torch and all other packages are unchanged: only versions built for the same torch can
+be compared. A run is a `qarl train` of two steps. Its cell shows the largest |Δ log p| of any
+sampled token, or the run's last line of error. The exit status is 1 unless all are 0.
 """
 
 import argparse
@@ -30,7 +29,7 @@ RUNS = {
 
 
 def greatest(version: str, folder: Path, run: str) -> str:
-    """The greatest |Δ log p| of one run under this version, or why there is none."""
+    """Return the largest |Δ log p| of one run under this version, or why there is none."""
     site = folder / version
     if not site.is_dir():
         subprocess.run(

@@ -106,7 +106,7 @@ class Row:
 
     @property
     def materialize_share(self) -> float | None:
-        """Of the step's seconds; None for TRL, which has no such phase."""
+        """Fraction of the step's seconds spent materializing; None for TRL, which does not."""
         return self.phases["materialize"] / self.seconds if self.phases else None
 
 

@@ -9,10 +9,9 @@ from typing import Any
 
 
 def words_in_order(problem: Any, text: str) -> float:
-    """Return how alike the answer's words and the expected words are, in their order: 1 for the
-    same list.
+    """Return the similarity of the answer's words and the expected words, in order: 1 if equal.
 
-    The measure is `SequenceMatcher.ratio` over words, so a list that is reversed in part earns a
+    The measure is `SequenceMatcher.ratio` over words, so a list that is partly reversed earns a
     part.
     """
     return SequenceMatcher(None, _words(text), _words(problem.answer), autojunk=False).ratio()
@@ -76,8 +75,9 @@ def obeyed(problem: Any, text: str) -> bool:
 
 
 def shortness(problem: Any, text: str, token_ids: list[int]) -> float:
-    """Return minus the number of the answer's tokens: the reward under which a precision gap was
-    reported to matter.
+    """Return minus the number of the answer's tokens.
+
+    This is the reward under which a precision gap was reported to matter.
     """
     del problem, text
     return -float(len(token_ids))

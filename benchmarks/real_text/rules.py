@@ -64,7 +64,7 @@ RULES = [
     ("question", "-", "Write one question and nothing else."),
     ("lines", "2", "Write exactly two lines."),
 ]
-"""The rule's name in `rewards.obeys_rule`, its value there, and its sentence."""
+"""Name of the rule in `rewards.obeys_rule`, its value in that function, and its sentence."""
 
 
 def questions() -> list[dict[str, str]]:

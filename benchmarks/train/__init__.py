@@ -1,1 +1,1 @@
-"""`python -m benchmarks train`: a whole training against TRL's, by the time to each accuracy."""
+"""`python -m benchmarks train`: a complete training against TRL's, by the time to each accuracy."""

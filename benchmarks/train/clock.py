@@ -1,6 +1,4 @@
-"""Seconds and CPU seconds of a training, its evaluations left out. The same clock for every
-trainer.
-"""
+"""Clock of a training that leaves its evaluations out; every trainer uses the same one."""
 
 import time
 
@@ -10,12 +8,14 @@ from benchmarks.train.job import Curve, Point
 
 
 class Clock:
-    """`evaluated` before the first step, `begin` where that begins, then `evaluate` and `evaluated`
-    around every evaluation.
+    """Clock of seconds and CPU seconds.
+
+    Call `evaluated` before the first step, `begin` when that step begins, and then `evaluate` and
+    `evaluated` around every evaluation.
     """
 
     def __init__(self, samples: int) -> None:
-        """samples: completions a step."""
+        """Create the clock. samples: completions per step."""
         self._samples = samples
         self._points: list[Point] = []
         self._begin: float | None = None
@@ -23,19 +23,19 @@ class Clock:
         self._startup = 0.0
 
     def begin(self) -> None:
-        """The first step begins. Later calls do nothing."""
+        """Start the clock at the first step; later calls do nothing."""
         if self._begin is None:
             self._startup = time.time() - psutil.Process().create_time()
             self._begin = time.perf_counter()
             self._cpu_begin = time.process_time()
 
     def evaluate(self) -> None:
-        """An evaluation begins."""
+        """Stop the clock for an evaluation."""
         self._paused = time.perf_counter()
         self._cpu_paused = time.process_time()
 
     def evaluated(self, step: int, accuracy: float) -> None:
-        """It has ended, and gave this accuracy."""
+        """Record the evaluation's accuracy and let the clock run on."""
         if self._begin is None:
             self._points.append(
                 Point(
@@ -63,5 +63,5 @@ class Clock:
         self._cpu_left_out += time.process_time() - self._cpu_paused
 
     def curve(self) -> Curve:
-        """All of it so far."""
+        """Return the training's curve up to now."""
         return Curve(self._startup, tuple(self._points))

@@ -1,5 +1,6 @@
-"""What `python -m benchmarks train` asks of TRL's process and what trainers answer. Imports nothing
-heavy.
+"""Job of TRL's process in `python -m benchmarks train`, and the answer of every trainer.
+
+This module imports nothing heavy.
 """
 
 import dataclasses
@@ -12,67 +13,80 @@ from typing import Any
 
 @dataclass(frozen=True)
 class TrlJob:
-    """model: folder. problems: file that `write_problems` wrote. reward: as in `task.reward`.
-    setting: of `benchmarks.learner.trl_worker.SETTINGS`. prompts: a step. samples: completions a
-    prompt. updates: optimizer steps a step. every: steps between evaluations. micro_batch_tokens:
-    padded tokens a forward.
-    """
+    """Task of TRL's process."""
 
     model: str
+    """Model folder."""
     problems: str
+    """File that `write_problems` wrote."""
     reward: str
+    """Reward, as in `task.reward`."""
     setting: str
+    """Name in `benchmarks.learner.trl_worker.SETTINGS`."""
     steps: int
     prompts: int
+    """Prompts per step."""
     samples: int
+    """Completions per prompt."""
     updates: int
+    """Optimizer steps per step."""
     max_new_tokens: int
     micro_batch_tokens: int
+    """Padded tokens per forward."""
     every: int
+    """Steps between evaluations."""
     lr: float
     seed: int
 
     def as_argument(self) -> str:
-        """For the worker's command line."""
+        """Return the job as an argument of the worker's command line."""
         return json.dumps(dataclasses.asdict(self))
 
 
 @dataclass(frozen=True)
 class Point:
-    """One evaluation. seconds, cpu_seconds: of the training so far, from the first step's begin,
-    evaluations left out; cpu_seconds are those of all the process's threads. samples: completions
-    trained on so far. accuracy: held-out, greedy, in [0, 1].
-    """
+    """One evaluation."""
 
     step: int
     samples: int
+    """Completions trained on so far."""
     seconds: float
+    """Seconds of the training since the first step began, without evaluations."""
     cpu_seconds: float
+    """CPU seconds of all the process's threads in that time."""
     accuracy: float
+    """Held-out accuracy of greedy answers, in [0, 1]."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One training. startup: seconds from the process's start to the first step's begin, with the
-    evaluation before it. points: that one's, and then as evaluated. answers: of every evaluation,
-    where the trainer's process could not judge them; its points' accuracies are NaN then.
-    """
+    """Curve of one training."""
 
     startup: float
+    """Seconds from the process's start to the beginning of the first step.
+
+    They include the evaluation before it.
+    """
     points: tuple[Point, ...]
+    """The evaluation before the first step, and then all others."""
     answers: tuple[tuple[str, ...], ...] = ()
+    """Answers of every evaluation, if the trainer's process cannot judge them.
+
+    The accuracies of its points are then NaN.
+    """
 
     @staticmethod
     def parse(data: dict[str, Any]) -> "Curve":
-        """From a worker's answer."""
+        """Build a curve from a worker's answer."""
         points = tuple(Point(**point) for point in data["points"])
         return Curve(data["startup"], points, tuple(map(tuple, data["answers"])))
 
 
 def reached(points: Sequence[Point], accuracy: float) -> Point | None:
-    """Where a training first reached an accuracy: at the first evaluation that is not below it, and
-    of the way there from the evaluation before, what that accuracy is on the straight line between
-    the two. None where none is.
+    """Return the point at which a training first reached an accuracy, or None.
+
+    It lies on the straight line between the first evaluation that is not below the accuracy and the
+    evaluation before it.
     """
     for before, after in zip([None, *points], points, strict=False):
         if after.accuracy < accuracy:
@@ -97,7 +111,10 @@ def reached(points: Sequence[Point], accuracy: float) -> Point | None:
 
 
 def write_problems(file: Path, train: Sequence[object], heldout: Sequence[object]) -> None:
-    """Problems (`qarl.tasks.Problem`) as JSON: those of all steps in order, and those held out."""
+    """Write problems (`qarl.tasks.Problem`) as JSON.
+
+    The file holds those of all steps in order, and the held-out ones.
+    """
     splits = {"train": train, "heldout": heldout}
     file.write_text(
         json.dumps({name: [vars(problem) for problem in split] for name, split in splits.items()})

@@ -1,10 +1,9 @@
-"""`python -m benchmarks train`: whole trainings, generation included, by the time to each held-out
-accuracy.
+"""`python -m benchmarks train`: complete trainings, by the time to each held-out accuracy.
 
-QaRL in each scheme and, against it, TRL's GRPOTrainer in each setting, on the same model folder,
-problems in the same order, completions a step, updates a batch and held-out problems. Every
-training runs in a process of its own, one after the other. Evaluations are on nobody's clock, and
-start-up is told apart.
+Generation is included. QaRL in each scheme is compared with TRL's GRPOTrainer in each setting, on
+the same model folder, problems in the same order, completions per step, updates per batch and
+held-out problems. Every training runs in a process of its own, one after the other. Evaluations are
+not timed, and start-up is reported separately.
 """
 
 import dataclasses
@@ -30,45 +29,53 @@ from qarl.tasks import Response, load_task
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """schemes: QaRL's. trl: TRL's settings, none without `--against trl`. trl_lr: learning rate of
-    its AdamW. every: steps between evaluations. targets: held-out accuracies in (0, 1). overrides:
-    of QaRL's configuration, by dotted path; what TRL has too (model, task, rollout, steps,
-    mini-batches) it takes over.
-    """
+    """Options of `python -m benchmarks train`."""
 
     schemes: tuple[str, ...]
+    """QaRL's schemes."""
     seeds: tuple[int, ...]
     trl: tuple[str, ...]
+    """TRL's settings; empty without `--against trl`."""
     trl_python: Path
+    """Python interpreter of TRL's environment."""
     trl_lr: float
+    """Learning rate of TRL's AdamW."""
     every: int
+    """Steps between evaluations."""
     targets: tuple[float, ...]
+    """Held-out accuracies in (0, 1)."""
     overrides: dict[str, str]
+    """Settings of QaRL's configuration, by dotted path.
+
+    TRL takes over those that it has too: model, task, rollout, steps, mini-batches.
+    """
 
 
 @dataclass(frozen=True)
 class Training:
-    """One training. trainer: qarl or trl. setting: scheme, or TRL's. startup, points: see
-    `Curve`.
-    """
+    """One training."""
 
     trainer: str
+    """`qarl` or `trl`."""
     setting: str
+    """QaRL's scheme or TRL's setting."""
     seed: int
     startup: float
+    """See `Curve.startup`."""
     points: tuple[Point, ...]
+    """See `Curve.points`."""
 
     @property
     def label(self) -> str:
-        """Trainer and setting."""
+        """Name of the trainer and its setting."""
         return f"{self.trainer} {self.setting}"
 
 
 @dataclass(frozen=True)
 class Reached:
-    """When a trainer reached `accuracy`: medians over seeds, None unless every seed got there.
-    of_trl, cpu_of_trl: seconds and CPU seconds over those of TRL's quickest setting to that
-    accuracy (by each), of the same seed, medians; None where either is missing.
+    """Cost at which a trainer reached `accuracy`.
+
+    Seconds and samples are medians over the seeds; they are None unless every seed reached it.
     """
 
     trainer: str
@@ -78,13 +85,19 @@ class Reached:
     cpu_seconds: float | None
     samples: float | None
     of_trl: float | None
+    """Seconds over those of TRL's quickest setting to that accuracy.
+
+    It is the median over the seeds of ratios of the same seed; None if either side is missing.
+    """
     cpu_of_trl: float | None
+    """The same ratio of CPU seconds, with TRL's quickest setting by CPU seconds."""
 
 
 def measure(options: TrainOptions, say: Callable[[str], None]) -> list[Training]:
-    """A training per seed and trainer. say: gets a line before each.
+    """Return a training for each seed and trainer.
 
-    Raises `ConfigError` or the error of the part that is wrong before anything is trained.
+    say: called with a line of progress before each training. Raises `ConfigError`, or the error of
+    the part that is wrong, before anything is trained.
     """
     check(options)
     trainings = []
@@ -101,7 +114,7 @@ def measure(options: TrainOptions, say: Callable[[str], None]) -> list[Training]
 
 
 def check(options: TrainOptions) -> None:
-    """Raise for what could not be measured."""
+    """Raise an error for options that cannot be measured."""
     for key in sorted(
         options.overrides.keys() & {"scheme", "seed", "output", "export", "eval.every"}
     ):
@@ -138,7 +151,10 @@ def _check_trl(options: TrainOptions) -> None:
 
 
 def config_of(options: TrainOptions, scheme: str, seed: int) -> RunConfig:
-    """QaRL's run: the model's own file with GRPO, unless overrides say otherwise."""
+    """Return the configuration of QaRL's run.
+
+    It is the model's own file with GRPO, unless overrides change it.
+    """
     shared = {"learner.objective.name": "grpo", **options.overrides}
     own = {
         "scheme": scheme,
@@ -163,7 +179,7 @@ def _qarl(config: RunConfig) -> Curve:
 
 
 def _trl(options: TrainOptions, setting: str, seed: int) -> Curve:
-    """With TRL's held-out answers judged here, by the task's own verdict."""
+    """Train with TRL, and judge its held-out answers in this process by the task's own verdict."""
     config = config_of(options, options.schemes[0], seed)
     task = load_task(config.task)
     asked = problems_once(task, config.eval.problems, 0)  # as a run asks
@@ -194,7 +210,7 @@ def _trl(options: TrainOptions, setting: str, seed: int) -> Curve:
 def trl_job(
     config: RunConfig, options: TrainOptions, setting: str, model: Path, problems: Path
 ) -> TrlJob:
-    """What TRL takes over from QaRL's configuration."""
+    """Return the job that TRL takes over from QaRL's configuration."""
     assert config.task.reward is not None
     return TrlJob(
         model=str(model),
@@ -224,7 +240,7 @@ def _training(trainer: str, setting: str, seed: int, curve: Curve) -> Training:
 
 
 def summary(trainings: list[Training], targets: tuple[float, ...]) -> list[Reached]:
-    """A row per trainer and target."""
+    """Return a row for each trainer and target."""
     return [
         _reached(
             trainer,
@@ -276,8 +292,9 @@ def _reached(
 
 
 def as_data(trainings: list[Training], options: TrainOptions) -> dict[str, Any]:
-    """JSON-ready: every evaluation of every training, and what the table says. threads:
-    OMP_NUM_THREADS, None where libraries chose.
+    """Return every evaluation of every training, and the table's figures, as JSON-ready data.
+
+    `threads` is OMP_NUM_THREADS, or None if libraries choose the number.
     """
     return {
         "threads": os.environ.get("OMP_NUM_THREADS"),

@@ -1,6 +1,4 @@
-"""The trainings of `python -m benchmarks train` for a person: a table, and accuracy over time as a
-picture.
-"""
+"""Results of `python -m benchmarks train`: a table, and a figure of accuracy over time."""
 
 from pathlib import Path
 from statistics import median
@@ -12,11 +10,11 @@ from benchmarks.train.measure import Reached, Training, summary
 from qarl.report.tables import PlainTable
 
 OF_TRL_AT_MOST = 0.5
-"""The wall time to each accuracy, over that of TRL's quickest setting."""
+"""Target: upper bound of the wall time to each accuracy over that of TRL's quickest setting."""
 
 
 def table(trainings: list[Training], targets: tuple[float, ...]) -> PlainTable:
-    """A row per trainer and accuracy. Ratios that miss their target are red."""
+    """Return a table with a row per trainer and accuracy; ratios that miss their target are red."""
     against = any(training.trainer == "trl" for training in trainings)
     figures = ["start s", "s/step", "CPU s/step", "last", "to", "samples", "s", "CPU s"]
     figures += ["s of TRL", "CPU s of TRL"] if against else []
@@ -72,8 +70,9 @@ def _ratios(row: Reached) -> list[str | Text]:
 
 
 def plot(trainings: list[Training], stem: Path) -> list[Path]:
-    """Held-out accuracy over seconds, over CPU seconds and over samples, a line a trainer: of the
-    first seed.
+    """Plot held-out accuracy over seconds, over CPU seconds and over samples.
+
+    Each trainer has one line, that of the first seed.
     """
     shown = [training for training in trainings if training.seed == trainings[0].seed]
 

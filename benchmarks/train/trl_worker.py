@@ -1,12 +1,13 @@
-"""TRL's side of `python -m benchmarks train --against trl`: a whole training by `GRPOTrainer`, in
-TRL's environment.
+"""TRL's side of `python -m benchmarks train --against trl`.
 
-    TRL-PYTHON -m benchmarks.train.trl_worker '{"model": FOLDER, "problems": FILE, …}'     (see
-    `TrlJob`)
+It runs a complete training by `GRPOTrainer`, in TRL's environment:
 
-`GRPOTrainer.train` runs unchanged, generation (transformers') included. Problems come in QaRL's
-order, as many a step; the reward is QaRL's function. Held-out problems are answered greedily by the
-trainer's model, all at once.
+    TRL-PYTHON -m benchmarks.train.trl_worker '{"model": FOLDER, "problems": FILE, …}'
+    (see `TrlJob`)
+
+`GRPOTrainer.train` runs unchanged, including generation (transformers'). Problems come in QaRL's
+order and number per step; the reward is QaRL's function. The trainer's model answers all held-out
+problems greedily in one batch.
 """
 
 import dataclasses
@@ -24,8 +25,10 @@ from qarl.bench.process import answer_line
 
 
 def rows_a_forward(prompt_tokens: int, job: TrlJob) -> int:
-    """Sequences a forward: as many as divide an update's and stay within the budget of tokens when
-    padded, at least 1. prompt_tokens: of the longest prompt.
+    """Return the number of sequences in a forward.
+
+    It is the largest number that divides an update's sequences and stays within the budget of
+    tokens when padded, but at least 1. prompt_tokens: length of the longest prompt.
     """
     an_update = job.prompts * job.samples // job.updates
     padded = prompt_tokens + job.max_new_tokens
@@ -34,8 +37,10 @@ def rows_a_forward(prompt_tokens: int, job: TrlJob) -> int:
 
 
 def arguments(job: TrlJob, rows: int, output: str, cuda: bool) -> dict[str, Any]:
-    """Of `GRPOConfig`: GRPO with clip 0.2, no KL penalty, AdamW at a constant rate, bound 1 on the
-    gradient's norm.
+    """Return the arguments of `GRPOConfig`.
+
+    They set GRPO with clip 0.2, no KL penalty, AdamW at a constant rate, and an upper bound of 1 on
+    the gradient's norm.
     """
     an_update = job.prompts * job.samples // job.updates
     return {
@@ -65,7 +70,7 @@ def arguments(job: TrlJob, rows: int, output: str, cuda: bool) -> dict[str, Any]
 
 
 def run(job: TrlJob) -> Curve:
-    """The whole training; the curve has answers instead of accuracies."""
+    """Run the complete training; the curve has answers instead of accuracies."""
     clock = Clock(job.prompts * job.samples)
     answers = []
     import torch
@@ -143,7 +148,7 @@ def run(job: TrlJob) -> Curve:
 
 
 def _encode(tokenizer: Any, questions: list[str], chat: bool, padded: bool = False) -> Any:
-    """As TRL does with prompts. padded: on the left, as tensors."""
+    """Encode questions as TRL encodes prompts. padded: pad on the left and return tensors."""
     if chat:
         template = {"tokenize": False, "add_generation_prompt": True}
         questions = [

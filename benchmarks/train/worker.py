@@ -1,5 +1,4 @@
-"""QaRL's side of `python -m benchmarks train`: one run of `qarl train`, with a clock that leaves
-evaluations out.
+"""QaRL's side of `python -m benchmarks train`: one `qarl train` on a clock without evaluations.
 
 python -m benchmarks.train.worker '{"model": "tiny-qwen3", …}'     (a run's configuration)
 """
@@ -14,8 +13,9 @@ from qarl.bench.process import answer_line
 
 
 def run(tree: dict) -> Curve:
-    """tree: the configuration; its `output` must be a new folder. The environment is that of the
-    benchmark's process, which is set as `qarl train` sets its own.
+    """Train with the configuration `tree`, whose `output` must be a new folder.
+
+    The benchmark's process provides the environment, set as `qarl train` sets its own.
     """
     from rich.console import Console
 
