@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Checks what is staged, with the locked environment alone: no file above 512 KiB, no merge marker or stray space, and
-# of staged Python files lint, format and types. `--install` (make hooks) makes git run it before every commit.
+# Check the staged files, using only the locked environment: no file above 512 KiB, no merge marker, no stray space;
+# lint, format and types of Python files. `--install` (make hooks) makes git run this before every commit.
 set -euo pipefail
 cd "$(git rev-parse --show-toplevel)"
 

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Build the wheel, install it without the checkout, and use it in a folder whose own packages are named as QaRL's rooms
-# are: train, export, serve, two processes, a server. Minutes; nothing stays behind.
+# Build the wheel, install it without the checkout, and use it: train, export, serve, two processes, a server. The working
+# folder has packages with the names of QaRL's own, which must not be imported. It takes minutes and leaves no files.
 #
 #   scripts/check_wheel.sh
 #
-# Exit status: 0 all passed.
+# Exit status: 0 if all passed.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 scratch="$(mktemp -d)"
@@ -16,7 +16,7 @@ git clone --quiet "$root" "$scratch/source"
 (cd "$scratch/source" && bash scripts/make_env.sh --cpu --venv "$scratch/env")
 python="$scratch/env/bin/python"
 "$python" -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir "$scratch" "$scratch/source"
-"$python" -m pip uninstall --quiet --yes qarl # the editable one
+"$python" -m pip uninstall --quiet --yes qarl # the editable install
 "$python" -m pip install --quiet --no-deps --no-index "$scratch"/qarl-*.whl
 rm -rf "$scratch/source"
 names="$("$python" -c 'import sys, zipfile; print(*sorted({n.split("/")[0] for n in zipfile.ZipFile(sys.argv[1]).namelist()}))' "$scratch"/qarl-*.whl)"
@@ -31,7 +31,7 @@ for room in configs quant learner rollout sync tests; do
 done
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" QARL_CACHE="$scratch/cache"
 qarl=("$scratch/env/bin/qarl")
-run() { # what, command...
+run() { # arguments: label, command...
     local what="$1" log="$scratch/log"
     shift
     "$@" >"$log" 2>&1 || { tail -n 60 "$log"; say "$what: FAILED"; exit 1; }
@@ -48,7 +48,7 @@ run "train with a server" "${qarl[@]}" train "${small[@]}" --rollout.servers 1 -
 port="$("$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')"
 "${qarl[@]}" serve exported --port "$port" >"$scratch/serve.log" 2>&1 &
 server=$!
-answered() { # waits until the export answers
+answered() { # wait until the server answers
     local _
     for _ in $(seq 180); do
         if curl --silent --fail "http://127.0.0.1:$port/v1/models" >/dev/null; then return 0; fi

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# The first hour on a GPU: each step finds what only a GPU can show, the ones others depend on first.
-# Has run on no GPU yet.
+# The first hour on a GPU: checks that only a GPU can answer. Steps that others depend on come first.
+# This script has not run on a GPU yet.
 #
 #   scripts/gpu_bringup.sh [FOLDER]     default: gpu-bringup
 #
-# FOLDER gets a log and a JSON a step: {"step", "status", "seconds", "log"}, and what the commands write. A step that
-# passed is not run again, so call it anew after a repair. Exit status: how many steps failed. A step whose base failed
-# is skipped and counts as failed.
+# FOLDER receives a log and a JSON file per step: {"step", "status", "seconds", "log"}, and the commands' own files. A
+# step that passed is not run again, so start the script again after a repair. Exit status: the number of failed steps.
+# A step whose base failed is skipped and counts as failed.
 set -uo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
@@ -30,7 +30,7 @@ step() {
         return
     fi
     echo "[gpu] $name: $*"
-    timeout "$((minutes * 60))" bash -c '"$@"' "$name" "$@" >"$out/$name.log" 2>&1 # a shell, for functions below
+    timeout "$((minutes * 60))" bash -c '"$@"' "$name" "$@" >"$out/$name.log" 2>&1 # a shell, because some commands are the functions below
     status=$?
     printf '{"step": "%s", "status": %d, "seconds": %d, "log": "%s.log"}\n' \
         "$name" "$status" "$((SECONDS - start))" "$name" >"$out/$name.json"
@@ -42,13 +42,13 @@ step() {
 }
 
 tests() { "$python" -m pytest -q -x -m gpu "$@"; }
-run() { # NAME OPTIONS...: a training whose folder is made anew
+run() { # NAME OPTIONS...: a training in a fresh folder
     local name=$1
     shift
     rm -rf "$out/runs/$name"
     "$qarl" train --output "$out/runs/$name" "$@"
 }
-killed_and_resumed() { # a run of 20 steps that is killed at its first checkpoint and goes on
+killed_and_resumed() { # a run of 20 steps that is killed at its first checkpoint and resumed
     rm -rf "$out/runs/resumed"
     "$qarl" train --output "$out/runs/resumed" --steps 20 --checkpoint.every 2 &
     local pid=$!
@@ -70,30 +70,30 @@ large() { # SHAPE LAYERS NAME OPTIONS...: three steps of a real shape with rando
 export python qarl out
 export -f tests run killed_and_resumed large
 
-# with torch and transformers alone, in any environment that has them (PYTHON), in pieces of a few minutes
+# checks with torch and transformers alone, in any environment that has them (PYTHON); each takes a few minutes
 step torch 8 - "${PYTHON:-python3}" scripts/gpu_torch.py "$out"
-# the environment, and which schemes run
+# the environment, and the schemes that run
 step environment 10 - make env DEVICE=cuda
 step schemes 5 environment "$qarl" schemes --json "$out/schemes-table.json"
-# codes as the CPU's, products
+# codes equal to the CPU's; products
 step codes 5 environment tests tests/gpu/test_gpu.py -k codes
 step products 5 codes tests tests/gpu/test_gpu.py -k products
 step compiled 5 codes tests tests/quant/test_fused.py
-# norms, rotation, gate, router, activation codes, attention against the engine's own
+# norms, rotary embedding, gate, router, activation codes and attention, compared with the engine's
 step operators 5 environment tests tests/gpu/test_operators.py -k "not experts"
-# gradients, experts at real shapes
+# gradients; experts at real shapes
 step gradients 5 products tests tests/gpu/test_gpu.py -k "gradients or experts_agree"
 step learning 5 gradients tests tests/gpu/test_learning.py
 step experts 5 gradients tests tests/gpu/test_operators.py -k experts
-# the engine after five publishes, dense and experts, without and with CUDA graphs
+# the engine after five publishes: dense and experts, without and with CUDA graphs
 step engine 6 products tests tests/gpu/test_gpu.py -k "fresh_one and dense and eager"
 step engine-experts 6 engine tests tests/gpu/test_gpu.py -k "fresh_one and experts and eager"
 step engine-graphs 6 engine tests tests/gpu/test_gpu.py -k "fresh_one and graphs"
-# how far learner and sampler are apart
+# distance of learner and sampler
 step mismatch 6 engine "$python" -m benchmarks mismatch --json "$out/mismatch-table.json"
 step nearer 6 engine tests tests/gpu/test_runs.py -k "nearer or learners"
 step bitwise 8 engine tests tests/gpu/test_runs.py -k bits
-# whole runs: train, export, resume
+# complete runs: train, export, resume
 step train 5 engine run w4a16 --rollout.enforce_eager true --steps 20
 step train-w8a8 5 train run w8a8 --scheme w8a8 --steps 10
 step train-fp8 5 train run fp8 --scheme fp8 --steps 10
@@ -102,7 +102,7 @@ step train-graphs 5 engine-graphs run graphs --rollout.enforce_eager false --ste
 step resume 5 train killed_and_resumed
 step zero3 5 train run zero3 --learner.zero_stage 3 --steps 5
 step options 8 train tests tests/gpu/test_runs.py -k "options or replayed or resumption"
-# real shapes: seconds a phase are in each run's metrics.jsonl; peak memory against the plan
+# real shapes: peak memory against the plan; each run's metrics.jsonl has the seconds per phase
 step memory 8 train tests tests/gpu/test_runs.py -k memory
 step large 8 train large qwen3-1.7b 28 large
 step large-experts 8 train-experts large qwen3-30b-a3b 4 large-experts --learner.lora.name lora

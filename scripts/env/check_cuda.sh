@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Says what a machine lacks for `make env DEVICE=cuda` to be of use here: NVIDIA's driver, a GPU, a C compiler, Python.h.
-# Exit status 1 where something is missing. Argument: the interpreter (default python3).
+# Report what this machine lacks for `make env DEVICE=cuda`: NVIDIA's driver, a GPU, a C compiler, Python.h.
+# Exit status: 1 if something is missing. Argument: the interpreter (default python3).
 set -uo pipefail
 
-LEAST_DRIVER=580                 # of CUDA 13, with which torch is built
+LEAST_DRIVER=580                 # required by CUDA 13, for which torch is built
 python="${1:-python3}"
 missing=0
 lacks() { printf '[env] MISSING: %s\n[env]          %s\n' "$1" "$2" >&2; missing=1; }
