@@ -38,7 +38,8 @@ def runs(
 
     def run(known: argparse.Namespace, console: Console) -> int:
         quiet_libraries(getattr(known, "compile", False))
-        shown, data, *status = measure(known, console, *((known.overrides,) if fields else ()))
+        overrides = (known.overrides,) if fields else ()
+        shown, data, *status = measure(known, console, *overrides)
         for table in [shown] if isinstance(shown, PlainTable) else shown:
             table.show(console)
         if known.json:

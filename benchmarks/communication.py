@@ -232,9 +232,10 @@ def _worker(folder: Path) -> None:
             stats = learner.learn(batch, 1)
         assert stats.updates == UPDATES
         mean = sum(processes.gathered(sent.bytes)) / processes.world
-        masters = 4 * sum(whole_shape(p).numel() for p in learner.model.masters.values())
+        parameters = sum(whole_shape(p).numel() for p in learner.model.masters.values())
+        masters_bytes = 4 * parameters
         rows.append(
-            Traffic(**job, processes=processes.world, sent=round(mean), share=mean / masters)
+            Traffic(**job, processes=processes.world, sent=round(mean), share=mean / masters_bytes)
         )
     if processes.first:
         (folder / "rows.json").write_text(json.dumps(as_data(rows)))

@@ -198,11 +198,12 @@ class _Total:
             self.changed += kind.count * changed_codes(old.codes, new)
             self.scales += kind.count * old.scale.numel()
             self.moved += kind.count * int((old.scale != new.scale).sum())
-        held = VersionCache(0, _stream(old))
-        # the header of a delta is in every one of them
-        nothing = len(held.make_delta(0, _stream(old)))
-        self.full[kind.quantized] += kind.count * held.bytes
-        self.delta[kind.quantized] += kind.count * (len(held.make_delta(0, _stream(new))) - nothing)
+        version = VersionCache(0, _stream(old))
+        # a delta that changes nothing is its header, which the whole model's delta has only once
+        header_bytes = len(version.make_delta(0, _stream(old)))
+        delta_bytes = len(version.make_delta(0, _stream(new))) - header_bytes
+        self.full[kind.quantized] += kind.count * version.bytes
+        self.delta[kind.quantized] += kind.count * delta_bytes
 
     def change(
         self, shape: str, scheme: str, rule: str, config: OptimizerConfig, step: int

@@ -378,7 +378,8 @@ def measure(name: str, scheme: str, dtype: str, samples: int, tokens: int) -> di
         with engine_of(model, folder, rollout, dtype) as engine:
             _publish_another(model, engine, drawn)
             completions = engine.generate(prompts, Sampling(1, tokens, seed=0))
-            groups = [Group(p, tuple(c), (1.0,)) for p, c in zip(prompts, completions, strict=True)]
+            pairs = zip(prompts, completions, strict=True)
+            groups = [Group(prompt, tuple(answers), (1.0,)) for prompt, answers in pairs]
             batch = make_batch(groups, pad_token=0)
             model.multiply_with(engine.shared_layers())
             with torch.no_grad():
@@ -386,7 +387,7 @@ def measure(name: str, scheme: str, dtype: str, samples: int, tokens: int) -> di
             model.multiply_with(None)
         with torch.no_grad():
             scores = _scores(model, batch)
-        found = measure_mismatch(scores, batch.sampler_logprobs, batch.response_mask)
+        by_learner = measure_mismatch(scores, batch.sampler_logprobs, batch.response_mask)
         by_engine = measure_mismatch(shared, batch.sampler_logprobs, batch.response_mask)
         gradients = _gradients(model, batch)
         trained = [n for n, master in model.masters.items() if master.requires_grad]
@@ -398,7 +399,7 @@ def measure(name: str, scheme: str, dtype: str, samples: int, tokens: int) -> di
             "scheme": scheme,
             "dtype": dtype,
             "equal": by_engine.equal,
-            "equal_own": found.equal,
+            "equal_own": by_learner.equal,
             "mean_abs": by_engine.mean_abs,
             "reference": plain,
             "cosine": cosine,
@@ -442,6 +443,7 @@ def _reference(
 
     The second value is the mean |Δ log p| between this reference and the sampler.
     """
+    # dequantized weights by the identity of their master
     values = {id(layer.master): layer.weight_used() for layer in model.linears.values()}
     for experts in model.experts.values():
         values |= dict(
@@ -457,18 +459,23 @@ def _reference(
         for name, value in names.items():
             parameters[name].copy_(model.loaded[name].to(model.dtype) if value is None else value)
     logits = reference(input_ids=batch.tokens, use_cache=False).logits[:, :-1].float()
-    logp = logits.log_softmax(-1).gather(-1, batch.tokens[:, 1:, None])[..., 0]
+    next_tokens = batch.tokens[:, 1:, None]
+    logp = logits.log_softmax(-1).gather(-1, next_tokens)[..., 0]
     (logp * _weights(batch)).sum().backward()
     off = measure_mismatch(
         logp.detach() * batch.response_mask, batch.sampler_logprobs, batch.response_mask
     ).mean_abs
-    return {n: p.grad for n, p in parameters.items() if p.grad is not None}, off
+    gradients = {n: p.grad for n, p in parameters.items() if p.grad is not None}
+    return gradients, off
 
 
 def _compare(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> tuple[float, float]:
-    names = [n for n in theirs if n in ours]
-    a, b = (torch.cat([g[n].double().flatten() for n in names]) for g in (ours, theirs))
-    return float(a @ b / (a.norm() * b.norm())), float((a - b).norm() / b.norm())
+    names = [name for name in theirs if name in ours]
+    a = torch.cat([ours[name].double().flatten() for name in names])
+    b = torch.cat([theirs[name].double().flatten() for name in names])
+    cosine = a @ b / (a.norm() * b.norm())
+    relative_error = (a - b).norm() / b.norm()
+    return float(cosine), float(relative_error)
 
 
 def main() -> int:

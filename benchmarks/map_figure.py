@@ -27,10 +27,10 @@ def rows(page: str) -> list[list[str]]:
         if line.startswith("|")
     ]
     start = next(index for index, cells in enumerate(tables) if "nats" in cells)
-    return sorted(
-        (cells for cells in tables[start + 2 :] if len(cells) == len(tables[start])),
-        key=lambda c: float(c[3]),
-    )
+    width = len(tables[start])
+    # the line after the header separates it from the rows
+    rows_of_table = [cells for cells in tables[start + 2 :] if len(cells) == width]
+    return sorted(rows_of_table, key=lambda cells: float(cells[3]))
 
 
 def draw(page: str, file: Path) -> None:

@@ -139,9 +139,10 @@ def _draw_panels(
         axes = figure.add_subplot(rows, columns, number + 1)
         _draw_panel(axes, panel, looks)
         drawn.append((axes, [line.label for line in panel.lines]))
-    most, names = max(drawn, key=lambda item: len(item[1]))
-    if len(names) > 1 and all(set(own) <= set(names) for _, own in drawn):
-        handles, shown = most.get_legend_handles_labels()
+    fullest, names = max(drawn, key=lambda item: len(item[1]))
+    covers_all = all(set(own) <= set(names) for _, own in drawn)
+    if len(names) > 1 and covers_all:
+        handles, shown = fullest.get_legend_handles_labels()
         figure.legend(
             handles,
             shown,
@@ -171,7 +172,8 @@ def _require_lengths(panel: LinePanel) -> None:
             raise ValueError(
                 f"{panel.title!r}: {line.label!r} has one of low and high; give both or neither"
             )
-        lengths = [len(part) for part in (line.x, line.y, line.low, line.high) if part is not None]
+        parts = (line.x, line.y, line.low, line.high)
+        lengths = [len(part) for part in parts if part is not None]
         if len(set(lengths)) > 1:
             raise ValueError(
                 f"{panel.title!r}: {line.label!r} has lengths {lengths} of what belongs together"

@@ -161,7 +161,7 @@ def as_data(rows: list[PrecisionRow]) -> list[dict[str, Any]]:
 
 
 def _check(options: PrecisionOptions) -> None:
-    # refuses what is no learning rate
+    # raises if lr is no valid learning rate
     load_config(None, {"learner.optimizer.lr": str(options.lr)})
     require_support(get_scheme(options.scheme), COMPUTE_DTYPES[options.dtype])
 
@@ -230,7 +230,8 @@ def _distances(
 
     start: the masters at the start.
     """
-    now, exact = (_values(one) for one in (learner, reference))
+    now = _values(learner)
+    exact = _values(reference)
     device = next(iter(now.values())).device
     moved = torch.cat(
         [(exact[name] - values.to(device)).flatten() for name, values in start.items()]

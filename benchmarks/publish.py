@@ -90,7 +90,7 @@ def measure(
     master = MASTER_DTYPES[master_dtype]
     config = moe_config(parameters)
     masters = random_masters(config, master)
-    # compiles: neither time nor memory of a version
+    # compile first: this is neither time nor memory of a version
     materialize(torch.ones(128, 256, dtype=master), found, compute)
     with PeakMemory() as building:
         model = LowBitModel(masters, found, LayerContext(compute, "reference"))
@@ -151,11 +151,10 @@ def random_masters(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedMo
     model: Any = empty_model(config)
     model = model.to(dtype).to_empty(device="cpu").eval()
     model.tie_weights()
-    # without it vLLM takes an export for a model of embeddings
+    # without this vLLM takes an export for an embedding model
     model.config.architectures = [type(model).__name__]
-    values = (
-        torch.randn(_RANDOM_VALUES, generator=torch.Generator().manual_seed(0)).mul_(0.02).to(dtype)
-    )
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(_RANDOM_VALUES, generator=generator).mul_(0.02).to(dtype)
     with torch.no_grad():
         for parameter in model.parameters():
             for part in parameter.view(-1).split(_RANDOM_VALUES):
@@ -170,10 +169,10 @@ def _rounds(
 
     A first round warms up and is not counted.
     """
-    source, target = (torch.full((_COPIED_BYTES,), value, dtype=torch.uint8) for value in (1, 2))
-    master_bytes, low_bit_bytes = (
-        sum(t.nbytes for t in found) for found in (model.masters.values(), sink)
-    )
+    source = torch.full((_COPIED_BYTES,), 1, dtype=torch.uint8)
+    target = torch.full((_COPIED_BYTES,), 2, dtype=torch.uint8)
+    master_bytes = sum(master.nbytes for master in model.masters.values())
+    low_bit_bytes = sum(tensor.nbytes for tensor in sink)
     seconds: list[tuple[float, ...]] = []
     for _ in range(repeats + 1):
         copy = min(_seconds(lambda: target.copy_(source)) for _ in range(3))
@@ -222,7 +221,8 @@ def _consume(tensor: torch.Tensor, target: torch.Tensor) -> None:
     A multi-threaded copy would meet OpenMP's barrier for every tensor. With another process on the
     machine each barrier costs a scheduler's time slice, a hundred times the copy.
     """
-    np.copyto(target.view(torch.uint8).numpy(), tensor.detach().view(torch.uint8).numpy())
+    source = tensor.detach().view(torch.uint8)
+    np.copyto(target.view(torch.uint8).numpy(), source.numpy())
 
 
 def _seconds(work: Callable[[], object]) -> float:

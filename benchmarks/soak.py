@@ -105,7 +105,8 @@ def _watched(
     deltas: dict[int, bool] = {}
     while process.poll() is None:
         step = _lines(folder / "metrics.jsonl")
-        if 0 < step < steps and (sides := _memory(process.pid)) is not None:
+        sides = _memory(process.pid) if 0 < step < steps else None
+        if sides is not None:
             if step % 100 == 0 and step not in looked:
                 say(f"{step} of {steps} steps …")
             looked.setdefault(step, []).append(sides)
@@ -138,7 +139,9 @@ def _memory(pid: int) -> tuple[float, float] | None:
     try:
         learner = psutil.Process(pid)
         servers = learner.children(recursive=True)
-        return (_anonymous(learner), sum(map(_anonymous, servers))) if servers else None
+        if not servers:
+            return None
+        return _anonymous(learner), sum(map(_anonymous, servers))
     except psutil.Error:
         return None
 
@@ -158,13 +161,14 @@ def fitted(points: Sequence[tuple[int, float]], steps: int) -> dict[str, float]:
     first = _WARM_UP * steps
     for step, value in points:
         if step > first:
-            blocks.setdefault(int((step - first) * _BLOCKS / (steps - first + 1)), []).append(value)
+            block = int((step - first) * _BLOCKS / (steps - first + 1))
+            blocks.setdefault(block, []).append(value)
+    # middle of each block, in hundreds of steps
     x = [(first + (block + 0.5) * (steps - first) / _BLOCKS) / 100 for block in blocks]
     y = [statistics.fmean(values) for values in blocks.values()]
     slope, intercept = statistics.linear_regression(x, y)
-    residual = sum((b - intercept - slope * a) ** 2 for a, b in zip(x, y, strict=True)) / (
-        len(x) - 2
-    )
+    errors = [b - intercept - slope * a for a, b in zip(x, y, strict=True)]
+    residual = sum(error**2 for error in errors) / (len(x) - 2)
     spread = sum((a - statistics.fmean(x)) ** 2 for a in x)
     return {
         "first": y[0],

@@ -79,13 +79,15 @@ def draw_sequences(model: BenchModel, seed: int) -> Sequences:
         return [draw.randrange(_FIRST_WORD, vocabulary) for _ in range(count)]
 
     half = max(1, round(model.tokens * _PROMPT_SHARE))
-    prompts = [
-        words(draw.randint(max(1, half // 2), half + half // 2)) for _ in range(model.prompts)
-    ]
+    shortest = max(1, half // 2)
+    longest = half + half // 2
+    prompts = [words(draw.randint(shortest, longest)) for _ in range(model.prompts)]
     count = model.prompts * model.samples
-    lengths = [round(model.tokens * math.exp(draw.gauss(0, _SPREAD))) for _ in range(count)]
-    completions = [[*words(min(max(n, 2), 8 * model.tokens) - 1), END] for n in lengths]
-    logprobs = [[-math.log(vocabulary) + draw.gauss(0, 0.01) for _ in c] for c in completions]
+    drawn = [round(model.tokens * math.exp(draw.gauss(0, _SPREAD))) for _ in range(count)]
+    lengths = [min(max(length, 2), 8 * model.tokens) for length in drawn]
+    completions = [[*words(length - 1), END] for length in lengths]
+    uniform = -math.log(vocabulary)
+    logprobs = [[uniform + draw.gauss(0, 0.01) for _ in tokens] for tokens in completions]
     rewards = [float(i % model.samples < model.samples // 2) for i in range(count)]
     return Sequences(
         prompts=prompts,
@@ -101,7 +103,7 @@ def digest(sequences: Iterable[Sequence[int]]) -> str:
 
     With it a trainer proves which sequences it trained on.
     """
-    found = hashlib.sha256()
-    for sequence in sorted(tuple(int(t) for t in s) for s in sequences):
-        found.update(repr(sequence).encode())
-    return found.hexdigest()
+    sha256 = hashlib.sha256()
+    for sequence in sorted(tuple(int(token) for token in tokens) for tokens in sequences):
+        sha256.update(repr(sequence).encode())
+    return sha256.hexdigest()

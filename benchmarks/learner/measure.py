@@ -152,7 +152,7 @@ def _measure_model(name: str, options: Options, say: Callable[[str], None]) -> I
     trainers = [("qarl", s) for s in settings] + [("trl", s) for s in options.trl]
     with tempfile.TemporaryDirectory(prefix="qarl-bench-") as folder:
         parameters, tokens, wanted = _write(model, Path(folder), options.seed)
-        found: dict[tuple[str, str], list[Steps]] = {trainer: [] for trainer in trainers}
+        measured: dict[tuple[str, str], list[Steps]] = {trainer: [] for trainer in trainers}
         for number in range(options.rounds):
             for trainer, setting in trainers:
                 say(f"{name}, round {number + 1} of {options.rounds}: {trainer} {setting}")
@@ -176,8 +176,8 @@ def _measure_model(name: str, options: Options, say: Callable[[str], None]) -> I
                         step_bytes=memory.step_bytes,
                         total_bytes=memory.total_bytes,
                     )
-                found[trainer, setting].append(steps)
-    yield from _rows(name, parameters, tokens, found)
+                measured[trainer, setting].append(steps)
+    yield from _rows(name, parameters, tokens, measured)
 
 
 def _write(model: BenchModel, folder: Path, seed: int) -> tuple[int, int, str]:
@@ -185,11 +185,11 @@ def _write(model: BenchModel, folder: Path, seed: int) -> tuple[int, int, str]:
     sequences = draw_sequences(model, seed)
     sequences.save(folder / "batch.json")
     parameters = write_model(model, folder, seed)
-    whole = [
+    trained_on = [
         [*sequences.prompts[i // sequences.samples], *completion]
         for i, completion in enumerate(sequences.completions)
     ]
-    return parameters, sequences.tokens, digest(whole)
+    return parameters, sequences.tokens, digest(trained_on)
 
 
 def _job(folder: Path, setting: str, memory: bool, options: Options) -> Job:
@@ -212,32 +212,38 @@ def _job(folder: Path, setting: str, memory: bool, options: Options) -> Job:
 def _run(trainer: str, job: Job, trl_python: Path, wanted: str) -> Steps:
     """Run one process. wanted: the expected digest of the tokens that it trains on."""
     python, module = (None, "worker") if trainer == "qarl" else (trl_python, "trl_worker")
-    what = f"{trainer} {job.setting}"
-    # glibc's heap would count what it keeps of freed memory
+    label = f"{trainer} {job.setting}"
+    # glibc maps large blocks one by one then, so that freed memory does not count as resident
     environment = {"MALLOC_MMAP_THRESHOLD_": "65536"} if job.memory else {}
     steps = run_worker(
         f"benchmarks.learner.{module}",
         job.as_argument(),
         lambda data: Steps(**data),
-        what,
+        label,
         python,
         environment,
     )
     if steps.digest != wanted:
-        raise WorkerError(f"{what} did not train on the batch's own tokens")
+        raise WorkerError(f"{label} did not train on the batch's own tokens")
     return steps
 
 
 def _rows(
-    model: str, parameters: int, tokens: int, found: dict[tuple[str, str], list[Steps]]
+    model: str, parameters: int, tokens: int, measured: dict[tuple[str, str], list[Steps]]
 ) -> Iterator[Row]:
-    seconds = {who: [_median(s.seconds, "total") for s in rounds] for who, rounds in found.items()}
+    seconds = {
+        trainer: [_median(steps.seconds, "total") for steps in rounds]
+        for trainer, rounds in measured.items()
+    }
     trl = [times for (trainer, _), times in seconds.items() if trainer == "trl"]
     quickest = [min(times) for times in zip(*trl, strict=True)] if trl else None
-    for (trainer, setting), rounds in found.items():
+    for (trainer, setting), rounds in measured.items():
         times = seconds[trainer, setting]
         steps = [{**step, "rest": _rest(step)} for r in rounds for step in r.seconds]
-        phases = {p: statistics.median(s.get(p, 0.0) for s in steps) for p in (*PHASES, "rest")}
+        phases = {
+            phase: statistics.median(step.get(phase, 0.0) for step in steps)
+            for phase in (*PHASES, "rest")
+        }
         yield Row(
             model=model,
             parameters=parameters,

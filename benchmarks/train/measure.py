@@ -133,9 +133,10 @@ def _check_trl(options: TrainOptions) -> None:
     if options.trl_lr <= 0:
         raise ConfigError(f"--trl-lr {options.trl_lr:g} must be above 0")
     config = config_of(options, options.schemes[0], options.seeds[0])
-    if config.task.reward is None or ":" not in config.task.reward or "," in config.task.reward:
+    reward = config.task.reward
+    if reward is None or ":" not in reward or "," in reward:
         raise ConfigError(
-            f"task.reward {config.task.reward!r}: --against trl needs a reward that TRL can call,"
+            f"task.reward {reward!r}: --against trl needs a reward that TRL can call,"
             " one function (problem, text) such as qarl.tasks:exact_reward"
         )
     if config.rollout.dynamic_sampling is not None:

@@ -32,11 +32,12 @@ def table(trainings: list[Training], targets: tuple[float, ...]) -> PlainTable:
     shown = PlainTable("trainer", *figures, figures=figures, title=title, caption=caption)
     for row in summary(trainings, targets):
         own = [t for t in trainings if (t.trainer, t.setting) == (row.trainer, row.setting)]
-        shown.add_row(*_whole(own), *_cells(row), *(_ratios(row) if against else ()))
+        ratios = _ratios(row) if against else ()
+        shown.add_row(*_run_cells(own), *_cells(row), *ratios)
     return shown
 
 
-def _whole(own: list[Training]) -> list[str]:
+def _run_cells(own: list[Training]) -> list[str]:
     last = [training.points[-1] for training in own]
     return [
         own[0].label,
