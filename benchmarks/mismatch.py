@@ -137,7 +137,8 @@ def _measure_scheme(
     with engine_of(model, folder, rollout, dtype) as engine:
         drawn = _prompts(prompts, model.config.vocab_size, seed)
         completions = engine.generate(drawn, Sampling(1, tokens, seed=seed))
-    groups = [Group(p, tuple(c), (0.0,)) for p, c in zip(drawn, completions, strict=True)]
+    pairs = zip(drawn, completions, strict=True)
+    groups = [Group(prompt, tuple(answers), (0.0,)) for prompt, answers in pairs]
     batch = make_batch(groups, pad_token=0)
     return {
         name: measure_mismatch(

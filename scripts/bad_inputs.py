@@ -447,7 +447,7 @@ def try_all(count: int, seed: int) -> dict[str, list[tuple[list[str], list[str]]
     Returns kind → pairs of an input and how it breaks the contract.
     """
     tried: dict[str, list[tuple[list[str], list[str]]]] = {kind.__name__[1:]: [] for kind in KINDS}
-    home = Path.cwd()
+    original = Path.cwd()
     for index in range(count):
         kind = KINDS[index % len(KINDS)]
         rng = random.Random(f"{seed}/{index}")
@@ -456,9 +456,10 @@ def try_all(count: int, seed: int) -> dict[str, list[tuple[list[str], list[str]]
             os.chdir(folder)
             try:
                 arguments = kind(rng)
-                tried[kind.__name__[1:]].append((arguments, faults(arguments, Path(folder))))
+                breaches = faults(arguments, Path(folder))
+                tried[kind.__name__[1:]].append((arguments, breaches))
             finally:
-                os.chdir(home)
+                os.chdir(original)
     return tried
 
 
@@ -470,9 +471,9 @@ def _report() -> int:
     parser.add_argument("--seed", type=int, default=0)
     known = parser.parse_args()
     tried = try_all(known.count, known.seed)
-    broken = Counter(
-        {kind: sum(bool(found) for _, found in inputs) for kind, inputs in tried.items()}
-    )
+    broken: Counter[str] = Counter()
+    for kind, inputs in tried.items():
+        broken[kind] = sum(bool(breaches) for _, breaches in inputs)
     print(f"{'kind':<20} {'inputs':>6} {'refused well':>12}")
     for kind, inputs in tried.items():
         print(f"{kind:<20} {len(inputs):>6} {len(inputs) - broken[kind]:>12}")

@@ -31,17 +31,16 @@ class Calls:
         """Start recording in all threads: modules imported from now on note which functions run."""
         os.environ.setdefault("MUTATE_PID", str(os.getpid()))
         setattr(builtins, NOTE, self._note)
-        as_it_is = SourceFileLoader.source_to_code
+        original = SourceFileLoader.source_to_code
 
         def source_to_code(loader: Any, data: Any, path: Any, **options: Any) -> Any:
-            place = (
-                os.path.realpath(path).removeprefix(f"{self.root}/")
-                if isinstance(path, str)
-                else ""
-            )
-            # numba compiles what it reads
-            counts = place.startswith("qarl/") and b"import njit" not in data
-            return as_it_is(loader, noting(bytes(data), place) if counts else data, path, **options)
+            module = ""
+            if isinstance(path, str):
+                module = os.path.realpath(path).removeprefix(f"{self.root}/")
+            # numba compiles the functions that it reads, and cannot compile the call
+            if module.startswith("qarl/") and b"import njit" not in data:
+                data = noting(bytes(data), module)
+            return original(loader, data, path, **options)
 
         SourceFileLoader.source_to_code = source_to_code  # type: ignore[method-assign]
 

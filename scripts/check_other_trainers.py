@@ -29,7 +29,8 @@ def tensors(
     old = -torch.rand(rows, length) - 0.1
     new = (old + 0.3 * torch.randn(rows, 1)).requires_grad_()
     mask = torch.arange(length) < torch.arange(rows)[:, None]
-    return new, old, torch.randn(rows, 1).expand(rows, length).clone(), mask
+    advantages = torch.randn(rows, 1).expand(rows, length).clone()
+    return new, old, advantages, mask
 
 
 def test_verl_finds_tbpo_and_its_gradient_is_ours():
@@ -65,7 +66,8 @@ def test_verl_finds_tbpo_and_its_gradient_is_ours():
             *(torch.autograd.grad(each, new)[0] for each in (loss, ours.loss))
         )
         assert metrics["actor/pg_clipfrac"] > 0 < metrics["actor/pg_clipfrac_lower"]
-    weighted, _ = tbpo(old, new, advantages, mask, "token-mean", actor, torch.full_like(old, 0.5))
+    weights = torch.full_like(old, 0.5)
+    weighted, _ = tbpo(old, new, advantages, mask, "token-mean", actor, weights)
     torch.testing.assert_close(
         2 * weighted, tbpo(old, new, advantages, mask, "token-mean", actor)[0]
     )

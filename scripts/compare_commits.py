@@ -82,9 +82,8 @@ def main() -> int:
             results[case] = compare(sides["old"], sides["new"])
             print(f"{case:14} {results[case]['verdict']}", flush=True)
     if known.json:
-        known.json.write_text(
-            json.dumps({"old": known.old, "new": known.new, "cases": results}, indent=2) + "\n"
-        )
+        outcome = {"old": known.old, "new": known.new, "cases": results}
+        known.json.write_text(json.dumps(outcome, indent=2) + "\n")
     return 0 if all(not result["different"] for result in results.values()) else 1
 
 

@@ -422,9 +422,9 @@ def communication(rows: list[dict[str, Any]]) -> str:
     It has a row for each stage and dtype of gradients.
     """
     runs = sorted({(row["scheme"], row["optimizer"], row["processes"]) for row in rows})
-    ways = sorted(
+    settings = sorted(
         {(row["stage"], row["reduce_dtype"]) for row in rows},
-        key=lambda way: (way[0], way[1] != "float32"),
+        key=lambda setting: (setting[0], setting[1] != "float32"),
     )
     sent = {
         (
@@ -441,8 +441,9 @@ def communication(rows: list[dict[str, Any]]) -> str:
         line(("ZeRO stage", "gradients in", *head)),
         "|---|---|" + "---:|" * len(runs),
     ]
-    for stage, dtype in ways:
-        lines.append(line((f"`{stage}`", dtype, *(sent[(*run, stage, dtype)] for run in runs))))
+    for stage, dtype in settings:
+        shares = (sent[(*run, stage, dtype)] for run in runs)
+        lines.append(line((f"`{stage}`", dtype, *shares)))
     return "\n".join(lines) + "\n"
 
 
@@ -461,11 +462,12 @@ def delta(rows: list[dict[str, Any]]) -> str:
     ]
     named = ("shape", "scheme", "scale", "optimizer")
     cells: dict[tuple[str, ...], list[str]] = {}
-    for row in sorted((row for row in rows if row["step"] == last), key=lambda row: row["lr"]):
+    last_rows = [row for row in rows if row["step"] == last]
+    for row in sorted(last_rows, key=lambda row: row["lr"]):
         shares = (row["codes"], row["share"], row["quantized_share"])
-        cells.setdefault(tuple(row[name] for name in named), []).append(
-            ", ".join(f"{s:.2g} %" for s in _percents(shares))
-        )
+        cell = ", ".join(f"{percent:.2g} %" for percent in _percents(shares))
+        key = tuple(row[name] for name in named)
+        cells.setdefault(key, []).append(cell)
     lines += [line((*key, *shown)) for key, shown in cells.items()]
     return _text(lines)
 

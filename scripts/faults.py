@@ -112,17 +112,17 @@ class Watch:
         looks = 0
         while not self._over.wait(0.2):
             alive = self.alive()
-            looks = looks + 1
+            looks += 1
+            # sockets take longer to list: every fifth time, so once a second
             for process in alive if looks % 5 == 0 else ():
                 with suppress(psutil.Error):
-                    for socket in process.net_connections("inet"):
-                        if socket.status == psutil.CONN_LISTEN and socket.laddr.ip not in (
-                            "127.0.0.1",
-                            "::1",
-                        ):
-                            self.listening.add(
-                                f"{socket.laddr.ip} of {' '.join(process.cmdline())[:80]}"
-                            )
+                    self._note_sockets(process)
+
+    def _note_sockets(self, process: psutil.Process) -> None:
+        for socket in process.net_connections("inet"):
+            listens = socket.status == psutil.CONN_LISTEN
+            if listens and socket.laddr.ip not in ("127.0.0.1", "::1"):
+                self.listening.add(f"{socket.laddr.ip} of {' '.join(process.cmdline())[:80]}")
 
     def alive(self) -> list[psutil.Process]:
         """Return the processes of the tree that are alive, the run itself first."""
@@ -166,12 +166,12 @@ def broken(outcome: Outcome, arguments: list[str], breaks: Callable[[Watch], str
     """Run one command, break it by calling `breaks` in a thread, and return its exit status."""
     run = Run(*arguments)
     watch = Watch(run.pid)
-    said: list[str] = []
-    thread = threading.Thread(target=lambda: said.append(breaks(watch)), daemon=True)
+    descriptions: list[str] = []
+    thread = threading.Thread(target=lambda: descriptions.append(breaks(watch)), daemon=True)
     thread.start()
     status, text = _ended(run, outcome)
     thread.join()
-    outcome.broken = said[0]
+    outcome.broken = descriptions[0]
     outcome.ended = f"status {status}: {text}"
     outcome.faults += watch.end()
     return status
@@ -184,7 +184,8 @@ def _ended(run: Run, outcome: Outcome) -> tuple[int, str]:
     late.cancel()
     if "Traceback" in done.stdout + done.stderr:
         outcome.faults.append(f"traceback: {(done.stdout + done.stderr)[-3000:]}")
-    return done.returncode, " ".join((done.stderr or done.stdout).split())[-400:]
+    text = " ".join((done.stderr or done.stdout).split())
+    return done.returncode, text[-400:]
 
 
 def _kill_late(run: Run, outcome: Outcome) -> None:
@@ -251,11 +252,8 @@ class Moment:
     def drawn(cls, rng: random.Random, number: int, alone: Alone) -> "Moment":
         """Draw a moment; every second trial's is after the first checkpoint."""
         resumable = number % 2 == 1
-        return cls(
-            resumable,
-            rng.uniform(0, alone.seconds - alone.checkpointed * resumable),
-            alone,
-        )
+        longest = alone.seconds - alone.checkpointed * resumable
+        return cls(resumable, rng.uniform(0, longest), alone)
 
     def wait(self, run: Path, watch: Watch) -> None:
         """Wait until the moment, or until the run has ended."""
@@ -280,7 +278,7 @@ class Trials:
         self._folder = folder
         self._seed = seed
         self._sound: dict[str, Alone] = {}
-        Run("--version").wait()  # starts the fork server, whose seconds are no run's
+        Run("--version").wait()  # starts the fork server, so that no run's seconds include that
 
     def _alone(self, name: str) -> Alone:
         if name not in self._sound:
@@ -292,7 +290,8 @@ class Trials:
                     f"{name}, left alone, ended with status {done.returncode}:\n{done.stderr}"
                 )
             first = min(manifest.stat().st_mtime for manifest in checkpoints(run))
-            self._sound[name] = Alone(result(run), time.time() - began, first - began)
+            computed = result(run)
+            self._sound[name] = Alone(computed, time.time() - began, first - began)
             shutil.rmtree(run)
         return self._sound[name]
 
@@ -407,10 +406,10 @@ class Trials:
             status = resumed(outcome, run, arguments)
         if status == 0 and reasons:
             outcome.faults.append(f"not refused: {reasons}")
-        if status == 0 and (
-            [line["step"] for line in lines(run)] != [1, 2] or not (run / "export").is_dir()
-        ):
-            outcome.faults.append("two steps and an export expected")
+        if status == 0:
+            steps = [line["step"] for line in lines(run)]
+            if steps != [1, 2] or not (run / "export").is_dir():
+                outcome.faults.append("two steps and an export expected")
         return outcome
 
 
@@ -432,7 +431,9 @@ def main() -> int:
         "--json", type=Path, help="keep the outcomes here, and go on from what it holds"
     )
     options = parser.parse_args()
-    kept = json.loads(options.json.read_text()) if options.json and options.json.exists() else []
+    kept: list[dict[str, Any]] = []
+    if options.json and options.json.exists():
+        kept = json.loads(options.json.read_text())
     if any(row["seed"] != options.seed for row in kept):
         parser.error(f"{options.json} holds outcomes of another seed; name another file")
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
@@ -443,7 +444,7 @@ def main() -> int:
             for kind, count in counts.items()
             for number in range(count)
         ]
-        # kinds in turn, so that what is cut short is of all
+        # kinds alternate, so that an interrupted run has trials of all of them
         for _, kind, number in sorted(planned):
             if any((row["kind"], row["number"]) == (kind, number) for row in kept):
                 continue

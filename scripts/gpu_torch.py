@@ -94,10 +94,8 @@ def linear(device: str, small: bool) -> Figures:
         layer.refresh()
         x = values(tokens, columns, seed=1).to(at, BF16).requires_grad_()
         y = layer(x)
-        return [
-            y,
-            *torch.autograd.grad(y, [x, master], values(tokens, rows, seed=2).to(at, BF16)),
-        ]
+        dy = values(tokens, rows, seed=2).to(at, BF16)
+        return [y, *torch.autograd.grad(y, [x, master], dy)]
 
     errors: Figures = {}
     for scheme in SCHEMES:
@@ -120,10 +118,9 @@ def attention(device: str, small: bool) -> Figures:
     size = 128
     lengths = [5, 64, 1, 130] if small else [1000, 3000, 1, 95]
     starts = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
-    q, k, v = (
-        values(sum(lengths), n, size, seed=n).to(device, BF16) for n in (heads, groups, groups)
-    )
-    dy = values(sum(lengths), heads, size, seed=9).to(device, BF16)
+    total = sum(lengths)
+    q, k, v = (values(total, n, size, seed=n).to(device, BF16) for n in (heads, groups, groups))
+    dy = values(total, heads, size, seed=9).to(device, BF16)
     scale = size**-0.5
     longest = max(lengths)
     y, sums, _ = torch.ops.torch_attn._varlen_attn(
@@ -154,7 +151,8 @@ def experts(device: str, small: bool) -> Figures:
 
     One expert has no token. The full size is a layer of Qwen3-30B-A3B.
     """
-    count, k, hidden, inner, tokens = (8, 2, 256, 128, 96) if small else (128, 8, 2048, 768, 16384)
+    full_size = (128, 8, 2048, 768, 16384)
+    count, k, hidden, inner, tokens = (8, 2, 256, 128, 96) if small else full_size
     shape = ExpertsShape(count, k, hidden, inner, "silu", ExpertLayout())
     sizes = (count, 2 * inner, hidden), (count, hidden, inner)
     masters = [
@@ -168,10 +166,10 @@ def experts(device: str, small: bool) -> Figures:
     layer.refresh()
     x = values(tokens, hidden, seed=3).to(device, BF16).requires_grad_()
     scores = values(tokens, count, seed=4)
-    scores[:, 5] = -100.0
+    scores[:, 5] = -100.0  # no token is routed to this expert
     weights, index = scores.to(device).softmax(-1).topk(k)
     dy = values(tokens, hidden, seed=5).to(device, BF16)
-    found = []
+    both = []
     seconds = []
     for grouped in (True, False):
         layer.multiplies_grouped = lambda _, grouped=grouped: grouped  # type: ignore[method-assign]
@@ -179,12 +177,10 @@ def experts(device: str, small: bool) -> Figures:
             start = time.perf_counter()
             gradients = torch.autograd.grad(layer(x, index, weights), [x, *masters], dy)
             synchronize(device)
-        found.append(gradients)
+        both.append(gradients)
         seconds.append(time.perf_counter() - start)
-    errors = within(
-        0.02,
-        **{n: error(a, b) for n, a, b in zip(("dx", "gate_up", "down"), *found, strict=True)},
-    )
+    compared = zip(("dx", "gate_up", "down"), *both, strict=True)
+    errors = within(0.02, **{name: error(grouped, loop) for name, grouped, loop in compared})
     return {**errors, "grouped_seconds": seconds[0], "loop_seconds": seconds[1]}
 
 

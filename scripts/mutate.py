@@ -141,7 +141,8 @@ def record(paths: list[str], clone: Path) -> dict[str, dict[str, Any]]:
             process = FORKS.Process(target=_pytest, args=(clone, [str(one)], ran))
             process.start()
             process.join()
-            print((clone / "output.txt").read_text().splitlines()[-1], one, flush=True)
+            last_line = (clone / "output.txt").read_text().splitlines()[-1]
+            print(last_line, one, flush=True)
             tests |= json.loads(ran.read_text())
     return tests
 
@@ -157,17 +158,16 @@ def run(
     started = time.monotonic()
     key = f"{mutation.file}:{mutation.function}"
     near = [name for name in tests if key in tests[name]["functions"]]
-    unseen = [] if near else [running(importers(mutation.file, clone), tests), list(tests)]
-    tiers = [near, running([mutation.file], tests), *unseen]
+    tiers = [near, running([mutation.file], tests)]
+    if not near:
+        tiers += [running(importers(mutation.file, clone), tests), list(tests)]
     sound = file.read_bytes()
     file.write_bytes(mutation.planted(sound))
     try:
         chosen = in_turn(tiers, tests)
         ends = itertools.accumulate(tests[name]["seconds"] for name in chosen)
-        in_time = [
-            name for name, end in zip(chosen, ends, strict=True) if end <= seconds
-        ] or chosen[:1]
-        caught = failing(in_time, clone, tests)
+        in_time = [name for name, end in zip(chosen, ends, strict=True) if end <= seconds]
+        caught = failing(in_time or chosen[:1], clone, tests)
     finally:
         file.write_bytes(sound)
     return Outcome(mutation, caught, len(near), round(time.monotonic() - started, 1))
@@ -192,8 +192,11 @@ def importers(file: str, clone: Path) -> list[str]:
     imported = re.compile(
         rf"{re.escape(package)}\.{module}\b|from {re.escape(package)} import [^\n]*\b{module}\b"
     )
-    sources = (path for path in (clone / "qarl").rglob("*.py"))
-    return [str(path.relative_to(clone)) for path in sources if imported.search(path.read_text())]
+    return [
+        str(path.relative_to(clone))
+        for path in (clone / "qarl").rglob("*.py")
+        if imported.search(path.read_text())
+    ]
 
 
 def in_turn(tiers: list[list[str]], tests: dict[str, dict[str, Any]]) -> list[str]:
@@ -206,9 +209,8 @@ def in_turn(tiers: list[list[str]], tests: dict[str, dict[str, Any]]) -> list[st
     for tier in tiers:
         groups: dict[str, list[str]] = {}
         for name in tier:
-            groups.setdefault(
-                name.partition("::")[0] if tests[name]["together"] else name, []
-            ).append(name)
+            group = name.partition("::")[0] if tests[name]["together"] else name
+            groups.setdefault(group, []).append(name)
         quickest = sorted(
             groups.values(),
             key=lambda names: sum(tests[name]["seconds"] for name in names),
@@ -224,10 +226,11 @@ def failing(names: list[str], clone: Path, tests: dict[str, dict[str, Any]]) -> 
     """
     groups: dict[str, list[str]] = {}
     for name in names:
-        groups.setdefault(name.partition("::")[0] if tests[name]["together"] else "", []).append(
-            name
-        )
-    return next(filter(None, (_failing(group, clone, tests) for group in groups.values())), "")
+        group = name.partition("::")[0] if tests[name]["together"] else ""
+        groups.setdefault(group, []).append(name)
+    failures = (_failing(group, clone, tests) for group in groups.values())
+    # a generator: groups after the first failure are not run
+    return next(filter(None, failures), "")
 
 
 def _failing(names: list[str], clone: Path, tests: dict[str, dict[str, Any]]) -> str:
@@ -239,7 +242,7 @@ def _failing(names: list[str], clone: Path, tests: dict[str, dict[str, Any]]) ->
         late = process.is_alive()
     finally:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid or 0, signal.SIGKILL)  # it, and what it started
+            os.killpg(process.pid or 0, signal.SIGKILL)  # the process, and all that it started
         process.join()
     if late:
         return "time limit"
@@ -248,7 +251,7 @@ def _failing(names: list[str], clone: Path, tests: dict[str, dict[str, Any]]) ->
     ]
     if failed:
         return failed[0].split(" - ")[0].partition(" ")[2]
-    if process.exitcode == 1:  # of pytest, only beside a failure
+    if process.exitcode == 1:  # pytest prints a failure with this status
         raise RuntimeError(f"the tests did not run, {output}:\n{output.read_text()[-2000:]}")
     return f"exit status {process.exitcode}" if process.exitcode else ""
 
@@ -329,7 +332,7 @@ def main() -> int:
         help="plant what survived there, drawing nothing",
     )
     options = parser.parse_args()
-    # what it runs ends with it
+    # SIGTERM then raises, so that the processes started here are ended too
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     paths = options.tests or [f"tests/{options.room}"]
     commit = subprocess.run(
@@ -340,23 +343,21 @@ def main() -> int:
         text=True,
     ).stdout
     same = {"commit": commit.strip(), "room": options.room, "tests": paths}
-    kept = (
-        json.loads(options.json.read_text())
-        if options.json and options.json.exists()
-        else {**same, "outcomes": []}
-    )
+    kept: dict[str, Any] = {**same, "outcomes": []}
+    if options.json and options.json.exists():
+        kept = json.loads(options.json.read_text())
     if {name: kept.get(name) for name in same} != same:
         parser.error(
             f"{options.json} holds outcomes of another commit, room or tests; name another file"
         )
-    earlier = (
-        json.loads(options.survivors.read_text()) if options.survivors else {**same, "outcomes": []}
-    )
+    earlier: dict[str, Any] = {**same, "outcomes": []}
+    if options.survivors:
+        earlier = json.loads(options.survivors.read_text())
     if any(earlier[name] != same[name] for name in ("commit", "room")):
         parser.error(
             f"{options.survivors} holds survivors of another commit or room; check that commit out"
         )
-    # not above: forks run this file's top, and are to import theirs
+    # not at the top: forks run the top of this file, and must import the clone's qarl
     from qarl.cli.environment import quiet_libraries
 
     quiet_libraries()
@@ -391,7 +392,8 @@ def main() -> int:
 def line(outcome: dict[str, Any]) -> str:
     """Return one row: position, before → after, and the test that caught it."""
     mutation = outcome["mutation"]
-    before, after = (" ".join(mutation[side].split()) for side in ("before", "after"))
+    before = " ".join(mutation["before"].split())
+    after = " ".join(mutation["after"].split())
     verdict = (
         f"caught by {outcome['caught_by']}"
         if outcome["caught_by"]

@@ -1,6 +1,7 @@
 """Draw the mutations of a room's code at random from its syntax tree, for scripts/mutate.py."""
 
 import ast
+import itertools
 import random
 import subprocess
 from dataclasses import dataclass
@@ -81,7 +82,8 @@ class Sites(ast.NodeVisitor):
         end = self._starts[node.end_lineno - 1] + node.end_col_offset
         text = after if isinstance(after, str) else f"({ast.unparse(after)})"
         before = self._source[start:end].decode()
-        function = ".".join(name for name, _ in self._scope[1:]) if self._scope[-1][1] else ""
+        in_function = self._scope[-1][1]
+        function = ".".join(name for name, _ in self._scope[1:]) if in_function else ""
         self.sites.append(Mutation(self._file, node.lineno, start, end, function, before, text))
 
     def visit(self, node: ast.AST) -> None:
@@ -90,9 +92,9 @@ class Sites(ast.NodeVisitor):
         Skipped are imports, annotations, decorators, messages of errors, f-strings, and zip's
         `strict`, which changes nothing if lengths are equal.
         """
-        if isinstance(node, (ast.Import, ast.ImportFrom, ast.Raise, ast.JoinedStr)) or _is_said(
-            node
-        ):
+        if isinstance(node, (ast.Import, ast.ImportFrom, ast.Raise, ast.JoinedStr)):
+            return
+        if _is_said(node):
             return
         if isinstance(node, ast.keyword) and node.arg == "strict":
             return
@@ -122,12 +124,9 @@ class Sites(ast.NodeVisitor):
     def _mutate(self, node: ast.AST) -> None:
         """Collect the changes of one node, without its children."""
         if isinstance(node, ast.Compare):
-            for place, operator in enumerate(node.ops):
-                operators = [
-                    *node.ops[:place],
-                    SWAPS[type(operator)](),
-                    *node.ops[place + 1 :],
-                ]
+            for index, operator in enumerate(node.ops):
+                operators = list(node.ops)
+                operators[index] = SWAPS[type(operator)]()
                 self._add(node, ast.Compare(node.left, operators, node.comparators))
         elif isinstance(node, ast.BoolOp):
             self._add(node, ast.BoolOp(SWAPS[type(node.op)](), node.values))
@@ -174,25 +173,19 @@ def _is_said(node: ast.AST) -> bool:
 
 def draw(room: str, count: int, seed: int, root: Path) -> list[Mutation]:
     """Draw `count` of the room's mutations without replacement; skip those that do not compile."""
-    others = (
-        [f":!qarl/{name}" for name in ("configs", "quant", "rollout", "learner", "sync")]
-        if room == "qarl"
-        else []
-    )
-    folder = "qarl" if room == "qarl" else f"qarl/{room}"
-    command = ["git", "ls-files", f"{folder}/*.py", *others]
+    folder = f"qarl/{room}"
+    excluded = []
+    if room == "qarl":
+        folder = "qarl"
+        rooms = ("configs", "quant", "rollout", "learner", "sync")
+        excluded = [f":!qarl/{name}" for name in rooms]
+    command = ["git", "ls-files", f"{folder}/*.py", *excluded]
     files = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True)
     sources = {file: (root / file).read_bytes() for file in sorted(files.stdout.split())}
     sites = [site for file, source in sources.items() for site in Sites(file, source).sites]
     random.Random(f"{room} {seed}").shuffle(sites)
-    return [
-        site
-        for site, _ in zip(
-            filter(lambda one: _compiles(one, sources), sites),
-            range(count),
-            strict=False,
-        )
-    ]
+    compiling = (site for site in sites if _compiles(site, sources))
+    return list(itertools.islice(compiling, count))
 
 
 def _compiles(mutation: Mutation, sources: dict[str, bytes]) -> bool:

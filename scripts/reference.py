@@ -17,7 +17,8 @@ COLUMNS = 110
 
 OPTIONS = """# Options
 
-Made from the configuration's schema by `scripts/reference.py`; `qarl train --help-all` prints the same. In a YAML file
+Made from the configuration's schema by `scripts/reference.py`; `qarl train --help-all` prints the same. \
+In a YAML file
 each dot is a level. Defaults in brackets are those of `qarl train` without a model or file.
 
 ```

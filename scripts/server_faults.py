@@ -178,14 +178,17 @@ class Trial:
         if self._second and "takes its weights from" not in self._second[0]:
             equal = False
             noted = [(ended, self._second[0])]
-        lost = 0 if equal else sum(a != b for a, b in zip(lines(self._folder), whole, strict=False))
+        lost = 0
+        if not equal:
+            lost = sum(a != b for a, b in zip(lines(self._folder), whole, strict=False))
         first = min(noted, default=None)
+        noticed = None
+        if first is not None and struck is not None:
+            noticed = round(max(first[0] - struck, 0.0), 1)
         outcome = Outcome(
             case=self._case,
             result=result if equal else "FAILED",
-            noticed=(
-                None if first is None or struck is None else round(max(first[0] - struck, 0.0), 1)
-            ),
+            noticed=noticed,
             line=" ".join(first[1].split())[:300] if first else "",
             equal=equal,
             lost=lost,
@@ -201,9 +204,10 @@ class Trial:
         self._farm.make_sound()
         os.environ[VARIABLE] = json.dumps({"log": str(self._log)})
         if any((self._folder / "checkpoints").glob("step-*")):
-            return "resumed", problem or _problem(
-                self._made("train", "--resume", str(self._folder)), ended=True
-            )
+            if problem:
+                return "resumed", problem
+            done = self._made("train", "--resume", str(self._folder))
+            return "resumed", _problem(done, ended=True)
         shutil.rmtree(self._folder, ignore_errors=True)
         done = self._made("train", *self._options, "--output", str(self._folder))
         return "started again", problem or _problem(done, ended=True)
@@ -474,7 +478,8 @@ def main() -> int:
         data = {"runs": [asdict(outcome) for outcome in outcomes]}
         asked = ["--runs", str(known.runs), "--seed", str(known.seed)]
         asked += ["--transfer", known.transfer] if known.transfer != "files" else []
-        written = record([*asked, *(["--only", known.only] if known.only else [])], data)
+        asked += ["--only", known.only] if known.only else []
+        written = record(asked, data)
         written["command"] = written["command"].replace(
             "qarl", "python scripts/server_faults.py", 1
         )
@@ -486,7 +491,8 @@ def _kept(file: Path | None) -> dict[int, Outcome]:
     if file is None or not file.exists():
         return {}
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    return {row["case"]["number"]: Outcome(**{**row, "case": Case(**row["case"])}) for row in rows}
+    outcomes = [Outcome(**{**row, "case": Case(**row["case"])}) for row in rows]
+    return {outcome.case.number: outcome for outcome in outcomes}
 
 
 if __name__ == "__main__":
