@@ -136,8 +136,8 @@ def _launch(folder: Path, count: int, jobs: list[dict[str, Any]]) -> list[Traffi
         cwd=Path.cwd(),
     )
     if ended.returncode:
-        said = "\n".join(ended.stderr.strip().splitlines()[-12:])
-        raise WorkerError(f"{count} processes ended with status {ended.returncode}:\n{said}")
+        last_lines = "\n".join(ended.stderr.strip().splitlines()[-12:])
+        raise WorkerError(f"{count} processes ended with status {ended.returncode}:\n{last_lines}")
     return [Traffic(**row) for row in json.loads((folder / "rows.json").read_text())]
 
 
@@ -196,19 +196,14 @@ class Sent(TorchDispatchMode):
 
     def _sent(self, name: str, args: Sequence[Any]) -> float:
         if name.startswith("alltoall_base"):
-            args = args[1:]  # of parts of any sizes, what goes out
-        largest = max(
-            (
-                sum(t.nbytes for t in tree_leaves(arg) if isinstance(t, torch.Tensor))
-                for arg in args
-            ),
-            default=0,
-        )
+            # skip the output buffer, whose parts may have other sizes than the input's
+            args = args[1:]
+        largest = max((_bytes(arg) for arg in args), default=0)
         if name in ("recv_", "barrier", "monitored_barrier_"):
             return 0.0
         if name == "send":
             return largest
-        # Of what is gathered or scattered the whole is the larger argument.
+        # a gather or scatter has the whole tensor and a part as arguments: the larger is the whole
         return largest * self._ring * (2 if name.startswith("allreduce") else 1)
 
 

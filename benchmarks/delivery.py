@@ -69,8 +69,8 @@ def measure(
                 f"the engine in {scheme}",
             )
         )
-    told = {"shape": shape, "lr": lr, "rounds": rounds, "transfer": transfer}
-    return {**told, "in_memory": where.startswith("/dev/shm"), "rows": rows}
+    settings = {"shape": shape, "lr": lr, "rounds": rounds, "transfer": transfer}
+    return {**settings, "in_memory": where.startswith("/dev/shm"), "rows": rows}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,16 +99,18 @@ def ratios(row: dict[str, Any]) -> Ratios:
     """Compute the ratios from the figures of one scheme."""
     seconds = row["seconds"]
     reload = seconds["bf16: load, paused"]
-    disk, whole, delta = (
-        sum(s for name, s in seconds.items() if name.startswith(kind))
-        for kind in ("bf16:", "whole:", "delta:")
-    )
-    quantized, unquantized = (
-        row[name] - row["unquantized_bytes"] for name in ("full_bytes", "bf16_bytes")
-    )
+
+    def total(kind: str) -> float:
+        return sum(value for name, value in seconds.items() if name.startswith(f"{kind}:"))
+
+    disk = total("bf16")
+    whole = total("whole")
+    delta = total("delta")
+    quantized = row["full_bytes"] - row["unquantized_bytes"]
+    quantized_in_bf16 = row["bf16_bytes"] - row["unquantized_bytes"]
     return Ratios(
         full_bytes=row["full_bytes"] / row["bf16_bytes"],
-        quantized_bytes=quantized / unquantized,
+        quantized_bytes=quantized / quantized_in_bf16,
         full_seconds=whole / disk,
         delta_bytes=row["delta_bytes"] / row["full_bytes"],
         delta_seconds=delta / disk,

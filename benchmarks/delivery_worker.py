@@ -151,12 +151,12 @@ def run(job: Job) -> Delivered:
             engine = engines.enter_context(
                 open_engine(start, rollout, "bfloat16", use_servers=True)
             )
-            shutil.rmtree(start)  # which may be in memory
+            shutil.rmtree(start)  # the folder may be in memory
             return model, engine
 
         served = started(job.scheme, servers=1, server_full_every=2, server_transfer=job.transfer)
         plain = started("bf16")
-        # its codes are a copy: one model's masters are enough
+        # the codes are already computed, so both models can share one set of masters
         for name, master in plain[0].masters.items():
             master.data = served[0].masters[name].data
         return _measured(*served, *plain, folder, job)
@@ -228,14 +228,15 @@ def _from_disk(model: LowBitModel, engine: Any, folder: Path, clock: _Clock) -> 
 
 def _unquantized(model: LowBitModel) -> int:
     ends = ("embed_tokens.weight", "lm_head.weight")
-    return sum(item.tensor.nbytes for item in model.low_bit_tensors() if item.name.endswith(ends))
+    unquantized = (item for item in model.low_bit_tensors() if item.name.endswith(ends))
+    return sum(item.tensor.nbytes for item in unquantized)
 
 
 def _copy_once(model: LowBitModel, clock: _Clock) -> None:
     items = list(model.low_bit_tensors())
     target = [np.empty(item.tensor.nbytes, np.uint8) for item in items]
     for octets in target:
-        octets.fill(1)  # pages of its own
+        octets.fill(1)  # allocates the pages, so that the timed copy does not
     with clock.of("copy once"):
         for item, octets in zip(items, target, strict=True):
             np.copyto(

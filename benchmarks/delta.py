@@ -105,7 +105,7 @@ def measure(
     Scales are taken from every version's extremes and, if codes are integers, measured once more
     with the previous scales kept. Invalid values raise before anything is measured.
     """
-    found = [get_scheme(name) for name in schemes]
+    specs = [get_scheme(name) for name in schemes]
     configs = [
         OptimizerConfig.model_validate({"name": name, "lr": lr})
         for name in optimizers
@@ -117,7 +117,7 @@ def measure(
             totals: dict[tuple[str, str, int], _Total] = {}
             for number, kind in enumerate(kinds(SHAPES[shape]())):
                 for step, before, after in _stepped(kind, config, number):
-                    for scheme in found:
+                    for scheme in specs:
                         rules = (
                             ("minmax", "kept")
                             if scheme.weights and is_integer(scheme.weights)
@@ -152,8 +152,8 @@ def kinds(config: PretrainedConfig) -> list[Kind]:
         (hidden, queries),
     ]
     experts = getattr(config, "num_experts", None)
-    wide = config.moe_intermediate_size if experts else config.intermediate_size
-    mlp = [(wide, hidden), (wide, hidden), (hidden, wide)]
+    width = config.moe_intermediate_size if experts else config.intermediate_size
+    mlp = [(width, hidden), (width, hidden), (hidden, width)]
     sampled = _EXPERTS if experts else 1
     outside = config.vocab_size / _ROWS * (1 if config.tie_word_embeddings else 2)
     return [

@@ -61,13 +61,13 @@ def attention_rows() -> list[dict[str, float | str]]:
             with replaced(attention, queries_per_request=lambda *_: 1 << 20):
                 short()
 
-        taken = quickest({"whole": whole, "short": short})
+        milliseconds = quickest({"whole": whole, "short": short})
         layer = f"{H} heads ({G} of keys) of {D}, {dtype}, {tokens} tokens"
         rows.append(
             {
                 "layer": layer,
-                "ms": taken["whole"],
-                "ratio": taken["short"] / taken["whole"],
+                "ms": milliseconds["whole"],
+                "ratio": milliseconds["short"] / milliseconds["whole"],
             }
         )
     return rows

@@ -69,7 +69,7 @@ def build(folder: Path, factors: list[float]) -> None:
     tokenizer = text_tokenizer(RECIPE)
     model = initial_model(RECIPE, tokenizer)
     to_stderr(f"{sum(p.numel() for p in model.parameters()):,} parameters")
-    # which would keep the first weights
+    # without the cache, which would keep the bfloat16 copies of the first weights
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         for seed, (terms, rows, steps) in enumerate(PHASES):
             options = {"min_terms": terms, "max_terms": terms}
@@ -82,11 +82,11 @@ def build(folder: Path, factors: list[float]) -> None:
             )
             warm_start(model, tokenizer, phase)
     for factor in factors:
-        wide = copy.deepcopy(model)
-        widen_columns(dict(wide.named_parameters()), factor)
+        widened = copy.deepcopy(model)
+        widen_columns(dict(widened.named_parameters()), factor)
         target = folder / f"outliers-{factor:g}"
         tokenizer.save_pretrained(target, save_jinja_files=False)
-        wide.save_pretrained(target)
+        widened.save_pretrained(target)
 
 
 if __name__ == "__main__":

@@ -139,10 +139,10 @@ def trained_by_trl(low_bit: bool, steps: int, seed: int) -> dict[str, Any]:
         trainer.sync_weights()
         answers = [answer.text for (answer,) in trainer.engine.generate(held_out, greedy=True)]
     else:
-        asked = [[{"role": "user", "content": problem.question}] for problem in held_out]
+        held_out_chats = [[{"role": "user", "content": problem.question}] for problem in held_out]
         texts = [
             tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-            for chat in asked
+            for chat in held_out_chats
         ]
         inputs = tokenizer(
             texts,

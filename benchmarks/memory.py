@@ -146,7 +146,7 @@ def planned(model: str, scheme: str, options: dict[str, str]) -> Memory:
     """Return the plan's prediction for a cell. options: settings of its run, by dotted path."""
     config = load_config(config_file("tiny-qwen3"), {**settings(scheme), **options})
     ample = Machine("CPUs", "cpu", 1, 2**50)
-    # of which a Qwen3 is the case without experts
+    # a dense Qwen3 counts as a qwen3_moe without experts
     fields = {**model_config(model), "model_type": "qwen3_moe"}
     return make_plan(config, shapes_of(fields, model), "", ample, 1).memory
 
@@ -160,7 +160,7 @@ def _peak(overrides: dict[str, str]) -> int:
     """Run a separate `qarl train` and return its peak of resident bytes."""
     command = [sys.executable, "-m", "qarl", "train", "--config", "tiny-qwen3"]
     command += [word for path, text in overrides.items() for word in (f"--{path}", text)]
-    # else glibc keeps much of what is freed
+    # glibc would otherwise retain much of the freed memory
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
@@ -217,10 +217,10 @@ def _write(model: str, folder: Path) -> None:
     write_model(dataclasses.replace(LEARNER_MODELS["150m"], config=dense), folder, seed=0)
     if "num_experts" in config:
         torch.manual_seed(0)
-        made = Qwen3MoeForCausalLM(
+        mixture = Qwen3MoeForCausalLM(
             Qwen3MoeConfig(**config, pad_token_id=PAD, eos_token_id=1, dtype="float32")
         )
-        made.save_pretrained(folder)
+        mixture.save_pretrained(folder)
 
 
 def table(rows: list[Row]) -> PlainTable:

@@ -36,7 +36,7 @@ _STYLE: Any = {
     "font.size": 10,
     "grid.color": "#DDDDDD",
     "legend.frameon": False,
-    "svg.fonttype": "none",  # text stays text
+    "svg.fonttype": "none",  # write text as text, not as paths
     "svg.hashsalt": "qarl",
 }
 
@@ -214,5 +214,5 @@ def _draw_lines(axes: Any, panel: LinePanel, looks: dict[str, _Look]) -> None:
             axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
             axes.set_xticks([], minor=True)
     if axes.get_xscale() == "linear":
-        # numbers of six digits would run into one another
+        # with more ticks, numbers of six digits would overlap
         axes.locator_params(axis="x", nbins=6)

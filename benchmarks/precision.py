@@ -210,7 +210,7 @@ def _learn(learner: Learner, batches: list[Batch]) -> tuple[float, float]:
     lost = []
     phases = ([], [])
     totals = []
-    # the first has more to do, and is not measured
+    # numbered from 1, so that the first batch, which has extra work, is not measured
     for number, batch in enumerate(batches, start=1):
         stats = learner.learn(batch, number)
         measured = stats.records["lost_updates"] is not None

@@ -83,7 +83,7 @@ def measure(
 
     Raises `ConfigError` for unusable values.
     """
-    found = get_scheme(scheme)
+    spec = get_scheme(scheme)
     if parameters < 1e6:
         raise ConfigError(f"--parameters {parameters:g} must be at least 1e6")
     compute = COMPUTE_DTYPES[dtype]
@@ -91,9 +91,9 @@ def measure(
     config = moe_config(parameters)
     masters = random_masters(config, master)
     # compile first: this is neither time nor memory of a version
-    materialize(torch.ones(128, 256, dtype=master), found, compute)
+    materialize(torch.ones(128, 256, dtype=master), spec, compute)
     with PeakMemory() as building:
-        model = LowBitModel(masters, found, LayerContext(compute, "reference"))
+        model = LowBitModel(masters, spec, LayerContext(compute, "reference"))
     sink = [torch.zeros_like(item.tensor) for item in model.low_bit_tensors()]
     with PeakMemory() as running:
         bandwidths, work = _rounds(model, sink, repeats)
@@ -176,20 +176,29 @@ def _rounds(
     seconds: list[tuple[float, ...]] = []
     for _ in range(repeats + 1):
         copy = min(_seconds(lambda: target.copy_(source)) for _ in range(3))
-        made = _seconds(model.refresh)
-        sent = _seconds(lambda: _publish(model, sink))
-        proven = _seconds(lambda: _publish_proven(model, sink))
-        seconds.append((copy, made, sent, made + sent, proven, made + proven))
+        refresh_seconds = _seconds(model.refresh)
+        publish_seconds = _seconds(lambda: _publish(model, sink))
+        digest_seconds = _seconds(lambda: _publish_proven(model, sink))
+        seconds.append(
+            (
+                copy,
+                refresh_seconds,
+                publish_seconds,
+                refresh_seconds + publish_seconds,
+                digest_seconds,
+                refresh_seconds + digest_seconds,
+            )
+        )
     copies, *others = zip(*seconds[1:], strict=True)
     bandwidths = [2 * _COPIED_BYTES / copy for copy in copies]
-    made_bytes = master_bytes + low_bit_bytes
-    sent_bytes = 2 * low_bit_bytes
+    refresh_bytes = master_bytes + low_bit_bytes
+    publish_bytes = 2 * low_bit_bytes
     named = {
-        "materialize": made_bytes,
-        "publish": sent_bytes,
-        "materialize + publish": made_bytes + sent_bytes,
-        "publish, digest on both ends": sent_bytes,
-        "materialize + publish, digest on both ends": made_bytes + sent_bytes,
+        "materialize": refresh_bytes,
+        "publish": publish_bytes,
+        "materialize + publish": refresh_bytes + publish_bytes,
+        "publish, digest on both ends": publish_bytes,
+        "materialize + publish, digest on both ends": refresh_bytes + publish_bytes,
     }
     work = []
     for (name, moved), times in zip(named.items(), others, strict=True):

@@ -94,10 +94,10 @@ def write_policy(name: str, folder: Path, seed: int) -> None:
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     else:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        # norms as initialized would hide how they are multiplied
+        # norms are initialized to constants, which would hide errors in multiplying by them
         for parameter in model.parameters():
             parameter.data += 0.2 * torch.randn_like(parameter) if parameter.ndim == 1 else 0.0
-    model.get_parameter("lm_head.weight").data *= _PEAK  # untied in all of them
+    model.get_parameter("lm_head.weight").data *= _PEAK  # all of these models have an untied head
     model.save_pretrained(folder)
 
 

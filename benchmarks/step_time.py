@@ -175,13 +175,13 @@ class _Count:
         """Number of sequences sampled together, whose answers are on average half complete."""
         if self.lengths.at_once is not None:
             return min(self.lengths.at_once, self.sequences)
-        held = self.lengths.prompt + self.lengths.answer // 2
+        tokens_each = self.lengths.prompt + self.lengths.answer // 2
         cache = (
             (self.config.rollout.kv_cache_gib or 1)
             * GIB
             // self.shapes.key_value_bytes(cache_itemsize(self.config))
         )
-        return max(1, min(self.config.rollout.max_num_seqs, self.sequences, cache // held))
+        return max(1, min(self.config.rollout.max_num_seqs, self.sequences, cache // tokens_each))
 
     def sampling(self) -> float:
         """Return the seconds of prefill and of decoding in waves.
@@ -195,8 +195,8 @@ class _Count:
             touched = 1 - (1 - s.experts_a_token / s.experts) ** batch
         stored = s.quantized_bytes(self.config.scheme, 2) / s.quantized
         read = stored * (self.attention + (s.quantized - self.attention) * touched) + 2 * s.head
-        held = self.lengths.prompt + self.lengths.answer // 2
-        read += batch * held * s.key_value_bytes(cache_itemsize(self.config))
+        tokens_each = self.lengths.prompt + self.lengths.answer // 2
+        read += batch * tokens_each * s.key_value_bytes(cache_itemsize(self.config))
         products = 2 * batch * (self.active / self.gain + s.head)
         graphs = "eager" if self.config.rollout.enforce_eager else "graphs"
         launches = s.layers * LAYER_SECONDS[graphs][bool(s.experts)]
@@ -224,7 +224,7 @@ class _Count:
         tokens = self.sequences * length
         forwards = 2 if learner.gradient_checkpointing is True else 1
         gain = self.gain if learner.aligned else 1.0
-        # causal: half of 4
+        # a causal mask halves the factor of 4
         scores = 2 * tokens * length * s.layers * s.heads * s.head_dim
         products = 2 * tokens * (forwards * self.active / gain + 2 * self.active + 3 * s.head)
         work = (products + scores * (forwards + 2.5)) / self.flops
@@ -274,7 +274,7 @@ class _Count:
         kinds = 1 if self.spec.weights is None else 2 + (self.spec.format == "pack-quantized")
         matrices = s.layers * (len(s.attention_matrices) + len(s.mlp_matrices) * max(s.experts, 1))
         stored = s.quantized_bytes(self.config.scheme, 2) + 4 * s.head
-        # shapes lie on the host
+        # codes and scales; the third kind, a matrix's shape, is on the host already
         copies = matrices * min(kinds, 2) * A_COPY + stored / PAGEABLE
         return (
             matrices * kinds * A_CALL + copies + 2 * stored / self.reads
@@ -288,9 +288,9 @@ def table(rows: list[StepTime], title: str) -> PlainTable:
     """
     columns = ("at once", *rows[0].parts, "step, s", "of bf16", "of plain")
     shown = PlainTable("learner", *columns, figures=columns, title=title)
-    whole = {(row.scheme, row.learner): row.total for row in rows}
+    totals = {(row.scheme, row.learner): row.total for row in rows}
     for row in rows:
-        plain = whole.get((row.scheme, "plain")) if row.learner == "QaRL" else None
+        plain = totals.get((row.scheme, "plain")) if row.learner == "QaRL" else None
         shown.add_row(
             row.scheme if row.learner == "bf16" else f"{row.scheme} {row.learner}",
             str(row.at_once),

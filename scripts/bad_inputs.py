@@ -43,17 +43,17 @@ def typo(word: str, rng: random.Random) -> str:
     Two neighbours are swapped, or a letter is lost, doubled or replaced.
     """
     while True:
-        at = rng.randrange(len(word))
-        made = rng.choice(
+        index = rng.randrange(len(word))
+        changed = rng.choice(
             (
-                word[:at] + word[at + 1 :],
-                word[:at] + word[at] + word[at:],
-                word[:at] + rng.choice("qxzj") + word[at + 1 :],
-                word[:at] + word[at : at + 2][::-1] + word[at + 2 :],
+                word[:index] + word[index + 1 :],
+                word[:index] + word[index] + word[index:],
+                word[:index] + rng.choice("qxzj") + word[index + 1 :],
+                word[:index] + word[index : index + 2][::-1] + word[index + 2 :],
             )
         )
-        if made and made != word and not made.startswith("-"):
-            return made
+        if changed and changed != word and not changed.startswith("-"):
+            return changed
 
 
 def _train(*arguments: str) -> list[str]:
@@ -62,10 +62,10 @@ def _train(*arguments: str) -> list[str]:
 
 def _unknown_option(rng: random.Random) -> list[str]:
     known = [*FLAGS, *field_paths(), "config", "resume"]
-    made = typo(rng.choice(known), rng)
-    while made in known or made.startswith("task.options."):
-        made = typo(rng.choice(known), rng)
-    return _train(f"--{made}", "1")
+    option = typo(rng.choice(known), rng)
+    while option in known or option.startswith("task.options."):
+        option = typo(rng.choice(known), rng)
+    return _train(f"--{option}", "1")
 
 
 def _wrong_value(rng: random.Random) -> list[str]:
@@ -121,8 +121,8 @@ def _types(annotation: object) -> set[object]:
 def _wrong_choice(rng: random.Random) -> list[str]:
     section, alternatives = rng.choice(list(choice_sections().items()))
     names = [name for section in alternatives for name in section.names()]
-    made = typo(rng.choice(names), rng)
-    return _train(f"--{section}.name", made if made not in names else made + "x")
+    name = typo(rng.choice(names), rng)
+    return _train(f"--{section}.name", name if name not in names else name + "x")
 
 
 def _misplaced_option(rng: random.Random) -> list[str]:
@@ -213,10 +213,10 @@ def _configuration_file(rng: random.Random) -> list[str]:
 
 
 def _scheme(rng: random.Random) -> list[str]:
-    made = typo(rng.choice(SCHEME_NAMES), rng)
-    made = made if made not in SCHEME_NAMES else made + "x"
+    name = typo(rng.choice(SCHEME_NAMES), rng)
+    name = name if name not in SCHEME_NAMES else name + "x"
     return (
-        _train("--scheme", made) if rng.random() < 0.5 else _train("--layers", f"*.q_proj={made}")
+        _train("--scheme", name) if rng.random() < 0.5 else _train("--layers", f"*.q_proj={name}")
     )
 
 
@@ -406,8 +406,8 @@ def furnish(place: Path) -> None:
         (place / name / "config.yaml").write_text(text)
 
 
-def _listing(place: Path) -> dict[str, int]:
-    files = (path for path in place.rglob("*") if "__pycache__" not in path.parts)
+def _listing(folder: Path) -> dict[str, int]:
+    files = (path for path in folder.rglob("*") if "__pycache__" not in path.parts)
     return {str(path): path.stat().st_size for path in files}
 
 
@@ -422,9 +422,9 @@ def faults(arguments: list[str], place: Path) -> list[str]:
     except BaseException as error:
         return [f"{type(error).__name__} escapes: {error}"]
     message = err.getvalue().strip()
-    found = [] if status in (1, 2) else [f"exit status {status}"]
+    breaches = [] if status in (1, 2) else [f"exit status {status}"]
     if not message or len(message.splitlines()) > LONGEST_MESSAGE or len(message) > 2000:
-        found.append(
+        breaches.append(
             f"a message of {len(message.splitlines())} lines and {len(message)} characters"
         )
     foreign = (
@@ -435,10 +435,10 @@ def faults(arguments: list[str], place: Path) -> list[str]:
         "expected one argument",
         "pydantic",
     )
-    found += [f"speaks of {word!r}" for word in foreign if word in message]
+    breaches += [f"speaks of {word!r}" for word in foreign if word in message]
     if _listing(place) != before:
-        found.append("leaves something behind")
-    return [f"{fault}: {message[:200]}" for fault in found]
+        breaches.append("leaves something behind")
+    return [f"{fault}: {message[:200]}" for fault in breaches]
 
 
 def try_all(count: int, seed: int) -> dict[str, list[tuple[list[str], list[str]]]]:
@@ -479,8 +479,8 @@ def _report() -> int:
         print(f"{kind:<20} {len(inputs):>6} {len(inputs) - broken[kind]:>12}")
     print(f"{'all':<20} {known.count:>6} {known.count - broken.total():>12}")
     for inputs in tried.values():
-        for arguments, found in inputs:
-            for fault in found:
+        for arguments, breaches in inputs:
+            for fault in breaches:
                 print(f"\n{arguments}\n  {fault}")
     return int(broken.total() > 0)
 

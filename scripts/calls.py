@@ -80,12 +80,12 @@ def noting(source: bytes, place: str) -> ast.Module:
 
 
 class _Noting(ast.NodeTransformer):
-    def __init__(self, place: str) -> None:
-        self._place = place
+    def __init__(self, module: str) -> None:
+        self._module = module
         self._scope = list[str]()
 
     def _call(self) -> ast.Call:
-        name = ast.Constant(f"{self._place}:{'.'.join(self._scope)}")
+        name = ast.Constant(f"{self._module}:{'.'.join(self._scope)}")
         return ast.Call(ast.Name(NOTE, ast.Load()), [name], [])
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:

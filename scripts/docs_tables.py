@@ -55,16 +55,16 @@ def mismatch(rows: list[dict[str, Any]]) -> str:
     )
     lines = [line(head), "|---|---|---|---:|---:|---:|---:|---:|"]
     for row in rows:
-        found = row["mismatch"]
+        figures = row["mismatch"]
         learner = row["learner"]
         cells = (
             row["dtype"],
             row["scheme"],
             f"**{learner}**" if learner == "aligned" else learner,
-            f"{found['mean_abs']:.2e}",
-            f"{found['max_abs']:.2e}",
-            f"{found['equal']:.1%}",
-            f"{found['k3']:.1e}",
+            f"{figures['mean_abs']:.2e}",
+            f"{figures['max_abs']:.2e}",
+            f"{figures['equal']:.1%}",
+            f"{figures['k3']:.1e}",
             f"{row['over_floor']:.2f}",
         )
         lines.append(line(cells))
@@ -161,7 +161,7 @@ def speed(data: dict[str, Any]) -> str:
     return "\n".join(parts)
 
 
-def _engine_table(data: dict[str, Any], what: str) -> str:
+def _engine_table(data: dict[str, Any], figure: str) -> str:
     batches = data["options"]["batches"]
     rows = {(row["scheme"], row["context"], row["batch"]): row for row in data["engine"]}
     lines = [line(("scheme", "context", *(f"batch {batch}" for batch in batches)))]
@@ -172,7 +172,7 @@ def _engine_table(data: dict[str, Any], what: str) -> str:
                 (
                     scheme,
                     str(context),
-                    *(_engine_cell(rows[scheme, context, b], what) for b in batches),
+                    *(_engine_cell(rows[scheme, context, b], figure) for b in batches),
                 )
             )
         )
@@ -192,13 +192,13 @@ def _step_table(data: dict[str, Any]) -> str:
     )
     lines = [line(head), f"|---|{'---:|' * (len(head) - 1)}"]
     for row in data["steps"]:
-        kept = [_share(row[key], "{:.0%}") for key in ("kept", "kept_at_share")]
+        fractions = [_share(row[key], "{:.0%}") for key in ("kept", "kept_at_share")]
         over = [_share(row[key], "{:+.1%}") for key in ("over_plain", "over_plain_at_share")]
         cells = (
             f"{row['seconds']['median']:.2f}",
             _spread(row["of_bf16"]),
             f"{row['sampling']:.0%}",
-            *kept,
+            *fractions,
             *over,
         )
         lines.append(line((_learner(row), *cells)))
@@ -225,10 +225,10 @@ def _learner(row: dict[str, Any]) -> str:
     return row["scheme"] if row["kind"] == "bf16" else f"{row['scheme']} {row['kind']}"
 
 
-def _engine_cell(row: dict[str, Any], what: str) -> str:
+def _engine_cell(row: dict[str, Any], figure: str) -> str:
     if row["scheme"] == "bf16":
-        return f"{row[what]['median']:,.0f}"
-    return f"{row[f'{what}_over_bf16']['median']:.2f}"
+        return f"{row[figure]['median']:,.0f}"
+    return f"{row[f'{figure}_over_bf16']['median']:.2f}"
 
 
 def _spread(spread: dict[str, float]) -> str:
@@ -306,7 +306,7 @@ def schemes(data: dict[str, Any]) -> str:
 
     def points(of: dict[str, float], sign: str = "") -> str:
         mean = f"{100 * of['mean']:{sign}.1f}"
-        if of["low"] is None:  # one seed
+        if of["low"] is None:  # a single seed has no interval
             return mean
         return f"{mean} [{100 * of['low']:{sign}.1f}, {100 * of['high']:{sign}.1f}]"
 
@@ -342,7 +342,7 @@ def schemes(data: dict[str, Any]) -> str:
             ),
         )
         lines.append(line(cells))
-    for of in data.get("method", ()):  # not in records of one objective, or older ones
+    for of in data.get("method", ()):  # missing in older records and in those of one objective
         closed = (
             ""
             if of["gap_closed"] is None

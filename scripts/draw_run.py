@@ -43,7 +43,7 @@ def main(run: str, file: str) -> None:
     """Replay the run's metrics into a dashboard and save its last view."""
     folder = RunFolder.open(Path(run))
     console = Console(record=True, width=96, file=io.StringIO())
-    replayed = 0.0  # seconds
+    replayed = 0.0  # the dashboard's clock, in seconds
     dashboard = Dashboard(folder.config(), Console(file=io.StringIO()), clock=lambda: replayed)
     for line in read_metrics(folder.metrics):
         step = restored_step(line)

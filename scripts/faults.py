@@ -218,13 +218,13 @@ def resumed(outcome: Outcome, run: Path, arguments: list[str]) -> int:
 
 def compared(outcome: Outcome, run: Path, sound: dict[str, Any]) -> None:
     """Compare a run with the undisturbed one, and record any difference as a fault."""
-    mine = result(run)
+    computed = result(run)
     outcome.faults += [
         f"{name} differ from those of a run left alone"
         for name in sound
-        if mine[name] != sound[name]
+        if computed[name] != sound[name]
     ]
-    if not mine["export"]:
+    if not computed["export"]:
         outcome.faults.append("nothing exported")
 
 
@@ -324,7 +324,7 @@ class Trials:
             others = [
                 process for process in tree[1:] if outcome.kind != "servers" or _serves(process)
             ]
-            with suppress(psutil.Error, IndexError):  # no process is left
+            with suppress(psutil.Error, IndexError):  # raised if no process is left
                 victim = tree[0] if root or not others else others[int(pick * len(others))]
                 name = " ".join(victim.cmdline())[:80]
                 victim.kill()
@@ -342,13 +342,13 @@ class Trials:
         moment = Moment.drawn(rng, number, alone)
         spare = rng.choice([0, 4096, 100_000])
         outcome = Outcome("disks", number, name)
-        place = self._folder / "disk"
-        place.mkdir(exist_ok=True)
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400m", "tmpfs", place], check=True)
-        ballast = place / "ballast"
+        disk = self._folder / "disk"
+        disk.mkdir(exist_ok=True)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400m", "tmpfs", disk], check=True)
+        ballast = disk / "ballast"
 
         def fill(watch: Watch) -> str:
-            moment.wait(place / "run", watch)
+            moment.wait(disk / "run", watch)
             with suppress(OSError), ballast.open("wb", buffering=0) as file:
                 while True:
                     file.write(bytes(4096))
@@ -360,15 +360,15 @@ class Trials:
             *SMALL,
             *RUNS[name].split(),
             "--output",
-            str(place / "run"),
+            str(disk / "run"),
         ]
         try:
             status = broken(outcome, arguments, fill)
             ballast.unlink()
-            if status == 0 or resumed(outcome, place / "run", arguments) == 0:
-                compared(outcome, place / "run", alone.result)
+            if status == 0 or resumed(outcome, disk / "run", arguments) == 0:
+                compared(outcome, disk / "run", alone.result)
         finally:
-            subprocess.run(["umount", "-l", place], check=True)
+            subprocess.run(["umount", "-l", disk], check=True)
         return outcome
 
     def _combinations(self, number: int, run: Path, rng: random.Random) -> Outcome:
@@ -431,10 +431,10 @@ def main() -> int:
         "--json", type=Path, help="keep the outcomes here, and go on from what it holds"
     )
     options = parser.parse_args()
-    kept: list[dict[str, Any]] = []
+    saved: list[dict[str, Any]] = []
     if options.json and options.json.exists():
-        kept = json.loads(options.json.read_text())
-    if any(row["seed"] != options.seed for row in kept):
+        saved = json.loads(options.json.read_text())
+    if any(row["seed"] != options.seed for row in saved):
         parser.error(f"{options.json} holds outcomes of another seed; name another file")
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         trials = Trials(Path(folder), options.seed)
@@ -446,15 +446,15 @@ def main() -> int:
         ]
         # kinds alternate, so that an interrupted run has trials of all of them
         for _, kind, number in sorted(planned):
-            if any((row["kind"], row["number"]) == (kind, number) for row in kept):
+            if any((row["kind"], row["number"]) == (kind, number) for row in saved):
                 continue
-            kept.append(asdict(trials.run(kind, number)))
-            print(json.dumps(kept[-1]), flush=True)
+            saved.append(asdict(trials.run(kind, number)))
+            print(json.dumps(saved[-1]), flush=True)
             if options.json:
-                options.json.write_text(json.dumps(kept, indent=1) + "\n")
-    wrong = [row for row in kept if row["faults"]]
+                options.json.write_text(json.dumps(saved, indent=1) + "\n")
+    wrong = [row for row in saved if row["faults"]]
     print(
-        f"{len(kept)} trials, {len(wrong)} with faults",
+        f"{len(saved)} trials, {len(wrong)} with faults",
         *(json.dumps(row, indent=1) for row in wrong),
         sep="\n",
     )

@@ -243,7 +243,7 @@ def compiled(device: str, small: bool) -> Figures:
     rows, columns = (64, 256) if small else (32768, 6144)
     dy = values(rows, columns, seed=1).to(device, BF16)
     x = values(rows, 2 * columns, seed=2).to(device, BF16)
-    found = []
+    results = []
     seconds = []
     for function in (compile_.compiled(silu_gradients), silu_gradients):
         for _ in range(2):  # the first one compiles
@@ -252,9 +252,9 @@ def compiled(device: str, small: bool) -> Figures:
             start = time.perf_counter()
             function(dx, dy, x)
             synchronize(device)
-        found.append(dx)
+        results.append(dx)
         seconds.append(time.perf_counter() - start)
-    assert torch.equal(*found), f"bits differ, by {error(*found):.2e}"
+    assert torch.equal(*results), f"bits differ, by {error(*results):.2e}"
     return {"compiled_seconds": seconds[0], "eager_seconds": seconds[1]}
 
 
@@ -307,8 +307,8 @@ def main() -> int:
             }
         record["seconds"] = round(time.perf_counter() - start, 1)
         file.write_text(json.dumps(record, indent=1) + "\n")
-        said = "failed" if record["status"] else "passed"
-        print(f"{record['step']}: {said}, {record['seconds']} s {record.get('error', '')}")
+        verdict = "failed" if record["status"] else "passed"
+        print(f"{record['step']}: {verdict}, {record['seconds']} s {record.get('error', '')}")
     return failed
 
 

@@ -343,10 +343,10 @@ def main() -> int:
         text=True,
     ).stdout
     same = {"commit": commit.strip(), "room": options.room, "tests": paths}
-    kept: dict[str, Any] = {**same, "outcomes": []}
+    saved: dict[str, Any] = {**same, "outcomes": []}
     if options.json and options.json.exists():
-        kept = json.loads(options.json.read_text())
-    if {name: kept.get(name) for name in same} != same:
+        saved = json.loads(options.json.read_text())
+    if {name: saved.get(name) for name in same} != same:
         parser.error(
             f"{options.json} holds outcomes of another commit, room or tests; name another file"
         )
@@ -366,8 +366,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="mutate-") as scratch:
         clone = Path(scratch) / "clone"
         subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
-        if "ran" not in kept:
-            kept["ran"] = record(paths, clone)
+        if "ran" not in saved:
+            saved["ran"] = record(paths, clone)
         drawn = [
             asdict(mutation) for mutation in draw(options.room, options.count, options.seed, clone)
         ]
@@ -376,15 +376,15 @@ def main() -> int:
                 outcome["mutation"] for outcome in earlier["outcomes"] if not outcome["caught_by"]
             ]
         for mutation in drawn:
-            if all(outcome["mutation"] != mutation for outcome in kept["outcomes"]):
-                kept["outcomes"].append(
-                    asdict(run(Mutation(**mutation), clone, kept["ran"], options.seconds))
+            if all(outcome["mutation"] != mutation for outcome in saved["outcomes"]):
+                saved["outcomes"].append(
+                    asdict(run(Mutation(**mutation), clone, saved["ran"], options.seconds))
                 )
-                print(line(kept["outcomes"][-1]), flush=True)
+                print(line(saved["outcomes"][-1]), flush=True)
             if options.json:
-                options.json.write_text(json.dumps(kept, indent=1) + "\n")
+                options.json.write_text(json.dumps(saved, indent=1) + "\n")
     return report(
-        [outcome for outcome in kept["outcomes"] if outcome["mutation"] in drawn],
+        [outcome for outcome in saved["outcomes"] if outcome["mutation"] in drawn],
         options.room,
     )
 

@@ -96,5 +96,5 @@ def _trace(version: int, die_at: int | None, count: str | None, log: Path) -> No
             within[0] = False
 
     Publisher.publish = traced  # type: ignore[method-assign]
-    # of the thread whose loop speaks to servers, which begins after this
+    # also traces the thread whose loop talks to servers, because it starts later
     threading.settrace(on_call)

@@ -17,8 +17,8 @@ COLUMNS = 110
 
 OPTIONS = """# Options
 
-Made from the configuration's schema by `scripts/reference.py`; `qarl train --help-all` prints the same. \
-In a YAML file
+Made from the configuration's schema by `scripts/reference.py`; \
+`qarl train --help-all` prints the same. In a YAML file
 each dot is a level. Defaults in brackets are those of `qarl train` without a model or file.
 
 ```
@@ -29,7 +29,7 @@ each dot is a level. Defaults in brackets are those of `qarl train` without a mo
 
 def pages() -> dict[str, str]:
     """Return file below docs/reference/ → its text."""
-    _, fields = all_fields(COLUMNS).split("\n\n", 1)  # after the sentence on defaults
+    _, fields = all_fields(COLUMNS).split("\n\n", 1)  # skip the sentence on defaults
     return {"options.md": OPTIONS.format(fields=fields)}
 
 

@@ -303,8 +303,10 @@ def _problem(done: "subprocess.CompletedProcess[str]", ended: bool = False) -> s
 
 
 def _last_line(done: "subprocess.CompletedProcess[str]") -> str:
-    said = [line for line in done.stderr.splitlines() if line.strip()]
-    return said[-1] if said and done.returncode > 0 else f"ended with status {done.returncode}"
+    printed = [line for line in done.stderr.splitlines() if line.strip()]
+    return (
+        printed[-1] if printed and done.returncode > 0 else f"ended with status {done.returncode}"
+    )
 
 
 @contextlib.contextmanager
@@ -384,7 +386,7 @@ def set_up(
                     "count": str(count),
                 }
                 os.environ[VARIABLE] = json.dumps(planted)
-                # the first requests compile
+                # a longer timeout, because the first requests compile
                 options_alone = options_of(Case(0, "", "", 0, 0, staleness), 120.0)
                 done = Run("train", *options_alone, "--output", str(output)).wait()
                 assert done.returncode == 0, done.stderr
@@ -446,9 +448,9 @@ def main() -> int:
         for case in cases(known.runs, known.seed, known.transfer)
         if known.only in f"{case.kind} {case.phase}"
     ]
-    kept = _kept(known.keep)
+    outcomes_by_number = _kept(known.keep)
     begun = time.monotonic()
-    left = [case for case in chosen if case.number not in kept]
+    left = [case for case in chosen if case.number not in outcomes_by_number]
     if left:
         with (
             tempfile.TemporaryDirectory(prefix="qarl-faults-") as folder,
@@ -460,7 +462,7 @@ def main() -> int:
                     whole[case.staleness]
                 )
                 farm.make_sound()
-                kept[case.number] = outcome
+                outcomes_by_number[case.number] = outcome
                 print(
                     f"{outcome.result:13} {outcome.seconds:5.1f} s  {case.kind} at {case.phase}:"
                     f" {outcome.line}"
@@ -471,15 +473,17 @@ def main() -> int:
                         file.write(json.dumps(asdict(outcome)) + "\n")
                 if time.monotonic() - begun > 60 * known.minutes:
                     break
-    outcomes = [kept[case.number] for case in chosen if case.number in kept]
+    outcomes = [
+        outcomes_by_number[case.number] for case in chosen if case.number in outcomes_by_number
+    ]
     print(summary(outcomes))
     print(f"{len(outcomes)} of {len(chosen)} runs made")
     if known.json:
         data = {"runs": [asdict(outcome) for outcome in outcomes]}
-        asked = ["--runs", str(known.runs), "--seed", str(known.seed)]
-        asked += ["--transfer", known.transfer] if known.transfer != "files" else []
-        asked += ["--only", known.only] if known.only else []
-        written = record(asked, data)
+        arguments = ["--runs", str(known.runs), "--seed", str(known.seed)]
+        arguments += ["--transfer", known.transfer] if known.transfer != "files" else []
+        arguments += ["--only", known.only] if known.only else []
+        written = record(arguments, data)
         written["command"] = written["command"].replace(
             "qarl", "python scripts/server_faults.py", 1
         )

@@ -168,13 +168,13 @@ def run(job: Job) -> Steps:
         n = sequences.samples
         numbers = [int(p) for p in prompts]  # each prompt n times in a row
         assert numbers == [i for i in range(len(sequences.prompts)) for _ in range(n)], numbers
-        given = {
+        generated = {
             "prompt_ids": [sequences.prompts[i] for i in numbers],
             "completion_ids": sequences.completions,
             "logprobs": sequences.logprobs,
         }
         clock.begin()
-        return given
+        return generated
 
     def reward(completions: list[str], **_: Any) -> list[float]:
         return sequences.rewards

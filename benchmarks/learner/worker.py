@@ -25,7 +25,7 @@ def run(job: Job) -> Steps:
     If `job.memory` is set, take one last step and measure its memory.
     """
     if job.variant != "compile":
-        # as in a run without learner.compile
+        # a run without learner.compile disables it too
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     sequences = Sequences.load(Path(job.batch))
     import torch
@@ -60,14 +60,14 @@ def run(job: Job) -> Steps:
         return {**stats.seconds, **seconds}
 
     step(0)
-    found = [step(1 + i) for i in range(job.steps)]
+    timed = [step(1 + i) for i in range(job.steps)]
     if job.memory:
         memory.begin()
         step(1 + job.steps)
         memory.end()
     batch = make_batch(groups, PAD)
     seen = digest(row[:n].tolist() for row, n in zip(batch.tokens, batch.length, strict=True))
-    return Steps(found, memory.step, memory.total, seen)
+    return Steps(timed, memory.step, memory.total, seen)
 
 
 def learner_options(job: Job) -> dict:

@@ -61,7 +61,7 @@ def _rates(text: str) -> list[float]:
     try:
         rates = [float(rate) for rate in split(text)]
         for rate in rates:
-            # refuses what is no learning rate
+            # raises if the rate is no valid learning rate
             load_config(None, {"learner.optimizer.lr": str(rate)})
     except ConfigError as error:
         raise argparse.ArgumentTypeError(f"{text!r}: {error}") from error

@@ -54,7 +54,7 @@ def measure(known: argparse.Namespace, _console: Console) -> tuple[PlainTable, A
     """Run the benchmark and return its table and JSON-ready data."""
     from benchmarks import publish
 
-    found = publish.measure(
+    figures = publish.measure(
         known.scheme, known.parameters, known.dtype, known.master_dtype, known.repeats
     )
-    return publish.table(found), publish.as_data(found)
+    return publish.table(figures), publish.as_data(figures)

@@ -41,9 +41,9 @@ def trl_settings(known: argparse.Namespace, *others: str) -> tuple[tuple[str, ..
     from benchmarks.trl_environment import TRL_PYTHON
 
     for name in ("trl_settings", "trl_python", *others):
-        given = getattr(known, name)
-        if not known.against and given is not None:
-            value = ",".join(given) if isinstance(given, tuple) else given
+        option = getattr(known, name)
+        if not known.against and option is not None:
+            value = ",".join(option) if isinstance(option, tuple) else option
             raise ConfigError(f"--{name.replace('_', '-')} {value} goes with --against trl")
     settings = (known.trl_settings or split(known.trl_default)) if known.against else ()
     return settings, Path(known.trl_python or TRL_PYTHON)

@@ -183,13 +183,13 @@ def _trl(options: TrainOptions, setting: str, seed: int) -> Curve:
     """Train with TRL, and judge its held-out answers in this process by the task's own verdict."""
     config = config_of(options, options.schemes[0], seed)
     task = load_task(config.task)
-    asked = problems_once(task, config.eval.problems, 0)  # as a run asks
+    held_out = problems_once(task, config.eval.problems, 0)  # the problems that a run evaluates
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "problems.json"
         write_problems(
             file,
             task.problems("train", 0, config.steps * config.rollout.prompts, seed),
-            asked,
+            held_out,
         )
         job = trl_job(config, options, setting, model_folder(config.model), file)
         worker = "benchmarks.train.trl_worker"
@@ -198,8 +198,10 @@ def _trl(options: TrainOptions, setting: str, seed: int) -> Curve:
         )
 
     def accuracy(answers: tuple[str, ...]) -> float:
-        responses = [Response(problem, text) for problem, text in zip(asked, answers, strict=True)]
-        return sum(task.correct(responses)) / len(asked)
+        responses = [
+            Response(problem, text) for problem, text in zip(held_out, answers, strict=True)
+        ]
+        return sum(task.correct(responses)) / len(held_out)
 
     points = zip(curve.points, curve.answers, strict=True)
     return Curve(

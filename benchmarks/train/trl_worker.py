@@ -102,16 +102,16 @@ def run(job: TrlJob) -> Curve:
         return [score(splits["train"][n], text) for n, text in zip(number, texts, strict=True)]
 
     def answer() -> list[str]:
-        asked = _encode(tokenizer, [p.question for p in splits["heldout"]], chat, padded=True)
-        tokens = {name: values.to(trainer.model.device) for name, values in asked.items()}
+        held_out = _encode(tokenizer, [p.question for p in splits["heldout"]], chat, padded=True)
+        tokens = {name: values.to(trainer.model.device) for name, values in held_out.items()}
         trainer.model.eval()
         with torch.no_grad():
-            found = trainer.model.generate(
+            generated = trainer.model.generate(
                 **tokens, do_sample=False, max_new_tokens=job.max_new_tokens
             )
         trainer.model.train()
         return tokenizer.batch_decode(
-            found[:, tokens["input_ids"].shape[1] :], skip_special_tokens=True
+            generated[:, tokens["input_ids"].shape[1] :], skip_special_tokens=True
         )
 
     def evaluate(step: int) -> None:
