@@ -128,17 +128,18 @@ def _step(plan: Plan, scheme: str, kind: str, lengths: Lengths, rates: Rates) ->
         plan.requested,
         changes if kind != "bf16" else {**changes, "learner.aligned": True},
     )
-    own = make_plan(config, plan.shapes, plan.source, plan.machine, plan.processes)
-    count = _Count(own, lengths, rates)
+    own_plan = make_plan(config, plan.shapes, plan.source, plan.machine, plan.processes)
+    estimate = _Estimate(own_plan, lengths, rates)
     parts = {
-        "sampling": count.sampling(),
-        "learner": count.learner(),
-        "optimizer": count.optimizer(),
+        "sampling": estimate.sampling(),
+        "learner": estimate.learner(),
+        "optimizer": estimate.optimizer(),
+        "publish": estimate.publish(),
     }
-    return StepTime(scheme, kind, count.at_once, {**parts, "publish": count.publish()})
+    return StepTime(scheme, kind, estimate.at_once, parts)
 
 
-class _Count:
+class _Estimate:
     """Estimate for one process."""
 
     def __init__(self, plan: Plan, lengths: Lengths, rates: Rates):
@@ -190,11 +191,13 @@ class _Count:
         """
         s = self.shapes
         batch = self.at_once
-        touched = 1.0
+        # expected fraction of the experts that at least one of the batch's tokens is routed to
+        used = 1.0
         if s.experts:
-            touched = 1 - (1 - s.experts_a_token / s.experts) ** batch
-        stored = s.quantized_bytes(self.config.scheme, 2) / s.quantized
-        read = stored * (self.attention + (s.quantized - self.attention) * touched) + 2 * s.head
+            used = 1 - (1 - s.experts_a_token / s.experts) ** batch
+        bytes_each = s.quantized_bytes(self.config.scheme, 2) / s.quantized
+        weights = self.attention + (s.quantized - self.attention) * used
+        read = bytes_each * weights + 2 * s.head
         tokens_each = self.lengths.prompt + self.lengths.answer // 2
         read += batch * tokens_each * s.key_value_bytes(cache_itemsize(self.config))
         products = 2 * batch * (self.active / self.gain + s.head)
@@ -234,6 +237,7 @@ class _Count:
         work = max(work, micro * s.layers * MICRO_BATCH_LAYER_SECONDS * (2 if s.experts else 1))
         sent = 0.0
         if self.processes > 1:
+            # from stage 2 on every micro-batch's gradients are reduced
             times = micro if self.stage >= 2 else learner.mini_batches
             sent = times * (2 if learner.reduce_dtype == "bfloat16" else 4) * s.parameters
             stored = s.quantized_bytes(self.config.scheme if learner.aligned else "bf16", 2)
@@ -276,9 +280,8 @@ class _Count:
         stored = s.quantized_bytes(self.config.scheme, 2) + 4 * s.head
         # codes and scales; the third kind, a matrix's shape, is on the host already
         copies = matrices * min(kinds, 2) * A_COPY + stored / PAGEABLE
-        return (
-            matrices * kinds * A_CALL + copies + 2 * stored / self.reads
-        ) * self.config.learner.mini_batches
+        seconds = matrices * kinds * A_CALL + copies + 2 * stored / self.reads
+        return seconds * self.config.learner.mini_batches
 
 
 def table(rows: list[StepTime], title: str) -> PlainTable:
