@@ -239,10 +239,8 @@ def _copy_once(model: LowBitModel, clock: _Clock) -> None:
         octets.fill(1)  # allocates the pages, so that the timed copy does not
     with clock.of("copy once"):
         for item, octets in zip(items, target, strict=True):
-            np.copyto(
-                octets,
-                item.tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy(),
-            )
+            flat = item.tensor.detach().contiguous().reshape(-1)
+            np.copyto(octets, flat.view(torch.uint8).numpy())
 
 
 @torch.no_grad()
@@ -259,4 +257,5 @@ def _step(model: LowBitModel, lr: float, generator: torch.Generator) -> None:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(answer_line(run(Job(**json.loads(sys.argv[1])))))
+    task = Job(**json.loads(sys.argv[1]))
+    sys.stdout.write(answer_line(run(task)))

@@ -51,7 +51,8 @@ def attention_rows() -> list[dict[str, float | str]]:
 
     rows: list[dict[str, float | str]] = []
     for H, G, D, dtype, tokens in ATTENTION:
-        q, k, v = (torch.randn(tokens, n, D).to(getattr(torch, dtype)) for n in (H, G, G))
+        values = (torch.randn(tokens, heads, D) for heads in (H, G, G))
+        q, k, v = (drawn.to(getattr(torch, dtype)) for drawn in values)
         scoring = Scoring(scale=D**-0.5)
 
         def short(q=q, k=k, v=v, scoring=scoring, tokens=tokens) -> None:
@@ -94,13 +95,13 @@ def product_rows() -> list[dict[str, float | str]]:
             for _ in range(20):
                 ops.onednn_mm(handler, torch.nn.functional.pad(x, (0, 0, 0, 1)), None)[:1]
 
-        taken = quickest({"alone": alone, "paired": paired})
+        milliseconds = quickest({"alone": alone, "paired": paired})
         layer = f"{columns:,} columns to {outputs:,}, bfloat16"
         rows.append(
             {
                 "layer": layer,
-                "ms": taken["alone"] / 20,
-                "ratio": taken["paired"] / taken["alone"],
+                "ms": milliseconds["alone"] / 20,
+                "ratio": milliseconds["paired"] / milliseconds["alone"],
             }
         )
     return rows

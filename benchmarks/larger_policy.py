@@ -90,4 +90,5 @@ def build(folder: Path, factors: list[float]) -> None:
 
 
 if __name__ == "__main__":
-    build(Path(sys.argv[1]), [float(factor) for factor in sys.argv[2:]] or [1.0, 4.0, 8.0])
+    outliers = [float(factor) for factor in sys.argv[2:]]
+    build(Path(sys.argv[1]), outliers or [1.0, 4.0, 8.0])

@@ -446,7 +446,9 @@ def try_all(count: int, seed: int) -> dict[str, list[tuple[list[str], list[str]]
 
     Returns kind → pairs of an input and how it breaks the contract.
     """
-    tried: dict[str, list[tuple[list[str], list[str]]]] = {kind.__name__[1:]: [] for kind in KINDS}
+    tried: dict[str, list[tuple[list[str], list[str]]]] = {}
+    for kind in KINDS:
+        tried[kind.__name__[1:]] = []
     original = Path.cwd()
     for index in range(count):
         kind = KINDS[index % len(KINDS)]

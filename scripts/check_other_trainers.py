@@ -103,5 +103,6 @@ def test_prime_rl_imports_tbpo_and_its_gradient_is_ours():
     outputs = [calculate(sample) for sample in samples]
     torch.testing.assert_close(sum(output.loss for output in outputs) / mask.sum(), ours.loss)
     assert 0 < sum(float(output.metrics["tbpo/clipped"]) for output in outputs) < len(outputs)
-    halved = calculate(dataclasses.replace(samples[-1], loss_weights=torch.full_like(old[-1], 0.5)))
+    weights = torch.full_like(old[-1], 0.5)
+    halved = calculate(dataclasses.replace(samples[-1], loss_weights=weights))
     torch.testing.assert_close(2 * halved.loss, outputs[-1].loss)

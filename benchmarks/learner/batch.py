@@ -83,7 +83,8 @@ def draw_sequences(model: BenchModel, seed: int) -> Sequences:
     longest = half + half // 2
     prompts = [words(draw.randint(shortest, longest)) for _ in range(model.prompts)]
     count = model.prompts * model.samples
-    drawn = [round(model.tokens * math.exp(draw.gauss(0, _SPREAD))) for _ in range(count)]
+    factors = [math.exp(draw.gauss(0, _SPREAD)) for _ in range(count)]
+    drawn = [round(model.tokens * factor) for factor in factors]
     lengths = [min(max(length, 2), 8 * model.tokens) for length in drawn]
     completions = [[*words(length - 1), END] for length in lengths]
     uniform = -math.log(vocabulary)

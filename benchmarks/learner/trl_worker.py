@@ -196,4 +196,5 @@ def run(job: Job) -> Steps:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(answer_line(run(Job(**json.loads(sys.argv[1])))))
+    task = Job(**json.loads(sys.argv[1]))
+    sys.stdout.write(answer_line(run(task)))

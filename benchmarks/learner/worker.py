@@ -121,4 +121,5 @@ def groups_of(sequences: Sequences) -> list:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(answer_line(run(Job(**json.loads(sys.argv[1])))))
+    task = Job(**json.loads(sys.argv[1]))
+    sys.stdout.write(answer_line(run(task)))

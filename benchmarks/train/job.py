@@ -116,6 +116,5 @@ def write_problems(file: Path, train: Sequence[object], heldout: Sequence[object
     The file holds those of all steps in order, and the held-out ones.
     """
     splits = {"train": train, "heldout": heldout}
-    file.write_text(
-        json.dumps({name: [vars(problem) for problem in split] for name, split in splits.items()})
-    )
+    rows = {name: [vars(problem) for problem in split] for name, split in splits.items()}
+    file.write_text(json.dumps(rows))

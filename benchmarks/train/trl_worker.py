@@ -160,4 +160,5 @@ def _encode(tokenizer: Any, questions: list[str], chat: bool, padded: bool = Fal
 
 
 if __name__ == "__main__":
-    sys.stdout.write(answer_line(run(TrlJob(**json.loads(sys.argv[1])))))
+    task = TrlJob(**json.loads(sys.argv[1]))
+    sys.stdout.write(answer_line(run(task)))
