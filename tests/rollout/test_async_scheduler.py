@@ -1,6 +1,8 @@
-"""The scheduler that vLLM has on GPUs, which schedules a step before the last one's tokens are
-known: its own engine core, scheduler and executor, and a worker that computes nothing. Blind spot:
-vLLM's GPU worker (tests/gpu).
+"""vLLM's asynchronous scheduler, which GPUs use: it schedules a step before the tokens of the last
+step are known.
+
+Engine core, scheduler and executor are vLLM's; the worker computes nothing. Blind spot: vLLM's GPU
+worker (tests/gpu).
 """
 
 from collections.abc import Iterable
@@ -30,14 +32,17 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput  # noqa: E402
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase  # noqa: E402
 
 END = 2
+"""Token that ends an answer."""
 PROMPTS = (3, 21, 40, 5)
-"""The end token, and prompts' lengths; the third is cut in chunks."""
+"""Lengths of prompts, in tokens; the third is computed in chunks."""
 
 
 class Worker(WorkerBase):
-    """Samples token 10 + p at position p of an answer, and END at position 3 of a prompt that
-    begins with 1. A log-prob says of which weights: minus (1000 · version + 100 · first token of
-    the prompt + p).
+    """Worker without a model.
+
+    It samples token 10 + p at position p of an answer, and END at position 3 if the prompt begins
+    with 1. A log-prob names the weights, the prompt and the position: minus (1000 · version + 100 ·
+    first token of the prompt + p).
     """
 
     version = 0
@@ -105,7 +110,7 @@ class Worker(WorkerBase):
 
 
 def load(_model: Any, _config: Any, stream: Iterable[LowBitTensor]) -> LoadReport:
-    """In place of `load_stream`: other weights from here on."""
+    """Count a weight version instead of loading it. Replaces `load_stream`."""
     Worker.version += 1
     digest = digested(stream)
     return LoadReport(digest.hexdigest(), digest.tensors, (), ())
@@ -114,9 +119,11 @@ def load(_model: Any, _config: Any, stream: Iterable[LowBitTensor]) -> LoadRepor
 def test_no_token_is_of_weights_before_a_publish(
     random_policy: Policies, monkeypatch: pytest.MonkeyPatch
 ):
-    """Contract: a step that was scheduled beyond an answer's end, and computed by the weights
-    before, is given to no request of the next call; a publish between two calls is not refused;
-    tokens are of the version reported.
+    """Check that every token is sampled by the version that its answer reports.
+
+    A step may be scheduled beyond the end of an answer and be computed by the old weights. Its
+    tokens must reach no request of the next call, and the publish between the two calls must not be
+    refused because of it.
     """
     settle = CpuPlatform.check_and_update_config.__func__
 

@@ -1,6 +1,8 @@
-"""How a publish goes into a GPU's layers, on CPU tensors: vLLM's own reload, for layers chosen
-under a stand-in for the platform. Blind spot: what their kernels make of the weights (tests/gpu);
-here processing only looks.
+"""Publishes into the layers of a GPU engine, on CPU tensors.
+
+The reload is vLLM's own, and a stand-in for the platform makes vLLM choose its layers for GPUs.
+Blind spot: what kernels make of the weights (tests/gpu); here processing only records what is
+loaded.
 """
 
 from collections.abc import Iterator
@@ -51,8 +53,9 @@ Stream = Iterator[tuple[str, Any]]
 def stacked(
     scheme: Scheme, quantized: CompressedTensorsConfig | None, name: str
 ) -> tuple[nn.Module, Stream]:
-    """A layer of the least rows, where miscounting weighs most, and how each tensor of a version
-    goes into it.
+    """Return a stack of q, k and v, and a loader of each tensor of a version.
+
+    The stack has as few rows as possible, because an error in counting them weighs most then.
     """
     layer = QKVParallelLinear(
         HIDDEN,
@@ -82,9 +85,9 @@ def stacked(
 def routed(
     scheme: Scheme, quantized: CompressedTensorsConfig | None, name: str
 ) -> tuple[nn.Module, Stream]:
-    layer = engines_experts(
-        ExpertsShape(EXPERTS, 2, HIDDEN, HIDDEN, "silu", LAYOUT), quantized, name
-    )
+    """Return a layer of routed experts, and a loader of each tensor of a version."""
+    experts = ExpertsShape(EXPERTS, 2, HIDDEN, HIDDEN, "silu", LAYOUT)
+    layer = engines_experts(experts, quantized, name)
 
     def stream() -> Stream:
         shapes = (EXPERTS, 2 * HIDDEN, HIDDEN), (EXPERTS, HIDDEN, HIDDEN)
@@ -102,9 +105,11 @@ def routed(
 @no_cuda
 @pytest.mark.parametrize("kind", [stacked, routed])
 def test_a_publish_refills_one_layer_object(kind: Any):
-    """Contract, for every scheme on 9.0: nothing but the layer's own tensors is written, in place,
-    once, and only when all are there. `weight_shape`, which a stack loads more often than it has,
-    may come after and counts for nothing.
+    """Check every scheme that compute capability 9.0 has a kernel for.
+
+    A publish writes the layer's own tensors and no others, in place, once, and only when all have
+    arrived. `weight_shape` is not counted: a stack loads it more often than it has it, and it may
+    arrive after the others.
     """
     factory = VllmFactory(torch.bfloat16)
     refilled = []
@@ -125,8 +130,10 @@ def test_a_publish_refills_one_layer_object(kind: Any):
 
 
 def refill(layer: nn.Module, stream: Any, name: str) -> None:
-    """Two versions: of a kernel that permutes a bias into another storage, as Marlin does, and of
-    one that registers another parameter, as Humming does.
+    """Publish two versions into a layer, and check its tensors after each.
+
+    At the first, processing permutes the bias into another storage, as Marlin does; at the second
+    it registers another parameter too, as Humming does.
     """
     before = {
         key: (p, p.data_ptr(), p.shape, p.dtype) for key, p in layer.named_parameters(recurse=False)
@@ -140,9 +147,8 @@ def refill(layer: nn.Module, stream: Any, name: str) -> None:
         seen.append(list(loaded))
         if bias is not None:
             module.bias.data = module.bias.flip(0)
-            module.bias = (
-                module.bias if len(seen) == 1 else nn.Parameter(module.bias, requires_grad=False)
-            )
+            if len(seen) > 1:
+                module.bias = nn.Parameter(module.bias, requires_grad=False)
 
     layer.quant_method.process_weights_after_loading = prepare  # type: ignore
     reloading.record_metadata_for_reloading(layer)
@@ -154,17 +160,16 @@ def refill(layer: nn.Module, stream: Any, name: str) -> None:
             load()
         reloading.finalize_layerwise_reload(layer, SimpleNamespace(dtype=torch.bfloat16))
         count = [len([key for key in keys if key != "weight_shape"]) for keys in (*seen, loaded)]
-        assert len(count) == number + 1 and count[number - 1] == count[-1], name
+        assert len(count) == number + 1, name
+        assert count[number - 1] == count[-1], name
         after = {
             key: (p, p.data_ptr(), p.shape, p.dtype)
             for key, p in layer.named_parameters(recurse=False)
         }
         assert before.keys() == after.keys(), name
         for key, (parameter, *place) in before.items():
-            assert after[key][0] is parameter and list(after[key][1:]) == place, (
-                name,
-                key,
-            )
+            assert after[key][0] is parameter, (name, key)
+            assert list(after[key][1:]) == place, (name, key)
         if bias is not None:
             assert torch.equal(
                 bias.flip(0).float(),
@@ -176,9 +181,10 @@ def refill(layer: nn.Module, stream: Any, name: str) -> None:
 
 @no_cuda
 def test_graphs_read_each_version_where_the_first_was(monkeypatch: pytest.MonkeyPatch):
-    """Contract: what a kernel has beside the layer's tensors, here CUTLASS's strides for FP8, is
-    refilled where it was, and it takes its scales from the layer; where that cannot be, graphs end
-    in an error and eager steps go on.
+    """Check tensors that a kernel has beside the layer's, such as CUTLASS's strides for FP8.
+
+    A publish refills them in place, and the kernel takes its scales from the layer. If they cannot
+    be refilled, a publish to an engine with graphs is an error, and eager steps go on.
     """
     config: Any = SimpleNamespace(
         model_config=SimpleNamespace(enforce_eager=False, dtype=torch.bfloat16)
@@ -221,8 +227,9 @@ def test_graphs_read_each_version_where_the_first_was(monkeypatch: pytest.Monkey
 
 
 def test_an_engine_quantizes_inputs_in_its_layers():
-    """As the learner does, for a kernel over gate and quantization rounds otherwise; from the
-    start, before graphs.
+    """Check that gate and quantization of inputs are not fused, from the start, before graphs.
+
+    A fused kernel rounds differently from the learner, which quantizes the inputs of its layers.
     """
     with alone(), set_current_vllm_config(VllmConfig()):
         gate = SiluAndMul()

@@ -1,9 +1,7 @@
-"""Servers that fail: what is asked again and of whom, who is left out and taken back, and when it
-ends.
+"""Servers that fail: retries, servers that are left out and taken back, and final errors.
 
-Real sockets and real HTTP; what answers is a stand-in for the network's far end with an answer as
-vLLM gives it. Blind spot: what a real server does meanwhile, which `scripts/server_faults.py`
-tries.
+Sockets and HTTP are real; the far end is a stand-in that answers as vLLM does. Blind spot: what a
+real server does meanwhile, which `scripts/server_faults.py` tries.
 """
 
 import asyncio
@@ -28,12 +26,12 @@ from qarl.rollout.types import Completion
 from tests.support.servers import ANSWER, altered
 
 Fault = Callable[[web.Request], Awaitable[web.StreamResponse | None]]
-"""What happens to a request instead of the answer; None: the answer."""
+"""Response to a request in place of the answer. If it returns None, the answer is sent."""
 
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waits a hundredth as long."""
+    """Shorten all waits to about a hundredth."""
     monkeypatch.setattr(replicas, "_PAUSE_SECONDS", 0.005)
     monkeypatch.setattr(client, "BEAT_SECONDS", 0.05)
     monkeypatch.setattr(client, "PATIENCE_SECONDS", 0.2)
@@ -82,16 +80,17 @@ def answering(**fields: Any) -> Fault:
 
 
 class Network:
-    """Servers by number. faults: what the next requests to each meet, one after the other, the last
-    for good. requests: how many each got. beats: what the next signs of life meet, where the server
-    does not hang.
-    """
+    """Servers, each with a list of faults that its next requests meet in turn."""
 
     def __init__(self, *faults: list[Fault]):
         self.faults = [list(some) for some in faults]
+        """Faults of each server; the last of a list is met by all later requests."""
         self.requests = [0] * len(faults)
+        """Requests for tokens that each server got."""
         self.paused = False
+        """Whether the servers say that they are paused."""
         self.beats: Iterator[Fault] = itertools.repeat(sound)
+        """Faults of the next heartbeats, unless the server hangs."""
         self._runners: list[web.AppRunner] = []
 
     async def __aenter__(self) -> Replicas:
@@ -172,8 +171,9 @@ def sampled(network: Network, requests: int = 6, pause_seconds: float = 0.0) -> 
 def test_an_answer_that_cannot_be_used_is_asked_for_again(
     fault: Fault, caplog: pytest.LogCaptureFixture
 ):
-    """Contract: all completions come in, one line says what was wrong; after `TRIES` it is an error
-    that says so.
+    """Check that all completions arrive, and that one warning names the fault.
+
+    After `TRIES` tries an error names it.
     """
     network = Network([fault, sound])
     with caplog.at_level(logging.WARNING):
@@ -193,8 +193,9 @@ def test_prompts_go_to_no_other_address():
 
 
 def test_the_others_do_what_a_lost_server_would_have(caplog: pytest.LogCaptureFixture):
-    """Contract: nothing that came in is asked for again, nor a lost server by those who queued for
-    it; one line names the server, and no server left is an error.
+    """Check that no answered request is repeated, and that no queued one goes to the lost server.
+
+    One warning names the lost server. It is an error if no server is left.
     """
     network = Network([sound, hanging], [sound])
     with caplog.at_level(logging.WARNING):
@@ -211,8 +212,9 @@ def test_the_others_do_what_a_lost_server_would_have(caplog: pytest.LogCaptureFi
 
 
 def test_a_server_with_other_weights_samples_nothing_more():
-    """Contract: so one that was restarted, and one that another run publishes to; what it sampled
-    is not used.
+    """Check that tokens by unknown weights are not used, and that their server is left out.
+
+    Such a server was restarted, or another run publishes to it.
     """
     old = answering(weight_versions=[{"version": "default", "start": 0, "end": 2}])
     assert sampled(Network([old], [sound])) == [COMPLETION] * 6
@@ -221,7 +223,7 @@ def test_a_server_with_other_weights_samples_nothing_more():
 
 
 def sampling_for(seconds: float) -> Network:
-    """A server that takes so long."""
+    """Return a network of one server that takes so long for a request."""
 
     async def under_way(request: web.Request) -> None:
         await asyncio.sleep(seconds if request.path == GENERATE else 0)
@@ -230,8 +232,9 @@ def sampling_for(seconds: float) -> Network:
 
 
 def test_a_paused_server_is_waited_for_as_long_as_a_publish_may_take():
-    """Contract: where publishes wait for no request, one that pauses while it samples is not lost
-    for that.
+    """Check that a pause while sampling loses a server only if it exceeds the allowed one.
+
+    A publish that waits for no request pauses servers while they sample.
     """
     for seconds, pause_seconds in ((30, 0.0), (30, 0.2), (0.3, 2.0)):
         network = sampling_for(seconds)
@@ -244,7 +247,7 @@ def test_a_paused_server_is_waited_for_as_long_as_a_publish_may_take():
 
 
 def test_a_server_may_miss_some_signs_of_life():
-    """Contract: fewer than three in a row, however often."""
+    """Check that two missed heartbeats in a row are tolerated, and three are not."""
     network = sampling_for(0.6)
     network.beats = itertools.cycle([failing, failing, sound])
     assert len(sampled(network)) == 6
@@ -255,7 +258,7 @@ def test_a_server_may_miss_some_signs_of_life():
 
 
 def test_signs_of_life_are_asked_for_while_a_server_samples():
-    """Contract: and no longer, however often it sampled."""
+    """Check that heartbeats end with the last request, however often a server sampled."""
     beats = itertools.count()
     network = sampling_for(0.15)
     network.beats = (sound for _ in beats)
@@ -275,9 +278,7 @@ def test_signs_of_life_are_asked_for_while_a_server_samples():
 
 
 def test_one_that_is_taken_back_samples_nothing_before_the_publish_is_done():
-    """Contract: requests that other servers fail meanwhile do not go to it, for it has weights of
-    long ago.
-    """
+    """Check that requests that other servers fail do not go to it, because its weights are old."""
 
     async def go(network: Network) -> list[int]:
         async with network as servers:
