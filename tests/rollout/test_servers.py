@@ -1,6 +1,7 @@
-"""What servers send is checked, who may ask them is too, and how they are named and started;
-without a server. Files of a weight version that somebody else wrote to: refused, or the version
-that was announced to the last bit.
+"""Answers, access, names and start of servers, without a server.
+
+Files of a weight version that somebody else wrote to are refused, or give the announced version to
+the last bit.
 """
 
 import asyncio
@@ -86,8 +87,8 @@ def test_a_completion_is_the_samplers_own_tokens():
 
 
 def test_a_completion_says_which_weights_sampled_each_token():
-    """Contract: by the versions that vLLM names, none before those of the call, later tokens by
-    later ones.
+    """Check the versions that vLLM names: none is older than the call's, and none follows a newer
+    one.
     """
     spans = [span("3-d", 0, 1), span("5-e", 1, 2)]
     versions = PUBLISHED | {"5-e": 5}
@@ -117,8 +118,9 @@ def test_the_workers_of_a_server_stage_one_version():
 
 
 def test_a_request_depends_on_prompt_and_sample_alone():
-    """Contract: sample k of the run's prompt j is asked for alike, whichever process or server it
-    falls to; and where no stop text is looked for, a server decodes nothing.
+    """Check that sample k of the run's prompt j has one request, in any process and for any server.
+
+    A server decodes text only if it looks for a stop text.
     """
     prompt = Prompt("p", "", (1, 2))
     whole = Sampling(samples=2, max_new_tokens=4, seed=3)
@@ -157,7 +159,7 @@ def asked(
     kind: str = "http",
     body: bytes = b'{"method": "qarl_state"}',
 ) -> list[Any]:
-    """What a guarded application sends back; it answers "inside", where it reads this body."""
+    """Return what a guarded application sends; it reads this body and answers "inside"."""
     sent: list[Any] = []
 
     async def application(scope: Any, again: Any, send: Any) -> None:
@@ -179,9 +181,7 @@ def asked(
 def test_nothing_but_health_is_answered_without_the_key(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """Contract: paths that load weights, pause or call into workers too, which vLLM's own check
-    leaves open.
-    """
+    """Check also paths that load weights, pause or call into workers, which vLLM leaves open."""
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     right = [(b"authorization", b"Bearer secret")]
     for path in (
@@ -209,8 +209,9 @@ def test_nothing_but_health_is_answered_without_the_key(
 def test_calls_into_the_workers_are_of_our_methods_alone(
     body: bytes, monkeypatch: pytest.MonkeyPatch
 ):
-    """With the key, and where there is none: `__class__` ends the thread that answers, and a server
-    hangs for good.
+    """Check that other methods are refused even if no key is set.
+
+    `__class__`, for example, ends the thread that answers, and the server hangs for good.
     """
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     assert asked("/collective_rpc", [], body=body)[0]["status"] == 403
@@ -271,8 +272,9 @@ def test_an_engine_has_the_runs_settings(
 def test_a_replica_keeps_to_itself_whatever_the_environment_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """And on CPUs memory, unless told otherwise. That nothing listens elsewhere then:
-    tests/engine/test_servers.py.
+    """Check that a replica listens on this machine only, and that it keeps its memory on CPUs.
+
+    GLIBC_TUNABLES win. tests/engine/test_servers.py checks that nothing listens elsewhere.
     """
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
@@ -291,8 +293,9 @@ def test_a_replica_keeps_to_itself_whatever_the_environment_says(
 
 
 def test_a_server_and_what_it_started_end_with_the_run():
-    """Contract: whoever is killed, and whatever either makes of SIGTERM, which a starting server
-    ignores.
+    """Check that all processes end if the run is killed, even a server that ignores SIGTERM.
+
+    A starting server ignores it.
     """
     server = (
         "import signal, subprocess, time; from qarl.quant.runtime.parent import"
@@ -316,8 +319,10 @@ def test_an_engine_that_cannot_begin_leaves_nothing_running(tmp_path: Path):
 
 
 def test_a_run_keeps_its_name_on_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Contract: one name a run, whoever asks first, and no two runs' are the same. In a folder that
-    they share each has its own: two seeds of one configuration, and two runs of one name.
+    """Check that a run has one name, whichever process asks first, and that no two runs share it.
+
+    Two seeds of one configuration and two runs of one folder name have folders of their own in a
+    shared folder.
     """
     with ThreadPoolExecutor(8) as threads:
         names = set(threads.map(lambda _: run_name(tmp_path / "a"), range(8)))
@@ -333,15 +338,25 @@ def test_a_run_keeps_its_name_on_another_machine(tmp_path: Path, monkeypatch: py
 SERVER = """
 import http.server, os, signal, sys, time
 print("the log", *range(11, 1, -1), os.environ["VLLM_API_KEY"], sep="\\n", flush=True)
-handler = type("Handler", (http.server.BaseHTTPRequestHandler,), {"do_GET": lambda self: self.send_error(200)})
-{"ready": lambda: http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), handler).serve_forever(),
- "ends": lambda: sys.exit(3), "hangs": lambda: (signal.signal(15, signal.SIG_IGN), time.sleep(60))}[sys.argv[2]]()
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_error(200)
+
+if sys.argv[2] == "ready":
+    http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+elif sys.argv[2] == "ends":
+    sys.exit(3)
+elif sys.argv[2] == "hangs":
+    signal.signal(15, signal.SIG_IGN)
+    time.sleep(60)
 """
 
 
 def test_replicas_are_waited_for_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """All answer when they are handed over. An error shows the log's last eight lines, and leaves
-    no process.
+    """Check that all replicas answer when `start_replicas` returns.
+
+    An error shows the last eight lines of the log and leaves no process.
     """
     monkeypatch.setattr(
         start,
@@ -386,13 +401,12 @@ def test_replicas_are_waited_for_and_ended(tmp_path: Path, monkeypatch: pytest.M
 def test_the_engine_that_a_run_asks_for_is_opened_and_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """On servers only where the run has some and this process samples on them; closed once,
-    whatever the body does.
+    """Check that servers are used only if the run has some and this process samples on them.
+
+    The engine is closed once, whatever the body does.
     """
-    calls, engine = (
-        list[Any](),
-        SimpleNamespace(close=lambda: calls.append("closed") or 1 / 0),
-    )
+    calls = list[Any]()
+    engine = SimpleNamespace(close=lambda: calls.append("closed") or 1 / 0)
     monkeypatch.setattr(
         "qarl.rollout.vllm.engine.VllmEngine", lambda *_: calls.append("own") or engine
     )
@@ -441,7 +455,7 @@ def test_learner_and_servers_share_cores_where_they_work_at_once(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """Unless OMP_NUM_THREADS says it; all are the run's again when its servers have ended."""
+    """Check that OMP_NUM_THREADS wins, and that the run has all cores again after its servers."""
     counts = [8]
     of_servers = list[Any]()
     monkeypatch.setattr(
@@ -550,7 +564,7 @@ def stream(step: int) -> list[LowBitTensor]:
 
 
 def written(parent: Path, whole: bool) -> tuple[Version, VersionCache]:
-    """A version in files, and the one that a server holds then."""
+    """Return version 2 in files, and version 1, which a server holds."""
     held = VersionCache(1, stream(1))
     if whole:
         return write_version(stream(2), parent, 2), held
@@ -560,8 +574,9 @@ def written(parent: Path, whole: bool) -> tuple[Version, VersionCache]:
 
 
 def received(version: Version, held: VersionCache | None) -> VersionCache | None:
-    """What a server makes of the files that were announced as `version`; None where it would report
-    another digest.
+    """Return the version that a server reads from the files that were announced as `version`.
+
+    None if it would report another digest.
     """
     files = read_version(version.folder)
     if files.digest != version.digest:
@@ -571,7 +586,7 @@ def received(version: Version, held: VersionCache | None) -> VersionCache | None
 
 
 def mutate(folder: Path, chance: random.Random) -> None:
-    """One thing that who may write into the folder might do."""
+    """Change one file or field, as anyone who may write into the folder could."""
     file = chance.choice(sorted(folder.iterdir()))
     kind = chance.choice(
         [
@@ -616,7 +631,7 @@ def mutate(folder: Path, chance: random.Random) -> None:
 
 
 def replace(file: Path, kind: str, chance: random.Random) -> None:
-    """With other bytes, or with what is no plain file."""
+    """Replace a file by other bytes, or by something that is no regular file."""
     data = bytearray(file.read_bytes())
     file.unlink()
     if kind == "flip":
@@ -643,9 +658,11 @@ def replace(file: Path, kind: str, chance: random.Random) -> None:
 
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "delta"])
 def test_a_version_that_was_written_to_is_refused_or_the_one_announced(whole: bool, tmp_path: Path):
-    """Contract: as it is, it is received, a delta where a version is held. Bytes, lengths, the
-    manifest's fields, links, pipes, folders and holes in the place of files: reading raises, in
-    bounded time and memory, or gives the announced version; and what a server holds is what it was.
+    """Check that an altered version raises, in bounded time and memory, or is the announced one.
+
+    Bytes, lengths and fields of the manifest are altered, and links, pipes, folders and sparse
+    files replace files. The version that the server holds does not change. An unaltered version is
+    received, a delta only if a version is held.
 
     Blind spot: a writer that changes files while they are read; their digest is of what was read.
     """
@@ -675,7 +692,7 @@ def test_a_version_that_was_written_to_is_refused_or_the_one_announced(whole: bo
 
 @pytest.mark.parametrize(("harm", "message"), cases(__file__, "hostile"))
 def test_what_a_hostile_version_is_refused_for(harm: Any, message: str, tmp_path: Path):
-    """harm: other fields of the manifest, a deep one, or what is in the place of tensors."""
+    """Check one harm: other fields of the manifest, a deep manifest, or no file of tensors."""
     version, held = written(tmp_path, whole=True)
     if isinstance(harm, dict) or harm == "deep":
         manifest = version.folder / "manifest.json"
@@ -689,7 +706,10 @@ def test_what_a_hostile_version_is_refused_for(harm: Any, message: str, tmp_path
 
 
 def sent_by(bodies: list[Any]) -> Callable[[], Any]:
-    """A request's messages, one a body: text, "silence", or None where the sender is gone."""
+    """Return the `receive` of a request, which gives one message for each body.
+
+    A body is text, "silence", or None if the sender has disconnected.
+    """
 
     async def next_message() -> dict[str, Any]:
         body = bodies.pop(0)
@@ -705,7 +725,7 @@ def sent_by(bodies: list[Any]) -> Callable[[], Any]:
 def test_a_file_that_does_not_come_as_announced_is_refused(
     bodies: list[Any], message: str, tmp_path, monkeypatch
 ):
-    """Blind spot: HTTP itself, which is `tests/engine/test_servers.py`'s."""
+    """Blind spot: HTTP itself, which tests/engine/test_servers.py covers."""
     monkeypatch.setattr(receive, "_SILENCE_SECONDS", 0.05)
     request = Request({"type": "http"}, sent_by(bodies))
     with (
@@ -720,13 +740,16 @@ def test_a_file_that_does_not_come_as_announced_is_refused(
 
 
 def test_a_file_that_is_refused_is_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """So its sender, who reads no answer before, finds the refusal and no broken connection."""
+    """Check that the sender, who reads no answer before the end, finds the refusal.
+
+    It would find a broken connection otherwise.
+    """
+
     monkeypatch.setenv(receive.RECEIVED, str(tmp_path))
     bodies = ["abc", "def", ""]
     answer = AsyncMock()
-    app = SimpleNamespace(
-        state=SimpleNamespace(engine_client=AsyncMock(**{"collective_rpc.return_value": []}))
-    )
+    client = AsyncMock(**{"collective_rpc.return_value": []})
+    app = SimpleNamespace(state=SimpleNamespace(engine_client=client))
     scope = {
         "type": "http",
         "method": "POST",

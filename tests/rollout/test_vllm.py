@@ -1,6 +1,4 @@
-"""vLLM's words for what a run asks, and what becomes of its answers, without an engine
-(tests/engine has one).
-"""
+"""Requests to vLLM and its answers, without an engine (tests/engine has one)."""
 
 import hashlib
 import os
@@ -82,9 +80,8 @@ def test_a_completions_request():
         for j, prompt in enumerate(PROMPTS)
         for k in (0, 1)
     ]
-    assert [each.seed for each in params] == seeds and len({*seeds}) == 5, (
-        "a prompt with draws of its own has one"
-    )
+    assert [each.seed for each in params] == seeds
+    assert len({*seeds}) == 5, "a prompt with draws of its own has one seed"
     assert {(each.temperature, each.repetition_detection.min_count) for each in params} == {
         (0.5, 3)
     }
@@ -147,8 +144,9 @@ def test_what_the_environment_says_is_kept_or_refused(monkeypatch: pytest.Monkey
 
 
 def test_a_process_has_one_engine_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A second is refused while one is open; closing gives back what vLLM holds of the process, for
-    the next.
+    """Check that a second engine is refused while one is open.
+
+    Closing an engine releases what vLLM holds in the process, so that the next can be opened.
     """
     monkeypatch.setattr("vllm.LLM", Mock())
     monkeypatch.setattr("vllm.distributed.cleanup_dist_env_and_memory", cleaned := Mock())
@@ -163,20 +161,21 @@ def test_a_process_has_one_engine_at_a_time(tmp_path: Path, monkeypatch: pytest.
 
 
 class Entries(list):
-    """vLLM's log-probs of a completion's tokens."""
+    """Log-probs of the tokens of a completion, as vLLM gives them."""
 
     logprobs = (-1.0, -0.5)
     token_ids = property(tuple)
 
 
 class Answers:
-    """What an engine calls in vLLM. refuses: what its next call raises. off: between sampled and
-    scored tokens.
-    """
+    """Stand-in for `vllm.LLM`."""
 
     refuses: Exception | None = None
+    """Error that all calls raise, if any."""
     resets = True
+    """Whether the prefix cache is reset."""
     off = 0
+    """Difference between the second token sampled and the one scored."""
 
     def get_tokenizer(self) -> None:
         return None
@@ -187,7 +186,7 @@ class Answers:
     def generate(
         self, inputs: Sequence[dict[str, list[int]]], params: Any, use_tqdm: bool
     ) -> list[Any]:
-        """Of each request its number twice; of a prompt's tokens their negative."""
+        """Return the request's number twice as tokens, and minus each prompt token as log-prob."""
         if self.refuses is not None:
             raise self.refuses
         return [
@@ -195,13 +194,13 @@ class Answers:
         ]
 
     def _finished(self, number: int, prompt: list[int]) -> Any:
-        made = {
-            "token_ids": [number, number],
-            "text": f"t{number}",
-            "finish_reason": None,
-            "routed_experts": number,
-        }
-        output = SimpleNamespace(logprobs=Entries([number, number + self.off]), **made)
+        output = SimpleNamespace(
+            token_ids=[number, number],
+            logprobs=Entries([number, number + self.off]),
+            text=f"t{number}",
+            finish_reason=None,
+            routed_experts=number,
+        )
         scored = [
             None,
             *({token: SimpleNamespace(logprob=-token), 99: None} for token in prompt[1:]),
@@ -215,6 +214,7 @@ class Answers:
 
 
 def engine_of(llm: Answers) -> VllmEngine:
+    """Return an engine at weight version 4, without the start of vLLM."""
     engine: Any = VllmEngine.__new__(VllmEngine)
     engine._llm = llm
     engine.weight_version = 4
@@ -269,8 +269,9 @@ def test_a_publish_that_breaks_off_is_not_sampled_from():
 
 
 def test_a_server_whose_load_broke_off_has_no_version(monkeypatch: pytest.MonkeyPatch):
-    """Contract: it answers what it loaded last, whole; nothing after half a load, until another
-    mends it.
+    """Check that a server reports its last complete load, and none after a load that broke off.
+
+    The next complete load is reported again.
     """
     monkeypatch.setattr(server_worker, "trace_names", Mock())
     monkeypatch.setattr(server_worker, "load_stream", loads := Mock())
@@ -296,7 +297,7 @@ def test_names_are_compared_layer_by_layer():
 
 
 def test_a_layer_without_codes_is_reported_unquantized():
-    """In a model that has none, and where a quantized model leaves the layer alone."""
+    """Check a model without quantization, and a layer that a quantized model leaves alone."""
     alone = SimpleNamespace(quant_method=UnquantizedLinearMethod())
     cases: list[Any] = [(SimpleNamespace(quant_method=None), None), (alone, "of the other layers")]
     for layer, quantization in cases:
@@ -305,11 +306,8 @@ def test_a_layer_without_codes_is_reported_unquantized():
 
 
 def test_a_replay_has_no_engine_to_ask():
-    for ask in (
-        (engine := AbsentEngine()).generate,
-        engine.logprobs,
-        engine.logprobs_of_each,
-    ):
+    engine = AbsentEngine()
+    for ask in (engine.generate, engine.logprobs, engine.logprobs_of_each):
         with pytest.raises(EngineError, match="leave from_rollouts out"):
             ask([], None)
     report = engine.load(iter(()), 3)
