@@ -1,5 +1,7 @@
-"""The Python API: names, a loop of one's own beside `qarl train`, the documentation's examples, and
-what is refused while an engine runs. A policy alone: tests/qarl/test_policy.py.
+"""The Python API: names, a user's own loop, the documentation's examples, and refusals.
+
+The loop is compared with `qarl train`; refusals are of calls while an engine runs. A policy without
+an engine is tested in tests/qarl/test_policy.py.
 """
 
 import dataclasses
@@ -27,7 +29,7 @@ SIGNATURES = Path(__file__).with_suffix(".json")
 
 
 def signatures() -> dict[str, str]:
-    """Public names, and the public methods of the classes among them that are the API's own."""
+    """Return public names, and public methods of those classes that belong to the API alone."""
     members = {name: getattr(qarl, name) for name in qarl.__all__}
     assert all(map(inspect.getdoc, members.values()))
     members |= {
@@ -47,8 +49,9 @@ def signatures() -> dict[str, str]:
 
 
 def test_names_and_signatures_are_those_recorded():
-    """A change here breaks people's code. Meant: python -m tests.engine.test_api, and a line in
-    CHANGELOG.md.
+    """Compare the signatures with the record, because a change breaks people's code.
+
+    If it is intended, run `python -m tests.engine.test_api` and add a line to CHANGELOG.md.
     """
     assert signatures() == json.loads(SIGNATURES.read_text())
     page = (ROOT / "docs/reference/api.md").read_text()
@@ -72,9 +75,10 @@ def test_the_import_is_light():
 
 @pytest.mark.slow
 def test_a_loop_of_ones_own_is_the_trainers(random_policy: Callable[[bool], Path], tmp_path: Path):
-    """Contract: three steps of examples/own_loop.py publish the very tensors that `qarl train`
-    publishes with the same settings, reward and prompts. Blind to a decaying learning rate, which
-    the loop has not.
+    """Check that three steps of examples/own_loop.py publish the very tensors of `qarl train`.
+
+    Settings, reward and prompts are the same. Blind spot: a decaying learning rate, which the loop
+    does not have.
     """
     import_libraries()
     train = runpy.run_path(str(ROOT / "examples/own_loop.py"))["train"]
@@ -126,7 +130,7 @@ def test_the_documentations_examples_run(tmp_path: Path, monkeypatch: pytest.Mon
 def test_the_notebook_runs_and_shows_what_it_did(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    """Three of its steps; its stored outputs are of all."""
+    """Run three of the notebook's steps; its stored outputs are of all of them."""
     import_libraries()
     monkeypatch.setenv("MPLBACKEND", "agg")
     cells = json.loads((ROOT / "examples/notebooks/first_run.ipynb").read_text())["cells"]

@@ -1,6 +1,4 @@
-"""Mixtures of experts in the real engine: what it holds, what it multiplies, and publish after
-publish.
-"""
+"""Mixtures of experts in the real engine: its tensors, its products, and repeated publishes."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -52,8 +50,9 @@ def routed_experts(model: torch.nn.Module, layer: str) -> Any:
 
 
 def held(experts: Any) -> dict[str, torch.Tensor]:
-    """Every tensor a RoutedExperts module multiplies with: its own, or those of its experts' dense
-    layers.
+    """Return every tensor that a `RoutedExperts` module multiplies with.
+
+    They are its own, or those of its experts' dense layers.
     """
     found = dict(experts.named_parameters())
     for prefix, linears in getattr(experts.quant_method, "dense", {}).items():
@@ -66,8 +65,10 @@ def held(experts: Any) -> dict[str, torch.Tensor]:
 
 
 def check_every_layer_is_the_engines(model: LowBitModel, engine: VllmEngine) -> None:
-    """The engine holds the bytes of the learner's product, built anew from the tensors that are
-    published, and multiplies to the same bits, for several batches.
+    """Check that the engine has the bytes of the learner's product, and multiplies alike.
+
+    The product is built again from the published tensors. The results of several batches are equal
+    to the bit.
     """
     for name, layer in model.experts.items():
         product: Any = make_factory("vllm", layer.context.dtype).experts(
@@ -103,8 +104,9 @@ def publish_and_compare(
     publishes: int,
     bound: float | None = None,
 ) -> None:
-    """Audit, compare layers, publish changing weights, compare layers again, and the answers with a
-    fresh engine's.
+    """Audit and compare layers, publish changing weights, and compare layers and answers again.
+
+    The answers are compared with a fresh engine's.
     """
     model, engine = running
     try:
@@ -150,11 +152,13 @@ def test_publishes_equal_a_fresh_engine_bit_for_bit(
     layers: str,
     count: int,
 ):
-    """Contract: before and after publishes of changing weights the engine holds, expert by expert,
-    the tensors of the learner's own product, multiplies to the same bits, and answers as an engine
-    that loaded the last weights from disk; so do layers of experts in different schemes, and a
-    router that is quantized by its exact name. oneDNN's packed int8 weights are no parameters: the
-    equal products speak for those. A test of DeepSeek is below.
+    """Check tensors, products and answers before and after publishes of changing weights.
+
+    Expert by expert the engine has the tensors of the learner's own product. It multiplies to the
+    same bits, and answers as an engine that loaded the last weights from disk. This includes layers
+    of experts in different schemes, and a router that is quantized by its exact name. oneDNN's
+    packed int8 weights are not parameters; for them equal products are the proof. DeepSeek has a
+    test of its own below.
     """
     folder = random_experts(tied)
     if kind == "mixtral":
@@ -175,10 +179,11 @@ def test_publishes_equal_a_fresh_engine_bit_for_bit(
 def test_deepseek_is_published_right_and_refused(
     random_experts, tmp_path: Path, kind: str, scheme: str, layers: str
 ):
-    """Grouped routing with a correction bias, shared experts and latent attention: the engine takes
-    every publish as a fresh one takes the export. But vLLM 0.32 on CPUs rotates such queries
-    wrongly (next test), which is another policy, and the canary says so. (vLLM cannot load a
-    quantized kv_b_proj there.)
+    """Check grouped routing with a correction bias, shared experts and latent attention.
+
+    The engine takes every publish as a fresh one takes the export. But vLLM 0.32 on CPUs rotates
+    such queries wrongly (next test). That is another policy, which the canary reports. (vLLM on
+    CPUs cannot load a quantized kv_b_proj.)
     """
     folder = with_tokenizer(kind, random_experts(True), tmp_path / "model")
     model = make_model(folder, scheme, layers=layers)
@@ -193,9 +198,10 @@ def test_deepseek_is_published_right_and_refused(
 
 
 def test_vllm_rotates_queries_of_several_heads_wrongly():
-    """The fault that keeps DeepSeek from CPUs: `rotary_embedding` is right for queries [N,
-    heads·D], and wrong for [N, heads, D]. When this fails, hold DeepSeek to its canary like the
-    others.
+    """Check the fault that keeps DeepSeek from CPUs.
+
+    `rotary_embedding` is right for queries [N, heads·D], and wrong for [N, heads, D]. When this
+    test fails, require DeepSeek to pass its canary like the others.
     """
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.rotary_embedding import get_rope
@@ -231,7 +237,7 @@ def running(
 
 EXPERTS = "model.layers.1.mlp.experts"
 LACKING = cases(__file__, "lacking")
-"""What of an expert → its tensors."""
+"""Part of an expert → its tensors."""
 
 
 @pytest.mark.slow
@@ -253,8 +259,9 @@ def test_a_publish_that_lacks_an_experts_tensor_is_refused(running: Running, dro
 def test_an_experts_tensor_too_many_is_refused(
     running: Running, monkeypatch: pytest.MonkeyPatch, expert: str
 ):
-    """Last in this file's engine: vLLM finds some surplus in mid-stream, and the engine then
-    refuses to answer.
+    """Check a surplus tensor, which vLLM may notice in mid-stream.
+
+    It is the last test with this file's engine, which refuses to answer afterwards.
     """
     model, engine = running
     extra = LowBitTensor(f"{expert}.up_proj.weight_scale", torch.ones(128, 1, dtype=torch.bfloat16))
@@ -265,8 +272,9 @@ def test_an_experts_tensor_too_many_is_refused(
 
 
 def test_mixtrals_router_cannot_be_quantized(tmp_path: Path):
-    """vLLM builds it without a scheme, and would not start ("no module or parameter named
-    …gate.weight_scale").
+    """Check that the router is refused, because vLLM builds it without a scheme.
+
+    vLLM would not start ("no module or parameter named …gate.weight_scale").
     """
     random_moe(CONFIGS["mixtral"]).save_pretrained(tmp_path)
     with pytest.raises(

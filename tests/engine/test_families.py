@@ -1,5 +1,5 @@
-"""Families nobody wrote a line for: the learner's log-probs are the sampler's, its gradients
-transformers'.
+"""Model families without code of their own: log-probs against the sampler, gradients against
+transformers.
 """
 
 import pytest

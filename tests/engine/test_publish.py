@@ -1,4 +1,4 @@
-"""The publish, held against freshly loaded engines: a round trip would prove nothing."""
+"""Publishes, compared with freshly loaded engines, because a round trip would prove nothing."""
 
 import contextlib
 import dataclasses
@@ -53,11 +53,12 @@ def test_publishes_equal_a_fresh_engine_bit_for_bit(
     tied: bool,
     publishes: int,
 ):
-    """Contract: the engine reports the plan's scheme for every layer (so that another plan is told
-    layer by layer: tests/sync/test_proofs.py), and after publishes of changing weights answers as
-    an engine that loaded the last weights from disk; a quantized head, whose kernel holds raw
-    pointers, too. Blind spot: both go through vLLM's loading, so a fault there shows in the canary
-    only.
+    """Check that an engine answers, after publishes, as one that loaded the last weights from disk.
+
+    A quantized head is checked too, because its kernel holds raw pointers. The engine reports the
+    plan's scheme for every layer, so that another plan is reported layer by layer
+    (tests/sync/test_proofs.py). Blind spot: both engines use vLLM's loading, so a fault in it shows
+    in the canary only.
     """
     folder = random_policy(tied)
     model = make_model(folder, scheme, dtype, layers=layers)
@@ -84,8 +85,10 @@ def test_publishes_equal_a_fresh_engine_bit_for_bit(
 
 @pytest.mark.skipif(not AVX512, reason="vLLM has no FP8 cache on such CPUs")
 def test_an_fp8_cache_is_the_learners_too(random_policy: Policies, tmp_path: Path):
-    """Contract: the export alone says that keys and values are e4m3's; an engine on it samples what
-    the learner scores, to the bit, in every version; and another cache gives other log-probs.
+    """Check that an engine samples what the learner scores, to the bit, in every version.
+
+    Only the export's configuration says that keys and values are in e4m3. Another cache gives other
+    log-probs.
     """
     folder = random_policy(True)
     model = make_model(folder, "w8a8", kv_cache="fp8")
@@ -104,9 +107,10 @@ def test_an_fp8_cache_is_the_learners_too(random_policy: Policies, tmp_path: Pat
 def test_published_and_exported_are_the_same_bytes(
     random_policy: Policies, tmp_path: Path, scheme: str
 ):
-    """published = held in export, by bytes; the digest of the stream is that of the file read back.
-    And the export names no folder of this machine. That the forward multiplies them:
-    tests/quant/test_model.py.
+    """Check that published bytes are those of the export, and that it names no local folder.
+
+    The digest of the stream equals the digest of the file read back. tests/quant/test_model.py
+    checks that the forward pass multiplies them.
     """
     folder = random_policy(True)
     model = make_model(folder, scheme, kernel="reference")
@@ -129,8 +133,9 @@ def test_published_and_exported_are_the_same_bytes(
 def test_transformers_loads_the_export(
     random_policy: Policies, tmp_path: Path, scheme: str, layers: str
 ):
-    """Weight by weight: what transformers decompresses is what the learner multiplied with; all
-    else as published.
+    """Check weight by weight that transformers decompresses what the learner multiplied with.
+
+    All other tensors are as published.
     """
     folder = random_policy(False)
     model = make_model(folder, scheme, layers=layers, kernel="reference")
@@ -206,7 +211,7 @@ def test_the_canary_sees_an_engine_with_other_weights(running: Running):
 
 @pytest.fixture
 def shared(running: Running) -> Iterator[Shared]:
-    """The running engine's layers are the learner's within the test."""
+    """Share the running engine's layers with the learner during the test."""
     model, engine = running
     publisher = Publisher(model, engine, SEQUENCES, None, 50)
     publisher.share_layers()
@@ -219,8 +224,9 @@ def shared(running: Running) -> Iterator[Shared]:
 def test_layers_shared_with_the_engine_compute_what_layers_of_its_own_do(
     shared: Shared,
 ):
-    """To the bit, in every version. It arrives once, before the publish, and there is no second
-    copy of it.
+    """Check equality to the bit in every version.
+
+    A version arrives once, before the publish, and has no second copy.
     """
     model, engine, publisher = shared
     for version in (1, 2):
@@ -247,15 +253,17 @@ def logits(model: LowBitModel) -> torch.Tensor:
 
 
 def multiplied_with(model: LowBitModel) -> list[torch.nn.Module]:
-    """vLLM's layers that the model's stacks, and then its other layers, hold."""
+    """Return vLLM's layers that the model holds: those of its stacks, then the others."""
     holders = [*model._layers.stacks.values(), *model.linears.values()]
     return [holder._kernel._linear for holder in holders if holder._kernel is not None]  # type: ignore[attr-defined]
 
 
 def test_every_sampled_tokens_logprob_is_the_learners_to_the_last_bit(shared: Shared):
-    """Decoded a token at a time in the engine, scored at once and packed by the learner, by layers
-    that are shared and by layers of its own; at temperatures of 1 and others, of the distribution
-    that was sampled from. Blind spot: other CPUs may choose products by the number of rows.
+    """Check tokens that the engine decodes one by one, and the learner scores at once and packed.
+
+    The learner uses shared layers and layers of its own. At temperatures other than 1, log-probs
+    are of the distribution that was sampled from. Blind spot: other CPUs may choose products by the
+    number of rows.
     """
     model, engine, publisher = shared
     disturb(model, 8)
@@ -278,7 +286,7 @@ def mismatch_of(
     answers: list[list[Completion]],
     at: float,
 ) -> Mismatch:
-    """Of completions that were sampled at that temperature."""
+    """Return log-probs of completions that were sampled at that temperature."""
     groups = [Group(p, tuple(c), (0.0,) * len(c)) for p, c in zip(prompts, answers, strict=True)]
     batch = make_batch(groups, pad_token=0)
     with torch.no_grad():
@@ -293,8 +301,10 @@ def mismatch_of(
 
 
 def test_stops_and_loops_end_completions(running: Running):
-    """Contract: a stop's tokens are the last that are learned from, and its text is left out; of a
-    loop as many rounds are left as were allowed, and the completion counts as cut off.
+    """Check completions that a stop text or a loop ends.
+
+    The tokens of a stop text are the last that are learned from, and its text is left out. A loop
+    keeps as many rounds as were allowed, and its completion counts as truncated.
     """
     _, engine = running
     sampling = Sampling(samples=1, max_new_tokens=24, seed=3, ignore_end=True)
@@ -318,8 +328,10 @@ def test_stops_and_loops_end_completions(running: Running):
 
 
 def test_a_completions_text_is_vllms_own(running: Running):
-    """Made at the end of all its tokens, as vLLM makes it token by token where it has to look for a
-    stop text; some end in the end token, some in the middle of a character.
+    """Compare text made at the end, from all tokens, with the text that vLLM makes token by token.
+
+    vLLM makes it so when it looks for a stop text. Some completions end in the end token, and some
+    in the middle of a character.
     """
     _, engine = running
     sampling = Sampling(samples=32, max_new_tokens=24, seed=4)
@@ -332,7 +344,7 @@ def test_a_completions_text_is_vllms_own(running: Running):
 
 
 def test_the_canary_sees_shared_layers_that_hold_other_weights(shared: Shared):
-    """Learner and engine then agree with each other, and not with what was published."""
+    """Check the case in which learner and engine agree with each other but not with the publish."""
     model, engine, publisher = shared
     before = [LowBitTensor(item.name, item.tensor.clone()) for item in model.low_bit_tensors()]
     disturb(model, 5)
@@ -344,8 +356,9 @@ def test_the_canary_sees_shared_layers_that_hold_other_weights(shared: Shared):
 
 
 def test_a_tensor_too_many_is_refused(shared: Shared, monkeypatch: pytest.MonkeyPatch):
-    """vLLM finds the surplus in mid-stream; what took half a publish refuses to answer until the
-    next is whole.
+    """Check a surplus tensor, which vLLM notices in mid-stream.
+
+    An engine that took half a publish refuses to answer until the next one is complete.
     """
     model, engine, publisher = shared
     extra = LowBitTensor(
@@ -383,9 +396,10 @@ def test_a_version_written_by_half_is_not_sampled_from_and_the_next_repairs_it(
 
 
 def test_completions_do_not_depend_on_the_cache_of_older_weights(running: Running):
-    """Contract: after a load of other weights a prompt longer than a block of the cache (128 tokens
-    on CPUs) is read anew: log-probs are the learner's, to the bit, and every completion carries its
-    version.
+    """Check that a prompt longer than a block of the cache is computed again after a publish.
+
+    A block has 128 tokens on CPUs. Log-probs are the learner's, to the bit, and every completion
+    carries its version.
     """
     model, engine = running
     tokens = torch.randint(16, 512, (150,), generator=torch.Generator().manual_seed(1)).tolist()
