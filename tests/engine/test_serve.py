@@ -1,6 +1,4 @@
-"""`qarl serve` over HTTP: an export's greedy completion is the engine's own, token for token; a
-kill ends it all.
-"""
+"""`qarl serve` over HTTP: greedy completions equal the engine's, and a kill ends all processes."""
 
 import importlib
 import json
@@ -62,7 +60,7 @@ def test_a_served_export_answers_with_the_engines_tokens(random_policy: Policies
 def test_an_interrupt_while_an_engine_starts_ends_the_server(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """vLLM drops it there, and waits for an engine that the same signal may have ended."""
+    """Check an interrupt that vLLM drops, and then waits for an engine that it may have ended."""
     utils: Any = importlib.import_module("vllm.v1.engine.utils")
     monkeypatch.setattr(utils, "zmq_socket_ctx", utils.zmq_socket_ctx)  # and back
     vllm_cpu._end_where_interrupted()
@@ -74,9 +72,7 @@ def test_an_interrupt_while_an_engine_starts_ends_the_server(
 
 
 def assert_the_example_asks(export: Path) -> None:
-    """examples/serve_export.sh serves, gets an answer to its question, and leaves nothing
-    running.
-    """
+    """Check that examples/serve_export.sh serves, gets an answer, and leaves nothing running."""
     script = Path(__file__).parents[2] / "examples/serve_export.sh"
     port = free_ports(1)[0]
     env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
@@ -94,7 +90,7 @@ def assert_the_example_asks(export: Path) -> None:
 
 
 def _ends(session: int, patience: float = 10.0) -> bool:
-    """Whether every process of a session is gone, in at most so many seconds."""
+    """Return whether every process of a session ends within `patience` seconds."""
     deadline = time.monotonic() + patience
     while time.monotonic() < deadline:
         try:

@@ -1,4 +1,4 @@
-"""Servers as an engine: one real vLLM server takes published files, samples, and refuses what it
+"""One real vLLM server as an engine: it takes published files, samples, and refuses what it
 should.
 """
 
@@ -51,22 +51,23 @@ SAMPLING = Sampling(samples=2, max_new_tokens=8, seed=3)
 
 
 class Served(NamedTuple):
-    """checkpoint: that the server was started on. received: where it keeps versions that it is
-    sent.
-    """
+    """Server on a checkpoint, and a model of other weights."""
 
     model: LowBitModel
+    """Model whose weights are published."""
     url: str
+    """Address of the server."""
     key: str
+    """API key that the server requires."""
     checkpoint: Path
+    """Checkpoint that the server was started on."""
     received: Path
+    """Folder of the versions that the server is sent."""
 
 
 @pytest.fixture(scope="module")
 def served(random_policy: Policies, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A model, and a server's address and key, started on the model as it was before it was
-    disturbed.
-    """
+    """Start a server on a model, and disturb the model afterwards."""
     folder = tmp_path_factory.mktemp("served")
     model = make_model(random_policy(True), "w4a16")
     export_checkpoint(model, random_policy(True), folder / "start")
@@ -101,13 +102,14 @@ def nudge(model: LowBitModel) -> None:
 
 
 def test_a_server_samples_what_is_published(served: Served, tmp_path: Path):
-    """Contract: weights reach the server bit for bit (the canary is 0 on CPUs), completions are
-    tokens and log-probs of the version published last; a version that does not fit leaves the one
-    before.
+    """Check that completions have tokens and log-probs of the version published last.
 
-    Blind spot: one server; two are `tests/runs/test_train_processes.py`'s. Completions of two calls
-    are not compared: up to four sequences at once, the unquantized output head rounds otherwise
-    (docs/guide/servers.md).
+    Weights reach the server bit for bit (the canary is 0 on CPUs). A version that does not fit
+    leaves the previous one in use.
+
+    Blind spot: one server only; tests/runs/test_train_processes.py has two. Completions of two
+    calls are not compared, because the unquantized output head rounds otherwise for up to four
+    sequences at once (docs/guide/servers.md).
     """
     model = served.model
     engine = joined(served, tmp_path)
@@ -154,13 +156,14 @@ def test_a_server_samples_what_is_published(served: Served, tmp_path: Path):
 def test_a_version_that_is_sent_is_the_one_that_is_read_from_files(
     served: Served, tmp_path: Path, caplog: Any
 ):
-    """Contract: over HTTP a whole version and a delta make what the same files make, in digest and
-    log-probs (the canary is 0), and nothing of earlier ones stays. One whose connection breaks off
-    half way through is sent again; what the server cannot keep ends the publish with the server's
-    reason, and the next is whole.
+    """Check that a whole version and a delta over HTTP give what the same files give.
 
-    Blind spot: a network that is slower than memory; servers that are lost meanwhile are
-    `scripts/server_faults.py`'s.
+    Digests and log-probs are equal (the canary is 0), and no file of an earlier version remains. A
+    version whose connection breaks off half-way is sent again. If the server cannot store a
+    version, the publish ends with the server's reason, and the next version is whole.
+
+    Blind spot: a network that is slower than memory. `scripts/server_faults.py` tries servers that
+    are lost meanwhile.
     """
     model = served.model
     kept = served.received
@@ -210,9 +213,11 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_what_else_is_sent_to_a_server_is_refused(served: Served, tmp_path: Path):
-    """Contract: without the key, as another run, under other names, without a length, more than was
-    announced, in another order, or no version at all: refused, and nothing of it is left but what
-    was announced. A version of two files gets its name with the second.
+    """Check that files are refused, and that only announced ones remain.
+
+    They are refused without the key, from another run, under other names, without a length, beyond
+    the announced length, in another order, and if they are no version at all. A version of two
+    files gets its name with the second.
     """
     engine = joined(served, tmp_path / "own", server_transfer="http")
     engine.load(served.model.low_bit_tensors(), 1)
@@ -338,9 +343,10 @@ def test_requests_under_way_go_on_by_the_weights_published_meanwhile(
 
 
 def test_a_completions_text_is_the_servers_own(served: Served, tmp_path: Path):
-    """Contract: texts made here of tokens alone are those that the server makes as it samples,
-    where it has to look for a stop text; some end in the end token, some in the middle of a
-    character. One stop text is met: it is cut off.
+    """Check that texts made here, from tokens alone, equal those that the server makes.
+
+    The server makes them while it samples, if it has to look for a stop text. Some completions end
+    in the end token, and some in the middle of a character. A stop text that is sampled is cut off.
     """
     engine = joined(served, tmp_path)
     tokenizer = load_tokenizer(served.checkpoint)
@@ -377,8 +383,9 @@ def test_a_completions_text_is_the_servers_own(served: Served, tmp_path: Path):
 def test_what_is_torn_on_the_way_is_not_loaded(
     served: Served, tmp_path: Path, monkeypatch, caplog: Any
 ):
-    """Contract: a server hashes what it read; other bytes are refused before they reach its model.
-    A delta that is refused is followed by the whole version, and so is a publish that was given up.
+    """Check that a server hashes what it read, and refuses other bytes before they reach its model.
+
+    A refused delta is followed by the whole version, and so is a publish that was given up.
     """
     model = served.model
     engine = joined(served, tmp_path)
@@ -431,8 +438,9 @@ def test_a_server_is_refused_for_what_it_is(served: Served, tmp_path: Path):
 
 
 def asked(url: str, key: str | None, method: str = "GET", body: Any = None) -> tuple[int, bytes]:
-    """Status and body of an answer. body: bytes, or parts of them, which are sent without saying
-    how many they are.
+    """Return status and body of an answer.
+
+    body: bytes, or an iterable of their parts, which are sent without a length.
     """
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     request = urllib.request.Request(url, body, headers, method=method)
@@ -444,9 +452,10 @@ def asked(url: str, key: str | None, method: str = "GET", body: Any = None) -> t
 
 
 def test_no_route_is_open_and_no_socket_beyond_loopback(served: Served):
-    """Contract: of all routes that vLLM has, listed by itself or mounted, `/health` alone answers
-    without the key; and no process of the server listens but at the loopback. Blind spot: routes of
-    a later vLLM that it lists nowhere.
+    """Check that only `/health` answers without the key, and that all processes listen on loopback.
+
+    All routes that vLLM lists or mounts are asked. Blind spot: routes of a later vLLM that it lists
+    nowhere.
     """
     url = served.url
     key = served.key
@@ -498,7 +507,7 @@ def test_no_route_is_open_and_no_socket_beyond_loopback(served: Served):
 
 
 def test_a_server_that_is_killed_takes_its_engine_along(served: Served):
-    """The last test of the server."""
+    """Kill the server. This is the last test that uses it."""
     (pid,) = {
         c.pid
         for c in psutil.net_connections("tcp")

@@ -1,5 +1,7 @@
-"""Whole runs through the command line, with the real engine: learning, also by LoRA, resuming,
-refusing; and learning again from a run's recorded completions, without an engine.
+"""Whole runs through the command line, with the real engine.
+
+They learn, also by LoRA, resume and refuse, and learn again from recorded completions without an
+engine.
 """
 
 import json
@@ -83,8 +85,9 @@ def test_a_run_from_start_to_export(tmp_path: Path, scheme: str, dtype: str, mor
 def test_kill_and_resume_gives_the_uninterrupted_run(
     kind: str, random_experts: Policies, tmp_path: Path
 ):
-    """kill -9 in the middle of a step; after --resume every metric but wall time is a whole run's
-    to the last bit.
+    """Kill a run (-9) in the middle of a step, and resume it.
+
+    Every metric but wall time equals that of an uninterrupted run to the last bit.
     """
     whole = tmp_path / "whole"
     cut = tmp_path / "cut"
@@ -117,9 +120,7 @@ def test_kill_and_resume_gives_the_uninterrupted_run(
 
 
 def test_a_late_error_loses_no_step(tmp_path: Path):
-    """Contract: a reward that raises in step 3, with no checkpoint due before, ends the run with
-    one of step 2.
-    """
+    """Check that a reward that raises in step 3 leaves a checkpoint of step 2, before one is due."""
     (tmp_path / "late.py").write_text(
         "calls = []\n\n\ndef reward(problem, text):\n    calls.append(text)\n"
         "    assert len(calls) <= 40, 'judge away'\n    return float(len(text))\n"
@@ -147,7 +148,7 @@ def test_a_late_error_loses_no_step(tmp_path: Path):
 
 
 def test_interrupt_saves_and_resume_goes_on(tmp_path: Path):
-    """Of one process at a stage that divides nothing among one."""
+    """Interrupt a run of one process at a sharding stage that divides nothing among one."""
     run = tmp_path / "run"
     flags = [
         *SMALL,
@@ -199,8 +200,9 @@ def test_equal_rewards_teach_nothing_and_are_counted(tmp_path: Path):
 
 
 def test_a_broken_reward_stops_with_its_problem(tmp_path: Path):
-    """One that is fine for reference answers, so that the run starts; no step was done, so nothing
-    is left of it.
+    """Check a reward that accepts reference answers, so that the run starts.
+
+    No step was completed, so nothing of the run is left.
     """
     code = (
         "def reward(problem, text):\n    if text == problem.answer:\n        return 1.0\n    raise"
@@ -225,9 +227,7 @@ def test_a_broken_reward_stops_with_its_problem(tmp_path: Path):
 
 
 def test_a_dead_engine_leaves_a_resumable_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The engine's model runner is broken at step 3 by a fault injected from outside the code under
-    test.
-    """
+    """Break the engine's model runner at step 3, from outside the code under test."""
     run = tmp_path / "run"
     with monkeypatch.context() as planted:
         planted.setenv(
@@ -252,9 +252,7 @@ def test_a_dead_engine_leaves_a_resumable_run(tmp_path: Path, monkeypatch: pytes
 
 
 def test_export_and_eval_commands(tmp_path: Path):
-    """`qarl export` writes the same bytes the run's own export holds, and `qarl eval` reads
-    both.
-    """
+    """Compare the bytes of `qarl export` with the run's own export, and evaluate both."""
     finished = tmp_path / "run"
     succeeded("train", *SMALL, "--steps", "2", "--output", finished)
     exported = succeeded("export", finished, "-o", tmp_path / "out")
@@ -286,9 +284,10 @@ def test_export_and_eval_commands(tmp_path: Path):
 def test_unusable_weights_are_refused(
     tmp_path: Path, random_policy, harm: Callable[[Any], object], message: str
 ):
-    """What only reading all of the weights shows, before a run folder is made; the rest of a
-    model's files is `tests/qarl/test_refusals.py`'s, experts that are missing
-    `tests/quant/test_layout.py`'s.
+    """Check faults that only reading all weights shows, before a run folder is made.
+
+    tests/qarl/test_refusals.py checks the other files of a model, and tests/quant/test_layout.py
+    missing experts.
     """
     weights = Path(shutil.copytree(random_policy(True), tmp_path / "model")) / "model.safetensors"
     tensors = load_file(weights)
@@ -323,10 +322,12 @@ LORA = [
 
 
 def test_a_lora_run_from_start_to_export(tmp_path: Path):
-    """Contract: every step publishes merged codes that the engine takes for the learner's
-    (mismatch, canary); the checkpoint is of the adapters alone and continues; `qarl export` writes
-    the bytes of the run's own export, in which adapted layers alone differ from what the engine
-    started with. The first policy is the KL's reference.
+    """Check a run by LoRA: publishes, checkpoint, export and the reference of the KL.
+
+    Every step publishes merged codes by which the engine samples as the learner scores (mismatch,
+    canary). The checkpoint has the adapters alone, and the run continues from it. `qarl export`
+    writes the bytes of the run's own export, in which only adapted layers differ from what the
+    engine started with. The first policy is the reference of the KL.
     """
     run = tmp_path / "run"
     done = succeeded(
@@ -398,10 +399,11 @@ def masters(run: Path, step: int) -> dict[str, torch.Tensor]:
 
 
 def test_a_replay_is_the_recorded_run_to_the_last_bit(tmp_path: Path):
-    """Contract: every metric of the learner, every version's digest, all masters and what is
-    recorded of every token are those of the run with an engine. Blind spot: one process; groups
-    that dynamic sampling dropped are not on record, so figures of all that was sampled are left
-    out.
+    """Check that a run from recorded completions equals the run with an engine.
+
+    Equal are every metric of the learner, the digest of every version, all masters and the record
+    of every token. Blind spots: one process only; groups that dynamic sampling dropped are not
+    recorded, so figures of all sampled completions are left out.
     """
     run, again = (tmp_path / name for name in ("run", "again"))
     succeeded("train", *RECORDED, *MORE, "--output", run)
