@@ -270,16 +270,17 @@ def test_what_else_is_sent_to_a_server_is_refused(served: Served, tmp_path: Path
 def test_requests_under_way_go_on_by_the_weights_published_meanwhile(
     served: Served, tmp_path: Path
 ):
-    """Contract: a publish waits for no request. Each completion says which token each version
-    sampled, and their log-probs are that version's given all tokens before: no key or value of the
-    weights before is left.
+    """Check that a publish waits for no request.
 
-    Three publishes, of two policies in turn: on a busy machine a server may have ended all it was
-    asked for, and wait for more, when one of them comes.
+    Each completion names the version that sampled each token, and log-probs are that version's
+    given all tokens before: no key or value of the previous weights is left.
 
-    Blind spot: within 0.02 nats, for how many sequences are decoded together rounds the output head
-    (docs/guide/servers.md); weights so far apart, and keys and values of theirs, differ by 0.3 in
-    the mean.
+    Two policies are published in turn, three times, because on a busy machine a server may be idle
+    at one of the publishes.
+
+    Blind spot: differences within 0.02 nats, because the number of sequences that are decoded
+    together rounds the output head (docs/guide/servers.md). The two policies' weights, keys and
+    values give log-probs that differ by 0.3 nats in the mean.
     """
     model = served.model
     odd = [master.detach().clone() for master in model.masters.values()]

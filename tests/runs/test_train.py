@@ -120,7 +120,7 @@ def test_kill_and_resume_gives_the_uninterrupted_run(
 
 
 def test_a_late_error_loses_no_step(tmp_path: Path):
-    """Check that a reward that raises in step 3 leaves a checkpoint of step 2, before one is due."""
+    """Check that a reward that raises in step 3 leaves a checkpoint of step 2 before one is due."""
     (tmp_path / "late.py").write_text(
         "calls = []\n\n\ndef reward(problem, text):\n    calls.append(text)\n"
         "    assert len(calls) <= 40, 'judge away'\n    return float(len(text))\n"

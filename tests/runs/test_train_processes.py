@@ -1,6 +1,7 @@
-"""`qarl train --processes 2` with real engines: sampled shares, interrupts, a process that dies,
-other numbers; and `qarl train` on servers equals `qarl train` alone, also with a fault
-(`scripts/server_faults.py` makes more).
+"""`qarl train --processes 2` with real engines, and `qarl train` on servers.
+
+Processes share the sampling, are interrupted, die, and change in number. A run on servers equals a
+run without them, also with a fault (`scripts/server_faults.py` makes more).
 """
 
 import json
@@ -47,7 +48,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
 def started(*arguments: str, launcher: list[str] | None = None) -> subprocess.Popen[str]:
-    """`qarl ARGUMENTS` going on, without a terminal."""
+    """Start `qarl ARGUMENTS` without a terminal."""
     return subprocess.Popen(
         command(*arguments) if launcher is None else [*launcher, *arguments],
         env=environment(),
@@ -69,10 +70,12 @@ def wait_for_checkpoint(run: Path, process: subprocess.Popen[str], seconds: floa
 def test_two_processes_train_interrupt_and_go_on_in_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Contract: with ZeRO-3 and one engine a process the first batch is that of one process (the
-    same prompts and seeds, wherever they are sampled), learner and sampler agree, an interrupt ends
-    the step in hand with a checkpoint, and one process without ZeRO goes on from it. Forks;
-    interpreters of their own are the next test's.
+    """Check two processes with ZeRO-3 and an engine each.
+
+    The first batch is that of one process: prompts and seeds are the same, wherever they are
+    sampled. Learner and sampler agree. An interrupt completes the present step with a checkpoint,
+    and one process without ZeRO continues from it. The processes are forks; the next test has
+    separate interpreters.
     """
     two = tmp_path / "two"
     one = tmp_path / "one"
@@ -137,8 +140,9 @@ def test_two_processes_train_interrupt_and_go_on_in_one(
 
 @pytest.mark.slow
 def test_where_a_process_dies_the_others_stop(tmp_path: Path):
-    """Contract: within a minute, with a failing exit status, no process left behind and the
-    checkpoint intact.
+    """Check that the run ends within a minute and fails, with no process left.
+
+    The checkpoint is intact.
     """
     run = tmp_path / "run"
     launched = ("--processes", "2", "--steps", "500", "--checkpoint-every", "1")
@@ -186,8 +190,9 @@ def test_where_the_launcher_is_killed_no_process_is_left(tmp_path: Path):
 
 @pytest.mark.slow
 def test_torchrun_starts_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The command is launched by torchrun as it is; input that is wrong is told once, and no run
-    folder is made.
+    """Check that torchrun launches the command unchanged.
+
+    Wrong input is reported once, and no run folder is made.
     """
     monkeypatch.setenv("PYTHON_EXEC", str(forks.interpreter(tmp_path)))
     launch = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "qarl"]
@@ -236,9 +241,10 @@ def test_torchrun_starts_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     reason="two runs of two processes are two minutes of CPU; `make test-thorough`",
 )
 def test_two_nodes_are_two_processes(tmp_path: Path):
-    """Contract: torchrun on two nodes, each started by itself with its rank, makes the run of
-    `--processes 2`: every metric, every digest. Blind spot: both are this machine and see one file
-    system.
+    """Check that torchrun on two nodes makes the run of `--processes 2`.
+
+    Each node is started separately, with its rank. Every metric and every digest is equal. Blind
+    spot: both nodes are this machine and share a file system.
     """
     given = (
         "--steps",
@@ -285,9 +291,10 @@ def test_two_nodes_are_two_processes(tmp_path: Path):
 def test_a_run_on_two_servers_is_the_run_in_process(
     scheme: str, transfer: str, random_policy, tmp_path: Path
 ):
-    """Contract: metrics except seconds, digests of every version, and held-out accuracy are equal
-    to the last bit. The output head is quantized: an unquantized one rounds otherwise where four
-    sequences or fewer are decoded at once, and two servers come to that sooner than one engine
+    """Check equality to the last bit of metrics except seconds, digests and held-out accuracy.
+
+    The output head is quantized, because an unquantized one rounds otherwise if four sequences or
+    fewer are decoded at once, and two servers reach that sooner than one engine
     (docs/guide/servers.md).
     """
     options = [
@@ -327,8 +334,9 @@ def test_a_run_on_two_servers_is_the_run_in_process(
 )
 @pytest.mark.parametrize("fault", ["cut after", "disk full", "second learner"])
 def test_a_run_with_a_fault_is_the_run_without(fault: str):
-    """Contract: it goes on, or stops with a line and is resumed; metrics and digests are those of a
-    run in process.
+    """Check that the run continues, or stops with a line and is resumed.
+
+    Metrics and digests are those of a run without servers.
     """
     command = [
         sys.executable,

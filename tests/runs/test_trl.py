@@ -1,5 +1,6 @@
-"""TRL's trainers on an exact low-bit policy. Blind spots: one process, CPUs; tools and environments
-are TRL's own.
+"""TRL's trainers on an exact low-bit policy.
+
+Blind spots: one process on CPUs only; tools and environments are TRL's own.
 """
 
 import dataclasses
@@ -35,9 +36,10 @@ def reward(completions: list[Any], number: list[int], **_: Any) -> list[float]:
 
 
 def test_two_steps_are_exact_and_a_resumed_training_ends_equal(random_policy, tmp_path: Path):
-    """By TRL's metric, of its log-probs of the learner and those that the engine gave, every
-    token's are equal before each update; masters move. From TRL's checkpoint of the first step the
-    second is repeated to the last bit.
+    """Check that TRL's metric finds equal log-probs of learner and engine before each update.
+
+    They are equal for every token, and masters change. The second step is repeated to the last bit
+    from TRL's checkpoint of the first.
     """
     prompts = [[{"role": "user", "content": "1 + " * n + "1"}] for n in range(1, 9)]
     data = Dataset.from_dict({"prompt": prompts, "number": list(range(8))})
@@ -63,8 +65,10 @@ def test_two_steps_are_exact_and_a_resumed_training_ends_equal(random_policy, tm
 
 
 def test_log_probs_of_trls_rows_are_the_policys(random_policy):
-    """Padded on both sides, prompts in common, one row all masked; and as TRL's asynchronous
-    trainer packs them, where sequences fork within their completions.
+    """Check sequences padded on both sides, with common prompts and one row that is all masked.
+
+    They are also packed as TRL's asynchronous trainer does, where sequences fork within their
+    completions.
     """
     from trl.experimental.async_grpo.packing import TreeRow  # pyright: ignore[reportMissingImports]
 
@@ -119,8 +123,9 @@ def test_log_probs_of_trls_rows_are_the_policys(random_policy):
 
 
 def test_trls_options_are_tbpo():
-    """With ratios on all sides of the bands, and a sampler of other log-probs, TRL's loss and
-    gradient are those of QaRL's objective and its geometric correction.
+    """Compare TRL's loss and gradient with QaRL's objective and its geometric correction.
+
+    Ratios lie on all sides of the bands, and the sampler has other log-probs.
     """
     generator = torch.Generator().manual_seed(0)
     ids = torch.zeros(8, 5).long()
