@@ -158,7 +158,7 @@ LESS = {
 
 @pytest.mark.parametrize("saving", LESS)
 def test_what_saves_memory_never_costs_any(saving: str):
-    """It also saves some of the drawn runs something, so a setting that counts nowhere is caught."""
+    """It also saves some of the drawn runs something: a setting without effect is caught."""
     smaller, larger = LESS[saving]
     saves = 0
     for seed in range(20):

@@ -49,7 +49,8 @@ class Config(vf.TasksetConfig):
 class Guesses(vf.Taskset[Guess, Config]):
     def load(self):
         for n in range(self.config.count):
-            yield Guess(Data(prompt=f"guess {n}", system_prompt="Guess.", answer=str(n)), self.config.task)
+            data = Data(prompt=f"guess {n}", system_prompt="Guess.", answer=str(n))
+            yield Guess(data, self.config.task)
 
 class HarnessConfig(vf.HarnessConfig):
     how: str = "asks"
@@ -58,7 +59,10 @@ class Asks(vf.Harness[HarnessConfig]):
     APPENDS_SYSTEM_PROMPT, EXECUTES_CODE, NEEDS_CONTAINER = True, False, False
 
     async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):
-        messages = [{"role": "system", "content": data.system_prompt}, {"role": "user", "content": data.prompt}]
+        messages = [
+            {"role": "system", "content": data.system_prompt},
+            {"role": "user", "content": data.prompt},
+        ]
         if self.config.how == "silent":
             raise ValueError("no shop is open")
         async with AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0) as client:
