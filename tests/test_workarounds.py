@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cases import cases
 from tests.support.kernels import attention_depends_on_requests
 
 ROOT = Path(__file__).parents[1]
@@ -28,7 +27,113 @@ ROWS = [
 ]
 TABLE = [row for row in ROWS if row[0] != "fault"]
 
-UPSTREAM = cases(__file__, "upstream")
+UPSTREAM = {
+    "biases are loaded in place": [
+        "vllm/model_executor/model_loader/reload/meta.py",
+        'SKIP_LOAD_TENSORS | {"bias"}',
+    ],
+    "generators are rewound": [
+        "vllm/v1/worker/gpu_model_runner.py",
+        "gen.set_offset(gen.get_offset() - 4)",
+    ],
+    "reload copies back": [
+        "vllm/model_executor/model_loader/reload/layerwise.py",
+        "param.data.copy_(getattr(layer, ",
+    ],
+    "heads are prepacked": [
+        "vllm/model_executor/layers/utils.py",
+        "handler = ops.create_onednn_mm(origin_weight.t()",
+    ],
+    "strides of a kernel": [
+        "vllm/model_executor/layers/fused_moe/experts/cutlass_moe.py",
+        "ab_strides2 = torch.full((e,), n, device",
+    ],
+    "flashinfer by path": ["vllm/utils/flashinfer.py", 'shutil.which("ninja") is None'],
+    "humming is preferred": [
+        "vllm/model_executor/layers/fused_moe/oracle/int_wna16.py",
+        "return prioritize_humming(backends)",
+    ],
+    "gates quantize": [
+        "vllm/model_executor/layers/fusion/quant_activation.py",
+        'getattr(layer, "requires_unquantized_input", False)',
+    ],
+    "w4a8 alias": [
+        (
+            "vllm/model_executor/layers/quantization/compressed_tensors/schemes/compressed_tensors_w4a8_int.py"
+        ),
+        'layer.register_parameter("weight_packed", weight)',
+    ],
+    "experts' kernel": [
+        "vllm/model_executor/layers/fused_moe/unquantized_fused_moe_method.py",
+        "# Setup moe kernel only on the first",
+    ],
+    "sampler compiles": ["vllm/v1/sample/ops/logprobs.py", "@torch.compile(backend="],
+    "a new stream a thread": [
+        "vllm/utils/torch_utils.py",
+        "            torch.cuda.set_stream(new_stream)",
+    ],
+    "parameters ask for a group": [
+        "vllm/model_executor/parameter.py",
+        "tp_rank = get_tensor_model_parallel_rank()",
+    ],
+    "fp8 asks the model's config": [
+        (
+            "vllm/model_executor/layers/quantization/compressed_tensors/schemes/compressed_tensors_w8a8_fp8.py"
+        ),
+        "_vllm_config().model_config.dtype",
+    ],
+    "loaders are bound methods": [
+        "vllm/model_executor/layers/linear.py",
+        "weight_loader=self.weight_loader",
+    ],
+    "experts need AMX": [
+        "vllm/model_executor/layers/fused_moe/experts/cpu_moe.py",
+        "and torch.cpu._is_amx_tile_supported()",
+    ],
+    "int8 activations by default": ["vllm/envs.py", 'os.getenv("VLLM_CPU_INT4_W4A8", "1")'],
+    "int8 by rows alone": [
+        "vllm/model_executor/kernels/linear/scaled_mm/cpu.py",
+        "and check_cpu_sgl_kernel(N, K, dtype)",
+    ],
+    "fp8 one element at a time": [
+        "vllm/model_executor/kernels/linear/scaled_mm/cpu.py",
+        "requires native AMX-FP8 hardware (Diamond Rapids); ",
+    ],
+    "int4 widened": [
+        "vllm/model_executor/kernels/linear/mixed_precision/cpu.py",
+        "into_int32(weight, self.config.weight_type, 1)",
+    ],
+    "few rows by another kernel": [
+        "vllm/model_executor/layers/utils.py",
+        "layer.cpu_linear = lambda x, weight, bias: ops.onednn_mm(",
+    ],
+    "a thread shows its error": [
+        "tensorboard/summary/writer/event_file_writer.py",
+        "            self.exception = ex\n",
+    ],
+    "keys are split over threads": [
+        "vllm/v1/attention/backends/cpu_attn.py",
+        "enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV",
+    ],
+    "attention by AMX": [
+        "vllm/v1/attention/backends/cpu_attn.py",
+        "if supports_amx and dtype in (torch.bfloat16,) and block_size % 32 == 0:",
+    ],
+    "classes are decorated": [
+        "vllm/model_executor/models/transformers/base.py",
+        "self._decorate_for_torch_compile()",
+    ],
+    "classes are looked at apart": [
+        "vllm/model_executor/models/registry.py",
+        "mi = _run_in_subprocess(",
+    ],
+    "schedule is dumped": ["vllm/v1/engine/core.py", "dump_engine_exception("],
+    "hub asked six times": ["huggingface_hub/utils/_http.py", "    max_retries: int = 5,"],
+    "files are read whole": [
+        "transformers/modeling_utils.py",
+        "= _load_state_dict_into_zero3_model(model, state_dict",
+    ],
+}
 """Fault → the library's file, and the text in it that makes the workaround necessary."""
 
 

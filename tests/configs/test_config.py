@@ -22,7 +22,7 @@ from qarl.configs.schema.objectives import AnyObjective
 from qarl.configs.schema.run import RunConfig, TaskConfig
 from qarl.report.run_folder import FIXED_FIELDS, resumed_config
 from qarl.rollout.types import Sampling
-from tests.support.cases import cases, pattern
+from tests.support.cases import pattern
 
 
 def test_naming_another_task_forgets_the_files_options(tmp_path: Path):
@@ -46,9 +46,29 @@ def test_every_shipped_file_parses(name: str):
     assert isinstance(load_config(config_file(name), {}), RunConfig)
 
 
-TABLE_2 = cases(__file__, "table 2")
+TABLE_2 = {
+    "data.train_batch_size": [512, "rollout.prompts"],
+    "data.max_prompt_length": [2048, "rollout.max_prompt_tokens"],
+    "data.max_response_length": [16384, "rollout.max_new_tokens"],
+    "rollout.n": [8, "rollout.samples"],
+    "val_kwargs.temperature": [0.6, "eval.temperature"],
+    "actor.ppo_max_token_len_per_gpu": [22528, "learner.micro_batch_tokens"],
+    "optim.opt_type": ["muon", "learner.optimizer.name"],
+    "optim.lr": [1e-06, "learner.optimizer.lr"],
+    "optim.weight_decay": [0.01, "learner.optimizer.weight_decay"],
+    "actor.use_kl_loss": ["none", "learner.kl.name"],
+    "actor.seq_clip_ratio_high": [0.0004, "learner.objective.epsilon_high"],
+    "actor.neg_seq_clip_ratio_high": [0.0007, "learner.objective.delta_high"],
+    "actor.neg_seq_clip_ratio_low": [0.0003, "learner.objective.delta_low"],
+    "actor.seq_tis_imp_ratio_cap": [2, "learner.correction.cap"],
+}
 """The paper's parameter → its value there, and the field that holds it here."""
-PAPER = cases(__file__, "paper")
+PAPER = {
+    "Qwen/Qwen2.5-Math-1.5B": {"rollout.max_new_tokens": 2048},
+    "Qwen/Qwen2.5-Math-7B": {"rollout.max_new_tokens": 2048},
+    "Qwen/Qwen3-8B-Base": {},
+    "Qwen/Qwen3-30B-A3B-Base": {},
+}
 """The paper's models → where their files deviate from the table, with reasons in the files."""
 
 
@@ -74,7 +94,167 @@ def test_paper_files_hold_table_2(model: str):
     assert "seq_clip_ratio_low" in file.read_text()
 
 
-@pytest.mark.parametrize(("overrides", "named"), cases(__file__, "wrong values"))
+WRONG_VALUES = [
+    pytest.param({"seed": "true"}, "seed true must be a number", id="seed-true-must-be"),
+    pytest.param(
+        {"learner.optimizer.lr": "yes"},
+        "learner.optimizer: lr true must be a number",
+        id="learner.optimizer-lr-true-must",
+    ),
+    pytest.param(
+        {"learner.alinged": "false"},
+        "--learner.alinged; did you mean --aligned (learner.aligned)",
+        id="learner.alinged-did-you-mean",
+    ),
+    pytest.param(
+        {"learner.optimizer.rounding": "stochastic"},
+        "rounding 'stochastic' is for 16-bit masters",
+        id="rounding-stochastic-is-for",
+    ),
+    pytest.param(
+        {"learner.objective.name": "sapo", "learner.objective.tau": "2"},
+        "--learner.objective.tau",
+        id="learner.objective.tau",
+    ),
+    pytest.param(
+        {"learner.correction.name": "none", "learner.correction.cap": "2"},
+        "'cap' … token_tis, …'none'",
+        id="cap-token_tis-none",
+    ),
+    pytest.param(
+        {"learner.correction.name": "geometric", "learner.correction.ratio_from": "sampler"},
+        "'ratio_from' … none, token_mis,… 'geometric'",
+        id="ratio_from-none-token_mis-geometric",
+    ),
+    pytest.param(
+        {"learner.objective.name": "on_policy"},
+        "learner.mini_batches is 2; set it to 1",
+        id="learner.mini_batches-is-2-set",
+    ),
+    pytest.param(
+        {"learner.ratio_fix": "shadow_forward"},
+        "ratio_fix 'shadow_forward' … learner.aligned true",
+        id="ratio_fix-shadow_forward-learner.aligned-true",
+    ),
+    pytest.param(
+        {
+            "learner.objective.name": "on_policy",
+            "learner.mini_batches": "1",
+            "learner.correction.name": "none",
+            "learner.correction.ratio_from": "sampler",
+        },
+        "'on_policy' …ratio_from 'sampler'",
+        id="on_policy-ratio_from-sampler",
+    ),
+    pytest.param(
+        {"learner.lora.rank": "8"},
+        "'rank' … lora, … 'none'…or give --learner.lora.name lora",
+        id="rank-lora-none-or",
+    ),
+    pytest.param(
+        {
+            "learner.lora.name": "lora",
+            "learner.master_dtype": "bfloat16",
+            "learner.optimizer.rounding": "nearest",
+        },
+        "rounding 'nearest' … LoRA",
+        id="rounding-nearest-LoRA",
+    ),
+    pytest.param({"learner.lora.name": "dora"}, "'dora' … none, lora", id="dora-none-lora"),
+    pytest.param(
+        {"learner.lora.name": "lora", "learner.lora.rank": "0"},
+        "learner.lora.rank 0 … equal to 1",
+        id="learner.lora.rank-0-equal-to",
+    ),
+    pytest.param(
+        {"learner.lora.name": "lora", "learner.lora.dropout": "0.1"},
+        "--learner.lora.dropout",
+        id="learner.lora.dropout",
+    ),
+    pytest.param(
+        {"learner.lora.name": "lora", "learner.lora.targets": "*.q_proj,first:x"},
+        "LoRA target 'first:x' … write first:1",
+        id="LoRA-target-first-x",
+    ),
+    pytest.param(
+        {"learner.lora.name": "lora", "learner.lora.targets": "re:("},
+        "LoRA target 're:('",
+        id="LoRA-target-re",
+    ),
+    pytest.param(
+        {"learner.lora.name": "lora", "learner.lora.targets": "*.q_proj,"},
+        "LoRA target ''",
+        id="LoRA-target",
+    ),
+    pytest.param(
+        {"quantization.init": "gptq"},
+        "init 'gptq' …scale 'kept', not 'minmax'",
+        id="init-gptq-scale-kept",
+    ),
+    pytest.param(
+        {"learner.lora.name": "lora", "learner.lora.base": "host", "learner.zero_stage": "3"},
+        "base 'host' with learner.zero_stage 3",
+        id="base-host-with-learner.zero_stage",
+    ),
+    pytest.param(
+        {"learner.keep_kernel_layout": "false"},
+        "keep_kernel_layout false, but … an engine in its process…rollout.servers",
+        id="keep_kernel_layout-false-but-an",
+    ),
+    pytest.param(
+        {"quantization.kv_cache": "fp8", "scheme": "bf16"},
+        "kv_cache 'fp8' with scheme 'bf16'… low-bit scheme",
+        id="kv_cache-fp8-with-scheme",
+    ),
+    pytest.param(
+        {"quantization.scale": "kept", "quantization.init": "gptq", "learner.kl.name": "k3"},
+        "init 'gptq' with learner.kl.name 'k3'",
+        id="init-gptq-with-learner.kl.name",
+    ),
+    pytest.param(
+        {"quantization.scale": "kept", "quantization.init": "gptq", "learner.zero_stage": "1"},
+        "init 'gptq' … not for learner.zero_stage 1",
+        id="init-gptq-not-for",
+    ),
+    pytest.param(
+        {"quantization.scale": "kept", "quantization.init": "gptq", "learner.lora.name": "lora"},
+        "init 'gptq' with learner.lora.name 'lora'",
+        id="init-gptq-with-learner.lora.name",
+    ),
+    pytest.param(
+        {"learner.reduce_dtype": "bfloat16", "learner.zero_stage": "1"},
+        "reduce_dtype 'bfloat16' with learner.zero_stage 1 has nothing to do",
+        id="reduce_dtype-bfloat16-with-learner.zero_stage",
+    ),
+    pytest.param(
+        {"bitwise": "true", "learner.aligned": "false"},
+        "learner.aligned false multiplies other weights",
+        id="learner.aligned-false-multiplies-other",
+    ),
+    pytest.param(
+        {"layers": "=w8a8"},
+        "layer rule '=w8a8' needs a pattern and a scheme: PATTERN=SCHEME",
+        id="layer-rule-w8a8-needs",
+    ),
+    pytest.param(
+        {"layers": "*.down_proj="},
+        "layer rule '*.down_proj=' needs a pattern and a scheme: PATTERN=SCHEME",
+        id="layer-rule-.down_proj-needs",
+    ),
+    pytest.param(
+        {"quantization.scale": "kept", "quantization.init": "gptq", "layers": "*.down_proj=w8a8"},
+        "init 'gptq' with layers *.down_proj=w8a8",
+        id="init-gptq-with-layers",
+    ),
+    pytest.param(
+        {"use_vllm": "", "learner.beta": "0"},
+        "--use_vllm (vLLM always samples); unknown …mean --learner.kl.coefficient",
+        id="use_vllm-vLLM-always-samples",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "named"), WRONG_VALUES)
 def test_wrong_values_are_quoted(overrides: dict[str, str], named: str):
     with pytest.raises(ConfigError, match=pattern(named)):
         load_config(config_file("tiny-qwen3"), overrides)
@@ -85,7 +265,16 @@ def test_names_of_other_trainers_lead_to_fields():
     assert not {*ELSEWHERE} & {*FLAGS}
 
 
-@pytest.mark.parametrize(("text", "stop"), cases(__file__, "stops"))
+STOP_TEXTS = [
+    ("###", ["###"]),
+    ("a # b", ["a # b"]),
+    ("['#', b]", ["#", "b"]),
+    ("[INST]", ["[INST]"]),
+    ("[]", []),
+]
+
+
+@pytest.mark.parametrize(("text", "stop"), STOP_TEXTS)
 def test_a_text_that_ends_a_completion_may_stand_by_itself(text: str, stop: list[str]):
     assert load_config(None, {"rollout.stop": text}).rollout.stop == tuple(stop)
 
@@ -152,7 +341,55 @@ def test_a_configuration_round_trips_as_a_run_folder_writes_it(tmp_path: Path, n
     assert (config.learner.optimizer.lr, config.task.options["min_digits"]) == (3e-4, 2)
 
 
-@pytest.mark.parametrize(("text", "message"), cases(__file__, "wrong files"))
+WRONG_FILES = [
+    pytest.param(None, "cannot read configuration", id="cannot-read-configuration"),
+    pytest.param("- 1\n", "must hold keys and values, not a list", id="must-hold-keys-and"),
+    pytest.param("a: [\n", "is not YAML", id="is-not-YAML"),
+    pytest.param(
+        "learner:\n",
+        "learner is empty; it is a section: give its fields, such as learner.aligned",
+        id="learner-is-empty-it",
+    ),
+    pytest.param(
+        "learner:\n  objective: grpo\n",
+        "learner.objective 'grpo' is no mapping",
+        id="learner.objective-grpo-is-no",
+    ),
+    pytest.param(
+        "learner:\n  optimizer:\n    betas: [0.9]\n",
+        "betas [0.9] must have item 2 too",
+        id="betas-0.9-must-have",
+    ),
+    pytest.param("café: 1\n", "unknown key 'caf", id="unknown-key-caf"),
+    pytest.param(
+        "seed: 1\nsteps: 2\nseed: 3\n",
+        "key 'seed' is given twice, in lines 1 and 3",
+        id="key-seed-is-given",
+    ),
+    pytest.param(
+        "rollout: {top_p: 0.9}",
+        "rollout.top_p: a policy is trained on completions of its whole distribution",
+        id="rollout.top_p-a-policy-is",
+    ),
+    pytest.param(
+        "rollout: {servers: ['http://a:1', 'http://a:1']}",
+        "names no server, or one twice",
+        id="names-no-server-or",
+    ),
+    pytest.param(
+        "learner: {optimzer: {lr: 1}}",
+        "'learner.optimzer' in …c.yaml; did you mean learner: {optimizer: {lr: …}}",
+        id="learner.optimzer-in-c.yaml-did",
+    ),
+    pytest.param(
+        "learner.optimizer.lr: 1\nbeta: 1\n",
+        "'learner.optimizer.lr' in … did you mean …; unknown key 'beta' …kl: ",
+        id="learner.optimizer.lr-in-did-you",
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), WRONG_FILES)
 def test_wrong_files_are_refused(tmp_path: Path, text: str | None, message: str):
     if text is not None:
         (tmp_path / "c.yaml").write_text(text)
@@ -214,11 +451,17 @@ def test_numbers_are_text_where_text_is_meant(tmp_path: Path):
     assert load_config(None, {"output": "null"}).output is None
 
 
+NUMBERS = [
+    "task: {name: q.csv, <<: {system: a}, options: {p: 1e-3, q: 010, s: -08, r: 1:30}}",
+    "learner: {objective: {epsilon_high: 0.1}}",
+]
+
+
 @pytest.mark.parametrize("named", [{}, {"task.name": "./q.csv", "learner.objective.name": "tbpo"}])
 def test_numbers_are_a_persons_and_the_files_own_name_keeps_its_options(
     tmp_path: Path, named: dict[str, str]
 ):
-    (tmp_path / "c.yaml").write_text("\n".join(cases(__file__, "numbers")))
+    (tmp_path / "c.yaml").write_text("\n".join(NUMBERS))
     config = load_config(tmp_path / "c.yaml", {**named, "seed": "010"})
     assert config.task.options == {"p": 1e-3, "q": 10, "s": -8, "r": "1:30"}
     assert config.seed == 10
@@ -237,7 +480,40 @@ def test_the_default_file_follows_the_model():
     assert default_config("Qwen/Qwen3-1.7B-Base") == config_file("paper/qwen3-8b-base")
 
 
-CHANGED = cases(__file__, "fixed fields")
+CHANGED = {
+    "model": ["model", "x/y", {}],
+    "scheme": ["scheme", "w8a8", {}],
+    "layers": ["layers", "first:1=bf16", {}],
+    "dtype": ["dtype", "float16", {}],
+    "seed": ["seed", "3", {}],
+    "from_rollouts": [
+        "from_rollouts",
+        "b",
+        {"from_rollouts": "a", "eval.problems": "0", "export": "false"},
+    ],
+    "rollout.prompts": ["rollout.prompts", "16", {}],
+    "rollout.samples": ["rollout.samples", "4", {}],
+    "rollout.max_new_tokens": ["rollout.max_new_tokens", "9", {}],
+    "rollout.temperature": ["rollout.temperature", "0.8", {}],
+    "rollout.stop": ["rollout.stop", "['###']", {}],
+    "rollout.loop_limit": ["rollout.loop_limit", "32", {}],
+    "rollout.dynamic_sampling": ["rollout.dynamic_sampling", "2", {}],
+    "rollout.max_staleness": ["rollout.max_staleness", "1", {"rollout.servers": "1"}],
+    "learner.aligned": ["learner.aligned", "false", {}],
+    "learner.compute_dtype": ["learner.compute_dtype", "float32", {"learner.aligned": "false"}],
+    "learner.compile": ["learner.compile", "true", {}],
+    "learner.input_gradients": ["learner.input_gradients", "exact", {}],
+    "learner.master_dtype": ["learner.master_dtype", "bfloat16", {}],
+    "learner.optimizer.name": ["learner.optimizer.name", "adamw", {}],
+    "learner.optimizer.rounding": [
+        "learner.optimizer.rounding",
+        "stochastic",
+        {"learner.master_dtype": "bfloat16"},
+    ],
+    "learner.lora": ["learner.lora.name", "lora", {}],
+    "quantization": ["quantization.scale", "kept", {}],
+    "task": ["task.reward", "m:f", {}],
+}
 """The field → what another value of it is, and what both runs need for the field to be allowed."""
 
 

@@ -29,7 +29,6 @@ from qarl.compare.file import ComparisonFile, make_comparison, read_comparison
 from qarl.configs.load import choice_sections
 from qarl.configs.schema.run import RunConfig
 from tests.support import forks
-from tests.support.cases import cases
 
 SMALL = [
     "--steps",
@@ -156,14 +155,144 @@ def test_options_hold_for_variants_that_do_not_set_them():
     assert product["bf16-lr-5e-4"].rollout.prompts == 32
 
 
-@pytest.mark.parametrize(("tree", "texts"), cases(__file__, "texts"))
+OPTION_TEXTS = [
+    pytest.param(
+        {
+            "learner": {"aligned": False, "optimizer": {"lr": 0.0005}},
+            "task": {"options": {"min_terms": 2}},
+        },
+        {
+            "learner.aligned": "false",
+            "learner.optimizer.lr": "0.0005",
+            "task.options": '{"min_terms": 2}',
+        },
+        id="learner-aligned-false-optimizer",
+    ),
+    pytest.param(
+        {"aligned": True, "layers": ["first:1=bf16"]},
+        {"learner.aligned": "true", "layers": '["first:1=bf16"]'},
+        id="aligned-true-layers-first",
+    ),
+]
+
+
+@pytest.mark.parametrize(("tree", "texts"), OPTION_TEXTS)
 def test_options_are_written_as_in_a_configuration_or_on_the_command_line(
     tree: dict[str, Any], texts: dict[str, str]
 ):
     assert files.option_texts(tree) == texts
 
 
-@pytest.mark.parametrize(("body", "arguments", "said"), cases(__file__, "refusals"))
+REFUSED_COMMANDS = [
+    pytest.param(
+        None,
+        "",
+        "nothing to compare; give a YAML file, a shipped name (baselines, objectives,",
+        id="nothing-to-compare-give",
+    ),
+    pytest.param(
+        None,
+        "shemes",
+        "no comparison file 'shemes', and no shipped one of that name",
+        id="no-comparison-file-shemes",
+    ),
+    pytest.param(
+        None,
+        "--vary scheme",
+        "'scheme' must be an option and two values or more, such as scheme=bf16,w4a16",
+        id="scheme-must-be-an",
+    ),
+    pytest.param(
+        None,
+        "--vary schem=bf16,w4a16",
+        "bf16-seed0: unknown option --schem; did you mean --scheme?",
+        id="bf16-seed0-unknown-option",
+    ),
+    pytest.param(
+        None,
+        "--vary scheme=bf16,w4a61",
+        "w4a61-seed0: unknown scheme 'w4a61'",
+        id="w4a61-seed0-unknown-scheme",
+    ),
+    pytest.param(
+        None,
+        "--vary scheme=bf16,w4a16 --seed 1",
+        "seed is chosen by the comparison: every variant is run with",
+        id="seed-is-chosen-by",
+    ),
+    pytest.param(
+        None,
+        "schemes --seeds 1,1",
+        "--seeds '1,1' must be different whole numbers from 0 up",
+        id="seeds-1-1-must",
+    ),
+    pytest.param(
+        None,
+        "schemes --variants qrl",
+        "variant 'qrl' must be one of bf16, plain, qarl; did you mean 'qarl'?",
+        id="variant-qrl-must-be",
+    ),
+    pytest.param(
+        None,
+        "objectives --objective tbpo",
+        "every variant sets learner.objective.name itself",
+        id="every-variant-sets-learner.objective.name",
+    ),
+    pytest.param(
+        None,
+        "ptq --variants qarl,rtn",
+        "variant 'rtn': of 'bf16' must be a variant that is trained and compared",
+        id="variant-rtn-of-bf16",
+    ),
+    pytest.param(
+        None,
+        "ptq --scheme w8a8",
+        "awq-seed0: method 'awq' is for weight-only int4 schemes, not for 'w8a8'",
+        id="awq-seed0-method-awq",
+    ),
+    pytest.param(None, "ptq --rollout.max_prompt_tokens 4", "bf16-seed0: ", id="bf16-seed0"),
+    pytest.param(
+        {"seed": [0]}, "", "unknown key 'seed'; did you mean 'seeds'?", id="unknown-key-seed-did"
+    ),
+    pytest.param({"seeds": []}, "", "seeds [] must hold at least one", id="seeds-must-hold-at"),
+    pytest.param({"reference": "c"}, "", "variant 'c' must be one of a, b", id="variant-c-must-be"),
+    pytest.param(
+        {"figures": {"x": "reward lst 3"}},
+        "",
+        "'reward lst 3' must be METRIC mean, METRIC first N",
+        id="reward-lst-3-must",
+    ),
+    pytest.param(
+        {"evaluate": {"temprature": 1}},
+        "",
+        "'temprature' must be one of suite, data",
+        id="temprature-must-be-one",
+    ),
+    pytest.param(
+        {"variants": ["a"]}, "", "variants: ['a'] must be named options", id="variants-a-must-be"
+    ),
+    pytest.param(
+        {"variants": {"a": "w4a16"}},
+        "",
+        "variants: a 'w4a16' must be options",
+        id="variants-a-w4a16-must",
+    ),
+    pytest.param(
+        {"variants": {"a": {"of": "b"}}},
+        "",
+        "a-seed0: unknown option --of",
+        id="a-seed0-unknown-option",
+    ),
+    pytest.param(
+        {"variants": {"a": {"ptq": "rtn", "of": "a", "steps": 3}}},
+        "",
+        "variant 'a' sets steps, but it is quantized",
+        id="variant-a-sets-steps",
+    ),
+]
+
+
+@pytest.mark.parametrize(("body", "arguments", "said"), REFUSED_COMMANDS)
 def test_what_is_refused_before_the_first_run(
     body: dict[str, Any] | None, arguments: str, said: str, tmp_path, capsys
 ):

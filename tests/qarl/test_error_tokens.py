@@ -15,7 +15,6 @@ from qarl.report.error_tokens import (
     repeated_tokens,
 )
 from qarl.rollout.types import Completion, Group, Prompt
-from tests.support.cases import cases
 
 ROOT = Path(__file__).parents[2]
 SURE = math.log(0.5)
@@ -31,10 +30,18 @@ def group(*pairs: tuple[Completion, float]) -> Group:
     return Group(Prompt("0", "", (1,)), tuple(c for c, _ in pairs), tuple(r for _, r in pairs))
 
 
+LOOPS = {
+    "three times are none": ([5, 5, 5], "..."),
+    "the broken-off fifth round is in the loop": ([9, *[1, 2] * 4, 1, 7], ".xxxxxxxxx."),
+    "of eight": ([1, 2, 3, 4, 5, 6, 7, 8] * 4, "x" * 32),
+    "nothing": ([], ""),
+}
+
+
 @pytest.mark.parametrize(
     ("tokens", "expected"),
-    cases(__file__, "loops").values(),
-    ids=cases(__file__, "loops"),
+    LOOPS.values(),
+    ids=LOOPS,
 )
 def test_loops(tokens: list[int], expected: str):
     assert "".join("x" if hit else "." for hit in repeated_tokens([tokens])) == expected
@@ -99,7 +106,19 @@ def test_loops_are_those_of_the_definition_sequence_by_sequence(
     assert repeated_tokens(sequences).tolist() == expected
 
 
-BLIND: dict[str, tuple[list[int], bool]] = cases(__file__, "blind")
+COUNTED = [token for count in range(100, 120) for token in (5, 6, count)]
+CHANGED_PERIOD = [token for period in (3, 4, 5, 6) for token in range(1, period + 1)]
+BLIND: dict[str, tuple[list[int], bool]] = {
+    "a phrase of nine tokens, over and over": ([*range(9)] * 10, True),
+    "a phrase three times": ([1, 2, 3] * 3, True),
+    "a list that counts on": (COUNTED, True),
+    "a loop that changes its period": (CHANGED_PERIOD, True),
+    "fluent nonsense": ([*range(40)], True),
+    "a drawn line": ([7] * 30, False),
+    "ha ha ha ha": ([8] * 4, False),
+    "a column of zeros": ([3, 9] * 12, False),
+}
+"""Case of the laboratory's page → its tokens, and whether they are an error."""
 
 
 @pytest.mark.parametrize("case", BLIND)

@@ -128,7 +128,8 @@ SCRIPT = ROOT / "scripts/gpu_bringup.sh"
 STAND_IN = """
 printf '%s\\n' "$(basename "$0") $*" >>"$CALLS"
 [[ $FAILS && "$*" == *"$FAILS"* ]] && exit 3
-[[ "$*" == *runs/resumed* && "$*" != *--resume* ]] && mkdir -p "$RESUMED/step-000002" && exec sleep 60
+[[ "$*" == *runs/resumed* && "$*" != *--resume* ]] &&
+    mkdir -p "$RESUMED/step-000002" && exec sleep 60
 exit 0
 """
 

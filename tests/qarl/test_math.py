@@ -21,7 +21,6 @@ from qarl.evaluation.suites import SUITES, suite_tasks
 from qarl.tasks import Problem, Response, TaskError
 from qarl.tasks.math import TIME_LIMIT, math_checker, math_scorer
 from tests.support import Policies
-from tests.support.cases import cases
 from tests.support.profiles import thorough
 from tests.support.transformers_engine import use_transformers_engine
 
@@ -209,7 +208,7 @@ def test_no_answer_hangs_a_run():
     assert time.monotonic() - start < (TIME_LIMIT + 5) * len(SLOW)
 
 
-def test_references_may_come_in_a_box_or_between_dollars_and_one_that_cannot_be_read_gives_no_signal():
+def test_a_reference_may_be_boxed_or_in_dollars_and_an_unreadable_one_gives_no_signal():
     unreadable = [response("", r"\boxed{1}")]
     assert math_scorer()(unreadable) == [None]
     assert math_checker()(unreadable) == [False]
@@ -220,9 +219,57 @@ def test_references_may_come_in_a_box_or_between_dollars_and_one_that_cannot_be_
         ]
 
 
-ROWS: dict[str, list[dict[str, Any]]] = cases(__file__, "rows")
+ROWS: dict[str, list[dict[str, Any]]] = {
+    "aime24": [
+        {
+            "id": 60,
+            "problem": "Find $x$ if $2x = 408$.",
+            "solution": "…",
+            "answer": "204",
+            "year": "2024",
+        },
+        {
+            "id": 61,
+            "problem": "How many minutes?",
+            "solution": "…",
+            "answer": "025",
+            "year": "2024",
+        },
+    ],
+    "aime25": [{"problem": "Find the sum of all integer bases.", "answer": "70", "id": "0"}],
+    "amc23": [{"id": 0, "question": "Find $a+b$.", "answer": 27.0, "url": "…"}],
+    "math500": [
+        {
+            "problem": "Convert $(0,3)$.",
+            "solution": "…",
+            "subject": "Precalculus",
+            "level": 2,
+            "answer": "\\left( 3, \\frac{\\pi}{2} \\right)",
+            "unique_id": "test/precalculus/807.json",
+        }
+    ],
+    "minerva": [{"question": "At what energy? Answer in eV.", "answer": "13.6"}],
+    "olympiadbench": [
+        {
+            "id": 1606,
+            "question": "Find $T$.",
+            "solution": ["…"],
+            "final_answer": ["$\\frac{1}{2}$"],
+            "is_multiple_answer": False,
+            "answer_type": "Numerical",
+            "context": None,
+        }
+    ],
+}
 """A few rows as each data set has them."""
-RIGHT = cases(__file__, "right")
+RIGHT = {
+    "aime24": "204",
+    "aime25": "70",
+    "amc23": "27",
+    "math500": "(3, \\frac{\\pi}{2})",
+    "minerva": "13.6",
+    "olympiadbench": "0.5",
+}
 
 
 def write_copies(folder: Path) -> Path:

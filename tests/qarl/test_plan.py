@@ -35,7 +35,6 @@ from qarl.quant.checkpoint.shapes import plan_layers, weight_shapes
 from qarl.quant.model.add_lora import adapted_weights
 from qarl.quant.schemes import get_scheme
 from qarl.run.check import check_processes
-from tests.support.cases import cases
 from tests.support.models import PUBLISHED
 
 PAPER = config_file("paper/qwen3-8b-base")
@@ -528,7 +527,14 @@ def test_a_persons_file_is_kept_but_for_what_it_leaves_open(tmp_path: Path):
     assert (uncounted.processes, uncounted.words) == (8, ("--processes 8: one a GPU",))
 
 
-RECIPES_ON = cases(__file__, "recipes")
+RECIPES_ON = {
+    "qwen3-0.6b-24gb": "1x24GB",
+    "qwen3-1.7b-80gb": "1x80GB",
+    "qwen3-4b-80gb": "1x80GB",
+    "qwen3-8b-8x80gb": "8x80GB",
+    "qwen3-30b-a3b-8x80gb": "8x80GB",
+    "qwen3-8b-24gb": "1x24GB",
+}
 """The recipe → its machine."""
 
 
@@ -556,7 +562,32 @@ def test_recipes_resolve_suit_their_model_and_fit(name: str, capsys: pytest.Capt
     assert plan.share <= 0.9, plan.memory
 
 
-@pytest.mark.parametrize(("model", "gpus", "said"), cases(__file__, "init"))
+INIT_RECIPES = [
+    ("Qwen/Qwen3-0.6B-Base", "1x24GB", "changed for it: nothing"),
+    (
+        "Qwen/Qwen3-8B-Base",
+        "1xH100",
+        "changed for it: --learner.lora.name lora --optimizer adamw --lr 1e-05",
+    ),
+    (
+        "Qwen/Qwen3-8B-Base",
+        "1x24GB",
+        "--learner.lora.name lora --learner.lora.base host --optimizer adamw",
+    ),
+    (
+        "short",
+        "1xH100",
+        ("changed for it: --scheme w4a16-g32 --rollout.max_prompt_tokens 50 --max-new-tokens 50"),
+    ),
+    (
+        "Qwen/Qwen3-30B-A3B-Base",
+        "8xH100",
+        "changed for it: --learner.zero_stage 3 --learner.optimizer.offload cpu",
+    ),
+]
+
+
+@pytest.mark.parametrize(("model", "gpus", "said"), INIT_RECIPES)
 def test_init_writes_a_run_that_fits(model: str, gpus: str, said: str, tmp_path: Path, capsys):
     """Contract: what trains everything comes before adapters, and the file alone plans as it says.
     A model's positions and the columns of its matrices are those of its config.json.

@@ -28,12 +28,36 @@ from qarl.quant.kernels import flash_attention as flash
 from qarl.quant.layers import gradients
 from qarl.quant.materialize import scales
 from qarl.quant.runtime.shards import Shard, cut_rows
-from tests.support.cases import cases
 from tests.support.models import PUBLISHED, low_bit
 
 LENGTHS = (60, 70, 62)
 TOKENS = sum(LENGTHS)
-DENSE, EXPERTS = (cases(__file__, name) for name in ("dense", "experts"))
+DENSE = {
+    "model_type": "qwen3",
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "head_dim": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+}
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "head_dim": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
+    "moe_intermediate_size": 128,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+}
 LAYERS = DENSE["num_hidden_layers"]
 HIDDEN = DENSE["hidden_size"]
 

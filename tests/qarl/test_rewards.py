@@ -35,7 +35,7 @@ from qarl.tasks.scorers import in_this_process
 from qarl.tasks.task import Task
 from qarl.tasks.worker import Job
 from qarl.tasks.workers import Worker
-from tests.support.cases import cases, pattern
+from tests.support.cases import pattern
 from tests.support.forks import ROOT
 
 PLAIN = Problem("p", "3 + 4 =", "7", {"style": "short"})
@@ -101,7 +101,18 @@ def test_a_right_boxed_answer_is_rewarded_and_counted(questions: Path):
     assert task.correct([Response(PLAIN, text) for text in texts]) == right
 
 
-@pytest.mark.parametrize(("text", "box"), [*cases(__file__, "boxes"), ("\\boxed{" * 3000, None)])
+BOXES = [
+    ("\\boxed{7}", "7"),
+    ("\\boxed{ \\frac{1}{2} } and so on", "\\frac{1}{2}"),
+    ("\\boxed{1} then \\boxed{2}", "2"),
+    ("\\boxed{\\text{a \\boxed{1}}}", "\\text{a \\boxed{1}}"),
+    ("\\boxed{1", None),
+    ("\\boxed{ \\boxed{3}", "3"),
+    ("boxed 7", None),
+]
+
+
+@pytest.mark.parametrize(("text", "box"), [*BOXES, ("\\boxed{" * 3000, None)])
 def test_the_last_complete_box_counts(text: str, box: str | None):
     assert last_box(text) == box
 
@@ -123,7 +134,61 @@ def test_a_reward_and_a_checker_may_differ(questions: Path):
     ]
 
 
-SIGNATURES = {name: "\n".join(lines) for name, lines in cases(__file__, "signatures").items()}
+SIGNATURES = {
+    "qarl": ("def f(problem, text):\n    return float(text == problem.answer)"),
+    "qarl, with ids": (
+        "def f(problem, text, token_ids):\n    return float(token_ids == (0,) and text == '7')"
+    ),
+    "trl": (
+        "def f(completions, answer, **kwargs):\n"
+        "    return [float(c == a) for c, a in zip(completions, answer)]"
+    ),
+    "trl, in full": (
+        "def f(prompts, completions, completion_ids, style, **kwargs):\n"
+        "    assert prompts == ['3 + 4 ='] * 2 and style == ['short'] * 2\n"
+        "    pairs = zip(completions, completion_ids)\n"
+        "    return [float(len(ids) == 1 and c == '7') for c, ids in pairs]"
+    ),
+    "trl, of ids alone": (
+        "def f(completions_ids, log_metric=None, **kwargs):\n"
+        "    log_metric('length', 1.0)\n"
+        "    kwargs['log_extra']('text', kwargs['completions'])\n"
+        "    pairs = zip(kwargs['completions'], completions_ids)\n"
+        "    return [float(c == '7' and len(i) == 1) for c, i in pairs]"
+    ),
+    "trl, async": (
+        "async def f(completions, **kwargs):\n    return [float(c == '7') for c in completions]"
+    ),
+    "verl": (
+        "def f(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    assert data_source == 'q.jsonl' and extra_info == {'style': 'short'}\n"
+        "    return {'score': float(solution_str == ground_truth)}"
+    ),
+    "verl, async": (
+        "async def f(solution_str, ground_truth):\n"
+        "    return {'score': float(solution_str == ground_truth)}"
+    ),
+    "async": (
+        "import asyncio\n"
+        "\n"
+        "\n"
+        "async def f(problem, text):\n"
+        "    await asyncio.sleep(0)\n"
+        "    return text == '7'"
+    ),
+    "an enumeration": (
+        "import enum\n"
+        "\n"
+        "\n"
+        "class Verdict(enum.IntEnum):\n"
+        "    RIGHT, WRONG = 1, 0\n"
+        "\n"
+        "\n"
+        "def f(problem, text):\n"
+        "    return Verdict.RIGHT if text == '7' else Verdict.WRONG"
+    ),
+    "numpy": ("import numpy\n\n\ndef f(problem, text):\n    return numpy.float32(text == '7')"),
+}
 
 
 @pytest.mark.parametrize("code", SIGNATURES.values(), ids=SIGNATURES)
@@ -162,21 +227,128 @@ def test_several_rewards_with_weights(questions: Path):
     assert {name: pytest.approx(values) for name, values in counted.items()} == expected
 
 
-@pytest.mark.parametrize(("spec", "code", "said"), cases(__file__, "no rewards"))
+UNUSABLE_REWARDS = [
+    pytest.param(
+        None,
+        "def f(text, completions):\n    return 1.0",
+        "are of 2 kinds of reward at once",
+        id="are-of-2-kinds",
+    ),
+    pytest.param(None, "f = 3", "has no function 'f'", id="has-no-function-f"),
+    pytest.param(
+        None,
+        "import sys\nsys.exit(4)",
+        "sys.exit(4) (…mine.py, line 2, in <module>)",
+        id="sys.exit-4-mine.py-line",
+    ),
+    pytest.param(
+        None,
+        "1 / 0",
+        "ZeroDivisionError: division by zero (…mine.py, line 1",
+        id="ZeroDivisionError-division-by-zero",
+    ),
+    pytest.param(
+        "mine.py:f",
+        "1 / 0",
+        "ZeroDivisionError: division by zero (…mine.py, line 1",
+        id="ZeroDivisionError-division-by-zero-mine.py",
+    ),
+    pytest.param(
+        "mine.py:f",
+        "import os\nos._exit(5)",
+        "importing it ended its process (exit status 5)",
+        id="importing-it-ended-its",
+    ),
+    pytest.param(
+        "mine.py:f",
+        "import os\nos.kill(os.getpid(), 9)",
+        "importing it ended its process (signal 9)",
+        id="importing-it-ended-its-process",
+    ),
+    pytest.param("exakt", "", "did you mean 'exact'", id="did-you-mean-exact"),
+    pytest.param(
+        "no/such/file.py:f", "", "there is no file 'no/such/file.py'", id="there-is-no-file"
+    ),
+    pytest.param(
+        "qarl.tasks:nothing",
+        "",
+        "'qarl.tasks' has no function 'nothing'",
+        id="qarl.tasks-has-no-function",
+    ),
+    pytest.param(
+        "mine.py:f=much",
+        "",
+        "the weight 'much' must be a number that is not 0, as in mine.py:reward=0.5",
+        id="the-weight-much-must",
+    ),
+]
+
+
+@pytest.mark.parametrize(("spec", "code", "said"), UNUSABLE_REWARDS)
 def test_what_is_no_reward_is_refused(spec: str | None, code: str, said: str, questions: Path):
     """In this process, where no spec says otherwise, and in another one, in the same words."""
     with pytest.raises(TaskError, match=pattern(said)):
         here(questions, code) if spec is None else own(questions, code, spec)
 
 
-@pytest.mark.parametrize(("code", "said"), cases(__file__, "errors"))
+FAILING_REWARDS = [
+    (
+        "def f(problem, text):\n    return {}['oops']",
+        "raised KeyError: 'oops' (…mine.py, line 2, in f)",
+    ),
+    (
+        "def f(completions, **kwargs):\n    return 1.0",
+        "returned a float for 2 completions; give a list",
+    ),
+    ("def f(completions, **kwargs):\n    1 / 0", "raised ZeroDivisionError"),
+    (
+        ("def f(completions, **k):\n    return [c[0]['content'] for c in completions]"),
+        "completions are chats where",
+    ),
+    (
+        ("def f(completions, style2, **kwargs):\n    return []"),
+        "asks for a column 'style2', and the task has style",
+    ),
+    (
+        ("def f(completion_ids, trainer_state):\n    return []"),
+        "'trainer_state'…is not known where rewards run",
+    ),
+    (
+        ("async def f(problem, text):\n    import asyncio\n    await asyncio.sleep(99)"),
+        "took longer than",
+    ),
+    (
+        ("async def f(problem, text):\n    raise TimeoutError('of a judge')"),
+        "raised TimeoutError: of a judge",
+    ),
+]
+
+
+@pytest.mark.parametrize(("code", "said"), FAILING_REWARDS)
 def test_whatever_a_reward_does_is_an_error(code: str, said: str, questions: Path):
     with pytest.raises(RewardError, match=pattern(said)) as caught:
         rewards(here(questions, code, time_limit=0.2), "7", "8")
     assert "problem id: p" in str(caught.value)
 
 
-@pytest.mark.parametrize(("code", "said"), cases(__file__, "endings"))
+ENDED_PROCESSES = [
+    (
+        ("def f(problem, text):\n    import os\n    os._exit(7)"),
+        "ended its process (exit status 7)",
+    ),
+    (
+        ("def f(problem, text):\n    import os\n    os.kill(os.getpid(), 11)"),
+        "ended its process (signal 11)",
+    ),
+    (
+        "def f(problem, text):\n    while True:\n        pass",
+        "took longer than task.time_limit 0.2 s; raise it",
+    ),
+    ("def f(problem, text):\n    return lambda: 1", "returned <function …, which is no number"),
+]
+
+
+@pytest.mark.parametrize(("code", "said"), ENDED_PROCESSES)
 def test_what_hangs_or_ends_its_process_is_an_error_in_bounded_time(
     code: str, said: str, questions: Path
 ):
@@ -214,7 +386,8 @@ def f(problem, text):
     re.match(r"(a+)+$", "a" * 64 + "b")
 
 if __name__ == "__main__":
-    load_task(TaskConfig(name="q.jsonl", reward="mine.py:f")).rewards([Response(Problem("p", "?", "7"), "7")])
+    task = load_task(TaskConfig(name="q.jsonl", reward="mine.py:f"))
+    task.rewards([Response(Problem("p", "?", "7"), "7")])
 """
 
 

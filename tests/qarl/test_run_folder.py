@@ -41,7 +41,6 @@ from qarl.run.export_note import export_note
 from qarl.run.session import Position
 from qarl.run.step_checkpoints import StepCheckpoints
 from tests.support import Policies
-from tests.support.cases import cases
 from tests.support.engines import disturb, make_model
 from tests.support.tensors import stream_digest
 
@@ -152,7 +151,23 @@ def test_a_step_or_a_checkpoint_is_a_beginning(tmp_path: Path):
     assert run.has_begun()
 
 
-@pytest.mark.parametrize(("arguments", "status", "said"), cases(__file__, "finished"))
+FINISHED_COMMANDS = [
+    (
+        "",
+        0,
+        (
+            "is finished: 8 of 8 steps are done, and {run}/export holds its export; nothing "
+            "was left to do"
+        ),
+    ),
+    ("--steps 4", 2, "steps 4, but run '{run}' has done 8 already"),
+    ("--output else", 2, "--output else does not apply: leave it out"),
+    ("--config immediate-eos", 2, "--config immediate-eos does not apply: leave it out"),
+    ("--scheme w8a8", 2, "started with scheme 'w4a16' and cannot be resumed with 'w8a8'"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "status", "said"), FINISHED_COMMANDS)
 def test_what_a_finished_run_answers(
     tmp_path: Path, capsys, arguments: str, status: int, said: str
 ):

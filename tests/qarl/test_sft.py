@@ -30,7 +30,6 @@ from qarl.sft.train import (
 )
 from qarl.sync.export import export_masters
 from qarl.tasks.base import Problem, TaskError, is_heldout
-from tests.support.cases import cases
 from tests.support.learners import make_learner, masters_of
 from tests.support.models import low_bit
 
@@ -228,7 +227,73 @@ def test_held_out_pairs_are_those_that_a_task_holds_out(tmp_path: Path):
     assert heldout(0.0) == heldout(0.3) == {"Say 0", "Say 1", "Say 2"}
 
 
-@pytest.mark.parametrize(("row", "said"), cases(__file__, "rows"))
+REFUSED_ROWS = [
+    pytest.param(
+        {"text": "1 + 1 = 2"},
+        (
+            "a row needs the columns messages, or prompt and completion, or question and "
+            "answer, one of these alone; it has text"
+        ),
+        id="a-row-needs-the",
+    ),
+    pytest.param(
+        {"prompt": "1", "completion": "2", "question": "1", "answer": "2"},
+        "one of these alone; it has prompt, completion, question, answer",
+        id="one-of-these-alone",
+    ),
+    pytest.param(
+        {"prompt": " ", "completion": "2"},
+        "'prompt' must be text, or a list of messages",
+        id="prompt-must-be-text",
+    ),
+    pytest.param(
+        {"prompt": "1", "completion": None},
+        "'completion' must be text",
+        id="completion-must-be-text",
+    ),
+    pytest.param({"prompt": "1", "completion": True}, "got true", id="got-true"),
+    pytest.param(
+        {"prompt": "1", "completion": [{"role": "user", "content": "2"}]},
+        "'completion' must end with a message of the assistant",
+        id="completion-must-end-with",
+    ),
+    pytest.param(
+        {"messages": [{"role": "assistant", "content": "2"}]},
+        "'messages' must end with a message of the assistant, after another one",
+        id="messages-must-end-with",
+    ),
+    pytest.param(
+        {"messages": [{"role": "user", "content": "1"}]},
+        "'messages' must end with a message of the assistant",
+        id="messages-must-end-with-a",
+    ),
+    pytest.param(
+        {"messages": [{"role": "robot", "content": "1"}, {"role": "assistant", "content": "2"}]},
+        "of role system, user, assistant; got {'role': 'robot'",
+        id="of-role-system-user",
+    ),
+    pytest.param(
+        {"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": None}]},
+        "got {'role': 'assistant', 'content': None}",
+        id="got-role-assistant-content",
+    ),
+    pytest.param(
+        {
+            "messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}],
+            "tools": [{"name": "f"}],
+        },
+        "column 'tools' would not be shown to the model",
+        id="column-tools-would-not",
+    ),
+    pytest.param(
+        {"prompt": "1", "completion": "2", "split": "test"},
+        "unknown split 'test'; allowed: train, heldout",
+        id="unknown-split-test-allowed",
+    ),
+]
+
+
+@pytest.mark.parametrize(("row", "said"), REFUSED_ROWS)
 def test_a_row_that_cannot_be_used_is_refused_by_its_line(row: Any, said: str, tmp_path: Path):
     file = write_rows(tmp_path / "pairs.jsonl", [FORMS["messages"], row])
     with pytest.raises(TaskError) as error:
@@ -252,7 +317,47 @@ def test_empty_and_long_pairs_are_refused(random_policy):
         encode(prompter, pairs[::2], 512)
 
 
-@pytest.mark.parametrize(("arguments", "said"), cases(__file__, "refusals"))
+REFUSED_COMMANDS = [
+    ("", "needs --data"),
+    ("--data nope.jsonl", "nope.jsonl does not exist"),
+    ("--data empty.jsonl", "--data empty.jsonl is empty; give lines like"),
+    (
+        "--data pairs.txt",
+        "--data 'pairs.txt' must be a .jsonl, .csv, .tsv, .parquet file, or hf:ID",
+    ),
+    ("--data pairs.jsonl", "--heldout 0.125 sets none of the 3 pairs of pairs.jsonl aside"),
+    ("--data pairs.jsonl --heldout 0.99", "--heldout 0.99 sets all of the 3 pairs"),
+    ("--data pairs.jsonl --heldout 1", "'1' must be a number from 0 to below 1"),
+    (
+        "--data pairs.jsonl --heldout 0",
+        "--batch 32 is more than the 3 pairs to learn from; give at most 3",
+    ),
+    ("--data pairs.jsonl --steps 2 --epochs 1", "--steps 2 and --epochs 1 both say how long"),
+    ("--data pairs.jsonl --steps 0", "--steps '0' must be a whole number from 1 up"),
+    (
+        ("--data pairs.jsonl --heldout 0 --batch 1 --steps 2 --learner.optimizer.warmup_steps 9"),
+        "warmup_steps 9 and decay_steps 0 are more than steps 2",
+    ),
+    ("--data pairs.jsonl --scheme w3a16", "w3a16"),
+    ("--data pairs.jsonl --model tiny-qwen", "did you mean 'tiny-qwen3'?"),
+    ("--data pairs.jsonl --output .", "run folder '.' exists"),
+    (
+        "--data pairs.jsonl --task x.jsonl",
+        "--task 'x.jsonl' would do nothing in `qarl sft`; name the pairs by --data",
+    ),
+    (
+        "--data pairs.jsonl --samples 4",
+        "--samples '4' would do nothing in `qarl sft`; leave it out",
+    ),
+    ("--data pairs.jsonl --learner.lora.name lora", "--learner.lora.name 'lora' would do nothing"),
+    ("--data pairs.jsonl --learner.aligned false", "--aligned 'false' would do nothing"),
+    ("--data pairs.jsonl --lr 0", "must be greater than 0"),
+    ("--data pairs.jsonl --task.split test", "--task.split test is for a Hugging Face data set"),
+    ("--data pairs.jsonl --stepz 3", "unknown option --stepz"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "said"), REFUSED_COMMANDS)
 def test_a_wrong_command_is_one_message_and_nothing_is_left(
     arguments: str, said: str, tmp_path: Path, capsys, monkeypatch
 ):

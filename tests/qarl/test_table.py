@@ -21,7 +21,7 @@ from qarl.configs.schema.task import TaskConfig
 from qarl.planning.shapes import sizes_of
 from qarl.quant.checkpoint.load import load_config, resolve_model
 from qarl.tasks import Problem, Response, RewardError, Table, Task, TaskError, load_task
-from tests.support.cases import cases, pattern
+from tests.support.cases import pattern
 
 ROWS: list[dict[str, Any]] = [
     {"question": f"{i} + 1 =", "answer": str(i + 1), "source": "made up"} for i in range(100)
@@ -255,7 +255,34 @@ def test_what_is_left_out_is_counted(tmp_path: Path):
         empty.problems("train", 0, 1, 0)
 
 
-@pytest.mark.parametrize(("name", "content", "message"), cases(__file__, "bad files"))
+BAD_FILES = [
+    (
+        "t.csv",
+        "question,answer,answer\n1+1,2,3\n",
+        "a column is there twice: question, answer, answer",
+    ),
+    ("t.jsonl", '{"question": "a", "answer": true}\n', "'answer' must be text …; got true"),
+    ("t.jsonl", '{"question": "1"\n', "t.jsonl:1: not valid JSON"),
+    ("t.jsonl", '{"question": "1 \\ud83d", "answer": "2"}\n', "t.jsonl:1: not valid JSON"),
+    ("t.jsonl", "[1]\n", "t.jsonl:1: expected a JSON object, got list"),
+    ("t.jsonl", '{"question": "é"}\n', "t.jsonl:1: not UTF-8 text"),
+    ("t.jsonl", '{"question": "a", "answer": null}\n', "'answer' must be text …; got null"),
+    (
+        "t.csv",
+        "question,answer\n1 + 1 =,2,3\n",
+        "t.csv:2: more fields than the 2 columns; quote fields",
+    ),
+    (
+        "t.csv",
+        "question,answer\n1 + 1 =\n",
+        "t.csv:2: fewer fields than the 2 columns (question, answer)",
+    ),
+    ("t.csv", "question,answer\né,2\n", "t.csv:2: not UTF-8 text (byte 0xe9)"),
+    ("t.parquet", "no parquet", "is no Parquet file"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "message"), BAD_FILES)
 def test_bad_files_are_named(name: str, content: str, message: str, tmp_path: Path):
     """More of them: tests/qarl/test_planted_faults.py."""
     (tmp_path / name).write_bytes(content.encode("latin-1"))

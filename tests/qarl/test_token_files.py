@@ -30,7 +30,7 @@ from qarl.report.token_files import (
 from qarl.report.token_recorder import TokenRecorder, chosen_rows, token_texts
 from qarl.rollout.types import Group
 from qarl.run.replay import comparison
-from tests.support.cases import cases, pattern
+from tests.support.cases import pattern
 from tests.support.learners import (
     SAMPLES,
     VOCABULARY,
@@ -233,6 +233,21 @@ def test_texts_of_tokens_add_up_and_any_ids_have_some(text: str, pieces: int):
         assert len(token_texts(TOKENIZER, ids)) == 40
 
 
+OTHER_FORMATS = [
+    pytest.param(
+        None, "has format none, and this version of qarl reads 4", id="has-format-none-and"
+    ),
+    pytest.param(
+        {"qarl.tokens": "1"},
+        "has format 1, …read it with the version that wrote it",
+        id="has-format-1-read",
+    ),
+    pytest.param(
+        {"qarl.tokens": "4"}, "has other columns than format 4", id="has-other-columns-than"
+    ),
+]
+
+
 def test_damaged_files_and_other_formats_are_named(tmp_path: Path):
     file = tmp_path / "step-000001.parquet"
     file.write_bytes(b"PAR1 and no more")
@@ -240,7 +255,7 @@ def test_damaged_files_and_other_formats_are_named(tmp_path: Path):
         TokenFileError, match=r"step-000001.parquet' is damaged .*remove it to go on"
     ):
         read_step(file)
-    for metadata, said in cases(__file__, "formats"):
+    for metadata, said in OTHER_FORMATS:
         pq.write_table(pa.table({"step": [1]}).replace_schema_metadata(metadata), file)
         with pytest.raises(TokenFileError, match=pattern(said)):
             read_step(file)
@@ -286,7 +301,41 @@ def test_groups_are_read_as_they_were_learned_from(tmp_path: Path):
     assert (experts == groups[1].completions[0].experts).all()
 
 
-@pytest.mark.parametrize(("arguments", "said"), cases(__file__, "refusals"))
+REFUSED_COMMANDS = [
+    (
+        "",
+        (
+            "has recorded 2 of the 24 completions of step 3, of 3 to learn from; give "
+            "--steps 2, or take a run that"
+        ),
+    ),
+    ("--steps 4", "has recorded 2 of the 24 completions of step 3, of 4 to learn from"),
+    (
+        "--model tiny-qwen3-moe",
+        "was sampled with model 'tiny-qwen3', and model 'tiny-qwen3-moe' would do nothing",
+    ),
+    (
+        "--prompts 8",
+        ("was sampled with rollout.prompts 32, and rollout.prompts (--prompts) 8 would do nothing"),
+    ),
+    ("--seed 4", "was sampled with seed 0, and seed 4 would do nothing"),
+    (
+        "--task gcd",
+        ("was sampled with task.name 'chain_sum', and task.name (--task) 'gcd' would do nothing"),
+    ),
+    (
+        "--eval.problems 8",
+        "eval.problems 8 needs an engine, and from_rollouts 'run' learns without one",
+    ),
+    ("--init gptq --scale kept", "quantization.init 'gptq' needs an engine"),
+    (
+        "--config tiny-qwen3",
+        "--from-rollouts has the recorded run's configuration; --config tiny-qwen3 does not",
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "said"), REFUSED_COMMANDS)
 def test_what_cannot_be_replayed(
     recording: RunFolder, capsys: pytest.CaptureFixture[str], arguments: str, said: str
 ):
