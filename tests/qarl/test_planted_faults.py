@@ -218,7 +218,9 @@ FAULTS_OF_REWARD = {
     "def reward(problem, text, extra): return 1.0": (
         "have 'extra', which a reward of qarl's kind is not given"
     ),
-    "def reward(completions, **columns): return [1.0] * 9": "returned a list of 9 for 2 completions",
+    "def reward(completions, **columns): return [1.0] * 9": (
+        "returned a list of 9 for 2 completions"
+    ),
     "import nowhere": ("importing it raised ModuleNotFoundError: No module named 'nowhere'"),
     "def reward(:": "SyntaxError: invalid syntax",
 }
