@@ -31,9 +31,7 @@ LONGEST = ("runs", "engine", "learner", "quant")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Embedded policies of this session are built in a folder of its own, not taken from the user's
-    cache.
-    """
+    """Build the session's embedded policies in a folder of its own instead of the user's cache."""
     if "QARL_TEST_CACHE" not in os.environ:
         os.environ["QARL_USERS_CACHE"] = str(cache_folder())
         folder = tempfile.mkdtemp(prefix="qarl-tests-")
@@ -46,14 +44,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def forked_compressor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """llmcompressor is run by the fork server, 12 s of CPU cheaper; a test without this starts the
-    real process.
+    """Run llmcompressor in the fork server, which saves 12 s of CPU. A test without this fixture
+    starts the real process.
     """
     monkeypatch.setattr("qarl.ptq.compressor._in_own_process", forks.compress)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The longest files first, for several workers; the order within a file stays."""
+    """Put the longest files first, so that several workers finish together. The order within a file
+    stays.
+    """
     rank = {name: place for place, name in enumerate(LONGEST)}
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: rank.get(item.path.parent.name, len(rank)))
@@ -61,23 +61,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def random_policy() -> Policies:
-    """folder = random_policy(tied): a randomly initialized tiny Qwen3 with tied or untied
-    embeddings.
+    """Return a function that makes a randomly initialized tiny Qwen3: folder = random_policy(tied),
+    with tied or untied embeddings.
     """
     return random_recipe("tiny-qwen3")
 
 
 @pytest.fixture(scope="session")
 def random_experts() -> Policies:
-    """folder = random_experts(tied): a randomly initialized tiny Qwen3-MoE with tied or untied
-    embeddings.
+    """Return a function that makes a randomly initialized tiny Qwen3-MoE: folder =
+    random_experts(tied), with tied or untied embeddings.
     """
     return random_recipe("tiny-qwen3-moe")
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    """Of the embedded policy that calls tools; tests of a file may change its template."""
+    """Return the tokenizer of the embedded policy that calls tools; the tests of a file may change
+    its template.
+    """
     return recipe_tokenizer(RECIPES["tiny-qwen3-tools"])
 
 
@@ -91,13 +93,13 @@ def random_recipe(name: str) -> Policies:
 
 @pytest.fixture(scope="session")
 def real_model() -> Path:
-    """SmolLM2-135M-Instruct, from the user's cache: making it takes a download of 93 MB and half a
-    minute.
+    """Return the folder of SmolLM2-135M-Instruct from the user's cache. Making it takes a download
+    of 93 MB and half a minute.
     """
     return ensure_real_model(Path(os.environ["QARL_USERS_CACHE"]))
 
 
 @pytest.fixture
 def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Data sets of a test are prepared in its own folder."""
+    """Prepare the data sets of a test in its own folder."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")

@@ -34,7 +34,7 @@ Node = TypeVar("Node", bound=ast.AST)
 def nodes(
     kind: type[Node] | tuple[type[Node], ...], files: Iterable[Path] = ()
 ) -> Iterator[tuple[Path, Node]]:
-    """Every node of a kind in these files, or in all of ours, with its file."""
+    """Return every node of a kind in these files, or in all of the project's, with its file."""
     for file in files or FILES.values():
         yield from (
             (file, node) for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, kind)
@@ -42,8 +42,8 @@ def nodes(
 
 
 def imports(file: Path) -> set[str]:
-    """Modules of ours that a file imports, wherever in it; `from folder import module` is the
-    module's import.
+    """Return the project's modules that a file imports anywhere. `from folder import module` counts
+    as the module's import.
     """
     modules = {alias.name for _, node in nodes(ast.Import, [file]) for alias in node.names}
     for _, node in nodes(ast.ImportFrom, [file]):
@@ -81,13 +81,13 @@ def test_the_rooms_are_one_package():
 
 
 def modules() -> dict[str, set[str]]:
-    """Every module of ours → those of ours that it imports, wherever in the file."""
+    """Map every module of the project to those it imports anywhere in its file."""
     return {name: imports(file) for name, file in FILES.items()}
 
 
 def folder(module: str) -> str:
-    """`quant.kernels` of `qarl.quant.kernels.vllm`; files of a room's top are rooms of their own
-    (`quant.schemes`).
+    """Return the folder of a module: `quant.kernels` for `qarl.quant.kernels.vllm`. Files at the
+    top of a room are rooms of their own (`quant.schemes`).
     """
     parts = module.split(".")
     if parts[1:2] and parts[1] in ROOMS:
@@ -96,8 +96,8 @@ def folder(module: str) -> str:
 
 
 def circle(arrows: dict[str, set[str]]) -> list[str]:
-    """One circle among the arrows, its first name repeated at the end; empty where there is
-    none.
+    """Return one circle among the arrows, its first name repeated at the end, or an empty result if
+    there is none.
     """
     done: set[str] = set()
 
@@ -257,7 +257,7 @@ DECOYS = ("configs", "quant", "learner", "rollout", "sync", "tests")
 
 @pytest.fixture
 def decoys(tmp_path: Path) -> Path:
-    """A folder with a package of each room's name, which cannot be imported."""
+    """Return a folder with a package of each room's name that cannot be imported."""
     for name in DECOYS:
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text(f"raise ImportError('the decoy {name}')\n")

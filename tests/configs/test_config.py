@@ -26,8 +26,8 @@ from tests.support.cases import pattern
 
 
 def test_naming_another_task_forgets_the_files_options(tmp_path: Path):
-    """The embedded default's digits and reward are for its own task; one's own file starts from
-    nothing.
+    """Contract: digits and reward of the embedded default belong to its own task. A task file of
+    one's own starts without options.
     """
     file = config_file("tiny-qwen3")
     assert load_config(file, {"task.name": "q.jsonl"}).task == TaskConfig(name="q.jsonl")
@@ -470,7 +470,7 @@ def test_numbers_are_a_persons_and_the_files_own_name_keeps_its_options(
 
 
 def test_the_default_file_follows_the_model():
-    """There is one of the paper's for each of its models."""
+    """Contract: each of the paper's models has its own file."""
     files = {name for name in shipped_names() if name.startswith("paper/")}
     assert {f"paper/{model.split('/')[1].lower()}" for model in PAPER} == files
     assert default_config(None).name == "tiny-qwen3.yaml"
@@ -532,7 +532,9 @@ def test_a_resumed_run_keeps_what_fixes_it(path: str):
 
 
 def test_a_users_home_may_begin_a_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """In a file and in options, wherever a path is expected; what is text keeps its tilde."""
+    """Contract: `~` is expanded in files and options wherever a path is expected; plain text keeps
+    its tilde.
+    """
     monkeypatch.setenv("HOME", "/me")
     (tmp_path / "c.yaml").write_text(
         "model: ~/m\noutput: ~/runs\ntask: {name: hf:~/d, system: ~/text}\n"

@@ -34,7 +34,7 @@ def spoken(
     most: int = 2000,
     samples: int = 1,
 ) -> Any:
-    """The conversations' prompt, the first of them, and what the engine was asked."""
+    """Return the conversations' prompt, the first conversation, and the requests to the engine."""
 
     async def rollout(policy: Conversation, problem: Problem) -> Any:
         async with (
@@ -114,7 +114,7 @@ def test_an_agents_conversation_is_one_line_of_tokens(tokenizer: Any, streamed: 
 
 
 def test_what_an_agent_cannot_ask(tokenizer: Any):
-    """And what it asks again is answered as before, not sampled again."""
+    """Contract: a request that is repeated is answered as before and not sampled again."""
     said = {"role": "assistant", "content": "one"}
     faults: dict[str, dict[str, Any]] = {
         "temperature 0.7 is not taken": {"messages": CHAT, "temperature": 0.7},

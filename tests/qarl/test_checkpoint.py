@@ -43,7 +43,7 @@ def test_newest_are_kept_and_read_back(tmp_path: Path):
 
 @contextmanager
 def small_files() -> Iterator[None]:
-    """The operating system lets no file grow beyond 100 kB."""
+    """Limit files to 100 kB, as an operating system with a quota does."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
@@ -149,7 +149,7 @@ def test_what_no_run_has_written_is_refused_by_name(tmp_path: Path, what: str):
 
 
 def test_nothing_to_resume_from(tmp_path: Path):
-    """A copy under another name, or what was being written, is no checkpoint."""
+    """Contract: neither a copy under another name nor an unfinished write is a checkpoint."""
     (tmp_path / ".step-000003.part").mkdir()
     save_checkpoint(tmp_path, 2, {"x": torch.ones(3)}, keep=1).rename(tmp_path / "step-000002.bak")
     with pytest.raises(ConfigError, match="holds no checkpoint yet"):

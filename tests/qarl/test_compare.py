@@ -57,7 +57,7 @@ def left(comparison: Comparison) -> dict[Cell, list[list[str]]]:
 
 
 def configs(comparison: Comparison) -> dict[str, RunConfig]:
-    """Of the first seed, by variant."""
+    """Return the first seed's configurations by variant."""
     return {
         each.name: comparison.run_config(Cell(each, comparison.seeds[0]))
         for each in comparison.variants
@@ -308,7 +308,7 @@ def test_what_is_refused_before_the_first_run(
 
 
 def test_figures_of_metrics():
-    """Of the steps that measured one: the first of these did not learn."""
+    """Contract: only steps that measured a figure count; the first step here did not learn."""
     steps = [
         {"step": n, "reward": n - 3.0, **({"learn/k3": 0.1 * n} if n > 1 else {})}
         for n in range(1, 13)
@@ -473,7 +473,7 @@ def test_cells_are_trained_once_and_go_on_after_a_kill(
 def test_a_cell_that_fails_is_shown_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ):
-    """Whose process ends with the status of its seed."""
+    """Contract: the process exits with the status of the failed seed."""
     child = tmp_path / "child"
     child.write_text('#!/bin/sh\necho "$@"\nexit "$(sed -n "s/^seed: //p" "$5")"\n')
     child.chmod(0o755)

@@ -249,8 +249,8 @@ def test_a_run_of_conversations(tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_run_with_tools(tmp_path: Path):
-    """A policy that has seen a little of its tool calls it, and learns to the last bit; a stopped
-    run goes on alike.
+    """Contract: a policy that has seen a little of its tool calls it and learns to the last bit. A
+    stopped run resumes identically.
     """
     recipe = replace(RECIPES["tiny-qwen3-tools"], warm_start_steps=60, warm_start_batch=32)
     model = ensure_recipe("tools", recipe, tmp_path / "models")

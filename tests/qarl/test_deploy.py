@@ -20,7 +20,9 @@ LICENSED = "---\nlicense: other\nlicense_name: made-up\ntags: [a]\n---\n# Base\n
 
 @pytest.fixture
 def run(tmp_path: Path, random_policy, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
-    """A finished run of three steps, its export from a base whose card states a licence."""
+    """Return a finished run of three steps whose export comes from a base with a license in its
+    card.
+    """
     monkeypatch.chdir(tmp_path)
     base = Path(shutil.copytree(random_policy(True), tmp_path / "base"))
     (base / "README.md").write_text(LICENSED)

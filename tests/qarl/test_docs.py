@@ -30,7 +30,9 @@ TEXTS = [
 
 
 def fields(record: type, prefix: str = "") -> Iterator[str]:
-    """Names in metrics.jsonl of a dataclass's fields; mappings by phase are left to `phases`."""
+    """Return the names that a dataclass's fields have in metrics.jsonl; `phases` covers mappings by
+    phase.
+    """
     for name, hint in typing.get_type_hints(record).items():
         kinds = [kind for kind in (hint, *typing.get_args(hint)) if isinstance(kind, type)]
         nested = [kind for kind in kinds if dataclasses.is_dataclass(kind)]
@@ -92,7 +94,9 @@ def test_the_reference_is_what_the_code_says():
 
 
 def test_the_index_lists_every_page_once():
-    """The laboratory's are in the index's last line and in its own."""
+    """Contract: pages of the laboratory are in the last line of the index and in the laboratory's
+    own index.
+    """
     listed = []
     for index in (ROOT / "docs/index.md", ROOT / "docs/lab/index.md"):
         links = re.findall(
@@ -148,7 +152,7 @@ def test_a_record_says_how_to_measure_it_again():
 
 @pytest.mark.parametrize("file", RECORDS, ids=lambda file: file.stem)
 def test_records_are_as_a_benchmark_wrote_them(file: Path):
-    """Of a commit without changes, without NaN, which JSON has not."""
+    """Contract: a record is of a commit without changes and holds no NaN, which JSON lacks."""
     read = json.loads(file.read_text(), parse_constant=pytest.fail)
     assert read.keys() == {"command", "commit", "environment", "data"}
     assert read["command"].startswith(("qarl bench ", "qarl compare ", "python "))

@@ -24,7 +24,9 @@ HEALTHY: dict[str, Curve] = {
 def lines_of(
     steps: int, seed: int, reward: Curve = HEALTHY["learns"], **curves: Curve
 ) -> list[dict[str, Any]]:
-    """Metrics with a tenth of noise on all but the reward, whose noise is 0.01 to 0.1 a step."""
+    """Return metrics with 10% noise on all fields but the reward, whose noise is 0.01 to 0.1 a
+    step.
+    """
     generator = random.Random(seed)
     noise = generator.choice((0.01, 0.03, 0.1))
     fields: dict[str, Curve] = {
@@ -45,7 +47,7 @@ def lines_of(
 
 
 def late(before: float, after: float) -> Curve:
-    """Changes over the third quarter of a run."""
+    """Return a curve that changes over the third quarter of a run."""
     return lambda x: before + (after - before) * min(1.0, max(0.0, 4 * (x - 0.5)))
 
 
@@ -103,7 +105,7 @@ COLLAPSES: dict[str, tuple[Curve, dict[str, Curve], set[str]]] = {
 
 @pytest.mark.parametrize("kind", COLLAPSES)
 def test_collapses_are_seen_once_and_named(kind: str):
-    """Each sign no sooner than it is there, and by the end of the run; once."""
+    """Contract: each sign is named once, after the collapse begins and before the run ends."""
     reward, curves, signs = COLLAPSES[kind]
     for seed in range(20):
         found = early_warnings(lines_of(200, seed, reward, **curves))
@@ -265,14 +267,16 @@ def test_a_policy_that_breaks_at_once_is_seen():
 
 
 def test_steps_that_learned_nothing_are_stepped_over():
-    """Without the learner's fields, and with values that are not finite."""
+    """Contract: steps that lack the learner's fields, or hold values that are not finite, are
+    skipped.
+    """
     lines = [{"step": n, "reward": 0.0, "learn/entropy": math.inf} for n in range(1, 100)]
     assert early_warnings(lines) == []
 
 
 def test_a_warning_stops_a_run_that_asks_for_it():
-    """An error before the last step, with the sign and what to do; on the last step, where the run
-    is done, none.
+    """Contract: before the last step the run stops with the sign and the remedy. On the last step
+    the run is done and no error is raised.
     """
     lines = lines_of(200, 0, late(0.6, 0.0))
     (warning,) = early_warnings(lines)

@@ -123,8 +123,8 @@ BLIND: dict[str, tuple[list[int], bool]] = {
 
 @pytest.mark.parametrize("case", BLIND)
 def test_where_it_fails(case: str):
-    """What docs/lab/experiments.md says it misses, and what it takes for an error and is none: of
-    all tokens.
+    """Contract: these are the misses and false alarms that docs/lab/experiments.md lists, for every
+    token.
     """
     tokens, wrong = BLIND[case]
     assert repeated_tokens([tokens]).tolist() == [not wrong] * len(tokens)

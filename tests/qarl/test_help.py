@@ -19,7 +19,7 @@ def shown(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> list[str]:
-    """The lines of `qarl train OPTION` in a terminal of so many columns."""
+    """Return the lines of `qarl train OPTION` in a terminal of the given width in columns."""
     monkeypatch.setenv("COLUMNS", str(columns))
     assert main(["train", option]) == 0
     return capsys.readouterr().out.splitlines()

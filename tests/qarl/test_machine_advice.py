@@ -135,7 +135,9 @@ exit 0
 
 
 def bringup(folder: Path, fails: str = "") -> tuple[int, list[str], dict[str, int]]:
-    """Exit status, the commands called by a stand-in for each program, and every step's status."""
+    """Return the exit status, the commands that each program's stand-in received, and each step's
+    status.
+    """
     programs = folder / "bin"
     calls = folder / "calls"
     calls.write_text("")

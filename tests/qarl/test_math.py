@@ -151,7 +151,7 @@ wrong.
 
 
 def generated(count: int, seed: int) -> Iterator[Case]:
-    r"""Generated answers in \boxed{…}: as many of every kind, in turn; the box stands in a
+    r"""Return generated answers in \boxed{…}, equally many of every kind in turn, each box in a
     sentence.
     """
     rng = random.Random(seed)
@@ -173,7 +173,7 @@ def response(reference: str, text: str) -> Response:
 
 
 def by_the_library(reference: str, text: str) -> bool:
-    """math-verify asked directly, with the whole text, as verl asks it."""
+    """Ask math-verify directly with the whole text, as verl does."""
     read = [LatexExtractionConfig()]
     expected = parse(f"\\boxed{{{reference}}}", extraction_config=read, parsing_timeout=0)
     return verify(
@@ -197,7 +197,9 @@ def test_generated_answers_agree_with_math_verify():
 
 @pytest.mark.skipif(not thorough(), reason="tens of seconds; in `make test-thorough`")
 def test_no_answer_hangs_a_run():
-    """Each is wrong, after its limit at the latest; the answers around them are judged."""
+    """Contract: each answer counts as wrong at its time limit at the latest, and its neighbors are
+    still judged.
+    """
     around = [
         response("1", r"\boxed{1}"),
         *(response("1", rf"\boxed{{{slow}}}") for slow in SLOW),

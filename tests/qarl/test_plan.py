@@ -49,7 +49,9 @@ def folder(place: Path, name: str) -> Path:
 
 
 def config(**overrides: object) -> RunConfig:
-    """The paper's settings but for some fields, `__` for a dot."""
+    """Return the paper's configuration with some fields changed; `__` in a keyword stands for a
+    dot.
+    """
     return load_config(
         PAPER, {key.replace("__", "."): str(value) for key, value in overrides.items()}
     )
@@ -57,7 +59,7 @@ def config(**overrides: object) -> RunConfig:
 
 @pytest.fixture
 def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Has the driver tell of GPUs, for an environment whose torch would use them."""
+    """Replace the driver's report of GPUs, for an environment whose torch would use them."""
     tool = tmp_path / "bin" / "nvidia-smi"
     tool.parent.mkdir()
     monkeypatch.setenv("PATH", str(tool.parent), prepend=":")

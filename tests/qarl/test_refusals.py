@@ -34,7 +34,7 @@ FILES_OF_CASES = {
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working folder with some files of questions, rewards and configurations in it."""
+    """Return an empty working folder with a few files of questions, rewards and configurations."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("QARL_SERVER_KEY", raising=False)
     for name, text in FILES_OF_CASES.items():
@@ -46,7 +46,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def refused(arguments: str, capsys: pytest.CaptureFixture[str], place: Path) -> str:
-    """The message; everything else of the contract is checked here."""
+    """Return the message of a refused command, and check the rest of the contract: exit status 2,
+    at most four lines, no file changed.
+    """
     before = {
         path: path.stat().st_mtime_ns
         for path in place.rglob("*")
@@ -268,8 +270,8 @@ REFUSED_WITHOUT_TORCH = [
 
 
 def test_what_is_refused_early_is_refused_before_torch_is_imported(place: Path):
-    """All in one process, which would keep what any of them imported. Blind spot: how long it
-    takes, which was measured as 0.8 s a command on a quiet machine.
+    """Run all commands in one process, which would keep whatever any of them imported. Blind spot:
+    duration, which was measured as 0.8 s a command on a quiet machine.
     """
     lines = REFUSED_WITHOUT_TORCH
     code = (
@@ -317,8 +319,8 @@ REFUSED_MODELS = [
 def test_models_are_refused(
     place: Path, random_policy, capsys, monkeypatch, name: str, content: Any, said: str
 ):
-    """Before a run folder is made; kernels are not asked. content: of the file; other fields; its
-    cut length.
+    """Contract: a faulty model is refused before a run folder is made; kernels are not asked.
+    content: the file's new text, its changed fields, or the length it is cut to.
     """
     monkeypatch.setattr("qarl.run.preflight.require_support", lambda *_, **__: None)
     file = Path(shutil.copytree(random_policy(True), place / "model")) / name
@@ -446,7 +448,9 @@ def test_a_run_is_resumed_and_evaluated_in_any_folder(
 
 
 def test_generated_bad_inputs_keep_the_contract():
-    """A few of every kind that `scripts/bad_inputs.py` makes; the script tries hundreds."""
+    """Run a few inputs of every kind that `scripts/bad_inputs.py` makes; the script itself tries
+    hundreds.
+    """
     script = Path(__file__).parents[2] / "scripts" / "bad_inputs.py"
     done = subprocess.run(
         [sys.executable, str(script), "--count", "39"],

@@ -50,20 +50,22 @@ CHAT = Problem(
 
 @pytest.fixture
 def questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file of one question, in the working folder."""
+    """Write a file of one question into the working folder."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "q.jsonl").write_text('{"question": "3 + 4 =", "answer": "7", "split": "train"}\n')
     return tmp_path
 
 
 def own(folder: Path, code: str, spec: str = "mine.py:f", **fields: Any) -> Task:
-    """The task of `questions` with a reward in a file of its own, run in a process of its own."""
+    """Return the task of `questions` whose reward is in its own file and runs in its own process."""
     (folder / "mine.py").write_text(code + "\n")
     return load_task(TaskConfig(name="q.jsonl", reward=spec, **fields))
 
 
 def here(folder: Path, code: str, time_limit: float = 5.0) -> Task:
-    """The same in this process, which saves a quarter of a second a case."""
+    """Return the same task with its reward in this process, which saves a quarter of a second a
+    case.
+    """
     (folder / "mine.py").write_text(code + "\n")
     task = load_task(TaskConfig(name="q.jsonl"))
     return dataclasses.replace(
@@ -208,7 +210,7 @@ def test_trls_chats_are_messages(questions: Path):
 
 
 def test_several_rewards_with_weights(questions: Path):
-    """None adds nothing; where all say None, there is no signal."""
+    """Contract: None adds nothing; if all rewards are None, there is no signal."""
     code = "def right(problem, text):\n    return None if text == '?' else float(text == '7')\n\n\n"
     code += (
         "def short(completions, **kwargs):\n    return [None if c == '?' else -len(c) for c in"

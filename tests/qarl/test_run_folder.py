@@ -46,8 +46,8 @@ from tests.support.tensors import stream_digest
 
 
 def new_run(path: Path, *steps: int, **noted: Any) -> RunFolder:
-    """A run folder with (empty) checkpoints of these steps. noted: of an export; without it there
-    is none.
+    """Create a run folder with empty checkpoints of these steps. noted: step in the export's note;
+    without it there is no export.
     """
     config = load_config(None, {"output": str(path), "steps": "8"})
     run = RunFolder.create(config)

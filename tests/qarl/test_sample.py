@@ -57,7 +57,7 @@ class Recorder:
 def run(
     dynamic: int | None, step: int, teaching: set[int]
 ) -> tuple[Recorder, list[str], list[str]]:
-    """The recorder, and the problems sampled and kept."""
+    """Return the recorder with the sampled and the selected problems."""
     recorder = Recorder(teaching)
     policy = SimpleNamespace(task=recorder, prompter=recorder, processes=Processes())
     session: Any = SimpleNamespace(policy=policy, engine=recorder)
@@ -134,7 +134,7 @@ def test_rounds_are_repeated_until_the_batch_is_full():
 
 @pytest.mark.parametrize(("dynamic", "rounds"), [(0, 1), (1, 2), (3, 4)])
 def test_rounds_are_bounded(dynamic: int, rounds: int):
-    """A batch that cannot be filled is learned from as it is; with nothing that teaches it is
+    """Contract: a batch that cannot be filled is learned from as it is; if nothing teaches, it is
     empty.
     """
     recorder, sampled, kept = run(dynamic, 0, {1})

@@ -16,13 +16,13 @@ from qarl.run.export_note import export_note
 
 @pytest.fixture(autouse=True)
 def _no_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is not refused would replace this process."""
+    """Prevent a command that is not refused from replacing this process."""
     monkeypatch.delattr(os, "fork")
 
 
 @pytest.fixture
 def export(tmp_path: Path) -> Path:
-    """What an exported checkpoint looks like from outside."""
+    """Return a folder that looks like an exported checkpoint from outside."""
     folder = tmp_path / "a policy"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"dtype": "float16"}))
@@ -32,7 +32,7 @@ def export(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run(export: Path, tmp_path: Path) -> Path:
-    """A run folder around it, of 64 + 8 tokens."""
+    """Return a run folder around the export, with 64 + 8 tokens."""
     config = load_config(
         config_file("tiny-qwen3"), {"dtype": "float16", "rollout.kv_cache_gib": "3"}
     )

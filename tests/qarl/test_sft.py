@@ -38,7 +38,7 @@ LENGTHS = [(3, 5), (7, 2), (1, 9), (4, 4), (2, 1), (6, 6)]
 
 
 def random_pairs(vocabulary: int = 96) -> list[Group]:
-    """Groups as `encode` makes them, of random tokens."""
+    """Return groups of random tokens in the form that `encode` makes."""
     generator = torch.Generator().manual_seed(3)
     groups = []
     for prompt, completion in LENGTHS:
@@ -58,7 +58,7 @@ def write_rows(file: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def gradients(learner: Learner, batch: Any) -> dict[str, torch.Tensor]:
-    """Of the batch's mean loss, by master; they are dropped again."""
+    """Return the gradients of the batch's mean loss by master, and clear them."""
     accumulate_gradients(learner, batch, RowLogprobs(batch))
     found = {
         name: p.grad.clone() for name, p in learner.model.masters.items() if p.grad is not None
@@ -361,7 +361,7 @@ REFUSED_COMMANDS = [
 def test_a_wrong_command_is_one_message_and_nothing_is_left(
     arguments: str, said: str, tmp_path: Path, capsys, monkeypatch
 ):
-    """Before torch is imported, or the model looked for."""
+    """Contract: the command is refused before torch is imported and before the model is looked up."""
     monkeypatch.chdir(tmp_path)
     write_rows(tmp_path / "pairs.jsonl", [FORMS["messages"]] * 3)
     (tmp_path / "empty.jsonl").write_text("")

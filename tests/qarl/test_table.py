@@ -29,8 +29,8 @@ ROWS: list[dict[str, Any]] = [
 
 
 def write(path: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
-    """The rows in the format that the path's ending names; a folder becomes a data set of one
-    Parquet file.
+    """Write the rows in the format of the path's suffix; a folder becomes a data set of one Parquet
+    file.
     """
     if path.suffix == ".jsonl":
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -65,8 +65,8 @@ def test_wide_columns_change_no_output_and_coarsen_rows(experts: int) -> None:
 
 
 def row_errors(model: torch.nn.Module) -> dict[str, float]:
-    """Of the matrices that read a norm's output: mean |rounded to int4 by rows - weight| of the
-    columns not widened.
+    """Return mean |weight rounded to int4 by rows - weight| over the columns that were not widened,
+    of the matrices that read a norm's output.
     """
     errors = {}
     for name, weight in model.named_parameters():

@@ -45,7 +45,7 @@ TOKENIZER = train_tokenizer(["12 + 34 = 46", "héllo 你好"], 300, 64)
 def recorded(
     folder: Path, record: Any = "all", **config: Any
 ) -> tuple[list[dict[str, Any]], TokenLog, list[Group]]:
-    """The rows of one step's file, of a batch that a learner has learned."""
+    """Return the rows of one step's file, for a batch that a learner has processed."""
     groups = make_groups()
     batch = make_batch(groups, VOCABULARY - 1)
     recorder = TokenRecorder(folder, record, TOKENIZER, None, True)
@@ -223,7 +223,7 @@ def test_what_is_read_is_what_was_written(tmp_path: Path):
 
 @pytest.mark.parametrize(("text", "pieces"), [("12 + 3", 4), ("你好🙂", 3), ("<|im_end|>", 1)])
 def test_texts_of_tokens_add_up_and_any_ids_have_some(text: str, pieces: int):
-    """Bytes that are no UTF-8 too."""
+    """Contract: bytes that are not UTF-8 are included."""
     ids = TOKENIZER(text)["input_ids"]
     texts = token_texts(TOKENIZER, ids)
     assert "".join(texts) == text
@@ -277,7 +277,7 @@ def single(group: Group) -> Group:
 
 @pytest.fixture
 def recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
-    """A run of three steps, of which all completions of the first two are recorded, and one of the
+    """Return a run of three steps that recorded all completions of the first two and one of the
     third.
     """
     monkeypatch.chdir(tmp_path)
@@ -291,7 +291,9 @@ def recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
 
 
 def test_groups_are_read_as_they_were_learned_from(tmp_path: Path):
-    """Prompts, completions, log-probs to the bit, rewards, and the experts' dtype and shape."""
+    """Contract: prompts, completions, log-probs to the bit, rewards, and the dtype and shape of
+    experts are read back.
+    """
     groups = [single(group) for group in make_groups()]
     TokenRecorder(tmp_path, "all", TOKENIZER, None, True).write(1, groups, None)
     read = read_groups(step_files(tmp_path)[1])
@@ -359,7 +361,7 @@ def test_missing_and_damaged_steps(recording: RunFolder, capsys: pytest.CaptureF
 
 
 def test_the_first_difference_is_named():
-    """Of the learner's figures; times and what was sampled besides are not its."""
+    """Contract: only the learner's figures are compared, not times or sampling metrics."""
     before = [
         {"step": 1, "learn/loss": 0.5, "digest": "a", "reward": 1},
         {"step": 2, "learn/loss": 0.5, "digest": "b"},

@@ -164,7 +164,7 @@ TOOL_FAILURES = [
 
 @pytest.mark.parametrize(("how", "words"), TOOL_FAILURES)
 def test_a_tool_that_fails_says_so(mine: Environments, how: str, words: str):
-    """And the instance lives on where its process does."""
+    """Contract: the instance survives whenever its process does."""
     _, outcome, then = after(mine, ("misbehave", {"how": how}), ("add", {"a": 1}))
     assert isinstance(outcome, Failure)
     assert words in outcome.words
