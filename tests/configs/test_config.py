@@ -426,7 +426,7 @@ def test_functions_say_where_they_failed(tmp_path: Path, monkeypatch: pytest.Mon
         load_function(kind, "mine_6:reward")
 
 
-def test_what_dies_while_it_is_written_leaves_nothing(tmp_path: Path):
+def test_an_interrupted_write_leaves_no_file(tmp_path: Path):
     target = tmp_path / "a"
     building = tmp_path / "a.part"
     for before in (

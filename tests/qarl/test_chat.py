@@ -113,7 +113,7 @@ def test_an_agents_conversation_is_one_line_of_tokens(tokenizer: Any, streamed: 
     )
 
 
-def test_what_an_agent_cannot_ask(tokenizer: Any):
+def test_requests_an_agent_cannot_make_are_refused(tokenizer: Any):
     """Contract: a request that is repeated is answered as before and not sampled again."""
     said = {"role": "assistant", "content": "one"}
     faults: dict[str, dict[str, Any]] = {

@@ -85,7 +85,7 @@ def test_a_first_checkpoint_that_fails_claims_no_older_one(
     assert intact_checkpoint(tmp_path) is None
 
 
-def test_why_a_write_failed_is_the_systems_word(tmp_path: Path):
+def test_a_failed_write_quotes_the_operating_system(tmp_path: Path):
     """torch's own error speaks of a line of its code."""
     with pytest.raises(OSError, match="No space left"):
         checkpoint._write({"x": torch.ones(10**6)}, Path("/dev/full"))
@@ -129,7 +129,7 @@ def test_a_damaged_newest_checkpoint_is_stepped_over(tmp_path: Path, damage: str
 
 
 @pytest.mark.parametrize("what", ["pickle", "text", "step"])
-def test_what_no_run_has_written_is_refused_by_name(tmp_path: Path, what: str):
+def test_foreign_checkpoint_files_are_refused_by_name(tmp_path: Path, what: str):
     """Files of other makers with the right SHA-256: nothing of theirs is executed, and a line says
     so.
     """
@@ -148,7 +148,7 @@ def test_what_no_run_has_written_is_refused_by_name(tmp_path: Path, what: str):
         load_checkpoint(tmp_path)
 
 
-def test_nothing_to_resume_from(tmp_path: Path):
+def test_copies_and_unfinished_writes_are_no_checkpoints(tmp_path: Path):
     """Contract: neither a copy under another name nor an unfinished write is a checkpoint."""
     (tmp_path / ".step-000003.part").mkdir()
     save_checkpoint(tmp_path, 2, {"x": torch.ones(3)}, keep=1).rename(tmp_path / "step-000002.bak")

@@ -307,7 +307,7 @@ def test_what_is_refused_before_the_first_run(
     assert not (tmp_path / "runs").exists()
 
 
-def test_figures_of_metrics():
+def test_figures_skip_steps_that_learned_nothing():
     """Contract: only steps that measured a figure count; the first step here did not learn."""
     steps = [
         {"step": n, "reward": n - 3.0, **({"learn/k3": 0.1 * n} if n > 1 else {})}

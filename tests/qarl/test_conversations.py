@@ -92,7 +92,7 @@ def test_tokens_sampled_are_tokens_learned(tokenizer: Any):
     )
 
 
-def test_what_a_rollout_cannot_do(tokenizer: Any, tmp_path: Path):
+def test_faulty_rollouts_are_refused(tokenizer: Any, tmp_path: Path):
     async def silent(policy: Conversation, problem: Problem) -> None: ...
 
     async def early(policy: Conversation, problem: Problem) -> None:

@@ -94,7 +94,7 @@ def test_answers_for_eyes(run: RunFolder, random_policy, monkeypatch: pytest.Mon
         assert f"eval.{option[2:]} {value} must be" in capsys.readouterr().err
 
 
-def test_what_an_export_says(
+def test_an_export_states_its_run_scheme_and_results(
     run: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     """Of exports that tests/runs makes."""

@@ -43,7 +43,7 @@ LOOPS = {
     LOOPS.values(),
     ids=LOOPS,
 )
-def test_loops(tokens: list[int], expected: str):
+def test_repeated_tokens_of_short_sequences(tokens: list[int], expected: str):
     assert "".join("x" if hit else "." for hit in repeated_tokens([tokens])) == expected
 
 
@@ -122,7 +122,7 @@ BLIND: dict[str, tuple[list[int], bool]] = {
 
 
 @pytest.mark.parametrize("case", BLIND)
-def test_where_it_fails(case: str):
+def test_known_misses_and_false_alarms_of_loops(case: str):
     """Contract: these are the misses and false alarms that docs/lab/experiments.md lists, for every
     token.
     """

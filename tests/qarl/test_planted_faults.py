@@ -287,7 +287,7 @@ CHECK_OPTIONS = [
 
 
 @pytest.mark.parametrize("options", CHECK_OPTIONS)
-def test_what_check_says_is_what_was_recorded(
+def test_findings_of_check_are_those_recorded(
     folder: Path, options: str, capsys: pytest.CaptureFixture[str]
 ):
     """Contract: level, subject and text of each finding equal the record. Findings about the

@@ -248,7 +248,9 @@ REFUSED_COMMANDS = [
 
 
 @pytest.mark.parametrize(("arguments", "said"), REFUSED_COMMANDS)
-def test_one_message_and_nothing_left_behind(place: Path, capsys, arguments: str, said: str):
+def test_a_wrong_command_prints_one_message_and_changes_no_file(
+    place: Path, capsys, arguments: str, said: str
+):
     assert said in refused(arguments, capsys, place)
 
 
@@ -269,7 +271,7 @@ REFUSED_WITHOUT_TORCH = [
 ]
 
 
-def test_what_is_refused_early_is_refused_before_torch_is_imported(place: Path):
+def test_wrong_commands_are_refused_before_torch_is_imported(place: Path):
     """Run all commands in one process, which would keep whatever any of them imported. Blind spot:
     duration, which was measured as 0.8 s a command on a quiet machine.
     """
@@ -334,7 +336,7 @@ def test_models_are_refused(
     assert said in refused(command, capsys, place)
 
 
-def test_versions_are_told(capsys: pytest.CaptureFixture[str]):
+def test_version_and_help_exit_with_status_zero(capsys: pytest.CaptureFixture[str]):
     for arguments in (["--version"], ["-V"], ["version"]):
         assert main(arguments) == 0
         assert capsys.readouterr().out.startswith("qarl ")

@@ -57,7 +57,7 @@ def questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def own(folder: Path, code: str, spec: str = "mine.py:f", **fields: Any) -> Task:
-    """Return the task of `questions` whose reward is in its own file and runs in its own process."""
+    """Return the task of `questions`, whose reward is in its own file and process."""
     (folder / "mine.py").write_text(code + "\n")
     return load_task(TaskConfig(name="q.jsonl", reward=spec, **fields))
 
@@ -287,7 +287,7 @@ UNUSABLE_REWARDS = [
 
 
 @pytest.mark.parametrize(("spec", "code", "said"), UNUSABLE_REWARDS)
-def test_what_is_no_reward_is_refused(spec: str | None, code: str, said: str, questions: Path):
+def test_unusable_rewards_are_refused(spec: str | None, code: str, said: str, questions: Path):
     """In this process, where no spec says otherwise, and in another one, in the same words."""
     with pytest.raises(TaskError, match=pattern(said)):
         here(questions, code) if spec is None else own(questions, code, spec)

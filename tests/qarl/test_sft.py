@@ -361,7 +361,7 @@ REFUSED_COMMANDS = [
 def test_a_wrong_command_is_one_message_and_nothing_is_left(
     arguments: str, said: str, tmp_path: Path, capsys, monkeypatch
 ):
-    """Contract: the command is refused before torch is imported and before the model is looked up."""
+    """Contract: commands are refused before torch is imported and the model is looked up."""
     monkeypatch.chdir(tmp_path)
     write_rows(tmp_path / "pairs.jsonl", [FORMS["messages"]] * 3)
     (tmp_path / "empty.jsonl").write_text("")

@@ -283,7 +283,7 @@ BAD_FILES = [
 
 
 @pytest.mark.parametrize(("name", "content", "message"), BAD_FILES)
-def test_bad_files_are_named(name: str, content: str, message: str, tmp_path: Path):
+def test_unreadable_task_files_are_named(name: str, content: str, message: str, tmp_path: Path):
     """More of them: tests/qarl/test_planted_faults.py."""
     (tmp_path / name).write_bytes(content.encode("latin-1"))
     with pytest.raises(TaskError, match=pattern(message)):

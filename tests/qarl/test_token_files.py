@@ -338,7 +338,7 @@ REFUSED_COMMANDS = [
 
 
 @pytest.mark.parametrize(("arguments", "said"), REFUSED_COMMANDS)
-def test_what_cannot_be_replayed(
+def test_runs_that_cannot_be_replayed_are_refused(
     recording: RunFolder, capsys: pytest.CaptureFixture[str], arguments: str, said: str
 ):
     assert main(["train", "--from-rollouts", "run", *arguments.split()]) == 2
