@@ -94,10 +94,10 @@ def test_answers_for_eyes(run: RunFolder, random_policy, monkeypatch: pytest.Mon
         assert f"eval.{option[2:]} {value} must be" in capsys.readouterr().err
 
 
-def test_an_export_states_its_run_scheme_and_results(
+def test_export_prints_its_step_digest_and_proof(
     run: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    """Of exports that tests/runs makes."""
+    """Blind spot: the exports are stand-ins; tests/runs makes real ones."""
     (run.checkpoints / "step-000003").mkdir(parents=True)
     (run.checkpoints / "step-000003" / "manifest.json").touch()
     written = SimpleNamespace(tensors=9, bytes=3 * 2**19, hexdigest=lambda: "0123456789abcdef" * 4)
