@@ -233,18 +233,10 @@ def test_texts_of_tokens_add_up_and_any_ids_have_some(text: str, pieces: int):
         assert len(token_texts(TOKENIZER, ids)) == 40
 
 
-OTHER_FORMATS = [
-    pytest.param(
-        None, "has format none, and this version of qarl reads 4", id="has-format-none-and"
-    ),
-    pytest.param(
-        {"qarl.tokens": "1"},
-        "has format 1, …read it with the version that wrote it",
-        id="has-format-1-read",
-    ),
-    pytest.param(
-        {"qarl.tokens": "4"}, "has other columns than format 4", id="has-other-columns-than"
-    ),
+OTHER_FORMATS: list[tuple[dict[str, str] | None, str]] = [
+    (None, "has format none, and this version of qarl reads 4"),
+    ({"qarl.tokens": "1"}, "has format 1, …read it with the version that wrote it"),
+    ({"qarl.tokens": "4"}, "has other columns than format 4"),
 ]
 
 
@@ -255,9 +247,9 @@ def test_damaged_files_and_other_formats_are_named(tmp_path: Path):
         TokenFileError, match=r"step-000001.parquet' is damaged .*remove it to go on"
     ):
         read_step(file)
-    for metadata, said in OTHER_FORMATS:
+    for metadata, error in OTHER_FORMATS:
         pq.write_table(pa.table({"step": [1]}).replace_schema_metadata(metadata), file)
-        with pytest.raises(TokenFileError, match=pattern(said)):
+        with pytest.raises(TokenFileError, match=pattern(error)):
             read_step(file)
 
 
