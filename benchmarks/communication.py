@@ -118,7 +118,11 @@ def measure(
     return rows
 
 
-def _launch(folder: Path, count: int, jobs: list[dict[str, Any]]) -> list[Traffic]:
+def _launch(
+    folder: Path,
+    count: int,
+    jobs: list[dict[str, Any]],
+) -> list[Traffic]:
     (folder / "jobs.json").write_text(json.dumps(jobs))
     command = [
         sys.executable,
@@ -188,7 +192,13 @@ class Sent(TorchDispatchMode):
         self.calls: Counter[str] = Counter()
         self._ring = (world - 1) / world
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         if func.namespace == "c10d":
             self.calls[func.overloadpacket.__name__] += 1
             self.bytes += self._sent(func.overloadpacket.__name__, args)
@@ -237,7 +247,12 @@ def _worker(folder: Path) -> None:
     leave_processes()
 
 
-def _learner(folder: Path, job: dict[str, Any], processes: Processes, tokens: int) -> Learner:
+def _learner(
+    folder: Path,
+    job: dict[str, Any],
+    processes: Processes,
+    tokens: int,
+) -> Learner:
     """Build the learner of one job; `tokens` is the number of tokens in the batch."""
     config = LearnerConfig.model_validate(
         {

@@ -29,7 +29,9 @@ PRODUCTS = ((576, 960), (576, 3072), (1536, 576), (576, 49152), (2048, 8192))
 REPEATS = 5
 
 
-def quickest(calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+def quickest(
+    calls: Mapping[str, Callable[[], object]],
+) -> dict[str, float]:
     """Return each call's shortest time in milliseconds over `REPEATS` rounds."""
     best = dict.fromkeys(calls, float("inf"))
     for _ in range(REPEATS):
@@ -55,7 +57,13 @@ def attention_rows() -> list[dict[str, float | str]]:
         q, k, v = (drawn.to(getattr(torch, dtype)) for drawn in values)
         scoring = Scoring(scale=D**-0.5)
 
-        def short(q=q, k=k, v=v, scoring=scoring, tokens=tokens) -> None:
+        def short(
+            q=q,
+            k=k,
+            v=v,
+            scoring=scoring,
+            tokens=tokens,
+        ) -> None:
             attention.cpu_attention(q, k, v, scoring, [tokens], [tokens])
 
         def whole(short: Callable[[], None] = short) -> None:

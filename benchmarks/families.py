@@ -362,7 +362,13 @@ def write_model(name: str, folder: Path, seed: int = 0) -> None:
     model.save_pretrained(folder)
 
 
-def measure(name: str, scheme: str, dtype: str, samples: int, tokens: int) -> dict[str, Any]:
+def measure(
+    name: str,
+    scheme: str,
+    dtype: str,
+    samples: int,
+    tokens: int,
+) -> dict[str, Any]:
     """Measure one family in one scheme and return its row."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -469,7 +475,10 @@ def _reference(
     return gradients, off
 
 
-def _compare(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> tuple[float, float]:
+def _compare(
+    ours: dict[str, torch.Tensor],
+    theirs: dict[str, torch.Tensor],
+) -> tuple[float, float]:
     names = [name for name in theirs if name in ours]
     a = torch.cat([ours[name].double().flatten() for name in names])
     b = torch.cat([theirs[name].double().flatten() for name in names])

@@ -91,7 +91,12 @@ def plot_stem(option: str, file: str) -> Path:
     return path
 
 
-def draw(panels: Sequence[LinePanel], stem: Path, title: str = "", columns: int = 2) -> list[Path]:
+def draw(
+    panels: Sequence[LinePanel],
+    stem: Path,
+    title: str = "",
+    columns: int = 2,
+) -> list[Path]:
     """Write `stem`.svg and `stem`.png (150 dots an inch), panels row by row; return both paths.
 
     Raises `ValueError` if lengths of sequences that belong together differ, or if there is nothing

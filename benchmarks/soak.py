@@ -151,7 +151,10 @@ def _anonymous(process: psutil.Process) -> float:
     return (memory.rss - memory.shared) / 2**20
 
 
-def fitted(points: Sequence[tuple[int, float]], steps: int) -> dict[str, float]:
+def fitted(
+    points: Sequence[tuple[int, float]],
+    steps: int,
+) -> dict[str, float]:
     """Fit a line to points of (step, MiB) by least squares over the means of blocks.
 
     Returns the first and last block's mean, and the slope in MiB per hundred steps with its

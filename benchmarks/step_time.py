@@ -100,7 +100,12 @@ class StepTime:
         return sum(self.parts.values())
 
 
-def measure(plan: Plan, schemes: Sequence[str], lengths: Lengths, gpu: str) -> list[StepTime]:
+def measure(
+    plan: Plan,
+    schemes: Sequence[str],
+    lengths: Lengths,
+    gpu: str,
+) -> list[StepTime]:
     """Return bf16 first, then the plain learner and QaRL's for each scheme.
 
     Each has the cache and checkpointing of its own plan. Raises `ConfigError` for prompts or
@@ -122,7 +127,13 @@ def measure(plan: Plan, schemes: Sequence[str], lengths: Lengths, gpu: str) -> l
     return [_step(plan, scheme, kind, lengths, GPUS[gpu]) for scheme, kind in kinds]
 
 
-def _step(plan: Plan, scheme: str, kind: str, lengths: Lengths, rates: Rates) -> StepTime:
+def _step(
+    plan: Plan,
+    scheme: str,
+    kind: str,
+    lengths: Lengths,
+    rates: Rates,
+) -> StepTime:
     changes = {"scheme": scheme, "learner.aligned": kind == "QaRL", "layers": ()}
     config = changed_config(
         plan.requested,

@@ -441,7 +441,10 @@ def faults(arguments: list[str], place: Path) -> list[str]:
     return [f"{fault}: {message[:200]}" for fault in breaches]
 
 
-def try_all(count: int, seed: int) -> dict[str, list[tuple[list[str], list[str]]]]:
+def try_all(
+    count: int,
+    seed: int,
+) -> dict[str, list[tuple[list[str], list[str]]]]:
     """Run `count` inputs, taking the kinds in turn.
 
     Returns kind → pairs of an input and how it breaks the contract.

@@ -139,7 +139,10 @@ def train(
     return computed
 
 
-def flat(step: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(
+    step: dict[str, Any],
+    prefix: str = "",
+) -> dict[str, Any]:
     """Return a step's metrics except timings, nested ones by dotted names."""
     out: dict[str, Any] = {}
     for name, value in step.items():
@@ -151,7 +154,10 @@ def flat(step: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return out
 
 
-def compare(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+def compare(
+    old: dict[str, Any],
+    new: dict[str, Any],
+) -> dict[str, Any]:
     """Return the values that differ and the names that only one side has."""
     shared = old.keys() & new.keys()
     different = {

@@ -162,7 +162,11 @@ def result(run: Path) -> dict[str, Any]:
     }
 
 
-def broken(outcome: Outcome, arguments: list[str], breaks: Callable[[Watch], str]) -> int:
+def broken(
+    outcome: Outcome,
+    arguments: list[str],
+    breaks: Callable[[Watch], str],
+) -> int:
     """Run one command, break it by calling `breaks` in a thread, and return its exit status."""
     run = Run(*arguments)
     watch = Watch(run.pid)
@@ -313,7 +317,13 @@ class Trials:
     def _servers(self, number: int, run: Path, rng: random.Random) -> Outcome:
         return self._killed(Outcome("servers", number, "two servers"), run, rng, root=False)
 
-    def _killed(self, outcome: Outcome, run: Path, rng: random.Random, root: bool) -> Outcome:
+    def _killed(
+        self,
+        outcome: Outcome,
+        run: Path,
+        rng: random.Random,
+        root: bool,
+    ) -> Outcome:
         alone = self._alone(outcome.run)
         moment = Moment.drawn(rng, outcome.number, alone)
         pick = rng.random()

@@ -130,7 +130,10 @@ class Recorder:
         self._passed &= report.passed
 
 
-def record(paths: list[str], clone: Path) -> dict[str, dict[str, Any]]:
+def record(
+    paths: list[str],
+    clone: Path,
+) -> dict[str, dict[str, Any]]:
     """Run these tests on the unchanged code, one file at a time, and return what each ran."""
     tests: dict[str, dict[str, Any]] = {}
     for path in paths:
@@ -173,7 +176,10 @@ def run(
     return Outcome(mutation, caught, len(near), round(time.monotonic() - started, 1))
 
 
-def running(files: list[str], tests: dict[str, dict[str, Any]]) -> list[str]:
+def running(
+    files: list[str],
+    tests: dict[str, dict[str, Any]],
+) -> list[str]:
     """Return the tests that ran a function of these files."""
     starts = tuple(f"{file}:" for file in files)
     return [
@@ -199,7 +205,10 @@ def importers(file: str, clone: Path) -> list[str]:
     ]
 
 
-def in_turn(tiers: list[list[str]], tests: dict[str, dict[str, Any]]) -> list[str]:
+def in_turn(
+    tiers: list[list[str]],
+    tests: dict[str, dict[str, Any]],
+) -> list[str]:
     """Return each test once, tier by tier and fastest first.
 
     The tests of a file that must stay together keep the file's own order. Their total seconds
@@ -219,7 +228,11 @@ def in_turn(tiers: list[list[str]], tests: dict[str, dict[str, Any]]) -> list[st
     return list(chosen)
 
 
-def failing(names: list[str], clone: Path, tests: dict[str, dict[str, Any]]) -> str:
+def failing(
+    names: list[str],
+    clone: Path,
+    tests: dict[str, dict[str, Any]],
+) -> str:
     """Return the first of these tests that fails, or "" if all pass.
 
     Each file that keeps its order gets a process of its own, because a process has one engine.
@@ -233,7 +246,11 @@ def failing(names: list[str], clone: Path, tests: dict[str, dict[str, Any]]) -> 
     return next(filter(None, failures), "")
 
 
-def _failing(names: list[str], clone: Path, tests: dict[str, dict[str, Any]]) -> str:
+def _failing(
+    names: list[str],
+    clone: Path,
+    tests: dict[str, dict[str, Any]],
+) -> str:
     output = clone / "output.txt"
     process = FORKS.Process(target=_pytest, args=(clone, names))
     process.start()

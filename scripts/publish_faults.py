@@ -59,7 +59,12 @@ def _fill_disk(version: int, log: Path) -> None:
     versions._write = without_room  # type: ignore[assignment]
 
 
-def _trace(version: int, die_at: int | None, count: str | None, log: Path) -> None:
+def _trace(
+    version: int,
+    die_at: int | None,
+    count: str | None,
+    log: Path,
+) -> None:
     """Count the lines that `Publisher.publish` of `version` runs, on all threads.
 
     Kill the process at one of them if `die_at` is set.

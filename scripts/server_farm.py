@@ -102,7 +102,12 @@ def warm(url: str) -> None:
         )
 
 
-def _post(url: str, path: str, body: dict[str, Any] | None = None, seconds: float = 20) -> None:
+def _post(
+    url: str,
+    path: str,
+    body: dict[str, Any] | None = None,
+    seconds: float = 20,
+) -> None:
     request = urllib.request.Request(
         f"{url}{path}", data=json.dumps(body or {}).encode(), method="POST"
     )

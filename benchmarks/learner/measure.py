@@ -141,7 +141,11 @@ def measure(options: Options, say: Callable[[str], None]) -> list[Row]:
     return [row for model in options.models for row in _measure_model(model, options, say)]
 
 
-def _measure_model(name: str, options: Options, say: Callable[[str], None]) -> Iterator[Row]:
+def _measure_model(
+    name: str,
+    options: Options,
+    say: Callable[[str], None],
+) -> Iterator[Row]:
     model = MODELS[name]
     if options.tokens is not None:
         model = dataclasses.replace(model, tokens=options.tokens)

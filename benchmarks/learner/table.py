@@ -68,7 +68,10 @@ def _cells(row: Row) -> list[str | Text]:
     ]
 
 
-def _trl_cells(row: Row, rows: list[Row]) -> tuple[str | Text, str | Text]:
+def _trl_cells(
+    row: Row,
+    rows: list[Row],
+) -> tuple[str | Text, str | Text]:
     """Return tokens per second over TRL's quickest, and step memory over TRL's smallest."""
     trl = [
         other.step_bytes for other in rows if other.trainer == "trl" and other.model == row.model

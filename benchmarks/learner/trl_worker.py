@@ -108,7 +108,12 @@ def rows_a_forward(sequences: Sequences, updates: int, budget: int) -> int:
     )
 
 
-def arguments(job: Job, sequences: Sequences, output: str, cuda: bool) -> dict[str, Any]:
+def arguments(
+    job: Job,
+    sequences: Sequences,
+    output: str,
+    cuda: bool,
+) -> dict[str, Any]:
     """Return the arguments of `GRPOConfig`.
 
     They set GRPO with clip 0.2, no KL penalty, AdamW, and an upper bound of 1 on the gradient's

@@ -32,7 +32,10 @@ def add_trl(parser: argparse.ArgumentParser, settings: str) -> None:
     parser.set_defaults(trl_default=settings)
 
 
-def trl_settings(known: argparse.Namespace, *others: str) -> tuple[tuple[str, ...], Path]:
+def trl_settings(
+    known: argparse.Namespace,
+    *others: str,
+) -> tuple[tuple[str, ...], Path]:
     """Return TRL's settings to measure and its interpreter; no settings without `--against trl`.
 
     others: names in `known` of further options that need `--against trl`. Raises `ConfigError` if

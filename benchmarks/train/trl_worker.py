@@ -36,7 +36,12 @@ def rows_a_forward(prompt_tokens: int, job: TrlJob) -> int:
     return max(n for n in range(1, an_update + 1) if an_update % n == 0 and n <= fits)
 
 
-def arguments(job: TrlJob, rows: int, output: str, cuda: bool) -> dict[str, Any]:
+def arguments(
+    job: TrlJob,
+    rows: int,
+    output: str,
+    cuda: bool,
+) -> dict[str, Any]:
     """Return the arguments of `GRPOConfig`.
 
     They set GRPO with clip 0.2, no KL penalty, AdamW at a constant rate, and an upper bound of 1 on
@@ -97,7 +102,11 @@ def run(job: TrlJob) -> Curve:
     def prompt(problem: Problem) -> Any:
         return [{"role": "user", "content": problem.question}] if chat else problem.question
 
-    def reward(completions: list[Any], number: list[int], **_: Any) -> list[float]:
+    def reward(
+        completions: list[Any],
+        number: list[int],
+        **_: Any,
+    ) -> list[float]:
         texts = [completion[0]["content"] if chat else completion for completion in completions]
         return [score(splits["train"][n], text) for n, text in zip(number, texts, strict=True)]
 
@@ -147,7 +156,12 @@ def run(job: TrlJob) -> Curve:
     return dataclasses.replace(clock.curve(), answers=tuple(answers))
 
 
-def _encode(tokenizer: Any, questions: list[str], chat: bool, padded: bool = False) -> Any:
+def _encode(
+    tokenizer: Any,
+    questions: list[str],
+    chat: bool,
+    padded: bool = False,
+) -> Any:
     """Encode questions as TRL encodes prompts. padded: pad on the left and return tensors."""
     if chat:
         template = {"tokenize": False, "add_generation_prompt": True}

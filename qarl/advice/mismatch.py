@@ -281,7 +281,11 @@ def layer_errors(
     sums: dict[str, list[float]] = {}
 
     def hook(name: str) -> Callable[..., None]:
-        def compare(module: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        def compare(
+            module: Any,
+            inputs: tuple[torch.Tensor, ...],
+            output: torch.Tensor,
+        ) -> None:
             values = dequantized.multiplied(name, *inputs)
             product = aligned.multiplied(name, *inputs)
             squares = [

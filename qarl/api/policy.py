@@ -422,7 +422,12 @@ class Policy(nn.Module):
         return destination
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def load_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         """Copy masters in and `refresh`.
 
         Raises `PolicyError` for other names or shapes, and changes nothing then.

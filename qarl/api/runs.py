@@ -49,7 +49,11 @@ def config(
     return chosen_config(None if source is None else str(source), as_texts(by_field))
 
 
-def plan(config: RunConfig, gpus: str | None = None, processes: int | None = None) -> Plan:
+def plan(
+    config: RunConfig,
+    gpus: str | None = None,
+    processes: int | None = None,
+) -> Plan:
     """Estimate the memory that a run would take, in bytes, and compare it with a machine's.
 
     The plan also has the configuration with all choices made that were left to it. No weight is

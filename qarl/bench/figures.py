@@ -192,7 +192,12 @@ def step_rows(rounds: Rounds) -> list[StepRow]:
     ]
 
 
-def _row(scheme: str, kind: str, answers: Sequence[Answer], bf16: Sequence[_Step]) -> StepRow:
+def _row(
+    scheme: str,
+    kind: str,
+    answers: Sequence[Answer],
+    bf16: Sequence[_Step],
+) -> StepRow:
     steps = [_step(answer, kind) for answer in answers]
     pairs = list(zip(steps, bf16, strict=True))
     low_bit = kind != UNQUANTIZED

@@ -119,7 +119,10 @@ def _checked_lengths(folder: Path, options: SpeedOptions) -> SpeedOptions:
     return options
 
 
-def runnable_schemes(skeleton: Any, options: SpeedOptions) -> tuple[list[str], dict[str, str]]:
+def runnable_schemes(
+    skeleton: Any,
+    options: SpeedOptions,
+) -> tuple[list[str], dict[str, str]]:
     """Return the schemes to measure, bf16 first, and why each of the others is left out.
 
     skeleton: the model on the meta device. Raises `SchemeError` for a scheme of `options.schemes`

@@ -199,7 +199,11 @@ def _plot(
             yield _line(point, height(ratio.low), point, height(ratio.high), stroke)
 
 
-def _curve(curve: _Curve, xs: Sequence[float], ys: Sequence[float]) -> Iterator[str]:
+def _curve(
+    curve: _Curve,
+    xs: Sequence[float],
+    ys: Sequence[float],
+) -> Iterator[str]:
     points = " ".join(f"{x:.1f},{y:.1f}" for x, y in zip(xs, ys, strict=True))
     dashes = ' stroke-dasharray="6 4"' if curve.dashed else ""
     yield (
@@ -302,12 +306,24 @@ def _legend(colours: dict[str, str], y: float) -> Drawn:
     return parts, y + 26
 
 
-def _text(x: float, y: float, text: str, style: str = "", anchor: str = "start") -> str:
+def _text(
+    x: float,
+    y: float,
+    text: str,
+    style: str = "",
+    anchor: str = "start",
+) -> str:
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" class="{style}"'
         f' text-anchor="{anchor}">{escape(text)}</text>'
     )
 
 
-def _line(x: float, y: float, x_end: float, y_end: float, look: str) -> str:
+def _line(
+    x: float,
+    y: float,
+    x_end: float,
+    y_end: float,
+    look: str,
+) -> str:
     return f'<line x1="{x:.1f}" y1="{y:.1f}" x2="{x_end:.1f}" y2="{y_end:.1f}" {look}/>'

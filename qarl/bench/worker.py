@@ -106,7 +106,12 @@ def _model(job: Job, kind: str) -> LowBitModel:
     return LowBitModel(masters, get_scheme(job.scheme), context, "engine")
 
 
-def _prompts(count: int, tokens: int, draw: random.Random, vocabulary: int) -> list[Prompt]:
+def _prompts(
+    count: int,
+    tokens: int,
+    draw: random.Random,
+    vocabulary: int,
+) -> list[Prompt]:
     """Return prompts of random words, so that no two share a prefix that the engine could cache."""
     first = min(_FIRST_WORD, vocabulary // 2)
     return [
@@ -149,7 +154,12 @@ def _cell(
     return Cell(context, batch, min(prefills), min(decodes))
 
 
-def _steps(engine: Engine, kind: str, job: Job, vocabulary: int) -> list[dict[str, float]]:
+def _steps(
+    engine: Engine,
+    kind: str,
+    job: Job,
+    vocabulary: int,
+) -> list[dict[str, float]]:
     """Return the seconds of each phase, for each timed step of one kind.
 
     A step before them warms up, and proves that the published policy is the learner's.

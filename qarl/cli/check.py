@@ -83,7 +83,11 @@ def _check(known: argparse.Namespace, console: Console) -> int:
     return 1 if warnings else 0
 
 
-def _of_run(config: RunConfig, sample: bool, console: Console) -> tuple[list[Finding], str]:
+def _of_run(
+    config: RunConfig,
+    sample: bool,
+    console: Console,
+) -> tuple[list[Finding], str]:
     """Return the findings on a configuration, and words on the tests of a sampled batch ("" without
     `sample`).
     """
@@ -99,7 +103,11 @@ def _of_run(config: RunConfig, sample: bool, console: Console) -> tuple[list[Fin
     return findings, f"; {len(CHECKS)} tests on {tokens:,} tokens"
 
 
-def _previewed(config: RunConfig, console: Console, new: bool) -> tuple[Task, list[Finding]]:
+def _previewed(
+    config: RunConfig,
+    console: Console,
+    new: bool,
+) -> tuple[Task, list[Finding]]:
     """Return a configuration's task and the findings of `qarl.advice.preview`. Phases are shown on
     the console.
 

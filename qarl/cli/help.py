@@ -225,7 +225,13 @@ def _first_line(section: type[Section]) -> str:
     return (section.__doc__ or "").strip().split("\n\n")[0].replace("\n    ", " ")
 
 
-def _field(path: str, value: str, default: str, text: str | None, width: int) -> Iterator[str]:
+def _field(
+    path: str,
+    value: str,
+    default: str,
+    text: str | None,
+    width: int,
+) -> Iterator[str]:
     shown = f"--{path} {value}{f'  [{default}]' if default else ''}"
     yield from textwrap.wrap(
         shown,

@@ -74,7 +74,11 @@ def launch(arguments: Sequence[str], count: int) -> int:
             return _wait(processes)
 
 
-def _send(processes: Sequence[subprocess.Popen[bytes]], number: int, _frame: object = None) -> None:
+def _send(
+    processes: Sequence[subprocess.Popen[bytes]],
+    number: int,
+    _frame: object = None,
+) -> None:
     """Send a signal to the processes that have not ended."""
     for process in processes:
         process.send_signal(number)

@@ -127,7 +127,10 @@ scheme_names = words(SCHEME_NAMES)
 """`type` of `--schemes`."""
 
 
-def numbers(example: str, least: int = 0) -> Callable[[str], tuple[int, ...]]:
+def numbers(
+    example: str,
+    least: int = 0,
+) -> Callable[[str], tuple[int, ...]]:
     """Return the `type` of an option that takes different comma-separated whole numbers from
     `least` up.
     """

@@ -173,7 +173,12 @@ class _Once(argparse.Action):
 class PrintAndExit(argparse.Action):
     """Action that prints the result of `text` and exits."""
 
-    def __init__(self, *arguments: Any, text: Callable[[], str], **settings: Any):
+    def __init__(
+        self,
+        *arguments: Any,
+        text: Callable[[], str],
+        **settings: Any,
+    ):
         super().__init__(*arguments, nargs=0, default=argparse.SUPPRESS, **settings)
         self._text = text
 

@@ -77,7 +77,11 @@ def _report(known: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def _follow(runs: Any, read: Callable[[], Any], write: Callable[..., None]) -> None:
+def _follow(
+    runs: Any,
+    read: Callable[[], Any],
+    write: Callable[..., None],
+) -> None:
     """Write the page whenever a run has new steps, until all runs are finished.
 
     This takes at most a tenth of a core's time.

@@ -128,7 +128,10 @@ def _quantizing(
     return [["export", str(comparison.folder(source)), "-o", str(folder), *options]]
 
 
-def check(comparison: Comparison, processes: int | None) -> dict[Cell, list[list[str]]]:
+def check(
+    comparison: Comparison,
+    processes: int | None,
+) -> dict[Cell, list[list[str]]]:
     """Check a comparison, and return the commands that are left of each cell (`commands_left`).
 
     Raises the error of the part that is wrong, with the cell's name. What can be checked without

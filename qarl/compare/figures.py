@@ -198,7 +198,10 @@ def _estimate(values: Sequence[float]) -> dict[str, Any] | None:
     return dataclasses.asdict(estimate(values)) | {"error": _standard_error(values)}
 
 
-def _difference(own: Mapping[int, float], other: Mapping[int, float]) -> dict[str, Any] | None:
+def _difference(
+    own: Mapping[int, float],
+    other: Mapping[int, float],
+) -> dict[str, Any] | None:
     return _estimate([own[seed] - other[seed] for seed in sorted(own.keys() & other.keys())])
 
 

@@ -181,7 +181,10 @@ def make_comparison(
     return comparison
 
 
-def option_texts(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+def option_texts(
+    tree: Mapping[str, Any],
+    prefix: str = "",
+) -> dict[str, str]:
     """Return a mapping's options as texts by dotted path, as on a command line.
 
     Keys may be short flags, dotted paths or sections.
@@ -235,7 +238,10 @@ def _expanded(
                 )
             names[base, frozenset(pairs)] = name
 
-    def partner(base: str | None, pairs: frozenset[tuple[str, str]]) -> str | None:
+    def partner(
+        base: str | None,
+        pairs: frozenset[tuple[str, str]],
+    ) -> str | None:
         """Return the name of the variant that `base` became for these values, ignoring those that
         `base` sets itself; None if there is none.
         """

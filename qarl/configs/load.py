@@ -87,7 +87,10 @@ def default_config(model: str | None) -> Path:
     return config_file(own if own in shipped_names() else _PAPER)
 
 
-def field_paths(section: type[Section] = RunConfig, prefix: str = "") -> dict[str, Any]:
+def field_paths(
+    section: type[Section] = RunConfig,
+    prefix: str = "",
+) -> dict[str, Any]:
     """Return dotted path → pydantic `FieldInfo` of every leaf field. In a choice it is that of the
     first alternative that has the field.
     """
@@ -259,7 +262,11 @@ def _forget_unchosen(tree: dict[str, Any], section: str, name: Any) -> None:
             tree[leaf] = {}
 
 
-def _leaf_paths(tree: dict[str, Any], known: dict[str, Any], prefix: str = "") -> list[str]:
+def _leaf_paths(
+    tree: dict[str, Any],
+    known: dict[str, Any],
+    prefix: str = "",
+) -> list[str]:
     """Return the dotted paths of a tree's values. A section that is not a mapping is left out,
     because the schema reports it.
     """

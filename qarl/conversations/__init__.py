@@ -54,7 +54,14 @@ class Conversation:
         waiting: Whether a turn of the policy is pending.
     """
 
-    def __init__(self, prompt: Prompt, tokenizer: Any, limit: int, ask: Ask, server: Any = None):
+    def __init__(
+        self,
+        prompt: Prompt,
+        tokenizer: Any,
+        limit: int,
+        ask: Ask,
+        server: Any = None,
+    ):
         self.tokenizer = tokenizer
         self.events = Counter[str]()
         self.prompt = prompt

@@ -105,7 +105,11 @@ class ChatServer:
         if self._runner is not None:
             await self._runner.cleanup()
 
-    def prompt(self, messages: list[dict[str, Any]], tools: list[Any]) -> list[int]:
+    def prompt(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[Any],
+    ) -> list[int]:
         """Return the tokens that a conversation begins with.
 
         Raises `ModelError` if the template fails, and `ConfigError` if there are too many tokens.
@@ -242,7 +246,12 @@ class _Chat:
     def _call_id(self, call: int) -> str:
         return f"call_{self._policy.turns}_{call}"
 
-    def _response(self, text: str, calls: list[ToolCall], reason: str) -> dict[str, Any]:
+    def _response(
+        self,
+        text: str,
+        calls: list[ToolCall],
+        reason: str,
+    ) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": text}
         if calls:
             functions = [

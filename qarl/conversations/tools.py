@@ -201,7 +201,11 @@ class ToolTurns:
         )
 
 
-def _parser(tokenizer: Any, name: str, tools: Sequence[dict[str, Any]]) -> tuple[Any, Any]:
+def _parser(
+    tokenizer: Any,
+    name: str,
+    tools: Sequence[dict[str, Any]],
+) -> tuple[Any, Any]:
     """Return vLLM's parser, and the request that it needs."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.tool_parsers import ToolParserManager

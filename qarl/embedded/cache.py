@@ -20,7 +20,11 @@ def to_stderr(message: str) -> None:
     sys.stderr.write(message + "\n")
 
 
-def cached_path(name: str, facts: Mapping[str, Any], cache: Path | None = None) -> Path:
+def cached_path(
+    name: str,
+    facts: Mapping[str, Any],
+    cache: Path | None = None,
+) -> Path:
     """Return `<cache>/<name>-<hash of facts>`, whether it exists or not.
 
     Args:

@@ -25,7 +25,12 @@ class RowLogprobs:
         self._entropy = torch.zeros(len(batch.tokens), dtype=torch.float64)
         """Sum of each row's entropies, nats, float64 [B]."""
 
-    def add(self, index: torch.Tensor, values: torch.Tensor, entropies: torch.Tensor) -> None:
+    def add(
+        self,
+        index: torch.Tensor,
+        values: torch.Tensor,
+        entropies: torch.Tensor,
+    ) -> None:
         """Add this process's part.
 
         Args:

@@ -87,7 +87,11 @@ def report_page(runs: Sequence[RecordedRun], refresh: int = 0) -> str:
     return filled("report.html", ("tokens.js", "page.js"), parts)
 
 
-def filled(sections: str, scripts: Sequence[str], parts: dict[str, str]) -> str:
+def filled(
+    sections: str,
+    scripts: Sequence[str],
+    parts: dict[str, str],
+) -> str:
     """Return page.html with its placeholders filled in.
 
     Styles and basic scripts are those of all pages.

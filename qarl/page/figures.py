@@ -148,7 +148,11 @@ def curve_figures(kinds: Sequence[Configuration]) -> list[dict[str, Any]]:
     return figures
 
 
-def _chart_data(figure: Figure, axis: str, lines: list[dict[str, Any]]) -> dict[str, Any]:
+def _chart_data(
+    figure: Figure,
+    axis: str,
+    lines: list[dict[str, Any]],
+) -> dict[str, Any]:
     """Return the figure as a dictionary for charts.js. axis: name of the x axis."""
     about = {
         "id": figure.id,
@@ -196,7 +200,12 @@ def _profile(
     return [thinned(_spread(number, name, values))] if values else []
 
 
-def _line(number: int, kind: Configuration, name: str, field: str) -> dict[str, Any] | None:
+def _line(
+    number: int,
+    kind: Configuration,
+    name: str,
+    field: str,
+) -> dict[str, Any] | None:
     """Return the line of a metric over steps; None if no run has it. number: of `kind`."""
     by_step: dict[int, list[float]] = {}
     for run in kind.runs:
@@ -227,7 +236,10 @@ def _series(metrics: Sequence[Metrics], field: str) -> dict[int, float]:
     }
 
 
-def thinned(line: dict[str, Any], most: int = MOST_POINTS) -> dict[str, Any]:
+def thinned(
+    line: dict[str, Any],
+    most: int = MOST_POINTS,
+) -> dict[str, Any]:
     """Return a line of at most `most` points, rounded to 4 digits.
 
     A point is the mean over consecutive ones, and its band reaches to their extremes.

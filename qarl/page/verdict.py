@@ -111,7 +111,13 @@ def _reward_outcome(runs: Sequence[RecordedRun]) -> Remark:
     return _change(before, after, error, words, f"{after - before:+.3g}")
 
 
-def _change(before: float, after: float, error: float, words: str, difference: str) -> Remark:
+def _change(
+    before: float,
+    after: float,
+    error: float,
+    words: str,
+    difference: str,
+) -> Remark:
     """Return in words whether a value changed by more than two standard errors."""
     if abs(after - before) <= 2 * error:
         return "note", f"No change beyond noise: {words} ({difference})"

@@ -252,7 +252,12 @@ def _changes(config: RunConfig, machine: Machine, processes: int) -> list[Change
     return [change for applies, change in changes if applies]
 
 
-def _changed(plan: Plan, changes: list[Change], machine: Machine, processes: int) -> Plan | None:
+def _changed(
+    plan: Plan,
+    changes: list[Change],
+    machine: Machine,
+    processes: int,
+) -> Plan | None:
     """Return the plan with changes, or None if they contradict each other."""
     fields = _all_fields(changes)
     here = plan.local if machine is plan.machine else processes

@@ -76,7 +76,11 @@ def verdict(plan: Plan) -> str:
     return f"{'fits' if plan.share <= 1 - SPARE else 'tight'}, {1 - plan.share:.0%} to spare"
 
 
-def remedies(plan: Plan, overrides: Mapping[str, str], file: str | None) -> list[str]:
+def remedies(
+    plan: Plan,
+    overrides: Mapping[str, str],
+    file: str | None,
+) -> list[str]:
     """Return the lines that follow the table of a plan that does not fit.
 
     They list what each single change would save, and commands whose runs fit.
@@ -113,7 +117,11 @@ def as_data(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _command(processes: int, overrides: Mapping[str, str], file: str | None) -> list[str]:
+def _command(
+    processes: int,
+    overrides: Mapping[str, str],
+    file: str | None,
+) -> list[str]:
     """Return `qarl train` with its options, in lines of `_WIDTH` that a shell reads as one."""
     words = ["qarl train", *([f"--config {shlex.quote(file)}"] if file else [])]
     words += [option((path, shlex.quote(text))) for path, text in overrides.items()]

@@ -134,7 +134,9 @@ def _recipe(job: Job) -> Any:
     return [*(modifier() for modifier in before), QuantizationModifier(**arguments)]
 
 
-def _batches(sequences: tuple[tuple[int, ...], ...]) -> list[dict[str, Any]]:
+def _batches(
+    sequences: tuple[tuple[int, ...], ...],
+) -> list[dict[str, Any]]:
     """Return batches of sequences of equal length, so that nothing is padded or cut.
 
     Each is int64 [rows, T]; the shortest sequences come first.

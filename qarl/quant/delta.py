@@ -311,7 +311,11 @@ def _read(delta: bytes | memoryview, longest: int) -> tuple[_Header, memoryview]
     return header, data[end:]
 
 
-def _entry(name: str, tensor: torch.Tensor, blocks: Iterable[tuple[int | None, bytes]]) -> _Entry:
+def _entry(
+    name: str,
+    tensor: torch.Tensor,
+    blocks: Iterable[tuple[int | None, bytes]],
+) -> _Entry:
     """Return the header's entry of a changed tensor. blocks: changes and payload of each block."""
     return _Entry(
         name=name,
@@ -352,7 +356,10 @@ def _encoded(old: Bytes, new: Bytes) -> tuple[int | None, bytes]:
     return len(positions), _zstd().compress(planes, asbytes=True)
 
 
-def _changes(old: Bytes, new: Bytes) -> tuple[npt.NDArray[np.int64], Bytes] | None:
+def _changes(
+    old: Bytes,
+    new: Bytes,
+) -> tuple[npt.NDArray[np.int64], Bytes] | None:
     """Return the rising positions at which two blocks differ, and the XOR of the bytes there.
 
     None if more bytes differ than may be listed.

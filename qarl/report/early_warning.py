@@ -144,7 +144,11 @@ _FIELDS = {
 class RunWatch:
     """Watches the metrics of one run for signs."""
 
-    def __init__(self, before: Iterable[Mapping[str, Any]] = (), stop_before: int = 0):
+    def __init__(
+        self,
+        before: Iterable[Mapping[str, Any]] = (),
+        stop_before: int = 0,
+    ):
         """Take in the steps before.
 
         before: lines of metrics.jsonl of a run that goes on; their signs are not reported again.

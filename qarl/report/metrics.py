@@ -252,7 +252,10 @@ def _drop_after(file: Path, step: int) -> None:
         building.write_text("".join(lines), encoding="utf-8")
 
 
-def _flatten(prefix: str, tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def _flatten(
+    prefix: str,
+    tree: dict[str, Any],
+) -> Iterator[tuple[str, Any]]:
     """Yield each leaf of a tree with the path to it; None at the top level is left out."""
     for key, value in tree.items():
         name = f"{prefix}{key}"

@@ -11,7 +11,11 @@ _ROOT = Path(__file__).resolve().parents[2]
 _FILES = ("--json", "--plot", "--picture")
 
 
-def record(arguments: list[str], data: Any, program: str = "qarl") -> dict[str, Any]:
+def record(
+    arguments: list[str],
+    data: Any,
+    program: str = "qarl",
+) -> dict[str, Any]:
     """Return the record of a benchmark, a dictionary for JSON.
 
     It has the command, the commit, the machine with versions, and the data. The commit reads

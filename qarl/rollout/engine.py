@@ -62,7 +62,10 @@ class Engine(Protocol):
         """
         ...
 
-    def logprobs_of_each(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+    def logprobs_of_each(
+        self,
+        sequences: Sequence[Sequence[int]],
+    ) -> list[list[list[float]]]:
         """Return `logprobs` from each replica that samples; an engine in this process is one."""
         ...
 

@@ -106,7 +106,12 @@ class _Recorded:
         self._stream.flush()
 
 
-def _name(building: Path, target: Path, manifest: dict[str, Any], keep: int) -> None:
+def _name(
+    building: Path,
+    target: Path,
+    manifest: dict[str, Any],
+    keep: int,
+) -> None:
     """Give a complete checkpoint its name. Once both are on the disk, drop the oldest ones."""
     (building / "manifest.json").write_text(json.dumps(manifest) + "\n")
     _flush(building / "manifest.json")

@@ -164,7 +164,10 @@ def _model_folder(name: str) -> Path:
     return model_folder(name)
 
 
-def _export_of(target: str, dtype: str | None) -> tuple[Path | None, dict[str, Any]]:
+def _export_of(
+    target: str,
+    dtype: str | None,
+) -> tuple[Path | None, dict[str, Any]]:
     """Return the folder of a run's export or of a checkpoint, and its note.
 
     The folder is None if `target` is neither, but may be an embedded model or an id on the Hub.

@@ -71,7 +71,11 @@ def read_pairs(task: TaskConfig, heldout: float) -> list[Pair]:
     return pairs
 
 
-def encode(prompter: Any, pairs: Sequence[Pair], longest: float | None) -> list[Group]:
+def encode(
+    prompter: Any,
+    pairs: Sequence[Pair],
+    longest: float | None,
+) -> list[Group]:
     """Return the tokens of each pair as a group of one completion.
 
     The groups are for `learner.batching.make_batch`. Prompts are tokenized as `qarl train` does it.

@@ -259,7 +259,11 @@ def _name(config: RunConfig) -> str:
     return f"{Path(config.model).name}-{config.scheme}-sft-{now}"
 
 
-def _part(pairs: list[Pair], groups: list[Group], heldout: bool) -> list[Group]:
+def _part(
+    pairs: list[Pair],
+    groups: list[Group],
+    heldout: bool,
+) -> list[Group]:
     """Return the groups of the pairs that are held out, or of those that are not."""
     return [group for pair, group in zip(pairs, groups, strict=True) if pair.heldout == heldout]
 

@@ -56,7 +56,13 @@ def open_learner(config: RunConfig) -> Learner:
     return Learner(model, config.learner, seed=config.seed, steps=config.steps)
 
 
-def batch_rows(step: int, size: int, pairs: int, epochs: int | None, seed: int) -> list[int]:
+def batch_rows(
+    step: int,
+    size: int,
+    pairs: int,
+    epochs: int | None,
+    seed: int,
+) -> list[int]:
     """Return which pairs a step learns from, `size` of them.
 
     Each epoch has all pairs in a new order, by the seed. A step may take the end of one epoch and

@@ -136,7 +136,11 @@ def copy_companions(source: Path, folder: Path) -> None:
             shutil.copyfile(source / name, folder / name)
 
 
-def _name_files(folder: Path, files: dict[str, list[str]], total: int) -> None:
+def _name_files(
+    folder: Path,
+    files: dict[str, list[str]],
+    total: int,
+) -> None:
     """Name files as transformers looks for them, with an index if there are several.
 
     files: name of each file → names of its tensors. total: bytes of all tensors.

@@ -151,7 +151,13 @@ class Source(Protocol):
         """Name that the source was loaded by."""
         ...
 
-    def problems(self, split: Split, start: int, count: int, seed: int) -> list[Problem]:
+    def problems(
+        self,
+        split: Split,
+        start: int,
+        count: int,
+        seed: int,
+    ) -> list[Problem]:
         """Return problems start, …, start + count - 1 of the split's endless sequence for a seed.
 
         Raises:

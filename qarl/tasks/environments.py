@@ -122,7 +122,12 @@ class Environment:
             raise RewardError(f"environment: reset of problem {problem.id!r} {outcome.words}")
         return outcome or ""
 
-    async def call(self, name: str, arguments: Mapping[str, Any], seed: str) -> Any:
+    async def call(
+        self,
+        name: str,
+        arguments: Mapping[str, Any],
+        seed: str,
+    ) -> Any:
         """Call a method and return its outcome, text for tools, or a `Failure`.
 
         After a call that takes too long, or ends its process, the instance is gone, and further

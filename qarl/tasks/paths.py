@@ -51,7 +51,11 @@ def _with_paths(task: TaskConfig, base: Path, change: Callable[[str], str]) -> T
     return task.model_copy(update=update)
 
 
-def _with_path(name: str | None, base: Path, change: Callable[[str], str]) -> str | None:
+def _with_path(
+    name: str | None,
+    base: Path,
+    change: Callable[[str], str],
+) -> str | None:
     if name is None or not is_table(name):
         return name
     path = name.removeprefix(HUB)

@@ -78,7 +78,13 @@ class ReasoningGymTask:
         self._dataset = lru_cache(maxsize=64)(self._create_dataset)
         self._scorer = self._dataset(0)
 
-    def problems(self, split: Split, start: int, count: int, seed: int) -> list[Problem]:
+    def problems(
+        self,
+        split: Split,
+        start: int,
+        count: int,
+        seed: int,
+    ) -> list[Problem]:
         """Return problems start, …, start + count - 1 of the split for this seed.
 
         `is_heldout` decides the split of a question.
@@ -164,7 +170,12 @@ def _task(name: str, options: str) -> ReasoningGymTask:
     return ReasoningGymTask(name, json.loads(options))
 
 
-def score_of(problem: Problem, text: str, name: str = "", options: str = "{}") -> float:
+def score_of(
+    problem: Problem,
+    text: str,
+    name: str = "",
+    options: str = "{}",
+) -> float:
     """Return `ReasoningGymTask.score` in a child process.
 
     options: options of the dataset as JSON.

@@ -137,7 +137,12 @@ def _text(path: Path) -> str:
         ) from error
 
 
-def hub_rows(name: str, subset: str | None, split: str, heldout: str | None) -> list[Row]:
+def hub_rows(
+    name: str,
+    subset: str | None,
+    split: str,
+    heldout: str | None,
+) -> list[Row]:
     """Return rows of a Hugging Face data set. Importing `datasets` takes seconds.
 
     Args:
@@ -162,7 +167,11 @@ def hub_rows(name: str, subset: str | None, split: str, heldout: str | None) -> 
     return rows
 
 
-def _split(name: str, subset: str | None, split: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def _split(
+    name: str,
+    subset: str | None,
+    split: str,
+) -> Iterator[tuple[int, dict[str, Any]]]:
     import datasets
 
     source = name.removeprefix(HUB)

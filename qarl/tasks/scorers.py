@@ -124,7 +124,10 @@ def tolerant(scorer: Scorer, on_error: str) -> Scorer:
     return outcomes
 
 
-def _summary(results: Sequence[Any], failed: Sequence[int]) -> tuple[int, int, str]:
+def _summary(
+    results: Sequence[Any],
+    failed: Sequence[int],
+) -> tuple[int, int, str]:
     """Return the number of failures, the number of outcomes, and the first failure's reason."""
     return len(failed), len(results), _fault(results[failed[0]])
 
@@ -161,7 +164,13 @@ def _term(text: str) -> tuple[str, float]:
     )
 
 
-def _scorer(word: str, spec: str, task: str, time_limit: float, memory: float | None) -> Scorer:
+def _scorer(
+    word: str,
+    spec: str,
+    task: str,
+    time_limit: float,
+    memory: float | None,
+) -> Scorer:
     shipped = _REWARDS if word == "reward" else _CHECKERS
     if spec in shipped:
         return shipped[spec]()

@@ -196,7 +196,10 @@ def _arguments(
     return _accepted(function, arguments)
 
 
-def _columns(function: Callable[..., Any], responses: Sequence[Response]) -> dict[str, Any]:
+def _columns(
+    function: Callable[..., Any],
+    responses: Sequence[Response],
+) -> dict[str, Any]:
     """Return a batch's arguments as TRL passes them.
 
     Completions are chats if problems are (`Problem.messages`), else texts. The problems' columns
@@ -243,7 +246,10 @@ def _ignored(*_: Any, **__: Any) -> None:
     warnings.warn("what a reward logs by log_metric or log_extra is not kept", stacklevel=2)
 
 
-def _accepted(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+def _accepted(
+    function: Callable[..., Any],
+    arguments: dict[str, Any],
+) -> dict[str, Any]:
     parameters = _parameters(function)
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return arguments

@@ -68,7 +68,13 @@ class Table:
     counts: Counts = field(default_factory=Counts)
     columns: Columns = Columns()
 
-    def problems(self, split: Split, start: int, count: int, seed: int) -> list[Problem]:
+    def problems(
+        self,
+        split: Split,
+        start: int,
+        count: int,
+        seed: int,
+    ) -> list[Problem]:
         """Return problems start, …, start + count - 1 of the split for this seed.
 
         The split is shuffled anew in every pass.

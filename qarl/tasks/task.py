@@ -56,7 +56,13 @@ class Task:
         """Name that the task was loaded by."""
         return self.source.name
 
-    def problems(self, split: Split, start: int, count: int, seed: int) -> list[Problem]:
+    def problems(
+        self,
+        split: Split,
+        start: int,
+        count: int,
+        seed: int,
+    ) -> list[Problem]:
         """Return the source's problems (see `Source.problems`) with the task's system prompt."""
         return self._behind_system(self.source.problems(split, start, count, seed))
 

@@ -68,7 +68,11 @@ def step(sample: float, forward: float) -> dict[str, float]:
     }
 
 
-def answer(decode: float, steps: dict[str, list[dict[str, float]]], peak: int) -> Answer:
+def answer(
+    decode: float,
+    steps: dict[str, list[dict[str, float]]],
+    peak: int,
+) -> Answer:
     return Answer([Cell(10, 4, 2 * decode, decode)], steps, peak)
 
 
@@ -326,7 +330,12 @@ def test_a_process_that_fails_is_an_error_with_its_last_words():
 def forked_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes of schemes are forks of the server, which has everything imported."""
 
-    def run(module: str, argument: str, parse: Callable[[Any], Any], what: str) -> Any:
+    def run(
+        module: str,
+        argument: str,
+        parse: Callable[[Any], Any],
+        what: str,
+    ) -> Any:
         assert module == "qarl.bench.worker"
         (tmp_path / "job.json").write_text(argument)
         out = tmp_path / f"{what}.out"

@@ -88,7 +88,11 @@ def check_every_layer_is_the_engines(model: LowBitModel, engine: VllmEngine) -> 
                 assert torch.equal(layer(x, index, weights), y), f"{name}, {tokens} tokens"
 
 
-def forward(model: torch.nn.Module, name: str, *given: torch.Tensor) -> torch.Tensor:
+def forward(
+    model: torch.nn.Module,
+    name: str,
+    *given: torch.Tensor,
+) -> torch.Tensor:
     experts = routed_experts(model, name)
     (x, weights, index) = given
     return experts.forward_modular(

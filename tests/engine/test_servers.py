@@ -229,7 +229,12 @@ def test_what_else_is_sent_to_a_server_is_refused(served: Served, tmp_path: Path
     ).encode()
     most = fields["bytes"] + 2**20 + 2 * 4096
 
-    def sent(name: str, body: Any, key: str | None = served.key, run: str = "one") -> int:
+    def sent(
+        name: str,
+        body: Any,
+        key: str | None = served.key,
+        run: str = "one",
+    ) -> int:
         return asked(f"{served.url}/qarl/versions/{name}?run={run}", key, "POST", body)[0]
 
     assert sent("5/manifest.json", manifest, key=None) == 401
@@ -438,7 +443,12 @@ def test_a_server_is_refused_for_what_it_is(served: Served, tmp_path: Path):
     assert not (tmp_path / "three").exists(), "the files of versions went with the run"
 
 
-def asked(url: str, key: str | None, method: str = "GET", body: Any = None) -> tuple[int, bytes]:
+def asked(
+    url: str,
+    key: str | None,
+    method: str = "GET",
+    body: Any = None,
+) -> tuple[int, bytes]:
     """Return status and body of an answer.
 
     body: bytes, or an iterable of their parts, which are sent without a length.

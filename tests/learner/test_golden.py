@@ -368,7 +368,11 @@ class Replay:
         return norm
 
 
-def clip_reasons(loss: Loss, terms: Terms, log_ratio: Tensor) -> dict[tuple[int, int], str]:
+def clip_reasons(
+    loss: Loss,
+    terms: Terms,
+    log_ratio: Tensor,
+) -> dict[tuple[int, int], str]:
     """Return (sequence, position) → reason of each response token, as `CLIP_REASONS` names it."""
     moved = response_mean(log_ratio, terms.mask) if loss.per_sequence else log_ratio
     moved = moved.expand_as(log_ratio)
@@ -405,7 +409,12 @@ def assert_statistics(found: LearnStats, expected: dict[str, Any]) -> None:
     assert found.loss_scale == 1.0
 
 
-def assert_logged(log: TokenLog, batch: Batch, expected: dict[str, Any], aligned: bool) -> None:
+def assert_logged(
+    log: TokenLog,
+    batch: Batch,
+    expected: dict[str, Any],
+    aligned: bool,
+) -> None:
     """Assert that the log has the replay's numbers. Only an aligned learner scores its unquantized
     weights.
     """

@@ -55,7 +55,10 @@ PLAIN: dict[str, Any] = {**LEARNER, "aligned": False}
 Done = dict[str, Any]
 
 
-def plain(batches: int, learner: dict[str, Any] = LEARNER) -> tuple[Learner, list[list[float]]]:
+def plain(
+    batches: int,
+    learner: dict[str, Any] = LEARNER,
+) -> tuple[Learner, list[list[float]]]:
     """Learn some batches in one process.
 
     Return the learner and each batch's numbers in the order in which `zero_worker` writes them.

@@ -59,7 +59,11 @@ def test_learners_that_are_compared_are_on_the_gpu(monkeypatch: pytest.MonkeyPat
     """`qarl mismatch` and `qarl check --sample` multiply with vLLM's kernels for it."""
     devices = []
 
-    def load(folder: Path, dtype: torch.dtype, device: torch.device | None = None) -> None:
+    def load(
+        folder: Path,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+    ) -> None:
         devices.append(device)
         raise InterruptedError
 

@@ -79,7 +79,11 @@ def step(number: int, reward: float, learned: bool = True) -> StepMetrics:
     return StepMetrics(**A_STEP, **changing, learn=learned_from, seconds=seconds)
 
 
-def shown(show: Callable[[Console], object], columns: int, terminal: bool = True) -> list[str]:
+def shown(
+    show: Callable[[Console], object],
+    columns: int,
+    terminal: bool = True,
+) -> list[str]:
     console = Console(width=columns, color_system=None, force_terminal=terminal)
     with console.capture() as captured:
         show(console)

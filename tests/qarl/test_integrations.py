@@ -38,7 +38,12 @@ def test_verl_sums_tbpo_by_itself(monkeypatch: pytest.MonkeyPatch):
     4 with A < 0.
     """
 
-    def agg_loss(loss: torch.Tensor, mask: torch.Tensor, mode: str, count: float) -> torch.Tensor:
+    def agg_loss(
+        loss: torch.Tensor,
+        mask: torch.Tensor,
+        mode: str,
+        count: float,
+    ) -> torch.Tensor:
         assert mode == "token-mean"
         return (loss * mask).sum() / count
 

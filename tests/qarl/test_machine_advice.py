@@ -24,7 +24,12 @@ ROOT = Path(__file__).parents[2]
 OLD = "0, GPU-a, NVIDIA A100-SXM4-80GB, 81920, 1000, 8.0, 550.54.15"
 
 
-def tool(place: Path, name: str, text: str = "", shell: str = "sh") -> Path:
+def tool(
+    place: Path,
+    name: str,
+    text: str = "",
+    shell: str = "sh",
+) -> Path:
     place.mkdir(exist_ok=True)
     (place / name).write_text(f"#!/bin/{shell}\n{text}\n")
     (place / name).chmod(0o755)
@@ -134,7 +139,10 @@ exit 0
 """
 
 
-def bringup(folder: Path, fails: str = "") -> tuple[int, list[str], dict[str, int]]:
+def bringup(
+    folder: Path,
+    fails: str = "",
+) -> tuple[int, list[str], dict[str, int]]:
     """Return the exit status, the commands that each program's stand-in received, and each step's
     status.
     """

@@ -96,7 +96,12 @@ def test_sizes_come_from_config_json_or_from_what_is_published(tmp_path: Path):
     assert recipes == {name: shapes for name, shapes in EMBEDDED.items() if name != REAL_MODEL}
 
 
-def gib(name: str, processes: int, device: str = "cuda", **overrides: object) -> dict[str, float]:
+def gib(
+    name: str,
+    processes: int,
+    device: str = "cuda",
+    **overrides: object,
+) -> dict[str, float]:
     memory = count_memory(NAMED[name], config(**overrides), device, processes)
     return {name: round(count / GIB, 1) for name, count in bytes_of(memory).items()}
 
@@ -433,7 +438,10 @@ def test_a_run_takes_all_gpus_and_a_recipe_that_fits(
     started with what was chosen; what changes the answers or what is trained is not chosen.
     """
 
-    def chosen(*gpus: int, more: Sequence[str] = ()) -> tuple[list[str], dict[str, Any]]:
+    def chosen(
+        *gpus: int,
+        more: Sequence[str] = (),
+    ) -> tuple[list[str], dict[str, Any]]:
         driver(*gpus)
         # 2: the model is on no hub here, which comes last
         assert main([*LITERAL, *more]) in (0, 2)

@@ -169,7 +169,12 @@ class Products:
     ) -> Callable[..., torch.Tensor]:
         return lambda x: x.new_empty(len(x), sum(weight.shape[0] for weight in weights))
 
-    def experts(self, layer: str, shape: Any, weights: Any) -> Callable[..., torch.Tensor]:
+    def experts(
+        self,
+        layer: str,
+        shape: Any,
+        weights: Any,
+    ) -> Callable[..., torch.Tensor]:
         return lambda x, *routed: torch.empty_like(x)
 
 

@@ -53,7 +53,10 @@ def pip(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[str]]]:
     lines.
     """
 
-    def replace(stderr: str = "", wheel: Path | None = None) -> list[list[str]]:
+    def replace(
+        stderr: str = "",
+        wheel: Path | None = None,
+    ) -> list[list[str]]:
         commands: list[list[str]] = []
 
         def run(words: list[str], **_: Any) -> SimpleNamespace:

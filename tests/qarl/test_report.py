@@ -89,7 +89,11 @@ def line(step: int, **more: Any) -> dict[str, Any]:
     return LINE | changing | more
 
 
-def rows(step: int, texts: tuple[str, str] = ("7", HOSTILE), length: int = 3) -> TokenRows:
+def rows(
+    step: int,
+    texts: tuple[str, str] = ("7", HOSTILE),
+    length: int = 3,
+) -> TokenRows:
     """Two completions of one prompt; the second's log-probs and ratios are not known."""
     count = 2 * length
     unknown = np.arange(count) >= length
@@ -228,7 +232,11 @@ class Elements(HTMLParser):
         self._in_data = False
         self.feed(page)
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(
+        self,
+        tag: str,
+        attrs: list[tuple[str, str | None]],
+    ) -> None:
         self.tags.append(tag)
         self.attributes += attrs
         self._in_data = ("id", "data") in attrs

@@ -73,7 +73,11 @@ def here(folder: Path, code: str, time_limit: float = 5.0) -> Task:
     )
 
 
-def rewards(task: Task, *texts: str, problem: Problem = PLAIN) -> list[float | None]:
+def rewards(
+    task: Task,
+    *texts: str,
+    problem: Problem = PLAIN,
+) -> list[float | None]:
     return task.rewards([Response(problem, text, tuple(range(len(text)))) for text in texts])
 
 

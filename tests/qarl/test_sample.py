@@ -32,7 +32,13 @@ class Recorder:
     def speaker(self, rollout: None, time_limit: None) -> None:
         assert rollout is time_limit is None
 
-    def problems(self, split: str, start: int, count: int, seed: int) -> list[SimpleNamespace]:
+    def problems(
+        self,
+        split: str,
+        start: int,
+        count: int,
+        seed: int,
+    ) -> list[SimpleNamespace]:
         assert split == "train"
         self.asked.append((start, count, seed))
         return [

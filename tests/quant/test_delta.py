@@ -189,7 +189,10 @@ def made() -> tuple[VersionCache, bytes, str]:
     return receiver, sender.make_delta(2, stream(after)), stream_digest(stream(after))
 
 
-def reheaded(delta: bytes, change: Callable[[dict[str, Any]], object]) -> bytes:
+def reheaded(
+    delta: bytes,
+    change: Callable[[dict[str, Any]], object],
+) -> bytes:
     """Return the delta with another header and the matching header length."""
     (length,) = struct.unpack_from("<I", delta, MAGIC_BYTES)
     header = json.loads(delta[START : START + length])

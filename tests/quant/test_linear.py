@@ -445,7 +445,11 @@ def test_unquantized_products_in_blocks_do_not_depend_on_other_rows(
 
     calls: list[int] = []
 
-    def counted(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def counted(
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
         calls.append(len(x))
         # a kernel that rounds by the number of rows
         return F.linear(x, weight, bias) + len(x)

@@ -124,7 +124,11 @@ def arguments_of(name: str, dtype: torch.dtype) -> Tensors:
     return [POSITIONS, *rows] if "rotation" in name else rows
 
 
-def run(name: str, dtype: torch.dtype, compiled: bool = False) -> tuple[Tensors, Tensors]:
+def run(
+    name: str,
+    dtype: torch.dtype,
+    compiled: bool = False,
+) -> tuple[Tensors, Tensors]:
     operator = make_operator(CASES[name][0], dtype, compiled)
     return differentiated(
         operator,

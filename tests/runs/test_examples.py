@@ -21,7 +21,11 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 TASK = EXAMPLES / "own_task"
 
 
-def commands(script: str, *arguments: str | Path, folder: Path) -> list[list[str]]:
+def commands(
+    script: str,
+    *arguments: str | Path,
+    folder: Path,
+) -> list[list[str]]:
     """The arguments of each `qarl` that a script calls, in order."""
     calls = folder / "calls"
     stub = folder / "qarl"

@@ -47,7 +47,10 @@ SHORT = (
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
-def started(*arguments: str, launcher: list[str] | None = None) -> subprocess.Popen[str]:
+def started(
+    *arguments: str,
+    launcher: list[str] | None = None,
+) -> subprocess.Popen[str]:
     """Start `qarl ARGUMENTS` without a terminal."""
     return subprocess.Popen(
         command(*arguments) if launcher is None else [*launcher, *arguments],

@@ -28,7 +28,11 @@ grpo: Any = importlib.import_module("qarl.integrations.trl.grpo")
 OPTIONS: dict[str, Any] = cases(__file__, "options")
 
 
-def reward(completions: list[Any], number: list[int], **_: Any) -> list[float]:
+def reward(
+    completions: list[Any],
+    number: list[int],
+    **_: Any,
+) -> list[float]:
     return [
         n % 2 + len(c[0]["content"]) + len(set(c[0]["content"]))
         for c, n in zip(completions, number, strict=True)

@@ -61,7 +61,11 @@ def dequantized_activation(
     return low_bit.values().double() * scale
 
 
-def layer_gradients(linear: LowBitLinear, x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
+def layer_gradients(
+    linear: LowBitLinear,
+    x: torch.Tensor,
+    dy: torch.Tensor,
+) -> list[torch.Tensor]:
     """Return the gradients of input, master and bias (if any) by the layer's own backward."""
     x = x.clone().requires_grad_()
     linear(x).backward(dy)

@@ -171,7 +171,11 @@ def experts_policy(dtype: torch.dtype) -> LowBitModel:
     return low_bit(random_moe(CONFIGS["qwen3_moe"]), "w8a8", dtype)
 
 
-def logprob_gradients(model: LowBitModel, batch: Batch, **how: Any) -> tuple[torch.Tensor, Tensors]:
+def logprob_gradients(
+    model: LowBitModel,
+    batch: Batch,
+    **how: Any,
+) -> tuple[torch.Tensor, Tensors]:
     """Return log-probs, and the gradients of their sum weighted by position and row."""
     logprobs, _ = token_logprobs(model, batch.tokens, batch.response_mask, batch.experts, **how)
     weights = torch.linspace(-1, 1, logprobs.numel()).view_as(logprobs)

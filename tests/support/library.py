@@ -31,7 +31,11 @@ def library_scale(
     return (scale if scheme.name in FP4 else scale.to(dtype)), global_scale
 
 
-def library(weight: torch.Tensor, scheme: Scheme, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def library(
+    weight: torch.Tensor,
+    scheme: Scheme,
+    dtype: torch.dtype,
+) -> dict[str, torch.Tensor]:
     """Return the tensors that compressed-tensors' compressor of the scheme's format writes for one
     layer.
     """

@@ -140,7 +140,11 @@ def qwen3(tied: bool = True, seed: int = 0, **changes: Any) -> PreTrainedModel:
     )
 
 
-def some_tokens(B: int = 3, T: int = 11, seed: int = 0) -> torch.Tensor:
+def some_tokens(
+    B: int = 3,
+    T: int = 11,
+    seed: int = 0,
+) -> torch.Tensor:
     return torch.randint(0, VOCABULARY, (B, T), generator=seeded(seed))
 
 

@@ -47,7 +47,12 @@ def make_operator(
     return Operator(module, weights, context.gradients)
 
 
-def rope(head: int, part: float = 1.0, neox: bool = True, **scaling: Any) -> Callable[[], CustomOp]:
+def rope(
+    head: int,
+    part: float = 1.0,
+    neox: bool = True,
+    **scaling: Any,
+) -> Callable[[], CustomOp]:
     """Return a rotary embedding. part: fraction of a head that is rotated. neox: rotate halves
     instead of neighbours.
     """

@@ -14,7 +14,10 @@ from typing import Any
 from qarl.rollout.servers.vllm.start import free_ports
 
 
-def request(url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+def request(
+    url: str,
+    body: dict[str, Any] | None = None,
+) -> dict[str, Any]:
     data = None if body is None else json.dumps(body).encode()
     headers = {"Content-Type": "application/json"}
     with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=60) as answer:

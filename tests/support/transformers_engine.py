@@ -78,7 +78,10 @@ class TransformersEngine:
             found.append(logp.gather(-1, targets[:, None])[:, 0].tolist())
         return found
 
-    def logprobs_of_each(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+    def logprobs_of_each(
+        self,
+        sequences: Sequence[Sequence[int]],
+    ) -> list[list[list[float]]]:
         return [self.logprobs(sequences)]
 
     def shared_layers(self) -> None:

@@ -59,7 +59,10 @@ class Ends:
             "0" * 32 if self.other_bytes else digest, 3, self.unconsumed, self.missing
         )
 
-    def logprobs_of_each(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+    def logprobs_of_each(
+        self,
+        sequences: Sequence[Sequence[int]],
+    ) -> list[list[list[float]]]:
         self.canaries += 1
         assert [list(s) for s in sequences] == SEQUENCES
         tokens = torch.tensor([[*s, 0, 0][:4] for s in SEQUENCES])

@@ -126,7 +126,12 @@ def alternatives(annotation: Any) -> tuple[type[Section], ...]:
     return sections if len(sections) == len(parts) else ()
 
 
-def chooser(kind: str, path: str, union: Any, default: str | None = None) -> Callable[[Any], Any]:
+def chooser(
+    kind: str,
+    path: str,
+    union: Any,
+    default: str | None = None,
+) -> Callable[[Any], Any]:
     """Return a validator that runs before the union's own. It fills in the default name, and raises
     `ValueError` for an unknown name and for an option that the chosen alternative does not have.
 

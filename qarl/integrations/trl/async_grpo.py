@@ -136,7 +136,10 @@ class _Rollouts:
         self._loop._generate_one_turn = self._sampled
         self._thread.start()
 
-    async def _sampled(self, prompt_ids: list[int]) -> tuple[list[int], list[float]]:
+    async def _sampled(
+        self,
+        prompt_ids: list[int],
+    ) -> tuple[list[int], list[float]]:
         """Sample one turn: return its token ids and their log-probs."""
         seed = step_seed(self._trainer.args.seed, self._turns)
         self._turns += 1

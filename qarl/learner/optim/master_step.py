@@ -266,7 +266,9 @@ def muon(
     )
 
 
-def on_host(moments: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def on_host(
+    moments: list[dict[str, Any]],
+) -> list[dict[str, Any]]:
     """Return copies of moments in host memory.
 
     So no GPU has the whole moments of more than one master at a time.

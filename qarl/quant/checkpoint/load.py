@@ -102,7 +102,11 @@ def model_skeleton(folder: Path) -> PreTrainedModel:
     return model
 
 
-def _check_shapes(folder: Path, model: PreTrainedModel, stored: dict[str, list[int]]) -> None:
+def _check_shapes(
+    folder: Path,
+    model: PreTrainedModel,
+    stored: dict[str, list[int]],
+) -> None:
     """Raise `ModelError` if a tensor's shape in the files differs from that of the architecture.
 
     Only tensors named by both are compared, because the loader strips prefixes and stacks experts
@@ -128,7 +132,11 @@ def _first_lines(error: Exception) -> str:
     return text if len(text) <= 300 else text[:300] + "…"
 
 
-def _check_experts(folder: Path, model: PreTrainedModel, stored: dict[str, list[int]]) -> None:
+def _check_experts(
+    folder: Path,
+    model: PreTrainedModel,
+    stored: dict[str, list[int]],
+) -> None:
     """Raise `ModelError` for experts' tensors that are missing, too many, or of another size.
 
     transformers would report shapes of the stack that it makes of the experts it reads. A layer

@@ -84,7 +84,10 @@ def router_names(model: PreTrainedModel, experts: dict[str, nn.Module]) -> list[
     return names
 
 
-def _never_quantized(model: PreTrainedModel, shapes: dict[str, tuple[int, int]]) -> dict[str, str]:
+def _never_quantized(
+    model: PreTrainedModel,
+    shapes: dict[str, tuple[int, int]],
+) -> dict[str, str]:
     """Return the modules with a weight matrix that no scheme can quantize → the reason."""
     head = model.get_output_embeddings()
     embedding = model.get_input_embeddings()

@@ -160,7 +160,13 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
     )
 
 
-def _scored(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scoring: Scoring) -> Tensor:
+def _scored(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    scoring: Scoring,
+) -> Tensor:
     """Compute the same as `_causal` for scores that are more than scaled products."""
     length = q.shape[2]
     seen = k.shape[2]
@@ -182,7 +188,12 @@ def _scored(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scoring: Scor
     return probabilities[..., :-1] @ v
 
 
-def _sees(length: int, seen: int, window: int | None, device: torch.device) -> Tensor:
+def _sees(
+    length: int,
+    seen: int,
+    window: int | None,
+    device: torch.device,
+) -> Tensor:
     """Return the keys that each query sees, bool [length, seen].
 
     It sees itself and earlier keys in the window.

@@ -40,7 +40,11 @@ def refuse_unknown(
         )
 
 
-def _needed(name: str, module: Any, sources: Mapping[tuple[str, str], Collection[str]]) -> str:
+def _needed(
+    name: str,
+    module: Any,
+    sources: Mapping[tuple[str, str], Collection[str]],
+) -> str:
     """Return what the learner lacks for this module; "" if nothing."""
     if isinstance(module, LinearBase):
         if not sources.get((name, "weight")):

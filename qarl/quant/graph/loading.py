@@ -77,7 +77,9 @@ def trace_loading(
     return {key: [name for _, name in _in_order(parts)] for key, parts in taken.items()}
 
 
-def _in_order(parts: Iterable[tuple[Any, str]]) -> list[tuple[Any, str]]:
+def _in_order(
+    parts: Iterable[tuple[Any, str]],
+) -> list[tuple[Any, str]]:
     """Sort by shard: q, k, v, or numbers."""
     numbers = {"q": 0, "k": 1, "v": 2}
 
@@ -97,7 +99,13 @@ class _Followed(torch.Tensor):
     """True if it was made by casts and views only, which leave values and their order unchanged."""
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         result = super().__torch_function__(func, types, args, kwargs or {})
         first = next((a for a in args if isinstance(a, _Followed)), None)
         for part in result if isinstance(result, tuple | list) else (result,):
@@ -131,7 +139,10 @@ _IN_ORDER = {
 """Names of torch's functions that keep values in their row-major order."""
 
 
-def _followed(shapes: Mapping[str, Sequence[int]], dtype: torch.dtype) -> dict[str, _Followed]:
+def _followed(
+    shapes: Mapping[str, Sequence[int]],
+    dtype: torch.dtype,
+) -> dict[str, _Followed]:
     """Return tensors without values, of these shapes, by checkpoint name."""
     tensors = {}
     for name, shape in shapes.items():

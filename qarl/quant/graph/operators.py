@@ -255,7 +255,10 @@ class _Call:
         self.returned: Any = None
         """Nesting of the result (pytree)."""
 
-    def arguments(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arguments(
+        self,
+        tensors: Sequence[Tensor],
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return positional and keyword arguments, with these tensors in place of the originals."""
         rest = iter(tensors)
         leaves = [
@@ -272,7 +275,11 @@ class _Derived(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> tuple[Tensor | None, ...]:
+    def forward(
+        ctx: Any,
+        call: _Call,
+        *tensors: Tensor,
+    ) -> tuple[Tensor | None, ...]:
         """Return the engine's results.
 
         tensors: those of the arguments, then weights in the operator's order.

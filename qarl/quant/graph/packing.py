@@ -67,7 +67,12 @@ class Packed:
     """The sequences of the row."""
 
 
-def pack(length: torch.Tensor, longest: int, shared: torch.Tensor, leader: torch.Tensor) -> Packed:
+def pack(
+    length: torch.Tensor,
+    longest: int,
+    shared: torch.Tensor,
+    leader: torch.Tensor,
+) -> Packed:
     """Return how to pack padded sequences into a row.
 
     Args:

@@ -147,7 +147,13 @@ class _LargeOnMeta(TorchFunctionMode):
     vLLM's layers allocate their weights by it. Small tensors are allocated on their own device.
     """
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         kwargs = kwargs or {}
         if func is torch.empty:
             planned = func(*args, **{**kwargs, "device": "meta"})

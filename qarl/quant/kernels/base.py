@@ -66,7 +66,12 @@ class ExpertsMatmul(Protocol):
         """Name of the kernel that multiplies."""
         ...
 
-    def __call__(self, x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        index: torch.Tensor,
+    ) -> torch.Tensor:
         """Return the weighted sum of each token's experts, compute dtype [N, H].
 
         Args:

@@ -43,7 +43,12 @@ class VllmExperts:
             f"{self.name} routes tokens itself, without a gradient for it"
         )
 
-    def __call__(self, x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        index: torch.Tensor,
+    ) -> torch.Tensor:
         """Return the weighted sum of each token's experts; see `ExpertsMatmul`."""
         index = index.to(self._experts.quant_method.topk_indices_dtype or torch.int32)
         with engine_step(x.device, len(x)):

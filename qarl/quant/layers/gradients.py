@@ -156,7 +156,11 @@ class Gradients:
         return gradient if self.scale == 1.0 else gradient.mul_(1.0 / self.scale)
 
 
-def add_rows(total: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+def add_rows(
+    total: torch.Tensor,
+    places: torch.Tensor,
+    rows: torch.Tensor,
+) -> torch.Tensor:
     """Add `rows`, fp32 [n, …], to the rows of `total`, fp32 [N, …], at `places`, int64 [n].
 
     Returns `total`. The order of additions is the same for any number of threads, which decides the

@@ -41,7 +41,11 @@ class MatrixGradient:
         """Return the gradient of the matrices, bf16 [E, O, I]."""
         return _outer(self.output, self.input, self.ends)
 
-    def factors(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def factors(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the gradients of low-rank factors a [E, R, I] and b [E, O, R] of the matrices.
 
         They are bf16, of the factors' shapes (`quant.layers.lora`).
@@ -151,7 +155,11 @@ def _unsorted(rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     return unsorted
 
 
-def _outer(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def _outer(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    ends: torch.Tensor,
+) -> torch.Tensor:
     """Return leftᵀ · right over each expert's rows.
 
     An expert without rows gets zeros, which torch's documentation does not promise.

@@ -71,7 +71,12 @@ class Adapter(nn.Module):
         ]
         return torch.stack(merged)
 
-    def gradients(self, dy: Tensor, x: Tensor, expert: int | None = None) -> tuple[Tensor, Tensor]:
+    def gradients(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        expert: int | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """Return the gradients of A and B, or of one expert's A and B.
 
         dy: fp32 [N, O], of the output. x: fp32 [N, I], as multiplied.

@@ -92,7 +92,10 @@ def engine_model(
     )
 
 
-def _experts_of(name: str, sources: Mapping[tuple[str, str], list[str]]) -> str:
+def _experts_of(
+    name: str,
+    sources: Mapping[tuple[str, str], list[str]],
+) -> str:
     """Return the checkpoint's name of the experts in vLLM's runner `name`."""
     for (module, _), loaded in sources.items():
         before, between, _ = loaded[0].partition(".experts.")

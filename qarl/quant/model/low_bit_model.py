@@ -393,7 +393,11 @@ class LowBitModel(nn.Module):
         inside = {id(master) for layer in layers for master in layer.masters}
         return {name for name, master in self.masters.items() if id(master) in inside}
 
-    def train_only(self, masters: Mapping[str, nn.Parameter], adapted: Sequence[str]) -> None:
+    def train_only(
+        self,
+        masters: Mapping[str, nn.Parameter],
+        adapted: Sequence[str],
+    ) -> None:
         """Freeze the loaded parameters and train `masters` instead.
 
         Args:

@@ -160,7 +160,13 @@ class Share(NamedTuple):
     """Rows that must stay in one process: the height of a scheme's blocks."""
 
 
-def cut_rows(shape: torch.Size, rank: int, world: int, unit: int, turn: int) -> Shard:
+def cut_rows(
+    shape: torch.Size,
+    rank: int,
+    world: int,
+    unit: int,
+    turn: int,
+) -> Shard:
     """Return the shard of a tensor of that shape.
 
     Matrices and stacks are cut evenly, matrices at multiples of `unit` rows. A vector, which is

@@ -18,7 +18,11 @@ _RANGES_A_THREAD = 4
 """Ranges per thread, so that threads on busy cores can take fewer of them."""
 
 
-def in_threads(work: Callable[[int, int], T], count: int, at_least: int) -> list[T]:
+def in_threads(
+    work: Callable[[int, int], T],
+    count: int,
+    at_least: int,
+) -> list[T]:
     """Return [work(start, stop), …] over contiguous ranges that cover 0 … count-1, in order.
 
     Raises the first exception of a call.

@@ -128,7 +128,10 @@ class ServerEngine:
         """See `Engine.logprobs`."""
         return self.logprobs_of_each(sequences)[0]
 
-    def logprobs_of_each(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+    def logprobs_of_each(
+        self,
+        sequences: Sequence[Sequence[int]],
+    ) -> list[list[list[float]]]:
         """See `Engine.logprobs_of_each`."""
         self._require_published()
         logprobs = self._wait(self._replicas.on_all(lambda server: self._score(server, sequences)))
@@ -270,7 +273,11 @@ class ServerEngine:
         # The process that publishes may not have finished: servers may still be a version behind.
         oldest = self.weight_version if self._publishes else self.weight_version - 1
 
-        def request(prompt: Prompt, j: int, k: int) -> Callable[[VllmReplica], Awaitable[Any]]:
+        def request(
+            prompt: Prompt,
+            j: int,
+            k: int,
+        ) -> Callable[[VllmReplica], Awaitable[Any]]:
             return lambda server: server.sample(prompt, sampling, j, k, salt)
 
         async def read(answer: Any, server: VllmReplica) -> Completion:

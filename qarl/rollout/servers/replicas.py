@@ -51,7 +51,10 @@ class Replicas:
         """Return the servers that are not left out, in their given order."""
         return [server for server in self._servers if server not in self._lost]
 
-    async def on_all(self, step: Callable[[VllmReplica], Awaitable[T]]) -> dict[VllmReplica, T]:
+    async def on_all(
+        self,
+        step: Callable[[VllmReplica], Awaitable[T]],
+    ) -> dict[VllmReplica, T]:
         """Run a step on all present servers at once and return each server's result.
 
         A server that is lost is left out of the result. Raises `EngineError` that names every

@@ -166,7 +166,11 @@ def write_delta(delta: bytes, parent: Path, version: VersionCache, base: str) ->
     return _write(parent, version.version, write)
 
 
-def _write(parent: Path, version: int, write: Callable[[Path], dict[str, object]]) -> Version:
+def _write(
+    parent: Path,
+    version: int,
+    write: Callable[[Path], dict[str, object]],
+) -> Version:
     """Write a version's folder: the files that `write` makes, and a manifest of what it returns."""
     folder = parent / f"version-{version}"
     shutil.rmtree(folder, ignore_errors=True)

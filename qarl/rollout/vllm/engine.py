@@ -116,7 +116,10 @@ class VllmEngine:
             logprobs.append([entry[token].logprob for token, entry in pairs])
         return logprobs
 
-    def logprobs_of_each(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+    def logprobs_of_each(
+        self,
+        sequences: Sequence[Sequence[int]],
+    ) -> list[list[list[float]]]:
         """See `Engine.logprobs_of_each`."""
         return [self.logprobs(sequences)]
 

@@ -50,7 +50,9 @@ def _walk(path: str, holder: Any, seen: set[int], beside: Beside) -> None:
                 _walk(f"{path}.{key}", content, seen, beside)
 
 
-def _layout(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
+def _layout(
+    tensor: torch.Tensor,
+) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
     return tensor.shape, tensor.stride(), tensor.dtype
 
 

@@ -19,7 +19,12 @@ The same as of loops that metrics count (`qarl.report.error_tokens`).
 """
 
 
-def sampling_arguments(sampling: Sampling, prompt: Prompt, j: int, k: int) -> dict[str, Any]:
+def sampling_arguments(
+    sampling: Sampling,
+    prompt: Prompt,
+    j: int,
+    k: int,
+) -> dict[str, Any]:
     """Return the arguments of `vllm.SamplingParams` for sample k of prompt j, as plain data."""
     loops = None
     if sampling.loop_limit is not None:

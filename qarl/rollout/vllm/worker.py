@@ -237,7 +237,11 @@ def _prepare_heads(model: nn.Module) -> None:
             utils.dispatch_cpu_unquantized_gemm(module, remove_weight=False)
 
 
-def _scheme_of(module: nn.Module, name: str, config: VllmConfig) -> tuple[str, int | None]:
+def _scheme_of(
+    module: nn.Module,
+    name: str,
+    config: VllmConfig,
+) -> tuple[str, int | None]:
     """Return name and group size of a layer's scheme, from the arguments that vLLM parsed."""
     quantization = config.quant_config
     if quantization is None or isinstance(module.quant_method, _UNQUANTIZED):

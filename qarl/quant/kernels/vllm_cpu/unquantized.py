@@ -77,7 +77,11 @@ def pairs_suffice(product: Product, weight: torch.Tensor) -> bool:
 def in_blocks(product: Product) -> Product:
     """Return a product of inputs [..., I] that takes `ROWS` rows at a time, padded with zeros."""
 
-    def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def multiply(
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
         rows = x.flatten(0, -2)
         padded = nn.functional.pad(rows, (0, 0, 0, -len(rows) % ROWS))
         parts = [product(block, weight, bias) for block in padded.split(ROWS)]
@@ -89,7 +93,11 @@ def in_blocks(product: Product) -> Product:
 def in_pairs(product: Product) -> Product:
     """Return a product of inputs [..., I] that multiplies a single row beside a row of zeros."""
 
-    def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def multiply(
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
         if x.numel() != x.shape[-1]:
             return product(x, weight, bias)
         pair = nn.functional.pad(x.flatten(0, -2), (0, 0, 0, 1))

@@ -53,7 +53,12 @@ class RequireKey:
         key = os.environ.get("VLLM_API_KEY", "")
         self._expected = f"Bearer {key}".encode() if key else None
 
-    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+    async def __call__(
+        self,
+        scope: dict[str, Any],
+        receive: Any,
+        send: Any,
+    ) -> None:
         """Pass the request on, or refuse it."""
         # The start and end of the application have no path.
         if scope["type"] == "lifespan":
@@ -82,7 +87,12 @@ class RequireKey:
                 }
             )
 
-    async def _call(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+    async def _call(
+        self,
+        scope: dict[str, Any],
+        receive: Any,
+        send: Any,
+    ) -> None:
         """Read the body of a call and pass it on if it names a method of QaRL's."""
         # A dependency of vLLM, which a run that only connects to servers may lack.
         from starlette.requests import Request

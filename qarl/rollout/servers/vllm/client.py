@@ -154,7 +154,13 @@ class Server:
                     " that"
                 )
 
-    async def _request(self, kind: str, path: str, seconds: float, **content: Any) -> Any:
+    async def _request(
+        self,
+        kind: str,
+        path: str,
+        seconds: float,
+        **content: Any,
+    ) -> Any:
         seconds = min(seconds, self.seconds)
         base = path.partition("?")[0]
         limit = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)

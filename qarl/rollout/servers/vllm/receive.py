@@ -55,7 +55,12 @@ class ReceiveVersions:
         folder = os.environ.get(RECEIVED)
         self._folder = Path(folder) if folder else None
 
-    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+    async def __call__(
+        self,
+        scope: dict[str, Any],
+        receive: Any,
+        send: Any,
+    ) -> None:
         """Receive a file and answer where its version is, or pass the request on."""
         path = None
         if scope["type"] == "http" and scope["method"] == "POST":

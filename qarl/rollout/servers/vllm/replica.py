@@ -68,7 +68,14 @@ class VllmReplica(Server):
             )
         return [LayerReport(**layer) for layer in first]
 
-    async def sample(self, prompt: Prompt, sampling: Sampling, j: int, k: int, salt: str) -> Any:
+    async def sample(
+        self,
+        prompt: Prompt,
+        sampling: Sampling,
+        j: int,
+        k: int,
+        salt: str,
+    ) -> Any:
         """Return the server's answer for sample k of prompt j, for `read`.
 
         salt: salt of its prefix cache, one per weight version.

@@ -80,7 +80,12 @@ class ServerProcess:
     """Folder for versions that the replica receives over HTTP."""
 
 
-def server_command(served: ServerSpec, host: str, port: int, more: list[str]) -> list[str]:
+def server_command(
+    served: ServerSpec,
+    host: str,
+    port: int,
+    more: list[str],
+) -> list[str]:
     """Prepare the environment for a server and return its command line.
 
     more: further options of vLLM, which override the others.
@@ -232,7 +237,11 @@ def start_replicas(
     return started
 
 
-def visible_devices(number: int, devices: int, environment: Mapping[str, str]) -> dict[str, str]:
+def visible_devices(
+    number: int,
+    devices: int,
+    environment: Mapping[str, str],
+) -> dict[str, str]:
     """Return environment variables that give replica `number` GPUs of its own.
 
     They are taken from those that `environment` names, by default from all. Empty on CPUs.

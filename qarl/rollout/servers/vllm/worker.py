@@ -63,7 +63,13 @@ class ReceivedVersions:
             wait([self._staging])
         self._staging = None
 
-    def stage(self, folder: str, digest: str, tensor_bytes: int, keep: bool) -> LoadReport | None:
+    def stage(
+        self,
+        folder: str,
+        digest: str,
+        tensor_bytes: int,
+        keep: bool,
+    ) -> LoadReport | None:
         """Return the report of the staging thread, or None until it is done.
 
         The first call starts the thread, and `abandon` ends the staging. Re-raises the thread's
