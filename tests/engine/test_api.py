@@ -21,6 +21,7 @@ import torch
 
 import qarl
 from tests.support.imports import import_libraries
+from tests.support.records import plain
 from tests.support.rewards import reward
 from tests.support.runs import lines, succeeded
 
@@ -28,8 +29,17 @@ ROOT = Path(__file__).parents[2]
 SIGNATURES = Path(__file__).with_suffix(".json")
 
 
-def signatures() -> dict[str, str]:
-    """Return public names, and public methods of those classes that belong to the API alone."""
+def signature_lines(member: Any) -> list[str]:
+    """Return one line a parameter, and one for what is returned."""
+    signature = inspect.signature(member)
+    lines = [str(parameter) for parameter in signature.parameters.values()]
+    if signature.return_annotation is not inspect.Signature.empty:
+        lines.append(f"-> {inspect.formatannotation(signature.return_annotation)}")
+    return lines
+
+
+def signatures() -> dict[str, list[str]]:
+    """Return the signatures of public names, and of public methods of the API's own classes."""
     members = {name: getattr(qarl, name) for name in qarl.__all__}
     assert all(map(inspect.getdoc, members.values()))
     members |= {
@@ -45,7 +55,7 @@ def signatures() -> dict[str, str]:
     own: dict[str, Any] = {
         n: m for n, m in members.items() if inspect.isfunction(m) or dataclasses.is_dataclass(m)
     }
-    return {name: str(inspect.signature(member)) for name, member in own.items()}
+    return plain({name: signature_lines(member) for name, member in own.items()})
 
 
 def test_names_and_signatures_are_those_recorded():

@@ -6,17 +6,23 @@ To record an intended change: QARL_RECORD=1 pytest -n 0 the/test_file.py
 import json
 import math
 import os
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+LONGEST_TEXT = 90
+"""Number of characters above which a text is recorded as several lines, for its reader."""
+
 
 def plain(value: Any) -> Any:
     """Return the value as JSON holds it.
 
-    Numbers are rounded to five digits, on which all machines agree.
+    Numbers are rounded to five digits, on which all machines agree. A long text is a list of lines.
     """
+    if isinstance(value, str) and len(value) > LONGEST_TEXT:
+        return textwrap.wrap(value, LONGEST_TEXT, break_long_words=False)
     if isinstance(value, float):
         return float(f"{value:.5g}") if math.isfinite(value) else str(value)
     if isinstance(value, dict):
@@ -39,7 +45,7 @@ def assert_recorded(
     records = json.loads(path.read_text()) if path.exists() else {}
     if os.environ.get("QARL_RECORD"):
         records[name] = value
-        path.write_text(_one_record_a_line(records))
+        path.write_text(json.dumps(records, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
     if name not in records:
         raise LookupError(
             f"{path} has no record {name!r}; QARL_RECORD=1 pytest -n 0 {file} makes one"
@@ -49,11 +55,3 @@ def assert_recorded(
         relative, absolute = within if isinstance(within, tuple) else (within, within / 100)
         expected = pytest.approx(expected, rel=relative, abs=absolute)
     assert value == expected
-
-
-def _one_record_a_line(records: dict[str, Any]) -> str:
-    lines = (
-        f"{json.dumps(name)}: {json.dumps(records[name], ensure_ascii=False)}"
-        for name in sorted(records)
-    )
-    return "{\n" + ",\n".join(lines) + "\n}\n"
