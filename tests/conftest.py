@@ -1,4 +1,4 @@
-"""What every test runs under, and fixtures: small random policies, built once a session."""
+"""Settings of every test run, and fixtures: small random policies, built once a session."""
 
 import dataclasses
 import os

@@ -207,7 +207,7 @@ def test_one_door_leads_to_engines():
 
 
 def test_no_test_imports_a_test():
-    """What tests share is in tests/support, which imports none of them either."""
+    """Code that tests share is in tests/support, which imports none of them either."""
     for file, node in nodes((ast.Import, ast.ImportFrom), (ROOT / "tests").rglob("*.py")):
         for name in (f"{getattr(node, 'module', '')}.{alias.name}" for alias in node.names):
             assert not any(part.startswith("test_") for part in name.split(".")), (
@@ -265,8 +265,8 @@ def decoys(tmp_path: Path) -> Path:
 
 
 def test_every_module_is_imported_beside_packages_of_the_rooms_names(decoys: Path):
-    """Of the light ones, and of those that every command needs; scripts/check_wheel.sh trains in
-    such a folder.
+    """These are the light ones, and those that every command needs; scripts/check_wheel.sh
+    trains in such a folder.
     """
     code = (
         "import qarl.cli.main, qarl.loop, qarl.rollout.vllm.options, qarl.rollout.servers.open,"

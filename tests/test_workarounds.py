@@ -181,7 +181,7 @@ def test_attention_still_has_tiles_of_several_widths():
 
 
 def test_llvmlite_still_claims_a_dict():
-    """In a process of its own, since the repair may have been made in this one."""
+    """It runs in a process of its own, because the repair may have been made in this one."""
     code = (
         "from llvmlite.binding import ffi; print(hasattr(ffi.lib, '__dict__') and ffi.lib.__dict__)"
     )

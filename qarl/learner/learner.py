@@ -52,7 +52,7 @@ measures the rounding floor of a mismatch on the same batch.
 
 @dataclass(frozen=True)
 class _MiniBatch:
-    """What the micro-batches of one update share."""
+    """Values that the micro-batches of one update share."""
 
     number: int
     """Number of the update, from 0."""
@@ -65,7 +65,8 @@ class _MiniBatch:
     are known, because no update was taken since the batch was sampled.
     """
     shadow: RowLogprobs | None
-    """Log-probs by the published codes, for ratios; None unless `learner.ratio_fix` asks for them.
+    """Log-probs by the published codes, for ratios; None unless `learner.ratio_fix` asks for
+    them.
     """
 
 

@@ -51,7 +51,7 @@ class Processes:
 
     @property
     def first(self) -> bool:
-        """Whether this process prints and writes what all processes have in common."""
+        """True if this process prints and writes what all processes have in common."""
         return self.rank == 0
 
     @property

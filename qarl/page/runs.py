@@ -88,7 +88,7 @@ class RecordedRun:
 
     @property
     def finished(self) -> bool:
-        """Whether all steps are done."""
+        """True if all steps are done."""
         return self.metrics[-1]["step"] >= self.config.steps
 
     def heldout(self) -> dict[int, Heldout]:

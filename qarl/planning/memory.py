@@ -219,7 +219,7 @@ class _Count:
 
     @property
     def waits_on_host(self) -> bool:
-        """Whether frozen matrices stay in the host's memory and visit the GPU one at a time."""
+        """True if frozen matrices stay in the host's memory and visit the GPU one at a time."""
         return self.device == "cuda" and self.config.learner.base_on_host
 
     @property
@@ -350,7 +350,7 @@ class _Count:
 
     @property
     def gathers(self) -> bool:
-        """Whether a module's whole gradient is a tensor of its own, which is reduced and dropped.
+        """True if a module's whole gradient is a tensor of its own, which is reduced and dropped.
 
         Otherwise gradients are added to `master.grad` where they are made.
         """

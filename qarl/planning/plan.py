@@ -72,12 +72,12 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether both the device's and the host's memory suffice."""
+        """True if both the device's and the host's memory suffice."""
         return self.share <= 1 and not self.lacks_host
 
     @property
     def lacks_host(self) -> bool:
-        """Whether this machine's processes need more host memory than is known to be available."""
+        """True if this machine's processes need more host memory than is known to be available."""
         return self.machine.host is not None and self.host > self.machine.host
 
     @property
@@ -87,7 +87,7 @@ class Plan:
 
     @property
     def refused(self) -> bool:
-        """Whether the run is so far over a limit that loading the model is pointless.
+        """True if the run is so far over a limit that loading the model is pointless.
 
         Loading itself needs host memory, so that any lack of it counts.
         """

@@ -107,7 +107,7 @@ class _Series:
 
     @property
     def comparable(self) -> bool:
-        """Whether the two windows have no value in common."""
+        """True if the two windows have no value in common."""
         return self.count >= 2 * WINDOW
 
     @property
@@ -270,12 +270,12 @@ class RunWatch:
             )
 
     def _gained(self) -> bool:
-        """Whether the reward is higher than at the start, beyond chance."""
+        """True if the reward is higher than at the start, beyond chance."""
         reward = self._series["reward"]
         return reward.comparable and reward.now - reward.start > ERRORS * reward.error
 
     def _lost(self) -> bool:
-        """Whether the reward has lost half or more of its gain, beyond chance."""
+        """True if the reward has lost half or more of its gain, beyond chance."""
         reward = self._series["reward"]
         if not reward.comparable:
             return False

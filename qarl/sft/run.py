@@ -68,7 +68,7 @@ _ROOM = 2048
 
 @dataclass(frozen=True)
 class SftPlan:
-    """What a run does."""
+    """Plan of a fine-tuning run."""
 
     config: RunConfig
     """The configuration."""

@@ -49,8 +49,8 @@ def training(
 
 
 def test_an_accuracy_is_reached_on_the_line_to_the_first_evaluation_that_has_it():
-    """By hand: from 40 % at step 10 to 60 % at step 20, 50 % lies half-way, at step 15; a later
-    fall below it, or an evaluation that has exactly as much, changes nothing.
+    """Computed by hand: from 40 % at step 10 to 60 % at step 20, 50 % lies half-way, at step 15;
+    a later fall below it, or an evaluation that has exactly as much, changes nothing.
     """
     points = [
         point(0, 0.3),
@@ -68,8 +68,9 @@ def test_an_accuracy_is_reached_on_the_line_to_the_first_evaluation_that_has_it(
 
 
 def test_ratios_are_to_the_quickest_setting_of_trl_with_the_same_seed(tmp_path: Path):
-    """By hand, seconds to 50 %: QaRL 10 with seed 0 and 20 with seed 1, TRL fp32 40 and 30, default
-    60 with seed 1 and never with seed 0. So 10/40 and 20/30, and the median of two is their mean.
+    """Computed by hand, seconds to 50 %: QaRL 10 with seed 0 and 20 with seed 1, TRL fp32 40 and
+    30, default 60 with seed 1 and never with seed 0. So 10/40 and 20/30, and the median of two
+    is their mean.
     """
     trainings = [
         training("trl", "fp32", 0, 0.3, 0.4, 0.5),

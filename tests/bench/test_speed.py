@@ -102,8 +102,8 @@ def report(answers: dict[str, list[Answer]]) -> SpeedReport:
 
 
 def test_ratios_are_of_one_round_and_a_step_is_its_quickest_phases():
-    """By hand. Round 1: bf16 takes 8 + 2 s, w8a8 samples in 4 s whichever learner there is and the
-    rest takes 2 and
+    """Computed by hand. Round 1: bf16 takes 8 + 2 s, w8a8 samples in 4 s whichever learner there is
+    and the rest takes 2 and
     2.5 s: 0.6 and 0.65 of bf16, 4 + 2 over 4 + 2.5 of the gain kept. Round 2: 16 + 4 and 8 + 4 s:
       all is kept.
     """
@@ -127,8 +127,8 @@ def test_ratios_are_of_one_round_and_a_step_is_its_quickest_phases():
 
 
 def test_figures_at_share_are_of_a_step_that_samples_for_seventy_percent():
-    """By hand, in round 1: sampling 70 % of bf16's step halves, 0.35 + 0.3 over 0.35 + 0.3 · 2.5/2;
-    of the plain step 30 % grow by a quarter.
+    """Computed by hand, in round 1: sampling 70 % of bf16's step halves, 0.35 + 0.3 over 0.35 +
+    0.3 · 2.5/2; of the plain step 30 % grow by a quarter.
     """
     qarl = step_rows(ROUNDS)[-1]
     assert qarl.kept_at_share is not None
@@ -138,8 +138,8 @@ def test_figures_at_share_are_of_a_step_that_samples_for_seventy_percent():
 
 
 def test_rates_of_the_engine_are_tokens_a_second_and_multiples_of_bf16():
-    """By hand: 4 sequences a step of 1 and 4 s are 4 and 1 tokens a second; w8a8 takes half as long
-    in both rounds.
+    """Computed by hand: 4 sequences a step of 1 and 4 s are 4 and 1 tokens a second; w8a8 takes
+    half as long in both rounds.
     """
     bf16, low_bit = engine_rows(ROUNDS)
     assert bf16.decode == Spread(2.5, 1.0, 4.0)
@@ -148,7 +148,8 @@ def test_rates_of_the_engine_are_tokens_a_second_and_multiples_of_bf16():
 
 
 def test_a_learner_has_the_peak_of_processes_that_began_with_it():
-    """By hand: QaRL's came first in round 1, 150 of 200 bytes, and the plain one in round 2, 500 of
+    """Computed by hand: QaRL's came first in round 1, 150 of 200 bytes, and the plain one in round
+    2, 500 of
     400.
     """
     peaks = {
@@ -302,7 +303,7 @@ def test_default_contexts_fit_the_model(
     random_policy: Policies,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """On a GPU they are 512 and 4,096 where the model has as many positions."""
+    """They are, on a GPU, 512 and 4,096 where the model has as many positions."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     options = dataclasses.replace(OPTIONS, contexts=())
     assert measure._checked_lengths(random_policy(True), options).contexts == contexts

@@ -104,7 +104,7 @@ def test_one_run_of_everything_before_the_next_seed():
 
 
 def test_what_differs_between_runs_is_what_is_compared():
-    """Of all objectives the configurations are equal once objective, its correction and
+    """All objectives' configurations are equal once objective, its correction and
     aggregation, and on_policy's one update a batch are set aside; of the pairings, once what
     computes is.
     """
@@ -489,7 +489,7 @@ def test_a_cell_that_fails_is_shown_and_the_others_go_on(
 
 
 def test_workers_have_their_share_of_cores_and_gpus(monkeypatch: pytest.MonkeyPatch):
-    """Where there are fewer GPUs than workers, some share one; one worker has all there is."""
+    """Some share one if there are fewer GPUs than workers; one worker has all there is."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 9)
     for devices, shares in {

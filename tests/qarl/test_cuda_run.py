@@ -1,4 +1,4 @@
-"""What a run does otherwise on CUDA, without one."""
+"""Differences of a run on CUDA, tested without a GPU."""
 
 from pathlib import Path
 

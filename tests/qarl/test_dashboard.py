@@ -1,4 +1,4 @@
-"""What a person sees of a run: the live panel before and after a step, at any width; lines without
+"""A run as a person sees it: the live panel before and after a step, at any width; lines without
 a terminal; figures in Weights & Biases, offline, where it is installed. Tables: whole names, whole
 figures, alike rows folded.
 """
@@ -100,7 +100,7 @@ def drawn(dashboard: Dashboard, columns: int) -> list[str]:
 def test_the_panel_and_its_lines_are_as_expected(
     steps: int, terminal: bool, every: int, monkeypatch
 ):
-    """What goes on and how long, of a terminal after some of its steps, and elsewhere of all; at
+    """The phase and its seconds, of a terminal after some of its steps, and elsewhere of all; at
     most 80 columns.
     """
     clock = Mock(return_value=100.0)
@@ -157,7 +157,7 @@ def test_sparklines_are_scaled_from_the_smallest_to_the_largest():
 
 
 def test_a_phase_of_the_start_is_shown_at_once_and_its_seconds_at_its_end():
-    """On a line of its own, also where it fails."""
+    """It has a line of its own, also where it fails."""
     file = io.StringIO()
     with phases_shown_on(Console(file=file, width=80)):
         with phase("loading"):

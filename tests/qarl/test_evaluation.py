@@ -1,4 +1,4 @@
-"""What answers come to: closed forms, and pairs of checkpoints. Suites are
+"""Results of answers: closed forms, and pairs of checkpoints. Suites are
 tests/qarl/test_math.py's.
 """
 
@@ -92,7 +92,7 @@ def test_figures_by_hand():
 
 
 def test_intervals_are_those_of_the_closed_form():
-    """Of a share p of N questions the standard error is √(p(1-p)/N); of a mean of benchmarks, half
+    """The standard error of a share p of N questions is √(p(1-p)/N); of a mean of benchmarks, half
     the root of their sum. A question's own samples do not narrow it as further questions would.
     """
     half = [1.0, 0.0] * 200

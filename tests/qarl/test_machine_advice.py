@@ -37,7 +37,7 @@ def tool(
 
 
 def lines(monkeypatch: pytest.MonkeyPatch, path: str) -> dict[str, Finding]:
-    """Those that import nothing heavy, under that PATH."""
+    """Return the output of commands that import nothing heavy, under that PATH."""
     monkeypatch.setenv("PATH", path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for name in ("_torch", "_triton", "_operators"):
@@ -98,7 +98,7 @@ def test_a_check_that_fails_is_a_line(monkeypatch):
 
 
 def told(place: Path, *python: str) -> str:
-    """What scripts/env/check_cuda.sh says with these programs and a shell's own."""
+    """Return what scripts/env/check_cuda.sh prints with these programs and a shell's own."""
     environment = {**os.environ, "PATH": str(place)}
     for name in ("bash", "head"):
         path = next(p for p in (Path("/usr/bin") / name, Path("/bin") / name) if p.exists())
@@ -215,7 +215,7 @@ def test_every_run_and_test_it_names_is_there(tmp_path: Path):
 
 
 def test_the_piece_without_vllm_tells_what_differs(tmp_path: Path):
-    """On a CPU, where all is equal; here codes are found to differ. Blind spot: what only runs on
+    """Everything is equal on a CPU; here codes are found to differ. Blind spot: what only runs on
     GPUs.
     """
     code = "import sys, runpy, torch\nsys.modules['vllm'], same = None, torch.equal\n"

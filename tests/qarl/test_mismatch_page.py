@@ -333,7 +333,7 @@ WITH_OTHERS = ("ratio mean before any update", "one-sided clipping")
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_pitfall_is_found(name: str):
-    """By its name, in the first of its words and with a figure; of those that change nothing else,
+    """It is named, in the first of its words and with a figure; of those that change nothing else,
     alone.
     """
     for seed in range(5):

@@ -163,7 +163,7 @@ def test_parts_are_those_of_arithmetic_by_hand():
 
 
 def test_what_saving_a_checkpoint_takes_by_hand():
-    """At stage 3 the largest module whole: embeddings' master and moments, two of AdamW's, less
+    """Stage 3 gathers the largest module: embeddings' master and moments, two of AdamW's, less
     gradients of 1/8.
     """
     for name, moments in (("adamw", 2), ("muon", 1)):
@@ -483,8 +483,8 @@ def test_processes_of_several_machines_choose_as_one(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """As many as their launcher says; what the first decides is the run's; those started otherwise
-    are refused.
+    """There are as many as their launcher says; what the first decides is the run's; those
+    started otherwise are refused.
     """
     for name, value in {
         "RANK": "0",

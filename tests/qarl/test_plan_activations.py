@@ -162,7 +162,7 @@ class Peak(TorchDispatchMode):
 
 
 class Products:
-    """Of engine's layers: each makes its output and nothing else."""
+    """Products of engine's layers: each makes its output and nothing else."""
 
     def linear(
         self, name: str, weights: Any, biases: Any, like: Any = None

@@ -151,7 +151,7 @@ def test_models_that_cannot_be_aligned():
 def test_a_policy_whose_masters_get_no_gradient_is_refused(
     random_policy: Callable[[bool], Path], monkeypatch
 ):
-    """With the engine's operators, of which some have no derivative; transformers' all have one."""
+    """Some of the engine's operators have no derivative; transformers' all have one."""
     monkeypatch.setattr(
         "qarl.api.align.require_gradients", Mock(side_effect=GraphError("no gradient"))
     )

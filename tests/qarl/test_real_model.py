@@ -1,4 +1,4 @@
-"""What is said when the real model cannot be made, and that asking for it is cheap. Making it
+"""Errors when the real model cannot be made, and that asking for it is cheap. Making it
 downloads 93 MB: here pip is a stand-in, and the conversion is not tried.
 """
 

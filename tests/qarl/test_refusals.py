@@ -1,4 +1,4 @@
-"""What a person may give wrongly: one message, exit status 2, nothing left behind. In process and
+"""Wrong input of a person: one message, exit status 2, nothing left behind. In process and
 without an engine; `scripts/bad_inputs.py` generates hundreds of the kind.
 """
 

@@ -169,7 +169,7 @@ def test_where_a_mismatch_is_drawn_by_hand():
 
 
 def test_metrics_that_are_lists_are_means_over_the_steps_that_measured(tmp_path: Path):
-    """By age. Bands from the lowest to the highest; a run whose tokens are all new draws
+    """Bands by age go from the lowest to the highest; a run whose tokens are all new draws
     nothing.
     """
     ages = [{"learn/ages/age": [0, 1], "learn/ages/mean_abs": [0.0, value]} for value in (0.1, 0.3)]
@@ -201,9 +201,9 @@ def test_metrics_that_are_lists_are_means_over_the_steps_that_measured(tmp_path:
 
 
 def test_what_became_of_error_tokens(tmp_path: Path):
-    """By hand: of a step's two completions one has an advantage of 1.25 and is known: its first
-    token improbable, its second in a loop, third sound, with clip reasons in `CLIP_REASONS`' order;
-    the other was not learned from.
+    """Computed by hand: of a step's two completions one has an advantage of 1.25 and is known:
+    its first token improbable, its second in a loop, third sound, with clip reasons in
+    `CLIP_REASONS`' order; the other was not learned from.
     """
     data = data_of(new_run(tmp_path / "run", steps=2))
     assert [row[:4] for row in data["treatment"]] == [
@@ -352,7 +352,7 @@ def test_long_runs_are_thinned_and_numbers_are_short(tmp_path: Path):
 
 
 def test_tokens_come_through_the_packing():
-    """To the three digits of float16; what is not known stays so."""
+    """They agree to the three digits of float16; what is not known stays so."""
     tokens = packed_tokens([[rows(1), rows(2)]])
     expected = rows(1).tokens
     for name in ("sampler_logprob", "mismatch", "log_ratio"):
@@ -560,7 +560,7 @@ def test_a_report_that_cannot_be_made_is_refused_and_nothing_is_written(
 
 
 def test_a_page_is_written_and_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """Of a run that is going on: a line half written is left out."""
+    """The run is going on: a line half written is left out."""
     run = new_run(tmp_path / "run", steps=2, of=9)
     page = tmp_path / "page.html"
     with (run / "metrics.jsonl").open("a") as file:

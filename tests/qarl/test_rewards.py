@@ -203,7 +203,7 @@ def test_every_signature_rewards_alike(code: str, questions: Path):
 
 
 def test_trls_chats_are_messages(questions: Path):
-    """As in TRL's documentation, where a prompt is a chat, completions are."""
+    """TRL's documentation says: if a prompt is a chat, completions are."""
     code = (
         "def f(prompts, completions, **_):\n    assert prompts[0][0] == {'role': 'system',"
         " 'content': 'Add.'}\n"
@@ -292,7 +292,9 @@ UNUSABLE_REWARDS = [
 
 @pytest.mark.parametrize(("spec", "code", "said"), UNUSABLE_REWARDS)
 def test_unusable_rewards_are_refused(spec: str | None, code: str, said: str, questions: Path):
-    """In this process, where no spec says otherwise, and in another one, in the same words."""
+    """They are refused in this process, where no spec says otherwise, and in another one, in the
+    same words.
+    """
     with pytest.raises(TaskError, match=pattern(said)):
         here(questions, code) if spec is None else own(questions, code, spec)
 
@@ -455,7 +457,7 @@ def test_a_failing_reward_is_asked_again_or_left_out(
 
 
 def test_a_reward_may_not_take_more_memory_than_it_is_allowed(questions: Path):
-    """What it allocates beyond is a failure like any other, or ends its process; a task loads
+    """Memory allocated beyond it is a failure like any other, or ends its process; a task loads
     without its reward.
     """
     own_score = "int(open('/proc/self/oom_score_adj').read())"
@@ -515,8 +517,8 @@ def test_after_a_failure_the_next_call_has_a_process_again(
 def test_a_reward_is_found_in_the_working_folder(
     questions: Path, monkeypatch: pytest.MonkeyPatch, spec: str
 ):
-    """By module and by file, with a neighbour it imports; `qarl` itself is no script of that
-    folder.
+    """It is found by module and by file, with a neighbour it imports; `qarl` itself is no script
+    of that folder.
     """
     (questions / "own_reward.py").write_text(
         "def f(problem, text):\n    import neighbour\n    return neighbour.two\n"

@@ -112,7 +112,7 @@ def names(folder: str) -> set[str]:
 
 
 def assert_measured(lines: list[dict[str, Any]], steps: int) -> None:
-    """What must be true of any run's figures, whatever the policy sampled."""
+    """Assert what is true of any run's figures, whatever the policy sampled."""
     assert [line["step"] for line in lines] == list(range(1, steps + 1))
     assert [line["weight_version"] for line in lines] == list(range(1, steps + 1))
     assert [line["learn/updates"] for line in lines] == [2] * steps

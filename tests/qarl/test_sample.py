@@ -75,8 +75,8 @@ def run(
 
 
 def test_metrics_of_a_step_by_hand():
-    """Of completions but for the groups' own: the deviation, 1/2 of rewards 0 and 1, and the share
-    that differ.
+    """Metrics are of completions, but for the groups' own: the deviation, 1/2 of rewards 0 and
+    1, and the share that differ.
     """
 
     def group(rewards: tuple[float, ...], finish: str) -> Group:

@@ -127,7 +127,7 @@ def test_fields_of_a_file_are_refused_for_a_built_in_task(field) -> None:
 
 
 def test_a_bad_reward_names_problem_and_completion() -> None:
-    """What else a reward may do wrong: tests/qarl/test_rewards.py and
+    """Other faults of a reward: tests/qarl/test_rewards.py and
     tests/qarl/test_planted_faults.py.
     """
     task = dataclasses.replace(

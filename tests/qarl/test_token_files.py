@@ -254,7 +254,7 @@ def test_damaged_files_and_other_formats_are_named(tmp_path: Path):
 
 
 def single(group: Group) -> Group:
-    """With log-probs as an engine has them, in fp32, and experts of a router."""
+    """Return the group with log-probs as an engine has them, in fp32, and experts of a router."""
     experts = np.arange(24, dtype=np.int16).reshape(4, 3, 2)
     alike = [
         dataclasses.replace(

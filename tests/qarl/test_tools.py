@@ -265,7 +265,7 @@ RESULTS = [
 def test_a_template_goes_on_from_what_was_sampled(
     tokenizer: Any, mine: Environments, template: str, count: int
 ):
-    """What is appended reads as what the template writes of the whole chat, and no result has a
+    """The appended tokens read as what the template writes of the whole chat, and no result has a
     special token.
     """
     turns = tool_turns(tokenizer, mine, template)

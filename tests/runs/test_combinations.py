@@ -95,8 +95,9 @@ def refusals(combination: Combination) -> list[str]:
 
 
 def stopped_by_other_experts(combination: Combination, said: str) -> bool:
-    """Whether canary or gate stopped a run, as they may with some 50 tokens: where a mixture is
-    multiplied by other kernels than the engine's, one token that goes to another expert is enough.
+    """Return whether canary or gate stopped a run, as they may with some 50 tokens: where a
+    mixture is multiplied by other kernels than the engine's, one token that goes to another
+    expert is enough.
     """
     o = combination.options
     checks = ("step-0 gate: k3-KL", "the canary's mean")

@@ -1,4 +1,4 @@
-"""What examples/ holds runs, at the smallest size.
+"""Every example in examples/ runs, at the smallest size.
 
 Scripts are run with a `qarl` that writes down what it is called with; those commands then run for
 real, one after another. `tests/learner/test_objectives.py` computes the example objective's loss

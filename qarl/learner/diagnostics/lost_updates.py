@@ -1,4 +1,5 @@
-"""How much of an update reaches the sampler, measured every `learner.diagnostics_every` steps.
+"""The fraction of an update that reaches the sampler, measured every `learner.diagnostics_every`
+steps.
 
 An update of 1e-6 can be lost twice: a 16-bit master may be rounded back to its old value, and a
 master that moved may have the same low-bit code and bfloat16 rounding as before.

@@ -1,4 +1,4 @@
-"""How gradients of the masters become a step, in one process or in several under ZeRO.
+"""Step from the masters' gradients, in one process or in several under ZeRO.
 
     stage 0   every process sums all gradients after the backward, and steps every master
     stage 1   each process receives the sum of its rows of a gradient, keeps their moments and steps
