@@ -134,7 +134,7 @@ def _step(rollouts: Rollouts, position: Position, recorder: TokenRecorder) -> St
             learned = session.policy.learner.learn(batch, position.step, gate, log)
     position.skipped_batches += learned is None
     position.version += learned is not None
-    position.step += 1  # learned: whatever fails from here on, a checkpoint is of this step
+    position.step += 1  # the weights include it, so a checkpoint after a failure counts it
     rollouts.finish_pending()
     if learned is not None:
         with watch("publish"):

@@ -126,13 +126,14 @@ class Learner:
     ) -> LearnStats:
         """Update the policy on the batch, one mini-batch after another, in shuffled order.
 
-        Each update materializes a weight version. A mini-batch with a non-finite gradient is
-        skipped and counted, and leaves the masters unchanged.
+        Each update materializes the codes again; those of the last update are published as the
+        next weight version. A mini-batch with a non-finite gradient is skipped and counted, and
+        leaves the masters unchanged.
 
         The first mini-batch takes its old log-probs from its own forward, because nothing has moved
         before its update. Those of the other mini-batches are computed in advance. They are not
         computed at all if nothing uses them (`needs_old`), except in steps that measure lost
-        updates.
+        updates. Before a gate, and under `ratio_fix: shadow_forward`, all are computed in advance.
 
         Args:
             step: training step, from 0. It decides the learning rate, the shuffle, and whether lost

@@ -81,7 +81,9 @@ class Rollouts:
         """Drop the batch that was taken from `ahead`. With staleness 1, also wait for the request
         in flight, because a publish must not overlap it.
         """
-        self._position.ahead = self._position.ahead[len(self._position.ahead) - len(self._ready) :]
+        # `ahead` keeps one entry for each batch that is ready; the oldest stand first.
+        taken = len(self._position.ahead) - len(self._ready)
+        self._position.ahead = self._position.ahead[taken:]
         if self._ahead == 1:
             self._collect_pending()
 

@@ -154,8 +154,8 @@ def connected(
         same_kernels = config.learner.aligned and config.learner.kernel in ("auto", "vllm")
         multiplies = share_layers(publisher, stack) if same_kernels else "layers of its own"
         same_bits = config.bitwise and model.device.type == "cuda"
-        rows = audit(model.layers(), engine.layers(), same_kernels, same_bits)
-        require_agreement(rows)
+        audit_rows = audit(model.layers(), engine.layers(), same_kernels, same_bits)
+        require_agreement(audit_rows)
         row_check = model.check_rows() if same_kernels else None
         if row_check is not None and config.bitwise:
             require_equal_rows(row_check)
@@ -163,7 +163,7 @@ def connected(
         yield Connection(
             engine=engine,
             publisher=publisher,
-            audited=rows,
+            audited=audit_rows,
             multiplies=multiplies,
             rows=row_check,
         )

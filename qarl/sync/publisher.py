@@ -1,8 +1,9 @@
 """The publisher: it writes weight versions into the engine, and verifies every claim about them.
 
 The engine gets the bytes that the forward used. A learner in the engine's process multiplies with
-the engine's own layers (`Publisher.share_layers`). Every version is then written into them when it
-is made, and publishing only admits it to sampling. Otherwise publishing writes it.
+the engine's own layers (`Publisher.share_layers`). The codes are then written into them whenever
+they are made, after every update, and publishing only verifies the last ones. Otherwise publishing
+writes them.
 
 Three things are verified:
 
