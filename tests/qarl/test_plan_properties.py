@@ -173,11 +173,11 @@ def test_what_saves_memory_never_costs_any(saving: str):
 
 @pytest.mark.parametrize("seed", range(12))
 def test_more_processes_never_need_more_each(seed: int):
-    """From two on, where the libraries for communication are loaded."""
+    """Each number of processes from two on loads the libraries for communication."""
     name, _, _, fields = drawn(300 + seed)
     totals = []
     for processes in (2, 4, 8):
         memory = counted((name, parse_machine(f"{processes}x80GB"), processes, fields))
-        if memory is not None:
-            totals.append(memory.total)
+        assert memory is not None
+        totals.append(memory.total)
     assert totals == sorted(totals, reverse=True)
