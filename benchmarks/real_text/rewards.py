@@ -7,6 +7,8 @@ import re
 from difflib import SequenceMatcher
 from typing import Any
 
+from qarl.tasks.follow_rule import follows
+
 
 def words_in_order(problem: Any, text: str) -> float:
     """Return the similarity of the answer's words and the expected words, in order: 1 if equal.
@@ -40,33 +42,7 @@ def last_number_correct(problem: Any, text: str) -> bool:
 
 def obeys_rule(problem: Any, text: str) -> float:
     """Return 1.0 when the answer obeys the rule of its question (rules.py), else 0.0."""
-    words = text.split()
-    if len(words) < 3:
-        return 0.0
-    rule = problem.metadata["rule"]
-    value = problem.answer
-    match rule:
-        case "lowercase":
-            obeyed = text == text.lower()
-        case "uppercase":
-            obeyed = text == text.upper()
-        case "words":
-            obeyed = len(words) == int(value)
-        case "first":
-            obeyed = words[0].strip(",.!").lower() == value
-        case "last":
-            obeyed = words[-1].strip(".!").lower() == value
-        case "without":
-            obeyed = value not in text.lower()
-        case "question":
-            obeyed = (
-                text.strip().endswith("?") and not re.search(r"[.!]", text) and text.count("?") == 1
-            )
-        case "lines":
-            obeyed = len([line for line in text.splitlines() if line.strip()]) == int(value)
-        case _:
-            raise ValueError(f"no rule is named {rule!r}")
-    return float(obeyed)
+    return float(follows(problem.metadata["rule"], problem.answer, text))
 
 
 def obeyed(problem: Any, text: str) -> bool:

@@ -2,8 +2,8 @@
 
 python -m benchmarks.real_text.rules FILE.jsonl
 
-40 subjects times 8 rules are 320 questions; every second, in an order shuffled once, is held out.
-`rewards.obeys_rule` checks the rules.
+The 40 subjects times the 8 rules of the task `follow_rule` are 320 questions; every second, in an
+order shuffled once, is held out. `rewards.obeys_rule` checks the rules.
 """
 
 import json
@@ -11,72 +11,22 @@ import random
 import sys
 from pathlib import Path
 
-SUBJECTS = [
-    "owls",
-    "snow",
-    "bakeries",
-    "the violin",
-    "rivers",
-    "clouds",
-    "ants",
-    "candles",
-    "the moon",
-    "islands",
-    "ferries",
-    "pepper",
-    "wool",
-    "castles",
-    "storms",
-    "roses",
-    "mushrooms",
-    "pianos",
-    "camels",
-    "harbours",
-    "silk",
-    "thunder",
-    "wells",
-    "sparrows",
-    "honey",
-    "railways",
-    "ice",
-    "attics",
-    "meadows",
-    "sand",
-    "lanterns",
-    "orchards",
-    "whales",
-    "mountains",
-    "ink",
-    "tides",
-    "bells",
-    "olives",
-    "foxes",
-    "the sun",
-]
-
-RULES = [
-    ("lowercase", "-", "Use lowercase letters only."),
-    ("uppercase", "-", "WRITE IN CAPITAL LETTERS ONLY."),
-    ("words", "6", "Use exactly six words."),
-    ("first", "perhaps", "Start with the word Perhaps."),
-    ("last", "always", "Let the last word be always."),
-    ("without", "the", "Avoid the letters t-h-e in a row."),
-    ("question", "-", "Write one question and nothing else."),
-    ("lines", "2", "Write exactly two lines."),
-]
-"""Name of the rule in `rewards.obeys_rule`, its value in that function, and its sentence."""
+from qarl.tasks.follow_rule import RULES, SUBJECTS
 
 
 def questions() -> list[dict[str, str]]:
-    """Return the rows: question, answer (the rule's value), rule, and split."""
+    """Return the rows: question, answer (the rule's value), rule, and split.
+
+    Each rule has the first of its values.
+    """
     rows = [
         {
-            "question": f"Say something about {subject}. {sentence}",
-            "answer": value,
+            "question": f"Say something about {subject}. {sentence.format(values[0])}",
+            "answer": values[0],
             "rule": rule,
         }
         for subject in SUBJECTS
-        for rule, value, sentence in RULES
+        for rule, (sentence, values) in RULES.items()
     ]
     random.Random(0).shuffle(rows)
     return [{**row, "split": "heldout" if n % 2 else "train"} for n, row in enumerate(rows)]

@@ -53,7 +53,7 @@ The probability that this happens by chance is (7/8)^256 ≈ 1e-15.
 """
 
 # These compare texts and evaluate none, so they need no child process.
-IN_PROCESS = ("chain_sum", "running_total", "lookup_sum")
+IN_PROCESS = ("chain_sum", "running_total", "lookup_sum", "follow_rule")
 
 
 class ReasoningGymTask:
@@ -194,7 +194,8 @@ def reasoning_gym_datasets() -> dict[str, tuple[type, type]]:
         warnings.filterwarnings("ignore", category=SyntaxWarning, message='.*"is" with')
         from reasoning_gym.factory import DATASETS
 
-        import qarl.tasks.worked  # noqa: F401  (registers its datasets)
+        import qarl.tasks.follow_rule
+        import qarl.tasks.worked  # noqa: F401  (both register their datasets)
     return DATASETS
 
 

@@ -1,0 +1,139 @@
+"""QaRL's task of answers that follow a rule of form, registered as a reasoning-gym dataset.
+
+A small language model that answers fluently follows few of the rules by itself, and learns them
+from this reward within some twenty steps (docs/lab/real.md). Imported only together with
+reasoning-gym (`qarl.tasks.procedural.reasoning_gym_datasets`), which takes seconds.
+"""
+
+import random
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from reasoning_gym.factory import ProceduralDataset, register_dataset
+
+SUBJECTS = (
+    "owls",
+    "snow",
+    "bakeries",
+    "the violin",
+    "rivers",
+    "clouds",
+    "ants",
+    "candles",
+    "the moon",
+    "islands",
+    "ferries",
+    "pepper",
+    "wool",
+    "castles",
+    "storms",
+    "roses",
+    "mushrooms",
+    "pianos",
+    "camels",
+    "harbours",
+    "silk",
+    "thunder",
+    "wells",
+    "sparrows",
+    "honey",
+    "railways",
+    "ice",
+    "attics",
+    "meadows",
+    "sand",
+    "lanterns",
+    "orchards",
+    "whales",
+    "mountains",
+    "ink",
+    "tides",
+    "bells",
+    "olives",
+    "foxes",
+    "the sun",
+)
+"""Subjects of the questions."""
+
+NUMBERS = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8}
+"""Numbers that a rule may name."""
+
+RULES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "lowercase": ("Use lowercase letters only.", ("-",)),
+    "uppercase": ("WRITE IN CAPITAL LETTERS ONLY.", ("-",)),
+    "words": ("Use exactly {} words.", ("six", "five", "seven", "eight")),
+    "first": ("Start with the word {}.", ("Perhaps", "Today", "Imagine")),
+    "last": ("Let the last word be {}.", ("always", "again", "together")),
+    "without": ("Avoid the letters t-h-e in a row.", ("the",)),
+    "question": ("Write one question and nothing else.", ("-",)),
+    "lines": ("Write exactly {} lines.", ("two", "three")),
+}
+"""Name of a rule → the sentence that states it, and the values it may have ("-": none)."""
+
+SHORTEST = 3
+"""Fewest words of an answer that may follow a rule, so that no rule is met by saying nothing."""
+
+_FOLLOWS: dict[str, Callable[[str, list[str], str], bool]] = {
+    "lowercase": lambda text, words, value: text == text.lower(),
+    "uppercase": lambda text, words, value: text == text.upper(),
+    "words": lambda text, words, value: len(words) == NUMBERS[value],
+    "first": lambda text, words, value: words[0].strip(",.!").lower() == value.lower(),
+    "last": lambda text, words, value: words[-1].strip(".!").lower() == value.lower(),
+    "without": lambda text, words, value: value not in text.lower(),
+    "question": lambda text, words, value: (
+        text.strip().endswith("?") and text.count("?") == 1 and not re.search(r"[.!]", text)
+    ),
+    "lines": lambda text, words, value: (
+        len([line for line in text.splitlines() if line.strip()]) == NUMBERS[value]
+    ),
+}
+"""Name of a rule → whether a text, split into words, follows it with this value."""
+
+
+def follows(rule: str, value: str, text: str) -> bool:
+    """Return whether `text` has at least `SHORTEST` words and follows a rule of `RULES`.
+
+    Raises `KeyError` for an unknown rule, or for a number that is not in `NUMBERS`.
+    """
+    words = text.split()
+    return len(words) >= SHORTEST and _FOLLOWS[rule](text, words, value)
+
+
+@dataclass
+class FollowRuleConfig:
+    """The fields that reasoning-gym expects of every dataset. There is nothing to choose."""
+
+    seed: int | None = None
+    size: int = 500
+
+    def validate(self) -> None:
+        """Accept every value, because QaRL sets both fields."""
+
+
+class FollowRuleDataset(ProceduralDataset):
+    """Say something about a subject, and follow a rule of form"""
+
+    def __init__(self, config: FollowRuleConfig) -> None:
+        super().__init__(config=config, seed=config.seed, size=config.size)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return problem `index`, from a generator of its own."""
+        generator = random.Random(self.seed + index)
+        rule = generator.choice(list(RULES))
+        sentence, values = RULES[rule]
+        value = generator.choice(values)
+        subject = generator.choice(SUBJECTS)
+        return {
+            "question": f"Say something about {subject}. {sentence.format(value)}",
+            "answer": value,
+            "metadata": {"rule": rule},
+        }
+
+    def score_answer(self, answer: str | None, entry: dict[str, Any]) -> float:
+        """Return 1.0 if the answer follows the rule, else 0.0."""
+        return float(follows(entry["metadata"]["rule"], entry["answer"], answer or ""))
+
+
+register_dataset("follow_rule", FollowRuleDataset, FollowRuleConfig)
