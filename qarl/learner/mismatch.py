@@ -131,7 +131,4 @@ def _correlation(x: torch.Tensor, y: torch.Tensor) -> float | None:
     """Return Pearson's correlation of x [n] with y [n]; None if either does not vary."""
     if x.min() == x.max() or y.min() == y.max():
         return None
-    x = x.double() - x.double().mean()
-    y = y.double() - y.double().mean()
-    squares = float(x @ x) * float(y @ y)
-    return float(x @ y) / math.sqrt(squares)
+    return float(torch.corrcoef(torch.stack([x.double(), y.double()]))[0, 1])
