@@ -59,13 +59,6 @@ _WIDE = (
 )
 """Schemes whose kernel holds weights in fp32 on this machine's CPU (`quant.kernels.vllm_cpu`)."""
 
-_ENGINE_TOKENS = {"cpu": 8192, "cuda": 16384}
-"""Upper bound on the tokens that vLLM computes at once, for which it sizes its buffers.
-
-CPU: what `rollout.vllm.options` sets. CUDA: vLLM's default on GPUs of 70 GiB or more; it is 8192 on
-smaller ones.
-"""
-
 _TRANSFORMERS_FACTOR = 2.0
 """Activations of a layer with transformers' operators over those with the engine's.
 
@@ -402,7 +395,8 @@ class _Count:
 
     def workspaces(self) -> int:
         """Workspaces of experts' kernels, the engine's and an aligned learner's."""
-        engine_tokens = _ENGINE_TOKENS["cuda"] if self.config.engine_here else 0
+        rollout = self.config.rollout
+        engine_tokens = rollout.batched_tokens("cuda") if self.config.engine_here else 0
         learner_tokens = self.tokens if self.config.learner.aligned else 0
         return self.workspace_a_token * (engine_tokens + learner_tokens)
 
@@ -734,7 +728,7 @@ class _Count:
         rollout = self.config.rollout
         prompts = -(-rollout.prompts // self.processes)  # rounded up
         sequences = min(rollout.max_num_seqs, prompts * rollout.samples)
-        tokens = _ENGINE_TOKENS[self.device]
+        tokens = rollout.batched_tokens(self.device)
         if self.device == "cpu":
             tokens = min(tokens, sequences * rollout.max_prompt_tokens)
         # A token's columns, an estimate by the model's layers: residual, norm, a branch's input and

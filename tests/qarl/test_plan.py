@@ -148,7 +148,7 @@ def test_parts_are_those_of_arithmetic_by_hand():
     assert experts["moments"] == 14.5
     # CUDA graphs
     assert experts["codes"] == pytest.approx(15.6, abs=0.1) == experts["engine"] - 2.0
-    assert experts["workspaces"] == round((16384 + 22528) * 8 * 2 * (2048 + 3 * 768) / GIB, 1)
+    assert experts["workspaces"] == round((8192 + 22528) * 8 * 2 * (2048 + 3 * 768) / GIB, 1)
     half = gib(
         "qwen3-8b",
         1,

@@ -25,6 +25,8 @@ from qarl.configs.schemes import UNQUANTIZED
 
 _MOST_PROMPTS = 10**6
 """Upper limit on prompts, sequences or problems at once, which only typing errors exceed."""
+_BATCHED_TOKENS = 8192
+"""Tokens that the engine computes at once: enough rows to keep matrix products busy."""
 LONGEST = 2**24
 """Upper limit on the tokens of a sequence, which only typing errors exceed."""
 
@@ -214,6 +216,18 @@ class RolloutConfig(Section):
     def longest(self) -> int:
         """Most tokens that a prompt and its completion may have together."""
         return self.max_prompt_tokens + self.max_new_tokens
+
+    def batched_tokens(self, device: str) -> int:
+        """Return the most tokens that the engine computes at once, for which it sizes its buffers.
+
+        vLLM's own default depends on the GPU's name and memory. The engine is told this number
+        instead, so that the plan counts what is allocated. On CPUs prompts are not cut, so the
+        longest one has to fit.
+
+        device: "cpu" or "cuda".
+        """
+        whole = self.longest if device == "cpu" else 0
+        return max(_BATCHED_TOKENS, self.max_num_seqs, whole)
 
 
 class SyncConfig(Section):

@@ -104,7 +104,7 @@ def llm_arguments(options: VllmOptions) -> dict[str, Any]:
         "use_tqdm_on_load": False,
         "enable_return_routed_experts": rollout.router_replay,
         "logprobs_mode": options.logprobs_mode,
-        **_cpu_arguments(rollout.longest),
+        **_scheduler_arguments(rollout),
     }
 
 
@@ -130,17 +130,18 @@ def _graph_arguments(rollout: RolloutConfig) -> dict[str, Any]:
     return {"enforce_eager": False, "compilation_config": graphs}
 
 
-def _cpu_arguments(max_model_len: int) -> dict[str, Any]:
-    """Return arguments that schedule prompts whole on CPUs.
+def _scheduler_arguments(rollout: RolloutConfig) -> dict[str, Any]:
+    """Return the arguments that bound what the engine computes at once.
 
-    vLLM 0.32 rewinds a seeded request's generator when it cuts a prompt into chunks, which torch's
-    CPU generator cannot do ("CPU Generator does not use offset").
+    On CPUs prompts are scheduled whole: vLLM 0.32 rewinds a seeded request's generator when it cuts
+    a prompt into chunks, which torch's CPU generator cannot do ("CPU Generator does not use
+    offset").
     """
     import torch
 
     if torch.cuda.is_available():
-        return {}
+        return {"max_num_batched_tokens": rollout.batched_tokens("cuda")}
     return {
         "enable_chunked_prefill": False,
-        "max_num_batched_tokens": max(8192, max_model_len),
+        "max_num_batched_tokens": rollout.batched_tokens("cpu"),
     }
