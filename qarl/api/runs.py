@@ -21,7 +21,7 @@ from qarl.quant.runtime.parent import local_world_size, rank, world_size
 from qarl.report.loggers import step_logger
 from qarl.report.run_folder import RunFolder, resumed_config
 from qarl.report.startup import phase, phases_shown_on
-from qarl.run.check import check_files, check_schemes
+from qarl.run.check import check_files
 from qarl.run.evaluation_plan import Plan as EvaluationPlan
 from qarl.run.evaluation_plan import Suite, plan_evaluation
 from qarl.tasks import Task
@@ -40,7 +40,7 @@ def config(
     source: a YAML file or the name of a shipped one. Default: the model's own file if there is one,
     otherwise the default file. overrides: fields by name, such as {"learner.optimizer.lr": 1e-4} or
     {"lr": 1e-4}. If they choose another task or objective than the file, its defaults apply.
-    Raises `ConfigError`, which names the field.
+    Raises `ConfigError`, which names the field, and `SchemeError` for an unknown scheme.
     """
     by_field = {}
     for name, value in (overrides or {}).items():
@@ -58,12 +58,10 @@ def plan(
 
     The plan also has the configuration with all choices made that were left to it. No weight is
     loaded. gpus: "8xH100" or "8x80GB". Default: this machine. processes: default: one per GPU of
-    `gpus`, or one. Raises `SchemeError`, `ModelError`, and `ConfigError` for more processes than
-    GPUs.
+    `gpus`, or one. Raises `ModelError`, and `ConfigError` for more processes than GPUs.
     """
     if processes is not None and processes < 1:
         raise ConfigError(f"processes {processes} must be at least 1")
-    check_schemes(config)
     machine = planned_machine(gpus)
     shapes, source = sizes_of(config.model)
     return make_plan(config, shapes, source, machine, processes or (machine.count if gpus else 1))
@@ -199,11 +197,9 @@ def planned(
         machine: This machine, if the driver was asked before.
 
     Raises:
-        SchemeError: A scheme name is unknown.
         MemoryPlanError: The run is clearly too large for this machine.
         ConfigError: There are more processes than GPUs.
     """
-    check_schemes(config)
     try:
         shapes, source = sizes_of(config.model)
     except ModelError:

@@ -19,7 +19,7 @@ from qarl.bench.job import Answer, Job, SpeedOptions
 from qarl.bench.process import run_worker
 from qarl.configs.errors import ConfigError, GraphError, SchemeError
 from qarl.configs.load import is_embedded
-from qarl.configs.schemes import UNQUANTIZED, check_scheme_name
+from qarl.configs.schemes import UNQUANTIZED, known_scheme
 from qarl.planning.shapes import Shapes, shapes_of
 from qarl.quant.checkpoint.folder import (
     check_folder,
@@ -68,7 +68,7 @@ def check(options: SpeedOptions) -> SpeedPlan:
             " takes as many prompts as the next: choose --prompts as a multiple of --updates"
         )
     for name in options.schemes:
-        check_scheme_name(name)
+        known_scheme(name)
     if not is_embedded(options.model):
         local_folder(options.model)
     dtype = COMPUTE_DTYPES[options.dtype]

@@ -44,7 +44,7 @@ from qarl.quant.runtime.answers import installed, versions
 from qarl.quant.runtime.parent import launched, local_world_size, rank, world_size
 from qarl.report.run_folder import RunFolder, RunInUseError
 from qarl.report.startup import phase, phases_shown_on
-from qarl.run.check import check_files, check_new_folder, check_processes, check_schemes
+from qarl.run.check import check_files, check_new_folder, check_processes
 from qarl.run.export_note import is_finished
 from qarl.run.replay import replay_config
 from qarl.tasks import RewardError, Task
@@ -291,7 +291,6 @@ def _choose(
     """Return the configuration with a choice of how to use this machine's GPUs, unless that was
     given. The choice is printed, and added to the command that starts other processes.
     """
-    check_schemes(config)
     processes = known.processes
     local_processes = None
     if launched():

@@ -16,7 +16,6 @@ from qarl.planning.machine import planned_machine
 from qarl.planning.plan import make_plan
 from qarl.planning.shapes import sizes_of
 from qarl.planning.words import as_data, remedies, table
-from qarl.run.check import check_schemes
 
 DOES_NOT_FIT = 2
 """Exit status if the run does not fit the machine."""
@@ -56,7 +55,6 @@ def add_plan(commands: Any) -> None:
 
 def _plan(known: argparse.Namespace, console: Console) -> int:
     config = chosen_config(known.config, known.overrides)
-    check_schemes(config)
     machine = planned_machine(known.gpus)
     choice = choose(config, known.overrides, known.config, known.processes, machine)
     overrides = choice.overrides(known.overrides)

@@ -10,7 +10,7 @@ from qarl.compare.comparison import Cell, Comparison, Quantized
 from qarl.configs.errors import ConfigError, QarlError
 from qarl.configs.schema.base import differing
 from qarl.configs.schema.run import RunConfig
-from qarl.configs.schemes import UNQUANTIZED, check_scheme_name
+from qarl.configs.schemes import UNQUANTIZED
 from qarl.evaluation.suites import suite_tasks
 from qarl.report.run_folder import RunFolder, with_absolute_paths
 from qarl.report.startup import phase
@@ -170,10 +170,9 @@ def check(
 
 
 def _check_files(comparison: Comparison, cell: Cell) -> None:
-    """Check what needs no torch: scheme, files of the run and copies of the suite."""
+    """Check what needs no torch: files of the run and copies of the suite."""
     config = comparison.run_config(cell)
     data = comparison.evaluate.get("data")
-    check_scheme_name(config.scheme)
     if cell.variant.quantized is None:
         check_files(config, new=False)
     elif config.scheme == UNQUANTIZED:

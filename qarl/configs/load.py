@@ -13,7 +13,7 @@ from typing import Any, get_args, get_origin
 import yaml
 from pydantic import ValidationError
 
-from qarl.configs.errors import ConfigError
+from qarl.configs.errors import ConfigError, InputError, SchemeError
 from qarl.configs.flags import ELSEWHERE, FLAGS, flag_of
 from qarl.configs.schema.base import (
     Choice,
@@ -176,11 +176,24 @@ def overridden(tree: dict[str, Any], overrides: Mapping[str, str]) -> RunConfig:
 
 
 def config_from_tree(tree: dict[str, Any]) -> RunConfig:
-    """Return the configuration of nested dictionaries. Raises `ConfigError` for wrong fields."""
+    """Return the configuration of nested dictionaries.
+
+    Raises `ConfigError` for wrong fields, and `SchemeError` if a scheme is unknown and nothing else
+    is wrong.
+    """
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(validation_messages(error, field_paths(), _field_of)) from error
+        raise _refusal(error) from error
+
+
+def _refusal(error: ValidationError) -> InputError:
+    """Return the error for the wrong fields: a `SchemeError` itself if it is the only one."""
+    problems = error.errors()
+    cause = problems[0].get("ctx", {}).get("error")
+    if len(problems) == 1 and isinstance(cause, SchemeError):
+        return cause
+    return ConfigError(validation_messages(error, field_paths(), _field_of))
 
 
 def written_fields(file: Path) -> list[str]:

@@ -121,10 +121,15 @@ SCHEME_SPECS: dict[str, SchemeSpec] = {
 SCHEME_NAMES = tuple(SCHEME_SPECS)
 
 
-def check_scheme_name(name: str) -> None:
-    """Raise `SchemeError` if a name is unknown, with the known names and the nearest."""
+def known_scheme(name: str) -> str:
+    """Return a scheme's name. Raise `SchemeError`, with the known names and the nearest, if it is
+    unknown.
+
+    A configuration is checked by this when it is made, so that its names are known from then on.
+    """
     if name not in SCHEME_NAMES:
         raise SchemeError(
             f"unknown scheme {name!r}: known are {', '.join(map(repr, SCHEME_NAMES))}"
             f"{did_you_mean(name.lower(), SCHEME_NAMES)}"
         )
+    return name

@@ -26,7 +26,7 @@ from compressed_tensors.quantization import (
 )
 
 from qarl.configs.errors import SchemeError
-from qarl.configs.schemes import SCHEME_SPECS, Codes, SchemeSpec, check_scheme_name
+from qarl.configs.schemes import SCHEME_SPECS, Codes, SchemeSpec, known_scheme
 
 COMPUTE_DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -272,8 +272,7 @@ def get_scheme(name: str) -> Scheme:
 
     Raises `SchemeError`, which quotes the name, the known ones and the nearest, if it is unknown.
     """
-    check_scheme_name(name)
-    return SCHEMES[name]
+    return SCHEMES[known_scheme(name)]
 
 
 def scheme_of_args(

@@ -4,10 +4,9 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
-from qarl.configs.errors import ConfigError, InputError, SchemeError
+from qarl.configs.errors import ConfigError, InputError
 from qarl.configs.load import is_embedded, shipped_names
 from qarl.configs.schema.run import RunConfig
-from qarl.configs.schemes import check_scheme_name
 from qarl.configs.words import did_you_mean, quoted
 from qarl.quant.checkpoint.folder import check_folder, hub_config, local_folder
 from qarl.report.run_folder import new_path
@@ -20,14 +19,13 @@ class UnusableRewardError(InputError, heading="reward"):
 
 
 def check_files(config: RunConfig, new: bool = True, dry: bool = False) -> Task:
-    """Check scheme names, output, model folder, task and reward, and return the task.
+    """Check output, model folder, task and reward, and return the task.
 
     This takes milliseconds, or seconds if the task is one of reasoning-gym's, which is imported
     then. `qarl.run.preflight.check_input` checks what needs the model's architecture or the
     machine's kernels. new: whether the run's folder is to be made. dry: do not ask the Hub for the
     model. Raises the error of the part that is wrong.
     """
-    check_schemes(config)
     if new:
         check_new_folder(new_path(config), "run folder", "--output")
     if config.log != "none" and find_spec(config.log) is None:
@@ -37,16 +35,6 @@ def check_files(config: RunConfig, new: bool = True, dry: bool = False) -> Task:
     check_rollouts(config)
     check_named_model(config, dry)
     return check_task(config)
-
-
-def check_schemes(config: RunConfig) -> None:
-    """Raise `SchemeError` if a scheme name is unknown."""
-    check_scheme_name(config.scheme)
-    for rule in config.layers:
-        try:
-            check_scheme_name(rule.scheme)
-        except SchemeError as error:
-            raise SchemeError(f"layer rule '{rule}': {error}") from error
 
 
 def check_processes(config: RunConfig, count: int) -> None:

@@ -23,7 +23,7 @@ from qarl.quant.checkpoint.folder import positions, read_config
 from qarl.report.run_folder import describe_environment
 from qarl.report.startup import phase
 from qarl.rollout.types import Group
-from qarl.run.check import check_named_model, check_new_folder, check_schemes
+from qarl.run.check import check_named_model, check_new_folder
 from qarl.run.export_note import export_note, write_card
 from qarl.sft.data import Pair, encode, read_pairs
 
@@ -153,7 +153,6 @@ def plan_sft(
         heldout: fraction of the pairs to hold out.
     """
     settings = sft_config(data, overrides)
-    check_schemes(settings)
     folder = Path(settings.output or f"runs/{_name(settings)}")
     check_new_folder(folder, "run folder", "--output")
     check_named_model(settings)

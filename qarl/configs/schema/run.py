@@ -7,8 +7,9 @@ dotted override (`--learner.optimizer.lr 3e-4`).
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from qarl.configs.errors import SchemeError
 from qarl.configs.schema.base import (
     LARGEST_SEED,
     Dtype,
@@ -21,7 +22,7 @@ from qarl.configs.schema.learner import LearnerConfig
 from qarl.configs.schema.quantization import QuantizationConfig
 from qarl.configs.schema.servers import Servers
 from qarl.configs.schema.task import TaskConfig
-from qarl.configs.schemes import UNQUANTIZED
+from qarl.configs.schemes import UNQUANTIZED, known_scheme
 
 _MOST_PROMPTS = 10**6
 """Upper limit on prompts, sequences or problems at once, which only typing errors exceed."""
@@ -399,6 +400,10 @@ class LayerRule(Section):
         fault = pattern_fault(self.match)
         if fault:
             raise ValueError(f"layer rule '{self}' {fault}")
+        try:
+            known_scheme(self.scheme)
+        except SchemeError as error:
+            raise SchemeError(f"layer rule '{self}': {error}") from error
         return self
 
 
@@ -419,7 +424,7 @@ class RunConfig(Section):
         default="tiny-qwen3",
         description="Embedded model (tiny-qwen3, smollm2-135m), transformers folder, or hub id.",
     )
-    scheme: str = Field(
+    scheme: Annotated[str, AfterValidator(known_scheme)] = Field(
         default="w4a16",
         description=(
             "Low-bit scheme of sampler and learner. `qarl schemes` lists those that run here."

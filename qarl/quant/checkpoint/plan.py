@@ -77,9 +77,9 @@ def make_plan(
 ) -> Plan:
     """Resolve rules against a model; the first rule that matches a layer decides.
 
-    Raises `SchemeError` for a rule with an unknown scheme, a rule that matches nothing or whose
-    layers all match earlier rules, a rule that would quantize a protected layer, and for layers
-    that the engine multiplies as one but that would take different schemes.
+    Raises `SchemeError` for a rule that matches nothing or whose layers all match earlier rules, a
+    rule that would quantize a protected layer, and for layers that the engine multiplies as one but
+    that would take different schemes.
 
     Args:
         main: scheme of layers that no rule matches.
@@ -127,10 +127,7 @@ def _apply(rules: Sequence[LayerRule], names: Sequence[str]) -> dict[str, LayerR
     """Return layer → the first rule that matches it."""
     taken: dict[str, LayerRule] = {}
     for rule in rules:
-        try:
-            scheme = get_scheme(rule.scheme)
-        except SchemeError as error:
-            raise SchemeError(f"layer rule '{rule}': {error}") from error
+        scheme = get_scheme(rule.scheme)
         matched = matching(rule.match, names)
         # A range of decoder layers leaves out the layers that its scheme protects.
         if rule.match.startswith(("first:", "last:")):
