@@ -6,6 +6,7 @@ nothing heavy, so that names are checked and a plan counts bytes before torch is
 Axes: O output rows, I input columns.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -52,6 +53,8 @@ class SchemeSpec:
     """Codes of activations; None if they stay in the compute dtype."""
     format: str = "pack-quantized"
     """Format of the codes in a checkpoint, by its name in compressed-tensors."""
+    only: str = ""
+    """Machines that vLLM has the scheme for, if not for all CPUs and GPUs."""
 
     def weight_bytes(self, shape: tuple[int, int], itemsize: int) -> int:
         """Return the bytes of a stored matrix of `shape` (O, I) with its scales.
@@ -70,14 +73,51 @@ class SchemeSpec:
             extra = _GLOBAL if self.activations is None else 2 * _GLOBAL
         return rows * columns * bits // 8 + scales * scale_bytes + extra
 
-    def fits(self, shape: tuple[int, int]) -> bool:
-        """Return whether `shape` (O, I) divides into groups, blocks and int32s of codes."""
+    def misfit(self, shape: tuple[int, int]) -> str:
+        """Return why a matrix of `shape` (O, I) cannot be stored; "" if it can.
+
+        It has to divide into groups, blocks and int32s of codes.
+        """
         rows, columns = shape
         codes = self.weights
         if codes is None:
-            return True
-        packed = 32 // codes.bits if self.format == "pack-quantized" else 1
-        return not (columns % (codes.columns or 1) or columns % packed or rows % codes.rows)
+            return ""
+        if codes.columns and columns % codes.columns:
+            return f"{columns} input columns, no multiple of the group size {codes.columns}"
+        if rows % codes.rows:
+            return f"{rows} output rows, no multiple of the block's {codes.rows}"
+        packed = 32 // codes.bits
+        if self.format == "pack-quantized" and columns % packed:
+            return (
+                f"{columns} input columns, no multiple of the {packed} codes that are packed to an"
+                " int32"
+            )
+        return ""
+
+    def fits(self, shape: tuple[int, int]) -> bool:
+        """Return whether a matrix of `shape` (O, I) can be stored."""
+        return not self.misfit(shape)
+
+    def check_layer(self, layer: str, shape: tuple[int, int]) -> None:
+        """Raise `SchemeError` if a layer's weight of `shape` (O, I) cannot be stored."""
+        misfit = self.misfit(shape)
+        if misfit:
+            fitting = ", ".join(name for name, other in SCHEME_SPECS.items() if other.fits(shape))
+            raise SchemeError(
+                f"scheme {self.name!r}: layer {layer!r} has {misfit}; choose one that fits it"
+                f" ({fitting}) or another model"
+            )
+
+    def fp32_on_cpus(self, avx512: bool) -> bool:
+        """Return whether CPUs multiply weights that are held in fp32 (`quant.kernels.vllm_cpu`).
+
+        Those of fp8, on every CPU; without AVX-512 also those of int4 alone, and of int8 by int8.
+        """
+        codes = self.weights
+        if codes is None or self.only:
+            return False
+        integers = not avx512 and self.activations in (None, codes)
+        return codes.kind == "float" or integers
 
     def input_bytes(self, itemsize: int) -> float:
         """Return the bytes of one input value between forward and backward, without its scale."""
@@ -101,24 +141,42 @@ SCHEME_SPECS: dict[str, SchemeSpec] = {
         SchemeSpec("w4a16-g64", Codes("int", 4, columns=64)),
         SchemeSpec("w4a16-g32", Codes("int", 4, columns=32)),
         SchemeSpec("w4a16-channel", Codes("int", 4)),
-        SchemeSpec("w8a16", Codes("int", 8, columns=128)),
+        SchemeSpec("w8a16", Codes("int", 8, columns=128), only="GPUs"),
         SchemeSpec("w8a8", _INT8, _INT8, "int-quantized"),
         # vLLM's kernel uses a zero point for activations, whatever the checkpoint says.
-        SchemeSpec("w4a8", _INT4, Codes("int", 8, symmetric=False), "int-quantized"),
-        SchemeSpec("w4afp8", _INT4, _FP8),
+        SchemeSpec("w4a8", _INT4, Codes("int", 8, symmetric=False), "int-quantized", only="CPUs"),
+        SchemeSpec("w4afp8", _INT4, _FP8, only="GPUs of compute capability 9.0"),
         SchemeSpec("fp8", _FP8, _FP8, "float-quantized"),
-        SchemeSpec("fp8-block", _FP8_BLOCK, _FP8_GROUP, "float-quantized"),
-        SchemeSpec("nvfp4a16", _NVFP4, None, "nvfp4-pack-quantized"),
-        SchemeSpec("nvfp4", _NVFP4, _NVFP4, "nvfp4-pack-quantized"),
+        SchemeSpec("fp8-block", _FP8_BLOCK, _FP8_GROUP, "float-quantized", only="GPUs"),
+        SchemeSpec("nvfp4a16", _NVFP4, None, "nvfp4-pack-quantized", only="NVIDIA GPUs"),
+        SchemeSpec("nvfp4", _NVFP4, _NVFP4, "nvfp4-pack-quantized", only="NVIDIA GPUs"),
         SchemeSpec(
             "mxfp4a16",
             Codes("float", 4, columns=32, scale="power"),
             None,
             "mxfp4-pack-quantized",
+            only="GPUs",
         ),
     )
 }
 SCHEME_NAMES = tuple(SCHEME_SPECS)
+
+
+def check_shapes(layers: Iterable[tuple[str, str, tuple[int, int]]]) -> None:
+    """Raise `SchemeError` if a matrix cannot be stored in its scheme, with the first of them and
+    the number of the others.
+
+    layers: layer's name, scheme's name, and (O, I) of each matrix.
+    """
+    problems = []
+    for layer, scheme, shape in layers:
+        try:
+            SCHEME_SPECS[scheme].check_layer(layer, shape)
+        except SchemeError as error:
+            problems.append(str(error))
+    if problems:
+        more = f" (and {len(problems) - 1} more layers)" if len(problems) > 1 else ""
+        raise SchemeError(problems[0] + more)
 
 
 def known_scheme(name: str) -> str:

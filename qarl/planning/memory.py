@@ -52,11 +52,7 @@ _NCCL = 1.0 * GIB
 _CUDA_GRAPHS = 2.0 * GIB
 """Memory that the CUDA graphs of decoding keep. Assumed."""
 
-_WIDE = (
-    ("fp8",)
-    if has_avx512()
-    else ("fp8", "w8a8", "w4a16", "w4a16-g64", "w4a16-g32", "w4a16-channel")
-)
+_WIDE = tuple(name for name, spec in SCHEME_SPECS.items() if spec.fp32_on_cpus(has_avx512()))
 """Schemes whose kernel holds weights in fp32 on this machine's CPU (`quant.kernels.vllm_cpu`)."""
 
 _TRANSFORMERS_FACTOR = 2.0
@@ -291,7 +287,7 @@ class _Count:
             return shapes.quantized_bytes(scheme, self.itemsize)
         # With rules for single layers every matrix may have another scheme.
         total = 0
-        for name, (rows, columns) in schemes_of(shapes, scheme, self.config.layers):
+        for _, name, (rows, columns) in schemes_of(shapes, scheme, self.config.layers):
             if name in in_fp32:
                 total += rows * columns * _FP32
             else:

@@ -50,6 +50,22 @@ _TIED = (
 Source: transformers' defaults.
 """
 
+_OTHER_NAMES = (
+    "ministral",
+    "phi3",
+    "glm",
+    "glm4",
+    "hunyuan_v1_dense",
+    "mixtral",
+    "phimoe",
+    "granitemoe",
+    "gpt_oss",
+    "minimax_m2",
+)
+"""Model types whose checkpoints have other matrices than `matrices` says: merged ones, or other
+names. Those of ministral and hunyuan_v1_dense were not compared.
+"""
+
 COUNTED = (
     "llama",
     "mistral",
@@ -125,6 +141,9 @@ class Shapes:
     experts_a_token: int = 0
     """Number of experts that a token is routed to; 0 in a dense model."""
 
+    exact: bool = True
+    """Whether `matrices` has the names and shapes of the checkpoint's matrices."""
+
     @property
     def attention_matrices(self) -> tuple[Matrix, ...]:
         """(O, I) of q, k, v and o of one layer."""
@@ -189,8 +208,8 @@ class Shapes:
 def matrices(shapes: Shapes) -> Iterator[tuple[str, Matrix]]:
     """Yield (checkpoint name, (O, I)) of every matrix that can be quantized.
 
-    Names are those of Llama, Qwen and their mixtures. A rule that names others, such as Mixtral's
-    `w1`, matches nothing here.
+    Names are those of Llama, Qwen and their mixtures (`Shapes.exact`). A rule that names others,
+    such as Mixtral's `w1`, matches nothing here.
     """
     for layer in range(shapes.layers):
         prefix = f"model.layers.{layer}"
@@ -204,13 +223,13 @@ def matrices(shapes: Shapes) -> Iterator[tuple[str, Matrix]]:
 
 def schemes_of(
     shapes: Shapes, scheme: str, rules: Sequence[LayerRule]
-) -> Iterator[tuple[str, Matrix]]:
-    """Return (scheme's name, (O, I)) of every matrix; the first rule that matches wins."""
+) -> Iterator[tuple[str, str, Matrix]]:
+    """Return (name, scheme's name, (O, I)) of every matrix; the first rule that matches wins."""
     sizes = dict(matrices(shapes))
     schemes = dict.fromkeys(sizes, scheme)
     for rule in reversed(rules):
         schemes |= dict.fromkeys(matching(rule.match, list(sizes)), rule.scheme)
-    return ((schemes[name], shape) for name, shape in sizes.items())
+    return ((name, schemes[name], shape) for name, shape in sizes.items())
 
 
 @cache
@@ -272,6 +291,7 @@ def shapes_of(config: Mapping[str, Any], name: str) -> Shapes:
         tied=bool(config.get("tie_word_embeddings", kind in _TIED)),
         experts=experts,
         experts_a_token=_first(config, EXPERTS_A_TOKEN) if experts else 0,
+        exact=kind not in _OTHER_NAMES,
     )
 
 

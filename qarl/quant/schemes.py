@@ -147,24 +147,7 @@ class Scheme:
 
     def check_layer(self, layer: str, shape: tuple[int, int]) -> None:
         """Raise `SchemeError` if a weight of `shape` (O, I) cannot be stored in this scheme."""
-        spec = SCHEME_SPECS[self.name]
-        rows, columns = shape
-        codes = spec.weights
-        if codes is None or spec.fits(shape):
-            return
-        has = (
-            f"{columns} input columns, no multiple of the {32 // codes.bits} codes that are packed"
-            " to an int32"
-        )
-        if rows % codes.rows:
-            has = f"{rows} output rows, no multiple of the block's {codes.rows}"
-        if codes.columns and columns % codes.columns:
-            has = f"{columns} input columns, no multiple of the group size {codes.columns}"
-        fitting = ", ".join(name for name, other in SCHEME_SPECS.items() if other.fits(shape))
-        raise SchemeError(
-            f"scheme {self.name!r}: layer {layer!r} has {has}; choose one that fits it ({fitting})"
-            " or another model"
-        )
+        SCHEME_SPECS[self.name].check_layer(layer, shape)
 
 
 def write_quantization_config(

@@ -11,10 +11,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from qarl.configs.schema.run import LayerRule
+from qarl.configs.schemes import check_shapes
 from qarl.quant.checkpoint.families import family_of, fused_experts
 from qarl.quant.checkpoint.plan import Plan, make_plan
 from qarl.quant.runtime.shards import whole_shape
-from qarl.quant.schemes import Scheme, SchemeError
+from qarl.quant.schemes import Scheme
 
 
 def plan_layers(model: PreTrainedModel, scheme: Scheme, rules: Sequence[LayerRule] = ()) -> Plan:
@@ -30,7 +31,7 @@ def plan_layers(model: PreTrainedModel, scheme: Scheme, rules: Sequence[LayerRul
     """
     shapes = weight_shapes(model)
     plan = make_plan(scheme, rules, list(shapes), _never_quantized(model, shapes))
-    _check_shapes(shapes, plan)
+    check_shapes((name, plan.schemes[name].name, shape) for name, shape in shapes.items())
     return plan
 
 
@@ -113,16 +114,3 @@ def _never_quantized(
                 f"it is a {type(module).__name__}, no nn.Linear, and has no low-bit product here"
             )
     return reasons
-
-
-def _check_shapes(shapes: dict[str, tuple[int, int]], plan: Plan) -> None:
-    """Raise `SchemeError` if a matrix's shape does not fit its scheme."""
-    problems = []
-    for name, shape in shapes.items():
-        try:
-            plan.schemes[name].check_layer(name, shape)
-        except SchemeError as error:
-            problems.append(str(error))
-    if problems:
-        more = f" (and {len(problems) - 1} more layers)" if len(problems) > 1 else ""
-        raise SchemeError(problems[0] + more)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from qarl.configs.schemes import SCHEME_SPECS
 from qarl.quant.checkpoint.families import ExpertLayout, ExpertsShape
 from qarl.quant.kernels import KernelError, make_factory
 from qarl.quant.kernels.vllm_layers import INT8_ACTIVATIONS, QUANTIZED, UNQUANTIZED
@@ -42,14 +43,6 @@ _ACTIVATION_KERNELS = ("MxFp4", "Mxfp4", "NvFp4", "CPUExpertsInt4")
 `_WEIGHT_ONLY_KERNELS`.
 """
 
-_NOTES = {
-    "w4a8": "vLLM has it for CPUs alone",
-    "w4afp8": "vLLM has it for GPUs of compute capability 9.0 alone",
-    "nvfp4": "vLLM has it for NVIDIA GPUs alone",
-    "nvfp4a16": "vLLM has it for NVIDIA GPUs alone",
-    "mxfp4a16": "vLLM has it for GPUs alone",
-}
-"""Scheme → note that is appended to vLLM's refusal."""
 _REFUSALS = (ValueError, NotImplementedError, RuntimeError, AssertionError)
 """Exceptions that vLLM raises when it refuses a scheme."""
 
@@ -188,7 +181,7 @@ def require_cache(kv_cache: str | None) -> None:
 
 
 def _in_words(scheme: Scheme, error: Exception) -> str:
-    """Return vLLM's message on one line, with the note that QaRL has on the scheme."""
+    """Return vLLM's message on one line, with the machines that vLLM has the scheme for."""
     lines = [line.strip() for line in str(error).split("\n") if line.strip()]
     text = (
         "; ".join(lines)
@@ -197,8 +190,10 @@ def _in_words(scheme: Scheme, error: Exception) -> str:
         .removesuffix(" Reasons:")
     )
     text = text if len(text) <= _LONGEST_REASON else text[:_LONGEST_REASON] + "…"
-    note = _NOTES.get(scheme.name)
-    return f"{text.rstrip('.')} ({note})" if note else text or type(error).__name__
+    only = SCHEME_SPECS[scheme.name].only
+    if not only:
+        return text or type(error).__name__
+    return f"{text.rstrip('.')} (vLLM has it for {only} alone)"
 
 
 def _other_arithmetic(scheme: Scheme, kernel: str) -> str:
