@@ -29,12 +29,11 @@ from qarl.report.token_recorder import TokenRecorder
 from qarl.run.checkpoint import load_checkpoint
 from qarl.run.evaluate import heldout_at_first, heldout_of
 from qarl.run.interrupt import deferred_interrupt
-from qarl.run.policy import Policy, open_policy, trained_part
+from qarl.run.policy import Policy, Ready, open_policy, trained_part
 from qarl.run.rollouts import Rollouts
 from qarl.run.session import Position, Session, open_session
 from qarl.run.step_checkpoints import StepCheckpoints
 from qarl.run.verify_export import Outcome, export_sampled, finish
-from qarl.tasks import Task
 
 
 def train(
@@ -44,14 +43,14 @@ def train(
     processes: Processes,
     resume: bool = False,
     log: Log = unlogged,
-    task: Task | None = None,
+    ready: Ready | None = None,
 ) -> Outcome:
     """Train until `config.steps` or an interrupt, and return what the run ended with.
 
     All processes run the same loop on the same groups, of which each sampled its share. Only the
-    first process writes, also to `log`. task: the configuration's task if it is already loaded.
+    first process writes, also to `log`. ready: what the run's checks returned.
     """
-    policy, position = _open_policy(config, folder, processes, resume, task)
+    policy, position = _open_policy(config, folder, processes, resume, ready)
     with open_session(config, folder, policy) as session:
         trained = [*session.describe(), *trained_part(policy, config)]
         materializers = policy.model.materializers()
@@ -68,11 +67,11 @@ def train(
 
 
 def _open_policy(
-    config: RunConfig, folder: RunFolder, processes: Processes, resume: bool, task: Task | None
+    config: RunConfig, folder: RunFolder, processes: Processes, resume: bool, ready: Ready | None
 ) -> tuple[Policy, Position]:
     """Load the policy and the run's position: from the newest checkpoint, or for a new run."""
     with phase("loading the model"):
-        policy = open_policy(config, processes, task)
+        policy = open_policy(config, processes, ready)
     if resume:
         _, state = load_checkpoint(folder.checkpoints, processes, step_over=say)
         policy.learner.load_state_dict(state["learner"])

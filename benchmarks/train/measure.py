@@ -21,9 +21,9 @@ from qarl.bench.process import run_worker
 from qarl.configs.errors import ConfigError
 from qarl.configs.load import default_config, load_config
 from qarl.configs.schema.run import RunConfig
+from qarl.preflight.prepare import prepare
 from qarl.run.evaluate import problems_once
 from qarl.run.policy import model_folder
-from qarl.run.preflight import check_input
 from qarl.tasks import Response, load_task
 
 
@@ -125,7 +125,7 @@ def check(options: TrainOptions) -> None:
         _check_trl(options)
     for scheme in options.schemes:
         config = config_of(options, scheme, options.seeds[0])
-        check_input(config, load_task(config.task))
+        prepare(config, load_task(config.task))
 
 
 def _check_trl(options: TrainOptions) -> None:

@@ -36,12 +36,11 @@ from qarl.quant.schemes import COMPUTE_DTYPES, get_scheme
 from qarl.rollout.engine import Engine
 from qarl.rollout.open import open_engine
 from qarl.rollout.types import Group, Sampling
-from qarl.run.policy import model_folder, open_policy
-from qarl.run.prompts import Prompter, open_prompter, score_groups
+from qarl.run.policy import Ready, open_policy
+from qarl.run.prompts import Prompter, score_groups
 from qarl.run.session import share_layers
 from qarl.sync.export import export_checkpoint
 from qarl.sync.publisher import Publisher
-from qarl.tasks import Task
 
 
 @dataclass(frozen=True)
@@ -149,10 +148,14 @@ class Investigation:
     """Pitfalls that the batch shows, and the self-test of kernels."""
 
 
-def investigate(config: RunConfig, task: Task) -> Investigation:
-    """Sample `rollout.samples` completions of `rollout.prompts` prompts, and score them."""
-    folder = model_folder(config.model)
-    prompter = open_prompter(folder, config.rollout, config.task)
+def investigate(config: RunConfig, ready: Ready) -> Investigation:
+    """Sample `rollout.samples` completions of `rollout.prompts` prompts, and score them.
+
+    ready: what the checks of the configuration returned.
+    """
+    folder = ready.folder
+    prompter = ready.prompter
+    task = ready.task
     masters = load_masters(folder, torch.float32, Processes().device)
     cache = config.quantization.kv_cache
     models = {
@@ -160,10 +163,9 @@ def investigate(config: RunConfig, task: Task) -> Investigation:
         for name, kind in LEARNERS.items()
     }
     if config.quantization.init:
-        codes = initial_codes(open_policy(config, task=task), config)
+        codes = initial_codes(open_policy(config, ready=ready), config)
         for name in ("fake-quant", "aligned"):
             start_from_codes(models[name], codes, keep_masters=True)
-    task = task.shortened(prompter.fits)
     problems = task.problems("train", 0, config.rollout.prompts, config.seed)
     prompts = [prompter.prompt(problem) for problem in problems]
     with ExitStack() as stack:

@@ -13,10 +13,11 @@ from qarl.configs.errors import ConfigError, ModelError
 from qarl.configs.load import config_from_tree
 from qarl.learner.gradient_gate import require_gradients
 from qarl.learner.processes import Processes
+from qarl.preflight.machine import require_kernels, require_layers, require_schemes
 from qarl.quant.checkpoint.load import check_finite
-from qarl.quant.schemes import MASTER_DTYPES
+from qarl.quant.checkpoint.shapes import plan_layers
+from qarl.quant.schemes import MASTER_DTYPES, get_scheme
 from qarl.run.policy import load_model, model_folder, wrap_masters
-from qarl.run.preflight import require_schemes
 
 _WRAPPERS = {
     "peft": (
@@ -99,20 +100,23 @@ def align(
             },
         }
     )
-    folder = model_folder(source)
     processes = Processes()
     if isinstance(model, PreTrainedModel):
-        require_schemes(settings, model)
+        require_kernels(settings)
+        folder = model_folder(source)
+        schemes = plan_layers(model, get_scheme(settings.scheme), settings.layers)
+        require_layers(settings, model, schemes)
         check_finite(source, model.eval())
         # Parameters only, not buffers: rotary frequencies stay fp32.
         for parameter in model.parameters():
             parameter.data = parameter.data.to(
                 processes.device, MASTER_DTYPES[settings.learner.master_dtype]
             )
-        low_bit = wrap_masters(model, settings)
+        low_bit = wrap_masters(model, settings, schemes)
     else:
-        require_schemes(settings)
-        low_bit = load_model(settings, folder, settings.learner, processes)
+        architecture = require_schemes(settings)
+        folder = architecture.folder
+        low_bit = load_model(settings, architecture, settings.learner, processes)
     policy = Policy(low_bit, settings, model_folder(str(tokenizer)) if tokenizer else folder)
     if low_bit.operators == "engine":
         require_gradients(low_bit, processes)

@@ -1,27 +1,27 @@
 """Complete runs, memory plans and evaluations, as the commands do them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from qarl.configs.errors import ConfigError, ModelError
+from qarl.configs.errors import ConfigError
 from qarl.configs.flags import FLAGS
 from qarl.configs.load import chosen_config, load_config
 from qarl.configs.schema.base import differing
 from qarl.configs.schema.run import RunConfig
 from qarl.configs.yaml_file import as_texts
-from qarl.planning.machine import Machine, planned_machine, this_machine
-from qarl.planning.plan import MemoryPlanError, Plan, make_plan
+from qarl.planning.machine import planned_machine
+from qarl.planning.plan import Plan, make_plan
 from qarl.planning.shapes import sizes_of
-from qarl.planning.words import one_line, remedies, table, verdict
-from qarl.quant.runtime.parent import local_world_size, rank, world_size
+from qarl.preflight.files import check_files
+from qarl.preflight.memory import planned
+from qarl.preflight.schemes import check_fit
 from qarl.report.loggers import step_logger
 from qarl.report.run_folder import RunFolder, resumed_config
 from qarl.report.startup import phase, phases_shown_on
-from qarl.run.check import check_files
 from qarl.run.evaluation_plan import Plan as EvaluationPlan
 from qarl.run.evaluation_plan import Suite, plan_evaluation
 from qarl.tasks import Task
@@ -29,6 +29,7 @@ from qarl.tasks import Task
 if TYPE_CHECKING:  # which import torch
     from qarl.evaluation.results import Evaluation
     from qarl.learner.processes import Processes
+    from qarl.run.policy import Ready
     from qarl.run.verify_export import Outcome
 
 
@@ -58,12 +59,14 @@ def plan(
 
     The plan also has the configuration with all choices made that were left to it. No weight is
     loaded. gpus: "8xH100" or "8x80GB". Default: this machine. processes: default: one per GPU of
-    `gpus`, or one. Raises `ModelError`, and `ConfigError` for more processes than GPUs.
+    `gpus`, or one. Raises `SchemeError` if a matrix does not fit its scheme, `ModelError`,
+    and `ConfigError` for more processes than GPUs.
     """
     if processes is not None and processes < 1:
         raise ConfigError(f"processes {processes} must be at least 1")
     machine = planned_machine(gpus)
     shapes, source = sizes_of(config.model)
+    check_fit(config, shapes)
     return make_plan(config, shapes, source, machine, processes or (machine.count if gpus else 1))
 
 
@@ -95,8 +98,8 @@ def train(
     requested = config
     config = planned(config, None, {}, None, console.print)
     task = check_files(config, new=folder is None)
-    config, run_folder, processes = joined(config, requested, folder, console, task)
-    return run(config, run_folder, folder is not None, console, processes, task)
+    config, run_folder, processes, ready = joined(config, requested, folder, console, task)
+    return run(config, run_folder, folder is not None, console, processes, ready)
 
 
 def joined(
@@ -105,21 +108,22 @@ def joined(
     folder: RunFolder | None,
     console: Console,
     task: Task,
-) -> tuple[RunConfig, RunFolder, "Processes"]:
+) -> tuple[RunConfig, RunFolder, "Processes", "Ready"]:
     """Join the processes that were launched with this one, and check the run's input.
 
     Returns the configuration they agree on (`agreed`), the run's folder (created unless `folder` is
-    one) and the processes. Raises what `agreed` and `qarl.run.preflight.check_input` raise.
+    one), the processes, and what the run takes from the checks. Raises what `agreed` and
+    `qarl.preflight.prepare` raise.
     """
     with phases_shown_on(console):
         with phase("importing torch, transformers and compressed-tensors"):
             from qarl.learner.processes import join_processes
-            from qarl.run.preflight import check_input
+            from qarl.preflight.prepare import prepare
         processes = join_processes(alone=config.learner.zero_stage is not None)
         config = agreed(config, requested, processes)
-        processes.first_does(lambda: check_input(config, task, processes.world))
+        ready = prepare(config, task, processes, saves=True)
     folder = folder or processes.first_does(lambda: RunFolder.create(config))
-    return config, folder, processes
+    return config, folder, processes, ready
 
 
 def resumed(run: str, overrides: Mapping[str, str]) -> tuple[RunConfig, RunFolder]:
@@ -147,12 +151,11 @@ def run(
     resume: bool,
     console: Console,
     processes: "Processes",
-    task: Task | None = None,
+    ready: "Ready | None" = None,
 ) -> "Outcome":
     """Train in a run's folder, which is locked meanwhile.
 
-    A start that fails leaves no new folder behind. task: the configuration's task if it is already
-    loaded.
+    A start that fails leaves no new folder behind. ready: what the run's checks returned.
     """
     from qarl.loop import train
     from qarl.report.dashboard import Dashboard
@@ -169,52 +172,10 @@ def run(
         ):
             if resume and processes.first:
                 folder.write_config(config)
-            return train(config, folder, dashboard, processes, resume, log, task)
+            return train(config, folder, dashboard, processes, resume, log, ready)
     finally:
         if not resume and processes.first and not folder.has_begun():
             folder.discard()
-
-
-def planned(
-    config: RunConfig,
-    processes: int | None,
-    overrides: Mapping[str, str],
-    file: str | None,
-    say: Callable[[str], Any],
-    machine: Machine | None = None,
-) -> RunConfig:
-    """Plan a run's memory, and return its configuration with the choices made that were left to it.
-
-    Nothing is loaded. `say` gets the plan in one line. A model without a config.json is not
-    planned; the checks of files refuse it later.
-
-    Args:
-        config: The run's configuration.
-        processes: Requested number of processes, None if a launcher decides.
-        overrides: Options of the command, for the suggested command in the error message.
-        file: Configuration file of the command, likewise.
-        say: Called with the line.
-        machine: This machine, if the driver was asked before.
-
-    Raises:
-        MemoryPlanError: The run is clearly too large for this machine.
-        ConfigError: There are more processes than GPUs.
-    """
-    try:
-        shapes, source = sizes_of(config.model)
-    except ModelError:
-        return config
-    except ConfigError as error:
-        say(f"memory: not planned: {error}")
-        return config
-    world = processes or world_size()
-    local_world = processes or local_world_size()
-    plan = make_plan(config, shapes, source, machine or this_machine(), world, local_world)
-    if plan.refused and rank() == 0:
-        lines = [f"{verdict(plan)} on {plan.machine.name}; nothing was loaded", *table(plan)]
-        raise MemoryPlanError("\n".join([*lines, *remedies(plan, overrides, file)]))
-    say(f"memory, planned: {one_line(plan)}")
-    return plan.config
 
 
 def agreed(config: RunConfig, requested: RunConfig, processes: "Processes") -> RunConfig:

@@ -2,7 +2,7 @@
 
 import argparse
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -14,9 +14,11 @@ from qarl.cli.options import json_file, say, write_json
 from qarl.configs.errors import ConfigError
 from qarl.configs.load import chosen_config
 from qarl.configs.schema.run import RunConfig
+from qarl.preflight import preflight
 from qarl.report.startup import phase, phases_shown_on
-from qarl.run.check import check_files, check_processes
-from qarl.tasks import Task
+
+if TYPE_CHECKING:  # which imports torch
+    from qarl.run.policy import Ready
 
 
 def add_check(commands: Any) -> None:
@@ -91,11 +93,11 @@ def _of_run(
     """Return the findings on a configuration, and words on the tests of a sampled batch ("" without
     `sample`).
     """
-    task, previewed = _previewed(config, console, new=not sample)
+    ready, previewed = _previewed(config, console, new=not sample)
     findings = show(previewed, console)
     if not sample:
         return findings, ""
-    investigation = investigated(config, console, task)
+    investigation = investigated(config, console, ready)
     from qarl.advice.pitfalls import CHECKS
 
     findings += show(investigation.pitfalls, console)
@@ -107,24 +109,16 @@ def _previewed(
     config: RunConfig,
     console: Console,
     new: bool,
-) -> tuple[Task, list[Finding]]:
-    """Return a configuration's task and the findings of `qarl.advice.preview`. Phases are shown on
-    the console.
+) -> tuple["Ready", list[Finding]]:
+    """Check a configuration, and return what its run takes and the findings of
+    `qarl.preflight.preview`. Phases are shown on the console.
 
     new: whether a run folder is to be created.
     """
     quiet_libraries(config.learner.compile is True)
     with phases_shown_on(console):
-        with phase("checking files, task and reward"):
-            task = check_files(config, new)
-        with phase("importing torch and transformers"):
-            from qarl.advice.preview import preview
-            from qarl.learner.objectives import find_objective
-            from qarl.run.policy import model_folder
-            from qarl.run.preflight import require_schemes
-        check_processes(config, 1)
-        find_objective(config.learner.objective)
-        with phase("checking kernels"):
-            require_schemes(config)
-        with phase("checking tokenizer, prompts and reward"):
-            return task, list(preview(config, task, model_folder(config.model)))
+        ready = preflight(config, new)
+        from qarl.preflight.preview import preview
+
+        with phase("measuring prompts and reward"):
+            return ready, list(preview(config, ready))

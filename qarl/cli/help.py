@@ -9,6 +9,7 @@ import argparse
 import shutil
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
@@ -117,7 +118,8 @@ def add_group(
         )
 
 
-def default_values() -> dict[str, Any]:
+@cache
+def default_values() -> Mapping[str, Any]:
     """Return dotted path → value of every field of a run without options."""
     return leaf_values(load_config(default_config(None), {}))
 

@@ -15,15 +15,15 @@ from qarl.cli.options import say
 from qarl.configs.errors import ConfigError
 from qarl.configs.load import chosen_config, config_file, set_field
 from qarl.configs.schema.base import at_home
-from qarl.configs.schemes import SCHEME_SPECS
+from qarl.configs.schemes import SCHEME_SPECS, UNQUANTIZED
 from qarl.configs.yaml_file import as_texts, read_yaml
 from qarl.planning.choice import choose, option, smallest_fit
 from qarl.planning.machine import Machine, planned_machine
 from qarl.planning.plan import make_plan
 from qarl.planning.shapes import Shapes, sizes_of
 from qarl.planning.words import one_line
+from qarl.preflight.files import check_new_folder
 from qarl.quant.checkpoint.folder import positions, read_config
-from qarl.run.check import check_new_folder
 from qarl.starter import FILES, write_starter
 
 _OWN = {
@@ -31,8 +31,14 @@ _OWN = {
     "task.reward": "reward.py:reward",
     "task.correct": "reward.py:correct",
 }
-_SCHEMES = ("w4a16", "w4a16-g64", "w4a16-g32", "w4a16-channel", "w8a8")
-"""Schemes to try in this order. The first one that fits all of a model's matrices is taken."""
+_SCHEMES = tuple(
+    name
+    for name, spec in SCHEME_SPECS.items()
+    if spec.weights is not None and spec.weights.kind == "int" and not spec.only
+)
+"""Integer schemes of all machines, in the table's order. The first one that fits all of a model's
+matrices is taken.
+"""
 _ADAPTERS = {"learner.optimizer.name": "adamw", "learner.optimizer.lr": 1e-5}
 """Optimizer settings for LoRA, whose factors need a larger learning rate than masters."""
 
@@ -79,7 +85,7 @@ def _suited(model: str, shapes: Shapes) -> dict[str, Any]:
     all_shapes = {*shapes.attention_matrices, *shapes.mlp_matrices}
     scheme = next(
         (name for name in _SCHEMES if all(map(SCHEME_SPECS[name].fits, all_shapes))),
-        "bf16",
+        UNQUANTIZED,
     )
     fields: dict[str, Any] = {} if scheme == small.scheme else {"scheme": scheme}
     length = positions(read_config(Path(model))) if Path(model).is_dir() else None

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from qarl.api.runs import joined, planned, resumed, run
+from qarl.api.runs import joined, resumed, run
 from qarl.cli.bench import add_bench
 from qarl.cli.check import add_check
 from qarl.cli.compare import add_compare
@@ -39,12 +39,13 @@ from qarl.configs.load import chosen_config, default_config
 from qarl.configs.schema.run import RunConfig
 from qarl.planning.choice import choose
 from qarl.planning.machine import Machine, this_machine
+from qarl.preflight.files import check_files, check_new_folder, check_processes
+from qarl.preflight.memory import planned
 from qarl.ptq.compressor import require_llmcompressor
 from qarl.quant.runtime.answers import installed, versions
 from qarl.quant.runtime.parent import launched, local_world_size, rank, world_size
 from qarl.report.run_folder import RunFolder, RunInUseError
 from qarl.report.startup import phase, phases_shown_on
-from qarl.run.check import check_files, check_new_folder, check_processes
 from qarl.run.export_note import is_finished
 from qarl.run.replay import replay_config
 from qarl.tasks import RewardError, Task
@@ -341,7 +342,7 @@ def _run(
     """
     resumes = folder is not None
     task = _checked(config, folder is None, console)
-    config, folder, processes = joined(config, requested, folder, console, task)
+    config, folder, processes, ready = joined(config, requested, folder, console, task)
     from qarl.cli.outcome import say_outcome
     from qarl.learner.processes import (
         LostProcessError,
@@ -351,7 +352,7 @@ def _run(
 
     say(console, f"run folder: {folder.path}")
     try:
-        outcome = run(config, folder, resumes, console, processes, task)
+        outcome = run(config, folder, resumes, console, processes, ready)
     except QarlError as error:
         if processes.first and not isinstance(error, RunInUseError):
             _say_what_is_left(error, config, folder, console)
@@ -433,7 +434,7 @@ def _add_export(commands: Any) -> None:
 def _export(known: argparse.Namespace, console: Console) -> int:
     check_new_folder(Path(known.output), "folder", "--output")
     folder = RunFolder.open(Path(known.folder))
-    folder.config()
+    config = folder.config()
     quiet_libraries()
     if known.ptq:
         return _export_ptq(known, console)
@@ -445,7 +446,9 @@ def _export(known: argparse.Namespace, console: Console) -> int:
     folder.require_checkpoint()
     with phases_shown_on(Console(stderr=True)):
         with phase("importing torch and transformers"):
+            from qarl.preflight.machine import require_schemes
             from qarl.run.export import export_run
+        require_schemes(config)
         exported = export_run(Path(known.folder), Path(known.output))
     say(
         console,

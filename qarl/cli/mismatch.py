@@ -6,7 +6,7 @@ import argparse
 import textwrap
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -16,9 +16,11 @@ from qarl.cli.help import add_config, add_flags
 from qarl.cli.options import json_file, say, write_json
 from qarl.configs.load import chosen_config
 from qarl.configs.schema.run import RunConfig
+from qarl.preflight import preflight
 from qarl.report.startup import phase, phases_shown_on
-from qarl.run.check import check_files
-from qarl.tasks import Task
+
+if TYPE_CHECKING:  # which imports torch
+    from qarl.run.policy import Ready
 
 
 def add_mismatch(commands: Any) -> None:
@@ -89,22 +91,18 @@ def _mismatch(known: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def investigated(config: RunConfig, console: Console, task: Task | None = None) -> Any:
+def investigated(config: RunConfig, console: Console, ready: "Ready | None" = None) -> Any:
     """Run `qarl.advice.mismatch.investigate` with its phases on the console, and return its result.
 
-    task: the configuration's, if it was checked already.
+    ready: what the checks of the configuration returned. Default: it is checked here.
     """
     quiet_libraries()
     with phases_shown_on(console):
-        if task is None:
-            with phase("checking files, task and reward"):
-                task = check_files(config, new=False)
-        with phase("importing torch and vllm"):
+        ready = ready or preflight(config)
+        with phase("importing vllm"):
             from qarl.advice.mismatch import investigate
-            from qarl.run.preflight import check_input
-        check_input(config, task)
         with phase("sampling, and scoring by three learners"):
-            return investigate(config, task)
+            return investigate(config, ready)
 
 
 def show(findings: Iterable[Finding], console: Console) -> list[Finding]:

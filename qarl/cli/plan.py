@@ -16,6 +16,7 @@ from qarl.planning.machine import planned_machine
 from qarl.planning.plan import make_plan
 from qarl.planning.shapes import sizes_of
 from qarl.planning.words import as_data, remedies, table
+from qarl.preflight.schemes import check_fit
 
 DOES_NOT_FIT = 2
 """Exit status if the run does not fit the machine."""
@@ -59,7 +60,9 @@ def _plan(known: argparse.Namespace, console: Console) -> int:
     choice = choose(config, known.overrides, known.config, known.processes, machine)
     overrides = choice.overrides(known.overrides)
     planned = chosen_config(choice.file, overrides)
-    memory = make_plan(planned, *sizes_of(planned.model), machine, choice.processes)
+    shapes, source = sizes_of(planned.model)
+    check_fit(planned, shapes)
+    memory = make_plan(planned, shapes, source, machine, choice.processes)
     lines: list[str] = []
     if choice.words:
         lines += ["chosen, as `qarl train` would:", *(f"  {line}" for line in choice.words), ""]

@@ -152,12 +152,12 @@ def _write_checkpoint(config: RunConfig, folder: Path) -> None:
     export it.
     """
     with phase("importing torch and transformers"):
+        from qarl.preflight.machine import require_schemes
+        from qarl.preflight.prompts import check_prompts
         from qarl.run.policy import open_policy
-        from qarl.run.preflight import check_prompts, require_schemes
         from qarl.sync.export import export_checkpoint
     with phase("writing the policy's checkpoint"):
-        require_schemes(config)
-        task = load_task(config.task)
-        check_prompts(config, task)
-        policy = open_policy(config, task=task)
+        architecture = require_schemes(config)
+        ready = check_prompts(config, load_task(config.task), architecture)
+        policy = open_policy(config, ready=ready)
         export_checkpoint(policy.model, policy.folder, folder)

@@ -12,11 +12,12 @@ from qarl.configs.schema.base import differing
 from qarl.configs.schema.run import RunConfig
 from qarl.configs.schemes import UNQUANTIZED
 from qarl.evaluation.suites import suite_tasks
+from qarl.preflight.files import check_files, check_new_folder
+from qarl.preflight.schemes import check_schemes
 from qarl.report.run_folder import RunFolder, with_absolute_paths
 from qarl.report.startup import phase
-from qarl.run.check import check_files, check_new_folder
 from qarl.run.export_note import is_finished, read_note
-from qarl.tasks import load_task
+from qarl.tasks import Task
 
 _PLANNED = {
     "rollout.kv_cache_gib": None,
@@ -144,20 +145,21 @@ def check(
     for cell in comparison.cells():
         with _named(cell):
             left[cell] = commands_left(comparison, cell, processes)
-    first = [cell for cell in left if cell.seed == comparison.seeds[0]]
-    for cell in first:
-        with _named(cell):
-            _check_files(comparison, cell)
+    tasks: dict[Cell, Task | None] = {}
+    for cell in left:
+        if cell.seed == comparison.seeds[0]:
+            with _named(cell):
+                tasks[cell] = _check_files(comparison, cell)
     with phase("importing torch, transformers and compressed-tensors"):
+        from qarl.preflight.prepare import checked
         from qarl.ptq.export import check_request
-        from qarl.run.preflight import check_input
-    for cell in first:
+    for cell, task in tasks.items():
         quantized = cell.variant.quantized
         config = comparison.run_config(cell)
         with _named(cell):
-            if quantized is None:
-                check_input(config, load_task(config.task), processes or 1)
-            else:
+            if task is not None:
+                checked(config, task, processes or 1, saves=True)
+            elif quantized is not None:
                 source = comparison.run_config(comparison.source(cell))
                 check_request(
                     source,
@@ -169,18 +171,24 @@ def check(
     return left
 
 
-def _check_files(comparison: Comparison, cell: Cell) -> None:
-    """Check what needs no torch: files of the run and copies of the suite."""
+def _check_files(comparison: Comparison, cell: Cell) -> Task | None:
+    """Check what needs no torch: files of the run and copies of the suite.
+
+    Returns the task of a run; None if the cell quantizes another one's masters.
+    """
     config = comparison.run_config(cell)
     data = comparison.evaluate.get("data")
+    task = None
     if cell.variant.quantized is None:
-        check_files(config, new=False)
+        check_schemes(config)
+        task = check_files(config, new=False)
     elif config.scheme == UNQUANTIZED:
         raise ConfigError(
             f"ptq {cell.variant.quantized.method} to scheme 'bf16'; give a low-bit --scheme"
         )
     if "suite" in comparison.evaluate:
         suite_tasks(comparison.evaluate["suite"], Path(data) if data else None, config.task)
+    return task
 
 
 @contextmanager

@@ -10,7 +10,6 @@ from qarl.rollout.open import open_engine
 from qarl.run.checkpoint import load_checkpoint
 from qarl.run.export_note import export_note, write_card
 from qarl.run.policy import open_policy
-from qarl.run.preflight import require_schemes
 from qarl.run.session import canary_sequences
 from qarl.sync.export import export_checkpoint
 from qarl.sync.publisher import Publisher
@@ -39,7 +38,6 @@ def export_run(run: Path, output: Path) -> Exported:
     """
     folder = RunFolder.open(run)
     config = folder.config()
-    require_schemes(config)
     with phase("reading the run's checkpoint"):
         step, state = load_checkpoint(folder.checkpoints)
     with phase("loading the model"):

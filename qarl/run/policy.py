@@ -14,7 +14,14 @@ from qarl.learner.gradient_gate import require_gradients
 from qarl.learner.learner import Learner
 from qarl.learner.optim.sharded import share_of
 from qarl.learner.processes import Processes
-from qarl.quant.checkpoint.load import load_masters, matrices_on_host, resolve_model
+from qarl.quant.checkpoint.load import (
+    load_masters,
+    matrices_on_host,
+    model_skeleton,
+    resolve_model,
+)
+from qarl.quant.checkpoint.plan import Plan
+from qarl.quant.checkpoint.shapes import plan_layers
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.add_lora import add_adapters, describe_adapters
 from qarl.quant.model.kept_scales import keep_scales
@@ -54,6 +61,59 @@ def enable_batch_invariance(config: RunConfig) -> None:
     turn_on()
 
 
+@dataclass(frozen=True)
+class Architecture:
+    """A model's folder with what its config.json says, in a run's schemes; no weight is loaded."""
+
+    folder: Path
+    """Folder of the model, with tokenizer, config.json and weights."""
+    skeleton: PreTrainedModel
+    """The model on the meta device: names, kinds and shapes of its layers."""
+    layers: Plan
+    """The scheme of each layer."""
+
+
+def open_architecture(config: RunConfig) -> Architecture:
+    """Find the model of a configuration, and resolve its schemes.
+
+    Raises what `model_folder`, `model_skeleton` and `plan_layers` raise.
+    """
+    folder = model_folder(config.model)
+    skeleton = model_skeleton(folder)
+    layers = plan_layers(skeleton, get_scheme(config.scheme), config.layers)
+    return Architecture(folder, skeleton, layers)
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What a run takes from the checks before it (`qarl.preflight`)."""
+
+    architecture: Architecture
+    """The model that is trained."""
+    task: Task
+    """Task of the configuration, without the problems whose prompts are too long."""
+    prompter: Prompter
+    """Makes prompts of the task's problems, with the model's tokenizer and chat template."""
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the model."""
+        return self.architecture.folder
+
+
+def open_ready(
+    config: RunConfig, task: Task | None = None, architecture: Architecture | None = None
+) -> Ready:
+    """Open what a run takes. Only what cannot be opened is refused.
+
+    task, architecture: those of the configuration, if they were opened before.
+    """
+    architecture = architecture or open_architecture(config)
+    prompter = open_prompter(architecture.folder, config.rollout, config.task)
+    task = (task or load_task(config.task)).shortened(prompter.fits)
+    return Ready(architecture, task, prompter)
+
+
 @dataclass
 class Policy:
     """Everything that is trained or needed for training, except the engine."""
@@ -73,61 +133,72 @@ class Policy:
 
 
 def load_model(
-    config: RunConfig, folder: Path, learning: LearnerConfig, processes: Processes
+    config: RunConfig,
+    architecture: Architecture,
+    learning: LearnerConfig,
+    processes: Processes,
 ) -> LowBitModel:
-    """Load a folder's masters and wrap them in the run's schemes.
+    """Load a model's masters and wrap them in the run's schemes.
 
     learning: its `zero_stage` decides how processes share the masters.
     """
-    names = [config.scheme, *(rule.scheme for rule in config.layers)]
+    layers = architecture.layers
+    device = processes.device
     on_host = config.learner.base_on_host
-    share = share_of(learning, processes, [get_scheme(name) for name in names])
-    dtype = MASTER_DTYPES[learning.master_dtype]
+    masters = load_masters(
+        architecture.folder,
+        MASTER_DTYPES[learning.master_dtype],
+        None if on_host else device,
+        share_of(learning, processes, list(layers.schemes.values())),
+        architecture.skeleton,
+    )
     if not on_host:
-        return wrap_masters(load_masters(folder, dtype, processes.device, share), config)
-    masters = matrices_on_host(load_masters(folder, dtype, None, share), processes.device)
-    return wrap_masters(masters, config, processes.device)
+        return wrap_masters(masters, config, layers)
+    return wrap_masters(matrices_on_host(masters, device), config, layers, device)
 
 
 def wrap_masters(
-    masters: PreTrainedModel, config: RunConfig, device: torch.device | None = None
+    masters: PreTrainedModel, config: RunConfig, layers: Plan, device: torch.device | None = None
 ) -> LowBitModel:
     """Wrap a model in the run's schemes; its parameters become the masters.
 
-    device: device that multiplies the codes. Default: the device of the masters. Raises what
-    `LowBitModel` raises.
+    Raises what `LowBitModel` raises.
+
+    Args:
+        masters: the model, in the master dtype.
+        config: configuration of the run.
+        layers: the scheme of each of the model's layers.
+        device: device that multiplies the codes. Default: the device of the masters.
     """
     learner = config.learner
     dtype = COMPUTE_DTYPES[config.dtype]
     compute = MASTER_DTYPES[learner.compute_dtype] if learner.compute_dtype else None
     kv_cache = config.quantization.kv_cache
     context = LayerContext(dtype, learner.kernel, learner.aligned, compute, kv_cache, device)
-    model = LowBitModel(
-        masters, get_scheme(config.scheme), context, learner.operators, config.layers
-    )
+    model = LowBitModel(masters, layers, context, learner.operators)
     if config.quantization.scale == "kept":
         keep_scales(model)
     return model
 
 
 def open_policy(
-    config: RunConfig, processes: Processes | None = None, task: Task | None = None
+    config: RunConfig, processes: Processes | None = None, ready: Ready | None = None
 ) -> Policy:
     """Load a run's policy: masters in the run's schemes, prompter, task and learner.
 
     processes: all launched processes, which open their policies together. None opens the policy in
-    this process only, not for learning. task: the configuration's task if it is already loaded.
+    this process only, not for learning. ready: what the run's checks returned. Default: it is
+    opened here, without the checks.
     """
-    enable_batch_invariance(config)
-    folder = model_folder(config.model)
-    prompter = open_prompter(folder, config.rollout, config.task)
-    task = (task or load_task(config.task)).shortened(prompter.fits)
+    if ready is None:
+        enable_batch_invariance(config)
+        ready = open_ready(config)
     together = processes or Processes()
     learning = config.learner
     if not processes:
         learning = learning.model_copy(update={"zero_stage": None, "compile": False})
 
-    model = load_model(config, folder, learning, together)
+    model = load_model(config, ready.architecture, learning, together)
     if isinstance(config.learner.lora, LoraConfig):
         add_adapters(model, config.learner.lora, config.seed)
     # The KL reference is the policy the run started with, in the same schemes: a second set of
@@ -135,7 +206,7 @@ def open_policy(
     # has the same one. With LoRA it is the base, because B is zero at the start.
     reference = None
     if config.learner.kl.name != "none":
-        reference = load_model(config, folder, learning, together)
+        reference = load_model(config, ready.architecture, learning, together)
         let_go(reference, learning)
     if processes and model.operators == "engine":
         require_gradients(model, together)
@@ -149,9 +220,9 @@ def open_policy(
         config.rollout.temperature,
     )
     return Policy(
-        folder=folder,
-        task=task,
-        prompter=prompter,
+        folder=ready.folder,
+        task=ready.task,
+        prompter=ready.prompter,
         model=model,
         learner=learner,
         processes=together,

@@ -19,15 +19,17 @@ from qarl.configs.schema.base import leaf_values
 from qarl.configs.schema.learner import OptimizerConfig
 from qarl.configs.schema.run import LONGEST, RunConfig
 from qarl.configs.words import quoted
+from qarl.preflight.files import check_named_model, check_new_folder
+from qarl.preflight.schemes import check_schemes
 from qarl.quant.checkpoint.folder import positions, read_config
 from qarl.report.run_folder import describe_environment
 from qarl.report.startup import phase
 from qarl.rollout.types import Group
-from qarl.run.check import check_named_model, check_new_folder
 from qarl.run.export_note import export_note, write_card
 from qarl.sft.data import Pair, encode, read_pairs
 
-if TYPE_CHECKING:  # this imports torch
+if TYPE_CHECKING:  # these import torch
+    from qarl.run.policy import Architecture
     from qarl.sft.train import SftStep
 
 _LEARNER = (
@@ -74,8 +76,8 @@ class SftPlan:
     """The configuration."""
     folder: Path
     """Run folder, not created yet."""
-    source: Path
-    """Folder of the model."""
+    architecture: "Architecture"
+    """The model, in the configuration's schemes."""
     learned: list[Group]
     """Pairs to learn from, as tokens."""
     heldout: list[Group]
@@ -156,6 +158,7 @@ def plan_sft(
     folder = Path(settings.output or f"runs/{_name(settings)}")
     check_new_folder(folder, "run folder", "--output")
     check_named_model(settings)
+    check_schemes(settings)
     with phase("reading pairs"):
         pairs = read_pairs(settings.task, heldout)
     learned = sum(not pair.heldout for pair in pairs)
@@ -168,12 +171,11 @@ def plan_sft(
     # With the number of steps, which warm-up and decay have to fit.
     config = sft_config(data, overrides, steps)
     with phase("importing torch and transformers"):
-        from qarl.run.policy import model_folder
-        from qarl.run.preflight import require_schemes
+        from qarl.preflight.machine import require_schemes
         from qarl.run.prompts import open_prompter
     with phase("checking kernels"):
-        require_schemes(config)
-    source = model_folder(config.model)
+        architecture = require_schemes(config)
+    source = architecture.folder
     with phase("tokenizing pairs"):
         unlimited = config.rollout.model_copy(update={"max_prompt_tokens": LONGEST})
         prompter = open_prompter(source, unlimited, config.task)
@@ -181,7 +183,7 @@ def plan_sft(
     return SftPlan(
         config=config,
         folder=folder,
-        source=source,
+        architecture=architecture,
         learned=_part(pairs, groups, heldout=False),
         heldout=_part(pairs, groups, heldout=True),
         batch=batch,
@@ -203,7 +205,7 @@ def run_sft(plan: SftPlan, show: Callable[["SftStep"], None]) -> SftOutcome:
 
     config = plan.config
     with phase("loading the model"):
-        learner = open_learner(config)
+        learner = open_learner(config, plan.architecture)
     measured = pairs_batch(plan.heldout, plan.pad_token) if plan.heldout else None
     before = mean_loss(learner, measured) if measured else None
     _make_folder(plan)
@@ -222,7 +224,7 @@ def run_sft(plan: SftPlan, show: Callable[["SftStep"], None]) -> SftOutcome:
         before=before,
         after=after,
     )
-    note = export_note(plan.folder, config, config.steps, outcome.export, plan.source)
+    note = export_note(plan.folder, config, config.steps, outcome.export, plan.architecture.folder)
     note |= _limits(plan)
     note["sft"] = {
         "pairs": len(plan.learned),
@@ -230,8 +232,8 @@ def run_sft(plan: SftPlan, show: Callable[["SftStep"], None]) -> SftOutcome:
         "heldout_loss": [before, after],
     }
     with phase("writing codes and masters"):
-        export_masters(learner.model, plan.source, outcome.masters)
-        export_checkpoint(learner.model, plan.source, outcome.export, note)
+        export_masters(learner.model, plan.architecture.folder, outcome.masters)
+        export_checkpoint(learner.model, plan.architecture.folder, outcome.export, note)
         write_card(outcome.export)
     return outcome
 
@@ -247,7 +249,7 @@ def _limits(plan: SftPlan) -> dict[str, int]:
     completions = [len(group.completions[0].token_ids) for group in groups]
     longest_prompt = max(prompts)
     longest_pair = max(sum(pair) for pair in zip(prompts, completions, strict=True))
-    model_limit = int(positions(read_config(plan.source)) or _ROOM)
+    model_limit = int(positions(read_config(plan.architecture.folder)) or _ROOM)
     total = max(longest_pair, min(_ROOM, model_limit))
     return {"max_prompt_tokens": longest_prompt, "max_new_tokens": total - longest_prompt}
 

@@ -21,7 +21,7 @@ from qarl.learner.load_balance import load_balance_coefficient, load_balance_los
 from qarl.learner.processes import Processes
 from qarl.learner.row_logprobs import RowLogprobs
 from qarl.rollout.types import Group
-from qarl.run.policy import load_model, model_folder
+from qarl.run.policy import Architecture, load_model
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,13 @@ class SftStep:
     """Wall time of the step."""
 
 
-def open_learner(config: RunConfig) -> Learner:
-    """Return a learner over the configuration's masters in its schemes.
+def open_learner(config: RunConfig, architecture: Architecture) -> Learner:
+    """Return a learner over a model's masters in the configuration's schemes.
 
     It is in this process, without an engine. Raises what `load_model` does, and `GraphError` if no
     gradient reaches a master.
     """
-    model = load_model(config, model_folder(config.model), config.learner, Processes())
+    model = load_model(config, architecture, config.learner, Processes())
     if model.operators == "engine":
         require_gradients(model, Processes())
     return Learner(model, config.learner, seed=config.seed, steps=config.steps)

@@ -1,6 +1,7 @@
 """Differences of a run on CUDA, tested without a GPU."""
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,9 +14,7 @@ from vllm.usage.usage_lib import UsageContext
 from qarl.advice import mismatch
 from qarl.configs.load import load_config
 from qarl.configs.schema.run import RolloutConfig
-from qarl.configs.schema.task import TaskConfig
 from qarl.rollout.vllm.options import VllmOptions, llm_arguments
-from qarl.tasks import load_task
 from tests.support.cuda_platform import CAPABILITIES, stub_cuda
 from tests.support.kernels import no_cuda
 from tests.support.models import SIZES
@@ -69,8 +68,6 @@ def test_learners_that_are_compared_are_on_the_gpu(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(mismatch, "load_masters", load)
-    monkeypatch.setattr(mismatch, "model_folder", lambda *_: tmp_path)
-    monkeypatch.setattr(mismatch, "open_prompter", lambda *_: None)
     with pytest.raises(InterruptedError):
-        mismatch.investigate(load_config(None, {}), load_task(TaskConfig()))
+        mismatch.investigate(load_config(None, {}), Mock(folder=tmp_path))
     assert devices == [torch.device("cuda", 0)]

@@ -261,6 +261,11 @@ REFUSED_WITHOUT_TORCH = [
     "mismatch --config tiny-qwen3 --scheme w9",
     "mismatch --model model.gguf",
     "train --model model.gguf",
+    "train --model smollm2-135m --scheme w4a16",
+    "check --model smollm2-135m --scheme w4a16",
+    "mismatch --model smollm2-135m --scheme w4a16",
+    "plan --model smollm2-135m --scheme w4a16",
+    "compare --vary scheme=w4a16-g64,w4a16 --model smollm2-135m",
     "schemes --model nowhere/",
     "schemes --model taken",
     "eval nope",
@@ -324,7 +329,7 @@ def test_models_are_refused(
     """Contract: a faulty model is refused before a run folder is made; kernels are not asked.
     content: the file's new text, its changed fields, or the length it is cut to.
     """
-    monkeypatch.setattr("qarl.run.preflight.require_support", lambda *_, **__: None)
+    monkeypatch.setattr("qarl.preflight.machine.require_support", lambda *_, **__: None)
     file = Path(shutil.copytree(random_policy(True), place / "model")) / name
     if isinstance(content, dict):
         change_json(file, **content)

@@ -17,9 +17,10 @@ import pytest
 
 from qarl.configs.load import config_from_tree
 from qarl.configs.schema.task import TaskConfig
+from qarl.preflight.prompts import check_prompts
 from qarl.report.metrics import batch_metrics
 from qarl.rollout.types import Completion, Group, Prompt
-from qarl.run.preflight import check_prompts
+from qarl.run.policy import open_architecture
 from qarl.tasks import (
     Problem,
     Response,
@@ -453,7 +454,7 @@ def test_a_failing_reward_is_asked_again_or_left_out(
     trial = {"name": "q.jsonl", "reward": "mine.py:f", "on_error": "none"}
     sizes = {"max_prompt_tokens": 64, "max_new_tokens": 8}
     config = config_from_tree({"task": trial, "rollout": sizes, "eval": {"problems": 0}})
-    check_prompts(config, load_task(config.task))
+    check_prompts(config, load_task(config.task), open_architecture(config))
 
 
 def test_a_reward_may_not_take_more_memory_than_it_is_allowed(questions: Path):

@@ -32,12 +32,13 @@ from qarl.configs.load import config_file, load_config
 from qarl.configs.schema.run import RunConfig
 from qarl.evaluation.heldout import Heldout
 from qarl.learner.processes import Processes
+from qarl.preflight.disk import check_disk, export_bytes, exports_of
+from qarl.preflight.files import check_new_folder
 from qarl.report import run_folder
 from qarl.report.metrics import metrics_writer
 from qarl.report.run_folder import RunFolder
-from qarl.run.check import check_new_folder
-from qarl.run.disk import check_disk
 from qarl.run.export_note import export_note
+from qarl.run.policy import open_architecture
 from qarl.run.session import Position
 from qarl.run.step_checkpoints import StepCheckpoints
 from tests.support import Policies
@@ -293,6 +294,23 @@ def test_a_disk_without_room_for_one_checkpoint_is_refused(
             with refused if free < needed else contextlib.nullcontext():
                 check_disk(load_config(None, options), folder)
             check_disk(load_config(None, options | {"learner.lora.name": "lora"}), folder)
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "nvfp4"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_export_is_counted_as_its_tensors(scheme: str, tied: bool, random_policy: Policies):
+    """Contract: the bytes are those of the tensors that are published, to the last one."""
+    folder = random_policy(tied)
+    config = load_config(None, {"model": str(folder), "scheme": scheme})
+    tensors = make_model(folder, scheme, kernel="reference").low_bit_tensors()
+    written = sum(item.tensor.nbytes for item in tensors)
+    assert export_bytes(config, open_architecture(config)) == written
+
+
+def test_exports_are_counted_that_a_run_writes():
+    trained = load_config(None, {"checkpoint.best": "true"})
+    assert exports_of(trained) == ["the engine's start", "the export", "the best export"]
+    assert exports_of(load_config(None, {"export": "false"})) == ["the engine's start"]
 
 
 def test_a_run_folder_that_cannot_be_filled_is_not_left(

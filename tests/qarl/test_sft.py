@@ -17,6 +17,7 @@ from qarl.learner.row_logprobs import RowLogprobs
 from qarl.quant.checkpoint.load import load_masters
 from qarl.quant.digest import digested
 from qarl.rollout.types import Completion, Group, Prompt
+from qarl.run.policy import open_architecture
 from qarl.run.prompts import Prompter
 from qarl.sft.data import Pair, encode, read_pairs
 from qarl.sft.run import sft_config
@@ -78,7 +79,8 @@ def test_loss_and_gradient_are_transformers_cross_entropy(random_policy):
         "scheme": "bf16",
         "dtype": "float32",
     }
-    learner = open_learner(sft_config("pairs.jsonl", overrides, steps=1))
+    config = sft_config("pairs.jsonl", overrides, steps=1)
+    learner = open_learner(config, open_architecture(config))
     batch = pairs_batch(random_pairs(vocabulary=512), pad_token=0)
     ours = gradients(learner, batch)
     model = AutoModelForCausalLM.from_pretrained(random_policy(True), dtype=torch.float32)

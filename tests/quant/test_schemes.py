@@ -17,6 +17,7 @@ import qarl.quant.kernels as kernels_module
 from qarl.cli.main import main
 from qarl.cli.schemes import _show, scheme_rows
 from qarl.configs.schema.run import RunConfig
+from qarl.preflight.prepare import prepare
 from qarl.ptq.compressor import _restore_granite_experts
 from qarl.quant.kernels import KernelError, make_factory
 from qarl.quant.kernels import supported as support_module
@@ -31,7 +32,6 @@ from qarl.quant.schemes import (
     get_scheme,
     write_quantization_config,
 )
-from qarl.run.preflight import check_input
 from qarl.sync.export import export_checkpoint
 from qarl.tasks import load_task
 from tests.support import Policies
@@ -97,7 +97,7 @@ def test_float32_is_refused_for_schemes_without_a_float32_kernel():
         SchemeError,
         match=r"cannot run in the engine .*float32.*cpu_gemm_wna16.*'Float'",
     ) as raised:
-        check_input(config, load_task(config.task))
+        prepare(config, load_task(config.task))
     able = str(raised.value).rpartition("schemes that can: ")[2]
     assert able == "'bf16', 'w8a8', 'w4a8', 'fp8'"
 

@@ -168,6 +168,7 @@ def load_masters(
     dtype: torch.dtype,
     device: torch.device | None = None,
     share: Share | None = None,
+    skeleton: PreTrainedModel | None = None,
 ) -> PreTrainedModel:
     """Return the model in `folder`, every parameter in the master dtype, ready for `LowBitModel`.
 
@@ -180,8 +181,9 @@ def load_masters(
         device: device of the masters, on which the learner computes. Default: the CPU.
         share: which rows of each parameter this process keeps; every parameter then has a `shard`.
             None: all rows.
+        skeleton: what `model_skeleton` returned for the folder, if it was asked before.
     """
-    skeleton = model_skeleton(folder)
+    skeleton = skeleton or model_skeleton(folder)
     experts = max(
         (len(p) for _, stacks in fused_experts(skeleton) for p in stacks.parameters()),
         default=0,

@@ -17,6 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from qarl.configs.errors import GraphError
 from qarl.configs.schema.run import LayerRule
+from qarl.quant.checkpoint.plan import Plan
 from qarl.quant.checkpoint.shapes import plan_layers, weight_shapes
 from qarl.quant.digest import parameters_digest
 from qarl.quant.graph.packing import Packed, Pick, Sequences
@@ -47,7 +48,8 @@ class LowBitModel(nn.Module):
     Args:
         model: transformers causal LM, loaded in the master dtype; its parameters become the
             masters.
-        scheme: the main scheme.
+        scheme: the main scheme, or the scheme of each layer if `plan_layers` was asked before; it
+            then includes `rules`.
         context: settings and state that the layers share.
         operators: "auto", "engine" or "transformers", see `replace_layers`.
         rules: layers in other schemes than `scheme`.
@@ -56,13 +58,13 @@ class LowBitModel(nn.Module):
     def __init__(
         self,
         model: PreTrainedModel,
-        scheme: Scheme,
+        scheme: Scheme | Plan,
         context: LayerContext,
         operators: str = "auto",
         rules: Sequence[LayerRule] = (),
     ):
         super().__init__()
-        self.plan = plan_layers(model, scheme, rules)
+        self.plan = scheme if isinstance(scheme, Plan) else plan_layers(model, scheme, rules)
         """The scheme of each layer."""
         self.shapes = weight_shapes(model)
         """Checkpoint layer name → (O, I) of its weight

@@ -1,4 +1,4 @@
-"""Checks of a run before anything heavy is imported and before its folder exists."""
+"""Checks of a run's folders, names, model files and task, before torch is imported."""
 
 import tempfile
 from importlib.util import find_spec
@@ -22,9 +22,9 @@ def check_files(config: RunConfig, new: bool = True, dry: bool = False) -> Task:
     """Check output, model folder, task and reward, and return the task.
 
     This takes milliseconds, or seconds if the task is one of reasoning-gym's, which is imported
-    then. `qarl.run.preflight.check_input` checks what needs the model's architecture or the
-    machine's kernels. new: whether the run's folder is to be made. dry: do not ask the Hub for the
-    model. Raises the error of the part that is wrong.
+    then. `qarl.preflight.prepare` checks what needs the model's architecture or the machine's
+    kernels. new: whether the run's folder is to be made. dry: do not ask the Hub for the model.
+    Raises the error of the part that is wrong.
     """
     if new:
         check_new_folder(new_path(config), "run folder", "--output")

@@ -15,11 +15,18 @@ from qarl.planning.machine import this_machine
 from qarl.planning.plan import make_plan
 from qarl.planning.shapes import counted_parameters, sizes_of
 from qarl.planning.words import one_line
-from qarl.quant.checkpoint.folder import check_folder, read_config
+from qarl.preflight.disk import (
+    checkpoint_bytes,
+    export_bytes,
+    exports_of,
+    free_disk,
+    parameters_of,
+)
+from qarl.quant.checkpoint.folder import read_config
 from qarl.quant.kernels.supported import kept_support
 from qarl.quant.schemes import COMPUTE_DTYPES
-from qarl.run.disk import checkpoint_bytes, free_disk, parameters_of
-from qarl.run.prompts import Prompter, open_prompter
+from qarl.run.policy import Architecture, Ready
+from qarl.run.prompts import Prompter
 from qarl.tasks import Problem, Response, Task, solution_of
 from qarl.tasks.rewards import no_signal
 
@@ -33,16 +40,15 @@ _JUDGED = ("reference answer", "the same in a box", "a wrong answer", "that in a
 """Names of the answers that the reward judges."""
 
 
-def preview(config: RunConfig, task: Task, folder: Path) -> Iterator[Finding]:
+def preview(config: RunConfig, ready: Ready) -> Iterator[Finding]:
     """Yield all findings, in the order to read them.
 
-    task: task of the configuration. folder: folder of the model.
-
-    Raises the errors of a run: `ModelError`, `ConfigError`, `TaskError`, `RewardError`.
+    ready: what the checks of the configuration returned. Raises `RewardError` for a reward that
+    fails.
     """
-    check_folder(folder, config.rollout.longest)
-    prompter = open_prompter(folder, config.rollout, config.task)
-    task = task.shortened(prompter.fits)
+    folder = ready.folder
+    task = ready.task
+    prompter = ready.prompter
     drawn = task.problems("train", 0, _MEASURED_PROBLEMS, config.seed)
     # A table of fewer problems is drawn from more than once.
     problems = list({problem.id: problem for problem in drawn}.values())
@@ -60,7 +66,7 @@ def preview(config: RunConfig, task: Task, folder: Path) -> Iterator[Finding]:
     yield from _judged(task, problems)
     yield from _lengths(config, folder, prompter, problems)
     yield _memory(config)
-    yield _disk(config, folder)
+    yield _disk(config, ready.architecture)
 
 
 def _model(config: RunConfig, folder: Path) -> Iterator[Finding]:
@@ -206,19 +212,17 @@ def _memory(config: RunConfig) -> Finding:
     return Finding("note" if plan.fits else "warning", "memory", one_line(plan))
 
 
-def _disk(config: RunConfig, folder: Path) -> Finding:
+def _disk(config: RunConfig, architecture: Architecture) -> Finding:
     """Compare the disk space that a run needs with the free space.
 
-    A new checkpoint is written before an old one is removed. The export counts as two unquantized
-    models of 2 bytes a parameter.
+    A new checkpoint is written before an old one is removed.
     """
-    checkpoints = checkpoint_bytes(config, folder) * (config.checkpoint.keep + 1)
-    exports = 2 * parameters_of(folder) * 2
-    needed = checkpoints + exports
+    keep = config.checkpoint.keep
+    exports = exports_of(config)
+    needed = checkpoint_bytes(config, architecture.folder) * (keep + 1)
+    needed += export_bytes(config, architecture) * len(exports)
     disk, free = free_disk(config)
-    text = (
-        f"{sized(needed)} for {config.checkpoint.keep} checkpoints, one more while it is written,"
-        " and the export; "
-    )
+    contents = [f"{keep} checkpoints", "one more while it is written", *exports]
+    text = f"{sized(needed)} for {', '.join(contents)}; "
     level = "warning" if needed > free else "note"
     return Finding(level, "disk", f"{text}{sized(free)} free at {str(disk)!r}")

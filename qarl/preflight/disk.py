@@ -1,4 +1,4 @@
-"""Sizes of a run's checkpoints, and the check that the disk has room for one."""
+"""Sizes of a run's checkpoints and exports, and the check that the disk has room for one."""
 
 import math
 import shutil
@@ -6,12 +6,15 @@ from pathlib import Path
 
 from qarl.configs.errors import ConfigError
 from qarl.configs.schema.run import RunConfig
+from qarl.configs.schemes import SCHEME_SPECS
 from qarl.configs.words import sized
 from qarl.planning.memory import ITEMSIZE
 from qarl.planning.shapes import counted_parameters
 from qarl.quant.checkpoint.folder import tensor_shapes
+from qarl.quant.checkpoint.shapes import weight_shapes
 from qarl.quant.schemes import is_protected
 from qarl.report.run_folder import new_path
+from qarl.run.policy import Architecture
 
 
 def check_disk(config: RunConfig, folder: Path) -> None:
@@ -44,6 +47,31 @@ def checkpoint_bytes(config: RunConfig, folder: Path) -> int:
             math.prod(s) for n, s in sizes if len(s) < 2 or is_protected(n.removesuffix(".weight"))
         )
     return trained * (ITEMSIZE[config.learner.master_dtype] + 4) + second * 4
+
+
+def export_bytes(config: RunConfig, architecture: Architecture) -> int:
+    """Return the size of one deployable checkpoint in bytes: codes, scales, and what is left in the
+    compute dtype.
+    """
+    shapes = weight_shapes(architecture.skeleton)
+    itemsize = ITEMSIZE[config.dtype]
+    codes = 0
+    unquantized = parameters_of(architecture.folder)
+    for name, scheme in architecture.layers.schemes.items():
+        if scheme.quantization is not None:
+            codes += SCHEME_SPECS[scheme.name].weight_bytes(shapes[name], itemsize)
+            unquantized -= math.prod(shapes[name])
+    return codes + unquantized * itemsize
+
+
+def exports_of(config: RunConfig) -> list[str]:
+    """Return the names of the deployable checkpoints in a run's folder, in words."""
+    written = {
+        "the engine's start": config.from_rollouts is None,
+        "the export": config.export,
+        "the best export": config.checkpoint.best,
+    }
+    return [name for name, due in written.items() if due]
 
 
 def parameters_of(folder: Path) -> int:

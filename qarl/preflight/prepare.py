@@ -1,0 +1,60 @@
+"""The checks that need torch, in their order, and what the run takes from them."""
+
+import torch
+
+from qarl.configs.schema.run import RunConfig
+from qarl.learner.gradients import require_compiler
+from qarl.learner.objectives import find_objective
+from qarl.learner.processes import Processes
+from qarl.preflight.disk import check_disk
+from qarl.preflight.files import check_processes
+from qarl.preflight.machine import require_schemes
+from qarl.preflight.prompts import check_prompts
+from qarl.quant.runtime.libraries import untested_vllm
+from qarl.report.startup import phase, say
+from qarl.run.policy import Ready, enable_batch_invariance, open_ready
+from qarl.tasks import Task
+
+
+def prepare(
+    config: RunConfig, task: Task, processes: Processes | None = None, saves: bool = False
+) -> Ready:
+    """Check what needs torch in the first process, and return what the run takes in each.
+
+    Raises what `checked` raises.
+
+    Args:
+        config: The run's configuration.
+        task: The configuration's task, as `qarl.preflight.files.check_files` returns it.
+        processes: All processes, which call this together. Default: this one alone.
+        saves: Whether the run writes checkpoints, for which the disk needs room.
+    """
+    processes = processes or Processes()
+    first: list[Ready] = []
+    processes.first_does(lambda: first.append(checked(config, task, processes.world, saves)))
+    if first:
+        return first[0]
+    enable_batch_invariance(config)
+    return open_ready(config, task)
+
+
+def checked(config: RunConfig, task: Task, processes: int = 1, saves: bool = False) -> Ready:
+    """Check what needs torch in this process, and return what the run takes.
+
+    This runs before a run folder is made. It raises the error of the part that is wrong
+    (`SchemeError`, `TaskError`, `ModelError`, `ConfigError`). processes: number of processes of the
+    run. task, saves: as in `prepare`.
+    """
+    check_processes(config, processes)
+    if config.learner.compile is True:
+        require_compiler("cuda" if torch.cuda.is_available() else "cpu")
+    find_objective(config.learner.objective)
+    with phase("checking kernels"):
+        architecture = require_schemes(config)
+    with phase("checking tokenizer and prompts"):
+        ready = check_prompts(config, task, architecture)
+    if saves:
+        check_disk(config, ready.folder)
+    for line in filter(None, (ready.task.describe(), untested_vllm())):
+        say(line)
+    return ready
