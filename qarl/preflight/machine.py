@@ -1,5 +1,7 @@
 """Check of a run's schemes on this machine: the kernels, and the model's layers."""
 
+from operator import itemgetter
+
 import torch
 from transformers import PreTrainedModel
 
@@ -56,6 +58,8 @@ def require_layers(config: RunConfig, model: PreTrainedModel, layers: Plan) -> N
             f"bitwise true with {config.model!r}, a mixture of experts: that its routers' products"
             " are batch-invariant on GPUs has not been shown; leave bitwise out"
         )
-    kinds = {(scheme.name, name.startswith(experts)) for name, scheme in layers.schemes.items()}
-    for name, is_expert in sorted(kinds):
-        require_support(get_scheme(name), COMPUTE_DTYPES[config.dtype], is_expert)
+    kinds = {
+        (scheme.name, name.startswith(experts)): scheme for name, scheme in layers.schemes.items()
+    }
+    for (_, is_expert), scheme in sorted(kinds.items(), key=itemgetter(0)):
+        require_support(scheme, COMPUTE_DTYPES[config.dtype], is_expert)

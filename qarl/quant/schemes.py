@@ -255,7 +255,7 @@ def get_scheme(name: str) -> Scheme:
 
     Raises `SchemeError`, which quotes the name, the known ones and the nearest, if it is unknown.
     """
-    return SCHEMES[known_scheme(name)]
+    return SCHEMES[name] if name in SCHEMES else SCHEMES[known_scheme(name)]
 
 
 def scheme_of_args(
