@@ -3,9 +3,17 @@
 A forward through the engine's own model can be exact while its gradient is cut: by a weight that is
 read outside autograd, by a `no_grad` inside, by a compiled helper, or by an unknown operator. No
 log-prob shows it, and a master that never moves shows it late.
+
+A gradient can also be rightly zero: in a block that was added as identity, o_proj and down_proj are
+zero, and so are the gradients of all that comes before them, until the first update. If a gradient
+is zero, the backward is therefore repeated with other values where masters are zero.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
+from torch import Tensor
 
 from qarl.configs.errors import GraphError, QarlError
 from qarl.configs.words import few
@@ -16,15 +24,36 @@ from qarl.quant.model.low_bit_model import LowBitModel
 _TOKENS = 8
 """Length of the sequence that is differentiated."""
 
+_MAGNITUDE = 0.02
+"""Largest absolute value that replaces zeros in a master that has nothing else: the usual standard
+deviation of new weights.
+"""
+
 
 def require_gradients(model: LowBitModel, processes: Processes) -> None:
     """Raise `GraphError` if masters get no gradient, naming them, or if the model does not run.
 
-    A master gets none if its gradient is missing, or zero in every element. Adapters may have
-    zeros, because their B is zero at first. One sequence of a few tokens is scored and
-    differentiated; no master is changed and no gradient is left. Collective: all processes that
+    A master gets none if its gradient is missing, or zero in every element, with the model's own
+    values and with other ones in place of all zeros. Adapters may have zeros, because their B is
+    zero at first. One sequence of a few tokens is scored and differentiated; masters and codes are
+    the same afterwards, to the last bit, and no gradient is left. Collective: all processes that
     share masters call it together.
     """
+    unreached = _unreached(model, processes)
+    if unreached:
+        with _zeros_replaced(model):
+            unreached &= _unreached(model, processes)
+    if unreached:
+        names = [repr(name) for name in model.masters if name in unreached]
+        raise GraphError(
+            f"no gradient reaches {few(names)}: the engine's model computes with them where"
+            " autograd does not follow, so they would never be learned; set learner.operators to"
+            " 'transformers', and report the model"
+        )
+
+
+def _unreached(model: LowBitModel, processes: Processes) -> set[str]:
+    """Return the names of trained masters to which no gradient gets in any process."""
     try:
         _differentiate(model)
     except (QarlError, torch.OutOfMemoryError):
@@ -47,15 +76,35 @@ def require_gradients(model: LowBitModel, processes: Processes) -> None:
     reached = processes.total(torch.tensor(reached_here, dtype=torch.float32))
     for master in trained.values():
         master.grad = None
-    unreached = [
-        repr(name) for name, count in zip(trained, reached.tolist(), strict=True) if not count
-    ]
-    if unreached:
-        raise GraphError(
-            f"no gradient reaches {few(unreached)}: the engine's model computes with them where"
-            " autograd does not follow, so they would never be learned; set learner.operators to"
-            " 'transformers', and report the model"
-        )
+    return {name for name, count in zip(trained, reached.tolist(), strict=True) if not count}
+
+
+@contextmanager
+def _zeros_replaced(model: LowBitModel) -> Iterator[None]:
+    """Make a weight version without zeros in its masters, within this context.
+
+    The masters' zeros, with their signs, and the model's own weight version return afterwards.
+    """
+    own: dict[str, tuple[Tensor, Tensor]] = {}  # name → (mask, values under it)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, master in model.loaded.items():
+            zero = master == 0
+            if not zero.any():
+                continue
+            own[name] = (zero, master[zero])
+            largest = float(master.abs().max()) or _MAGNITUDE
+            values = torch.empty(len(own[name][1])).uniform_(0.5, 1.0, generator=generator)
+            signs = torch.randint(2, values.shape, generator=generator) * 2 - 1
+            master[zero] = (values * signs * largest).to(master)
+    try:
+        model.refresh()
+        yield
+    finally:
+        with torch.no_grad():
+            for name, (zero, values) in own.items():
+                model.loaded[name][zero] = values
+        model.refresh()
 
 
 def _differentiate(model: LowBitModel) -> None:

@@ -4,6 +4,7 @@ A gradient that is cut while values stay exact ends the run; each way in which t
 planted in a model.
 """
 
+import random
 import re
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -17,7 +18,15 @@ from qarl.configs.schema.lora import LoraConfig
 from qarl.learner.gradient_gate import require_gradients
 from qarl.learner.processes import Processes
 from qarl.quant.model.add_lora import add_adapters
-from tests.support.learners import batch_of, experts_policy, logprob_gradients, policy
+from tests.support.learners import (
+    batch_of,
+    experts_policy,
+    logprob_gradients,
+    policy,
+    random_model,
+)
+from tests.support.models import low_bit, same_stream, stream_bytes
+from tests.support.tensors import as_bytes
 
 FIRST = "model.layers.0"
 
@@ -103,3 +112,44 @@ def test_mixtures_and_adapters_pass_the_gate_and_keep_no_gradients():
     for model in (experts, adapted):
         require_gradients(model, Processes())
         assert all(master.grad is None for master in model.masters.values())
+
+
+def with_zeros(names: list[str], scheme: str = "w8a8", negative: str = "") -> Any:
+    """Return a low-bit model whose masters of these names are zero; `negative` has minus zeros."""
+    model = random_model()
+    with torch.no_grad():
+        for name in names:
+            model.get_parameter(name).fill_(-0.0 if name == negative else 0.0)
+    return low_bit(model, scheme, operators="engine")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_gradients_that_zero_weights_make_zero_are_not_taken_for_cut_ones(seed: int):
+    """Contract: masters that are zero pass, although all that is behind them gets a zero gradient;
+    masters and codes keep their bits, minus zeros too. Drawn: which matrices of which layer are
+    zero, and the scheme. Seed 0 has the identity block of LLaMA-Pro: o_proj and down_proj.
+    """
+    draw = random.Random(seed)
+    kinds = ["self_attn.q_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"]
+    kinds += ["self_attn.o_proj", "mlp.down_proj", "input_layernorm"]
+    chosen = kinds[4:6] if seed == 0 else draw.sample(kinds, draw.randint(1, 3))
+    names = [f"model.layers.{draw.randrange(2)}.{kind}.weight" for kind in chosen]
+    model = with_zeros(names, draw.choice(["w8a8", "w4a16", "fp8", "bf16"]), names[0])
+    _, gradients = logprob_gradients(model, batch_of())
+    if seed == 0:
+        assert any(not gradient.any() for gradient in gradients.values())
+    before = {name: as_bytes(master.detach()).clone() for name, master in model.masters.items()}
+    codes = stream_bytes(model)
+    require_gradients(model, Processes())
+    assert all(torch.equal(before[n], as_bytes(m.detach())) for n, m in model.masters.items())
+    assert same_stream(model, codes)
+
+
+@pytest.mark.parametrize("plant", TRAPS, ids=lambda plant: plant.__name__)
+def test_a_cut_gradient_beside_zero_weights_is_named_alone(plant: Callable[[Any], None]):
+    """Contract: the masters that zero weights leave without gradient are not in the message."""
+    model = with_zeros([f"model.layers.1.{kind}.weight" for kind in ("mlp.up_proj",)])
+    plant(model.graph.module)
+    with pytest.raises(GraphError, match=f"no gradient reaches {re.escape(TRAPS[plant])}") as cut:
+        require_gradients(model, Processes())
+    assert "layers.1" not in str(cut.value)
