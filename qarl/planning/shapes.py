@@ -18,6 +18,7 @@ from qarl.quant.checkpoint.folder import (
     check_model,
     hub_config,
     local_folder,
+    own_head,
     read_config,
 )
 from qarl.quant.checkpoint.patterns import matching
@@ -370,7 +371,9 @@ def sizes_of(model: str) -> tuple[Shapes, str]:
     folder = local_folder(model)
     if folder is not None:
         check_model(folder)
-        return shapes_of(read_config(folder), model), "its config.json"
+        shapes = shapes_of(read_config(folder), model)
+        tied = shapes.tied and not own_head(folder)
+        return replace(shapes, tied=tied), "its config.json"
     published = _published(model)
     return published or (
         shapes_of(read_config(hub_config(model).parent), model),

@@ -25,6 +25,9 @@ _TOKENIZERS = (
 )
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 _GGUF = ".gguf"
+_PART = 1 << 24
+"""Number of bytes of a tensor that are read at once."""
+
 _CHANGING_ROTATIONS = ("dynamic", "longrope", "su")
 
 EXPERTS_A_TOKEN = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
@@ -257,6 +260,61 @@ def tensor_shapes(folder: Path) -> dict[str, list[int]]:
                 f"{str(file)!r} is no safetensors file, or cut short: {error}; copy it again"
             ) from error
     return shapes
+
+
+def own_head(folder: Path) -> bool:
+    """Return whether the files have an lm_head that differs from the embedding.
+
+    transformers and vLLM keep both then, whatever tie_word_embeddings says. Files that are missing
+    count as if they had neither.
+    """
+    names = _tensor_places(folder)
+    heads = [name for name in names if name.endswith("lm_head.weight")]
+    embeddings = [name for name in names if name.endswith("embed_tokens.weight")]
+    if len(heads) != 1 or len(embeddings) != 1:
+        return False
+    return not same_bytes(folder, heads[0], embeddings[0])
+
+
+def same_bytes(folder: Path, first: str, second: str) -> bool:
+    """Return whether two tensors of the files have the same dtype, shape and bytes.
+
+    Both are read until they differ, in parts of 16 MiB.
+    """
+    places = _tensor_places(folder)
+    (file, start, about), (other_file, other_start, other_about) = places[first], places[second]
+    if about != other_about:
+        return False
+    left = about[0]
+    with file.open("rb") as stream, other_file.open("rb") as other_stream:
+        stream.seek(start)
+        other_stream.seek(other_start)
+        while left > 0:
+            part = stream.read(min(left, _PART))
+            if not part or part != other_stream.read(len(part)):
+                return False
+            left -= len(part)
+    return True
+
+
+def _tensor_places(folder: Path) -> dict[str, tuple[Path, int, tuple[int, str, tuple[int, ...]]]]:
+    """Return name → (file, offset of the first byte, (bytes, dtype, shape)) of every tensor."""
+    places = {}
+    for file in folder.glob("*.safetensors"):
+        with file.open("rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            try:
+                header = json.loads(stream.read(size))
+            except ValueError as error:
+                raise ModelError(
+                    f"{str(file)!r} is no safetensors file, or cut short; copy it again"
+                ) from error
+        for name, entry in header.items():
+            if name != "__metadata__":
+                start, end = entry["data_offsets"]
+                about = (end - start, entry["dtype"], tuple(entry["shape"]))
+                places[name] = (file, 8 + size + start, about)
+    return places
 
 
 def _gguf_files(folder: Path) -> list[Path]:

@@ -17,6 +17,14 @@ from transformers import (
 
 from qarl.configs.errors import ModelError
 from qarl.configs.hub import hub_or_cache
+from qarl.quant.checkpoint.contents import (
+    check_contents,
+    has_own_head,
+    record_tie,
+    refuse_missing,
+    refuse_unread,
+    set_tie,
+)
 from qarl.quant.checkpoint.families import fused_experts
 from qarl.quant.checkpoint.folder import (
     check_model,
@@ -78,9 +86,11 @@ def empty_model(config: PreTrainedConfig) -> PreTrainedModel:
 def model_skeleton(folder: Path) -> PreTrainedModel:
     """Return the model in `folder` on the meta device: names, kinds and shapes of its layers.
 
+    The output head is tied to the embedding if it is so in the files (`contents.has_own_head`).
+
     Raises `ModelError` for what `check_model` refuses, for a config.json of an unknown
-    architecture, and for incomplete experts; `SchemeError` for experts whose checkpoint layout is
-    unknown.
+    architecture, and for files that are of another model; `SchemeError` for experts whose
+    checkpoint layout is unknown.
     """
     check_model(folder)
     try:
@@ -97,32 +107,12 @@ def model_skeleton(folder: Path) -> PreTrainedModel:
             " that writes text from left to right (Qwen3, Llama, Mistral, …)"
         )
     stored = tensor_shapes(folder) if weight_files(folder) else {}
+    if has_own_head(folder, model, stored):
+        set_tie(config, tied=False)
+        model = empty_model(config)
     _check_experts(folder, model, stored)
-    _check_shapes(folder, model, stored)
+    check_contents(folder, model, stored)
     return model
-
-
-def _check_shapes(
-    folder: Path,
-    model: PreTrainedModel,
-    stored: dict[str, list[int]],
-) -> None:
-    """Raise `ModelError` if a tensor's shape in the files differs from that of the architecture.
-
-    Only tensors named by both are compared, because the loader strips prefixes and stacks experts
-    of others.
-    """
-    wrong = [
-        f"tensor {name!r} is {stored[name]} in its files and {list(tensor.shape)} by its"
-        " config.json"
-        for name, tensor in model.state_dict().items()
-        if name in stored and stored[name] != list(tensor.shape)
-    ]
-    if wrong:
-        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-        raise ModelError(
-            f"model {str(folder)!r}: {wrong[0]}{more}; the two are of different models"
-        )
 
 
 def _first_lines(error: Exception) -> str:
@@ -198,12 +188,10 @@ def load_masters(
         raise ModelError(
             f"model {str(folder)!r} could not be loaded: {_first_lines(error)}"
         ) from error
-    if info["missing_keys"] or info.get("mismatched_keys"):
-        missing = sorted(info["missing_keys"]) or [str(k) for k in info["mismatched_keys"]]
-        raise ModelError(
-            f"model {str(folder)!r} lacks {len(missing)} tensors, the first being {missing[0]!r};"
-            " copy it again"
-        )
+    refuse_missing(folder, model, info["missing_keys"])
+    refuse_missing(folder, model, [str(key) for key in info.get("mismatched_keys", ())])
+    refuse_unread(folder, model, info["unexpected_keys"])
+    record_tie(model)
     if share is not None:
         shard_parameters(model, share)
     check_finite(folder, model)

@@ -17,6 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from qarl.configs.errors import GraphError
 from qarl.configs.schema.run import LayerRule
+from qarl.quant.checkpoint.contents import record_tie
 from qarl.quant.checkpoint.plan import Plan
 from qarl.quant.checkpoint.shapes import plan_layers, weight_shapes
 from qarl.quant.digest import parameters_digest
@@ -71,6 +72,7 @@ class LowBitModel(nn.Module):
         (`quant.checkpoint.shapes.weight_shapes`).
         """
         self.context = context
+        record_tie(model)
         self.config = model.config
         self.loaded: dict[str, nn.Parameter] = dict(model.named_parameters())
         """Name → every parameter of the loaded model."""

@@ -13,7 +13,10 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.fused_moe import RoutedExperts
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
 from vllm.platforms import current_platform
 
 from qarl.quant.checkpoint.folder import tensor_shapes
@@ -76,6 +79,14 @@ def checkpoint_names(model: nn.Module) -> dict[nn.Module, list[str]]:
 
 
 def _tied_head(model: nn.Module, module: nn.Module) -> bool:
-    return isinstance(module, ParallelLMHead) and getattr(
-        model.config, "tie_word_embeddings", False
+    """Return whether a module is an output head whose weight is an embedding's.
+
+    The weights decide, as in vLLM's loader: a checkpoint may have a head of its own although its
+    config.json says tie_word_embeddings, or an equal one.
+    """
+    return isinstance(module, ParallelLMHead) and any(
+        isinstance(other, VocabParallelEmbedding)
+        and not isinstance(other, ParallelLMHead)
+        and getattr(other, "weight", None) is getattr(module, "weight", module)
+        for other in model.modules()
     )
