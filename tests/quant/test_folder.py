@@ -1,11 +1,14 @@
 """Tests of what a model folder's files say against training in it, before anything is loaded."""
 
 import json
+import re
 import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, Phi3Config
 
 from qarl.configs.errors import ModelError
 from qarl.quant.checkpoint.folder import (
@@ -13,12 +16,14 @@ from qarl.quant.checkpoint.folder import (
     check_folder,
     check_model,
     check_rotary,
+    check_windows,
     has_chat_template,
     local_folder,
     tensor_shapes,
 )
 from qarl.quant.checkpoint.load import load_config
 from tests.support.learners import random_model
+from tests.support.models import randomize, some_tokens
 
 
 @pytest.mark.parametrize("name", ["a", "a/b/c", "a/", "/b", "./a/b", "~/b", "../a"])
@@ -131,6 +136,92 @@ def test_rotations_that_depend_on_the_longest_sequence_are_refused(
     else:
         with pytest.raises(ModelError, match=f"rotary embeddings of type '{kind}'"):
             check_rotary(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["longrope", "su"])
+def test_longrope_is_refused_with_a_remedy_that_computes_the_same(kind: str, tmp_path: Path):
+    """Contract: the remedy is followed and accepted, and transformers' log-probs of sequences up to
+    the original length are the same bits; removing rope_scaling is named as wrong.
+    """
+    short = [1.0 + 0.05 * number for number in range(16)]
+    rope = {
+        "type": kind,
+        "short_factor": short,
+        "long_factor": [4.0] * 16,
+        "original_max_position_embeddings": 64,
+    }
+    config = Phi3Config(
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=256,
+        pad_token_id=0,
+    ).to_dict() | {"rope_scaling": rope, "rope_parameters": None}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    with pytest.raises(
+        ModelError,
+        match=r"within original_max_position_embeddings 64, set long_factor to the values of"
+        r" short_factor.*do not remove rope_scaling",
+    ):
+        check_rotary(tmp_path)
+    rope["long_factor"] = short
+    changed = tmp_path / "changed"
+    changed.mkdir()
+    (changed / "config.json").write_text(json.dumps(config))
+    check_rotary(changed)
+    tokens = some_tokens(T=64)
+    logits = []
+    for folder in (tmp_path, changed):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+        logits.append(randomize(model)(tokens).logits)
+    assert torch.equal(*logits)
+
+
+def test_dynamic_scaling_with_alpha_needs_another_base(tmp_path: Path):
+    """Contract: the remedy's base is that of transformers' and vLLM's formula for HunYuan."""
+    rope = {"type": "dynamic", "alpha": 1000.0}
+    config = {"rope_theta": 10000.0, "head_dim": 32, "rope_scaling": rope}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    base = 10000.0 * 1000.0 ** (32 / 30)
+    with pytest.raises(ModelError, match=rf"set rope_theta to {re.escape(repr(base))}"):
+        check_rotary(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "mimo", "llama"])
+@pytest.mark.parametrize("first", [0, 1, 3, 4])
+@pytest.mark.parametrize("written", [False, True], ids=["derived", "layer_types"])
+def test_a_window_on_some_layers_is_refused_where_vllm_refuses_it(
+    kind: str, first: int, written: bool, tmp_path: Path
+):
+    """Contract: the families that vLLM builds as its Qwen2Model, and there only windows on some of
+    the layers; the remedy depends on whether sequences fit into the window.
+    """
+    config = {
+        "model_type": kind,
+        "num_hidden_layers": 4,
+        "use_sliding_window": True,
+        "sliding_window": 16,
+        "max_window_layers": first,
+    }
+    if written:
+        config["layer_types"] = ["full_attention"] * first + ["sliding_attention"] * (4 - first)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if kind == "llama" or first in (0, 4):
+        check_windows(tmp_path, 17)
+        return
+    with pytest.raises(ModelError, match="a window of 16 changes nothing") as fits:
+        check_windows(tmp_path, 16)
+    assert f"window of 16 on {4 - first} of its 4 layers" in str(fits.value)
+    with pytest.raises(ModelError, match=r"\(here 17\) within the window"):
+        check_windows(tmp_path, 17)
+    config["use_sliding_window"] = False
+    config.pop("layer_types", None)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    check_windows(tmp_path, 17)
 
 
 def test_a_model_is_described_by_its_files(tmp_path: Path):

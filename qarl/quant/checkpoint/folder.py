@@ -25,6 +25,10 @@ _TOKENIZERS = (
 )
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 _GGUF = ".gguf"
+_ONE_WINDOW = ("qwen2", "qwen3", "mimo")
+"""Model types that vLLM builds as its `Qwen2Model`, which wants one window for all layers or none.
+"""
+
 _PART = 1 << 24
 """Number of bytes of a tensor that are read at once."""
 
@@ -91,6 +95,7 @@ def check_folder(folder: Path, tokens: int) -> None:
     check_model(folder)
     check_context(folder, tokens)
     check_rotary(folder)
+    check_windows(folder, tokens)
     _check_tokenizer(folder)
     tensor_shapes(folder)
 
@@ -173,20 +178,103 @@ def check_rotary(folder: Path) -> None:
 
     A token's log-prob would then depend on what it is packed with, and differ from the engine's.
     """
-    config = read_config(folder)
+    config = _text_config(folder)
     settings = [config.get("rope_scaling"), config.get("rope_parameters")]
     # some models have settings for each kind of layer, nested in these
     settings += [inner for outer in settings if isinstance(outer, dict) for inner in outer.values()]
-    ropes = [rope for rope in settings if isinstance(rope, dict)]
-    kinds = {rope.get("rope_type", rope.get("type")) for rope in ropes}
-    changing = [kind for kind in _CHANGING_ROTATIONS if kind in kinds]
-    if changing:
+    for rope in settings:
+        kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
+        if kind not in _CHANGING_ROTATIONS:
+            continue
+        remedy = _dynamic_remedy(config, rope)
+        if kind != "dynamic":
+            if _equal_factors(rope):
+                continue
+            remedy = _longrope_remedy(config, rope)
         raise ModelError(
-            f"model {str(folder)!r} has rotary embeddings of type {changing[0]!r}, whose"
-            " frequencies depend on the longest sequence beside a token, so that learner and"
-            " engine would disagree; where sequences stay within max_position_embeddings, remove"
-            " rope_scaling (or rope_parameters' rope_type) from its config.json"
+            f"model {str(folder)!r} has rotary embeddings of type {kind!r}, whose frequencies"
+            " depend on the longest sequence beside a token, so that learner and engine would"
+            f" disagree; {remedy}"
         )
+
+
+def _dynamic_remedy(config: dict[str, Any], rope: dict[str, Any]) -> str:
+    """Return the change to config.json that makes rotations of type "dynamic" constant."""
+    where = "where sequences stay within max_position_embeddings, remove rope_scaling (or"
+    if not rope.get("alpha"):
+        return f"{where} rope_parameters' rope_type) from its config.json"
+    # with alpha the base is another one at every length (HunYuan)
+    theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
+    size = config.get("head_dim")
+    if size is None:
+        size = config.get("hidden_size", 0) // (config.get("num_attention_heads") or 1)
+    base = theta * rope["alpha"] ** (size / (size - 2)) if size > 2 else theta
+    return (
+        f"{where} rope_parameters' rope_type and alpha) from its config.json and set rope_theta to"
+        f" {base!r}, which is what alpha {rope['alpha']} makes of {theta} at heads of {size}"
+    )
+
+
+def _equal_factors(rope: dict[str, Any]) -> bool:
+    """Return whether LongRoPE's frequencies are the same at every length."""
+    factors_equal = "short_factor" in rope and rope["short_factor"] == rope.get("long_factor")
+    return factors_equal and rope.get("short_mscale") == rope.get("long_mscale")
+
+
+def _longrope_remedy(config: dict[str, Any], rope: dict[str, Any]) -> str:
+    """Return the change to config.json that makes LongRoPE constant.
+
+    Removing it would change the model at every length, because it scales attention, too.
+    """
+    name = "original_max_position_embeddings"
+    length = rope.get(name, config.get(name, "(not given here)"))
+    return (
+        f"where sequences stay within {name} {length}, set long_factor to the values of"
+        " short_factor in its config.json, which computes the same there, and keep"
+        f" rollout.max_prompt_tokens + rollout.max_new_tokens within {length}; do not remove"
+        " rope_scaling, which also scales attention"
+    )
+
+
+def check_windows(folder: Path, tokens: int) -> None:
+    """Raise `ModelError` for sliding windows on some layers, in families in which vLLM has none.
+
+    tokens: number of tokens of prompt and completion together.
+    """
+    config = _text_config(folder)
+    layers = config.get("num_hidden_layers")
+    kind = config.get("model_type")
+    if kind not in _ONE_WINDOW or not isinstance(layers, int):
+        return
+    window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
+    first = config.get("max_window_layers", 28)
+    kinds = config.get("layer_types") or [
+        "full_attention" if window is None or layer < first else "sliding_attention"
+        for layer in range(layers)
+    ]
+    if len(set(kinds)) < 2 or first == layers:
+        return
+    remedy = "set use_sliding_window to false and remove layer_types in a copy's config.json"
+    fits = window is not None and tokens <= window
+    how = (
+        f"{remedy}: sequences here have at most {tokens} tokens, for which a window of {window}"
+        " changes nothing"
+        if fits
+        else f"keep rollout.max_prompt_tokens + rollout.max_new_tokens (here {tokens}) within the"
+        f" window, and {remedy}, which computes the same up to there; or take another model"
+    )
+    raise ModelError(
+        f"model {str(folder)!r} has a sliding window of {window} on {kinds.count(kinds[-1])} of its"
+        f" {layers} layers (max_window_layers {first}), and vLLM, which samples, runs {kind!r} with"
+        f" one on all layers or none; {how}"
+    )
+
+
+def _text_config(folder: Path) -> dict[str, Any]:
+    """Return the settings of config.json that describe the language model."""
+    config = read_config(folder)
+    text = config.get("text_config")
+    return config | text if isinstance(text, dict) else config
 
 
 def _check_tokenizer(folder: Path) -> None:
