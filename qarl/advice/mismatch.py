@@ -25,6 +25,7 @@ from qarl.configs.schema.run import LayerRule, RolloutConfig, RunConfig
 from qarl.learner.batching import Batch, make_batch
 from qarl.learner.logprobs import token_logprobs
 from qarl.learner.mismatch import measure_mismatch
+from qarl.learner.optim.loss_scale import require_finite_scores
 from qarl.learner.processes import Processes
 from qarl.ptq.export import initial_codes
 from qarl.quant.checkpoint.load import load_masters
@@ -91,7 +92,10 @@ def scored(model: LowBitModel, batch: Batch) -> torch.Tensor:
     """Return a learner's log-probs of the responses, fp32 [B, T-1], on the CPU."""
     tokens = batch.tokens.to(model.device)
     mask = batch.response_mask.to(model.device)
-    return token_logprobs(model, tokens, mask, entropy=False)[0].cpu()
+    logprobs = token_logprobs(model, tokens, mask, entropy=False)[0].cpu()
+    what = "a learner on the sampled tokens"
+    require_finite_scores(logprobs, mask.cpu(), what, model.context.forward_dtype)
+    return logprobs
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,8 @@ class Engine(AbstractContextManager["Engine"]):
                 temporary = tempfile.TemporaryDirectory(prefix="qarl-engine-")
                 folder = Path(stack.enter_context(temporary))
             start = folder / "engine-start"
-            canary = _canary(len(self.prompter.tokenizer), settings)
+            tokens = min(len(self.prompter.tokenizer), policy.config.vocab_size)
+            canary = _canary(tokens, settings)
             opened = connected(policy.low_bit, policy.folder, start, settings, canary, Processes())
             self._connection = connection = stack.enter_context(opened)
             self.audited = connection.audited

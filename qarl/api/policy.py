@@ -24,6 +24,7 @@ from qarl.learner.gradients import configure_backward
 from qarl.learner.learner import FirstBatchGate
 from qarl.learner.logprobs import token_logprobs
 from qarl.learner.mismatch import Mismatch, measure_mismatch
+from qarl.learner.optim.loss_scale import require_finite_scores
 from qarl.learner.processes import Processes
 from qarl.learner.scorer import Scorer
 from qarl.quant.graph.packing import Packed, Sequences
@@ -271,6 +272,10 @@ class Policy(nn.Module):
         if self.gate is not None:
             learner = result.detach().cpu()
             mask = batch.response_mask.cpu()
+            dtype = self.low_bit.context.dtype
+            require_finite_scores(learner, mask, "the policy's first batch", dtype)
+            sampled = batch.sampler_logprobs.cpu()
+            require_finite_scores(sampled, mask, "the engine's first batch", dtype)
 
             def floor() -> Mismatch:
                 with (
@@ -279,7 +284,7 @@ class Policy(nn.Module):
                 ):
                     return measure_mismatch(self._scored(scorer, batch).cpu(), learner, mask)
 
-            self.gate(measure_mismatch(learner, batch.sampler_logprobs.cpu(), mask), floor)
+            self.gate(measure_mismatch(learner, sampled, mask), floor)
             self.gate = None
         return result
 

@@ -19,6 +19,7 @@ from qarl.conversations.environment import environment_rollout
 from qarl.conversations.tools import ToolTurns
 from qarl.rollout.engine import Engine
 from qarl.rollout.types import Completion, Group, Prompt, Sampling
+from qarl.rollout.vocabulary import Vocabulary
 from qarl.tasks import Problem, Response, Task
 from qarl.tasks.environments import Environments, completed, open_environments
 
@@ -44,6 +45,8 @@ class Prompter:
     ):
         self.tokenizer: Any = AutoTokenizer.from_pretrained(model_folder)
         self._folder = str(model_folder)
+        self.vocabulary = Vocabulary.of(model_folder)
+        """The token ids that the model can look up."""
         self._limit = max_prompt_tokens
         tools = {"tools": list(environments.description.tools)} if environments else {}
         self._template = dict(template or {}) | tools
@@ -55,13 +58,16 @@ class Prompter:
     @property
     def pad_token(self) -> int:
         """Token id for padding; its value never reaches a loss."""
-        return self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
+        token = self.tokenizer.pad_token_id
+        # A padding token may have been added without a row of its own.
+        return token if token is not None and self.vocabulary.has(token) else 0
 
     def prompt(self, problem: Problem) -> Prompt:
         """Return a problem's prompt.
 
         Raises `ConfigError` for a prompt longer than the limit, `ModelError` for one without a
-        token, and `RewardError` if an environment's `reset` fails.
+        token or with one that the model cannot look up, and `RewardError` if an environment's
+        `reset` fails.
         """
         problem = self._opened(problem)
         ids = self.tokenizer(self.text(problem), add_special_tokens=self._plain)["input_ids"]
@@ -76,6 +82,7 @@ class Prompter:
                 f"the tokenizer of {self._folder!r} makes no token of {problem.question!r}; copy it"
                 " again"
             )
+        self._require_rows(problem, ids)
         return Prompt(problem.id, problem.question, tuple(ids))
 
     def text(self, problem: Problem) -> str:
@@ -130,12 +137,21 @@ class Prompter:
         return [length <= self._limit for length in self.lengths(problems)]
 
     def lengths(self, problems: Sequence[Problem]) -> list[int]:
-        """Return the number of tokens of each problem's prompt."""
+        """Return the number of tokens of each problem's prompt.
+
+        Raises `ModelError` for a token that the model cannot look up.
+        """
         if not problems:
             return []
         texts = [self.text(problem) for problem in problems]
         encoded = self.tokenizer(texts, add_special_tokens=self._plain)
+        for problem, ids in zip(problems, encoded["input_ids"], strict=True):
+            self._require_rows(problem, ids)
         return [len(ids) for ids in encoded["input_ids"]]
+
+    def _require_rows(self, problem: Problem, ids: Sequence[int]) -> None:
+        what = f"the prompt of problem {problem.id!r} ({problem.question[:80]!r})"
+        self.vocabulary.require([ids], what, self.tokenizer)
 
     def _opened(self, problem: Problem) -> Problem:
         """Return the problem with the text of an environment's `reset` after the question."""

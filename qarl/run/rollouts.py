@@ -183,6 +183,11 @@ def sample_step(
         with watch("sample"):
             files = step_files(RunFolder(Path(config.from_rollouts)).tokens)
             recorded = read_groups(files[step + 1])
+        prompter = policy.prompter
+        for group in recorded:
+            tokens = [group.prompt.token_ids, *(c.token_ids for c in group.completions)]
+            what = f"recorded problem {group.prompt.id!r}"
+            prompter.vocabulary.require(tokens, what, prompter.tokenizer)
         return recorded, _to_learn_from(recorded, extra)
     sampled: list[Group] = []
     to_learn_from: list[Group] = []

@@ -212,6 +212,8 @@ def canary_sequences(policy: Policy, config: RunConfig) -> list[list[int]]:
     sequences = []
     for problem in problems:
         answer = policy.prompter.tokenizer(problem.answer, add_special_tokens=False)["input_ids"]
-        sequence = [*policy.prompter.prompt(problem).token_ids, *answer]
+        # An answer is not asked of the model, so its tokens need no row.
+        known = filter(policy.prompter.vocabulary.has, answer)
+        sequence = [*policy.prompter.prompt(problem).token_ids, *known]
         sequences.append(sequence[: config.rollout.longest - 1])
     return sequences

@@ -87,7 +87,7 @@ def encode(
 
     Raises:
         TaskError: a completion has no token, or a pair is longer than `longest`.
-        ModelError: the tokenizer has no end token.
+        ModelError: the tokenizer has no end token, or the model lacks the row of a token.
 
     It also raises what `Prompter.prompt` does.
     """
@@ -108,6 +108,8 @@ def encode(
                 f"{problem.id}: the completion {problem.answer!r} has no token; write one, or drop"
                 " the row"
             )
+        what = f"the completion of {problem.id} ({problem.answer[:80]!r})"
+        prompter.vocabulary.require([(*answer, end)], what, tokenizer)
         total = len(prompt.token_ids) + len(answer) + 1
         if longest is not None and total > longest:
             too_long.append(f"{problem.id} ({total} tokens)")

@@ -26,6 +26,7 @@ from torch.nn.utils.rnn import pad_sequence
 from qarl.configs.errors import QarlError
 from qarl.configs.words import few
 from qarl.learner.mismatch import Mismatch, measure_mismatch
+from qarl.learner.optim.loss_scale import require_finite_scores
 from qarl.learner.processes import Processes
 from qarl.quant.digest import StreamDigest
 from qarl.quant.kernels import KernelError
@@ -175,14 +176,18 @@ class Publisher:
     def canary(self, version: int) -> Mismatch:
         """Compare all replicas' log-probs of fixed sequences, and return the largest mismatch.
 
-        Raises `PublishError` beyond the bound.
+        Raises `PublishError` beyond the bound, and `PrecisionError` if log-probs are not finite,
+        because a bound says nothing about them.
         """
         assert self._fixed is not None
         learner = self._fixed.logprobs()
         mask = self._fixed.response_mask
+        dtype = self._model.context.dtype
+        require_finite_scores(learner, mask, "the learner's canary", dtype)
         mismatches: list[Mismatch] = []
         for logprobs in self._engine.logprobs_of_each(self._sequences):
             sampler = pad_sequence([torch.tensor(row) for row in logprobs], batch_first=True)
+            require_finite_scores(sampler, mask, "the engine's canary", dtype)
             mismatches.append(measure_mismatch(learner, sampler, mask))
         # One process measures the floor only if all do: they may share codes.
         differs = self._processes.any(any(mismatch.max_abs != 0 for mismatch in mismatches))

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from qarl.configs.errors import ConfigError, ModelError
 from qarl.run.prompts import Prompter
@@ -68,6 +69,45 @@ def test_a_chat_needs_a_template(model: Path):
         prompter.prompt(CHAT)
     with pytest.raises(ConfigError, match="the tokenizer has no chat template; leave it out"):
         Prompter(model, 64, {"enable_thinking": False})
+
+
+def beyond(model: Path, special: bool) -> tuple[int, str]:
+    """Add a token to the tokenizer and not to the model; return its id and text."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    rows = len(tokenizer)
+    (model / "config.json").write_text(json.dumps({"vocab_size": rows}))
+    tokenizer.add_tokens(["<extra>"], special_tokens=special)
+    tokenizer.pad_token = "<extra>"
+    tokenizer.save_pretrained(model)
+    return rows, "<extra>"
+
+
+@pytest.mark.parametrize("special", [True, False], ids=["special", "added"])
+@pytest.mark.parametrize("source", ["question", "system", "template", "row of a table"])
+def test_a_token_without_a_row_is_refused_wherever_it_comes_from(
+    source: str, special: bool, model: Path
+):
+    """Contract: the error names token, id and rows; padding takes another token instead. A token
+    that nobody writes does no harm.
+    """
+    rows, token = beyond(model, special)
+    system = ({"role": "system", "content": f"Add {token}"},)
+    problems = {
+        "question": Problem("q", f"1 {token} 1", "2"),
+        "row of a table": Problem("q", f"1 {token} 1", "2"),
+        "system": Problem("q", "1 + 1 =", "2", {}, (*system, *PLAIN.chat)),
+        "template": PLAIN,
+    }
+    assert Prompter(model, 64).prompt(PLAIN).token_ids
+    if source == "template":
+        set_template(model, TEMPLATE + token)
+    prompter = Prompter(model, 64)
+    assert prompter.pad_token < rows
+    says = rf"the token '{token}' \(id {rows}\), and the embedding of .* has {rows} rows"
+    whole_table = lambda problem: prompter.fits([CHAT, problem])  # noqa: E731
+    ask = whole_table if source == "row of a table" else prompter.prompt
+    with pytest.raises(ModelError, match=says):
+        ask(problems[source])
 
 
 def test_lengths_are_held_to_the_limit(model: Path):

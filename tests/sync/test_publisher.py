@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from qarl.configs.errors import PrecisionError
 from qarl.learner.logprobs import token_logprobs
 from qarl.quant import tensor_files
 from qarl.quant.digest import digested
@@ -152,7 +153,6 @@ def test_the_canary_is_due_at_the_first_publish_and_every_nth():
     "offsets",
     [
         (0.0, 0.25, -0.125),
-        (0.0, 0.0, math.nan),
         (0.75, 0.0),
         (0.0, 0.75),
     ],
@@ -170,11 +170,28 @@ def test_the_canary_passes_its_bound_and_no_more(offsets: tuple[float, ...]):
     else:
         with pytest.raises(
             PublishError,
-            match=r"mean \|Δ log p\| .* is (0.75|nan) nats, above the bound 0.5 \(sync.can",
+            match=r"mean \|Δ log p\| .* is 0.75 nats, above the bound 0.5 \(sync.can",
         ):
             ends.publisher(canary=True).publish(0)
         with pytest.raises(PublishError, match=r"above the bound 0 \(bitwise\)"):
             ends.publisher(canary=True, bound=0.0).publish(0)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("bound", [0.5, 0.0, None])
+def test_a_canary_that_is_not_finite_is_named_by_its_dtype(value: float, bound: float | None):
+    """Contract: values beyond a dtype's range are no mismatch: whichever side they are on, the
+    error names the dtype and, for float16, the remedy; no bound is mentioned.
+    """
+    ends = Ends(offsets=(0.0, value))
+    with pytest.raises(PrecisionError, match=r"^the engine's canary: .* 4 of 4 .* in bfloat16"):
+        ends.publisher(canary=True, bound=bound).publish(0)  # type: ignore[arg-type]
+    spoiled = Ends(offsets=(0.0,))
+    spoiled.model.context.dtype = torch.float16
+    publisher = spoiled.publisher(canary=True)
+    publisher._fixed.logprobs = lambda: torch.full((2, 3), value)  # type: ignore
+    with pytest.raises(PrecisionError, match=r"^the learner's canary: .*--dtype bfloat16"):
+        publisher.publish(0)
 
 
 def test_shared_layers_get_a_version_as_it_is_made(monkeypatch: pytest.MonkeyPatch):

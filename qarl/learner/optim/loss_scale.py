@@ -131,6 +131,25 @@ def require_finite_sampler(batch: Batch, dtype: torch.dtype) -> None:
         )
 
 
+def require_finite_scores(
+    logprobs: torch.Tensor, mask: torch.Tensor, what: str, dtype: torch.dtype
+) -> None:
+    """Raise `PrecisionError` if log-probs that prove something are not finite.
+
+    Args:
+        logprobs: fp32 [B, T-1].
+        mask: bool [B, T-1], the tokens that count.
+        what: words for whose log-probs of what they are.
+        dtype: that of the forward.
+    """
+    wrong = int((~logprobs[mask].isfinite()).sum())
+    if wrong:
+        raise PrecisionError(
+            f"{what}: the log-probs of {wrong} of {int(mask.sum())} tokens are infinite or NaN in"
+            f" {short_name(dtype)}. {_remedy(dtype)}; nothing was learned from them"
+        )
+
+
 def _remedy(dtype: torch.dtype) -> str:
     """Return what a user can do about non-finite log-probs, in words."""
     if dtype == torch.float16:

@@ -173,6 +173,14 @@ def positions(config: dict[str, Any]) -> float | None:
     return length and length * (factor if isinstance(factor, int | float) else 1)
 
 
+def embedding_rows(folder: Path) -> int | None:
+    """Return the number of token ids that the model of a folder can look up; None if unknown."""
+    if not (folder / "config.json").is_file():
+        return None
+    rows = _text_config(folder).get("vocab_size")
+    return rows if isinstance(rows, int) else None
+
+
 def check_rotary(folder: Path) -> None:
     """Raise `ModelError` if rotary frequencies depend on the longest sequence computed together.
 

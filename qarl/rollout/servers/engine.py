@@ -27,6 +27,7 @@ from qarl.rollout.servers.vllm.replica import VllmReplica
 from qarl.rollout.types import Completion, Prompt, Sampling
 from qarl.rollout.vllm.options import VllmOptions
 from qarl.rollout.vllm.requests import load_tokenizer, text_of
+from qarl.rollout.vocabulary import Vocabulary
 
 T = TypeVar("T")
 _BACK_SECONDS = 3.0
@@ -99,6 +100,7 @@ class ServerEngine:
                     await_all(self._replicas.with_retries(server, step) for server in servers)
                 )
             self._tokenizer = load_tokenizer(checkpoint)
+            self._vocabulary = Vocabulary.of(checkpoint)
         except BaseException:
             self.close()
             raise
@@ -110,6 +112,7 @@ class ServerEngine:
         """
         if not self._in_flight:
             self._require_published()
+        self._require_rows([prompt.token_ids for prompt in prompts])
         completions = self._wait(self._sample(prompts, sampling))
         samples = sampling.samples
         # With stop texts the server decodes, because it has to see them while it samples.
@@ -134,6 +137,7 @@ class ServerEngine:
     ) -> list[list[list[float]]]:
         """See `Engine.logprobs_of_each`."""
         self._require_published()
+        self._require_rows(sequences)
         logprobs = self._wait(self._replicas.on_all(lambda server: self._score(server, sequences)))
         return list(logprobs.values())
 
@@ -315,6 +319,9 @@ class ServerEngine:
     def _salt(self) -> str:
         """Salt of prefix caches: the label of the version published last."""
         return next(reversed(self._labels))
+
+    def _require_rows(self, sequences: Sequence[Sequence[int]]) -> None:
+        self._vocabulary.require(sequences, "a sequence for the engine", self._tokenizer)
 
     def _require_published(self) -> None:
         if not self._published.is_set():

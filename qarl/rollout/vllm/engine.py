@@ -16,6 +16,7 @@ from qarl.rollout.vllm.options import (
     refuse_unsupported,
 )
 from qarl.rollout.vllm.requests import sampling_arguments, scoring_arguments, text_of
+from qarl.rollout.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from qarl.quant.kernels.engine_layers import EngineLayers
@@ -31,6 +32,7 @@ class VllmEngine:
     """
 
     _open = False
+    _vocabulary = Vocabulary("", None)
 
     def __init__(self, checkpoint: Path, options: VllmOptions):
         prepare_environment()
@@ -45,6 +47,7 @@ class VllmEngine:
             )
         refuse_unsupported(options)
         self.weight_version = 0
+        self._vocabulary = Vocabulary.of(checkpoint)
         self._half_loaded = False
         # vLLM collects garbage several times during its start, and each time would walk the
         # millions of objects that imported modules consist of. They live as long as the process,
@@ -70,6 +73,7 @@ class VllmEngine:
         Log-probs are those of the distribution sampled from (`VllmOptions.logprobs_mode`).
         """
         self._refuse_half_loaded()
+        self._require_rows([prompt.token_ids for prompt in prompts])
         inputs, params = vllm_requests(prompts, sampling)
         outputs = self._call("generate", inputs, params, use_tqdm=False)
         tokenizer = self._llm.get_tokenizer()
@@ -106,6 +110,7 @@ class VllmEngine:
         from vllm import SamplingParams
 
         self._refuse_half_loaded()
+        self._require_rows(sequences)
         params = SamplingParams(**scoring_arguments())
         inputs = [{"prompt_token_ids": list(sequence)} for sequence in sequences]
         outputs = self._call("generate", inputs, params, use_tqdm=False)
@@ -161,6 +166,10 @@ class VllmEngine:
         gc.collect()
         cleanup_dist_env_and_memory()
         VllmEngine._open = False
+
+    def _require_rows(self, sequences: Sequence[Sequence[int]]) -> None:
+        tokenizer = self._llm.get_tokenizer()
+        self._vocabulary.require(sequences, "a sequence for the engine", tokenizer)
 
     def _refuse_half_loaded(self) -> None:
         if self._half_loaded:
