@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from qarl.advice.finding import Finding
+from qarl.advice.special_tokens import special_tokens
 from qarl.configs.errors import ConfigError
 from qarl.configs.schema.run import RunConfig
 from qarl.configs.words import quoted, sized
@@ -63,6 +64,7 @@ def preview(config: RunConfig, ready: Ready) -> Iterator[Finding]:
         )
         yield Finding("note", "task", text)
     yield from _prompt(prompter, problems[0])
+    yield from special_tokens(folder, prompter, problems, config.rollout.stop)
     yield from _judged(task, problems)
     yield from _lengths(config, folder, prompter, problems)
     yield _memory(config)

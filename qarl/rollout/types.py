@@ -126,6 +126,8 @@ class Sampling:
     """Number of prompts of the same seed that other engines received before these."""
     stop: tuple[str, ...] = ()
     """Texts that end a completion. Its tokens include the stop text's, its text does not."""
+    stop_tokens: tuple[int, ...] = ()
+    """Ids of further tokens that end a completion. Its tokens include them, its text does not."""
     loop_limit: int | None = None
     """Number of repetitions in a row of up to 8 tokens that ends a completion; None: no limit."""
     ignore_end: bool = False

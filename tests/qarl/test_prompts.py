@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from qarl.advice.special_tokens import special_tokens
 from qarl.configs.errors import ConfigError, ModelError
 from qarl.run.prompts import Prompter
 from qarl.tasks import Problem
@@ -108,6 +109,32 @@ def test_a_token_without_a_row_is_refused_wherever_it_comes_from(
     ask = whole_table if source == "row of a table" else prompter.prompt
     with pytest.raises(ModelError, match=says):
         ask(problems[source])
+
+
+@pytest.mark.parametrize("ends", ["<|im_end|>", "<|endoftext|>"])
+def test_check_says_that_no_completion_ends_as_the_templates_turns_do(ends: str, model: Path):
+    """Contract: a note with the option, unless generation ends there or rollout.stop says so.
+    Questions that hold special tokens are counted.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    added = ["<|im_end|>", "<|endoftext|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": added, "eos_token": ends})
+    tokenizer.save_pretrained(model)
+    set_template(model, "{% for m in messages %}{{ m['content'] }}<|im_end|>{% endfor %}")
+    held = Problem("h", "1 <|im_end|> 2", "")
+
+    def findings(*stop: str) -> list[tuple[str, str]]:
+        prompter = Prompter(model, 64)
+        found = special_tokens(model, prompter, [PLAIN, held], stop)
+        return [(finding.about, f"{finding.text}; {finding.remedy}") for finding in found]
+
+    notes = dict(findings())
+    assert "'<|im_end|>' in 1 of 2" in notes["question"]
+    assert ("end" in notes) == (ends == "<|endoftext|>")
+    if "end" in notes:
+        assert "'<|im_end|>', and generation ends at '<|endoftext|>' alone" in notes["end"]
+        assert "--rollout.stop '<|im_end|>'" in notes["end"]
+    assert "end" not in dict(findings("<|im_end|>"))
 
 
 def test_lengths_are_held_to_the_limit(model: Path):

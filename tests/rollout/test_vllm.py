@@ -12,6 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from tokenizers import AddedToken
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from qarl.configs.errors import InputError
@@ -29,7 +30,11 @@ from qarl.rollout.vllm.options import (
     prepare_environment,
     refuse_unsupported,
 )
-from qarl.rollout.vllm.requests import sampling_arguments, scoring_arguments
+from qarl.rollout.vllm.requests import (
+    sampling_arguments,
+    scoring_arguments,
+    with_stop_tokens,
+)
 from qarl.rollout.vllm.worker import _scheme_of, compare_names
 from tests.support.cases import cases
 from tests.support.kernels import no_cuda
@@ -85,6 +90,20 @@ def test_a_completions_request():
     assert {(each.temperature, each.repetition_detection.min_count) for each in params} == {
         (0.5, 3)
     }
+
+
+def test_a_stop_text_that_is_a_special_token_is_asked_for_by_its_id():
+    """Contract: special tokens become ids, because vLLM's text leaves them out; other added tokens
+    and texts are searched in the text.
+    """
+    added = {7: AddedToken("<end>", special=True), 8: AddedToken("<think>", special=False)}
+    tokenizer = SimpleNamespace(added_tokens_decoder=added)
+    settings = replace(SAMPLING, stop=("<end>", "#", "<think>"))
+    asked = sampling_arguments(with_stop_tokens(settings, tokenizer), PROMPTS[0], 0, 0)
+    assert (asked["stop_token_ids"], asked["stop"]) == ([7], ["#", "<think>"])
+    alone = with_stop_tokens(replace(SAMPLING, stop=("<end>",)), tokenizer)
+    assert sampling_arguments(alone, PROMPTS[0], 0, 0)["detokenize"] is False
+    assert with_stop_tokens(SAMPLING, tokenizer) == SAMPLING
 
 
 @no_cuda

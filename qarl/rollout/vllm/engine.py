@@ -15,7 +15,12 @@ from qarl.rollout.vllm.options import (
     prepare_environment,
     refuse_unsupported,
 )
-from qarl.rollout.vllm.requests import sampling_arguments, scoring_arguments, text_of
+from qarl.rollout.vllm.requests import (
+    sampling_arguments,
+    scoring_arguments,
+    text_of,
+    with_stop_tokens,
+)
 from qarl.rollout.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -74,9 +79,10 @@ class VllmEngine:
         """
         self._refuse_half_loaded()
         self._require_rows([prompt.token_ids for prompt in prompts])
+        tokenizer = self._llm.get_tokenizer()
+        sampling = with_stop_tokens(sampling, tokenizer)
         inputs, params = vllm_requests(prompts, sampling)
         outputs = self._call("generate", inputs, params, use_tqdm=False)
-        tokenizer = self._llm.get_tokenizer()
         completions = [
             self._completion(output, tokenizer, bool(sampling.stop)) for output in outputs
         ]
