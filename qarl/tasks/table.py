@@ -2,7 +2,8 @@
 
 import dataclasses
 import random
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
@@ -20,6 +21,17 @@ from qarl.tasks.base import (
 from qarl.tasks.rows import HUB, Row
 
 ROLES = ("system", "user", "assistant")
+_QUESTIONS = ("question", "problem", "prompt", "query", "instruction", "message", "input")
+"""Words in the names of columns that hold questions, the most usual first."""
+_ANSWERS = (
+    *("answer", "truth", "groundtruth", "solution", "target", "gold", "reference", "expected"),
+    *("response", "completion", "output", "result", "label", "chosen", "rejected"),
+)
+"""Words in the names of columns that hold answers, the most usual first."""
+_ABOUT = ("id", "type", "source", "level", "length", "split", "language", "format", "template")
+"""Words in the names of columns that say something about a question or answer."""
+_NAME_PART = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
+"""Matches the words of a column's name, such as a_b or aB."""
 
 
 @dataclass(frozen=True)
@@ -247,7 +259,7 @@ def _value(row: Row, column: str, option: str) -> Any:
             value = value[int(part)]
             continue
         if not isinstance(value, dict) or part not in value:
-            near = did_you_mean(column, row.values)
+            near = _column_hint(column, row.values, of_answers=option == "--task.answer")
             present = ", ".join(map(str, row.values)) or "none"
             hint = ""
             if column == Columns.answer:
@@ -258,6 +270,29 @@ def _value(row: Row, column: str, option: str) -> Any:
             )
         value = value[part]
     return value
+
+
+def _column_hint(column: str, values: Mapping[str, Any], of_answers: bool) -> str:
+    """Return "; did you mean 'problem'?" for a missing column, or "" if no other is meant.
+
+    A name by which questions go elsewhere is never the hint for one of answers, nor the reverse.
+    of_answers: whether the missing column is that of answers.
+    """
+    names = [str(name) for name in values]
+    names += [f"{k}.{inner}" for k, v in values.items() if isinstance(v, dict) for inner in v]
+    wanted, other = (_ANSWERS, _QUESTIONS) if of_answers else (_QUESTIONS, _ANSWERS)
+    words = {name: _name_words(name) for name in names}
+    fitting = [name for name in names if words[name].isdisjoint((*other, *_ABOUT))]
+    misspelt = did_you_mean(column, fitting, 0.8)
+    known = [name for word in wanted for name in fitting if word in words[name]]
+    if misspelt or not known:
+        return misspelt or did_you_mean(column, fitting)
+    return f"; did you mean {min(known, key=lambda name: len(words[name]))!r}?"
+
+
+def _name_words(name: str) -> set[str]:
+    """Return the words of a column's name, in singular: groundTruths → {ground, truth}."""
+    return {part.lower().removesuffix("s") for part in _NAME_PART.findall(name)}
 
 
 def _messages(row: Row, column: str, prompt: Any) -> tuple[Message, ...]:

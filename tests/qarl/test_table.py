@@ -21,6 +21,8 @@ from qarl.configs.schema.task import TaskConfig
 from qarl.planning.shapes import sizes_of
 from qarl.quant.checkpoint.load import load_config, resolve_model
 from qarl.tasks import Problem, Response, RewardError, Table, Task, TaskError, load_task
+from qarl.tasks.rows import Row
+from qarl.tasks.table import Columns, make_table
 from tests.support.cases import pattern
 
 ROWS: list[dict[str, Any]] = [
@@ -154,8 +156,8 @@ def test_a_local_data_set(tmp_path: Path):
             f"hf:{folder}",
             {},
             (
-                r"no column 'answer'; there are: problem, reward_model \(name it by"
-                r" --task\.answer, or "
+                r"no column 'answer'; there are: problem, reward_model; did you mean"
+                r" 'reward_model\.ground_truth'\? \(name it by --task\.answer, or "
             ),
         ),
         (f"hf:{tmp_path / 'none'}", {}, "there is no folder"),
@@ -306,3 +308,43 @@ def test_a_built_in_task_is_never_shortened():
     assert task.shortened(lambda problems: [False] * len(problems)) is task
     assert task.describe() is None
     assert not isinstance(task.source, Table)
+
+
+@pytest.mark.parametrize(
+    ("columns", "missing", "hint"),
+    [
+        ("problem solution split", "question", "problem"),
+        ("problem solution", "answer", "solution"),
+        ("solution answer", "question", None),
+        ("question prompt", "answer", None),
+        ("instruction input output", "question", "instruction"),
+        ("instruction input output", "answer", "output"),
+        ("question_type problem_id problem solution", "question", "problem"),
+        ("Query groundTruth", "question", "Query"),
+        ("Query groundTruth", "answer", "groundTruth"),
+        ("questions answers", "question", "questions"),
+        ("question_answer text", "question", None),
+        ("text", "question", None),
+        ("problem solution prompts", "promts", "prompts"),
+    ],
+)
+def test_the_hint_for_a_question_is_never_an_answers_column(
+    columns: str, missing: str, hint: str | None
+):
+    """difflib takes solution for question; followed, the policy would be asked the answers."""
+    row = Row("q.jsonl:1", dict.fromkeys(columns.split(), "1 + 1"))
+    wanted = Columns(prompt="question", answer=missing)
+    if missing != "answer":
+        wanted = Columns(prompt=missing, answer=None)
+    elif "question" not in row.values:
+        wanted = Columns(prompt=columns.split()[0], answer=missing)
+    with pytest.raises(TaskError) as caught:
+        make_table("q.jsonl", [row], wanted)
+    said = f"; did you mean {hint!r}? (name it by" if hint else f"{columns.split()[-1]} (name it by"
+    assert said in str(caught.value)
+
+
+def test_the_hint_for_an_answer_may_be_a_nested_value():
+    row = Row("q.jsonl:1", {"question": "1 + 1", "reward_model": {"ground_truth": "2"}})
+    with pytest.raises(TaskError, match=r"did you mean 'reward_model\.ground_truth'"):
+        make_table("q.jsonl", [row], Columns())
