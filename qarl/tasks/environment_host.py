@@ -20,14 +20,16 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from typing import Any
 
 from qarl.configs.functions import FunctionKind, load_function
+from qarl.quant.runtime.parent import leave_stop_signals_to_the_parent
 from qarl.tasks.base import Failure, TaskError
 from qarl.tasks.rewards import attempt
-from qarl.tasks.signatures import too_long
+from qarl.tasks.signatures import is_pending, settled, too_long
 from qarl.tasks.worker import begin, end_with, sendable
 
 RESET = "reset"
@@ -92,12 +94,14 @@ def serve(fd: int) -> None:
 
 
 def describe(spec: str, environment: Any) -> Description:
-    """Return the description of an environment class.
+    """Return the description of an environment class, or of a partial of one.
 
     Raises `TaskError` if it is no class, has no tool, or has a tool without docstring or types.
     """
     from transformers.utils.chat_template_utils import get_json_schema
 
+    while isinstance(environment, partial):
+        environment = environment.func
     if not inspect.isclass(environment):
         raise TaskError(f"environment {spec!r} must be a class {_TAKES}")
     methods = {
@@ -132,6 +136,7 @@ def _converse(
     parent_alive: see `end_with`.
     """
     os.setsid()
+    leave_stop_signals_to_the_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # for what tools start
     end_with(parent_alive)
     instance: Any = None
@@ -164,7 +169,7 @@ def _call_method(runner: asyncio.Runner, instance: Any, call: Call) -> Any:
         arguments = {p.name: arguments[p.name] for p in parameters if p.name in arguments}
     try:
         outcome = method(**arguments)
-        return runner.run(outcome) if inspect.iscoroutine(outcome) else outcome
+        return runner.run(settled(outcome)) if is_pending(outcome) else outcome
     except (Exception, SystemExit) as error:
         if call.name in (RESET, REWARD):
             raise

@@ -15,6 +15,7 @@ from qarl.tasks.procedural import ReasoningGymTask
 from qarl.tasks.rewards import each, exact_answer, no_signal
 from qarl.tasks.rows import HUB, file_rows, hub_rows, is_table, short_name
 from qarl.tasks.scorers import checker_of, reward_of, tolerant
+from qarl.tasks.signatures import is_async
 from qarl.tasks.table import Columns, Table, make_table
 from qarl.tasks.task import Task
 from qarl.tasks.verifiers import open_verifiers
@@ -108,8 +109,11 @@ def load_rollout(spec: str) -> Callable[..., Any]:
         raise TaskError(
             f"rollout {spec!r} cannot be called: {error}; it must be one {_ROLLOUT}"
         ) from error
-    if not inspect.iscoroutinefunction(function):
-        raise TaskError(f"rollout {spec!r} must be an async function, {_ROLLOUT}")
+    if not is_async(function):
+        raise TaskError(
+            f"rollout {spec!r} must be an async function, {_ROLLOUT}; or a partial, a method or an"
+            " instance of one, or a wrapper by functools.wraps"
+        )
     return function
 
 

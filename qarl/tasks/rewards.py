@@ -59,14 +59,18 @@ def attempt(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     try:
         return function(*arguments, **named)
     except (Exception, SystemExit) as error:
-        hint = ""
-        # The function treated a text as a chat.
-        if isinstance(error, TypeError) and "string indices" in str(error):
-            hint = (
-                "; completions are chats where questions are, or with task.system, and text"
-                " elsewhere"
-            )
-        return Failure(f"raised {in_words(error)}{hint}")
+        return failure_of(error)
+
+
+def failure_of(error: BaseException) -> Failure:
+    """Return the `Failure` of a function that raised `error`."""
+    hint = ""
+    # The function treated a text as a chat.
+    if isinstance(error, TypeError) and "string indices" in str(error):
+        hint = (
+            "; completions are chats where questions are, or with task.system, and text elsewhere"
+        )
+    return Failure(f"raised {in_words(error)}{hint}")
 
 
 def no_signal(responses: Sequence[Response]) -> list[Any]:

@@ -15,7 +15,7 @@ from qarl.configs.words import did_you_mean
 from qarl.tasks.base import Failure, Response, Scorer, TaskError, WeightedSum, as_reward
 from qarl.tasks.math import math_checker, math_scorer
 from qarl.tasks.rewards import each, exact_answer
-from qarl.tasks.signatures import TAKES, load_judge, outcomes
+from qarl.tasks.signatures import TAKES, Together, load_judge, outcomes
 from qarl.tasks.worker import Job
 from qarl.tasks.workers import Workers
 
@@ -198,7 +198,12 @@ def _scorer(
 def in_this_process(word: str, spec: str, task: str, time_limit: float) -> Scorer:
     """Return a scorer that calls a function in this process, as those that ship with QaRL allow.
 
-    time_limit: applies only to async functions.
+    time_limit: applies only to calls that are awaited.
     """
     kind, function = load_judge(word, spec)
-    return lambda responses: list(outcomes(kind, function, task, responses, time_limit))
+
+    def scorer(responses: Sequence[Response]) -> list[Any]:
+        judged = outcomes(kind, function, task, responses, time_limit)
+        return [outcome for outcome in judged if not isinstance(outcome, Together)]
+
+    return scorer

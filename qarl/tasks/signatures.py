@@ -6,18 +6,31 @@
     f(data_source, solution_str, ground_truth[, extra_info])
                                                        verl's `compute_score`: one completion
 
-Any of them may be `async`.
+Any of them may be `async`: a function is called, and what it returns is awaited if it can be. So
+instances with an async `__call__` and functions that return a coroutine are as good as `async def`.
 """
 
 import asyncio
+import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import (
+    AsyncIterable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+    Set,
+    Sized,
+)
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal
 
-from qarl.configs.functions import FunctionKind, in_words, load_function
+from qarl.configs.functions import FunctionKind, load_function
 from qarl.tasks.base import Failure, Response, TaskError
-from qarl.tasks.rewards import attempt
+from qarl.tasks.rewards import attempt, failure_of
 
 Kind = Literal["qarl", "trl", "verl"]
 
@@ -44,6 +57,11 @@ TAKES = (
     "taking (problem, text), TRL's (completions, **columns) or verl's (data_source, solution_str,"
     " ground_truth)"
 )
+
+
+@dataclass(frozen=True)
+class Together:
+    """Notice that the next outcomes come all at once, within the time limit of one call."""
 
 
 class SignatureError(Exception):
@@ -82,7 +100,8 @@ def kind_of(function: Callable[..., Any]) -> Kind:
         raise SignatureError(
             f"its parameters {shown} {fault}; name them (problem, text[, token_ids]), TRL's"
             " ([prompts,] completions[, completion_ids], **columns) or verl's (data_source,"
-            " solution_str, ground_truth[, extra_info])"
+            " solution_str, ground_truth[, extra_info]); a wrapper shows those of what it wraps by"
+            " functools.wraps"
         )
     kind = kinds[0]
     known = {"qarl": _OWN, "verl": _VERL}.get(kind)
@@ -95,12 +114,16 @@ def kind_of(function: Callable[..., Any]) -> Kind:
     return kind
 
 
-def call_one_by_one(kind: Kind, function: Callable[..., Any]) -> bool:
-    """Return whether outcomes come one at a time.
+def is_async(function: Callable[..., Any]) -> bool:
+    """Return whether a function, method, partial, wrapper or instance is declared `async`.
 
-    They do not from a batch function, nor from an async function, whose calls run together.
+    A wrapper is seen through if it was made by `functools.wraps`.
     """
-    return kind != "trl" and not inspect.iscoroutinefunction(function)
+    function = inspect.unwrap(function)
+    while isinstance(function, functools.partial):
+        function = inspect.unwrap(function.func)
+    call = inspect.unwrap(type(function).__call__)
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
 def outcomes(
@@ -112,23 +135,32 @@ def outcomes(
 ) -> Iterator[Any]:
     """Yield the outcome of each response, in order: the function's result, or a `Failure`.
 
+    `Together` comes before outcomes that are not timed one by one: those of a batch, and of calls
+    that are awaited, which run together.
+
     Args:
         kind: Kind of the function.
         function: The reward or checker.
         task: Name of the task, which is verl's data_source if rows have none.
         responses: Responses to judge.
-        time_limit: Upper bound on each call of an async function, in seconds. Other calls are timed
-            by the process that waits for them.
+        time_limit: Upper bound on each call that is awaited, in seconds. Other calls are timed by
+            the process that waits for them.
     """
     if kind == "trl":
+        yield Together()
         yield from _batch(function, responses, time_limit)
-    elif inspect.iscoroutinefunction(function):
-        calls = [_arguments(kind, function, task, response) for response in responses]
-        for outcome in asyncio.run(_together(calls, function, time_limit)):
+        return
+    for index, response in enumerate(responses):
+        outcome = _begun(function, _arguments(kind, function, task, response))
+        if not is_pending(outcome):
             yield _judged(kind, outcome)
-    else:
-        for response in responses:
-            yield _judged(kind, attempt(function, **_arguments(kind, function, task, response)))
+            continue
+        yield Together()
+        rest = [_arguments(kind, function, task, later) for later in responses[index + 1 :]]
+        calls = [functools.partial(_begun, function, arguments) for arguments in rest]
+        for awaited in _awaited([functools.partial(settled, outcome), *calls], time_limit):
+            yield _judged(kind, awaited)
+        return
 
 
 def _judged(kind: Kind, outcome: Any) -> Any:
@@ -138,19 +170,64 @@ def _judged(kind: Kind, outcome: Any) -> Any:
     return outcome
 
 
-async def _together(
-    calls: Sequence[dict[str, Any]], function: Callable[..., Any], time_limit: float
-) -> list[Any]:
-    async def one(arguments: dict[str, Any]) -> Any:
+def _begun(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """Call a function. Return its result, an awaitable of it, or a `Failure` with its error."""
+    asyncio.set_event_loop(_loop())  # futures that the function makes belong to this loop
+    try:
+        return function(**arguments)
+    except (Exception, SystemExit) as error:
+        if isinstance(error, RuntimeError) and "no running event loop" in str(error):
+            with warnings.catch_warnings():
+                # the call may have left a coroutine behind, which ends with its frame
+                warnings.simplefilter("ignore", RuntimeWarning)
+                error.with_traceback(None)
+            return _within_the_loop(function, arguments)
+        return failure_of(error)
+
+
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """Return this process's event loop, the same for all calls.
+
+    A client that a function keeps from one call to the next belongs to its loop.
+    """
+    return asyncio.new_event_loop()
+
+
+async def _within_the_loop(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    return await settled(function(**arguments))
+
+
+def is_pending(outcome: Any) -> bool:
+    """Return whether an outcome is to be awaited, by `settled`."""
+    return inspect.isawaitable(outcome) or isinstance(outcome, AsyncIterable)
+
+
+async def settled(outcome: Any) -> Any:
+    """Await an outcome until it is none to await, and collect an asynchronous generator."""
+    while inspect.isawaitable(outcome):
+        outcome = await outcome
+    if isinstance(outcome, AsyncIterable):
+        return [each async for each in outcome]
+    return outcome
+
+
+def _awaited(calls: Sequence[Callable[[], Any]], time_limit: float) -> list[Any]:
+    """Return the outcomes of calls that run together, each at most `time_limit` seconds."""
+
+    async def one(call: Callable[[], Any]) -> Any:
         limit = asyncio.timeout(time_limit)
         try:
             async with limit:
-                return await function(**arguments)
+                return await settled(call())
         # A TimeoutError may be the function's own, so ask `limit`.
         except (Exception, SystemExit) as error:
-            return Failure(too_long(time_limit) if limit.expired() else f"raised {in_words(error)}")
+            return Failure(too_long(time_limit)) if limit.expired() else failure_of(error)
 
-    return list(await asyncio.gather(*map(one, calls)))
+    async def together() -> list[Any]:
+        return list(await asyncio.gather(*map(one, calls)))
+
+    return _loop().run_until_complete(together())
 
 
 def _batch(
@@ -160,20 +237,37 @@ def _batch(
         arguments = _columns(function, responses)
     except SignatureError as error:
         return [Failure(f"cannot be called: {error}")] * len(responses)
-    if inspect.iscoroutinefunction(function):
-        outcome = asyncio.run(_together([arguments], function, time_limit))[0]
-    else:
-        outcome = attempt(function, **arguments)
-    if isinstance(outcome, Failure):
-        return [outcome] * len(responses)
-    if not isinstance(outcome, list | tuple) or len(outcome) != len(responses):
-        size = f" of {len(outcome)}" if isinstance(outcome, list | tuple) else ""
-        words = (
-            f"returned a {type(outcome).__name__}{size} for {len(responses)} completions; give a"
-            " list, one for each"
-        )
-        return [Failure(words)] * len(responses)
-    return list(outcome)
+    outcome = _begun(function, arguments)
+    if is_pending(outcome):
+        (outcome,) = _awaited([functools.partial(settled, outcome)], time_limit)
+    if not isinstance(outcome, Failure):
+        outcome = attempt(_listed, outcome, len(responses))
+    return [outcome] * len(responses) if isinstance(outcome, Failure) else outcome
+
+
+def _listed(outcome: Any, count: int) -> list[Any] | Failure:
+    """Return a batch's outcomes as a list of `count`, or a `Failure` if they are not as many.
+
+    They may be a list, a tuple, a generator, an array, a tensor of any dtype and device, a series:
+    whatever has an order. Texts, mappings and sets are no outcomes of completions in order.
+    """
+    kind = type(outcome).__name__
+    size = f" of shape {tuple(outcome.shape)}" if hasattr(outcome, "shape") else ""
+    if hasattr(outcome, "tolist"):
+        outcome = outcome.tolist()
+    if not size and isinstance(outcome, Sized):
+        size = f" of {len(outcome)}"
+    unordered = isinstance(outcome, str | bytes | Mapping | Set)
+    if isinstance(outcome, Iterable) and not unordered:
+        # one more than asked for, because a generator may be endless
+        values = list(islice(outcome, count + 1))
+        if len(values) == count:
+            return values
+        size = size or f" of {f'more than {count}' if len(values) > count else len(values)}"
+    return Failure(
+        f"returned a {kind}{size} for {count} completions; give one number for each, in a list, an"
+        " array or a tensor"
+    )
 
 
 def _arguments(

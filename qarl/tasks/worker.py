@@ -2,9 +2,9 @@
 
     python -c "from qarl.tasks.worker import serve; serve(FD)"          (see `qarl.tasks.workers`)
 
-The parent first sends one `Job`. The reply says whether outcomes are sent one by one, so that each
-is timed on its own; or, as a text, why the function cannot be used. Then the parent sends lists of
-responses, and the child answers each list with one outcome per response.
+The parent first sends one `Job`. The reply is True, or a text that says why the function cannot be
+used. Then the parent sends lists of responses, and the child answers each list with one outcome per
+response. The parent times every outcome on its own, those after a `Together` all at once.
 """
 
 import fcntl
@@ -19,8 +19,10 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
+from qarl.quant.runtime.parent import leave_stop_signals_to_the_parent
 from qarl.tasks.base import Failure, TaskError
-from qarl.tasks.signatures import call_one_by_one, load_judge, outcomes
+from qarl.tasks.rewards import attempt
+from qarl.tasks.signatures import Together, load_judge, outcomes
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ def serve(fd: int) -> None:
             kind, function = load_judge(job.word, job.spec)
         except TaskError as error:
             return connection.send(str(error))
-        connection.send(call_one_by_one(kind, function))
+        connection.send(True)
         function = partial(function, **job.options)
         while True:
             for outcome in outcomes(kind, function, job.task, connection.recv(), job.time_limit):
@@ -65,8 +67,7 @@ def begin(fd: int) -> tuple[Connection, Job]:
     end_with(0)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     connection = Connection(fd)
-    # The parent decides what Ctrl-C does.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    leave_stop_signals_to_the_parent()
     os.dup2(2, 1)  # what the function prints must not mix with the run's output
     job: Job = connection.recv()
     sys.path[:] = job.path
@@ -84,15 +85,15 @@ def begin(fd: int) -> tuple[Connection, Job]:
 def sendable(outcome: Any) -> Any:
     """Convert an outcome to built-in types, which the parent can unpickle.
 
-    Scalars of numpy, torch and enumerations become Python's numbers. Anything else that is not
-    built-in becomes a `Failure`.
+    Scalars of numpy and torch, arrays of one element and enumerations become Python's numbers.
+    Anything else that is not built-in becomes a `Failure`.
     """
-    if hasattr(outcome, "item") and getattr(outcome, "shape", None) == ():
-        outcome = outcome.item()
+    if hasattr(outcome, "item") and {*getattr(outcome, "shape", (0,))} <= {1}:
+        outcome = attempt(outcome.item)
     if isinstance(outcome, int | float) and not isinstance(outcome, bool):
         return outcome + 0
     with suppress(ValueError):
-        if not isinstance(outcome, Failure):
+        if not isinstance(outcome, Failure | Together):
             # marshal refuses classes of a person's module, which the parent could not unpickle.
             marshal.dumps(outcome)
         return outcome

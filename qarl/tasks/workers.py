@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from qarl.tasks.base import Failure, Response, TaskError
-from qarl.tasks.signatures import too_long
+from qarl.tasks.signatures import Together, too_long
 from qarl.tasks.worker import Job
 
 _STARTUP = 300.0
@@ -124,7 +124,7 @@ class Child:
 
 
 class Worker(Child):
-    """A child with a job's function. `start` returns whether its outcomes come one by one.
+    """A child with a job's function.
 
     goes_on: whether the other responses are still judged after one at which the function hangs or
     ends its process. Otherwise all of them fail at once.
@@ -141,13 +141,14 @@ class Worker(Child):
         """
         results: list[Any] = []
         while len(results) < len(responses):
-            results += self._outcomes(responses[len(results) :], self.start())
+            self.start()
+            results += self._outcomes(responses[len(results) :])
         return results
 
-    def _outcomes(self, responses: Sequence[Response], one_by_one: bool) -> list[Any]:
+    def _outcomes(self, responses: Sequence[Response]) -> list[Any]:
         """Return the outcomes of all responses, or of those up to the one that ended the child."""
-        # Batches and async functions measure their own time, so the parent waits a little longer.
-        limit = self.job.time_limit if one_by_one else self.job.time_limit + GRACE
+        limit = self.job.time_limit
+        together = False
         results: list[Any] = []
         try:
             self.pipe.send(list(responses))
@@ -156,12 +157,18 @@ class Worker(Child):
                     self.stop()
                     words = too_long(self.job.time_limit)
                     break
-                results.append(self.pipe.recv())
+                outcome = self.pipe.recv()
+                if isinstance(outcome, Together):
+                    # What is awaited measures its own time, so the parent waits a little longer.
+                    together = True
+                    limit = self.job.time_limit + GRACE
+                else:
+                    results.append(outcome)
             else:
                 return results
         except (EOFError, OSError):
             words = f"ended its process ({self.ending()})"
-        failed = 1 if one_by_one and self._goes_on else len(responses) - len(results)
+        failed = 1 if self._goes_on and not together else len(responses) - len(results)
         return results + [Failure(words)] * failed
 
 

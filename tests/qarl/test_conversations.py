@@ -125,11 +125,19 @@ def test_faulty_rollouts_are_refused(tokenizer: Any, tmp_path: Path):
     for rollout, words in messages.items():
         with pytest.raises(RewardError, match=words):
             spoken(rollout, tokenizer, seconds=0.2)
-    (tmp_path / "mine.py").write_text("def f(policy, problem): ...\nasync def g(policy): ...\n")
+    (tmp_path / "mine.py").write_text(
+        "import functools\ndef f(policy, problem): ...\nasync def g(policy): ...\n"
+        "async def h(policy, problem, limit=1): ...\n"
+        "class Mine:\n    async def __call__(self, policy, problem): ...\n"
+        "instance = Mine()\npart = functools.partial(h, limit=2)\nmethod = instance.__call__\n"
+        "@functools.wraps(h)\ndef wrapped(*arguments):\n    return h(*arguments)\n"
+    )
+    for name in ("h", "instance", "part", "method", "wrapped"):
+        assert callable(load_rollout(f"{tmp_path}/mine.py:{name}")), name
     for name, words in {
         "f": "must be an async function",
         "g": "cannot be called",
-        "h": "has no function",
+        "i": "has no function",
     }.items():
         with pytest.raises(TaskError, match=words):
             load_rollout(f"{tmp_path}/mine.py:{name}")

@@ -203,6 +203,105 @@ def test_every_signature_rewards_alike(code: str, questions: Path):
     assert rewards(here(questions, code), "7", "no") == [1.0, 0.0]
 
 
+CALLABLES = {
+    "async instance, a batch": "class F:\n    __call__ = method(batch)\nf = F()",
+    "async instance": "class F:\n    __call__ = method(one)\nf = F()",
+    "async method": "class F:\n    score = method(one)\nf = F().score",
+    "static async method": "class F:\n    score = staticmethod(one)\nf = F.score",
+    "partial": "f = functools.partial(one, strict=True)",
+    "partial of an async instance": (
+        "class F:\n    __call__ = method(batch)\nf = functools.partial(F(), strict=True)"
+    ),
+    "wrapper": "@functools.wraps(one)\ndef f(*a, **b):\n    return one(*a, **b)",
+    "sync instance of a coroutine": (
+        "class F:\n    def __call__(self, problem, text):\n        return one(problem, text)\n"
+        "f = F()"
+    ),
+    "lambda": "f = lambda completions, answer, **columns: batch(completions, answer)",
+    "task": "def f(problem, text):\n    return asyncio.create_task(one(problem, text))",
+    "future": (
+        "def f(completions, answer, **columns):\n"
+        "    return asyncio.gather(*[right(c, a) for c, a in zip(completions, answer)])"
+    ),
+    "coroutine of a coroutine": "async def f(problem, text):\n    return one(problem, text)",
+    "at times": ("def f(problem, text):\n    return 1.0 if text == '7' else one(problem, text)"),
+    "generator": "def f(completions, answer):\n    yield from map(equal, completions, answer)",
+    "async generator": (
+        "async def f(completions, answer):\n"
+        "    for c, a in zip(completions, answer):\n        yield await right(c, a)"
+    ),
+}
+"""Functions of any shape, made of the coroutines below."""
+COROUTINES = """import asyncio, functools
+LOOPS = set()
+equal = lambda a, b: float(a == b)
+async def right(text, answer):
+    LOOPS.add(asyncio.get_running_loop())
+    await asyncio.sleep(0)
+    return equal(text, answer) if len(LOOPS) == 1 else -1.0
+async def one(problem, text, strict=False):
+    return await right(text, problem.answer)
+async def batch(completions, answer, strict=False):
+    return [await right(c, a) for c, a in zip(completions, answer)]
+def method(function):
+    if function is one:
+        async def bound(self, problem, text, strict=False):
+            return await one(problem, text)
+    else:
+        async def bound(self, completions, answer, strict=False):
+            return await batch(completions, answer)
+    return bound
+"""
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.parametrize("code", CALLABLES.values(), ids=CALLABLES.keys())
+def test_every_callable_rewards_alike(code: str, questions: Path):
+    """They are awaited in one loop from batch to batch, so a client that they keep stays usable."""
+    task = here(questions, COROUTINES + code)
+    assert rewards(task, "7", "8", "7") == [1.0, 0.0, 1.0]
+    assert rewards(task, "8") == [0.0]
+
+
+RETURNED = {
+    "tuple": "tuple(right)",
+    "map": "map(float, right)",
+    "values": "dict(enumerate(right)).values()",
+    "array": "numpy.array(right)",
+    "array of float16": "numpy.array(right, dtype=numpy.float16)",
+    "array of objects": "numpy.array([*right[:-1], None], dtype=object)",
+    "tensor": "torch.tensor(right)",
+    "bfloat16, with a gradient": "torch.tensor(right, dtype=torch.bfloat16, requires_grad=True)",
+    "int64": "torch.tensor(right, dtype=torch.int64)",
+    "scalars": "[numpy.float32(right[0]), torch.tensor(right[1]), numpy.bool_(right[2]), None]",
+    "scalars of one element": "[torch.tensor([float(r)]) for r in right]",
+    "series": "pandas.Series(right, index=[9, 4, 1, 0])",
+}
+
+
+def test_outcomes_of_any_kind_arrive_from_the_functions_process(questions: Path):
+    """Expected: 1 where the text is 7; None where a function gave None in the last place."""
+    code = (
+        "import numpy, pandas, torch\ndef f(completions, answer, returned):\n"
+        "    right = [c == a for c, a in zip(completions, answer)]\n    return eval(returned[0])\n"
+    )
+    task = own(questions, code)
+    for name, returned in RETURNED.items():
+        problem = dataclasses.replace(PLAIN, metadata={"returned": returned})
+        last = None if "None" in returned else 0.0
+        assert rewards(task, "7", "8", "7", "8", problem=problem) == [1.0, 0.0, 1.0, last], name
+
+
+def test_an_awaited_call_that_takes_too_long_fails_alone(questions: Path):
+    code = (
+        "import asyncio\nasync def late(problem, text):\n"
+        "    await asyncio.sleep(9 if text == '8' else 0)\n    return 1.0\n"
+        "def f(problem, text):\n    return late(problem, text)"
+    )
+    task = own(questions, code, time_limit=0.3, on_error="none")
+    assert rewards(task, "7", "8", "7") == [1.0, None, 1.0]
+
+
 def test_trls_chats_are_messages(questions: Path):
     """TRL's documentation says: if a prompt is a chat, completions are."""
     code = (
@@ -235,6 +334,12 @@ def test_several_rewards_with_weights(questions: Path):
 
 
 UNUSABLE_REWARDS = [
+    pytest.param(
+        None,
+        "def f(*arguments, **named):\n    return 1.0",
+        "(*arguments, **named) are of no kind…a wrapper shows those of what it wraps by functools",
+        id="a-wrapper-without-names",
+    ),
     pytest.param(
         None,
         "def f(text, completions):\n    return 1.0",
@@ -307,7 +412,31 @@ FAILING_REWARDS = [
     ),
     (
         "def f(completions, **kwargs):\n    return 1.0",
-        "returned a float for 2 completions; give a list",
+        "returned a float for 2 completions; give one number for each, in a list",
+    ),
+    (
+        "import numpy\ndef f(completions, **kwargs):\n    return numpy.zeros((3, 1))",
+        "returned a ndarray of shape (3, 1) for 2 completions",
+    ),
+    (
+        "import torch\ndef f(completions, **kwargs):\n    return torch.zeros(())",
+        "returned a Tensor of shape () for 2 completions",
+    ),
+    (
+        "import numpy\ndef f(completions, **kwargs):\n    return numpy.array([1, numpy.nan])",
+        "returned nan (float); a reward must be a finite number",
+    ),
+    (
+        "def f(completions, **kwargs):\n    return {'7': 1.0, '8': 0.0}",
+        "returned a dict of 2 for 2 completions; give one number for each, in a list",
+    ),
+    (
+        "def f(completions, **kwargs):\n    while True:\n        yield 1.0",
+        "returned a generator of more than 2 for 2 completions",
+    ),
+    (
+        "def f(completions, **kwargs):\n    yield 1.0\n    {}['oops']",
+        "raised KeyError: 'oops'",
     ),
     ("def f(completions, **kwargs):\n    1 / 0", "raised ZeroDivisionError"),
     (
