@@ -28,8 +28,9 @@ from qarl.report.startup import phase, say
 from qarl.report.token_recorder import TokenRecorder
 from qarl.run.checkpoint import load_checkpoint
 from qarl.run.evaluate import heldout_at_first, heldout_of
+from qarl.run.inputs import digest_inputs, require_same_inputs
 from qarl.run.interrupt import deferred_interrupt
-from qarl.run.policy import Policy, Ready, open_policy, trained_part
+from qarl.run.policy import Policy, Ready, open_policy, open_ready, trained_part
 from qarl.run.rollouts import Rollouts
 from qarl.run.session import Position, Session, open_session
 from qarl.run.step_checkpoints import StepCheckpoints
@@ -44,12 +45,21 @@ def train(
     resume: bool = False,
     log: Log = unlogged,
     ready: Ready | None = None,
+    allow_changed_inputs: bool = False,
 ) -> Outcome:
     """Train until `config.steps` or an interrupt, and return what the run ended with.
 
     All processes run the same loop on the same groups, of which each sampled its share. Only the
     first process writes, also to `log`. ready: what the run's checks returned.
+    allow_changed_inputs: go on from a checkpoint that was made from other questions, functions or
+    model files. Raises `ConfigError` otherwise.
     """
+    ready = ready or open_ready(config)
+    inputs = digest_inputs(config, ready.task) if processes.first else {}
+    if resume:
+        processes.first_does(
+            lambda: require_same_inputs(config, folder, inputs, allow_changed_inputs)
+        )
     policy, position = _open_policy(config, folder, processes, resume, ready)
     with open_session(config, folder, policy) as session:
         trained = [*session.describe(), *trained_part(policy, config)]
@@ -61,7 +71,8 @@ def train(
         if not resume and processes.first:
             before = position.first_accuracy, position.first_reward
             write_start(folder, session.audited, published, *before)
-        _run_steps(session, config, folder, dashboard, position, resume, log)
+        step_checkpoints = StepCheckpoints(config, folder, policy, position, inputs)
+        _run_steps(session, config, folder, dashboard, position, step_checkpoints, resume, log)
         sampled = export_sampled(session, config, folder, position.step)
     return finish(policy, config, folder, position, sampled)
 
@@ -89,6 +100,7 @@ def _run_steps(
     folder: RunFolder,
     dashboard: Dashboard,
     position: Position,
+    step_checkpoints: StepCheckpoints,
     resume: bool,
     log: Log,
 ) -> None:
@@ -101,7 +113,6 @@ def _run_steps(
     recorder = TokenRecorder(folder.tokens, config.record, tokenizer, resume_step, first_process)
     stop_before = config.steps if config.early_warning == "stop" else 0
     run_watch = RunWatch(read_until(folder.metrics, position.step), stop_before)
-    step_checkpoints = StepCheckpoints(config, folder, policy, position)
     with (
         step_checkpoints.last_step_kept(),
         metrics_writer(folder, resume_step, first_process, log) as write_metrics,

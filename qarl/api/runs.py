@@ -74,6 +74,7 @@ def train(
     config: RunConfig | None = None,
     *,
     resume: str | Path | None = None,
+    allow_changed_inputs: bool = False,
     console: Console | None = None,
 ) -> "Outcome":
     """Train as `qarl train` does, in this process, which a launcher may have started as one of
@@ -84,12 +85,15 @@ def train(
     checkpoints.
 
     config: a configuration by `qarl.config`. resume: folder of a run to continue instead, with its
-    own configuration. console: rich's console for the dashboard. Default: print nothing.
+    own configuration. allow_changed_inputs: continue it even if its questions, functions or model
+    files have changed. console: rich's console for the dashboard. Default: print nothing.
     """
     if (config is None) == (resume is None):
         raise ConfigError(
             "qarl.train takes a configuration (qarl.config) or the run to resume; give one of them"
         )
+    if allow_changed_inputs and resume is None:
+        raise ConfigError("allow_changed_inputs is for a run to resume; leave it out")
     folder = None
     if resume is not None:
         config, folder = resumed(str(resume), {})
@@ -99,7 +103,8 @@ def train(
     config = planned(config, None, {}, None, console.print)
     task = check_files(config, new=folder is None)
     config, run_folder, processes, ready = joined(config, requested, folder, console, task)
-    return run(config, run_folder, folder is not None, console, processes, ready)
+    resumes = folder is not None
+    return run(config, run_folder, resumes, console, processes, ready, allow_changed_inputs)
 
 
 def joined(
@@ -152,10 +157,12 @@ def run(
     console: Console,
     processes: "Processes",
     ready: "Ready | None" = None,
+    allow_changed_inputs: bool = False,
 ) -> "Outcome":
     """Train in a run's folder, which is locked meanwhile.
 
     A start that fails leaves no new folder behind. ready: what the run's checks returned.
+    allow_changed_inputs: see `qarl.loop.train`.
     """
     from qarl.loop import train
     from qarl.report.dashboard import Dashboard
@@ -172,7 +179,9 @@ def run(
         ):
             if resume and processes.first:
                 folder.write_config(config)
-            return train(config, folder, dashboard, processes, resume, log, ready)
+            return train(
+                config, folder, dashboard, processes, resume, log, ready, allow_changed_inputs
+            )
     finally:
         if not resume and processes.first and not folder.has_begun():
             folder.discard()

@@ -44,7 +44,7 @@ from qarl.preflight.memory import planned
 from qarl.ptq.compressor import require_llmcompressor
 from qarl.quant.runtime.answers import installed, versions
 from qarl.quant.runtime.parent import launched, local_world_size, rank, world_size
-from qarl.report.run_folder import RunFolder, RunInUseError
+from qarl.report.run_folder import ChangedInputsError, RunFolder, RunInUseError
 from qarl.report.startup import phase, phases_shown_on
 from qarl.run.export_note import is_finished
 from qarl.run.replay import replay_config
@@ -171,6 +171,14 @@ def _add_train(commands: Any) -> None:
     )
     train.add_argument("--resume", metavar="RUN", help="Continue a run from its newest checkpoint.")
     train.add_argument(
+        "--allow-changed-inputs",
+        action="store_true",
+        help=(
+            "Continue a run by --resume even if its questions, functions or model files have"
+            " changed since its newest checkpoint. The run records from which step on."
+        ),
+    )
+    train.add_argument(
         "--processes",
         type=whole(1),
         metavar="N",
@@ -213,7 +221,7 @@ def _train(known: argparse.Namespace, console: Console) -> int:
         raise ConfigError(
             f"--processes {known.processes}, but the launcher started {world_size()}; leave it out"
         )
-    return _run(config, requested, folder, console)
+    return _run(config, requested, folder, console, known.allow_changed_inputs)
 
 
 def _checked(config: RunConfig, new: bool, console: Console) -> Task:
@@ -312,6 +320,11 @@ def _configuration(
     known: argparse.Namespace, overrides: dict[str, str]
 ) -> tuple[RunConfig, RunFolder | None]:
     """Return the requested configuration, and the folder of the run to continue or None."""
+    if known.resume is None and known.allow_changed_inputs:
+        raise ConfigError(
+            "--allow-changed-inputs goes with --resume; a new run takes the inputs it finds:"
+            " leave it out"
+        )
     if known.resume is None and "from_rollouts" in overrides:
         if known.config is not None:
             raise ConfigError(
@@ -334,7 +347,11 @@ def _configuration(
 
 
 def _run(
-    config: RunConfig, requested: RunConfig, folder: RunFolder | None, console: Console
+    config: RunConfig,
+    requested: RunConfig,
+    folder: RunFolder | None,
+    console: Console,
+    allow_changed_inputs: bool,
 ) -> int:
     """Train in this process, which may be one of several, and return the exit status.
 
@@ -352,9 +369,9 @@ def _run(
 
     say(console, f"run folder: {folder.path}")
     try:
-        outcome = run(config, folder, resumes, console, processes, ready)
+        outcome = run(config, folder, resumes, console, processes, ready, allow_changed_inputs)
     except QarlError as error:
-        if processes.first and not isinstance(error, RunInUseError):
+        if processes.first and not isinstance(error, RunInUseError | ChangedInputsError):
             _say_what_is_left(error, config, folder, console)
         raise
     except RuntimeError as error:

@@ -12,7 +12,7 @@ from qarl.preflight.machine import require_schemes
 from qarl.preflight.prompts import check_prompts
 from qarl.quant.runtime.libraries import untested_vllm
 from qarl.report.startup import phase, say
-from qarl.run.policy import Ready, enable_batch_invariance, open_ready
+from qarl.run.policy import Ready, open_ready
 from qarl.tasks import Task
 
 
@@ -34,7 +34,6 @@ def prepare(
     processes.first_does(lambda: first.append(checked(config, task, processes.world, saves)))
     if first:
         return first[0]
-    enable_batch_invariance(config)
     return open_ready(config, task)
 
 

@@ -60,6 +60,10 @@ class RunInUseError(ConfigError):
     """Raised for a run that another process is writing."""
 
 
+class ChangedInputsError(ConfigError):
+    """Raised for a run whose questions, functions or model are not those of its checkpoint."""
+
+
 class RunFolder:
     """The paths and small files of one run."""
 

@@ -28,6 +28,7 @@ def save_checkpoint(
     state: dict[str, Any],
     keep: int,
     processes: Processes | None = None,
+    inputs: dict[str, str] | None = None,
 ) -> Path:
     """Write `state` as folder/step-NNNNNN, then drop all but the newest `keep` checkpoints.
 
@@ -36,7 +37,7 @@ def save_checkpoint(
     refuses any of the files.
 
     processes: those that call this together. Each writes its part of the learner's state to its own
-    file in `folder`, which they share.
+    file in `folder`, which they share. inputs: digests of the run's inputs (`qarl.run.inputs`).
     """
     together = processes or Processes()
     target = folder / f"step-{step:06d}"
@@ -56,6 +57,7 @@ def save_checkpoint(
             manifest = {
                 "step": step,
                 "sha256": {name: digest for name, digest, _ in written},
+                "inputs": inputs,
             }
             together.first_does(lambda: _name(building, target, manifest, keep))
             return target
@@ -244,6 +246,14 @@ def _read(checkpoint: Path) -> tuple[int, dict[str, Any]]:
         **parts[0],
         "learner": merge_states([part["learner"] for part in parts]),
     }
+
+
+def checkpoint_inputs(checkpoint: Path) -> dict[str, str] | None:
+    """Return the digests of the inputs that a checkpoint's run had, or None if it holds none."""
+    try:
+        return _manifest(checkpoint).get("inputs")
+    except (OSError, ValueError, AttributeError):  # a damaged checkpoint
+        return None
 
 
 def _manifest(checkpoint: Path) -> dict[str, Any]:

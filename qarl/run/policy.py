@@ -108,6 +108,7 @@ def open_ready(
 
     task, architecture: those of the configuration, if they were opened before.
     """
+    enable_batch_invariance(config)
     architecture = architecture or open_architecture(config)
     prompter = open_prompter(architecture.folder, config.rollout, config.task)
     task = (task or load_task(config.task)).shortened(prompter.fits)
@@ -190,9 +191,7 @@ def open_policy(
     this process only, not for learning. ready: what the run's checks returned. Default: it is
     opened here, without the checks.
     """
-    if ready is None:
-        enable_batch_invariance(config)
-        ready = open_ready(config)
+    ready = ready or open_ready(config)
     together = processes or Processes()
     learning = config.learner
     if not processes:

@@ -18,9 +18,21 @@ from qarl.run.verify_export import write_export
 
 
 class StepCheckpoints:
-    """Writes a run's checkpoints. `at` is the run's position, which the loop moves forward."""
+    """Writes a run's checkpoints.
 
-    def __init__(self, config: RunConfig, folder: RunFolder, policy: Policy, at: Position):
+    at: the run's position, which the loop moves forward. inputs: digests of the run's inputs
+    (`qarl.run.inputs`).
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: RunFolder,
+        policy: Policy,
+        at: Position,
+        inputs: dict[str, str] | None = None,
+    ):
+        self._inputs = inputs
         self._config = config
         self._folder = folder
         self._policy = policy
@@ -53,6 +65,7 @@ class StepCheckpoints:
             state,
             self._config.checkpoint.keep,
             self._policy.processes,
+            self._inputs,
         )
 
     @contextmanager
