@@ -11,6 +11,8 @@ batch whose advantages are all zero is skipped: nothing is learned or published.
 its record (tokens, metrics) and, if they are due, held-out evaluation and a checkpoint.
 """
 
+from dataclasses import replace
+
 from qarl.configs.schema.run import RunConfig
 from qarl.evaluation.heldout import heldout
 from qarl.learner.batching import make_batch
@@ -72,9 +74,15 @@ def train(
             before = position.first_accuracy, position.first_reward
             write_start(folder, session.audited, published, *before)
         step_checkpoints = StepCheckpoints(config, folder, policy, position, inputs)
-        _run_steps(session, config, folder, dashboard, position, step_checkpoints, resume, log)
-        sampled = export_sampled(session, config, folder, position.step)
-    return finish(policy, config, folder, position, sampled)
+        stopped_by = _run_steps(
+            session, config, folder, dashboard, position, step_checkpoints, resume, log
+        )
+        if position.step == config.steps and not config.export:
+            stopped_by = None  # nothing was left to do
+        sampled = None
+        if stopped_by is None:
+            sampled = export_sampled(session, config, folder, position.step)
+    return replace(finish(policy, config, folder, position, sampled), stopped_by=stopped_by)
 
 
 def _open_policy(
@@ -103,8 +111,11 @@ def _run_steps(
     step_checkpoints: StepCheckpoints,
     resume: bool,
     log: Log,
-) -> None:
-    """Do the steps that are left, and write metrics and a checkpoint after each if due."""
+) -> int | None:
+    """Do the steps that are left, and write metrics and a checkpoint after each if due.
+
+    Returns the number of the signal that stopped the run, or None.
+    """
     policy = session.policy
     first_process = policy.processes.first
     resume_step = position.step if resume else None
@@ -118,13 +129,20 @@ def _run_steps(
         metrics_writer(folder, resume_step, first_process, log) as write_metrics,
         deferred_interrupt() as interrupts,
     ):
-        stopping = False
-        while position.step < config.steps and not stopping:
+        stopped_by = None
+        while position.step < config.steps and stopped_by is None:
             metrics = _step(rollouts, position, recorder)
             write_metrics(metrics)
             dashboard.stepped(metrics, run_watch.add(metrics.flat()))
-            stopping = policy.processes.any(bool(interrupts))
-            step_checkpoints.after_step(rollouts, heldout(vars(metrics)), stopping)
+            stopped_by = _first_signal(interrupts, policy.processes)
+            measured = heldout(vars(metrics))
+            step_checkpoints.after_step(rollouts, measured, stopping=stopped_by is not None)
+        return stopped_by or _first_signal(interrupts, policy.processes)
+
+
+def _first_signal(received: list[int], processes: Processes) -> int | None:
+    """Return the signal that any of the processes received first, the same in all, or None."""
+    return next((number for each in processes.gathered(received) for number in each), None)
 
 
 def _step(rollouts: Rollouts, position: Position, recorder: TokenRecorder) -> StepMetrics:

@@ -86,7 +86,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--help-all",
         action=PrintAndExit,
         text=lambda: all_fields(shutil.get_terminal_size().columns),
-        help="Print every field of the configuration with its default, and exit.",
+        help="Print every field with its default, and exit.",
     )
     for title, names in GROUPS.items():
         add_group(parser, title, names, defaults)

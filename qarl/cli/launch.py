@@ -1,8 +1,8 @@
 """`qarl train --processes N`: run the same command in N processes of this machine.
 
-This does what `torchrun --nproc-per-node N` does, with one difference: Ctrl-C reaches every process
-once, so that the current step is finished and a checkpoint written. On several machines use
-torchrun or deepspeed.
+This does what `torchrun --nproc-per-node N` does, with one difference: a signal that stops a run is
+passed on to every process, so that the current step is finished and a checkpoint written. On
+several machines use torchrun or deepspeed.
 """
 
 import os
@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -20,11 +21,15 @@ from qarl.configs.errors import ConfigError, InputError
 from qarl.learner.processes import RENDEZVOUS
 from qarl.quant.runtime.parent import end_with_the_parent
 from qarl.rollout.servers.vllm.start import free_ports
-from qarl.run.interrupt import handled
+from qarl.run.interrupt import handled, heeded_signals
 
 REFUSED = InputError.exit_status
+_REPORT_SECONDS = 2.0
+"""Seconds that the other processes have to report why they fail after one died, before they are
+killed.
+"""
 _PATIENCE = 20.0
-"""Seconds that the other processes have to stop after one died, before they are killed."""
+"""Seconds that the other processes have to end after one was stopped by a signal."""
 
 
 def check_count(count: int) -> None:
@@ -63,14 +68,11 @@ def launch(arguments: Sequence[str], count: int) -> int:
         processes = [
             subprocess.Popen(command, env=e, preexec_fn=end_with_the_parent) for e in environments
         ]
+        handlers: dict[int, Any] = dict.fromkeys(heeded_signals(), partial(_send, processes))
         # A terminal sends Ctrl-C to all processes of the foreground job, so it is not passed on.
-        pass_on = partial(_send, processes)
-        with handled(
-            {
-                signal.SIGINT: signal.SIG_IGN if sys.stdin.isatty() else pass_on,
-                signal.SIGTERM: pass_on,
-            }
-        ):
+        if sys.stdin.isatty():
+            handlers[signal.SIGINT] = signal.SIG_IGN
+        with handled(handlers):
             return _wait(processes)
 
 
@@ -92,7 +94,8 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
         codes = [process.poll() for process in processes]
         failed = next((code for code in codes if code), None)
         if failed is not None:
-            _stop(processes)
+            # those that were stopped by a signal may still be writing what they have
+            _stop(processes, _PATIENCE if failed > 128 else _REPORT_SECONDS)
             if any(process.returncode == REFUSED for process in processes):
                 # the process that found the fault; the others failed with it, with status 1
                 return REFUSED
@@ -102,12 +105,14 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
         time.sleep(0.1)
 
 
-def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Stop the processes. Those about to fail by themselves get 2 s to report why; then SIGTERM is
-    sent, and after `_PATIENCE` SIGKILL.
+def _stop(processes: Sequence[subprocess.Popen[bytes]], patience: float) -> None:
+    """Wait for the processes for `patience` seconds, and kill those that have not ended by then.
+
+    They may be in a collective with one that is gone, where no other signal is heard.
     """
-    for patience, number in ((2.0, signal.SIGTERM), (_PATIENCE, signal.SIGKILL)):
-        deadline = time.monotonic() + patience
-        while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        _send(processes, number)
+    deadline = time.monotonic() + patience
+    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    _send(processes, signal.SIGKILL)
+    for process in processes:
+        process.wait()

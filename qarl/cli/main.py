@@ -6,6 +6,7 @@ Heavy imports wait until a command needs them.
 import argparse
 import platform
 import shlex
+import signal
 import sys
 from functools import partial
 from pathlib import Path
@@ -47,6 +48,7 @@ from qarl.quant.runtime.parent import launched, local_world_size, rank, world_si
 from qarl.report.run_folder import ChangedInputsError, RunFolder, RunInUseError
 from qarl.report.startup import phase, phases_shown_on
 from qarl.run.export_note import is_finished
+from qarl.run.interrupt import interruptible, signal_of
 from qarl.run.replay import replay_config
 from qarl.tasks import RewardError, Task
 
@@ -54,7 +56,8 @@ from qarl.tasks import RewardError, Task
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit status.
 
-    0: done. 1: a run failed. 2: unusable input. 130: interrupted.
+    0: done. 1: a run failed. 2: unusable input. 128 and a signal's number: stopped by it, as 130 by
+    Ctrl-C and 143 by SIGTERM.
     """
     return run_command(_parser(), sys.argv[1:] if argv is None else argv)
 
@@ -83,9 +86,11 @@ def run_command(parser: Parser, arguments: list[str]) -> int:
         return known.run(known, console)
     except SystemExit as ended:  # argparse's own, after --help and --version
         return ended.code if isinstance(ended.code, int) else 0
-    except KeyboardInterrupt:
-        errors.print("interrupted")
-        return 130
+    except KeyboardInterrupt as interrupt:
+        number = signal_of(interrupt)
+        by = "" if number == signal.SIGINT else f" by {signal.Signals(number).name}"
+        errors.print(f"interrupted{by}")
+        return 128 + number
     except Exception as raised:
         error = (
             raised if isinstance(raised, QarlError) else disk_error(raised) or install_error(raised)
@@ -167,16 +172,13 @@ def _add_train(commands: Any) -> None:
     train.add_argument(
         "--config",
         metavar="FILE",
-        help="YAML file, or a shipped name such as paper/qwen3-8b-base.",
+        help="YAML file or shipped name, as paper/qwen3-8b-base.",
     )
     train.add_argument("--resume", metavar="RUN", help="Continue a run from its newest checkpoint.")
     train.add_argument(
         "--allow-changed-inputs",
         action="store_true",
-        help=(
-            "Continue a run by --resume even if its questions, functions or model files have"
-            " changed since its newest checkpoint. The run records from which step on."
-        ),
+        help="Resume although questions, code or model have changed.",
     )
     train.add_argument(
         "--processes",
@@ -197,6 +199,11 @@ def _add_train(commands: Any) -> None:
 
 
 def _train(known: argparse.Namespace, console: Console) -> int:
+    with interruptible():
+        return _train_interruptible(known, console)
+
+
+def _train_interruptible(known: argparse.Namespace, console: Console) -> int:
     requested, folder = _configuration(known, known.overrides)
     config = requested
     machine = this_machine()
@@ -370,7 +377,7 @@ def _run(
     say(console, f"run folder: {folder.path}")
     try:
         outcome = run(config, folder, resumes, console, processes, ready, allow_changed_inputs)
-    except QarlError as error:
+    except (QarlError, KeyboardInterrupt) as error:
         if processes.first and not isinstance(error, RunInUseError | ChangedInputsError):
             _say_what_is_left(error, config, folder, console)
         raise
@@ -378,31 +385,42 @@ def _run(
         if is_lost_process(error):
             raise LostProcessError(str(error)) from error
         raise
-    stopped = outcome.steps < config.steps
-    if stopped:
+    if outcome.stopped_by is not None:
         again = f"qarl train --resume {shlex.quote(str(folder.path))}"
         say(console, f"stopped at step {outcome.steps}; continue with: {again}")
     elif processes.first:
         say_outcome(config, folder, outcome, console)
     leave_processes()
-    return 130 if stopped else 0
+    return 0 if outcome.stopped_by is None else 128 + outcome.stopped_by
 
 
 def _say_what_is_left(
-    error: QarlError, config: RunConfig, folder: RunFolder, console: Console
+    error: BaseException, config: RunConfig, folder: RunFolder, console: Console
 ) -> None:
-    """Print how to continue a failed run from its newest readable checkpoint."""
-    from qarl.run.checkpoint import intact_checkpoint
+    """Print how to continue a run that failed or was interrupted from its newest readable
+    checkpoint.
+    """
+    from qarl.run.checkpoint import intact_checkpoint, list_checkpoints
 
-    intact = intact_checkpoint(folder.checkpoints)
+    if isinstance(error, KeyboardInterrupt):  # which leaves no time to read a checkpoint
+        intact = next(reversed(list_checkpoints(folder.checkpoints)), None)
+    else:
+        intact = intact_checkpoint(folder.checkpoints)
     if intact is not None:
         more = ""
         if isinstance(error, RewardError) and config.task.reward and config.task.on_error == "stop":
             more = " --task.on_error none, which leaves out completions whose reward fails"
         resumed_by = f"qarl train --resume {shlex.quote(str(folder.path))}"
-        say(console, f"checkpoint {intact.name} is intact: {resumed_by}{more}")
+        state = "the newest" if isinstance(error, KeyboardInterrupt) else "intact"
+        say(console, f"checkpoint {intact.name} is {state}: {resumed_by}{more}")
     elif not folder.path.exists():
         say(console, f"no step was done, so {folder.path} was removed again")
+    else:
+        say(
+            console,
+            f"{folder.path} holds no checkpoint to continue from; start the run again with another"
+            " --output",
+        )
 
 
 def _add_export(commands: Any) -> None:

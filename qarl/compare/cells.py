@@ -20,7 +20,7 @@ from rich.console import Console
 from qarl.compare.comparison import Cell, Comparison
 from qarl.planning.machine import visible_gpus
 from qarl.report.run_folder import with_absolute_paths
-from qarl.run.interrupt import handled
+from qarl.run.interrupt import handled, heeded_signals, interrupt
 
 Commands = list[list[str]]
 """Arguments of `qarl`, in order."""
@@ -62,9 +62,9 @@ def run_cells(
         highlight=False,
     )
     failed: list[Failed] = []
-    # SIGTERM acts as Ctrl-C. Both are handled even if a shell started this in the background, which
-    # ignores SIGINT: no child must be left behind.
-    with handled(dict.fromkeys((signal.SIGINT, signal.SIGTERM), signal.default_int_handler)):
+    # A scheduler's signals act as Ctrl-C, which is handled even if a shell started this in the
+    # background, where SIGINT is ignored: no child must be left behind.
+    with handled(dict.fromkeys(heeded_signals(), interrupt)):
         for quantized in (False, True):
             part = {
                 cell: commands

@@ -169,13 +169,20 @@ class RunFolder:
 
     def require_checkpoint(self) -> None:
         """Raise `ConfigError` if the run has no checkpoint to export or continue from."""
-        if not self.steps():
-            config = self.config()
-            first = min(config.checkpoint.every, config.steps)
+        if self.steps():
+            return
+        config = self.config()
+        first = min(config.checkpoint.every, config.steps)
+        if self.is_held():
             raise ConfigError(
                 f"run {str(self.path)!r} holds no checkpoint yet, the first of which is of step"
-                f" {first}: wait for it, or start the run again with another --output"
+                f" {first}: wait for it, or lower checkpoint.every of the next run"
             )
+        raise ConfigError(
+            f"run {str(self.path)!r} ended before its first checkpoint, which would have been of"
+            f" step {first} (checkpoint.every): nothing is left to continue from; start it again"
+            f" with another --output, or with this one once {str(self.path)!r} is removed"
+        )
 
     @classmethod
     def open(cls, path: Path) -> "RunFolder":

@@ -37,6 +37,8 @@ class Outcome:
     """Reward of the policy before training."""
     export_reward: float | None = None
     """Reward of the loaded export."""
+    stopped_by: int | None = None
+    """Number of the signal that stopped the run, None if it was not stopped."""
 
 
 @dataclass(frozen=True)

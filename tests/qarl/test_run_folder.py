@@ -217,11 +217,16 @@ def test_a_run_whose_export_is_not_proven_goes_on(
     ["train --resume {run}", "export {run} -o {run}-out", "serve {run}", "eval {run}"],
 )
 def test_a_run_without_a_checkpoint_has_nothing_to_go_on_from(tmp_path: Path, capsys, line: str):
+    """While somebody writes it, it is to be waited for; otherwise it will never have one."""
     run = new_run(tmp_path / "run")
     assert main(line.format(run=run.path).split()) == 2
-    assert (
-        "holds no checkpoint yet, the first of which is of step 8: wait for it"
-        in capsys.readouterr().err
+    assert "ended before its first checkpoint, which would have been of step 8" in (
+        capsys.readouterr().err
+    )
+    with run.locked():
+        assert main(line.format(run=run.path).split()) == 2
+    assert "holds no checkpoint yet, the first of which is of step 8: wait for it" in (
+        capsys.readouterr().err
     )
 
 

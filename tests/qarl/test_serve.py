@@ -53,7 +53,7 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path, run: Path, capsys):
     (run / "export" / "model.safetensors").unlink()
     assert "has no weights" in refusal([str(run)], capsys)
     (run / "export").rename(tmp_path / "elsewhere")
-    assert "holds no checkpoint yet" in refusal([str(run)], capsys)
+    assert "ended before its first checkpoint" in refusal([str(run)], capsys)
     (run / "checkpoints" / "step-000001").mkdir(parents=True)
     (run / "checkpoints" / "step-000001" / "manifest.json").touch()
     assert f"qarl train --resume {run}" in refusal([str(run)], capsys)

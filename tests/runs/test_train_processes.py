@@ -5,7 +5,6 @@ run without them, also with a fault (`scripts/server_faults.py` makes more).
 """
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -76,7 +75,7 @@ def test_two_processes_train_interrupt_and_go_on_in_one(
     """Check two processes with ZeRO-3 and an engine each.
 
     The first batch is that of one process: prompts and seeds are the same, wherever they are
-    sampled. Learner and sampler agree. An interrupt completes the present step with a checkpoint,
+    sampled. Learner and sampler agree. SIGTERM completes the present step with a checkpoint,
     and one process without ZeRO continues from it. The processes are forks; the next test has
     separate interpreters.
     """
@@ -99,9 +98,12 @@ def test_two_processes_train_interrupt_and_go_on_in_one(
         patch.setenv("PYTHON_EXEC", str(forks.interpreter(tmp_path)))
         process = Run("train", *launched, "--output", two, *adamw)
     wait_for_lines(process, two / "metrics.jsonl", 1)
-    os.kill(process.pid, signal.SIGINT)
+    # as a scheduler does: to every process of the job, so that some receive it twice
+    launcher = psutil.Process(process.pid)
+    for each in [launcher, *launcher.children(recursive=True)]:
+        each.send_signal(signal.SIGTERM)
     done = process.wait()
-    assert done.returncode == 130, done.stdout + done.stderr
+    assert done.returncode == 143, done.stdout + done.stderr
     assert "processes: 2, ZeRO stage 3" in done.stdout
     assert done.stdout.count("run folder:") == 1
     step, state = load_checkpoint(two / "checkpoints")
