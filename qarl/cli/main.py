@@ -489,6 +489,8 @@ def _export(known: argparse.Namespace, console: Console) -> int:
         console,
         f"wrote step {exported.step} to {known.output}: {_loaded(exported, 'the learner')}",
     )
+    if exported.served is not None:
+        say(console, str(exported.served))
     return 0
 
 

@@ -50,6 +50,8 @@ def say_outcome(config: RunConfig, folder: Any, outcome: Any, console: Console) 
             f"held-out {first.name}, {config.scheme}: {first.figure} before, {exported.figure} of"
             f" the exported checkpoint in a fresh engine ({exported.since(first)})",
         )
+    if outcome.served is not None:
+        say(console, str(outcome.served))
     if outcome.export is not None:
         run = shlex.quote(str(folder.path))
         say(console, f"deployable checkpoint: {outcome.export}")

@@ -3,6 +3,7 @@ engine that proved it.
 """
 
 import argparse
+import json
 import os
 import shlex
 import signal
@@ -22,7 +23,9 @@ from qarl.quant.runtime.libraries import SERVED
 from qarl.report.run_folder import RunFolder
 from qarl.rollout.servers.vllm.start import is_ready, server_command
 from qarl.rollout.types import ServerSpec
+from qarl.run.asked import request_fields
 from qarl.run.export_note import read_note
+from qarl.run.model_card import noted_asked
 
 
 class ServeError(InputError, heading="serve"):
@@ -80,6 +83,8 @@ def _serve(known: argparse.Namespace, console: Console) -> int:
             console,
             "it has no chat template: ask /v1/completions, not /v1/chat/completions",
         )
+    if (line := needed_fields(served)) is not None:
+        say(console, line)
     quiet_libraries()
     command = server_command(served, known.host, known.port, known.to_vllm)
     sys.stdout.flush()
@@ -145,7 +150,18 @@ def find_served(target: Path) -> ServerSpec:
         dtype=note["dtype"],
         max_model_len=length,
         kv_cache_gib=note["kv_cache_gib"] or 1,
+        # a generation config cannot hold 0, so the export's has no temperature then
+        temperature=0.0 if noted_asked(note).greedy else None,
     )
+
+
+def needed_fields(served: ServerSpec) -> str | None:
+    """Return a line on what requests have to carry to be asked as the evaluation did, or None."""
+    fields = request_fields(noted_asked(read_note(served.folder)))
+    fields.pop("temperature", None)
+    if not fields:
+        return None
+    return f"requests have to give what answers were measured with: {json.dumps(fields)}"
 
 
 def require_free(host: str, port: int) -> None:

@@ -32,7 +32,8 @@ from qarl.report.startup import phase
 from qarl.rollout.engine import Engine
 from qarl.rollout.open import open_engine
 from qarl.run.export import Exported
-from qarl.run.export_note import add_to_note, export_note, write_card
+from qarl.run.export_note import add_to_note, export_note
+from qarl.run.model_card import write_card
 from qarl.run.policy import Policy, model_folder
 from qarl.sync.audit import audit, require_agreement
 from qarl.sync.export import ExportError, write_checkpoint
@@ -69,6 +70,7 @@ def export_ptq(
     add_to_note(
         output,
         **note | {"scheme": scheme, "ptq": method, "calibration": count},
+        asked=source.asked.record(),
         digest=written.hexdigest(),
         moved=moved,
     )
@@ -100,7 +102,8 @@ def quantize(source: Source, method: str, output: Path) -> StreamDigest:
     """
     with tempfile.TemporaryDirectory(dir=source.folder.parent) as work:
         tensors = quantized_tensors(source, method, Path(work))
-        return write_checkpoint(tensors, source.layout.config, source.folder, output)
+        layout = source.layout.config
+        return write_checkpoint(tensors, layout, source.folder, output, asked=source.asked)
 
 
 def quantized_tensors(source: Source, method: str, work: Path) -> Iterator[LowBitTensor]:

@@ -16,7 +16,9 @@ from qarl.rollout.types import Sampling
 from qarl.run.checkpoint import load_checkpoint
 from qarl.run.policy import Policy, open_policy
 from qarl.run.prompts import sample
+from qarl.run.served import policy_asked
 from qarl.run.session import canary_sequences
+from qarl.sync.asked import Asked
 from qarl.sync.export import export_checkpoint
 
 
@@ -39,6 +41,8 @@ class Source:
     """Fixed sequences, token ids."""
     logprobs: list[list[float]]
     """Log-probs of the fixed sequences by the unquantized engine, nats."""
+    asked: Asked
+    """How the run asked its policy."""
 
 
 def open_source(run: RunFolder, work: Path, scheme: str, count: int) -> Source:
@@ -90,6 +94,7 @@ def sample_source(
         calibration=calibration,
         canary=canary,
         logprobs=logprobs,
+        asked=policy_asked(policy, config),
     )
 
 

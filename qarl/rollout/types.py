@@ -166,3 +166,5 @@ class ServerSpec:
     """Upper bound on prompt and completion tokens. Default: the model's number of positions."""
     kv_cache_gib: int = 1
     """Size of the key/value cache on CPUs, in GiB."""
+    temperature: float | None = None
+    """Sampling temperature of requests that give none. Default: the generation config's, else 1."""

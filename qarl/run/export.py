@@ -8,8 +8,10 @@ from qarl.report.run_folder import RunFolder
 from qarl.report.startup import phase
 from qarl.rollout.open import open_engine
 from qarl.run.checkpoint import load_checkpoint
-from qarl.run.export_note import export_note, write_card
+from qarl.run.export_note import export_note
+from qarl.run.model_card import write_card
 from qarl.run.policy import open_policy
+from qarl.run.served import Served, note_served, policy_asked
 from qarl.run.session import canary_sequences
 from qarl.sync.export import export_checkpoint
 from qarl.sync.publisher import Publisher
@@ -27,6 +29,8 @@ class Exported:
     """Mean |Δ log p| of fixed sequences between a fresh engine and the exported policy, nats."""
     calibration: tuple[tuple[int, ...], ...] = ()
     """Calibration sequences of post-training quantization, token ids."""
+    served: Served | None = None
+    """Comparison of the served export with its evaluation; None if there was none."""
 
 
 def export_run(run: Path, output: Path) -> Exported:
@@ -45,8 +49,8 @@ def export_run(run: Path, output: Path) -> Exported:
         policy.learner.load_state_dict(state["learner"])
     note = export_note(run, config, step, output, policy.folder)
     with phase("writing the deployable checkpoint"):
-        written = export_checkpoint(policy.model, policy.folder, output, note)
-        write_card(output)
+        asked = policy_asked(policy, config)
+        written = export_checkpoint(policy.model, policy.folder, output, note, asked)
     with (
         phase("verifying it in a fresh engine"),
         open_engine(output, config.rollout, config.dtype) as engine,
@@ -54,4 +58,6 @@ def export_run(run: Path, output: Path) -> Exported:
         sequences = canary_sequences(policy, config)
         bound = config.sync.canary_bound
         canary = Publisher(policy.model, engine, sequences, bound, canary_every=1).canary(step)
-    return Exported(step, written, canary.mean_abs)
+    served = note_served(output, policy, config)
+    write_card(output)
+    return Exported(step, written, canary.mean_abs, served=served)

@@ -1,6 +1,5 @@
-"""The files of an export that describe it. `qarl.json` names its run and step, and what it was
-trained and measured on, so that `qarl eval` of the folder measures the same. README.md says this to
-people and to the Hub.
+"""The file of an export that describes it to programs: `qarl.json` names its run and step, and what
+it was trained and measured on, so that `qarl eval` of the folder measures the same.
 """
 
 import json
@@ -14,11 +13,9 @@ from qarl.configs.errors import ConfigError
 from qarl.configs.load import config_from_tree
 from qarl.configs.schema.run import RunConfig
 from qarl.configs.schema.task import TaskConfig
-from qarl.evaluation.heldout import heldout
 from qarl.quant.runtime.answers import versions
 from qarl.report.run_folder import RunFolder
 from qarl.tasks.paths import absolute, relative
-from qarl.tasks.rows import short_name
 
 NAME = "qarl.json"
 LIMITS = (
@@ -120,85 +117,3 @@ def is_finished(folder: RunFolder, config: RunConfig) -> bool:
         return False
     note = read_note(folder.export) if config.export else {}
     return not config.export or (note.get("step") == config.steps and note.get("verified", False))
-
-
-_CARD = "README.md"
-
-
-def write_card(export: Path) -> None:
-    """Write the card of an export from its qarl.json."""
-    note = read_note(export)
-    text = f"{_front_matter(note)}\n# {note['run']}\n\n{_summary(note)}\n\n{_facts(note)}\n{_USE}"
-    (export / _CARD).write_text(text, encoding="utf-8")
-
-
-def _front_matter(note: dict[str, Any]) -> str:
-    # A base without an owner is the name of a folder or an embedded policy.
-    hub = {"base_model": note["base"]} if "/" in note["base"] else {}
-    low_bit = [] if note["scheme"] == "bf16" else ["compressed-tensors", note["scheme"]]
-    tree = {
-        **hub,
-        **note["licence"],
-        "library_name": "transformers",
-        "pipeline_tag": "text-generation",
-        "tags": [
-            "qarl",
-            "supervised-fine-tuning" if "sft" in note else "reinforcement-learning",
-            *low_bit,
-        ],
-    }
-    return f"---\n{yaml.safe_dump(tree, sort_keys=False)}---\n"
-
-
-def _summary(note: dict[str, Any]) -> str:
-    scheme = note["scheme"]
-    if "sft" in note:
-        training = (
-            f"fine-tuned on {note['sft']['pairs']} pairs with QaRL as the {scheme} policy it is"
-        )
-    elif "ptq" in note:
-        training = f"quantized to {scheme} by {note['ptq']} after reinforcement learning in bf16"
-    else:
-        training = f"trained by reinforcement learning with QaRL as the {scheme} policy it is"
-    return f"`{note['base']}`, {training}: step {note['step']}."
-
-
-def _facts(note: dict[str, Any]) -> str:
-    rows = {
-        "task": short_name(note["task"]["name"]),
-        **_heldout(note),
-        "scheme": ", ".join([note["scheme"], *note["layers"]]),
-        "compute dtype": note["dtype"],
-        "keys and values": note.get("kv_cache") or note["dtype"],
-        "prompt and new tokens": (
-            f"at most {note['max_prompt_tokens']} and {note['max_new_tokens']}"
-        ),
-        "digest of the weights": f"`{note['digest']}`",
-        "versions": ", ".join(f"{name} {version}" for name, version in note["versions"].items()),
-    }
-    lines = (f"| {name} | {value} |" for name, value in rows.items() if value)
-    return "\n".join(["| | |", "|---|---|", *lines, ""])
-
-
-def _heldout(note: dict[str, Any]) -> dict[str, str]:
-    measured = heldout(note)
-    if measured is None:
-        return {}
-    # the interval is that of the accuracy
-    interval = note["heldout_interval"] if measured.reward is None else None
-    between = f" [{100 * interval[0]:.1f}, {100 * interval[1]:.1f}]" if interval else ""
-    return {
-        f"held-out {measured.name}": (
-            f"{measured.figure}{between} of {note['heldout_problems']} problems"
-        )
-    }
-
-
-_USE = """
-`qarl.json` has the same for programs, with the whole task. To serve it, and to measure it again:
-
-```
-vllm serve FOLDER
-qarl eval FOLDER
-```
-"""

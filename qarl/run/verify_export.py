@@ -12,8 +12,10 @@ from qarl.learner.processes import leave_processes
 from qarl.report.run_folder import RunFolder
 from qarl.rollout.open import open_engine
 from qarl.run.evaluate import answered
-from qarl.run.export_note import add_to_note, export_note, write_card
+from qarl.run.export_note import add_to_note, export_note
+from qarl.run.model_card import write_card
 from qarl.run.policy import Policy
+from qarl.run.served import Served, note_served, policy_asked
 from qarl.run.session import Position, Session, canary_sequences
 from qarl.sync.export import ExportError, export_checkpoint
 from qarl.sync.floor import ROUNDED, FixedSequences
@@ -39,6 +41,8 @@ class Outcome:
     """Reward of the loaded export."""
     stopped_by: int | None = None
     """Number of the signal that stopped the run, None if it was not stopped."""
+    served: Served | None = None
+    """Comparison of the served export with its evaluation; None if there was none."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,8 @@ def write_export(
     if policy.processes.first:
         note = {**export_note(folder.path, config, step, export, policy.folder), **more}
         with written_aside(export) as building:
-            export_checkpoint(policy.model, policy.folder, building, note)
+            asked = policy_asked(policy, config)
+            export_checkpoint(policy.model, policy.folder, building, note, asked)
             # left by an earlier end, if a finished run was resumed
             shutil.rmtree(export, ignore_errors=True)
     elif not config.learner.keep_codes:
@@ -145,10 +150,17 @@ def finish(
                 "heldout_interval": interval,
             }
             add_to_note(folder.export, **figures, heldout_problems=len(result.questions))
+    served = note_served(folder.export, policy, config)
     write_card(folder.export)
     # Written last: a resumed run that finds this entry has nothing left to do.
     add_to_note(folder.export, verified=True)
-    return replace(begun, export=folder.export, export_accuracy=accuracy, export_reward=reward)
+    return replace(
+        begun,
+        export=folder.export,
+        export_accuracy=accuracy,
+        export_reward=reward,
+        served=served,
+    )
 
 
 def difference_beyond(

@@ -5,7 +5,7 @@ writes.
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,8 +25,11 @@ from qarl.quant.checkpoint.folder import positions, read_config
 from qarl.report.run_folder import describe_environment
 from qarl.report.startup import phase
 from qarl.rollout.types import Group
-from qarl.run.export_note import export_note, write_card
+from qarl.run.asked import asked_of
+from qarl.run.export_note import export_note
+from qarl.run.model_card import write_card
 from qarl.sft.data import Pair, encode, read_pairs
+from qarl.sync.asked import Asked
 
 if TYPE_CHECKING:  # these import torch
     from qarl.run.policy import Architecture
@@ -88,6 +91,8 @@ class SftPlan:
     """Number of passes over the pairs; None if the number of steps was given."""
     pad_token: int
     """Token id of the padding. Its value does not affect the loss."""
+    asked: Asked
+    """How the pairs ask the policy, without the lengths."""
 
 
 @dataclass(frozen=True)
@@ -189,6 +194,7 @@ def plan_sft(
         batch=batch,
         epochs=epochs,
         pad_token=prompter.pad_token,
+        asked=asked_of(config, prompter.tokenizer, [pair.problem for pair in pairs]),
     )
 
 
@@ -225,7 +231,8 @@ def run_sft(plan: SftPlan, show: Callable[["SftStep"], None]) -> SftOutcome:
         after=after,
     )
     note = export_note(plan.folder, config, config.steps, outcome.export, plan.architecture.folder)
-    note |= _limits(plan)
+    limits = _limits(plan)
+    note |= limits
     note["sft"] = {
         "pairs": len(plan.learned),
         "heldout_pairs": len(plan.heldout),
@@ -233,7 +240,8 @@ def run_sft(plan: SftPlan, show: Callable[["SftStep"], None]) -> SftOutcome:
     }
     with phase("writing codes and masters"):
         export_masters(learner.model, plan.architecture.folder, outcome.masters)
-        export_checkpoint(learner.model, plan.architecture.folder, outcome.export, note)
+        asked = replace(plan.asked, **limits)
+        export_checkpoint(learner.model, plan.architecture.folder, outcome.export, note, asked)
         write_card(outcome.export)
     return outcome
 

@@ -18,6 +18,7 @@ from qarl.quant.digest import StreamDigest
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.tensor_files import write_tensors
 from qarl.quant.types import LowBitTensor
+from qarl.sync.asked import Asked, write_asked
 
 _COMPANIONS = (
     "tokenizer.json",
@@ -41,14 +42,19 @@ class ExportError(QarlError, heading="export"):
 
 
 def export_checkpoint(
-    model: LowBitModel, source: Path, folder: Path, note: dict[str, Any] | None = None
+    model: LowBitModel,
+    source: Path,
+    folder: Path,
+    note: dict[str, Any] | None = None,
+    asked: Asked | None = None,
 ) -> StreamDigest:
     """Write the model's present weight version to `folder`.
 
     source: folder whose tokenizer and generation config are copied. note: contents of qarl.json, to
-    which the digest is added. Default: no such file.
+    which the digest is added. Default: no such file. asked: see `write_checkpoint`.
     """
-    return write_checkpoint(model.low_bit_tensors(), checkpoint_config(model), source, folder, note)
+    config = checkpoint_config(model)
+    return write_checkpoint(model.low_bit_tensors(), config, source, folder, note, asked)
 
 
 def export_masters(model: LowBitModel, source: Path, folder: Path) -> None:
@@ -91,6 +97,7 @@ def write_checkpoint(
     source: Path,
     folder: Path,
     note: dict[str, Any] | None = None,
+    asked: Asked | None = None,
 ) -> StreamDigest:
     """Write a stream as safetensors beside config and tokenizer.
 
@@ -100,6 +107,8 @@ def write_checkpoint(
         config: contents of config.json.
         source: folder whose tokenizer and generation config are copied.
         note: contents of qarl.json, to which the digest is added. Default: no such file.
+        asked: how the policy was asked, which chat template and generation config then say, and
+            qarl.json under "asked". Default: the generation config has the base's token ids alone.
 
     Raises:
         ExportError: the folder exists, or writing failed.
@@ -116,9 +125,11 @@ def write_checkpoint(
                 json.dumps(config, indent=2, sort_keys=True) + "\n"
             )
             if note is not None:
-                note = {**note, "digest": digest.hexdigest()}
+                own = {"asked": asked.record()} if asked else {}
+                note = {**note, **own, "digest": digest.hexdigest()}
                 (building / "qarl.json").write_text(json.dumps(note, indent=2) + "\n")
             copy_companions(source, building)
+            write_asked(building, config, asked or Asked())
     # A full disk raises safetensors' own error while it writes.
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error

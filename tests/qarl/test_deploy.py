@@ -12,7 +12,9 @@ import yaml
 from qarl.cli.main import main
 from qarl.configs.load import config_file, load_config
 from qarl.report.run_folder import RunFolder
-from qarl.run.export_note import add_to_note, export_note, write_card
+from qarl.run.export_note import add_to_note, export_note
+from qarl.run.model_card import write_card
+from qarl.run.served import Served
 from tests.support.transformers_engine import use_transformers_engine
 
 LICENSED = "---\nlicense: other\nlicense_name: made-up\ntags: [a]\n---\n# Base\n"
@@ -101,7 +103,10 @@ def test_export_prints_its_step_digest_and_proof(
     (run.checkpoints / "step-000003").mkdir(parents=True)
     (run.checkpoints / "step-000003" / "manifest.json").touch()
     written = SimpleNamespace(tensors=9, bytes=3 * 2**19, hexdigest=lambda: "0123456789abcdef" * 4)
-    exported = SimpleNamespace(step=3, moved=0.0125, calibration=[[1, 2], [3]], written=written)
+    served = Served(questions=8, equal=7, difference="top_k is 0 and 2")
+    exported = SimpleNamespace(
+        step=3, moved=0.0125, calibration=[[1, 2], [3]], written=written, served=served
+    )
     proof = (
         "9 tensors, 1.5 MiB, digest 0123456789abcdef…; loaded in a fresh engine, mean |Δ log p|"
         " against"
@@ -109,7 +114,9 @@ def test_export_prints_its_step_digest_and_proof(
     monkeypatch.setattr("qarl.preflight.machine.require_schemes", lambda _: None)
     monkeypatch.setattr("qarl.run.export.export_run", lambda *_: exported)
     assert main(["export", str(run.path), "-o", "out"]) == 0
-    assert capsys.readouterr().out == f"wrote step 3 to out: {proof} the learner 1.25e-02 nats\n"
+    line, compared = capsys.readouterr().out.splitlines()
+    assert line == f"wrote step 3 to out: {proof} the learner 1.25e-02 nats"
+    assert compared.endswith("7 of 8 questions; first difference, evaluated and served: top_k is 0 and 2")
     monkeypatch.setattr("qarl.ptq.export.export_ptq", lambda *_: exported)
     assert main(["export", str(run.path), "-o", "out", "--ptq", "gptq", "--scheme", "w8a8"]) == 0
     quantized = "quantized step 3 by gptq to w8a8 on 2 sequences (3 tokens); wrote out:"

@@ -27,13 +27,7 @@ def sampling_arguments(
     k: int,
 ) -> dict[str, Any]:
     """Return the arguments of `vllm.SamplingParams` for sample k of prompt j, as plain data."""
-    loops = None
-    if sampling.loop_limit is not None:
-        loops = {
-            "max_pattern_size": _LONGEST_PERIOD,
-            "min_pattern_size": 1,
-            "min_count": sampling.loop_limit,
-        }
+    loops = None if sampling.loop_limit is None else loop_detection(sampling.loop_limit)
     draws = prompt.draws or (sampling.first_prompt + j, k, 0)
     limit = sampling.max_new_tokens if prompt.max_new_tokens is None else prompt.max_new_tokens
     stop_tokens = {"stop_token_ids": list(sampling.stop_tokens)} if sampling.stop_tokens else {}
@@ -70,6 +64,15 @@ def with_stop_tokens(sampling: Sampling, tokenizer: Any) -> Sampling:
         stop=tuple(text for text in sampling.stop if text not in special),
         stop_tokens=(*sampling.stop_tokens, *(special[t] for t in sampling.stop if t in special)),
     )
+
+
+def loop_detection(limit: int) -> dict[str, int]:
+    """Return vLLM's `repetition_detection` that ends a completion after `limit` repetitions."""
+    return {
+        "max_pattern_size": _LONGEST_PERIOD,
+        "min_pattern_size": 1,
+        "min_count": limit,
+    }
 
 
 def scoring_arguments() -> dict[str, Any]:

@@ -94,6 +94,9 @@ def server_command(
         refuse_split_keys()
     prepare_environment()
     length = [] if served.max_model_len is None else ["--max-model-len", str(served.max_model_len)]
+    defaults = []
+    if served.temperature is not None:
+        defaults = ["--override-generation-config", json.dumps({"temperature": served.temperature})]
     eager = []
     # On CPUs a run's engine is eager, too: vLLM's compiled mode stops there.
     if ON_CPU in os.environ:
@@ -112,6 +115,7 @@ def server_command(
         "--dtype",
         served.dtype,
         *length,
+        *defaults,
         *eager,
         "--host",
         host,

@@ -1,0 +1,137 @@
+"""What vLLM's server makes of requests: prompts and sampling parameters, without server or engine.
+
+The server's own classes render a checkpoint's chat template, tokenize, and fill in the defaults of
+its generation config. What a greedy request answers follows from that and the weights alone.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qarl.rollout.types import Prompt, Sampling
+from qarl.rollout.vllm.engine import vllm_requests
+from qarl.rollout.vllm.options import prepare_environment
+
+DECIDING = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "max_tokens",
+    "min_tokens",
+    "bad_words",
+    "logit_bias",
+    "allowed_token_ids",
+    "thinking_token_budget",
+    "structured_outputs",
+    "repetition_detection",
+)
+"""Fields of `vllm.SamplingParams` on which an answer's tokens depend, besides the seed."""
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """A request as it reaches the engine."""
+
+    token_ids: tuple[int, ...]
+    """Token ids of the prompt."""
+    parameters: Mapping[str, Any]
+    """The fields `DECIDING` of its sampling parameters."""
+
+    def difference(self, other: "EngineRequest") -> str | None:
+        """Return in words how another request differs from this one; None if it does not."""
+        if self.token_ids != other.token_ids:
+            counts = f"{len(self.token_ids)} and {len(other.token_ids)} tokens"
+            return f"the prompts are {counts} and differ"
+        for name, value in self.parameters.items():
+            if value != other.parameters[name]:
+                return f"{name} is {value!r} and {other.parameters[name]!r}"
+        return None
+
+
+def served_requests(
+    folder: Path, dtype: str, max_model_len: int, bodies: Sequence[Mapping[str, Any]]
+) -> list[EngineRequest | str]:
+    """Return what `vllm serve FOLDER` sends to its engine for requests, or the server's refusals.
+
+    Args:
+        folder: Checkpoint folder.
+        dtype: Compute dtype.
+        max_model_len: Upper bound on prompt and answer tokens.
+        bodies: Requests of OpenAI's API without the model: chats if they have `messages`, otherwise
+            completions.
+    """
+    prepare_environment()
+    from vllm import AsyncEngineArgs
+    from vllm.config import VllmConfig
+    from vllm.entrypoints.openai.models.protocol import BaseModelPath
+    from vllm.entrypoints.openai.models.serving import OpenAIModelRegistry
+    from vllm.entrypoints.scale_out.render.serving import ServingRender
+    from vllm.renderers import renderer_from_config
+    from vllm.renderers.online_renderer import OnlineRenderer
+
+    arguments = AsyncEngineArgs(model=str(folder), dtype=dtype, max_model_len=max_model_len)
+    model = arguments.create_model_config()
+    # As vLLM's own rendering server does: no weights are loaded, so no kernel is needed for them.
+    model.quantization = None
+    renderer = OnlineRenderer(
+        model,
+        renderer_from_config(VllmConfig(model_config=model)),
+        request_logger=None,
+        chat_template=None,
+        chat_template_content_format="auto",
+    )
+    names = [BaseModelPath(name=_MODEL, model_path=str(folder))]
+    serving = ServingRender(OpenAIModelRegistry(model, names), renderer)
+
+    async def rendered() -> list[EngineRequest | str]:
+        return [await _rendered(serving, body) for body in bodies]
+
+    return asyncio.run(rendered())
+
+
+def sampled_requests(prompts: Sequence[Prompt], sampling: Sampling) -> list[EngineRequest]:
+    """Return what a run's engine is sent for the first sample of each prompt."""
+    inputs, parameters = vllm_requests(prompts, sampling)
+    first = slice(None, None, sampling.samples)
+    return [
+        _engine_request(prompt["prompt_token_ids"], params)
+        for prompt, params in zip(inputs[first], parameters[first], strict=True)
+    ]
+
+
+_MODEL = "policy"
+
+
+async def _rendered(serving: Any, body: Mapping[str, Any]) -> EngineRequest | str:
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
+
+    try:
+        if "messages" in body:
+            request = ChatCompletionRequest.model_validate({"model": _MODEL, **body})
+            answer = await serving.render_chat_request(request)
+        else:
+            request = CompletionRequest.model_validate({"model": _MODEL, **body})
+            answer = await serving.render_completion_request(request)
+    except Exception as error:  # the server answers with it, whatever template or tokenizer raised
+        return f"{type(error).__name__}: {error}"
+    if isinstance(answer, list):
+        (answer,) = answer
+    if not isinstance(answer, GenerateRequest):
+        return str(answer.error.message)
+    return _engine_request(answer.token_ids, answer.sampling_params)
+
+
+def _engine_request(token_ids: Sequence[int], params: Any) -> EngineRequest:
+    return EngineRequest(tuple(token_ids), {name: getattr(params, name) for name in DECIDING})

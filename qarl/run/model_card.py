@@ -1,0 +1,184 @@
+"""The model card of an export: README.md, which says to people and to the Hub what qarl.json says.
+
+A section of the card is a function from the note to text in `_SECTIONS`; empty text is left out.
+"""
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from qarl.configs.schemes import UNQUANTIZED
+from qarl.evaluation.heldout import heldout
+from qarl.run.asked import request_fields
+from qarl.run.export_note import read_note
+from qarl.sync.asked import Asked
+from qarl.tasks.rows import HUB, short_name
+
+_CARD = "README.md"
+
+
+def write_card(export: Path) -> None:
+    """Write the card of an export from its qarl.json."""
+    note = read_note(export)
+    sections = [text for section in _SECTIONS if (text := section(note))]
+    body = "\n\n".join([f"# {note['run']}", *sections])
+    (export / _CARD).write_text(f"{_front_matter(note)}\n{body}\n", encoding="utf-8")
+
+
+def _front_matter(note: dict[str, Any]) -> str:
+    # A base without an owner is the name of a folder or an embedded policy.
+    quantized = note["scheme"] != UNQUANTIZED
+    relation = {"base_model_relation": "quantized" if quantized else "finetune"}
+    hub = {"base_model": note["base"], **relation} if "/" in note["base"] else {}
+    name = note["task"]["name"]
+    data = re.fullmatch(rf"{HUB}([\w.-]+/[\w.-]+)", name)
+    tree = {
+        **hub,
+        **note["licence"],
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": [
+            "qarl",
+            "supervised-fine-tuning" if "sft" in note else "reinforcement-learning",
+            *(["compressed-tensors", note["scheme"]] if quantized else []),
+        ],
+        **({"quantized_by": "qarl"} if quantized else {}),
+        **({"datasets": [data[1]]} if data else {}),
+        **_measured(note, data[1] if data else short_name(name)),
+    }
+    return f"---\n{yaml.safe_dump(tree, sort_keys=False)}---\n"
+
+
+def _measured(note: dict[str, Any], dataset: str) -> dict[str, Any]:
+    """Return the Hub's `model-index` with the held-out figure, or nothing if there is none."""
+    measured = heldout(note)
+    if measured is None:
+        return {}
+    kind = "accuracy" if measured.reward is None else "reward"
+    details: dict[str, Any] = {}
+    if measured.problems is not None:
+        details["problems"] = measured.problems
+    if measured.reward is None and note.get("heldout_interval"):
+        details["interval_95"] = [round(bound, 4) for bound in note["heldout_interval"]]
+    metric = {
+        "type": kind,
+        "name": f"held-out {measured.name}",
+        "value": round(measured.score, 4),
+        **({"args": details} if details else {}),
+    }
+    result = {
+        "task": {"type": "text-generation"},
+        "dataset": {"name": short_name(note["task"]["name"]), "type": dataset},
+        "metrics": [metric],
+    }
+    return {"model-index": [{"name": note["run"], "results": [result]}]}
+
+
+def _summary(note: dict[str, Any]) -> str:
+    scheme = note["scheme"]
+    if "sft" in note:
+        training = (
+            f"fine-tuned on {note['sft']['pairs']} pairs with QaRL as the {scheme} policy it is"
+        )
+    elif "ptq" in note:
+        training = f"quantized to {scheme} by {note['ptq']} after reinforcement learning in bf16"
+    else:
+        training = f"trained by reinforcement learning with QaRL as the {scheme} policy it is"
+    return f"`{note['base']}`, {training}: step {note['step']}."
+
+
+def _facts(note: dict[str, Any]) -> str:
+    return _table(
+        {
+            "task": short_name(note["task"]["name"]),
+            **_heldout(note),
+            "scheme": ", ".join([note["scheme"], *note["layers"]]),
+            "compute dtype": note["dtype"],
+            "keys and values": note.get("kv_cache") or note["dtype"],
+            "digest of the weights": f"`{note['digest']}`",
+            "versions": ", ".join(f"{name} {each}" for name, each in note["versions"].items()),
+        }
+    )
+
+
+def _heldout(note: dict[str, Any]) -> dict[str, str]:
+    measured = heldout(note)
+    if measured is None:
+        return {}
+    # the interval is that of the accuracy; a deployable best step has no interval
+    interval = note.get("heldout_interval") if measured.reward is None else None
+    between = f" [{100 * interval[0]:.1f}, {100 * interval[1]:.1f}]" if interval else ""
+    of = "" if measured.problems is None else f" of {measured.problems} problems"
+    return {f"held-out {measured.name}": f"{measured.figure}{between}{of}"}
+
+
+def _questions(note: dict[str, Any]) -> str:
+    """Return how the policy was asked in training and evaluation."""
+    asked = noted_asked(note)
+    sampling = ", ".join(f"{name} {value:g}" for name, value in asked.sampling.items())
+    served = note.get("served")
+    rows = {
+        "template arguments": _code(dict(asked.template)) if asked.template else "",
+        "evaluation": "greedy" if asked.greedy else sampling,
+        "prompt and new tokens": (
+            f"at most {note['max_prompt_tokens']} and {note['max_new_tokens']}"
+        ),
+        "ends at": _code(list(asked.stop)) if asked.stop else "",
+        "ends after repetitions": "" if asked.loop_limit is None else str(asked.loop_limit),
+        "served as evaluated": (
+            f"{served['equal']} of {served['questions']} questions" if served else ""
+        ),
+    }
+    system = "Without a system prompt."
+    if asked.system is not None:
+        quoted = "\n".join(f"    {line}" for line in asked.system.splitlines() or [""])
+        system = f"Behind this system prompt:\n\n{quoted}"
+    defaults = (
+        "The chat template and `generation_config.json` have these as defaults. A request may give"
+        " its own system prompt, template arguments and sampling."
+    )
+    return f"## How it was asked\n\n{system}\n\n{_table(rows)}\n\n{defaults}"
+
+
+def _use(note: dict[str, Any]) -> str:
+    """Return the commands that serve the export as it was measured, and measure it again."""
+    request = {
+        "model": "FOLDER",
+        "messages": [{"role": "user", "content": "QUESTION"}],
+        **request_fields(noted_asked(note)),
+    }
+    length = note["max_prompt_tokens"] + note["max_new_tokens"]
+    body = shlex.quote(json.dumps(request, ensure_ascii=False))
+    return f"""## Use
+
+`qarl.json` has the same for programs, with the whole task.
+
+```
+qarl serve FOLDER
+qarl eval FOLDER
+vllm serve FOLDER --dtype {note["dtype"]} --max-model-len {length}
+curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' -d {body}
+```"""
+
+
+_SECTIONS = (_summary, _facts, _questions, _use)
+
+
+def noted_asked(note: dict[str, Any]) -> Asked:
+    """Return how the policy of a note was asked; the defaults if the note does not say."""
+    asked = dict(note.get("asked", {}))
+    return Asked(**{**asked, "stop": tuple(asked.get("stop", ()))})
+
+
+def _table(rows: dict[str, str]) -> str:
+    lines = (f"| {name} | {value} |" for name, value in rows.items() if value)
+    return "\n".join(["| | |", "|---|---|", *lines])
+
+
+def _code(value: Any) -> str:
+    """Return a value as inline code that a table can hold."""
+    return f"`{json.dumps(value, ensure_ascii=False).replace('|', chr(92) + '|')}`"

@@ -1,0 +1,93 @@
+"""Proof at the end of a run: a server of its export asks what the evaluation asked."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from qarl.configs.schema.run import RunConfig
+from qarl.rollout.servers.vllm.chat import EngineRequest, sampled_requests, served_requests
+from qarl.rollout.types import Sampling
+from qarl.run.asked import asked_of, asked_problems, request_fields, system_of
+from qarl.run.evaluate import problems_once
+from qarl.run.export_note import add_to_note
+from qarl.run.policy import Policy
+from qarl.sync.asked import Asked
+from qarl.tasks import Problem
+
+_MOST = 256
+"""Upper bound on the number of questions that are compared."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """Comparison of a served export with its evaluation."""
+
+    questions: int
+    """Number of held-out questions compared."""
+    equal: int
+    """Number of questions that a server asks as the evaluation did."""
+    difference: str | None
+    """First difference in words; None if there is none."""
+
+    def __str__(self) -> str:
+        """Return one line for the end of a run."""
+        line = f"served as evaluated: {self.equal} of {self.questions} questions"
+        if self.difference is None:
+            return f"{line}, by prompt tokens and sampling parameters of vLLM's server"
+        return f"{line}; first difference, evaluated and served: {self.difference}"
+
+
+def policy_asked(policy: Policy, config: RunConfig) -> Asked:
+    """Return how a run asks its policy in training and evaluation."""
+    return asked_of(config, policy.prompter.tokenizer, asked_problems(policy.task))
+
+
+def note_served(export: Path, policy: Policy, config: RunConfig) -> Served | None:
+    """Compare the served export with its evaluation, and write the result into qarl.json."""
+    served = compare_served(export, policy, config)
+    if served is not None:
+        add_to_note(export, served=asdict(served))
+    return served
+
+
+def compare_served(export: Path, policy: Policy, config: RunConfig) -> Served | None:
+    """Compare the requests of a served export with those of its evaluation, on held-out problems.
+
+    The served ones are what vLLM's server makes of plain requests: the question, and
+    `request_fields`. Equal requests have equal greedy answers. None if the task talks with the
+    policy over several turns, which one request cannot repeat, or has no held-out problems.
+    """
+    if config.task.speaks:
+        return None
+    problems = problems_once(policy.task, min(config.eval.problems or _MOST, _MOST), seed=0)
+    if not problems:
+        return None
+    asked = policy_asked(policy, config)
+    prompts = [policy.prompter.prompt(problem) for problem in problems]
+    evaluated = sampled_requests(prompts, Sampling.of(config.rollout, 0, asking=config.eval))
+    plain = policy.prompter.tokenizer.chat_template is None
+    bodies = [_body(problem, asked, plain) for problem in problems]
+    return _compared(
+        evaluated, served_requests(export, config.dtype, config.rollout.longest, bodies)
+    )
+
+
+def _body(problem: Problem, asked: Asked, plain: bool) -> dict[str, Any]:
+    """Return the request of a client that knows the question, but not what was put before it."""
+    fields = request_fields(asked)
+    if plain:
+        return {"prompt": problem.question, **fields}
+    messages = problem.chat
+    if asked.system is not None and system_of(problem) == asked.system:
+        messages = messages[1:]
+    return {"messages": messages, **fields}
+
+
+def _compared(evaluated: Sequence[EngineRequest], served: Sequence[EngineRequest | str]) -> Served:
+    differences = [
+        other if isinstance(other, str) else one.difference(other)
+        for one, other in zip(evaluated, served, strict=True)
+    ]
+    found = [difference for difference in differences if difference is not None]
+    return Served(len(evaluated), len(evaluated) - len(found), found[0] if found else None)
