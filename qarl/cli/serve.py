@@ -24,8 +24,7 @@ from qarl.report.run_folder import RunFolder
 from qarl.rollout.servers.vllm.start import is_ready, server_command
 from qarl.rollout.types import ServerSpec
 from qarl.run.asked import request_fields
-from qarl.run.export_note import read_note
-from qarl.run.model_card import noted_asked
+from qarl.run.export_note import noted_asked, read_note
 
 
 class ServeError(InputError, heading="serve"):

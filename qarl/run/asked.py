@@ -17,8 +17,10 @@ def asked_of(config: RunConfig, tokenizer: Any, problems: Sequence[Problem]) -> 
     tokenizer: the model's tokenizer. problems: the problems that are asked; a system prompt counts
     if all of them begin with it, whether it is the task's or their own.
     """
+    chat = tokenizer.chat_template is not None
     return Asked(
-        system=None if tokenizer.chat_template is None else common_system(problems),
+        chat=chat,
+        system=common_system(problems) if chat else None,
         template=config.task.model_dump(mode="json", include={"template"})["template"],
         end_token=tokenizer.eos_token_id,
         stop=config.rollout.stop,
@@ -54,9 +56,12 @@ def common_system(problems: Sequence[Problem]) -> str | None:
 def request_fields(asked: Asked) -> dict[str, Any]:
     """Return the fields that a request has to carry because no file of an export can say them.
 
-    A greedy evaluation's temperature is one, because a generation config cannot hold 0.
+    A greedy evaluation's temperature is one, because a generation config cannot hold 0. A request
+    that is no chat has a limit, because OpenAI's API gives it 16 tokens otherwise.
     """
     fields: dict[str, Any] = {"temperature": 0} if asked.greedy else {}
+    if not asked.chat:
+        fields["max_tokens"] = asked.max_new_tokens
     if asked.stop:
         fields["stop"] = list(asked.stop)
     if asked.loop_limit is not None:

@@ -14,8 +14,7 @@ import yaml
 from qarl.configs.schemes import UNQUANTIZED
 from qarl.evaluation.heldout import heldout
 from qarl.run.asked import request_fields
-from qarl.run.export_note import read_note
-from qarl.sync.asked import Asked
+from qarl.run.export_note import noted_asked, read_note
 from qarl.tasks.rows import HUB, short_name
 
 _CARD = "README.md"
@@ -133,7 +132,7 @@ def _questions(note: dict[str, Any]) -> str:
             f"{served['equal']} of {served['questions']} questions" if served else ""
         ),
     }
-    system = "Without a system prompt."
+    system = "Without a system prompt." if asked.chat else "By the question alone, as no chat."
     if asked.system is not None:
         quoted = "\n".join(f"    {line}" for line in asked.system.splitlines() or [""])
         system = f"Behind this system prompt:\n\n{quoted}"
@@ -146,11 +145,14 @@ def _questions(note: dict[str, Any]) -> str:
 
 def _use(note: dict[str, Any]) -> str:
     """Return the commands that serve the export as it was measured, and measure it again."""
+    asked = noted_asked(note)
+    question = {"messages": [{"role": "user", "content": "QUESTION"}]}
     request = {
         "model": "FOLDER",
-        "messages": [{"role": "user", "content": "QUESTION"}],
-        **request_fields(noted_asked(note)),
+        **(question if asked.chat else {"prompt": "QUESTION"}),
+        **request_fields(asked),
     }
+    path = "chat/completions" if asked.chat else "completions"
     length = note["max_prompt_tokens"] + note["max_new_tokens"]
     body = shlex.quote(json.dumps(request, ensure_ascii=False))
     return f"""## Use
@@ -161,17 +163,11 @@ def _use(note: dict[str, Any]) -> str:
 qarl serve FOLDER
 qarl eval FOLDER
 vllm serve FOLDER --dtype {note["dtype"]} --max-model-len {length}
-curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' -d {body}
+curl http://127.0.0.1:8000/v1/{path} -H 'Content-Type: application/json' -d {body}
 ```"""
 
 
 _SECTIONS = (_summary, _facts, _questions, _use)
-
-
-def noted_asked(note: dict[str, Any]) -> Asked:
-    """Return how the policy of a note was asked; the defaults if the note does not say."""
-    asked = dict(note.get("asked", {}))
-    return Asked(**{**asked, "stop": tuple(asked.get("stop", ()))})
 
 
 def _table(rows: dict[str, str]) -> str:

@@ -66,17 +66,16 @@ def compare_served(export: Path, policy: Policy, config: RunConfig) -> Served | 
     asked = policy_asked(policy, config)
     prompts = [policy.prompter.prompt(problem) for problem in problems]
     evaluated = sampled_requests(prompts, Sampling.of(config.rollout, 0, asking=config.eval))
-    plain = policy.prompter.tokenizer.chat_template is None
-    bodies = [_body(problem, asked, plain) for problem in problems]
+    bodies = [_body(problem, asked) for problem in problems]
     return _compared(
         evaluated, served_requests(export, config.dtype, config.rollout.longest, bodies)
     )
 
 
-def _body(problem: Problem, asked: Asked, plain: bool) -> dict[str, Any]:
+def _body(problem: Problem, asked: Asked) -> dict[str, Any]:
     """Return the request of a client that knows the question, but not what was put before it."""
     fields = request_fields(asked)
-    if plain:
+    if not asked.chat:
         return {"prompt": problem.question, **fields}
     messages = problem.chat
     if asked.system is not None and system_of(problem) == asked.system:

@@ -21,6 +21,8 @@ _NOTE = "{# The defaults with which this policy was trained and measured. A requ
 class Asked:
     """How a policy was asked. The defaults say nothing."""
 
+    chat: bool = True
+    """Whether questions were put into a chat template; if not, they were the prompt itself."""
     system: str | None = None
     """System prompt before every conversation; None if there was none, or not one for all."""
     template: Mapping[str, Any] = field(default_factory=dict)
@@ -131,9 +133,10 @@ def _head(template: str, asked: Asked) -> str:
     if asked.system is not None and "messages" in read:
         # vLLM turns developers' messages into the system's if the template has no word for them.
         roles = ["system"] + (["developer"] if "developer" in template else [])
+        differs = " and ".join(f"messages[0]['role'] != '{role}'" for role in roles)
         message = _literal({"role": "system", "content": asked.system})
         lines += [
-            f"{{% if not messages or messages[0]['role'] not in {_literal(roles)} %}}",
+            f"{{% if not messages or ({differs}) %}}",
             f"{{% set messages = [{message}] + messages %}}",
             "{% endif %}",
         ]

@@ -1,8 +1,11 @@
-"""`qarl serve` over HTTP: greedy completions equal the engine's, and a kill ends all processes."""
+"""`qarl serve` and vLLM's own server over HTTP: greedy completions equal the engine's, plain chats
+are answered as `qarl eval` was, and a kill ends all processes.
+"""
 
 import importlib
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -13,15 +16,26 @@ from typing import Any
 import pytest
 import zmq
 
+from qarl.api.runs import evaluated
+from qarl.configs.load import config_file, load_config
 from qarl.quant.kernels import vllm_cpu
-from qarl.rollout.servers.vllm.start import free_ports
+from qarl.rollout.servers.vllm.start import free_ports, is_ready
 from qarl.rollout.types import Prompt, Sampling
+from qarl.run.asked import asked_of, asked_problems
+from qarl.run.evaluation_plan import plan_evaluation
+from qarl.run.export_note import export_note
+from qarl.run.prompts import open_prompter
+from qarl.sync.export import export_checkpoint
+from qarl.tasks import load_task
 from tests.support import Policies
 from tests.support.engines import SEQUENCES, disturb, make_model, start_engine
 from tests.support.profiles import thorough
 from tests.support.serving import request, server
 
 _NEW_TOKENS = 12
+_QUESTIONS = 6
+_SAMPLING = {"eos_token_id": 2, "repetition_penalty": 1.5, "temperature": 0.2, "top_k": 2}
+"""Generation config of a base, which no rollout and no evaluation applies."""
 
 
 def test_a_served_export_answers_with_the_engines_tokens(random_policy: Policies, tmp_path: Path):
@@ -55,6 +69,67 @@ def test_a_served_export_answers_with_the_engines_tokens(random_policy: Policies
         assert _ends(process.pid), "a process of the server is left"
     if thorough():  # starts a server of its own
         assert_the_example_asks(export)
+
+
+@pytest.fixture
+def measured(random_policy: Policies, tmp_path: Path) -> Path:
+    """Return an export that was asked behind a system prompt, with an argument of its template."""
+    base = Path(shutil.copytree(random_policy(True), tmp_path / "base"))
+    (base / "generation_config.json").write_text(json.dumps(_SAMPLING))
+    template = open_prompter(base, load_config(None, {}).rollout, load_config(None, {}).task)
+    text = "{{ '0 = 0\\n' if enable_thinking is defined and enable_thinking is false }}"
+    (base / "chat_template.jinja").write_text(template.tokenizer.chat_template + text)
+    fields = {"model": str(base), "task.system": "Be brief.", "eval.problems": str(_QUESTIONS)}
+    fields["task.template.enable_thinking"] = "false"
+    config = load_config(config_file("tiny-qwen3"), fields)
+    prompter = open_prompter(base, config.rollout, config.task)
+    asked = asked_of(config, prompter.tokenizer, asked_problems(load_task(config.task)))
+    export = tmp_path / "an export"
+    note = export_note(tmp_path / "run", config, 1, export, base)
+    export_checkpoint(make_model(base, "w4a16"), base, export, note, asked)
+    return export
+
+
+def test_plain_chats_are_answered_as_they_were_evaluated(measured: Path):
+    """Contract: a client that knows the question alone gets the evaluated answer, of `qarl serve`
+    without naming a temperature, and of `vllm serve FOLDER` at temperature 0. What the base's
+    generation config says, or another system prompt, gives other answers.
+    """
+    plan = plan_evaluation(str(measured), {})
+    assert plan.asking.problems == _QUESTIONS
+    (result,) = evaluated(plan, 0).results
+    expected = [question.answers[0] for question in result.questions]
+
+    def answers(url: str, **fields: Any) -> list[str]:
+        found = []
+        for question in result.questions:
+            messages = [*fields.get("before", []), {"role": "user", "content": question.question}]
+            body = {"model": "an export", **fields, "messages": messages}
+            body.pop("before", None)
+            (choice,) = request(f"{url}/v1/chat/completions", body)["choices"]
+            found.append((choice["message"]["content"] or "").strip())
+        return found
+
+    with server(measured) as (url, process):
+        wait(url, process)
+        assert answers(url) == expected
+    with server(measured, plain=True) as (url, process):
+        wait(url, process)
+        assert answers(url, temperature=0) == expected
+        assert answers(url, temperature=0, repetition_penalty=1.5) != expected
+        other = [{"role": "system", "content": "Be long."}]
+        assert answers(url, temperature=0, before=other) != expected
+        arguments = {"enable_thinking": True}
+        assert answers(url, temperature=0, chat_template_kwargs=arguments) != expected
+
+
+def wait(url: str, process: "subprocess.Popen[str]", seconds: float = 600) -> None:
+    """Return when the server answers. Fails if it ends first or takes too long."""
+    deadline = time.monotonic() + seconds
+    while not is_ready(url):
+        assert process.poll() is None, "the server ended"
+        assert time.monotonic() < deadline, "the server does not answer"
+        time.sleep(0.2)
 
 
 def test_an_interrupt_while_an_engine_starts_ends_the_server(

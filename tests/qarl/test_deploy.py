@@ -116,7 +116,9 @@ def test_export_prints_its_step_digest_and_proof(
     assert main(["export", str(run.path), "-o", "out"]) == 0
     line, compared = capsys.readouterr().out.splitlines()
     assert line == f"wrote step 3 to out: {proof} the learner 1.25e-02 nats"
-    assert compared.endswith("7 of 8 questions; first difference, evaluated and served: top_k is 0 and 2")
+    assert compared.endswith(
+        "7 of 8 questions; first difference, evaluated and served: top_k is 0 and 2"
+    )
     monkeypatch.setattr("qarl.ptq.export.export_ptq", lambda *_: exported)
     assert main(["export", str(run.path), "-o", "out", "--ptq", "gptq", "--scheme", "w8a8"]) == 0
     quantized = "quantized step 3 by gptq to w8a8 on 2 sequences (3 tokens); wrote out:"

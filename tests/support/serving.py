@@ -1,4 +1,4 @@
-"""`qarl serve` as a process, and requests to it."""
+"""`qarl serve`, or vLLM's own server, as a process, and requests to it."""
 
 import json
 import os
@@ -25,24 +25,21 @@ def request(
 
 
 @contextmanager
-def server(export: Path) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
+def server(export: Path, plain: bool = False) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
     """Run the command in its own session and yield its address.
 
-    At the end nothing of that session is left.
+    At the end nothing of that session is left. plain: run `vllm serve FOLDER` instead, with what it
+    needs on CPUs and nothing of QaRL's.
     """
     (port,) = free_ports(1)
-    command = [
-        sys.executable,
-        "-m",
-        "qarl",
-        "serve",
-        str(export),
-        "--port",
-        str(port),
-        "--",
-        "--max-num-seqs",
-        "4",
-    ]
+    command = [sys.executable, "-m", "qarl", "serve", str(export), "--port", str(port), "--"]
+    if plain:
+        # the module behind `vllm serve` (qarl.rollout.servers.vllm.start)
+        module = "vllm.entrypoints.openai.api_server"
+        command = [sys.executable, "-m", module, "--model", str(export), "--port", str(port)]
+        command += ["--served-model-name", export.name]
+        command += ["--enforce-eager", "--kv-cache-memory-bytes", str(2**30)]
+    command += ["--max-num-seqs", "4"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
         yield f"http://127.0.0.1:{port}", process
