@@ -21,10 +21,10 @@ from qarl.configs.errors import InputError
 from qarl.quant.checkpoint.folder import has_chat_template, read_config, weight_files
 from qarl.quant.runtime.libraries import SERVED
 from qarl.report.run_folder import RunFolder
+from qarl.rollout.servers.vllm.chat import request_fields
 from qarl.rollout.servers.vllm.start import is_ready, server_command
 from qarl.rollout.types import ServerSpec
-from qarl.run.asked import request_fields
-from qarl.run.export_note import noted_asked, read_note
+from qarl.run.export_note import noted_defaults, read_note
 
 
 class ServeError(InputError, heading="serve"):
@@ -150,13 +150,13 @@ def find_served(target: Path) -> ServerSpec:
         max_model_len=length,
         kv_cache_gib=note["kv_cache_gib"] or 1,
         # a generation config cannot hold 0, so the export's has no temperature then
-        temperature=0.0 if noted_asked(note).greedy else None,
+        temperature=0.0 if noted_defaults(note).greedy else None,
     )
 
 
 def needed_fields(served: ServerSpec) -> str | None:
     """Return a line on what requests have to carry to be asked as the evaluation did, or None."""
-    fields = request_fields(noted_asked(read_note(served.folder)))
+    fields = request_fields(noted_defaults(read_note(served.folder)))
     fields.pop("temperature", None)
     if not fields:
         return None

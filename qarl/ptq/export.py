@@ -70,7 +70,7 @@ def export_ptq(
     add_to_note(
         output,
         **note | {"scheme": scheme, "ptq": method, "calibration": count},
-        asked=source.asked.record(),
+        requests=source.defaults.record(),
         digest=written.hexdigest(),
         moved=moved,
     )
@@ -103,7 +103,7 @@ def quantize(source: Source, method: str, output: Path) -> StreamDigest:
     with tempfile.TemporaryDirectory(dir=source.folder.parent) as work:
         tensors = quantized_tensors(source, method, Path(work))
         layout = source.layout.config
-        return write_checkpoint(tensors, layout, source.folder, output, asked=source.asked)
+        return write_checkpoint(tensors, layout, source.folder, output, defaults=source.defaults)
 
 
 def quantized_tensors(source: Source, method: str, work: Path) -> Iterator[LowBitTensor]:

@@ -12,13 +12,12 @@ from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.report.run_folder import RunFolder
 from qarl.rollout.engine import Engine
 from qarl.rollout.open import open_engine
-from qarl.rollout.types import Sampling
+from qarl.rollout.types import RequestDefaults, Sampling
 from qarl.run.checkpoint import load_checkpoint
 from qarl.run.policy import Policy, open_policy
 from qarl.run.prompts import sample
-from qarl.run.served import policy_asked
+from qarl.run.served import policy_defaults
 from qarl.run.session import canary_sequences
-from qarl.sync.asked import Asked
 from qarl.sync.export import export_checkpoint
 
 
@@ -41,7 +40,7 @@ class Source:
     """Fixed sequences, token ids."""
     logprobs: list[list[float]]
     """Log-probs of the fixed sequences by the unquantized engine, nats."""
-    asked: Asked
+    defaults: RequestDefaults
     """How the run asked its policy."""
 
 
@@ -94,7 +93,7 @@ def sample_source(
         calibration=calibration,
         canary=canary,
         logprobs=logprobs,
-        asked=policy_asked(policy, config),
+        defaults=policy_defaults(policy, config),
     )
 
 

@@ -3,7 +3,8 @@
 This module imports neither torch nor vllm.
 """
 
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,42 @@ class Sampling:
         if asking:
             settings |= asking.model_dump(include=names)
         return cls(**settings, seed=seed, first_prompt=first_prompt)
+
+
+@dataclass(frozen=True)
+class RequestDefaults:
+    """How a policy was asked in training and evaluation, and so how requests ask its export.
+
+    Made without arguments, it says nothing.
+    """
+
+    chat: bool = True
+    """Whether questions were put into a chat template; if not, they were the prompt itself."""
+    system: str | None = None
+    """System prompt before every conversation; None if there was none, or not one for all."""
+    template: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template, as JSON has them."""
+    end_token: int | None = None
+    """Token id that ended answers, beside those of the base's generation config."""
+    stop: tuple[str, ...] = ()
+    """Texts that ended answers."""
+    loop_limit: int | None = None
+    """Number of repetitions in a row that ended answers."""
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    """`temperature`, `top_p`, `top_k` and `min_p` of the evaluation, as in the section `eval`."""
+    max_prompt_tokens: int | None = None
+    """Upper bound on the tokens of a prompt."""
+    max_new_tokens: int | None = None
+    """Upper bound on the tokens of an answer."""
+
+    @property
+    def greedy(self) -> bool:
+        """Return whether the evaluation took the likeliest tokens."""
+        return self.sampling.get("temperature") == 0
+
+    def record(self) -> dict[str, Any]:
+        """Return the fields as plain data, for qarl.json."""
+        return asdict(self)
 
 
 @dataclass(frozen=True)

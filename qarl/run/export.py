@@ -11,7 +11,7 @@ from qarl.run.checkpoint import load_checkpoint
 from qarl.run.export_note import export_note
 from qarl.run.model_card import write_card
 from qarl.run.policy import open_policy
-from qarl.run.served import Served, note_served, policy_asked
+from qarl.run.served import Served, note_served, policy_defaults
 from qarl.run.session import canary_sequences
 from qarl.sync.export import export_checkpoint
 from qarl.sync.publisher import Publisher
@@ -49,8 +49,8 @@ def export_run(run: Path, output: Path) -> Exported:
         policy.learner.load_state_dict(state["learner"])
     note = export_note(run, config, step, output, policy.folder)
     with phase("writing the deployable checkpoint"):
-        asked = policy_asked(policy, config)
-        written = export_checkpoint(policy.model, policy.folder, output, note, asked)
+        defaults = policy_defaults(policy, config)
+        written = export_checkpoint(policy.model, policy.folder, output, note, defaults)
     with (
         phase("verifying it in a fresh engine"),
         open_engine(output, config.rollout, config.dtype) as engine,

@@ -15,7 +15,7 @@ from qarl.configs.schema.run import RunConfig
 from qarl.configs.schema.task import TaskConfig
 from qarl.quant.runtime.answers import versions
 from qarl.report.run_folder import RunFolder
-from qarl.sync.asked import Asked
+from qarl.rollout.types import RequestDefaults
 from qarl.tasks.paths import absolute, relative
 
 NAME = "qarl.json"
@@ -84,10 +84,10 @@ def noted_task(note: dict[str, Any], export: Path) -> TaskConfig:
     return absolute(config_from_tree({"task": note["task"]}).task, export.resolve())
 
 
-def noted_asked(note: dict[str, Any]) -> Asked:
+def noted_defaults(note: dict[str, Any]) -> RequestDefaults:
     """Return how the policy of a note was asked; the defaults if the note does not say."""
-    asked = dict(note.get("asked", {}))
-    return Asked(**{**asked, "stop": tuple(asked.get("stop", ()))})
+    defaults = dict(note.get("requests", {}))
+    return RequestDefaults(**{**defaults, "stop": tuple(defaults.get("stop", ()))})
 
 
 def add_to_note(export: Path, **more: Any) -> None:

@@ -13,8 +13,8 @@ import yaml
 
 from qarl.configs.schemes import UNQUANTIZED
 from qarl.evaluation.heldout import heldout
-from qarl.run.asked import request_fields
-from qarl.run.export_note import noted_asked, read_note
+from qarl.rollout.servers.vllm.chat import request_fields
+from qarl.run.export_note import noted_defaults, read_note
 from qarl.tasks.rows import HUB, short_name
 
 _CARD = "README.md"
@@ -117,42 +117,42 @@ def _heldout(note: dict[str, Any]) -> dict[str, str]:
 
 def _questions(note: dict[str, Any]) -> str:
     """Return how the policy was asked in training and evaluation."""
-    asked = noted_asked(note)
-    sampling = ", ".join(f"{name} {value:g}" for name, value in asked.sampling.items())
+    defaults = noted_defaults(note)
+    sampling = ", ".join(f"{name} {value:g}" for name, value in defaults.sampling.items())
     served = note.get("served")
     rows = {
-        "template arguments": _code(dict(asked.template)) if asked.template else "",
-        "evaluation": "greedy" if asked.greedy else sampling,
+        "template arguments": _code(dict(defaults.template)) if defaults.template else "",
+        "evaluation": "greedy" if defaults.greedy else sampling,
         "prompt and new tokens": (
             f"at most {note['max_prompt_tokens']} and {note['max_new_tokens']}"
         ),
-        "ends at": _code(list(asked.stop)) if asked.stop else "",
-        "ends after repetitions": "" if asked.loop_limit is None else str(asked.loop_limit),
+        "ends at": _code(list(defaults.stop)) if defaults.stop else "",
+        "ends after repetitions": "" if defaults.loop_limit is None else str(defaults.loop_limit),
         "served as evaluated": (
             f"{served['equal']} of {served['questions']} questions" if served else ""
         ),
     }
-    system = "Without a system prompt." if asked.chat else "By the question alone, as no chat."
-    if asked.system is not None:
-        quoted = "\n".join(f"    {line}" for line in asked.system.splitlines() or [""])
+    system = "Without a system prompt." if defaults.chat else "By the question alone, as no chat."
+    if defaults.system is not None:
+        quoted = "\n".join(f"    {line}" for line in defaults.system.splitlines() or [""])
         system = f"Behind this system prompt:\n\n{quoted}"
-    defaults = (
+    precedence = (
         "The chat template and `generation_config.json` have these as defaults. A request may give"
         " its own system prompt, template arguments and sampling."
     )
-    return f"## How it was asked\n\n{system}\n\n{_table(rows)}\n\n{defaults}"
+    return f"## How it was asked\n\n{system}\n\n{_table(rows)}\n\n{precedence}"
 
 
 def _use(note: dict[str, Any]) -> str:
     """Return the commands that serve the export as it was measured, and measure it again."""
-    asked = noted_asked(note)
+    defaults = noted_defaults(note)
     question = {"messages": [{"role": "user", "content": "QUESTION"}]}
     request = {
         "model": "FOLDER",
-        **(question if asked.chat else {"prompt": "QUESTION"}),
-        **request_fields(asked),
+        **(question if defaults.chat else {"prompt": "QUESTION"}),
+        **request_fields(defaults),
     }
-    path = "chat/completions" if asked.chat else "completions"
+    path = "chat/completions" if defaults.chat else "completions"
     length = note["max_prompt_tokens"] + note["max_new_tokens"]
     body = shlex.quote(json.dumps(request, ensure_ascii=False))
     return f"""## Use

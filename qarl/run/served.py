@@ -6,13 +6,17 @@ from pathlib import Path
 from typing import Any
 
 from qarl.configs.schema.run import RunConfig
-from qarl.rollout.servers.vllm.chat import EngineRequest, sampled_requests, served_requests
-from qarl.rollout.types import Sampling
-from qarl.run.asked import asked_of, asked_problems, request_fields, system_of
+from qarl.rollout.servers.vllm.chat import (
+    EngineRequest,
+    request_fields,
+    sampled_requests,
+    served_requests,
+)
+from qarl.rollout.types import RequestDefaults, Sampling
 from qarl.run.evaluate import problems_once
 from qarl.run.export_note import add_to_note
 from qarl.run.policy import Policy
-from qarl.sync.asked import Asked
+from qarl.run.request_defaults import all_problems, request_defaults, system_of
 from qarl.tasks import Problem
 
 _MOST = 256
@@ -38,9 +42,9 @@ class Served:
         return f"{line}; first difference, evaluated and served: {self.difference}"
 
 
-def policy_asked(policy: Policy, config: RunConfig) -> Asked:
+def policy_defaults(policy: Policy, config: RunConfig) -> RequestDefaults:
     """Return how a run asks its policy in training and evaluation."""
-    return asked_of(config, policy.prompter.tokenizer, asked_problems(policy.task))
+    return request_defaults(config, policy.prompter.tokenizer, all_problems(policy.task))
 
 
 def note_served(export: Path, policy: Policy, config: RunConfig) -> Served | None:
@@ -63,30 +67,31 @@ def compare_served(export: Path, policy: Policy, config: RunConfig) -> Served | 
     problems = problems_once(policy.task, min(config.eval.problems or _MOST, _MOST), seed=0)
     if not problems:
         return None
-    asked = policy_asked(policy, config)
+    defaults = policy_defaults(policy, config)
     prompts = [policy.prompter.prompt(problem) for problem in problems]
     evaluated = sampled_requests(prompts, Sampling.of(config.rollout, 0, asking=config.eval))
-    bodies = [_body(problem, asked) for problem in problems]
+    bodies = [_body(problem, defaults) for problem in problems]
     return _compared(
         evaluated, served_requests(export, config.dtype, config.rollout.longest, bodies)
     )
 
 
-def _body(problem: Problem, asked: Asked) -> dict[str, Any]:
+def _body(problem: Problem, defaults: RequestDefaults) -> dict[str, Any]:
     """Return the request of a client that knows the question, but not what was put before it."""
-    fields = request_fields(asked)
-    if not asked.chat:
+    fields = request_fields(defaults)
+    if not defaults.chat:
         return {"prompt": problem.question, **fields}
     messages = problem.chat
-    if asked.system is not None and system_of(problem) == asked.system:
+    if defaults.system is not None and system_of(problem) == defaults.system:
         messages = messages[1:]
     return {"messages": messages, **fields}
 
 
 def _compared(evaluated: Sequence[EngineRequest], served: Sequence[EngineRequest | str]) -> Served:
-    differences = [
+    compared = (
         other if isinstance(other, str) else one.difference(other)
         for one, other in zip(evaluated, served, strict=True)
-    ]
-    found = [difference for difference in differences if difference is not None]
-    return Served(len(evaluated), len(evaluated) - len(found), found[0] if found else None)
+    )
+    differences = [difference for difference in compared if difference is not None]
+    first = differences[0] if differences else None
+    return Served(len(evaluated), len(evaluated) - len(differences), first)

@@ -15,7 +15,7 @@ from qarl.run.evaluate import answered
 from qarl.run.export_note import add_to_note, export_note
 from qarl.run.model_card import write_card
 from qarl.run.policy import Policy
-from qarl.run.served import Served, note_served, policy_asked
+from qarl.run.served import Served, note_served, policy_defaults
 from qarl.run.session import Position, Session, canary_sequences
 from qarl.sync.export import ExportError, export_checkpoint
 from qarl.sync.floor import ROUNDED, FixedSequences
@@ -96,8 +96,8 @@ def write_export(
     if policy.processes.first:
         note = {**export_note(folder.path, config, step, export, policy.folder), **more}
         with written_aside(export) as building:
-            asked = policy_asked(policy, config)
-            export_checkpoint(policy.model, policy.folder, building, note, asked)
+            defaults = policy_defaults(policy, config)
+            export_checkpoint(policy.model, policy.folder, building, note, defaults)
             # left by an earlier end, if a finished run was resumed
             shutil.rmtree(export, ignore_errors=True)
     elif not config.learner.keep_codes:

@@ -24,12 +24,11 @@ from qarl.preflight.schemes import check_schemes
 from qarl.quant.checkpoint.folder import positions, read_config
 from qarl.report.run_folder import describe_environment
 from qarl.report.startup import phase
-from qarl.rollout.types import Group
-from qarl.run.asked import asked_of
+from qarl.rollout.types import Group, RequestDefaults
 from qarl.run.export_note import export_note
 from qarl.run.model_card import write_card
+from qarl.run.request_defaults import request_defaults
 from qarl.sft.data import Pair, encode, read_pairs
-from qarl.sync.asked import Asked
 
 if TYPE_CHECKING:  # these import torch
     from qarl.run.policy import Architecture
@@ -91,7 +90,7 @@ class SftPlan:
     """Number of passes over the pairs; None if the number of steps was given."""
     pad_token: int
     """Token id of the padding. Its value does not affect the loss."""
-    asked: Asked
+    defaults: RequestDefaults
     """How the pairs ask the policy, without the lengths."""
 
 
@@ -194,7 +193,7 @@ def plan_sft(
         batch=batch,
         epochs=epochs,
         pad_token=prompter.pad_token,
-        asked=asked_of(config, prompter.tokenizer, [pair.problem for pair in pairs]),
+        defaults=request_defaults(config, prompter.tokenizer, [pair.problem for pair in pairs]),
     )
 
 
@@ -240,8 +239,8 @@ def run_sft(plan: SftPlan, show: Callable[["SftStep"], None]) -> SftOutcome:
     }
     with phase("writing codes and masters"):
         export_masters(learner.model, plan.architecture.folder, outcome.masters)
-        asked = replace(plan.asked, **limits)
-        export_checkpoint(learner.model, plan.architecture.folder, outcome.export, note, asked)
+        defaults = replace(plan.defaults, **limits)
+        export_checkpoint(learner.model, plan.architecture.folder, outcome.export, note, defaults)
         write_card(outcome.export)
     return outcome
 

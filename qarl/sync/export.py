@@ -18,7 +18,8 @@ from qarl.quant.digest import StreamDigest
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.tensor_files import write_tensors
 from qarl.quant.types import LowBitTensor
-from qarl.sync.asked import Asked, write_asked
+from qarl.rollout.types import RequestDefaults
+from qarl.sync.request_defaults import write_defaults
 
 _COMPANIONS = (
     "tokenizer.json",
@@ -46,15 +47,16 @@ def export_checkpoint(
     source: Path,
     folder: Path,
     note: dict[str, Any] | None = None,
-    asked: Asked | None = None,
+    defaults: RequestDefaults | None = None,
 ) -> StreamDigest:
     """Write the model's present weight version to `folder`.
 
     source: folder whose tokenizer and generation config are copied. note: contents of qarl.json, to
-    which the digest is added. Default: no such file. asked: see `write_checkpoint`.
+    which the digest is added. Default: no such file. defaults: see
+    `write_checkpoint`.
     """
     config = checkpoint_config(model)
-    return write_checkpoint(model.low_bit_tensors(), config, source, folder, note, asked)
+    return write_checkpoint(model.low_bit_tensors(), config, source, folder, note, defaults)
 
 
 def export_masters(model: LowBitModel, source: Path, folder: Path) -> None:
@@ -97,7 +99,7 @@ def write_checkpoint(
     source: Path,
     folder: Path,
     note: dict[str, Any] | None = None,
-    asked: Asked | None = None,
+    defaults: RequestDefaults | None = None,
 ) -> StreamDigest:
     """Write a stream as safetensors beside config and tokenizer.
 
@@ -107,8 +109,8 @@ def write_checkpoint(
         config: contents of config.json.
         source: folder whose tokenizer and generation config are copied.
         note: contents of qarl.json, to which the digest is added. Default: no such file.
-        asked: how the policy was asked, which chat template and generation config then say, and
-            qarl.json under "asked". Default: the generation config has the base's token ids alone.
+        defaults: how the policy was asked, which chat template and generation config then say, and
+            qarl.json under "requests". Default: the generation config has the base's token ids.
 
     Raises:
         ExportError: the folder exists, or writing failed.
@@ -125,11 +127,11 @@ def write_checkpoint(
                 json.dumps(config, indent=2, sort_keys=True) + "\n"
             )
             if note is not None:
-                own = {"asked": asked.record()} if asked else {}
+                own = {"requests": defaults.record()} if defaults else {}
                 note = {**note, **own, "digest": digest.hexdigest()}
                 (building / "qarl.json").write_text(json.dumps(note, indent=2) + "\n")
             copy_companions(source, building)
-            write_asked(building, config, asked or Asked())
+            write_defaults(building, config, defaults or RequestDefaults())
     # A full disk raises safetensors' own error while it writes.
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error

@@ -21,10 +21,10 @@ from qarl.configs.load import config_file, load_config
 from qarl.quant.kernels import vllm_cpu
 from qarl.rollout.servers.vllm.start import free_ports, is_ready
 from qarl.rollout.types import Prompt, Sampling
-from qarl.run.asked import asked_of, asked_problems
 from qarl.run.evaluation_plan import plan_evaluation
 from qarl.run.export_note import export_note
 from qarl.run.prompts import open_prompter
+from qarl.run.request_defaults import all_problems, request_defaults
 from qarl.sync.export import export_checkpoint
 from qarl.tasks import load_task
 from tests.support import Policies
@@ -83,10 +83,10 @@ def measured(random_policy: Policies, tmp_path: Path) -> Path:
     fields["task.template.enable_thinking"] = "false"
     config = load_config(config_file("tiny-qwen3"), fields)
     prompter = open_prompter(base, config.rollout, config.task)
-    asked = asked_of(config, prompter.tokenizer, asked_problems(load_task(config.task)))
+    defaults = request_defaults(config, prompter.tokenizer, all_problems(load_task(config.task)))
     export = tmp_path / "an export"
     note = export_note(tmp_path / "run", config, 1, export, base)
-    export_checkpoint(make_model(base, "w4a16"), base, export, note, asked)
+    export_checkpoint(make_model(base, "w4a16"), base, export, note, defaults)
     return export
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,8 +11,11 @@ import pytest
 import yaml
 
 from qarl.cli.main import main
+from qarl.cli.serve import find_served, needed_fields
 from qarl.configs.load import config_file, load_config
 from qarl.report.run_folder import RunFolder
+from qarl.rollout.servers.vllm.start import server_command
+from qarl.rollout.types import RequestDefaults
 from qarl.run.export_note import add_to_note, export_note
 from qarl.run.model_card import write_card
 from qarl.run.served import Served
@@ -79,14 +83,58 @@ def test_a_model_card_says_what_the_note_does(run: RunFolder, tmp_path: Path):
     add_to_note(run.export, base="Qwen/Qwen3-8B-Base", ptq="gptq", licence={})
     write_card(run.export)
     text = (run.export / "README.md").read_text()
-    assert "base_model: Qwen/Qwen3-8B-Base\nlibrary_name" in text
+    assert "base_model: Qwen/Qwen3-8B-Base\nbase_model_relation: quantized\nlibrary_name" in text
     assert "by gptq after reinforcement" in text
+
+
+def test_a_model_card_says_how_the_policy_was_asked(run: RunFolder):
+    defaults = RequestDefaults(
+        system="Be brief.\n``` | ```",
+        template={"enable_thinking": False},
+        stop=("it's | over",),
+        sampling={"temperature": 0.0},
+    )
+    served = {"questions": 8, "equal": 7, "difference": "top_k is 0 and 2"}
+    task = {"name": "hf:owner/questions"}
+    add_to_note(run.export, requests=defaults.record(), served=served, task=task)
+    write_card(run.export)
+    text = (run.export / "README.md").read_text()
+    assert "\n\n    Be brief.\n    ``` | ```\n\n" in text
+    assert '| template arguments | `{"enable_thinking": false}` |' in text
+    assert "| evaluation | greedy |" in text
+    assert "| served as evaluated | 7 of 8 questions |" in text
+    # the shell gives curl what a client has to send
+    (command,) = re.findall(r"^curl .*$", text, re.MULTILINE)
+    body = json.loads(shlex.split(command)[-1])
+    assert (body["temperature"], body["stop"]) == (0, ["it's | over"])
+    front = yaml.safe_load(text.split("---\n")[1])
+    assert front["datasets"] == ["owner/questions"]
+    (result,) = front["model-index"][0]["results"]
+    (metric,) = result["metrics"]
+    assert metric["value"] == 0.5
+    assert metric["args"] == {"problems": 256, "interval_95": [0.4, 0.6]}
+
+
+def test_serving_a_greedily_measured_export_is_greedy_by_default(run: RunFolder):
+    defaults = RequestDefaults(sampling={"temperature": 0.0}, stop=("x",))
+    add_to_note(run.export, requests=defaults.record())
+    served = find_served(run.path)
+    command = server_command(served, "127.0.0.1", 8000, [])
+    option = command[command.index("--override-generation-config") + 1]
+    assert json.loads(option) == {"temperature": 0.0}
+    assert needed_fields(served) == (
+        'requests have to give what answers were measured with: {"stop": ["x"]}'
+    )
+    add_to_note(run.export, requests=RequestDefaults(sampling={"temperature": 0.6}).record())
+    served = find_served(run.path)
+    assert "--override-generation-config" not in server_command(served, "127.0.0.1", 8000, [])
+    assert needed_fields(served) is None
 
 
 def test_answers_for_eyes(run: RunFolder, random_policy, monkeypatch: pytest.MonkeyPatch, capsys):
     use_transformers_engine(monkeypatch)
-    asked = ["sample", str(run.path), "1 + 1 =", "--max-new-tokens", "3"]
-    assert main([*asked, "--beside", str(random_policy(True))]) == 0
+    defaults = ["sample", str(run.path), "1 + 1 =", "--max-new-tokens", "3"]
+    assert main([*defaults, "--beside", str(random_policy(True))]) == 0
     first, answer, second, same = capsys.readouterr().out.splitlines()
     assert first == f"— {run.path} (3 tokens, length)"
     assert second == f"— {random_policy(True)} (3 tokens, length)"

@@ -11,13 +11,14 @@ from qarl.configs.schema.run import RunConfig
 from qarl.embedded.tokenizer import CHAT_TEMPLATE
 from qarl.rollout.servers.vllm.chat import (
     EngineRequest,
+    request_fields,
     sampled_requests,
     served_requests,
 )
-from qarl.rollout.types import Sampling
-from qarl.run.asked import asked_of, asked_problems, request_fields
+from qarl.rollout.types import RequestDefaults, Sampling
 from qarl.run.prompts import Prompter, open_prompter
-from qarl.sync.asked import Asked, write_asked
+from qarl.run.request_defaults import all_problems, request_defaults
+from qarl.sync.request_defaults import write_defaults
 from qarl.tasks import Problem, load_task
 from tests.support import Policies
 
@@ -58,10 +59,10 @@ def export_of(base: Path, folder: Path, template: str | None, fields: dict[str, 
     (source / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, **SAMPLING}))
     config = load_config(config_file("tiny-qwen3"), {"model": str(source), **fields})
     prompter = open_prompter(source, config.rollout, config.task)
-    asked = asked_of(config, prompter.tokenizer, asked_problems(load_task(config.task)))
+    defaults = request_defaults(config, prompter.tokenizer, all_problems(load_task(config.task)))
     export = Path(shutil.copytree(source, folder / "export"))
-    write_asked(export, {}, asked)
-    return export, config, prompter, asked
+    write_defaults(export, {}, defaults)
+    return export, config, prompter, defaults
 
 
 def evaluated(config: RunConfig, prompter: Prompter) -> list[EngineRequest]:
@@ -81,16 +82,16 @@ def test_a_server_asks_an_export_as_its_run_did(random_policy: Policies, tmp_pat
     """Contract: prompt tokens and sampling parameters of plain requests are the evaluation's, and
     those of a run that goes on from the export, which gives system prompt and arguments itself.
     """
-    export, config, prompter, asked = export_of(random_policy(True), tmp_path, *CASES[case])
+    export, config, prompter, defaults = export_of(random_policy(True), tmp_path, *CASES[case])
     expected = evaluated(config, prompter)
-    assert served(export, config, request_fields(asked)) == expected
+    assert served(export, config, request_fields(defaults)) == expected
     again = open_prompter(export, config.rollout, config.task)
     assert evaluated(config, again) == expected
 
 
 def test_a_model_without_template_is_asked_by_completions(random_policy: Policies, tmp_path: Path):
-    export, config, prompter, asked = export_of(random_policy(True), tmp_path, None, {})
-    bodies = [{"prompt": problem.question, **request_fields(asked)} for problem in QUESTIONS]
+    export, config, prompter, defaults = export_of(random_policy(True), tmp_path, None, {})
+    bodies = [{"prompt": problem.question, **request_fields(defaults)} for problem in QUESTIONS]
     found = served_requests(export, config.dtype, config.rollout.longest, bodies)
     assert found == evaluated(config, prompter)
     (refused,) = served_requests(
@@ -119,10 +120,10 @@ def test_a_difference_names_itself(random_policy: Policies, tmp_path: Path):
     own = [{"role": "system", "content": "Be long."}, *QUESTIONS[0].chat]
     assert "the prompts" in str(difference(export, messages=own))
     assert difference(export, max_tokens=5) == "max_tokens is 8 and 5"
-    asked = [{"role": "system", "content": "Be brief."}, *QUESTIONS[0].chat]
+    defaults = [{"role": "system", "content": "Be brief."}, *QUESTIONS[0].chat]
     arguments = {"style": "x"}
     assert (
-        difference(base, messages=asked, chat_template_kwargs=arguments)
+        difference(base, messages=defaults, chat_template_kwargs=arguments)
         == "repetition_penalty is 1.0 and 1.5"
     )
 
@@ -131,7 +132,9 @@ def test_the_record_says_one_system_prompt_or_none():
     behind = [problem.behind("Add.") for problem in QUESTIONS]
     plain = type("Tokenizer", (), {"chat_template": "x", "eos_token_id": 2})
     config = load_config(config_file("tiny-qwen3"), {})
-    assert asked_of(config, plain, behind).system == "Add."
-    assert asked_of(config, plain, [*behind, QUESTIONS[0]]).system is None
-    assert asked_of(config, plain, QUESTIONS).system is None
-    assert request_fields(Asked(sampling={"temperature": 0.6}, stop=("x",))) == {"stop": ["x"]}
+    assert request_defaults(config, plain, behind).system == "Add."
+    assert request_defaults(config, plain, [*behind, QUESTIONS[0]]).system is None
+    assert request_defaults(config, plain, QUESTIONS).system is None
+    assert request_fields(RequestDefaults(sampling={"temperature": 0.6}, stop=("x",))) == {
+        "stop": ["x"]
+    }

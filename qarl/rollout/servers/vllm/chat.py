@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qarl.rollout.types import Prompt, Sampling
-from qarl.rollout.vllm.engine import vllm_requests
+from qarl.rollout.types import Prompt, RequestDefaults, Sampling
 from qarl.rollout.vllm.options import prepare_environment
+from qarl.rollout.vllm.requests import loop_detection
 
 DECIDING = (
     "n",
@@ -58,6 +58,22 @@ class EngineRequest:
         return None
 
 
+def request_fields(defaults: RequestDefaults) -> dict[str, Any]:
+    """Return the fields that a request has to carry because no file of an export can say them.
+
+    A greedy evaluation's temperature is one, because a generation config cannot hold 0. A request
+    that is no chat has a limit, because OpenAI's API gives it 16 tokens otherwise.
+    """
+    fields: dict[str, Any] = {"temperature": 0} if defaults.greedy else {}
+    if not defaults.chat:
+        fields["max_tokens"] = defaults.max_new_tokens
+    if defaults.stop:
+        fields["stop"] = list(defaults.stop)
+    if defaults.loop_limit is not None:
+        fields["repetition_detection"] = loop_detection(defaults.loop_limit)
+    return fields
+
+
 def served_requests(
     folder: Path, dtype: str, max_model_len: int, bodies: Sequence[Mapping[str, Any]]
 ) -> list[EngineRequest | str]:
@@ -101,6 +117,8 @@ def served_requests(
 
 def sampled_requests(prompts: Sequence[Prompt], sampling: Sampling) -> list[EngineRequest]:
     """Return what a run's engine is sent for the first sample of each prompt."""
+    from qarl.rollout.vllm.engine import vllm_requests
+
     inputs, parameters = vllm_requests(prompts, sampling)
     first = slice(None, None, sampling.samples)
     return [

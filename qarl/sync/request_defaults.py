@@ -6,9 +6,10 @@ is written there, so that a plain request to a served export is asked as the pol
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from qarl.rollout.types import RequestDefaults
 
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Entries of the base's generation config that hold for whatever is sampled."""
@@ -17,43 +18,10 @@ _GIVEN = ("messages", "add_generation_prompt")
 _NOTE = "{# The defaults with which this policy was trained and measured. A request may differ. #}"
 
 
-@dataclass(frozen=True)
-class Asked:
-    """How a policy was asked. The defaults say nothing."""
-
-    chat: bool = True
-    """Whether questions were put into a chat template; if not, they were the prompt itself."""
-    system: str | None = None
-    """System prompt before every conversation; None if there was none, or not one for all."""
-    template: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the chat template, as JSON has them."""
-    end_token: int | None = None
-    """Token id that ended answers, beside those of the base's generation config."""
-    stop: tuple[str, ...] = ()
-    """Texts that ended answers."""
-    loop_limit: int | None = None
-    """Number of repetitions in a row that ended answers."""
-    sampling: Mapping[str, float] = field(default_factory=dict)
-    """`temperature`, `top_p`, `top_k` and `min_p` of the evaluation, as in the section `eval`."""
-    max_prompt_tokens: int | None = None
-    """Upper bound on the tokens of a prompt."""
-    max_new_tokens: int | None = None
-    """Upper bound on the tokens of an answer."""
-
-    @property
-    def greedy(self) -> bool:
-        """Return whether the evaluation took the likeliest tokens."""
-        return self.sampling.get("temperature") == 0
-
-    def record(self) -> dict[str, Any]:
-        """Return the fields as plain data, for qarl.json."""
-        return asdict(self)
-
-
-def write_asked(folder: Path, config: Mapping[str, Any], asked: Asked) -> None:
+def write_defaults(folder: Path, config: Mapping[str, Any], defaults: RequestDefaults) -> None:
     """Write into a checkpoint folder what its runtime has to know to ask as the policy was asked.
 
-    generation_config.json keeps the base's token ids and gets the limits and sampling of `asked`;
+    generation_config.json keeps the base's token ids and gets limits and sampling of `defaults`;
     everything else in it was not in force and goes. The chat templates get defaults for their
     arguments and for the system prompt.
 
@@ -61,22 +29,22 @@ def write_asked(folder: Path, config: Mapping[str, Any], asked: Asked) -> None:
     """
     file = folder / "generation_config.json"
     base = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else config
-    generation = generation_config(base, asked)
+    generation = generation_config(base, defaults)
     if generation:
         file.write_text(json.dumps(generation, indent=2) + "\n")
     template = folder / "chat_template.jinja"
     if template.is_file():
         text = template.read_text(encoding="utf-8")
-        template.write_text(with_defaults(text, asked), encoding="utf-8")
+        template.write_text(with_defaults(text, defaults), encoding="utf-8")
     tokenizer = folder / "tokenizer_config.json"
     tree = json.loads(tokenizer.read_text(encoding="utf-8")) if tokenizer.is_file() else {}
     if tree.get("chat_template"):
-        tree["chat_template"] = _each(tree["chat_template"], asked)
+        tree["chat_template"] = _each(tree["chat_template"], defaults)
         text = json.dumps(tree, indent=2, ensure_ascii=False)
         tokenizer.write_text(text + "\n", encoding="utf-8")
 
 
-def generation_config(base: Mapping[str, Any], asked: Asked) -> dict[str, Any]:
+def generation_config(base: Mapping[str, Any], defaults: RequestDefaults) -> dict[str, Any]:
     """Return the generation config of an export: what was in force, and nothing else.
 
     A greedy evaluation leaves no temperature there, because transformers refuses to save a model
@@ -87,54 +55,56 @@ def generation_config(base: Mapping[str, Any], asked: Asked) -> dict[str, Any]:
     tree = {name: base[name] for name in _TOKENS if base.get(name) is not None}
     ends = tree.get("eos_token_id", [])
     ends = list(ends) if isinstance(ends, list) else [ends]
-    if asked.end_token is not None and asked.end_token not in ends:
-        ends.append(asked.end_token)
+    if defaults.end_token is not None and defaults.end_token not in ends:
+        ends.append(defaults.end_token)
         tree["eos_token_id"] = ends if len(ends) > 1 else ends[0]
-    if asked.max_new_tokens is not None:
-        tree["max_new_tokens"] = asked.max_new_tokens
-    if asked.sampling and not asked.greedy:
-        tree |= {"do_sample": True, **asked.sampling}
+    if defaults.max_new_tokens is not None:
+        tree["max_new_tokens"] = defaults.max_new_tokens
+    if defaults.sampling and not defaults.greedy:
+        tree |= {"do_sample": True, **defaults.sampling}
     if tree and "transformers_version" in base:
         tree["transformers_version"] = base["transformers_version"]
     return tree
 
 
-def with_defaults(template: str, asked: Asked) -> str:
-    """Return a chat template whose arguments and system prompt default to those of `asked`.
+def with_defaults(template: str, defaults: RequestDefaults) -> str:
+    """Return a chat template whose arguments and system prompt default to those of `defaults`.
 
     Arguments that a request gives, and a system message that its conversation begins with, take
-    precedence. Returns the template itself if it reads nothing of `asked`, or has the defaults.
+    precedence. Returns the template itself if it reads nothing of `defaults`, or has the defaults.
     """
-    head = _head(template, asked)
+    head = _head(template, defaults)
     return template if template.startswith(head) else head + template
 
 
-def _each(templates: Any, asked: Asked) -> Any:
+def _each(templates: Any, defaults: RequestDefaults) -> Any:
     """Return a template, or the named ones of a list, with the defaults."""
     if isinstance(templates, str):
-        return with_defaults(templates, asked)
-    return [{**named, "template": with_defaults(named["template"], asked)} for named in templates]
+        return with_defaults(templates, defaults)
+    return [
+        {**named, "template": with_defaults(named["template"], defaults)} for named in templates
+    ]
 
 
-def _head(template: str, asked: Asked) -> str:
+def _head(template: str, defaults: RequestDefaults) -> str:
     """Return the lines that set the defaults.
 
     Each is a tag and a line break, which chat templates are rendered without (`trim_blocks`).
     """
     read = _variables(template)
     lines = []
-    for name, value in asked.template.items():
+    for name, value in defaults.template.items():
         if name in read and name not in _GIVEN:
             lines += [
                 f"{{% if {name} is not defined or {name} is none %}}",
                 f"{{% set {name} = {_literal(value)} %}}",
                 "{% endif %}",
             ]
-    if asked.system is not None and "messages" in read:
+    if defaults.system is not None and "messages" in read:
         # vLLM turns developers' messages into the system's if the template has no word for them.
         roles = ["system"] + (["developer"] if "developer" in template else [])
         differs = " and ".join(f"messages[0]['role'] != '{role}'" for role in roles)
-        message = _literal({"role": "system", "content": asked.system})
+        message = _literal({"role": "system", "content": defaults.system})
         lines += [
             f"{{% if not messages or ({differs}) %}}",
             f"{{% set messages = [{message}] + messages %}}",

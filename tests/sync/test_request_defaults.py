@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, GenerationConfig
 
 from qarl.embedded.tokenizer import CHAT_TEMPLATE
-from qarl.sync.asked import Asked, generation_config, with_defaults, write_asked
+from qarl.rollout.types import RequestDefaults
+from qarl.sync.request_defaults import generation_config, with_defaults, write_defaults
 from tests.support import Policies
 from tests.support.profiles import examples
 
@@ -70,16 +71,17 @@ def test_a_plain_request_is_rendered_as_the_run_asked(
     arguments = {"style": style, "enable_thinking": thinking}
     before = [] if system is None else [{"role": "system", "content": system}]
     for chat in (QUESTION, CHAT):
-        asked = rendered(tokenizer, template, [*before, *chat], **arguments)
-        once = with_defaults(template, Asked(system=system, template=arguments))
-        assert rendered(tokenizer, once, chat) == asked
-        assert rendered(tokenizer, once, [*before, *chat], **arguments) == asked
-        assert with_defaults(once, Asked(system=system, template=arguments)) == once
+        expected = rendered(tokenizer, template, [*before, *chat], **arguments)
+        once = with_defaults(template, RequestDefaults(system=system, template=arguments))
+        assert rendered(tokenizer, once, chat) == expected
+        assert rendered(tokenizer, once, [*before, *chat], **arguments) == expected
+        assert with_defaults(once, RequestDefaults(system=system, template=arguments)) == once
 
 
 def test_a_request_with_its_own_words_gets_them(tokenizer: Any):
     template = with_defaults(
-        THINKING, Asked(system="Be brief.", template={"enable_thinking": False, "style": "x"})
+        THINKING,
+        RequestDefaults(system="Be brief.", template={"enable_thinking": False, "style": "x"}),
     )
     own = [{"role": "system", "content": "Be long."}, *QUESTION]
     expected = rendered(tokenizer, THINKING, own, enable_thinking=True, style="y")
@@ -89,24 +91,24 @@ def test_a_request_with_its_own_words_gets_them(tokenizer: Any):
 
 def test_another_run_of_an_export_asks_in_its_own_way(tokenizer: Any):
     """Check the template of an export of an export: the later run's defaults come first."""
-    first = with_defaults(THINKING, Asked(system="One.", template={"style": "1"}))
-    second = with_defaults(first, Asked(system="Two.", template={"style": "2"}))
+    first = with_defaults(THINKING, RequestDefaults(system="One.", template={"style": "1"}))
+    second = with_defaults(first, RequestDefaults(system="Two.", template={"style": "2"}))
     expected = rendered(tokenizer, THINKING, [{"role": "system", "content": "Two."}, *QUESTION])
     assert rendered(tokenizer, second, QUESTION) == f"<2>{expected}"
 
 
 def test_a_developers_message_counts_where_the_template_knows_it(tokenizer: Any):
     """vLLM asks the template's text whether it has that role, so no other template may name it."""
-    asked = Asked(system="Be brief.")
+    defaults = RequestDefaults(system="Be brief.")
     knows = "{# 'developer' #}" + CHAT_TEMPLATE
     chat = [{"role": "developer", "content": "Be long."}, *QUESTION]
-    assert "brief" not in rendered(tokenizer, with_defaults(knows, asked), chat)
-    assert "developer" not in with_defaults(CHAT_TEMPLATE, asked)
+    assert "brief" not in rendered(tokenizer, with_defaults(knows, defaults), chat)
+    assert "developer" not in with_defaults(CHAT_TEMPLATE, defaults)
 
 
 def test_a_template_that_reads_nothing_of_it_stays(tokenizer: Any):
-    asked = Asked(template={"enable_thinking": False, "messages": [], "if": True})
-    assert with_defaults(CHAT_TEMPLATE, asked) == CHAT_TEMPLATE
+    defaults = RequestDefaults(template={"enable_thinking": False, "messages": [], "if": True})
+    assert with_defaults(CHAT_TEMPLATE, defaults) == CHAT_TEMPLATE
 
 
 @pytest.mark.parametrize("place", ["chat_template.jinja", "tokenizer_config.json", "named"])
@@ -127,7 +129,7 @@ def test_every_place_of_a_template_gets_the_defaults(folder: Path, tmp_path: Pat
     tokenizer = AutoTokenizer.from_pretrained(export)
     full = [{"role": "system", "content": "é"}, *QUESTION]
     expected = tokenizer.apply_chat_template(full, tokenize=False)
-    write_asked(export, {}, Asked(system="é"))
+    write_defaults(export, {}, RequestDefaults(system="é"))
     tokenizer = AutoTokenizer.from_pretrained(export)
     assert tokenizer.apply_chat_template(QUESTION, tokenize=False) == expected
 
@@ -148,25 +150,27 @@ BASE = {
 
 def test_only_what_was_in_force_stays_in_the_generation_config():
     tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    assert generation_config(BASE, Asked()) == tokens
-    greedy = Asked(sampling={**SAMPLING, "temperature": 0.0}, max_new_tokens=8, end_token=2)
+    assert generation_config(BASE, RequestDefaults()) == tokens
+    greedy = RequestDefaults(
+        sampling={**SAMPLING, "temperature": 0.0}, max_new_tokens=8, end_token=2
+    )
     assert generation_config(BASE, greedy) == {**tokens, "max_new_tokens": 8}
-    sampled = Asked(sampling=SAMPLING, end_token=7)
+    sampled = RequestDefaults(sampling=SAMPLING, end_token=7)
     assert generation_config(BASE, sampled) == {
         **tokens,
         "eos_token_id": [2, 7],
         "do_sample": True,
         **SAMPLING,
     }
-    assert generation_config({}, Asked(end_token=7)) == {"eos_token_id": 7}
+    assert generation_config({}, RequestDefaults(end_token=7)) == {"eos_token_id": 7}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.6])
 def test_transformers_can_save_what_it_loads(tmp_path: Path, temperature: float):
     """transformers refuses to save a temperature without sampling, and so a model that has one."""
-    asked = Asked(sampling={**SAMPLING, "temperature": temperature}, max_new_tokens=8)
+    defaults = RequestDefaults(sampling={**SAMPLING, "temperature": temperature}, max_new_tokens=8)
     (tmp_path / "generation_config.json").write_text(json.dumps(BASE))
-    write_asked(tmp_path, {}, asked)
+    write_defaults(tmp_path, {}, defaults)
     loaded = GenerationConfig.from_pretrained(tmp_path)
     assert loaded.repetition_penalty in (None, 1.0)
     loaded.save_pretrained(tmp_path / "again")
@@ -174,6 +178,6 @@ def test_transformers_can_save_what_it_loads(tmp_path: Path, temperature: float)
 
 def test_a_base_without_generation_config_gets_the_token_ids_of_its_config(tmp_path: Path):
     """Runtimes read such a base's config.json, with its sampling, in the file's place."""
-    write_asked(tmp_path, {**BASE, "architectures": ["X"]}, Asked())
+    write_defaults(tmp_path, {**BASE, "architectures": ["X"]}, RequestDefaults())
     written = json.loads((tmp_path / "generation_config.json").read_text())
     assert written == {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
