@@ -441,7 +441,12 @@ def _add_export(commands: Any) -> None:
         ),
     )
     export.add_argument(
-        "folder", metavar="RUN", help="Run folder, whose newest checkpoint is exported."
+        "folder",
+        metavar="RUN",
+        help=(
+            "Run folder, whose newest checkpoint is exported. With --format gguf: a run folder (its"
+            " export) or an exported checkpoint."
+        ),
     )
     export.add_argument(
         "-o",
@@ -449,6 +454,15 @@ def _add_export(commands: Any) -> None:
         required=True,
         metavar="DIR",
         help="Folder to create, which must not exist.",
+    )
+    export.add_argument(
+        "--format",
+        choices=("safetensors", "gguf"),
+        default="safetensors",
+        help=(
+            "Format: safetensors for vLLM and transformers, gguf for llama.cpp and Ollama, with the"
+            " same codes (docs/guide/gguf.md). Default: safetensors."
+        ),
     )
     ptq = export.add_argument_group("post-training quantization of a run's masters")
     ptq.add_argument("--ptq", metavar="METHOD", help="Method: rtn, gptq, awq or smoothquant.")
@@ -468,6 +482,8 @@ def _add_export(commands: Any) -> None:
 
 def _export(known: argparse.Namespace, console: Console) -> int:
     check_new_folder(Path(known.output), "folder", "--output")
+    if known.format == "gguf":
+        return _export_gguf(known, console)
     folder = RunFolder.open(Path(known.folder))
     config = folder.config()
     quiet_libraries()
@@ -491,6 +507,32 @@ def _export(known: argparse.Namespace, console: Console) -> int:
     )
     if exported.served is not None:
         say(console, str(exported.served))
+    return 0
+
+
+def _export_gguf(known: argparse.Namespace, console: Console) -> int:
+    for option in ("ptq", "scheme", "calibration"):
+        if getattr(known, option) is not None:
+            raise ConfigError(
+                f"--{option} writes safetensors; write them first, and give that folder with"
+                " --format gguf"
+            )
+    quiet_libraries()
+    with phases_shown_on(Console(stderr=True)):
+        with phase("importing torch and transformers"):
+            from qarl.run.gguf import export_gguf
+        exported = export_gguf(Path(known.folder), Path(known.output))
+    written = exported.written
+    count = sum(written.kinds.values())
+    kinds = ", ".join(f"{number} {kind}" for kind, number in written.kinds.items())
+    say(
+        console,
+        f"wrote {Path(known.output) / written.name} of {exported.source}:"
+        f" {written.size / 2**20:.1f} MiB, sha256 {written.sha256[:16]}…; {count} of {count}"
+        f" tensors, read back, equal the export's ({kinds})",
+    )
+    for remark in exported.remarks:
+        say(console, remark)
     return 0
 
 

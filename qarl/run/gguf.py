@@ -1,0 +1,182 @@
+"""`qarl export --format gguf`: an export as a GGUF file for llama.cpp and Ollama."""
+
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from qarl.configs.errors import ConfigError
+from qarl.configs.files import written_aside
+from qarl.report.run_folder import RunFolder
+from qarl.report.startup import phase
+from qarl.run.export_note import read_note
+from qarl.sync.gguf.exported import Exported, read_exported
+from qarl.sync.gguf.families import gguf_family
+from qarl.sync.gguf.ollama import Message, modelfile, talk_template
+from qarl.sync.gguf.vocabulary import Vocabulary, read_vocabulary
+from qarl.sync.gguf.write import WrittenGguf, write_gguf
+
+_CONTEXT = 4096
+"""Least `num_ctx` of a Modelfile, in tokens, unless the model has fewer positions."""
+NOTE = "gguf.json"
+"""File beside the GGUF file that has its SHA-256, and what it was made of."""
+
+
+@dataclass(frozen=True)
+class ExportedGguf:
+    """Result of an export to GGUF."""
+
+    source: Path
+    """Folder of the export that the file was made of."""
+    written: WrittenGguf
+    """The file."""
+    remarks: tuple[str, ...]
+    """What llama.cpp does otherwise than the engine that the export was measured in."""
+
+
+def export_gguf(target: Path, output: Path) -> ExportedGguf:
+    """Write an export as a GGUF file with a Modelfile into a new folder.
+
+    The codes and scales are the export's. Every tensor is read back and compared. The folder
+    appears complete or not at all.
+
+    Args:
+        target: exported checkpoint, or a run whose export is of its newest checkpoint.
+        output: folder to create.
+
+    Raises:
+        ConfigError: `target` has no export, or an older one.
+        GgufError: the export was changed, or a GGUF file cannot have it exactly.
+    """
+    source = find_export(target)
+    note = read_note(source)
+    exported = read_exported(source)
+    family = gguf_family(exported.config)
+    vocabulary = read_vocabulary(source, exported.config.vocab_size)
+    if note.get("digest"):
+        with phase("comparing the export with its digest"):
+            exported.check_digest(note["digest"])
+    name = _name(source, note)
+    with written_aside(output) as building:
+        building.mkdir(parents=True)
+        with phase("writing the GGUF file, and reading it back"):
+            about = _about(name, note)
+            written = write_gguf(exported, family, vocabulary, building, name, about)
+        made_of = {key: note.get(key) for key in ("run", "step", "scheme", "digest")}
+        facts = {
+            "file": written.name,
+            "sha256": written.sha256,
+            "bytes": written.size,
+            "tensors": dict(written.kinds),
+            "export": made_of,
+        }
+        (building / NOTE).write_text(json.dumps(facts, indent=2) + "\n")
+        positions = exported.config.max_position_embeddings
+        text = _modelfile(source, note, vocabulary, written.name, name, positions)
+        (building / "Modelfile").write_text(text, encoding="utf-8")
+    return ExportedGguf(source, written, remarks=tuple(_remarks(exported, vocabulary)))
+
+
+def find_export(target: Path) -> Path:
+    """Return the folder of an export: `target` itself, or that of a run.
+
+    Raises `ConfigError` if a run has none, or one that is older than its newest checkpoint.
+    """
+    if not (target / "config.yaml").is_file():
+        if not target.is_dir():
+            raise ConfigError(
+                f"there is no folder {str(target)!r}; give a run folder, or a checkpoint that"
+                " `qarl export` wrote"
+            )
+        return target
+    folder = RunFolder(target)
+    quoted = shlex.quote(str(target))
+    remedy = f"write one (qarl export {quoted} -o DIR), and give DIR with --format gguf"
+    if not folder.export.is_dir():
+        raise ConfigError(f"run {str(target)!r} has no export; {remedy}")
+    step = read_note(folder.export).get("step")
+    newest = max(folder.steps(), default=step)
+    if step != newest:
+        raise ConfigError(
+            f"the export of run {str(target)!r} is of step {step}, and its newest checkpoint of"
+            f" step {newest}; {remedy}, or give {str(folder.export)!r} itself"
+        )
+    return folder.export
+
+
+def _name(source: Path, note: dict[str, Any]) -> str:
+    """Return a name that a file and Ollama take: letters, digits, dots, dashes."""
+    name = note.get("run") or source.resolve().name
+    return re.sub(r"[^A-Za-z0-9.-]+", "-", str(name)).strip("-.") or "model"
+
+
+def _about(name: str, note: dict[str, Any]) -> dict[str, str]:
+    """Return the file's keys that say what it is."""
+    facts = {
+        "general.name": name,
+        "general.license": note.get("licence", {}).get("license"),
+        "qarl.run": note.get("run"),
+        "qarl.step": note.get("step"),
+        "qarl.scheme": note.get("scheme"),
+        "qarl.base": note.get("base"),
+        "qarl.digest": note.get("digest"),
+    }
+    return {key: str(value) for key, value in facts.items() if value is not None}
+
+
+def _modelfile(
+    source: Path,
+    note: dict[str, Any],
+    vocabulary: Vocabulary,
+    file: str,
+    name: str,
+    positions: int,
+) -> str:
+    """Return the Modelfile that has Ollama ask the model as the policy was asked.
+
+    file: name of the GGUF file. name: name of the model. positions: most tokens of a sequence.
+    """
+    tokenizer: Any = AutoTokenizer.from_pretrained(source)
+    task = note.get("task", {})
+    arguments = {"tokenize": False, "add_generation_prompt": True, **task.get("template", {})}
+
+    def render(messages: list[Message]) -> str:
+        return str(tokenizer.apply_chat_template(messages, **arguments))
+
+    bos = tokenizer.bos_token if vocabulary.adds_bos else ""
+    template = talk_template(render, bos) if vocabulary.chat_template else None
+    ends = [vocabulary.tokens[token] for token in vocabulary.ends]
+    parameters: dict[str, Any] = {"repeat_penalty": 1}
+    if "eval" in note:
+        parameters |= {key: note["eval"][key] for key in ("temperature", "top_p", "top_k", "min_p")}
+        measured = note["max_prompt_tokens"] + note["max_new_tokens"]
+        parameters["num_ctx"] = min(max(measured, _CONTEXT), positions)
+    return modelfile(
+        file=file,
+        name=name.lower(),
+        template=template,
+        stops=list(dict.fromkeys([*ends, *note.get("stop", [])])),
+        system=task.get("system"),
+        parameters=parameters,
+    )
+
+
+def _remarks(exported: Exported, vocabulary: Vocabulary) -> Iterator[str]:
+    """Yield what llama.cpp does otherwise than the engine in which the export was measured."""
+    if exported.schemes:
+        yield (
+            "llama.cpp on CPUs rounds the inputs of low-bit products to int8 in blocks of 32, so"
+            " log-probs are near those of the export, not equal (docs/guide/gguf.md)"
+        )
+    if exported.kv_cache:
+        yield (
+            "keys and values were in fp8; llama.cpp has them in fp16 (-ctk and -ctv choose another"
+            " type)"
+        )
+    if vocabulary.chat_template is None:
+        yield "the tokenizer has no chat template: ask for completions, not for chats"
