@@ -70,7 +70,8 @@ def gguf_family(config: PreTrainedConfig) -> Family:
         value = getattr(config, name, assumed)
         if value != assumed:
             _refuse(config, name, value, f"assumes {assumed!r}")
-    window = getattr(config, "sliding_window", None)
+    slides = getattr(config, "use_sliding_window", True)
+    window = getattr(config, "sliding_window", None) if slides else None
     if window is not None and window < config.max_position_embeddings:
         _refuse(config, "sliding_window", window, "attends to every token")
     rope = _rope(config)
