@@ -114,17 +114,18 @@ def toy_export(
     scheme: str = "w4a16-g32",
     dtype: torch.dtype = torch.bfloat16,
     tokenizer: PreTrainedTokenizerFast | None = None,
+    note: dict[str, Any] | None = None,
     **changes: Any,
 ) -> Path:
     """Export a random model of a family into `folder`/export, and return that folder.
 
-    changes: settings of the model.
+    note: contents of qarl.json. changes: settings of the model.
     """
     source = folder / "source"
     source.mkdir()
     (tokenizer or byte_level(GPT2)).save_pretrained(source)
     model = low_bit(toy_model(kind, **changes), scheme, dtype, operators="transformers")
-    export_checkpoint(model, source, folder / "export", {"run": "toy"})
+    export_checkpoint(model, source, folder / "export", note or {"run": "toy"})
     return folder / "export"
 
 
