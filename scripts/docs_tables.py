@@ -601,6 +601,33 @@ def launches(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def gguf(files: list[dict[str, Any]]) -> str:
+    """Return the table of `python -m benchmarks.gguf`: a row for each pair of runtimes."""
+    head = (
+        "scheme",
+        "of the same tokens",
+        r"mean \|Δ log p\|",
+        "max",
+        "answers alone: mean",
+        "max",
+    )
+    lines = [line(head), "|---|---|---:|---:|---:|---:|"]
+    for file in files:
+        for name, figures in file["pairs"].items():
+            pairs = [
+                figures[part][key] for part in ("all", "answers") for key in ("mean_abs", "max_abs")
+            ]
+            lines.append(line((file["scheme"], name, *(f"{value:.2g}" for value in pairs))))
+    facts = [
+        f"{file['scheme']}, llama.cpp {file['llama_cpp']}: {file['equal_texts']} of {file['texts']}"
+        f" drawn texts have equal token ids; {file['equal_answers']} of {file['questions']} greedy"
+        f" answers are equal to the last token, {file['equal_tokens']} of {file['answer_tokens']}"
+        " tokens before the first that differs."
+        for file in files
+    ]
+    return "\n".join(lines) + "\n\n" + "\n".join(facts) + "\n"
+
+
 TABLES: dict[str, Callable[[Any], str]] = {
     "low_bit_trl": low_bit_trl,
     "compare": compare,
@@ -618,6 +645,7 @@ TABLES: dict[str, Callable[[Any], str]] = {
     "soak": soak,
     "server_faults": server_faults,
     "precision-gap": precision_gap,
+    "gguf": gguf,
 }
 """Benchmark → function that makes its table."""
 

@@ -170,7 +170,7 @@ def _remarks(exported: Exported, vocabulary: Vocabulary) -> Iterator[str]:
     """Yield what llama.cpp does otherwise than the engine in which the export was measured."""
     if exported.schemes:
         yield (
-            "llama.cpp on CPUs rounds the inputs of low-bit products to int8 in blocks of 32, so"
+            "llama.cpp rounds the inputs of low-bit products to int8 in blocks of 32 columns, so"
             " log-probs are near those of the export, not equal (docs/guide/gguf.md)"
         )
     if exported.kv_cache:

@@ -191,7 +191,7 @@ def _entry(
     ((kind, shape),) = layouts
     stack = () if matrices == [layer] else (len(matrices),)
     heads = family.permuted_heads(layer, exported.config)
-    return GgufTensor(name, kind, (*stack, *shape), tuple(matrices), heads)
+    return GgufTensor(name, kind, (*stack, *shape), tuple(matrices), heads=heads)
 
 
 def _plain_entry(
@@ -206,7 +206,7 @@ def _plain_entry(
     fp32 = len(shape) == 1 or is_router
     kind = GGMLQuantizationType.F32 if fp32 else _PLAIN[exported.dtype(tensor)]
     heads = family.permuted_heads(tensor.rpartition(".")[0], exported.config)
-    return GgufTensor(name, kind, shape, (tensor,), heads)
+    return GgufTensor(name, kind, shape, (tensor,), heads=heads)
 
 
 def _named(names: TensorNameMap, tensor: str, exported: Exported) -> str:
