@@ -89,7 +89,7 @@ def from_engine(export: Path, prompts: list[list[int]], dtype: str) -> tuple[Any
             Prompt(str(number), QUESTIONS[number], tuple(ids)) for number, ids in enumerate(prompts)
         ]
         sampling = Sampling(samples=1, max_new_tokens=TOKENS, temperature=0.0)
-        answers = [list(each[0].tokens) for each in engine.generate(questions, sampling)]
+        answers = [list(each[0].token_ids) for each in engine.generate(questions, sampling)]
         sequences = [p + a for p, a in zip(prompts, answers, strict=True)]
         return answers, engine.logprobs(sequences)
 
