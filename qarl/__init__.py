@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the names' types for type checkers and editors; `x as x` re-exports
     from qarl import losses as losses
+    from qarl import verify as verify
     from qarl.api.align import align as align
     from qarl.api.engine import Engine as Engine
     from qarl.api.engine import engine as engine
@@ -56,6 +57,7 @@ _MODULE_OF = {
     "plan": "qarl.api.runs",
     "step_seed": "qarl.configs.seeds",
     "train": "qarl.api.runs",
+    "verify": "qarl.verify",
 }
 """Public names and the modules that define them."""
 
@@ -66,7 +68,7 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'qarl' has no attribute {name!r}")
     module = import_module(_MODULE_OF[name])
-    return module if name == "losses" else getattr(module, name)
+    return module if name in ("losses", "verify") else getattr(module, name)
 
 
 def __dir__() -> list[str]:

@@ -35,6 +35,7 @@ from qarl.cli.serve import add_serve
 from qarl.cli.serve_rollouts import add_serve_rollouts
 from qarl.cli.sft import add_sft
 from qarl.cli.tasks import add_tasks
+from qarl.cli.verify import add_verify
 from qarl.configs.errors import ConfigError, QarlError, disk_error, install_error
 from qarl.configs.load import chosen_config, default_config
 from qarl.configs.schema.run import RunConfig
@@ -127,6 +128,7 @@ def _parser() -> Parser:
         add_eval,
         add_report,
         add_mismatch,
+        add_verify,
         add_serve,
         add_serve_rollouts,
         add_sample,

@@ -1,0 +1,475 @@
+"""Tell apart why two sides' log-probs differ, from figures of completions.
+
+Every cause has a signature that the others lack, and is judged on the completions that no earlier
+cause explains. q is the sampler's probability of a token, p the trainer's, d = log p − log q.
+
+Padding, prompts: structure (`row_figures._not_sampled`). Shift: p of one token is q of the next.
+Stale: |d| grows with the age of the weights. Single completions: their median |d| is far from that
+of the others of their age and sampling. Truncation: q is renormalized over a set S, so that
+d = log p(S) ≤ 0 for every token, likely or rare. Temperature: q ∝ p^(1/τ), so that for τ < 1 a
+token with p > 1/2 has q > p without exception, because logit q ≥ logit(p)/τ, while rare tokens
+mostly have q < p; for τ > 1 the reverse. What is left is rounding or another set of weights, by its
+size.
+
+Axes: B completions.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from qarl.verify.findings import Cause
+from qarl.verify.remedies import remedy
+
+Table = dict[str, np.ndarray]
+"""Figure of `RowFigures.table` → its values, [B]."""
+
+_SIDED = 0.9
+"""Fraction of |d| on one side of 0 from which tokens count as moved in one direction."""
+_ONE_WAY = 0.75
+"""Fraction of |d| on one side of 0, of likely and of rare tokens, from which log-probs count as
+renormalized. Rounding on top of it makes it less than 1.
+"""
+_LEAST_TOKENS = 30
+"""Least tokens on which a temperature or a truncation is judged."""
+_FEWEST_LIKELY = 8
+"""Least likely tokens for a temperature; below 30 all have to move in the same direction."""
+_LEAST = 3e-4
+"""Mean |d| in nats up to which directions are rounding."""
+_APART = 5.0
+"""Standard errors from which two means count as different."""
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+
+
+@dataclass(frozen=True)
+class Judged:
+    """The causes, and the completions on which the last of them was judged."""
+
+    causes: tuple[Cause, ...]
+    """Causes in the order in which they were found."""
+    unchecked: tuple[str, ...]
+    """What could not be judged, in sentences."""
+
+
+def judge(table: Table, floor: float) -> Judged:
+    """Return the causes for which log-probs differ.
+
+    Args:
+        table: figures of all completions.
+        floor: mean |d| in nats up to which a difference is rounding.
+    """
+    causes = list(_structure(table))
+    unchecked = list(_unknown(table))
+    if not table["tokens"].sum():
+        return Judged(tuple(causes), (*unchecked, "no token has log-probs of both sides"))
+    shift = _shift(table)
+    if shift is not None:
+        unchecked.append("causes behind the shift: correct it, and compare again")
+        return Judged((*causes, shift), tuple(unchecked))
+    stale, fresh = _stale(table)
+    causes += [] if stale is None else [stale]
+    single, kept = _single(table)
+    causes += [] if single is None else [single]
+    rest = _rows(table, fresh & kept)
+    if not rest["tokens"].sum():
+        rest = _rows(table, kept)
+    if single is not None and single.name == "unrelated":
+        return Judged(tuple(causes), tuple(unchecked))
+    sampling = _truncation(rest) or _temperature(rest)
+    if sampling is not None:
+        causes.append(sampling)
+        unchecked.append(f"weights and kernels, behind the {sampling.name}")
+    else:
+        causes.append(_level(rest, floor, causes))
+        if causes[-1].name == "rounding" and _mean(rest) > floor / 10:
+            unchecked.append(
+                "whether an 8-bit scheme is on one side alone: its size is that of 16-bit rounding;"
+                " `qarl verify weights` tells"
+            )
+        if rest["likely"].sum() < _FEWEST_LIKELY and causes[-1].level == "fault":
+            unchecked.append(
+                f"temperature: {int(rest['likely'].sum())} tokens alone have a probability of"
+                " 0.5 to 0.98, so that its direction does not show"
+            )
+    return Judged(tuple(causes), tuple(unchecked))
+
+
+def _rows(table: Table, mask: np.ndarray) -> Table:
+    return {name: values[mask] for name, values in table.items()}
+
+
+def _mean(table: Table, figure: str = "abs", over: str = "tokens") -> float:
+    """Return a figure's mean a token; 0 if there is no token."""
+    tokens = table[over].sum()
+    return float(table[figure].sum() / tokens) if tokens else 0.0
+
+
+def _numbers(rows: np.ndarray) -> tuple[str, ...]:
+    return tuple(f"row {int(row)}" for row in rows)
+
+
+def _structure(table: Table) -> Iterator[Cause]:
+    """Yield the causes that the tokens themselves show."""
+    padded = table["padded"] > 0
+    if padded.any():
+        yield Cause(
+            name="padding",
+            level="fault",
+            evidence=(
+                f"{int(table['padded'].sum())} tokens at the end of {int(padded.sum())} completions"
+                " repeat one id, and one side has a constant in place of log-probs; all figures"
+                " leave them out"
+            ),
+            remedy="mask tokens after the end token before scoring and before the loss",
+            about=_numbers(table["row"][padded]),
+        )
+    prompt = table["prompt"] > 0
+    if prompt.any():
+        everywhere = prompt.mean() >= 0.5
+        yield Cause(
+            name="prompt",
+            level="fault" if everywhere else "note",
+            evidence=(
+                f"{int(prompt.sum())} of {len(prompt)} completions begin with all tokens of their"
+                f" prompt, {int(table['prompt'].sum())} tokens; all figures leave them out"
+            ),
+            remedy="score and learn from completions alone: cut the prompt from completion_ids",
+            about=_numbers(table["row"][prompt]),
+        )
+
+
+def _unknown(table: Table) -> Iterator[str]:
+    """Yield what the dump's columns do not show."""
+    if np.isnan(ages(table)).all():
+        yield "staleness: the dump has no weight_version and trainer_version (or age)"
+    absent = [name for name in ("temperature", "top_p", "top_k") if np.isnan(table[name]).all()]
+    if absent:
+        yield f"effects of {', '.join(absent)} by their values: the dump has no such columns"
+    if table["unscored"].sum():
+        yield (
+            f"{int(table['unscored'].sum())} sampled tokens without the trainer's log-prob (null)"
+        )
+    for name, neutral in (
+        ("repetition_penalty", 1.0),
+        ("presence_penalty", 0.0),
+        ("frequency_penalty", 0.0),
+    ):
+        values = table[name][~np.isnan(table[name])]
+        if (values != neutral).any():
+            yield (
+                f"{name} {values[values != neutral][0]:g}: the trainer cannot repeat it without the"
+                f" whole history; sample with {neutral:g}"
+            )
+    hot = table["temperature"][~np.isnan(table["temperature"])]
+    if (hot != 1).any() and _mean(table) <= _LEAST:
+        yield (
+            f"whether both sides' log-probs are at temperature {hot[hot != 1][0]:g}, or both at 1:"
+            " they agree either way"
+        )
+
+
+def _shift(table: Table) -> Cause | None:
+    """Return the cause if one side's log-probs are those of the next or the previous token."""
+    measured = ~np.isnan(table["lag0"])
+    if not measured.any() or np.median(table["lag0"][measured]) < _LEAST:
+        return None
+    for lag in (1, -1):
+        moved = table[f"lag{lag}"] < 0.25 * table["lag0"]
+        fraction = moved[measured].mean()
+        if fraction < 0.5:
+            continue
+        return Cause(
+            name="shift",
+            level="fault",
+            evidence=(
+                f"in {fraction:.0%} of completions trainer_logprobs of token t agree with the"
+                f" sampler's of token t{lag:+d}: mean |Δ|"
+                f" {np.nanmean(table[f'lag{lag}'][moved]):.2g} nats, in place of"
+                f" {np.nanmean(table['lag0'][moved]):.2g}"
+            ),
+            remedy=(
+                "logits[:, t] score token t + 1: gather logits[:, :-1] at ids[:, 1:], and take the"
+                " last len(completion) of them"
+            ),
+        )
+    return None
+
+
+def ages(table: Table) -> np.ndarray:
+    """Return each completion's age in versions, [B]; NaN if unknown."""
+    computed = table["trainer_version"] - table["weight_version"]
+    return np.where(np.isnan(table["age"]), computed, table["age"])
+
+
+def _row_means(table: Table, mask: np.ndarray) -> np.ndarray:
+    mask = mask & (table["tokens"] > 0)
+    return table["abs"][mask] / table["tokens"][mask]
+
+
+def _differ(low: np.ndarray, high: np.ndarray, factor: float) -> bool:
+    """Return whether the mean of `high` is above `factor` times that of `low` beyond doubt."""
+    if len(low) < 3 or len(high) < 3:
+        return False
+    error = math.sqrt(np.var(low) / len(low) + np.var(high) / len(high))
+    gap = high.mean() - low.mean()
+    return bool(high.mean() > factor * low.mean() and gap > _APART * error and gap > _LEAST)
+
+
+def _stale(table: Table) -> tuple[Cause | None, np.ndarray]:
+    """Return the cause if |d| grows with age or version, and the completions it does not touch."""
+    age = ages(table)
+    everything = np.ones(len(age), dtype=bool)
+    known = age[~np.isnan(age)]
+    if len(known) and known.max() > known.min():
+        youngest = age == known.min()
+        older = age > known.min()
+        if _differ(_row_means(table, youngest), _row_means(table, older), 1.5):
+            figures = ", ".join(
+                f"age {int(each)}: {_mean(_rows(table, age == each)):.2g}"
+                for each in np.unique(known)[:6]
+            )
+            proven = "" if known.min() == 0 else "; no completion has age 0 to compare with"
+            cause = Cause(
+                name="stale",
+                level="fault",
+                evidence=f"mean |Δ log p| by age in versions: {figures} nats{proven}",
+                remedy=remedy("stale"),
+                about=_numbers(table["row"][older]),
+            )
+            return cause, youngest
+    version = np.where(
+        np.isnan(table["trainer_version"]), table["weight_version"], table["trainer_version"]
+    )
+    known = version[~np.isnan(version)]
+    if len(np.unique(known)) < 3:
+        return None, everything
+    first = version <= np.quantile(known, 0.34)
+    last = version >= np.quantile(known, 0.67)
+    if not _differ(_row_means(table, first), _row_means(table, last), 3.0):
+        return None, everything
+    cause = Cause(
+        name="stale",
+        level="fault",
+        evidence=(
+            f"mean |Δ log p| grows with the version, from {_mean(_rows(table, first)):.2g} at"
+            f" {int(known.min())} to {_mean(_rows(table, last)):.2g} at {int(known.max())}, at the"
+            " same recorded age: the engine names versions that it did not take"
+        ),
+        remedy=remedy("stale"),
+        about=_numbers(table["row"][last]),
+    )
+    return cause, version == known.min()
+
+
+def _single(table: Table) -> tuple[Cause | None, np.ndarray]:
+    """Return the cause if a few completions are wrong altogether, or all are, and the others.
+
+    A completion is compared with those of its own age and sampling.
+    """
+    median = table["median"]
+    kept = np.ones(len(median), dtype=bool)
+    measured = ~np.isnan(median)
+    if measured.sum() < 4:
+        return None, kept
+    correlation = _correlation(table)
+    if _mean(table) > 0.5 and correlation < 0.5:
+        text = f"over all tokens the two sides' log-probs correlate by {correlation:.2f}"
+        return Cause(
+            name="unrelated",
+            level="fault",
+            evidence=f"{text} alone, mean |Δ log p| {_mean(table):.2g} nats",
+            remedy=(
+                "the sides score other tokens or another model: compare prompt token ids (chat"
+                " template, BOS) and the checkpoint's name, then `qarl verify weights`"
+            ),
+        ), kept
+    keys = np.stack([ages(table), *(table[name] for name in _SAMPLING)])
+    _, group = np.unique(np.nan_to_num(keys, nan=-1), axis=1, return_inverse=True)
+    wrong = np.zeros(len(median), dtype=bool)
+    for each in np.unique(group):
+        of_group = (group.ravel() == each) & measured
+        if of_group.sum() < 4:
+            continue
+        usual = np.median(median[of_group])
+        wrong |= of_group & (median > 8 * usual) & (median > 0.02)
+    if not wrong.any():
+        return None, kept
+    usual = np.median(median[measured & ~wrong])
+    cause = Cause(
+        name="sequences",
+        level="fault",
+        evidence=(
+            f"{int(wrong.sum())} of {int(measured.sum())} completions have a median |Δ log p| of"
+            f" {np.median(median[wrong]):.2g} nats, the others of {usual:.2g}; from their first"
+            f" third on ({table['early'][wrong].mean():.2g})"
+        ),
+        remedy=(
+            "compare these prompts' token ids on both sides: a chat template, a BOS or a system"
+            " prompt that one side adds, a prompt cut on one side, or weights of another version"
+        ),
+        about=_numbers(table["row"][wrong]),
+    )
+    return cause, ~wrong
+
+
+def _correlation(table: Table) -> float:
+    """Return the correlation of the two sides' log-probs over all tokens; 1 if they are constant.
+
+    This is Pearson's coefficient, from sums over completions.
+    """
+    n = table["tokens"].sum()
+    x, y = table["sampler"].sum() / n, table["trainer"].sum() / n
+    spread = (table["sampler2"].sum() / n - x * x) * (table["trainer2"].sum() / n - y * y)
+    return float((table["product"].sum() / n - x * y) / math.sqrt(spread)) if spread > 0 else 1.0
+
+
+def _sided(table: Table, kind: str = "") -> float:
+    """Return the fraction of |d| that is below 0; of all tokens, or of likely or rare ones."""
+    prefix = f"{kind}_" if kind else ""
+    total = table[f"{prefix}abs"].sum()
+    return float(table[f"{prefix}below"].sum() / total) if total else 0.5
+
+
+def _truncation(table: Table) -> Cause | None:
+    """Return the cause if one side's probabilities are renormalized over a set of tokens."""
+    if table["tokens"].sum() < _LEAST_TOKENS or _mean(table) < _LEAST:
+        return None
+    below = _sided(table) > 0.5
+    sides = ("sampler", "trainer") if below else ("trainer", "sampler")
+    mass, likely, rare = (
+        _sided(table, kind) if below else 1 - _sided(table, kind) for kind in ("", "likely", "rare")
+    )
+    kept, error = _calibration(table, "ratio" if below else "inverse")
+    judged = [
+        fraction
+        for kind, fraction in (("likely", likely), ("rare", rare))
+        if table[kind].sum() >= _LEAST_TOKENS
+    ]
+    if mass < _ONE_WAY or min(judged, default=1) < _ONE_WAY or 1 - kept < _APART * error:
+        return None
+    text = _recorded(table, ("top_p", "top_k", "min_p"))
+    return Cause(
+        name="truncation",
+        level="fault",
+        evidence=(
+            f"{mass:.1%} of all |Δ log p| is the {sides[0]}'s probability above the {sides[1]}'s,"
+            f" of rare tokens {rare:.1%}: the {sides[0]} renormalizes over a set that holds"
+            f" {kept:.3f} ± {error:.1g} of the {sides[1]}'s probability{text}"
+        ),
+        remedy=remedy("truncation"),
+    )
+
+
+def _recorded(table: Table, names: tuple[str, ...]) -> str:
+    """Return the recorded values of sampling options as a clause."""
+    values = {name: np.unique(table[name][~np.isnan(table[name])]) for name in names}
+    parts = [
+        f"{n} {', '.join(f'{v:g}' for v in each[:3])}" for n, each in values.items() if len(each)
+    ]
+    return f"; recorded is {', '.join(parts)}" if parts else ""
+
+
+def _temperature(table: Table) -> Cause | None:
+    """Return the cause if one side's logits are those of the other, divided by a temperature."""
+    if table["likely"].sum() < _FEWEST_LIKELY or _mean(table, "likely_abs", "likely") < _LEAST:
+        return None
+    sided = _SIDED if table["likely"].sum() >= _LEAST_TOKENS else 0.98
+    likely = _sided(table, "likely")
+    colder = likely > 0.5  # the sampler is
+    mass = likely if colder else 1 - likely
+    rare = 1 - _sided(table, "rare") if colder else _sided(table, "rare")
+    if mass < sided or (table["rare"].sum() >= _LEAST_TOKENS and rare < 0.4):
+        return None
+    forward = _calibration(table, "ratio")
+    backward = _calibration(table, "inverse")
+    drawn = ""
+    if abs(forward[0] - 1) < 3 * forward[1] and abs(backward[0] - 1) > 3 * backward[1]:
+        drawn = "; tokens were drawn from the sampler's log-probs, so the trainer forgot it"
+    elif abs(backward[0] - 1) < 3 * backward[1] and abs(forward[0] - 1) > 3 * forward[1]:
+        drawn = "; tokens were drawn from the trainer's log-probs, so the sampler's are raw"
+    return Cause(
+        name="temperature",
+        level="fault",
+        evidence=(
+            f"of likely tokens {mass:.1%} of |Δ log p| is the"
+            f" {'sampler' if colder else 'trainer'}'s probability above the other's, of rare ones"
+            f" {rare:.0%} is below: logits differ by a temperature{_estimated_temperature(table)}"
+            f"{_recorded(table, ('temperature',))}{drawn}"
+        ),
+        remedy=remedy("temperature"),
+    )
+
+
+def _estimated_temperature(table: Table) -> str:
+    """Return the sampler's temperature over the trainer's, as a clause.
+
+    For a token with p > 1/2 logit q = logit(p) / τ + h, where h depends on how the other tokens
+    share 1 − p. So 1 / τ is the slope of logit q over logit p.
+    """
+    n, x, y, xx, xy = (
+        table[name].sum() for name in ("logit", "logit_x", "logit_y", "logit_xx", "logit_xy")
+    )
+    spread = n * xx - x * x
+    slope = (n * xy - x * y) / spread if n >= _LEAST_TOKENS and spread > 0 else 0
+    return f" of about {1 / slope:.2f}" if slope > 0 else ""
+
+
+def _calibration(table: Table, figure: str) -> tuple[float, float]:
+    """Return the mean of a ratio of probabilities and its standard error.
+
+    The mean of p / q over tokens drawn from q is 1, whatever p is.
+    """
+    tokens = table["tokens"]
+    mean = table[figure].sum() / tokens.sum()
+    residual = table[figure] - mean * tokens
+    return float(mean), float(math.sqrt((residual**2).sum()) / tokens.sum())
+
+
+def _level(table: Table, floor: float, causes: list[Cause]) -> Cause:
+    """Return what the size of the difference says, if nothing else explains it."""
+    mean = _mean(table)
+    where = (
+        " of the other completions" if any(c.name in ("stale", "sequences") for c in causes) else ""
+    )
+    if mean == 0:
+        text = (
+            f"all {int(table['tokens'].sum())} compared log-probs{where} are equal to the last bit"
+        )
+        return Cause("equal", "note", text)
+    bias = _mean(table, "d")
+    early, late = (
+        np.nanmean([table["early"], table["late"]], axis=1)
+        if (~np.isnan(table["early"])).any()
+        else (math.nan, math.nan)
+    )
+    size = f"mean |Δ log p|{where} {mean:.2g} nats, mean Δ {bias:+.1g}"
+    drift = f"{early:.2g} in the first third of a completion, {late:.2g} in the last"
+    if mean <= floor:
+        return Cause(
+            name="rounding",
+            level="note",
+            evidence=f"{size}: at most the floor of {floor:g}, the size of other kernels' rounding",
+        )
+    measured = ~np.isnan(table["early"])
+    if _differ(table["early"][measured], table["late"][measured], 3.0):
+        return Cause(
+            name="position",
+            level="fault",
+            evidence=f"{size}, growing along completions: {drift}",
+            remedy=(
+                "compare what positions and cache go through: rope_theta and rope scaling on both"
+                " sides, a quantized KV cache (kv_cache_dtype), a sliding window"
+            ),
+        )
+    return Cause(
+        name="scheme",
+        level="fault",
+        evidence=(
+            f"{size}: above the floor of {floor:g}, along the whole completion ({drift}), in both"
+            f" directions ({_sided(table):.0%} below 0): weights or activations quantized on one"
+            " side, or another version of the weights"
+        ),
+        remedy=f"{remedy('scheme')}; where this model's own rounding is so large, give --floor",
+    )

@@ -1,0 +1,195 @@
+"""The two sides whose weights are compared: checkpoint folders, named tensors, a running vLLM.
+
+Tensors are read one at a time.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from qarl.configs.errors import ModelError
+from qarl.quant.checkpoint.folder import read_config, tensor_shapes, weight_files
+from qarl.verify.findings import VerifyInputError
+from qarl.verify.names import Stored, canonical
+from qarl.verify.quantization import Quantization
+
+
+@dataclass(frozen=True)
+class Side:
+    """A trainer's or an engine's weights."""
+
+    role: str
+    """"trainer" or "engine"."""
+    config: Mapping[str, Any]
+    """Settings of config.json; {} if unknown."""
+    quantization: Quantization | None
+    """Which layers are quantized and how; None if that is unknown, or nothing is."""
+    layers: Mapping[str, Mapping[str, Stored]]
+    """Layer → its tensors, by their names in it, such as "weight_packed"."""
+    effective: bool = False
+    """Whether weights were read through the layers' own products, so that codes are not seen."""
+    unread: tuple[str, ...] = ()
+    """What of the side cannot be read, in sentences."""
+
+    def read(self, layer: str) -> dict[str, torch.Tensor]:
+        """Return a layer's tensors, on the CPU."""
+        return {name: stored.load().detach().cpu() for name, stored in self.layers[layer].items()}
+
+
+def open_side(source: Any, role: str, quantization: Quantization | None, other: Any) -> Side:
+    """Return a side.
+
+    Args:
+        source: checkpoint folder, mapping of named tensors, module with a `state_dict`, or vLLM's
+            `LLM` in this process.
+        role: "trainer" or "engine".
+        quantization: what the side means to quantize, if it does not say so itself.
+        other: the other side's source, whose config.json is used where this one has none.
+
+    Raises:
+        VerifyInputError: the source is of none of these kinds, or cannot be read.
+        ModelError: a folder is no checkpoint, or a file in it is cut short.
+    """
+    if isinstance(source, str | Path):
+        return _folder(Path(source).expanduser(), role, quantization)
+    if hasattr(source, "llm_engine") and hasattr(source, "apply_model"):
+        from qarl.verify.vllm_layers import read_engine
+
+        config, settings, tensors, unread = read_engine(source)
+        parsed = None if settings is None else Quantization.parse(settings, "the engine")
+        return Side(
+            role=role,
+            config=config,
+            quantization=parsed or quantization,
+            layers=_layers(canonical(tensors, config, role)),
+            effective=True,
+            unread=unread,
+        )
+    if not isinstance(source, Mapping) and hasattr(source, "state_dict"):
+        source = source.state_dict()
+    if not isinstance(source, Mapping) or not source:
+        raise VerifyInputError(
+            f"the {role} is {type(source).__name__}; give a checkpoint folder, a mapping of named"
+            " tensors, a module, or a vLLM LLM in this process"
+        )
+    for name, tensor in source.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise VerifyInputError(
+                f"the {role}'s {name!r} is {type(tensor).__name__}; it must be a tensor (gather"
+                " sharded ones first)"
+            )
+    tensors = {name: _in_memory(tensor) for name, tensor in source.items()}
+    config = _config_of(other)
+    return Side(
+        role=role,
+        config=config,
+        quantization=quantization,
+        layers=_layers(canonical(tensors, config, role)),
+    )
+
+
+def read_quantization(file: str | Path) -> Quantization:
+    """Return the quantization in a JSON file, a `quantization_config` or a config.json with one."""
+    path = Path(file)
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise VerifyInputError(
+            f"quantization file {str(file)!r} cannot be read: {error}; give the"
+            " quantization_config that the trainer means, as JSON"
+        ) from error
+    return Quantization.parse(settings, f"{str(file)!r}")
+
+
+def _folder(folder: Path, role: str, quantization: Quantization | None) -> Side:
+    if not folder.is_dir():
+        raise VerifyInputError(
+            f"the {role}'s folder {str(folder)!r} does not exist; give a checkpoint folder with"
+            " config.json and *.safetensors"
+        )
+    config = read_config(folder)
+    shapes = tensor_shapes(folder)
+    if not shapes:
+        raise ModelError(
+            f"model folder {str(folder)!r} has its weights in *.bin files; save it again as"
+            " safetensors: model.save_pretrained(folder)"
+        )
+    settings = config.get("quantization_config") or config.get("compression_config")
+    if settings is not None:
+        own = Quantization.parse(settings, f"{str(folder / 'config.json')!r}")
+        if quantization is not None and role == "trainer":
+            raise VerifyInputError(
+                f"--config, but {str(folder / 'config.json')!r} has a quantization_config of its"
+                " own; leave --config out, or compare the unquantized masters"
+            )
+        quantization = own
+    tensors = dict(_stored(folder, shapes))
+    text = config.get("text_config")
+    config = config | text if isinstance(text, dict) else config
+    return Side(
+        role=role,
+        config=config,
+        quantization=quantization,
+        layers=_layers(canonical(tensors, config, role)),
+    )
+
+
+def _stored(folder: Path, shapes: Mapping[str, list[int]]) -> Iterator[tuple[str, Stored]]:
+    """Yield the tensors of a folder's files. A file is opened for each reading, so that its pages
+    do not stay in memory.
+    """
+
+    def read(file: Path, name: str) -> torch.Tensor:
+        with safe_open(file, "pt") as opened:
+            return opened.get_tensor(name)
+
+    def item(file: Path, name: str, index: int) -> torch.Tensor:
+        with safe_open(file, "pt") as opened:
+            return opened.get_slice(name)[index]
+
+    for file in weight_files(folder):
+        with safe_open(file, "pt") as opened:
+            names = list(opened.keys())
+        for name in names:
+            yield (
+                name,
+                Stored(
+                    shape=tuple(shapes[name]),
+                    load=partial(read, file, name),
+                    part=partial(item, file, name),
+                ),
+            )
+
+
+def _in_memory(tensor: torch.Tensor) -> Stored:
+    def item(index: int) -> torch.Tensor:
+        return tensor[index]
+
+    def load() -> torch.Tensor:
+        return tensor
+
+    return Stored(shape=tuple(tensor.shape), load=load, part=item)
+
+
+def _layers(tensors: Mapping[str, Stored]) -> dict[str, dict[str, Stored]]:
+    layers: dict[str, dict[str, Stored]] = {}
+    for name, stored in tensors.items():
+        layer, _, leaf = name.rpartition(".")
+        layers.setdefault(layer, {})[leaf] = stored
+    return layers
+
+
+def _config_of(source: Any) -> dict[str, Any]:
+    """Return config.json's settings of a source that is a folder, or those of a model; else {}."""
+    if isinstance(source, str | Path) and (Path(source) / "config.json").is_file():
+        config = read_config(Path(source))
+        text = config.get("text_config")
+        return config | text if isinstance(text, dict) else config
+    reader: Callable[[], Any] | None = getattr(getattr(source, "config", None), "to_dict", None)
+    return reader() if reader else {}

@@ -1,0 +1,221 @@
+"""`qarl verify logprobs`: figures by hand, faults planted into dumps of models that really sample,
+and dumps that are refused.
+
+Blind spot: the models are random, with two layers. Rounding of large models is larger; `--floor`
+is for that.
+"""
+
+import json
+import math
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import qarl
+from qarl.cli.main import main
+from qarl.report.token_files import COMPLETION_COLUMNS, TOKEN_COLUMNS, TokenRows, write_step
+from tests.support.drawn_dumps import CLEAN, FAULTS, draw_dump
+from tests.support.profiles import examples
+
+
+def write(folder: Path, rows: list[dict[str, Any]], name: str = "dump.jsonl") -> Path:
+    """Write rows as JSON lines, or as Parquet if the name says so."""
+    file = folder / name
+    if file.suffix == ".parquet":
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        pq.write_table(pa.Table.from_pylist(rows), file)
+    else:
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def row(sampler: list[Any], trainer: list[Any], **columns: Any) -> dict[str, Any]:
+    """Return a row of a dump with different token ids."""
+    ids = list(range(len(sampler)))
+    return {
+        "completion_ids": ids,
+        "sampler_logprobs": sampler,
+        "trainer_logprobs": trainer,
+        **columns,
+    }
+
+
+@pytest.mark.parametrize("name", ["dump.jsonl", "dump.parquet"])
+def test_figures_are_those_computed_by_hand(tmp_path: Path, name: str):
+    """d is 0.5, -0.25 and 0; a token that the sampler did not sample counts nowhere."""
+    rows = [
+        row([-1.0, None, -0.75], [-0.5, -3.0, -1.0], advantage=1.0, age=0),
+        row([-2.0], [-2.0], advantage=-1.0, age=0),
+    ]
+    report = qarl.verify.logprobs(write(tmp_path, rows, name))
+    assert (report.completions, report.tokens) == (2, 3)
+    assert report.mean_abs == pytest.approx(0.25)
+    assert report.max_abs == pytest.approx(0.5)
+    assert report.equal == pytest.approx(1 / 3)
+    assert report.k1 == pytest.approx(-0.25 / 3)
+    assert report.k2 == pytest.approx((0.125 + 0.03125) / 3)
+    k3 = (math.exp(0.5) - 1.5) + (math.exp(-0.25) - 0.75)
+    assert report.k3 == pytest.approx(k3 / 3)
+    # exp(0.5) > 1.2 with a positive advantage is clipped; exp(-0.25) < 0.8 with one is not
+    assert report.outside_clip == pytest.approx(2 / 3)
+    assert report.phantom == pytest.approx(1 / 3)
+
+
+def test_a_dump_of_many_batches_has_the_figures_of_its_rows(tmp_path: Path):
+    """Files are read in batches of 256 completions; figures do not depend on where these end."""
+    rng = random.Random(3)
+    rows = [row([-1.0, -0.5], [-1.0 - rng.random() / 50, -0.5]) for _ in range(600)]
+    distances = [abs(each["trainer_logprobs"][0] + 1.0) for each in rows]
+    halves = [write(tmp_path, rows[:301], "a.jsonl"), write(tmp_path, rows[301:], "b.parquet")]
+    report = qarl.verify.logprobs(*halves)
+    assert report.completions == 600
+    assert report.mean_abs == pytest.approx(sum(distances) / 1200)
+    assert report.max_abs == pytest.approx(max(distances))
+
+
+@pytest.mark.parametrize("seed", range(examples(5 * len(FAULTS)) // len(FAULTS)))
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_named_and_no_other(tmp_path: Path, fault: str, seed: int):
+    drawn = draw_dump(random.Random(f"named-{fault}-{seed}"), fault, completions=24)
+    report = qarl.verify.logprobs(write(tmp_path, drawn.rows))
+    assert [cause.name for cause in report.faults] == [fault], (drawn.said, report.lines())
+    if "rows" in drawn.said:
+        assert report.faults[0].about == tuple(f"row {n}" for n in drawn.said["rows"])
+
+
+@pytest.mark.parametrize("seed", range(examples(5 * len(CLEAN)) // len(CLEAN)))
+@pytest.mark.parametrize("kind", CLEAN)
+def test_a_clean_dump_has_no_fault(tmp_path: Path, kind: str, seed: int):
+    drawn = draw_dump(random.Random(f"clean-{kind}-{seed}"), kind, completions=24)
+    report = qarl.verify.logprobs(write(tmp_path, drawn.rows))
+    assert report.agrees, (drawn.said, report.lines())
+    assert (report.causes[0].name == "equal") == (kind == "equal")
+
+
+def test_a_temperature_is_estimated_and_its_side_named(tmp_path: Path):
+    """Contract: tokens are drawn from one side's log-probs, and the mean ratio tells which."""
+    rng = random.Random(0)
+    while (drawn := draw_dump(rng, "temperature", completions=48)).said["raw"]:
+        pass
+    report = qarl.verify.logprobs(write(tmp_path, drawn.rows))
+    (cause,) = report.faults
+    estimate = float(cause.evidence.split("of about ")[1].split(";")[0].split()[0])
+    assert estimate == pytest.approx(drawn.said["temperature"], rel=0.15)
+
+
+def test_nothing_is_called_equal_that_was_not_compared(tmp_path: Path, capsys):
+    """Every log-prob of the trainer is null."""
+    dump = write(tmp_path, [row([-1.0, -2.0], [None, None])] * 2)
+    report = qarl.verify.logprobs(dump)
+    assert report.tokens == 0
+    assert not any(cause.name == "equal" for cause in report.causes)
+    assert "no token has log-probs of both sides" in report.unchecked
+    with pytest.raises(AssertionError, match="not compared"):
+        qarl.verify.assert_agreement(report, complete=True)
+
+
+def test_a_mistyped_optional_column_is_named(tmp_path: Path):
+    report = qarl.verify.logprobs(write(tmp_path, [row([-1.0], [-1.0], temprature=0.7)]))
+    assert any("temprature" in text for text in report.unchecked)
+
+
+def test_the_assertion_shows_the_causes(tmp_path: Path):
+    rows = [row([-1.0] * 8, [-2.0 + n / 99] * 8) for n in range(8)]
+    report = qarl.verify.logprobs(write(tmp_path, rows))
+    with pytest.raises(qarl.verify.DisagreementError, match="log-probs disagree"):
+        qarl.verify.assert_agreement(report)
+
+
+def test_token_files_of_a_run_are_a_dump(tmp_path: Path):
+    """The folder `tokens` of a run: environment tokens have no log-prob by the sampler."""
+    lengths = [3, 2]
+    completions: dict[str, list[Any]] = {name: [None, None] for name in COMPLETION_COLUMNS}
+    completions |= {"age": [0, 1], "prompt_token_ids": [[1, 2], [3]], "worst_token": [0, 0]}
+    tokens = {name: np.full(5, np.nan) for name in TOKEN_COLUMNS}
+    tokens |= {
+        "token_id": np.arange(5),
+        "token": np.array(list("abcde"), dtype=object),
+        "weight_version": np.array([4, 4, 4, 3, 3]),
+        "sampler_logprob": np.array([-1.0, np.nan, -1.0, -2.0, -2.0]),
+        "learner_logprob": np.array([-1.0, -4.0, -1.5, -2.0, -2.0]),
+        "clip": np.full(5, -1),
+        "improbable": np.zeros(5, dtype=bool),
+        "repeated": np.zeros(5, dtype=bool),
+    }
+    write_step(tmp_path / "tokens", 3, TokenRows(completions, tokens, lengths), 2)
+    report = qarl.verify.logprobs(tmp_path)
+    assert (report.tokens, report.max_abs) == (4, 0.5)
+    assert [each.label for each in report.by_age] == ["0", "1"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([{"completion_ids": [1], "sampler_logprob": [-1]}], ["sampler_logprobs", "did you mean"]),
+        ([row([-1.0, -1.0], [-1.0])], ["trainer_logprobs has 1 values", "prepend"]),
+        (
+            [row([-1.0], [-1.0, -1.0, -1.0], prompt_ids=[5, 6])],
+            ["2 prompt_ids", "cut the first 2"],
+        ),
+        ([row([-1.0], [float("nan")])], ["row 0, token 0", "nan", "null"]),
+        ([row([float("-inf")], [-1.0])], ["-inf", "top_k"]),
+        ([row([-1.0, 0.3], [-1.0, -1.0])], ["0.3, above 0", "logarithms"]),
+        ([row(["-1"], [-1.0])], ["'-1'", "numbers"]),
+        ([row([-1.0], [-1.0], temperature="hot")], ["temperature is 'hot'", "finite number"]),
+        ([{**row([-1.0], [-1.0]), "completion_ids": [0.5]}], ["0.5", "whole numbers"]),
+        ([], ["no completion"]),
+    ],
+)
+def test_bad_rows_are_refused_with_their_remedy(tmp_path: Path, rows: list, words: list[str]):
+    with pytest.raises(qarl.verify.VerifyInputError) as error:
+        qarl.verify.logprobs(write(tmp_path, rows))
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_bad_files_are_refused_with_status_2(tmp_path: Path, capsys):
+    (tmp_path / "cut.parquet").write_bytes(b"PAR1 and then nothing")
+    (tmp_path / "text.csv").write_text("a,b\n")
+    (tmp_path / "broken.jsonl").write_text("{\n")
+    (tmp_path / "empty").mkdir()
+    expected = {
+        "cut.parquet": "cannot be read",
+        "text.csv": "must be Parquet or JSON lines",
+        "broken.jsonl": "line 1 is not JSON",
+        "empty": "has no dump",
+        "nowhere": "does not exist",
+    }
+    for name, words in expected.items():
+        assert main(["verify", "logprobs", str(tmp_path / name), "--report"]) == 2, name
+        assert words in " ".join(capsys.readouterr().err.split()), name
+
+
+def test_the_status_says_whether_both_agree(tmp_path: Path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    clean = write(tmp_path, [row([-1.0] * 8, [-1.0] * 8)] * 4, "clean.jsonl")
+    wrong = write(tmp_path, [row([-1.0] * 8, [-1.5] * 8)] * 4, "wrong.jsonl")
+    assert main(["verify", "logprobs", str(clean)]) == 0
+    assert main(["verify", "logprobs", str(wrong), "--report"]) == 0
+    target = tmp_path / "report.json"
+    assert main(["verify", "logprobs", str(wrong), "--json", str(target)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    written = json.loads(target.read_text())
+    assert (written["agrees"], written["mean_abs"]) == (False, 0.5)
+    assert main(["verify", "logprobs", str(clean), "--clip", "1.2"]) == 2
+    assert "two ratios" in capsys.readouterr().err
+
+
+def test_importing_the_package_imports_no_library():
+    code = (
+        "import sys, qarl, qarl.verify; qarl.verify.assert_agreement; print([m for m in ('torch',"
+        " 'vllm', 'transformers', 'numpy', 'pyarrow') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
