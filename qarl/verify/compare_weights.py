@@ -6,6 +6,7 @@ Axes: O output rows, I input columns, Q quantization groups.
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -244,7 +245,8 @@ def _fault(name: str, evidence: str, about: str, remedy: str = "") -> Cause:
 
 def _has_codes(side: Side, layer: str) -> bool:
     if side.effective:
-        return side.quantization is not None and side.quantization.scheme(layer) is not None
+        quantized = side.quantization is not None and _is_linear(side, layer)
+        return quantized and side.quantization.scheme(layer) is not None
     return any(leaf in side.layers[layer] for leaf in CODES)
 
 
@@ -327,8 +329,11 @@ def _masters(
 ) -> str:
     """Return how masters [O, I] and the values of an engine's codes agree, or "different"."""
     casts = [master, *(master.to(d) for d in (torch.bfloat16, torch.float16) if d != master.dtype)]
-    for cast in casts:
-        codes = rounded(cast, scheme, _scale_dtype(tensors), layer)
+    stored_as = (_scale_dtype(tensors),)
+    if effective:
+        stored_as = (torch.bfloat16, torch.float16, torch.float32)
+    for cast, dtype in product(casts, stored_as):
+        codes = rounded(cast, scheme, dtype, layer)
         if codes is None:
             continue
         if effective:

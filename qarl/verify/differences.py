@@ -132,9 +132,11 @@ def _rearranged(
     for axis, word in ((0, "rows"), (1, "columns")):
         a, b = (trainer, engine) if axis == 0 else (trainer.T, engine.T)
         order = _permutation(a, b)
-        if order is None or distance(a, b[order]) > bound:
+        if order is None:
             continue
         moved = int((order != torch.arange(len(order))).sum())
+        if not moved or distance(a, b[order]) > min(bound, distance(a, b) / 2):
+            continue
         text = f"{moved} of {len(order)} {word} are in another order"
         remedy = "write the layer's rows in the order of transformers' checkpoint"
         if axis == 0 and _is_rotary(order, layer, config):
