@@ -108,7 +108,8 @@ def main(arguments: Sequence[str]) -> int:
     for kind in (*faults, *clean):
         draws = known.clean if kind in clean else known.faults
         rows.append(measure(known.form, kind, draws, known.seed))
-        print(rows[-1], flush=True)
+        sys.stdout.write(f"{rows[-1]}\n")
+        sys.stdout.flush()
     data = [dataclasses.asdict(row) for row in rows]
     write_json(known.json, record([*arguments], data, "python -m benchmarks.verify"))
     return 0

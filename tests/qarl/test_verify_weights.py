@@ -1,0 +1,230 @@
+"""`qarl verify weights`: faults planted into checkpoints of random models, names of other
+frameworks, and checkpoints that are refused.
+
+Blind spot: the models are random, so that no two matrices resemble each other, and small. Codes of
+GPTQ or AWQ are told from stale ones by nobody here.
+"""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import qarl
+from qarl.cli.main import main
+from qarl.configs.errors import ModelError
+from qarl.quant.materialize import materialize
+from qarl.quant.schemes import get_scheme
+from qarl.verify.names import stripped
+from tests.support.drawn_checkpoints import (
+    CLEAN,
+    FAULTS,
+    codes,
+    draw_pair,
+    linears,
+    masters,
+    quantization,
+    read,
+    write,
+)
+from tests.support.profiles import examples
+
+
+def pair(folder: Path, scheme: str = "w4a16-g64", family: str = "llama") -> tuple[Path, Path]:
+    """Write masters of a random model and their codes; return both folders."""
+    source = folder / "masters"
+    masters(source, random.Random(0), torch.float32, family)
+    tensors = read(source)
+    engine = write(
+        folder / "engine",
+        source,
+        codes(tensors, scheme),
+        quantization_config=quantization(tensors, scheme),
+    )
+    return source, engine
+
+
+def change(engine: Path, **settings: Any) -> None:
+    """Change settings of a folder's config.json."""
+    file = engine / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+
+
+@pytest.mark.parametrize("seed", range(examples(5 * len(FAULTS)) // len(FAULTS)))
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_named_and_no_other(tmp_path: Path, fault: str, seed: int):
+    rng = random.Random(f"named-{fault}-{seed}")
+    torch.manual_seed(seed)
+    drawn = draw_pair(tmp_path, rng, fault)
+    report = qarl.verify.weights(drawn.trainer, drawn.engine, drawn.config)
+    assert [cause.name for cause in report.faults] == [fault], (drawn.said, report.lines())
+    if "layer" in drawn.said:
+        places = report.faults[0].about
+        assert any(name.startswith(drawn.said["layer"]) for name in places), places
+
+
+@pytest.mark.parametrize("seed", range(examples(5 * len(CLEAN)) // len(CLEAN)))
+@pytest.mark.parametrize("kind", CLEAN)
+def test_a_clean_pair_has_no_fault(tmp_path: Path, kind: str, seed: int):
+    rng = random.Random(f"clean-{kind}-{seed}")
+    drawn = draw_pair(tmp_path, rng, kind)
+    report = qarl.verify.weights(drawn.trainer, drawn.engine, drawn.config)
+    assert report.agrees, (drawn.said, report.lines())
+    assert len(report.layers) > 20  # two decoder layers, head, embedding and norms
+
+
+def test_codes_of_these_masters_are_told_from_merely_nearest_ones(tmp_path: Path):
+    """Scales that are 2 % larger than the masters' own still make every code the nearest one."""
+    source, engine = pair(tmp_path)
+    layer = "model.layers.1.mlp.up_proj"
+    tensors = read(engine)
+    master = read(source)[f"{layer}.weight"]
+    scale = (tensors[f"{layer}.weight_scale"].float() * 1.02).to(torch.bfloat16)
+    kept = materialize(master, get_scheme("w4a16-g64"), torch.bfloat16, scale=scale)
+    tensors |= {f"{layer}.{leaf}": value for leaf, value in kept.tensors()}
+    save_file(tensors, engine / "model.safetensors")
+    states = {each.name: each.state for each in qarl.verify.weights(source, engine).layers}
+    assert states[layer] == "nearest codes under other scales"
+    assert states["model.layers.0.mlp.up_proj"] == "codes of these masters, bit for bit"
+
+
+def test_one_code_that_is_not_the_nearest_is_a_fault(tmp_path: Path):
+    source, engine = pair(tmp_path)
+    tensors = read(engine)
+    tensors["model.layers.0.mlp.up_proj.weight_packed"][3, 5] ^= 4
+    save_file(tensors, engine / "model.safetensors")
+    (cause,) = qarl.verify.weights(source, engine).faults
+    assert (cause.name, cause.about) == ("stale", ("model.layers.0.mlp.up_proj",))
+
+
+def test_what_the_trainer_means_is_not_guessed(tmp_path: Path):
+    """Contract: without --config nothing is said of ignore lists, and the report says so."""
+    source, engine = pair(tmp_path)
+    report = qarl.verify.weights(source, engine)
+    assert any("give --config" in text for text in report.unchecked)
+    meant = tmp_path / "quantization.json"
+    meant.write_text(json.dumps(quantization(read(source), "w4a16-g64")))
+    assert not qarl.verify.weights(source, engine, meant).unchecked
+
+
+def test_rotary_pairs_in_another_order_are_named(tmp_path: Path):
+    """Rows 2i and 2i + 1 of a head hold a pair, in place of rows i and i + 16 of 32."""
+    source, engine = pair(tmp_path)
+    tensors = read(source)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    heads = tensors[name].view(4, 2, 16, 128)
+    tensors[name] = heads.transpose(1, 2).reshape(128, 128).contiguous()
+    save_file(tensors, source / "model.safetensors")
+    (cause,) = qarl.verify.weights(source, engine).faults
+    assert cause.name == "permuted"
+    assert "interleaved rotary pairs" in cause.evidence
+
+
+def test_stacked_experts_are_compared_one_by_one(tmp_path: Path):
+    """transformers holds a layer's experts as one tensor in memory: [E, 2F, H] and [E, H, F]."""
+    source, engine = pair(tmp_path, "w8a8", "qwen3-moe")
+    tensors = read(source)
+    stacked = {name: value for name, value in tensors.items() if ".experts." not in name}
+    for layer in (0, 1):
+        prefix = f"model.layers.{layer}.mlp.experts"
+        parts = {
+            leaf: torch.stack([tensors[f"{prefix}.{n}.{leaf}.weight"] for n in range(4)])
+            for leaf in ("gate_proj", "up_proj", "down_proj")
+        }
+        stacked[f"{prefix}.gate_up_proj"] = torch.cat([parts["gate_proj"], parts["up_proj"]], 1)
+        stacked[f"{prefix}.down_proj"] = parts["down_proj"]
+    assert qarl.verify.weights(stacked, engine).agrees
+    stacked["model.layers.1.mlp.experts.down_proj"] = parts["down_proj"][[0, 2, 1, 3]]
+    (cause,) = qarl.verify.weights(stacked, engine).faults
+    assert cause.name == "expert-order"
+    assert cause.about == tuple(f"model.layers.1.mlp.experts.{n}.down_proj" for n in (1, 2))
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        "module.model.layers.0.mlp.up_proj.weight",
+        "_orig_mod.module.model.layers.0.mlp.up_proj.weight",
+        "_fsdp_wrapped_module.model.layers.0._fsdp_wrapped_module.mlp.up_proj.weight",
+        "base_model.model.model.layers.0.mlp.up_proj.base_layer.weight",
+        "model.language_model.layers.0.mlp.up_proj.weight",
+        "language_model.model.layers.0.mlp.up_proj.weight",
+    ],
+)
+def test_wrappers_are_stripped(wrapped: str):
+    assert stripped(wrapped) == "model.layers.0.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (["decoder.layers.0.self_attention.linear_qkv.weight"], ["Megatron", "q_proj, k_proj"]),
+        (["_fsdp_wrapped_module._flat_param"], ["FSDP", "FULL_STATE_DICT"]),
+        (["model.layers.0.mlp.up_proj.lora_A.default.weight"], ["merge"]),
+        (["model.layers.0.mlp.up_proj.qweight"], ["another format", "compressed-tensors"]),
+        (["other.weight"], ["no layer has the same name", "other"]),
+        (["model.norm.weight", "module.model.norm.weight"], ["are both 'model.norm.weight'"]),
+    ],
+)
+def test_names_that_cannot_be_read_are_refused(tmp_path: Path, names: list[str], words: list[str]):
+    _, engine = pair(tmp_path)
+    with pytest.raises(qarl.verify.VerifyInputError) as error:
+        qarl.verify.weights({name: torch.ones(4) for name in names}, engine)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_fused_rows_without_a_number_of_heads_are_refused(tmp_path: Path):
+    tensors = {"model.layers.0.self_attn.qkv_proj.weight": torch.ones(12, 4)}
+    with pytest.raises(qarl.verify.VerifyInputError, match="num_attention_heads is unknown"):
+        qarl.verify.weights(tensors, {"model.norm.weight": torch.ones(4)})
+
+
+def test_unusable_folders_are_refused_with_status_2(tmp_path: Path, capsys):
+    source, engine = pair(tmp_path)
+
+    def refused(words: str, *options: str) -> None:
+        assert main(["verify", "weights", str(source), str(engine), "--report", *options]) == 2
+        assert words in " ".join(capsys.readouterr().err.split())
+
+    refused("cannot be read", "--config", str(tmp_path / "nowhere.json"))
+    change(engine, quantization_config={"quant_method": "gptq", "bits": 4})
+    refused("quantization format 'gptq' is unknown")
+    change(engine, quantization_config={"quant_method": "compressed-tensors", "format": "zip"})
+    refused("compressed-tensors refuses")
+    file = engine / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    refused("cut short")
+    assert main(["verify", "weights", str(source), str(tmp_path / "gone")]) == 2
+    assert "does not exist" in capsys.readouterr().err
+    with pytest.raises(ModelError, match="has no config"):
+        qarl.verify.weights(source, tmp_path)
+
+
+def test_codes_without_a_scheme_are_refused(tmp_path: Path):
+    source, engine = pair(tmp_path)
+    file = engine / "config.json"
+    settings = json.loads(file.read_text())
+    del settings["quantization_config"]
+    file.write_text(json.dumps(settings))
+    with pytest.raises(qarl.verify.VerifyInputError, match="no quantization_config"):
+        qarl.verify.weights(source, engine)
+
+
+def test_the_status_and_the_table(tmp_path: Path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    source, engine = pair(tmp_path)
+    count = len([n for n in linears(read(source)) if n != "lm_head"])
+    assert main(["verify", "weights", str(source), str(engine)]) == 0
+    out = capsys.readouterr().out
+    assert f"{count} int4 group 64" in " ".join(out.split())
+    assert f"{count}  codes of these masters, bit for bit" in out
+    change(engine, rms_norm_eps=0.5)
+    report = tmp_path / "report.json"
+    assert main(["verify", "weights", str(source), str(engine), "--json", str(report)]) == 1
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+    assert json.loads(report.read_text())["causes"][0]["name"] == "settings"
+    assert main(["verify", "weights", str(source), str(engine), "--report"]) == 0
