@@ -172,7 +172,9 @@ def test_longrope_is_refused_with_a_remedy_that_computes_the_same(kind: str, tmp
     changed = tmp_path / "changed"
     changed.mkdir()
     (changed / "config.json").write_text(json.dumps(config))
-    check_rotary(changed)
+    check_rotary(changed, 64)
+    with pytest.raises(ModelError, match=r"rollout\.max_new_tokens within 64"):
+        check_rotary(changed, 65)
     tokens = some_tokens(T=64)
     logits = []
     for folder in (tmp_path, changed):

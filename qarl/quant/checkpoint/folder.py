@@ -94,7 +94,7 @@ def check_folder(folder: Path, tokens: int) -> None:
     """
     check_model(folder)
     check_context(folder, tokens)
-    check_rotary(folder)
+    check_rotary(folder, tokens)
     check_windows(folder, tokens)
     _check_tokenizer(folder)
     tensor_shapes(folder)
@@ -181,10 +181,13 @@ def embedding_rows(folder: Path) -> int | None:
     return rows if isinstance(rows, int) else None
 
 
-def check_rotary(folder: Path) -> None:
+def check_rotary(folder: Path, tokens: int = 0) -> None:
     """Raise `ModelError` if rotary frequencies depend on the longest sequence computed together.
 
     A token's log-prob would then depend on what it is packed with, and differ from the engine's.
+
+    tokens: number of tokens of prompt and completion together. LongRoPE with equal factors is
+    constant, and vLLM computes it so, up to the original number of positions.
     """
     config = _text_config(folder)
     settings = [config.get("rope_scaling"), config.get("rope_parameters")]
@@ -196,7 +199,7 @@ def check_rotary(folder: Path) -> None:
             continue
         remedy = _dynamic_remedy(config, rope)
         if kind != "dynamic":
-            if _equal_factors(rope):
+            if _equal_factors(rope) and tokens <= _original_length(config, rope):
                 continue
             remedy = _longrope_remedy(config, rope)
         raise ModelError(
@@ -229,16 +232,22 @@ def _equal_factors(rope: dict[str, Any]) -> bool:
     return factors_equal and rope.get("short_mscale") == rope.get("long_mscale")
 
 
+def _original_length(config: dict[str, Any], rope: dict[str, Any]) -> float:
+    """Return LongRoPE's original number of positions; 0 if it is not given."""
+    name = "original_max_position_embeddings"
+    length = rope.get(name, config.get(name, 0))
+    return length if isinstance(length, int | float) else 0
+
+
 def _longrope_remedy(config: dict[str, Any], rope: dict[str, Any]) -> str:
     """Return the change to config.json that makes LongRoPE constant.
 
     Removing it would change the model at every length, because it scales attention, too.
     """
-    name = "original_max_position_embeddings"
-    length = rope.get(name, config.get(name, "(not given here)"))
+    length = _original_length(config, rope)
     return (
-        f"where sequences stay within {name} {length}, set long_factor to the values of"
-        " short_factor in its config.json, which computes the same there, and keep"
+        f"where sequences stay within original_max_position_embeddings {length}, set long_factor to"
+        " the values of short_factor in its config.json, which computes the same there, and keep"
         f" rollout.max_prompt_tokens + rollout.max_new_tokens within {length}; do not remove"
         " rope_scaling, which also scales attention"
     )
