@@ -45,7 +45,7 @@ def output_line(process: "subprocess.Popen[str]") -> str:
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_the_first_signal_lets_the_step_finish(number: int):
+def test_the_first_signal_lets_the_step_finish(number: signal.Signals):
     process = started(STEPS, "0")
     assert output_line(process) == "ready"
     process.send_signal(number)
