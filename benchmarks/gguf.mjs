@@ -2,8 +2,9 @@
 //
 //   node gguf.mjs REQUEST ANSWER        from a folder in which node-llama-cpp is installed
 //
-// REQUEST: {"model": file, "threads": n, "texts": [text], "prompts": [[id]], "answer_tokens": n, "sequences": [[id]]}
-// ANSWER:  {"llama_cpp": release, "tokens": [[id]], "answers": [[id]], "logprobs": [[nats of sequence[1:]]]}
+// REQUEST: {"model": file, "threads": n, "texts": [text], "prompts": [[id]], "answer_tokens": n, "context": n,
+//           "sequences": [[id]], "starts": [index of the first token that is scored]}
+// ANSWER:  {"llama_cpp": release, "tokens": [[id]], "answers": [[id]], "logprobs": [[nats of sequence[start:]]]}
 import {readFile, writeFile} from "node:fs/promises";
 import {createRequire} from "node:module";
 import path from "node:path";
@@ -35,11 +36,17 @@ for (const prompt of request.prompts) {
 }
 
 const logprobs = [];
-for (const ids of request.sequences) {
+for (const [number, ids] of request.sequences.entries()) {
     await sequence.clearHistory();
-    const input = ids.slice(0, -1).map((id) => [id, {generateNext: {probabilities: true, options: {temperature: 0}}}]);
+    const start = request.starts[number];
+    const scored = (index) => index >= start - 1;
+    const options = {generateNext: {probabilities: true, options: {temperature: 0}}};
+    const input = ids.slice(0, -1).map((id, index) => scored(index) ? [id, options] : id);
     const outputs = await sequence.controlledEvaluate(input);
-    logprobs.push(outputs.map((output, index) => Math.log(output.next.probabilities.get(ids[index + 1]))));
+    const scores = [];
+    for (let index = start - 1; index < ids.length - 1; index++)
+        scores.push(Math.log(outputs[index].next.probabilities.get(ids[index + 1])));
+    logprobs.push(scores);
 }
 
 await writeFile(answerFile, JSON.stringify({llama_cpp: llama.llamaCppRelease.release, tokens, answers, logprobs}));

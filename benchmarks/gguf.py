@@ -1,6 +1,6 @@
 """`python -m benchmarks.gguf EXPORT GGUF --node FOLDER`: llama.cpp beside the engine and fp32.
 
-The engine (vLLM) and llama.cpp answer the same questions greedily. Then the engine's sequences are
+The engine (vLLM) and llama.cpp answer the same questions greedily. Then the engine's answers are
 scored by both, and by transformers in fp32 with the export's dequantized weights, which is nearest
 to exact arithmetic. Token ids of drawn texts are compared as well.
 
@@ -155,15 +155,15 @@ def measure(export: Path, file: Path, node: Path, threads: int) -> dict[str, Any
             "prompts": prompts,
             "answer_tokens": TOKENS,
             "sequences": sequences,
+            "starts": [len(prompt) for prompt in prompts],
         },
     )
     exact = from_fp32(export, sequences)
-    # log-probs of the answers alone: a policy is asked for these
-    starts = [len(prompt) - 1 for prompt in prompts]
-
-    def of_answers(rows: list[list[float]]) -> list[list[float]]:
-        return [row[start:] for row, start in zip(rows, starts, strict=True)]
-
+    # log-probs begin with the second token of a sequence
+    engine, exact = (
+        [row[len(prompt) - 1 :] for row, prompt in zip(rows, prompts, strict=True)]
+        for rows in (engine, exact)
+    )
     ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
     pairs = {
         "llama.cpp and vLLM": (llama["logprobs"], engine),
@@ -181,13 +181,7 @@ def measure(export: Path, file: Path, node: Path, threads: int) -> dict[str, Any
         "equal_answers": sum(a == b for a, b in zip(answers, llama["answers"], strict=True)),
         "equal_tokens": sum(_common(a, b) for a, b in zip(answers, llama["answers"], strict=True)),
         "answer_tokens": sum(map(len, answers)),
-        "pairs": {
-            name: {
-                "all": differences(one, other),
-                "answers": differences(of_answers(one), of_answers(other)),
-            }
-            for name, (one, other) in pairs.items()
-        },
+        "pairs": {name: differences(one, other) for name, (one, other) in pairs.items()},
         "answers": [
             {
                 "question": question,
@@ -213,7 +207,7 @@ def main() -> None:
     parser.add_argument("export", type=Path, help="export folder")
     parser.add_argument("gguf", type=Path, help="GGUF file of that export")
     parser.add_argument("--node", type=Path, required=True, help="folder with node-llama-cpp")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1, help="threads of llama.cpp")
     parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
     quiet_libraries()

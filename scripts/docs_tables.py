@@ -603,26 +603,17 @@ def launches(rows: list[dict[str, Any]]) -> str:
 
 def gguf(files: list[dict[str, Any]]) -> str:
     """Return the table of `python -m benchmarks.gguf`: a row for each pair of runtimes."""
-    head = (
-        "scheme",
-        "of the same tokens",
-        r"mean \|Δ log p\|",
-        "max",
-        "answers alone: mean",
-        "max",
-    )
-    lines = [line(head), "|---|---|---:|---:|---:|---:|"]
+    head = ("scheme", "answers scored by", "tokens", r"mean \|Δ log p\|", r"max \|Δ log p\|")
+    lines = [line(head), "|---|---|---:|---:|---:|"]
     for file in files:
         for name, figures in file["pairs"].items():
-            pairs = [
-                figures[part][key] for part in ("all", "answers") for key in ("mean_abs", "max_abs")
-            ]
-            lines.append(line((file["scheme"], name, *(f"{value:.2g}" for value in pairs))))
+            moved = (f"{figures[key]:.2g}" for key in ("mean_abs", "max_abs"))
+            lines.append(line((file["scheme"], name, str(figures["tokens"]), *moved)))
     facts = [
         f"{file['scheme']}, llama.cpp {file['llama_cpp']}: {file['equal_texts']} of {file['texts']}"
-        f" drawn texts have equal token ids; {file['equal_answers']} of {file['questions']} greedy"
-        f" answers are equal to the last token, {file['equal_tokens']} of {file['answer_tokens']}"
-        " tokens before the first that differs."
+        f" drawn texts have equal token ids. {file['equal_answers']} of {file['questions']} greedy"
+        f" answers are equal to the last token; {file['equal_tokens']} of {file['answer_tokens']}"
+        " tokens come before the first that differs."
         for file in files
     ]
     return "\n".join(lines) + "\n\n" + "\n".join(facts) + "\n"
