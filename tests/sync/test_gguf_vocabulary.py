@@ -82,7 +82,7 @@ def test_an_unknown_one_is_refused_with_the_known_names(
 
 def test_tokens_have_their_ids_types_and_merges(tmp_path: Path):
     """Rows of the embedding without a token are named and unused."""
-    tokenizer = byte_level(GPT2)
+    tokenizer: Any = byte_level(GPT2)
     tokenizer.add_tokens([AddedToken("<tool>", special=False, normalized=False)])
     vocabulary = saved(tokenizer, tmp_path)
     assert len(vocabulary.tokens) == len(vocabulary.types) == VOCABULARY
@@ -98,14 +98,14 @@ def test_tokens_have_their_ids_types_and_merges(tmp_path: Path):
 
 
 def test_a_token_without_a_row_of_the_embedding_is_refused(tmp_path: Path):
-    tokenizer = byte_level(GPT2)
+    tokenizer: Any = byte_level(GPT2)
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(GgufError, match=f"has token {len(tokenizer) - 1} .*only 300 rows"):
         read_vocabulary(tmp_path, 300)
 
 
 def test_a_token_that_removes_spaces_is_refused(tmp_path: Path):
-    tokenizer = byte_level(GPT2)
+    tokenizer: Any = byte_level(GPT2)
     tokenizer.add_tokens([AddedToken("<mask>", lstrip=True)])
     with pytest.raises(GgufError, match="its token '<mask>' removes spaces"):
         saved(tokenizer, tmp_path)

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from gguf import GGUFWriter, TokenType
 from transformers import AutoTokenizer
@@ -141,7 +141,7 @@ def read_vocabulary(folder: Path, rows: int) -> Vocabulary:
     )
 
 
-def _refuse(folder: Path, what: str) -> Any:
+def _refuse(folder: Path, what: str) -> NoReturn:
     known = ", ".join([*_PRE_TOKENIZERS.values(), "llama (SentencePiece)"])
     raise GgufError(
         f"the tokenizer of {str(folder)!r} is none that QaRL knows in llama.cpp: {what}. Known are"
@@ -184,7 +184,7 @@ def _pre_tokenizer(folder: Path, tree: Mapping[str, Any]) -> str:
     name = _PRE_TOKENIZERS.get((tuple(steps), bool(tree["model"].get("ignore_merges"))))
     if name is None:
         _refuse(folder, f"its pre-tokenizer is {_shown(tree['pre_tokenizer'])}")
-    return str(name)
+    return name
 
 
 def _sentencepiece_space(folder: Path, tree: Mapping[str, Any]) -> bool:
