@@ -301,6 +301,25 @@ def line(cells: tuple[str, ...]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def verify(rows: list[dict[str, Any]]) -> str:
+    """Return the table of `python -m benchmarks.verify`."""
+    lines = [line(("kind", "", "right", "drawn", "named in the others")), "|---|---|---:|---:|---|"]
+    for row in rows:
+        cells = (
+            row["kind"],
+            "clean" if row["clean"] else "fault",
+            str(row["right"]),
+            str(row["drawn"]),
+            ", ".join(row["named_otherwise"]) or "–",
+        )
+        lines.append(line(cells))
+    for clean, word in ((False, "faults"), (True, "clean")):
+        of_kind = [row for row in rows if row["clean"] == clean]
+        right, drawn = (str(sum(row[name] for row in of_kind)) for name in ("right", "drawn"))
+        lines.append(line((f"**all {word}**", "", right, drawn, "")))
+    return "\n".join(lines) + "\n"
+
+
 def schemes(data: dict[str, Any]) -> str:
     """Return the table of `qarl bench schemes`: the deployed model and training's last steps."""
 
@@ -637,6 +656,7 @@ TABLES: dict[str, Callable[[Any], str]] = {
     "server_faults": server_faults,
     "precision-gap": precision_gap,
     "gguf": gguf,
+    "verify": verify,
 }
 """Benchmark → function that makes its table."""
 

@@ -80,8 +80,8 @@ class WeightsReport(Report):
         """Return the report as lines of at most `width` characters."""
         schemes = Counter(layer.engine_scheme for layer in self.layers)
         states = Counter(layer.state for layer in self.layers)
-        held = ", ".join(f"{count} {scheme}" for scheme, count in schemes.most_common())
-        lines = wrapped(f"{len(self.layers)} layers compared; the engine holds: ", held, width)
+        by_scheme = ", ".join(f"{count} {scheme}" for scheme, count in schemes.most_common())
+        lines = wrapped(f"{len(self.layers)} layers compared; the engine holds: ", by_scheme, width)
         lines += [f"  {count:>6}  {state}" for state, count in states.most_common()]
         return lines + outcome_lines(self, width)
 

@@ -154,11 +154,11 @@ def dequantized(
 
     tensors: by their names in the layer, such as "weight_packed".
     """
-    wide = {
+    as_fp32 = {
         name: tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
         for name, tensor in tensors.items()
     }
-    return compressor(scheme, config).decompress(wide, scheme)["weight"].float()
+    return compressor(scheme, config).decompress(as_fp32, scheme)["weight"].float()
 
 
 def nearest(

@@ -35,7 +35,7 @@ SIZES: dict[str, Any] = {
     "head_dim": 32,
     "max_position_embeddings": 128,
 }
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES)),
@@ -182,7 +182,7 @@ def draw_dump(rng: random.Random, kind: str, completions: int = 40) -> Drawn:
     if kind in ("bfloat16", "float16"):
         scored = score(rounded(model, getattr(torch, kind)), prompts, ids)
     elif kind == "float32-order":
-        scored = score(rounded(model, torch.float64), prompts, ids)
+        scored = score(own, prompts, ids)  # sums in another order than one token at a time
     elif kind == "equal":
         scored = sampled.clone()
     drawn.said |= sampling | {"raw": raw}
