@@ -245,8 +245,10 @@ def _fault(name: str, evidence: str, about: str, remedy: str = "") -> Cause:
 
 def _has_codes(side: Side, layer: str) -> bool:
     if side.effective:
-        quantized = side.quantization is not None and _is_linear(side, layer)
-        return quantized and side.quantization.scheme(layer) is not None
+        quantization = side.quantization
+        if quantization is None or not _is_linear(side, layer):
+            return False
+        return quantization.scheme(layer) is not None
     return any(leaf in side.layers[layer] for leaf in CODES)
 
 

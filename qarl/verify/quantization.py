@@ -54,11 +54,11 @@ class Quantization:
             )
         try:
             config = QuantizationConfig.model_validate(dict(inner))
-            formats = {
-                config.format,
-                *(g.format for g in config.config_groups.values() if g.format),
-            }  # type: ignore[union-attr]
-            for name in formats - {CompressionFormat.mixed_precision.value}:
+            formats = {config.format}
+            for group in config.config_groups.values():
+                assert isinstance(group, QuantizationScheme)  # presets became schemes
+                formats.add(group.format or config.format)
+            for name in formats:
                 CompressionFormat(name)
         except (ValidationError, ValueError, NotImplementedError) as error:
             reason = str(error).strip().splitlines()
