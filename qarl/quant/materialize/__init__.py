@@ -28,11 +28,11 @@ from qarl.quant.materialize.cpu_dispatch import (
     materializer,
     quantize_on_cpu,
 )
-from qarl.quant.materialize.scales import check_scale, finite_absmax
+from qarl.quant.materialize.scales import check_scale, finite_absmax, stored_scale
 from qarl.quant.materialize.weight import LowBitWeight, empty
 from qarl.quant.runtime.compile import compiled
 from qarl.quant.runtime.shards import Shard
-from qarl.quant.schemes import Scheme, is_integer
+from qarl.quant.schemes import FP8_MAX, Scheme, is_integer
 
 __all__ = [
     "LowBitWeight",
@@ -77,8 +77,9 @@ def materialize(
 
     Raises:
         SchemeError: the scheme cannot hold the weight's shape, or is fp4 and the master is fp16.
-        PrecisionError: the weight is not finite, or its scale overflows `dtype`. Only the process
-            whose rows are refused raises it; `out` is not usable afterwards.
+        PrecisionError: the weight is not finite, or its scale overflows `dtype`. With a shard it
+            may be raised only by the process whose rows are refused; `out` is not usable
+            afterwards.
     """
     weight = weight.detach()
     if shard is not None:
@@ -124,6 +125,11 @@ def _in_all_processes(
     # The edges count rows of the shard's first axis, which are experts if the master is a stack.
     own_edges = shard.edges[shard.rank : shard.rank + 2]
     start, stop = (edge * full.shape[0] // shard.shape[0] for edge in own_edges)
+    if scheme.block is not None:
+        scheme.check_layer(layer, full.shape)
+        _quantize_blocks(rows, start, full, dtype, layer)
+        shard.gather(full.codes)
+        return full
     if start < stop:
         own_scale = None if scale is None else shard.rows(scale)
         materialize(rows, scheme, dtype, layer, fused, full.rows(start, stop), own_scale)
@@ -132,20 +138,49 @@ def _in_all_processes(
     return full
 
 
+def _quantize_blocks(
+    rows: torch.Tensor, start: int, full: LowBitWeight, dtype: torch.dtype, layer: str
+) -> None:
+    """Write this process's codes and all scales of a weight whose blocks processes may share.
+
+    A block's largest magnitude is a maximum over processes, so any rows can be quantized. A
+    collective call.
+
+    rows: this process's rows, which begin with row `start` of the weight.
+    """
+    assert full.scheme.block is not None
+    assert full.scale is not None
+    height, columns = full.scheme.block
+    maxima = rows.new_zeros((full.shape[0], full.scale.shape[1]))
+    own = slice(start, start + len(rows))
+    if len(rows):
+        maxima[own] = fp8.row_maxima(rows, columns)
+    largest = _over_processes(maxima.unflatten(0, (-1, height)).amax(dim=1))
+    scale = stored_scale(largest, FP8_MAX, dtype)
+    check_scale(largest, scale, layer)
+    full.scale.copy_(scale)
+    full.codes[own] = fp8.encode(rows, scale.repeat_interleave(height, dim=0)[own])
+
+
 def _global_absmax(weights: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """Return the largest magnitude in all processes' rows, [1]; infinity if one of them has a NaN.
 
     A collective call.
     """
     maxima = [weight.abs().amax() for weight in weights if weight.numel()]
-    if maxima:
-        largest = torch.stack(maxima).amax().to(torch.float32)
-    else:
-        largest = weights[0].new_zeros((), dtype=torch.float32)
+    largest = torch.stack(maxima).amax() if maxima else weights[0].new_zeros(())
+    return _over_processes(largest).reshape(1)
+
+
+def _over_processes(maxima: torch.Tensor) -> torch.Tensor:
+    """Return the largest value of each magnitude over all processes; infinity for a NaN.
+
+    A collective call.
+    """
     # A maximum over processes drops a NaN on some backends.
-    largest = torch.where(largest.isnan(), torch.inf, largest)
+    largest = torch.where(maxima.isnan(), torch.inf, maxima).to(torch.float32)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
-    return largest.to(weights[0].dtype).reshape(1)
+    return largest.to(maxima.dtype)
 
 
 def _empty_full_weight(

@@ -27,11 +27,23 @@ def quantize(
     Returns:
         Codes float8_e4m3fn [O, I], scales [P, Q] and absmax [P, Q].
     """
-    blocks = weight.reshape(weight.shape[0] // rows, rows, -1, columns).transpose(1, 2)
-    largest = absmax(blocks.flatten(2))
+    largest = row_maxima(weight, columns).unflatten(0, (-1, rows)).amax(dim=1)
     scale = stored_scale(largest, FP8_MAX, dtype)
-    codes = (blocks / scale[..., None, None]).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
-    return codes.transpose(1, 2).reshape(weight.shape), scale, largest
+    return encode(weight, scale.repeat_interleave(rows, dim=0)), scale, largest
+
+
+def row_maxima(weight: torch.Tensor, columns: int) -> torch.Tensor:
+    """Return the largest magnitude of each row in every block of columns, [O, Q]."""
+    return absmax(weight.unflatten(1, (-1, columns)))
+
+
+def encode(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Return weight / scale, clamped and rounded to the nearest e4m3, float8_e4m3fn [O, I].
+
+    scale: [O, Q], a row's scales of its blocks of columns.
+    """
+    blocks = weight.unflatten(1, (scale.shape[1], -1)) / scale.unsqueeze(-1)
+    return blocks.clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).flatten(1)
 
 
 def fp8_values(values: torch.Tensor) -> torch.Tensor:
