@@ -33,12 +33,11 @@ from qarl.bench.process import WorkerError
 from qarl.configs.schema.learner import LearnerConfig
 from qarl.learner.batching import make_batch
 from qarl.learner.learner import Learner
-from qarl.learner.optim.sharded import share_of
+from qarl.learner.optim.sharded import masters_mesh
 from qarl.learner.processes import Processes, join_processes, leave_processes
 from qarl.quant.checkpoint.load import load_masters
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.low_bit_model import LowBitModel
-from qarl.quant.runtime.shards import whole_shape
 from qarl.quant.schemes import get_scheme
 from qarl.report.tables import PlainTable
 
@@ -237,7 +236,7 @@ def _worker(folder: Path) -> None:
             stats = learner.learn(batch, 1)
         assert stats.updates == UPDATES
         mean = sum(processes.gathered(sent.bytes)) / processes.world
-        parameters = sum(whole_shape(p).numel() for p in learner.model.masters.values())
+        parameters = sum(p.numel() for p in learner.model.masters.values())
         masters_bytes = 4 * parameters
         rows.append(
             Traffic(**job, processes=processes.world, sent=round(mean), share=mean / masters_bytes)
@@ -265,7 +264,7 @@ def _learner(
         }
     )
     scheme = get_scheme(job["scheme"])
-    masters = load_masters(folder, torch.float32, share=share_of(config, processes, [scheme]))
+    masters = load_masters(folder, torch.float32, mesh=masters_mesh(config, processes))
     learner = Learner(
         LowBitModel(masters, scheme, LayerContext(torch.bfloat16, "reference")),
         config,

@@ -129,10 +129,6 @@ UPSTREAM = {
     ],
     "schedule is dumped": ["vllm/v1/engine/core.py", "dump_engine_exception("],
     "hub asked six times": ["huggingface_hub/utils/_http.py", "    max_retries: int = 5,"],
-    "files are read whole": [
-        "transformers/modeling_utils.py",
-        "= _load_state_dict_into_zero3_model(model, state_dict",
-    ],
 }
 """Fault → the library's file, and the text in it that makes the workaround necessary."""
 

@@ -20,6 +20,7 @@ from qarl.configs.words import few
 from qarl.learner.logprobs import token_logprobs
 from qarl.learner.processes import Processes, is_lost_process
 from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.runtime.shards import own_rows
 
 _TOKENS = 8
 """Length of the sequence that is differentiated."""
@@ -69,7 +70,7 @@ def _unreached(model: LowBitModel, processes: Processes) -> set[str]:
     trained = {name: master for name, master in model.masters.items() if master.requires_grad}
     zeros_count = bool(model.adapted)
     reached_here = [
-        master.grad is not None and (zeros_count or bool(master.grad.any()))
+        master.grad is not None and (zeros_count or bool(own_rows(master.grad).any()))
         for master in trained.values()
     ]
     # The number of processes in which a gradient reaches each master.
@@ -89,21 +90,22 @@ def _zeros_replaced(model: LowBitModel) -> Iterator[None]:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, master in model.loaded.items():
-            zero = master == 0
+            rows = own_rows(master)
+            zero = rows == 0
             if not zero.any():
                 continue
-            own[name] = (zero, master[zero])
-            largest = float(master.abs().max()) or _MAGNITUDE
+            own[name] = (zero, rows[zero])
+            largest = float(rows.abs().max()) or _MAGNITUDE
             values = torch.empty(len(own[name][1])).uniform_(0.5, 1.0, generator=generator)
             signs = torch.randint(2, values.shape, generator=generator) * 2 - 1
-            master[zero] = (values * signs * largest).to(master)
+            rows[zero] = (values * signs * largest).to(rows)
     try:
         model.refresh()
         yield
     finally:
         with torch.no_grad():
             for name, (zero, values) in own.items():
-                model.loaded[name][zero] = values
+                own_rows(model.loaded[name])[zero] = values
         model.refresh()
 
 

@@ -15,6 +15,7 @@ from qarl.configs.errors import QarlError
 from qarl.configs.schema.learner import LearnerConfig
 from qarl.learner.optim.optimizer import muon_masters
 from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.runtime.shards import own_rows
 
 _FP32 = 4
 """Bytes of an fp32 number."""
@@ -31,7 +32,7 @@ def step_bytes(model: LowBitModel, config: LearnerConfig, processes: int) -> int
     share of them. At stage 3 a master contains only this process's rows.
     """
     by_muon = muon_masters(model.masters, model.matrices(), config.optimizer)
-    sizes = {name: master.numel() for name, master in model.masters.items()}
+    sizes = {name: own_rows(master.detach()).numel() for name, master in model.masters.items()}
     moments = sum(size * (1 if name in by_muon else 2) for name, size in sizes.items())
     if config.optimizer.offload == "cpu":
         moments = 0

@@ -12,7 +12,7 @@ from qarl.configs.schema.lora import LoraConfig
 from qarl.configs.schema.run import RunConfig
 from qarl.learner.gradient_gate import require_gradients
 from qarl.learner.learner import Learner
-from qarl.learner.optim.sharded import share_of
+from qarl.learner.optim.sharded import masters_mesh
 from qarl.learner.processes import Processes
 from qarl.quant.checkpoint.load import (
     load_masters,
@@ -150,7 +150,7 @@ def load_model(
         architecture.folder,
         MASTER_DTYPES[learning.master_dtype],
         None if on_host else device,
-        share_of(learning, processes, list(layers.schemes.values())),
+        masters_mesh(learning, processes),
         architecture.skeleton,
     )
     if not on_host:

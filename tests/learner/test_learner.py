@@ -28,7 +28,7 @@ from qarl.learner.reserve import reserved, step_bytes
 from qarl.quant.layers.context import Forward
 from qarl.quant.model.add_lora import add_adapters
 from qarl.quant.model.kept_scales import keep_scales
-from qarl.quant.runtime.shards import Share, shard_parameters
+from qarl.quant.runtime.shards import mesh_of_all, share
 from qarl.quant.schemes import COMPUTE_DTYPES, SCHEMES
 from tests.support import learners
 from tests.support.learners import (
@@ -47,6 +47,7 @@ from tests.support.models import (
     same_stream,
     stream_bytes,
 )
+from tests.support.one_of_several import one_of_several
 
 
 def gradients_of_learning(
@@ -597,8 +598,10 @@ def test_reserved_bytes_shrink_with_zero_stages_and_offload():
     assert held(4, zero_stage=1) == whole + 2 * whole // 4
     assert held(4, zero_stage=2) == 3 * whole // 4
     assert held(1, optimizer=OptimizerConfig(name="adamw", offload="cpu")) == whole
-    shard_parameters(learner.model.module, Share(0, 4))
-    learner.model.train_only(dict(learner.model.module.named_parameters()), ())
+    with one_of_several(0, 4):
+        mesh = mesh_of_all(torch.device("cpu"))
+        rows = {name: share(master, mesh) for name, master in learner.model.masters.items()}
+    learner.model.train_only(rows, ())
     assert held(4, zero_stage=3) == pytest.approx(3 * whole / 4, rel=0.02)
 
 

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -25,12 +25,11 @@ from qarl.learner.mismatch import measure_mismatch
 from qarl.learner.objectives.advantages import group_advantages
 from qarl.learner.optim.loss_scale import LossScale
 from qarl.learner.optim.schedule import Schedule, make_schedule
-from qarl.learner.optim.sharded import share_of
+from qarl.learner.optim.sharded import masters_mesh
 from qarl.learner.processes import Processes
 from qarl.learner.scorer import Scorer
-from qarl.quant.runtime.shards import Share
-from qarl.quant.schemes import get_scheme
 from qarl.rollout.types import Completion, Group, Prompt
+from tests.support.one_of_several import one_of_several
 from tests.support.tensors import pairwise_equal, seeded
 
 
@@ -471,13 +470,11 @@ def balanced_model(experts: int, own: float | None, switched_on: bool = True) ->
     return SimpleNamespace(config=config, experts=[None] * experts)
 
 
-def test_a_process_reads_a_share_of_the_masters_only_at_zero_stage_3():
-    schemes = [get_scheme(name) for name in ("w4a16", "fp8-block")]
-    shares = [
-        share_of(LearnerConfig(zero_stage=stage), Processes(1, 4), schemes)
-        for stage in (0, 1, 2, 3)
-    ]
-    assert shares == [None, None, None, Share(1, 4, 128)]
+@pytest.mark.parametrize("stage", [None, 0, 1, 2, 3])
+def test_processes_share_the_masters_only_at_zero_stage_3(stage: Literal[0, 1, 2, 3] | None):
+    with one_of_several(1, 4):
+        mesh = masters_mesh(LearnerConfig(zero_stage=stage), Processes(1, 4))
+    assert (mesh and mesh.size()) == (4 if stage == 3 else None)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ They are materialized and stepped as whole ones are, bit for bit, by processes o
 (`tests/support/shard_worker.py`). `test_zero.py` has whole trainings.
 """
 
-import itertools
 from typing import Any
 
 import pytest
@@ -55,7 +54,7 @@ def test_gradients_sent_in_16_bits_are_rounded_once_and_added_up_in_fp32(
     """Contract: a process's own part is not rounded; by default no part is."""
     whole = [normal(5, 24, seed=rank) for rank in range(2)]
     for rank, (exact, rounded) in enumerate(worker_results["sums"]):
-        edges = cut_rows(whole[0].shape, rank, 2, 1, 0).edges
+        edges = cut_rows(whole[0].shape, rank, 2).edges
         mine = whole[rank][edges[rank] : edges[rank + 1]]
         theirs = whole[1 - rank][edges[rank] : edges[rank + 1]]
         assert torch.equal(exact, mine + theirs)
@@ -63,26 +62,11 @@ def test_gradients_sent_in_16_bits_are_rounded_once_and_added_up_in_fp32(
         assert not torch.equal(exact, rounded)
 
 
-@pytest.mark.parametrize(
-    ("rows", "world", "unit"),
-    [
-        (1, 2, 1),
-        (7, 3, 1),
-        (384, 2, 128),
-        (128, 4, 128),
-        (64, 8, 1),
-    ],
-)
-def test_every_row_belongs_to_one_process(rows: int, world: int, unit: int):
-    """Contract: parts are consecutive, blocks are not cut, and shares differ by a block at most.
-
-    A vector belongs to one process as a whole.
-    """
-    edges = cut_rows(torch.Size((rows, 4)), 0, world, unit, turn=3).edges
-    shares = [b - a for a, b in itertools.pairwise(edges)]
-    assert edges[0] == 0
-    assert edges[-1] == rows
-    assert all(edge % unit == 0 for edge in edges)
-    assert max(shares) - min(shares) <= unit
-    vector = cut_rows(torch.Size((rows,)), 0, world, unit, turn=3).edges
-    assert [b - a for a, b in itertools.pairwise(vector)].count(rows) == 1
+@pytest.mark.parametrize(("rows", "world"), [(1, 2), (7, 3), (384, 2), (64, 8), (9, 8)])
+def test_every_row_belongs_to_one_process(rows: int, world: int):
+    """Contract: parts are consecutive, and those that `torch.chunk` makes, as for a DTensor."""
+    whole = torch.arange(rows)
+    parts = [cut_rows(whole.shape, rank, world).rows(whole) for rank in range(world)]
+    assert torch.equal(torch.cat(parts), whole)
+    chunks = whole.chunk(world)
+    assert [part.tolist() for part in parts[: len(chunks)]] == [c.tolist() for c in chunks]

@@ -17,10 +17,11 @@ from qarl.quant.layers.gradients import Gradients
 from qarl.quant.materialize import materialize
 from qarl.quant.materialize.experts import materialize_experts
 from qarl.quant.runtime.shards import (
-    Share,
     cut_rows,
+    mesh_of_all,
     shard_of,
-    shard_parameters,
+    share,
+    shared_like,
     whole_value,
 )
 from qarl.quant.schemes import SCHEMES, Scheme, is_integer
@@ -31,7 +32,7 @@ SHAPES = {
     "a": (6, 16),
     "experts.gate_up_proj": (3, 8, 32),
     "b": (7, 48),
-    "norm": (16,),
+    "norm": (32,),
 }
 """Shapes of the masters in `row_steps`.
 
@@ -62,11 +63,9 @@ def row_steps(
         key: torch.nn.Parameter(gradient_of(key, 0).to(getattr(torch, dtype or "float32")))
         for key in SHAPES
     }
-    numbered = {str(n): master for n, master in enumerate(masters.values())}
-    holder = torch.nn.ParameterDict(numbered)
     if processes is not None:
-        shard_parameters(holder, Share(processes.rank, processes.world))
-        masters = dict(zip(SHAPES, holder.values(), strict=True))
+        mesh = mesh_of_all(torch.device("cpu"))
+        masters = {key: share(master, mesh) for key, master in masters.items()}
 
     def learner() -> ShardedOptimizer:
         model: Any = SimpleNamespace(
@@ -83,7 +82,8 @@ def row_steps(
         for key, master in masters.items():
             gradient = gradient_of(key, step)
             shard = shard_of(master)
-            master.grad = (gradient if shard is None else shard.rows(gradient)).clone()
+            rows = (gradient if shard is None else shard.rows(gradient)).clone()
+            master.grad = shared_like(rows, master)
         stepping.step()
         state = stepping.state_dict()
         if processes is not None:
@@ -101,7 +101,7 @@ def equal_matrices(scheme: Scheme, blocks: int, processes: Processes) -> bool:
     height = scheme.block[0] if scheme.block else 1
     shape = torch.Size((blocks * height, 256))
     first, second, partner = (normal(*shape, seed=seed) for seed in range(3))
-    shard = cut_rows(shape, processes.rank, processes.world, height, 0)
+    shard = cut_rows(shape, processes.rank, processes.world)
     fused = (partner,) if scheme.fuses_scales else ()
     rows = tuple(shard.rows(other) for other in fused)
     ours = theirs = kept = None
@@ -131,7 +131,7 @@ def equal_experts(scheme: Scheme, processes: Processes) -> bool:
     """
     height = scheme.block[0] if scheme.block else 1
     stacks = [normal(3, count * height, 256, seed=count) for count in (2, 1)]
-    shards = [cut_rows(stack.shape, processes.rank, processes.world, 1, 0) for stack in stacks]
+    shards = [cut_rows(stack.shape, processes.rank, processes.world) for stack in stacks]
     gate_up, down = (shard.rows(stack) for shard, stack in zip(shards, stacks, strict=True))
     theirs = materialize_experts(stacks[0], stacks[1], scheme, torch.bfloat16, "experts")
     ours = materialize_experts(gate_up, down, scheme, torch.bfloat16, "experts", shards=shards)
@@ -146,10 +146,10 @@ def reduced(processes: Processes) -> list[torch.Tensor]:
     sums = []
     for dtype in (torch.float32, torch.bfloat16):
         mine = normal(5, 24, seed=processes.rank)
-        shard = cut_rows(mine.shape, processes.rank, processes.world, 1, 0)
+        shard = cut_rows(mine.shape, processes.rank, processes.world)
         sums.append(shard.reduce(mine, dtype)().clone())
     even = normal(6, 24, seed=processes.rank)
-    shard = cut_rows(even.shape, processes.rank, processes.world, 1, 0)
+    shard = cut_rows(even.shape, processes.rank, processes.world)
     # what GPUs do
     assert torch.equal(
         shard.reduce(even.clone(), scatters=True)(),

@@ -16,13 +16,13 @@ from benchmarks.communication import Sent
 from qarl.configs.schema.learner import LearnerConfig
 from qarl.configs.schema.lora import LoraConfig
 from qarl.learner.learner import Learner
-from qarl.learner.optim.sharded import share_of
+from qarl.learner.optim.sharded import masters_mesh
 from qarl.learner.processes import Processes, join_processes, leave_processes
 from qarl.quant.checkpoint.load import load_masters
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.add_lora import add_adapters
 from qarl.quant.model.low_bit_model import LowBitModel
-from qarl.quant.runtime.shards import whole_shape
+from qarl.quant.runtime.shards import own_rows
 from qarl.quant.schemes import MASTER_DTYPES, get_scheme
 from qarl.run.checkpoint import CheckpointError, load_checkpoint, merge_states
 from qarl.run.policy import let_go
@@ -39,8 +39,8 @@ def run(job: dict[str, Any], processes: Processes) -> None:
     def initial_model() -> LowBitModel:
         scheme = get_scheme(job["scheme"])
         context = LayerContext(dtype, "reference", config.aligned)
-        share = share_of(config, processes, [scheme])
-        masters = load_masters(Path(job["folder"]), MASTER_DTYPES[config.master_dtype], share=share)
+        mesh = masters_mesh(config, processes)
+        masters = load_masters(Path(job["folder"]), MASTER_DTYPES[config.master_dtype], mesh=mesh)
         return LowBitModel(masters, scheme, context)
 
     model = initial_model()
@@ -80,8 +80,8 @@ def run(job: dict[str, Any], processes: Processes) -> None:
             ]
             for s in stats
         ]
-        held = sum(torch.detach(p).numel() for p in model.masters.values())
-        whole = sum(whole_shape(p).numel() for p in model.masters.values())
+        held = sum(own_rows(p.detach()).numel() for p in model.masters.values())
+        whole = sum(p.numel() for p in model.masters.values())
         gradients = 4 * (whole + tied.numel()) * len(sums)
         version = tied.nbytes + sum(tensor.nbytes for tensor in codes.values())
         expected = (

@@ -17,7 +17,7 @@ from torch import nn
 from qarl.configs.schema.learner import OptimizerConfig
 from qarl.learner.optim.muon import RowMuon, StackedMuon
 from qarl.learner.optim.rounding import Rounding, stochastic_round
-from qarl.quant.runtime.shards import Shard
+from qarl.quant.runtime.shards import Shard, own_rows
 
 Index = tuple[int | slice, ...]
 """Index of one matrix in a master."""
@@ -92,16 +92,21 @@ class MasterStep:
         else:
             self._optimizer = RowMuon(self._parts[0], cut, muon(self._parts, config))
 
+    @property
+    def _rows(self) -> torch.Tensor:
+        """The values that this process steps: the master, or its rows of a shared one."""
+        return own_rows(self._master.detach())
+
     @torch.no_grad()
     def step(self, lr: float, diagnose: bool = False) -> UpdateCounts | None:
         """Step at that learning rate, if there is a gradient.
 
         Returns the effect of the update if `diagnose`.
         """
-        gradient = self._master.grad
-        if gradient is None:
+        if self._master.grad is None:
             return None
-        before = self._master.detach().clone() if diagnose else None
+        gradient = own_rows(self._master.grad)
+        before = self._rows.clone() if diagnose else None
         with self._ready(gradient) as fp32:
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
@@ -122,7 +127,7 @@ class MasterStep:
         Returns the update to orthogonalize, bfloat16 [o, I].
         """
         assert self._master.grad is not None
-        with self._ready(self._master.grad):
+        with self._ready(own_rows(self._master.grad)):
             return self.row_muon.update()
 
     @contextmanager
@@ -131,7 +136,7 @@ class MasterStep:
 
         Yields the master in fp32: itself, or a copy of a 16-bit one.
         """
-        fp32 = self._master.detach().to(torch.float32)
+        fp32 = self._rows.to(torch.float32)
         for part, index in zip(self._parts, self._indices, strict=True):
             part.data = fp32[index]
             part.grad = gradient[index].to(torch.float32)
@@ -148,7 +153,7 @@ class MasterStep:
         The result is a scalar on the master's device. It takes one pass and no copy, because the
         extremes of a tensor with a NaN are NaN.
         """
-        master = self._master.detach()
+        master = self._rows
         if master.dtype == torch.float32:
             return None
         if not master.numel():  # a shard without a row
@@ -157,7 +162,7 @@ class MasterStep:
 
     def _store(self, fp32: torch.Tensor) -> None:
         """Round the stepped copy into the master. An fp32 master was stepped in place."""
-        master = self._master.detach()
+        master = self._rows
         if master.dtype == torch.float32:
             return
         if self._rounding == "nearest":
@@ -168,7 +173,7 @@ class MasterStep:
 
     def _counts(self, before: torch.Tensor) -> UpdateCounts:
         """Return the effect of the update. before: the master before it."""
-        same = self._master.detach() == before
+        same = self._rows == before
         meant = torch.zeros((), dtype=torch.int64, device=same.device)
         lost = torch.zeros_like(meant)
         for part, index in zip(self._parts, self._indices, strict=True):
@@ -178,7 +183,7 @@ class MasterStep:
             # Not `sum`, which on CPUs widens its argument to int64, twice a master, to count it.
             meant += moved.count_nonzero()
             lost += (moved & same[index]).count_nonzero()
-        return UpdateCounts(meant, lost, crossed_bfloat16(before, self._master.detach()))
+        return UpdateCounts(meant, lost, crossed_bfloat16(before, self._rows))
 
     def _moments(self) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
         """Yield (state, key, tensor) of each moment, a tensor as large as its part.

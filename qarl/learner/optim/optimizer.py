@@ -19,7 +19,7 @@ from qarl.learner.optim.loss_scale import PrecisionError, short_name
 from qarl.learner.optim.master_step import Index, MasterStep, UpdateCounts
 from qarl.learner.optim.muon import orthogonalize
 from qarl.learner.processes import FailedElsewhereError, Processes
-from qarl.quant.runtime.shards import shard_of
+from qarl.quant.runtime.shards import own_rows, shard_of
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class MasterOptimizer:
     """One optimizer over all masters, fp32, bf16 or fp16.
 
     Its state is that of the torch optimizers inside, and the generator of stochastic rounding. Of a
-    master with a shard (`quant.runtime.shards`) every process steps its own rows; `processes` are
+    shared master (`quant.runtime.shards`) every process steps its own rows; `processes` are
     those that share the masters, and they call every method together. Gradients of 16-bit masters
     are accumulated in fp32 once it is created.
 
@@ -87,7 +87,8 @@ class MasterOptimizer:
         for name, master in masters.items():
             if master.dtype != torch.float32:
                 master.grad_dtype = torch.float32
-            indices = list(matrices_of(name, master.shape)) if name in by_muon else []
+            own_shape = own_rows(master.detach()).shape
+            indices = list(matrices_of(name, own_shape)) if name in by_muon else []
             rounding = config.rounding_of(short_name(master.dtype))
             cut = shard_of(master) if indices and master.ndim == 2 else None
             self._steps[name] = MasterStep(
@@ -149,7 +150,7 @@ class MasterOptimizer:
         for counts in by_master:
             if counts is not None:
                 sums[:3] += torch.stack([counts.meant, counts.lost, counts.crossed])
-        sums[3] = sum(master.numel() for master in self._masters.values())
+        sums[3] = sum(own_rows(master.detach()).numel() for master in self._masters.values())
         meant, lost, crossed, weights = self._processes.total(sums).tolist()
         return UpdateDiagnostics(lost / max(meant, 1), crossed, weights)
 
@@ -199,8 +200,8 @@ class MasterOptimizer:
 
 
 def _total_norm(gradients: Iterable[torch.Tensor | None]) -> float:
-    """Return the L2 norm of all gradients, computed in fp32; 0 if there are none."""
-    fp32 = [gradient.float() for gradient in gradients if gradient is not None]
+    """Return the L2 norm of this process's gradients, computed in fp32; 0 if there are none."""
+    fp32 = [own_rows(gradient).float() for gradient in gradients if gradient is not None]
     return float(torch.nn.utils.get_total_norm(fp32)) if fp32 else 0.0
 
 

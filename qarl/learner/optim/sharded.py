@@ -18,17 +18,17 @@ every process has all. So a master's rows, gradient and moments stay with their 
     Muon        an update's rows to the process that orthogonalizes the matrix, and back, in
                 bfloat16
 
-Every optimizer, master dtype and rounding works at every stage. A master without a shard at stage 3
-(an adapter's factors) is whole in every process, as at stage 0. No process ever holds a whole model
-(`quant.checkpoint.read_rows`).
+Every optimizer, master dtype and rounding works at every stage. A divided master is a DTensor. A
+plain one at stage 3 (an adapter's factors) is whole in every process, as at stage 0. No process
+ever holds a whole model (`quant.checkpoint.read_rows`).
 """
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from qarl.configs.schema.learner import LearnerConfig
 from qarl.learner.optim.master_step import on_host
@@ -42,8 +42,16 @@ from qarl.learner.optim.optimizer import (
 )
 from qarl.learner.processes import Processes
 from qarl.quant.model.low_bit_model import LowBitModel
-from qarl.quant.runtime.shards import Share, fill, rows_of, shard_of, whole_value
-from qarl.quant.schemes import MASTER_DTYPES, Scheme
+from qarl.quant.runtime.shards import (
+    fill,
+    mesh_of_all,
+    own_rows,
+    rows_of,
+    shard_of,
+    shared_like,
+    whole_value,
+)
+from qarl.quant.schemes import MASTER_DTYPES
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -51,7 +59,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 class ShardedOptimizer:
     """Optimizer of the masters of one model.
 
-    At stage 3 a process steps the rows that it has read (`share_of`). All processes call every
+    At stage 3 a process steps the rows that it has read (`masters_mesh`). All processes call every
     method together, in the same order.
     """
 
@@ -61,7 +69,7 @@ class ShardedOptimizer:
         self._rows: dict[str, nn.Parameter] = model.masters
         """What this process steps, by the master's name: the master, or its rows of it."""
         if config.zero_stage in (1, 2) and processes.world > 1:
-            self._rows = rows_of(model.masters, processes.rank, processes.world)
+            self._rows = rows_of(model.masters, mesh_of_all(model.device))
             for name, master in model.masters.items():
                 master.grad_dtype = torch.float32
                 if config.zero_stage == 2 and master.requires_grad:
@@ -82,7 +90,7 @@ class ShardedOptimizer:
             if master.grad is not None and shard is None:
                 self._processes.total(master.grad)
             elif master.grad is not None and shard is not None and rows is not master:
-                rows.grad = shard.reduce(master.grad)()
+                rows.grad = shared_like(shard.reduce(master.grad)(), rows)
                 master.grad = None
         result = self.optimizer.clipped_step(diagnose)
         self.optimizer.zero_grad()
@@ -136,7 +144,7 @@ class ShardedOptimizer:
             shard = shard_of(master)
             saved = state["masters"][name].to(self._model.device)
             with torch.no_grad():
-                master.copy_(saved if shard is None else shard.rows(saved))
+                own_rows(master).copy_(saved if shard is None else shard.rows(saved))
             moments = state["optimizer"]["masters"][name]["moments"]
             steps[name] = {"moments": self._own_moments(name, self._rows[name], moments)}
         self.optimizer.load_state_dict({**state["optimizer"], "masters": steps})
@@ -165,9 +173,9 @@ class ShardedOptimizer:
         gathered = {}
         for key in self._keys(name):
             parts = [part[key].flatten() for part in mine if key in part]
-            rows = torch.cat(parts or [master.new_empty(0)])
+            rows = torch.cat(parts or [torch.empty(0, device=master.device)])
             buffer = torch.empty(shard.shape, device=master.device)
-            gathered[key] = fill(buffer, rows.view(master.shape), shard)
+            gathered[key] = fill(buffer, rows.view(own_rows(master.detach()).shape), shard)
         counts = {} if name in self._matrices else {"step": mine[0]["step"]}
         moments = []
         for index in indices:
@@ -182,7 +190,8 @@ class ShardedOptimizer:
         shard = shard_of(master)
         if shard is None:
             return saved
-        indices = list(matrices_of(name, master.shape)) if name in self._matrices else [()]
+        own_shape = own_rows(master.detach()).shape
+        indices = list(matrices_of(name, own_shape)) if name in self._matrices else [()]
         if not any(saved) or not indices:
             return [{} for _ in indices or [()]]
         own = {}
@@ -197,15 +206,9 @@ class ShardedOptimizer:
         return moments
 
 
-def share_of(
-    config: LearnerConfig, processes: Processes, schemes: Sequence[Scheme]
-) -> Share | None:
-    """Return which rows of the masters this process reads; None: all of them.
+def masters_mesh(config: LearnerConfig, processes: Processes) -> DeviceMesh | None:
+    """Return the mesh of the processes that share the masters; None: each has all of them.
 
-    They are divided if `learner.zero_stage` is 3. schemes: schemes of the model's layers. Rows that
-    share a block of a scheme stay together.
+    They are shared if `learner.zero_stage` is 3.
     """
-    if config.zero_stage != 3:
-        return None
-    block_rows = max((scheme.block[0] for scheme in schemes if scheme.block), default=1)
-    return Share(processes.rank, processes.world, block_rows)
+    return mesh_of_all(processes.device) if config.zero_stage == 3 else None

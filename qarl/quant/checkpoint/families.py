@@ -19,7 +19,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from qarl.quant.checkpoint.folder import EXPERTS_A_TOKEN
-from qarl.quant.runtime.shards import whole_shape
 from qarl.quant.schemes import SchemeError
 
 STACKED: Mapping[str, tuple[str, ...]] = {
@@ -141,9 +140,7 @@ def fused_experts(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
     be missed otherwise.
     """
     for name, module in model.named_modules():
-        stacks = {
-            key for key, p in module.named_parameters(recurse=False) if len(whole_shape(p)) == 3
-        }
+        stacks = {key for key, p in module.named_parameters(recurse=False) if p.ndim == 3}
         if not stacks:
             continue
         beside = sorted({key for key, _ in module.named_parameters()} - stacks)
@@ -162,6 +159,6 @@ def fused_experts(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
 def _gate_rows_first(experts: nn.Module) -> bool:
     """Return whether these are [E, 2I, H] and [E, H, I], not transposed (Llama 4, gpt-oss)."""
     (_, merged, hidden), (_, rows, columns) = (
-        whole_shape(experts.get_parameter(key)) for key in ("gate_up_proj", "down_proj")
+        experts.get_parameter(key).shape for key in ("gate_up_proj", "down_proj")
     )
     return (merged, hidden) == (2 * columns, rows) and not getattr(experts, "is_transposed", False)

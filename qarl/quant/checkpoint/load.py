@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -35,7 +36,7 @@ from qarl.quant.checkpoint.folder import (
 )
 from qarl.quant.checkpoint.read_rows import reading_rows
 from qarl.quant.checkpoint.shapes import expert_modules, weight_shapes
-from qarl.quant.runtime.shards import Share, shard_parameters
+from qarl.quant.runtime.shards import own_rows
 
 
 def resolve_model(name: str) -> Path:
@@ -157,7 +158,7 @@ def load_masters(
     folder: Path,
     dtype: torch.dtype,
     device: torch.device | None = None,
-    share: Share | None = None,
+    mesh: DeviceMesh | None = None,
     skeleton: PreTrainedModel | None = None,
 ) -> PreTrainedModel:
     """Return the model in `folder`, every parameter in the master dtype, ready for `LowBitModel`.
@@ -169,17 +170,14 @@ def load_masters(
         folder: a local model folder.
         dtype: fp32 or bf16.
         device: device of the masters, on which the learner computes. Default: the CPU.
-        share: which rows of each parameter this process keeps; every parameter then has a `shard`.
-            None: all rows.
+        mesh: processes that share every parameter, each with some rows (`quant.runtime.shards`).
+            None: this process has all rows.
         skeleton: what `model_skeleton` returned for the folder, if it was asked before.
     """
-    skeleton = skeleton or model_skeleton(folder)
-    experts = max(
-        (len(p) for _, stacks in fused_experts(skeleton) for p in stacks.parameters()),
-        default=0,
-    )
+    if skeleton is None:
+        model_skeleton(folder)
     try:
-        with reading_rows(share, experts) if share else nullcontext():
+        with reading_rows(mesh) if mesh else nullcontext():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=dtype, output_loading_info=True
             )
@@ -192,8 +190,6 @@ def load_masters(
     refuse_missing(folder, model, [str(key) for key in info.get("mismatched_keys", ())])
     refuse_unread(folder, model, info["unexpected_keys"])
     record_tie(model)
-    if share is not None:
-        shard_parameters(model, share)
     check_finite(folder, model)
     return model.eval() if device is None else model.eval().to(device)
 
@@ -223,9 +219,10 @@ def check_finite(folder: Path | str, model: PreTrainedModel) -> None:
     One pass suffices: both extremes are finite only if all values are.
     """
     for name, master in model.named_parameters():
-        if master.numel() == 0:
+        rows = own_rows(master.detach())
+        if rows.numel() == 0:
             continue
-        extremes = torch.stack(torch.aminmax(master.detach()))
+        extremes = torch.stack(torch.aminmax(rows))
         if not extremes.isfinite().all():
             raise ModelError(
                 f"model {str(folder)!r}: tensor {name!r} holds NaN or infinity; take another copy"

@@ -14,7 +14,6 @@ from qarl.configs.schema.run import LayerRule
 from qarl.configs.schemes import check_shapes
 from qarl.quant.checkpoint.families import family_of, fused_experts
 from qarl.quant.checkpoint.plan import Plan, make_plan
-from qarl.quant.runtime.shards import whole_shape
 from qarl.quant.schemes import Scheme
 
 
@@ -48,10 +47,10 @@ def weight_shapes(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
     for name, module in model.named_modules():
         written = family.checkpoint_name(name)
         if isinstance(module, nn.Linear) or name in routers:
-            rows, columns = whole_shape(module.weight)
+            rows, columns = module.weight.shape
             shapes[written] = (rows, columns)
         elif name in experts:
-            count, merged, hidden = whole_shape(module.gate_up_proj)
+            count, merged, hidden = module.gate_up_proj.shape
             for expert in range(count):
                 for projection in (family.experts.gate, family.experts.up):
                     shapes[f"{written}.{expert}.{projection}"] = (merged // 2, hidden)
@@ -73,14 +72,10 @@ def router_names(model: PreTrainedModel, experts: dict[str, nn.Module]) -> list[
     names = []
     for name, fused in experts.items():
         parent, _, own = name.rpartition(".")
-        count = whole_shape(fused.get_parameter("gate_up_proj"))[0]
+        count = fused.get_parameter("gate_up_proj").shape[0]
         for sibling, module in model.get_submodule(parent).named_modules():
             weight = module._parameters.get("weight")
-            if (
-                weight is not None
-                and sibling.split(".")[0] != own
-                and whole_shape(weight)[0] == count
-            ):
+            if weight is not None and sibling.split(".")[0] != own and weight.shape[0] == count:
                 names.append(f"{parent}.{sibling}")
     return names
 
@@ -105,11 +100,7 @@ def _never_quantized(
             reasons[written] = (
                 "this output head is tied to the embedding and has no tensor of its own"
             )
-        elif (
-            isinstance(weight, nn.Parameter)
-            and len(whole_shape(weight)) == 2
-            and written not in shapes
-        ):
+        elif isinstance(weight, nn.Parameter) and weight.ndim == 2 and written not in shapes:
             reasons[written] = (
                 f"it is a {type(module).__name__}, no nn.Linear, and has no low-bit product here"
             )

@@ -14,7 +14,7 @@ from torch import nn
 
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.layers.gradients import Gradients, add_rows
-from qarl.quant.runtime.shards import fill, shard_of, whole_shape
+from qarl.quant.runtime.shards import fill, own_rows, shard_of
 
 
 class MasterCopy:
@@ -46,9 +46,10 @@ class MasterCopy:
 
     def refresh(self) -> None:
         """Overwrite the copies with the master's present values."""
-        fill(self.published, self.master, shard_of(self.master))
+        rows = own_rows(self.master.detach())
+        fill(self.published, rows, shard_of(self.master))
         if self.computed is not self.published:
-            fill(self.computed, self.master, shard_of(self.master))
+            fill(self.computed, rows, shard_of(self.master))
 
     def routed(self) -> torch.Tensor:
         """Return the copy that the forward reads; autograd routes its gradient to the master."""
@@ -110,7 +111,7 @@ def plain_lookup(embedding: nn.Embedding) -> bool:
 
 def _empty_copy(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return an uninitialized copy of a master in this dtype; `LowBitModel.refresh` fills it."""
-    return torch.empty(whole_shape(master), dtype=dtype, device=master.device)
+    return torch.empty(master.shape, dtype=dtype, device=master.device)
 
 
 class _Route(torch.autograd.Function):

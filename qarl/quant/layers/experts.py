@@ -31,7 +31,7 @@ from qarl.quant.layers.straight_through import add_weight_gradient, input_values
 from qarl.quant.materialize import LowBitWeight
 from qarl.quant.materialize.activations import LowBitActivation, quantize_activation
 from qarl.quant.materialize.experts import LowBitExperts, materialize_experts
-from qarl.quant.runtime.shards import shard_of, whole_shape, whole_value
+from qarl.quant.runtime.shards import shard_of, whole_value
 from qarl.quant.schemes import Scheme
 
 _AT_ONCE = 16
@@ -331,7 +331,7 @@ def _master_gradients(
     ]
     gradients.make_way(*experts.masters)
     returned = [
-        torch.zeros(whole_shape(master), device=master.device) if need and total is None else None
+        torch.zeros(master.shape, device=master.device) if need and total is None else None
         for master, need, total in zip(experts.masters, needed, in_place, strict=True)
     ]
     totals = [total if own is None else own for total, own in zip(in_place, returned, strict=True)]

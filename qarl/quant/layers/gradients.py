@@ -9,7 +9,7 @@ import torch
 from qarl.quant.limits import GRADIENTS_IN_FLIGHT
 from qarl.quant.runtime.compile import compiled
 from qarl.quant.runtime.cpu_blocks import row_blocks
-from qarl.quant.runtime.shards import shard_of, whole_shape
+from qarl.quant.runtime.shards import own_rows, shard_of, shared_like
 
 
 class Gradients:
@@ -77,7 +77,7 @@ class Gradients:
         if self._sums is not None and shard_of(master) is not None:
             if master not in self._sums:
                 self.make_way(master)
-                self._sums[master] = torch.zeros(whole_shape(master), device=master.device)
+                self._sums[master] = torch.zeros(master.shape, device=master.device)
             return self._sums[master]
         if not self.in_place or master._backward_hooks or master._post_accumulate_grad_hooks:
             return None
@@ -105,7 +105,7 @@ class Gradients:
 
         The upper bound on elements in flight is the largest layer plus `GRADIENTS_IN_FLIGHT`.
         """
-        needed = sum(whole_shape(master).numel() for master in masters)
+        needed = sum(master.numel() for master in masters)
         self._largest = max(self._largest, needed)
         self._arrive(self._largest + GRADIENTS_IN_FLIGHT - needed)
 
@@ -115,9 +115,9 @@ class Gradients:
             master, _, total = self._in_flight.popleft()
             part = total()
             if master.grad is None:
-                master.grad = part.clone()
+                master.grad = shared_like(part.clone(), master)
             else:
-                master.grad += part
+                own_rows(master.grad).add_(part)
 
     def add_up(self, until: torch.Tensor) -> None:
         """Accumulate gradients of sharded masters in this process for the rest of the backward.

@@ -37,7 +37,7 @@ from qarl.quant.layers.low_bit_layer import LowBitLayer, multiplied_input
 from qarl.quant.layers.straight_through import add_weight_gradient, input_gradient, input_values
 from qarl.quant.materialize import LowBitWeight, materialize
 from qarl.quant.materialize.activations import LowBitActivation
-from qarl.quant.runtime.shards import shard_of, whole_shape, whole_value
+from qarl.quant.runtime.shards import shard_of, whole_value
 from qarl.quant.schemes import Scheme
 
 
@@ -97,7 +97,7 @@ class LowBitLinear(LowBitLayer[LowBitWeight, LowBitMatmul]):
     @property
     def out_features(self) -> int:
         """Number of output rows, O."""
-        return whole_shape(self.master)[0]
+        return self.master.shape[0]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return x̂ · Ŵᵀ + bias for x in the compute dtype: [..., I] → [..., O]."""
@@ -205,7 +205,7 @@ def _part_gradients(
             add_weight_gradient(total, dy, x, gradients)
         else:
             gradients.make_way(part.master)
-            total = torch.zeros(whole_shape(part.master), device=dy.device)
+            total = torch.zeros(part.master.shape, device=dy.device)
             add_weight_gradient(total, dy, x, gradients)
             dw = gradients.delivered(part.master, total)
     if need_bias:

@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from qarl.quant.runtime.shards import Shard, whole_shape
+from qarl.quant.runtime.shards import Shard
 
 
 class Adapter(nn.Module):
@@ -26,7 +26,7 @@ class Adapter(nn.Module):
     def __init__(self, base: Tensor, rank: int, alpha: float, generator: torch.Generator):
         """Draw A from `generator`, on the CPU so that every machine draws the same values."""
         super().__init__()
-        *experts, rows, columns = whole_shape(base)
+        *experts, rows, columns = base.shape
         drawn = torch.empty(*experts, rank, columns)
         for matrix in drawn.view(-1, rank, columns):
             nn.init.kaiming_uniform_(matrix, a=math.sqrt(5), generator=generator)

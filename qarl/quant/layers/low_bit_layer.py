@@ -13,7 +13,7 @@ from qarl.quant.materialize import LowBitWeight
 from qarl.quant.materialize.activations import LowBitActivation
 from qarl.quant.materialize.code_changes import quantized_weights
 from qarl.quant.materialize.experts import LowBitExperts
-from qarl.quant.runtime.shards import shard_of
+from qarl.quant.runtime.shards import own_rows, shard_of
 from qarl.quant.schemes import Scheme
 
 Codes = TypeVar("Codes", LowBitWeight, LowBitExperts)
@@ -164,7 +164,7 @@ class LowBitLayer(nn.Module, Generic[Codes, Kernel]):
         They are copied to the context's device if the masters are offloaded.
         """
         bases = [
-            master.detach().to(device=self.context.device, non_blocking=True)
+            own_rows(master.detach()).to(device=self.context.device, non_blocking=True)
             for master in self.masters
         ]
         return tuple(

@@ -19,7 +19,6 @@ from qarl.quant.checkpoint.families import ExpertLayout, family_of
 from qarl.quant.checkpoint.patterns import matching, nearest_names
 from qarl.quant.layers.lora import Adapter
 from qarl.quant.model.low_bit_model import LowBitModel
-from qarl.quant.runtime.shards import whole_shape
 from qarl.quant.schemes import is_protected
 
 _EXPERT = re.compile(r"(.+\.experts)\.\d+\.([^.]+)$")
@@ -134,8 +133,8 @@ def _attach(
 
 def describe_adapters(model: LowBitModel, config: LoraConfig) -> str:
     """Return one line for people that says what is trained and what is frozen."""
-    trained = sum(whole_shape(p).numel() for p in model.masters.values())
-    base = sum(whole_shape(p).numel() for p in model.loaded.values())
+    trained = sum(p.numel() for p in model.masters.values())
+    base = sum(p.numel() for p in model.loaded.values())
     layout = family_of(model.config.model_type).experts
     weights = dict.fromkeys(_weight_of(layer, layout) for layer in model.shapes)
     # the same layer of all decoder layers is named once

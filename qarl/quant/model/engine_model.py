@@ -27,7 +27,6 @@ from qarl.quant.graph.router_log import RouterLog
 from qarl.quant.graph.skeleton import build_skeleton
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.layers import EngineModel, Layers
-from qarl.quant.runtime.shards import whole_shape
 
 
 def engine_model(
@@ -173,7 +172,7 @@ def checkpoint_tensors(
     state |= {name: b for name, b in model.named_buffers() if name in model.state_dict()}
     tensors: dict[str, tuple[int, ...]] = {}
     for name, tensor in state.items():
-        shape = tuple(whole_shape(tensor))
+        shape = tuple(tensor.shape)
         layer = checkpoint_name(name.rpartition(".")[0])
         if len(shape) == 3 and layer.endswith(".experts"):
             # a stack: the checkpoint has every expert's matrices

@@ -34,7 +34,6 @@ from qarl.quant.layers.linear import LowBitLinear
 from qarl.quant.layers.stack import LinearStack, fuse_scales
 from qarl.quant.model.layers import EngineModel, Layers
 from qarl.quant.runtime.libraries import has_vllm
-from qarl.quant.runtime.shards import whole_shape
 from qarl.quant.schemes import SchemeError, get_scheme
 
 
@@ -253,7 +252,7 @@ def _make_experts(
         layer = family.checkpoint_name(name)
         gate_up = module.get_parameter("gate_up_proj")
         down = module.get_parameter("down_proj")
-        count, merged, hidden = whole_shape(gate_up)
+        count, merged, hidden = gate_up.shape
         shape = ExpertsShape(
             experts=count,
             top_k=experts_per_token(config),

@@ -1,18 +1,21 @@
 """Sharding of masters by rows, and the exchange of full tensors between processes.
 
-Each process has some rows of a master. Scales belong to rows, or to groups and blocks within rows,
-so a process can quantize the rows that it steps, and the processes exchange codes. The rows of an
-expert stack are its experts. Parameters without a shard pass through these functions unchanged.
+A shared master is torch's `DTensor`, divided along its first axis (`Shard(0)`), so its shape is
+that of the full tensor. Scales belong to rows, or to groups and blocks within rows, so a process
+can quantize the rows that it steps, and the processes exchange codes. The rows of an expert stack
+are its experts. Plain parameters pass through these functions unchanged.
 """
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import Shard as ByRows
 
 # torch 2.13 has the first name of each, earlier releases have the second.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -113,15 +116,42 @@ class Shard:
         return total
 
 
+def mesh_of_all(device: torch.device) -> DeviceMesh:
+    """Return the mesh of all processes, by the backend of their device."""
+    return dist.init_device_mesh(device.type, (dist.get_world_size(),))
+
+
 def shard_of(parameter: Tensor) -> Shard | None:
     """Return the parameter's shard; None if this process has all of it."""
-    return getattr(parameter, "shard", None)
+    if not isinstance(parameter, DTensor):
+        return None
+    mesh = parameter.device_mesh
+    return cut_rows(parameter.shape, mesh.get_local_rank(), mesh.size())
 
 
-def whole_shape(parameter: Tensor) -> torch.Size:
-    """Return the shape of the full parameter, of which this process may have a part."""
-    shard = shard_of(parameter)
-    return parameter.shape if shard is None else shard.shape
+def own_rows(tensor: Tensor) -> Tensor:
+    """Return this process's rows of a shared tensor, as a view; a plain tensor unchanged."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def shared_like(rows: Tensor, parameter: Tensor) -> Tensor:
+    """Return a tensor of these rows that is shared as the parameter is.
+
+    rows: this process's, which are viewed, not copied.
+    """
+    if not isinstance(parameter, DTensor):
+        return rows
+    return _shared(rows, parameter.device_mesh, parameter.shape)
+
+
+def cut_rows(shape: torch.Size, rank: int, world: int) -> Shard:
+    """Return the shard of a tensor of that shape, which is divided as `torch.chunk` divides it.
+
+    The last processes may have fewer rows, or none.
+    """
+    height = -(-shape[0] // world)
+    edges = tuple(min(shape[0], height * r) for r in range(world + 1))
+    return Shard(shape, rank, edges)
 
 
 @torch.no_grad()
@@ -142,83 +172,36 @@ def whole_value(
     """Return a copy of the full parameter, in `dtype` if given.
 
     rows: values of this process's part. Default: the parameter's own. A collective call if the
-    parameter has a shard.
+    parameter is shared.
     """
-    rows = parameter.detach() if rows is None else rows
-    full = torch.empty(whole_shape(parameter), dtype=dtype or parameter.dtype, device=rows.device)
+    rows = own_rows(parameter.detach()) if rows is None else rows
+    full = torch.empty(parameter.shape, dtype=dtype or parameter.dtype, device=rows.device)
     return fill(full, rows, shard_of(parameter))
 
 
-class Share(NamedTuple):
-    """This process among those that share the parameters."""
-
-    rank: int
-    """Number of this process, from 0."""
-    world: int
-    """Number of processes."""
-    unit: int = 1
-    """Rows that must stay in one process: the height of a scheme's blocks."""
-
-
-def cut_rows(
-    shape: torch.Size,
-    rank: int,
-    world: int,
-    unit: int,
-    turn: int,
-) -> Shard:
-    """Return the shard of a tensor of that shape.
-
-    Matrices and stacks are cut evenly, matrices at multiples of `unit` rows. A vector, which is
-    small, goes to a single process, number `turn` modulo `world`.
-    """
-    if len(shape) < 2:
-        owner = turn % world
-        edges = tuple(0 if r <= owner else shape[0] for r in range(world + 1))
-        return Shard(shape, rank, edges)
-    unit = unit if len(shape) == 2 else 1
-    units = -(-shape[0] // unit)
-    edges = tuple(min(shape[0], unit * (units * r // world)) for r in range(world + 1))
-    return Shard(shape, rank, edges)
+def rows_of(parameters: Mapping[str, nn.Parameter], mesh: DeviceMesh) -> dict[str, nn.Parameter]:
+    """Return shared parameters of full ones, whose rows are views of their storage."""
+    shared = {}
+    for name, parameter in parameters.items():
+        rows = cut_rows(parameter.shape, mesh.get_local_rank(), mesh.size()).rows(
+            parameter.detach()
+        )
+        shared[name] = nn.Parameter(_shared(rows, mesh, parameter.shape))
+    return shared
 
 
-def rows_of(
-    parameters: Mapping[str, nn.Parameter], rank: int, world: int
-) -> dict[str, nn.Parameter]:
-    """Return a process's rows of full parameters, as views of their storage."""
-    rows = {}
-    for turn, (name, parameter) in enumerate(parameters.items()):
-        shard = cut_rows(parameter.shape, rank, world, 1, turn)
-        rows[name] = kept(shard.rows(parameter.detach()), shard, True)
-    return rows
+def share(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+    """Return a shared parameter with a copy of this process's rows of a full one."""
+    full = parameter.detach()
+    rows = cut_rows(full.shape, mesh.get_local_rank(), mesh.size()).rows(full).clone()
+    return nn.Parameter(_shared(rows, mesh, full.shape), parameter.requires_grad)
 
 
-def shard_parameters(model: nn.Module, share: Share) -> None:
-    """Replace every parameter of a model by this process's rows of it.
-
-    Parameters that already have a shard do not change.
-    """
-    parts = {
-        id(p): cut(p, share, turn) if shard_of(p) is None else p
-        for turn, p in enumerate(model.parameters())
-    }
-    for module in model.modules():
-        for key, parameter in module._parameters.items():
-            if parameter is not None:
-                module._parameters[key] = parts[id(parameter)]
-
-
-def cut(parameter: nn.Parameter, share: Share, turn: int) -> nn.Parameter:
-    """Return a copy of a process's rows of a full parameter. turn: see `cut_rows`."""
-    shard = cut_rows(parameter.shape, *share, turn)
-    return kept(shard.rows(parameter.detach()).clone(), shard, parameter.requires_grad)
-
-
-def kept(rows: Tensor, shard: Shard, requires_grad: bool) -> nn.Parameter:
-    """Return a parameter of these rows, with their `shard` as an attribute."""
-    parameter = nn.Parameter(rows, requires_grad=requires_grad)
-    parameter.shard = shard  # type: ignore[attr-defined]
-    return parameter
+def _shared(rows: Tensor, mesh: DeviceMesh, shape: torch.Size) -> DTensor:
+    """Return the tensor of that shape of which this process has `rows`."""
+    placements: list[Placement] = [ByRows(0)]
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(rows, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def _wait(work: Sequence[dist.Work | None]) -> None:
