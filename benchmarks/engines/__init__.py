@@ -1,0 +1,1 @@
+"""Engines of several processes: they hold masters, sum gradients, step, and write checkpoints."""
