@@ -15,6 +15,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 Gradients = Iterator[tuple[str, Callable[[], Tensor]]]
@@ -32,9 +34,11 @@ class Engine(Protocol):
 
     def step(self) -> float:
         """Clip, step and return the gradient norm."""
+        raise NotImplementedError
 
     def full(self) -> dict[str, Tensor]:
         """Return the full masters by name. Collective."""
+        raise NotImplementedError
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint. Collective."""
@@ -87,7 +91,7 @@ class _Holders(nn.Module):
         zeros = [self.each[name.replace(".", "-")](gradient) for name, gradient in gradients]
         return torch.stack(zeros).sum()
 
-    def names(self) -> dict[str, nn.Parameter]:
+    def names(self) -> dict[str, Any]:
         """Return the masters by name."""
         return {key.replace("-", "."): holder.weight for key, holder in self.each.items()}
 
@@ -173,8 +177,8 @@ class DTensors:
     """
 
     def __init__(self, masters: Mapping[str, Tensor]):
-        self.mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-        self.masters = {
+        self.mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        self.masters: dict[str, Any] = {
             name: nn.Parameter(distribute_tensor(m, self.mesh, [Shard(0)], src_data_rank=None))
             for name, m in masters.items()
         }
@@ -223,16 +227,12 @@ class DTensors:
 
     def save(self, folder: Path) -> None:
         """See `Engine`."""
-        import torch.distributed.checkpoint as dcp
-
-        dcp.save(self._state(), checkpoint_id=folder)
+        state_dict_saver.save(self._state(), checkpoint_id=folder)
 
     def load(self, folder: Path) -> None:
         """See `Engine`."""
-        import torch.distributed.checkpoint as dcp
-
         state = self._state()
-        dcp.load(state, checkpoint_id=folder)
+        state_dict_loader.load(state, checkpoint_id=folder)
 
 
 class FullyShard:
@@ -241,7 +241,7 @@ class FullyShard:
     def __init__(self, masters: Mapping[str, Tensor]):
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        self.mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+        self.mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         self.holders = _Holders(masters)
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
         for holder in self.holders.each.values():
@@ -263,7 +263,7 @@ class FullyShard:
 
     def full(self) -> dict[str, Tensor]:
         """See `Engine`."""
-        return {n: p.detach().full_tensor() for n, p in self.holders.names().items()}  # type: ignore[attr-defined]
+        return {n: p.detach().full_tensor() for n, p in self.holders.names().items()}
 
     def _state(self) -> dict[str, Any]:
         """Return masters and optimizer state by name."""
@@ -274,17 +274,14 @@ class FullyShard:
 
     def save(self, folder: Path) -> None:
         """See `Engine`."""
-        import torch.distributed.checkpoint as dcp
-
-        dcp.save(self._state(), checkpoint_id=folder)
+        state_dict_saver.save(self._state(), checkpoint_id=folder)
 
     def load(self, folder: Path) -> None:
         """See `Engine`."""
-        import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.state_dict import set_state_dict
 
         state = self._state()
-        dcp.load(state, checkpoint_id=folder)
+        state_dict_loader.load(state, checkpoint_id=folder)
         set_state_dict(
             self.holders,
             self.optimizer,

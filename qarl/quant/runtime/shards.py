@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor import Shard as ByRows
 
@@ -118,7 +118,7 @@ class Shard:
 
 def mesh_of_all(device: torch.device) -> DeviceMesh:
     """Return the mesh of all processes, by the backend of their device."""
-    return dist.init_device_mesh(device.type, (dist.get_world_size(),))
+    return init_device_mesh(device.type, (dist.get_world_size(),))
 
 
 def shard_of(parameter: Tensor) -> Shard | None:
