@@ -139,7 +139,9 @@ def _parquet(file: Path, unused: set[str]) -> Iterator[dict[str, list[Any]]]:
         with pq.ParquetFile(file) as opened:
             schema = opened.schema_arrow
             renamed = _OF_TOKEN_FILES if b"qarl.tokens" in (schema.metadata or {}) else {}
-            names: dict[str, str] = {renamed.get(name, name): name for name in schema.names}
+            names: dict[str, str] = {
+                renamed.get(str(name), str(name)): str(name) for name in schema.names
+            }
             wanted = _wanted(names, f"{str(file)!r}", unused if not renamed else set())
             columns = [names[name] for name in wanted]
             for part in opened.iter_batches(batch_size=_ROWS, columns=columns):

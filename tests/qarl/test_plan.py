@@ -624,7 +624,8 @@ def test_matrices_are_those_of_the_architecture_if_shapes_are_exact(kind: str):
     settings = {"model_type": kind, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 99}
     shapes = shapes_of({**settings, "intermediate_size": 96, "num_hidden_layers": 2}, kind)
     if shapes.exact:
-        architecture = CONFIG_MAPPING[kind](num_hidden_layers=2)
+        sizes: dict[str, Any] = {"num_hidden_layers": 2}
+        architecture = CONFIG_MAPPING[kind](**sizes)
         own = weight_shapes(empty_model(architecture)).items()
         counted = matrices(shapes_of(architecture.to_dict(), kind))
         assert dict(counted) == {name: size for name, size in own if not is_protected(name)}
@@ -649,9 +650,10 @@ def test_a_shape_that_does_not_fit_is_refused_as_the_plan_of_layers_does(
     """Contract: before torch is imported, with the words of `plan_layers`."""
     config = load_config(None, {"model": REAL_MODEL, **fields})
     sizes = EMBEDDED[REAL_MODEL]
-    names = {"hidden_size": sizes.hidden, "intermediate_size": sizes.intermediate}
+    names: dict[str, Any] = {"hidden_size": sizes.hidden, "intermediate_size": sizes.intermediate}
+    names["num_hidden_layers"] = sizes.layers
     heads = {"num_attention_heads": sizes.heads, "num_key_value_heads": sizes.kv_heads}
-    model = empty_model(CONFIG_MAPPING["llama"](num_hidden_layers=sizes.layers, **names, **heads))
+    model = empty_model(CONFIG_MAPPING["llama"](**names, **heads))
     if fits:
         check_schemes(config)
         assert plan_layers(model, get_scheme(config.scheme), config.layers)

@@ -194,7 +194,9 @@ def check_rotary(folder: Path, tokens: int = 0) -> None:
     # some models have settings for each kind of layer, nested in these
     settings += [inner for outer in settings if isinstance(outer, dict) for inner in outer.values()]
     for rope in settings:
-        kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
+        if not isinstance(rope, dict):
+            continue
+        kind = rope.get("rope_type", rope.get("type"))
         if kind not in _CHANGING_ROTATIONS:
             continue
         remedy = _dynamic_remedy(config, rope)

@@ -95,7 +95,8 @@ def served_requests(
     from vllm.renderers import renderer_from_config
     from vllm.renderers.online_renderer import OnlineRenderer
 
-    arguments = AsyncEngineArgs(model=str(folder), dtype=dtype, max_model_len=max_model_len)
+    settings: dict[str, Any] = {"dtype": dtype, "max_model_len": max_model_len}
+    arguments = AsyncEngineArgs(model=str(folder), **settings)
     model = arguments.create_model_config()
     # As vLLM's own rendering server does: no weights are loaded, so no kernel is needed for them.
     model.quantization = None
