@@ -38,6 +38,8 @@ _FEWEST_LIKELY = 8
 """Least likely tokens for a temperature; below 30 all have to move in the same direction."""
 _LEAST = 3e-4
 """Mean |d| in nats up to which directions are rounding."""
+_FAR = 0.3
+"""Median |d| in nats above which two sides may score other tokens or another model."""
 _APART = 5.0
 """Standard errors from which two means count as different."""
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
@@ -70,7 +72,7 @@ def judge(table: Table, floor: float) -> Judged:
         return Judged((*causes, shift), tuple(unchecked))
     stale, fresh = _stale(table)
     causes += [] if stale is None else [stale]
-    single, kept = _single(table)
+    single, kept = _single(table, floor)
     causes += [] if single is None else [single]
     rest = _rows(table, fresh & kept)
     if not rest["tokens"].sum():
@@ -263,10 +265,11 @@ def _stale(table: Table) -> tuple[Cause | None, np.ndarray]:
     return cause, version == known.min()
 
 
-def _single(table: Table) -> tuple[Cause | None, np.ndarray]:
+def _single(table: Table, floor: float) -> tuple[Cause | None, np.ndarray]:
     """Return the cause if a few completions are wrong altogether, or all are, and the others.
 
-    A completion is compared with those of its own age and sampling.
+    A completion is compared with those of its own age and sampling. One whose median |d| is at most
+    the floor is rounded otherwise, such as by another choice of experts.
     """
     median = table["median"]
     kept = np.ones(len(median), dtype=bool)
@@ -274,7 +277,7 @@ def _single(table: Table) -> tuple[Cause | None, np.ndarray]:
     if measured.sum() < 4:
         return None, kept
     correlation = _correlation(table)
-    if _mean(table) > 0.5 and correlation < 0.5:
+    if np.median(median[measured]) > _FAR and correlation < 0.5:
         text = f"over all tokens the two sides' log-probs correlate by {correlation:.2f}"
         return Cause(
             name="unrelated",
@@ -293,7 +296,7 @@ def _single(table: Table) -> tuple[Cause | None, np.ndarray]:
         if of_group.sum() < 4:
             continue
         usual = np.median(median[of_group])
-        wrong |= of_group & (median > 8 * usual) & (median > 0.02)
+        wrong |= of_group & (median > 8 * usual) & (median > floor)
     if not wrong.any():
         return None, kept
     usual = np.median(median[measured & ~wrong])

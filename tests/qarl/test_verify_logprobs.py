@@ -219,3 +219,18 @@ def test_importing_the_package_imports_no_library():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_completion_within_the_floor_is_not_wrong_altogether(tmp_path: Path):
+    """One of twelve completions is off by 0.03 nats, the others by 0.001: rounding by the default
+    floor of 0.05, and a fault by a floor of 0.01.
+    """
+    sampler = [-0.1 * n - 0.5 for n in range(10)]
+    rows = [row(sampler, [each - 0.001 for each in sampler]) for _ in range(11)]
+    rows.append(row(sampler, [each - 0.03 for each in sampler]))
+    dump = write(tmp_path, rows)
+    assert "sequences" not in [cause.name for cause in qarl.verify.logprobs(dump).causes]
+    (cause,) = [
+        each for each in qarl.verify.logprobs(dump, floor=0.01).causes if each.name == "sequences"
+    ]
+    assert cause.about == ("row 11",)
