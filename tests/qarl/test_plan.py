@@ -652,7 +652,10 @@ def test_a_shape_that_does_not_fit_is_refused_as_the_plan_of_layers_does(
     sizes = EMBEDDED[REAL_MODEL]
     names: dict[str, Any] = {"hidden_size": sizes.hidden, "intermediate_size": sizes.intermediate}
     names["num_hidden_layers"] = sizes.layers
-    heads = {"num_attention_heads": sizes.heads, "num_key_value_heads": sizes.kv_heads}
+    heads: dict[str, Any] = {
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.kv_heads,
+    }
     model = empty_model(CONFIG_MAPPING["llama"](**names, **heads))
     if fits:
         check_schemes(config)
