@@ -85,6 +85,12 @@ def judge(table: Table, floor: float) -> Judged:
         unchecked.append(f"weights and kernels, behind the {sampling.name}")
     else:
         causes.append(_level(rest, floor, causes))
+        cut = _cuts(rest)
+        if cut and causes[-1].name != "equal":
+            unchecked.append(
+                f"whether one side renormalizes by {cut}, which the dump records: the difference of"
+                " the two sides may hide it"
+            )
         if causes[-1].name == "rounding" and _mean(rest) > floor / 10:
             unchecked.append(
                 "whether an 8-bit scheme is on one side alone: its size is that of 16-bit rounding;"
@@ -363,6 +369,16 @@ def _truncation(table: Table) -> Cause | None:
         ),
         remedy=remedy("truncation"),
     )
+
+
+def _cuts(table: Table) -> str:
+    """Return the recorded options that leave tokens out, such as "top_k 20"; "" if none do."""
+    cut = {
+        "top_p": table["top_p"] < 1,
+        "top_k": table["top_k"] > 0,
+        "min_p": table["min_p"] > 0,
+    }
+    return ", ".join(f"{name} {table[name][rows][0]:g}" for name, rows in cut.items() if rows.any())
 
 
 def _recorded(table: Table, names: tuple[str, ...]) -> str:

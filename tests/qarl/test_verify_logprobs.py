@@ -234,3 +234,9 @@ def test_a_completion_within_the_floor_is_not_wrong_altogether(tmp_path: Path):
         each for each in qarl.verify.logprobs(dump, floor=0.01).causes if each.name == "sequences"
     ]
     assert cause.about == ("row 11",)
+
+
+def test_a_recorded_truncation_that_does_not_show_is_said(tmp_path: Path):
+    rows = [row([-1.0, -0.5], [-1.001, -0.499], top_k=20, top_p=1.0) for _ in range(4)]
+    unchecked = " ".join(qarl.verify.logprobs(write(tmp_path, rows)).unchecked)
+    assert "renormalizes by top_k 20, which" in unchecked
