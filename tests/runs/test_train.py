@@ -134,7 +134,7 @@ def test_sigterm_at_any_moment_loses_no_step(tmp_path: Path):
         run = tmp_path / f"cut-{number}"
         process = Run("train", *flags, "--output", run)
         wait_for_lines(process, run / "metrics.jsonl", 1)
-        seconds = draw.uniform(0, 2)
+        seconds = draw.uniform(0, 1)
         time.sleep(seconds)
         os.kill(process.pid, signal.SIGTERM)
         done = process.wait()

@@ -137,7 +137,7 @@ def interpreter(folder: Path) -> Path:
         "log = Path(os.readlink('/proc/self/fd/1'))\n"
         "arguments = sys.argv[sys.argv.index('qarl') + 1 :]\n"
         "fork = forks.Fork('qarl', arguments, Path.cwd(), dict(os.environ), log, log)\n"
-        "for number in (signal.SIGINT, signal.SIGTERM):\n"
+        "for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):\n"
         "    signal.signal(number, lambda number, _: os.kill(fork.pid, number))\n"
         "sys.exit(fork.wait())\n"
     )
