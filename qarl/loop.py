@@ -11,30 +11,24 @@ batch whose advantages are all zero is skipped: nothing is learned or published.
 its record (tokens, metrics) and, if they are due, held-out evaluation and a checkpoint.
 """
 
-from dataclasses import replace
-
 from qarl.configs.schema.run import RunConfig
 from qarl.evaluation.heldout import heldout
 from qarl.learner.batching import make_batch
 from qarl.learner.processes import Processes
 from qarl.learner.stopwatch import Stopwatch
-from qarl.ptq.export import initial_codes
-from qarl.quant.model.kept_scales import start_from_codes
 from qarl.report.dashboard import Dashboard
 from qarl.report.early_warning import RunWatch
 from qarl.report.loggers import Log, unlogged
 from qarl.report.metrics import StepMetrics, batch_metrics, metrics_writer, read_until
 from qarl.report.run_folder import RunFolder
 from qarl.report.start_note import write_start
-from qarl.report.startup import phase, say
 from qarl.report.token_recorder import TokenRecorder
-from qarl.run.checkpoint import load_checkpoint
 from qarl.run.evaluate import heldout_at_first, heldout_of
-from qarl.run.inputs import digest_inputs, require_same_inputs
-from qarl.run.interrupt import deferred_interrupt
-from qarl.run.policy import Policy, Ready, open_policy, open_ready, trained_part
+from qarl.run.interrupt import agreed_signal, deferred_interrupt
+from qarl.run.policy import Ready, trained_part
 from qarl.run.rollouts import Rollouts
 from qarl.run.session import Position, Session, open_session
+from qarl.run.start import open_run
 from qarl.run.step_checkpoints import StepCheckpoints
 from qarl.run.verify_export import Outcome, export_sampled, finish
 
@@ -53,16 +47,11 @@ def train(
 
     All processes run the same loop on the same groups, of which each sampled its share. Only the
     first process writes, also to `log`. ready: what the run's checks returned.
-    allow_changed_inputs: go on from a checkpoint that was made from other questions, functions or
-    model files. Raises `ConfigError` otherwise.
+    allow_changed_inputs: resume with other questions, functions or model, else refused.
     """
-    ready = ready or open_ready(config)
-    inputs = digest_inputs(config, ready.task) if processes.first else {}
-    if resume:
-        processes.first_does(
-            lambda: require_same_inputs(config, folder, inputs, allow_changed_inputs)
-        )
-    policy, position = _open_policy(config, folder, processes, resume, ready)
+    policy, position, inputs = open_run(
+        config, folder, processes, resume, ready, allow_changed_inputs
+    )
     with open_session(config, folder, policy) as session:
         trained = [*session.describe(), *trained_part(policy, config)]
         materializers = policy.model.materializers()
@@ -77,29 +66,8 @@ def train(
         stopped_by = _run_steps(
             session, config, folder, dashboard, position, step_checkpoints, resume, log
         )
-        if position.step == config.steps and not config.export:
-            stopped_by = None  # nothing was left to do
-        sampled = None
-        if stopped_by is None:
-            sampled = export_sampled(session, config, folder, position.step)
-    return replace(finish(policy, config, folder, position, sampled), stopped_by=stopped_by)
-
-
-def _open_policy(
-    config: RunConfig, folder: RunFolder, processes: Processes, resume: bool, ready: Ready | None
-) -> tuple[Policy, Position]:
-    """Load the policy and the run's position: from the newest checkpoint, or for a new run."""
-    with phase("loading the model"):
-        policy = open_policy(config, processes, ready)
-    if resume:
-        _, state = load_checkpoint(folder.checkpoints, processes, step_over=say)
-        policy.learner.load_state_dict(state["learner"])
-        return policy, Position(**state["position"])
-    if config.quantization.init is not None:
-        with phase(f"calibrating codes by {config.quantization.init}"):
-            codes = initial_codes(policy, config)
-            start_from_codes(policy.model, codes, keep_masters=not config.learner.aligned)
-    return policy, Position()
+        sampled = None if stopped_by else export_sampled(session, config, folder, position.step)
+    return finish(policy, config, folder, position, sampled, stopped_by)
 
 
 def _run_steps(
@@ -112,9 +80,8 @@ def _run_steps(
     resume: bool,
     log: Log,
 ) -> int | None:
-    """Do the steps that are left, and write metrics and a checkpoint after each if due.
-
-    Returns the number of the signal that stopped the run, or None.
+    """Do the steps that are left, and write metrics and a checkpoint after each if due. Returns the
+    signal that stopped the run, or None.
     """
     policy = session.policy
     first_process = policy.processes.first
@@ -134,15 +101,10 @@ def _run_steps(
             metrics = _step(rollouts, position, recorder)
             write_metrics(metrics)
             dashboard.stepped(metrics, run_watch.add(metrics.flat()))
-            stopped_by = _first_signal(interrupts, policy.processes)
+            stopped_by = agreed_signal(interrupts, policy.processes)
             measured = heldout(vars(metrics))
             step_checkpoints.after_step(rollouts, measured, stopping=stopped_by is not None)
-        return stopped_by or _first_signal(interrupts, policy.processes)
-
-
-def _first_signal(received: list[int], processes: Processes) -> int | None:
-    """Return the signal that any of the processes received first, the same in all, or None."""
-    return next((number for each in processes.gathered(received) for number in each), None)
+        return stopped_by or agreed_signal(interrupts, policy.processes)
 
 
 def _step(rollouts: Rollouts, position: Position, recorder: TokenRecorder) -> StepMetrics:

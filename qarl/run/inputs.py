@@ -177,11 +177,11 @@ def _sources(source: str) -> dict[str, Path]:
     if source.endswith(".py"):
         root, first = Path(source).parent, Path(source)
     else:
-        found = (
+        candidates = (
             (Path(folder or "."), _module_file(Path(folder or "."), source))
             for folder in (".", *sys.path)
         )
-        root, first = next(((root, file) for root, file in found if file), (Path(), None))
+        root, first = next(((root, file) for root, file in candidates if file), (Path(), None))
     if first is None or not first.is_file():
         return {}
     installed = {Path(path).resolve() for path in sysconfig.get_paths().values()}

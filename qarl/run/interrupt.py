@@ -13,9 +13,12 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from qarl.quant.runtime.parent import STOP_SIGNALS, rank
+
+if TYPE_CHECKING:  # which imports torch
+    from qarl.learner.processes import Processes
 
 _ONE_STOP = 1.0
 """Seconds in which several signals are one.
@@ -91,6 +94,11 @@ def deferred_interrupt() -> Iterator[list[int]]:
 
     with handled(dict.fromkeys(heeded_signals(), on_signal)):
         yield received
+
+
+def agreed_signal(received: list[int], processes: "Processes") -> int | None:
+    """Return the signal that one of the processes received, the same in all of them, or None."""
+    return next((number for each in processes.gathered(received) for number in each), None)
 
 
 def heeded_signals() -> list[int]:

@@ -111,17 +111,22 @@ def finish(
     folder: RunFolder,
     at: Position,
     sampled: ExportReference | None,
+    stopped_by: int | None = None,
 ) -> Outcome:
     """Load the export in a fresh engine, compare it with `sampled`, and evaluate it.
 
     Raises `ExportError` if its log-probs differ from those of the engine that sampled: on CPUs, and
     with `bitwise`, in any bit; otherwise on CUDA by more than the bound of `sampled`.
+
+    stopped_by: number of the signal that stopped the run, or None.
     """
+    unfinished = at.step < config.steps or config.export
     begun = Outcome(
         folder.path,
         at.step,
         first_accuracy=at.first_accuracy,
         first_reward=at.first_reward,
+        stopped_by=stopped_by if unfinished else None,
     )
     # The process group is still open if servers sampled. An engine in this process would wait in it
     # for processes that have ended.
