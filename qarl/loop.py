@@ -28,9 +28,9 @@ from qarl.run.interrupt import agreed_signal, deferred_interrupt
 from qarl.run.policy import Ready, trained_part
 from qarl.run.rollouts import Rollouts
 from qarl.run.session import Position, Session, open_session
-from qarl.run.start import open_run
 from qarl.run.step_checkpoints import StepCheckpoints
 from qarl.run.verify_export import Outcome, export_sampled, finish
+from qarl.start import open_run
 
 
 def train(

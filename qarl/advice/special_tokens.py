@@ -40,9 +40,9 @@ def special_tokens(
     holding = {
         token: sum(token in _text(problem) for problem in problems) for token in special if token
     }
-    found = {token: count for token, count in holding.items() if count}
-    if found:
-        tokens = ", ".join(f"{token!r} in {count}" for token, count in found.items())
+    counts = {token: count for token, count in holding.items() if count}
+    if counts:
+        tokens = ", ".join(f"{token!r} in {count}" for token, count in counts.items())
         yield Finding(
             "note",
             "question",
@@ -64,9 +64,9 @@ def _turn_end(prompter: Prompter, special: dict[str, int]) -> str:
         text = prompter.text(Problem("", "?", "", messages=chat))
     except Exception:  # a template may refuse this chat; it says nothing then
         return ""
-    _, found, after = text.partition(_TURN)
+    _, turn, after = text.partition(_TURN)
     places = {after.index(token): token for token in special if token in after}
-    return places[min(places)] if found and places else ""
+    return places[min(places)] if turn and places else ""
 
 
 def _ends(folder: Path, tokenizer: Any) -> set[int]:

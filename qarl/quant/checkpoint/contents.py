@@ -109,14 +109,14 @@ def check_contents(
     tied = model.all_tied_weights_keys
     one_is_stored = {name for pair in tied.items() for name in pair if {*pair} & names.keys()}
     expected = model.state_dict().keys()
-    found = SimpleNamespace(
+    loaded = SimpleNamespace(
         missing_keys=expected - names.keys() - one_is_stored,
         unexpected_keys=names.keys() - expected,
     )
     # the exceptions that the loader makes
-    model._adjust_missing_and_unexpected_keys(found)  # type: ignore[arg-type]
-    refuse_missing(folder, model, found.missing_keys)
-    refuse_unread(folder, model, found.unexpected_keys)
+    model._adjust_missing_and_unexpected_keys(loaded)  # type: ignore[arg-type]
+    refuse_missing(folder, model, loaded.missing_keys)
+    refuse_unread(folder, model, loaded.unexpected_keys)
 
 
 def refuse_missing(folder: Path, model: PreTrainedModel, missing: Collection[str]) -> None:
