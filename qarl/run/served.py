@@ -5,7 +5,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from qarl.configs.schema.run import RunConfig
+from qarl.configs.schema.run import LONGEST, RunConfig
+from qarl.quant.checkpoint.folder import positions, read_config
 from qarl.rollout.servers.vllm.chat import (
     EngineRequest,
     request_fields,
@@ -71,9 +72,9 @@ def compare_served(export: Path, policy: Policy, config: RunConfig) -> Served | 
     prompts = [policy.prompter.prompt(problem) for problem in problems]
     evaluated = sampled_requests(prompts, Sampling.of(config.rollout, 0, asking=config.eval))
     bodies = [_body(problem, defaults) for problem in problems]
-    return _compared(
-        evaluated, served_requests(export, config.dtype, config.rollout.longest, bodies)
-    )
+    # vLLM's server refuses to start with more than the model has; an engine of one's own may not.
+    longest = min(config.rollout.longest, int(positions(read_config(export)) or LONGEST))
+    return _compared(evaluated, served_requests(export, config.dtype, longest, bodies))
 
 
 def _body(problem: Problem, defaults: RequestDefaults) -> dict[str, Any]:
