@@ -210,8 +210,10 @@ def test_a_run_starts_from_the_codes_of_its_method(
     aligned: bool, config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ):
     """Before an engine is started, and with its own masters where it multiplies those."""
-    monkeypatch.setattr("qarl.loop.initial_codes", lambda *_: ["the codes"])
-    monkeypatch.setattr("qarl.loop.start_from_codes", started := Mock(side_effect=InterruptedError))
+    monkeypatch.setattr("qarl.start.initial_codes", lambda *_: ["the codes"])
+    monkeypatch.setattr(
+        "qarl.start.start_from_codes", started := Mock(side_effect=InterruptedError)
+    )
     tree = config.model_dump() | {
         "scheme": "w4a16",
         "quantization": {"init": "gptq", "scale": "kept"},
