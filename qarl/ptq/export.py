@@ -55,6 +55,7 @@ def export_ptq(
     """
     folder = RunFolder.open(run)
     count = check_request(folder.config(), str(run), method, scheme, calibration)
+    folder.require_checkpoint()
     if output.exists():
         raise ExportError(f"folder {str(output)!r} exists; choose another or remove it")
     output.parent.mkdir(parents=True, exist_ok=True)
