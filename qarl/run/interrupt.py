@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from qarl.quant.runtime.parent import STOP_SIGNALS, rank
+from qarl.quant.runtime.parent import STOP_SIGNALS, keep_from_forks, let_forks_have, rank
 
 if TYPE_CHECKING:  # which imports torch
     from qarl.learner.processes import Processes
@@ -43,13 +43,19 @@ def signal_of(interrupt: KeyboardInterrupt) -> int:
 
 @contextmanager
 def handled(handlers: Mapping[int, Callable[..., Any] | int]) -> Iterator[None]:
-    """Install these handlers, by signal number, and restore the earlier ones at the end."""
+    """Install these handlers, by signal number, and restore the earlier ones at the end.
+
+    Processes that are forked meanwhile do not have them.
+    """
+    new = [handler for handler in handlers.values() if callable(handler)]
+    keep_from_forks(new)
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        let_forks_have(new)
 
 
 def interrupt(number: int, frame: object = None) -> NoReturn:

@@ -105,14 +105,21 @@ def test_a_run_whose_terminal_is_gone_saves(tmp_path: Path):
     assert (tmp_path / "saved").exists()
 
 
-def test_children_leave_stop_signals_to_their_parent_and_end_what_they_start():
-    """The child lives on; what it forks or starts ends by SIGTERM, as a pool's processes must."""
-    code = """
+@pytest.mark.parametrize(
+    "begin",
+    [
+        "from qarl.quant.runtime.parent import *; leave_stop_signals_to_the_parent()\n"
+        "for number in STOP_SIGNALS: os.kill(os.getpid(), number)",
+        "from qarl.run.interrupt import *; context = interruptible(); context.__enter__()",
+        "from qarl.run.interrupt import *; context = deferred_interrupt(); context.__enter__()",
+    ],
+    ids=["child", "startup", "steps"],
+)
+def test_what_a_process_forks_or_starts_ends_by_sigterm(begin: str):
+    """A pool ends its processes by it. A child leaves its own signals to its parent."""
+    code = f"""
 import multiprocessing, os, signal, subprocess, time
-from qarl.quant.runtime.parent import STOP_SIGNALS, leave_stop_signals_to_the_parent
-leave_stop_signals_to_the_parent()
-for number in STOP_SIGNALS:
-    os.kill(os.getpid(), number)
+{begin}
 forked = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
 forked.start()
 forked.terminate()
@@ -121,5 +128,4 @@ program = subprocess.Popen(["sleep", "60"])
 program.terminate()
 print(forked.exitcode, program.wait())
 """
-    done = started(code)
-    assert done.communicate(timeout=60)[0] == "-15 -15\n"
+    assert started(code).communicate(timeout=60) == ("-15 -15\n", "")

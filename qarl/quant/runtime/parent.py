@@ -5,10 +5,12 @@ signals to its parent. It does not import torch.
 """
 
 import ctypes
+import functools
 import os
 import signal
 import threading
 import time
+from collections.abc import Iterable
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals that stop a run (`qarl.run.interrupt`)."""
@@ -61,24 +63,53 @@ def end_group_with_the_parent() -> None:
 def leave_stop_signals_to_the_parent() -> None:
     """Let this process live through `STOP_SIGNALS`, which a scheduler may send to all processes of
     a job. The parent decides when this process ends, and kills it then.
-
-    Processes that this one starts or forks are ended by them as ever, because a person's code may
-    end its own by SIGTERM.
     """
+
+    def ignore(number: int, frame: object) -> None:
+        """Do nothing. SIG_IGN would be passed on to programs that this process starts."""
+
     for number in STOP_SIGNALS:
-        signal.signal(number, lambda *_: None)  # unlike SIG_IGN not passed on to other programs
-    masks: list[set[int]] = []
+        signal.signal(number, ignore)
+    keep_from_forks([ignore])
 
-    def before() -> None:
-        # a fork that is ended at once must not lose the signal before it has the default action
-        masks.append(set(signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)))
 
-    def in_parent() -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, masks.pop())
+def keep_from_forks(handlers: Iterable[object]) -> None:
+    """Give processes that this one forks the default action of `STOP_SIGNALS` where it has one of
+    these handlers, because whoever forks a process may end it by SIGTERM.
+    """
+    _kept_from_forks.extend(handlers)
+    _watch_forks()
 
-    def in_child() -> None:
-        for number in STOP_SIGNALS:
-            signal.signal(number, signal.SIG_DFL)
-        in_parent()
 
-    os.register_at_fork(before=before, after_in_parent=in_parent, after_in_child=in_child)
+def let_forks_have(handlers: Iterable[object]) -> None:
+    """Undo `keep_from_forks`."""
+    for handler in handlers:
+        _kept_from_forks.remove(handler)
+
+
+_kept_from_forks: list[object] = []
+_masks: list[set[int]] = []
+
+
+@functools.cache
+def _watch_forks() -> None:
+    os.register_at_fork(
+        before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child
+    )
+
+
+def _before_fork() -> None:
+    # A fork that is ended at once must not lose the signal before it has the default action.
+    _masks.append(set(signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)))
+
+
+def _after_fork() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _masks.pop())
+
+
+def _after_fork_in_child() -> None:
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) in _kept_from_forks:
+            default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            signal.signal(number, default)
+    _after_fork()
