@@ -411,11 +411,14 @@ def _tensor_places(folder: Path) -> dict[str, tuple[Path, int, tuple[int, str, t
         with file.open("rb") as stream:
             size = int.from_bytes(stream.read(8), "little")
             try:
-                header = json.loads(stream.read(size))
-            except ValueError as error:
+                # any eight bytes may stand for a size, so that no more is read than there is
+                header = json.loads(stream.read(min(size, file.stat().st_size)))
+            except ValueError:
+                header = None
+            if not isinstance(header, dict):
                 raise ModelError(
                     f"{str(file)!r} is no safetensors file, or cut short; copy it again"
-                ) from error
+                )
         for name, entry in header.items():
             if name != "__metadata__":
                 start, end = entry["data_offsets"]
