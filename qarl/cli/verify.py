@@ -1,12 +1,14 @@
 """`qarl verify`: compare a trainer's policy with an engine's, whoever made them."""
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from qarl.cli.environment import quiet_libraries
 from qarl.cli.options import json_file, say, text_width, write_json
+from qarl.verify.folders import require_folder
 
 _DESCRIPTION = (
     "Compare what a trainer holds with what an engine samples from, and name the cause of a"
@@ -119,6 +121,8 @@ def _clip(text: str) -> tuple[float, float]:
 
 
 def _weights(known: argparse.Namespace, console: Console) -> int:
+    for role in ("trainer", "engine"):
+        require_folder(Path(getattr(known, role)).expanduser(), role)
     quiet_libraries()
     from qarl.verify import weights
 

@@ -12,7 +12,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the names' types for type checkers and editors; `x as x` re-exports
-    from qarl.verify.agreement import assert_agreement as assert_agreement
     from qarl.verify.compare_logprobs import LogprobsReport as LogprobsReport
     from qarl.verify.compare_logprobs import logprobs as logprobs
     from qarl.verify.compare_weights import WeightsReport as WeightsReport
@@ -21,6 +20,7 @@ if TYPE_CHECKING:  # the names' types for type checkers and editors; `x as x` re
     from qarl.verify.findings import DisagreementError as DisagreementError
     from qarl.verify.findings import Report as Report
     from qarl.verify.findings import VerifyInputError as VerifyInputError
+    from qarl.verify.findings import assert_agreement as assert_agreement
 
 _MODULE_OF = {
     "Cause": "qarl.verify.findings",
@@ -29,7 +29,7 @@ _MODULE_OF = {
     "Report": "qarl.verify.findings",
     "VerifyInputError": "qarl.verify.findings",
     "WeightsReport": "qarl.verify.compare_weights",
-    "assert_agreement": "qarl.verify.agreement",
+    "assert_agreement": "qarl.verify.findings",
     "logprobs": "qarl.verify.compare_logprobs",
     "weights": "qarl.verify.compare_weights",
 }

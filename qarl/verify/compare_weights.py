@@ -14,15 +14,15 @@ import torch
 from compressed_tensors.quantization import QuantizationScheme
 
 from qarl.configs.words import few
+from qarl.quant.schemes import is_protected
 from qarl.verify.differences import Sketch, diagnose, distance, sketch
-from qarl.verify.findings import Cause, Report, VerifyInputError
+from qarl.verify.findings import Cause, Report, VerifyInputError, fault
 from qarl.verify.lines import outcome_lines, wrapped
 from qarl.verify.quantization import (
     CODES,
     Quantization,
     dequantized,
     describe,
-    is_special,
     nearest,
     rounded,
     same,
@@ -184,12 +184,12 @@ class _Comparison:
                 continue
             if leaf not in ours or leaf not in theirs:
                 only = "trainer" if leaf in ours else "engine"
-                self._causes.append(_fault("missing", f"the {only} alone has it", f"{name}.{leaf}"))
+                self._causes.append(fault("missing", f"{name}.{leaf}", f"the {only} alone has it"))
                 state = "different"
             elif not _rounds_to(ours[leaf], theirs[leaf]):
                 gap = distance(ours[leaf], theirs[leaf])
                 text = f"‖Δ‖ is {gap:.2g} of ‖W‖"
-                self._causes.append(_fault("stale", text, f"{name}.{leaf}"))
+                self._causes.append(fault("stale", f"{name}.{leaf}", text))
                 state = "different"
         return state
 
@@ -237,10 +237,6 @@ class _Comparison:
             config=self._trainer.config,
             off=off,
         )
-
-
-def _fault(name: str, evidence: str, about: str, remedy: str = "") -> Cause:
-    return Cause(name=name, level="fault", evidence=evidence, remedy=remedy, about=(about,))
 
 
 def _has_codes(side: Side, layer: str) -> bool:
@@ -407,26 +403,26 @@ def _broken_codes(side: Side, layer: str, tensors: dict[str, torch.Tensor]) -> C
     if scheme is None or scheme.weights is None:
         entry = side.quantization.ignored_by(layer)
         why = f"ignored by {entry!r}" if entry else "not a target"
-        return _fault(
+        return fault(
             "declared",
+            layer,
             f"the {side.role}'s tensors are codes, and its config.json leaves the layer alone"
             f" ({why})",
-            layer,
             "write config.json from the same plan as the codes",
         )
     scale = tensors.get("weight_scale")
     if scale is None:
-        return _fault("missing", f"the {side.role} has codes without a scale", layer)
+        return fault("missing", layer, f"the {side.role} has codes without a scale")
     columns = _columns(tensors, scheme)
     size = scheme.weights.group_size
     groups = columns // size if size and size > 0 else None
     if groups is not None and scale.ndim == 2 and scale.shape[1] != groups:
-        return _fault(
+        return fault(
             "group-size",
+            layer,
             f"the {side.role}'s scales have {scale.shape[1]} columns, and groups of {size} in"
             f" {columns} columns need {groups}: the codes have groups of"
             f" {columns // scale.shape[1]}",
-            layer,
             "write config.json from the same scheme as the codes",
         )
     return None
@@ -457,39 +453,39 @@ def _declared(trainer: Side, engine: Side, layer: str) -> Cause | None:
             why = "it was left out of the codes"
             if entry is not None:
                 why = f"ignore {entry!r} is a part of its name and does not match it"
-            return _fault(
+            return fault(
                 "ignore-list",
+                layer,
                 f"the engine's config.json quantizes it ({describe(scheme)}), and its tensor is in"
                 f" 16 or 32 bits: {why}",
-                layer,
                 "list full names in ignore, or a pattern that starts with re: and matches from the"
                 " start of the name",
             )
     other = _stored_scheme(engine, layer)
     if trainer.quantization is None:
-        if other is not None and is_special(layer):
+        if other is not None and is_protected(layer):
             return _special(layer, other)
         return None
     mine = trainer.quantization.scheme(layer)
     if same(mine, other):
         return None
-    if mine is None and is_special(layer):
+    if mine is None and is_protected(layer):
         return _special(layer, other)
     if mine is None or other is None:
         side = trainer if mine is None else engine
         entry = side.quantization and side.quantization.ignored_by(layer)
         why = f" (ignore {entry!r})" if entry else ""
-        return _fault(
+        return fault(
             "ignore-list",
+            layer,
             f"the {side.role} leaves it in 16 or 32 bits{why}, the other side has"
             f" {describe(mine or other)}",
-            layer,
             "give both sides the same ignore list",
         )
-    return _fault(
+    return fault(
         "scheme",
-        f"the trainer means {describe(mine)}, the engine has {describe(other)}",
         layer,
+        f"the trainer means {describe(mine)}, the engine has {describe(other)}",
         "give both sides the same scheme",
     )
 
@@ -498,10 +494,10 @@ def _special(layer: str, scheme: QuantizationScheme | None) -> Cause:
     kind = "router"
     if layer.endswith((_HEAD, "embed_tokens")):
         kind = "output head" if layer.endswith(_HEAD) else "embedding"
-    return _fault(
+    return fault(
         "protected",
-        f"the engine's {kind} is quantized ({describe(scheme)})",
         layer,
+        f"the engine's {kind} is quantized ({describe(scheme)})",
         "add it to the engine's ignore list: re:.*mlp\\.gate$, lm_head",
     )
 
@@ -567,11 +563,11 @@ def _tied(trainer: Side, engine: Side) -> Iterator[Cause]:
         embedding = side.read(_EMBEDDING)["weight"]
         head = other.read(_HEAD)["weight"]
         if not _rounds_to(embedding, head):
-            yield _fault(
+            yield fault(
                 "tied",
+                _HEAD,
                 f"the {side.role} ties its output head to the embedding, and the {other.role}'s"
                 f" head differs from it (‖Δ‖ is {distance(embedding, head):.2g} of ‖W‖)",
-                _HEAD,
                 "publish the embedding as lm_head too, or tie both",
             )
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from qarl.verify.findings import Cause
+from qarl.verify.findings import Cause, fault
 
 _SKETCH = 6
 """Projections of rows and of columns; a sketch is a matrix [_SKETCH, _SKETCH]."""
@@ -87,7 +87,7 @@ def diagnose(
     bound = max(2 * rounding, 4e-3)
     if not engine.isfinite().all() or not trainer.isfinite().all():
         side = "engine" if not engine.isfinite().all() else "trainer"
-        return _cause(
+        return fault(
             "not-finite", layer, f"the {side}'s tensor holds NaN or infinity", "load it again"
         )
     if trainer.ndim == 2 and engine.ndim == 2:
@@ -95,17 +95,13 @@ def diagnose(
         if cause is not None:
             return cause
     if trainer.shape != engine.shape:
-        return _cause(
+        return fault(
             "shape",
             layer,
             f"the trainer has {list(trainer.shape)}, the engine {list(engine.shape)}",
             "compare the two models' config.json",
         )
     return _changed(layer, trainer, engine, rounding, off)
-
-
-def _cause(name: str, layer: str, evidence: str, remedy: str) -> Cause:
-    return Cause(name=name, level="fault", evidence=evidence, remedy=remedy, about=(layer,))
 
 
 def _rearranged(
@@ -118,7 +114,7 @@ def _rearranged(
 ) -> Cause | None:
     """Return the cause if the engine holds the right values in a wrong place or order."""
     if trainer.shape == engine.T.shape and distance(trainer, engine.T) <= bound:
-        return _cause(
+        return fault(
             "transposed",
             layer,
             f"the engine's tensor is the transpose of the trainer's {list(trainer.shape)}",
@@ -142,7 +138,7 @@ def _rearranged(
         if axis == 0 and _is_rotary(order, layer, config):
             text += ", that of interleaved rotary pairs within each head"
             remedy = "convert q and k to rotate_half's order (Meta's, Megatron's and GGUF's differ)"
-        return _cause("permuted", layer, text, remedy)
+        return fault("permuted", layer, text, remedy)
     return None
 
 
@@ -165,7 +161,7 @@ def _misplaced(layer: str, other: str) -> Cause:
     """Return the cause for a layer whose values the engine holds under another name."""
     expert, other_expert = _EXPERT.match(layer), _EXPERT.match(other)
     if expert and other_expert and expert.group(1, 3) == other_expert.group(1, 3):
-        return _cause(
+        return fault(
             "expert-order",
             layer,
             f"the engine holds its values as expert {other_expert['number']}",
@@ -173,7 +169,7 @@ def _misplaced(layer: str, other: str) -> Cause:
         )
     pair = frozenset({layer.rpartition(".")[2], other.rpartition(".")[2]})
     if pair in _SIBLINGS and layer.rpartition(".")[0] == other.rpartition(".")[0]:
-        return _cause(
+        return fault(
             "exchanged",
             layer,
             f"{_SIBLINGS[pair]}: the engine holds its values as {other!r}",
@@ -181,13 +177,13 @@ def _misplaced(layer: str, other: str) -> Cause:
         )
     block, other_block = _BLOCK.match(layer), _BLOCK.match(other)
     if block and other_block and block["rest"] == other_block["rest"]:
-        return _cause(
+        return fault(
             "layer-order",
             layer,
             f"the engine holds its values in layer {other_block['number']}",
             "number layers alike (a pipeline stage's offset, layers counted from 1)",
         )
-    return _cause(
+    return fault(
         "misplaced",
         layer,
         f"the engine holds its values as {other!r}",
@@ -232,12 +228,12 @@ def _changed(
     gap = distance(trainer, engine)
     size = f"‖Δ‖ is {gap:.2g} of ‖W‖, of which rounding explains {rounding:.2g}{off}"
     if not engine.any():
-        return _cause("zeros", layer, "the engine's tensor is all zeros", "load it again")
+        return fault("zeros", layer, "the engine's tensor is all zeros", "load it again")
     a, b = trainer.flatten().double(), engine.flatten().double()
     factor = float(a @ b / (b @ b))
     residual = float((a - factor * b).norm() / a.norm())
     if abs(factor - 1) > 0.05 and residual <= max(2 * rounding, 4e-3):
-        return _cause(
+        return fault(
             "scaled",
             layer,
             f"the engine's values times {factor:.4g} are the trainer's",
@@ -245,13 +241,13 @@ def _changed(
         )
     correlation = float(a @ b / (a.norm() * b.norm()))
     if correlation < 0.5:
-        return _cause(
+        return fault(
             "unrelated",
             layer,
             f"{size}; the values correlate by {correlation:.2f}",
             "check that both sides are the same model",
         )
-    return _cause(
+    return fault(
         "stale",
         layer,
         f"{size}; the values correlate by {correlation:.4f}: another version of these weights, or"

@@ -154,12 +154,17 @@ def _parquet(file: Path, unused: set[str]) -> Iterator[dict[str, list[Any]]]:
 
 def _json_lines(file: Path, unused: set[str]) -> Iterator[dict[str, list[Any]]]:
     """Yield the columns of a file of JSON lines, some rows at a time."""
-    with file.open(encoding="utf-8") as lines:
-        numbered = enumerate(lines, 1)
-        while chunk := [_object(line, file, n) for n, line in islice(numbered, _ROWS)]:
-            names = {name for row in chunk for name in row}
-            wanted = _wanted(dict.fromkeys(sorted(names)), f"{str(file)!r}", unused)
-            yield {name: [row.get(name) for row in chunk] for name in wanted}
+    try:
+        with file.open(encoding="utf-8") as lines:
+            numbered = enumerate(lines, 1)
+            while chunk := [_object(line, file, n) for n, line in islice(numbered, _ROWS)]:
+                names = {name for row in chunk for name in row}
+                wanted = _wanted(dict.fromkeys(sorted(names)), f"{str(file)!r}", unused)
+                yield {name: [row.get(name) for row in chunk] for name in wanted}
+    except (OSError, UnicodeDecodeError) as error:
+        raise VerifyInputError(
+            f"{str(file)!r} cannot be read: {error}; write it again, as UTF-8"
+        ) from error
 
 
 def _object(line: str, file: Path, number: int) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""What a comparison of two sides found: its causes, and what it could not compare.
+"""What a comparison of two sides found: its causes, and what it could not compare; the assertion
+for tests.
 
 This module imports nothing heavy.
 """
@@ -35,6 +36,11 @@ class Cause:
     """Layers or rows it was seen in; () if it is about all."""
 
 
+def fault(name: str, layer: str, evidence: str, remedy: str = "") -> Cause:
+    """Return a cause for which the sides are two policies, seen in one layer."""
+    return Cause(name=name, level="fault", evidence=evidence, remedy=remedy, about=(layer,))
+
+
 @dataclass(frozen=True)
 class Report:
     """Outcome of one comparison."""
@@ -64,3 +70,14 @@ class Report:
     def lines(self, width: int = 80) -> list[str]:
         """Return the report as lines of at most `width` characters."""
         raise NotImplementedError
+
+
+def assert_agreement(report: Report, complete: bool = False) -> None:
+    """Raise `DisagreementError`, an `AssertionError`, if a comparison found a fault.
+
+    Args:
+        report: Return value of `qarl.verify.weights` or `qarl.verify.logprobs`.
+        complete: Raise also if something was not compared.
+    """
+    if report.faults or (complete and report.unchecked):
+        raise DisagreementError("\n".join(["", *report.lines(100)]))

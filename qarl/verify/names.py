@@ -166,9 +166,8 @@ def _rows(
     for part, share in shares.items():
         key = pattern.format(part)
         if suffix == "weight_shape":
-            share_of = share
 
-            def shape(share: int = share_of) -> torch.Tensor:
+            def shape(share: int = share) -> torch.Tensor:
                 full = tensor.load()
                 return torch.stack([full[0] * share // total, full[1]])
 

@@ -18,7 +18,7 @@ from compressed_tensors.utils.match import match_name
 from pydantic import ValidationError
 
 from qarl.quant.materialize import LowBitWeight, materialize
-from qarl.quant.schemes import Scheme, is_protected, scheme_of_args
+from qarl.quant.schemes import Scheme, scheme_of_args
 from qarl.verify.findings import VerifyInputError
 
 CODES = ("weight_packed", "weight_scale")
@@ -199,8 +199,3 @@ def rounded(
         return materialize(master, own, dtype, layer)
     except ValueError:  # its message is about training: here the shape is the finding
         return None
-
-
-def is_special(layer: str) -> bool:
-    """Return whether a layer is an embedding, an output head or a router."""
-    return is_protected(layer)

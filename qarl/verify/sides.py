@@ -16,6 +16,7 @@ from safetensors import safe_open
 from qarl.configs.errors import ModelError
 from qarl.quant.checkpoint.folder import read_config, tensor_shapes, weight_files
 from qarl.verify.findings import VerifyInputError
+from qarl.verify.folders import require_folder
 from qarl.verify.names import Stored, canonical
 from qarl.verify.quantization import Quantization
 
@@ -108,11 +109,7 @@ def read_quantization(file: str | Path) -> Quantization:
 
 
 def _folder(folder: Path, role: str, quantization: Quantization | None) -> Side:
-    if not folder.is_dir():
-        raise VerifyInputError(
-            f"the {role}'s folder {str(folder)!r} does not exist; give a checkpoint folder with"
-            " config.json and *.safetensors"
-        )
+    require_folder(folder, role)
     config = read_config(folder)
     shapes = tensor_shapes(folder)
     if not shapes:

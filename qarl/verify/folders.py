@@ -1,0 +1,17 @@
+"""Check of a side's checkpoint folder before anything heavy is imported."""
+
+from pathlib import Path
+
+from qarl.verify.findings import VerifyInputError
+
+
+def require_folder(folder: Path, role: str) -> None:
+    """Raise `VerifyInputError` if a folder does not exist.
+
+    role: "trainer" or "engine".
+    """
+    if not folder.is_dir():
+        raise VerifyInputError(
+            f"the {role}'s folder {str(folder)!r} does not exist; give a checkpoint folder with"
+            " config.json and *.safetensors"
+        )
