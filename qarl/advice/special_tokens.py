@@ -1,11 +1,10 @@
 """Notes of `qarl check` on special tokens: which one ends a turn, and which questions hold one."""
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from qarl.advice.finding import Finding
+from qarl.quant.checkpoint.folder import end_tokens
 from qarl.run.prompts import Prompter
 from qarl.tasks import Problem
 
@@ -26,7 +25,7 @@ def special_tokens(
     """
     tokenizer = prompter.tokenizer
     special = {str(t): n for n, t in tokenizer.added_tokens_decoder.items() if t.special}
-    ends = _ends(folder, tokenizer)
+    ends = end_tokens(folder) | {tokenizer.eos_token_id} - {None}
     turn_end = _turn_end(prompter, special)
     if turn_end and ends and special[turn_end] not in ends and turn_end not in stop:
         names = ", ".join(repr(tokenizer.convert_ids_to_tokens(end)) for end in sorted(ends))
@@ -67,13 +66,3 @@ def _turn_end(prompter: Prompter, special: dict[str, int]) -> str:
     _, turn, after = text.partition(_TURN)
     places = {after.index(token): token for token in special if token in after}
     return places[min(places)] if turn and places else ""
-
-
-def _ends(folder: Path, tokenizer: Any) -> set[int]:
-    """Return the token ids that end a completion."""
-    ends = {tokenizer.eos_token_id}
-    for name in ("config.json", "generation_config.json"):
-        if (folder / name).is_file():
-            written = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
-            ends |= set(written) if isinstance(written, list) else {written}
-    return {end for end in ends if isinstance(end, int)}

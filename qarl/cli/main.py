@@ -174,13 +174,13 @@ def _add_train(commands: Any) -> None:
     train.add_argument(
         "--config",
         metavar="FILE",
-        help="YAML file or shipped name, as paper/qwen3-8b-base.",
+        help="YAML file, or a shipped name such as small.",
     )
     train.add_argument("--resume", metavar="RUN", help="Continue a run from its newest checkpoint.")
     train.add_argument(
         "--allow-changed-inputs",
         action="store_true",
-        help="Resume although questions, code or model have changed.",
+        help="Resume even if questions, code or model changed.",
     )
     train.add_argument(
         "--processes",

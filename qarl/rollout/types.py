@@ -166,10 +166,10 @@ class RequestDefaults:
     """System prompt before every conversation; None if there was none, or not one for all."""
     template: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the chat template, as JSON has them."""
-    end_token: int | None = None
-    """Token id that ended answers, beside those of the base's generation config."""
+    end_tokens: tuple[int, ...] = ()
+    """Token ids that ended answers, beside those of the base's generation config."""
     stop: tuple[str, ...] = ()
-    """Texts that ended answers."""
+    """Texts that ended answers, without special tokens, which are among `end_tokens`."""
     loop_limit: int | None = None
     """Number of repetitions in a row that ended answers."""
     sampling: Mapping[str, float] = field(default_factory=dict)

@@ -87,7 +87,9 @@ def noted_task(note: dict[str, Any], export: Path) -> TaskConfig:
 def noted_defaults(note: dict[str, Any]) -> RequestDefaults:
     """Return how the policy of a note was asked; the defaults if the note does not say."""
     defaults = dict(note.get("requests", {}))
-    return RequestDefaults(**{**defaults, "stop": tuple(defaults.get("stop", ()))})
+    for name in ("end_tokens", "stop"):
+        defaults[name] = tuple(defaults.get(name, ()))
+    return RequestDefaults(**defaults)
 
 
 def add_to_note(export: Path, **more: Any) -> None:

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from qarl.configs.schema.run import RunConfig
-from qarl.rollout.types import RequestDefaults
+from qarl.rollout.types import RequestDefaults, Sampling
+from qarl.rollout.vllm.requests import with_stop_tokens
 from qarl.tasks import Problem, Task
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
@@ -19,12 +20,14 @@ def request_defaults(
     if all of them begin with it, whether it is the task's or their own.
     """
     chat = tokenizer.chat_template is not None
+    end = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    sampling = with_stop_tokens(Sampling.of(config.rollout, 0, asking=config.eval), tokenizer)
     return RequestDefaults(
         chat=chat,
         system=common_system(problems) if chat else None,
         template=config.task.model_dump(mode="json", include={"template"})["template"],
-        end_token=tokenizer.eos_token_id,
-        stop=config.rollout.stop,
+        end_tokens=(*end, *sampling.stop_tokens),
+        stop=sampling.stop,
         loop_limit=config.rollout.loop_limit,
         sampling={name: getattr(config.eval, name) for name in _SAMPLING},
         max_prompt_tokens=config.rollout.max_prompt_tokens,

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from qarl.configs.schema.run import LONGEST, RunConfig
-from qarl.quant.checkpoint.folder import positions, read_config
+from qarl.quant.checkpoint.folder import end_tokens, positions, read_config
 from qarl.rollout.servers.vllm.chat import (
     EngineRequest,
     request_fields,
@@ -14,6 +14,7 @@ from qarl.rollout.servers.vllm.chat import (
     served_requests,
 )
 from qarl.rollout.types import RequestDefaults, Sampling
+from qarl.rollout.vllm.requests import with_stop_tokens
 from qarl.run.evaluate import problems_once
 from qarl.run.export_note import add_to_note
 from qarl.run.policy import Policy
@@ -70,11 +71,15 @@ def compare_served(export: Path, policy: Policy, config: RunConfig) -> Served | 
         return None
     defaults = policy_defaults(policy, config)
     prompts = [policy.prompter.prompt(problem) for problem in problems]
-    evaluated = sampled_requests(prompts, Sampling.of(config.rollout, 0, asking=config.eval))
+    tokenizer = policy.prompter.tokenizer
+    sampling = with_stop_tokens(Sampling.of(config.rollout, 0, asking=config.eval), tokenizer)
+    own = {tokenizer.eos_token_id} - {None}  # of either engine, whatever its files say
+    evaluated = sampled_requests(prompts, sampling, end_tokens(policy.folder) | own)
     bodies = [_body(problem, defaults) for problem in problems]
     # vLLM's server refuses to start with more than the model has; an engine of one's own may not.
     longest = min(config.rollout.longest, int(positions(read_config(export)) or LONGEST))
-    return _compared(evaluated, served_requests(export, config.dtype, longest, bodies))
+    served = served_requests(export, config.dtype, longest, bodies, end_tokens(export) | own)
+    return _compared(evaluated, served)
 
 
 def _body(problem: Problem, defaults: RequestDefaults) -> dict[str, Any]:

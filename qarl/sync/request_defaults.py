@@ -55,8 +55,9 @@ def generation_config(base: Mapping[str, Any], defaults: RequestDefaults) -> dic
     tree = {name: base[name] for name in _TOKENS if base.get(name) is not None}
     ends = tree.get("eos_token_id", [])
     ends = list(ends) if isinstance(ends, list) else [ends]
-    if defaults.end_token is not None and defaults.end_token not in ends:
-        ends.append(defaults.end_token)
+    added = [end for end in defaults.end_tokens if end not in ends]
+    if added:
+        ends += added
         tree["eos_token_id"] = ends if len(ends) > 1 else ends[0]
     if defaults.max_new_tokens is not None:
         tree["max_new_tokens"] = defaults.max_new_tokens

@@ -5,10 +5,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from qarl.configs.load import config_file, load_config
 from qarl.configs.schema.run import RunConfig
 from qarl.embedded.tokenizer import CHAT_TEMPLATE
+from qarl.quant.checkpoint.folder import end_tokens
 from qarl.rollout.servers.vllm.chat import (
     EngineRequest,
     request_fields,
@@ -16,6 +18,7 @@ from qarl.rollout.servers.vllm.chat import (
     served_requests,
 )
 from qarl.rollout.types import RequestDefaults, Sampling
+from qarl.rollout.vllm.requests import with_stop_tokens
 from qarl.run.prompts import Prompter, open_prompter
 from qarl.run.request_defaults import all_problems, request_defaults
 from qarl.sync.request_defaults import write_defaults
@@ -43,6 +46,7 @@ CASES = {
     "arguments": (THINKING, {"task.template.enable_thinking": "false", "task.template.style": "x"}),
     "both": (THINKING, {"task.system": "Be brief.", "task.template.enable_thinking": "false"}),
     "stop and loops": (CHAT_TEMPLATE, {"rollout.stop": "[x, y]", "rollout.loop_limit": "4"}),
+    "special stop": (CHAT_TEMPLATE, {"rollout.stop": "['<|endoftext|>', x]"}),
     "sampled": (THINKING, {"eval.temperature": "0.6", "eval.top_p": "0.9", "eval.top_k": "5"}),
 }
 
@@ -66,15 +70,26 @@ def export_of(base: Path, folder: Path, template: str | None, fields: dict[str, 
 
 
 def evaluated(config: RunConfig, prompter: Prompter) -> list[EngineRequest]:
+    """Return the requests of the evaluation by an engine of the folder that the prompter is of."""
+    tokenizer = prompter.tokenizer
     system = config.task.system
     problems = QUESTIONS if system is None else [p.behind(system) for p in QUESTIONS]
     prompts = [prompter.prompt(problem) for problem in problems]
-    return sampled_requests(prompts, Sampling.of(config.rollout, 0, asking=config.eval))
+    sampling = with_stop_tokens(Sampling.of(config.rollout, 0, asking=config.eval), tokenizer)
+    ends = end_tokens(Path(tokenizer.name_or_path)) | {tokenizer.eos_token_id}
+    return sampled_requests(prompts, sampling, ends)
 
 
 def served(folder: Path, config: RunConfig, fields: dict) -> list[EngineRequest | str]:
     bodies = [{"messages": problem.chat, **fields} for problem in QUESTIONS]
-    return served_requests(folder, config.dtype, config.rollout.longest, bodies)
+    return asked(folder, config, bodies)
+
+
+def asked(folder: Path, config: RunConfig, bodies: list[dict]) -> list[EngineRequest | str]:
+    """Return what a server of a folder makes of requests."""
+    own = AutoTokenizer.from_pretrained(folder).eos_token_id
+    ends = end_tokens(folder) | {own}
+    return served_requests(folder, config.dtype, config.rollout.longest, bodies, ends)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -92,11 +107,9 @@ def test_a_server_asks_an_export_as_its_run_did(random_policy: Policies, tmp_pat
 def test_a_model_without_template_is_asked_by_completions(random_policy: Policies, tmp_path: Path):
     export, config, prompter, defaults = export_of(random_policy(True), tmp_path, None, {})
     bodies = [{"prompt": problem.question, **request_fields(defaults)} for problem in QUESTIONS]
-    found = served_requests(export, config.dtype, config.rollout.longest, bodies)
+    found = asked(export, config, bodies)
     assert found == evaluated(config, prompter)
-    (refused,) = served_requests(
-        export, config.dtype, config.rollout.longest, [{"messages": QUESTIONS[0].chat}]
-    )
+    (refused,) = asked(export, config, [{"messages": QUESTIONS[0].chat}])
     assert isinstance(refused, str) and "chat template" in refused
 
 
@@ -111,7 +124,7 @@ def test_a_difference_names_itself(random_policy: Policies, tmp_path: Path):
 
     def difference(folder: Path, **body) -> str | None:
         body = {"messages": QUESTIONS[0].chat, "temperature": 0, **body}
-        (found,) = served_requests(folder, config.dtype, config.rollout.longest, [body])
+        (found,) = asked(folder, config, [body])
         return found if isinstance(found, str) else first.difference(found)
 
     assert difference(export) is None

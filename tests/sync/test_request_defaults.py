@@ -152,17 +152,17 @@ def test_only_what_was_in_force_stays_in_the_generation_config():
     tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     assert generation_config(BASE, RequestDefaults()) == tokens
     greedy = RequestDefaults(
-        sampling={**SAMPLING, "temperature": 0.0}, max_new_tokens=8, end_token=2
+        sampling={**SAMPLING, "temperature": 0.0}, max_new_tokens=8, end_tokens=(2,)
     )
     assert generation_config(BASE, greedy) == {**tokens, "max_new_tokens": 8}
-    sampled = RequestDefaults(sampling=SAMPLING, end_token=7)
+    sampled = RequestDefaults(sampling=SAMPLING, end_tokens=(7,))
     assert generation_config(BASE, sampled) == {
         **tokens,
         "eos_token_id": [2, 7],
         "do_sample": True,
         **SAMPLING,
     }
-    assert generation_config({}, RequestDefaults(end_token=7)) == {"eos_token_id": 7}
+    assert generation_config({}, RequestDefaults(end_tokens=(7,))) == {"eos_token_id": 7}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.6])

@@ -181,6 +181,19 @@ def embedding_rows(folder: Path) -> int | None:
     return rows if isinstance(rows, int) else None
 
 
+def end_tokens(folder: Path) -> set[int]:
+    """Return the token ids that end a completion by a folder's files, as vLLM reads them: those of
+    generation_config.json, or of config.json if there is none.
+
+    The tokenizer's own end token is another one.
+    """
+    file = folder / "generation_config.json"
+    settings = _read_object(file) if file.is_file() else read_config(folder)
+    written = settings.get("eos_token_id")
+    ends = written if isinstance(written, list) else [written]
+    return {end for end in ends if isinstance(end, int)}
+
+
 def check_rotary(folder: Path, tokens: int = 0) -> None:
     """Raise `ModelError` if rotary frequencies depend on the longest sequence computed together.
 

@@ -5,7 +5,7 @@ its generation config. What a greedy request answers follows from that and the w
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,10 @@ class EngineRequest:
     token_ids: tuple[int, ...]
     """Token ids of the prompt."""
     parameters: Mapping[str, Any]
-    """The fields `DECIDING` of its sampling parameters."""
+    """The fields `DECIDING` of its sampling parameters.
+
+    `stop_token_ids` has those of the checkpoint's generation config too, which the engine adds.
+    """
 
     def difference(self, other: "EngineRequest") -> str | None:
         """Return in words how another request differs from this one; None if it does not."""
@@ -75,7 +78,11 @@ def request_fields(defaults: RequestDefaults) -> dict[str, Any]:
 
 
 def served_requests(
-    folder: Path, dtype: str, max_model_len: int, bodies: Sequence[Mapping[str, Any]]
+    folder: Path,
+    dtype: str,
+    max_model_len: int,
+    bodies: Sequence[Mapping[str, Any]],
+    end_tokens: Collection[int] = (),
 ) -> list[EngineRequest | str]:
     """Return what `vllm serve FOLDER` sends to its engine for requests, or the server's refusals.
 
@@ -85,6 +92,7 @@ def served_requests(
         max_model_len: Upper bound on prompt and answer tokens.
         bodies: Requests of OpenAI's API without the model: chats if they have `messages`, otherwise
             completions.
+        end_tokens: The end tokens of the folder's generation config.
     """
     prepare_environment()
     from vllm import AsyncEngineArgs
@@ -111,19 +119,24 @@ def served_requests(
     serving = ServingRender(OpenAIModelRegistry(model, names), renderer)
 
     async def rendered() -> list[EngineRequest | str]:
-        return [await _rendered(serving, body) for body in bodies]
+        return [await _rendered(serving, body, end_tokens) for body in bodies]
 
     return asyncio.run(rendered())
 
 
-def sampled_requests(prompts: Sequence[Prompt], sampling: Sampling) -> list[EngineRequest]:
-    """Return what a run's engine is sent for the first sample of each prompt."""
+def sampled_requests(
+    prompts: Sequence[Prompt], sampling: Sampling, end_tokens: Collection[int] = ()
+) -> list[EngineRequest]:
+    """Return what a run's engine is sent for the first sample of each prompt.
+
+    end_tokens: the end tokens of the generation config of the engine's checkpoint.
+    """
     from qarl.rollout.vllm.engine import vllm_requests
 
     inputs, parameters = vllm_requests(prompts, sampling)
     first = slice(None, None, sampling.samples)
     return [
-        _engine_request(prompt["prompt_token_ids"], params)
+        _engine_request(prompt["prompt_token_ids"], params, end_tokens)
         for prompt, params in zip(inputs[first], parameters[first], strict=True)
     ]
 
@@ -131,7 +144,9 @@ def sampled_requests(prompts: Sequence[Prompt], sampling: Sampling) -> list[Engi
 _MODEL = "policy"
 
 
-async def _rendered(serving: Any, body: Mapping[str, Any]) -> EngineRequest | str:
+async def _rendered(
+    serving: Any, body: Mapping[str, Any], end_tokens: Collection[int]
+) -> EngineRequest | str:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
     from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
@@ -149,8 +164,12 @@ async def _rendered(serving: Any, body: Mapping[str, Any]) -> EngineRequest | st
         (answer,) = answer
     if not isinstance(answer, GenerateRequest):
         return str(answer.error.message)
-    return _engine_request(answer.token_ids, answer.sampling_params)
+    return _engine_request(answer.token_ids, answer.sampling_params, end_tokens)
 
 
-def _engine_request(token_ids: Sequence[int], params: Any) -> EngineRequest:
-    return EngineRequest(tuple(token_ids), {name: getattr(params, name) for name in DECIDING})
+def _engine_request(
+    token_ids: Sequence[int], params: Any, end_tokens: Collection[int]
+) -> EngineRequest:
+    parameters = {name: getattr(params, name) for name in DECIDING}
+    parameters["stop_token_ids"] = sorted({*(params.stop_token_ids or ()), *end_tokens})
+    return EngineRequest(tuple(token_ids), parameters)
