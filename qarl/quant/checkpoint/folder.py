@@ -187,9 +187,9 @@ def end_tokens(folder: Path) -> set[int]:
 
     The tokenizer's own end token is another one.
     """
-    file = folder / "generation_config.json"
-    settings = _read_object(file) if file.is_file() else read_config(folder)
-    written = settings.get("eos_token_id")
+    files = (folder / name for name in ("generation_config.json", "config.json"))
+    first = next((file for file in files if file.is_file()), None)
+    written = None if first is None else _read_object(first).get("eos_token_id")
     ends = written if isinstance(written, list) else [written]
     return {end for end in ends if isinstance(end, int)}
 
