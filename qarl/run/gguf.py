@@ -14,7 +14,7 @@ from qarl.configs.errors import ConfigError
 from qarl.configs.files import written_aside
 from qarl.report.run_folder import RunFolder
 from qarl.report.startup import phase
-from qarl.run.export_note import read_note
+from qarl.run.export_note import noted_defaults, read_note
 from qarl.sync.gguf.exported import Exported, read_exported
 from qarl.sync.gguf.families import gguf_family
 from qarl.sync.gguf.ollama import Message, modelfile, talk_template
@@ -142,8 +142,8 @@ def _modelfile(
     file: name of the GGUF file. name: name of the model. positions: most tokens of a sequence.
     """
     tokenizer: Any = AutoTokenizer.from_pretrained(source)
-    task = note.get("task", {})
-    arguments = {"tokenize": False, "add_generation_prompt": True, **task.get("template", {})}
+    defaults = noted_defaults(note)
+    arguments = {"tokenize": False, "add_generation_prompt": True, **defaults.template}
 
     def render(messages: list[Message]) -> str:
         return str(tokenizer.apply_chat_template(messages, **arguments))
@@ -160,8 +160,8 @@ def _modelfile(
         file=file,
         name=name.lower(),
         template=template,
-        stops=list(dict.fromkeys([*ends, *note.get("stop", [])])),
-        system=task.get("system"),
+        stops=list(dict.fromkeys([*ends, *defaults.stop])),
+        system=defaults.system,
         parameters=parameters,
     )
 

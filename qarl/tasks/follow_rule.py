@@ -1,7 +1,7 @@
 """QaRL's task of answers that follow a rule of form, registered as a reasoning-gym dataset.
 
-A small language model that answers fluently follows few of the rules by itself, and learns them
-from this reward within some twenty steps (docs/lab/real.md). Imported only together with
+A small language model that answers fluently follows few of the rules by itself: SmolLM2-135M 9 %,
+and 53 to 62 % after twenty steps in bf16 (docs/lab/real.md). Imported only together with
 reasoning-gym (`qarl.tasks.procedural.reasoning_gym_datasets`), which takes seconds.
 """
 

@@ -13,9 +13,11 @@ from qarl.cli.main import main
 from qarl.configs.errors import ConfigError
 from qarl.configs.load import config_from_tree
 from qarl.report.run_folder import RunFolder
+from qarl.rollout.types import RequestDefaults
 from qarl.run.export_note import export_note
 from qarl.run.gguf import NOTE, export_gguf, find_export
 from qarl.sync.gguf.errors import GgufError
+from qarl.sync.request_defaults import with_defaults
 from tests.support.gguf_models import CHATML, toy_export
 
 CONFIG = config_from_tree(
@@ -26,11 +28,16 @@ CONFIG = config_from_tree(
     }
 )
 
+DEFAULTS = RequestDefaults(
+    system="Be brief.", stop=("###",), sampling={"temperature": 0.0}, max_new_tokens=24
+)
+"""How a run of `CONFIG` asks its policy."""
+
 
 @pytest.fixture
 def export(tmp_path: Path) -> Path:
     note = export_note(tmp_path / "my run", CONFIG, 3, tmp_path / "export")
-    return toy_export(tmp_path, "llama", note=note)
+    return toy_export(tmp_path, "llama", note=note, defaults=DEFAULTS)
 
 
 def test_the_folder_has_a_file_its_sha256_and_a_modelfile(export: Path, tmp_path: Path):
@@ -54,7 +61,7 @@ def test_the_file_says_what_it_was_made_of_and_has_the_chat_template(export: Pat
     assert values["general.name"] == "my-run"
     assert values["qarl.step"] == "3"
     assert values["qarl.scheme"] == "w4a16-g32"
-    assert values["tokenizer.chat_template"] == CHATML
+    assert values["tokenizer.chat_template"] == with_defaults(CHATML, DEFAULTS)
     assert values["tokenizer.ggml.pre"] == "gpt-2"
     assert values["llama.context_length"] == 64
     assert values["llama.rope.dimension_count"] == 32

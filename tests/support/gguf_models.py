@@ -14,6 +14,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from qarl.rollout.types import RequestDefaults
 from qarl.sync.export import export_checkpoint
 from tests.support.models import low_bit, randomize
 from tests.support.tensors import seeded
@@ -115,17 +116,18 @@ def toy_export(
     dtype: torch.dtype = torch.bfloat16,
     tokenizer: PreTrainedTokenizerFast | None = None,
     note: dict[str, Any] | None = None,
+    defaults: RequestDefaults | None = None,
     **changes: Any,
 ) -> Path:
     """Export a random model of a family into `folder`/export, and return that folder.
 
-    note: contents of qarl.json. changes: settings of the model.
+    note: contents of qarl.json. defaults: how the policy was asked. changes: settings of the model.
     """
     source = folder / "source"
     source.mkdir()
     (tokenizer or byte_level(GPT2)).save_pretrained(source)
     model = low_bit(toy_model(kind, **changes), scheme, dtype, operators="transformers")
-    export_checkpoint(model, source, folder / "export", note or {"run": "toy"})
+    export_checkpoint(model, source, folder / "export", note or {"run": "toy"}, defaults)
     return folder / "export"
 
 
