@@ -4,7 +4,7 @@ This module imports neither torch nor vllm.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +151,19 @@ class Sampling:
         if asking:
             settings |= asking.model_dump(include=names)
         return cls(**settings, seed=seed, first_prompt=first_prompt)
+
+    def with_stop_tokens(self, tokenizer: Any) -> "Sampling":
+        """Return settings in which stop texts that are special tokens are token ids.
+
+        vLLM leaves special tokens out of the text that it searches, so it would never see them.
+        """
+        added = getattr(tokenizer, "added_tokens_decoder", {}) if self.stop else {}
+        special = {str(token): number for number, token in added.items() if token.special}
+        return replace(
+            self,
+            stop=tuple(text for text in self.stop if text not in special),
+            stop_tokens=(*self.stop_tokens, *(special[t] for t in self.stop if t in special)),
+        )
 
 
 @dataclass(frozen=True)

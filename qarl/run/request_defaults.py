@@ -5,7 +5,6 @@ from typing import Any
 
 from qarl.configs.schema.run import RunConfig
 from qarl.rollout.types import RequestDefaults, Sampling
-from qarl.rollout.vllm.requests import with_stop_tokens
 from qarl.tasks import Problem, Task
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
@@ -21,7 +20,7 @@ def request_defaults(
     """
     chat = tokenizer.chat_template is not None
     end = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-    sampling = with_stop_tokens(Sampling.of(config.rollout, 0, asking=config.eval), tokenizer)
+    sampling = Sampling.of(config.rollout, 0, asking=config.eval).with_stop_tokens(tokenizer)
     return RequestDefaults(
         chat=chat,
         system=common_system(problems) if chat else None,

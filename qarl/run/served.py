@@ -14,7 +14,6 @@ from qarl.rollout.servers.vllm.chat import (
     served_requests,
 )
 from qarl.rollout.types import RequestDefaults, Sampling
-from qarl.rollout.vllm.requests import with_stop_tokens
 from qarl.run.evaluate import problems_once
 from qarl.run.export_note import add_to_note
 from qarl.run.policy import Policy
@@ -72,7 +71,7 @@ def compare_served(export: Path, policy: Policy, config: RunConfig) -> Served | 
     defaults = policy_defaults(policy, config)
     prompts = [policy.prompter.prompt(problem) for problem in problems]
     tokenizer = policy.prompter.tokenizer
-    sampling = with_stop_tokens(Sampling.of(config.rollout, 0, asking=config.eval), tokenizer)
+    sampling = Sampling.of(config.rollout, 0, asking=config.eval).with_stop_tokens(tokenizer)
     own = {tokenizer.eos_token_id} - {None}  # of either engine, whatever its files say
     evaluated = sampled_requests(prompts, sampling, end_tokens(policy.folder) | own)
     bodies = [_body(problem, defaults) for problem in problems]

@@ -18,7 +18,6 @@ from qarl.rollout.servers.vllm.chat import (
     served_requests,
 )
 from qarl.rollout.types import RequestDefaults, Sampling
-from qarl.rollout.vllm.requests import with_stop_tokens
 from qarl.run.prompts import Prompter, open_prompter
 from qarl.run.request_defaults import all_problems, request_defaults
 from qarl.sync.request_defaults import write_defaults
@@ -75,7 +74,7 @@ def evaluated(config: RunConfig, prompter: Prompter) -> list[EngineRequest]:
     system = config.task.system
     problems = QUESTIONS if system is None else [p.behind(system) for p in QUESTIONS]
     prompts = [prompter.prompt(problem) for problem in problems]
-    sampling = with_stop_tokens(Sampling.of(config.rollout, 0, asking=config.eval), tokenizer)
+    sampling = Sampling.of(config.rollout, 0, asking=config.eval).with_stop_tokens(tokenizer)
     ends = end_tokens(Path(tokenizer.name_or_path)) | {tokenizer.eos_token_id}
     return sampled_requests(prompts, sampling, ends)
 

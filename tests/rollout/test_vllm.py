@@ -33,7 +33,6 @@ from qarl.rollout.vllm.options import (
 from qarl.rollout.vllm.requests import (
     sampling_arguments,
     scoring_arguments,
-    with_stop_tokens,
 )
 from qarl.rollout.vllm.worker import _scheme_of, compare_names
 from tests.support.cases import cases
@@ -99,11 +98,11 @@ def test_a_stop_text_that_is_a_special_token_is_asked_for_by_its_id():
     added = {7: AddedToken("<end>", special=True), 8: AddedToken("<think>", special=False)}
     tokenizer = SimpleNamespace(added_tokens_decoder=added)
     settings = replace(SAMPLING, stop=("<end>", "#", "<think>"))
-    asked = sampling_arguments(with_stop_tokens(settings, tokenizer), PROMPTS[0], 0, 0)
+    asked = sampling_arguments(settings.with_stop_tokens(tokenizer), PROMPTS[0], 0, 0)
     assert (asked["stop_token_ids"], asked["stop"]) == ([7], ["#", "<think>"])
-    alone = with_stop_tokens(replace(SAMPLING, stop=("<end>",)), tokenizer)
+    alone = replace(SAMPLING, stop=("<end>",)).with_stop_tokens(tokenizer)
     assert sampling_arguments(alone, PROMPTS[0], 0, 0)["detokenize"] is False
-    assert with_stop_tokens(SAMPLING, tokenizer) == SAMPLING
+    assert SAMPLING.with_stop_tokens(tokenizer) == SAMPLING
 
 
 @no_cuda

@@ -26,7 +26,7 @@ from qarl.rollout.servers.versions import Version, publish_timeout
 from qarl.rollout.servers.vllm.replica import VllmReplica
 from qarl.rollout.types import Completion, Prompt, Sampling
 from qarl.rollout.vllm.options import VllmOptions
-from qarl.rollout.vllm.requests import load_tokenizer, text_of, with_stop_tokens
+from qarl.rollout.vllm.requests import load_tokenizer, text_of
 from qarl.rollout.vocabulary import Vocabulary
 
 T = TypeVar("T")
@@ -113,7 +113,7 @@ class ServerEngine:
         if not self._in_flight:
             self._require_published()
         self._require_rows([prompt.token_ids for prompt in prompts])
-        sampling = with_stop_tokens(sampling, self._tokenizer)
+        sampling = sampling.with_stop_tokens(self._tokenizer)
         completions = self._wait(self._sample(prompts, sampling))
         samples = sampling.samples
         # With stop texts the server decodes, because it has to see them while it samples.

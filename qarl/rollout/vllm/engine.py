@@ -19,7 +19,6 @@ from qarl.rollout.vllm.requests import (
     sampling_arguments,
     scoring_arguments,
     text_of,
-    with_stop_tokens,
 )
 from qarl.rollout.vocabulary import Vocabulary
 
@@ -80,7 +79,7 @@ class VllmEngine:
         self._refuse_half_loaded()
         self._require_rows([prompt.token_ids for prompt in prompts])
         tokenizer = self._llm.get_tokenizer()
-        sampling = with_stop_tokens(sampling, tokenizer)
+        sampling = sampling.with_stop_tokens(tokenizer)
         inputs, params = vllm_requests(prompts, sampling)
         outputs = self._call("generate", inputs, params, use_tqdm=False)
         completions = [

@@ -6,7 +6,6 @@ once it is complete, with the same result as vLLM's decoding token by token.
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -50,20 +49,6 @@ def sampling_arguments(
         "flat_logprobs": True,  # a few lists per request instead of two objects per token
         "skip_clone": True,  # no other request shares these parameters
     }
-
-
-def with_stop_tokens(sampling: Sampling, tokenizer: Any) -> Sampling:
-    """Return settings in which stop texts that are special tokens are token ids.
-
-    vLLM leaves special tokens out of the text that it searches, so it would never see them.
-    """
-    added = getattr(tokenizer, "added_tokens_decoder", {}) if sampling.stop else {}
-    special = {str(token): number for number, token in added.items() if token.special}
-    return replace(
-        sampling,
-        stop=tuple(text for text in sampling.stop if text not in special),
-        stop_tokens=(*sampling.stop_tokens, *(special[t] for t in sampling.stop if t in special)),
-    )
 
 
 def loop_detection(limit: int) -> dict[str, int]:
