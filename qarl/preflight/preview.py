@@ -14,7 +14,7 @@ from qarl.configs.schema.run import RunConfig
 from qarl.configs.words import quoted, sized
 from qarl.planning.machine import this_machine
 from qarl.planning.plan import make_plan
-from qarl.planning.shapes import counted_parameters, sizes_of
+from qarl.planning.shapes import sizes_of
 from qarl.planning.words import one_line
 from qarl.preflight.disk import (
     checkpoint_bytes,
@@ -53,7 +53,7 @@ def preview(config: RunConfig, ready: Ready) -> Iterator[Finding]:
     drawn = task.problems("train", 0, _MEASURED_PROBLEMS, config.seed)
     # A table of fewer problems is drawn from more than once.
     problems = list({problem.id: problem for problem in drawn}.values())
-    yield from _model(config, folder)
+    yield _model(config, folder)
     yield Finding("note", "kernels", _kernels(config))
     yield Finding("note", "task", task.describe() or f"{task.name}: built in, without end")
     size = task.size("train")
@@ -71,26 +71,18 @@ def preview(config: RunConfig, ready: Ready) -> Iterator[Finding]:
     yield _disk(config, ready.architecture)
 
 
-def _model(config: RunConfig, folder: Path) -> Iterator[Finding]:
-    """Yield the model's size, and a warning if its files are incomplete."""
+def _model(config: RunConfig, folder: Path) -> Finding:
+    """Return the model's type and size."""
     tree = read_config(folder)
     positions = tree.get("max_position_embeddings")
     used = ""
     if isinstance(positions, int):
         used = f"; {config.rollout.longest} of its {positions} positions are asked for"
-    stored = parameters_of(folder)
-    counted = counted_parameters(folder)
-    yield Finding(
+    return Finding(
         "note",
         "model",
-        f"{config.model}: {tree.get('model_type')}, {stored:,} parameters{used}",
+        f"{config.model}: {tree.get('model_type')}, {parameters_of(folder):,} parameters{used}",
     )
-    if stored < counted:
-        text = (
-            f"its files have {stored:,} parameters, and its config.json asks for {counted:,} at"
-            " least"
-        )
-        yield Finding("warning", "model", text, "copy it again")
 
 
 def _kernels(config: RunConfig) -> str:

@@ -246,7 +246,7 @@ MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda model: save_file(
             dict([*load_file(file := model / "model.safetensors").items()][1:]), file
         ),
-        "and its config.json asks for",
+        "'model.embed_tokens.weight', which its config.json asks for",
     ),
     "a template that raises": (
         lambda model: (model / "chat_template.jinja").write_text(

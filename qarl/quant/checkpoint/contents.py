@@ -126,6 +126,9 @@ def refuse_missing(folder: Path, model: PreTrainedModel, missing: Collection[str
     """
     if not missing:
         return
+    tied = model.all_tied_weights_keys
+    # Of a head and its embedding only the embedding is missed.
+    missing = {name for name in missing if tied.get(name) not in missing}
     first = min(missing, key=dot_natural_key)
     head = model.get_output_embeddings()
     heads = [f"{name}.weight" for name, module in model.named_modules() if module is head]
