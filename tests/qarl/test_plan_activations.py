@@ -6,13 +6,17 @@ Blind spots: kernels' workspaces, the allocator's rounding, NCCL; the optimizer'
 engine.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.fx.experimental._config as meta
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -27,7 +31,7 @@ from qarl.quant.graph.packing import Sequences
 from qarl.quant.kernels import flash_attention as flash
 from qarl.quant.layers import gradients
 from qarl.quant.materialize import scales
-from qarl.quant.runtime.shards import Shard, cut_rows
+from qarl.quant.runtime.shards import Shard, share
 from tests.support.models import PUBLISHED, low_bit
 
 LENGTHS = (60, 70, 62)
@@ -178,13 +182,31 @@ class Products:
         return lambda x, *routed: torch.empty_like(x)
 
 
+@pytest.fixture(scope="module")
+def eight_processes() -> Iterator[DeviceMesh]:
+    """Return the mesh of eight processes, of which this one is the first and the others are not
+    there: nothing is sent.
+    """
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    yield init_device_mesh("cpu", (8,))
+    dist.destroy_process_group()
+
+
+def share_masters(masters: nn.Module, mesh: DeviceMesh) -> None:
+    """Replace each parameter by its first process's rows; a tied one by the same."""
+    shared: dict[int, nn.Parameter] = {}
+    for module in masters.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            setattr(module, name, shared.setdefault(id(parameter), share(parameter, mesh)))
+
+
 def traced(
     config: dict[str, Any],
     scheme: str,
     tokens: int,
     checkpointing: bool,
     monkeypatch,
-    sharded: bool,
+    mesh: DeviceMesh | None,
 ) -> int:
     peak = Peak()
     monkeypatch.setattr(
@@ -202,14 +224,13 @@ def traced(
         masters = AutoModelForCausalLM.from_config(
             AutoConfig.for_model(**config), dtype=torch.float32
         )
+    if mesh is not None:
+        share_masters(masters, mesh)
     model = low_bit(masters, scheme, operators="engine")
     model.context.multiply_with(Products())  # pyright: ignore[reportArgumentType]
     model.checkpoint_layers(checkpointing)
-    model.gradients.configure(in_place=not sharded, fp32_input_grad=False, compiled=True)
-    for turn, master in enumerate(model.masters.values()):
-        if sharded:
-            master.shard = cut_rows(master.shape, 0, 8, 1, turn)  # type: ignore[attr-defined]
-            master.data = master.shard.rows(master.data)  # type: ignore[attr-defined]
+    model.gradients.configure(in_place=mesh is None, fp32_input_grad=False, compiled=True)
+    for master in model.masters.values():
         master.grad = torch.zeros_like(master)
     for module in model.graph.module.modules():
         operator = getattr(module, "_forward_method", None)
@@ -251,6 +272,7 @@ def test_learning_takes_no_more_than_planned(
     checkpointing: bool,
     sharded: bool,
     monkeypatch: pytest.MonkeyPatch,
+    eight_processes: DeviceMesh,
 ):
     """Contract: planned ≥ traced, by a tenth at most, of three layers; a replay under AdamW has no
     engine and no step that is larger, and of so few layers a checkpoint would be.
@@ -279,5 +301,6 @@ def test_learning_takes_no_more_than_planned(
     planned = sum(
         part.bytes for part in plan.parts if part.name in ("activations", "working", "ZeRO buffers")
     )
-    peak = traced(config, scheme, tokens, checkpointing, monkeypatch, sharded)
+    mesh = eight_processes if sharded else None
+    peak = traced(config, scheme, tokens, checkpointing, monkeypatch, mesh)
     assert peak <= planned <= 1.1 * peak
