@@ -97,20 +97,27 @@ def chosen_kernel(
 
 def attention_depends_on_requests() -> bool:
     """Return whether vLLM's CPU attention, without short requests, computes a token that is decoded
-    by itself differently from a token of a whole prompt of 700 tokens. If so, the kernel's tiles of
-    keys are narrower when decoding.
+    by itself differently from a token of a whole prompt. If so, the kernel's tiles of keys are
+    wider when decoding.
+
+    A prompt has to be longer than a tile, whose width grows with the machine's level-2 cache: with
+    1 MiB it is 320 keys, so longer and longer prompts are tried.
     """
+    return any(_last_tokens_depend_on_requests(tokens) for tokens in (700, 3000, 12_000))
+
+
+def _last_tokens_depend_on_requests(tokens: int, last: int = 100) -> bool:
     from qarl.quant.kernels import cpu_attention as attention
 
-    q = normal(700, 8, 128, seed=0).bfloat16()
-    k = normal(700, 2, 128, seed=1).bfloat16()
-    v = normal(700, 2, 128, seed=2).bfloat16()
+    q = normal(tokens, 8, 128, seed=0).bfloat16()
+    k = normal(tokens, 2, 128, seed=1).bfloat16()
+    v = normal(tokens, 2, 128, seed=2).bfloat16()
     scoring = Scoring(scale=128**-0.5)
     with replaced(attention, queries_per_request=lambda *_: 1 << 20):
-        whole = attention.cpu_attention(q, k, v, scoring, [700], [700])
+        whole = attention.cpu_attention(q, k, v, scoring, [tokens], [tokens])
         decoded = []
-        for position in range(600, 700):
+        for position in range(tokens - last, tokens):
             seen = position + 1
             query = q[position:seen]
             decoded.append(attention.cpu_attention(query, k[:seen], v[:seen], scoring, [1], [seen]))
-    return not torch.equal(torch.cat(decoded), whole[600:])
+    return not torch.equal(torch.cat(decoded), whole[-last:])
