@@ -39,8 +39,10 @@ from qarl.report.metrics import metrics_writer
 from qarl.report.run_folder import RunFolder
 from qarl.run.export_note import export_note
 from qarl.run.policy import open_architecture
+from qarl.run.prompts import open_prompter
 from qarl.run.session import Position
 from qarl.run.step_checkpoints import StepCheckpoints
+from qarl.tasks.load import load_task
 from tests.support import Policies
 from tests.support.engines import disturb, make_model
 from tests.support.tensors import stream_digest
@@ -335,8 +337,14 @@ def test_the_best_policy_by_accuracy_is_exported(random_policy: Policies, tmp_pa
     source = random_policy(True)
     model = make_model(source, "w4a16")
     folder = RunFolder(tmp_path)
-    policy: Any = SimpleNamespace(model=model, folder=source, processes=Processes())
     config = load_config(config_file("tiny-qwen3"), {"checkpoint.best": "true"})
+    policy: Any = SimpleNamespace(
+        model=model,
+        folder=source,
+        processes=Processes(),
+        prompter=open_prompter(source, config.rollout, config.task),
+        task=load_task(config.task),
+    )
     at = Position(first_accuracy=0.3)
     checkpoints = StepCheckpoints(config, folder, policy, at)
     digests = []
