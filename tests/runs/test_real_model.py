@@ -193,3 +193,9 @@ def test_transformers_reads_the_export_within_rounding(run: RunFolder, served: t
         -1, torch.tensor(tokens[1:])[:, None]
     )[:, 0]
     assert float((torch.tensor(engine) - expected).abs().mean()) < 0.15
+
+
+def test_digits_are_split_from_the_spaces_before_them(real_model: Path):
+    """Contract: as in the published tokenizer; from GGUF, transformers takes another rule."""
+    tokenizer = AutoTokenizer.from_pretrained(real_model)
+    assert tokenizer.tokenize("in  37") == ["in", "ĠĠ", "3", "7"]
