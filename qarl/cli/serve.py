@@ -24,7 +24,7 @@ from qarl.report.run_folder import RunFolder
 from qarl.rollout.servers.vllm.chat import request_fields
 from qarl.rollout.servers.vllm.start import is_ready, server_command
 from qarl.rollout.types import ServerSpec
-from qarl.run.export_note import noted_defaults, read_note
+from qarl.run.export_note import changes_in_words, noted_defaults, read_note
 
 
 class ServeError(InputError, heading="serve"):
@@ -82,8 +82,9 @@ def _serve(known: argparse.Namespace, console: Console) -> int:
             console,
             "it has no chat template: ask /v1/completions, not /v1/chat/completions",
         )
-    if (line := needed_fields(served)) is not None:
-        say(console, line)
+    for line in (needed_fields(served), changes_in_words(served.folder)):
+        if line is not None:
+            say(console, line)
     quiet_libraries()
     command = server_command(served, known.host, known.port, known.to_vllm)
     sys.stdout.flush()

@@ -13,6 +13,7 @@ from qarl.configs.errors import ConfigError
 from qarl.configs.load import config_from_tree
 from qarl.configs.schema.run import RunConfig
 from qarl.configs.schema.task import TaskConfig
+from qarl.quant.checkpoint.folder import file_digests
 from qarl.quant.runtime.answers import versions
 from qarl.report.run_folder import RunFolder
 from qarl.rollout.types import RequestDefaults
@@ -95,6 +96,31 @@ def noted_defaults(note: dict[str, Any]) -> RequestDefaults:
 def add_to_note(export: Path, **more: Any) -> None:
     """Add entries to qarl.json that became known after the export was written."""
     (export / NAME).write_text(json.dumps({**read_note(export), **more}, indent=2) + "\n")
+
+
+def changed_files(export: Path) -> list[str]:
+    """Return the names of files that were changed, added or removed since the export was written.
+
+    Weights are not among them: `qarl export --format gguf` compares those with their own digest.
+    The list is empty for a folder without qarl.json, or of a version that noted no files.
+    """
+    written = read_note(export).get("files")
+    if written is None:
+        return []
+    present = file_digests(export)
+    names = {*written, *present}
+    return sorted(name for name in names if written.get(name) != present.get(name))
+
+
+def changes_in_words(export: Path) -> str | None:
+    """Return what `changed_files` means for whoever uses the export; None if nothing changed."""
+    changed = changed_files(export)
+    if not changed:
+        return None
+    return (
+        f"{', '.join(changed)} changed since the export was written, so its answers need not be"
+        " those that were measured; `qarl eval` measures them as they are now"
+    )
 
 
 def read_note(export: Path) -> dict[str, Any]:

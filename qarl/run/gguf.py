@@ -14,7 +14,7 @@ from qarl.configs.errors import ConfigError
 from qarl.configs.files import written_aside
 from qarl.report.run_folder import RunFolder
 from qarl.report.startup import phase
-from qarl.run.export_note import noted_defaults, read_note
+from qarl.run.export_note import changes_in_words, noted_defaults, read_note
 from qarl.sync.gguf.exported import Exported, read_exported
 from qarl.sync.gguf.families import gguf_family
 from qarl.sync.gguf.ollama import Message, modelfile, talk_template
@@ -79,7 +79,7 @@ def export_gguf(target: Path, output: Path) -> ExportedGguf:
         positions = exported.config.max_position_embeddings
         text = _modelfile(source, note, vocabulary, written.name, name, positions)
         (building / "Modelfile").write_text(text, encoding="utf-8")
-    return ExportedGguf(source, written, remarks=tuple(_remarks(exported, vocabulary)))
+    return ExportedGguf(source, written, remarks=tuple(_remarks(exported, vocabulary, source)))
 
 
 def find_export(target: Path) -> Path:
@@ -166,8 +166,10 @@ def _modelfile(
     )
 
 
-def _remarks(exported: Exported, vocabulary: Vocabulary) -> Iterator[str]:
-    """Yield what llama.cpp does otherwise than the engine in which the export was measured."""
+def _remarks(exported: Exported, vocabulary: Vocabulary, source: Path) -> Iterator[str]:
+    """Yield what was changed since the export was measured, and what llama.cpp does otherwise."""
+    if (changes := changes_in_words(source)) is not None:
+        yield changes
     if exported.schemes:
         yield (
             "llama.cpp rounds the inputs of low-bit products to int8 in blocks of 32 columns, so"

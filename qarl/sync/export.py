@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 
 from qarl.configs.errors import QarlError
 from qarl.configs.files import written_aside
+from qarl.quant.checkpoint.folder import COMPANIONS, file_digests
 from qarl.quant.checkpoint.load import empty_model
 from qarl.quant.digest import StreamDigest
 from qarl.quant.model.low_bit_model import LowBitModel
@@ -20,22 +21,6 @@ from qarl.quant.tensor_files import write_tensors
 from qarl.quant.types import LowBitTensor
 from qarl.rollout.types import RequestDefaults
 from qarl.sync.request_defaults import write_defaults
-
-_COMPANIONS = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "vocab.json",
-    "merges.txt",
-    "spiece.model",
-    "tokenizer.model",
-    "vocab.txt",
-    "tekken.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "generation_config.json",
-)
-"""Files of a model folder that are copied beside the tensors: tokenizer and generation config."""
 
 
 class ExportError(QarlError, heading="export"):
@@ -51,9 +36,7 @@ def export_checkpoint(
 ) -> StreamDigest:
     """Write the model's present weight version to `folder`.
 
-    source: folder whose tokenizer and generation config are copied. note: contents of qarl.json, to
-    which the digest is added. Default: no such file. defaults: see
-    `write_checkpoint`.
+    The other arguments are those of `write_checkpoint`.
     """
     config = checkpoint_config(model)
     return write_checkpoint(model.low_bit_tensors(), config, source, folder, note, defaults)
@@ -108,7 +91,8 @@ def write_checkpoint(
     Args:
         config: contents of config.json.
         source: folder whose tokenizer and generation config are copied.
-        note: contents of qarl.json, to which the digest is added. Default: no such file.
+        note: contents of qarl.json, to which digests of tensors and of the other files are added.
+            Default: no such file.
         defaults: how the policy was asked, which chat template and generation config then say, and
             qarl.json under "requests". Default: the generation config has the base's token ids.
 
@@ -126,12 +110,13 @@ def write_checkpoint(
             (building / "config.json").write_text(
                 json.dumps(config, indent=2, sort_keys=True) + "\n"
             )
-            if note is not None:
-                own = {"requests": defaults.record()} if defaults else {}
-                note = {**note, **own, "digest": digest.hexdigest()}
-                (building / "qarl.json").write_text(json.dumps(note, indent=2) + "\n")
             copy_companions(source, building)
             write_defaults(building, config, defaults or RequestDefaults())
+            if note is not None:
+                own = {"requests": defaults.record()} if defaults else {}
+                proofs = {"digest": digest.hexdigest(), "files": file_digests(building)}
+                note = {**note, **own, **proofs}
+                (building / "qarl.json").write_text(json.dumps(note, indent=2) + "\n")
     # A full disk raises safetensors' own error while it writes.
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
@@ -144,7 +129,7 @@ def copy_companions(source: Path, folder: Path) -> None:
 
     Files that the folder does not have are left out.
     """
-    for name in _COMPANIONS:
+    for name in COMPANIONS:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
 

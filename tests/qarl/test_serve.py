@@ -10,8 +10,9 @@ import pytest
 from qarl.cli.main import main
 from qarl.cli.serve import find_served
 from qarl.configs.load import config_file, load_config
+from qarl.quant.checkpoint.folder import file_digests
 from qarl.rollout.servers.vllm.start import server_command
-from qarl.run.export_note import export_note
+from qarl.run.export_note import add_to_note, changes_in_words, export_note
 
 
 @pytest.fixture(autouse=True)
@@ -92,3 +93,29 @@ def test_an_export_alone_is_served_with_its_own_dtype(export: Path):
     assert served.name == "a policy"
     assert served.dtype == "float16"
     assert served.max_model_len is None
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("generation_config.json", '{"repetition_penalty": 1.5}'),
+        ("chat_template.jinja", "{{ messages }}"),
+        ("tokenizer.json", None),
+        ("config.json", '{"dtype": "float16", "rope_theta": 1}'),
+    ],
+)
+def test_files_changed_since_the_export_was_written_are_named(
+    name: str, content: str | None, run: Path
+):
+    """Contract: a changed, an added and a removed file; nothing of an export left as it was."""
+    export = run / "export"
+    (export / "tokenizer.json").write_text("{}")
+    (export / "generation_config.json").write_text("{}")
+    assert changes_in_words(export) is None, "no digests were noted"
+    add_to_note(export, files=file_digests(export))
+    assert changes_in_words(export) is None
+    if content is None:
+        (export / name).unlink()
+    else:
+        (export / name).write_text(content)
+    assert changes_in_words(export).startswith(f"{name} changed since the export was written")

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
+from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -234,8 +235,8 @@ def test_an_exports_files_are_those_that_transformers_looks_for(
     most: int, tmp_path: Path, monkeypatch
 ):
     """Contract: tensors take as many files as needed, a file ends with the tensor that fills it,
-    several files get an index, companions of the source are copied, and a note has the digest. An
-    existing folder is not touched.
+    several files get an index, companions of the source are copied, and a note has the digests of
+    tensors and other files. An existing folder is not touched.
     """
     monkeypatch.setattr(tensor_files, "_FILE_BYTES", most)
     source = tmp_path / "source"
@@ -256,17 +257,17 @@ def test_an_exports_files_are_those_that_transformers_looks_for(
         {"run": "r"},
     )
     assert (folder / "config.json").read_text() == '{\n  "a": 2,\n  "b": [\n    1\n  ]\n}\n'
-    assert (folder / "qarl.json").read_text() == json.dumps(
-        {"run": "r", "digest": digest.hexdigest()}, indent=2
-    ) + "\n"
+    names = ("chat_template.jinja", "config.json", "tokenizer.json")
+    digests = {name: sha256((folder / name).read_bytes()).hexdigest() for name in names}
+    note = json.loads((folder / "qarl.json").read_text())
+    assert note == {"run": "r", "digest": digest.hexdigest(), "files": digests}
     files = [
         "model-00001-of-00002.safetensors",
         "model-00002-of-00002.safetensors",
         "model.safetensors.index.json",
     ]
     assert (folder / "tokenizer.json").read_text() == "tokenizer.json"
-    names = {"chat_template.jinja", "config.json", "qarl.json", "tokenizer.json"}
-    assert {p.name for p in folder.iterdir()} == names | (
+    assert {p.name for p in folder.iterdir()} == {*names, "qarl.json"} | (
         {*files} if most == 20 else {"model.safetensors"}
     )
     if most == 20:

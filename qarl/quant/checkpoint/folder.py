@@ -5,6 +5,7 @@ in milliseconds. `quant.checkpoint.load` checks what a loader would find beyond 
 shapes of the architecture's tensors.
 """
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -23,6 +24,22 @@ _TOKENIZERS = (
     "spiece.model",
     "tekken.json",
 )
+COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    "spiece.model",
+    "tokenizer.model",
+    "vocab.txt",
+    "tekken.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+"""Files of a model folder that are copied beside the tensors: tokenizer and generation config."""
+
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 _GGUF = ".gguf"
 _ONE_WINDOW = ("qwen2", "qwen3", "mimo")
@@ -473,3 +490,13 @@ def _read_object(file: Path) -> dict[str, Any]:
             f"{str(file)!r} holds a {type(tree).__name__}, not an object of settings; copy it again"
         )
     return tree
+
+
+def file_digests(folder: Path) -> dict[str, str]:
+    """Return name → SHA-256 of each file that says how the tensors are computed with and asked."""
+    names = ("config.json", *COMPANIONS)
+    return {
+        name: hashlib.sha256((folder / name).read_bytes()).hexdigest()
+        for name in names
+        if (folder / name).is_file()
+    }
