@@ -562,6 +562,8 @@ def _export_ptq(known: argparse.Namespace, console: Console) -> int:
         f"quantized step {exported.step} by {known.ptq} to {known.scheme}{data}; wrote"
         f" {known.output}: {_loaded(exported, 'the unquantized policy')}",
     )
+    if exported.served is not None:
+        say(console, str(exported.served))
     return 0
 
 

@@ -21,6 +21,7 @@ from qarl.ptq.methods import (
     check_method,
 )
 from qarl.ptq.source import Source, open_source, sample_source
+from qarl.quant.checkpoint.folder import file_digests
 from qarl.quant.checkpoint.load import load_masters
 from qarl.quant.digest import StreamDigest
 from qarl.quant.layers.context import LayerContext
@@ -35,6 +36,7 @@ from qarl.run.export import Exported
 from qarl.run.export_note import add_to_note, export_note
 from qarl.run.model_card import write_card
 from qarl.run.policy import Policy, model_folder
+from qarl.run.served import note_served
 from qarl.sync.audit import audit, require_agreement
 from qarl.sync.export import ExportError, write_checkpoint
 
@@ -73,10 +75,12 @@ def export_ptq(
         **note | {"scheme": scheme, "ptq": method, "calibration": count},
         requests=source.defaults.record(),
         digest=written.hexdigest(),
+        files=file_digests(output),
         moved=moved,
     )
+    served = note_served(output, source, source.config)
     write_card(output)
-    return Exported(source.step, written, moved, source.calibration)
+    return Exported(source.step, written, moved, source.calibration, served=served)
 
 
 def check_request(

@@ -15,10 +15,11 @@ from qarl.rollout.open import open_engine
 from qarl.rollout.types import RequestDefaults, Sampling
 from qarl.run.checkpoint import load_checkpoint
 from qarl.run.policy import Policy, open_policy
-from qarl.run.prompts import sample
+from qarl.run.prompts import Prompter, sample
 from qarl.run.served import policy_defaults
 from qarl.run.session import canary_sequences
 from qarl.sync.export import export_checkpoint
+from qarl.tasks import Task
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,10 @@ class Source:
     """Fixed sequences, token ids."""
     logprobs: list[list[float]]
     """Log-probs of the fixed sequences by the unquantized engine, nats."""
+    task: Task
+    """The run's task."""
+    prompter: Prompter
+    """Makes prompts as the run made them."""
     defaults: RequestDefaults
     """How the run asked its policy."""
 
@@ -93,6 +98,8 @@ def sample_source(
         calibration=calibration,
         canary=canary,
         logprobs=logprobs,
+        task=policy.task,
+        prompter=policy.prompter,
         defaults=policy_defaults(policy, config),
     )
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from qarl.configs.schema.run import LONGEST, RunConfig
 from qarl.quant.checkpoint.folder import end_tokens, positions, read_config
@@ -16,9 +16,9 @@ from qarl.rollout.servers.vllm.chat import (
 from qarl.rollout.types import RequestDefaults, Sampling
 from qarl.run.evaluate import problems_once
 from qarl.run.export_note import add_to_note
-from qarl.run.policy import Policy
+from qarl.run.prompts import Prompter
 from qarl.run.request_defaults import all_problems, request_defaults, system_of
-from qarl.tasks import Problem
+from qarl.tasks import Problem, Task
 
 _MOST = 256
 """Upper bound on the number of questions that are compared."""
@@ -43,12 +43,31 @@ class Served:
         return f"{line}; first difference, evaluated and served: {self.difference}"
 
 
-def policy_defaults(policy: Policy, config: RunConfig) -> RequestDefaults:
+class Asked(Protocol):
+    """A policy that was asked a task's questions: a `Policy`, or the source of a quantized one."""
+
+    @property
+    def folder(self) -> Path:
+        """Folder whose generation config the evaluating engine reads."""
+        ...
+
+    @property
+    def task(self) -> Task:
+        """Task whose questions it was asked."""
+        ...
+
+    @property
+    def prompter(self) -> Prompter:
+        """Maker of its prompts."""
+        ...
+
+
+def policy_defaults(policy: Asked, config: RunConfig) -> RequestDefaults:
     """Return how a run asks its policy in training and evaluation."""
     return request_defaults(config, policy.prompter.tokenizer, all_problems(policy.task))
 
 
-def note_served(export: Path, policy: Policy, config: RunConfig) -> Served | None:
+def note_served(export: Path, policy: Asked, config: RunConfig) -> Served | None:
     """Compare the served export with its evaluation, and write the result into qarl.json."""
     served = compare_served(export, policy, config)
     if served is not None:
@@ -56,7 +75,7 @@ def note_served(export: Path, policy: Policy, config: RunConfig) -> Served | Non
     return served
 
 
-def compare_served(export: Path, policy: Policy, config: RunConfig) -> Served | None:
+def compare_served(export: Path, policy: Asked, config: RunConfig) -> Served | None:
     """Compare the requests of a served export with those of its evaluation, on held-out problems.
 
     The served ones are what vLLM's server makes of plain requests: the question, and

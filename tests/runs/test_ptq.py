@@ -305,7 +305,7 @@ def test_a_run_begins_with_what_its_method_makes(
 
 @pytest.mark.slow
 def test_the_export_command(run: Path, tmp_path: Path):
-    """One line, a folder `qarl eval` reads, and nothing else: no log, no progress bar, no file in
+    """Two lines, a folder `qarl eval` reads, and nothing else: no log, no progress bar, no file in
     the way.
     """
     (tmp_path / "cwd").mkdir()
@@ -323,7 +323,9 @@ def test_the_export_command(run: Path, tmp_path: Path):
     )
     done = succeeded(*arguments, cwd=tmp_path / "cwd")
     assert "by gptq to w4a16 on 16 sequences (" in done.stdout
-    assert len(done.stdout.splitlines()) == 1
+    _, served = done.stdout.splitlines()
+    count = json.loads((tmp_path / "cwd" / "out" / "qarl.json").read_text())["served"]["questions"]
+    assert served.startswith(f"served as evaluated: {count} of {count} questions")
     assert not [word for word in ("it/s", "GPTQ", "INFO", "WARN") if word in done.stderr], (
         done.stderr
     )
