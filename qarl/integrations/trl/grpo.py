@@ -34,6 +34,7 @@ from qarl.learner.load_balance import load_balance_loss
 from qarl.learner.logprobs import shares_prompts, token_logprobs
 from qarl.learner.loss.corrections import correction
 from qarl.learner.mismatch import Mismatch, measure_mismatch
+from qarl.quant.runtime.libraries import untested_libraries
 from qarl.run.session import gate_of
 from qarl.sync.floor import OTHER_ROUNDINGS_SEED
 
@@ -239,6 +240,8 @@ def adapt(policy: Policy, args: Any, trl: dict[str, Any]) -> None:
         raise ConfigError(
             f"{args.world_size} processes would learn apart; take one, or `qarl train --processes`"
         )
+    for line in untested_libraries():
+        _log.warning(line)
     if args.gradient_checkpointing:
         _log.warning("gradient_checkpointing: by the policy, not by transformers")
         policy.low_bit.checkpoint_layers(True)

