@@ -183,6 +183,17 @@ sync_env() {
     "$uv" pip install --quiet --python "$venv/bin/python" --no-deps --no-build-isolation -e .
 }
 
+# Commands then begin at once, also in containers whose PYTHONDONTWRITEBYTECODE makes every process compile
+# 5,000 files anew. What they import is a third of what is installed, so it is imported, not all compiled.
+prepare_commands() {
+    local python=(env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python")
+    [[ $device != trl ]] || return 0
+    say "compiling what commands import, and asking this machine's kernels"
+    "${python[@]}" -c 'import reasoning_gym, vllm.entrypoints.llm, vllm.v1.worker.cpu_worker' >/dev/null 2>&1 &
+    "${python[@]}" -m qarl schemes >/dev/null 2>&1 || say "going on: qarl schemes failed, and tells why"
+    wait
+}
+
 # ---------------------------------------------------------------- main
 check_platform
 export UV_HTTP_TIMEOUT="${UV_HTTP_TIMEOUT:-300}" # some wheels are large
@@ -201,5 +212,6 @@ if command -v flock >/dev/null; then # two set-ups of one folder wait for each o
     if up_to_date; then exit; fi
 fi
 sync_env
+prepare_commands
 printf '%s\n' "$want" >"$stamp"
 say "ready: $venv; for the command qarl in this shell: source $venv/bin/activate"

@@ -19,6 +19,7 @@ from qarl.planning.shapes import sizes_of
 from qarl.preflight.files import check_files
 from qarl.preflight.memory import planned
 from qarl.preflight.schemes import check_fit
+from qarl.quant.runtime.imports import collections_paused
 from qarl.report.loggers import step_logger
 from qarl.report.run_folder import RunFolder, resumed_config
 from qarl.report.startup import phase, phases_shown_on
@@ -121,7 +122,7 @@ def joined(
     `qarl.preflight.prepare` raise.
     """
     with phases_shown_on(console):
-        with phase("importing torch, transformers and compressed-tensors"):
+        with phase("importing torch, transformers and compressed-tensors"), collections_paused():
             from qarl.learner.processes import join_processes
             from qarl.preflight.prepare import prepare
         processes = join_processes(alone=config.learner.zero_stage is not None)

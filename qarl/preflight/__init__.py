@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from qarl.configs.schema.run import RunConfig
 from qarl.preflight.files import check_files
 from qarl.preflight.schemes import check_schemes
+from qarl.quant.runtime.imports import collections_paused
 from qarl.report.startup import phase
 
 if TYPE_CHECKING:  # which imports torch
@@ -31,6 +32,6 @@ def preflight(config: RunConfig, new: bool = False) -> "Ready":
     with phase("checking files, task and reward"):
         check_schemes(config)
         task = check_files(config, new)
-    with phase("importing torch, transformers and compressed-tensors"):
+    with phase("importing torch, transformers and compressed-tensors"), collections_paused():
         from qarl.preflight.prepare import prepare
     return prepare(config, task)

@@ -1,8 +1,7 @@
-"""QaRL's task of answers that follow a rule of form, registered as a reasoning-gym dataset.
+"""QaRL's task of answers that follow a rule of form, as a dataset.
 
 A small language model that answers fluently follows few of the rules by itself: SmolLM2-135M 9 %,
-and 53 to 62 % after twenty steps in bf16 (docs/lab/real.md). Imported only together with
-reasoning-gym (`qarl.tasks.procedural.reasoning_gym_datasets`), which takes seconds.
+and 53 to 62 % after twenty steps in bf16 (docs/lab/real.md).
 """
 
 import random
@@ -11,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from reasoning_gym.factory import ProceduralDataset, register_dataset
+from qarl.tasks.dataset import Dataset
 
 SUBJECTS = (
     "owls",
@@ -103,7 +102,7 @@ def follows(rule: str, value: str, text: str) -> bool:
 
 @dataclass
 class FollowRuleConfig:
-    """The fields that reasoning-gym expects of every dataset. There is nothing to choose."""
+    """The fields that every dataset has. There is nothing to choose."""
 
     seed: int | None = None
     size: int = 500
@@ -112,11 +111,8 @@ class FollowRuleConfig:
         """Accept every value, because QaRL sets both fields."""
 
 
-class FollowRuleDataset(ProceduralDataset):
+class FollowRuleDataset(Dataset):
     """Say something about a subject, and follow a rule of form"""
-
-    def __init__(self, config: FollowRuleConfig) -> None:
-        super().__init__(config=config, seed=config.seed, size=config.size)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return problem `index`, from a generator of its own."""
@@ -134,6 +130,3 @@ class FollowRuleDataset(ProceduralDataset):
     def score_answer(self, answer: str | None, entry: dict[str, Any]) -> float:
         """Return 1.0 if the answer follows the rule, else 0.0."""
         return float(follows(entry["metadata"]["rule"], entry["answer"], answer or ""))
-
-
-register_dataset("follow_rule", FollowRuleDataset, FollowRuleConfig)

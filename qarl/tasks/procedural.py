@@ -19,8 +19,15 @@ from qarl.tasks.base import (
     check_request,
     is_heldout,
 )
+from qarl.tasks.follow_rule import FollowRuleConfig, FollowRuleDataset
 from qarl.tasks.math import TIME_LIMIT
 from qarl.tasks.rewards import each
+from qarl.tasks.worked import (
+    LookupSumConfig,
+    LookupSumDataset,
+    RunningTotalConfig,
+    RunningTotalDataset,
+)
 from qarl.tasks.worker import Job
 from qarl.tasks.workers import Workers
 
@@ -183,27 +190,35 @@ def score_of(
     return _task(name, options).score(problem, text)
 
 
+OWN_DATASETS: dict[str, tuple[type, type]] = {
+    "follow_rule": (FollowRuleDataset, FollowRuleConfig),
+    "lookup_sum": (LookupSumDataset, LookupSumConfig),
+    "running_total": (RunningTotalDataset, RunningTotalConfig),
+}
+"""QaRL's own datasets: name → (dataset class, config class)."""
+
+
 def reasoning_gym_datasets() -> dict[str, tuple[type, type]]:
     """Return every dataset of reasoning-gym and of QaRL: name → (dataset class, config class).
 
-    Importing them takes seconds.
+    Importing reasoning-gym takes seconds.
     """
     with warnings.catch_warnings():
         # Its dependency cellpylib compares strings with `is`; compiling that warns once per
         # installation.
         warnings.filterwarnings("ignore", category=SyntaxWarning, message='.*"is" with')
         from reasoning_gym.factory import DATASETS
-
-        import qarl.tasks.follow_rule
-        import qarl.tasks.worked  # noqa: F401  (both register their datasets)
-    return DATASETS
+    return {**DATASETS, **OWN_DATASETS}
 
 
 def dataset_of(name: str) -> tuple[Any, Any]:
     """Return a dataset's class and its config's class.
 
-    Raises `TaskError` for an unknown name, with the nearest names.
+    reasoning-gym is imported only if the name is not one of QaRL's own. Raises `TaskError` for an
+    unknown name, with the nearest names.
     """
+    if name in OWN_DATASETS:
+        return OWN_DATASETS[name]
     datasets = reasoning_gym_datasets()
     if name in datasets:
         return datasets[name]

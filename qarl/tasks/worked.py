@@ -1,15 +1,13 @@
-"""QaRL's own tasks whose answers are worked solutions, registered as reasoning-gym datasets.
+"""QaRL's own tasks whose answers are worked solutions, as datasets.
 
 The policy may write any working: the text after its last "=" is the answer, and is right or wrong.
-Imported only together with reasoning-gym (`qarl.tasks.procedural.reasoning_gym_datasets`), which
-takes seconds.
 """
 
 import random
 from dataclasses import dataclass
 from typing import Any
 
-from reasoning_gym.factory import ProceduralDataset, register_dataset
+from qarl.tasks.dataset import Dataset
 
 
 @dataclass
@@ -29,11 +27,8 @@ class RunningTotalConfig:
         assert self.digits > 0, "digits must be positive"
 
 
-class _WorkedDataset(ProceduralDataset):
+class _WorkedDataset(Dataset):
     """Datasets of sums. The last number of a solution is its answer."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config=config, seed=config.seed, size=config.size)
 
     def score_answer(self, answer: str | None, entry: dict[str, Any]) -> float:
         """Return 1.0 if the final answer is the sum, else 0.0."""
@@ -126,7 +121,3 @@ def final_answer(text: str) -> str:
 
 def _signed(term: int) -> str:
     return f"{'+' if term >= 0 else '-'} {abs(term)}"
-
-
-register_dataset("running_total", RunningTotalDataset, RunningTotalConfig)
-register_dataset("lookup_sum", LookupSumDataset, LookupSumConfig)

@@ -2,9 +2,11 @@
 depends on changes, and a broken cache is no obstacle.
 """
 
+import gc
 import json
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from qarl.cli.main import main
 from qarl.quant.kernels import supported
 from qarl.quant.kernels.supported import Support, kept_support
 from qarl.quant.runtime import answers
+from qarl.quant.runtime.imports import collections_paused
 
 
 @pytest.fixture(autouse=True)
@@ -104,3 +107,29 @@ def test_the_second_list_of_schemes_imports_neither_torch_nor_vllm(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert second.stdout == first
+
+
+def test_the_second_check_of_a_model_imports_neither_vllm_nor_reasoning_gym(
+    cache: Path, real_model: Path
+):
+    """They take longer to import than all the rest that is checked."""
+    line = ["check", "smollm2-135m", "--model", str(real_model), "--output", str(cache / "run")]
+    code = (
+        f"import sys; from qarl.cli.main import main; status = main({line!r})\n"
+        "print({'vllm', 'reasoning_gym', 'matplotlib', 'numba'} & set(sys.modules), status)"
+    )
+    command = [sys.executable, "-c", code]
+    first, second = (
+        subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+        for _ in range(2)
+    )
+    assert "vllm" in first[-1]
+    assert second[-1] in ("set() 0", "set() 1"), second
+
+
+def test_collections_go_on_after_an_import_that_fails():
+    with pytest.raises(ImportError), collections_paused():
+        import_module("qarl.missing")
+    assert gc.isenabled()
+    with collections_paused():
+        assert not gc.isenabled()

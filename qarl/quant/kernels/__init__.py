@@ -10,6 +10,7 @@ import torch
 
 from qarl.quant.kernels.base import KernelError, KernelFactory, LowBitMatmul
 from qarl.quant.kernels.reference import ReferenceFactory
+from qarl.quant.runtime.imports import collections_paused
 from qarl.quant.runtime.libraries import has_vllm
 
 KERNELS = ("auto", "vllm", "reference")
@@ -32,6 +33,7 @@ def make_factory(kernel: str, dtype: torch.dtype) -> KernelFactory:
         )
     if kernel == "reference" or not has_vllm():
         return ReferenceFactory(dtype)
-    from qarl.quant.kernels.vllm import VllmFactory
+    with collections_paused():
+        from qarl.quant.kernels.vllm import VllmFactory
 
     return VllmFactory(dtype)

@@ -25,6 +25,7 @@ from transformers import PretrainedConfig
 
 from qarl.configs.errors import ModelError
 from qarl.quant.kernels.base import Scoring
+from qarl.quant.runtime.answers import keep_answer, read_answer
 
 _BLOCK = 32
 """Tokens of a page, the fewest that the kernel takes.
@@ -180,20 +181,34 @@ def require_head_size(model: str, config: PretrainedConfig) -> None:
 
     No engine could sample such a model.
     """
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
     text = config.get_text_config()
     heads = getattr(text, "num_attention_heads", None)
     # The model has no attention, or attention over latents.
     if not heads or getattr(text, "kv_lora_rank", None):
         return
     head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
-    if not CPUAttentionBackend.supports_head_size(head_size):
-        allowed = ", ".join(map(str, CPUAttentionBackend.get_supported_head_sizes()))
+    allowed = kept_head_sizes()
+    if head_size not in allowed:
         raise ModelError(
             f"model {model!r} has attention heads of {head_size} values, which vLLM lacks on CPUs"
-            f" (there are {allowed}); choose another model, or a GPU"
+            f" (there are {', '.join(map(str, allowed))}); choose another model, or a GPU"
         )
+
+
+def kept_head_sizes() -> list[int]:
+    """Return the head sizes that vLLM's attention on CPUs supports.
+
+    They come from the cache on disk if software and machine are the same, because asking vLLM
+    imports most of it: half of the CPU time of `qarl check`.
+    """
+    cached = read_answer("head-sizes", {})
+    if isinstance(cached, list) and cached:
+        return cached
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    keep_answer("head-sizes", {}, sizes)
+    return sizes
 
 
 def cpu_isa(dtype: torch.dtype, head_size: int) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qarl.quant.runtime.imports import collections_paused
 from qarl.quant.types import LayerReport, LowBitTensor
 from qarl.rollout.engine import EngineError, LoadReport
 from qarl.rollout.types import Completion, Prompt, Sampling
@@ -40,7 +41,8 @@ class VllmEngine:
 
     def __init__(self, checkpoint: Path, options: VllmOptions):
         prepare_environment()
-        from vllm import LLM
+        with collections_paused():
+            from vllm import LLM
 
         # On an error vLLM logs its whole schedule, thousands of lines. The exception is enough.
         logging.getLogger("vllm.logging_utils.dump_input").setLevel(logging.CRITICAL)
