@@ -53,6 +53,18 @@ UPSTREAM = {
         "vllm/model_executor/layers/fused_moe/oracle/int_wna16.py",
         "return prioritize_humming(backends)",
     ],
+    "int8 by CUTLASS everywhere": [
+        "vllm/model_executor/kernels/linear/scaled_mm/cutlass.py",
+        """class CutlassInt8ScaledMMLinearKernel(Int8ScaledMMLinearKernel):
+    @classmethod
+    def is_supported(
+        cls, compute_capability: int | None = None
+    ) -> tuple[bool, str | None]:
+        if not current_platform.is_cuda():
+            return False, "requires CUDA."
+        return True, None
+""",
+    ],
     "gates quantize": [
         "vllm/model_executor/layers/fusion/quant_activation.py",
         'getattr(layer, "requires_unquantized_input", False)',

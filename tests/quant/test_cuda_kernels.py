@@ -159,6 +159,17 @@ def test_one_layer_of_a_stack_alone_would_take_another_kernel():
 
 
 @no_cuda
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
+def test_w8a8_takes_triton_where_cutlass_has_no_int8(capability: tuple[int, int]):
+    """Contract: vLLM's choice on 10.0 would raise at the first product."""
+    factory = VllmFactory(torch.bfloat16)
+    with stub_cuda(capability):
+        name = chosen_kernel(factory, "layer", [256], 256, get_scheme("w8a8"), META)
+    library = "Triton" if capability >= (10, 0) else "Cutlass"
+    assert name == f"{library}Int8ScaledMMLinearKernel"
+
+
+@no_cuda
 def test_flashinfer_is_left_out_though_vllm_finds_it(monkeypatch: pytest.MonkeyPatch):
     """Contract: kernels do not depend on FlashInfer, which vLLM finds or not depending on the
     shell's PATH.

@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 import vllm.platforms
 import vllm.utils.humming
+from vllm.model_executor.kernels.linear import CutlassInt8ScaledMMLinearKernel
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
 from vllm.model_executor.layers.fused_moe.oracle import int_wna16
@@ -167,6 +168,8 @@ def stub_cuda(capability: tuple[int, int]) -> Iterator[None]:
         stack.enter_context(patch.dict(vars(vllm.utils.humming), {"GemmType": HummingGemms}))
         stack.enter_context(patch.dict(vars(int_wna16)))
         stack.enter_context(patch.object(LinearBase, "requires_unquantized_input", False))
+        cutlass = CutlassInt8ScaledMMLinearKernel
+        stack.enter_context(patch.object(cutlass, "is_supported", cutlass.is_supported))
         stack.enter_context(patch.dict(os.environ, {SETTLED: "1"}))
         register()
         yield

@@ -10,13 +10,18 @@ They replace choices of vLLM's that a learner could not reproduce.
   vLLM's option `moe_backend` would choose for all experts of a model, whatever their scheme.
 - No kernel quantizes a layer's input before the layer. In vLLM's Llama the gate's kernel would, and
   its product would then not be rounded.
+- From compute capability 10.0 on, vLLM's Triton kernel multiplies `w8a8`. vLLM 0.32 chooses
+  CUTLASS's, which has no int8 there and raises (vllm#54311). Remove this when CUTLASS's kernel
+  declines by itself.
 - DeepGEMM is disabled. It rounds block scales to powers of two, and quantizes the published codes
   again with those.
 """
 
 import os
 import sys
+from typing import Any
 
+from vllm.model_executor.kernels.linear import CutlassInt8ScaledMMLinearKernel
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 
@@ -44,6 +49,10 @@ def settle() -> None:
     ):
         assert hasattr(holder, name), f"vLLM no longer has the {name} that is set here"
     LinearBase.requires_unquantized_input = True
+    if current_platform.has_device_capability(100):
+        reason = (False, "CUTLASS has no int8 from compute capability 10.0 on")
+        answer: Any = classmethod(lambda *_: reason)
+        CutlassInt8ScaledMMLinearKernel.is_supported = answer
     # `list` returns the backends in their order, with Humming not moved to the front.
     setattr(int_wna16, "prioritize_humming", list)  # noqa: B010
     os.environ["VLLM_USE_DEEP_GEMM"] = "0"

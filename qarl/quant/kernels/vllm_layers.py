@@ -69,6 +69,14 @@ def _kernel(layer: Any) -> Any:
     return None
 
 
+_INVARIANT = (
+    "CutlassInt8ScaledMMLinearKernel",
+    "TritonInt8ScaledMMLinearKernel",
+    "CutlassNvFp4LinearKernel",
+)
+"""Names of batch-invariant kernels that do not report it."""
+
+
 def _is_batch_invariant(layer: Any) -> bool:
     """Return whether the layer's kernel supports vLLM's batch-invariant mode, according to vLLM.
 
@@ -76,7 +84,7 @@ def _is_batch_invariant(layer: Any) -> bool:
     - Layers without a kernel object use vLLM's persistent product, which supports it.
     - Humming's kernels are configured for the mode.
     - NVFP4 is forced to CUTLASS by the mode.
-    - vLLM states nothing for int8 by CUTLASS, but sums of integers are exact in any order.
+    - vLLM states nothing for int8 by CUTLASS or Triton, but sums of integers are exact.
     """
     from vllm.model_executor.kernels.linear import fp8_scaled_mm_is_batch_invariant
 
@@ -90,7 +98,7 @@ def _is_batch_invariant(layer: Any) -> bool:
     name = type(kernel).__name__
     if name.startswith("Humming"):
         return True
-    if name in ("CutlassInt8ScaledMMLinearKernel", "CutlassNvFp4LinearKernel"):
+    if name in _INVARIANT:
         return True
     return fp8_scaled_mm_is_batch_invariant(kernel)
 

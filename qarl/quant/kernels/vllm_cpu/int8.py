@@ -81,6 +81,7 @@ class CPUInt8ScaledMMFp32Kernel(CPUInt8ScaledMMLinearKernel):
         # Partial sums are exact in fp32; their total, which may not be, is taken in int32.
         parts = zip(rows.float().split(_EXACT, 1), codes.split(_EXACT, 1), strict=True)
         total: Any = sum(fp32_product(part, weight).int() for part, weight in parts)
-        output = total.float().mul_(row_scale).mul_(scale.t())
+        # The weight's scale first, as in oneDNN's product and in CUTLASS's.
+        output = total.float().mul_(scale.t()).mul_(row_scale)
         output = output if bias is None else output + bias
         return output.to(x.dtype).unflatten(0, x.shape[:-1])
