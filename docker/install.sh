@@ -12,5 +12,5 @@ index="${TORCH_INDEX-https://download.pytorch.org/whl/cpu}" from=()
 if [[ $device == cpu && -n $index ]]; then from=(--extra-index-url "$index" --index-strategy unsafe-best-match); fi
 "$python" -m pip install --quiet --no-cache-dir uv
 "$python" -m uv pip install --python "$python" --no-cache --constraint "$root/$env.lock" \
-    --override "$root/$env.overrides.txt" ${from[@]+"${from[@]}"} "qarl[$device] @ file://$root"
+    --override "$root/$env.overrides.txt" ${from[@]+"${from[@]}"} "qarl-train[$device] @ file://$root"
 "$python" -m pip uninstall --quiet --yes uv

@@ -13,6 +13,8 @@ imports neither torch nor vLLM.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from qarl.configs.version import VERSION
+
 if TYPE_CHECKING:  # the names' types for type checkers and editors; `x as x` re-exports
     from qarl import losses as losses
     from qarl import verify as verify
@@ -35,6 +37,8 @@ if TYPE_CHECKING:  # the names' types for type checkers and editors; `x as x` re
     from qarl.rollout.types import Group as Group
     from qarl.rollout.types import Prompt as Prompt
     from qarl.tasks import load_task as load_task
+
+__version__ = VERSION
 
 _MODULE_OF = {
     "Batch": "qarl.learner.batching",

@@ -16,12 +16,12 @@ git clone --quiet "$root" "$scratch/source"
 (cd "$scratch/source" && bash scripts/make_env.sh --cpu --venv "$scratch/env")
 python="$scratch/env/bin/python"
 "$python" -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir "$scratch" "$scratch/source"
-"$python" -m pip uninstall --quiet --yes qarl # the editable install
-"$python" -m pip install --quiet --no-deps --no-index "$scratch"/qarl-*.whl
+"$python" -m pip uninstall --quiet --yes qarl-train # the editable install
+"$python" -m pip install --quiet --no-deps --no-index "$scratch"/qarl_train-*.whl
 rm -rf "$scratch/source"
-names="$("$python" -c 'import sys, zipfile; print(*sorted({n.split("/")[0] for n in zipfile.ZipFile(sys.argv[1]).namelist()}))' "$scratch"/qarl-*.whl)"
+names="$("$python" -c 'import sys, zipfile; print(*sorted({n.split("/")[0] for n in zipfile.ZipFile(sys.argv[1]).namelist()}))' "$scratch"/qarl_train-*.whl)"
 say "the wheel holds: $names"
-[[ $names =~ ^qarl\ qarl-[^\ ]*\.dist-info$ ]]
+[[ $names =~ ^qarl\ qarl_train-[^\ ]*\.dist-info$ ]]
 
 mkdir "$scratch/work"
 cd "$scratch/work"

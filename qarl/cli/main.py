@@ -39,12 +39,13 @@ from qarl.cli.verify import add_verify
 from qarl.configs.errors import ConfigError, QarlError, disk_error, install_error
 from qarl.configs.load import chosen_config, default_config
 from qarl.configs.schema.run import RunConfig
+from qarl.configs.version import VERSION
 from qarl.planning.choice import choose
 from qarl.planning.machine import Machine, this_machine
 from qarl.preflight.files import check_files, check_new_folder, check_processes
 from qarl.preflight.memory import planned
 from qarl.ptq.compressor import require_llmcompressor
-from qarl.quant.runtime.answers import installed, versions
+from qarl.quant.runtime.answers import versions
 from qarl.quant.runtime.parent import launched, local_world_size, rank, world_size
 from qarl.report.run_folder import ChangedInputsError, RunFolder, RunInUseError
 from qarl.report.startup import phase, phases_shown_on
@@ -148,11 +149,10 @@ def _describe_version() -> str:
     folder, one a line.
     """
     libraries = (f"{name} {release}" for name, release in versions().items() if name != "qarl")
-    qarl = installed("qarl") or "not installed as a package"
     docs = Path(__file__).resolve().parents[1] / "docs"
     return "\n".join(
         [
-            f"qarl {qarl}",
+            f"qarl {VERSION}",
             f"python {platform.python_version()}",
             *libraries,
             f"docs in {docs}",
@@ -273,8 +273,7 @@ def _say_begun(known: argparse.Namespace, config: RunConfig, console: Console) -
     """
     say(
         console,
-        f"qarl {installed('qarl')}: {config.model}, {config.scheme}, {config.dtype}, {config.steps}"
-        " steps",
+        f"qarl {VERSION}: {config.model}, {config.scheme}, {config.dtype}, {config.steps} steps",
     )
     file = default_config(config.model)
     if (

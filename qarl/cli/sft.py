@@ -16,7 +16,7 @@ from qarl.configs.errors import ConfigError
 from qarl.configs.load import is_embedded
 from qarl.configs.schema.base import leaf_values
 from qarl.configs.schema.run import RunConfig
-from qarl.quant.runtime.answers import installed
+from qarl.configs.version import VERSION
 from qarl.quant.runtime.parent import world_size
 from qarl.report.startup import phases_shown_on
 from qarl.sft.run import SftOutcome, SftPlan, plan_sft, run_sft, sft_config
@@ -127,7 +127,7 @@ def _say_plan(plan: SftPlan, console: Console) -> None:
     tokens = sum(len(group.completions[0].token_ids) for group in plan.learned)
     say(
         console,
-        f"qarl {installed('qarl')}: {config.model}, {config.scheme}, {config.dtype}",
+        f"qarl {VERSION}: {config.model}, {config.scheme}, {config.dtype}",
     )
     say(
         console,

@@ -74,7 +74,8 @@ def install_error(error: BaseException) -> InstallError | None:
         cause = cause.__cause__
     return InstallError(
         f"{cause}: packages here do not fit one another. In an empty environment pip install"
-        " 'qarl[cpu]' --extra-index-url https://download.pytorch.org/whl/cpu, or 'qarl[cuda]';"
+        " 'qarl-train[cpu]' --extra-index-url https://download.pytorch.org/whl/cpu, or"
+        " 'qarl-train[cuda]';"
         " torchvision, torchaudio, torchcodec are not needed"
     )
 

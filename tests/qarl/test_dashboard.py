@@ -177,7 +177,7 @@ def test_figures_are_logged_and_a_resumed_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     pytest.importorskip(
-        "wandb", reason="an optional extra, in none of the locks: pip install qarl[log]"
+        "wandb", reason="an optional extra, in none of the locks: pip install qarl-train[log]"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "offline")

@@ -72,7 +72,8 @@ def support(scheme: str, dtype: torch.dtype, experts: bool = False) -> Support:
     if not has_vllm():
         return Support(
             "",
-            "vLLM, which samples, is not installed here: pip install 'qarl[cpu]' or 'qarl[cuda]'",
+            "vLLM, which samples, is not installed here: pip install 'qarl-train[cpu]' or"
+            " 'qarl-train[cuda]'",
         )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     columns = _SHAPE[1]

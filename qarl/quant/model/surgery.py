@@ -104,7 +104,8 @@ def _ask_vllm(model: PreTrainedModel, context: LayerContext) -> EngineModel:
     if not has_vllm():
         raise GraphError(
             "learner.operators 'engine' runs vLLM's own model, and vLLM is not installed here: pip"
-            " install 'qarl[cpu]' or 'qarl[cuda]', or set learner.operators to 'transformers'"
+            " install 'qarl-train[cpu]' or 'qarl-train[cuda]', or set learner.operators to"
+            " 'transformers'"
         )
     from qarl.quant.model.engine_model import checkpoint_tensors, engine_model
 

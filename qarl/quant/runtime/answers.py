@@ -19,6 +19,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from qarl.configs.version import VERSION
 from qarl.quant.runtime.libraries import SPLIT_KEYS
 
 PACKAGES = (
@@ -129,8 +130,11 @@ def installed(name: str) -> str | None:
 
 
 def versions(names: Iterable[str] = PACKAGES) -> dict[str, str]:
-    """Return the version of each of these packages that is installed, by name."""
-    releases = {name: installed(name) for name in names}
+    """Return the version of each of these packages that is installed, by name.
+
+    "qarl" is this package, which a registry calls qarl-train.
+    """
+    releases = {name: VERSION if name == "qarl" else installed(name) for name in names}
     return {name: release for name, release in releases.items() if release}
 
 

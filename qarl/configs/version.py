@@ -1,0 +1,3 @@
+"""QaRL's version, for every room and for the wheel (`pyproject.toml`)."""
+
+VERSION = "0.1.0"
