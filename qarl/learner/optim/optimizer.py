@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils import clip_grads_with_norm_
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from qarl.configs.errors import ConfigError
 from qarl.configs.schema.learner import OptimizerConfig
@@ -100,13 +101,12 @@ class MasterOptimizer:
 
         It is infinite or NaN if any gradient is.
         """
-        with_gradient = [p for p in self._masters.values() if p.grad is not None]
-        unsharded = _total_norm(p.grad for p in with_gradient if shard_of(p) is None)
-        if not self._sharded:
-            return unsharded
-        own = _total_norm(p.grad for p in with_gradient if shard_of(p) is not None)
-        square = torch.tensor(own**2, dtype=torch.float64, device=self._device)
-        return math.sqrt(unsharded**2 + float(self._processes.total(square)))
+        gradients = [p.grad for p in self._masters.values() if p.grad is not None]
+        # torch takes no list of both kinds. It sums each shared one over the processes.
+        shared = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
+        unshared = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
+        norms = [get_total_norm(kind) for kind in (shared, unshared) if kind]
+        return math.hypot(*(float(n.full_tensor() if isinstance(n, DTensor) else n) for n in norms))
 
     def clipped_step(self, diagnose: bool = False) -> Step:
         """Clip to `grad_clip` and step, if gradients are finite.
@@ -197,12 +197,6 @@ class MasterOptimizer:
             generators = generators[None]
         own = generators[self._processes.rank % len(generators)]
         self._generator.set_state(own.cpu().clone())
-
-
-def _total_norm(gradients: Iterable[torch.Tensor | None]) -> float:
-    """Return the L2 norm of this process's gradients, computed in fp32; 0 if there are none."""
-    fp32 = [own_rows(gradient).float() for gradient in gradients if gradient is not None]
-    return float(torch.nn.utils.get_total_norm(fp32)) if fp32 else 0.0
 
 
 def require_same_masters(state: dict[str, Any], masters: Collection[str]) -> None:
