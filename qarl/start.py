@@ -35,9 +35,9 @@ def open_run(
     with phase("loading the model"):
         policy = open_policy(config, processes, ready)
     if resume:
-        _, state = load_checkpoint(folder.checkpoints, processes, step_over=say)
-        policy.learner.load_state_dict(state["learner"])
-        return policy, Position(**state["position"]), inputs
+        checkpoint = load_checkpoint(folder.checkpoints, processes, step_over=say)
+        policy.learner.load_state_dict(checkpoint.learner_state(policy.learner))
+        return policy, Position(**checkpoint.state["position"]), inputs
     if config.quantization.init is not None:
         with phase(f"calibrating codes by {config.quantization.init}"):
             codes = initial_codes(policy, config)

@@ -142,17 +142,17 @@ class QarlStages:
 
     def save(self, folder: Path) -> None:
         """See `Engine`."""
-        folder.mkdir(parents=True, exist_ok=True)
-        torch.save(self.sharded.state_dict(), folder / f"{self.processes.rank}.pt")
-        dist.barrier()
+        from qarl.run.checkpoint import save_checkpoint
+
+        save_checkpoint(folder, 1, {"learner": self.sharded.state_dict()}, 1, self.processes)
 
     def load(self, folder: Path) -> None:
         """See `Engine`."""
-        from qarl.run.checkpoint import merge_states
+        from qarl.run.checkpoint import load_checkpoint
 
-        files = sorted(folder.glob("*.pt"))
-        states = [torch.load(f, weights_only=True, mmap=True) for f in files]
-        self.sharded.load_state_dict(merge_states(states))
+        checkpoint = load_checkpoint(folder, self.processes)
+        learner: Any = SimpleNamespace(sharded=self.sharded)
+        self.sharded.load_state_dict(checkpoint.learner_state(learner))
 
 
 class _Straight(torch.autograd.Function):

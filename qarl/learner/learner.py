@@ -336,8 +336,7 @@ class Learner:
         """Return masters, optimizer, loss scale, kept scales and the starting policy's sample.
 
         With LoRA the masters are the adapters alone, and the digest of their base is included. With
-        several processes each returns a part of the masters and of the optimizer; put them together
-        for `load_state_dict`.
+        several processes masters and moments are shared as the learner's own are.
         """
         return {
             **self.sharded.state_dict(),
@@ -348,7 +347,7 @@ class Learner:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a `state_dict` and materialize its weights.
+        """Restore a `state_dict` and materialize its weights. Its moments are used, not copied.
 
         Raises `ConfigError` if it belongs to another base, or if its kept scales are of other
         layers.

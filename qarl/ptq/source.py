@@ -64,10 +64,11 @@ def open_source(run: RunFolder, work: Path, scheme: str, count: int) -> Source:
             "quantization": QuantizationConfig(),
         }
     )
-    step, state = load_checkpoint(run.checkpoints)
+    checkpoint = load_checkpoint(run.checkpoints)
     policy = open_policy(config)
-    policy.learner.load_state_dict(state["learner"] | {"scales": {}})
-    return sample_source(policy, policy.model, config, work, scheme, count, step)
+    saved = checkpoint.learner_state(policy.learner)
+    policy.learner.load_state_dict(saved | {"scales": {}})
+    return sample_source(policy, policy.model, config, work, scheme, count, checkpoint.step)
 
 
 def sample_source(

@@ -1,21 +1,43 @@
 """Checkpoints that a run resumes from: complete or absent, verified when read, and the same for any
 number of processes.
+
+    step-000040/
+      state.pt                                            what all processes have in common
+      shard-00002-model-00001-of-00003.safetensors        the second process's first file of three:
+                                                          rows of masters, moments, generators
+      manifest.json                                       step, SHA-256 of each file, inputs
+
+torch.distributed.checkpoint writes and reads the safetensors files. So each process reads the rows
+that it needs, whichever processes wrote them, and no file holds a pickle that could execute code.
 """
 
 import hashlib
+import io
 import json
 import os
 import pickle
 import shutil
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 
 from qarl.configs.errors import ConfigError, QarlError
 from qarl.learner.processes import FailedElsewhereError, Processes
 from qarl.report.run_folder import checkpoint_steps
+
+if TYPE_CHECKING:
+    from qarl.learner.learner import Learner
+
+_STATE = "state.pt"
+_TENSORS = ("masters", "moments", "generators")
+"""Entries of the learner's state that are written in parts, by the processes that have them."""
+_FILE_BYTES = 1 << 30
+"""Approximate size of a process's files. Each is assembled in host memory before it is written."""
 
 
 class CheckpointError(QarlError, heading="checkpoint"):
@@ -36,76 +58,99 @@ def save_checkpoint(
     or a full disk leaves the older checkpoints as they were. Raises `CheckpointError` if the disk
     refuses any of the files.
 
-    processes: those that call this together. Each writes its part of the learner's state to its own
-    file in `folder`, which they share. inputs: digests of the run's inputs (`qarl.run.inputs`).
+    Args:
+        state: `learner`, a state of `Learner.state_dict`, and other things that all processes have
+            in common.
+        processes: those that call this together. Each writes its rows of the learner's tensors to
+            files of its own in `folder`, which they share.
+        inputs: digests of the run's inputs (`qarl.run.inputs`).
     """
     together = processes or Processes()
     target = folder / f"step-{step:06d}"
     building = folder / f".step-{step:06d}.part"
-    file = building / f"state-{together.rank:05d}.pt"
+    learner = dict(state.get("learner", {}))
+    tensors = {name: learner.pop(name) for name in _TENSORS if name in learner}
     failure: Exception | None = None
+    digests: dict[str, str] = {}
     try:
-        together.first_does(lambda: _make_anew(building))
-        _write(state, file)
+        together.first_does(lambda: _begin({**state, "learner": learner}, building))
+        _write_tensors(tensors, building, together)
+        own = [*building.glob(f"shard-{together.rank + 1:05d}-*")]
+        own += [building / _STATE] if together.first else []
+        digests = {file.name: _sha256(file) for file in own}
     except (OSError, RuntimeError, FailedElsewhereError) as error:
         failure = error
-    written = together.gathered(
-        (file.name, _sha256(file) if failure is None else None, str(failure))
-    )
-    if all(digest for _, digest, _ in written):
+    written = together.gathered((digests, None if failure is None else str(failure)))
+    reasons = [reason for _, reason in written if reason is not None]
+    if not reasons:
         try:
-            manifest = {
-                "step": step,
-                "sha256": {name: digest for name, digest, _ in written},
-                "inputs": inputs,
-            }
+            parts = {name: digest for part, _ in written for name, digest in part.items()}
+            manifest = {"step": step, "sha256": parts, "inputs": inputs}
             together.first_does(lambda: _name(building, target, manifest, keep))
             return target
         except (OSError, RuntimeError, FailedElsewhereError) as error:
             failure = error
     shutil.rmtree(building, ignore_errors=True)
-    reason = failure or next(message for _, digest, message in written if not digest)
     older = list_checkpoints(folder)
     left = f"the one of {older[-1].name} is as it was" if older else "none was written before it"
     raise CheckpointError(
-        f"cannot write checkpoint {str(target)!r}: {reason}; {left}; free space for the next"
+        f"cannot write checkpoint {str(target)!r}: {failure or reasons[0]}; {left}; free space for"
+        " the next"
     ) from failure
 
 
-def _make_anew(folder: Path) -> None:
+def _begin(state: dict[str, Any], folder: Path) -> None:
+    """Make the folder anew, and write what all processes have in common."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
+    _write(state, folder / _STATE)
+
+
+def _write_tensors(tensors: dict[str, Any], folder: Path, together: Processes) -> None:
+    """Write this process's rows of nested tensors. All processes call it together.
+
+    Raises the first error of any process in all.
+    """
+    # not above, because the import takes half a second that no other command should
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    file_of: dict[str, int] = {}
+    total = 0
+    for name, tensor in _flat(tensors):
+        file_of[name] = 1 + total // (_FILE_BYTES * together.world)
+        total += tensor.numel() * tensor.element_size()
+    if not file_of:
+        return
+    writer = HuggingFaceStorageWriter(str(folder), file_of, save_distributed=True)
+    try:
+        with _quiet():
+            save(tensors, storage_writer=writer, no_dist=together.world == 1)
+    except CheckpointException as error:
+        raise next(iter(error.failures.values()))[0] from error
+
+
+def _flat(tensors: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield nested tensors, with names joined by dots as in the files."""
+    for name, value in tensors.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _quiet() -> "warnings.catch_warnings[None]":
+    """Return a context without torch's warning that there is a single process."""
+    return warnings.catch_warnings(action="ignore", category=UserWarning)
 
 
 def _write(state: dict[str, Any], file: Path) -> None:
-    with file.open("wb") as stream:
-        recorded = _Recorded(stream)
-        try:
-            torch.save(state, cast(IO[bytes], recorded))
-        # torch's error names the place in its code, not the system's reason
-        except RuntimeError as error:
-            raise recorded.refusal or error from error
+    # in memory first, because torch's own error names a line of its code, not the system's reason
+    content = io.BytesIO()
+    torch.save(state, content)
+    file.write_bytes(content.getbuffer())
     _flush(file)
-
-
-class _Recorded:
-    """Writable file that remembers the error with which the system refused a write."""
-
-    def __init__(self, stream: IO[bytes]):
-        self._stream = stream
-        self.refusal: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        """Write to the file, and record an error."""
-        try:
-            return self._stream.write(data)
-        except OSError as error:
-            self.refusal = error
-            raise
-
-    def flush(self) -> None:
-        """Flush the file."""
-        self._stream.flush()
 
 
 def _name(
@@ -138,26 +183,81 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return [folder / f"step-{step:06d}" for step in checkpoint_steps(folder)]
 
 
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose bytes are those that were written."""
+
+    folder: Path
+    step: int
+    state: dict[str, Any]
+    """The state that was saved, without the learner's tensors."""
+    processes: Processes
+    """Those that read it together."""
+
+    def learner_state(self, learner: "Learner") -> dict[str, Any]:
+        """Read the learner's state, for its `load_state_dict`.
+
+        Each process reads its own rows, masters into the learner's own tensors. It does not matter
+        how many processes wrote them. All processes call it together.
+
+        Raises:
+            ConfigError: The checkpoint is of other masters.
+            CheckpointError: The files are not those of a run.
+        """
+        from torch.distributed.checkpoint.api import CheckpointException
+        from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        reader = HuggingFaceStorageReader(str(self.folder))
+        try:
+            shapes = _shapes(reader.read_metadata())
+        except (SafetensorError, LookupError, ValueError) as error:
+            raise _foreign(self.folder, error) from error
+        tensors = learner.sharded.empty_state(shapes)
+        try:
+            with _quiet():
+                load(tensors, storage_reader=reader, no_dist=self.processes.world == 1)
+        except CheckpointException as error:
+            raise _foreign(self.folder, error) from error
+        return {**self.state["learner"], **tensors}
+
+
+def _shapes(metadata: Any) -> dict[str, Any]:
+    """Return the shapes of a learner's tensors, nested as they are.
+
+    metadata: torch.distributed.checkpoint's `Metadata`.
+    """
+    shapes: dict[str, Any] = {"masters": {}, "moments": {}, "generators": ()}
+    sizes = {name: entry.size for name, entry in metadata.state_dict_metadata.items()}
+    for full_name, size in sizes.items():
+        kind, _, name = full_name.partition(".")
+        if kind == "masters":
+            shapes["masters"][name] = size
+            shapes["moments"].setdefault(name, {})
+        elif kind == "moments":
+            master, _, key = name.rpartition(".")
+            shapes["moments"].setdefault(master, {})[key] = size
+        else:
+            shapes[kind] = size
+    return shapes
+
+
 def load_checkpoint(
     folder: Path,
     processes: Processes | None = None,
     step_over: Callable[[str], None] | None = None,
-) -> tuple[int, dict[str, Any]]:
-    """Return step and full state of the newest checkpoint in `folder`.
-
-    It does not matter how many processes wrote it. Tensors are mapped from the files, so they take
-    memory only as they are read.
+) -> Checkpoint:
+    """Return the newest checkpoint in `folder`.
 
     Args:
         folder: Folder with the checkpoints.
-        processes: Those that call this together. Each hashes its share of the files, and all map
-            all files.
+        processes: Those that call this together. Each hashes its share of the files.
         step_over: Called with a line about every damaged checkpoint, which is renamed to
             `damaged-step-…` before an older one is tried, and about the one that is read. Default:
             the newest checkpoint must be intact.
 
     Raises:
-        ConfigError: There is no checkpoint.
+        ConfigError: There is no checkpoint, or an earlier QaRL wrote it.
         CheckpointError: The bytes are not those that were written.
     """
     together = processes or Processes()
@@ -171,7 +271,7 @@ def load_checkpoint(
         fault = _fault(newest, together)
         if fault is None:
             (step_over or str)(f"going on from checkpoint {newest.name}")
-            return _read(newest)
+            return _read(newest, together)
         if step_over is None or index == 0:
             older = f"remove that folder to go on from {checkpoints[index - 1].name}"
             alone = "no other one is left: start the run again with another --output"
@@ -194,6 +294,10 @@ def _fault(checkpoint: Path, together: Processes) -> str | None:
     names = sorted(digests)
     if any(Path(name).name != name for name in names):
         return f"its manifest.json names files elsewhere, {names[0]!r}"
+    # torch reads every safetensors file of a folder, so none may be there that is not hashed
+    tensors = together.first_does(lambda: {file.name for file in checkpoint.glob("*.safetensors")})
+    if unlisted := sorted(tensors - digests.keys()):
+        return f"its manifest.json does not name {unlisted[0]}"
     files = {name: checkpoint / name for name in together.share(names)}
     damaged = together.concatenated(
         [
@@ -221,31 +325,34 @@ def intact_checkpoint(folder: Path) -> Path | None:
     return next(intact, None)
 
 
-def _read(checkpoint: Path) -> tuple[int, dict[str, Any]]:
+def _read(checkpoint: Path, together: Processes) -> Checkpoint:
     manifest = _manifest(checkpoint)
+    if "state-00000.pt" in manifest["sha256"]:
+        raise ConfigError(
+            f"checkpoint {str(checkpoint)!r} was written by an earlier QaRL, as state-00000.pt;"
+            " resume or export it with the version that wrote it"
+        )
     try:
         step = int(manifest["step"])
-        parts = [
-            torch.load(checkpoint / name, weights_only=True, mmap=True)
-            for name in sorted(manifest["sha256"])
-        ]
+        state = torch.load(checkpoint / _STATE, weights_only=True)
     except (
         pickle.UnpicklingError,
         RuntimeError,
+        OSError,
         LookupError,
         ValueError,
         TypeError,
     ) as error:
-        raise CheckpointError(
-            f"{str(checkpoint)!r} was not written by a run ({type(error).__name__}); take another"
-            " copy of it"
-        ) from error
-    if len(parts) == 1:
-        return step, parts[0]
-    return step, {
-        **parts[0],
-        "learner": merge_states([part["learner"] for part in parts]),
-    }
+        raise _foreign(checkpoint, error) from error
+    return Checkpoint(checkpoint, step, state, together)
+
+
+def _foreign(checkpoint: Path, error: BaseException) -> CheckpointError:
+    """Return the refusal of a checkpoint whose files are whole, but not a run's."""
+    return CheckpointError(
+        f"{str(checkpoint)!r} was not written by a run ({type(error).__name__}); take another"
+        " copy of it"
+    )
 
 
 def checkpoint_inputs(checkpoint: Path) -> dict[str, str] | None:
@@ -263,17 +370,6 @@ def _manifest(checkpoint: Path) -> dict[str, Any]:
 def _rename(old: Path, new: Path) -> None:
     shutil.rmtree(new, ignore_errors=True)
     os.replace(old, new)
-
-
-def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the processes' learner states: masters and moments of all, the rest of the first."""
-    merged = dict(states[0])
-    merged["masters"] = {
-        name: tensor for state in states for name, tensor in state["masters"].items()
-    }
-    steps = {name: step for state in states for name, step in state["optimizer"]["masters"].items()}
-    merged["optimizer"] = {**states[0]["optimizer"], "masters": steps}
-    return merged
 
 
 def _sha256(file: Path) -> str:

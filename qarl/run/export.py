@@ -43,10 +43,11 @@ def export_run(run: Path, output: Path) -> Exported:
     folder = RunFolder.open(run)
     config = folder.config()
     with phase("reading the run's checkpoint"):
-        step, state = load_checkpoint(folder.checkpoints)
+        checkpoint = load_checkpoint(folder.checkpoints)
+        step = checkpoint.step
     with phase("loading the model"):
         policy = open_policy(config)
-        policy.learner.load_state_dict(state["learner"])
+        policy.learner.load_state_dict(checkpoint.learner_state(policy.learner))
     note = export_note(run, config, step, output, policy.folder)
     with phase("writing the deployable checkpoint"):
         defaults = policy_defaults(policy, config)

@@ -549,7 +549,7 @@ def test_distance_from_the_start(aligned: bool):
     before = logprobs(learner, sample)
     early = learner.learn(first, 0).records["kl_from_start"]
     resumed = new(1)
-    resumed.load_state_dict(learner.state_dict())
+    resumed.load_state_dict(copy.deepcopy(learner.state_dict()))
     late = learner.learn(batch_of(1), 1).records["kl_from_start"]
     difference = (logprobs(learner, sample) - before)[sample.response_mask].double()
     assert late == pytest.approx(

@@ -208,9 +208,7 @@ def test_a_non_finite_gradient_is_skipped(value: float, dtype: torch.dtype):
     assert (
         stats.loss_scale == spoiled.loss_scale.scale == (256.0 if dtype == torch.float16 else 1.0)
     )
-    assert not any(
-        state["moments"][0] for state in spoiled.state_dict()["optimizer"]["masters"].values()
-    )
+    assert not any(spoiled.state_dict()["moments"].values())
     assert all(p.grad is None for p in spoiled.model.masters.values())
     handle.remove()
     for learner in (spoiled, clean):
@@ -308,7 +306,7 @@ def test_a_checkpoint_of_kept_scales_is_refused_by_a_run_that_moves_them():
 
 def test_a_checkpoint_of_other_masters_is_refused_naming_the_first():
     state = make_learner("w4a16").state_dict()
-    state["optimizer"]["masters"].pop("model.norm.weight")
+    state["masters"].pop("model.norm.weight")
     with pytest.raises(
         ConfigError,
         match=r"of other masters: 1 differ, the first being 'model\.norm\.weight'",
@@ -579,8 +577,7 @@ def test_reserved_bytes_are_those_of_gradients_and_moments():
     counted = step_bytes(learner.model, learner.config, 1)
     with reserved(learner.model, learner.config, 1):
         learner.learn(batch_of(), 0)
-    state = learner.sharded.state_dict()["optimizer"]["masters"].values()
-    parts = [part for master in state for part in master["moments"]]
+    parts = learner.sharded.state_dict()["moments"].values()
     moments = [tensor for part in parts for tensor in part.values() if tensor.ndim]
     gradients = sum(master.numel() for master in learner.model.masters.values())
     assert counted == 4 * (gradients + sum(t.numel() for t in moments))

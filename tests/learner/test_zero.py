@@ -6,7 +6,6 @@ file.
 """
 
 import functools
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from qarl.configs.schema.lora import LoraConfig
 from qarl.learner.learner import Learner
 from qarl.quant.checkpoint.load import load_masters
 from qarl.quant.model.add_lora import add_adapters
-from qarl.run.checkpoint import save_checkpoint
+from qarl.run.checkpoint import load_checkpoint, save_checkpoint
 from tests.support.learners import (
     assert_same_trajectory,
     batch_of,
@@ -88,37 +87,7 @@ def trained(
     They are trained once for all tests, which only read them.
     """
     learner, numbers = plain(batches, MUON if muon else LEARNER)
-    return masters_of(learner), learner.state_dict()["optimizer"]["masters"], numbers
-
-
-def written_by_two(folder: Path, name: str) -> Path:
-    """Write a checkpoint of two files.
-
-    If `name` is "damaged", the second has a flipped bit; if it is "followed", a later checkpoint
-    with an empty manifest exists.
-    """
-    target = save_checkpoint(
-        folder,
-        7,
-        {
-            "learner": {
-                "masters": {},
-                "optimizer": {"masters": {}},
-            }
-        },
-        keep=1,
-    )
-    files = [target / "state-00000.pt", target / "state-00001.pt"]
-    content = files[0].read_bytes()
-    digest = hashlib.sha256(content).hexdigest()
-    flipped = content[:-1] + bytes([content[-1] ^ 1])
-    files[1].write_bytes(flipped if name == "damaged" else content)
-    (target / "manifest.json").write_text(
-        json.dumps({"step": 7, "sha256": {file.name: digest for file in files}})
-    )
-    if name == "followed":
-        (save_checkpoint(folder, 8, {}, keep=2) / "manifest.json").write_text("")
-    return folder
+    return masters_of(learner), learner.state_dict()["moments"], numbers
 
 
 @pytest.fixture(scope="module")
@@ -128,8 +97,8 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
     random_model().save_pretrained(folder / "model")
     random_moe(CONFIGS["qwen3_moe"]).save_pretrained(folder / "experts")
     half, _ = plain(BATCHES // 2)
-    torch.save(half.state_dict(), folder / "half.pt")
-    torch.save(plain(1, MUON)[0].state_dict(), folder / "muon.pt")
+    save_checkpoint(folder / "half", 1, {"learner": half.state_dict()}, keep=1)
+    save_checkpoint(folder / "muon", 1, {"learner": plain(1, MUON)[0].state_dict()}, keep=1)
 
     def job(
         name: str, stage: int, first: int = 0, last: int = BATCHES, **other: Any
@@ -155,7 +124,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
         for stage in (0, 3)
     ]
     jobs += [
-        job(f"half stage {stage}", stage, BATCHES // 2, resume=str(folder / "half.pt"))
+        job(f"half stage {stage}", stage, BATCHES // 2, resume=str(folder / "half"))
         for stage in (0, 2, 3)
     ]
     jobs += [job(f"muon stage {stage}", stage, learner=MUON, last=2) for stage in range(3)]
@@ -163,7 +132,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
         "first": 1,
         "last": 2,
         "learner": MUON,
-        "resume": str(folder / "muon.pt"),
+        "resume": str(folder / "muon"),
     }
     jobs += [job("muon half stage 1", 1, **resumed)]
     jobs += [
@@ -206,18 +175,11 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
         for n in (1, 2, 3)
     ]
     for name in ("intact", "damaged", "followed"):
-        read = {
-            "read": str(written_by_two(folder / name, name)),
-            "step_over": name == "followed",
-        }
-        jobs += [{**read, "save": str(folder / f"{name}.pt")}]
+        read = {"read": str(folder / name), "step_over": name == "followed"}
+        jobs += [{**read, "state": name, "save": str(folder / f"{name}.pt")}]
     (folder / "jobs.json").write_text(json.dumps(jobs))
     run_two_workers("zero_worker", folder / "jobs.json", folder / "log.txt")
-    found = {
-        path.stem: torch.load(path)
-        for path in folder.glob("*.pt")
-        if path.stem not in ("half", "muon")
-    }
+    found = {path.stem: torch.load(path) for path in folder.glob("*.pt")}
     return {**found, "folder": folder}
 
 
@@ -273,12 +235,13 @@ def test_a_checkpoint_of_two_processes_continues_in_one(done: Done, stage: int):
     """
     masters, moments, _ = trained(BATCHES + 1)
     ours, _ = plain(0)
-    ours.load_state_dict(done[f"stage {stage}"]["state"])
+    checkpoint = load_checkpoint(done["folder"] / f"stage {stage}")
+    ours.load_state_dict(checkpoint.learner_state(ours))
     ours.learn(batch_of(), step=BATCHES)
     assert_same_trajectory(trained(0)[0], masters, masters_of(ours))
-    states = [ours.state_dict()["optimizer"]["masters"], moments]
+    states = [ours.state_dict()["moments"], moments]
     for name in states[0]:
-        found, wanted = (state[name]["moments"][0] for state in states)
+        found, wanted = (state[name] for state in states)
         assert float(found["step"]) == float(wanted["step"]) == 2 * BATCHES + 2
         for key in ("exp_avg", "exp_avg_sq"):
             assert found[key].shape == wanted[key].shape
@@ -384,7 +347,7 @@ def test_16_bit_masters_are_rounded_in_every_process(done: Done, stage: int):
     """
     state = done[f"bfloat16 stage {stage}"]["state"]
     assert all(master.dtype == torch.bfloat16 for master in state["masters"].values())
-    first, second = state["optimizer"]["generator"]
+    first, second = state["generators"]
     assert not torch.equal(first, second)
 
 
@@ -403,12 +366,11 @@ def test_muon_steps_partitioned_experts_one_by_one(done: Done):
     moved, off = distances(start, expected, state["masters"])
     assert moved.mean() > 2e-5
     assert off.mean() <= 0.5 * moved.mean()
-    experts = state["optimizer"]["masters"]
-    name = next(n for n in experts if n.endswith("gate_up_proj"))
-    config = CONFIGS["qwen3_moe"]
-    assert len(experts[name]["moments"]) == 2 * config.num_experts
-    shape = (config.moe_intermediate_size, config.hidden_size)
-    assert all(moments["momentum_buffer"].shape == shape for moments in experts[name]["moments"])
+    stacks = {n: master for n, master in state["masters"].items() if n.endswith("gate_up_proj")}
+    assert stacks
+    for name, stack in stacks.items():
+        assert state["moments"][name].keys() == {"momentum_buffer"}
+        assert state["moments"][name]["momentum_buffer"].shape == stack.shape
 
 
 def test_each_process_hashes_its_file_and_all_processes_see_damage(done: Done):
@@ -419,5 +381,5 @@ def test_each_process_hashes_its_file_and_all_processes_see_damage(done: Done):
     assert done["intact"]["said"] == ["step 7"] * 2
     first, second = done["damaged"]["said"]
     assert first == second
-    assert "the SHA-256 of state-00001.pt differs from its manifest" in first
+    assert "the SHA-256 of shard-00002-model-00001-of-00001.safetensors differs" in first
     assert done["followed"]["said"] == ["step 7"] * 2

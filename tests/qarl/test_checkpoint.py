@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import resource
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import sha256
@@ -36,9 +37,9 @@ def test_newest_are_kept_and_read_back(tmp_path: Path):
         "step-000003",
         "step-000004",
     ]
-    step, state = load_checkpoint(tmp_path)
-    assert step == 4
-    assert torch.equal(state["x"], torch.arange(4))
+    newest = load_checkpoint(tmp_path)
+    assert newest.step == 4
+    assert torch.equal(newest.state["x"], torch.arange(4))
 
 
 @contextmanager
@@ -64,13 +65,16 @@ def test_a_file_size_limit_leaves_the_old_checkpoint_and_no_part_of_an_export(
         pytest.raises(CheckpointError, match=r"step-000002.*the one of step-000001 is as it was"),
     ):
         save_checkpoint(tmp_path, 2, {"x": torch.ones(1_000_000)}, keep=1)
+    masters = {"learner": {"masters": {"a": torch.ones(1_000_000)}}}
+    with small_files(), pytest.raises(CheckpointError, match=r"step-000002.*File too large"):
+        save_checkpoint(tmp_path, 2, masters, keep=1)
     stream = [LowBitTensor(name, torch.ones(1_000_000)) for name in ("a.weight", "b.weight")]
     with (
         small_files(),
         pytest.raises(ExportError, match=r"cannot write checkpoint '.*export': .*File too large"),
     ):
         write_checkpoint(stream, {}, tmp_path, tmp_path / "export")
-    assert load_checkpoint(tmp_path)[0] == 1
+    assert load_checkpoint(tmp_path).step == 1
     assert [p.name for p in tmp_path.iterdir()] == ["step-000001"]
 
 
@@ -98,13 +102,11 @@ def test_a_damaged_newest_checkpoint_is_stepped_over(tmp_path: Path, damage: str
     """
     for step in (1, 2):
         save_checkpoint(tmp_path, step, {"x": torch.full((3,), step)}, keep=2)
-    file = tmp_path / "step-000002" / ("state-00000.pt" if damage == "bytes" else "manifest.json")
+    file = tmp_path / "step-000002" / ("state.pt" if damage == "bytes" else "manifest.json")
     if damage == "elsewhere":  # a file outside, whose digest is right
         manifest = json.loads(file.read_text())
         (digest,) = manifest["sha256"].values()
-        file.write_text(
-            json.dumps({**manifest, "sha256": {"../step-000002/state-00000.pt": digest}})
-        )
+        file.write_text(json.dumps({**manifest, "sha256": {"../step-000002/state.pt": digest}}))
     else:
         file.write_bytes(b"{" if damage == "manifest" else file.read_bytes()[:-1] + b"\x55")
     with pytest.raises(
@@ -114,7 +116,7 @@ def test_a_damaged_newest_checkpoint_is_stepped_over(tmp_path: Path, damage: str
         load_checkpoint(tmp_path)
     assert intact_checkpoint(tmp_path) == tmp_path / "step-000001"
     said: list[str] = []
-    assert load_checkpoint(tmp_path, step_over=said.append)[0] == 1
+    assert load_checkpoint(tmp_path, step_over=said.append).step == 1
     assert ["step-000002" in said[0], said[1:]] == [
         True,
         ["going on from checkpoint step-000001"],
@@ -123,9 +125,28 @@ def test_a_damaged_newest_checkpoint_is_stepped_over(tmp_path: Path, damage: str
         "damaged-step-000002",
         "step-000001",
     ]
-    (tmp_path / "step-000001" / "state-00000.pt").write_bytes(b"{")
+    (tmp_path / "step-000001" / "state.pt").write_bytes(b"{")
     with pytest.raises(CheckpointError, match=r"is damaged.*no other one is left"):
         load_checkpoint(tmp_path, step_over=said.append)
+
+
+def test_a_checkpoint_of_an_earlier_layout_is_refused(tmp_path: Path):
+    folder = save_checkpoint(tmp_path, 2, {}, keep=1)
+    (folder / "state.pt").rename(folder / "state-00000.pt")
+    manifest = folder / "manifest.json"
+    manifest.write_text(manifest.read_text().replace("state.pt", "state-00000.pt"))
+    with pytest.raises(ConfigError, match=r"step-000002' was written by an earlier QaRL"):
+        load_checkpoint(tmp_path)
+
+
+def test_a_safetensors_file_without_a_digest_is_damage(tmp_path: Path):
+    """Contract: no tensor is read whose bytes were not compared with the manifest."""
+    folder = save_checkpoint(tmp_path, 2, {"learner": {"masters": {"a": torch.ones(3)}}}, keep=1)
+    assert intact_checkpoint(tmp_path) == folder
+    (listed,) = folder.glob("*.safetensors")
+    shutil.copy(listed, folder / "other.safetensors")
+    with pytest.raises(CheckpointError, match=r"does not name other\.safetensors"):
+        load_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("what", ["pickle", "text", "step"])
@@ -135,10 +156,10 @@ def test_foreign_checkpoint_files_are_refused_by_name(tmp_path: Path, what: str)
     """
     folder = save_checkpoint(tmp_path, 2, {"x": torch.ones(3)}, keep=1)
     if what == "pickle":
-        torch.save({"x": Path("x")}, folder / "state-00000.pt")
+        torch.save({"x": Path("x")}, folder / "state.pt")
     elif what == "text":
-        (folder / "state-00000.pt").write_text("no archive")
-    digests = {"state-00000.pt": sha256((folder / "state-00000.pt").read_bytes()).hexdigest()}
+        (folder / "state.pt").write_text("no archive")
+    digests = {"state.pt": sha256((folder / "state.pt").read_bytes()).hexdigest()}
     step = {} if what == "step" else {"step": 2}
     (folder / "manifest.json").write_text(json.dumps({**step, "sha256": digests}))
     with pytest.raises(

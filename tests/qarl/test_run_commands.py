@@ -149,7 +149,8 @@ def test_a_run_is_resumed_to_more_steps_and_then_finished(command: Command):
     assert names("runs/a/checkpoints") == {"step-000004", "step-000005"}
     assert names("runs/a/checkpoints/step-000005") == {
         "manifest.json",
-        "state-00000.pt",
+        "shard-00001-model-00001-of-00001.safetensors",
+        "state.pt",
     }
     assert names("runs/a/export") == MODEL_FILES | {"README.md", "qarl.json"}
     assert names("runs/a/engine-start") == MODEL_FILES

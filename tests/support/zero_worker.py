@@ -22,16 +22,17 @@ from qarl.quant.checkpoint.load import load_masters
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.add_lora import add_adapters
 from qarl.quant.model.low_bit_model import LowBitModel
-from qarl.quant.runtime.shards import own_rows
+from qarl.quant.runtime.shards import own_rows, row_a_process
 from qarl.quant.schemes import MASTER_DTYPES, get_scheme
-from qarl.run.checkpoint import CheckpointError, load_checkpoint, merge_states
+from qarl.run.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from qarl.run.policy import let_go
-from tests.support.learners import batch_of
+from tests.support.learners import batch_of, whole_state
 
 
 def run(job: dict[str, Any], processes: Processes) -> None:
     """Run a job with the fields folder (of the model), scheme, dtype, learner (its configuration),
-    batches [first, last), resume (or None) and save.
+    batches [first, last), resume (a folder of checkpoints, or None), and save: where results are
+    written, and a checkpoint in a folder of that name without .pt.
     """
     config = LearnerConfig.model_validate(job["learner"])
     dtype: torch.dtype = getattr(torch, job["dtype"])
@@ -50,7 +51,8 @@ def run(job: dict[str, Any], processes: Processes) -> None:
     reference = initial_model() if config.kl.name != "none" else None
     learner = Learner(model, config, reference, processes)
     if job["resume"]:
-        learner.load_state_dict(torch.load(job["resume"]))
+        checkpoint = load_checkpoint(Path(job["resume"]), processes)
+        learner.load_state_dict(checkpoint.learner_state(learner))
     backward = torch.Tensor.backward
     sums = []
 
@@ -64,7 +66,9 @@ def run(job: dict[str, Any], processes: Processes) -> None:
         mock.patch.object(torch.Tensor, "backward", backwards),
     ):
         stats = [learner.learn(batch_of(), step=step) for step in range(*job["batches"])]
-    state = merge_states(processes.gathered(learner.state_dict()))
+    folder = Path(job["save"]).with_suffix("")
+    save_checkpoint(folder, 1, {"learner": learner.state_dict()}, 1, processes)
+    state = whole_state(learner.state_dict())
     codes = {item.name: item.tensor.clone() for item in model.low_bit_tensors()}
     tied = model.linears["lm_head"].codes().codes if "lm_head" in model.linears else torch.empty(0)
     if processes.first:
@@ -100,14 +104,30 @@ def run(job: dict[str, Any], processes: Processes) -> None:
 
 
 def read(job: dict[str, Any], processes: Processes) -> None:
-    """Read the checkpoint in the folder `read` together, the first process ahead of the other, and
-    save what each reports. step_over: whether to continue from an older checkpoint.
+    """Write a checkpoint in the folder `read`, and read it together, the first process ahead of the
+    other. Save what each reports.
+
+    If `state` is "damaged", the second process's file has a flipped bit; if it is "followed", a
+    later checkpoint with an empty manifest exists. step_over: whether to continue from an older
+    checkpoint.
     """
+    folder = Path(job["read"])
+    rows = row_a_process(torch.arange(8.0))
+    target = save_checkpoint(folder, 7, {"learner": {"masters": {"a": rows}}}, 2, processes)
+    if processes.first and job["state"] == "damaged":
+        file = target / "shard-00002-model-00001-of-00001.safetensors"
+        content = file.read_bytes()
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    if job["state"] == "followed":
+        later = save_checkpoint(folder, 8, {}, 2, processes)
+        if processes.first:
+            (later / "manifest.json").write_text("")
+    processes.wait()
     if not processes.first:
         time.sleep(0.5)  # so that it comes when what the first one sets aside is gone
     try:
         step_over = (lambda _: None) if job["step_over"] else None
-        said = f"step {load_checkpoint(Path(job['read']), processes, step_over)[0]}"
+        said = f"step {load_checkpoint(folder, processes, step_over).step}"
     except CheckpointError as error:
         said = str(error)
     told = processes.gathered(said)

@@ -224,17 +224,32 @@ class MasterStep:
             state[key] = buffer.copy_(tensor)
         self._buffers = {}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return `moments`: torch's state of each part, empty before the first step."""
-        return {"moments": [dict(self._optimizer.state.get(part, {})) for part in self._parts]}
+    def moments(self) -> dict[str, torch.Tensor]:
+        """Return torch's state by key, empty before the first step.
+
+        Moments have the shape of the values that this process steps. Those of several matrices are
+        copied into one tensor in host memory.
+        """
+        shape = self._rows.shape
+        moments: dict[str, torch.Tensor] = {}
+        for part, index in zip(self._parts, self._indices, strict=True):
+            for key, value in self._optimizer.state.get(part, {}).items():
+                if value.ndim in (0, len(shape)):
+                    moments[key] = value
+                else:
+                    if key not in moments:
+                        moments[key] = torch.empty(shape, dtype=value.dtype)
+                    moments[key][index] = value
+        return moments
 
     @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a `state_dict` of the same master, rounding and optimizer."""
-        for part, moments in zip(self._parts, state["moments"], strict=True):
-            # Copies on the master's device, step counts too, because the fused AdamW needs it so.
+    def load_moments(self, moments: dict[str, torch.Tensor]) -> None:
+        """Restore the `moments` of the same values, which are used from now on, not copied."""
+        for part, index in zip(self._parts, self._indices, strict=True):
+            # On the master's device, step counts too, because the fused AdamW needs it so.
             self._optimizer.state[part] = {
-                key: value.to(self._master.device, copy=True) for key, value in moments.items()
+                key: (value[index] if value.ndim else value).to(self._master.device)
+                for key, value in moments.items()
             }
         self._buffers = {}
         self._offload_moments()
@@ -269,16 +284,3 @@ def muon(
         momentum=config.momentum,
         adjust_lr_fn="match_rms_adamw",
     )
-
-
-def on_host(
-    moments: list[dict[str, Any]],
-) -> list[dict[str, Any]]:
-    """Return copies of moments in host memory.
-
-    So no GPU has the whole moments of more than one master at a time.
-    """
-    copies = []
-    for matrix in moments:
-        copies.append({key: value.to("cpu", copy=True) for key, value in matrix.items()})
-    return copies

@@ -18,9 +18,9 @@ from qarl.configs.errors import ConfigError
 from qarl.configs.schema.learner import OptimizerConfig
 from qarl.learner.optim.loss_scale import PrecisionError, short_name
 from qarl.learner.optim.master_step import Index, MasterStep, UpdateCounts
-from qarl.learner.optim.muon import orthogonalize
+from qarl.learner.optim.muon import MOMENTUM, orthogonalize
 from qarl.learner.processes import FailedElsewhereError, Processes
-from qarl.quant.runtime.shards import own_rows, shard_of
+from qarl.quant.runtime.shards import own_rows, row_a_process, shard_of, shared_like
 
 
 @dataclass(frozen=True)
@@ -81,19 +81,19 @@ class MasterOptimizer:
         # counts are then those of all processes, so they are not summed.
         self._processes = (processes if self._sharded else None) or Processes()
         self._device = next(iter(masters.values())).device
-        offload = _offload_device(config, self._device)
+        self._offload = _offload_device(config, self._device)
         self._generator = torch.Generator(self._device).manual_seed(self._processes.rank)
         self._steps: dict[str, MasterStep] = {}
-        by_muon = muon_masters(masters, matrices, config)
+        self._by_muon = set(muon_masters(masters, matrices, config))
         for name, master in masters.items():
             if master.dtype != torch.float32:
                 master.grad_dtype = torch.float32
             own_shape = own_rows(master.detach()).shape
-            indices = list(matrices_of(name, own_shape)) if name in by_muon else []
+            indices = list(matrices_of(name, own_shape)) if name in self._by_muon else []
             rounding = config.rounding_of(short_name(master.dtype))
             cut = shard_of(master) if indices and master.ndim == 2 else None
             self._steps[name] = MasterStep(
-                master, indices, config, rounding, self._generator, offload, cut
+                master, indices, config, rounding, self._generator, self._offload, cut
             )
 
     def gradient_norm(self) -> float:
@@ -184,24 +184,67 @@ class MasterOptimizer:
             p.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that a resumed run needs."""
-        steps = {name: step.state_dict() for name, step in self._steps.items()}
-        return {"masters": steps, "generator": self._generator.get_state()}
+        """Return everything that a resumed run needs: `moments` by master, and `generators`.
+
+        Of shared masters both are shared: the moments as the master is, and of the generators'
+        states, uint8 [processes, bytes], each process has its own.
+        """
+        moments = {}
+        for name, step in self._steps.items():
+            values = step.moments()
+            if name in self._by_muon:
+                # A process without a matrix of a stack has AdamW's state of nothing.
+                values = {key: value for key, value in values.items() if key == MOMENTUM}
+            moments[name] = {
+                key: shared_like(value, self._masters[name]) if value.ndim else value
+                for key, value in values.items()
+            }
+        state = self._generator.get_state()
+        return {
+            "moments": moments,
+            "generators": row_a_process(state) if self._sharded else state[None],
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a `state_dict` of the same masters."""
+        """Restore a `state_dict` of the same masters, whose tensors are used from now on.
+
+        Raises `ConfigError` if it belongs to other masters.
+        """
+        require_same_masters(state["moments"], self._masters)
         for name, step in self._steps.items():
-            step.load_state_dict(state["masters"][name])
-        generators = state["generator"]
-        if generators.ndim == 1:
-            generators = generators[None]
+            values = {key: own_rows(value) for key, value in state["moments"][name].items()}
+            has_rows = own_rows(self._masters[name].detach()).numel() > 0
+            step.load_moments(values if has_rows or name not in self._by_muon else {})
+        generators = own_rows(state["generators"])
         own = generators[self._processes.rank % len(generators)]
         self._generator.set_state(own.cpu().clone())
 
+    def empty_state(self, shapes: dict[str, Any]) -> dict[str, Any]:
+        """Return tensors without values for a `state_dict` of these shapes.
 
-def require_same_masters(state: dict[str, Any], masters: Collection[str]) -> None:
-    """Raise `ConfigError` if an optimizer's `state_dict` belongs to other masters."""
-    differing = sorted(state.get("masters", {}).keys() ^ set(masters))
+        They are on the device of moments between steps. Raises `ConfigError` if the shapes are of
+        other masters.
+        """
+        require_same_masters(shapes["moments"], self._masters)
+        device = self._offload or self._device
+        moments = {}
+        for name, master in self._masters.items():
+            rows = torch.empty(own_rows(master.detach()).shape, device="meta")
+            moments[name] = {
+                key: shared_like(torch.empty_like(rows, device=device), master)
+                if shape
+                else torch.empty(())
+                for key, shape in shapes["moments"][name].items()
+            }
+        return {
+            "moments": moments,
+            "generators": torch.empty(shapes["generators"], dtype=torch.uint8),
+        }
+
+
+def require_same_masters(saved: Collection[str], masters: Collection[str]) -> None:
+    """Raise `ConfigError` if the names of a checkpoint's masters are not these."""
+    differing = sorted(set(saved) ^ set(masters))
     if differing:
         raise ConfigError(
             f"the checkpoint's optimizer state is of other masters: {len(differing)} differ, the"

@@ -31,29 +31,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from qarl.configs.schema.learner import LearnerConfig
-from qarl.learner.optim.master_step import on_host
-from qarl.learner.optim.muon import MOMENTUM
-from qarl.learner.optim.optimizer import (
-    MasterOptimizer,
-    Step,
-    matrices_of,
-    muon_masters,
-    require_same_masters,
-)
+from qarl.learner.optim.optimizer import MasterOptimizer, Step, require_same_masters
 from qarl.learner.processes import Processes
 from qarl.quant.model.low_bit_model import LowBitModel
-from qarl.quant.runtime.shards import (
-    fill,
-    mesh_of_all,
-    own_rows,
-    rows_of,
-    shard_of,
-    shared_like,
-    whole_value,
-)
+from qarl.quant.runtime.shards import mesh_of_all, own_rows, rows_of, shard_of, shared_like
 from qarl.quant.schemes import MASTER_DTYPES
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class ShardedOptimizer:
@@ -79,8 +61,6 @@ class ShardedOptimizer:
         self.optimizer = MasterOptimizer(self._rows, model.matrices(), config.optimizer, processes)
         single = processes.world == 1 and config.zero_stage is None
         model.gradients.configure(in_place=single, reduce_dtype=MASTER_DTYPES[config.reduce_dtype])
-        self._matrices = muon_masters(model.masters, model.matrices(), config.optimizer)
-        """Names of the masters that Muon takes."""
 
     def step(self, diagnose: bool = False) -> Step:
         """Clip and step, then drop the gradients. diagnose: count lost updates."""
@@ -111,99 +91,34 @@ class ShardedOptimizer:
         self._model.gradients.delivered(rows, gradient)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return masters and optimizer by name, each master in one process only.
+        """Return `masters`, and `moments` and `generators` of `MasterOptimizer.state_dict`.
 
-        The state is independent of the stage and of the number of processes.
+        Tensors of a shared master are shared, so torch.distributed.checkpoint writes each row once,
+        and reads it into any stage and number of processes.
         """
-        mine = self.optimizer.state_dict()
-        generators = torch.stack(self._processes.gathered(mine["generator"]))
-        own_moments = {name: state["moments"] for name, state in mine["masters"].items()}
-        stepped_here = {name for name, moments in own_moments.items() if any(moments)}
-        stepped = set().union(*self._processes.gathered(stepped_here))
-        masters = {}
-        steps = {}
-        # Every process gathers every master, but stores only its turn's, so that none holds all.
-        for number, (name, master) in enumerate(self._rows.items()):
-            cut = shard_of(master) is not None
-            value = whole_value(master) if cut else master.detach()
-            moments = self._whole_moments(name, master, own_moments[name], name in stepped)
-            if number % self._processes.world == self._processes.rank:
-                masters[name] = value.cpu() if cut else value
-                steps[name] = {"moments": on_host(moments) if cut else moments}
-        optimizer = {"masters": steps, "generator": generators}
-        return {"masters": masters, "optimizer": optimizer}
+        masters = {name: master.detach() for name, master in self._model.masters.items()}
+        return {"masters": masters, **self.optimizer.state_dict()}
 
+    def empty_state(self, shapes: dict[str, Any]) -> dict[str, Any]:
+        """Return tensors into which a checkpoint with these shapes is read.
+
+        Its masters are read into the policy's own, the rest into tensors without values. Raises
+        `ConfigError` if the shapes are of other masters.
+        """
+        require_same_masters(shapes["masters"], self._model.masters)
+        masters = {name: master.detach() for name, master in self._model.masters.items()}
+        return {"masters": masters, **self.optimizer.empty_state(shapes)}
+
+    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the `state_dict`s of all processes, put together.
+        """Restore a `state_dict` of as many processes, whose moments are used from now on.
 
-        Raises `ConfigError` if they belong to other masters.
+        Raises `ConfigError` if it belongs to other masters.
         """
-        require_same_masters(state["optimizer"], self._model.masters)
-        steps = {}
+        require_same_masters(state["masters"], self._model.masters)
         for name, master in self._model.masters.items():
-            shard = shard_of(master)
-            saved = state["masters"][name].to(self._model.device)
-            with torch.no_grad():
-                own_rows(master).copy_(saved if shard is None else shard.rows(saved))
-            moments = state["optimizer"]["masters"][name]["moments"]
-            steps[name] = {"moments": self._own_moments(name, self._rows[name], moments)}
-        self.optimizer.load_state_dict({**state["optimizer"], "masters": steps})
-
-    def _keys(self, name: str) -> tuple[str, ...]:
-        """Return the names of a master's moments in torch's state."""
-        return (MOMENTUM,) if name in self._matrices else _MOMENTS
-
-    def _whole_moments(
-        self, name: str, master: nn.Parameter, mine: list[dict[str, Any]], stepped: bool
-    ) -> list[dict[str, Any]]:
-        """Return the moments of the whole master, as `MasterStep.state_dict` has them.
-
-        Moments of several matrices are views of one tensor.
-
-        Args:
-            mine: moments of this process's rows.
-            stepped: whether any process has moments of this master.
-        """
-        shard = shard_of(master)
-        if shard is None:
-            return mine
-        indices = list(matrices_of(name, shard.shape)) if name in self._matrices else [()]
-        if not stepped:
-            return [{} for _ in indices]
-        gathered = {}
-        for key in self._keys(name):
-            parts = [part[key].flatten() for part in mine if key in part]
-            rows = torch.cat(parts or [torch.empty(0, device=master.device)])
-            buffer = torch.empty(shard.shape, device=master.device)
-            gathered[key] = fill(buffer, rows.view(own_rows(master.detach()).shape), shard)
-        counts = {} if name in self._matrices else {"step": mine[0]["step"]}
-        moments = []
-        for index in indices:
-            views = {key: tensor[index] for key, tensor in gathered.items()}
-            moments.append({**counts, **views})
-        return moments
-
-    def _own_moments(
-        self, name: str, master: nn.Parameter, saved: list[dict[str, Any]]
-    ) -> list[dict[str, Any]]:
-        """Return the moments of this process's rows, the inverse of `_whole_moments`."""
-        shard = shard_of(master)
-        if shard is None:
-            return saved
-        own_shape = own_rows(master.detach()).shape
-        indices = list(matrices_of(name, own_shape)) if name in self._matrices else [()]
-        if not any(saved) or not indices:
-            return [{} for _ in indices or [()]]
-        own = {}
-        for key in self._keys(name):
-            whole = torch.cat([part[key].flatten() for part in saved]).view(shard.shape)
-            own[key] = shard.rows(whole)
-        counts = {} if name in self._matrices else {"step": saved[0]["step"]}
-        moments = []
-        for index in indices:
-            copies = {key: tensor[index].clone() for key, tensor in own.items()}
-            moments.append({**counts, **copies})
-        return moments
+            own_rows(master).copy_(own_rows(state["masters"][name]))
+        self.optimizer.load_state_dict(state)
 
 
 def masters_mesh(config: LearnerConfig, processes: Processes) -> DeviceMesh | None:

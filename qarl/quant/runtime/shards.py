@@ -137,11 +137,21 @@ def own_rows(tensor: Tensor) -> Tensor:
 def shared_like(rows: Tensor, parameter: Tensor) -> Tensor:
     """Return a tensor of these rows that is shared as the parameter is.
 
-    rows: this process's, which are viewed, not copied.
+    rows: this process's, which are viewed, not copied; on the host, too, if the parameter is on a
+    GPU.
     """
     if not isinstance(parameter, DTensor):
         return rows
-    return _shared(rows, parameter.device_mesh, parameter.shape)
+    mesh = parameter.device_mesh
+    if rows.device.type != mesh.device_type:
+        mesh = mesh_of_all(rows.device)
+    return _shared(rows, mesh, parameter.shape)
+
+
+def row_a_process(row: Tensor) -> Tensor:
+    """Return the shared tensor [processes, …] of which this process has one row."""
+    mesh = mesh_of_all(row.device)
+    return _shared(row[None], mesh, torch.Size((mesh.size(), *row.shape)))
 
 
 def cut_rows(shape: torch.Size, rank: int, world: int) -> Shard:
