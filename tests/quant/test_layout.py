@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import GptOssConfig, Qwen3NextConfig
 from transformers.distributed.sharding_utils import DtensorShardOperation
 
@@ -18,7 +19,7 @@ from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.runtime.shards import mesh_of_all, own_rows
 from qarl.quant.schemes import COMPUTE_DTYPES, SCHEMES, SchemeError, get_scheme
 from tests.support.engines import make_model
-from tests.support.models import qwen3
+from tests.support.models import low_bit, qwen3
 from tests.support.moe_models import CONFIGS, SIZES, random_moe
 from tests.support.one_of_several import one_of_several
 
@@ -164,17 +165,72 @@ def test_routers_and_shared_expert_gates_stay_in_the_compute_dtype(kind: str, tm
     assert set(plan.ignored) == expected
 
 
-@pytest.mark.parametrize(
-    ("kind", "experts"),
-    [(GptOssConfig, "num_local_experts"), (Qwen3NextConfig, "num_experts")],
-)
-def test_unknown_layouts_are_refused_from_the_skeleton(kind: Any, experts: str, tmp_path: Path):
-    kind(**SIZES, **{experts: 4}, num_experts_per_tok=2, head_dim=64).save_pretrained(tmp_path)
-    with pytest.raises(
-        SchemeError,
-        match=f"'{kind.model_type}'.*3-D weights.*known are mixtures of experts",
-    ):
+def test_unknown_layouts_are_refused_from_the_skeleton(tmp_path: Path):
+    GptOssConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, head_dim=64).save_pretrained(
+        tmp_path
+    )
+    with pytest.raises(SchemeError, match=r"'gpt_oss'.*3-D weights.*known are mixtures of experts"):
         model_skeleton(tmp_path)
+
+
+def drawn_modules(seed: int) -> dict[str, nn.Module]:
+    """Return modules that are neither linear layers nor experts, of drawn kinds and sizes.
+
+    One has a 3-D weight whose first axis has as many rows as a mixture here has experts.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=generator))
+
+    channels, columns, width = draw(2, 9), draw(2, 9), draw(1, 5)
+    return {
+        "depthwise": nn.Conv1d(channels, channels, width, groups=channels, bias=bool(draw(0, 2))),
+        "conv1d": nn.Conv1d(columns, 3, width, bias=bool(draw(0, 2))),
+        "conv2d": nn.Conv2d(columns, channels, width),
+        "norm": nn.LayerNorm(channels),
+        "bilinear": nn.ParameterDict({"table": torch.zeros(draw(1, 5), columns)}),
+    }
+
+
+@pytest.mark.parametrize("kind", ["untied", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("scheme", ["w4a16-g32", "w8a8"])
+@pytest.mark.parametrize("seed", range(3))
+def test_modules_that_are_neither_linear_nor_experts_stay_in_the_compute_dtype(
+    kind: str, scheme: str, seed: int, tmp_path: Path
+):
+    """Contract: they change neither the plan nor the other tensors, and are streamed under their
+    own names, their parameters rounded once. Blind spot: no forward passes through them.
+    """
+    model = random_moe(CONFIGS[kind]) if kind in CONFIGS else qwen3(tied=False)
+    expected = plan_layers(model, get_scheme(scheme))
+    drawn = drawn_modules(seed)
+    if kind not in CONFIGS:  # no experts, so nothing here is a stack of them
+        drawn["stack"] = nn.ParameterDict({"weight": torch.zeros(3, 4, 5)})
+    for name, module in drawn.items():
+        model.base_model.layers[0].register_module(name, module)
+        for parameter in module.parameters():
+            nn.init.normal_(parameter)
+    assert plan_layers(model, get_scheme(scheme)) == expected
+    rounded = {
+        f"model.layers.0.{name}.{key}": parameter.bfloat16()
+        for name, module in drawn.items()
+        for key, parameter in module.named_parameters()
+    }
+    assert len(rounded) >= 7
+    ours = streamed(low_bit(model, scheme, operators="transformers"))
+    for name, parameter in rounded.items():
+        assert torch.equal(ours[name], parameter), name
+
+
+@pytest.mark.parametrize("experts", [0, 4])
+def test_gated_delta_nets_are_planned_without_their_convolutions(experts: int, tmp_path: Path):
+    config = Qwen3NextConfig(**SIZES, num_experts=experts, num_experts_per_tok=2, head_dim=64)
+    config.save_pretrained(tmp_path)
+    layers = plan_layers(model_skeleton(tmp_path), get_scheme("w8a8")).schemes
+    assert any(name.endswith("in_proj_qkvz") for name in layers)
+    assert any(".experts.3." in name for name in layers) == bool(experts)
+    assert not any("conv1d" in name for name in layers)
 
 
 def spoiled(tmp_path: Path, kind: str, drop: str, shards: bool = False) -> Path:

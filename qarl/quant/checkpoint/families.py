@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
@@ -136,12 +137,17 @@ def experts_per_token(config: PreTrainedConfig) -> int:
 def fused_experts(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
     """Yield the name and module of every module of fused experts.
 
-    Raises `SchemeError` for a model with 3-D parameters of an unknown layout, because these would
-    be missed otherwise.
+    A convolution is none, nor is anything in a model whose configuration knows no experts: such
+    modules stay in the compute dtype, whatever the shape of their weights.
+
+    Raises `SchemeError` for a mixture of experts with other 3-D parameters of an unknown layout,
+    because these would be missed otherwise.
     """
+    if not _has_experts(model.config):
+        return
     for name, module in model.named_modules():
         stacks = {key for key, p in module.named_parameters(recurse=False) if p.ndim == 3}
-        if not stacks:
+        if not stacks or isinstance(module, _ConvNd):
             continue
         beside = sorted({key for key, _ in module.named_parameters()} - stacks)
         known = stacks == {"gate_up_proj", "down_proj"} and _gate_rows_first(module)
@@ -154,6 +160,14 @@ def fused_experts(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
                 " biases"
             )
         yield name, module
+
+
+def _has_experts(config: PreTrainedConfig) -> bool:
+    """Return whether a field of the configuration gives a number of experts, by any name."""
+    fields = config.get_text_config().to_dict()
+    return any("expert" in name and bool(value) for name, value in fields.items()) or any(
+        fields.get(name) for name in EXPERTS_A_TOKEN
+    )
 
 
 def _gate_rows_first(experts: nn.Module) -> bool:
