@@ -6,7 +6,7 @@ Axes: B rows, T tokens of a row, of which T-1 are predicted, V vocabulary.
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,7 +27,7 @@ from qarl.learner.mismatch import Mismatch, measure_mismatch
 from qarl.learner.optim.loss_scale import require_finite_scores
 from qarl.learner.processes import Processes
 from qarl.learner.scorer import Scorer
-from qarl.quant.graph.packing import Packed, Sequences
+from qarl.quant.graph.packing import Packed, Sequences, known, prefilled_tokens
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.types import LowBitTensor
 from qarl.sync.export import export_checkpoint
@@ -48,10 +48,19 @@ class TokenRows:
     predicted: torch.Tensor
     """bool [B, T-1], true where the row's next token is of the same sequence."""
 
-    def packed(self) -> Packed:
-        """Return the layout for a forward over all sequences in one row."""
+    def packed(self, sampled: torch.Tensor | None = None) -> Packed:
+        """Return the layout for a forward over all sequences in one row.
+
+        sampled: bool [B, T-1], positions whose next token the engine sampled. None: unknown.
+        """
         positions = self.real.flatten().cumsum(0).view(self.real.shape) - 1
-        return Packed(self.real, positions.where(self.real, 0), Sequences.apart(self.lengths))
+        sequences = Sequences.apart(self.lengths)
+        if sampled is not None:
+            length = torch.tensor(self.lengths, device=self.real.device)
+            mask = self.padded(nn.functional.pad(sampled, (0, 1)))[:, :-1]
+            prefilled = known(prefilled_tokens(mask, length).tolist())
+            sequences = replace(sequences, prefilled=prefilled)
+        return Packed(self.real, positions.where(self.real, 0), sequences)
 
     def padded(self, values: torch.Tensor) -> torch.Tensor:
         """Return values of tokens, [B, T], as one sequence a row, zero-padded on the right."""
@@ -231,7 +240,8 @@ class Policy(nn.Module):
         errors see `forward`.
         """
         rows = self._rows(input_ids, attention_mask, position_ids, cu_seqlens)
-        mask = rows.predicted if mask is None else mask.to(self.device).bool()
+        sampled = mask if mask is None else mask.to(self.device).bool()
+        mask = rows.predicted if sampled is None else sampled
         if mask.shape != rows.predicted.shape or (mask & ~rows.predicted).any():
             raise PolicyError(
                 f"mask {list(mask.shape)} must be bool {list(rows.predicted.shape)}, true at column"
@@ -239,7 +249,7 @@ class Policy(nn.Module):
             )
         chunk = self.settings.learner.logprob_chunk_tokens
         if self.low_bit.operators == "engine":
-            packed = rows.packed()
+            packed = rows.packed(sampled)
             tokens = rows.tokens
             wanted = mask
         else:

@@ -14,7 +14,7 @@ import torch
 
 from qarl.configs.errors import PolicyError
 from qarl.learner.objectives.advantages import group_advantages
-from qarl.quant.graph.packing import Packed, pack
+from qarl.quant.graph.packing import Packed, pack, prefilled_tokens
 from qarl.rollout.types import Group
 
 
@@ -76,21 +76,23 @@ class Batch:
         width = self.tokens.shape[1]
         nothing = torch.zeros_like(self.length)
         rows = torch.arange(len(self.length), device=device)
+        prompt = self.prompt_length()
+        prefilled = prefilled_tokens(self.response_mask, self.length)
         if not share_prompts:
-            return pack(self.length, width, nothing, rows)
+            return pack(self.length, width, nothing, rows, prefilled)
         # Each row's leader is the first row of its group, which stores the prompt.
         groups, group_of_row = self.group.unique(return_inverse=True)
         first_rows = torch.full_like(groups, len(rows))
         first_rows = first_rows.scatter_reduce(0, group_of_row, rows, "amin")
         leader = first_rows[group_of_row]
-        prompt = self.prompt_length()
         differs = self.tokens != self.tokens[leader]
         if self.experts is not None:
             differs |= (self.experts != self.experts[leader]).flatten(2).any(-1)
         in_prompt = torch.arange(width, device=device) < prompt[:, None]
         same_prompt = ~(differs & in_prompt).any(-1) & (prompt <= self.length[leader])
         shares = (leader != rows) & same_prompt
-        return pack(self.length, width, torch.where(shares, prompt, nothing), leader)
+        shared = torch.where(shares, prompt, nothing)
+        return pack(self.length, width, shared, leader, prefilled)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors by name of their field, without those that are None."""

@@ -19,6 +19,7 @@ from qarl.configs.errors import GraphError, QarlError
 from qarl.configs.words import few
 from qarl.learner.logprobs import token_logprobs
 from qarl.learner.processes import Processes, is_lost_process
+from qarl.quant.graph.packing import pack_prompts
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.runtime.shards import own_rows
 
@@ -114,6 +115,7 @@ def _differentiate(model: LowBitModel) -> None:
     device = model.device
     tokens = torch.arange(1, _TOKENS + 1, device=device).remainder(model.config.vocab_size)[None]
     responses = torch.ones(1, _TOKENS - 1, dtype=torch.bool, device=device)
-    logprobs, _ = token_logprobs(model, tokens, responses, entropy=False)
+    packed = pack_prompts(torch.tensor([_TOKENS], device=device), _TOKENS)
+    logprobs, _ = token_logprobs(model, tokens, responses, packed=packed, entropy=False)
     weights = torch.linspace(0.5, 1.0, _TOKENS - 1, device=device)
     (logprobs * weights).sum().backward()

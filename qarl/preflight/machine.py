@@ -3,9 +3,9 @@
 from operator import itemgetter
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from qarl.configs.errors import ConfigError
+from qarl.configs.errors import ConfigError, ModelError
 from qarl.configs.schema.lora import LoraConfig
 from qarl.configs.schema.run import RunConfig
 from qarl.quant.checkpoint.plan import Plan
@@ -18,6 +18,9 @@ from qarl.quant.runtime.batch_invariance import batch_invariant
 from qarl.quant.runtime.libraries import has_vllm, refuse_split_keys
 from qarl.quant.schemes import COMPUTE_DTYPES, get_scheme
 from qarl.run.policy import Architecture, enable_batch_invariance, open_architecture
+
+_DELTA_HEADS = (64, 128)
+"""Columns of a key and a value for which vLLM 0.32 has gated delta nets on CPUs."""
 
 
 def require_schemes(config: RunConfig) -> Architecture:
@@ -47,8 +50,11 @@ def require_layers(config: RunConfig, model: PreTrainedModel, layers: Plan) -> N
 
     model: the model, which may be on the meta device. layers: the scheme of each of its layers.
     """
-    if config.engine_here and has_vllm() and not torch.cuda.is_available():
+    on_cpu = has_vllm() and not torch.cuda.is_available()
+    if config.engine_here and on_cpu:
         require_head_size(config.model, model.config)
+    if on_cpu and getattr(model.config.get_text_config(), "linear_num_key_heads", None):
+        require_delta_nets(config, model.config.get_text_config())
     check_scale_rule(config.quantization.scale, layers)
     if isinstance(config.learner.lora, LoraConfig):
         adapted_weights(weight_shapes(model), model.config.model_type, config.learner.lora)
@@ -63,3 +69,40 @@ def require_layers(config: RunConfig, model: PreTrainedModel, layers: Plan) -> N
     }
     for (_, is_expert), scheme in sorted(kinds.items(), key=itemgetter(0)):
         require_support(scheme, COMPUTE_DTYPES[config.dtype], is_expert)
+
+
+def require_delta_nets(config: RunConfig, model: PreTrainedConfig) -> None:
+    """Raise an error if the run cannot train a model of gated delta nets on CPUs.
+
+    `ModelError`: vLLM's kernels do not support the heads. `ConfigError`: they do not support the
+    dtype, or the learner could not know how the engine computed each token.
+
+    model: configuration of the language model.
+    """
+    sizes = model.linear_key_head_dim, model.linear_value_head_dim
+    if sizes[0] != sizes[1] or sizes[0] not in _DELTA_HEADS:
+        raise ModelError(
+            f"model {config.model!r} has gated delta nets with keys of {sizes[0]} and values of"
+            f" {sizes[1]} columns, and vLLM's kernels for CPUs need {_DELTA_HEADS[0]} or"
+            f" {_DELTA_HEADS[1]} of both; choose another model"
+        )
+    if config.dtype != "bfloat16":
+        raise ConfigError(
+            f"dtype {config.dtype!r} with {config.model!r}: vLLM's gated delta nets on CPUs compute"
+            " in bfloat16 alone; set dtype to bfloat16"
+        )
+    if config.learner.operators == "transformers" or not config.learner.aligned:
+        return
+    turns = config.task.speaks
+    if turns or config.rollout.servers is not None:
+        setting = "a task of several turns" if turns else "rollout.servers"
+        reason = (
+            "a later turn's prompt is computed in other blocks than its tokens were sampled in"
+            if turns
+            else "a server that interrupts a completion does not say from which token on"
+        )
+        raise ConfigError(
+            f"{setting} with {config.model!r}: its gated delta nets round a prompt differently from"
+            f" sampled tokens, and {reason}, so that log-probs would differ; set learner.operators"
+            " to 'transformers', whose log-probs agree up to rounding"
+        )

@@ -40,10 +40,10 @@ MASTER_DTYPES = {
 }
 
 _PROTECTED = re.compile(
-    r"lm_head|.*embed_tokens|.*\.(gate(\.wg)?|router(\.\w+)?|shared_expert_gate)"
+    r"lm_head|.*embed_tokens|.*\.(gate(\.wg)?|router(\.\w+)?|shared_expert_gate|in_proj_(ba|b|a))"
 )
 """Names of layers that every scheme leaves in the compute dtype: embeddings, output head, expert
-routers.
+routers, and the products that give strength and decay of gated delta nets.
 """
 
 FP8_MAX = float(torch.finfo(torch.float8_e4m3fn).max)
@@ -195,7 +195,7 @@ def write_quantization_config(
 
 
 def is_protected(layer: str) -> bool:
-    """Return whether a layer's name is that of an embedding, an output head or a router."""
+    """Return whether a layer's name is one that no scheme quantizes unless a rule names it."""
     return _PROTECTED.fullmatch(layer) is not None
 
 

@@ -11,6 +11,7 @@ from qarl.configs.schema.run import RunConfig
 from qarl.learner.learner import FirstBatchGate
 from qarl.learner.processes import Processes
 from qarl.learner.reserve import reserved
+from qarl.quant.checkpoint.folder import has_delta_nets
 from qarl.quant.kernels import KernelError
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.model.row_check import RowCheck
@@ -26,6 +27,10 @@ from qarl.sync.floor import tolerance
 from qarl.sync.gate import Gate, require_equal
 from qarl.sync.publisher import Publisher
 
+_UNCACHED = (
+    "rollout.prefix_caching is off here: this model has gated delta nets, and vLLM caches their"
+    " states only with chunked prefill, which rounds differently"
+)
 _CANARY_SEQUENCES = 8
 """Number of fixed sequences whose log-probs are compared after a publish."""
 
@@ -60,12 +65,15 @@ class Connection:
     """Layers that the learner multiplies with, in words."""
     rows: RowCheck | None = None
     """Result of the kernels' self-test, None if the learner does not use the engine's kernels."""
+    uncached: bool = False
+    """Whether the engine caches no prompts although `rollout.prefix_caching` is true."""
 
     def describe(self) -> list[str]:
-        """Return a line on the learner's products, and one on the self-test of their kernels."""
+        """Return lines on the learner's products, the self-test of their kernels, and the cache."""
         return [
             f"learner multiplies with {self.multiplies}",
             *([] if self.rows is None else [str(self.rows)]),
+            *([] if not self.uncached else [_UNCACHED]),
         ]
 
 
@@ -166,6 +174,7 @@ def connected(
             audited=audit_rows,
             multiplies=multiplies,
             rows=row_check,
+            uncached=config.rollout.prefix_caching and has_delta_nets(start),
         )
 
 

@@ -19,8 +19,9 @@ from collections.abc import Sequence
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from qarl.learner.logprobs import token_logprobs
+from qarl.learner.logprobs import packs, token_logprobs
 from qarl.learner.mismatch import Mismatch, measure_mismatch
+from qarl.quant.graph.packing import pack_prompts
 from qarl.quant.layers.context import Forward
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.model.row_check import RowCheck
@@ -54,6 +55,8 @@ class FixedSequences:
         lengths = torch.tensor([len(sequence) for sequence in sequences])
         self.response_mask = torch.arange(1, self.tokens.shape[1])[None] < lengths[:, None]
         """Positions whose next token is scored, bool [B, T-1]: all but padding."""
+        self._packed = pack_prompts(lengths, self.tokens.shape[1])
+        """All sequences in one row, which the engine computes whole, as prompts."""
         self._floor: Mismatch | None = None
 
     @torch.no_grad()
@@ -62,8 +65,9 @@ class FixedSequences:
         model = self._model
         tokens = self.tokens.to(model.device)
         mask = self.response_mask.to(model.device)
+        packed = self._packed if packs(model, "auto") else None
         with model.forward_as(Forward.PUBLISHED), model.context.own_products():
-            logprobs, _ = token_logprobs(model, tokens, mask, entropy=False)
+            logprobs, _ = token_logprobs(model, tokens, mask, packed=packed, entropy=False)
         return logprobs.cpu()
 
     def floor(self) -> Mismatch:

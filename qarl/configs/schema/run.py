@@ -111,7 +111,7 @@ class RolloutConfig(Section):
         default=True,
         description=(
             "Reuse keys and values of shared prefixes within a weight version. Set false to rule"
-            " the cache out as a cause."
+            " the cache out as a cause. Models with gated delta nets (Qwen3-Next) do without it."
         ),
     )
     dynamic_sampling: int | None = Field(

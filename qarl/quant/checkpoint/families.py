@@ -25,6 +25,7 @@ from qarl.quant.schemes import SchemeError
 STACKED: Mapping[str, tuple[str, ...]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
+    "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
 }
 """vLLM's `packed_modules_mapping` of most decoders: a module that it multiplies as one → its parts.
 

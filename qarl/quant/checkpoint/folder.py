@@ -319,6 +319,14 @@ def check_windows(folder: Path, tokens: int) -> None:
     )
 
 
+def has_delta_nets(folder: Path) -> bool:
+    """Return whether layers of a folder's model are gated delta nets, by their number of heads.
+
+    These have a state of one size instead of cached keys and values.
+    """
+    return bool(_text_config(folder).get("linear_num_key_heads"))
+
+
 def _text_config(folder: Path) -> dict[str, Any]:
     """Return the settings of config.json that describe the language model."""
     config = read_config(folder)

@@ -168,9 +168,9 @@ def _refuse_protected(rule: LayerRule, layer: str, fixed: Mapping[str, str]) -> 
         )
     if scheme.leaves_alone(layer) and rule.match != layer:
         raise SchemeError(
-            f"layer rule '{rule}' would quantize {layer!r}; output heads, embeddings and routers"
-            f" are quantized only where a rule names them exactly ('{layer}={rule.scheme}');"
-            f" {remedy}"
+            f"layer rule '{rule}' would quantize {layer!r}; output heads, embeddings, routers and"
+            " gates of delta nets are quantized only where a rule names them exactly"
+            f" ('{layer}={rule.scheme}'); {remedy}"
         )
 
 

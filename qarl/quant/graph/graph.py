@@ -28,7 +28,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 
 from qarl.configs.errors import GraphError
 from qarl.quant.graph.attention import attention
+from qarl.quant.graph.delta_net import DeltaNet
 from qarl.quant.graph.experts import RoutedLayer
+from qarl.quant.graph.kinds import is_convolution, is_delta_net
 from qarl.quant.graph.operators import Operator
 from qarl.quant.graph.packing import Sequences
 from qarl.quant.graph.router_log import RouterLog
@@ -95,6 +97,8 @@ class Graph:
         self._masters = masters
         self._context = context
         self._log = log
+        self.delta_nets = any(map(is_delta_net, self.module.modules()))
+        """Whether the model has gated delta nets, which need `Sequences.prefilled`."""
         self._step: _Step | None = None
         """The forward that is running, None outside."""
         self._read_directly: list[tuple[nn.Module, str, MasterCopy]] = []
@@ -175,7 +179,13 @@ class Graph:
     def _put_leaf(self, name: str, module: Any) -> None:
         """Replace what a module of vLLM's computes, if there is a leaf for its kind."""
         self._take_buffers(name, module)
-        if isinstance(module, LinearBase):
+        if is_convolution(module):
+            return  # the module that it is a part of reads its weight
+        if is_delta_net(module):
+            weights = self._weights(name, module)
+            weights["conv1d"] = self._masters.weights[f"{name}.conv1d", "weight"]
+            module._forward_method = DeltaNet(module, weights, self._sequences)
+        elif isinstance(module, LinearBase):
             stack = self._stack(name, module)
             _without_parameters(module)
             product: Any = _Product(stack)
@@ -277,6 +287,11 @@ class Graph:
             return attention(q, k, v, sinks, now, self._step.sequences).flatten(1)
 
         return attend
+
+    def _sequences(self) -> Sequences:
+        """Return the sequences of the forward that is running."""
+        assert self._step is not None
+        return self._step.sequences
 
     def _checkpoint_layers(self) -> None:
         """Make decoder layers keep only their input while `context.checkpointing` is set."""

@@ -13,6 +13,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.mamba.gdn.base import GatedDeltaNetAttention
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.v1.attention.backend import AttentionType
 
@@ -40,6 +41,21 @@ def refuse_unknown(
         )
 
 
+def is_delta_net(module: Any) -> bool:
+    """Return whether this is a gated delta net that computes by vLLM's kernels for CPUs."""
+    method = getattr(module, "_forward_method", None)
+    return (
+        isinstance(module, GatedDeltaNetAttention)
+        and getattr(method, "__name__", "") == "forward_cpu"
+    )
+
+
+def is_convolution(module: Any) -> bool:
+    """Return whether this is a convolution, which vLLM holds as a linear layer of a 3-D weight."""
+    weight = getattr(module, "weight", None)  # quantized layers have none of this name
+    return isinstance(module, LinearBase) and weight is not None and weight.ndim == 3
+
+
 def _needed(
     name: str,
     module: Any,
@@ -58,6 +74,8 @@ def _needed(
             module.attn_type == AttentionType.DECODER and module.head_size_v == module.head_size
         )
         return "" if causal else "causal attention of keys and values of one size"
+    if is_delta_net(module):
+        return _of_parameters(name, module, sources)
     if isinstance(module, AttentionLayerBase):
         return "a leaf with this attention's values in decoding and its gradient"
     if isinstance(module, MoERunner):

@@ -80,11 +80,12 @@ def trace_loading(
 def _in_order(
     parts: Iterable[tuple[Any, str]],
 ) -> list[tuple[Any, str]]:
-    """Sort by shard: q, k, v, or numbers."""
+    """Sort by shard: q, k, v, or numbers, or tuples of several numbers."""
     numbers = {"q": 0, "k": 1, "v": 2}
 
     def number(part: tuple[Any, str]) -> int:
         shard, _ = part
+        shard = shard[0] if isinstance(shard, tuple) else shard
         return shard if isinstance(shard, int) else numbers.get(shard, 0)
 
     return sorted(parts, key=number)

@@ -31,6 +31,10 @@ class Sequences:
     """int64 [S], positions in the row of the tokens that are seen. None: each sequence sees only
     its own.
     """
+    prefilled: tuple[int, ...] | None = None
+    """Number of leading tokens that each sequence sees and that the engine computed together, as a
+    prompt; it computed later ones one by one. None: unknown. Only delta nets depend on it.
+    """
 
     @classmethod
     def apart(cls, lengths: Sequence[int]) -> "Sequences":
@@ -72,6 +76,7 @@ def pack(
     longest: int,
     shared: torch.Tensor,
     leader: torch.Tensor,
+    prefilled: torch.Tensor | None = None,
 ) -> Packed:
     """Return how to pack padded sequences into a row.
 
@@ -81,6 +86,7 @@ def pack(
         shared: int64 [B], number of leading tokens, fewer than the sequence has, that are the same
             as the leader's.
         leader: int64 [B], index of the sequence that brings the shared tokens into the row.
+        prefilled: int64 [B], `prefilled_tokens`. None: unknown.
     """
     token = torch.arange(longest, device=length.device)
     is_token = token < length[:, None]
@@ -88,11 +94,44 @@ def pack(
     in_row = is_token & ~is_shared
     row_position = in_row.flatten().cumsum(0).view(in_row.shape) - 1
     places = torch.where(is_shared, row_position[leader], row_position).where(is_token, 0)
-    # one transfer to the host for both
-    seen, prefixes = torch.stack([length, shared]).tolist()
+    # one transfer to the host for all
+    counts = [length, shared] if prefilled is None else [length, shared, prefilled]
+    seen, prefixes, *prompts = torch.stack(counts).tolist()
     lengths = tuple(total - prefix for total, prefix in zip(seen, prefixes, strict=True))
     visible = places[is_token] if any(prefixes) else None
-    return Packed(in_row, places, Sequences(lengths, tuple(seen), visible))
+    together = known(prompts[0]) if prompts else None
+    return Packed(in_row, places, Sequences(lengths, tuple(seen), visible, together))
+
+
+def pack_prompts(length: torch.Tensor, longest: int) -> Packed:
+    """Return how to pack sequences that the engine computes whole, as prompts.
+
+    length, longest: see `pack`.
+    """
+    rows = torch.arange(len(length), device=length.device)
+    return pack(length, longest, torch.zeros_like(length), rows, length)
+
+
+def prefilled_tokens(sampled: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+    """Return the number of leading tokens that the engine computed together, int64 [B].
+
+    It is -1 for a conversation: a later turn begins with the earlier ones, which the engine then
+    computes together, although it had sampled them one by one. A sequence of which no token was
+    sampled counts as a prompt.
+
+    Args:
+        sampled: bool [B, T-1], positions whose next token was sampled.
+        length: int64 [B], number of tokens of each sequence.
+    """
+    before = torch.nn.functional.pad(sampled, (1, 0))[:, :-1]
+    turns = (sampled & ~before).sum(-1)
+    first = sampled.int().argmax(-1) + 1
+    return torch.where(turns == 0, length, torch.where(turns == 1, first, -1))
+
+
+def known(prefilled: Sequence[int]) -> tuple[int, ...] | None:
+    """Return these results of `prefilled_tokens`, or None if one is unknown."""
+    return tuple(prefilled) if min(prefilled, default=0) >= 0 else None
 
 
 class Pick(torch.autograd.Function):

@@ -21,11 +21,19 @@ class MasterCopy:
     """Master of a parameter outside linear layers and experts, with its compute-dtype copies.
 
     The copies are uninitialized until `refresh`.
+
+    Args:
+        master: the parameter.
+        context: settings and state that the layers share.
+        dtype: dtype of all copies, for a tensor that the engine holds in another than its compute
+            dtype.
     """
 
-    def __init__(self, master: torch.Tensor, context: LayerContext):
-        dtype = context.dtype
-        compute_dtype = context.compute_dtype
+    def __init__(
+        self, master: torch.Tensor, context: LayerContext, dtype: torch.dtype | None = None
+    ):
+        compute_dtype = dtype or context.compute_dtype
+        dtype = dtype or context.dtype
         self.master = master
         """The parameter that the optimizer steps, any floating dtype."""
         self.published = _empty_copy(master, dtype)

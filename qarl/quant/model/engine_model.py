@@ -21,7 +21,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from qarl.configs.errors import GraphError
 from qarl.quant.checkpoint.families import family_of
 from qarl.quant.graph.graph import Graph, Masters
-from qarl.quant.graph.kinds import refuse_unknown
+from qarl.quant.graph.kinds import is_convolution, is_delta_net, refuse_unknown
 from qarl.quant.graph.loading import trace_loading
 from qarl.quant.graph.router_log import RouterLog
 from qarl.quant.graph.skeleton import build_skeleton
@@ -49,12 +49,21 @@ def engine_model(
     unusual = {}
     experts = {}
     read = {}
+    in_fp32 = set()
     heads = []
     embeddings = []
     modules = dict(skeleton.module.named_modules())
     for name, module in modules.items():
         refuse_unknown(name, module, sources)
-        if isinstance(module, LinearBase):
+        multiplies = isinstance(module, LinearBase) and not is_convolution(module)
+        if is_delta_net(module):
+            in_fp32 |= {
+                source
+                for key, parameter in module._parameters.items()
+                for source in sources[name, key]
+                if parameter is not None and parameter.dtype == torch.float32
+            }
+        elif multiplies:
             if module.params_dtype != dtype or isinstance(module, GateLinear):
                 unusual[name] = module
             stacked[name] = tuple(
@@ -67,7 +76,7 @@ def engine_model(
         elif isinstance(module, MoERunner):
             experts[name] = _experts_of(name, sources)
             biases.append(getattr(module.router, "e_score_correction_bias", None))
-        multiplied = ("weight", "bias") if isinstance(module, LinearBase | ParallelLMHead) else ()
+        multiplied = ("weight", "bias") if multiplies or isinstance(module, ParallelLMHead) else ()
         for key in {*module._parameters, *module._buffers} - {*multiplied}:
             if len(sources.get((name, key), ())) == 1:
                 read[name, key] = sources[name, key][0]
@@ -86,6 +95,7 @@ def engine_model(
         stacked=stacked,
         experts=experts,
         read=read,
+        in_fp32=in_fp32,
         heads=tuple(heads or embeddings[:1]),
         embedding=embeddings[0] if embeddings else "",
     )

@@ -1,6 +1,6 @@
 """The layers of a model of masters, and vLLM's view of its checkpoint."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,8 @@ class EngineModel:
     """vLLM's name of each experts' runner → the checkpoint's name of the experts."""
     read: Mapping[tuple[str, str], str]
     """(module, parameter) by vLLM's names → checkpoint name of the tensor, for everything else."""
+    in_fp32: Collection[str]
+    """Checkpoint names of tensors that vLLM holds in float32, whatever the compute dtype."""
     heads: tuple[str, ...]
     """vLLM's names of the modules that compute logits."""
     steering: tuple[str, ...]

@@ -8,6 +8,7 @@ as checkpoints do.
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +22,7 @@ from qarl.quant.checkpoint.contents import record_tie
 from qarl.quant.checkpoint.plan import Plan
 from qarl.quant.checkpoint.shapes import plan_layers, weight_shapes
 from qarl.quant.digest import parameters_digest
-from qarl.quant.graph.packing import Packed, Pick, Sequences
+from qarl.quant.graph.packing import Packed, Pick, Sequences, known, prefilled_tokens
 from qarl.quant.graph.router_log import RouterLog
 from qarl.quant.kernels import KernelError
 from qarl.quant.layers.context import Forward, LayerContext
@@ -266,7 +267,8 @@ class LowBitModel(nn.Module):
 
         Args:
             tokens: int64 [B, T], padded on the right.
-            wanted: bool [B, T], the chosen positions.
+            wanted: bool [B, T], the chosen positions. Without `packed`, a delta net takes their
+                next tokens for the sampled ones (`prefilled_tokens`).
             experts: experts to route to, integer [B, T, L, K] over decoder layers L; -1 where the
                 router chooses. None: it chooses everywhere.
             packed: how the sequences are put into one row of N tokens, without padding.
@@ -276,6 +278,10 @@ class LowBitModel(nn.Module):
         if self.operators == "engine":
             if packed is None:
                 rows = Sequences.apart([tokens.shape[1]] * len(tokens))
+                if self.graph.delta_nets:
+                    length = torch.full_like(tokens[:, 0], tokens.shape[1])
+                    prefilled = prefilled_tokens(wanted[:, :-1], length)
+                    rows = replace(rows, prefilled=known(prefilled.tolist()))
                 experts = None if experts is None else experts.flatten(0, 1)
                 return self.graph.hidden(tokens.flatten(), rows, experts)[wanted.flatten()]
             experts = None if experts is None else experts[packed.kept]

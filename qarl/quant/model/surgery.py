@@ -6,8 +6,9 @@ gradient flows to its master.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
+import torch
 from torch import nn
 from torch.nn.utils import parametrize
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -151,7 +152,12 @@ def _engine_layers(
     stacks |= {name: LinearStack(name, [linears[head]]) for name in engine.heads}
     fuse_scales(stack.parts for stack in stacks.values())
     experts = _make_experts(model, fused, family, plan, context)
-    copies = _make_copies(model, [*linears.values(), *experts.values()], context)
+    in_fp32 = {
+        name
+        for name, _ in model.named_parameters()
+        if family.checkpoint_name(name) in engine.in_fp32
+    }
+    copies = _make_copies(model, [*linears.values(), *experts.values()], context, in_fp32)
     # transformers has modules of its own for these
     other_names = multiplied - linear_names
     routers = [
@@ -193,14 +199,18 @@ def _make_copies(
     model: PreTrainedModel,
     layers: Sequence[LowBitLinear | RoutedLowBitExperts],
     context: LayerContext,
+    in_fp32: Collection[str],
 ) -> dict[str, MasterCopy]:
-    """Return copies of all parameters that these layers do not have, by parameter name."""
+    """Return copies of all parameters that these layers do not have, by parameter name.
+
+    in_fp32: names of parameters whose copies are in float32.
+    """
     owned = {id(master) for layer in layers for master in layer.masters}
     owned |= {id(layer.bias) for layer in layers if isinstance(layer, LowBitLinear)}
     # An embedding has a copy even if it is also the master of a tied output head.
     embedding = model.get_input_embeddings().weight
     return {
-        name: MasterCopy(parameter, context)
+        name: MasterCopy(parameter, context, torch.float32 if name in in_fp32 else None)
         for name, parameter in model.named_parameters()
         if id(parameter) not in owned or parameter is embedding
     }

@@ -52,6 +52,7 @@ class VllmEngine:
                 " first"
             )
         refuse_unsupported(options)
+        options = options.of_model(checkpoint)
         self.weight_version = 0
         self._vocabulary = Vocabulary.of(checkpoint)
         self._half_loaded = False
@@ -72,6 +73,8 @@ class VllmEngine:
                 "and the scheme's support on this machine"
             ) from error
         VllmEngine._open = True
+        if options.delta_nets:
+            self._refuse_preemption()
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
         """See `Engine.generate`.
@@ -177,6 +180,29 @@ class VllmEngine:
     def _require_rows(self, sequences: Sequence[Sequence[int]]) -> None:
         tokenizer = self._llm.get_tokenizer()
         self._vocabulary.require(sequences, "a sequence for the engine", tokenizer)
+
+    def _refuse_preemption(self) -> None:
+        """Make vLLM raise instead of preempting a request.
+
+        It would compute the request's tokens again, together, as a prompt. A delta net gives them
+        other bits then than when it sampled them, and nothing would say from which token on.
+        """
+        core: Any = self._llm.llm_engine.engine_core
+        if not hasattr(core, "engine_core"):
+            raise EngineError(
+                "VLLM_ENABLE_V1_MULTIPROCESSING=1 with a model of gated delta nets: vLLM's"
+                " scheduler is in another process, where nobody sees whether it interrupts a"
+                " completion; unset it or set it to 0"
+            )
+
+        def preempt(request: Any, *rest: Any, **more: Any) -> None:
+            raise EngineError(
+                "the cache is full, so vLLM would interrupt a completion and compute it again, with"
+                " other log-probs, because this model has gated delta nets; raise"
+                " rollout.kv_cache_gib, or lower rollout.max_num_seqs"
+            )
+
+        core.engine_core.scheduler._preempt_request = preempt
 
     def _refuse_half_loaded(self) -> None:
         if self._half_loaded:

@@ -2,11 +2,13 @@
 
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from qarl.configs.errors import InputError
 from qarl.configs.schema.run import RolloutConfig
+from qarl.quant.checkpoint.folder import has_delta_nets
 from qarl.quant.runtime.batch_invariance import batch_invariant, kernel_arguments
 from qarl.quant.runtime.libraries import SETTLED, refuse_split_keys
 from qarl.rollout.engine import EngineError
@@ -28,6 +30,12 @@ class VllmOptions:
 
     Torch's process group is then open.
     """
+    delta_nets: bool = False
+    """True if the model has gated delta nets, see `of_model`."""
+
+    def of_model(self, checkpoint: Path) -> "VllmOptions":
+        """Return the options for the model in a checkpoint folder."""
+        return replace(self, delta_nets=has_delta_nets(checkpoint))
 
     @property
     def logprobs_mode(self) -> str:
@@ -79,7 +87,12 @@ def refuse_unsupported(options: VllmOptions) -> None:
 
 
 def llm_arguments(options: VllmOptions) -> dict[str, Any]:
-    """Return the keyword arguments of `vllm.LLM`, without the checkpoint."""
+    """Return the keyword arguments of `vllm.LLM`, without the checkpoint.
+
+    Prompts of gated delta nets are not cached: vLLM 0.32 caches states only where it may cut
+    prompts into chunks, which it may not on CPUs (see `_scheduler_arguments`), and a prompt that is
+    cut elsewhere gets other bits.
+    """
     rollout = options.rollout
     kernels = {}
     if batch_invariant():
@@ -96,7 +109,7 @@ def llm_arguments(options: VllmOptions) -> dict[str, Any]:
         # fraction only with the memory that is free.
         "kv_cache_memory_bytes": (rollout.kv_cache_gib or 1) * 2**30,
         "gpu_memory_utilization": _SMALLEST_SHARE,
-        "enable_prefix_caching": rollout.prefix_caching,
+        "enable_prefix_caching": rollout.prefix_caching and not options.delta_nets,
         # Every process has a complete engine: tensor parallelism is 1. vLLM only joins the open
         # process group.
         "distributed_executor_backend": "external_launcher" if options.multi_process else "uni",

@@ -29,6 +29,7 @@ from vllm.model_executor.layers.fused_moe import (
     UnquantizedFusedMoEMethod,
 )
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.mamba.gdn.base import GatedDeltaNetAttention
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
     CompressedTensorsW4A8Int,
@@ -75,13 +76,21 @@ class WorkerExtension:
     def qarl_layers(self) -> list[LayerReport]:
         """Report every linear layer of the model, and the experts of each layer as one.
 
-        Fused layers are reported by their checkpoint names.
+        Fused layers are reported by their checkpoint names. Convolutions, which vLLM holds as
+        linear layers, are left out.
         """
         model: nn.Module = self.model_runner.get_model()
         dtype = str(self.vllm_config.model_config.dtype)
         trace_names(model, self.vllm_config)
+        convolutions = {
+            module.conv1d
+            for module in model.modules()
+            if isinstance(module, GatedDeltaNetAttention)
+        }
         reports = []
         for name, module in model.named_modules():
+            if module in convolutions:
+                continue
             if isinstance(module, LinearBase | ParallelLMHead) and hasattr(module, "quant_method"):
                 scheme, group = _scheme_of(module, name, self.vllm_config)
             elif isinstance(module, RoutedExperts):

@@ -136,9 +136,8 @@ def replica_command(
     """
     # The flags below set everything else; of a repeated option vLLM takes the last.
     served = ServerSpec(folder=checkpoint, name="policy", dtype=options.dtype)
-    settings = {
-        name: value for name, value in llm_arguments(options).items() if name not in _OF_ONE_PROCESS
-    }
+    arguments = llm_arguments(options.of_model(checkpoint))
+    settings = {name: value for name, value in arguments.items() if name not in _OF_ONE_PROCESS}
     return server_command(
         served,
         host,
