@@ -9,7 +9,9 @@ them, and samples. Three things are measured:
 - over all masters' gradients of a policy-gradient loss, the cosine with and the relative error to
   transformers' gradients in float32 on the dequantized weights. That reference has no low-bit
   activations, so for schemes that have them the error is an upper bound;
-- whether every master gets a gradient.
+- whether every master gets a gradient;
+- the mean |Δ log p| of vLLM's operators and transformers' in float32, and its bound
+  (`quant.model.operator_check`). A run of a family beyond the bound is refused.
 """
 
 import argparse
@@ -36,6 +38,7 @@ from qarl.learner.logprobs import token_logprobs
 from qarl.learner.mismatch import measure_mismatch
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.model.operator_check import check_operators
 from qarl.quant.schemes import COMPUTE_DTYPES, get_scheme
 from qarl.report.record import record
 from qarl.rollout.types import Group, Prompt, Sampling
@@ -393,6 +396,8 @@ def measure(
         generator = torch.Generator().manual_seed(0)
         drawn = torch.randint(16, 500, (samples, 16), generator=generator).tolist()
         prompts = [Prompt(str(n), "", tuple(row)) for n, row in enumerate(drawn)]
+        operators = check_operators(model, drawn)
+        assert operators is not None
         rollout = RolloutConfig(max_prompt_tokens=16, max_new_tokens=tokens)
         with engine_of(model, folder, rollout, dtype) as engine:
             _publish_another(model, engine, drawn)
@@ -421,6 +426,8 @@ def measure(
             "equal_own": by_learner.equal,
             "mean_abs": by_engine.mean_abs,
             "reference": plain,
+            "operators": operators.difference,
+            "operators_bound": operators.bound,
             "cosine": cosine,
             "relative": error,
             "unreached": missing[:4],
@@ -518,10 +525,11 @@ def main() -> int:
         for scheme in options.schemes.split(","):
             try:
                 row = measure(name, scheme, options.dtype, options.samples, options.tokens)
+                beyond = "beyond the bound" if row["operators"] > row["operators_bound"] else ""
                 text = (
                     f"equal {row['equal']:.3f} own {row['equal_own']:.3f} ref"
-                    f" {row['reference']:.3f} cos {row['cosine']:.4f} rel {row['relative']:.3f}"
-                    f" {row['unreached'] or ''}"
+                    f" {row['reference']:.3f} fp32 {row['operators']:.1e} {beyond} cos"
+                    f" {row['cosine']:.4f} rel {row['relative']:.3f} {row['unreached'] or ''}"
                 )
             except Exception as error:
                 row = {

@@ -32,6 +32,7 @@ from qarl.quant.checkpoint.load import load_masters
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.kept_scales import start_from_codes
 from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.model.operator_check import check_operators
 from qarl.quant.model.surgery import changed_logits
 from qarl.quant.schemes import COMPUTE_DTYPES, get_scheme
 from qarl.rollout.engine import Engine
@@ -149,7 +150,7 @@ class Investigation:
     """The kernels that the aligned learner multiplied with, in words."""
 
     pitfalls: list[Finding]
-    """Pitfalls that the batch shows, and the self-test of kernels."""
+    """Pitfalls that the batch shows, and the self-tests of kernels and operators."""
 
 
 def investigate(config: RunConfig, ready: Ready) -> Investigation:
@@ -199,6 +200,11 @@ def investigate(config: RunConfig, ready: Ready) -> Investigation:
         pitfalls = find_pitfalls(evidence)
         rows = aligned.check_rows()
         pitfalls.append(Finding("warning" if rows.dependent else "good", "self-test", str(rows)))
+        sampled = zip(batch.tokens.tolist(), batch.length.tolist(), strict=True)
+        operators = check_operators(aligned, [tokens[:length] for tokens, length in sampled])
+        if operators is not None:
+            level = "warning" if operators.wrong or operators.unknown else "good"
+            pitfalls.append(Finding(level, "operators", str(operators)))
     return Investigation(
         batch=batch,
         learners=learners,

@@ -14,6 +14,7 @@ from qarl.learner.reserve import reserved
 from qarl.quant.checkpoint.folder import has_delta_nets
 from qarl.quant.kernels import KernelError
 from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.model.operator_check import OperatorCheck, check_operators
 from qarl.quant.model.row_check import RowCheck
 from qarl.report.run_folder import RunFolder
 from qarl.report.startup import phase
@@ -21,7 +22,13 @@ from qarl.rollout.absent import AbsentEngine
 from qarl.rollout.engine import Engine
 from qarl.rollout.open import open_engine
 from qarl.run.policy import Policy, let_go
-from qarl.sync.audit import AuditRow, audit, require_agreement, require_equal_rows
+from qarl.sync.audit import (
+    AuditRow,
+    audit,
+    require_agreement,
+    require_equal_rows,
+    require_right_operators,
+)
 from qarl.sync.export import export_checkpoint
 from qarl.sync.floor import tolerance
 from qarl.sync.gate import Gate, require_equal
@@ -65,14 +72,16 @@ class Connection:
     """Layers that the learner multiplies with, in words."""
     rows: RowCheck | None = None
     """Result of the kernels' self-test, None if the learner does not use the engine's kernels."""
+    operators: OperatorCheck | None = None
+    """Comparison of vLLM's operators with transformers', None if the learner does not use them."""
     uncached: bool = False
     """Whether the engine caches no prompts although `rollout.prefix_caching` is true."""
 
     def describe(self) -> list[str]:
-        """Return lines on the learner's products, the self-test of their kernels, and the cache."""
+        """Return lines on the learner's products, the tests of kernels and operators, the cache."""
         return [
             f"learner multiplies with {self.multiplies}",
-            *([] if self.rows is None else [str(self.rows)]),
+            *(str(test) for test in (self.rows, self.operators) if test is not None),
             *([] if not self.uncached else [_UNCACHED]),
         ]
 
@@ -136,8 +145,12 @@ def connected(
 
     source: folder with the tokenizer. start: folder for the checkpoint that the engine loads; it is
     replaced. sequences: token sequences of the canary. Raises `AuditError` if learner and engine
-    disagree about a layer.
+    disagree about a layer, or if vLLM's operators compute another model than transformers'.
     """
+    operators = check_operators(model, sequences)
+    # No GPU has run the comparison, so that there it is shown and refuses nothing.
+    if operators is not None and model.device.type == "cpu":
+        require_right_operators(operators)
 
     def export() -> None:
         shutil.rmtree(start, ignore_errors=True)
@@ -174,6 +187,7 @@ def connected(
             audited=audit_rows,
             multiplies=multiplies,
             rows=row_check,
+            operators=operators,
             uncached=config.rollout.prefix_caching and has_delta_nets(start),
         )
 

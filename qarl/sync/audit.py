@@ -11,7 +11,8 @@ from qarl.quant.runtime.batch_invariance import BATCH_INVARIANT
 from qarl.quant.types import LayerReport
 
 if TYPE_CHECKING:
-    # This imports torch, which a reader of audits does not need.
+    # These import torch, which a reader of audits does not need.
+    from qarl.quant.model.operator_check import OperatorCheck
     from qarl.quant.model.row_check import RowCheck
 
 
@@ -80,6 +81,18 @@ def require_equal_rows(checked: "RowCheck") -> None:
         raise AuditError(
             f"bitwise, and {checked}; choose another dtype or scheme (float16 and the int8 schemes"
             " depend on the rows beside a row least), or leave bitwise out"
+        )
+
+
+def require_right_operators(checked: "OperatorCheck") -> None:
+    """Raise `AuditError` if vLLM's model is another one than transformers', beyond rounding."""
+    if checked.wrong:
+        raise AuditError(
+            f"{checked}. vLLM, which samples, would compute another model than the checkpoint's,"
+            " and the learner with it; nothing else shows that, because both call the same"
+            " operators. Look whether config.json has every field that the model's publisher wrote,"
+            " take a release of vLLM with which qarl was tested, or another model, and report this"
+            " one"
         )
 
 

@@ -293,14 +293,18 @@ class Graph:
         assert self._step is not None
         return self._step.sequences
 
+    @property
+    def decoder_layers(self) -> list[Any]:
+        """vLLM's decoder layers, in their order; [] if attention is in no list of modules."""
+        lists = (m for m in self.module.modules() if isinstance(m, nn.ModuleList))
+        return next(
+            (list(m) for m in lists if any(isinstance(part, Attention) for part in m.modules())),
+            [],
+        )
+
     def _checkpoint_layers(self) -> None:
         """Make decoder layers keep only their input while `context.checkpointing` is set."""
-        lists = (m for m in self.module.modules() if isinstance(m, nn.ModuleList))
-        layers = next(
-            (m for m in lists if any(isinstance(part, Attention) for part in m.modules())),
-            (),
-        )
-        for layer in layers:
+        for layer in self.decoder_layers:
             layer.forward = self._checkpointed(layer.forward)
 
     def _checkpointed(self, forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from qarl.quant.layers.context import LayerContext
+from qarl.quant.layers.context import Forward, LayerContext
 from qarl.quant.layers.gradients import Gradients, add_rows
-from qarl.quant.runtime.shards import fill, own_rows, shard_of
+from qarl.quant.runtime.shards import fill, fp32_value, own_rows, shard_of
 
 
 class MasterCopy:
@@ -49,7 +49,9 @@ class MasterCopy:
 
     @property
     def read(self) -> torch.Tensor:
-        """The copy that the present forward reads."""
+        """The copy that the present forward reads; in `Forward.FP32` the master's fp32 value."""
+        if self.context.forward is Forward.FP32:
+            return fp32_value(self.master)
         return self.published if self.context.forward_dtype == self.context.dtype else self.computed
 
     def refresh(self) -> None:

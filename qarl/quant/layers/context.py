@@ -25,6 +25,8 @@ class Forward(Enum):
     """The codes, in the engine's dtype."""
     UNQUANTIZED = "unquantized"
     """The masters, cast to the engine's dtype."""
+    FP32 = "fp32"
+    """The masters, in fp32."""
 
 
 class LayerContext:
@@ -123,6 +125,8 @@ class LayerContext:
     @property
     def forward_dtype(self) -> torch.dtype:
         """Dtype of the inputs and outputs of a layer's forward."""
+        if self.forward is Forward.FP32:
+            return torch.float32
         return self.compute_dtype if self.forward is Forward.LEARNER else self.dtype
 
     def forward_as(self, forward: Forward) -> AbstractContextManager[None]:

@@ -24,7 +24,7 @@ from qarl.quant.kernels.base import ExpertsMatmul
 from qarl.quant.kernels.experts_loop import ExpertsLoop
 from qarl.quant.kernels.reference import PlainMatmul
 from qarl.quant.layers import grouped_backward
-from qarl.quant.layers.context import LayerContext
+from qarl.quant.layers.context import Forward, LayerContext
 from qarl.quant.layers.lora import Adapter
 from qarl.quant.layers.low_bit_layer import LowBitLayer, multiplied_input
 from qarl.quant.layers.straight_through import add_weight_gradient, input_values
@@ -92,7 +92,7 @@ class RoutedLowBitExperts(LowBitLayer[LowBitExperts, ExpertsMatmul]):
             for master, rows in zip(self.masters, merged, strict=True)
         ]
         # An aligned layer casts for one product only, and no gradient flows through that.
-        if not self.context.aligned:
+        if not self.context.aligned and self.context.forward is not Forward.FP32:
             self._casts = casts
         pairs = [
             (PlainMatmul(gate_up, None), PlainMatmul(down, None))

@@ -7,7 +7,7 @@ from torch import nn
 
 from qarl.quant.kernels.activations import multiplied_activation
 from qarl.quant.kernels.base import ExpertsMatmul, LowBitMatmul
-from qarl.quant.layers.context import LayerContext
+from qarl.quant.layers.context import Forward, LayerContext
 from qarl.quant.layers.lora import Adapter
 from qarl.quant.materialize import LowBitWeight
 from qarl.quant.materialize.activations import LowBitActivation
@@ -141,7 +141,8 @@ class LowBitLayer(nn.Module, Generic[Codes, Kernel]):
         family does not support this layer.
         """
         if not self.context.multiplies_codes:
-            return self._cast() if self._plain is None else self._plain
+            in_fp32 = self.context.forward is Forward.FP32
+            return self._cast() if in_fp32 or self._plain is None else self._plain
         if self._kernel is not None and self.context.keeps_products:
             return self._kernel
         with torch.no_grad():

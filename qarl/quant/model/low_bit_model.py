@@ -240,7 +240,7 @@ class LowBitModel(nn.Module):
             # The reference also multiplies schemes for which vLLM cannot build a layer on this
             # machine, so its graph is built unquantized.
             quantization = None
-            if self.context.kernel != "reference":
+            if self.context.kernel != "reference" and self.context.forward is not Forward.FP32:
                 quantization = self.plan.quantization_config(self.context.kv_cache)
             graph = build_graph(
                 self.module,
@@ -252,6 +252,17 @@ class LowBitModel(nn.Module):
             )
             self._graphs[dtype] = graph
         return self._graphs[dtype]
+
+    @contextlib.contextmanager
+    def fp32_graph(self) -> "Iterator[Graph]":
+        """Build the engine's model over the masters in fp32, unquantized, for this context."""
+        cached = self._graphs
+        with self.forward_as(Forward.FP32):
+            self._graphs = {}
+            try:
+                yield self.graph
+            finally:
+                self._graphs = cached
 
     def hidden(
         self,

@@ -189,6 +189,14 @@ def whole_value(
     return fill(full, rows, shard_of(parameter))
 
 
+def fp32_value(parameter: Tensor, rows: Tensor | None = None) -> Tensor:
+    """Return the full parameter in fp32, not copied if it is so already; see `whole_value`."""
+    value = parameter.detach() if rows is None else rows
+    if shard_of(parameter) is None and value.dtype == torch.float32:
+        return value
+    return whole_value(parameter, torch.float32, rows)
+
+
 def rows_of(parameters: Mapping[str, nn.Parameter], mesh: DeviceMesh) -> dict[str, nn.Parameter]:
     """Return shared parameters of full ones, whose rows are views of their storage."""
     shared = {}
