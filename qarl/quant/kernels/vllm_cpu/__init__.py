@@ -74,8 +74,10 @@ def register() -> None:
 
     if not torch.cpu._is_vnni_supported():
         _replace(CPUInt8ScaledMMFp32Kernel, "int8")
+    from qarl.quant.kernels.vllm_cpu.rotary import rotate_heads
     from qarl.quant.kernels.vllm_cpu.unquantized import multiply_alike
 
+    rotate_heads()
     os.environ.setdefault(SPLIT_KEYS, "0")
     has_amx = torch.cpu._is_amx_tile_supported()
     multiply_alike(has_amx)
