@@ -113,10 +113,10 @@ def scheme_rows(model: str | None, dtype: str) -> list[SchemeRow]:
     if cached:
         return [SchemeRow(**row) for row in cached]
     with phase("asking the kernels of this machine"):
-        from qarl.quant.checkpoint.load import empty_model
+        from qarl.quant.checkpoint.load import causal_model
         from qarl.quant.schemes import SCHEMES
 
-        empty = None if model is None else empty_model(_architecture(model))
+        empty = None if model is None else causal_model(model, _architecture(model))
         rows = [_row(scheme, empty, dtype) for scheme in SCHEMES.values()]
     keep_answer("schemes", question, [dataclasses.asdict(row) for row in rows])
     return rows
@@ -145,11 +145,12 @@ def agreement_line(model: str | None, dtype: str) -> str:
     answer = read_answer("agreement", question)
     if not answer:
         with phase("asking vLLM for its model"):
-            from qarl.quant.checkpoint.load import empty_model
+            from qarl.quant.checkpoint.load import causal_model
             from qarl.quant.model.agreement import agreement
             from qarl.quant.schemes import COMPUTE_DTYPES
 
-            agreed = agreement(empty_model(_architecture(model)), COMPUTE_DTYPES[dtype])
+            empty = causal_model(model, _architecture(model))
+            agreed = agreement(empty, COMPUTE_DTYPES[dtype])
             answer = dataclasses.asdict(agreed)
         keep_answer("agreement", question, answer)
     return f"{_LEVELS[answer['level']]}{': ' if answer['reason'] else ''}{answer['reason']}"

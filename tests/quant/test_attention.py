@@ -3,11 +3,12 @@ tests/engine/test_publish.py checks that it gives the engine's bits.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from transformers import DeepseekV2Config, LlamaConfig, MambaConfig
+from transformers import DeepseekV2Config, Gemma4TextConfig, LlamaConfig, MambaConfig
 
 from qarl.configs.errors import ModelError
 from qarl.quant.graph.attention import attention, torch_attention
@@ -176,3 +177,13 @@ def test_heads_that_no_engine_has_are_refused():
         match=r"'m' has attention heads of 16 values, which vLLM lacks on CPUs \(there are 32,",
     ):
         kernel.require_head_size("m", LlamaConfig(hidden_size=64, num_attention_heads=4))
+
+
+@pytest.mark.parametrize(("size", "refused"), [(64, False), (48, True)])
+def test_every_layers_head_size_is_looked_at(size: int, refused: bool):
+    """Check Gemma 4, whose layers of full attention have heads of another size than the rest."""
+    kind: Any = Gemma4TextConfig  # it also takes what is no field of its own
+    config = kind(num_hidden_layers=6, head_dim=32, global_head_dim=size)
+    words = rf"heads of {size} values" if refused else ""
+    with pytest.raises(ModelError, match=words) if refused else nullcontext():
+        kernel.require_head_size("m", config)

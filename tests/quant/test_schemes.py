@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from rich.console import Console
 from safetensors.torch import load_file
-from transformers import LlamaConfig, Qwen3ForCausalLM
+from transformers import Gemma4TextConfig, LlamaConfig, Qwen3ForCausalLM
 
 import qarl.quant.kernels as kernels_module
 from qarl.cli.main import main
@@ -225,6 +226,48 @@ def test_a_scheme_whose_groups_do_not_divide_the_models_width_does_not_run(
             "-  no    576 input columns, no multiple of the group size 128"
         )
         assert lines["w4a16-g64"].split()[-1] == "yes"
+
+
+@pytest.mark.parametrize("kind", ["Qwen2_5_VLConfig", "Qwen3VLConfig", "Gemma3Config"])
+def test_schemes_of_a_model_with_pictures_are_refused_by_name(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+):
+    """Check classes without and with a language model of text and pictures in one."""
+    monkeypatch.setenv("QARL_CACHE", str(tmp_path / "cache"))
+    config = getattr(transformers, kind)()
+    config.save_pretrained(tmp_path)
+    assert main(["schemes", "--model", str(tmp_path)]) == 2
+    words = " ".join(capsys.readouterr().err.split())
+    assert f"is a {config.model_type!r}, which takes pictures beside text, and only" in words
+    assert "give one of those (Qwen3" in words
+    assert len(words) < 600
+
+
+def test_gemma_4_agrees_by_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """Check a model whose layers differ in their heads' size, and that has a buffer for each."""
+    monkeypatch.setenv("QARL_CACHE", str(tmp_path / "cache"))
+    kind: Any = Gemma4TextConfig  # it also takes what is no field of its own
+    config = kind(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        layer_types=["sliding_attention", "full_attention"],
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        global_head_dim=64,
+        num_kv_shared_layers=0,
+        hidden_size_per_layer_input=0,
+    )
+    config.save_pretrained(tmp_path)
+    assert main(["schemes", "--model", str(tmp_path)]) == 0
+    assert "learner and sampler agree to the last bit" in capsys.readouterr().out
 
 
 LLMCOMPRESSOR_PRESETS = {

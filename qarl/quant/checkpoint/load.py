@@ -84,6 +84,31 @@ def empty_model(config: PreTrainedConfig) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(config)
 
 
+def causal_model(name: str, config: PreTrainedConfig) -> PreTrainedModel:
+    """Return `empty_model` of this architecture, if it is a language model of text alone.
+
+    Raises `ModelError` for another one, by the name under which the user gave it. A model that also
+    takes pictures is a language model if its class for text leaves them out.
+    """
+    known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    model = empty_model(config) if known else None
+    parts = {"vision_config": "pictures", "audio_config": "sound"}
+    taken = config if model is None else model.config
+    beside = [words for key, words in parts.items() if getattr(taken, key, None) is not None]
+    if beside:
+        raise ModelError(
+            f"model {name!r} is a {config.model_type!r}, which takes {' and '.join(beside)} beside"
+            " text, and only models of text alone are trained; give one of those (Qwen3, Llama,"
+            " Mistral, …)"
+        )
+    if model is None:
+        raise ModelError(
+            f"model {name!r} is a {config.model_type!r}, no causal language model; give one that"
+            " writes text from left to right (Qwen3, Llama, Mistral, …)"
+        )
+    return model
+
+
 def model_skeleton(folder: Path) -> PreTrainedModel:
     """Return the model in `folder` on the meta device: names, kinds and shapes of its layers.
 
@@ -96,17 +121,14 @@ def model_skeleton(folder: Path) -> PreTrainedModel:
     check_model(folder)
     try:
         config = AutoConfig.from_pretrained(folder)
-        model = empty_model(config) if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else None
+        model = causal_model(str(folder), config)
+    except ModelError:
+        raise
     except Exception as error:
         words = _first_lines(error)
         raise ModelError(
             f"model {str(folder)!r} cannot be built from its config.json: {words}"
         ) from error
-    if model is None:
-        raise ModelError(
-            f"model {str(folder)!r} is a {config.model_type!r}, no causal language model; give one"
-            " that writes text from left to right (Qwen3, Llama, Mistral, …)"
-        )
     stored = tensor_shapes(folder) if weight_files(folder) else {}
     if has_own_head(folder, model, stored):
         set_tie(config, tied=False)

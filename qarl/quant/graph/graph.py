@@ -226,11 +226,13 @@ class Graph:
     def _take_buffers(self, name: str, module: nn.Module) -> None:
         """Copy tensors that the checkpoint has and nobody trains into the module's own tensors.
 
-        The module's tensors remain the same objects, because other modules may hold them too.
+        The module's tensors remain the same objects, because other modules may hold them too. A
+        model on the meta device, which only asks whether it can be built, has no values to copy.
         """
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None and (name, key) in self._masters.buffers:
-                tensor.data.copy_(self._masters.buffers[name, key].reshape(tensor.shape))
+            buffer = self._masters.buffers.get((name, key))
+            if tensor is not None and buffer is not None and not buffer.is_meta:
+                tensor.data.copy_(buffer.reshape(tensor.shape))
 
     def _weights(self, name: str, module: nn.Module) -> dict[str, MasterCopy]:
         """Replace a module's own parameters by copies of masters and return these, by name.

@@ -186,11 +186,11 @@ def require_head_size(model: str, config: PretrainedConfig) -> None:
     # The model has no attention, or attention over latents.
     if not heads or getattr(text, "kv_lora_rank", None):
         return
-    head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
     allowed = kept_head_sizes()
-    if head_size not in allowed:
+    wrong = next((size for size in _head_sizes(text) if size not in allowed), None)
+    if wrong is not None:
         raise ModelError(
-            f"model {model!r} has attention heads of {head_size} values, which vLLM lacks on CPUs"
+            f"model {model!r} has attention heads of {wrong} values, which vLLM lacks on CPUs"
             f" (there are {', '.join(map(str, allowed))}); choose another model, or a GPU"
         )
 
@@ -209,6 +209,21 @@ def kept_head_sizes() -> list[int]:
     sizes = CPUAttentionBackend.get_supported_head_sizes()
     keep_answer("head-sizes", {}, sizes)
     return sizes
+
+
+def _head_sizes(config: PretrainedConfig) -> list[int]:
+    """Return the sizes of attention heads in a language model, smallest first.
+
+    Layers may differ in it (Gemma 4), and transformers then refuses to read it of the whole.
+    """
+    different = getattr(config, "is_heterogeneous", False)
+    layers = config.per_layer_config if different else [config]
+    return sorted(
+        {
+            getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+            for layer in layers
+        }
+    )
 
 
 def cpu_isa(dtype: torch.dtype, head_size: int) -> str:

@@ -64,13 +64,15 @@ def layer_names(model: nn.Module, name: str, module: nn.Module) -> list[str]:
 def checkpoint_names(model: nn.Module) -> dict[nn.Module, list[str]]:
     """Return the modules of a traced model that own parameters, and the checkpoint names of each.
 
-    Experts are included. Tied heads are not, because they own no parameters, nor are layers of
-    latent attention, which are made from other layers' parameters.
+    Experts are included, and modules that the checkpoint has buffers of. Tied heads are not,
+    because they own no parameters, nor are layers of latent attention, which are made from other
+    layers' parameters.
     """
     names = {}
     for name, module in model.named_modules():
         owns_parameters = any(True for _ in module.parameters(recurse=False))
-        if not owns_parameters and not isinstance(module, RoutedExperts):
+        is_loaded = owns_parameters or name in _TRACED[model]
+        if not is_loaded and not isinstance(module, RoutedExperts):
             continue
         if is_deferred_attention_layer(module) or _tied_head(model, module):
             continue
