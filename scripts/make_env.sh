@@ -189,7 +189,9 @@ prepare_commands() {
     local python=(env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python")
     [[ $device != trl ]] || return 0
     say "compiling what commands import, and asking this machine's kernels"
-    "${python[@]}" -c 'import reasoning_gym, vllm.entrypoints.llm, vllm.v1.worker.cpu_worker' >/dev/null 2>&1 &
+    "${python[@]}" -c 'import reasoning_gym, vllm.entrypoints.llm, vllm.v1.worker.cpu_worker
+from qarl.quant.kernels.cpu_attention import kept_head_sizes
+kept_head_sizes()' >/dev/null 2>&1 &
     "${python[@]}" -m qarl schemes >/dev/null 2>&1 || say "going on: qarl schemes failed, and tells why"
     wait
 }
