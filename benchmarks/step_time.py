@@ -16,7 +16,7 @@ from typing import Any
 from qarl.configs.errors import ConfigError
 from qarl.configs.schemes import SCHEME_SPECS
 from qarl.planning.memory import GIB, cache_itemsize
-from qarl.planning.plan import Plan, changed_config, make_plan
+from qarl.planning.plan import MemoryPlan, changed_config, make_plan
 from qarl.report.tables import PlainTable
 
 
@@ -101,7 +101,7 @@ class StepTime:
 
 
 def measure(
-    plan: Plan,
+    plan: MemoryPlan,
     schemes: Sequence[str],
     lengths: Lengths,
     gpu: str,
@@ -128,7 +128,7 @@ def measure(
 
 
 def _step(
-    plan: Plan,
+    plan: MemoryPlan,
     scheme: str,
     kind: str,
     lengths: Lengths,
@@ -153,7 +153,7 @@ def _step(
 class _Estimate:
     """Estimate for one process."""
 
-    def __init__(self, plan: Plan, lengths: Lengths, rates: Rates):
+    def __init__(self, plan: MemoryPlan, lengths: Lengths, rates: Rates):
         self.plan = plan
         self.config = plan.config
         self.shapes = plan.shapes

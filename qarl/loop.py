@@ -29,7 +29,7 @@ from qarl.run.policy import Ready, trained_part
 from qarl.run.rollouts import Rollouts
 from qarl.run.session import Position, Session, open_session
 from qarl.run.step_checkpoints import StepCheckpoints
-from qarl.run.verify_export import Outcome, export_sampled, finish
+from qarl.run.verify_export import RunOutcome, export_sampled, finish
 from qarl.start import open_run
 
 
@@ -42,7 +42,7 @@ def train(
     log: Log = unlogged,
     ready: Ready | None = None,
     allow_changed_inputs: bool = False,
-) -> Outcome:
+) -> RunOutcome:
     """Train until `config.steps` or an interrupt, and return what the run ended with.
 
     All processes run the same loop on the same groups, of which each sampled its share. Only the

@@ -8,7 +8,7 @@ from qarl.report.run_folder import RunFolder
 from qarl.report.startup import phase, say
 from qarl.run.checkpoint import load_checkpoint
 from qarl.run.inputs import Inputs, digest_inputs, require_same_inputs
-from qarl.run.policy import Policy, Ready, open_policy, open_ready
+from qarl.run.policy import Ready, Trainee, open_policy, open_ready
 from qarl.run.session import Position
 
 
@@ -19,7 +19,7 @@ def open_run(
     resume: bool,
     ready: Ready | None,
     allow_changed_inputs: bool,
-) -> tuple[Policy, Position, Inputs]:
+) -> tuple[Trainee, Position, Inputs]:
     """Load the policy and the run's position: from the newest checkpoint, or for a new run.
 
     Also returns the digests of the run's inputs, in the first process alone, which writes them.
@@ -29,7 +29,7 @@ def open_run(
     ready = ready or open_ready(config)
     inputs = digest_inputs(config, ready.task) if processes.first else {}
     if resume:
-        processes.first_does(
+        processes.run_on_first(
             lambda: require_same_inputs(config, folder, inputs, allow_changed_inputs)
         )
     with phase("loading the model"):

@@ -194,7 +194,7 @@ def test_only_schemes_state_bits_and_ranges():
 
 
 def test_one_door_leads_to_engines():
-    """Outside rollout/ nothing names a kind of engine: what samples is an `Engine`, got from
+    """Outside rollout/ nothing names a kind of engine: what samples is a `SamplingEngine`, got from
     `open_engine`. So another kind is a file of its own and a line in `rollout/open.py`.
     """
     for name, used in modules().items():

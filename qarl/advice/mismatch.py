@@ -35,7 +35,7 @@ from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.model.operator_check import check_operators
 from qarl.quant.model.surgery import changed_logits
 from qarl.quant.schemes import COMPUTE_DTYPES, get_scheme
-from qarl.rollout.engine import Engine
+from qarl.rollout.engine import SamplingEngine
 from qarl.rollout.open import open_engine
 from qarl.rollout.types import Group, Sampling
 from qarl.run.policy import Ready, open_policy
@@ -76,7 +76,7 @@ LEARNERS = {
 @contextmanager
 def engine_of(
     model: LowBitModel, folder: Path, rollout: RolloutConfig, dtype: str
-) -> Iterator[Engine]:
+) -> Iterator[SamplingEngine]:
     """Start an engine on the model's present codes.
 
     folder: model folder that has tokenizer and architecture.

@@ -14,7 +14,7 @@ from qarl.configs.schema.base import differing
 from qarl.configs.schema.run import RunConfig
 from qarl.configs.yaml_file import as_texts
 from qarl.planning.machine import planned_machine
-from qarl.planning.plan import Plan, make_plan
+from qarl.planning.plan import MemoryPlan, make_plan
 from qarl.planning.shapes import sizes_of
 from qarl.preflight.files import check_files
 from qarl.preflight.memory import planned
@@ -23,15 +23,14 @@ from qarl.quant.runtime.imports import collections_paused
 from qarl.report.loggers import step_logger
 from qarl.report.run_folder import RunFolder, resumed_config
 from qarl.report.startup import phase, phases_shown_on
-from qarl.run.evaluation_plan import Plan as EvaluationPlan
-from qarl.run.evaluation_plan import Suite, plan_evaluation
+from qarl.run.evaluation_plan import EvaluationPlan, Suite, plan_evaluation
 from qarl.tasks import Task
 
 if TYPE_CHECKING:  # which import torch
     from qarl.evaluation.results import Evaluation
     from qarl.learner.processes import Processes
     from qarl.run.policy import Ready
-    from qarl.run.verify_export import Outcome
+    from qarl.run.verify_export import RunOutcome
 
 
 def config(
@@ -55,7 +54,7 @@ def plan(
     config: RunConfig,
     gpus: str | None = None,
     processes: int | None = None,
-) -> Plan:
+) -> MemoryPlan:
     """Estimate the memory that a run would take, in bytes, and compare it with a machine's.
 
     The plan also has the configuration with all choices made that were left to it. No weight is
@@ -77,7 +76,7 @@ def train(
     resume: str | Path | None = None,
     allow_changed_inputs: bool = False,
     console: Console | None = None,
-) -> "Outcome":
+) -> "RunOutcome":
     """Train as `qarl train` does, in this process, which a launcher may have started as one of
     several.
 
@@ -128,7 +127,7 @@ def joined(
         processes = join_processes(alone=config.learner.zero_stage is not None)
         config = agreed(config, requested, processes)
         ready = prepare(config, task, processes, saves=True)
-    folder = folder or processes.first_does(lambda: RunFolder.create(config))
+    folder = folder or processes.run_on_first(lambda: RunFolder.create(config))
     return config, folder, processes, ready
 
 
@@ -159,7 +158,7 @@ def run(
     processes: "Processes",
     ready: "Ready | None" = None,
     allow_changed_inputs: bool = False,
-) -> "Outcome":
+) -> "RunOutcome":
     """Train in a run's folder, which is locked meanwhile.
 
     A start that fails leaves no new folder behind. ready: what the run's checks returned.
@@ -206,7 +205,7 @@ def agreed(config: RunConfig, requested: RunConfig, processes: "Processes") -> R
                 )
         return config
 
-    return processes.first_does(checked)
+    return processes.run_on_first(checked)
 
 
 def evaluate(

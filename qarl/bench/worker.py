@@ -31,7 +31,7 @@ from qarl.quant.checkpoint.load import load_masters
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.schemes import COMPUTE_DTYPES, get_scheme
-from qarl.rollout.engine import Engine
+from qarl.rollout.engine import SamplingEngine
 from qarl.rollout.open import open_engine
 from qarl.rollout.step_times import engine_steps
 from qarl.rollout.types import Group, Prompt, Sampling
@@ -121,7 +121,7 @@ def _prompts(
 
 
 def _cell(
-    engine: Engine,
+    engine: SamplingEngine,
     context: int,
     batch: int,
     job: Job,
@@ -155,7 +155,7 @@ def _cell(
 
 
 def _steps(
-    engine: Engine,
+    engine: SamplingEngine,
     kind: str,
     job: Job,
     vocabulary: int,
@@ -187,7 +187,7 @@ def _steps(
 
 
 def _step(
-    engine: Engine,
+    engine: SamplingEngine,
     learner: Learner,
     publisher: Publisher,
     number: int,

@@ -13,7 +13,7 @@ from qarl.cli.options import DTYPES, json_file, say, whole, write_json
 from qarl.configs.errors import ConfigError
 from qarl.evaluation.suites import SUITES
 from qarl.report.startup import phases_shown_on
-from qarl.run.evaluation_plan import Plan, Suite, plan_evaluation, plan_same
+from qarl.run.evaluation_plan import EvaluationPlan, Suite, plan_evaluation, plan_same
 
 if TYPE_CHECKING:  # because it imports numpy
     from qarl.evaluation.results import Evaluation
@@ -147,7 +147,7 @@ def _eval(known: argparse.Namespace, console: Console) -> int:
     with phases_shown_on(Console(stderr=True)):
         limits = known.max_new_tokens, known.max_prompt_tokens
         plan = plan_evaluation(known.target, overrides, *limits, known.dtype, suite)
-        other: Plan | Evaluation | None = None
+        other: EvaluationPlan | Evaluation | None = None
         if known.against is not None and Path(known.against).is_file():
             other = read_evaluation(Path(known.against))
             require_same_settings(known.target, plan.settings(known.seed), other)
@@ -155,7 +155,7 @@ def _eval(known: argparse.Namespace, console: Console) -> int:
             other = plan_same(plan, known.against, known.dtype)
         evaluation = evaluated(plan, known.seed)
         write_json(known.json, write_evaluation(evaluation))
-        reference = evaluated(other, known.seed) if isinstance(other, Plan) else other
+        reference = evaluated(other, known.seed) if isinstance(other, EvaluationPlan) else other
     for line in (
         *_lines(evaluation),
         *(_compared(evaluation, reference) if reference is not None else ()),

@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import Any
 
 from qarl.configs.functions import in_words
-from qarl.rollout.engine import Engine
+from qarl.rollout.engine import SamplingEngine
 from qarl.rollout.types import Completion, Prompt, Sampling
 from qarl.tasks.base import Problem, RewardError, as_reward
 
@@ -219,7 +219,7 @@ class Speaker:
 
 
 async def converse(
-    engine: Engine,
+    engine: SamplingEngine,
     speaker: Speaker,
     problems: Sequence[Problem],
     prompts: Sequence[Prompt],
@@ -323,7 +323,7 @@ class _Turns:
             return False
         return True
 
-    def answer(self, engine: Engine, sampling: Sampling) -> None:
+    def answer(self, engine: SamplingEngine, sampling: Sampling) -> None:
         answers = engine.generate([prompt for prompt, _ in self.waiting], sampling)
         for (_, turn), (answer,) in zip(self.waiting, answers, strict=True):
             if not turn.done():  # cancelled if its agent has gone

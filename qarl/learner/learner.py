@@ -112,7 +112,7 @@ class Learner:
         self.schedule = make_schedule(config.optimizer, steps)
         self._seed = seed
         self._start = StartingPolicy()
-        self.whole = True
+        self.batch_complete = True
         """Whether the masters are those of a finished batch: False if an error came between its
         updates.
         """
@@ -175,9 +175,9 @@ class Learner:
             self.scorer.add_ratio_side(
                 learning.reference, torch.arange(len(batch.tokens)), self._reference
             )
-        self.whole = False
+        self.batch_complete = False
         updates = [self._update(learning, observers, number) for number in range(len(trained))]
-        self.whole = True
+        self.batch_complete = True
         records: dict[str, Any] = {}
         for observer in observers:
             records |= observer.record()

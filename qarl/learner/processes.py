@@ -101,7 +101,7 @@ class Processes:
         """Return when all processes have called this."""
         self.gathered(None)
 
-    def first_does(self, work: Callable[[], T]) -> T:
+    def run_on_first(self, work: Callable[[], T]) -> T:
         """Call `work` in the first process, and return its picklable result in all.
 
         If it raises, the other processes raise `FailedElsewhereError`.

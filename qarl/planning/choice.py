@@ -25,7 +25,7 @@ from qarl.configs.schema.run import RunConfig
 from qarl.configs.yaml_file import as_text, as_texts
 from qarl.planning.machine import Machine, parse_machine
 from qarl.planning.memory import GIB
-from qarl.planning.plan import SPARE, Plan, changed_config, make_plan
+from qarl.planning.plan import SPARE, MemoryPlan, changed_config, make_plan
 from qarl.planning.shapes import sizes_of
 
 _PROPOSED = ("rollout.max_new_tokens", "learner.lora.name")
@@ -43,7 +43,7 @@ _WHY = {
 
 
 @dataclass(frozen=True)
-class Choice:
+class LaunchChoice:
     """The choices for a new run."""
 
     file: str | None
@@ -77,7 +77,7 @@ def choose(
     processes: int | None,
     machine: Machine,
     here: int | None = None,
-) -> Choice:
+) -> LaunchChoice:
     """Choose recipe, processes and fields for a new run.
 
     Nothing is chosen without GPUs, for an embedded policy, which is small, or for a replay of
@@ -94,7 +94,7 @@ def choose(
     Raises `ConfigError` if there are more processes than GPUs.
     """
     if machine.device == "cpu" or is_embedded(config.model) or config.from_rollouts is not None:
-        return Choice(file, processes or 1, {})
+        return LaunchChoice(file, processes or 1, {})
     if processes is not None:  # plan for as many GPUs, even if the machine has more
         machine = replace(machine, count=min(machine.count, here or processes))
     words: list[str] = []
@@ -103,7 +103,7 @@ def choose(
     # The plan, or the checks of files, report the error later.
     except (ModelError, ConfigError):
         count, words = _process_count(config, processes, machine)
-        return Choice(file, count, {}, tuple(words))
+        return LaunchChoice(file, count, {}, tuple(words))
     for name in _recipes_for(config.model) if file is None else ():
         try:
             recipe = load_config(config_file(name), dict(by_hand))
@@ -117,7 +117,7 @@ def choose(
                 f"--config {name}: for this model, and fits {machine.name}; give --config for"
                 " other settings"
             )
-            return Choice(name, count, {}, (*words, *about))
+            return LaunchChoice(name, count, {}, (*words, *about))
         needs = f"{plan.memory.total / GIB:.1f} of {plan.capacity / GIB:.1f} GiB"
         words.append(f"recipe {name} does not fit {machine.name}: {needs}")
     count, about = _process_count(config, processes, machine)
@@ -130,7 +130,7 @@ def choose(
         smallest = smallest_fit(plan, machine, lambda changed: not changed & fixed)
         fields = {} if smallest is None else smallest[1]
     words += [f"{option(field)}: {_WHY[field[0]]}" for field in fields.items()]
-    return Choice(file, count, fields, tuple(words))
+    return LaunchChoice(file, count, fields, tuple(words))
 
 
 def _recipes_for(model: str) -> Iterator[str]:
@@ -253,11 +253,11 @@ def _changes(config: RunConfig, machine: Machine, processes: int) -> list[Change
 
 
 def _changed(
-    plan: Plan,
+    plan: MemoryPlan,
     changes: list[Change],
     machine: Machine,
     processes: int,
-) -> Plan | None:
+) -> MemoryPlan | None:
     """Return the plan with changes, or None if they contradict each other."""
     fields = _all_fields(changes)
     here = plan.local if machine is plan.machine else processes
@@ -287,7 +287,7 @@ def _all_fields(changes: list[Change]) -> dict[str, object]:
     return fields
 
 
-def helping(plan: Plan) -> dict[str, int]:
+def helping(plan: MemoryPlan) -> dict[str, int]:
     """Return every single change that reduces a run's memory on its machine.
 
     The result maps the change, as options of `qarl train`, to the bytes that a process saves.
@@ -302,11 +302,11 @@ def helping(plan: Plan) -> dict[str, int]:
     return saved
 
 
-Fitting = tuple[Plan, dict[str, object]]
+Fitting = tuple[MemoryPlan, dict[str, object]]
 """A plan that fits and leaves `SPARE` free, and the changed fields that make it fit."""
 
 
-def fitting(plan: Plan) -> list[Fitting]:
+def fitting(plan: MemoryPlan) -> list[Fitting]:
     """Return the cheapest changes that make a run fit its machine, or a larger one.
 
     If no changes make it fit its own machine, the smallest of `_LISTED` that it fits with some is
@@ -337,7 +337,7 @@ def _all_but_lora(fields: Set[str]) -> bool:
 
 
 def smallest_fit(
-    plan: Plan, machine: Machine, allowed: Callable[[Set[str]], bool]
+    plan: MemoryPlan, machine: Machine, allowed: Callable[[Set[str]], bool]
 ) -> Fitting | None:
     """Return the cheapest set of changes that makes a run fit a machine, or None if none does.
 

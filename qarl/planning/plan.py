@@ -30,7 +30,7 @@ class MemoryPlanError(InputError, heading="memory"):
 
 
 @dataclass(frozen=True)
-class Plan:
+class MemoryPlan:
     """A run's memory on a machine."""
 
     requested: RunConfig
@@ -101,7 +101,7 @@ def make_plan(
     machine: Machine,
     processes: int,
     here: int | None = None,
-) -> Plan:
+) -> MemoryPlan:
     """Decide the open fields of a configuration, and compute the memory of its run.
 
     Args:
@@ -126,7 +126,7 @@ def make_plan(
         decided.append(f"gradient checkpointing {word}")
     if config.rollout.kv_cache_gib is None and machine.device == "cuda" and config.engine_here:
         decided.append(f"KV cache {filled.rollout.kv_cache_gib} GiB")
-    return Plan(
+    return MemoryPlan(
         requested=config,
         config=filled,
         shapes=shapes,

@@ -8,14 +8,14 @@ from typing import Any
 from qarl.configs.yaml_file import as_texts
 from qarl.planning.choice import fitting, helping, option
 from qarl.planning.memory import GIB, counted
-from qarl.planning.plan import SPARE, Plan
+from qarl.planning.plan import SPARE, MemoryPlan
 
 _WIDTH = 80
 _SHOWN = 0.05 * GIB
 """Smallest part, in bytes, that the line lists."""
 
 
-def one_line(plan: Plan) -> str:
+def one_line(plan: MemoryPlan) -> str:
     """Return the total, the available memory and the larger parts in one line."""
     parts = [
         f"{part.name} {part.bytes / GIB:.1f}" for part in plan.memory.parts if part.bytes >= _SHOWN
@@ -37,7 +37,7 @@ def one_line(plan: Plan) -> str:
     return line
 
 
-def table(plan: Plan) -> list[str]:
+def table(plan: MemoryPlan) -> list[str]:
     """Return a table of all parts, with the total, the available memory and the verdict."""
     config = plan.config
     parameters = counted(plan.shapes.parameters)
@@ -63,7 +63,7 @@ def table(plan: Plan) -> list[str]:
     return lines
 
 
-def verdict(plan: Plan) -> str:
+def verdict(plan: MemoryPlan) -> str:
     """Return whether the plan fits, in words."""
     if plan.share > 1:
         return f"{(plan.memory.total - plan.capacity) / GIB:.1f} GiB too much"
@@ -77,7 +77,7 @@ def verdict(plan: Plan) -> str:
 
 
 def remedies(
-    plan: Plan,
+    plan: MemoryPlan,
     overrides: Mapping[str, str],
     file: str | None,
 ) -> list[str]:
@@ -100,7 +100,7 @@ def remedies(
     return lines
 
 
-def as_data(plan: Plan) -> dict[str, Any]:
+def as_data(plan: MemoryPlan) -> dict[str, Any]:
     """Return the plan as a dictionary for JSON; memory is in bytes."""
     return {
         "model": plan.config.model,

@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from qarl.configs.errors import ConfigError, ModelError
 from qarl.configs.schema.lora import LoraConfig
 from qarl.configs.schema.run import RunConfig
-from qarl.quant.checkpoint.plan import Plan
+from qarl.quant.checkpoint.plan import LayerPlan
 from qarl.quant.checkpoint.shapes import expert_modules, weight_shapes
 from qarl.quant.kernels.cpu_attention import require_head_size
 from qarl.quant.kernels.supported import require_cache, require_support
@@ -45,7 +45,7 @@ def require_kernels(config: RunConfig) -> None:
     require_support(get_scheme(config.scheme), COMPUTE_DTYPES[config.dtype])
 
 
-def require_layers(config: RunConfig, model: PreTrainedModel, layers: Plan) -> None:
+def require_layers(config: RunConfig, model: PreTrainedModel, layers: LayerPlan) -> None:
     """Raise an error if the model's layers do not go with the configuration or this machine.
 
     model: the model, which may be on the meta device. layers: the scheme of each of its layers.

@@ -31,7 +31,7 @@ def prepare(
     """
     processes = processes or Processes()
     first: list[Ready] = []
-    processes.first_does(lambda: first.append(checked(config, task, processes.world, saves)))
+    processes.run_on_first(lambda: first.append(checked(config, task, processes.world, saves)))
     if first:
         return first[0]
     return open_ready(config, task)

@@ -30,12 +30,12 @@ from qarl.quant.schemes import COMPUTE_DTYPES, get_scheme
 from qarl.quant.types import LowBitTensor
 from qarl.report.run_folder import RunFolder
 from qarl.report.startup import phase
-from qarl.rollout.engine import Engine
+from qarl.rollout.engine import SamplingEngine
 from qarl.rollout.open import open_engine
 from qarl.run.export import Exported
 from qarl.run.export_note import add_to_note, export_note
 from qarl.run.model_card import write_card
-from qarl.run.policy import Policy, model_folder
+from qarl.run.policy import Trainee, model_folder
 from qarl.run.served import note_served
 from qarl.sync.audit import audit, require_agreement
 from qarl.sync.export import ExportError, write_checkpoint
@@ -126,7 +126,7 @@ def quantized_tensors(source: Source, method: str, work: Path) -> Iterator[LowBi
     return read_as(source.layout, compressed)
 
 
-def verify(source: Source, engine: Engine) -> float:
+def verify(source: Source, engine: SamplingEngine) -> float:
     """Return the mean |Δ log p| of fixed sequences between `engine` and the unquantized one, nats.
 
     Raises `AuditError` if the engine reports a layer in another scheme, group or dtype than the
@@ -147,7 +147,7 @@ def verify(source: Source, engine: Engine) -> float:
     return moved
 
 
-def initial_codes(policy: Policy, config: RunConfig) -> list[LowBitTensor]:
+def initial_codes(policy: Trainee, config: RunConfig) -> list[LowBitTensor]:
     """Quantize the policy's folder by `quantization.init`, and return the codes for
     `start_from_codes`.
 

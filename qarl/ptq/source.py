@@ -10,11 +10,11 @@ from qarl.configs.seeds import stable_hash
 from qarl.ptq.expected_checkpoint import Layout, checkpoint_layout
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.report.run_folder import RunFolder
-from qarl.rollout.engine import Engine
+from qarl.rollout.engine import SamplingEngine
 from qarl.rollout.open import open_engine
 from qarl.rollout.types import RequestDefaults, Sampling
 from qarl.run.checkpoint import load_checkpoint
-from qarl.run.policy import Policy, open_policy
+from qarl.run.policy import Trainee, open_policy
 from qarl.run.prompts import Prompter, sample
 from qarl.run.served import policy_defaults
 from qarl.run.session import canary_sequences
@@ -72,7 +72,7 @@ def open_source(run: RunFolder, work: Path, scheme: str, count: int) -> Source:
 
 
 def sample_source(
-    policy: Policy,
+    policy: Trainee,
     model: LowBitModel,
     config: RunConfig,
     work: Path,
@@ -106,7 +106,7 @@ def sample_source(
 
 
 def _calibration(
-    engine: Engine, policy: Policy, count: int, config: RunConfig
+    engine: SamplingEngine, policy: Trainee, count: int, config: RunConfig
 ) -> tuple[tuple[int, ...], ...]:
     """Return training prompts, each followed by a completion that the policy samples now.
 

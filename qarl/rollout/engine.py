@@ -46,7 +46,7 @@ class LoadReport:
         return self.digest == digest and not self.unconsumed and not self.missing
 
 
-class Engine(Protocol):
+class SamplingEngine(Protocol):
     """A sampler that holds one weight version."""
 
     weight_version: int

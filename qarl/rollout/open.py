@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qarl.configs.schema.run import RolloutConfig
-from qarl.rollout.engine import Engine
+from qarl.rollout.engine import SamplingEngine
 
 if TYPE_CHECKING:
     from qarl.rollout.servers.vllm.start import ServerProcess
@@ -19,7 +19,7 @@ def open_engine(
     dtype: str,
     multi_process: bool = False,
     use_servers: bool = False,
-) -> Iterator[Engine]:
+) -> Iterator[SamplingEngine]:
     """Start an engine on a checkpoint folder and close it at the end of the `with`, even on errors.
 
     Args:
@@ -92,7 +92,7 @@ def _start(
     dtype: str,
     multi_process: bool,
     on_servers: bool,
-) -> Engine:
+) -> SamplingEngine:
     from qarl.rollout.vllm.options import VllmOptions
 
     options = VllmOptions(rollout, dtype, multi_process)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from qarl.rollout.engine import Engine, EngineError
+from qarl.rollout.engine import EngineError, SamplingEngine
 from qarl.rollout.types import Prompt, Sampling
 
 if TYPE_CHECKING:
@@ -22,8 +22,10 @@ class EngineStep:
     """Number of sequences that got a token in this step."""
 
 
-def engine_steps(engine: Engine, prompts: Sequence[Prompt], sampling: Sampling) -> list[EngineStep]:
-    """Sample as `Engine.generate` does, but step by step, and return the steps.
+def engine_steps(
+    engine: SamplingEngine, prompts: Sequence[Prompt], sampling: Sampling
+) -> list[EngineStep]:
+    """Sample as `SamplingEngine.generate` does, but step by step, and return the steps.
 
     Raises `EngineError` unless the engine is vLLM in this process.
     """

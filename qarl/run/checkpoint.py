@@ -73,7 +73,7 @@ def save_checkpoint(
     failure: Exception | None = None
     digests: dict[str, str] = {}
     try:
-        together.first_does(lambda: _begin({**state, "learner": learner}, building))
+        together.run_on_first(lambda: _begin({**state, "learner": learner}, building))
         _write_tensors(tensors, building, together)
         own = [*building.glob(f"shard-{together.rank + 1:05d}-*")]
         own += [building / _STATE] if together.first else []
@@ -86,7 +86,7 @@ def save_checkpoint(
         try:
             parts = {name: digest for part, _ in written for name, digest in part.items()}
             manifest = {"step": step, "sha256": parts, "inputs": inputs}
-            together.first_does(lambda: _name(building, target, manifest, keep))
+            together.run_on_first(lambda: _name(building, target, manifest, keep))
             return target
         except (OSError, RuntimeError, FailedElsewhereError) as error:
             failure = error
@@ -262,7 +262,7 @@ def load_checkpoint(
     """
     together = processes or Processes()
     # listed once, before any is renamed
-    checkpoints = together.first_does(lambda: list_checkpoints(folder))
+    checkpoints = together.run_on_first(lambda: list_checkpoints(folder))
     if not checkpoints:
         raise ConfigError(
             f"{str(folder)!r} holds no checkpoint yet; start the run again with another --output"
@@ -282,20 +282,22 @@ def load_checkpoint(
         step_over(
             f"checkpoint {str(newest)!r} is damaged ({fault}); going on from the one before it"
         )
-        together.first_does(lambda old=newest, new=renamed: _rename(old, new))
+        together.run_on_first(lambda old=newest, new=renamed: _rename(old, new))
     raise AssertionError("the oldest checkpoint is read or refused")
 
 
 def _fault(checkpoint: Path, together: Processes) -> str | None:
     """Describe what is wrong with a checkpoint's bytes, or return None if they are intact."""
-    digests = together.first_does(lambda: _digests(checkpoint))
+    digests = together.run_on_first(lambda: _digests(checkpoint))
     if digests is None:
         return "its manifest.json cannot be read"
     names = sorted(digests)
     if any(Path(name).name != name for name in names):
         return f"its manifest.json names files elsewhere, {names[0]!r}"
     # torch reads every safetensors file of a folder, so none may be there that is not hashed
-    tensors = together.first_does(lambda: {file.name for file in checkpoint.glob("*.safetensors")})
+    tensors = together.run_on_first(
+        lambda: {file.name for file in checkpoint.glob("*.safetensors")}
+    )
     if unlisted := sorted(tensors - digests.keys()):
         return f"its manifest.json does not name {unlisted[0]}"
     files = {name: checkpoint / name for name in together.share(names)}

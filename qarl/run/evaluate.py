@@ -10,10 +10,10 @@ from qarl.evaluation.heldout import Heldout
 from qarl.evaluation.results import Evaluation, Question, Result, final_answer
 from qarl.learner.processes import Processes
 from qarl.report.startup import phase, say
-from qarl.rollout.engine import Engine
+from qarl.rollout.engine import SamplingEngine
 from qarl.rollout.open import open_engine
 from qarl.rollout.types import Completion, Sampling
-from qarl.run.evaluation_plan import Plan
+from qarl.run.evaluation_plan import EvaluationPlan
 from qarl.run.prompts import Prompter, open_prompter, responses_of, sample
 from qarl.run.session import Position, Session
 from qarl.tasks import Problem, Task
@@ -31,7 +31,7 @@ def problems_once(task: Task, count: int, seed: int) -> list[Problem]:
 
 
 def answered(
-    engine: Engine,
+    engine: SamplingEngine,
     task: Task,
     prompter: Prompter,
     asking: EvalConfig,
@@ -106,7 +106,7 @@ def _question(problem: Problem, completions: list[Completion], verdicts: list[bo
     )
 
 
-def evaluate(plan: Plan, tasks: Mapping[str, Task], seed: int) -> Evaluation:
+def evaluate(plan: EvaluationPlan, tasks: Mapping[str, Task], seed: int) -> Evaluation:
     """Evaluate each task, by name, with one fresh engine.
 
     Accuracy is the task's own verdict; the reward that a run trained with plays no part. seed: seed
@@ -133,7 +133,7 @@ def evaluate(plan: Plan, tasks: Mapping[str, Task], seed: int) -> Evaluation:
     )
 
 
-def answers(plan: Plan, question: str, seed: int) -> list[Completion]:
+def answers(plan: EvaluationPlan, question: str, seed: int) -> list[Completion]:
     """Return answers of the plan's checkpoint to a single question (`qarl sample`).
 
     The question is put in the model's chat template, after the task's system prompt, and sampled

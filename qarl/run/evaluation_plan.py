@@ -41,7 +41,7 @@ class Suite:
 
 
 @dataclass(frozen=True)
-class Plan:
+class EvaluationPlan:
     """Evaluation of a checkpoint through vLLM, on the held-out problems of a task or of a suite."""
 
     target: str
@@ -84,7 +84,7 @@ def plan_evaluation(
     max_prompt_tokens: int | None = None,
     dtype: str | None = None,
     suite: Suite | None = None,
-) -> Plan:
+) -> EvaluationPlan:
     """Plan the evaluation of a run, an export or another checkpoint.
 
     Task, limits, settings and dtype are those of the run, or of the export if it names them
@@ -119,7 +119,7 @@ def plan_evaluation(
     # The run may have had no held-out evaluation, with 0 problems.
     problems = _ALL if suite else asking.get("problems") or _PROBLEMS
     chosen = overridden({"task": task, "eval": {**asking, "problems": problems}}, overrides)
-    return Plan(
+    return EvaluationPlan(
         target=target,
         checkpoint=checkpoint,
         dtype=dtype or note.get("dtype") or _own_dtype(checkpoint),
@@ -143,7 +143,7 @@ def _check_overrides(overrides: Mapping[str, str]) -> None:
         raise ConfigError("--problems 0 must be at least 1")
 
 
-def plan_same(plan: Plan, target: str, dtype: str | None = None) -> Plan:
+def plan_same(plan: EvaluationPlan, target: str, dtype: str | None = None) -> EvaluationPlan:
     """Return the same plan for another target, in that target's compute dtype.
 
     Raises what `plan_evaluation` raises.

@@ -20,7 +20,7 @@ from qarl.quant.checkpoint.load import (
     model_skeleton,
     resolve_model,
 )
-from qarl.quant.checkpoint.plan import Plan
+from qarl.quant.checkpoint.plan import LayerPlan
 from qarl.quant.checkpoint.shapes import plan_layers
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.add_lora import add_adapters, describe_adapters
@@ -69,7 +69,7 @@ class Architecture:
     """Folder of the model, with tokenizer, config.json and weights."""
     skeleton: PreTrainedModel
     """The model on the meta device: names, kinds and shapes of its layers."""
-    layers: Plan
+    layers: LayerPlan
     """The scheme of each layer."""
 
 
@@ -116,7 +116,7 @@ def open_ready(
 
 
 @dataclass
-class Policy:
+class Trainee:
     """Everything that is trained or needed for training, except the engine."""
 
     folder: Path
@@ -130,7 +130,7 @@ class Policy:
     learner: Learner
     """Steps the model's masters."""
     processes: Processes
-    """Processes that train together; each has its own `Policy`."""
+    """Processes that train together; each has its own `Trainee`."""
 
 
 def load_model(
@@ -159,7 +159,10 @@ def load_model(
 
 
 def wrap_masters(
-    masters: PreTrainedModel, config: RunConfig, layers: Plan, device: torch.device | None = None
+    masters: PreTrainedModel,
+    config: RunConfig,
+    layers: LayerPlan,
+    device: torch.device | None = None,
 ) -> LowBitModel:
     """Wrap a model in the run's schemes; its parameters become the masters.
 
@@ -184,7 +187,7 @@ def wrap_masters(
 
 def open_policy(
     config: RunConfig, processes: Processes | None = None, ready: Ready | None = None
-) -> Policy:
+) -> Trainee:
     """Load a run's policy: masters in the run's schemes, prompter, task and learner.
 
     processes: all launched processes, which open their policies together. None opens the policy in
@@ -218,7 +221,7 @@ def open_policy(
         config.steps,
         config.rollout.temperature,
     )
-    return Policy(
+    return Trainee(
         folder=ready.folder,
         task=ready.task,
         prompter=ready.prompter,
@@ -228,7 +231,7 @@ def open_policy(
     )
 
 
-def trained_part(policy: Policy, config: RunConfig) -> list[str]:
+def trained_part(policy: Trainee, config: RunConfig) -> list[str]:
     """Return lines for the startup output on what is trained, and how it differs from the default.
 
     They say what LoRA trains and leaves frozen, why an aligned learner's log-probs do not equal the

@@ -17,7 +17,7 @@ from qarl.conversations import Rollout, Speaker, converse
 from qarl.conversations.chat import ChatServer
 from qarl.conversations.environment import environment_rollout
 from qarl.conversations.tools import ToolTurns
-from qarl.rollout.engine import Engine
+from qarl.rollout.engine import SamplingEngine
 from qarl.rollout.types import Completion, Group, Prompt, Sampling
 from qarl.rollout.vocabulary import Vocabulary
 from qarl.tasks import Problem, Response, Task
@@ -212,7 +212,7 @@ def open_prompter(model_folder: Path, rollout: RolloutConfig, task: TaskConfig) 
 
 
 def sample(
-    engine: Engine,
+    engine: SamplingEngine,
     speaker: Speaker | None,
     problems: Sequence[Problem],
     prompts: Sequence[Prompt],

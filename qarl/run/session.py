@@ -19,9 +19,9 @@ from qarl.quant.model.row_check import RowCheck
 from qarl.report.run_folder import RunFolder
 from qarl.report.startup import phase
 from qarl.rollout.absent import AbsentEngine
-from qarl.rollout.engine import Engine
+from qarl.rollout.engine import SamplingEngine
 from qarl.rollout.open import open_engine
-from qarl.run.policy import Policy, let_go
+from qarl.run.policy import Trainee, let_go
 from qarl.sync.audit import (
     AuditRow,
     audit,
@@ -64,7 +64,7 @@ class Position:
 class Connection:
     """A running engine and the publisher that feeds it."""
 
-    engine: Engine
+    engine: SamplingEngine
     publisher: Publisher
     audited: list[AuditRow]
     """Layer table that learner and engine agreed on."""
@@ -90,13 +90,13 @@ class Connection:
 class Session(Connection):
     """A policy with its running engine."""
 
-    policy: Policy
+    policy: Trainee
     gate: FirstBatchGate | None
     """Check that the first batch must pass, see `gate_of`."""
 
 
 @contextmanager
-def open_session(config: RunConfig, folder: RunFolder, policy: Policy) -> Iterator[Session]:
+def open_session(config: RunConfig, folder: RunFolder, policy: Trainee) -> Iterator[Session]:
     """Start the engine on the policy's present tensors and audit it; close it after the `with`.
 
     A replay (`from_rollouts`) has no engine: nothing is audited, and a published version is
@@ -118,7 +118,7 @@ def open_session(config: RunConfig, folder: RunFolder, policy: Policy) -> Iterat
         )
 
 
-def _replay_session(config: RunConfig, policy: Policy) -> Session:
+def _replay_session(config: RunConfig, policy: Trainee) -> Session:
     engine = AbsentEngine()
     return Session(
         policy=policy,
@@ -156,7 +156,7 @@ def connected(
         shutil.rmtree(start, ignore_errors=True)
         export_checkpoint(model, source, start)
 
-    processes.first_does(export)
+    processes.run_on_first(export)
     let_go(model, config.learner)
     with ExitStack() as stack:
         # The engine takes what memory is free, so the learner's later needs are reserved meanwhile.
@@ -225,7 +225,7 @@ def gate_of(
     )
 
 
-def canary_sequences(policy: Policy, config: RunConfig) -> list[list[int]]:
+def canary_sequences(policy: Trainee, config: RunConfig) -> list[list[int]]:
     """Return fixed token sequences: prompts with their reference answers.
 
     They are held-out ones unless the run has no held-out evaluation; its task may then have none.

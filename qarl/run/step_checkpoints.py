@@ -11,7 +11,7 @@ from qarl.report.metrics import read_until
 from qarl.report.run_folder import RunFolder
 from qarl.report.startup import say
 from qarl.run.checkpoint import CheckpointError, save_checkpoint
-from qarl.run.policy import Policy
+from qarl.run.policy import Trainee
 from qarl.run.rollouts import Rollouts
 from qarl.run.session import Position
 from qarl.run.verify_export import write_export
@@ -28,7 +28,7 @@ class StepCheckpoints:
         self,
         config: RunConfig,
         folder: RunFolder,
-        policy: Policy,
+        policy: Trainee,
         at: Position,
         inputs: dict[str, str] | None = None,
     ):
@@ -85,7 +85,7 @@ class StepCheckpoints:
             learner = self._policy.learner
             if (
                 learner.processes.world == 1
-                and learner.whole
+                and learner.batch_complete
                 and step
                 and self._folder.steps()[-1:] != [step]
             ):

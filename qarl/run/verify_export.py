@@ -14,7 +14,7 @@ from qarl.rollout.open import open_engine
 from qarl.run.evaluate import answered
 from qarl.run.export_note import add_to_note, export_note
 from qarl.run.model_card import write_card
-from qarl.run.policy import Policy
+from qarl.run.policy import Trainee
 from qarl.run.served import Served, note_served, policy_defaults
 from qarl.run.session import Position, Session, canary_sequences
 from qarl.sync.export import ExportError, export_checkpoint
@@ -22,7 +22,7 @@ from qarl.sync.floor import ROUNDED, FixedSequences
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """Result of a run; accuracies and rewards are held-out ones (`Heldout`)."""
 
     run: Path
@@ -81,7 +81,7 @@ def export_sampled(
 
 
 def write_export(
-    policy: Policy,
+    policy: Trainee,
     config: RunConfig,
     folder: RunFolder,
     step: int,
@@ -106,13 +106,13 @@ def write_export(
 
 
 def finish(
-    policy: Policy,
+    policy: Trainee,
     config: RunConfig,
     folder: RunFolder,
     at: Position,
     sampled: ExportReference | None,
     stopped_by: int | None = None,
-) -> Outcome:
+) -> RunOutcome:
     """Load the export in a fresh engine, compare it with `sampled`, and evaluate it.
 
     Raises `ExportError` if its log-probs differ from those of the engine that sampled: on CPUs, and
@@ -121,7 +121,7 @@ def finish(
     stopped_by: number of the signal that stopped the run, or None.
     """
     unfinished = at.step < config.steps or config.export
-    begun = Outcome(
+    begun = RunOutcome(
         folder.path,
         at.step,
         first_accuracy=at.first_accuracy,

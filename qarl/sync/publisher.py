@@ -31,7 +31,7 @@ from qarl.learner.processes import Processes
 from qarl.quant.digest import StreamDigest
 from qarl.quant.kernels import KernelError
 from qarl.quant.model.low_bit_model import LowBitModel
-from qarl.rollout.engine import Engine
+from qarl.rollout.engine import SamplingEngine
 from qarl.sync.floor import ROUNDED, FixedSequences, describe_tolerance
 
 
@@ -72,7 +72,7 @@ class Publisher:
     def __init__(
         self,
         model: LowBitModel,
-        engine: Engine,
+        engine: SamplingEngine,
         sequences: Sequence[Sequence[int]],
         bound: float | None,
         canary_every: int,

@@ -326,7 +326,7 @@ def test_the_gate_comes_before_any_update():
     with pytest.raises(RuntimeError, match="closed"):
         learner.learn(batch, step=0, gate=gate)
     assert all_equal(masters_of(learner), before)
-    assert learner.whole
+    assert learner.batch_complete
     difference = (learners.logprobs_of(learner, batch).values - batch.sampler_logprobs)[
         batch.response_mask
     ]
@@ -723,8 +723,8 @@ def test_a_master_beyond_its_range_is_not_materialized():
     stream = [item.tensor.clone() for item in learner.model.low_bit_tensors()]
     with pytest.raises(PrecisionError, match="left the range of float16"):
         fresh.learn(batch_of(), step=0)
-    assert learner.whole
-    assert not fresh.whole
+    assert learner.batch_complete
+    assert not fresh.batch_complete
     assert all(
         torch.equal(i.tensor, s)
         for i, s in zip(learner.model.low_bit_tensors(), stream, strict=True)

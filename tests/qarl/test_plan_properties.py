@@ -19,7 +19,7 @@ from qarl.configs.schema.run import RunConfig
 from qarl.planning.choice import helping
 from qarl.planning.machine import Machine, parse_machine
 from qarl.planning.memory import GIB, Memory, count_memory
-from qarl.planning.plan import Plan, make_plan
+from qarl.planning.plan import MemoryPlan, make_plan
 from qarl.planning.shapes import EMBEDDED, NAMED
 from qarl.planning.words import as_data, one_line, table, verdict
 
@@ -72,7 +72,7 @@ def loaded(name: str, fields: Mapping[str, str]) -> RunConfig | None:
         return None
 
 
-def planned(case: Drawn) -> Plan:
+def planned(case: Drawn) -> MemoryPlan:
     name, machine, processes, fields = case
     config = loaded(name, fields)
     assert config is not None

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from qarl.configs.errors import ConfigError
 from qarl.configs.load import load_config
 from qarl.configs.schema.run import LayerRule
-from qarl.quant.checkpoint.plan import Plan, make_plan
+from qarl.quant.checkpoint.plan import LayerPlan, make_plan
 from qarl.quant.checkpoint.shapes import plan_layers
 from qarl.quant.schemes import SchemeError, get_scheme, scheme_of_args
 from tests.support.cases import pattern
@@ -52,11 +52,11 @@ def rules(text: str) -> Sequence[LayerRule]:
     return load_config(None, {"layers": text}).layers
 
 
-def plan_of(text: str, main: str = "w4a16", layers: Sequence[str] = DENSE) -> Plan:
+def plan_of(text: str, main: str = "w4a16", layers: Sequence[str] = DENSE) -> LayerPlan:
     return make_plan(get_scheme(main), rules(text), layers, FIXED)
 
 
-def of(plan: Plan, pattern: str) -> set[str]:
+def of(plan: LayerPlan, pattern: str) -> set[str]:
     """Return the names of the schemes of the layers that match a shell pattern."""
     return {scheme.name for layer, scheme in plan.schemes.items() if fnmatchcase(layer, pattern)}
 
@@ -350,7 +350,7 @@ def vllm_reads(config: dict[str, Any], name: str) -> str:
 
 
 @st.composite
-def plans(draw: st.DrawFn, layers: Sequence[str]) -> Plan:
+def plans(draw: st.DrawFn, layers: Sequence[str]) -> LayerPlan:
     """Draw a plan that gives every module the engine knows its own scheme, the same for all experts
     of a layer.
     """

@@ -18,7 +18,7 @@ from tests.support.tensors import seeded
 
 
 class TransformersEngine:
-    """`Engine` of an unquantized model that transformers runs, one sequence at a time."""
+    """`SamplingEngine` of an unquantized model that transformers runs, one sequence at a time."""
 
     running = 0
 

@@ -25,7 +25,7 @@ _EXPERT = re.compile(r"(.+\.experts)\.\d+\.[^.]+$")
 
 
 @dataclass(frozen=True)
-class Plan:
+class LayerPlan:
     """The scheme of every linear layer."""
 
     main: Scheme
@@ -74,7 +74,7 @@ def make_plan(
     rules: Sequence[LayerRule],
     layers: Sequence[str],
     fixed: Mapping[str, str],
-) -> Plan:
+) -> LayerPlan:
     """Resolve rules against a model; the first rule that matches a layer decides.
 
     Raises `SchemeError` for a rule that matches nothing or whose layers all match earlier rules, a
@@ -107,7 +107,7 @@ def make_plan(
         raise SchemeError(
             f"scheme {main.name!r} quantizes none of the model's {len(layers)} linear layers{why}"
         )
-    return Plan(main, schemes)
+    return LayerPlan(main, schemes)
 
 
 def config_names(layers: Iterable[str]) -> list[str]:

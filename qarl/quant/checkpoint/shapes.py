@@ -13,11 +13,13 @@ from transformers import PreTrainedModel
 from qarl.configs.schema.run import LayerRule
 from qarl.configs.schemes import check_shapes
 from qarl.quant.checkpoint.families import family_of, fused_experts
-from qarl.quant.checkpoint.plan import Plan, make_plan
+from qarl.quant.checkpoint.plan import LayerPlan, make_plan
 from qarl.quant.schemes import Scheme
 
 
-def plan_layers(model: PreTrainedModel, scheme: Scheme, rules: Sequence[LayerRule] = ()) -> Plan:
+def plan_layers(
+    model: PreTrainedModel, scheme: Scheme, rules: Sequence[LayerRule] = ()
+) -> LayerPlan:
     """Return the scheme of every matrix.
 
     Raises `SchemeError` for a model that cannot be trained, for what `make_plan` refuses, and for

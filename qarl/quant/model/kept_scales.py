@@ -10,7 +10,7 @@ import torch
 
 from qarl.configs.errors import ConfigError
 from qarl.configs.schema.quantization import ScaleRule
-from qarl.quant.checkpoint.plan import Plan
+from qarl.quant.checkpoint.plan import LayerPlan
 from qarl.quant.layers.low_bit_layer import LowBitLayer
 from qarl.quant.materialize import LowBitWeight
 from qarl.quant.materialize.code_changes import quantized_weights
@@ -19,7 +19,7 @@ from qarl.quant.schemes import SchemeError, get_scheme, is_integer
 from qarl.quant.types import LowBitTensor
 
 
-def check_scale_rule(rule: ScaleRule, plan: Plan) -> None:
+def check_scale_rule(rule: ScaleRule, plan: LayerPlan) -> None:
     """Raise `SchemeError` if the rule is not for the scales of this plan."""
     if rule == "minmax":
         return

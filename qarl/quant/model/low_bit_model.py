@@ -19,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from qarl.configs.errors import GraphError
 from qarl.configs.schema.run import LayerRule
 from qarl.quant.checkpoint.contents import record_tie
-from qarl.quant.checkpoint.plan import Plan
+from qarl.quant.checkpoint.plan import LayerPlan
 from qarl.quant.checkpoint.shapes import plan_layers, weight_shapes
 from qarl.quant.digest import parameters_digest
 from qarl.quant.graph.packing import Packed, Pick, Sequences, known, prefilled_tokens
@@ -60,13 +60,13 @@ class LowBitModel(nn.Module):
     def __init__(
         self,
         model: PreTrainedModel,
-        scheme: Scheme | Plan,
+        scheme: Scheme | LayerPlan,
         context: LayerContext,
         operators: str = "auto",
         rules: Sequence[LayerRule] = (),
     ):
         super().__init__()
-        self.plan = scheme if isinstance(scheme, Plan) else plan_layers(model, scheme, rules)
+        self.plan = scheme if isinstance(scheme, LayerPlan) else plan_layers(model, scheme, rules)
         """The scheme of each layer."""
         self.shapes = weight_shapes(model)
         """Checkpoint layer name → (O, I) of its weight

@@ -21,7 +21,7 @@ from qarl.quant.checkpoint.families import (
     family_of,
     fused_experts,
 )
-from qarl.quant.checkpoint.plan import Plan, stacked_name
+from qarl.quant.checkpoint.plan import LayerPlan, stacked_name
 from qarl.quant.checkpoint.shapes import router_names, weight_shapes
 from qarl.quant.layers.compute_copy import (
     ComputeCopy,
@@ -39,7 +39,7 @@ from qarl.quant.schemes import SchemeError, get_scheme
 
 
 def replace_layers(
-    model: PreTrainedModel, plan: Plan, context: LayerContext, operators: str = "auto"
+    model: PreTrainedModel, plan: LayerPlan, context: LayerContext, operators: str = "auto"
 ) -> Layers:
     """Make low-bit layers and copies of a model's parameters, without materializing anything yet.
 
@@ -114,7 +114,7 @@ def _ask_vllm(model: PreTrainedModel, context: LayerContext) -> EngineModel:
 
 
 def _engine_layers(
-    model: PreTrainedModel, plan: Plan, context: LayerContext, engine: EngineModel
+    model: PreTrainedModel, plan: LayerPlan, context: LayerContext, engine: EngineModel
 ) -> Layers:
     """Return low-bit layers for everything vLLM multiplies, in the model's order and vLLM's stacks.
 
@@ -181,7 +181,7 @@ def _engine_layers(
 def _make_linears(
     modules: Mapping[str, nn.Module],
     parameters: Mapping[str, nn.Parameter],
-    plan: Plan,
+    plan: LayerPlan,
     context: LayerContext,
 ) -> dict[str, LowBitLinear]:
     """Return low-bit layers over the weights of these modules, all by checkpoint name."""
@@ -234,7 +234,7 @@ def _output_head(model: PreTrainedModel, family: Family) -> str:
 
 
 def _replace_linears(
-    model: nn.Module, family: Family, plan: Plan, context: LayerContext
+    model: nn.Module, family: Family, plan: LayerPlan, context: LayerContext
 ) -> dict[str, LowBitLinear]:
     """Replace every `nn.Linear` of the model and return the new layers by checkpoint name."""
     layers = {}
@@ -253,7 +253,7 @@ def _make_experts(
     model: PreTrainedModel,
     fused: dict[str, nn.Module],
     family: Family,
-    plan: Plan,
+    plan: LayerPlan,
     context: LayerContext,
 ) -> dict[str, RoutedLowBitExperts]:
     """Return low-bit layers over the parameters of fused experts, by checkpoint name."""
@@ -298,7 +298,7 @@ def _detach_copies(model: nn.Module, context: LayerContext) -> dict[str, MasterC
     return copies
 
 
-def _refuse_quantized_routers(plan: Plan, routers: list[str]) -> None:
+def _refuse_quantized_routers(plan: LayerPlan, routers: list[str]) -> None:
     """Raise `SchemeError` if the plan quantizes a router."""
     quantized = [name for name in routers if plan.schemes[name].quantization is not None]
     if quantized:

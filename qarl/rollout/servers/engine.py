@@ -106,7 +106,7 @@ class ServerEngine:
             raise
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
-        """See `Engine.generate`.
+        """See `SamplingEngine.generate`.
 
         Prompt j goes to server j modulo the number of servers, or to the next one if that fails.
         """
@@ -129,21 +129,21 @@ class ServerEngine:
         return [completions[i : i + samples] for i in range(0, len(completions), samples)]
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """See `Engine.logprobs`."""
+        """See `SamplingEngine.logprobs`."""
         return self.logprobs_of_each(sequences)[0]
 
     def logprobs_of_each(
         self,
         sequences: Sequence[Sequence[int]],
     ) -> list[list[list[float]]]:
-        """See `Engine.logprobs_of_each`."""
+        """See `SamplingEngine.logprobs_of_each`."""
         self._require_published()
         self._require_rows(sequences)
         logprobs = self._wait(self._replicas.on_all(lambda server: self._score(server, sequences)))
         return list(logprobs.values())
 
     def layers(self) -> list[LayerReport]:
-        """See `Engine.layers`. Raises `EngineError` if the servers' layers differ."""
+        """See `SamplingEngine.layers`. Raises `EngineError` if the servers' layers differ."""
         reports = self._wait(self._replicas.on_all(lambda server: server.layers()))
         first, expected = next(iter(reports.items()))
         for server, layers in reports.items():
@@ -155,7 +155,7 @@ class ServerEngine:
         return expected
 
     def load(self, stream: Iterable[LowBitTensor], version: int) -> LoadReport:
-        """See `Engine.load`. The stream is written once and read by every server.
+        """See `SamplingEngine.load`. The stream is written once and read by every server.
 
         Pending requests finish first, or continue with the new weights. A process that does not
         publish returns what it would have sent. Raises `DeltaError` if the stream has other tensors

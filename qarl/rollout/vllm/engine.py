@@ -77,7 +77,7 @@ class VllmEngine:
             self._refuse_preemption()
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
-        """See `Engine.generate`.
+        """See `SamplingEngine.generate`.
 
         Log-probs are those of the distribution sampled from (`VllmOptions.logprobs_mode`).
         """
@@ -116,7 +116,7 @@ class VllmEngine:
         )
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """See `Engine.logprobs`."""
+        """See `SamplingEngine.logprobs`."""
         from vllm import SamplingParams
 
         self._refuse_half_loaded()
@@ -135,15 +135,15 @@ class VllmEngine:
         self,
         sequences: Sequence[Sequence[int]],
     ) -> list[list[list[float]]]:
-        """See `Engine.logprobs_of_each`."""
+        """See `SamplingEngine.logprobs_of_each`."""
         return [self.logprobs(sequences)]
 
     def layers(self) -> list[LayerReport]:
-        """See `Engine.layers`."""
+        """See `SamplingEngine.layers`."""
         return self._call("collective_rpc", "qarl_layers")[0]
 
     def load(self, stream: Iterable[LowBitTensor], version: int) -> LoadReport:
-        """See `Engine.load`.
+        """See `SamplingEngine.load`.
 
         Resets the prefix cache, so that nothing computed with the old weights is reused.
         """
@@ -158,7 +158,7 @@ class VllmEngine:
         return report
 
     def shared_layers(self) -> "EngineLayers":
-        """See `Engine.shared_layers`."""
+        """See `SamplingEngine.shared_layers`."""
         from qarl.quant.kernels.engine_layers import EngineLayers
 
         models = self._call("collective_rpc", lambda worker: worker.model_runner.get_model())
