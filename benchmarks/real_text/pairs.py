@@ -22,8 +22,9 @@ def main(rules: Path, pairs: Path) -> None:
     rows = [json.loads(line) for line in rules.read_text().splitlines()]
     questions = [row["question"] for row in rows if row["split"] == "train"]
     policy = qarl.align("smollm2-135m", "bf16")
-    limits = {"max_prompt_tokens": 64, "max_new_tokens": MAX_NEW_TOKENS}
-    with qarl.engine(policy, **limits, max_num_seqs=128) as engine:
+    with qarl.engine(
+        policy, max_prompt_tokens=64, max_new_tokens=MAX_NEW_TOKENS, max_num_seqs=128
+    ) as engine:
         answers = engine.generate(questions, samples=SAMPLES, seed=0)
     with pairs.open("w") as file:
         for question, completions in zip(questions, answers, strict=True):

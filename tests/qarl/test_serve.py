@@ -118,4 +118,6 @@ def test_files_changed_since_the_export_was_written_are_named(
         (export / name).unlink()
     else:
         (export / name).write_text(content)
-    assert changes_in_words(export).startswith(f"{name} changed since the export was written")
+    words = changes_in_words(export)
+    assert words is not None
+    assert words.startswith(f"{name} changed since the export was written")

@@ -207,8 +207,9 @@ def test_modules_that_are_neither_linear_nor_experts_stay_in_the_compute_dtype(
     drawn = drawn_modules(seed)
     if kind not in CONFIGS:  # no experts, so nothing here is a stack of them
         drawn["stack"] = nn.ParameterDict({"weight": torch.zeros(3, 4, 5)})
+    layer: Any = model.base_model.get_submodule("layers.0")
     for name, module in drawn.items():
-        model.base_model.layers[0].register_module(name, module)
+        layer.register_module(name, module)
         for parameter in module.parameters():
             nn.init.normal_(parameter)
     assert plan_layers(model, get_scheme(scheme)) == expected
