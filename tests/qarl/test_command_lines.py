@@ -367,7 +367,7 @@ def test_a_run_says_where_its_settings_are_from(
 ):
     config = load_config(default_config(model), {"model": model, "task.name": task})
     options = argparse.Namespace(config=file, resume=resume)
-    with patch.object(cli, "installed", lambda name: "1.0"):
+    with patch.object(cli, "VERSION", "1.0"):
         cli._say_begun(options, config, Console(width=100))
     first, *rest = capsys.readouterr().out.splitlines()
     assert first == f"qarl 1.0: {model}, w4a16, bfloat16, {config.steps} steps"

@@ -170,7 +170,10 @@ def test_export_prints_its_step_digest_and_proof(
     monkeypatch.setattr("qarl.ptq.export.export_ptq", lambda *_: exported)
     assert main(["export", str(run.path), "-o", "out", "--ptq", "gptq", "--scheme", "w8a8"]) == 0
     quantized = "quantized step 3 by gptq to w8a8 on 2 sequences (3 tokens); wrote out:"
-    assert capsys.readouterr().out == f"{quantized} {proof} the unquantized policy 1.25e-02 nats\n"
+    assert capsys.readouterr().out.splitlines() == [
+        f"{quantized} {proof} the unquantized policy 1.25e-02 nats",
+        compared,
+    ]
 
 
 def test_runs_are_a_table(

@@ -34,9 +34,16 @@ except Interrupted as interrupted:
 
 
 def started(code: str, *arguments: str, **options: object) -> "subprocess.Popen[str]":
+    """Start Python on `code`, with SIGHUP as in a terminal, also if the tests run under nohup."""
     command = [sys.executable, "-c", code, *arguments]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
-    return subprocess.Popen(command, cwd=ROOT, text=True, **pipes)  # pyright: ignore
+    return subprocess.Popen(  # pyright: ignore
+        command,
+        cwd=ROOT,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+        **pipes,  # pyright: ignore
+    )
 
 
 def output_line(process: "subprocess.Popen[str]") -> str:

@@ -95,7 +95,8 @@ def test_transformers_operators_are_not_compared_with_themselves():
 
 def rotate_heads_as_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give the rotary operator queries [N, heads, size], as vLLM's latent attention and LFM2 do."""
-    rotate = RotaryEmbedding.forward_cpu
+    repaired: Any = RotaryEmbedding.forward_cpu
+    rotate = getattr(repaired, "__wrapped__", repaired)  # without `rotate_heads`, if it was called
 
     def stacked(self: Any, positions: Any, query: Any, key: Any = None) -> Any:
         parts: Any = (t.clone().view(len(t), -1, self.head_size) for t in (query, key))

@@ -767,6 +767,7 @@ def test_the_command_of_a_server(
 
 
 def test_the_command_of_a_replica_adds_the_runs_settings_and_the_middleware(life: Life):
+    (life.folder / "config.json").write_text("{}")
     served = ServerSpec(life.folder, "policy", "bfloat16")
     before = start.server_command(served, "h", 1, [])
     command = start.replica_command(life.folder, VllmOptions(), "h", 1, ["-x"])

@@ -168,6 +168,7 @@ def test_a_process_has_one_engine_at_a_time(tmp_path: Path, monkeypatch: pytest.
 
     Closing an engine releases what vLLM holds in the process, so that the next can be opened.
     """
+    (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr("vllm.LLM", Mock())
     monkeypatch.setattr("vllm.distributed.cleanup_dist_env_and_memory", cleaned := Mock())
     monkeypatch.setattr(VllmEngine, "_open", False)
