@@ -107,7 +107,7 @@ def test_an_export_alone_is_served_with_its_own_dtype(export: Path):
 def test_files_changed_since_the_export_was_written_are_named(
     name: str, content: str | None, run: Path
 ):
-    """Contract: a changed, an added and a removed file; nothing of an export left as it was."""
+    """Contract: changed, added and removed files are named, and an untouched export names none."""
     export = run / "export"
     (export / "tokenizer.json").write_text("{}")
     (export / "generation_config.json").write_text("{}")

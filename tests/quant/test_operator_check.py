@@ -17,7 +17,7 @@ from qarl.learner.processes import Processes
 from qarl.quant.model import operator_check
 from qarl.quant.model.add_lora import add_adapters
 from qarl.quant.model.low_bit_model import LowBitModel
-from qarl.quant.model.operator_check import ROUNDED, OperatorCheck, check_operators
+from qarl.quant.model.operator_check import TIMES_ROUNDING, OperatorCheck, check_operators
 from qarl.run.session import connected
 from qarl.sync.audit import AuditError, require_right_operators
 from tests.support.models import SIZES, cast, low_bit, qwen3, randomize, some_tokens
@@ -61,7 +61,7 @@ def test_right_operators_differ_by_what_rounding_explains(make: Callable[[], Pre
     the bound is 30 times it.
     """
     check = checked(of(make()))
-    assert 0.0 < check.difference < 4 * check.bound / ROUNDED
+    assert 0.0 < check.difference < 4 * check.bound / TIMES_ROUNDING
     assert check.bound < 1e-3
     require_right_operators(check)
 

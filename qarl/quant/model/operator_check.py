@@ -36,7 +36,7 @@ _TOKENS = 32
 """Most tokens of each, so that the check takes a second or two for a small model on a CPU."""
 _SEED = 70
 """Seed of the random changes to products."""
-ROUNDED = 30.0
+TIMES_ROUNDING = 30.0
 """Multiple of the effect of rounding by which two right implementations may differ."""
 _SMALLEST = 1e-6
 """Bound where rounding has no effect that is measured, in nats and relative to a layer's output."""
@@ -118,7 +118,7 @@ def check_operators(model: LowBitModel, sequences: Sequence[Sequence[int]]) -> O
     rounding = _mean_difference(rerounded.logprobs, ours.logprobs)
     return OperatorCheck(
         difference=_mean_difference(ours.logprobs, theirs.logprobs),
-        bound=max(ROUNDED * rounding, _SMALLEST),
+        bound=_bound(rounding),
         tokens=len(ours.logprobs),
         parts=_first_parting(ours, rerounded, theirs),
     )
@@ -139,11 +139,16 @@ def _first_parting(ours: _Trace, rerounded: _Trace, theirs: _Trace) -> str:
         if not pairs:
             continue
         difference, rounding = min(pairs)
-        bound = max(ROUNDED * rounding, _SMALLEST)
+        bound = _bound(rounding)
         if not difference <= bound:
             name = f"decoder layer {number - 1}" if number else "the embeddings"
             return f"{name}, whose output differs by {difference:.1e} of its size ({bound:.1e})"
     return "the last norm or the output head"
+
+
+def _bound(rounding: float) -> float:
+    """Return the largest difference taken for rounding, of what other roundings change."""
+    return max(TIMES_ROUNDING * rounding, _SMALLEST)
 
 
 def _relative(actual: Tensor, expected: Tensor) -> float:
