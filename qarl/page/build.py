@@ -67,10 +67,8 @@ def check_output(
                 )
 
 
-def report_page(runs: Sequence[RecordedRun], refresh: int = 0) -> str:
+def report_page(runs: Sequence[RecordedRun]) -> str:
     """Return the page of some runs, as HTML.
-
-    refresh: seconds after which the browser loads the page again; 0: never.
 
     Raises `TokenFileError` if recorded tokens cannot be read.
     """
@@ -80,7 +78,6 @@ def report_page(runs: Sequence[RecordedRun], refresh: int = 0) -> str:
     parts = {
         "title": html.escape(title),
         "heading": "",
-        "refresh": f'<meta http-equiv="refresh" content="{refresh}">' if refresh else "",
         "verdict": verdict_html(findings, len(kinds)),
         "data": page_json(_data(kinds)),
     }

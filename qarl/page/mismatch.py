@@ -83,7 +83,7 @@ def mismatch_page(
         "measured": _table(learners),
     }
     title = html.escape(f"QaRL mismatch: {title}")
-    parts = {"title": title, "heading": f"<h2>{title}</h2>", "refresh": ""}
+    parts = {"title": title, "heading": f"<h2>{title}</h2>"}
     return filled(
         "mismatch.html",
         ["mismatch.js"],

@@ -84,15 +84,6 @@ whenResized = () => browser.paintRows();
 within("top", ".tools").append(el("button", { type: "button", title: "Keys (?)", "aria-label": "Keyboard keys", onclick: help }, "?"));
 drawAll();
 
-if (document.querySelector('meta[http-equiv="refresh"]')) {
-  const key = `qarl-view ${location.pathname}`;
-  try {
-    const view = JSON.parse(sessionStorage.getItem(key));
-    if (view) { browser.restore(view); scrollTo({ top: view.scroll, behavior: "instant" }); }
-    addEventListener("pagehide", () => sessionStorage.setItem(key, JSON.stringify({ ...browser.view(), scroll: scrollY })));
-  } catch { /* a file without storage begins anew */ }
-}
-
 document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName) || document.querySelector("dialog")) {
     if (event.key === "Escape" && event.target.blur) event.target.blur();

@@ -231,21 +231,6 @@ class Browser {
     this.move(by);
   }
 
-  // What is looked at, for the page that a browser loads again.
-  view() {
-    const fields = [this.search, this.run, this.stepfrom, this.stepto, this.rewardfrom, this.rewardto, this.with, this.by].map((input) => input.value);
-    const i = this.found[this.chosen];
-    return { column: this.column, sort: this.sort, fields, at: i === undefined ? null : [made.run[i], made.step[i], made.group[i], made.sample[i]] };
-  }
-
-  restore({ column, sort, fields, at }) {
-    [this.search, this.run, this.stepfrom, this.stepto, this.rewardfrom, this.rewardto, this.with, this.by].forEach((input, index) => { input.value = fields[index]; });
-    Object.assign(this, { column, sort });
-    this.filter();
-    const place = at ? this.found.findIndex((i) => [made.run[i], made.step[i], made.group[i], made.sample[i]].join() === at.join()) : -1;
-    if (place > 0) this.choose(place);
-  }
-
   showDetail() {
     if (this.chosen < 0) {
       const why = COUNT ? "No completion is like that; loosen the filters." : "No run here has recorded tokens: they are kept by runs of this version of qarl, unless it was started with --record 0.";

@@ -5,7 +5,6 @@ engine; what a browser makes of the page is not seen by these tests.
 import base64
 import json
 import shutil
-import time
 from dataclasses import asdict
 from html.parser import HTMLParser
 from pathlib import Path
@@ -571,30 +570,6 @@ def test_a_page_is_written_and_replaced(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["report", str(run), "-o", str(page)]) == 0
     assert page.read_bytes() == first
     assert "2 steps of 9; the run is not finished" in first.decode()
-
-
-def test_a_run_that_goes_on_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The page is written anew when there are further steps, with an order to load it again until
-    the run is done.
-    """
-    run = new_run(tmp_path / "run", steps=1, of=3, tokens=False)
-    page = tmp_path / "page.html"
-    pages: list[str] = []
-
-    def next_step(seconds: float) -> None:
-        assert seconds >= 10
-        pages.append(page.read_text())
-        if len(pages) > 1:  # the first time nothing has happened
-            with (run / "metrics.jsonl").open("a") as file:
-                file.write(json.dumps(line(len(pages))) + "\n")
-
-    monkeypatch.setattr(time, "sleep", next_step)
-    assert main(["report", str(run), "-o", str(page), "--watch"]) == 0
-    assert pages[0] == pages[1] != pages[2] != page.read_text()
-    order = '<meta http-equiv="refresh" content="10">'
-    assert all(order in seen for seen in pages)
-    assert order not in page.read_text()
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["page.html", "run"]
 
 
 def test_early_warnings_are_named(tmp_path: Path):
