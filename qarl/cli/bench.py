@@ -1,6 +1,7 @@
 """`qarl bench`: measure the schemes on this machine. `qarl bench speed` is the one benchmark."""
 
 import argparse
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,11 @@ from qarl.bench.job import SpeedOptions
 from qarl.cli.environment import quiet_libraries
 from qarl.cli.options import (
     DTYPES,
-    json_file,
+    add_count,
+    add_json,
     numbers,
     say,
     scheme_names,
-    whole,
     write_json,
 )
 from qarl.report.startup import phase, phases_shown_on
@@ -70,31 +71,21 @@ def _add_speed(names: Any) -> None:
     )
     _add_engine_options(speed.add_argument_group("engine"))
     _add_step_options(speed.add_argument_group("training step"))
-    speed.add_argument(
+    add_count(
+        speed,
         "--rounds",
-        type=whole(1),
-        default=3,
-        metavar="N",
-        help="Number of times that every process runs; figures are medians over them. Default: 3.",
+        "Number of times that every process runs; figures are medians over them.",
+        3,
     )
-    speed.add_argument(
-        "--seed",
-        type=whole(0),
-        default=0,
-        metavar="N",
-        help="Seed for prompts and samples. Default: 0.",
-    )
+    add_count(speed, "--seed", "Seed for prompts and samples.", 0, least=0)
     speed.add_argument(
         "--picture",
         default="bench-speed.svg",
         metavar="FILE",
         help="SVG file to draw. Default: bench-speed.svg.",
     )
-    speed.add_argument(
-        "--json",
-        type=json_file,
-        metavar="FILE",
-        help="Write every figure as JSON too, with the command, commit, machine and versions.",
+    add_json(
+        speed, "Write every figure as JSON too, with the command, commit, machine and versions."
     )
     speed.set_defaults(run=_speed)
 
@@ -117,64 +108,28 @@ def _add_engine_options(group: Any) -> None:
             " has positions."
         ),
     )
-    group.add_argument(
+    add_count(
+        group,
         "--decode-tokens",
-        type=whole(4),
-        default=16,
-        metavar="N",
-        help="Tokens decoded after each prompt. Raise it for steadier figures. Default: 16.",
+        "Tokens decoded after each prompt. Raise it for steadier figures.",
+        16,
+        least=4,
     )
 
 
 def _add_step_options(group: Any) -> None:
-    group.add_argument(
-        "--prompts",
-        type=whole(1),
-        default=2,
-        metavar="N",
-        help="Prompts per step. Default: 2.",
-    )
-    group.add_argument(
-        "--samples",
-        type=whole(2),
-        default=4,
-        metavar="N",
-        help="Completions per prompt. Default: 4.",
-    )
-    group.add_argument(
-        "--prompt-tokens",
-        type=whole(1),
-        default=64,
-        metavar="N",
-        help="Length of each prompt in tokens. Default: 64.",
-    )
-    group.add_argument(
-        "--tokens",
-        type=whole(1),
-        default=128,
-        metavar="N",
-        help="Length of each completion in tokens. Default: 128.",
-    )
-    group.add_argument(
-        "--updates",
-        type=whole(1),
-        default=2,
-        metavar="N",
-        help="Optimizer steps per step. Default: 2.",
-    )
+    add_count(group, "--prompts", "Prompts per step.", 2)
+    add_count(group, "--samples", "Completions per prompt.", 4, least=2)
+    add_count(group, "--prompt-tokens", "Length of each prompt in tokens.", 64)
+    add_count(group, "--tokens", "Length of each completion in tokens.", 128)
+    add_count(group, "--updates", "Optimizer steps per step.", 2)
     group.add_argument(
         "--optimizer",
         choices=("adamw", "muon"),
         default="adamw",
         help="Optimizer of the learner. Default: adamw.",
     )
-    group.add_argument(
-        "--steps",
-        type=whole(1),
-        default=2,
-        metavar="N",
-        help="Timed steps of each learner in each round. Default: 2.",
-    )
+    add_count(group, "--steps", "Timed steps of each learner in each round.", 2)
 
 
 def default_model() -> str:
@@ -211,20 +166,5 @@ def _speed(known: argparse.Namespace, console: Console) -> int:
 
 
 def _options(known: argparse.Namespace) -> SpeedOptions:
-    return SpeedOptions(
-        model=known.model or default_model(),
-        schemes=known.schemes,
-        dtype=known.dtype,
-        batches=known.batches,
-        contexts=known.contexts,
-        decode_tokens=known.decode_tokens,
-        prompts=known.prompts,
-        samples=known.samples,
-        prompt_tokens=known.prompt_tokens,
-        tokens=known.tokens,
-        updates=known.updates,
-        optimizer=known.optimizer,
-        steps=known.steps,
-        rounds=known.rounds,
-        seed=known.seed,
-    )
+    chosen = {field.name: getattr(known, field.name) for field in fields(SpeedOptions)}
+    return SpeedOptions(**{**chosen, "model": known.model or default_model()})

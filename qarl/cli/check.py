@@ -10,7 +10,7 @@ from qarl.advice.finding import Finding
 from qarl.cli.environment import quiet_libraries
 from qarl.cli.help import add_config, add_flags
 from qarl.cli.mismatch import investigated, show
-from qarl.cli.options import json_file, say, write_json
+from qarl.cli.options import add_json, say, write_json
 from qarl.configs.errors import ConfigError
 from qarl.configs.load import chosen_config
 from qarl.configs.schema.run import RunConfig
@@ -53,9 +53,7 @@ def add_check(commands: Any) -> None:
             " needs no model. `qarl schemes` lists kernels."
         ),
     )
-    check.add_argument(
-        "--json", type=json_file, metavar="FILE", help="Write the findings as JSON too."
-    )
+    add_json(check, "Write the findings as JSON too.")
     add_flags(check)
     check.set_defaults(run=_check)
 

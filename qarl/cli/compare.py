@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from qarl.cli.environment import quiet_libraries
-from qarl.cli.options import json_file, say, seeds, split, whole, write_json
+from qarl.cli.options import add_count, add_json, say, seeds, split, write_json
 from qarl.compare.comparison import Comparison
 from qarl.compare.file import (
     make_comparison,
@@ -80,30 +80,14 @@ def add_compare(commands: Any) -> None:
         help="Configuration of all runs: a YAML file or a shipped name.",
     )
     add("--output", metavar="FOLDER", help="Folder of the runs. Default: runs/compare-FILE.")
-    add(
-        "--workers",
-        type=whole(1),
-        default=1,
-        metavar="N",
-        help="Runs at a time, which share cores and GPUs. Default: 1.",
-    )
-    add(
-        "--processes",
-        type=whole(1),
-        metavar="N",
-        help="Processes of each run, as for `qarl train`.",
-    )
+    add_count(compare, "--workers", "Runs at a time, which share cores and GPUs.", 1)
+    add_count(compare, "--processes", "Processes of each run, as for `qarl train`.")
     add(
         "--dry-run",
         action="store_true",
         help="Check everything, show what is left to run, and exit.",
     )
-    add(
-        "--json",
-        type=json_file,
-        metavar="FILE",
-        help="Write every figure as JSON too, with command, commit, machine and versions.",
-    )
+    add_json(compare, "Write every figure as JSON too, with command, commit, machine and versions.")
     compare.set_defaults(run=_compare, fields=True)
 
 

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from qarl.api.runs import evaluated
 from qarl.cli.environment import quiet_libraries
-from qarl.cli.options import DTYPES, json_file, say, whole, write_json
+from qarl.cli.options import DTYPES, add_count, add_json, say, write_json
 from qarl.configs.errors import ConfigError
 from qarl.evaluation.suites import SUITES
 from qarl.report.startup import phases_shown_on
@@ -92,12 +92,7 @@ def add_eval(commands: Any) -> None:
             " float32."
         ),
     )
-    add(
-        "--json",
-        type=json_file,
-        metavar="FILE",
-        help="Write all figures and the answers to every question as JSON too.",
-    )
+    add_json(evaluate, "Write all figures and the answers to every question as JSON too.")
     evaluate.set_defaults(run=_eval, fields=True)
 
 
@@ -125,13 +120,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="Upper limit on the tokens of an answer. Default: the run's, else 64.",
     )
-    add(
-        "--seed",
-        type=whole(0),
-        default=0,
-        metavar="N",
-        help="Seed for problems and sampling. Default: 0.",
-    )
+    add_count(parser, "--seed", "Seed for problems and sampling.", 0, least=0)
 
 
 def _eval(known: argparse.Namespace, console: Console) -> int:

@@ -24,7 +24,7 @@ from qarl.cli.eval import add_eval
 from qarl.cli.help import EPILOG, add_flags
 from qarl.cli.init import add_init
 from qarl.cli.mismatch import add_mismatch
-from qarl.cli.options import dotted_overrides, say, whole
+from qarl.cli.options import add_count, dotted_overrides, say
 from qarl.cli.parser import Parser, PrintAndExit, normalized_argv
 from qarl.cli.plan import add_plan
 from qarl.cli.report import add_report
@@ -182,14 +182,11 @@ def _add_train(commands: Any) -> None:
         action="store_true",
         help="Resume even if questions, code or model changed.",
     )
-    train.add_argument(
+    add_count(
+        train,
         "--processes",
-        type=whole(1),
-        metavar="N",
-        help=(
-            "Learn and sample in N processes of this machine, one per GPU. On several machines,"
-            " start this command with torchrun or deepspeed instead."
-        ),
+        "Learn and sample in N processes of this machine, one per GPU. On several machines,"
+        " start this command with torchrun or deepspeed instead.",
     )
     train.add_argument(
         "--dry-run",

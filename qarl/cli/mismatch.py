@@ -13,7 +13,7 @@ from rich.console import Console
 from qarl.advice.finding import Finding
 from qarl.cli.environment import quiet_libraries
 from qarl.cli.help import add_config, add_flags
-from qarl.cli.options import json_file, say, write_json
+from qarl.cli.options import add_json, say, write_json
 from qarl.configs.load import chosen_config
 from qarl.configs.schema.run import RunConfig
 from qarl.preflight import preflight
@@ -46,9 +46,7 @@ def add_mismatch(commands: Any) -> None:
         metavar="FILE",
         help=("Page to write. Default: mismatch.html."),
     )
-    mismatch.add_argument(
-        "--json", type=json_file, metavar="FILE", help="Write the figures as JSON too."
-    )
+    add_json(mismatch, "Write the figures as JSON too.")
     add_flags(mismatch)
     mismatch.set_defaults(run=_mismatch)
 

@@ -159,5 +159,19 @@ def whole(least: int) -> Callable[[str], int]:
     return parse
 
 
+def add_count(
+    group: Any, option: str, text: str, default: int | None = None, least: int = 1
+) -> None:
+    """Add an option that takes a whole number from `least` up; its help ends with its default."""
+    if default is not None:
+        text += f" Default: {default}."
+    group.add_argument(option, type=whole(least), default=default, metavar="N", help=text)
+
+
+def add_json(group: Any, text: str) -> None:
+    """Add `--json FILE` to a command, whose file can be written."""
+    group.add_argument("--json", type=json_file, metavar="FILE", help=text)
+
+
 seeds = numbers("0,1,2")
 """`type` of `--seeds`."""

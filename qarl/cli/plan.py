@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from qarl.cli.help import add_flags
-from qarl.cli.options import json_file, say, whole, write_json
+from qarl.cli.options import add_count, add_json, say, write_json
 from qarl.configs.load import chosen_config
 from qarl.planning.choice import choose
 from qarl.planning.machine import planned_machine
@@ -44,12 +44,8 @@ def add_plan(commands: Any) -> None:
             " B200) or 8x80GB."
         ),
     )
-    parser.add_argument(
-        "--processes", type=whole(1), metavar="N", help="Number of processes. Default: one per GPU."
-    )
-    parser.add_argument(
-        "--json", type=json_file, metavar="FILE", help=("Write the plan as JSON too.")
-    )
+    add_count(parser, "--processes", "Number of processes. Default: one per GPU.")
+    add_json(parser, "Write the plan as JSON too.")
     add_flags(parser)
     parser.set_defaults(run=_plan)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from qarl.cli.environment import quiet_libraries
-from qarl.cli.options import DTYPES, json_file, say, write_json
+from qarl.cli.options import DTYPES, add_json, say, write_json
 from qarl.configs.errors import SchemeError
 from qarl.configs.load import is_embedded
 from qarl.configs.schemes import SCHEME_SPECS
@@ -82,9 +82,7 @@ def add_schemes(commands: Any) -> None:
         action="store_true",
         help="Show kernels, and vLLM's reasons in full.",
     )
-    schemes.add_argument(
-        "--json", type=json_file, metavar="FILE", help="Write the rows as JSON too."
-    )
+    add_json(schemes, "Write the rows as JSON too.")
     schemes.set_defaults(run=_schemes)
 
 

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from qarl.cli.environment import quiet_libraries
 from qarl.cli.help import add_flags
-from qarl.cli.options import say, whole
+from qarl.cli.options import add_count, say
 from qarl.cli.serve import ServeError, require_free
 from qarl.configs.load import chosen_config
 from qarl.configs.schema.run import RunConfig
@@ -47,20 +47,8 @@ def add_serve_rollouts(commands: Any) -> None:
         metavar="FILE",
         help="YAML file, or a shipped name. Default: as `qarl train`.",
     )
-    serve.add_argument(
-        "--replicas",
-        type=whole(1),
-        default=1,
-        metavar="N",
-        help="Number of servers to start. Default: 1.",
-    )
-    serve.add_argument(
-        "--devices",
-        type=whole(1),
-        default=1,
-        metavar="N",
-        help="GPUs per server. Default: 1.",
-    )
+    add_count(serve, "--replicas", "Number of servers to start.", 1)
+    add_count(serve, "--devices", "GPUs per server.", 1)
     serve.add_argument(
         "--host", default="127.0.0.1", help="Address to listen at. Default: 127.0.0.1."
     )

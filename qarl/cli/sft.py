@@ -11,7 +11,7 @@ from rich.console import Console
 
 from qarl.cli.environment import quiet_libraries
 from qarl.cli.help import add_group
-from qarl.cli.options import say, whole
+from qarl.cli.options import add_count, say, whole
 from qarl.configs.errors import ConfigError
 from qarl.configs.load import is_embedded
 from qarl.configs.schema.base import leaf_values
@@ -73,10 +73,8 @@ def add_sft(commands: Any) -> None:
     data.add_argument(
         "--seed", dest="short:seed", metavar="N", help="Seed for the order of the pairs. [0]"
     )
-    data.add_argument("--epochs", type=whole(1), metavar="N", help="Passes over the pairs. [1]")
-    data.add_argument(
-        "--steps", type=whole(1), metavar="N", help=("Number of steps, instead of --epochs.")
-    )
+    add_count(data, "--epochs", "Passes over the pairs. [1]")
+    add_count(data, "--steps", "Number of steps, instead of --epochs.")
     defaults = leaf_values(sft_config("pairs.jsonl", {}))
     for title, names in _GROUPS.items():
         add_group(parser, title, names, defaults)

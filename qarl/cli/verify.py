@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from qarl.cli.environment import quiet_libraries
-from qarl.cli.options import json_file, say, text_width, write_json
+from qarl.cli.options import add_json, say, text_width, write_json
 from qarl.verify.folders import require_folder
 
 _DESCRIPTION = (
@@ -100,9 +100,7 @@ def _add_logprobs(forms: Any) -> None:
 
 
 def _add_output(form: Any) -> None:
-    form.add_argument(
-        "--json", type=json_file, metavar="FILE", help="Write the report as JSON too."
-    )
+    add_json(form, "Write the report as JSON too.")
     form.add_argument(
         "--report",
         action="store_true",
