@@ -90,7 +90,9 @@ def _ratio_mean(evidence: Evidence) -> Iterator[Finding]:
     """The expectation of π_learner/π_sampler under the sampler is 1."""
     ratio = _log_ratios(evidence).exp()
     bias = float(ratio.mean()) - 1
-    error = float(ratio.std()) / math.sqrt(len(ratio)) if len(ratio) > 1 else 0.0
+    error = 0.0
+    if len(ratio) > 1:
+        error = float(ratio.std()) / math.sqrt(len(ratio))
     if abs(bias) > max(1e-5, ERRORS * error):
         errors = abs(bias) / max(error, 1e-12)
         yield _pitfall(
@@ -157,7 +159,8 @@ def _template(evidence: Evidence) -> Iterator[Finding]:
             "train on the ids that were sampled from, never on text that is tokenized again",
         )
     begin = evidence.begin_token
-    doubled = sum(begin is not None and tuple(ids[:2]) == (begin, begin) for ids in prompts)
+    twice = (begin, begin)
+    doubled = sum(begin is not None and tuple(ids[:2]) == twice for ids in prompts)
     if doubled:
         yield _pitfall(
             "BOS token twice",
@@ -179,7 +182,8 @@ def _resolution(evidence: Evidence) -> Iterator[Finding]:
     half_spacing = torch.finfo(dtype).eps / 4
     lost = total = 0
     for weights in evidence.masters.values():
-        lost += int((weights.detach().abs().float() * half_spacing > optimizer.lr).sum())
+        smallest = weights.detach().abs().float() * half_spacing
+        lost += int((smallest > optimizer.lr).sum())
         total += weights.numel()
     if lost > total / 2:
         yield _pitfall(

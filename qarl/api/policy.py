@@ -85,7 +85,8 @@ def token_rows(
     else:
         real = attention_mask.bool()
     if cu_seqlens is not None:
-        counted = Sequences.apart(cu_seqlens.diff().tolist()).positions(input_ids.device)[None]
+        apart = Sequences.apart(cu_seqlens.diff().tolist())
+        counted = apart.positions(input_ids.device)[None]
         if cu_seqlens[0] != 0 or (
             position_ids is not None and position_ids.tolist() != counted.tolist()
         ):
@@ -96,14 +97,16 @@ def token_rows(
         position_ids = counted
     positions = real.cumsum(-1) - 1 if position_ids is None else position_ids
     if input_ids.ndim != 2 or not input_ids.shape == real.shape == positions.shape:
-        shapes = ", ".join(str(list(tensor.shape)) for tensor in (input_ids, real, positions))
+        sides = (input_ids, real, positions)
+        shapes = ", ".join(str(list(tensor.shape)) for tensor in sides)
         raise PolicyError(
             f"input_ids, attention_mask and positions are {shapes}; give each as [B, T]"
         )
     flat = positions[real]
     tokens = input_ids[real]
     # a sequence begins at each position 0
-    bounds = [*(flat == 0).nonzero().flatten().tolist(), len(flat)]
+    begins = (flat == 0).nonzero().flatten()
+    bounds = [*begins.tolist(), len(flat)]
     lengths = torch.tensor(bounds).diff().tolist()
     if not len(flat) or tokens.min() < 0 or tokens.max() >= vocabulary:
         raise PolicyError(
@@ -119,7 +122,8 @@ def token_rows(
             " one (cu_seqlens: from 0 to the tokens of one row), and begin anew in every row;"
             " leave them out for rows of one sequence"
         )
-    predicted = real[:, 1:] & real[:, :-1] & (positions[:, 1:] == positions[:, :-1] + 1)
+    follows = positions[:, 1:] == positions[:, :-1] + 1
+    predicted = real[:, 1:] & real[:, :-1] & follows
     return TokenRows(input_ids.long(), real, tuple(lengths), predicted)
 
 
@@ -319,7 +323,8 @@ class Policy(nn.Module):
         because the optimizer then steps other parameters.
         """
         unmoved = self._counts() == self._counted and torch.equal(self._hashes(), self._hashed)
-        if unmoved and any(m.grad is not None and m.grad.any() for m in self.parameters()):
+        gradients = (m.grad for m in self.parameters() if m.grad is not None)
+        if unmoved and any(gradient.any() for gradient in gradients):
             raise PolicyError(
                 "refresh: gradients wait at the policy's masters, and none has moved since the last"
                 " refresh; step an optimizer of policy.parameters(), made after qarl.align"
@@ -399,7 +404,8 @@ class Policy(nn.Module):
                 {**each.get_vocab(), "its EOS token": each.eos_token_id}
                 for each in (tokenizer, ours)
             ]
-            differing = sorted({token for token, _ in sides[0].items() ^ sides[1].items()})
+            entries = sides[0].items() ^ sides[1].items()
+            differing = sorted({token for token, _ in entries})
             if differing:
                 ids = " and ".join(str(side.get(differing[0])) for side in sides)
                 raise PolicyError(
@@ -451,7 +457,8 @@ class Policy(nn.Module):
         shapes = [
             {name: tuple(p.shape) for name, p in side.items()} for side in (state_dict, masters)
         ]
-        differing = sorted({name for name, _ in shapes[0].items() ^ shapes[1].items()})
+        entries = shapes[0].items() ^ shapes[1].items()
+        differing = sorted({name for name, _ in entries})
         if differing:
             raise PolicyError(
                 f"{len(differing)} entries are not this policy's masters, the first being"
@@ -494,9 +501,8 @@ class Policy(nn.Module):
     def _hashes(self) -> torch.Tensor:
         """Hash each master's bits, uint64 [masters]. This takes a pass, and sees every write."""
         bits = {4: torch.int32, 2: torch.int16}
-        return torch.stack(
-            [torch.hash_tensor(m.detach().view(bits[m.itemsize])) for m in self.parameters()]
-        )
+        views = (m.detach().view(bits[m.itemsize]) for m in self.parameters())
+        return torch.stack([torch.hash_tensor(view) for view in views])
 
     def _require_fresh(self, by_value: bool = True) -> None:
         """Raise `PolicyError` if masters changed since `refresh`.

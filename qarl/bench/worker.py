@@ -213,7 +213,8 @@ def _step(
         )
         completions = engine.generate(prompts, sampling)
     rewards = tuple(float(n % 2) for n in range(job.options.samples))
-    groups = [Group(p, tuple(c), rewards) for p, c in zip(prompts, completions, strict=True)]
+    pairs = zip(prompts, completions, strict=True)
+    groups = [Group(prompt, tuple(answers), rewards) for prompt, answers in pairs]
     stats = learner.learn(make_batch(groups, pad_token=0), number)
     with watch("publish"):
         publisher.publish(number + 1)

@@ -50,8 +50,8 @@ def existing_run(config: RunConfig) -> RunFolder | None:
 
 def evaluation_file(comparison: Comparison, cell: Cell, options: Sequence[str] = ()) -> Path:
     """Return the file to which `qarl eval` with these options writes its results of a cell."""
-    words = "-".join(["eval", *(option.removeprefix("--").replace("/", "_") for option in options)])
-    return comparison.output / f"{cell.name}.{words}.json"
+    words = [option.removeprefix("--").replace("/", "_") for option in options]
+    return comparison.output / f"{cell.name}.{'-'.join(['eval', *words])}.json"
 
 
 def evaluation_options(comparison: Comparison) -> list[str]:

@@ -143,7 +143,8 @@ def gap_closed(
     shared = sorted(values.keys() & baseline.keys() & reference.keys())
     if not shared:
         return None
-    own, low, high = (fmean(of[seed] for seed in shared) for of in (values, baseline, reference))
+    sides = (values, baseline, reference)
+    own, low, high = (fmean(side[seed] for seed in shared) for side in sides)
     difference = estimate([baseline[seed] - reference[seed] for seed in shared])
     # with one seed, `difference.high` is NaN and the comparison false
     if low >= high or difference.high >= 0:
@@ -187,9 +188,8 @@ def as_data(cells: Mapping[Cell, Measured]) -> dict[str, Any]:
 
 
 def _of_seeds(seeds: Mapping[int, Measured], name: str) -> dict[int, float]:
-    return {
-        seed: value for seed, each in seeds.items() if (value := getattr(each, name)) is not None
-    }
+    values = {seed: getattr(each, name) for seed, each in seeds.items()}
+    return {seed: value for seed, value in values.items() if value is not None}
 
 
 def _estimate(values: Sequence[float]) -> dict[str, Any] | None:
@@ -202,7 +202,8 @@ def _difference(
     own: Mapping[int, float],
     other: Mapping[int, float],
 ) -> dict[str, Any] | None:
-    return _estimate([own[seed] - other[seed] for seed in sorted(own.keys() & other.keys())])
+    shared = sorted(own.keys() & other.keys())
+    return _estimate([own[seed] - other[seed] for seed in shared])
 
 
 def _mean(values: Sequence[float | None]) -> dict[str, Any] | None:
@@ -219,7 +220,9 @@ def _mean(values: Sequence[float | None]) -> dict[str, Any] | None:
 
 def _standard_error(values: Sequence[float]) -> float:
     """Return the standard error of the mean; NaN for one value."""
-    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    if len(values) < 2:
+        return math.nan
+    return stdev(values) / math.sqrt(len(values))
 
 
 def table(cells: Mapping[Cell, Measured]) -> PlainTable:
@@ -263,7 +266,8 @@ def _percent(figure: Mapping[str, Any] | None, sign: str = "") -> str:
     """Return an accuracy, or a difference of two, as text. sign: "+" for a difference."""
     if figure is None:
         return ""
-    mean, error, low, high = (100 * figure[name] for name in ("mean", "error", "low", "high"))
+    names = ("mean", "error", "low", "high")
+    mean, error, low, high = (100 * figure[name] for name in names)
     spread = "" if math.isnan(error) else f" ± {error:.1f} [{low:{sign}.1f}, {high:{sign}.1f}]"
     return f"{mean:{sign}.1f}{spread}"
 

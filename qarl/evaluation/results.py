@@ -62,7 +62,8 @@ class Result:
     @property
     def accuracy(self) -> float:
         """avg@n: the fraction of right answers, in [0, 1]."""
-        return sum(sum(q.correct) for q in self.questions) / (len(self.questions) * self.samples)
+        answers = len(self.questions) * self.samples
+        return sum(sum(q.correct) for q in self.questions) / answers
 
     def average(self) -> Estimate:
         """Return avg@n with its interval over questions."""
@@ -143,11 +144,14 @@ def majority(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
     """
     votes = Counter(answer for answer in answers if answer is not None)
     most = max(votes.values(), default=0)
-    right: dict[str, list[bool]] = {answer: [] for answer, count in votes.items() if count == most}
+    winners = [answer for answer, count in votes.items() if count == most]
+    right: dict[str, list[bool]] = {answer: [] for answer in winners}
     for answer, verdict in zip(answers, correct, strict=True):
         if answer in right:
             right[answer].append(verdict)
-    return sum(sum(verdicts) / most for verdicts in right.values()) / len(right) if right else 0.0
+    if not right:
+        return 0.0
+    return sum(sum(verdicts) / most for verdicts in right.values()) / len(right)
 
 
 def require_same_settings(target: str, settings: dict[str, Any], other: Evaluation) -> None:

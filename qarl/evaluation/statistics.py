@@ -73,5 +73,6 @@ def _resampled(values: Sequence[float], seed: int) -> np.ndarray:
     source = np.asarray(values, dtype=np.float64)
     chunk = max(1, _DRAWN_AT_ONCE // len(source))
     rows_of_chunks = [min(chunk, RESAMPLES - done) for done in range(0, RESAMPLES, chunk)]
-    means = [rng.choice(source, (rows, len(source))).mean(axis=1) for rows in rows_of_chunks]
+    samples = (rng.choice(source, (rows, len(source))) for rows in rows_of_chunks)
+    means = [sample.mean(axis=1) for sample in samples]
     return np.concatenate(means)

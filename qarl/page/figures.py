@@ -222,7 +222,8 @@ def _spread(
 ) -> dict[str, Any]:
     """Return the line of the mean at each x, with a band from the lowest to the highest value."""
     rows = sorted(values.items())
-    line: dict[str, Any] = {"of": number, "name": name, "x": [x for x, _ in rows]}
+    steps = [x for x, _ in rows]
+    line: dict[str, Any] = {"of": number, "name": name, "x": steps}
     for part in ("y", "low", "high") if band else ("y",):
         line[part] = [_AGGREGATE[part](y_values) for _, y_values in rows]
     return line
@@ -359,5 +360,12 @@ def _binned(
         high.append(max(float(np.quantile(values, 0.95)), mean))
     if not means:
         return []
-    line = {"of": number, "name": "mean", "x": x_values, "y": means, "low": means, "high": high}
+    line = {
+        "of": number,
+        "name": "mean",
+        "x": x_values,
+        "y": means,
+        "low": means,
+        "high": high,
+    }
     return [thinned(line)]

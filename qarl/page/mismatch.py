@@ -148,7 +148,8 @@ def faulty_layers(layers: Sequence[LayerDeviation]) -> list[LayerDeviation]:
     if not layers:
         return []
     bound = max(PLAIN_SUM, FAULTY * median(row.kernel for row in layers))
-    return sorted((row for row in layers if row.kernel > bound), key=lambda row: -row.kernel)
+    beyond = (row for row in layers if row.kernel > bound)
+    return sorted(beyond, key=lambda row: -row.kernel)
 
 
 def _probabilities(learners: Sequence[ScoredLearner]) -> dict[str, Any]:

@@ -189,7 +189,8 @@ def configurations(runs: Sequence[RecordedRun]) -> list[Configuration]:
     # If a label is too short to tell two configurations apart, a run's name does.
     if len(set(labels)) < len(labels):
         labels = [group[0].name for group in groups]
-    return [Configuration(label, tuple(group)) for label, group in zip(labels, groups, strict=True)]
+    labelled = zip(labels, groups, strict=True)
+    return [Configuration(label, tuple(group)) for label, group in labelled]
 
 
 def compared_settings(

@@ -89,7 +89,8 @@ def _outcome(runs: Sequence[RecordedRun]) -> Remark:
         (run.deployed and run.deployed.problems) or run.config.eval.problems for run in runs
     )
     # Standard error of the difference of two binomial fractions.
-    error = math.sqrt((before * (1 - before) + after * (1 - after)) / max(problems, 1))
+    variance = before * (1 - before) + after * (1 - after)
+    error = math.sqrt(variance / max(problems, 1))
     words = f"held-out accuracy from {before:.1%} to {after:.1%}"
     by_accuracy = _change(before, after, error, words, f"{100 * (after - before):+.1f} points")
     if by_accuracy[0] == "note" and by_reward[0] == "good":
@@ -106,7 +107,9 @@ def _reward_outcome(runs: Sequence[RecordedRun]) -> Remark:
     lasts = [m["reward"] for run in runs for m in _last(run)]
     before = sum(firsts) / len(firsts)
     after = sum(lasts) / len(lasts)
-    error = math.sqrt(_noise(runs) * (1 / len(firsts) + 1 / len(lasts)))
+    # the variance of a difference of two means, over a step's variance
+    factor = 1 / len(firsts) + 1 / len(lasts)
+    error = math.sqrt(_noise(runs) * factor)
     words = f"reward from {before:.3g} to {after:.3g}"
     return _change(before, after, error, words, f"{after - before:+.3g}")
 
@@ -219,7 +222,8 @@ def _last(run: RecordedRun) -> list[dict]:
 
 def _mean_last(runs: Sequence[RecordedRun], field: str) -> float | None:
     """Return a metric's mean over the last tenths of runs; None if it was not measured there."""
-    values = [m[field] for run in runs for m in _last(run) if m.get(field) is not None]
+    steps = [step for run in runs for step in _last(run)]
+    values = [step[field] for step in steps if step.get(field) is not None]
     return sum(values) / len(values) if values else None
 
 
@@ -230,4 +234,5 @@ def _noise(runs: Sequence[RecordedRun]) -> float:
     differences is the variance, because a difference has two steps' noise.
     """
     pairs = [pair for run in runs for pair in pairwise(m["reward"] for m in run.metrics)]
-    return sum((after - before) ** 2 for before, after in pairs) / max(2 * len(pairs), 1)
+    squares = [(after - before) ** 2 for before, after in pairs]
+    return sum(squares) / max(2 * len(pairs), 1)

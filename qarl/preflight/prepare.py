@@ -37,7 +37,12 @@ def prepare(
     return open_ready(config, task)
 
 
-def checked(config: RunConfig, task: Task, processes: int = 1, saves: bool = False) -> Ready:
+def checked(
+    config: RunConfig,
+    task: Task,
+    processes: int = 1,
+    saves: bool = False,
+) -> Ready:
     """Check what needs torch in this process, and return what the run takes.
 
     This runs before a run folder is made. It raises the error of the part that is wrong

@@ -214,7 +214,8 @@ def sparkline(values: list[float]) -> str:
         return ""
     bins = min(_WIDTH, len(values))
     edges = [round(i * len(values) / bins) for i in range(bins + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    slices = [values[begin:end] for begin, end in pairwise(edges)]
+    means = [sum(each) / len(each) for each in slices]
     low = min(values)
     span = max(max(values) - low, 1e-9)
     heights = [min(7, int(8 * (mean - low) / span)) for mean in means]

@@ -158,7 +158,8 @@ def _mean_events(completions: list[Completion]) -> dict[str, float] | None:
     """Return the mean number of each event in a completion, or None if there are no events."""
     counts = [dict(c.events) for c in completions]
     names = sorted({name for count in counts for name in count})
-    means = {name: sum(count.get(name, 0) for count in counts) / len(counts) for name in names}
+    totals = {name: sum(count.get(name, 0) for count in counts) for name in names}
+    means = {name: total / len(counts) for name, total in totals.items()}
     return means or None
 
 

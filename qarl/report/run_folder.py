@@ -152,7 +152,9 @@ class RunFolder:
 
     def has_begun(self) -> bool:
         """Return whether the run has results to keep: a finished step or a checkpoint."""
-        return bool(self.steps()) or (self.metrics.is_file() and self.metrics.stat().st_size > 0)
+        if self.steps():
+            return True
+        return self.metrics.is_file() and self.metrics.stat().st_size > 0
 
     def discard(self) -> None:
         """Remove the folder, and the parents created for it that have nothing else in them."""

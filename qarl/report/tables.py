@@ -83,7 +83,8 @@ class PlainTable:
             spare = [width - least for width, least in zip(widths, smallest, strict=True)]
             if max(spare) <= 0:
                 return None
-            widest = max((width, i) for i, width in enumerate(widths) if spare[i] > 0)[1]
+            shrinkable = [i for i in range(len(widths)) if spare[i] > 0]
+            widest = max(shrinkable, key=lambda i: (widths[i], i))
             widths[widest] -= 1
         return widths
 

@@ -131,7 +131,10 @@ def _write_tensors(tensors: dict[str, Any], folder: Path, together: Processes) -
         raise next(iter(error.failures.values()))[0] from error
 
 
-def _flat(tensors: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def _flat(
+    tensors: Mapping[str, Any],
+    prefix: str = "",
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield nested tensors, with names joined by dots as in the files."""
     for name, value in tensors.items():
         if isinstance(value, Mapping):

@@ -27,7 +27,9 @@ def problems_once(task: Task, count: int, seed: int) -> list[Problem]:
     If the task's file has fewer problems, fewer are returned.
     """
     size = task.size("heldout")
-    return task.problems("heldout", 0, count if size is None else min(count, max(size, 1)), seed)
+    if size is not None:
+        count = min(count, max(size, 1))
+    return task.problems("heldout", 0, count, seed)
 
 
 def answered(

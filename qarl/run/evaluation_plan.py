@@ -186,7 +186,8 @@ def _export_of(
                 f"--dtype {dtype}: run {target!r} computes in {config.dtype}; leave it out, or"
                 f" evaluate the folder {str(folder.export)!r} itself in another dtype"
             )
-        step = read_note(folder.export).get("step", max(folder.steps(), default=0))
+        newest = max(folder.steps(), default=0)
+        step = read_note(folder.export).get("step", newest)
         return folder.export, export_note(path, config, step, folder.export)
     if path.is_dir():
         return path, read_note(path)

@@ -95,7 +95,8 @@ def noted_defaults(note: dict[str, Any]) -> RequestDefaults:
 
 def add_to_note(export: Path, **more: Any) -> None:
     """Add entries to qarl.json that became known after the export was written."""
-    (export / NAME).write_text(json.dumps({**read_note(export), **more}, indent=2) + "\n")
+    note = json.dumps({**read_note(export), **more}, indent=2)
+    (export / NAME).write_text(note + "\n")
 
 
 def changed_files(export: Path) -> list[str]:
@@ -151,4 +152,6 @@ def is_finished(folder: RunFolder, config: RunConfig) -> bool:
     if config.steps not in folder.steps():
         return False
     note = read_note(folder.export) if config.export else {}
-    return not config.export or (note.get("step") == config.steps and note.get("verified", False))
+    if not config.export:
+        return True
+    return note.get("step") == config.steps and note.get("verified", False)

@@ -94,12 +94,17 @@ def require_same_inputs(
     file = folder.path / "environment.json"
     environment = json.loads(file.read_text()) if file.is_file() else {}
     # a resumed run that ended before its next checkpoint has said so already
-    earlier = [each for each in environment.get(CHANGED, []) if each.split(":")[0] not in line]
+    noted = environment.get(CHANGED, [])
+    earlier = [each for each in noted if each.split(":")[0] not in line]
     environment[CHANGED] = [*earlier, line]
     file.write_text(json.dumps(environment, indent=2) + "\n")
 
 
-def _changes(before: Inputs, now: Inputs, files: dict[str, Path]) -> Iterator[str]:
+def _changes(
+    before: Inputs,
+    now: Inputs,
+    files: dict[str, Path],
+) -> Iterator[str]:
     for name in sorted({*before, *now}):
         if name not in now:
             yield f"{name}: no longer there"
@@ -213,8 +218,11 @@ def _imported(file: Path, root: Path) -> list[Path]:
             module = ".".join((*outer, *filter(None, [node.module])))
             names += [module, *(f"{module}.{alias.name}".lstrip(".") for alias in node.names)]
     # importing a.b.c runs the packages a and a.b
-    parts = [name.split(".") for name in names if name and name.split(".")[0] != "qarl"]
-    modules = {".".join(each[:end]) for each in parts for end in range(1, len(each) + 1)}
+    paths = [name.split(".") for name in names if name]
+    parts = [path for path in paths if path[0] != "qarl"]
+    modules = set[str]()
+    for path in parts:
+        modules |= {".".join(path[:end]) for end in range(1, len(path) + 1)}
     files = (_module_file(root, module) for module in sorted(modules))
     return [each for each in files if each is not None]
 

@@ -56,7 +56,15 @@ SUBJECTS = (
 )
 """Subjects of the questions."""
 
-NUMBERS = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8}
+NUMBERS = {
+    "two": 2,
+    "three": 3,
+    "four": 4,
+    "five": 5,
+    "six": 6,
+    "seven": 7,
+    "eight": 8,
+}
 """Numbers that a rule may name."""
 
 RULES: dict[str, tuple[str, tuple[str, ...]]] = {

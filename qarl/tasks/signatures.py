@@ -212,7 +212,10 @@ async def settled(outcome: Any) -> Any:
     return outcome
 
 
-def _awaited(calls: Sequence[Callable[[], Any]], time_limit: float) -> list[Any]:
+def _awaited(
+    calls: Sequence[Callable[[], Any]],
+    time_limit: float,
+) -> list[Any]:
     """Return the outcomes of calls that run together, each at most `time_limit` seconds."""
 
     async def one(call: Callable[[], Any]) -> Any:

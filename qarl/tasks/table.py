@@ -279,7 +279,8 @@ def _column_hint(column: str, values: Mapping[str, Any], of_answers: bool) -> st
     of_answers: whether the missing column is that of answers.
     """
     names = [str(name) for name in values]
-    names += [f"{k}.{inner}" for k, v in values.items() if isinstance(v, dict) for inner in v]
+    nested = {key: value for key, value in values.items() if isinstance(value, dict)}
+    names += [f"{key}.{inner}" for key, value in nested.items() for inner in value]
     wanted, other = (_ANSWERS, _QUESTIONS) if of_answers else (_QUESTIONS, _ANSWERS)
     words = {name: _name_words(name) for name in names}
     fitting = [name for name in names if words[name].isdisjoint((*other, *_ABOUT))]

@@ -152,7 +152,8 @@ def _unknown(table: Table) -> Iterator[str]:
     """Yield what the dump's columns do not show."""
     if np.isnan(ages(table)).all():
         yield "staleness: the dump has no weight_version and trainer_version (or age)"
-    absent = [name for name in ("temperature", "top_p", "top_k") if np.isnan(table[name]).all()]
+    options = ("temperature", "top_p", "top_k")
+    absent = [name for name in options if np.isnan(table[name]).all()]
     if absent:
         yield f"effects of {', '.join(absent)} by their values: the dump has no such columns"
     if table["unscored"].sum():
@@ -220,9 +221,10 @@ def _differ(low: np.ndarray, high: np.ndarray, factor: float) -> bool:
     """Return whether the mean of `high` is above `factor` times that of `low` beyond doubt."""
     if len(low) < 3 or len(high) < 3:
         return False
-    error = math.sqrt(np.var(low) / len(low) + np.var(high) / len(high))
+    variance = np.var(low) / len(low) + np.var(high) / len(high)
     gap = high.mean() - low.mean()
-    return bool(high.mean() > factor * low.mean() and gap > _APART * error and gap > _LEAST)
+    least = max(_APART * math.sqrt(variance), _LEAST)
+    return bool(high.mean() > factor * low.mean() and gap > least)
 
 
 def _stale(table: Table) -> tuple[Cause | None, np.ndarray]:
@@ -329,9 +331,15 @@ def _correlation(table: Table) -> float:
     This is Pearson's coefficient, from sums over completions.
     """
     n = table["tokens"].sum()
-    x, y = table["sampler"].sum() / n, table["trainer"].sum() / n
-    spread = (table["sampler2"].sum() / n - x * x) * (table["trainer2"].sum() / n - y * y)
-    return float((table["product"].sum() / n - x * y) / math.sqrt(spread)) if spread > 0 else 1.0
+    x = table["sampler"].sum() / n
+    y = table["trainer"].sum() / n
+    x_variance = table["sampler2"].sum() / n - x * x
+    y_variance = table["trainer2"].sum() / n - y * y
+    spread = x_variance * y_variance
+    if spread <= 0:
+        return 1.0
+    covariance = table["product"].sum() / n - x * y
+    return float(covariance / math.sqrt(spread))
 
 
 def _sided(table: Table, kind: str = "") -> float:
@@ -347,9 +355,8 @@ def _truncation(table: Table) -> Cause | None:
         return None
     below = _sided(table) > 0.5
     sides = ("sampler", "trainer") if below else ("trainer", "sampler")
-    mass, likely, rare = (
-        _sided(table, kind) if below else 1 - _sided(table, kind) for kind in ("", "likely", "rare")
-    )
+    fractions = [_sided(table, kind) for kind in ("", "likely", "rare")]
+    mass, likely, rare = (each if below else 1 - each for each in fractions)
     kept, error = _calibration(table, "ratio" if below else "inverse")
     judged = [
         fraction
@@ -383,7 +390,8 @@ def _cuts(table: Table) -> str:
 
 def _recorded(table: Table, names: tuple[str, ...]) -> str:
     """Return the recorded values of sampling options as a clause."""
-    values = {name: np.unique(table[name][~np.isnan(table[name])]) for name in names}
+    columns = {name: table[name] for name in names}
+    values = {name: np.unique(column[~np.isnan(column)]) for name, column in columns.items()}
     parts = [
         f"{n} {', '.join(f'{v:g}' for v in each[:3])}" for n, each in values.items() if len(each)
     ]
@@ -404,9 +412,11 @@ def _temperature(table: Table) -> Cause | None:
     forward = _calibration(table, "ratio")
     backward = _calibration(table, "inverse")
     drawn = ""
-    if abs(forward[0] - 1) < 3 * forward[1] and abs(backward[0] - 1) > 3 * backward[1]:
+    forward_fits = abs(forward[0] - 1) < 3 * forward[1]
+    backward_fits = abs(backward[0] - 1) < 3 * backward[1]
+    if forward_fits and abs(backward[0] - 1) > 3 * backward[1]:
         drawn = "; tokens were drawn from the sampler's log-probs, so the trainer forgot it"
-    elif abs(backward[0] - 1) < 3 * backward[1] and abs(forward[0] - 1) > 3 * forward[1]:
+    elif backward_fits and abs(forward[0] - 1) > 3 * forward[1]:
         drawn = "; tokens were drawn from the trainer's log-probs, so the sampler's are raw"
     return Cause(
         name="temperature",
@@ -443,7 +453,8 @@ def _calibration(table: Table, figure: str) -> tuple[float, float]:
     tokens = table["tokens"]
     mean = table[figure].sum() / tokens.sum()
     residual = table[figure] - mean * tokens
-    return float(mean), float(math.sqrt((residual**2).sum()) / tokens.sum())
+    error = math.sqrt((residual**2).sum()) / tokens.sum()
+    return float(mean), float(error)
 
 
 def _level(table: Table, floor: float, causes: list[Cause]) -> Cause:

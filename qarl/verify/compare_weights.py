@@ -282,7 +282,11 @@ def _scale_dtype(tensors: Mapping[str, torch.Tensor]) -> torch.dtype:
     return scale.dtype
 
 
-def _value(side: Side, layer: str, tensors: dict[str, torch.Tensor]) -> torch.Tensor | None:
+def _value(
+    side: Side,
+    layer: str,
+    tensors: dict[str, torch.Tensor],
+) -> torch.Tensor | None:
     """Return a layer's weight in 16 or 32 bits, codes dequantized; None if it has none."""
     scheme = _stored_scheme(side, layer)
     if side.effective or scheme is None:
@@ -301,9 +305,10 @@ def _state(
     b: torch.Tensor,
 ) -> str:
     """Return in which way the values a of the trainer and b of the engine agree, or "different"."""
-    if a.shape != b.shape or not a.isfinite().all() or not b.isfinite().all():
+    if a.shape != b.shape or not all(values.isfinite().all() for values in (a, b)):
         return "different"
-    mine, other = _stored_scheme(trainer, layer), _stored_scheme(engine, layer)
+    mine = _stored_scheme(trainer, layer)
+    other = _stored_scheme(engine, layer)
     if mine is not None and other is not None and not engine.effective:
         if _same_bytes(ours, theirs):
             return "equal codes and scales"
@@ -326,7 +331,8 @@ def _masters(
     effective: bool,
 ) -> str:
     """Return how masters [O, I] and the values of an engine's codes agree, or "different"."""
-    casts = [master, *(master.to(d) for d in (torch.bfloat16, torch.float16) if d != master.dtype)]
+    others = (dtype for dtype in (torch.bfloat16, torch.float16) if dtype != master.dtype)
+    casts = [master, *map(master.to, others)]
     stored_as = (_scale_dtype(tensors),)
     if effective:
         stored_as = (torch.bfloat16, torch.float16, torch.float32)
@@ -339,7 +345,8 @@ def _masters(
                 return "codes of these masters, as the engine multiplies"
             continue
         stored = dict(codes.tensors())
-        if all(torch.equal(stored[n], tensors[n]) for n in stored.keys() & tensors.keys()):
+        names = stored.keys() & tensors.keys()
+        if all(torch.equal(stored[name], tensors[name]) for name in names):
             return "codes of these masters, bit for bit"
     if _rounds_to(master, values):
         return "fake-quantized values"
@@ -361,7 +368,8 @@ def _off(
     """
     exact = master.float()
     slack = exact.abs() * (1e-5 if dtype == torch.float32 else _ULP / 2 + 1e-5)
-    within = (exact - values).abs() <= (exact - near).abs() * (1 + 1e-5) + slack
+    largest = (exact - near).abs() * (1 + 1e-5) + slack
+    within = (exact - values).abs() <= largest
     return 1 - float(within.float().mean())  # a NaN is not within
 
 
@@ -371,16 +379,22 @@ def _rounds_to(one: torch.Tensor, other: torch.Tensor) -> bool:
     """
     if one.shape != other.shape:
         return False
-    if torch.equal(one.to(other.dtype), other) or torch.equal(other.to(one.dtype), one):
-        return True
+    for cast, exact in ((one, other), (other, one)):
+        if torch.equal(cast.to(exact.dtype), exact):
+            return True
     coarse = {torch.bfloat16: _ULP, torch.float16: _ULP / 8}
-    relative = max(coarse.get(one.dtype, 1e-6), coarse.get(other.dtype, 1e-6))
-    a, b = one.float(), other.float()
-    return bool(((a - b).abs() <= relative * torch.maximum(a.abs(), b.abs())).all())
+    relative = max(coarse.get(side.dtype, 1e-6) for side in (one, other))
+    a = one.float()
+    b = other.float()
+    bound = relative * torch.maximum(a.abs(), b.abs())
+    return bool(((a - b).abs() <= bound).all())
 
 
-def _same_bytes(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
-    names = {name for name in ours.keys() | theirs.keys() if name in (*CODES, "weight", *_OF_CODES)}
+def _same_bytes(
+    ours: dict[str, torch.Tensor],
+    theirs: dict[str, torch.Tensor],
+) -> bool:
+    names = (ours.keys() | theirs.keys()) & {*CODES, "weight", *_OF_CODES}
     return all(
         name in ours
         and name in theirs
@@ -390,7 +404,11 @@ def _same_bytes(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) 
     )
 
 
-def _broken_codes(side: Side, layer: str, tensors: dict[str, torch.Tensor]) -> Cause | None:
+def _broken_codes(
+    side: Side,
+    layer: str,
+    tensors: dict[str, torch.Tensor],
+) -> Cause | None:
     """Return the cause if a layer's codes do not have the shapes that its scheme gives them."""
     if side.effective or not _has_codes(side, layer):
         return None

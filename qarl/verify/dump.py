@@ -130,7 +130,10 @@ def read_dumps(paths: Sequence[Path | str], unused: set[str]) -> Iterator[Batch]
         raise VerifyInputError(f"{few([str(path) for path in paths])}: no completion in it")
 
 
-def _parquet(file: Path, unused: set[str]) -> Iterator[dict[str, list[Any]]]:
+def _parquet(
+    file: Path,
+    unused: set[str],
+) -> Iterator[dict[str, list[Any]]]:
     """Yield the columns of a Parquet file, some rows at a time."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -152,7 +155,10 @@ def _parquet(file: Path, unused: set[str]) -> Iterator[dict[str, list[Any]]]:
         raise VerifyInputError(f"{str(file)!r} cannot be read: {reason}; write it again") from error
 
 
-def _json_lines(file: Path, unused: set[str]) -> Iterator[dict[str, list[Any]]]:
+def _json_lines(
+    file: Path,
+    unused: set[str],
+) -> Iterator[dict[str, list[Any]]]:
     """Yield the columns of a file of JSON lines, some rows at a time."""
     try:
         with file.open(encoding="utf-8") as lines:
@@ -182,7 +188,11 @@ def _object(line: str, file: Path, number: int) -> dict[str, Any]:
     return row
 
 
-def _wanted(names: Mapping[str, Any], where: str, unused: set[str]) -> list[str]:
+def _wanted(
+    names: Mapping[str, Any],
+    where: str,
+    unused: set[str],
+) -> list[str]:
     """Return the columns that mean something here, and add the others to `unused`.
 
     Raises `VerifyInputError` if a required one is missing.
@@ -198,7 +208,11 @@ def _wanted(names: Mapping[str, Any], where: str, unused: set[str]) -> list[str]
     return [name for name in names if name in REQUIRED + OPTIONAL]
 
 
-def _batch(columns: Mapping[str, list[Any]], first: int, where: str) -> Batch:
+def _batch(
+    columns: Mapping[str, list[Any]],
+    first: int,
+    where: str,
+) -> Batch:
     """Return the rows of some columns as arrays. Raises `VerifyInputError`."""
     ids = columns["completion_ids"]
     count = len(ids)
@@ -261,7 +275,11 @@ def _check_lengths(
         )
 
 
-def _token_ids(ids: list[list[Any]], first: int, where: str) -> np.ndarray:
+def _token_ids(
+    ids: list[list[Any]],
+    first: int,
+    where: str,
+) -> np.ndarray:
     flat = [token for row in ids for token in row]
     if any(type(token) is not int for token in flat):
         row = next(n for n, each in enumerate(ids) if any(type(t) is not int for t in each))
@@ -273,7 +291,12 @@ def _token_ids(ids: list[list[Any]], first: int, where: str) -> np.ndarray:
     return np.array(flat, dtype=np.int64)
 
 
-def _flat(values: list[list[Any]], name: str, first: int, where: str) -> np.ndarray:
+def _flat(
+    values: list[list[Any]],
+    name: str,
+    first: int,
+    where: str,
+) -> np.ndarray:
     """Return log-probs laid end to end, NaN for null. Raises `VerifyInputError` for NaN, infinities
     and values above 0.
     """
@@ -312,7 +335,12 @@ def _check_logprob(value: Any, where: str) -> None:
         )
 
 
-def _advantages(values: list[Any], lengths: np.ndarray, first: int, where: str) -> np.ndarray:
+def _advantages(
+    values: list[Any],
+    lengths: np.ndarray,
+    first: int,
+    where: str,
+) -> np.ndarray:
     """Return advantages of tokens, [T], from one a completion or one a token."""
     parts = []
     for row, (value, length) in enumerate(zip(values, lengths, strict=True)):
@@ -326,7 +354,12 @@ def _advantages(values: list[Any], lengths: np.ndarray, first: int, where: str) 
     return np.array(parts, dtype=np.float64)
 
 
-def _scalars(values: list[Any], name: str, first: int, where: str) -> np.ndarray:
+def _scalars(
+    values: list[Any],
+    name: str,
+    first: int,
+    where: str,
+) -> np.ndarray:
     """Return numbers of completions, [B]; NaN for null."""
     flat = []
     for row, value in enumerate(values):

@@ -109,7 +109,13 @@ class RowFigures:
         self.position.add(position[kept], distance[kept])
         self.probability.add(np.exp(batch.sampler[kept]), distance[kept])
 
-    def _differences(self, batch: Batch, kept: np.ndarray, rows: np.ndarray, per_row) -> dict:
+    def _differences(
+        self,
+        batch: Batch,
+        kept: np.ndarray,
+        rows: np.ndarray,
+        per_row,
+    ) -> dict:
         """Return sums of functions of d over each completion's tokens."""
         sampler = np.where(kept, batch.sampler, 0.0)
         trainer = np.where(kept, batch.trainer, 0.0)
@@ -134,9 +140,11 @@ class RowFigures:
             "below": np.maximum(-d, 0),
         }
         if batch.advantages is not None:
-            active = np.where(batch.advantages > 0, ratio > self.clip[1], ratio < self.clip[0])
+            low, high = self.clip
+            active = np.where(batch.advantages > 0, ratio > high, ratio < low)
             figures["phantom"] = active & (np.nan_to_num(batch.advantages) != 0)
-        probability = (np.exp(sampler) + np.exp(np.minimum(trainer, 0))) / 2
+        trainer_probability = np.exp(np.minimum(trainer, 0))
+        probability = (np.exp(sampler) + trainer_probability) / 2
         likely = (probability > LIKELY[0]) & (probability < LIKELY[1])
         rare = probability < RARE
         figures |= {
@@ -160,10 +168,17 @@ def _logits(sampler: np.ndarray, trainer: np.ndarray) -> dict[str, np.ndarray]:
     """Return the moments of x = logit p and y = logit q of tokens that both sides find likely."""
     q = np.exp(np.minimum(sampler, -1e-9))
     p = np.exp(np.minimum(trainer, -1e-9))
-    both = (np.minimum(p, q) > 0.5) & (np.maximum(p, q) < 0.999)
+    lower = np.minimum(p, q)
+    both = (lower > 0.5) & (np.maximum(p, q) < 0.999)
     x = np.where(both, np.log(p / (1 - p)), 0)
     y = np.where(both, np.log(q / (1 - q)), 0)
-    return {"logit": both, "logit_x": x, "logit_y": y, "logit_xx": x * x, "logit_xy": x * y}
+    return {
+        "logit": both,
+        "logit_x": x,
+        "logit_y": y,
+        "logit_xx": x * x,
+        "logit_xy": x * y,
+    }
 
 
 def _not_sampled(
@@ -201,16 +216,22 @@ def _padding(batch: Batch, starts: np.ndarray, both: np.ndarray) -> np.ndarray:
             ids = batch.token_ids[start:end]
             same = (ids == ids[-1]) & (ours[start:end] == ours[end - 1])
             first = start + 1 + int(np.max(np.flatnonzero(~same), initial=-1))
-            runs.append((first, end, (int(ids[-1]), float(ours[end - 1]))))
-            far = np.abs(other[first:end] - ours[first:end]).mean() > _NEAR
-            if end - first >= _PADS and np.ptp(other[first:end]) > 0 and far:
-                kinds.add(runs[-1][2])
+            kind = (int(ids[-1]), float(ours[end - 1]))
+            runs.append((first, end, kind))
+            tail = slice(first, end)
+            far = np.abs(other[tail] - ours[tail]).mean() > _NEAR
+            if end - first >= _PADS and np.ptp(other[tail]) > 0 and far:
+                kinds.add(kind)
         for first, end, kind in runs:
             padded[first:end] |= kind in kinds
     return padded & both
 
 
-def _order(batch: Batch, kept: np.ndarray, starts: np.ndarray) -> dict[str, np.ndarray]:
+def _order(
+    batch: Batch,
+    kept: np.ndarray,
+    starts: np.ndarray,
+) -> dict[str, np.ndarray]:
     """Return figures of each completion that need its tokens in order.
 
     "median": median |d|. "early", "late": mean |d| over its first and last third. "lag0", "lag1",
@@ -231,6 +252,8 @@ def _order(batch: Batch, kept: np.ndarray, starts: np.ndarray) -> dict[str, np.n
         figures["early"][row] = distance[: n // 3].mean()
         figures["late"][row] = distance[-(n // 3) :].mean()
         figures["lag0"][row] = distance.mean()
-        figures["lag1"][row] = np.abs(trainer[:-1] - sampler[1:]).mean()
-        figures["lag-1"][row] = np.abs(trainer[1:] - sampler[:-1]).mean()
+        ahead = trainer[:-1] - sampler[1:]
+        behind = trainer[1:] - sampler[:-1]
+        figures["lag1"][row] = np.abs(ahead).mean()
+        figures["lag-1"][row] = np.abs(behind).mean()
     return figures

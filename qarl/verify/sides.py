@@ -137,7 +137,10 @@ def _folder(folder: Path, role: str, quantization: Quantization | None) -> Side:
     )
 
 
-def _stored(folder: Path, shapes: Mapping[str, list[int]]) -> Iterator[tuple[str, Stored]]:
+def _stored(
+    folder: Path,
+    shapes: Mapping[str, list[int]],
+) -> Iterator[tuple[str, Stored]]:
     """Yield the tensors of a folder's files. A file is opened for each reading, so that its pages
     do not stay in memory.
     """

@@ -154,7 +154,10 @@ def _shown(tree: Any) -> str:
     return json.dumps(tree, ensure_ascii=False)
 
 
-def _steps(part: Mapping[str, Any] | None, inner: str) -> list[Mapping[str, Any]]:
+def _steps(
+    part: Mapping[str, Any] | None,
+    inner: str,
+) -> list[Mapping[str, Any]]:
     """Return the steps of a normalizer or pre-tokenizer, with sequences taken apart.
 
     inner: field that has a sequence's steps.
@@ -262,7 +265,10 @@ def _types(
     return types
 
 
-def _special_tokens(tokenizer: Any, folder: Path) -> tuple[dict[str, int], tuple[int, ...]]:
+def _special_tokens(
+    tokenizer: Any,
+    folder: Path,
+) -> tuple[dict[str, int], tuple[int, ...]]:
     """Return field of a file → token id, and the ids that end an answer.
 
     These are the tokenizer's EOS token and those of generation_config.json, because vLLM stops at

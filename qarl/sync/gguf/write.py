@@ -261,7 +261,11 @@ def _permuted_rows(rows: torch.Tensor, tensor: GgufTensor) -> torch.Tensor:
     return permuted(rows, tensor.heads)
 
 
-def compare(exported: Exported, tensors: Sequence[GgufTensor], file: Path) -> dict[str, int]:
+def compare(
+    exported: Exported,
+    tensors: Sequence[GgufTensor],
+    file: Path,
+) -> dict[str, int]:
     """Read a file back and compare each tensor's dequantized values with the export's, in fp32.
 
     Returns type → number of tensors, all of which are equal. Raises `GgufError` otherwise.
