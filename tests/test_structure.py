@@ -112,7 +112,10 @@ def circle(arrows: dict[str, set[str]]) -> list[str]:
         done.add(name)
         return []
 
-    return next((found for name in sorted(arrows) if (found := walk(name, []))), [])
+    return next(
+        (found for name in sorted(arrows) if (found := walk(name, []))),
+        [],
+    )
 
 
 def test_no_module_and_no_room_imports_in_a_circle():
@@ -208,7 +211,10 @@ def test_one_door_leads_to_engines():
 
 def test_no_test_imports_a_test():
     """Code that tests share is in tests/support, which imports none of them either."""
-    for file, node in nodes((ast.Import, ast.ImportFrom), (ROOT / "tests").rglob("*.py")):
+    for file, node in nodes(
+        (ast.Import, ast.ImportFrom),
+        (ROOT / "tests").rglob("*.py"),
+    ):
         for name in (f"{getattr(node, 'module', '')}.{alias.name}" for alias in node.names):
             assert not any(part.startswith("test_") for part in name.split(".")), (
                 f"{file} imports {name}"

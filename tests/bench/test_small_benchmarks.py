@@ -37,7 +37,12 @@ def test_bytes_that_must_move_are_those_of_masters_and_checkpoint():
     heads = config.num_attention_heads * config.head_dim
     shared = 2 * config.head_dim
     expert = config.moe_intermediate_size
-    shapes = [(heads, hidden), (shared, hidden), (shared, hidden), (hidden, heads)]
+    shapes = [
+        (heads, hidden),
+        (shared, hidden),
+        (shared, hidden),
+        (hidden, heads),
+    ]
     shapes += [
         (expert, hidden),
         (expert, hidden),

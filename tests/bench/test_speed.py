@@ -78,12 +78,24 @@ def answer(
 
 ROUNDS = {
     "bf16": [
-        answer(1.0, {"bf16": [step(8, 1), step(9, 2)]}, 200),
+        answer(
+            1.0,
+            {"bf16": [step(8, 1), step(9, 2)]},
+            200,
+        ),
         answer(4.0, {"bf16": [step(16, 3)]}, 400),
     ],
     "w8a8": [
-        answer(0.5, {"qarl": [step(4, 2), step(6, 1.5)], "plain": [step(5, 1)]}, 150),
-        answer(2.0, {"plain": [step(9, 3)], "qarl": [step(8, 3)]}, 500),
+        answer(
+            0.5,
+            {"qarl": [step(4, 2), step(6, 1.5)], "plain": [step(5, 1)]},
+            150,
+        ),
+        answer(
+            2.0,
+            {"plain": [step(9, 3)], "qarl": [step(8, 3)]},
+            500,
+        ),
     ],
 }
 

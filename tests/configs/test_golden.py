@@ -191,7 +191,12 @@ def test_defaults_without_a_file_differ_from_the_embedded_models_in_these_fields
     assert rollout.longest == rollout.max_prompt_tokens + rollout.max_new_tokens
 
 
-SHAPES = ((256, 512), (256, 96), (64, 1000), (48, 128))
+SHAPES = (
+    (256, 512),
+    (256, 96),
+    (64, 1000),
+    (48, 128),
+)
 """Shapes of weights, output features × input features."""
 SCHEMES: dict[str, tuple[Any, Any, str, float]] = {
     "bf16": (None, None, "pack-quantized", 2),

@@ -188,7 +188,11 @@ def test_what_is_refused_while_an_engine_runs(
         inner = engine._connection.engine
         entered = threading.Event()
         leave = threading.Event()
-        monkeypatch.setattr(inner, "generate", lambda *_: (entered.set(), leave.wait(60), [])[2])
+        monkeypatch.setattr(
+            inner,
+            "generate",
+            lambda *_: (entered.set(), leave.wait(60), [])[2],
+        )
         thread = threading.Thread(target=engine.generate, args=([prompt],))
         thread.start()
         entered.wait(60)

@@ -207,7 +207,12 @@ def test_vllm_rotates_queries_of_several_heads_wrongly():
     positions, q, k = heads_to_rotate()
     right, _ = rope.forward_native(positions, q.clone(), k.clone())
     vllms_own = inspect.unwrap(type(rope).forward_cpu)
-    flat, _ = vllms_own(rope, positions, q.flatten(1).clone(), k.flatten(1).clone())
+    flat, _ = vllms_own(
+        rope,
+        positions,
+        q.flatten(1).clone(),
+        k.flatten(1).clone(),
+    )
     stacked, _ = vllms_own(rope, positions, q.clone(), k.clone())
     torch.testing.assert_close(flat.view_as(right), right)
     assert not torch.allclose(stacked, right, atol=0.1)
@@ -220,10 +225,24 @@ def test_heads_in_three_dimensions_are_rotated_as_those_in_two():
     register()
     rope = rotary_embedding()
     positions, q, k = heads_to_rotate()
-    flat_q, flat_k = rope.forward_cpu(positions, q.flatten(1).clone(), k.flatten(1).clone())
-    wide_q = torch.cat((torch.ones(9, 4, 128), q), dim=-1)
-    wide_k = torch.cat((torch.ones(9, 512), k[:, 0]), dim=-1)
-    rotated = rope.forward_cpu(positions, wide_q[..., 128:], wide_k[:, 512:].unsqueeze(1))
+    flat_q, flat_k = rope.forward_cpu(
+        positions,
+        q.flatten(1).clone(),
+        k.flatten(1).clone(),
+    )
+    wide_q = torch.cat(
+        (torch.ones(9, 4, 128), q),
+        dim=-1,
+    )
+    wide_k = torch.cat(
+        (torch.ones(9, 512), k[:, 0]),
+        dim=-1,
+    )
+    rotated = rope.forward_cpu(
+        positions,
+        wide_q[..., 128:],
+        wide_k[:, 512:].unsqueeze(1),
+    )
     assert torch.equal(rotated[0], flat_q.view_as(q))
     assert torch.equal(rotated[1], flat_k.view_as(k))
     assert torch.equal(wide_q, torch.cat((torch.ones(9, 4, 128), flat_q.view_as(q)), dim=-1))
@@ -269,7 +288,10 @@ LACKING = cases(__file__, "lacking")
 @pytest.mark.parametrize("drop", LACKING.values(), ids=LACKING)
 def test_a_publish_that_lacks_an_experts_tensor_is_refused(running: Running, drop: Sequence[str]):
     model, engine = running
-    report = engine.load([item for item in model.low_bit_tensors() if item.name not in drop], 1)
+    report = engine.load(
+        [item for item in model.low_bit_tensors() if item.name not in drop],
+        1,
+    )
     assert any(name.startswith(EXPERTS) for name in report.missing), report
     assert len(drop) < 3 or f"{EXPERTS}.5.up_proj" in report.missing, (
         "a matrix that is lost is named"

@@ -76,7 +76,11 @@ def measured(random_policy: Policies, tmp_path: Path) -> Path:
     """Return an export that was asked behind a system prompt, with an argument of its template."""
     base = Path(shutil.copytree(random_policy(True), tmp_path / "base"))
     (base / "generation_config.json").write_text(json.dumps(_SAMPLING))
-    template = open_prompter(base, load_config(None, {}).rollout, load_config(None, {}).task)
+    template = open_prompter(
+        base,
+        load_config(None, {}).rollout,
+        load_config(None, {}).task,
+    )
     text = "{{ '0 = 0\\n' if enable_thinking is defined and enable_thinking is false }}"
     (base / "chat_template.jinja").write_text(template.tokenizer.chat_template + text)
     fields = {"model": str(base), "task.system": "Be brief.", "eval.problems": str(_QUESTIONS)}

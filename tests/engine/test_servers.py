@@ -250,7 +250,11 @@ def test_what_else_is_sent_to_a_server_is_refused(served: Served, tmp_path: Path
         assert sent(name, manifest) == 404
     assert sent("5/delta", b"x") == 503, "there is no manifest"
     assert sent("5/manifest.json", iter([manifest])) == 411
-    for harm in ({"files": {"../x": ["a.weight"]}}, {"bytes": -1}, {"more": 1}):
+    for harm in (
+        {"files": {"../x": ["a.weight"]}},
+        {"bytes": -1},
+        {"more": 1},
+    ):
         assert sent("5/manifest.json", json.dumps(fields | harm).encode()) == 400
     assert sent("5/manifest.json", json.dumps(fields | {"bytes": 2**60}).encode()) == 507
     assert sent("5/manifest.json", manifest) == 200

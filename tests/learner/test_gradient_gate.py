@@ -134,7 +134,11 @@ def test_gradients_that_zero_weights_make_zero_are_not_taken_for_cut_ones(seed: 
     kinds += ["self_attn.o_proj", "mlp.down_proj", "input_layernorm"]
     chosen = kinds[4:6] if seed == 0 else draw.sample(kinds, draw.randint(1, 3))
     names = [f"model.layers.{draw.randrange(2)}.{kind}.weight" for kind in chosen]
-    model = with_zeros(names, draw.choice(["w8a8", "w4a16", "fp8", "bf16"]), names[0])
+    model = with_zeros(
+        names,
+        draw.choice(["w8a8", "w4a16", "fp8", "bf16"]),
+        names[0],
+    )
     _, gradients = logprob_gradients(model, batch_of())
     if seed == 0:
         assert any(not gradient.any() for gradient in gradients.values())

@@ -663,7 +663,11 @@ def test_bypass_takes_the_ratio_from_the_sampler_and_counts_phantom_clipping():
     assert share.metrics.clipped == pytest.approx(1.5 / 3)
     assert share.metrics.phantom_clipped == pytest.approx(0.5 / 3)
     assert share.metrics.clipped_positive_above == pytest.approx(1 / 3)
-    ratio_means = [(math.exp(0.5) + math.exp(0.1)) / 2, math.exp(0.5), 1]
+    ratio_means = [
+        (math.exp(0.5) + math.exp(0.1)) / 2,
+        math.exp(0.5),
+        1,
+    ]
     assert share.metrics.ratio_mean == pytest.approx(sum(ratio_means) / 3)
     decoupled = policy_loss(given_, learner_config("grpo"), totals(given_))
     assert decoupled.metrics.clipped == pytest.approx(2 / 3)

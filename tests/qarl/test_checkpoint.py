@@ -101,7 +101,12 @@ def test_a_damaged_newest_checkpoint_is_stepped_over(tmp_path: Path, damage: str
     tried again.
     """
     for step in (1, 2):
-        save_checkpoint(tmp_path, step, {"x": torch.full((3,), step)}, keep=2)
+        save_checkpoint(
+            tmp_path,
+            step,
+            {"x": torch.full((3,), step)},
+            keep=2,
+        )
     file = tmp_path / "step-000002" / ("state.pt" if damage == "bytes" else "manifest.json")
     if damage == "elsewhere":  # a file outside, whose digest is right
         manifest = json.loads(file.read_text())
@@ -141,7 +146,12 @@ def test_a_checkpoint_of_an_earlier_layout_is_refused(tmp_path: Path):
 
 def test_a_safetensors_file_without_a_digest_is_damage(tmp_path: Path):
     """Contract: no tensor is read whose bytes were not compared with the manifest."""
-    folder = save_checkpoint(tmp_path, 2, {"learner": {"masters": {"a": torch.ones(3)}}}, keep=1)
+    folder = save_checkpoint(
+        tmp_path,
+        2,
+        {"learner": {"masters": {"a": torch.ones(3)}}},
+        keep=1,
+    )
     assert intact_checkpoint(tmp_path) == folder
     (listed,) = folder.glob("*.safetensors")
     shutil.copy(listed, folder / "other.safetensors")

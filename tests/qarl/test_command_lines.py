@@ -290,7 +290,17 @@ SCHEME_ROWS = [
     SchemeRow("s0", "w", "a", "f", None, None, "", "k", ""),
     SchemeRow("s1", "w", "a", "f", 1 / 3, 2**29, "", "k", "scheme 'b': too old. Else"),
     SchemeRow("s2", "w", "a", "f", 2 / 3, 2**30, "odd", "", "no (vLLM has it for GPUs)"),
-    SchemeRow("s3", "w", "a", "f", 1.0, 3 * 2**29, "", "", "word " * 20),
+    SchemeRow(
+        "s3",
+        "w",
+        "a",
+        "f",
+        1.0,
+        3 * 2**29,
+        "",
+        "",
+        "word " * 20,
+    ),
 ]
 """Schemes that run, run for another reason, do not divide the layers, and do not run."""
 

@@ -158,7 +158,10 @@ RECORDS = sorted((ROOT / "benchmarks/records").glob("*.json"))
 
 
 def test_a_record_says_how_to_measure_it_again():
-    made = record(["compare", "schemes", "--seeds", "0,1", "--json", "a b.json"], [{"x": 1}])
+    made = record(
+        ["compare", "schemes", "--seeds", "0,1", "--json", "a b.json"],
+        [{"x": 1}],
+    )
     assert made["command"] == "qarl compare schemes --seeds 0,1"
     publish = record(["publish", "--json=x", "--rounds", "1"], [], "python -m benchmarks")
     assert publish["command"] == "python -m benchmarks publish --rounds 1"
@@ -189,7 +192,10 @@ def test_docs_agree_with_their_records():
 
 
 def test_json_holds_no_nan(tmp_path: Path):
-    write_json(str(tmp_path / "x.json"), {"low": nan, "rounds": [(1.0, inf)], "count": 1})
+    write_json(
+        str(tmp_path / "x.json"),
+        {"low": nan, "rounds": [(1.0, inf)], "count": 1},
+    )
     assert json.loads((tmp_path / "x.json").read_text()) == {
         "low": None,
         "rounds": [[1.0, None]],

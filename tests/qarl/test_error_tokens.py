@@ -27,7 +27,11 @@ def completion(tokens: list[int], improbable: tuple[int, ...] = ()) -> Completio
 
 
 def group(*pairs: tuple[Completion, float]) -> Group:
-    return Group(Prompt("0", "", (1,)), tuple(c for c, _ in pairs), tuple(r for _, r in pairs))
+    return Group(
+        Prompt("0", "", (1,)),
+        tuple(c for c, _ in pairs),
+        tuple(r for _, r in pairs),
+    )
 
 
 LOOPS = {
@@ -68,7 +72,13 @@ def test_shares_and_their_split_by_advantage():
 
 
 def test_a_token_of_exactly_the_bound_is_probable():
-    bound = Completion((1, 2), (math.log(IMPROBABLE), math.log(IMPROBABLE) - 1e-9), "", 0, "stop")
+    bound = Completion(
+        (1, 2),
+        (math.log(IMPROBABLE), math.log(IMPROBABLE) - 1e-9),
+        "",
+        0,
+        "stop",
+    )
     assert count_error_tokens([group((bound, 0.0), (bound, 1.0))])["improbable_tokens"] == 0.5
 
 

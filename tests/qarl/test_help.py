@@ -62,7 +62,12 @@ def test_help_can_be_written_in_ascii(option: str, monkeypatch):
 
 
 def test_defaults_read_as_they_are_typed():
-    numbers = [(5e-4, "5e-4"), (1.5e-3, "1.5e-3"), (0.0, "0"), (65536.0, "65536")]
+    numbers = [
+        (5e-4, "5e-4"),
+        (1.5e-3, "1.5e-3"),
+        (0.0, "0"),
+        (65536.0, "65536"),
+    ]
     others = [
         (True, "true"),
         (None, ""),

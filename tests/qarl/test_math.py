@@ -306,7 +306,10 @@ def test_a_suite_is_read_from_copies_and_judged_as_mathematics(tmp_path: Path):
     for name, task in tasks.items():
         assert task.size("heldout") == len(ROWS[name])
         assert task.size("train") == 0
-        problem = min(task.problems("heldout", 0, len(ROWS[name]), 0), key=lambda p: p.id)
+        problem = min(
+            task.problems("heldout", 0, len(ROWS[name]), 0),
+            key=lambda p: p.id,
+        )
         assert "\\boxed" in problem.chat[0]["content"]
         assert problem.chat[1]["content"] == problem.question
         texts = (f"so \\boxed{{{RIGHT[name]}}}", RIGHT[name], "\\boxed{1000}")
@@ -315,7 +318,10 @@ def test_a_suite_is_read_from_copies_and_judged_as_mathematics(tmp_path: Path):
             False,
             False,
         ], name
-    last = max(tasks["aime24"].problems("heldout", 0, 2, 0), key=lambda p: p.id)
+    last = max(
+        tasks["aime24"].problems("heldout", 0, 2, 0),
+        key=lambda p: p.id,
+    )
     assert tasks["aime24"].correct([Response(last, "\\boxed{25}")]) == [True], "AIME writes 025"
     told = suite_tasks("math", tmp_path / "copies", TaskConfig(system="Be brief."))["aime25"]
     assert told.problems("heldout", 0, 1, 0)[0].chat[0] == {

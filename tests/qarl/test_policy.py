@@ -74,10 +74,20 @@ def test_sequences_are_the_same_however_they_come(aligned: qarl.Policy):
         .view(2, 5, -1)[:, :-1]
         .gather(-1, tokens[:, 1:, None])
     )
-    torch.testing.assert_close(seen[0][1], expected.flatten(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        seen[0][1],
+        expected.flatten(),
+        rtol=0,
+        atol=1e-5,
+    )
     for other in seen[1:]:
         assert all(torch.equal(a, b) for a, b in zip(seen[0][:3], other[:3], strict=True))
-        torch.testing.assert_close(seen[0][3], other[3], rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(
+            seen[0][3],
+            other[3],
+            rtol=1e-3,
+            atol=1e-4,
+        )
     whole = aligned(left, attention_mask=real).logits
     assert torch.equal(aligned(left, attention_mask=real, logits_to_keep=3).logits, whole[:, -3:])
 
@@ -101,8 +111,19 @@ def test_losses_are_the_learners(name: str):
     new = (batch.sampler_logprobs * 1.01).requires_grad_()
     sampler = batch.sampler_logprobs
     tensors = sampler, sampler, batch.advantages, batch.response_mask
-    terms = LossInput(new, sampler, sampler, None, response_mask=tensors[3], advantages=tensors[2])
-    expected = policy_loss(terms, config, BatchSize(len(new), int(batch.response_mask.sum())))
+    terms = LossInput(
+        new,
+        sampler,
+        sampler,
+        None,
+        response_mask=tensors[3],
+        advantages=tensors[2],
+    )
+    expected = policy_loss(
+        terms,
+        config,
+        BatchSize(len(new), int(batch.response_mask.sum())),
+    )
     share = getattr(qarl.losses, name)(new, *tensors)
     assert torch.equal(share.loss, expected.loss)
     assert share.metrics == expected.metrics

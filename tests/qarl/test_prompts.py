@@ -15,7 +15,13 @@ from qarl.run.prompts import Prompter
 from qarl.tasks import Problem
 
 PLAIN = Problem("p", "1 + 1 =", "2")
-CHAT = Problem("c", "1 + 1 =", "2", {}, ({"role": "system", "content": "Add."}, *PLAIN.chat))
+CHAT = Problem(
+    "c",
+    "1 + 1 =",
+    "2",
+    {},
+    ({"role": "system", "content": "Add."}, *PLAIN.chat),
+)
 TEMPLATE = (
     "{% if messages[0]['role'] == 'system' and no_system %}{{ raise_exception('no system role')"
     " }}{% endif %}{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{%"

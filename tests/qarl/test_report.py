@@ -174,13 +174,21 @@ def test_metrics_that_are_lists_are_means_over_the_steps_that_measured(tmp_path:
     ages = [{"learn/ages/age": [0, 1], "learn/ages/mean_abs": [0.0, value]} for value in (0.1, 0.3)]
     measured = [ages[0], {}, ages[1], {}]
     others = [{"learn/ages/age": [0], "learn/ages/mean_abs": [0.2]}, {}]
-    run = new_run(tmp_path / "run", [line(n, **of) for n, of in enumerate(measured, 1)])
+    run = new_run(
+        tmp_path / "run",
+        [line(n, **of) for n, of in enumerate(measured, 1)],
+    )
     other = new_run(
         tmp_path / "other",
         [line(n, **of) for n, of in enumerate(others, 1)],
         fields={"scheme": "bf16"},
     )
-    note = StartNote(audit=[], canary=None, accuracy=None, figures=list(MismatchByAgeMeter.figures))
+    note = StartNote(
+        audit=[],
+        canary=None,
+        accuracy=None,
+        figures=list(MismatchByAgeMeter.figures),
+    )
     for path in (run, other):
         (path / "start.json").write_text(json.dumps(asdict(note)))
     (by_age,) = data_of(run)["profiles"]
@@ -210,7 +218,10 @@ def test_what_became_of_error_tokens(tmp_path: Path):
         [0, "A > 0", "improbable", 2],
         [0, "A > 0", "in a loop", 2],
     ]
-    clipped, corrected, learned = zip(*(row[4:] for row in data["treatment"]), strict=True)
+    clipped, corrected, learned = zip(
+        *(row[4:] for row in data["treatment"]),
+        strict=True,
+    )
     # reasons 2, 0 and 1
     assert clipped == (1, 0, 1)
     assert corrected == (0, 0, 0)
@@ -260,7 +271,11 @@ def test_equal_runs_give_equal_bytes(tmp_path: Path):
 def test_text_stays_text(tmp_path: Path):
     """A prompt, completion, task or run name that is HTML or a placeholder of the page's own."""
     run = new_run(tmp_path / "<b>{{data}}", fields={"task.name": "</script>"})
-    other = new_run(tmp_path / "other", [line(1, truncated=0.5)], fields={"scheme": "w8a8"})
+    other = new_run(
+        tmp_path / "other",
+        [line(1, truncated=0.5)],
+        fields={"scheme": "w8a8"},
+    )
     page = page_of(run, other)
     elements = Elements(page)
     assert elements.tags.count("script") == 2
@@ -359,7 +374,10 @@ def test_tokens_come_through_the_packing():
         np.testing.assert_allclose(found, np.tile(expected[name], 2), rtol=1e-3)
     flags = np.frombuffer(base64.b64decode(tokens["flags"]), np.uint8)
     clips = (flags & 15).astype(int)
-    np.testing.assert_array_equal(np.where(clips == 15, -1, clips), np.tile(expected["clip"], 2))
+    np.testing.assert_array_equal(
+        np.where(clips == 15, -1, clips),
+        np.tile(expected["clip"], 2),
+    )
     np.testing.assert_array_equal(flags & 16 > 0, np.tile(expected["improbable"], 2))
     np.testing.assert_array_equal(flags & 32 > 0, np.tile(expected["repeated"], 2))
     words = np.frombuffer(base64.b64decode(tokens["words"]), "<u2")

@@ -532,7 +532,10 @@ if __name__ == "__main__":
 def test_nothing_outlives_a_run_that_is_killed(questions: Path):
     """A reward's process, in code that lets no other thread of it run, and what it had started."""
     (questions / "mine.py").write_text(ENDLESS)
-    run = subprocess.Popen([sys.executable, "mine.py"], env={**os.environ, "PYTHONPATH": str(ROOT)})
+    run = subprocess.Popen(
+        [sys.executable, "mine.py"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
     while run.poll() is None and not (
         (file := Path("pids")).exists() and file.read_text().endswith("\n")
     ):

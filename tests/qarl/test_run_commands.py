@@ -74,7 +74,10 @@ def command(random_policy: Any, tmp_path: Path, monkeypatch: Any, capsys: Any) -
     monkeypatch.setenv("COLUMNS", "200")
     use_transformers_engine(monkeypatch)
     for judge in ("scorers.exact_answer", "procedural.ReasoningGymTask.score"):
-        monkeypatch.setattr(f"qarl.tasks.{judge}", lambda *of: sum(map(ord, of[-1])) % 4 / 3)
+        monkeypatch.setattr(
+            f"qarl.tasks.{judge}",
+            lambda *of: sum(map(ord, of[-1])) % 4 / 3,
+        )
     model = str(random_policy(True))
 
     def run(line: str) -> list[str]:
@@ -166,7 +169,10 @@ def test_a_run_with_adapters_is_evaluated_and_asked(command: Command):
         "LoRA: rank 16, alpha 32 on 14 of 15 weight matrices; 65,536 parameters are trained over"
         " 361,216 frozen ones (18.1%); frozen without adapter: embeddings, norms, biases, lm_head"
     )
-    assert_lines_in_order(printed, [*BEGINNING[:-2], adapters, *BEGINNING[-2:], *END])
+    assert_lines_in_order(
+        printed,
+        [*BEGINNING[:-2], adapters, *BEGINNING[-2:], *END],
+    )
     assert_measured(metrics_of("runs/a"), 3)
     assert names("runs/a/checkpoints") == {"step-000003"}
 

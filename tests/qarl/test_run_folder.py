@@ -79,7 +79,11 @@ with RunFolder.open(Path({str(run.path)!r})).locked():
     print("held", flush=True)
     time.sleep(60)
 """
-    holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert holder.stdout is not None
     assert holder.stdout.readline() == "held\n"
     with (
@@ -108,7 +112,13 @@ def test_only_a_new_run_that_could_not_start_goes(
     run = new_run(tmp_path / "run")
     monkeypatch.setattr("qarl.loop.train", Mock(side_effect=ConfigError("no")))
     with pytest.raises(ConfigError, match="no"):
-        runs.run(run.config(), run, resume, Console(quiet=True), Mock(first=True))
+        runs.run(
+            run.config(),
+            run,
+            resume,
+            Console(quiet=True),
+            Mock(first=True),
+        )
     assert run.path.exists() is resume
 
 
@@ -253,12 +263,20 @@ def test_a_full_disk_is_one_line_and_other_errors_stay_what_they_are(
     write, capsys: pytest.CaptureFixture[str]
 ):
     parser = Parser(prog="qarl")
-    parser.set_defaults(run=lambda *_: write(Path("/dev/full")), fields=False, engine=False)
+    parser.set_defaults(
+        run=lambda *_: write(Path("/dev/full")),
+        fields=False,
+        engine=False,
+    )
     assert run_command(parser, []) == 1
     message = " ".join(capsys.readouterr().err.split())
     assert message.startswith("disk: cannot write")
     assert "No space left on device; make room" in message
-    parser.set_defaults(run=lambda *_: by_text(Path("/proc/none/x")), fields=False, engine=False)
+    parser.set_defaults(
+        run=lambda *_: by_text(Path("/proc/none/x")),
+        fields=False,
+        engine=False,
+    )
     with pytest.raises(FileNotFoundError):
         run_command(parser, [])
 

@@ -126,7 +126,11 @@ def test_rounds_are_repeated_until_the_batch_is_full():
     """Step 1 with two extra rounds owns problems 12–23. Of the first four three teach: one more
     round, cut to four.
     """
-    recorder, sampled, kept = run(2, 1, {12, 13, 15, 16, 18, 20})
+    recorder, sampled, kept = run(
+        2,
+        1,
+        {12, 13, 15, 16, 18, 20},
+    )
     assert recorder.asked == [(12, PROMPTS, 5), (16, PROMPTS, 5)]
     assert sampled == [str(n) for n in range(12, 20)]
     assert kept == [

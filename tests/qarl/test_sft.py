@@ -34,7 +34,14 @@ from qarl.tasks.base import Problem, TaskError, is_heldout
 from tests.support.learners import make_learner, masters_of
 from tests.support.models import low_bit
 
-LENGTHS = [(3, 5), (7, 2), (1, 9), (4, 4), (2, 1), (6, 6)]
+LENGTHS = [
+    (3, 5),
+    (7, 2),
+    (1, 9),
+    (4, 4),
+    (2, 1),
+    (6, 6),
+]
 """Tokens of prompts and of completions."""
 
 
@@ -178,7 +185,11 @@ def test_every_form_of_a_row_is_the_same_tokens(form: str, random_policy, tmp_pa
     """Contract: the prompt as RL asks it, the completion behind it, and the end token."""
     file = write_rows(tmp_path / "pairs.jsonl", [FORMS[form]])
     prompter = Prompter(random_policy(True), 512)
-    (group,) = encode(prompter, read_pairs(TaskConfig(name=str(file)), 0.0), 512)
+    (group,) = encode(
+        prompter,
+        read_pairs(TaskConfig(name=str(file)), 0.0),
+        512,
+    )
     tokenizer = prompter.tokenizer
     assert group.prompt.token_ids == prompter.prompt(Problem("1", "Say 4", "")).token_ids
     *answer, end = group.completions[0].token_ids

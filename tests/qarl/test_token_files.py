@@ -206,13 +206,19 @@ def test_a_resumed_run_has_every_step_once(tmp_path: Path):
 
 
 def test_what_is_read_is_what_was_written(tmp_path: Path):
-    rows, _, _ = recorded(tmp_path, objective={"name": "grpo", "clip_low": 1e-4, "clip_high": 1e-4})
+    rows, _, _ = recorded(
+        tmp_path,
+        objective={"name": "grpo", "clip_low": 1e-4, "clip_high": 1e-4},
+    )
     read = read_step(step_files(tmp_path)[1])
     assert list(read.lengths) == [len(row["token_id"]) for row in rows]
     assert len(read) == len(rows)
     for name in ("learner_logprob", "log_ratio", "advantage"):
         flat = [np.nan if value is None else value for row in rows for value in row[name]]
-        np.testing.assert_array_equal(read.tokens[name], np.array(flat, dtype=np.float32))
+        np.testing.assert_array_equal(
+            read.tokens[name],
+            np.array(flat, dtype=np.float32),
+        )
     named = [None if code < 0 else CLIP_REASONS[code] for code in read.tokens["clip"]]
     assert named == [reason for row in rows for reason in row["clip"]]
     some = read.first(3)

@@ -165,7 +165,11 @@ TOOL_FAILURES = [
 @pytest.mark.parametrize(("how", "words"), TOOL_FAILURES)
 def test_a_tool_that_fails_says_so(mine: Environments, how: str, words: str):
     """Contract: the instance survives whenever its process does."""
-    _, outcome, then = after(mine, ("misbehave", {"how": how}), ("add", {"a": 1}))
+    _, outcome, then = after(
+        mine,
+        ("misbehave", {"how": how}),
+        ("add", {"a": 1}),
+    )
     assert isinstance(outcome, Failure)
     assert words in outcome.words
     gone = how in ("exit", "starts")
@@ -175,7 +179,11 @@ def test_a_tool_that_fails_says_so(mine: Environments, how: str, words: str):
 def test_what_cannot_be_interrupted_is_ended(mine: Environments, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("qarl.tasks.environments.GRACE", 0.1)
     begun = time.monotonic()
-    _, outcome, then = after(mine, ("misbehave", {"how": "blocks"}), ("add", {"a": 1}))
+    _, outcome, then = after(
+        mine,
+        ("misbehave", {"how": "blocks"}),
+        ("add", {"a": 1}),
+    )
     assert "took longer" in outcome.words
     assert then == outcome
     assert time.monotonic() - begun < 5
@@ -375,7 +383,13 @@ def spoken(
     rollout = environment_rollout(environments, tool_turns(tokenizer, environments))
     engine: Any = Script(tokenizer, turns)
     speaker = Speaker(rollout, tokenizer, None)
-    talk = converse(engine, speaker, [PROBLEM], [Prompt("p", prompt, (5,))], Sampling(2, limit))
+    talk = converse(
+        engine,
+        speaker,
+        [PROBLEM],
+        [Prompt("p", prompt, (5,))],
+        Sampling(2, limit),
+    )
     ((first, second),) = asyncio.run(talk)[1]
     assert first == second
     return first
@@ -411,10 +425,19 @@ def test_a_conversation_with_tools(tokenizer: Any, mine: Environments):
     # of a surrogate pair
     odd = spoken(tokenizer, mine, [call("misbehave", how="half"), "42"])
     assert "tool\na?<|im_end|>" in tokenizer.decode(odd.token_ids)
-    gone = spoken(tokenizer, mine, [call("misbehave", how="exit"), call("add", a=1), "42"])
+    gone = spoken(
+        tokenizer,
+        mine,
+        [call("misbehave", how="exit"), call("add", a=1), "42"],
+    )
     assert gone.reward is None
     assert dict(gone.events)["tool_errors"] == 2
-    cut = spoken(tokenizer, mine, [call("add", a=1)] * 2 + ["42"], limit=40)
+    cut = spoken(
+        tokenizer,
+        mine,
+        [call("add", a=1)] * 2 + ["42"],
+        limit=40,
+    )
     assert cut.truncated
     assert cut.reward == 0.5
     with pytest.raises(RewardError, match="reset says '' of problem 'p' here"):

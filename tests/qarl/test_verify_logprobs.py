@@ -23,7 +23,11 @@ from tests.support.drawn_dumps import CLEAN, FAULTS, draw_dump
 from tests.support.profiles import examples
 
 
-def write(folder: Path, rows: list[dict[str, Any]], name: str = "dump.jsonl") -> Path:
+def write(
+    folder: Path,
+    rows: list[dict[str, Any]],
+    name: str = "dump.jsonl",
+) -> Path:
     """Write rows as JSON lines, or as Parquet if the name says so."""
     file = folder / name
     if file.suffix == ".parquet":
@@ -36,7 +40,11 @@ def write(folder: Path, rows: list[dict[str, Any]], name: str = "dump.jsonl") ->
     return file
 
 
-def row(sampler: list[Any], trainer: list[Any], **columns: Any) -> dict[str, Any]:
+def row(
+    sampler: list[Any],
+    trainer: list[Any],
+    **columns: Any,
+) -> dict[str, Any]:
     """Return a row of a dump with different token ids."""
     ids = list(range(len(sampler)))
     return {
@@ -51,7 +59,12 @@ def row(sampler: list[Any], trainer: list[Any], **columns: Any) -> dict[str, Any
 def test_figures_are_those_computed_by_hand(tmp_path: Path, name: str):
     """d is 0.5, -0.25 and 0; a token that the sampler did not sample counts nowhere."""
     rows = [
-        row([-1.0, None, -0.75], [-0.5, -3.0, -1.0], advantage=1.0, age=0),
+        row(
+            [-1.0, None, -0.75],
+            [-0.5, -3.0, -1.0],
+            advantage=1.0,
+            age=0,
+        ),
         row([-2.0], [-2.0], advantage=-1.0, age=0),
     ]
     report = qarl.verify.logprobs(write(tmp_path, rows, name))
@@ -112,7 +125,10 @@ def test_a_temperature_is_estimated_and_its_side_named(tmp_path: Path):
 
 def test_nothing_is_called_equal_that_was_not_compared(tmp_path: Path, capsys):
     """Every log-prob of the trainer is null."""
-    dump = write(tmp_path, [row([-1.0, -2.0], [None, None])] * 2)
+    dump = write(
+        tmp_path,
+        [row([-1.0, -2.0], [None, None])] * 2,
+    )
     report = qarl.verify.logprobs(dump)
     assert report.tokens == 0
     assert not any(cause.name == "equal" for cause in report.causes)
@@ -198,8 +214,16 @@ def test_bad_files_are_refused_with_status_2(tmp_path: Path, capsys):
 
 def test_the_status_says_whether_both_agree(tmp_path: Path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    clean = write(tmp_path, [row([-1.0] * 8, [-1.0] * 8)] * 4, "clean.jsonl")
-    wrong = write(tmp_path, [row([-1.0] * 8, [-1.5] * 8)] * 4, "wrong.jsonl")
+    clean = write(
+        tmp_path,
+        [row([-1.0] * 8, [-1.0] * 8)] * 4,
+        "clean.jsonl",
+    )
+    wrong = write(
+        tmp_path,
+        [row([-1.0] * 8, [-1.5] * 8)] * 4,
+        "wrong.jsonl",
+    )
     assert main(["verify", "logprobs", str(clean)]) == 0
     assert main(["verify", "logprobs", str(wrong), "--report"]) == 0
     target = tmp_path / "report.json"
@@ -217,7 +241,12 @@ def test_importing_the_package_imports_no_library():
         "import sys, qarl, qarl.verify; qarl.verify.assert_agreement; print([m for m in ('torch',"
         " 'vllm', 'transformers', 'numpy', 'pyarrow') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout.strip() == "[]"
 
 

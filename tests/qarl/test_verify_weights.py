@@ -34,7 +34,11 @@ from tests.support.drawn_checkpoints import (
 from tests.support.profiles import examples
 
 
-def pair(folder: Path, scheme: str = "w4a16-g64", family: str = "llama") -> tuple[Path, Path]:
+def pair(
+    folder: Path,
+    scheme: str = "w4a16-g64",
+    family: str = "llama",
+) -> tuple[Path, Path]:
     """Write masters of a random model and their codes; return both folders."""
     source = folder / "masters"
     masters(source, random.Random(0), torch.float32, family)

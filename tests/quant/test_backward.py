@@ -264,7 +264,11 @@ def test_activations_by_blocks_are_those_of_all_rows(scheme: str, monkeypatch: p
     for elements in (1, 3 * 256, 1 << 20):
         monkeypatch.setattr(blocks, "_ELEMENTS", elements)
         found = quantize_activation(x, get_scheme(scheme))
-        for ours, theirs in zip(vars(found).values(), vars(whole).values(), strict=True):
+        for ours, theirs in zip(
+            vars(found).values(),
+            vars(whole).values(),
+            strict=True,
+        ):
             assert (
                 torch.equal(as_bytes(ours), as_bytes(theirs))
                 if torch.is_tensor(theirs)

@@ -94,7 +94,11 @@ def test_a_head_of_its_own_is_what_the_learner_multiplies_with(tmp_path: Path):
     with torch.no_grad():
         expected = masters(tokens).logits.log_softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None])
     model = low_bit(masters, "bf16", torch.float32)
-    found, _ = token_logprobs(model, tokens, torch.ones_like(tokens[:, 1:], dtype=torch.bool))
+    found, _ = token_logprobs(
+        model,
+        tokens,
+        torch.ones_like(tokens[:, 1:], dtype=torch.bool),
+    )
     assert torch.allclose(found, expected.squeeze(-1), atol=1e-4)
     found.sum().backward()
     assert model.masters["lm_head.weight"].grad is not None

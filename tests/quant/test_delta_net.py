@@ -51,7 +51,11 @@ def layer() -> Any:
     return skeleton.module.get_submodule("model.layers.0.linear_attn")
 
 
-def drawn(layer: Any, tokens: int, seed: int = 0) -> tuple[list[Tensor], list[Tensor]]:
+def drawn(
+    layer: Any,
+    tokens: int,
+    seed: int = 0,
+) -> tuple[list[Tensor], list[Tensor]]:
     """Return inputs of all tokens, and weights, as `engine_core` takes them."""
     generator = seeded(seed)
 
@@ -59,7 +63,11 @@ def drawn(layer: Any, tokens: int, seed: int = 0) -> tuple[list[Tensor], list[Te
         return torch.randn(shape, generator=generator).bfloat16()
 
     heads = layer.num_v_heads
-    rows = [draw(tokens, layer.conv_dim), draw(tokens, heads), draw(tokens, heads)]
+    rows = [
+        draw(tokens, layer.conv_dim),
+        draw(tokens, heads),
+        draw(tokens, heads),
+    ]
     convolution = draw(layer.conv_dim, 1, layer.conv_kernel_size) * 0.5
     return rows, [convolution, draw(heads).float(), draw(heads)]
 
@@ -91,7 +99,11 @@ def test_the_formula_is_near_the_engines_values(layer: Any):
     """The difference is that of bfloat16: vLLM rounds the convolution's result to it."""
     rows, weights = drawn(layer, 150)
     engine = engine_core(layer, rows, weights, [150], [70]).float()
-    values = formula(layer, [t.float() for t in rows], [w.float() for w in weights])
+    values = formula(
+        layer,
+        [t.float() for t in rows],
+        [w.float() for w in weights],
+    )
     assert (engine - values).abs().mean() < 0.01 * values.abs().mean()
 
 
@@ -121,9 +133,19 @@ def test_the_delta_rule_is_its_recurrence():
             torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-11)
 
 
-def recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+def recurrence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+) -> Tensor:
     """Return the outputs of the gated delta rule, token by token."""
-    state = q.new_zeros(q.shape[0], q.shape[2], v.shape[2])
+    state = q.new_zeros(
+        q.shape[0],
+        q.shape[2],
+        v.shape[2],
+    )
     outputs = []
     for t in range(q.shape[1]):
         state = state * g[:, t, None, None].exp()
@@ -184,7 +206,11 @@ def test_sharing_a_prompt_changes_no_value_and_sums_its_gradients(layer: Any):
         loss = (whole.float() * torch.linspace(-1, 1, whole.numel()).view_as(whole)).sum()
         results.append([whole, *torch.autograd.grad(loss, [*leaves, *trained])])
     assert torch.equal(results[0][0], results[1][0])
-    for ours, expected in zip(results[0][1:], results[1][1:], strict=True):
+    for ours, expected in zip(
+        results[0][1:],
+        results[1][1:],
+        strict=True,
+    ):
         assert (ours - expected).float().norm() < 0.01 * expected.float().norm()
 
 

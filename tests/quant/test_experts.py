@@ -158,7 +158,11 @@ def exact_output(
     y = torch.zeros(x.shape, dtype=torch.float64)
     codes = experts.codes().experts
     for n in range(len(x)):
-        for weight, e in zip(weights[n].tolist(), index[n].tolist(), strict=True):
+        for weight, e in zip(
+            weights[n].tolist(),
+            index[n].tolist(),
+            strict=True,
+        ):
             gate_up, down = (master.detach()[e].double() for master in experts.masters)
             token = x[n : n + 1]
             if not masters:

@@ -266,7 +266,11 @@ def test_materialization_of_experts_into_buffers_keeps_their_addresses(name: str
     again = materialize_experts(*second, scheme, torch.bfloat16, "experts", made)
     fresh = materialize_experts(*second, scheme, torch.bfloat16, "experts")
     assert same_bits(again.tensors(layout), fresh.tensors(layout))
-    for (key, now, before), (_, tensor) in zip(held, again.tensors(layout), strict=True):
+    for (key, now, before), (_, tensor) in zip(
+        held,
+        again.tensors(layout),
+        strict=True,
+    ):
         if not key.endswith("weight_shape"):
             assert now.data_ptr() == tensor.data_ptr()
             assert not torch.equal(as_bytes(now), as_bytes(before))

@@ -52,9 +52,21 @@ def drawn(
     """Return codes int8 [N, I] and [O, I] and scales fp32 [N, 1] and [O] over many magnitudes."""
     generator = torch.Generator().manual_seed(seed)
     # Codes of one sign in some rows, so that sums exceed 2^24 and their conversion rounds.
-    x = torch.randint(-127, 128, (tokens, columns), generator=generator, dtype=torch.int8)
+    x = torch.randint(
+        -127,
+        128,
+        (tokens, columns),
+        generator=generator,
+        dtype=torch.int8,
+    )
     x[0] = x[0].abs()
-    weight = torch.randint(-_SMALL, _SMALL, (rows, columns), generator=generator, dtype=torch.int8)
+    weight = torch.randint(
+        -_SMALL,
+        _SMALL,
+        (rows, columns),
+        generator=generator,
+        dtype=torch.int8,
+    )
     weight[0] = weight[0].abs()
     row_scale = torch.rand(tokens, 1, generator=generator).exp2() * 2.0**-9
     scale = torch.randn(rows, generator=generator).mul(3).exp2() * 2.0**-9

@@ -378,7 +378,11 @@ def test_a_process_reads_its_rows_alone(kind: str, tmp_path: Path, monkeypatch: 
     assert elements[0] == sum(parameter.numel() for parameter in sliced)
 
 
-def rows_read_by(folder: Path, rank: int, world: int) -> dict[str, torch.nn.Parameter]:
+def rows_read_by(
+    folder: Path,
+    rank: int,
+    world: int,
+) -> dict[str, torch.nn.Parameter]:
     """Return the parameters that one of several processes reads."""
     with one_of_several(rank, world):
         mesh = mesh_of_all(torch.device("cpu"))

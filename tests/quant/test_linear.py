@@ -197,7 +197,10 @@ def test_fp8_products_in_fp32_are_those_of_e4m3():
     weight = heavy(1024, 1024, seed=2)
     threads = torch.get_num_threads()
     try:
-        for torch_has, count in itertools.product((1, 2), (1, 3, 5, 13, 64)):
+        for torch_has, count in itertools.product(
+            (1, 2),
+            (1, 3, 5, 13, 64),
+        ):
             torch.set_num_threads(torch_has)
             apart = torch.cat([fp32_product(part, weight) for part in tokens.split(count)])
             assert torch.equal(apart, fp32_product(tokens, weight)), count
@@ -222,7 +225,12 @@ def test_int4_weights_are_packed_as_vllm_packs_them(shape: tuple[int, int]):
 
     rows, columns = shape
     generator = seeded(rows)
-    words = torch.randint(-(2**31), 2**31, (rows, columns // 8), generator=generator)
+    words = torch.randint(
+        -(2**31),
+        2**31,
+        (rows, columns // 8),
+        generator=generator,
+    )
     words = words.to(torch.int32)
     wide = quant_utils.unpack_quantized_values_into_int32(words.t(), scalar_types.uint4b8, 0)
     theirs = quant_utils.pack_quantized_values_into_int32(wide, scalar_types.uint4b8, 1)

@@ -120,7 +120,13 @@ def take_another_epsilon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give norms an epsilon of 1e-5 instead of 1e-6."""
     make = RMSNorm.__init__
 
-    def made(self: Any, size: int, eps: float = 1e-6, *rest: Any, **named: Any) -> None:
+    def made(
+        self: Any,
+        size: int,
+        eps: float = 1e-6,
+        *rest: Any,
+        **named: Any,
+    ) -> None:
         make(self, size, 10 * eps, *rest, **named)
 
     monkeypatch.setattr(RMSNorm, "__init__", made)

@@ -50,7 +50,12 @@ CASES = {
 }
 
 
-def export_of(base: Path, folder: Path, template: str | None, fields: dict[str, str]):
+def export_of(
+    base: Path,
+    folder: Path,
+    template: str | None,
+    fields: dict[str, str],
+):
     """Write a base with that template and with sampling of its own, and an export's files beside.
 
     Returns the export's folder, the run's configuration and how the run asked.
@@ -84,7 +89,11 @@ def served(folder: Path, config: RunConfig, fields: dict) -> list[EngineRequest 
     return asked(folder, config, bodies)
 
 
-def asked(folder: Path, config: RunConfig, bodies: list[dict]) -> list[EngineRequest | str]:
+def asked(
+    folder: Path,
+    config: RunConfig,
+    bodies: list[dict],
+) -> list[EngineRequest | str]:
     """Return what a server of a folder makes of requests."""
     own = AutoTokenizer.from_pretrained(folder).eos_token_id
     ends = end_tokens(folder) | {own}

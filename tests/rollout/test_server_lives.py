@@ -202,7 +202,12 @@ class Life:
         values[version] += version
         if random:
             generator = torch.Generator().manual_seed(version)
-            values = torch.randint(2**31 - 1, (VALUES,), generator=generator, dtype=torch.int32)
+            values = torch.randint(
+                2**31 - 1,
+                (VALUES,),
+                generator=generator,
+                dtype=torch.int32,
+            )
         stream = (LowBitTensor(f"{name}.weight", values.clone()) for name in ("a", "b", *more))
         return self._engines[-1].load(stream, version)
 
@@ -748,7 +753,12 @@ def test_a_run_that_leaves_releases_its_servers_and_removes_its_files(published:
 def test_the_command_of_a_server(
     life: Life, tmp_path: Path, length: tuple[int, ...], options: list[str]
 ):
-    command = start.server_command(ServerSpec(tmp_path, "n", "half", *length), "h", 1, ["-x"])
+    command = start.server_command(
+        ServerSpec(tmp_path, "n", "half", *length),
+        "h",
+        1,
+        ["-x"],
+    )
     assert command == [
         sys.executable,
         *("-W", "ignore::DeprecationWarning"),

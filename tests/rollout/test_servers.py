@@ -97,7 +97,11 @@ def test_a_completion_says_which_weights_sampled_each_token():
     assert completion.weight_version == 3
     assert completion.switches == ((1, 5),)
     assert completion.versions == [3, 5]
-    unordered = (("5-e", "3-d", 1), ("3-d", "5-e", 0), ("3-d", "3-d", 1))
+    unordered = (
+        ("5-e", "3-d", 1),
+        ("3-d", "5-e", 0),
+        ("3-d", "3-d", 1),
+    )
     for wrong in (
         spans[1:],
         spans[:1],
@@ -423,7 +427,12 @@ def test_the_engine_that_a_run_asks_for_is_opened_and_closed(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     own = dict[str, Any](servers=2)
     there = dict[str, Any](servers=("http://a",), server_folder="/x")
-    for fields, use in (({}, True), (own, False), (own, True), (there, True)):
+    for fields, use in (
+        ({}, True),
+        (own, False),
+        (own, True),
+        (there, True),
+    ):
         opened = open_engine(tmp_path / "a", RolloutConfig(**fields), "half", use_servers=use)
         with pytest.raises(ValueError, match="of the body"), opened:
             raise ValueError("of the body")
@@ -571,7 +580,13 @@ NASTY: list[Any] = [
 
 def stream(step: int) -> list[LowBitTensor]:
     generator = torch.Generator().manual_seed(0)
-    codes = torch.randint(0, 255, (64, 32), dtype=torch.uint8, generator=generator)
+    codes = torch.randint(
+        0,
+        255,
+        (64, 32),
+        dtype=torch.uint8,
+        generator=generator,
+    )
     codes[step % 64, step % 32] += step
     return [
         LowBitTensor("a.weight_packed", codes),

@@ -52,7 +52,13 @@ def test_a_completions_request():
     seed = int.from_bytes(hashlib.blake2b(b"3/6/1", digest_size=8).digest(), "big") >> 1
     asked = sampling_arguments(replace(SAMPLING, first_prompt=5), PROMPTS[0], 1, 1)
     assert asked == cases(__file__, "request") | {"seed": seed}
-    other = replace(SAMPLING, temperature=0.0, stop=("#", "##"), loop_limit=4, ignore_end=True)
+    other = replace(
+        SAMPLING,
+        temperature=0.0,
+        stop=("#", "##"),
+        loop_limit=4,
+        ignore_end=True,
+    )
     asked = sampling_arguments(other, PROMPTS[1], 0, 0)
     assert asked["seed"] is None
     assert asked["stop"] == ["#", "##"]

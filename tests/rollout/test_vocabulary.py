@@ -70,6 +70,9 @@ def test_an_engine_is_not_asked_about_such_ids():
     engine._vocabulary = Vocabulary("folder", 5)
     engine._llm = SimpleNamespace(get_tokenizer=lambda: Tokenizer(6))
     with pytest.raises(ModelError, match=r"'<5>' \(id 5\), .* 5 rows"):
-        engine.generate([Prompt("p", "", (1, 5))], Sampling(1, 4))
+        engine.generate(
+            [Prompt("p", "", (1, 5))],
+            Sampling(1, 4),
+        )
     with pytest.raises(ModelError, match=r"'<5>' \(id 5\), .* 5 rows"):
         engine.logprobs([[1, 2], [5, 1]])

@@ -34,7 +34,12 @@ def commands(
     )
     stub.chmod(0o755)
     env = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
-    subprocess.run([str(EXAMPLES / script), *map(str, arguments)], env=env, check=True, timeout=60)
+    subprocess.run(
+        [str(EXAMPLES / script), *map(str, arguments)],
+        env=env,
+        check=True,
+        timeout=60,
+    )
     return [shlex.split(call) for call in calls.read_text().splitlines()]
 
 

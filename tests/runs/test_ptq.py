@@ -138,7 +138,14 @@ def test_the_placeholder_is_still_needed():
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_compressor")
 def test_what_llmcompressor_says_is_shown_when_it_fails(tmp_path: Path):
-    job = Job(str(tmp_path / "nowhere"), "w4a16", "rtn", (), (), str(tmp_path / "out"))
+    job = Job(
+        str(tmp_path / "nowhere"),
+        "w4a16",
+        "rtn",
+        (),
+        (),
+        str(tmp_path / "out"),
+    )
     with pytest.raises(CompressorError, match="by 'rtn' to 'w4a16' \\(exit status 1\\)") as caught:
         compress(job, tmp_path)
     assert "nowhere" in str(caught.value)

@@ -127,7 +127,10 @@ def test_an_environment_speaks_and_judges(module: Path):
     """Three turns each; the reward is the environment's; accuracy counts where it is 1."""
     asks = task("asks")
     first, _ = asks.problems("train", 0, 2, 0)
-    prompts, ((one, same), (other, _)) = spoken(asks, ["hm", "so", first.question.split()[1]])
+    prompts, ((one, same), (other, _)) = spoken(
+        asks,
+        ["hm", "so", first.question.split()[1]],
+    )
     assert one == same
     assert one.reward == 1.0 > other.reward
     assert dict(one.events)["turns"] == 3
@@ -136,7 +139,11 @@ def test_an_environment_speaks_and_judges(module: Path):
     assert asks.problems("heldout", 0, 1, 0)[0].id not in {
         p.id for p in asks.problems("train", 0, 21, 0)
     }
-    _, ((cut, _), _) = spoken(asks, ["hm", "so", "1"], limit=12)
+    _, ((cut, _), _) = spoken(
+        asks,
+        ["hm", "so", "1"],
+        limit=12,
+    )
     assert cut.truncated
     assert cut.reward is not None
 

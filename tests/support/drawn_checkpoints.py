@@ -56,7 +56,12 @@ class Pair:
     """Drawn values, for messages."""
 
 
-def masters(folder: Path, rng: random.Random, dtype: torch.dtype, family: str = "") -> str:
+def masters(
+    folder: Path,
+    rng: random.Random,
+    dtype: torch.dtype,
+    family: str = "",
+) -> str:
     """Write a random model's checkpoint and return its family."""
     while True:
         drawn, model = draw_model(rng)
@@ -132,7 +137,12 @@ def draw_pair(folder: Path, rng: random.Random, kind: str) -> Pair:
     if kind == "group-size":
         scheme = rng.choice(["w4a16-g64", "w4a16"])
     tensors = read(source)
-    pair = Pair(source, None, None, {"family": family, "scheme": scheme, "dtype": str(dtype)})
+    pair = Pair(
+        source,
+        None,
+        None,
+        {"family": family, "scheme": scheme, "dtype": str(dtype)},
+    )
     if kind in CLEAN:
         return _clean(folder, pair, tensors, kind, scheme)
     return _PLANTERS.get(kind, _changed)(folder, rng, pair, tensors, kind, scheme)
@@ -142,7 +152,13 @@ def _settings(tensors: Tensors, scheme: str) -> dict[str, Any]:
     return {} if scheme == "bf16" else {"quantization_config": quantization(tensors, scheme)}
 
 
-def _clean(folder: Path, pair: Pair, tensors: Tensors, kind: str, scheme: str) -> Pair:
+def _clean(
+    folder: Path,
+    pair: Pair,
+    tensors: Tensors,
+    kind: str,
+    scheme: str,
+) -> Pair:
     source = pair.trainer
     published = codes(tensors, scheme) if scheme != "bf16" else codes(tensors, "w8a8", [])
     settings = _settings(tensors, scheme)

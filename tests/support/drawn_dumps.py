@@ -241,10 +241,17 @@ def _finish(
             row["sampler_logprobs"] = [0.0] * len(row["prompt_ids"]) + row["sampler_logprobs"]
             row["completion_ids"] = ids[0].tolist()
     elif kind == "sequences":
-        chosen = rng.sample(range(len(rows)), rng.randrange(1, max(2, len(rows) // 5)))
+        chosen = rng.sample(
+            range(len(rows)),
+            rng.randrange(1, max(2, len(rows) // 5)),
+        )
         drawn.said["rows"] = sorted(chosen)
         for n in chosen:
-            other = torch.randint(1, VOCABULARY, (1, prompts.shape[1] + rng.randrange(3)))
+            other = torch.randint(
+                1,
+                VOCABULARY,
+                (1, prompts.shape[1] + rng.randrange(3)),
+            )
             ids = torch.tensor([rows[n]["completion_ids"]])
             rows[n]["trainer_logprobs"] = score(trainer, other, ids)[0].tolist()
     elif kind in ("stale", "updated"):
@@ -254,7 +261,12 @@ def _finish(
             row |= {"weight_version": 7, "trainer_version": 7}
 
 
-def _plant_age(rng: random.Random, kind: str, drawn: Drawn, model: nn.Module) -> None:
+def _plant_age(
+    rng: random.Random,
+    kind: str,
+    drawn: Drawn,
+    model: nn.Module,
+) -> None:
     """Score rows by weights that updates moved since they sampled: by as many as their age, or for
     a clean dump of several versions by none.
     """

@@ -131,7 +131,11 @@ def toy_export(
     return folder / "export"
 
 
-def redraw(export: Path, scales: list[float], seed: int = 0) -> dict[str, torch.Tensor]:
+def redraw(
+    export: Path,
+    scales: list[float],
+    seed: int = 0,
+) -> dict[str, torch.Tensor]:
     """Overwrite codes of an export by any codes, its scales by these, and return its tensors.
 
     The first words have the lowest and highest codes.

@@ -32,7 +32,16 @@ def server(export: Path, plain: bool = False) -> Iterator[tuple[str, "subprocess
     needs on CPUs and nothing of QaRL's.
     """
     (port,) = free_ports(1)
-    command = [sys.executable, "-m", "qarl", "serve", str(export), "--port", str(port), "--"]
+    command = [
+        sys.executable,
+        "-m",
+        "qarl",
+        "serve",
+        str(export),
+        "--port",
+        str(port),
+        "--",
+    ]
     if plain:
         # the module behind `vllm serve` (qarl.rollout.servers.vllm.start)
         module = "vllm.entrypoints.openai.api_server"

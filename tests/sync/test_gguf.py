@@ -39,7 +39,10 @@ def to_gguf(export: Path, folder: Path) -> WrittenGguf:
     return write_gguf(exported, gguf_family(exported.config), vocabulary, folder, "toy", {})
 
 
-def expected_values(tensors: dict[str, torch.Tensor], bits: int) -> dict[str, torch.Tensor]:
+def expected_values(
+    tensors: dict[str, torch.Tensor],
+    bits: int,
+) -> dict[str, torch.Tensor]:
     """Return every weight in fp32: bits of little-endian words, minus half their range, times the
     scale of their columns.
     """
@@ -59,7 +62,10 @@ def expected_values(tensors: dict[str, torch.Tensor], bits: int) -> dict[str, to
     return values
 
 
-def read(folder: Path, name: str) -> dict[str, tuple[str, np.ndarray]]:
+def read(
+    folder: Path,
+    name: str,
+) -> dict[str, tuple[str, np.ndarray]]:
     """Return each tensor's type and values as the gguf package reads them."""
     return {
         each.name: (each.tensor_type.name, dequantize(each.data, each.tensor_type))
@@ -126,7 +132,10 @@ def test_mxfp4_codes_and_powers_of_two_are_equal(tmp_path: Path):
     save_file(tensors, export / "model.safetensors", metadata={"format": "pt"})
     written = to_gguf(export, tmp_path / "gguf")
     kind, actual = read(tmp_path / "gguf", written.name)["blk.0.ffn_up.weight"]
-    magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=np.float64)
+    magnitudes = np.array(
+        [0, 0.5, 1, 1.5, 2, 3, 4, 6],
+        dtype=np.float64,
+    )
     table = np.concatenate([magnitudes, -magnitudes])
     packed = tensors[f"{layer}.weight_packed"].numpy()
     codes = table[np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)]

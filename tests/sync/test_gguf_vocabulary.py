@@ -162,7 +162,12 @@ def sentencepiece(merges: list[tuple[str, str]], *steps: Any) -> PreTrainedToken
 
 PREPEND = normalizers.Prepend("▁")
 SPACES = normalizers.Replace(" ", "▁")
-MERGES = [("a", "b"), ("▁", "a"), ("▁a", "b"), ("▁", "ab")]
+MERGES = [
+    ("a", "b"),
+    ("▁", "a"),
+    ("▁a", "b"),
+    ("▁", "ab"),
+]
 
 
 def test_sentencepiece_scores_fall_with_the_rank_of_a_piece(tmp_path: Path):
@@ -184,7 +189,12 @@ def test_merges_that_llama_cpp_would_do_otherwise_are_refused(tmp_path: Path):
     missing = MERGES[:3]
     with pytest.raises(GgufError, match=r"its merges lack \('▁', 'ab'\)"):
         saved(sentencepiece(missing, PREPEND, SPACES), tmp_path)
-    parted = [("▁", "a"), ("▁a", "b"), ("a", "b"), ("▁", "ab")]
+    parted = [
+        ("▁", "a"),
+        ("▁a", "b"),
+        ("a", "b"),
+        ("▁", "ab"),
+    ]
     with pytest.raises(GgufError, match="its merges that make '▁ab' are not beside each other"):
         saved(sentencepiece(parted, PREPEND, SPACES), tmp_path)
 

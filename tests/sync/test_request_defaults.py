@@ -30,7 +30,11 @@ NESTED = "{% macro say(m) %}{{ style }}{{ m.content }}{% endmacro %}" + (
 """A template with a macro, and with a tag that only transformers' environment has."""
 TEMPLATES = (CHAT_TEMPLATE, THINKING, OWN_SYSTEM, NESTED)
 QUESTION = [{"role": "user", "content": "1 + 1 ="}]
-CHAT = [*QUESTION, {"role": "assistant", "content": "2"}, {"role": "user", "content": "Why?"}]
+CHAT = [
+    *QUESTION,
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "Why?"},
+]
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.sampled_from(
     ["Be {{ brief }}.", "{% endif %}\"'\\n", "a\nb\r\nc", "\\", "é😀\u2028", "{# no #}"]
@@ -52,7 +56,12 @@ def tokenizer(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(folder)
 
 
-def rendered(tokenizer: Any, template: str, chat: list[dict[str, str]], **arguments: Any) -> str:
+def rendered(
+    tokenizer: Any,
+    template: str,
+    chat: list[dict[str, str]],
+    **arguments: Any,
+) -> str:
     tokenizer.chat_template = template
     return tokenizer.apply_chat_template(
         chat, tokenize=False, add_generation_prompt=True, **arguments
