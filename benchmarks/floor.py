@@ -100,7 +100,7 @@ def measure(config: RunConfig) -> list[Row]:
     """Return a row for each learner, the floor first."""
     folder = model_folder(config.model)
     prompter = open_prompter(folder, config.rollout, config.task)
-    task = load_task(config.task).shortened(prompter.fits)
+    task = load_task(config.task).without_long_prompts(prompter.fits)
     masters = load_masters(folder, torch.float32, Processes().device)
     aligned = learner_over(
         masters, config.scheme, config.dtype, LEARNERS["aligned"], config.layers, None

@@ -23,7 +23,7 @@ from qarl.report.metrics import StepMetrics, batch_metrics, metrics_writer, read
 from qarl.report.run_folder import RunFolder
 from qarl.report.start_note import write_start
 from qarl.report.token_recorder import TokenRecorder
-from qarl.run.evaluate import heldout_at_first, heldout_of
+from qarl.run.evaluate import evaluate_before_training, evaluate_heldout
 from qarl.run.interrupt import agreed_signal, deferred_interrupt
 from qarl.run.policy import Ready, trained_part
 from qarl.run.rollouts import Rollouts
@@ -58,7 +58,7 @@ def train(
         dashboard.audited(session.audited, materializers, policy.learner.scorer.packed, trained)
         published = session.publisher.publish(position.version)
         if not resume and config.eval.problems:
-            dashboard.baseline(heldout_at_first(session, config, position))
+            dashboard.baseline(evaluate_before_training(session, config, position))
         if not resume and processes.first:
             before = position.first_accuracy, position.first_reward
             write_start(folder, session.audited, published, *before)
@@ -134,7 +134,7 @@ def _step(rollouts: Rollouts, position: Position, recorder: TokenRecorder) -> St
     last = position.step == config.steps
     if config.eval.problems and (position.step % config.eval.every == 0 or last):
         with watch("evaluate"):
-            measured = heldout_of(session, config)
+            measured = evaluate_heldout(session, config)
     return StepMetrics(
         step=position.step,
         weight_version=position.version,

@@ -70,7 +70,7 @@ class Engine(AbstractContextManager["Engine"]):
             """Version that it samples from, with the proof that it arrived."""
             self._version = policy.version
             """The policy's number of that version."""
-            policy.alone = self._while_idle
+            policy.run_while_idle = self._while_idle
             policy.gate = gate_of(settings, policy.low_bit, connection.rows)
             self._stack = stack.pop_all()
 
@@ -82,7 +82,7 @@ class Engine(AbstractContextManager["Engine"]):
 
         A policy that used the engine's layers makes its own when it needs them.
         """
-        self.policy.alone = at_once
+        self.policy.run_while_idle = at_once
         self.policy.gate = None
         self._stack.close()
         self._closed = True

@@ -160,7 +160,7 @@ class Policy(nn.Module):
         """Dtype of activations and logits; masters have their own."""
         self.version = 0
         """Number of the present weight version; the first is 0."""
-        self.alone: Callable[[str, Callable[[], Any]], Any] = at_once
+        self.run_while_idle: Callable[[str, Callable[[], Any]], Any] = at_once
         """Runs a callable while the engine is not sampling."""
         self.gate: FirstBatchGate | None = None
         """Check that the first batch must pass; set by the engine."""
@@ -330,7 +330,7 @@ class Policy(nn.Module):
                 " refresh; step an optimizer of policy.parameters(), made after qarl.align"
                 " (policy.check tells which it steps)"
             )
-        self.alone("refresh", self._refresh)
+        self.run_while_idle("refresh", self._refresh)
 
     def _refresh(self) -> None:
         self.low_bit.refresh()

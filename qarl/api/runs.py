@@ -17,7 +17,7 @@ from qarl.planning.machine import planned_machine
 from qarl.planning.plan import MemoryPlan, make_plan
 from qarl.planning.shapes import sizes_of
 from qarl.preflight.files import check_files
-from qarl.preflight.memory import planned
+from qarl.preflight.memory import plan_memory
 from qarl.preflight.schemes import check_fit
 from qarl.quant.runtime.imports import collections_paused
 from qarl.report.loggers import step_logger
@@ -96,18 +96,18 @@ def train(
         raise ConfigError("allow_changed_inputs is for a run to resume; leave it out")
     folder = None
     if resume is not None:
-        config, folder = resumed(str(resume), {})
+        config, folder = resume_run(str(resume), {})
     assert config is not None
     console = console or Console(quiet=True)
     requested = config
-    config = planned(config, None, {}, None, console.print)
+    config = plan_memory(config, None, {}, None, console.print)
     task = check_files(config, new=folder is None)
-    config, run_folder, processes, ready = joined(config, requested, folder, console, task)
+    config, run_folder, processes, ready = join_launched(config, requested, folder, console, task)
     resumes = folder is not None
     return run(config, run_folder, resumes, console, processes, ready, allow_changed_inputs)
 
 
-def joined(
+def join_launched(
     config: RunConfig,
     requested: RunConfig,
     folder: RunFolder | None,
@@ -131,7 +131,7 @@ def joined(
     return config, folder, processes, ready
 
 
-def resumed(run: str, overrides: Mapping[str, str]) -> tuple[RunConfig, RunFolder]:
+def resume_run(run: str, overrides: Mapping[str, str]) -> tuple[RunConfig, RunFolder]:
     """Return the configuration with which a run continues, and its folder.
 
     overrides: fields that may change. Raises `ConfigError` for other fields, and for fewer steps

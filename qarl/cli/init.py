@@ -14,7 +14,7 @@ from rich.console import Console
 from qarl.cli.options import say
 from qarl.configs.errors import ConfigError
 from qarl.configs.load import chosen_config, config_file, set_field
-from qarl.configs.schema.base import at_home
+from qarl.configs.schema.base import expand_home
 from qarl.configs.schemes import SCHEME_SPECS, UNQUANTIZED
 from qarl.configs.yaml_file import as_texts, read_yaml
 from qarl.planning.choice import choose, option, smallest_fit
@@ -102,7 +102,7 @@ def _fitted(model: str, machine: Machine) -> str:
     """Return the text of a run.yaml for a model: shipped settings with the smallest changes that
     make its memory fit the machine. Raises `ConfigError` if none do.
     """
-    local = Path(at_home(model))
+    local = Path(expand_home(model))
     model = str(local.resolve()) if local.is_dir() else model
     shapes, source = sizes_of(model)
     suited = _suited(model, shapes)

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from qarl.api.runs import joined, resumed, run
+from qarl.api.runs import join_launched, resume_run, run
 from qarl.cli.bench import add_bench
 from qarl.cli.check import add_check
 from qarl.cli.compare import add_compare
@@ -43,7 +43,7 @@ from qarl.configs.version import VERSION
 from qarl.planning.choice import choose
 from qarl.planning.machine import Machine, this_machine
 from qarl.preflight.files import check_files, check_new_folder, check_processes
-from qarl.preflight.memory import planned
+from qarl.preflight.memory import plan_memory
 from qarl.ptq.compressor import require_llmcompressor
 from qarl.quant.runtime.answers import versions
 from qarl.quant.runtime.parent import launched, local_world_size, rank, world_size
@@ -220,7 +220,9 @@ def _train_interruptible(known: argparse.Namespace, console: Console) -> int:
     # now, because checking the input may import them, in a user's reward
     quiet_libraries(config.learner.compile is True)
     options = known.overrides if folder is None else {"resume": known.resume}
-    config = planned(config, known.processes, options, known.config, partial(say, console), machine)
+    config = plan_memory(
+        config, known.processes, options, known.config, partial(say, console), machine
+    )
     if launching:
         return _launch(known, config, folder is None)
     if launched() and known.processes not in (None, world_size()):
@@ -348,7 +350,7 @@ def _configuration(
                 "--resume continues a run with its own configuration, in its own folder;"
                 f" --{option} {value} does not apply: leave it out"
             )
-    return resumed(known.resume, overrides)
+    return resume_run(known.resume, overrides)
 
 
 def _run(
@@ -364,7 +366,7 @@ def _run(
     """
     resumes = folder is not None
     task = _checked(config, folder is None, console)
-    config, folder, processes, ready = joined(config, requested, folder, console, task)
+    config, folder, processes, ready = join_launched(config, requested, folder, console, task)
     from qarl.cli.outcome import say_outcome
     from qarl.learner.processes import (
         LostProcessError,

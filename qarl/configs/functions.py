@@ -55,7 +55,7 @@ def load_function(kind: FunctionKind, spec: str) -> Callable[..., Any]:
     return function
 
 
-def in_words(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Describe an error with the file and line of the code that raised it."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"SyntaxError: {error.msg} ({error.filename}, line {error.lineno})"
@@ -90,7 +90,9 @@ def _load_file(kind: FunctionKind, spec: str, file: Path) -> ModuleType:
             module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise kind.error(f"{kind.word} {spec!r}: importing it raised {in_words(error)}") from error
+        raise kind.error(
+            f"{kind.word} {spec!r}: importing it raised {describe_error(error)}"
+        ) from error
     return module
 
 
@@ -107,7 +109,9 @@ def _load_module(kind: FunctionKind, spec: str, name: str) -> ModuleType:
                 f" folder nor installed; give its file, as in path/to/mine.py:{kind.word}, or put"
                 " its folder on PYTHONPATH"
             ) from error
-        raise kind.error(f"{kind.word} {spec!r}: importing it raised {in_words(error)}") from error
+        raise kind.error(
+            f"{kind.word} {spec!r}: importing it raised {describe_error(error)}"
+        ) from error
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from qarl.configs.schema.base import (
     Section,
     Text,
     alternatives,
-    at_home,
+    expand_home,
 )
 from qarl.configs.schema.objectives import TbpoConfig
 from qarl.configs.schema.run import RunConfig
@@ -55,7 +55,7 @@ def config_file(name: str) -> Path:
     """Return a YAML file by its path, or a shipped one by its name. Raises `ConfigError` if neither
     exists.
     """
-    name = at_home(name)
+    name = expand_home(name)
     if Path(name).is_file():
         return Path(name)
     if name in shipped_names():
@@ -270,7 +270,7 @@ def _forget_unchosen(tree: dict[str, Any], section: str, name: Any) -> None:
             return
     if name is not None and isinstance(tree.get(leaf), dict):
         written = tree[leaf].get("name", field_paths()[f"{section}.name"].default)
-        paths = [os.path.abspath(at_home(str(each))) for each in (written, name)]
+        paths = [os.path.abspath(expand_home(str(each))) for each in (written, name)]
         if paths[0] != paths[1]:
             tree[leaf] = {}
 

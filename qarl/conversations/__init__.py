@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from qarl.configs.functions import in_words
+from qarl.configs.functions import describe_error
 from qarl.rollout.engine import SamplingEngine
 from qarl.rollout.types import Completion, Prompt, Sampling
 from qarl.tasks.base import Problem, RewardError, as_reward
@@ -343,7 +343,7 @@ async def _conversation(
         raise
     except (Exception, SystemExit) as error:
         raise RewardError(
-            f"the rollout of problem {problem.id!r} raised {in_words(error)}\n  question:"
+            f"the rollout of problem {problem.id!r} raised {describe_error(error)}\n  question:"
             f" {problem.question!r}"
         ) from error
     finally:

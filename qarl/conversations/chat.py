@@ -15,7 +15,7 @@ from typing import Any
 from aiohttp import web
 
 from qarl.configs.errors import ConfigError, ModelError, QarlError
-from qarl.configs.functions import in_words
+from qarl.configs.functions import describe_error
 from qarl.conversations import Conversation, OutOfRoomError
 from qarl.conversations.tools import Said, ToolCall, ToolTurns
 from qarl.rollout.types import Completion
@@ -293,7 +293,9 @@ def _read(body: Any) -> tuple[Request, int | None]:
         limit = body.get("max_completion_tokens") or body.get("max_tokens")
         return (messages, tools), None if limit is None else int(limit)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ChatError(f"this is no request for a chat completion: {in_words(error)}") from error
+        raise ChatError(
+            f"this is no request for a chat completion: {describe_error(error)}"
+        ) from error
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:

@@ -103,7 +103,7 @@ def _missing(suite: str, folder: Path, missing: list[Benchmark]) -> str:
 def _task(benchmark: Benchmark, copy: Path | None, config: TaskConfig) -> Task:
     table = make_table(benchmark.name, _rows(benchmark, copy), benchmark.columns)
     if config.system is None:
-        table = table.behind(INSTRUCTION)
+        table = table.with_system_prompt(INSTRUCTION)
     return Task(
         source=table,
         reward=math_scorer(),

@@ -351,7 +351,7 @@ def smallest_fit(
     subsets = [list(compress(changes, mask)) for mask in masks]
     for subset in sorted(subsets, key=_total_cost):
         candidate = _changed(plan, subset, machine, processes)
-        if candidate is not None and candidate.share <= 1 - SPARE and not candidate.lacks_host:
+        if candidate is not None and candidate.fraction <= 1 - SPARE and not candidate.lacks_host:
             return candidate, _all_fields(subset)
     return None
 

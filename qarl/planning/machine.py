@@ -51,10 +51,10 @@ class Machine:
     host: int | None = None
     """Bytes of host memory available besides GPUs; None if unknown."""
 
-    taken: int = 0
+    used: int = 0
     """Bytes of a GPU that other processes use now."""
 
-    def a_process(self, processes: int) -> int:
+    def per_process(self, processes: int) -> int:
         """Return the bytes that each of `processes` processes may use."""
         return self.memory if self.device == "cuda" else self.memory // processes
 
@@ -141,11 +141,11 @@ def this_machine() -> Machine:
     if gpus:
         smallest = min(gpus, key=lambda gpu: gpu.memory)
         largest = max(gpus, key=lambda gpu: gpu.memory)
-        taken = max(gpu.memory - gpu.free for gpu in gpus)
+        used = max(gpu.memory - gpu.free for gpu in gpus)
         name = f"{len(gpus)} × {smallest.name}"
         if smallest.memory < largest.memory:
             name = f"{len(gpus)} GPUs, of which the smallest, {smallest.name}, counts"
-        return Machine(name, "cuda", len(gpus), smallest.memory, host=available, taken=taken)
+        return Machine(name, "cuda", len(gpus), smallest.memory, host=available, used=used)
     return Machine("this machine's CPUs", "cpu", 1, available)
 
 

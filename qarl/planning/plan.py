@@ -63,17 +63,17 @@ class MemoryPlan:
     @property
     def capacity(self) -> int:
         """Bytes that one process may use of its device."""
-        return self.machine.a_process(self.local)
+        return self.machine.per_process(self.local)
 
     @property
-    def share(self) -> float:
+    def fraction(self) -> float:
         """Fraction of the device's memory that the run needs."""
         return self.memory.total / max(1, self.capacity)
 
     @property
     def fits(self) -> bool:
         """True if both the device's and the host's memory suffice."""
-        return self.share <= 1 and not self.lacks_host
+        return self.fraction <= 1 and not self.lacks_host
 
     @property
     def lacks_host(self) -> bool:
@@ -91,7 +91,7 @@ class MemoryPlan:
 
         Loading itself needs host memory, so that any lack of it counts.
         """
-        return self.share > REFUSED_BEYOND[self.machine.device] or self.lacks_host
+        return self.fraction > REFUSED_BEYOND[self.machine.device] or self.lacks_host
 
 
 def make_plan(
@@ -119,7 +119,7 @@ def make_plan(
         raise ConfigError(
             f"--processes {here}, but {machine.name} has {machine.count}; one process takes one GPU"
         )
-    filled = _filled(config, shapes, machine.device, processes, machine.a_process(here))
+    filled = _filled(config, shapes, machine.device, processes, machine.per_process(here))
     decided = []
     if config.learner.gradient_checkpointing == "auto" and machine.device == "cuda":
         word = "on" if filled.learner.gradient_checkpointing else "off"

@@ -30,9 +30,9 @@ def one_line(plan: MemoryPlan) -> str:
         line += f"; decided by the plan: {', '.join(plan.decided)}"
     if not plan.fits:
         line += f"; {verdict(plan)}: it may run out"
-    elif plan.memory.total > plan.capacity - plan.machine.taken:
+    elif plan.memory.total > plan.capacity - plan.machine.used:
         line += (
-            f"; other processes have {plan.machine.taken / GIB:.1f} GiB there now: it may run out"
+            f"; other processes have {plan.machine.used / GIB:.1f} GiB there now: it may run out"
         )
     return line
 
@@ -65,7 +65,7 @@ def table(plan: MemoryPlan) -> list[str]:
 
 def verdict(plan: MemoryPlan) -> str:
     """Return whether the plan fits, in words."""
-    if plan.share > 1:
+    if plan.fraction > 1:
         return f"{(plan.memory.total - plan.capacity) / GIB:.1f} GiB too much"
     if plan.lacks_host:
         available = (plan.machine.host or 0) / GIB
@@ -73,7 +73,7 @@ def verdict(plan: MemoryPlan) -> str:
             f"fits, but loading and checkpoints take {plan.host / GIB:.1f} of the host's"
             f" {available:.1f} GiB"
         )
-    return f"{'fits' if plan.share <= 1 - SPARE else 'tight'}, {1 - plan.share:.0%} to spare"
+    return f"{'fits' if plan.fraction <= 1 - SPARE else 'tight'}, {1 - plan.fraction:.0%} to spare"
 
 
 def remedies(

@@ -13,7 +13,7 @@ from qarl.preflight.schemes import check_fit
 from qarl.quant.runtime.parent import local_world_size, rank, world_size
 
 
-def planned(
+def plan_memory(
     config: RunConfig,
     processes: int | None,
     overrides: Mapping[str, str],

@@ -70,7 +70,7 @@ def answered(
     )
 
 
-def heldout_of(session: Session, config: RunConfig) -> Heldout:
+def evaluate_heldout(session: Session, config: RunConfig) -> Heldout:
     """Return held-out accuracy and reward of a run's current policy, through its engine.
 
     Collective: every process must call this.
@@ -87,10 +87,10 @@ def heldout_of(session: Session, config: RunConfig) -> Heldout:
     return Heldout(result.accuracy, result.reward)
 
 
-def heldout_at_first(session: Session, config: RunConfig, at: Position) -> Heldout:
+def evaluate_before_training(session: Session, config: RunConfig, at: Position) -> Heldout:
     """Return held-out accuracy and reward before step 1, and store them in the position `at`."""
     with phase("evaluating before step 1"):
-        first = heldout_of(session, config)
+        first = evaluate_heldout(session, config)
     at.first_accuracy = first.accuracy
     at.first_reward = first.reward
     return first
@@ -115,7 +115,7 @@ def evaluate(plan: EvaluationPlan, tasks: Mapping[str, Task], seed: int) -> Eval
     of problems and sampling.
     """
     prompter = open_prompter(plan.checkpoint, plan.rollout, plan.task)
-    fitting = {name: task.shortened(prompter.fits) for name, task in tasks.items()}
+    fitting = {name: task.without_long_prompts(prompter.fits) for name, task in tasks.items()}
     for task in fitting.values():
         if described := task.describe():
             say(described)
@@ -145,7 +145,7 @@ def answers(plan: EvaluationPlan, question: str, seed: int) -> list[Completion]:
     prompter = open_prompter(plan.checkpoint, plan.rollout, plan.task)
     problem = Problem(id="asked", question=question, answer="")
     if plan.task.system is not None:  # a question alone needs no template
-        problem = problem.behind(plan.task.system)
+        problem = problem.with_system_prompt(plan.task.system)
     sampling = Sampling.of(plan.rollout, seed, asking=plan.asking)
     prompt = prompter.prompt(problem)
     rollout = load_rollout(plan.task.rollout) if plan.task.rollout else None

@@ -111,7 +111,7 @@ def open_ready(
     enable_batch_invariance(config)
     architecture = architecture or open_architecture(config)
     prompter = open_prompter(architecture.folder, config.rollout, config.task)
-    task = (task or load_task(config.task)).shortened(prompter.fits)
+    task = (task or load_task(config.task)).without_long_prompts(prompter.fits)
     return Ready(architecture, task, prompter)
 
 

@@ -59,7 +59,7 @@ def read_pairs(task: TaskConfig, heldout: float) -> list[Pair]:
         problem = _problem(row)
         is_heldout = _is_heldout(row, problem.question, heldout, task.name.startswith(HUB))
         if task.system is not None and not problem.messages:
-            problem = problem.behind(task.system)
+            problem = problem.with_system_prompt(task.system)
         pairs.append(Pair(problem, is_heldout))
     heldout_count = sum(pair.heldout for pair in pairs)
     if heldout_count == len(pairs) or (heldout and not heldout_count):

@@ -48,7 +48,7 @@ class Problem:
         """The conversation as a list of messages, for a chat template."""
         return list(self.messages) or [{"role": "user", "content": self.question}]
 
-    def behind(self, system: str) -> "Problem":
+    def with_system_prompt(self, system: str) -> "Problem":
         """Return a copy that starts with this system prompt."""
         return dataclasses.replace(
             self, messages=({"role": "system", "content": system}, *self.chat)

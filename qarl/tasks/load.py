@@ -134,7 +134,7 @@ def _source(config: TaskConfig, judged: bool) -> tuple[Source, Scorer, Scorer | 
             table = _table(config, config.data or _PAPER, usual, judged)
             # Without a system prompt, text questions get the instruction to box the answer.
             if config.system is None:
-                table = table.behind(INSTRUCTION)
+                table = table.with_system_prompt(INSTRUCTION)
             return table, math_scorer(), math_checker()
         table = _table(config, config.name, Columns(), judged)
         # The same function rewards and checks: an answer in a box is right, and is rewarded.

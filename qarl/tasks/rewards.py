@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from qarl.configs.functions import in_words
+from qarl.configs.functions import describe_error
 from qarl.tasks.base import Failure, Problem, Response, Scorer
 
 _BRACE = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
@@ -70,7 +70,7 @@ def failure_of(error: BaseException) -> Failure:
         hint = (
             "; completions are chats where questions are, or with task.system, and text elsewhere"
         )
-    return Failure(f"raised {in_words(error)}{hint}")
+    return Failure(f"raised {describe_error(error)}{hint}")
 
 
 def no_signal(responses: Sequence[Response]) -> list[Any]:

@@ -110,7 +110,7 @@ class Table:
             chosen.append(rows[orders[epoch][position]])
         return chosen
 
-    def shortened(self, fits: Callable[[Sequence[Problem]], list[bool]]) -> "Table":
+    def without_long_prompts(self, fits: Callable[[Sequence[Problem]], list[bool]]) -> "Table":
         """Return the table without prompts that are too long.
 
         fits: returns which prompts are short enough.
@@ -124,7 +124,7 @@ class Table:
         counts = dataclasses.replace(self.counts, too_long=dropped)
         return dataclasses.replace(self, by_split=by_split, counts=counts)
 
-    def behind(self, system: str) -> "Table":
+    def with_system_prompt(self, system: str) -> "Table":
         """Return a table with a system prompt before the problems that are text.
 
         Problems that are chats stay as they are.
@@ -132,7 +132,8 @@ class Table:
         by_split: dict[Split, list[Problem]] = {}
         for split, rows in self.by_split.items():
             by_split[split] = [
-                problem if problem.messages else problem.behind(system) for problem in rows
+                problem if problem.messages else problem.with_system_prompt(system)
+                for problem in rows
             ]
         return dataclasses.replace(self, by_split=by_split)
 

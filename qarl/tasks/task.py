@@ -64,7 +64,7 @@ class Task:
         seed: int,
     ) -> list[Problem]:
         """Return the source's problems (see `Source.problems`) with the task's system prompt."""
-        return self._behind_system(self.source.problems(split, start, count, seed))
+        return self._with_system_prompt(self.source.problems(split, start, count, seed))
 
     def size(self, split: Split) -> int | None:
         """Return the number of problems of a split before they repeat.
@@ -73,7 +73,7 @@ class Task:
         """
         return len(self.source.by_split[split]) if isinstance(self.source, Table) else None
 
-    def shortened(self, fits: Callable[[Sequence[Problem]], list[bool]]) -> "Task":
+    def without_long_prompts(self, fits: Callable[[Sequence[Problem]], list[bool]]) -> "Task":
         """Return the task without the questions of a table whose prompts are too long.
 
         A built-in task is endless and stays as it is.
@@ -83,7 +83,9 @@ class Task:
         """
         if not isinstance(self.source, Table):
             return self
-        source = self.source.shortened(lambda problems: fits(self._behind_system(problems)))
+        source = self.source.without_long_prompts(
+            lambda problems: fits(self._with_system_prompt(problems))
+        )
         return dataclasses.replace(self, source=source)
 
     def describe(self) -> str | None:
@@ -119,7 +121,7 @@ class Task:
             return rewarded(self.rewards(responses))
         return self._read("checker", as_verdict, responses, self.checker(responses))
 
-    def _behind_system(self, problems: Sequence[Problem]) -> list[Problem]:
+    def _with_system_prompt(self, problems: Sequence[Problem]) -> list[Problem]:
         return [p if self.system is None else self._with_system(p, self.system) for p in problems]
 
     def _with_system(self, problem: Problem, system: str) -> Problem:
@@ -129,7 +131,7 @@ class Task:
                 f"task.system {system[:80]!r} is given, but problem {problem.id!r} begins with a"
                 f" system message of its own ({first['content'][:80]!r}); leave one of them out"
             )
-        return problem.behind(system)
+        return problem.with_system_prompt(system)
 
     def _read(
         self,

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from typing import Any
 
-from qarl.configs.functions import in_words
+from qarl.configs.functions import describe_error
 from qarl.tasks.base import Message, TaskError
 from qarl.tasks.worker import begin
 
@@ -46,7 +46,7 @@ def serve(fd: int) -> None:
         connection.send([_begins(task) for task in tasks])
     # A package may raise anything when it is imported or loads its data.
     except (Exception, SystemExit) as error:
-        words = str(error) if isinstance(error, TaskError) else in_words(error)
+        words = str(error) if isinstance(error, TaskError) else describe_error(error)
         connection.send(f"task verifiers:{job.spec}: {words}")
         return
     asyncio.run(_serve(connection, environment, tasks))
@@ -131,7 +131,7 @@ async def _conversation(pipe: Connection, environment: Any, tasks: list[Any]) ->
             slots = environment.slots(tasks[number])
             outcome = _outcome(await environment.run_slot(*slots, policy))
         except Exception as error:  # must not end the other conversations
-            outcome = Outcome(None, in_words(error))
+            outcome = Outcome(None, describe_error(error))
         with suppress(OSError):
             pipe.send(outcome)
     finally:

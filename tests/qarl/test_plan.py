@@ -265,7 +265,7 @@ def test_what_is_open_is_decided_and_what_is_given_is_kept():
     shapes = NAMED["qwen3-1.7b"]
     decided = make_plan(open_, shapes, "", parse_machine("1xB200"), 1)
     assert decided.config.learner.gradient_checkpointing is False
-    assert decided.share <= 0.9
+    assert decided.fraction <= 0.9
     # all 256 sequences
     assert decided.config.rollout.kv_cache_gib == bytes_of(decided.memory)["KV cache"] / GIB == 56
     small = make_plan(open_, shapes, "", parse_machine("1x48GB"), 1)
@@ -290,7 +290,7 @@ def test_every_help_saves_and_the_command_fits(tmp_path: Path):
         assert all(saved > 0 for saved in helping(plan).values())
         works = fitting(plan)
         assert works
-        assert all(fits.fits and fits.share <= 0.9 for fits, _ in works)
+        assert all(fits.fits and fits.fraction <= 0.9 for fits, _ in works)
         assert works[-1][0].config.learner.lora.name == "none"
 
 
@@ -395,7 +395,7 @@ def test_the_machine_is_what_the_driver_tells(
     assert found.name == "1 × NVIDIA H100 80GB HBM3"
     assert found.device == "cuda"
     assert found.count == 1
-    assert (found.memory, found.taken) == (81559 * 2**20, 559 * 2**20)
+    assert (found.memory, found.used) == (81559 * 2**20, 559 * 2**20)
     assert found.host
     driver("[N/A]")
     assert this_machine().memory == 2000 * GIB  # the host's
@@ -570,7 +570,7 @@ def test_recipes_resolve_suit_their_model_and_fit(name: str, capsys: pytest.Capt
         assert adapted_weights(weight_shapes(model), model.config.model_type, recipe.learner.lora)
     plan = make_plan(recipe, *sizes_of(recipe.model), machine, machine.count)
     assert plan.shapes.parameters == sum(p.numel() for p in model.parameters() if p.ndim > 1)
-    assert plan.share <= 0.9, plan.memory
+    assert plan.fraction <= 0.9, plan.memory
 
 
 INIT_RECIPES = [

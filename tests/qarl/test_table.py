@@ -243,13 +243,13 @@ def test_what_is_left_out_is_counted(tmp_path: Path):
         {"question": question, "answer": answer, "split": split}
         for question, answer, split in questions
     ]
-    task = load(write(tmp_path / "t.jsonl", rows)).shortened(
+    task = load(write(tmp_path / "t.jsonl", rows)).without_long_prompts(
         lambda problems: [len(p.question) < 3 for p in problems]
     )
     left = "left out 2 repeated (1 with another answer) and 1 longer than rollout.max_prompt_tokens"
     assert task.describe() == f"{tmp_path / 't.jsonl'}: 5 rows, {left}; 1 to train on, 1 held out"
     assert [p.answer for p in task.problems("train", 0, 2, 0)] == ["1", "1"]
-    empty = task.shortened(lambda problems: [False] * len(problems))
+    empty = task.without_long_prompts(lambda problems: [False] * len(problems))
     with pytest.raises(
         TaskError,
         match=r"has no train questions, left out .*; raise --rollout\.max_prompt_tokens",
@@ -305,7 +305,7 @@ def test_whole_numbers_are_answers_and_a_byte_order_mark_is_none(tmp_path: Path)
 
 def test_a_built_in_task_is_never_shortened():
     task = load_task(TaskConfig(name="chain_sum"))
-    assert task.shortened(lambda problems: [False] * len(problems)) is task
+    assert task.without_long_prompts(lambda problems: [False] * len(problems)) is task
     assert task.describe() is None
     assert not isinstance(task.source, Table)
 

@@ -20,8 +20,8 @@ from qarl.quant.layers.context import LayerContext
 from qarl.quant.layers.linear import LowBitLinear
 from qarl.quant.materialize import LowBitWeight, by_operators, materialize, materializer
 from qarl.quant.materialize.cpu_dispatch import (
+    Backend,
     Materializer,
-    Way,
     numba_missing,
     quantize_on_cpu,
 )
@@ -314,16 +314,16 @@ def test_the_materializer_is_named():
     """Contract: every scheme names its materializer, and a missing numba is
     reported as the reason.
     """
-    assert materializer(get_scheme("bf16"), torch.float32, CPU) == Materializer(Way.CAST)
+    assert materializer(get_scheme("bf16"), torch.float32, CPU) == Materializer(Backend.CAST)
     for name in EAGER:
-        assert materializer(get_scheme(name), torch.bfloat16, CPU) == Materializer(Way.TORCH)
+        assert materializer(get_scheme(name), torch.bfloat16, CPU) == Materializer(Backend.TORCH)
     assert (
         str(materializer(get_scheme("w4a16"), torch.float16, CPU))
         == "torch (the compiled loops take float32 and bfloat16 masters, not float16)"
     )
     if numba_missing() is None:
         assert {materializer(get_scheme(name), torch.bfloat16, CPU) for name in FUSED} == {
-            Materializer(Way.NUMBA)
+            Materializer(Backend.NUMBA)
         }
 
 
@@ -381,7 +381,7 @@ def test_compiled_operators_give_the_operators_bits_on_cuda(
         weight = (torch.randn(64, 512, generator=generator) * 10.0 ** (seed - 12)).to(master)
         weight[3] = 0.0
         there = weight.cuda()
-        assert materializer(scheme, master, there.device).way is Way.COMPILED
+        assert materializer(scheme, master, there.device).backend is Backend.COMPILED
         made = (
             (name, tensor.cpu()) for name, tensor in materialize(there, scheme, dtype).tensors()
         )

@@ -15,7 +15,7 @@ from torch import nn
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from qarl.quant.kernels.vllm_cpu import register
-from qarl.quant.kernels.vllm_cpu.unquantized import ROWS, in_pairs, multiply_alike
+from qarl.quant.kernels.vllm_cpu.unquantized import ROWS, in_pairs, make_rows_independent
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.layers.linear import LowBitLinear
 from qarl.quant.materialize import materialize
@@ -467,9 +467,9 @@ def test_unquantized_products_in_blocks_do_not_depend_on_other_rows(
         "dispatch_cpu_unquantized_gemm",
         lambda layer, _: setattr(layer, "cpu_linear", counted),
     )
-    multiply_alike(amx=True)
+    make_rows_independent(amx=True)
     once = utils.dispatch_cpu_unquantized_gemm
-    multiply_alike(amx=False)
+    make_rows_independent(amx=False)
     assert utils.dispatch_cpu_unquantized_gemm is once
     layer = nn.Linear(16, 24, dtype=torch.bfloat16)
     x = normal(150, 16, seed=0).bfloat16()

@@ -17,7 +17,7 @@ from qarl.quant.kernels.base import Scoring
 from qarl.quant.kernels.row_independence import (
     ROWS_ASKED,
     cancelling_inputs,
-    dependence,
+    find_dependence,
     on_threads,
 )
 from qarl.quant.kernels.vllm import VllmFactory
@@ -249,7 +249,7 @@ def test_a_product_with_another_order_of_sums_for_few_rows_is_detected(otherwise
     def product(x: torch.Tensor) -> torch.Tensor:
         return summed_in_halves(x, weight) if len(x) == otherwise else summed_row_by_row(x, weight)
 
-    difference = dependence(product, cancelling_inputs(weight.float(), torch.bfloat16))
+    difference = find_dependence(product, cancelling_inputs(weight.float(), torch.bfloat16))
     assert difference is not None
     assert difference.when == when
     assert difference.fraction > 0.003
@@ -268,7 +268,9 @@ def test_a_product_with_another_order_of_sums_on_one_thread_is_detected():
     differences = []
 
     def ask() -> torch.Tensor:
-        differences.append(dependence(product, cancelling_inputs(weight.float(), torch.bfloat16)))
+        differences.append(
+            find_dependence(product, cancelling_inputs(weight.float(), torch.bfloat16))
+        )
         return torch.tensor(torch.get_num_threads())
 
     assert int(on_threads(2, ask)) == 2
@@ -293,7 +295,7 @@ def test_a_product_that_computes_rows_alike_passes():
     weight = normal(16, 1536, seed=0)
     x = cancelling_inputs(weight, torch.bfloat16)
     assert len(x) == ROWS_ASKED
-    assert dependence(lambda rows: summed_row_by_row(rows, weight), x) is None
+    assert find_dependence(lambda rows: summed_row_by_row(rows, weight), x) is None
 
 
 @pytest.mark.parametrize("experts", [False, True])

@@ -77,7 +77,7 @@ def evaluated(config: RunConfig, prompter: Prompter) -> list[EngineRequest]:
     """Return the requests of the evaluation by an engine of the folder that the prompter is of."""
     tokenizer = prompter.tokenizer
     system = config.task.system
-    problems = QUESTIONS if system is None else [p.behind(system) for p in QUESTIONS]
+    problems = QUESTIONS if system is None else [p.with_system_prompt(system) for p in QUESTIONS]
     prompts = [prompter.prompt(problem) for problem in problems]
     sampling = Sampling.of(config.rollout, 0, asking=config.eval).with_stop_tokens(tokenizer)
     ends = end_tokens(Path(tokenizer.name_or_path)) | {tokenizer.eos_token_id}
@@ -150,7 +150,7 @@ def test_a_difference_names_itself(random_policy: Policies, tmp_path: Path):
 
 
 def test_the_record_says_one_system_prompt_or_none():
-    behind = [problem.behind("Add.") for problem in QUESTIONS]
+    behind = [problem.with_system_prompt("Add.") for problem in QUESTIONS]
     plain = type("Tokenizer", (), {"chat_template": "x", "eos_token_id": 2})
     config = load_config(config_file("tiny-qwen3"), {})
     assert request_defaults(config, plain, behind).system == "Add."

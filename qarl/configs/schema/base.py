@@ -31,7 +31,7 @@ LARGEST_SEED = 2**63 - 1
 """Largest seed, because torch's generators take 64 bits."""
 
 
-def at_home(path: str) -> str:
+def expand_home(path: str) -> str:
     """Replace a leading `~` by the user's home folder, also after hf: and in each of several
     comma-separated functions' files.
     """
@@ -42,7 +42,7 @@ def at_home(path: str) -> str:
     )
 
 
-PathText = Annotated[Text, AfterValidator(at_home)]
+PathText = Annotated[Text, AfterValidator(expand_home)]
 """A path, or text that may contain one: a name, or functions of files."""
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from qarl.configs.errors import ConfigError, QarlError
-from qarl.configs.functions import FunctionKind, in_words, load_function
+from qarl.configs.functions import FunctionKind, describe_error, load_function
 from qarl.learner.objectives.base import Objective, ObjectiveInput, ObjectiveResult
 
 _KIND = FunctionKind(
@@ -37,7 +37,7 @@ def own(spec: str) -> Objective:
         try:
             result = function(inputs, config)
         except (Exception, SystemExit) as error:
-            raise ObjectiveError(f"objective {spec!r} raised {in_words(error)}") from error
+            raise ObjectiveError(f"objective {spec!r} raised {describe_error(error)}") from error
         fault = _fault(result, inputs)
         if fault:
             raise ObjectiveError(f"objective {spec!r} returned {fault}")

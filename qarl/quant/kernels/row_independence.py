@@ -66,7 +66,7 @@ def cancelling_inputs(
     return (drawn - drawn @ basis @ basis.T).to(dtype)
 
 
-def dependence(
+def find_dependence(
     product: RowProduct, x: torch.Tensor, rows: slice | torch.Tensor = slice(_CANCELLED)
 ) -> Dependence | None:
     """Return how a product's rows depend on neighbouring rows or on threads; None if they do not.

@@ -23,8 +23,8 @@ from compressed_tensors.quantization import QuantizationStrategy
 
 from qarl.quant.materialize import fp4, fp8, integer
 from qarl.quant.materialize.cpu_dispatch import (
+    Backend,
     Materializer,
-    Way,
     materializer,
     quantize_on_cpu,
 )
@@ -99,12 +99,14 @@ def materialize(
         assert scale.dtype == dtype, (
             f"layer {layer!r}: scales in {scale.dtype} are not those that {dtype} stores"
         )
-    way = materializer(scheme, weight.dtype, weight.device).way
-    if way is Way.NUMBA:
+    backend = materializer(scheme, weight.dtype, weight.device).backend
+    if backend is Backend.NUMBA:
         out = out or empty(scheme, shape, dtype)
         quantize_on_cpu(weight, out, dtype, layer, scale)
         return out
-    quantized = by_operators(weight, scheme, dtype, layer, fused, way is Way.COMPILED, scale)
+    quantized = by_operators(
+        weight, scheme, dtype, layer, fused, backend is Backend.COMPILED, scale
+    )
     return quantized if out is None else out.overwrite(quantized)
 
 

@@ -40,7 +40,7 @@ _THREAD_ELEMENTS = 1 << 17
 """Number of weights that is worth handing to a thread: about 0.05 ms of work."""
 
 
-class Way(Enum):
+class Backend(Enum):
     """Code that materializes a weight; the value is shown to the user."""
 
     CAST = "cast"
@@ -53,24 +53,24 @@ class Way(Enum):
 class Materializer:
     """Code that materializes weights, and why it is not a faster one."""
 
-    way: Way
+    backend: Backend
     """The code that runs."""
     reason: str = ""
     """Why the faster code for this scheme cannot run here; "" if there is none or it runs."""
 
     def __str__(self) -> str:
-        return f"{self.way.value} ({self.reason})" if self.reason else self.way.value
+        return f"{self.backend.value} ({self.reason})" if self.reason else self.backend.value
 
 
 def materializer(scheme: Scheme, master: torch.dtype, device: torch.device) -> Materializer:
     """Return what materializes weights of a scheme from masters of that dtype on that device."""
     args = scheme.weights
     if args is None:
-        return Materializer(Way.CAST)
+        return Materializer(Backend.CAST)
     one_pass = is_integer(args) or (args.num_bits == 8 and scheme.block is None)
     if not one_pass or device.type not in ("cpu", "cuda"):
-        return Materializer(Way.TORCH)
-    fast = Way.COMPILED if device.type == "cuda" else Way.NUMBA
+        return Materializer(Backend.TORCH)
+    fast = Backend.COMPILED if device.type == "cuda" else Backend.NUMBA
     if device.type == "cuda":
         missing = compiler_missing("cuda")
     elif master not in _MASTER_BITS:
@@ -78,7 +78,7 @@ def materializer(scheme: Scheme, master: torch.dtype, device: torch.device) -> M
         missing = f"the compiled loops take float32 and bfloat16 masters, not {name}"
     else:
         missing = numba_missing()
-    return Materializer(fast) if missing is None else Materializer(Way.TORCH, missing)
+    return Materializer(fast) if missing is None else Materializer(Backend.TORCH, missing)
 
 
 @functools.cache

@@ -22,7 +22,7 @@ from qarl.quant.kernels.row_independence import (
     ROWS_ASKED,
     Dependence,
     cancelling_inputs,
-    dependence,
+    find_dependence,
 )
 from qarl.quant.kernels.supported import kept_support
 from qarl.quant.layers.context import LayerContext
@@ -128,7 +128,7 @@ def check_machine_rows() -> RowCheck:
         weight = materialize(master, get_scheme(scheme), dtype)
         product = make_factory("vllm", dtype).linear(layer, [weight], [None])
         few_rows = weight.rows(0, 128).dequantized(torch.float32)[:16]
-        difference = dependence(product, cancelling_inputs(few_rows, dtype))
+        difference = find_dependence(product, cancelling_inputs(few_rows, dtype))
         if difference is not None:
             shape = f"{scheme} in {str(dtype).removeprefix('torch.')}, 2,048 columns to 256"
             dependent.append(DependentKernel(layer, product.name, shape, difference))
@@ -176,7 +176,7 @@ def _ask_product(
         block = codes.rows(0, min(height, codes.shape[0]))
         few_rows = block.dequantized(torch.float32)[:16]
         x = cancelling_inputs(few_rows, context.forward_dtype).to(few_rows.device)
-        return dependence(multiplying.product, x, slice(len(few_rows)))
+        return find_dependence(multiplying.product, x, slice(len(few_rows)))
 
     return ask
 
@@ -205,7 +205,7 @@ def _ask_experts(
         x = drawn.to(device, context.forward_dtype)
         scores = torch.rand(ROWS_ASKED, shape.experts, generator=generator).to(device)
         weights, index = scores.topk(shape.top_k, dim=-1)
-        # The rows that `dependence` passes are row numbers, so that each brings its own routing
+        # `find_dependence` passes row numbers as rows, so that each brings its own routing
         # along and any subset of them can be computed by itself.
         numbers = torch.arange(ROWS_ASKED, device=device)
 
@@ -213,7 +213,7 @@ def _ask_experts(
             chosen = rows[:, 0].long()
             return layer.product(x[chosen], weights[chosen], index[chosen])
 
-        return dependence(multiply, numbers[:, None].float(), slice(None))
+        return find_dependence(multiply, numbers[:, None].float(), slice(None))
 
     return ask
 
@@ -264,6 +264,6 @@ def _ask_attention(
                 q[start:stop], k[:stop], v[:stop], scoring, [stop - start], [stop]
             ).flatten(1)
 
-        return dependence(attend, torch.arange(first, _SEEN).float()[:, None], slice(None))
+        return find_dependence(attend, torch.arange(first, _SEEN).float()[:, None], slice(None))
 
     return ask

@@ -75,12 +75,12 @@ def register() -> None:
     if not torch.cpu._is_vnni_supported():
         _replace(CPUInt8ScaledMMFp32Kernel, "int8")
     from qarl.quant.kernels.vllm_cpu.rotary import rotate_heads
-    from qarl.quant.kernels.vllm_cpu.unquantized import multiply_alike
+    from qarl.quant.kernels.vllm_cpu.unquantized import make_rows_independent
 
     rotate_heads()
     os.environ.setdefault(SPLIT_KEYS, "0")
     has_amx = torch.cpu._is_amx_tile_supported()
-    multiply_alike(has_amx)
+    make_rows_independent(has_amx)
     if has_amx:
         torch.cpu._init_amx()
         os.environ.setdefault("VLLM_CPU_INT4_W4A8", "0")

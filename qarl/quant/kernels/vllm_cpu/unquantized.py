@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from qarl.quant.kernels.row_independence import cancelling_inputs, dependence
+from qarl.quant.kernels.row_independence import cancelling_inputs, find_dependence
 
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 """Product of an input [N, I], the weight as vLLM left it and a bias [O] → [N, O]."""
@@ -30,7 +30,7 @@ ROWS = 64
 """Number of rows of a block."""
 
 
-def multiply_alike(amx: bool) -> None:
+def make_rows_independent(amx: bool) -> None:
     """Make rows of vLLM's unquantized products independent of the rows beside them.
 
     This applies to layers that are built afterwards. A second call in a process does nothing.
@@ -71,7 +71,7 @@ def pairs_suffice(product: Product, weight: torch.Tensor) -> bool:
     few = weight[:16].float()
     x = cancelling_inputs(few, weight.dtype)
     paired = in_pairs(product)
-    return dependence(lambda rows: paired(rows, weight, None), x, slice(len(few))) is None
+    return find_dependence(lambda rows: paired(rows, weight, None), x, slice(len(few))) is None
 
 
 def in_blocks(product: Product) -> Product:
