@@ -49,7 +49,7 @@ def measure(
         (place for place in ("/dev/shm", "/tmp") if os.access(place, os.W_OK)), "."
     )
     if not Path(where).is_dir():
-        raise ConfigError(f"--folder {where!r} is no folder; give one that exists")
+        raise ConfigError(f"--folder {where!r} is not a folder; give one that exists")
     rows = []
     for scheme in dict.fromkeys(schemes):
         say(f"{scheme} …")

@@ -85,8 +85,8 @@ def plot_stem(option: str, file: str) -> Path:
         raise ConfigError(f"{option} {file}: {folders[0]!r} is a folder; name a file elsewhere")
     if not path.name or not path.parent.is_dir():
         raise ConfigError(
-            f"{option} {file}: {str(path.parent)!r} is no folder; name a file in one that is there,"
-            " such as plot.svg"
+            f"{option} {file}: {str(path.parent)!r} is not a folder; name a file in one that"
+            " exists, such as plot.svg"
         )
     return path
 

@@ -127,7 +127,7 @@ def check(options: Options) -> None:
         require_trl(options.trl_python)
     missing = compiler_missing("cuda" if torch.cuda.is_available() else "cpu")
     if "compile" in options.variants and missing:
-        raise ConfigError(f"--compile: {missing}; mend that, or leave it out")
+        raise ConfigError(f"--compile: {missing}; fix that, or omit it")
     for scheme in options.schemes:
         require_support(get_scheme(scheme), COMPUTE_DTYPES[options.dtype])
 

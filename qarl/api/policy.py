@@ -206,7 +206,7 @@ class Policy(nn.Module):
         """
         if use_cache:
             raise PolicyError(
-                "use_cache true: a policy keeps no cache; leave it out, and sample with qarl.engine"
+                "use_cache true: a policy keeps no cache; omit it, and sample with qarl.engine"
             )
         rows = self._rows(input_ids, attention_mask, position_ids, cu_seqlens)
         columns = rows.real.shape[1]

@@ -93,7 +93,7 @@ def train(
             "qarl.train takes a configuration (qarl.config) or the run to resume; give one of them"
         )
     if allow_changed_inputs and resume is None:
-        raise ConfigError("allow_changed_inputs is for a run to resume; leave it out")
+        raise ConfigError("allow_changed_inputs is for a run to resume; omit it")
     folder = None
     if resume is not None:
         config, folder = resume_run(str(resume), {})
@@ -238,7 +238,7 @@ def evaluate(
         EngineError: vLLM does not start.
     """
     if data is not None and suite is None:
-        raise ConfigError(f"data {str(data)!r} is a suite's; name one, or leave it out")
+        raise ConfigError(f"data {str(data)!r} is a suite's; name one, or omit it")
     benchmarks = Suite(suite, None if data is None else Path(data)) if suite else None
     plan = plan_evaluation(
         str(target),

@@ -62,7 +62,7 @@ def _check(known: argparse.Namespace, console: Console) -> int:
     if known.machine and (known.config or known.overrides or known.sample):
         other = known.config or ("--sample" if known.sample else f"--{next(iter(known.overrides))}")
         raise ConfigError(
-            f"{other} with --machine, which looks at the machine alone; leave one of them out"
+            f"{other} with --machine, which looks at the machine alone; omit one of them"
         )
     if known.machine:
         quiet_libraries()

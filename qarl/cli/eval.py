@@ -157,14 +157,14 @@ def _suite(known: argparse.Namespace) -> Suite | None:
     if known.suite is None:
         if known.data is not None:
             raise ConfigError(
-                f"--data {known.data} goes with --suite, whose copies it holds; leave it out"
+                f"--data {known.data} goes with --suite, whose copies it holds; omit it"
             )
         return None
     for field, value in known.overrides.items():
         if field.startswith("task.") and not field.startswith(("task.system", "task.template")):
             raise ConfigError(
                 f"--{field} {value} does not go with --suite {known.suite}, which has its own"
-                " problems and checker; leave one of them out"
+                " problems and checker; omit one of them"
             )
     if known.data is not None and not Path(known.data).is_dir():
         raise ConfigError(

@@ -227,7 +227,7 @@ def _train_interruptible(known: argparse.Namespace, console: Console) -> int:
         return _launch(known, config, folder is None)
     if launched() and known.processes not in (None, world_size()):
         raise ConfigError(
-            f"--processes {known.processes}, but the launcher started {world_size()}; leave it out"
+            f"--processes {known.processes}, but the launcher started {world_size()}; omit it"
         )
     return _run(config, requested, folder, console, known.allow_changed_inputs)
 
@@ -330,13 +330,13 @@ def _configuration(
     if known.resume is None and known.allow_changed_inputs:
         raise ConfigError(
             "--allow-changed-inputs goes with --resume; a new run takes the inputs it finds:"
-            " leave it out"
+            " omit it"
         )
     if known.resume is None and "from_rollouts" in overrides:
         if known.config is not None:
             raise ConfigError(
                 f"--from-rollouts has the recorded run's configuration; --config {known.config}"
-                " does not apply: leave it out, and change single fields"
+                " does not apply: omit it, and change single fields"
             )
         return replay_config(overrides), None
     if known.resume is None:
@@ -348,7 +348,7 @@ def _configuration(
         if value is not None:
             raise ConfigError(
                 "--resume continues a run with its own configuration, in its own folder;"
-                f" --{option} {value} does not apply: leave it out"
+                f" --{option} {value} does not apply: omit it"
             )
     return resume_run(known.resume, overrides)
 

@@ -105,7 +105,7 @@ class Parser(argparse.ArgumentParser):
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         if not arg_string and action.nargs != argparse.PARSER:
-            self.error(f"{_name(action)} is empty; give it a value or leave it out")
+            self.error(f"{_name(action)} is empty; give it a value or omit it")
         try:
             return super()._get_value(action, arg_string)
         except argparse.ArgumentError:

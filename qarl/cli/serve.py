@@ -167,7 +167,7 @@ def needed_fields(served: ServerSpec) -> str | None:
 def require_free(host: str, port: int) -> None:
     """Raise `ServeError` if nothing can listen at `host`:`port`."""
     if not 1 <= port <= 65535:
-        raise ServeError(f"--port {port} is no port; allowed are 1 to 65535")
+        raise ServeError(f"--port {port} is not a port; allowed are 1 to 65535")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM

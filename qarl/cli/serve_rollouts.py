@@ -76,7 +76,7 @@ def _serve_rollouts(known: argparse.Namespace, console: Console) -> int:
         option = word.partition("=")[0].replace("_", "-")
         if any(ours.startswith(option) for ours in ("--host", "--port", "--api-key")):
             raise ServeError(
-                f"{word} behind -- would pass by the key; give --host, --port and --key-file"
+                f"{word} behind -- would bypass the key; give --host, --port and --key-file"
                 " before it"
             )
     require_key(known.host, key)

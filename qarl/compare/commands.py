@@ -108,7 +108,7 @@ def _quantizing(
     folder = comparison.folder(cell)
     if folder.exists() and not (folder / "config.json").is_file():
         raise ConfigError(
-            f"{str(folder)!r} is no checkpoint; choose another --output, or remove it"
+            f"{str(folder)!r} is not a checkpoint; choose another --output, or remove it"
         )
     note = read_note(folder)
     if "moved" in note and not _training(comparison.run_config(source)):

@@ -163,8 +163,7 @@ def make_comparison(
     for path, text in {**options, **shown_vary}.items():
         if all(path in body for body in bodies.values()):
             raise ConfigError(
-                f"--{path} {text}: every variant sets {path} itself ({', '.join(bodies)}); leave"
-                " it out"
+                f"--{path} {text}: every variant sets {path} itself ({', '.join(bodies)}); omit it"
             )
     reference = file.reference or next(iter(bodies))
     comparison = Comparison(

@@ -234,7 +234,7 @@ def _refuse_likeliest(path: str) -> None:
         raise ConfigError(
             f"{path}: a policy is trained on completions of its whole distribution. The learner's"
             " log-probs are of all tokens, and ratios to a sampler that leaves some out would be"
-            f" wrong; leave it out (evaluation has eval.{leaf}), or lower rollout.temperature"
+            f" wrong; omit it (evaluation has eval.{leaf}), or lower rollout.temperature"
         )
 
 
@@ -366,11 +366,11 @@ def _parse(path: str, text: str, known: dict[str, Any]) -> Any:
     if path in _PATTERNS and not (text.lstrip().startswith("[") and is_list):
         return text
     if not text.strip():
-        raise ConfigError(f"option --{path} {text!r} is empty; give a value, or leave it out")
+        raise ConfigError(f"option --{path} {text!r} is empty; give a value, or omit it")
     try:
         return parse_value(text)
     except yaml.YAMLError as error:
-        problem = getattr(error, "problem", None) or "it is no YAML value"
+        problem = getattr(error, "problem", None) or "it is not a YAML value"
         raise ConfigError(
             f"option --{path} {text!r} cannot be read ({problem}); give a plain value, or a list as"
             " '[A, B]'"

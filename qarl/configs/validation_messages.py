@@ -70,7 +70,7 @@ def _wrong_item(leaf: str, path: str, problem: Any, info: FieldInfo) -> str:
         return f"{shown(leaf)} is missing; give --{leaf}: {info.description}"
     if problem["type"] == "missing":
         return f"{shown(leaf)}: {quoted(problem['input'])} lacks {key!r}"
-    return f"{shown(leaf)}: {path} {quoted(problem['input'])} is no key of such an item"
+    return f"{shown(leaf)}: {path} {quoted(problem['input'])} is not a key of such an item"
 
 
 def _no_leaf(path: str, problem: Any, leaves: Mapping[str, FieldInfo]) -> str:
@@ -79,9 +79,6 @@ def _no_leaf(path: str, problem: Any, leaves: Mapping[str, FieldInfo]) -> str:
     if inside:
         value = "is empty"
         if problem["input"] is not None:
-            value = f"{quoted(problem['input'])} is no mapping"
-        return (
-            f"{path} {value}; it is a section: give its fields, such as {inside[0]}, or leave"
-            " it out"
-        )
+            value = f"{quoted(problem['input'])} is not a mapping"
+        return f"{path} {value}; it is a section: give its fields, such as {inside[0]}, or omit it"
     return f"unknown key {path!r}{did_you_mean(path, leaves)}"

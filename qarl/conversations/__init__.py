@@ -170,7 +170,7 @@ class Conversation:
         `ValueError` if the policy was never asked.
         """
         if not self._turns:
-            raise ValueError("asked the policy for no turn; await policy.generate()")
+            raise ValueError("never asked the policy for a turn; await policy.generate()")
         spans = []
         logprobs = []
         versions = []

@@ -225,7 +225,7 @@ class _Chat:
         ):
             self._policy.events["rewritten"] += 1
             raise ChatError(
-                f"this request does not go on from the {len(before)} messages before it, their"
+                f"this request does not continue the {len(before)} messages before it, their"
                 " answer and the same tools; a conversation is one line of tokens, of which"
                 " nothing is written anew"
             )
@@ -238,7 +238,7 @@ class _Chat:
         ids = [self._call_id(number) for number in range(len(self._calls))]
         if message["role"] != "tool" or message.get("tool_call_id") not in ids:
             raise ChatError(
-                f"{message!r:.200} follows a turn; there come results of its calls {ids}, and a"
+                f"{message!r:.200} follows a turn; allowed are results of its calls {ids}, and a"
                 " user's words"
             )
         return Said(message["content"], ids.index(message["tool_call_id"]))
@@ -283,8 +283,8 @@ def _read(body: Any) -> tuple[Request, int | None]:
         for name, value in body.items():
             if name not in _TAKEN and value not in (None, _USUAL.get(name)):
                 raise ChatError(
-                    f"{name} {value!r:.80} is not taken: the run says how turns are sampled; leave"
-                    " it out"
+                    f"{name} {value!r:.80} is not accepted: the run says how turns are sampled;"
+                    " omit it"
                 )
         messages = [_message(message) for message in body["messages"]]
         if not messages:
@@ -294,7 +294,7 @@ def _read(body: Any) -> tuple[Request, int | None]:
         return (messages, tools), None if limit is None else int(limit)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ChatError(
-            f"this is no request for a chat completion: {describe_error(error)}"
+            f"this is not a request for a chat completion: {describe_error(error)}"
         ) from error
 
 
@@ -304,7 +304,8 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(content, str):
         if any(part["type"] != "text" for part in content):
             raise ChatError(
-                f"content of {sorted({part['type'] for part in content})} is not taken; give text"
+                f"content of {sorted({part['type'] for part in content})} is not accepted; give"
+                " text"
             )
         content = "".join(part["text"] for part in content)
     role = "system" if message["role"] == "developer" else message["role"]

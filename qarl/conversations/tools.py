@@ -196,8 +196,8 @@ class ToolTurns:
     def _cannot(self, why: str) -> ModelError:
         return ModelError(
             f"the chat template of {self._tokenizer.name_or_path!r} cannot be continued after a"
-            f" turn: {why}; mend chat_template in its tokenizer_config.json or chat_template.jinja,"
-            " or write task.rollout by hand"
+            f" turn: {why}; correct chat_template in its tokenizer_config.json or"
+            " chat_template.jinja, or write a task.rollout"
         )
 
 

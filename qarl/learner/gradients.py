@@ -53,7 +53,7 @@ def compiles(model: LowBitModel, setting: bool | Literal["auto"]) -> bool:
     if model.operators != "engine":
         raise ConfigError(
             "learner.compile is true, but it compiles the backwards of the engine's operators, and"
-            " this model has transformers'; leave it out, or set learner.operators to 'engine'"
+            " this model has transformers'; omit it, or set learner.operators to 'engine'"
             " where the model allows"
         )
     require_compiler(model.device.type)
@@ -66,5 +66,5 @@ def require_compiler(device: str) -> None:
     if missing:
         raise ConfigError(
             f"learner.compile is true, but nothing can be compiled for {device} here: {missing};"
-            " mend that, or leave it out"
+            " fix that, or omit it"
         )

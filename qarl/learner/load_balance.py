@@ -24,7 +24,7 @@ def load_balance_coefficient(model: LowBitModel, setting: float | None) -> float
     if setting and (own is None or not model.experts):
         raise ConfigError(
             f"learner.router_aux_loss is {setting}, but model type {model.config.model_type!r} has"
-            " no load-balance loss; leave it out"
+            " no load-balance loss; omit it"
         )
     if setting is not None:
         return setting

@@ -63,7 +63,7 @@ def check_output(
         with file.open("rb") as stream:
             if stream.read(len(mark)) != mark.encode():
                 raise ConfigError(
-                    f"{option} {file} exists and is no {kind}; name another file, or remove it"
+                    f"{option} {file} exists and is not a {kind}; name another file, or remove it"
                 )
 
 

@@ -133,7 +133,7 @@ def _read_run(path: Path) -> RecordedRun:
         facts = json.loads(environment.read_text()) if environment.is_file() else {}
     except ValueError as error:
         raise ConfigError(
-            f"{str(environment)!r} is no JSON ({error}); remove it to go on without"
+            f"{str(environment)!r} is not JSON ({error}); remove it to go on without"
         ) from error
     return RecordedRun(
         name=path.resolve().name,
@@ -158,7 +158,7 @@ def _read_metrics(file: Path) -> list[Metrics]:
             step = json.loads(line)
         except ValueError as error:
             raise ConfigError(
-                f"{str(file)!r}, line {number}, is no JSON ({error}); remove that line"
+                f"{str(file)!r}, line {number}, is not JSON ({error}); remove that line"
             ) from error
         missing = [name for name in _NEEDED if not isinstance(step, dict) or name not in step]
         if missing:

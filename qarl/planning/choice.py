@@ -153,7 +153,7 @@ def _process_count(
     if requested or machine.count == 1:
         return requested or 1, []
     count = next(n for n in range(machine.count, 0, -1) if config.rollout.prompts % n == 0)
-    uneven = f"; rollout.prompts {config.rollout.prompts} is no multiple of {machine.count}"
+    uneven = f"; rollout.prompts {config.rollout.prompts} is not a multiple of {machine.count}"
     return count, [f"--processes {count}: one a GPU{uneven if count < machine.count else ''}"]
 
 

@@ -46,8 +46,8 @@ def check_processes(config: RunConfig, count: int) -> None:
     init = config.quantization.init
     if prompts % count:
         raise ConfigError(
-            f"rollout.prompts {prompts} is no multiple of {count} processes, which sample as many"
-            f" each; take a multiple of {count}, or another number of processes"
+            f"rollout.prompts {prompts} is not a multiple of {count} processes, which sample as"
+            f" many each; take a multiple of {count}, or another number of processes"
         )
     if count > 1 and init is not None:
         raise ConfigError(

@@ -62,7 +62,7 @@ def require_layers(config: RunConfig, model: PreTrainedModel, layers: LayerPlan)
     if experts and batch_invariant():
         raise ConfigError(
             f"bitwise true with {config.model!r}, a mixture of experts: that its routers' products"
-            " are batch-invariant on GPUs has not been shown; leave bitwise out"
+            " are batch-invariant on GPUs has not been shown; omit bitwise"
         )
     kinds = {
         (scheme.name, name.startswith(experts)): scheme for name, scheme in layers.schemes.items()

@@ -294,7 +294,7 @@ def _read(delta: bytes | memoryview, longest: int) -> tuple[_Header, memoryview]
     magic, length = _START.unpack_from(data) if len(data) >= _START.size else (b"", 0)
     end = _START.size + length
     if magic != _MAGIC or end > len(data) or length > longest:
-        raise DeltaError(f"its {len(data)} bytes are no delta, or not all of one; send it again")
+        raise DeltaError(f"its {len(data)} bytes are not a delta, or not all of one; send it again")
     try:
         header = _Header.model_validate_json(bytes(data[_START.size : end]))
     except ValidationError as error:

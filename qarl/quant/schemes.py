@@ -177,7 +177,7 @@ def write_quantization_config(
     if not written and kv_cache is not None:
         raise SchemeError(
             f"quantization.kv_cache {kv_cache!r} of a model without a low-bit layer, whose"
-            " config.json has no place to say so; quantize one, or leave it out"
+            " config.json has no place to state it; quantize one, or omit it"
         )
     if not written:
         return None

@@ -195,7 +195,7 @@ class RunFolder:
             )
         if not (path / "config.yaml").is_file():
             raise ConfigError(
-                f"{str(path)!r} is no run folder (it has no config.yaml); give one of runs/"
+                f"{str(path)!r} is not a run folder (it has no config.yaml); give one of runs/"
             )
         return cls(path)
 

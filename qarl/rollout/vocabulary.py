@@ -51,6 +51,6 @@ class Vocabulary:
                 f"{what} has {text}id {token}), and the embedding of {self.folder!r} has"
                 f" {self.rows} rows, for ids below {self.rows}. If the token was added to the"
                 " tokenizer, add its row, too: model.resize_token_embeddings(len(tokenizer)) and"
-                " save_pretrained in transformers; or leave it out of chat template, system prompt"
-                " and texts"
+                " save_pretrained in transformers; or remove it from chat template,"
+                " system prompt and texts"
             )

@@ -183,7 +183,7 @@ def _export_of(
             )
         if dtype not in (None, config.dtype):
             raise ConfigError(
-                f"--dtype {dtype}: run {target!r} computes in {config.dtype}; leave it out, or"
+                f"--dtype {dtype}: run {target!r} computes in {config.dtype}; omit it, or"
                 f" evaluate the folder {str(folder.export)!r} itself in another dtype"
             )
         newest = max(folder.steps(), default=0)

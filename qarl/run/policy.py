@@ -56,7 +56,7 @@ def enable_batch_invariance(config: RunConfig) -> None:
         raise ConfigError(
             f"bitwise true on a GPU of compute capability {capability[0]}.{capability[1]}: below"
             " 9.0 vLLM's batch-invariant mode replaces torch's linear and matmul, for the whole"
-            " process, by products without a backward; leave bitwise out"
+            " process, by products without a backward; omit bitwise"
         )
     turn_on()
 

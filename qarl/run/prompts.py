@@ -104,7 +104,7 @@ class Prompter:
                 raise ModelError(
                     f"the chat template of {self._folder!r} cannot be applied:"
                     f" {type(error).__name__}: {error} (problem {problem.id!r}, messages of"
-                    f" {roles}); mend chat_template in its tokenizer_config.json or"
+                    f" {roles}); correct chat_template in its tokenizer_config.json or"
                     " chat_template.jinja, or give it messages that it takes"
                 ) from error
         if problem.messages:
@@ -181,8 +181,8 @@ class Prompter:
                 if name == "tools":
                     option = "task.environment"
                 raise ConfigError(
-                    f"{option} would do nothing: the tokenizer {fault}{did_you_mean(name, words)};"
-                    " leave it out, or take a model whose template has it"
+                    f"{option} has no effect: the tokenizer {fault}{did_you_mean(name, words)};"
+                    " omit it, or take a model whose template has it"
                 )
 
 

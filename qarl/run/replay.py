@@ -51,7 +51,7 @@ def check_rollouts(config: RunConfig) -> None:
         if path.split(".")[0] in _SAMPLED_WITH and path != "rollout.kv_cache_gib":
             raise ConfigError(
                 f"run {config.from_rollouts!r} was sampled with {path} {before!r}, and"
-                f" {shown(path)} {after!r} would do nothing to its completions; leave it out, or"
+                f" {shown(path)} {after!r} has no effect on its completions; omit it, or"
                 " train without from_rollouts"
             )
     files = step_files(folder.tokens)

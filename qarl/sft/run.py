@@ -132,9 +132,9 @@ def sft_config(data: str, overrides: Mapping[str, str], steps: int = _UNSET_STEP
     config = overridden(tree, overrides)
     for path, value in overrides.items():
         if not f"{path}.".startswith(tuple(f"{field}." for field in FIELDS)):
-            instead = "name the pairs by --data" if path == "task.name" else "leave it out"
+            instead = "name the pairs by --data" if path == "task.name" else "omit it"
             raise ConfigError(
-                f"--{flag_of(path)} {quoted(value)} would do nothing in `qarl sft`; {instead}"
+                f"--{flag_of(path)} {quoted(value)} has no effect in `qarl sft`; {instead}"
                 " (docs/guide/sft.md lists the fields that apply)"
             )
     return config

@@ -80,7 +80,7 @@ def require_equal_rows(checked: "RowCheck") -> None:
     if checked.dependent:
         raise AuditError(
             f"bitwise, and {checked}; choose another dtype or scheme (float16 and the int8 schemes"
-            " depend on the rows beside a row least), or leave bitwise out"
+            " depend on the rows beside a row least), or omit bitwise"
         )
 
 

@@ -70,5 +70,5 @@ def require_equal(mismatch: Mismatch, floor: Callable[[], Mismatch]) -> None:
         raise GateError(
             f"step-0 gate: bitwise, and {mismatch.equal:.2%} of the sampled tokens have equal"
             f" log-probs in learner and sampler, the farthest {mismatch.max_abs:.4g} nats apart;"
-            " another scheme or dtype may be equal (docs/explain/cuda.md), or leave bitwise out"
+            " another scheme or dtype may be equal (docs/explain/cuda.md), or omit bitwise"
         )

@@ -48,7 +48,7 @@ def load_task(config: TaskConfig) -> Task:
     if judged and config.reward is not None:
         raise TaskError(
             f"task.reward {config.reward!r} and get_reward of environment {config.environment!r}"
-            " both give rewards; leave one of them out"
+            " both give rewards; omit one of them"
         )
     name = short_name(config.name)
     own_reward = no_signal if judged else None
@@ -79,8 +79,7 @@ def _verifiers_task(config: TaskConfig) -> Task:
         value = getattr(config, field)
         if value is not None:
             raise TaskError(
-                f"task.{field} {value!r} is not for {config.name!r}, which brings its own; leave"
-                " it out"
+                f"task.{field} {value!r} is not for {config.name!r}, which brings its own; omit it"
             )
     options = json.dumps(config.options, sort_keys=True)
     host = open_verifiers(config.name, options, config.time_limit)
@@ -185,5 +184,5 @@ def _refuse(config: TaskConfig, fields: tuple[str, ...], why: str) -> None:
         value = getattr(config, field)
         if value is not None:
             raise TaskError(
-                f"task.{field} {value!r} {why}; task {config.name!r} is none: leave it out"
+                f"task.{field} {value!r} {why}; task {config.name!r} is not one: omit it"
             )

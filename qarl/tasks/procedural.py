@@ -229,7 +229,7 @@ def dataset_of(name: str) -> tuple[Any, Any]:
         if name.endswith(".json"):
             lines = f"; a list becomes lines by: jq -c '.[]' {name} > {name}l"
         raise TaskError(
-            f"task {name!r} is no built-in one; a file of questions is a .jsonl, .csv, .tsv or"
+            f"task {name!r} is not a built-in one; a file of questions is a .jsonl, .csv, .tsv or"
             f" .parquet, and a Hugging Face data set, or a folder with one, reads hf:{name}{lines}"
         )
     raise TaskError(

@@ -83,7 +83,7 @@ def _csv(path: Path) -> Iterator[Row]:
     try:
         columns = reader.fieldnames or ()
         if len({*columns}) < len(columns):
-            raise TaskError(f"{path}:1: a column is there twice: {', '.join(columns)}; rename one")
+            raise TaskError(f"{path}:1: a column appears twice: {', '.join(columns)}; rename one")
         for values in reader:
             where = f"{path}:{reader.line_num}"
             # DictReader puts further fields under the key None, and fills missing ones with None.
@@ -109,7 +109,7 @@ def _parquet(path: Path) -> Iterator[Row]:
         table = parquet.read_table(path)
     except pyarrow.ArrowException as error:
         raise TaskError(
-            f"task file {path} is no Parquet file: {str(error).splitlines()[0]}"
+            f"task file {path} is not a Parquet file: {str(error).splitlines()[0]}"
         ) from error
     for number, values in enumerate(table.to_pylist(), start=1):
         yield Row(f"{path}:{number}", values)

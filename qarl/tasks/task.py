@@ -129,7 +129,7 @@ class Task:
         if first["role"] == "system":
             raise TaskError(
                 f"task.system {system[:80]!r} is given, but problem {problem.id!r} begins with a"
-                f" system message of its own ({first['content'][:80]!r}); leave one of them out"
+                f" system message of its own ({first['content'][:80]!r}); omit one of them"
             )
         return problem.with_system_prompt(system)
 

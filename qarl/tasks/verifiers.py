@@ -84,7 +84,7 @@ class VerifiersHost:
             if policy.turns:
                 return outcome.reward
         raise RewardError(
-            f"{self.name} asked the policy for nothing at {problem.id!r}: {outcome.words}"
+            f"{self.name} never asked the policy for a turn at {problem.id!r}: {outcome.words}"
         )
 
     async def _outcome(self, policy: Any, number: int, url: str) -> Outcome:

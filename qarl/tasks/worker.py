@@ -97,7 +97,7 @@ def sendable(outcome: Any) -> Any:
             # marshal refuses classes of a person's module, which the parent could not unpickle.
             marshal.dumps(outcome)
         return outcome
-    return Failure(f"returned {outcome!r:.80} ({type(outcome).__name__}), which is no number")
+    return Failure(f"returned {outcome!r:.80} ({type(outcome).__name__}), which is not a number")
 
 
 def end_with(pipe: int) -> None:

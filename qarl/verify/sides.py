@@ -123,7 +123,7 @@ def _folder(folder: Path, role: str, quantization: Quantization | None) -> Side:
         if quantization is not None and role == "trainer":
             raise VerifyInputError(
                 f"--config, but {str(folder / 'config.json')!r} has a quantization_config of its"
-                " own; leave --config out, or compare the unquantized masters"
+                " own; omit --config, or compare the unquantized masters"
             )
         quantization = own
     tensors = dict(_stored(folder, shapes))

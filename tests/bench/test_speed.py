@@ -272,7 +272,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ),
         (
             "--picture drawn.svg",
-            "drawn.svg exists and is no picture of qarl bench speed",
+            "drawn.svg exists and is not a picture of qarl bench speed",
         ),
         ("--model none/such/folder", "model folder 'none/such/folder' does not exist"),
         ("--kernel auto", "unknown option --kernel"),

@@ -223,7 +223,7 @@ WRONG_VALUES = [
     ),
     pytest.param(
         {"learner.reduce_dtype": "bfloat16", "learner.zero_stage": "1"},
-        "reduce_dtype 'bfloat16' with learner.zero_stage 1 has nothing to do",
+        "reduce_dtype 'bfloat16' with learner.zero_stage 1 has no effect",
         id="reduce_dtype-bfloat16-with-learner.zero_stage",
     ),
     pytest.param(
@@ -352,7 +352,7 @@ WRONG_FILES = [
     ),
     pytest.param(
         "learner:\n  objective: grpo\n",
-        "learner.objective 'grpo' is no mapping",
+        "learner.objective 'grpo' is not a mapping",
         id="learner.objective-grpo-is-no",
     ),
     pytest.param(

@@ -117,8 +117,8 @@ def test_requests_an_agent_cannot_make_are_refused(tokenizer: Any):
     """Contract: a request that is repeated is answered as before and not sampled again."""
     said = {"role": "assistant", "content": "one"}
     faults: dict[str, dict[str, Any]] = {
-        "temperature 0.7 is not taken": {"messages": CHAT, "temperature": 0.7},
-        "n 2 is not taken": {"messages": CHAT, "n": 2},
+        "temperature 0.7 is not accepted": {"messages": CHAT, "temperature": 0.7},
+        "n 2 is not accepted": {"messages": CHAT, "n": 2},
         "image_url": {
             "messages": [
                 {
@@ -128,11 +128,11 @@ def test_requests_an_agent_cannot_make_are_refused(tokenizer: Any):
             ]
         },
         "messages is empty": {"messages": []},
-        "no request": {"messages": [{"content": "q?"}]},
-        "does not go on": {
+        "not a request": {"messages": [{"content": "q?"}]},
+        "does not continue": {
             "messages": [CHAT[0], {"role": "user", "content": "other"}, said, ASKED]
         },
-        "go on from the 2 messages": {"messages": [*CHAT, said]},
+        "continue the 2 messages": {"messages": [*CHAT, said]},
         "same tools": {"messages": [*CHAT, said, ASKED], "tools": TOOLS},
         "follows a turn": {
             "messages": [

@@ -56,22 +56,22 @@ REFUSED = [
     (
         "check --machine --sample",
         (
-            "configuration: --sample with --machine, which looks at the machine alone; leave one of"
-            " them out"
+            "configuration: --sample with --machine, which looks at the machine alone; omit one of"
+            " them"
         ),
     ),
     (
         "check --machine tiny-qwen3",
         (
-            "configuration: tiny-qwen3 with --machine, which looks at the machine alone; leave one"
-            " of them out"
+            "configuration: tiny-qwen3 with --machine, which looks at the machine alone; omit one"
+            " of them"
         ),
     ),
     (
         "check --machine --steps 2",
         (
-            "configuration: --steps with --machine, which looks at the machine alone; leave one of"
-            " them out"
+            "configuration: --steps with --machine, which looks at the machine alone; omit one of"
+            " them"
         ),
     ),
     (
@@ -104,7 +104,7 @@ REFUSED = [
     ("eval x --suite y", "usage: --suite 'y' must be one of math"),
     (
         "eval x --data y",
-        "configuration: --data y goes with --suite, whose copies it holds; leave it out",
+        "configuration: --data y goes with --suite, whose copies it holds; omit it",
     ),
     ("eval x --problems 0", "configuration: --problems 0 must be at least 1"),
     (
@@ -174,13 +174,13 @@ REFUSED = [
     (
         "tasks a/b.json",
         (
-            "task: task 'a/b.json' is no built-in one; a file of questions is a .jsonl, .csv, .tsv"
-            " or .parquet, and a Hugging Face data set, or a folder with one, reads hf:a/b.json; a"
-            " list becomes lines by: jq -c '.[]' a/b.json > a/b.jsonl"
+            "task: task 'a/b.json' is not a built-in one; a file of questions is a .jsonl, .csv,"
+            " .tsv or .parquet, and a Hugging Face data set, or a folder with one, reads"
+            " hf:a/b.json; a list becomes lines by: jq -c '.[]' a/b.json > a/b.jsonl"
         ),
     ),
     ("train --lr", "usage: option --lr needs a value"),
-    ("train --lr=", "usage: --lr is empty; give it a value or leave it out"),
+    ("train --lr=", "usage: --lr is empty; give it a value or omit it"),
     (
         "train --lr 1 --lr 2",
         "usage: option --lr is given twice, the second time with '2'; give it once",

@@ -115,7 +115,7 @@ def test_faulty_rollouts_are_refused(tokenizer: Any, tmp_path: Path):
         await policy.generate([10**9])
 
     messages = {
-        silent: "no turn",
+        silent: "never asked the policy for a turn",
         early: "before the first",
         strange: r"returned 'good' \(str\); a reward must be",
         huge: "returned 1e\\+300 .* at most 1e\\+15",

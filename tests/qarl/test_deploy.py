@@ -63,7 +63,7 @@ def test_a_model_card_says_what_the_note_does(run: RunFolder, tmp_path: Path):
     assert front is not None
     tree = yaml.safe_load(front[1])
     assert (tree["license"], tree["license_name"]) == ("other", "made-up")
-    assert "base_model" not in tree, "a folder's name is no id"
+    assert "base_model" not in tree, "a folder's name is not an id"
     assert tree["tags"] == [
         "qarl",
         "reinforcement-learning",

@@ -74,7 +74,7 @@ def test_a_chat_needs_a_template(model: Path):
     assert prompter.text(PLAIN) == "1 + 1 ="
     with pytest.raises(ConfigError, match="problem 'c' is a chat of 2 messages"):
         prompter.prompt(CHAT)
-    with pytest.raises(ConfigError, match="the tokenizer has no chat template; leave it out"):
+    with pytest.raises(ConfigError, match="the tokenizer has no chat template; omit it"):
         Prompter(model, 64, {"enable_thinking": False})
 
 

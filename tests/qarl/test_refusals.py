@@ -88,10 +88,10 @@ REFUSED_COMMANDS = [
     ("compare baselines --seeds 0,1 --variants nope", "nope"),
     (
         "serve-rollouts -- --host 0.0.0.0",
-        "--host behind -- would pass by the key; give --host, --port and --key-file",
+        "--host behind -- would bypass the key; give --host, --port and --key-file",
     ),
-    ("serve-rollouts -- --hos=0.0.0.0", "--hos=0.0.0.0 behind -- would pass by the key"),
-    ("serve-rollouts -- --api_key=k", "--api_key=k behind -- would pass by the key"),
+    ("serve-rollouts -- --hos=0.0.0.0", "--hos=0.0.0.0 behind -- would bypass the key"),
+    ("serve-rollouts -- --api_key=k", "--api_key=k behind -- would bypass the key"),
     ("trian", "'trian' must be one of train, sft, check, init, export"),
     ("mismatched", "did you mean 'mismatch'?"),
     ("train --lr .inf", "(--lr) inf must be a finite number"),
@@ -127,7 +127,7 @@ REFUSED_COMMANDS = [
     ("train --eval.every 1 --eval.every=2", "option --eval.every is given twice, with '1' and '2'"),
     ("train seed=1", "unexpected argument 'seed=1'; options read --name VALUE"),
     ("train --learner.optimizer.betas [2,3]", "betas 3 must be less than 1"),
-    ("train --eval.top_p 0.9", "eval.top_p 0.9 with eval.temperature 0 would do nothing"),
+    ("train --eval.top_p 0.9", "eval.top_p 0.9 with eval.temperature 0 has no effect"),
     (
         "train --learning_rate 1e-5",
         "unknown option --learning_rate; did you mean --lr (learner.optimizer.lr)?",
@@ -153,7 +153,7 @@ REFUSED_COMMANDS = [
     ),
     ("check --objective own --learner.objective.function nope.py:f", "nope.py"),
     ("check --reward exact,exact", "names a reward twice; add its weights up"),
-    ("train --processes 3 --dry-run", "rollout.prompts 128 is no multiple of 3 processes"),
+    ("train --processes 3 --dry-run", "rollout.prompts 128 is not a multiple of 3 processes"),
     ("init mine --gpus 1x24GB", "--gpus 1x24GB goes with --model"),
     ("init mine --model nowhere/", "model folder 'nowhere/' does not exist"),
     ("serve-rollouts --replicas 0", "--replicas '0' must be a whole number from 1 up"),
@@ -163,7 +163,7 @@ REFUSED_COMMANDS = [
     ),
     ("serve-rollouts --host 0.0.0.0", "--key-file, or QARL_SERVER_KEY"),
     ("report nope", "there is no folder 'nope'"),
-    ("report taken", "'taken' is no run folder (it has no config.yaml)"),
+    ("report taken", "'taken' is not a run folder (it has no config.yaml)"),
     ("train --config paper/qwen3-8b", "did you mean 'paper/qwen3-8b-base'?"),
     ("train --config taken", "configuration 'taken' is a folder"),
     ("train --config latin.yaml", "is not UTF-8 text"),
@@ -243,7 +243,7 @@ REFUSED_COMMANDS = [
     ("runs nope", "there is no run in 'nope'"),
     ("train --resume nope", "there is no folder 'nope'"),
     ("train --from-rollouts nope", "there is no folder 'nope'"),
-    ("train --resume taken", "'taken' is no run folder"),
+    ("train --resume taken", "'taken' is not a run folder"),
 ]
 
 
@@ -303,10 +303,10 @@ REFUSED_MODELS = [
     ("config.json", "[1]", "holds a list, not an object of settings"),
     ("config.json", "{", "is not JSON"),
     ("tokenizer.json", "{", "tokenizer.json' is not JSON"),
-    ("model.safetensors", "", "is no safetensors file, or cut short: "),
-    ("model.safetensors", "garbage", "is no safetensors file, or cut short"),
-    ("model.safetensors", "\x02\x00\x00\x00\x00\x00\x00\x00[]", "is no safetensors file"),
-    ("model.safetensors", 1000000, "is no safetensors file, or cut short: Error"),
+    ("model.safetensors", "", "is not a safetensors file, or cut short: "),
+    ("model.safetensors", "garbage", "is not a safetensors file, or cut short"),
+    ("model.safetensors", "\x02\x00\x00\x00\x00\x00\x00\x00[]", "is not a safetensors file"),
+    ("model.safetensors", 1000000, "is not a safetensors file, or cut short: Error"),
     ("config.json", {"quantization_config": {"quant_method": "gptq"}}, "already quantized"),
     ("config.json", {"max_position_embeddings": 64}, "'model' has 64 positions"),
     (
@@ -379,9 +379,7 @@ def test_an_export_is_measured_as_its_run_is(tmp_path: Path, random_policy):
     assert other.asking.samples == 4
     assert other.asking.top_p == 0.95
     assert other.asking.problems == config.eval.problems
-    with pytest.raises(
-        ConfigError, match=r"--dtype bfloat16: run .* computes in float16; leave it out"
-    ):
+    with pytest.raises(ConfigError, match=r"--dtype bfloat16: run .* computes in float16; omit it"):
         plan_evaluation(str(run.path), **{**asked, "dtype": "bfloat16"})
     with pytest.raises(
         ModelError,

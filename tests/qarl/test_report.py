@@ -536,7 +536,7 @@ REFUSALS = [
         "report older",
         "line 1, lacks 'weight_version': another version of qarl wrote it",
     ),
-    ("report damaged", "line 2, is no JSON"),
+    ("report damaged", "line 2, is not JSON"),
     ("report start", "'start/start.json' cannot be read"),
     (
         "report run -o no/such/page.html",
@@ -548,7 +548,7 @@ REFUSALS = [
     ),
     (
         "report run -o notes.html",
-        "-o notes.html exists and is no report; name another file",
+        "-o notes.html exists and is not a report; name another file",
     ),
     ("report run --open", "unknown option --open"),
 ]

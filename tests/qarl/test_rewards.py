@@ -482,7 +482,7 @@ ENDED_PROCESSES = [
         "def f(problem, text):\n    while True:\n        pass",
         "took longer than task.time_limit 0.2 s; raise it",
     ),
-    ("def f(problem, text):\n    return lambda: 1", "returned <function …, which is no number"),
+    ("def f(problem, text):\n    return lambda: 1", "returned <function …, which is not a number"),
 ]
 
 

@@ -174,8 +174,8 @@ FINISHED_COMMANDS = [
         ),
     ),
     ("--steps 4", 2, "steps 4, but run '{run}' has done 8 already"),
-    ("--output else", 2, "--output else does not apply: leave it out"),
-    ("--config immediate-eos", 2, "--config immediate-eos does not apply: leave it out"),
+    ("--output else", 2, "--output else does not apply: omit it"),
+    ("--config immediate-eos", 2, "--config immediate-eos does not apply: omit it"),
     ("--scheme w8a8", 2, "started with scheme 'w4a16' and cannot be resumed with 'w8a8'"),
 ]
 

@@ -356,14 +356,14 @@ REFUSED_COMMANDS = [
     ("--data pairs.jsonl --output .", "run folder '.' exists"),
     (
         "--data pairs.jsonl --task x.jsonl",
-        "--task 'x.jsonl' would do nothing in `qarl sft`; name the pairs by --data",
+        "--task 'x.jsonl' has no effect in `qarl sft`; name the pairs by --data",
     ),
     (
         "--data pairs.jsonl --samples 4",
-        "--samples '4' would do nothing in `qarl sft`; leave it out",
+        "--samples '4' has no effect in `qarl sft`; omit it",
     ),
-    ("--data pairs.jsonl --learner.lora.name lora", "--learner.lora.name 'lora' would do nothing"),
-    ("--data pairs.jsonl --learner.aligned false", "--aligned 'false' would do nothing"),
+    ("--data pairs.jsonl --learner.lora.name lora", "--learner.lora.name 'lora' has no effect"),
+    ("--data pairs.jsonl --learner.aligned false", "--aligned 'false' has no effect"),
     ("--data pairs.jsonl --lr 0", "must be greater than 0"),
     ("--data pairs.jsonl --task.split test", "--task.split test is for a Hugging Face data set"),
     ("--data pairs.jsonl --stepz 3", "unknown option --stepz"),
@@ -433,5 +433,5 @@ def test_a_run_lowers_the_held_out_loss_and_exports_the_codes_of_its_masters(
     masters = load_masters(tmp_path / "run/masters", torch.float32)
     assert digested(low_bit(masters, "w4a16").low_bit_tensors()).hexdigest() == note["digest"]
     assert not (tmp_path / "run/config.yaml").exists(), (
-        "it is no run that train --resume goes on with"
+        "it is not a run that train --resume goes on with"
     )

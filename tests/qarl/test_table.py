@@ -261,7 +261,7 @@ BAD_FILES = [
     (
         "t.csv",
         "question,answer,answer\n1+1,2,3\n",
-        "a column is there twice: question, answer, answer",
+        "a column appears twice: question, answer, answer",
     ),
     ("t.jsonl", '{"question": "a", "answer": true}\n', "'answer' must be text …; got true"),
     ("t.jsonl", '{"question": "1"\n', "t.jsonl:1: not valid JSON"),
@@ -280,7 +280,7 @@ BAD_FILES = [
         "t.csv:2: fewer fields than the 2 columns (question, answer)",
     ),
     ("t.csv", "question,answer\né,2\n", "t.csv:2: not UTF-8 text (byte 0xe9)"),
-    ("t.parquet", "no parquet", "is no Parquet file"),
+    ("t.parquet", "no parquet", "is not a Parquet file"),
 ]
 
 

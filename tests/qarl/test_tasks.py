@@ -121,7 +121,7 @@ def test_options_and_requests_that_a_task_refuses(chain_sum) -> None:
 def test_fields_of_a_file_are_refused_for_a_built_in_task(field) -> None:
     with pytest.raises(
         TaskError,
-        match=rf"task\.{field} 'x' names part of a file.*'chain_sum' is none: leave it out",
+        match=rf"task\.{field} 'x' names part of a file.*'chain_sum' is not one: omit it",
     ):
         load_task(TaskConfig.model_validate({"name": "chain_sum", field: "x"}))
 

@@ -312,16 +312,16 @@ REFUSED_COMMANDS = [
     ("--steps 4", "has recorded 2 of the 24 completions of step 3, of 4 to learn from"),
     (
         "--model tiny-qwen3-moe",
-        "was sampled with model 'tiny-qwen3', and model 'tiny-qwen3-moe' would do nothing",
+        "was sampled with model 'tiny-qwen3', and model 'tiny-qwen3-moe' has no effect",
     ),
     (
         "--prompts 8",
-        ("was sampled with rollout.prompts 32, and rollout.prompts (--prompts) 8 would do nothing"),
+        ("was sampled with rollout.prompts 32, and rollout.prompts (--prompts) 8 has no effect"),
     ),
-    ("--seed 4", "was sampled with seed 0, and seed 4 would do nothing"),
+    ("--seed 4", "was sampled with seed 0, and seed 4 has no effect"),
     (
         "--task gcd",
-        ("was sampled with task.name 'chain_sum', and task.name (--task) 'gcd' would do nothing"),
+        ("was sampled with task.name 'chain_sum', and task.name (--task) 'gcd' has no effect"),
     ),
     (
         "--eval.problems 8",

@@ -140,7 +140,7 @@ def test_compile_is_refused_without_a_compiler_or_engine_operators(
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     with pytest.raises(
         ConfigError,
-        match=r"learner\.compile is true, but nothing .* TORCHDYNAMO_DISABLE is set; mend",
+        match=r"learner\.compile is true, but nothing .* TORCHDYNAMO_DISABLE is set; fix",
     ):
         compiles(model, True)
     monkeypatch.delenv("TORCHDYNAMO_DISABLE")

@@ -257,7 +257,7 @@ HOSTILE = {
 } | {
     "a name without an end": (
         changed(**{"tensor.name": "x" * 10_000}),
-        "header cannot be read|no delta",
+        "header cannot be read|not a delta",
     ),
     "one change more": (more_changes(1), "decompressed"),
     "one change less": (more_changes(-1), "decompressed"),

@@ -225,21 +225,23 @@ def test_rules_resolve_as_a_plain_loop_would(chosen: list[tuple[str, str]], main
             "*=bf16", "quantizes none of the model's 22 linear layers", id="nothing quantized"
         ),
         pytest.param(
-            "first:1", "layers.0: 'first:1' is no layer rule; write PATTERN=SCHEME", id="no scheme"
+            "first:1",
+            "layers.0: 'first:1' is not a layer rule; write PATTERN=SCHEME",
+            id="no scheme",
         ),
         pytest.param("=w8a8", "layer rule '=w8a8' needs a pattern and a scheme", id="no pattern"),
         pytest.param(
             "first:0=bf16", "counts decoder layers with '0'; write first:1", id="count of zero"
         ),
-        pytest.param("last:x=bf16", "counts decoder layers with 'x'", id="count that is no number"),
+        pytest.param("last:x=bf16", "counts decoder layers with 'x'", id="count is not a number"),
         pytest.param(
             "re:(=bf16",
-            "'re:(=bf16' is no regular expression: missing )",
+            "'re:(=bf16' is not a regular expression: missing )",
             id="broken regular expression",
         ),
         pytest.param(
             "[{match: a, schema: b}]",
-            "layers: {'match': 'a', …} lacks 'scheme'; …layers.0.schema 'b' is no key",
+            "layers: {'match': 'a', …} lacks 'scheme'; …layers.0.schema 'b' is not a key",
             id="wrong key",
         ),
     ],

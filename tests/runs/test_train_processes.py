@@ -218,7 +218,7 @@ def test_torchrun_starts_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert wrong.returncode != 0
     assert not run.exists()
     assert (tmp_path / "log").read_text().count(
-        "rollout.prompts 15 is no multiple of 2 processes"
+        "rollout.prompts 15 is not a multiple of 2 processes"
     ) == 1
     if not thorough():  # `--processes 2` above starts processes by the same launcher
         return

@@ -75,7 +75,7 @@ def test_a_pre_tokenizer_is_recognized_by_its_steps(
 def test_an_unknown_one_is_refused_with_the_known_names(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ):
-    with pytest.raises(GgufError, match="is none that QaRL knows") as error:
+    with pytest.raises(GgufError, match="is not one that QaRL knows") as error:
         saved(tokenizer, tmp_path)
     assert "gpt-2, smollm, qwen2, llama-bpe, smaug-bpe, llama (SentencePiece)" in str(error.value)
 

@@ -147,7 +147,7 @@ def chooser(
         if name not in by_name:
             near = did_you_mean(str(name), by_name)
             raise ValueError(
-                f"name {quoted(name)} is no {kind}; choose one of {', '.join(by_name)}{near}"
+                f"name {quoted(name)} is not a {kind}; choose one of {', '.join(by_name)}{near}"
             )
         options = by_name[name].options()
         for option in value:
@@ -158,8 +158,7 @@ def chooser(
             remedy = f", or give --{path}.name {having[-1]}" if having else ""
             takes = ", ".join(options) or "no options"
             raise ValueError(
-                f"{option!r} {where}, not of {kind} {name!r}, which takes {takes}; leave it"
-                f" out{remedy}"
+                f"{option!r} {where}, not of {kind} {name!r}, which takes {takes}; omit it{remedy}"
             )
         return {**value, "name": name}
 
@@ -179,5 +178,5 @@ def pattern_fault(pattern: str) -> str | None:
         try:
             re.compile(count)
         except re.error as error:
-            return f"is no regular expression: {error}"
+            return f"is not a regular expression: {error}"
     return None

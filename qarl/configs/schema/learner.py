@@ -316,7 +316,7 @@ def _check_objective(learner: LearnerConfig) -> None:
     if not uses_ratio and denominator != "learner":
         raise ValueError(
             f"objective {name!r} has no ratio, so learner.correction.ratio_from {denominator!r}"
-            " would do nothing; leave it out"
+            " has no effect; omit it"
         )
     if shadow and not uses_ratio:
         raise ValueError(
@@ -325,7 +325,7 @@ def _check_objective(learner: LearnerConfig) -> None:
     if learner.base_on_host and learner.zero_stage == 3:
         raise ValueError(
             "learner.lora.base 'host' with learner.zero_stage 3, which shares the frozen matrices"
-            " out over GPUs already; leave one of them out"
+            " out over GPUs already; omit one of them"
         )
     if shadow and learner.aligned:
         raise ValueError(
@@ -341,8 +341,8 @@ def _check_precisions(learner: LearnerConfig) -> None:
     default_momentum = OptimizerConfig.model_fields["momentum"].default
     if optimizer.name == "adamw" and optimizer.momentum != default_momentum:
         raise ValueError(
-            f"learner.optimizer.momentum {optimizer.momentum} is Muon's, and adamw has betas: leave"
-            " it out"
+            f"learner.optimizer.momentum {optimizer.momentum} is Muon's, and adamw has betas: omit"
+            " it"
         )
     if learner.aligned and learner.compute_dtype is not None:
         raise ValueError(
@@ -353,7 +353,7 @@ def _check_precisions(learner: LearnerConfig) -> None:
     if learner.lora.name == "lora" and optimizer.rounding is not None:
         raise ValueError(
             f"learner.optimizer.rounding {optimizer.rounding!r} is of 16-bit masters that are"
-            " stepped; LoRA steps fp32 adapters over a frozen base: leave it out"
+            " stepped; LoRA steps fp32 adapters over a frozen base: omit it"
         )
     if learner.master_dtype == "float32" and optimizer.rounding == "stochastic":
         raise ValueError(
@@ -364,6 +364,6 @@ def _check_precisions(learner: LearnerConfig) -> None:
     if learner.reduce_dtype != "float32" and learner.zero_stage != 3:
         raise ValueError(
             f"learner.reduce_dtype {learner.reduce_dtype!r} with learner.zero_stage"
-            f" {learner.zero_stage} has nothing to do: ZeRO-3 alone sends them in a dtype of its"
-            " own; set learner.zero_stage 3, or leave it out"
+            f" {learner.zero_stage} has no effect: ZeRO-3 alone sends them in a dtype of its"
+            " own; set learner.zero_stage 3, or omit it"
         )

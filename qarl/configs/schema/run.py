@@ -205,7 +205,7 @@ class RolloutConfig(Section):
                 if getattr(self, name) != type(self).model_fields[name].default:
                     raise ValueError(
                         f"rollout.{name} {getattr(self, name)} is for sampling on servers: give"
-                        " rollout.servers, their URLs or a number to start, or leave it out"
+                        " rollout.servers, their URLs or a number to start, or omit it"
                     )
         elif self.router_replay:
             raise ValueError(
@@ -334,8 +334,8 @@ class EvalConfig(Section):
         for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
             if getattr(self, name) != off:
                 raise ValueError(
-                    f"eval.{name} {getattr(self, name)} with eval.temperature 0 would do nothing:"
-                    " greedy answers take the likeliest token; give a temperature, or leave it out"
+                    f"eval.{name} {getattr(self, name)} with eval.temperature 0 has no effect:"
+                    " greedy answers take the likeliest token; give a temperature, or omit it"
                 )
         return self
 
@@ -390,7 +390,7 @@ class LayerRule(Section):
             return value
         match, equals, scheme = value.strip().rpartition("=")
         if not equals:
-            raise ValueError(f"{value!r} is no layer rule; write PATTERN=SCHEME")
+            raise ValueError(f"{value!r} is not a layer rule; write PATTERN=SCHEME")
         return {"match": match, "scheme": scheme}
 
     @model_validator(mode="after")
@@ -565,17 +565,17 @@ class RunConfig(Section):
             raise ValueError(
                 "learner.keep_kernel_layout false, but the learner has none of its own: it"
                 " multiplies with its masters, or with the layers of an engine in its process; give"
-                " rollout.servers, or leave it out"
+                " rollout.servers, or omit it"
             )
         if kv_cache is not None and unquantized:
             raise ValueError(
                 f"quantization.kv_cache {kv_cache!r} with scheme {self.scheme!r}, whose checkpoint"
-                " has no quantization to say so in; choose a low-bit scheme, or leave it out"
+                " has no quantization that could state it; choose a low-bit scheme, or omit it"
             )
         if self.checkpoint.best and not self.eval.problems:
             raise ValueError(
                 "checkpoint.best true with eval.problems 0: nothing says which is the best; give"
-                " eval.problems, or leave it out"
+                " eval.problems, or omit it"
             )
         if learner.micro_batch_tokens < rollout.longest:
             raise ValueError(
@@ -616,7 +616,7 @@ class RunConfig(Section):
         )
         for broken, reason in rules:
             if broken:
-                raise ValueError(f"bitwise true: {reason}; leave one of them out")
+                raise ValueError(f"bitwise true: {reason}; omit one of them")
 
     def _check_calibrated_start(self, init: str) -> None:
         """Raise `ValueError` if llmcompressor cannot quantize as configured, or if the learner
@@ -647,7 +647,7 @@ class RunConfig(Section):
         )
         for broken, reason in rules:
             if broken:
-                raise ValueError(f"quantization.init {init!r} {reason}; leave one of them out")
+                raise ValueError(f"quantization.init {init!r} {reason}; omit one of them")
 
     def _check_replay(self, recorded: str) -> None:
         """Raise `ValueError` if an option needs an engine, which a replay of `recorded` lacks."""
@@ -660,6 +660,6 @@ class RunConfig(Section):
             if needs_engine:
                 raise ValueError(
                     f"{option} needs an engine, and from_rollouts {recorded!r} learns without one;"
-                    " leave one of them out (`qarl export` and `qarl eval` take a replay's folder"
+                    " omit one of them (`qarl export` and `qarl eval` take a replay's folder"
                     " as any run's)"
                 )

@@ -15,7 +15,7 @@ def _checked(servers: int | tuple[str, ...]) -> int | tuple[str, ...]:
     if isinstance(servers, int):
         if not 1 <= servers <= _MOST:
             raise ValueError(
-                f"{servers} is no number of servers; allowed are 1 to {_MOST}, or their URLs"
+                f"{servers} is not a number of servers; allowed are 1 to {_MOST}, or their URLs"
             )
         return servers
     urls = tuple(_address(url) for url in servers)
@@ -33,7 +33,8 @@ def _address(url: str) -> str:
         or parts.query
     ):
         raise ValueError(
-            f"{url!r} is no server's URL; write http://HOST:PORT, or a number of servers to start"
+            f"{url!r} is not a server's URL; write http://HOST:PORT, or a number of servers to"
+            " start"
         )
     if "@" in parts.netloc:
         raise ValueError(

@@ -130,12 +130,12 @@ class TaskConfig(Section):
         if self.rollout and self.environment:
             raise ValueError(
                 f"task.rollout {self.rollout!r} and task.environment {self.environment!r} both"
-                " speak with the policy; leave one of them out"
+                " speak with the policy; omit one of them"
             )
         if not self.speaks and self.tool_parser != type(self).model_fields["tool_parser"].default:
             raise ValueError(
                 f"task.tool_parser {self.tool_parser!r} is for calls of tools: give"
-                " task.environment or task.rollout, or leave it out"
+                " task.environment or task.rollout, or omit it"
             )
         if self.on_error != "stop" and self.reward is None:
             raise ValueError(

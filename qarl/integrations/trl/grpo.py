@@ -238,7 +238,8 @@ def adapt(policy: Policy, args: Any, trl: dict[str, Any]) -> None:
                 raise ConfigError(f"{name} {value!r}: {reason}; leave {name} out")
     if args.world_size > 1:
         raise ConfigError(
-            f"{args.world_size} processes would learn apart; take one, or `qarl train --processes`"
+            f"{args.world_size} processes would each learn alone; take one, or"
+            " `qarl train --processes`"
         )
     for line in untested_libraries():
         _log.warning(line)

@@ -38,6 +38,6 @@ def make_schedule(config: OptimizerConfig, steps: int | None) -> Schedule:
     if config.decay_steps and steps is None:
         raise ConfigError(
             f"learner.optimizer.decay_steps is {config.decay_steps}, but the learner was not told"
-            " how many steps there are; give it the number, or leave the decay out"
+            " how many steps there are; give it the number, or omit the decay"
         )
     return Schedule(config.lr, config.warmup_steps, config.decay_steps, steps)

@@ -98,9 +98,9 @@ def not_in_hub(name: str, error: Exception) -> ModelError:
     """Return the error for a hub id whose download failed with `error`."""
     reason = str(error).strip().partition("\n")[0]
     return ModelError(
-        f"model {name!r} is no folder here, and could not be had from the hub: {reason}; check the"
-        " path or the id, the network (HF_ENDPOINT for a mirror, HF_HOME for a cache filled"
-        " elsewhere), and HF_TOKEN for gated models"
+        f"model {name!r} is not a folder here, and could not be downloaded from the hub:"
+        f" {reason}; check the path or the id, the network (HF_ENDPOINT for a mirror, HF_HOME for"
+        " a cache filled elsewhere), and HF_TOKEN for gated models"
     )
 
 
@@ -402,7 +402,7 @@ def tensor_shapes(folder: Path) -> dict[str, list[int]]:
                 }
         except SafetensorError as error:
             raise ModelError(
-                f"{str(file)!r} is no safetensors file, or cut short: {error}; copy it again"
+                f"{str(file)!r} is not a safetensors file, or cut short: {error}; copy it again"
             ) from error
     return shapes
 
@@ -455,7 +455,7 @@ def _tensor_places(folder: Path) -> dict[str, tuple[Path, int, tuple[int, str, t
                 header = None
             if not isinstance(header, dict):
                 raise ModelError(
-                    f"{str(file)!r} is no safetensors file, or cut short; copy it again"
+                    f"{str(file)!r} is not a safetensors file, or cut short; copy it again"
                 )
         for name, entry in header.items():
             if name != "__metadata__":

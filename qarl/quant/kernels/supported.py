@@ -177,7 +177,7 @@ def require_cache(kv_cache: str | None) -> None:
     ):
         raise SchemeError(
             f"quantization.kv_cache {kv_cache!r} cannot run in the engine on this machine: vLLM has"
-            " it for CPUs with AVX-512 alone, and for GPUs; leave it out"
+            " it for CPUs with AVX-512 alone, and for GPUs; omit it"
         )
 
 

@@ -76,7 +76,7 @@ def _matched(targets: Sequence[str], layers: Sequence[str]) -> list[str]:
         if not new and matching(target, layers):
             raise LoraError(
                 f"LoRA target {target!r} matches {matching(target, layers)[0]!r}, which stays"
-                " frozen: output heads and routers are not adapted; leave it out"
+                " frozen: output heads and routers are not adapted; omit it"
             )
         if not new:
             raise LoraError(

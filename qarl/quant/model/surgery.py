@@ -71,7 +71,7 @@ def replace_layers(
         raise GraphError(
             f"quantization.kv_cache {context.kv_cache!r} needs vLLM's own model as the learner's,"
             " and this one computes with transformers' operators"
-            f" ({why_not or 'learner.operators'}); leave one of them out"
+            f" ({why_not or 'learner.operators'}); omit one of them"
         )
     if engine is not None:
         return _engine_layers(model, plan, context, engine)
@@ -138,7 +138,8 @@ def _engine_layers(
     unknown = sorted(multiplied - modules.keys())
     if unknown:
         raise GraphError(
-            f"the engine's {engine.architecture} multiplies {unknown[0]!r}, which is no module here"
+            f"the engine's {engine.architecture} multiplies {unknown[0]!r}, which is not a module"
+            " here"
         )
     for name in engine.steering:
         if name in parameters:

@@ -338,7 +338,7 @@ class ServerEngine:
         try:
             return asyncio.run_coroutine_threadsafe(work, self._loop).result()
         except CancelledError as error:
-            raise EngineError("the servers were let go of while they sampled") from error
+            raise EngineError("the servers were released while they sampled") from error
 
 
 async def _open_session(key: str | None) -> aiohttp.ClientSession:

@@ -200,7 +200,7 @@ def read_version(folder: Path) -> Version:
     for file in manifest.files:
         if not _TENSORS.fullmatch(file):
             raise ValueError(
-                f"the manifest in {str(folder)!r} names {file!r}, which is no file of a weight"
+                f"the manifest in {str(folder)!r} names {file!r}, which is not a file of a weight"
                 " version"
             )
     return Version(folder=folder, **dict(manifest))
@@ -218,7 +218,7 @@ def _size(file: Path, limit: int) -> int:
     """
     status = file.lstat()
     if not stat.S_ISREG(status.st_mode):
-        raise ValueError(f"{str(file)!r} is no plain file")
+        raise ValueError(f"{str(file)!r} is not a plain file")
     if status.st_size > limit:
         raise ValueError(
             f"{str(file)!r} has {status.st_size} bytes, more than the {limit} that it may have"

@@ -107,9 +107,9 @@ def _fp16(scale: torch.Tensor, codes: torch.Tensor, layer: str) -> torch.Tensor:
         row, block = (int(index) for index in used.nonzero()[0])
         raise GgufError(
             f"layer {layer!r}: the scale {float(scale[row, block])!r} of row {row}, columns"
-            f" {block * BLOCK} to {(block + 1) * BLOCK - 1}, is no fp16 value, and GGUF's blocks"
-            f" have fp16 scales ({int(used.sum())} of {used.numel()} blocks are affected). fp16 has"
-            " every bfloat16 value from 2^-17 to 65280; leave that layer in the compute dtype"
-            f" (--layers {layer}=bf16), or train with --dtype float16, whose scales are fp16"
+            f" {block * BLOCK} to {(block + 1) * BLOCK - 1}, is not an fp16 value, and GGUF's"
+            f" blocks have fp16 scales ({int(used.sum())} of {used.numel()} blocks are affected)."
+            " fp16 has every bfloat16 value from 2^-17 to 65280; leave that layer in the compute"
+            f" dtype (--layers {layer}=bf16), or train with --dtype float16, whose scales are fp16"
         )
     return half.masked_fill(inexact, 0)

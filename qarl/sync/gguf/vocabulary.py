@@ -144,8 +144,8 @@ def read_vocabulary(folder: Path, rows: int) -> Vocabulary:
 def _refuse(folder: Path, what: str) -> NoReturn:
     known = ", ".join([*_PRE_TOKENIZERS.values(), "llama (SentencePiece)"])
     raise GgufError(
-        f"the tokenizer of {str(folder)!r} is none that QaRL knows in llama.cpp: {what}. Known are"
-        f" {known}; with another one llama.cpp would read some texts as other tokens. Serve the"
+        f"the tokenizer of {str(folder)!r} is not one that QaRL knows in llama.cpp: {what}. Known"
+        f" are {known}; with another one llama.cpp would read some texts as other tokens. Serve the"
         " export with `qarl serve`"
     )
 

@@ -67,7 +67,7 @@ def read_completion(answer: Any, url: str, labels: Mapping[str, int]) -> Complet
         raise AnswerError(f"the server at {url} ended a completion by {finish!r}")
     if not all(type(token) is int for token in tokens) or not isinstance(text, str):
         raise AnswerError(
-            f"the server at {url} gave tokens or a text that are none: {str(tokens)[:100]}"
+            f"the server at {url} returned invalid tokens or an invalid text: {str(tokens)[:100]}"
         )
     if len(logprobs) != len(tokens) or not tokens:
         raise AnswerError(
@@ -145,6 +145,6 @@ def _require_weights(
 def _require_numbers(logprobs: Sequence[float], url: str) -> None:
     if not all(_NOT_A_NUMBER < logprob <= 0 for logprob in logprobs):
         raise AnswerError(
-            f"the server at {url} gave a token a log-prob that is no number; its activations"
+            f"the server at {url} gave a token a log-prob that is not a number; its activations"
             " overflow"
         )
