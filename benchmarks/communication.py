@@ -1,6 +1,6 @@
 """`python -m benchmarks communication`: bytes that learner processes send in a step.
 
-Rows are by ZeRO stage and scheme. One of the processes is started by
+Rows are by scheme and optimizer. One of the processes is started by
 
     python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.communication FOLDER
 
@@ -60,8 +60,6 @@ class Traffic:
 
     scheme: str
     optimizer: str
-    stage: int
-    """ZeRO stage."""
     reduce_dtype: str
     """Dtype in which gradients are sent."""
     keeps: bool
@@ -76,17 +74,16 @@ class Traffic:
 
 def measure(
     schemes: Sequence[str],
-    stages: Sequence[int],
     processes: Sequence[int],
     optimizers: Sequence[str],
     moe: bool,
     say: Callable[[str], None],
 ) -> list[Traffic]:
-    """Return rows ordered by processes, scheme, optimizer and stage.
+    """Return rows ordered by processes, scheme and optimizer.
 
-    moe: measure a mixture of experts of 7 million parameters; at stage 3 it is measured a second
-    time with `keep_codes` and `keep_kernel_layout` false. Raises an `InputError` for impossible
-    values, and `WorkerError` with the end of the output if a measurement fails.
+    moe: measure a mixture of experts of 7 million parameters, a second time with `keep_codes` and
+    `keep_kernel_layout` false. Raises an `InputError` for impossible values, and `WorkerError` with
+    the end of the output if a measurement fails.
     """
     for scheme in schemes:
         get_scheme(scheme)
@@ -102,16 +99,14 @@ def measure(
             jobs = [
                 {
                     "scheme": scheme,
-                    "stage": stage,
                     "optimizer": optimizer,
                     "reduce_dtype": dtype,
                     "keeps": keeps,
                 }
                 for scheme in schemes
                 for optimizer in optimizers
-                for stage in stages
-                for dtype in ("float32", "bfloat16")[: 2 if stage == 3 else 1]
-                for keeps in (True, False)[: 2 if moe and stage == 3 else 1]
+                for dtype in ("float32", "bfloat16")
+                for keeps in (True, False)[: 2 if moe else 1]
             ]
             rows += _launch(Path(folder), count, jobs)
     return rows
@@ -146,7 +141,7 @@ def _launch(
 
 def table(rows: Sequence[Traffic]) -> PlainTable:
     """Format the rows as a table to print."""
-    figures = ("processes", "stage", "KiB", "x masters")
+    figures = ("processes", "KiB", "x masters")
     shown = PlainTable(
         "scheme",
         "optimizer",
@@ -168,7 +163,6 @@ def table(rows: Sequence[Traffic]) -> PlainTable:
             row.reduce_dtype,
             codes,
             str(row.processes),
-            str(row.stage),
             *sizes,
         )
     return shown
@@ -255,7 +249,6 @@ def _learner(
     """Build the learner of one job; `tokens` is the number of tokens in the batch."""
     config = LearnerConfig.model_validate(
         {
-            "zero_stage": job["stage"],
             "reduce_dtype": job["reduce_dtype"],
             "optimizer": {"name": job["optimizer"]},
             "mini_batches": UPDATES,

@@ -171,7 +171,6 @@ class _Estimate:
         expert = sum(rows * columns for rows, columns in s.mlp_matrices) * s.layers
         self.attention = sum(rows * columns for rows, columns in s.attention_matrices) * s.layers
         self.active = self.attention + expert * max(s.experts_a_token, 1)
-        self.stage = self.config.learner.zero_stage or 0
 
     @property
     def gain(self) -> float:
@@ -228,8 +227,8 @@ class _Estimate:
     def learner(self) -> float:
         """Return the seconds of forward and backward.
 
-        The forward counts twice if layers are recomputed. Under ZeRO the transfers run meanwhile
-        and count if they take longer. With `learner.keep_codes false` the weights are gathered
+        The forward counts twice if layers are recomputed. Several processes send meanwhile, which
+        counts if it takes longer. With `learner.keep_codes false` the weights are gathered
         three times a micro-batch, a plain learner's in bf16.
         """
         s = self.shapes
@@ -248,9 +247,8 @@ class _Estimate:
         work = max(work, micro * s.layers * MICRO_BATCH_LAYER_SECONDS * (2 if s.experts else 1))
         sent = 0.0
         if self.processes > 1:
-            # from stage 2 on every micro-batch's gradients are reduced
-            times = micro if self.stage >= 2 else learner.mini_batches
-            sent = times * (2 if learner.reduce_dtype == "bfloat16" else 4) * s.parameters
+            # every micro-batch's gradients are reduced
+            sent = micro * (2 if learner.reduce_dtype == "bfloat16" else 4) * s.parameters
             stored = s.quantized_bytes(self.config.scheme if learner.aligned else "bf16", 2)
             sent += 0 if learner.keep_codes else 3 * micro * stored
         return max(work, sent * (1 - 1 / self.processes) / self.sends)
@@ -262,7 +260,7 @@ class _Estimate:
         """
         s = self.shapes
         learner = self.config.learner
-        share = s.parameters / (self.processes if self.stage else 1)
+        share = s.parameters / self.processes
         master = 2 if learner.master_dtype == "bfloat16" else 4
         muon = learner.optimizer.name == "muon"
         moments = 4 * (1 if muon else 2)
@@ -273,13 +271,9 @@ class _Estimate:
             matrices = [*s.attention_matrices, *s.mlp_matrices * max(s.experts, 1)]
             short = [(min(shape), max(shape)) for shape in matrices]
             flops = ITERATIONS * sum(4 * m * m * n + 2 * m**3 for m, n in short) * s.layers
-            seconds += flops / (self.processes if self.stage else 1) / self.flops
-        if self.stage and self.processes > 1:
-            sent = (
-                s.quantized_bytes(self.config.scheme, 2)
-                if self.stage == 3
-                else master * s.parameters
-            )
+            seconds += flops / self.processes / self.flops
+        if self.processes > 1:
+            sent = s.quantized_bytes(self.config.scheme, 2)
             seconds += sent * (1 - 1 / self.processes) / self.sends
         return seconds * learner.mini_batches
 

@@ -42,7 +42,7 @@ small=(--steps 2 --prompts 8 --eval.problems 16)
 run "train two steps" "${qarl[@]}" train "${small[@]}" --output one
 run "train with python -m qarl" "$python" -m qarl train "${small[@]}" --scheme w8a8 --output module
 run "export" "${qarl[@]}" export one --output exported
-run "train in two processes, ZeRO-3" "${qarl[@]}" train "${small[@]}" --processes 2 --learner.zero_stage 3 --output two
+run "train in two processes" "${qarl[@]}" train "${small[@]}" --processes 2 --output two
 run "train with a server" "${qarl[@]}" train "${small[@]}" --rollout.servers 1 --output served
 
 port="$("$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')"

@@ -33,7 +33,7 @@ CASES = {
     "bf16": ["--scheme", "bf16"],
     "moe": ["--model", "tiny-qwen3-moe", "--scheme", "w4a16"],
     "lora": ["--scheme", "w4a16", "--learner.lora.name", "lora"],
-    "zero3": ["--scheme", "w4a16", "--processes", "2", "--learner.zero_stage", "3"],
+    "processes": ["--scheme", "w4a16", "--processes", "2"],
     "server": ["--scheme", "w4a16", "--rollout.servers", "1"],
 }
 TIMINGS = ("seconds", "tokens_per_second", "time/")

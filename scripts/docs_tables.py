@@ -438,31 +438,26 @@ def memory(rows: list[dict[str, Any]]) -> str:
 def communication(rows: list[dict[str, Any]]) -> str:
     """Return the table of the bytes that one process sends, over the masters' bytes.
 
-    It has a row for each stage and dtype of gradients.
+    It has a row for each dtype of gradients.
     """
     runs = sorted({(row["scheme"], row["optimizer"], row["processes"]) for row in rows})
-    settings = sorted(
-        {(row["stage"], row["reduce_dtype"]) for row in rows},
-        key=lambda setting: (setting[0], setting[1] != "float32"),
-    )
+    dtypes = sorted({row["reduce_dtype"] for row in rows}, key=lambda dtype: dtype != "float32")
     sent = {
         (
             r["scheme"],
             r["optimizer"],
             r["processes"],
-            r["stage"],
             r["reduce_dtype"],
         ): f"{r['share']:.2f}"
         for r in rows
     }
     head = [f"{scheme}, {optimizer}, {count} processes" for scheme, optimizer, count in runs]
     lines = [
-        line(("ZeRO stage", "gradients in", *head)),
-        "|---|---|" + "---:|" * len(runs),
+        line(("gradients in", *head)),
+        "|---|" + "---:|" * len(runs),
     ]
-    for stage, dtype in settings:
-        shares = (sent[(*run, stage, dtype)] for run in runs)
-        lines.append(line((f"`{stage}`", dtype, *shares)))
+    for dtype in dtypes:
+        lines.append(line((dtype, *(sent[(*run, dtype)] for run in runs))))
     return "\n".join(lines) + "\n"
 
 

@@ -70,7 +70,7 @@ RUNS = {
     "default": "",
     "w8a8, LoRA": "--scheme w8a8 --learner.lora.name lora",
     "fp8, mixture": "--scheme fp8 --model tiny-qwen3-moe",
-    "two processes": "--processes 2 --learner.zero_stage 2",
+    "two processes": "--processes 2",
     "a server": "--rollout.servers 1",
     "two servers": "--rollout.servers 2",
 }

@@ -100,7 +100,6 @@ step train-fp8 5 train run fp8 --scheme fp8 --steps 10
 step train-experts 5 engine-experts run experts --config tiny-qwen3-moe --model tiny-qwen3-moe --steps 10
 step train-graphs 5 engine-graphs run graphs --rollout.enforce_eager false --steps 10
 step resume 5 train killed_and_resumed
-step zero3 5 train run zero3 --learner.zero_stage 3 --steps 5
 step options 8 train tests tests/gpu/test_runs.py -k "options or replayed or resumption"
 # real shapes: peak memory against the plan; each run's metrics.jsonl has the seconds per phase
 step memory 8 train tests tests/gpu/test_runs.py -k memory

@@ -96,10 +96,10 @@ class _Holders(nn.Module):
         return {key.replace("-", "."): holder.weight for key, holder in self.each.items()}
 
 
-class QarlStages:
-    """QaRL's own ZeRO, stages 0 to 3."""
+class Qarl:
+    """QaRL's masters, which are DTensors, and its optimizer."""
 
-    def __init__(self, masters: Mapping[str, Tensor], stage: int):
+    def __init__(self, masters: Mapping[str, Tensor]):
         from qarl.configs.schema.learner import LearnerConfig
         from qarl.learner.optim.sharded import ShardedOptimizer
         from qarl.learner.processes import Processes
@@ -108,10 +108,8 @@ class QarlStages:
 
         rank, world = dist.get_rank(), dist.get_world_size()
         self.processes = Processes(rank, world)
-        parameters = {name: nn.Parameter(master) for name, master in masters.items()}
-        if stage == 3:
-            mesh = mesh_of_all(torch.device("cpu"))
-            parameters = {name: share(p, mesh) for name, p in parameters.items()}
+        mesh = mesh_of_all(torch.device("cpu"))
+        parameters = {name: share(nn.Parameter(m), mesh) for name, m in masters.items()}
         self.gradients = Gradients()
         self.model: Any = SimpleNamespace(
             masters=parameters,
@@ -120,7 +118,7 @@ class QarlStages:
             gradients=self.gradients,
         )
         optimizer = {"name": "adamw", "lr": LR, "grad_clip": CLIP}
-        config = LearnerConfig.model_validate({"optimizer": optimizer, "zero_stage": stage})
+        config = LearnerConfig.model_validate({"optimizer": optimizer})
         self.sharded = ShardedOptimizer(self.model, config, self.processes)
 
     def backward(self, gradients: Gradients, last: bool) -> None:
@@ -361,10 +359,7 @@ def import_all() -> None:
 
 
 ENGINES: dict[str, Any] = {
-    "qarl 0": partial(QarlStages, stage=0),
-    "qarl 1": partial(QarlStages, stage=1),
-    "qarl 2": partial(QarlStages, stage=2),
-    "qarl 3": partial(QarlStages, stage=3),
+    "qarl": Qarl,
     "dtensor": DTensors,
     "fully_shard": FullyShard,
     "deepspeed 1": partial(DeepSpeed, stage=1),

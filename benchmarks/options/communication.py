@@ -14,10 +14,10 @@ def add_options(names: Any) -> argparse.ArgumentParser:
     """Add the benchmark's parser to `names` and return it."""
     parser = names.add_parser(
         "communication",
-        help="bytes that learner processes send in a step, by ZeRO stage",
+        help="bytes that learner processes send in a step",
         description=(
-            "Count what several learner processes on this machine send in a step of two updates, by"
-            " ZeRO stage, over the bytes of the fp32 masters (docs/guide/processes.md)."
+            "Count what several learner processes on this machine send in a step of two updates,"
+            " over the bytes of the fp32 masters (docs/guide/processes.md)."
         ),
     )
     parser.add_argument(
@@ -25,12 +25,6 @@ def add_options(names: Any) -> argparse.ArgumentParser:
         type=numbers("2,4", 2),
         default="2,4",
         help="comma-separated (default 2,4)",
-    )
-    parser.add_argument(
-        "--stages",
-        type=_stages,
-        default="0,1,2,3",
-        help="of ZeRO, comma-separated (default 0,1,2,3)",
     )
     parser.add_argument(
         "--schemes",
@@ -52,17 +46,12 @@ def add_options(names: Any) -> argparse.ArgumentParser:
     return parser
 
 
-def _stages(text: str) -> tuple[int, ...]:
-    return tuple(map(int, words(("0", "1", "2", "3"))(text)))
-
-
 def measure(known: argparse.Namespace, console: Console) -> tuple[PlainTable, Any]:
     """Run the benchmark and return its table and JSON-ready data."""
     from benchmarks import communication
 
     rows = communication.measure(
         schemes=known.schemes,
-        stages=known.stages,
         processes=known.processes,
         optimizers=known.optimizers,
         moe=known.moe,

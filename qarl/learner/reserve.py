@@ -25,26 +25,23 @@ class OutOfMemoryError(QarlError, heading="memory"):
     """A GPU has too little memory for what a step needs."""
 
 
-def step_bytes(model: LowBitModel, config: LearnerConfig, processes: int) -> int:
+def step_bytes(model: LowBitModel, config: LearnerConfig) -> int:
     """Return how many bytes the first step adds to one process's device.
 
     These are the fp32 gradients and moments of the masters that are trained, or of this process's
-    share of them. At stage 3 a master contains only this process's rows.
+    rows of them.
     """
     by_muon = muon_masters(model.masters, model.matrices(), config.optimizer)
     sizes = {name: own_rows(master.detach()).numel() for name, master in model.masters.items()}
     moments = sum(size * (1 if name in by_muon else 2) for name, size in sizes.items())
     if config.optimizer.offload == "cpu":
         moments = 0
-    trained = sum(sizes.values())
-    stage = config.zero_stage or 0
-    shares = processes if stage in (1, 2) else 1
-    gradients = trained // shares if stage == 2 else trained
-    return (gradients + moments // shares) * _FP32
+    gradients = sum(sizes.values())
+    return (gradients + moments) * _FP32
 
 
 @contextmanager
-def reserved(model: LowBitModel, config: LearnerConfig, processes: int) -> Iterator[None]:
+def reserved(model: LowBitModel, config: LearnerConfig) -> Iterator[None]:
     """Hold `step_bytes` of the masters' GPU within this context; nothing on CPUs.
 
     Raises `OutOfMemoryError` if there is too little memory.
@@ -52,7 +49,7 @@ def reserved(model: LowBitModel, config: LearnerConfig, processes: int) -> Itera
     if model.device.type == "cpu":
         yield
         return
-    count = step_bytes(model, config, processes)
+    count = step_bytes(model, config)
     try:
         memory = torch.empty(count, dtype=torch.uint8, device=model.device)
     except torch.OutOfMemoryError as error:

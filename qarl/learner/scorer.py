@@ -27,7 +27,7 @@ class Part:
     index: torch.Tensor
     """Its rows, int64 [n]."""
     counts: bool
-    """Whether it counts. False for a dummy micro-batch, which a process runs so that ZeRO's
+    """Whether it counts. False for a dummy micro-batch, which a process runs so that
     collectives match.
     """
     chunks: int | None

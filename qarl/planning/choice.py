@@ -32,7 +32,6 @@ _PROPOSED = ("rollout.max_new_tokens", "learner.lora.name")
 """Fields that are proposed and never chosen."""
 
 _WHY = {
-    "learner.zero_stage": "masters, gradients and moments are shared out",
     "learner.optimizer.offload": "moments wait in the host's memory",
     "learner.master_dtype": "masters take half the memory",
     "learner.gradient_checkpointing": "activations are computed again in the backward",
@@ -216,9 +215,7 @@ def _changes(config: RunConfig, machine: Machine, processes: int) -> list[Change
         "learner.lora.base": "host",
     }
     on_gpus = machine.device == "cuda"
-    spreads = processes < machine.count
-    several = max(machine.count, processes) > 1
-    divides = on_gpus and several and (spreads or learner.zero_stage != 3)
+    spreads = on_gpus and processes < machine.count
     changes = (
         (
             learner.gradient_checkpointing is not True,
@@ -228,7 +225,7 @@ def _changes(config: RunConfig, machine: Machine, processes: int) -> list[Change
             learner.micro_batch_tokens > longest,
             Change({"learner.micro_batch_tokens": longest}, 1),
         ),
-        (divides, Change({"learner.zero_stage": 3}, 2, spreads)),
+        (spreads, Change({}, 2, spreads=True)),
         (
             on_gpus and learner.optimizer.offload == "none",
             Change({"learner.optimizer.offload": "cpu"}, 4),

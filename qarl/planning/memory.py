@@ -154,7 +154,7 @@ class _Count:
         whose = "the learner's own" if learner.keep_kernel_layout else "a layer's"
         yield Part("kernel layout", layout, whose)
         yield Part("reference", self.reference(), "of the KL penalty")
-        yield Part("ZeRO buffers", self.buffers(), "gradients on their way")
+        yield Part("sent gradients", self.buffers(), "a layer's, not yet divided")
 
         yield Part("engine", self.engine(), "its weights, CUDA graphs")
         kernels = "of experts' kernels, the engine's and the learner's"
@@ -178,19 +178,19 @@ class _Count:
         return ITEMSIZE[self.config.dtype]
 
     @property
-    def stage(self) -> int | None:
-        """The ZeRO stage; None for one process without ZeRO."""
-        stage = self.config.learner.zero_stage
-        return stage if stage is not None or self.processes == 1 else 0
+    def base_shares(self) -> int:
+        """Number of processes that the model's masters are divided over; a base on the host is not.
+
+        See `learner.optim.sharded.masters_mesh`.
+        """
+        return 1 if self.config.learner.base_on_host else self.processes
 
     @property
     def shares(self) -> int:
-        """Number of processes that moments are divided over.
-
-        At stage 3 every process has the whole of each adapter.
+        """Number of processes that what is trained is divided over; every process has the whole of
+        each adapter.
         """
-        divided = self.stage in (1, 2) or (self.stage == 3 and not self.adapters)
-        return self.processes if divided else 1
+        return 1 if self.adapters else self.base_shares
 
     @cached_property
     def adapters(self) -> int:
@@ -238,9 +238,7 @@ class _Count:
         # A frozen base on the host leaves the embeddings here, and the module being computed.
         resident = shapes.head + self.largest_module if self.waits_on_host else shapes.parameters
         base = resident * ITEMSIZE[self.config.learner.master_dtype]
-        if self.stage == 3:
-            return base // self.processes + self.adapters * _FP32
-        return base + self.adapters * _FP32
+        return base // self.base_shares + self.adapters * _FP32
 
     def _moves(self) -> int:
         """The fp32 tensors that an unaligned learner adds to its masters before rounding them.
@@ -253,8 +251,8 @@ class _Count:
         return self.shapes.quantized * _FP32
 
     def gradients(self) -> int:
-        """One fp32 gradient of each trained parameter; divided at ZeRO stages 2 and 3."""
-        return self.trained * _FP32 // (self.shares if self.stage in (2, 3) else 1)
+        """One fp32 gradient of each trained parameter."""
+        return self.trained * _FP32 // self.shares
 
     def moments(self, offloaded: bool = False) -> int:
         """The optimizer's fp32 moments on the device, or the part that is in the host's memory."""
@@ -333,8 +331,8 @@ class _Count:
         """The reference policy of the KL penalty: masters, codes and kernel layout of its own."""
         if self.config.learner.kl.name == "none":
             return 0
-        shares = self.processes if self.stage == 3 else 1
-        base = self.shapes.parameters * ITEMSIZE[self.config.learner.master_dtype] // shares
+        masters = self.shapes.parameters * ITEMSIZE[self.config.learner.master_dtype]
+        base = masters // self.base_shares
         return base + self.codes() + self.own_products
 
     @property
@@ -343,19 +341,17 @@ class _Count:
 
         Otherwise gradients are added to `master.grad` where they are made.
         """
-        return self.stage is not None and not self.adapters
+        return self.shares > 1
 
     def buffers(self) -> int:
-        """The whole fp32 gradient of the largest module, until it is reduced over the processes.
+        """The whole fp32 gradients that are being reduced over the processes during the backward.
 
-        Stages 2 and 3 reduce gradients during the backward, so that more of them are in flight
-        (`quant.layers.gradients.Gradients.make_way`). The other stages reduce after the backward;
-        there the head's gradient is counted by `head_backward`.
+        See `quant.layers.gradients.Gradients.make_way`.
         """
-        elements = max(self.largest_matrix, self._layer_experts)
-        if self.stage in (2, 3):
-            elements = max(elements, self.shapes.head) + GRADIENTS_IN_FLIGHT
-        return elements * _FP32 if self.gathers else 0
+        if not self.gathers:
+            return 0
+        largest = max(self.largest_matrix, self._layer_experts, self.shapes.head)
+        return (largest + GRADIENTS_IN_FLIGHT) * _FP32
 
     @property
     def engines(self) -> int:
@@ -531,7 +527,7 @@ class _Count:
         Gradients are dropped by then, so that their memory is free for it.
         """
         learner = self.config.learner
-        if self.stage is None or self.adapters:
+        if self.shares == 1:
             return 0
         moments = 1 if learner.optimizer.name == "muon" else 2
         a_parameter = ITEMSIZE[learner.master_dtype] + moments * _FP32
@@ -694,12 +690,12 @@ class _Count:
     def step(self) -> float:
         """Bytes of an optimizer step, which takes one master at a time (`optim.master_step`).
 
-        From stage 1 on a process steps its rows of a master. Muon's matrices are whole in the
+        A process steps its rows of a master. Muon's matrices are whole in the
         process that orthogonalizes them, and their rows are sent there and back.
         """
         learner = self.config.learner
         largest = min(self.trained, self.largest_module) // self.shares
-        matrix = min(self.trained, self.largest_matrix) * (2 if self.stage else 1)
+        matrix = min(self.trained, self.largest_matrix) * (2 if self.shares > 1 else 1)
         # A 16-bit master as fp32, and two more of that size for stochastic rounding: random bits
         # and the rounded values.
         sixteen_bit = learner.master_dtype != "float32" and not self.adapters
@@ -743,7 +739,7 @@ class _Count:
     def host(self) -> int:
         """Bytes of host memory: the larger of loading, and of offloaded moments with a checkpoint.
 
-        Loading takes a model in the masters' dtype. At stage 3 it takes a process's rows of it, the
+        Loading takes a model in the masters' dtype. Several processes take their rows of it, the
         whole embeddings, and three copies of a matrix, or of the process's experts of a layer: as
         read, stacked, and put together.
         """
@@ -753,11 +749,11 @@ class _Count:
         masters = self.shapes.parameters * itemsize
         offloaded = self.moments(offloaded=True)
         loading = masters
-        if self.stage == 3:
+        if self.base_shares > 1:
             read = max(self.largest_matrix, self._layer_experts // self.processes)
             whole = (2 * self.shapes.head + 3 * read) * itemsize
             loading = masters // self.processes + whole
-        if self.stage is None or self.adapters:
+        if self.shares == 1:
             return max(loading, offloaded)
         # A process writes its share of all masters and moments.
         saved = (masters + self.moments() * self.shares) // self.processes + offloaded

@@ -42,10 +42,9 @@ def table(plan: MemoryPlan) -> list[str]:
     config = plan.config
     parameters = counted(plan.shapes.parameters)
     processes = f"{plan.processes} processes" if plan.processes > 1 else "one process"
-    stage = f", ZeRO {config.learner.zero_stage or 0}" if plan.processes > 1 else ""
     lines = [
         *_wrapped(f"{config.model}: {parameters} parameters ({plan.source})"),
-        *_wrapped(f"{config.scheme} in {config.dtype} on {plan.machine.name}, {processes}{stage}"),
+        *_wrapped(f"{config.scheme} in {config.dtype} on {plan.machine.name}, {processes}"),
         "",
         f"{'part':<15}{'GiB':>7}  of what",
         *(f"{part.name:<15}{part.bytes / GIB:>7.1f}  {part.note}" for part in plan.memory.parts),

@@ -54,6 +54,11 @@ def check_processes(config: RunConfig, count: int) -> None:
             f"quantization.init {init!r} is for one process, not {count}; leave --processes or the"
             " calibrated start out"
         )
+    if count == 1 and config.learner.reduce_dtype != "float32":
+        raise ConfigError(
+            f"learner.reduce_dtype {config.learner.reduce_dtype!r} has nothing to do in one"
+            " process, which sends no gradients; start several with --processes N, or leave it out"
+        )
     if count > 1 and isinstance(servers, int):
         raise ConfigError(
             f"rollout.servers {servers} would be started by each of {count} processes; start them"

@@ -139,10 +139,7 @@ def load_model(
     learning: LearnerConfig,
     processes: Processes,
 ) -> LowBitModel:
-    """Load a model's masters and wrap them in the run's schemes.
-
-    learning: its `zero_stage` decides how processes share the masters.
-    """
+    """Load a model's masters, which the processes share, and wrap them in the run's schemes."""
     layers = architecture.layers
     device = processes.device
     on_host = config.learner.base_on_host
@@ -198,7 +195,7 @@ def open_policy(
     together = processes or Processes()
     learning = config.learner
     if not processes:
-        learning = learning.model_copy(update={"zero_stage": None, "compile": False})
+        learning = learning.model_copy(update={"compile": False})
 
     model = load_model(config, ready.architecture, learning, together)
     if isinstance(config.learner.lora, LoraConfig):
@@ -239,7 +236,6 @@ def trained_part(policy: Trainee, config: RunConfig) -> list[str]:
     There is no line if one process trains every master in the engine's model and dtype.
     """
     lora = config.learner.lora
-    stage = config.learner.zero_stage
     lines = [describe_adapters(policy.model, lora)] if isinstance(lora, LoraConfig) else []
     if policy.model.why_not_engine:
         lines.append(
@@ -252,8 +248,8 @@ def trained_part(policy: Trainee, config: RunConfig) -> list[str]:
         )
     if policy.model.context.kv_cache and config.learner.aligned:
         lines.append(f"learner and engine read keys and values in {policy.model.context.kv_cache}")
-    if policy.processes.world > 1 or stage is not None:
-        lines.append(f"processes: {policy.processes.world}, ZeRO stage {stage or 0}")
+    if policy.processes.world > 1:
+        lines.append(f"processes: {policy.processes.world}")
     return lines
 
 

@@ -160,7 +160,7 @@ def connected(
     let_go(model, config.learner)
     with ExitStack() as stack:
         # The engine takes what memory is free, so the learner's later needs are reserved meanwhile.
-        reservation = reserved(model, config.learner, processes.world)
+        reservation = reserved(model, config.learner)
         with phase("starting the engine"), reservation:
             opened = open_engine(
                 start,

@@ -192,11 +192,6 @@ WRONG_VALUES = [
         id="init-gptq-scale-kept",
     ),
     pytest.param(
-        {"learner.lora.name": "lora", "learner.lora.base": "host", "learner.zero_stage": "3"},
-        "base 'host' with learner.zero_stage 3",
-        id="base-host-with-learner.zero_stage",
-    ),
-    pytest.param(
         {"learner.keep_kernel_layout": "false"},
         "keep_kernel_layout false, but … an engine in its process…rollout.servers",
         id="keep_kernel_layout-false-but-an",
@@ -212,19 +207,14 @@ WRONG_VALUES = [
         id="init-gptq-with-learner.kl.name",
     ),
     pytest.param(
-        {"quantization.scale": "kept", "quantization.init": "gptq", "learner.zero_stage": "1"},
-        "init 'gptq' … not for learner.zero_stage 1",
-        id="init-gptq-not-for",
-    ),
-    pytest.param(
         {"quantization.scale": "kept", "quantization.init": "gptq", "learner.lora.name": "lora"},
         "init 'gptq' with learner.lora.name 'lora'",
         id="init-gptq-with-learner.lora.name",
     ),
     pytest.param(
-        {"learner.reduce_dtype": "bfloat16", "learner.zero_stage": "1"},
-        "reduce_dtype 'bfloat16' with learner.zero_stage 1 has no effect",
-        id="reduce_dtype-bfloat16-with-learner.zero_stage",
+        {"learner.reduce_dtype": "bfloat16", "learner.lora.name": "lora"},
+        "reduce_dtype 'bfloat16' is of masters that processes share",
+        id="reduce_dtype-bfloat16-with-lora",
     ),
     pytest.param(
         {"bitwise": "true", "learner.aligned": "false"},

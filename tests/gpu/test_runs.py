@@ -118,7 +118,6 @@ def test_a_run_and_its_resumption(tmp_path: Path, scheme: str):
 @pytest.mark.parametrize(
     "options",
     [
-        ("--learner.zero_stage", "3"),
         ("--learner.lora.name", "lora"),
         ("--learner.compile", "true"),
         ("--learner.keep_codes", "false"),
@@ -127,7 +126,7 @@ def test_a_run_and_its_resumption(tmp_path: Path, scheme: str):
     ids=lambda options: options[0],
 )
 def test_options_with_gpu_specific_code_train(tmp_path: Path, options: list[str]):
-    """Contract: each option trains; one process of ZeRO-3 uses NCCL."""
+    """Contract: each option trains."""
     completed(qarl_alone("train", *SMALL, "--steps", "2", *options, "--output", tmp_path / "run"))
 
 

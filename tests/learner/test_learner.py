@@ -574,8 +574,8 @@ def test_reserved_bytes_are_those_of_gradients_and_moments():
     Blind spot: no GPU runs this.
     """
     learner = make_learner(optimizer={"name": "muon"})
-    counted = step_bytes(learner.model, learner.config, 1)
-    with reserved(learner.model, learner.config, 1):
+    counted = step_bytes(learner.model, learner.config)
+    with reserved(learner.model, learner.config):
         learner.learn(batch_of(), 0)
     parts = learner.sharded.state_dict()["moments"].values()
     moments = [tensor for part in parts for tensor in part.values() if tensor.ndim]
@@ -583,23 +583,20 @@ def test_reserved_bytes_are_those_of_gradients_and_moments():
     assert counted == 4 * (gradients + sum(t.numel() for t in moments))
 
 
-def test_reserved_bytes_shrink_with_zero_stages_and_offload():
+def test_reserved_bytes_shrink_with_processes_and_offload():
     learner = make_learner("bf16", optimizer={"name": "adamw"})
     whole = sum(master.numel() for master in learner.model.masters.values()) * 4
 
-    def held(processes: int, **settings: object) -> int:
-        return step_bytes(learner.model, learner.config.model_copy(update=settings), processes)
+    def held(**settings: object) -> int:
+        return step_bytes(learner.model, learner.config.model_copy(update=settings))
 
-    assert held(1) == 3 * whole
-    assert held(4) == 3 * whole
-    assert held(4, zero_stage=1) == whole + 2 * whole // 4
-    assert held(4, zero_stage=2) == 3 * whole // 4
-    assert held(1, optimizer=OptimizerConfig(name="adamw", offload="cpu")) == whole
+    assert held() == 3 * whole
+    assert held(optimizer=OptimizerConfig(name="adamw", offload="cpu")) == whole
     with one_of_several(0, 4):
         mesh = mesh_of_all(torch.device("cpu"))
         rows = {name: share(master, mesh) for name, master in learner.model.masters.items()}
     learner.model.train_only(rows, ())
-    assert held(4, zero_stage=3) == pytest.approx(3 * whole / 4, rel=0.02)
+    assert held() == pytest.approx(3 * whole / 4, rel=0.02)
 
 
 @pytest.mark.parametrize(

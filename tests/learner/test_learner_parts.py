@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from qarl.configs.errors import ConfigError, PolicyError
 from qarl.configs.schema.learner import LearnerConfig, OptimizerConfig
+from qarl.configs.schema.lora import LoraConfig
 from qarl.learner.batching import Batch, make_batch, micro_batches, mini_batches
 from qarl.learner.clip_reasons import CLIP_REASONS
 from qarl.learner.load_balance import load_balance_coefficient
@@ -470,11 +471,14 @@ def balanced_model(experts: int, own: float | None, switched_on: bool = True) ->
     return SimpleNamespace(config=config, experts=[None] * experts)
 
 
-@pytest.mark.parametrize("stage", [None, 0, 1, 2, 3])
-def test_processes_share_the_masters_only_at_zero_stage_3(stage: Literal[0, 1, 2, 3] | None):
+def test_several_processes_share_the_masters_unless_these_are_on_the_host():
+    frozen = LearnerConfig(lora=LoraConfig(base="host"))
     with one_of_several(1, 4):
-        mesh = masters_mesh(LearnerConfig(zero_stage=stage), Processes(1, 4))
-    assert (mesh and mesh.size()) == (4 if stage == 3 else None)
+        mesh = masters_mesh(LearnerConfig(), Processes(1, 4))
+        assert mesh is not None
+        assert mesh.size() == 4
+        assert masters_mesh(frozen, Processes(1, 4)) is None
+    assert masters_mesh(LearnerConfig(), Processes()) is None
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Tests of masters of which each process holds some rows.
 
 They are materialized and stepped as whole ones are, bit for bit, by processes over gloo
-(`tests/support/shard_worker.py`). `test_zero.py` has whole trainings.
+(`tests/support/shard_worker.py`). `test_two_processes.py` has whole trainings.
 """
 
 from pathlib import Path

@@ -113,7 +113,7 @@ def bytes_of(memory: Memory) -> dict[str, int]:
 
 def test_parts_are_those_of_arithmetic_by_hand():
     """fp32 masters and gradients, Muon's one moment of matrices and AdamW's two of the rest; codes,
-    output head and embedding; ZeRO-3 over 8. Of 1.7B a layer keeps 70 KiB a token: C = Q = 2048, K
+    output head and embedding; shared by 8. Of 1.7B a layer keeps 70 KiB a token: C = Q = 2048, K
     = 1024, I = 6144, in bytes 4 C of what norms are of, 4 C of that as multiplied, 2 (Q + 2 K) and
     2 (Q + K) of queries, keys and values, 2 Q of attention's output, 6 I of the MLP; a checkpointed
     layer 4 C: a branch and the residual.
@@ -143,7 +143,7 @@ def test_parts_are_those_of_arithmetic_by_hand():
     assert large["gradients"] == 30.5
     assert large["moments"] == 35.1
     assert large["activations"] == pytest.approx(22528 * (36 * 4 * 4096 + 70e3 * 2) / GIB, rel=0.1)
-    experts = gib("qwen3-30b-a3b", 8, learner__zero_stage=3)
+    experts = gib("qwen3-30b-a3b", 8)
     assert experts["masters"] == 14.2
     assert experts["gradients"] == 14.2
     assert experts["moments"] == 14.5
@@ -164,13 +164,13 @@ def test_parts_are_those_of_arithmetic_by_hand():
 
 
 def test_what_saving_a_checkpoint_takes_by_hand():
-    """Stage 3 gathers the largest module: embeddings' master and moments, two of AdamW's, less
-    gradients of 1/8.
+    """A checkpoint of shared masters gathers the largest module: embeddings' master and moments,
+    two of AdamW's, less gradients of 1/8.
     """
     for name, moments in (("adamw", 2), ("muon", 1)):
         of = _Count(
             NAMED["qwen3-1.7b"],
-            config(learner__zero_stage=3, learner__optimizer__name=name),
+            config(learner__optimizer__name=name),
             "cuda",
             8,
         )
@@ -188,7 +188,7 @@ def test_a_learner_apart_from_its_servers_has_no_engine_and_may_keep_no_weights(
     and what lies outside them: embedding and head in bfloat16, the head once more as it is
     multiplied. Servers that a run starts count.
     """
-    apart = {"rollout__servers": "http://a:1", "learner__zero_stage": 3}
+    apart = {"rollout__servers": "http://a:1"}
     parts = gib("qwen3-30b-a3b", 8, **apart)
     assert not {"engine", "KV cache"} & parts.keys()
     assert parts["kernel layout"] == pytest.approx(14.4 + 0.6, abs=0.2)
@@ -223,7 +223,6 @@ def test_a_process_reads_its_share_into_the_hosts_memory():
     training takes more.
     """
     base = {
-        "learner__zero_stage": 3,
         "learner__master_dtype": "bfloat16",
         "learner__lora__name": "lora",
     }
@@ -320,9 +319,7 @@ def test_the_command_plans_without_torch_in_80_columns(tmp_path: Path):
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert {"--processes 8", "--learner.zero_stage 3"} <= {
-        line.split(":")[0].strip() for line in lines
-    }
+    assert "--processes 8" in {line.split(":")[0].strip() for line in lines}
     assert max(len(line) for line in lines if str(tmp_path) not in line) <= 80
     arguments += ["--learner.zero_stage", "0"]  # given, and so kept
     done = subprocess.run(
@@ -458,7 +455,7 @@ def test_a_run_takes_all_gpus_and_a_recipe_that_fits(
         "--config recipes/qwen3-30b-a3b-8x80gb",
         "--processes 8",
     ]
-    assert (made["learner"]["zero_stage"], made["rollout"]["prompts"]) == (3, 256)
+    assert made["rollout"]["prompts"] == 256
     said, made = chosen(*eight, more=["--prompts", "12", "--learner.optimizer.offload", "none"])
     assert said[1].startswith("--processes 6: one a GPU; rollout.prompts 12")
     assert made["learner"]["optimizer"]["offload"] == "none"
@@ -529,8 +526,8 @@ def test_a_persons_file_is_kept_but_for_what_it_leaves_open(tmp_path: Path):
     choice = choose(load_config(file, {}), {}, str(file), None, parse_machine("4x80GB"))
     assert choice.file == str(file)
     assert choice.processes == 4
-    some = {"learner.zero_stage", "learner.master_dtype", "learner.optimizer.offload"}
-    assert some & choice.fields.keys() == {"learner.zero_stage"}
+    kept = {"learner.master_dtype", "learner.optimizer.offload"}
+    assert not kept & choice.fields.keys()
     (tmp_path / "config.json").write_text(
         json.dumps({**PUBLISHED["qwen3-30b-a3b"], "mlp_only_layers": [0]})
     )
@@ -552,7 +549,7 @@ RECIPES_ON = {
 @pytest.mark.parametrize("name", RECIPES_ON)
 def test_recipes_resolve_suit_their_model_and_fit(name: str, capsys: pytest.CaptureFixture[str]):
     """Contract: a dry run accepts the file, rules and adapters suit the model's true dimensions on
-    the meta device, its processes and ZeRO stage go together, and it fits with a tenth to spare.
+    the meta device, its processes suit it, and it fits with a tenth to spare.
     Blind spot: none was run.
     """
     file = f"recipes/{name}"
@@ -593,7 +590,7 @@ INIT_RECIPES = [
     (
         "Qwen/Qwen3-30B-A3B-Base",
         "8xH100",
-        "changed for it: --learner.zero_stage 3 --learner.optimizer.offload cpu",
+        "changed for it: --learner.optimizer.offload cpu",
     ),
 ]
 

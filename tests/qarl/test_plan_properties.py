@@ -34,7 +34,6 @@ DRAWN = {
     "rollout.kv_cache_gib": ["null", "4"],
     "quantization.kv_cache": ["null", "fp8"],
     "learner.aligned": ["true", "true", "false"],
-    "learner.zero_stage": ["null", "1", "2", "3"],
     "learner.master_dtype": ["float32", "bfloat16"],
     "learner.optimizer.name": ["muon", "adamw"],
     "learner.optimizer.offload": ["none", "cpu"],

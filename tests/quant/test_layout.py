@@ -355,7 +355,7 @@ def test_a_process_reads_its_rows_alone(kind: str, tmp_path: Path, monkeypatch: 
 
     No tensor that transformers reads has more than a process's rows of its parameter, or is an
     expert of another process. Blind spot: the processes are one after another, over a backend that
-    sends nothing; `test_zero.py` has real ones.
+    sends nothing; `test_two_processes.py` has real ones.
     """
     model = qwen3() if kind == "tied" else random_moe(CONFIGS[kind])
     model.save_pretrained(tmp_path)

@@ -68,8 +68,6 @@ def draw(seed: int) -> Combination:
     )
     draw_some(LAST)
     processes = 2 if rng.random() < 0.2 else None
-    if processes or rng.random() < 0.15:
-        options["learner.zero_stage"] = str(rng.choice([0, 1, 2, 3]))
     return Combination(options, processes)
 
 

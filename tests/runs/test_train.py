@@ -175,7 +175,6 @@ def test_a_late_error_loses_no_step(tmp_path: Path):
 
 
 def test_interrupt_saves_and_resume_goes_on(tmp_path: Path):
-    """Interrupt a run of one process at a sharding stage that divides nothing among one."""
     run = tmp_path / "run"
     flags = [
         *SMALL,
@@ -188,7 +187,6 @@ def test_interrupt_saves_and_resume_goes_on(tmp_path: Path):
         "--export",
         "false",
     ]
-    flags += ["--learner.zero_stage", "1"]
     process = Run("train", *flags, "--output", run)
     wait_for_lines(process, run / "metrics.jsonl", 2)
     os.kill(process.pid, signal.SIGINT)

@@ -121,12 +121,6 @@ class LearnerConfig(Section):
     kl: KlChoice = Field(default_factory=NoKl)
     lora: LoraChoice = Field(default_factory=NoLora)
     optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig())
-    zero_stage: Literal[0, 1, 2, 3] | None = Field(
-        default=None,
-        description=(
-            "ZeRO stage. Raise it for larger models. Default: 0, or no ZeRO in a single process."
-        ),
-    )
     advantage: Literal["grpo", "dr_grpo", "rloo"] = Field(
         default="grpo",
         description=(
@@ -209,7 +203,7 @@ class LearnerConfig(Section):
     reduce_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32",
         description=(
-            "Dtype in which ZeRO-3's processes send each other gradients; they are summed in"
+            "Dtype in which several processes send each other gradients; they are summed in"
             " float32. Set bfloat16 to halve the traffic on a slow network."
         ),
     )
@@ -322,11 +316,6 @@ def _check_objective(learner: LearnerConfig) -> None:
         raise ValueError(
             f"learner.ratio_fix 'shadow_forward' is for objectives with a ratio; {name!r} has none"
         )
-    if learner.base_on_host and learner.zero_stage == 3:
-        raise ValueError(
-            "learner.lora.base 'host' with learner.zero_stage 3, which shares the frozen matrices"
-            " out over GPUs already; omit one of them"
-        )
     if shadow and learner.aligned:
         raise ValueError(
             "learner.ratio_fix 'shadow_forward' adds a forward in the engine's precision to one"
@@ -361,9 +350,8 @@ def _check_precisions(learner: LearnerConfig) -> None:
             " learner.master_dtype 'float32' holds the updates as they are: leave the rounding out,"
             " or choose master_dtype bfloat16 or float16"
         )
-    if learner.reduce_dtype != "float32" and learner.zero_stage != 3:
+    if learner.lora.name == "lora" and learner.reduce_dtype != "float32":
         raise ValueError(
-            f"learner.reduce_dtype {learner.reduce_dtype!r} with learner.zero_stage"
-            f" {learner.zero_stage} has no effect: ZeRO-3 alone sends them in a dtype of its"
-            " own; set learner.zero_stage 3, or omit it"
+            f"learner.reduce_dtype {learner.reduce_dtype!r} is of masters that processes share;"
+            " LoRA's factors are whole in each, and their gradients small: leave it out"
         )

@@ -624,7 +624,6 @@ class RunConfig(Section):
         """
         layers = ", ".join(map(str, self.layers))
         kl = self.learner.kl.name
-        stage = self.learner.zero_stage
         rules = (
             (
                 self.layers,
@@ -639,10 +638,6 @@ class RunConfig(Section):
                 kl != "none",
                 f"with learner.kl.name {kl!r}: the penalty's reference is rounded from the model"
                 " folder, and is not the policy that starts",
-            ),
-            (
-                stage is not None,
-                f"is for one process without ZeRO, not for learner.zero_stage {stage}",
             ),
         )
         for broken, reason in rules:

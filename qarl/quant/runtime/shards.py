@@ -7,7 +7,7 @@ are its experts. Plain parameters pass through these functions unchanged.
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -195,17 +195,6 @@ def fp32_value(parameter: Tensor, rows: Tensor | None = None) -> Tensor:
     if shard_of(parameter) is None and value.dtype == torch.float32:
         return value
     return whole_value(parameter, torch.float32, rows)
-
-
-def rows_of(parameters: Mapping[str, nn.Parameter], mesh: DeviceMesh) -> dict[str, nn.Parameter]:
-    """Return shared parameters of full ones, whose rows are views of their storage."""
-    shared = {}
-    for name, parameter in parameters.items():
-        rows = cut_rows(parameter.shape, mesh.get_local_rank(), mesh.size()).rows(
-            parameter.detach()
-        )
-        shared[name] = nn.Parameter(_shared(rows, mesh, parameter.shape))
-    return shared
 
 
 def share(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:

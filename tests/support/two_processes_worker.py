@@ -1,6 +1,6 @@
-"""One process of `tests/learner/test_zero.py`, forked with torchrun's environment.
+"""One process of `tests/learner/test_two_processes.py`, forked with torchrun's environment.
 
-A job trains a random policy on `batch_of()` under one ZeRO stage and writes its whole state; see
+A job trains a random policy on `batch_of()` and writes its whole state; see
 `run`.
 """
 

@@ -1,8 +1,8 @@
-"""Tests of two processes under ZeRO 0-3 against one process without: the same masters, codes and
+"""Tests of two processes that share the masters against one process: the same masters, codes and
 checkpoints.
 
-The processes are real, over gloo (`tests/support/zero_worker.py`). One launch does all jobs of this
-file.
+The processes are real, over gloo (`tests/support/two_processes_worker.py`). One launch does all
+jobs of this file.
 """
 
 import functools
@@ -60,7 +60,7 @@ def plain(
 ) -> tuple[Learner, list[list[float]]]:
     """Learn some batches in one process.
 
-    Return the learner and each batch's numbers in the order in which `zero_worker` writes them.
+    Return the learner and each batch's numbers in the order in which the worker writes them.
     """
     found = make_learner("bf16", torch.float32, **learner)
     stats = [found.learn(batch_of(), step=step) for step in range(batches)]
@@ -97,113 +97,67 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
     random_model().save_pretrained(folder / "model")
     random_moe(CONFIGS["qwen3_moe"]).save_pretrained(folder / "experts")
     half, _ = plain(BATCHES // 2)
-    save_checkpoint(folder / "half", 1, {"learner": half.state_dict()}, keep=1)
-    save_checkpoint(folder / "muon", 1, {"learner": plain(1, MUON)[0].state_dict()}, keep=1)
+    save_checkpoint(folder / "start", 1, {"learner": half.state_dict()}, keep=1)
+    save_checkpoint(folder / "muon start", 1, {"learner": plain(1, MUON)[0].state_dict()}, keep=1)
 
-    def job(
-        name: str, stage: int, first: int = 0, last: int = BATCHES, **other: Any
-    ) -> dict[str, Any]:
-        learner = {**other.pop("learner", LEARNER), "zero_stage": stage}
+    def job(name: str, first: int = 0, last: int = BATCHES, **other: Any) -> dict[str, Any]:
         given = {
             "folder": str(folder / "model"),
             "scheme": "bf16",
             "dtype": "float32",
             "resume": None,
+            "learner": LEARNER,
         }
         return {
             **given,
-            "learner": learner,
             "batches": [first, last],
             "save": str(folder / f"{name}.pt"),
             **other,
         }
 
-    jobs = [job(f"stage {stage}", stage) for stage in range(4)]
-    jobs += [
-        job(f"w4a16 stage {stage}", stage, scheme="w4a16", dtype="bfloat16", last=2)
-        for stage in (0, 3)
-    ]
-    jobs += [
-        job(f"half stage {stage}", stage, BATCHES // 2, resume=str(folder / "half"))
-        for stage in (0, 2, 3)
-    ]
-    jobs += [job(f"muon stage {stage}", stage, learner=MUON, last=2) for stage in range(3)]
-    resumed = {
-        "first": 1,
-        "last": 2,
-        "learner": MUON,
-        "resume": str(folder / "muon"),
-    }
-    jobs += [job("muon half stage 1", 1, **resumed)]
-    jobs += [
-        job(
-            "muon experts stage 3",
-            3,
-            learner={**EXPERTS, **MUON},
-            folder=str(folder / "experts"),
-            last=1,
-        )
-    ]
-    jobs += [
-        job(
-            "lora stage 3",
-            3,
-            learner={**LORA, **KEEPS_NONE},
-            scheme="w4a16",
-            dtype="bfloat16",
-            last=2,
-        )
-    ]
-    jobs += [job("kl stage 3", 3, learner=KL, last=3)]
-    jobs += [
-        job(
-            "experts stage 3",
-            3,
-            learner={**EXPERTS, **KEEPS_NONE},
-            folder=str(folder / "experts"),
-            last=3,
-        )
-    ]
-    jobs += [job("plain stage 3", 3, learner=PLAIN, scheme="w8a8", dtype="bfloat16", last=3)]
-    jobs += [
-        job(
-            f"bfloat16 stage {n}",
-            n,
-            learner={**MUON, "master_dtype": "bfloat16"},
-            last=1,
-        )
-        for n in (1, 2, 3)
+    model_in_4_bits = {"scheme": "w4a16", "dtype": "bfloat16", "last": 2}
+    experts = str(folder / "experts")
+    jobs = [
+        job("adamw"),
+        job("w4a16", **model_in_4_bits),
+        job("half", BATCHES // 2, resume=str(folder / "start")),
+        job("muon", learner=MUON, last=2),
+        job("muon half", 1, 2, learner=MUON, resume=str(folder / "muon start")),
+        job("muon experts", learner={**EXPERTS, **MUON}, folder=experts, last=1),
+        job("lora", learner={**LORA, **KEEPS_NONE}, **model_in_4_bits),
+        job("kl", learner=KL, last=3),
+        job("experts", learner={**EXPERTS, **KEEPS_NONE}, folder=experts, last=3),
+        job("plain", learner=PLAIN, scheme="w8a8", dtype="bfloat16", last=3),
+        job("bfloat16", learner={**MUON, "master_dtype": "bfloat16"}, last=1),
     ]
     for name in ("intact", "damaged", "followed"):
         read = {"read": str(folder / name), "step_over": name == "followed"}
         jobs += [{**read, "state": name, "save": str(folder / f"{name}.pt")}]
     (folder / "jobs.json").write_text(json.dumps(jobs))
-    run_two_workers("zero_worker", folder / "jobs.json", folder / "log.txt")
+    run_two_workers("two_processes_worker", folder / "jobs.json", folder / "log.txt")
     found = {path.stem: torch.load(path) for path in folder.glob("*.pt")}
     return {**found, "folder": folder}
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_two_processes_learn_as_one(done: Done, stage: int):
+def test_two_processes_learn_as_one(done: Done):
     """Contract: 8 updates by AdamW in fp32, with each process computing its own micro-batches, end
     at the masters of one process. Loss, gradient norm, clipped share and entropy of every batch
     agree. A loss averaged twice, a micro-batch counted twice, or a norm over a shard would be off
     at once.
     """
     masters, _, numbers = trained(BATCHES)
-    ours = done[f"stage {stage}"]
+    ours = done["adamw"]
     assert_same_trajectory(trained(0)[0], masters, ours["state"]["masters"])
     torch.testing.assert_close(
         torch.tensor(ours["numbers"]), torch.tensor(numbers), rtol=2e-3, atol=2e-4
     )
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_partitioned_masters_give_the_codes_of_whole_ones(done: Done, stage: int):
+def test_shared_masters_give_the_codes_of_whole_ones(done: Done):
     """Contract: quantization sees whole rows and groups, so the codes equal, bit for bit, those of
     the gathered masters in one process.
     """
-    ours = done[f"w4a16 stage {stage}"]
+    ours = done["w4a16"]
     other = make_learner("w4a16", torch.bfloat16, **LEARNER)
     with torch.no_grad():
         for name, master in other.model.masters.items():
@@ -218,24 +172,22 @@ def test_partitioned_masters_give_the_codes_of_whole_ones(done: Done, stage: int
     )
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_checkpoint_of_one_process_continues_in_two(done: Done, stage: int):
+def test_a_checkpoint_of_one_process_continues_in_two(done: Done):
     assert_same_trajectory(
         trained(0)[0],
         trained(BATCHES)[0],
-        done[f"half stage {stage}"]["state"]["masters"],
+        done["half"]["state"]["masters"],
     )
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_a_checkpoint_of_two_processes_continues_in_one(done: Done, stage: int):
+def test_a_checkpoint_of_two_processes_continues_in_one(done: Done):
     """Contract: masters, both moments and the step count are those of one process.
 
     One more batch proves that they are used.
     """
     masters, moments, _ = trained(BATCHES + 1)
     ours, _ = plain(0)
-    checkpoint = load_checkpoint(done["folder"] / f"stage {stage}")
+    checkpoint = load_checkpoint(done["folder"] / "adamw")
     ours.load_state_dict(checkpoint.learner_state(ours))
     ours.learn(batch_of(), step=BATCHES)
     assert_same_trajectory(trained(0)[0], masters, masters_of(ours))
@@ -256,7 +208,7 @@ def alone_on(
     settings: dict[str, Any],
     batches: int,
 ) -> Learner:
-    """Return a learner of one process that learned as `zero_worker` does."""
+    """Return a learner of one process that learned as `two_processes_worker` does."""
     config = LearnerConfig.model_validate(settings)
     model, reference = (
         low_bit(load_masters(folder, torch.float32), scheme, dtype, aligned=config.aligned)
@@ -273,13 +225,13 @@ def alone_on(
 @pytest.mark.parametrize(
     ("job", "model", "scheme", "dtype", "settings", "batches"),
     [
-        ("lora stage 3", "model", "w4a16", torch.bfloat16, LORA, 2),
-        ("experts stage 3", "experts", "bf16", torch.float32, EXPERTS, 3),
-        ("kl stage 3", "model", "bf16", torch.float32, KL, 3),
-        ("plain stage 3", "model", "w8a8", torch.bfloat16, PLAIN, 3),
+        ("lora", "model", "w4a16", torch.bfloat16, LORA, 2),
+        ("experts", "experts", "bf16", torch.float32, EXPERTS, 3),
+        ("kl", "model", "bf16", torch.float32, KL, 3),
+        ("plain", "model", "w8a8", torch.bfloat16, PLAIN, 3),
     ],
 )
-def test_partitioned_adapters_experts_and_references_learn_as_in_one_process(
+def test_adapters_experts_and_references_learn_as_in_one_process(
     done: Done,
     job: str,
     model: str,
@@ -288,10 +240,10 @@ def test_partitioned_adapters_experts_and_references_learn_as_in_one_process(
     settings: dict[str, Any],
     batches: int,
 ):
-    """Contract: under ZeRO-3 these learn the same as in one process: factors over a partitioned
-    frozen base; fused experts with their routers' loss, whose codes are gathered whenever a process
-    needs them; a policy near a partitioned reference; a plain learner, which multiplies a gathered
-    cast. The digest is the base's.
+    """Contract: these learn the same as in one process: factors over a shared frozen base; fused
+    experts with their routers' loss, whose codes are gathered whenever a process needs them; a
+    policy near a shared reference; a plain learner, which multiplies a gathered cast. The digest is
+    the base's.
     """
     alone = alone_on(done["folder"] / model, scheme, dtype, settings, batches)
     ours = done[job]["state"]
@@ -305,16 +257,15 @@ def test_partitioned_adapters_experts_and_references_learn_as_in_one_process(
     assert all(held) if job.startswith("kl") else not any(held)
 
 
-@pytest.mark.parametrize("job", [*(f"muon stage {n}" for n in range(3)), "muon half stage 1"])
+@pytest.mark.parametrize("job", ["muon", "muon half"])
 def test_muon_in_two_processes_is_muon_in_one(done: Done, job: str):
     """Contract: Muon in two processes ends near the masters of one, also if a checkpoint of one
     process continues in two.
 
-    Derivation of the tolerance: these gradients have fewer tokens than rows. The orthogonalization
-    in bfloat16 amplifies the rounding noise of their null space to a share of the update,
-    differently for every order of sums. A third was measured; unrelated updates would differ by
-    more than they move. test_sharded.py compares equal gradients and the momentum that returns to
-    one process.
+    Derivation of the tolerance: the orthogonalization in bfloat16 amplifies the rounding noise of a
+    gradient's null space, differently for every order of sums. One process with other micro-batches
+    is off by 0.6 % of what moved, two processes by 1 %. test_sharded.py compares equal gradients
+    and the momentum that returns to one process.
     """
     moved, off = distances(
         trained(0)[0],
@@ -322,40 +273,39 @@ def test_muon_in_two_processes_is_muon_in_one(done: Done, job: str):
         done[job]["state"]["masters"],
     )
     assert moved.mean() > 2e-5
-    assert off.mean() <= 0.5 * moved.mean()
+    assert off.mean() <= 0.03 * moved.mean()
 
 
-def test_a_process_under_zero_3_holds_and_sends_only_its_share(done: Done):
-    """Contract: under ZeRO-3 a process holds half of every master (up to a row), of its gradient
+def test_a_process_holds_and_sends_only_its_share(done: Done):
+    """Contract: a process holds half of every master (up to a row), of its gradient
     and of its moments. A step sends fp32 gradients once per micro-batch and the weight version once
     per update, and at most a tenth more (norms, metrics).
 
     Recorded: per micro-batch one collective for each of 24 masters and one more for the tied output
     head, which is called several times; half of the fp32 gradients' bytes.
     """
-    numbers = done["w4a16 stage 3"]
+    numbers = done["w4a16"]
     assert numbers["held"] == pytest.approx(0.5, abs=0.02)
     assert 0.5 * numbers["expected_bytes"] < numbers["sent_bytes"] < 1.1 * numbers["expected_bytes"]
     assert len(numbers["sums"]) == 10
     assert all(sums == ({"alltoall_base_": 25}, 837_376) for sums in numbers["sums"])
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_16_bit_masters_are_rounded_in_every_process(done: Done, stage: int):
-    """Contract: from stage 1 on, bfloat16 masters are rounded stochastically, each process by its
+def test_16_bit_masters_are_rounded_in_every_process(done: Done):
+    """Contract: bfloat16 masters are rounded stochastically, each process by its
     own generator, which the checkpoint stores.
     """
-    state = done[f"bfloat16 stage {stage}"]["state"]
+    state = done["bfloat16"]["state"]
     assert all(master.dtype == torch.bfloat16 for master in state["masters"].values())
     first, second = state["generators"]
     assert not torch.equal(first, second)
 
 
-def test_muon_steps_partitioned_experts_one_by_one(done: Done):
+def test_muon_steps_shared_experts_one_by_one(done: Done):
     """Contract: each expert's gate, up and down have their own momentum, as in one process, up to
     orthogonalization.
     """
-    state = done["muon experts stage 3"]["state"]
+    state = done["muon experts"]["state"]
     folder = done["folder"]
     start, expected = (
         masters_of(
