@@ -124,7 +124,7 @@ def join_launched(
         with phase("importing torch, transformers and compressed-tensors"), collections_paused():
             from qarl.learner.processes import join_processes
             from qarl.preflight.prepare import prepare
-        processes = join_processes()
+        processes = join_processes(alone=config.learner.deepspeed is not None)
         config = agreed(config, requested, processes)
         ready = prepare(config, task, processes, saves=True)
     folder = folder or processes.run_on_first(lambda: RunFolder.create(config))

@@ -108,6 +108,11 @@ def _sft(known: argparse.Namespace, console: Console) -> int:
             f"qarl sft runs in one process, and a launcher started {world_size()}; start it alone"
         )
     overrides = dict(known.overrides)
+    if overrides.get("learner.deepspeed"):
+        raise ConfigError(
+            "learner.deepspeed is for qarl train; qarl sft runs in one process, which steps all"
+            " masters: leave it out"
+        )
     if known.steps:
         overrides["steps"] = str(known.steps)
     epochs = None if known.steps else known.epochs or 1

@@ -34,7 +34,7 @@ ELSEWHERE = {
     "beta": "learner.kl.coefficient",
     "bf16": "dtype",
     "dataset": "task.name",
-    "deepspeed": "masters are shared as soon as there are several: --processes N",
+    "deepspeed": "learner.deepspeed",
     "epsilon": "learner.objective.clip_low",
     "eval-steps": "eval.every",
     "fp16": "dtype",

@@ -36,7 +36,7 @@ from qarl.learner.mismatch import Mismatch, measure_mismatch
 from qarl.learner.objectives.ratios import shadowed
 from qarl.learner.optim.loss_scale import LossScale, require_finite_sampler
 from qarl.learner.optim.schedule import make_schedule
-from qarl.learner.optim.sharded import ShardedOptimizer
+from qarl.learner.optim.sharded import open_optimizer
 from qarl.learner.processes import Processes
 from qarl.learner.row_logprobs import RowLogprobs
 from qarl.learner.scorer import Part, Scorer
@@ -101,7 +101,7 @@ class Learner:
         self.model = model
         self.config = config
         self.processes = processes or Processes()
-        self.sharded = ShardedOptimizer(model, config, self.processes)
+        self.sharded = open_optimizer(model, config, self.processes)
         self.loss_scale = LossScale(model.context.compute_dtype == torch.float16)
         self._balance = load_balance_coefficient(model, config.router_aux_loss)
         model.router_log.enable(self._balance > 0)
@@ -144,7 +144,7 @@ class Learner:
                 (collective).
         """
         lr = self.schedule.rate(step)
-        self.sharded.optimizer.lr = lr
+        self.sharded.lr = lr
         self.stopwatch.take()
         require_finite_sampler(batch, self.model.context.dtype)
         shuffled = mini_batches(batch, self.config.mini_batches, step_seed(self._seed, step))
@@ -267,7 +267,8 @@ class Learner:
             self.model.release_products()
         with self.stopwatch("backward"):
             # A dummy micro-batch runs its backward for the collectives, and adds nothing.
-            (loss * (self.loss_scale.scale if part.counts else 0.0)).backward()
+            scale = self.loss_scale.scale if part.counts else 0.0
+            self.sharded.backward(loss * scale, is_last)
         if mini.is_first and part.counts:
             old.add(part.index, own.detach(), entropies)
         micro = MicroBatch(

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from qarl.configs.errors import QarlError
 from qarl.quant.runtime.parent import launched, rank, world_size
@@ -122,12 +123,16 @@ class Processes:
         return result
 
 
-def join_processes() -> Processes:
+def join_processes(alone: bool = False) -> Processes:
     """Open torch's process group, and return the processes as seen by this one.
 
     They are those that a launcher started. Without a launcher there is one process, and no group.
+
+    alone: without a launcher open a group of one, which DeepSpeed needs.
     """
     if not launched():
+        if alone and not dist.is_initialized():
+            dist.init_process_group(_backend(), store=HashStore(), rank=0, world_size=1)
         return Processes()
     local_rank = int(os.environ.get("LOCAL_RANK", rank()))
     processes = Processes(rank(), world_size(), local_rank)

@@ -42,11 +42,12 @@ def step_bytes(model: LowBitModel, config: LearnerConfig) -> int:
 
 @contextmanager
 def reserved(model: LowBitModel, config: LearnerConfig) -> Iterator[None]:
-    """Hold `step_bytes` of the masters' GPU within this context; nothing on CPUs.
+    """Hold `step_bytes` of the masters' GPU within this context; nothing on CPUs, or by DeepSpeed,
+    which has allocated its own already.
 
     Raises `OutOfMemoryError` if there is too little memory.
     """
-    if model.device.type == "cpu":
+    if model.device.type == "cpu" or config.deepspeed is not None:
         yield
         return
     count = step_bytes(model, config)

@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from qarl.configs.deepspeed_file import DeepSpeedFile, read_deepspeed_file
 from qarl.configs.schema.lora import LoraConfig
 from qarl.configs.schema.run import RunConfig
 from qarl.configs.schemes import SCHEME_SPECS
@@ -183,14 +184,36 @@ class _Count:
 
         See `learner.optim.sharded.masters_mesh`.
         """
-        return 1 if self.config.learner.base_on_host else self.processes
+        whole = self.config.learner.base_on_host or self.deepspeed is not None
+        return 1 if whole else self.processes
 
     @property
     def shares(self) -> int:
-        """Number of processes that what is trained is divided over; every process has the whole of
-        each adapter.
+        """Number of processes that gradients and moments are divided over.
+
+        Without DeepSpeed every process has all of each adapter.
         """
+        if self.deepspeed is not None:
+            return self.processes
         return 1 if self.adapters else self.base_shares
+
+    @cached_property
+    def deepspeed(self) -> DeepSpeedFile | None:
+        """What the run takes of `learner.deepspeed`; None without."""
+        path = self.config.learner.deepspeed
+        return None if path is None else read_deepspeed_file(path)
+
+    @property
+    def offloads(self) -> bool:
+        """True if moments wait in the host's memory."""
+        if self.deepspeed is not None:
+            return self.deepspeed.offloads
+        return self.config.learner.optimizer.offload == "cpu"
+
+    @property
+    def _stepped_copy(self) -> int:
+        """Bytes of the fp32 copy of a process's part of the masters, which DeepSpeed steps."""
+        return 0 if self.deepspeed is None else self.trained * _FP32 // self.shares
 
     @cached_property
     def adapters(self) -> int:
@@ -238,7 +261,8 @@ class _Count:
         # A frozen base on the host leaves the embeddings here, and the module being computed.
         resident = shapes.head + self.largest_module if self.waits_on_host else shapes.parameters
         base = resident * ITEMSIZE[self.config.learner.master_dtype]
-        return base // self.base_shares + self.adapters * _FP32
+        copy = 0 if self.offloads else self._stepped_copy
+        return base // self.base_shares + self.adapters * _FP32 + copy
 
     def _moves(self) -> int:
         """The fp32 tensors that an unaligned learner adds to its masters before rounding them.
@@ -251,13 +275,14 @@ class _Count:
         return self.shapes.quantized * _FP32
 
     def gradients(self) -> int:
-        """One fp32 gradient of each trained parameter."""
-        return self.trained * _FP32 // self.shares
+        """One fp32 gradient of each trained parameter; DeepSpeed's stage 1 divides none."""
+        divided = self.deepspeed is None or self.deepspeed.stage == 2
+        return self.trained * _FP32 // (self.shares if divided else 1)
 
     def moments(self, offloaded: bool = False) -> int:
         """The optimizer's fp32 moments on the device, or the part that is in the host's memory."""
         optimizer = self.config.learner.optimizer
-        if (optimizer.offload == "cpu") != offloaded:
+        if self.offloads != offloaded:
             return 0
         # AdamW has two moments of each parameter. Muon has one of each matrix, and leaves the rest
         # to AdamW.
@@ -748,6 +773,9 @@ class _Count:
         itemsize = ITEMSIZE[self.config.learner.master_dtype]
         masters = self.shapes.parameters * itemsize
         offloaded = self.moments(offloaded=True)
+        if self.offloads:
+            # DeepSpeed steps its copy of the masters there, by a copy of the gradients.
+            offloaded += 2 * self._stepped_copy
         loading = masters
         if self.base_shares > 1:
             read = max(self.largest_matrix, self._layer_experts // self.processes)

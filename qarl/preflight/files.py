@@ -4,6 +4,7 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
+from qarl.configs.deepspeed_file import read_deepspeed_file
 from qarl.configs.errors import ConfigError, InputError
 from qarl.configs.load import is_embedded, shipped_names
 from qarl.configs.schema.run import RunConfig
@@ -32,6 +33,8 @@ def check_files(config: RunConfig, new: bool = True, dry: bool = False) -> Task:
         raise ConfigError(
             f"log {config.log!r} needs the package {config.log}: pip install {config.log}"
         )
+    if config.learner.deepspeed is not None:
+        read_deepspeed_file(config.learner.deepspeed)
     check_rollouts(config)
     check_named_model(config, dry)
     return check_task(config)

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from qarl.configs.deepspeed_file import read_deepspeed_file
 from qarl.configs.errors import ConfigError
 from qarl.configs.schema.learner import LearnerConfig
 from qarl.configs.schema.lora import LoraConfig
@@ -195,7 +196,7 @@ def open_policy(
     together = processes or Processes()
     learning = config.learner
     if not processes:
-        learning = learning.model_copy(update={"compile": False})
+        learning = learning.model_copy(update={"compile": False, "deepspeed": None})
 
     model = load_model(config, ready.architecture, learning, together)
     if isinstance(config.learner.lora, LoraConfig):
@@ -250,6 +251,9 @@ def trained_part(policy: Trainee, config: RunConfig) -> list[str]:
         lines.append(f"learner and engine read keys and values in {policy.model.context.kv_cache}")
     if policy.processes.world > 1:
         lines.append(f"processes: {policy.processes.world}")
+    if config.learner.deepspeed is not None:
+        stage = read_deepspeed_file(config.learner.deepspeed).stage
+        lines.append(f"DeepSpeed steps the masters: ZeRO {stage}, {config.learner.deepspeed}")
     return lines
 
 

@@ -115,6 +115,8 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
             **other,
         }
 
+    (folder / "deepspeed.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
+    by_deepspeed = {**LEARNER, "deepspeed": str(folder / "deepspeed.json")}
     model_in_4_bits = {"scheme": "w4a16", "dtype": "bfloat16", "last": 2}
     experts = str(folder / "experts")
     jobs = [
@@ -128,6 +130,8 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
         job("kl", learner=KL, last=3),
         job("experts", learner={**EXPERTS, **KEEPS_NONE}, folder=experts, last=3),
         job("plain", learner=PLAIN, scheme="w8a8", dtype="bfloat16", last=3),
+        job("deepspeed", learner=by_deepspeed),
+        job("deepspeed half", BATCHES // 2, learner=by_deepspeed, resume=str(folder / "start")),
         job("bfloat16", learner={**MUON, "master_dtype": "bfloat16"}, last=1),
     ]
     for name in ("intact", "damaged", "followed"):
@@ -139,14 +143,15 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
     return {**found, "folder": folder}
 
 
-def test_two_processes_learn_as_one(done: Done):
+@pytest.mark.parametrize("job", ["adamw", "deepspeed"])
+def test_two_processes_learn_as_one(done: Done, job: str):
     """Contract: 8 updates by AdamW in fp32, with each process computing its own micro-batches, end
     at the masters of one process. Loss, gradient norm, clipped share and entropy of every batch
     agree. A loss averaged twice, a micro-batch counted twice, or a norm over a shard would be off
     at once.
     """
     masters, _, numbers = trained(BATCHES)
-    ours = done["adamw"]
+    ours = done[job]
     assert_same_trajectory(trained(0)[0], masters, ours["state"]["masters"])
     torch.testing.assert_close(
         torch.tensor(ours["numbers"]), torch.tensor(numbers), rtol=2e-3, atol=2e-4
@@ -172,22 +177,24 @@ def test_shared_masters_give_the_codes_of_whole_ones(done: Done):
     )
 
 
-def test_a_checkpoint_of_one_process_continues_in_two(done: Done):
+@pytest.mark.parametrize("job", ["half", "deepspeed half"])
+def test_a_checkpoint_of_one_process_continues_in_two(done: Done, job: str):
     assert_same_trajectory(
         trained(0)[0],
         trained(BATCHES)[0],
-        done["half"]["state"]["masters"],
+        done[job]["state"]["masters"],
     )
 
 
-def test_a_checkpoint_of_two_processes_continues_in_one(done: Done):
+@pytest.mark.parametrize("job", ["adamw", "deepspeed"])
+def test_a_checkpoint_of_two_processes_continues_in_one(done: Done, job: str):
     """Contract: masters, both moments and the step count are those of one process.
 
     One more batch proves that they are used.
     """
     masters, moments, _ = trained(BATCHES + 1)
     ours, _ = plain(0)
-    checkpoint = load_checkpoint(done["folder"] / "adamw")
+    checkpoint = load_checkpoint(done["folder"] / job)
     ours.load_state_dict(checkpoint.learner_state(ours))
     ours.learn(batch_of(), step=BATCHES)
     assert_same_trajectory(trained(0)[0], masters, masters_of(ours))

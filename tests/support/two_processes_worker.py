@@ -56,9 +56,9 @@ def run(job: dict[str, Any], processes: Processes) -> None:
     backward = torch.Tensor.backward
     sums = []
 
-    def backwards(loss: torch.Tensor) -> None:
+    def backwards(loss: torch.Tensor, **options: bool) -> None:
         with Sent(processes.world) as of_one:
-            backward(loss)
+            backward(loss, **options)
         sums.append((dict(of_one.calls), of_one.bytes))
 
     with (

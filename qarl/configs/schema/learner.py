@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
-from qarl.configs.schema.base import Dtype, Section
+from qarl.configs.schema.base import Dtype, PathText, Section
 from qarl.configs.schema.lora import LoraChoice, LoraConfig, NoLora
 from qarl.configs.schema.objectives import (
     AggregationChoice,
@@ -121,6 +121,14 @@ class LearnerConfig(Section):
     kl: KlChoice = Field(default_factory=NoKl)
     lora: LoraChoice = Field(default_factory=NoLora)
     optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig())
+    deepspeed: PathText | None = Field(
+        default=None,
+        description=(
+            "Your DeepSpeed configuration, a JSON file with ZeRO stage 1 or 2: DeepSpeed then"
+            " divides, offloads and steps (docs/guide/processes.md). Default: several processes"
+            " share masters, gradients and moments by rows."
+        ),
+    )
     advantage: Literal["grpo", "dr_grpo", "rloo"] = Field(
         default="grpo",
         description=(
@@ -350,8 +358,27 @@ def _check_precisions(learner: LearnerConfig) -> None:
             " learner.master_dtype 'float32' holds the updates as they are: leave the rounding out,"
             " or choose master_dtype bfloat16 or float16"
         )
+    if learner.deepspeed is not None:
+        _check_deepspeed(learner)
     if learner.lora.name == "lora" and learner.reduce_dtype != "float32":
         raise ValueError(
             f"learner.reduce_dtype {learner.reduce_dtype!r} is of masters that processes share;"
             " LoRA's factors are whole in each, and their gradients small: leave it out"
         )
+
+
+def _check_deepspeed(learner: LearnerConfig) -> None:
+    """Raise `ValueError` for an option of the learner's own optimizer beside a DeepSpeed file."""
+    optimizer = learner.optimizer
+    rules = (
+        ("learner.optimizer.name", optimizer.name, "adamw", "it steps by AdamW"),
+        ("learner.optimizer.offload", optimizer.offload, "none", "its offload_optimizer decides"),
+        ("learner.master_dtype", learner.master_dtype, "float32", "it steps float32 masters"),
+        ("learner.reduce_dtype", learner.reduce_dtype, "float32", "it adds gradients in float32"),
+    )
+    for name, value, needed, reason in rules:
+        if value != needed:
+            raise ValueError(
+                f"learner.deepspeed {learner.deepspeed!r} with {name} {value!r}: {reason}; set"
+                f" {name} {needed}, or leave learner.deepspeed out"
+            )

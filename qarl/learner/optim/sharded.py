@@ -12,6 +12,8 @@ communicates
     Muon        an update's rows to the process that orthogonalizes the matrix, and back, in
                 bfloat16
 
+`learner.deepspeed` has masters whole and DeepSpeed step them (`learner.optim.deepspeed`).
+
 Every optimizer, master dtype and rounding works in any number of processes. A plain master (an
 adapter's factors) is whole in every process, which sums its gradient after the backward. No process
 ever holds a whole model (`quant.checkpoint.read_rows`).
@@ -22,7 +24,9 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from qarl.configs.deepspeed_file import read_deepspeed_file
 from qarl.configs.schema.learner import LearnerConfig
+from qarl.learner.optim.deepspeed import DeepSpeedOptimizer
 from qarl.learner.optim.optimizer import MasterOptimizer, Step, require_same_masters
 from qarl.learner.processes import Processes
 from qarl.quant.model.low_bit_model import LowBitModel
@@ -46,6 +50,19 @@ class ShardedOptimizer:
         model.gradients.configure(
             in_place=processes.world == 1, reduce_dtype=MASTER_DTYPES[config.reduce_dtype]
         )
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the steps to come."""
+        return self.optimizer.lr
+
+    @lr.setter
+    def lr(self, rate: float) -> None:
+        self.optimizer.lr = rate
+
+    def backward(self, loss: torch.Tensor, last: bool) -> None:
+        """Run the backward of a micro-batch. last: whether it is the update's last one."""
+        loss.backward()
 
     def step(self, diagnose: bool = False) -> Step:
         """Clip and step, then drop the gradients. diagnose: count lost updates."""
@@ -92,8 +109,20 @@ def masters_mesh(config: LearnerConfig, processes: Processes) -> DeviceMesh | No
     """Return the mesh of the processes that share the masters; None: each has all of them.
 
     Several processes share them, unless they are LoRA's frozen base in the host's memory
-    (`learner.lora.base`).
+    (`learner.lora.base`), or stepped by DeepSpeed.
     """
-    if processes.world == 1 or config.base_on_host:
+    if processes.world == 1 or config.base_on_host or config.deepspeed is not None:
         return None
     return mesh_of_all(processes.device)
+
+
+def open_optimizer(
+    model: LowBitModel, config: LearnerConfig, processes: Processes
+) -> ShardedOptimizer | DeepSpeedOptimizer:
+    """Return the optimizer that a `learner` section asks for, of a model's masters.
+
+    Raises `ConfigError` for a DeepSpeed file that this run or machine cannot follow.
+    """
+    if config.deepspeed is None:
+        return ShardedOptimizer(model, config, processes)
+    return DeepSpeedOptimizer(model, config, processes, read_deepspeed_file(config.deepspeed))
