@@ -15,6 +15,7 @@ from qarl.configs.errors import QarlError
 from qarl.configs.files import written_aside
 from qarl.quant.checkpoint.folder import COMPANIONS, file_digests
 from qarl.quant.checkpoint.load import empty_model
+from qarl.quant.checkpoint.source_config import with_source_fields
 from qarl.quant.digest import StreamDigest
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.tensor_files import write_tensors
@@ -57,15 +58,19 @@ def export_masters(model: LowBitModel, source: Path, folder: Path) -> None:
     plain.tie_weights()
     with written_aside(folder) as building:
         plain.save_pretrained(building)
+        file = building / "config.json"
+        complete = with_source_fields(json.loads(file.read_text()), model.config)
+        _write_config(file, complete)
         copy_companions(source, building)
 
 
 def checkpoint_config(model: LowBitModel) -> dict[str, Any]:
     """Return the config.json of the exported model.
 
-    It has the architecture's settings, the compute dtype, and the schemes' quantization.
+    It has the architecture's settings, fields of the source's config.json that transformers' class
+    drops, the compute dtype, and the schemes' quantization.
     """
-    config = model.config.to_dict()
+    config = with_source_fields(model.config.to_dict(), model.config)
     config["dtype"] = str(model.dtype).removeprefix("torch.")
     config.pop("quantization_config", None)
     # The folder of the masters is a path of this machine.
@@ -107,9 +112,7 @@ def write_checkpoint(
             digest = StreamDigest()
             files = dict(write_tensors(stream, building, digest))
             _name_files(building, files, digest.bytes)
-            (building / "config.json").write_text(
-                json.dumps(config, indent=2, sort_keys=True) + "\n"
-            )
+            _write_config(building / "config.json", config)
             copy_companions(source, building)
             write_defaults(building, config, defaults or RequestDefaults())
             if note is not None:
@@ -122,6 +125,11 @@ def write_checkpoint(
         reason = getattr(error, "strerror", None) or error
         raise ExportError(f"cannot write checkpoint {str(folder)!r}: {reason}") from error
     return digest
+
+
+def _write_config(file: Path, config: dict[str, Any]) -> None:
+    """Write the settings of a config.json."""
+    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def copy_companions(source: Path, folder: Path) -> None:

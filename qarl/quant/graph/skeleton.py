@@ -6,7 +6,7 @@ layers of its own, and code that reads a weight directly fails loudly.
 """
 
 import contextlib
-import copy
+import json
 import logging
 import tempfile
 from collections.abc import Iterator
@@ -27,6 +27,8 @@ from vllm.model_executor.models.registry import ModelRegistry, _RegisteredModel
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from qarl.configs.errors import GraphError
+from qarl.configs.words import error_text
+from qarl.quant.checkpoint.source_config import with_source_fields
 from qarl.quant.kernels.vllm import alone
 from qarl.quant.kernels.vllm_gpu import load_plugins
 from qarl.quant.runtime.batch_invariance import kernel_arguments
@@ -78,12 +80,12 @@ def build_skeleton(
     load_plugins()
     try:
         with quiet(), tempfile.TemporaryDirectory() as folder:
-            written = copy.deepcopy(config)
-            written.architectures = [architecture]
-            if quantization is not None:
-                written.quantization_config = quantization
             # the config.json that an export of this model has
-            written.save_pretrained(folder)
+            written = with_source_fields(config.to_dict(), config)
+            written["architectures"] = [architecture]
+            if quantization is not None:
+                written["quantization_config"] = quantization
+            (Path(folder) / "config.json").write_text(json.dumps(written))
             skeleton = skeleton_of(Path(folder), architecture, dtype, device)
     except Exception as error:
         raise GraphError(
@@ -125,7 +127,7 @@ def _reason(error: Exception) -> str:
         for line in lines
         if "Value error, " in line
     )
-    return next(own, lines[0] if lines else type(error).__name__).rstrip(".")
+    return next(own, lines[0] if lines else error_text(error)).rstrip(".")
 
 
 def _inspect_here(architecture: str) -> None:
