@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import traceback
 import typing
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
@@ -17,6 +18,19 @@ def quoted(value: Any) -> str:
     """Return a value as a message shows it: on one line of at most 80 characters."""
     text = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
     return text if len(text) <= 80 else text[:79] + "…"
+
+
+def error_text(error: BaseException) -> str:
+    """Return an exception's text; its type and the line that raised it if the text is empty."""
+    text = str(error).strip()
+    if text:
+        return text
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return type(error).__name__
+    folder, _, file = frames[-1].filename.rpartition("/")
+    place = f"{folder.rpartition('/')[2]}/{file}:{frames[-1].lineno}"
+    return f"{type(error).__name__} at {place}, {frames[-1].line!r}"
 
 
 def few(names: Sequence[str]) -> str:

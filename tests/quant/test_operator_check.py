@@ -11,6 +11,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
+from qarl.configs.errors import GraphError
 from qarl.configs.load import config_from_tree
 from qarl.configs.schema.lora import LoraConfig
 from qarl.learner.processes import Processes
@@ -188,3 +189,28 @@ def test_a_model_that_vllm_does_not_run_in_float32_is_said_not_to_be_compared(
     assert check is not None
     assert not check.wrong
     assert "does not run in float32 (NotImplementedError: this kernel has bfloat16" in str(check)
+
+
+def test_another_error_of_the_comparison_is_raised_with_its_type_and_place(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Contract: an error that names no dtype is no property of the model, and not passed over."""
+
+    def fail(self: Any, *unused: Any) -> None:
+        raise AssertionError
+
+    model = of(qwen3())
+    monkeypatch.setattr(RotaryEmbedding, "forward_cpu", fail)
+    words = r"in float32: AssertionError at quant/test_operator_check.py:\d+, 'raise"
+    with pytest.raises(GraphError, match=words):
+        check_operators(model, ROWS)
+
+
+def test_an_attribute_error_while_the_graph_is_built_keeps_its_words(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    model = of(qwen3())
+    model._graphs.clear()
+    monkeypatch.setattr(model, "_layers", None)
+    with pytest.raises(RuntimeError, match="AttributeError: 'NoneType' object has no attribute"):
+        _ = model.graph

@@ -231,6 +231,16 @@ class LowBitModel(nn.Module):
     @property
     def graph(self) -> "Graph":
         """The engine's model over these layers, in the dtype of the present forward."""
+        try:
+            return self._graph_of_forward()
+        except AttributeError as error:
+            # as such, torch would take it for a missing attribute "graph" of this module
+            raise RuntimeError(
+                f"the engine's model was not built: AttributeError: {error}"
+            ) from error
+
+    def _graph_of_forward(self) -> "Graph":
+        """Return the graph in the dtype of the present forward, built at its first use."""
         dtype = self.context.forward_dtype
         engine = self._layers.engine
         if dtype not in self._graphs:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qarl.configs.words import error_text
 from qarl.quant.runtime.imports import collections_paused
 from qarl.quant.types import LayerReport, LowBitTensor
 from qarl.rollout.engine import EngineError, LoadReport
@@ -69,8 +70,8 @@ class VllmEngine:
             )
         except Exception as error:
             raise EngineError(
-                f"vLLM could not start on {str(checkpoint)!r}: {error}; check rollout.kv_cache_gib "
-                "and the scheme's support on this machine"
+                f"vLLM could not start on {str(checkpoint)!r}: {error_text(error)}; check"
+                " rollout.kv_cache_gib and the scheme's support on this machine"
             ) from error
         VllmEngine._open = True
         if options.delta_nets:
@@ -219,7 +220,8 @@ class VllmEngine:
             raise
         except Exception as error:
             raise EngineError(
-                f"vLLM failed in {method!r} at weight version {self.weight_version}: {error}"
+                f"vLLM failed in {method!r} at weight version {self.weight_version}:"
+                f" {error_text(error)}"
             ) from error
 
 
