@@ -58,6 +58,13 @@ _LATENT = {
     "qk_nope_head_dim": 16,
     "v_head_dim": 32,
 }
+_DELTA = {
+    "full_attention_interval": 3,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
 _SLIDING = {
     "sliding_window": 24,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
@@ -175,16 +182,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("Qwen3MoeConfig", {**_HEADS, **_MOE}),
     "qwen3-next": (
         "Qwen3NextConfig",
-        {
-            **_HEADS,
-            **_MOE,
-            "shared_expert_intermediate_size": 128,
-            "full_attention_interval": 3,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 64,
-            "linear_value_head_dim": 64,
-        },
+        {**_HEADS, **_MOE, **_DELTA, "shared_expert_intermediate_size": 128},
+    ),
+    "qwen3.5": ("Qwen3_5TextConfig", {**_HEADS, **_DELTA}),
+    "qwen3.5-moe": (
+        "Qwen3_5MoeTextConfig",
+        {**_HEADS, **_MOE, **_DELTA, "shared_expert_intermediate_size": 128},
     ),
     "mixtral": ("MixtralConfig", {"num_local_experts": 8, "num_experts_per_tok": 2}),
     "phimoe": ("PhimoeConfig", {"num_local_experts": 8, "num_experts_per_tok": 2}),
@@ -290,7 +293,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "minimax-m2": (
         "MiniMaxM2Config",
-        {**_HEADS, "num_local_experts": 8, "num_experts_per_tok": 2, "rotary_dim": 16},
+        {
+            **_HEADS,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "rotary_dim": 16,
+            "use_routing_bias": True,
+            "scoring_func": "sigmoid",
+        },
     ),
     "deepseek-v2": ("DeepseekV2Config", _LATENT),
     "deepseek-v3": ("DeepseekV3Config", _LATENT),

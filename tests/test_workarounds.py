@@ -79,6 +79,16 @@ UPSTREAM = {
         "vllm/model_executor/layers/fused_moe/unquantized_fused_moe_method.py",
         "# Setup moe kernel only on the first",
     ],
+    "sigmoids in groups alone": [
+        "vllm/model_executor/layers/fused_moe/router/cpu_router.py",
+        """            assert self.scoring_func == "softmax"
+            return _softmax_topk(router_logits, self.top_k, self.renormalize)
+""",
+    ],
+    "image processors import torchvision": [
+        "transformers/models/qwen2_vl/image_processing_qwen2_vl.py",
+        "\nfrom torchvision.transforms.v2 import functional as tvF\n",
+    ],
     "sampler compiles": ["vllm/v1/sample/ops/logprobs.py", "@torch.compile(backend="],
     "a new stream a thread": [
         "vllm/utils/torch_utils.py",

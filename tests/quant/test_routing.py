@@ -23,6 +23,7 @@ from qarl.configs.errors import GraphError
 from qarl.quant.graph.experts import RoutedLayer, weights_of
 from qarl.quant.graph.kinds import _of_experts
 from qarl.quant.graph.router_log import RouterLog
+from qarl.quant.kernels.vllm_gpu import load_plugins
 from tests.support.tensors import normal, relative_error
 
 LOGITS = normal(9, 16, seed=1).bfloat16()
@@ -176,3 +177,34 @@ def test_routers_without_a_known_gradient_are_refused():
     own = CPURouter(4, 16, custom_routing_function=lambda **_: None)
     with pytest.raises(GraphError, match="CPURouter routes by a function of its model's"):
         weights_of(own, LOGITS, torch.zeros(9, 4))
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("bias", [None, normal(16, seed=3)], ids=["no bias", "bias"])
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_a_router_without_groups_chooses_by_corrected_scores(
+    scoring: str, bias: torch.Tensor | None, renormalize: bool
+):
+    """Contract: the formula of vLLM's routers on GPUs: a bias changes the choice, not the weights,
+    and only corrected weights are scaled.
+    """
+    load_plugins()
+    own = CPURouter(
+        4,
+        16,
+        scoring_func=scoring,
+        e_score_correction_bias=bias,
+        renormalize=renormalize,
+        routed_scaling_factor=2.5,
+    )
+    weights, index = own._compute_routing(HIDDEN, LOGITS, None)
+    scores = LOGITS.float().sigmoid() if scoring == "sigmoid" else LOGITS.float().softmax(-1)
+    best = (scores if bias is None else scores + bias).topk(4).indices
+    chosen = scores.gather(-1, index.long())
+    expected = chosen / chosen.sum(-1, keepdim=True) if renormalize else chosen
+    assert torch.equal(index.long().sort().values, best.sort().values)
+    scale = 1.0 if bias is None else 2.5
+    # softmax alone is vLLM's own, in bfloat16
+    tolerance = 2e-2 if bias is None and scoring == "softmax" else 1e-6
+    assert relative_error(weights, scale * expected) < tolerance
+    assert relative_error(weights_of(own, LOGITS, index), weights) < 1e-6

@@ -65,6 +65,14 @@ class DeltaNet:
         """
         module = self.module
         sequences = self.sequences()
+        mixed, z, b, a = self._projected(hidden)
+        weights = [self.weights[name].routed() for name in WEIGHTS]
+        # vLLM's kernels have bfloat16 alone, and `quant.model.operator_check` runs the rest of the
+        # model in fp32
+        if hidden.dtype == torch.float32:
+            return module._output_projection(
+                _by_formula(module, sequences, (mixed, b, a), weights), z
+            )
         if sequences.prefilled is None:
             raise GraphError(
                 "this model has gated delta nets, which compute a prompt with other roundings than"
@@ -73,8 +81,6 @@ class DeltaNet:
                 " sampled; set learner.operators to 'transformers', whose log-probs agree up to"
                 " rounding"
             )
-        mixed, z, b, a = self._projected(hidden)
-        weights = [self.weights[name].routed() for name in WEIGHTS]
         core = _Core.apply(module, sequences, mixed, b, a, *weights)
         return module._output_projection(core, z)
 
@@ -281,6 +287,20 @@ def formula(module: Any, rows: Sequence[Tensor], weights: Sequence[Tensor]) -> T
     g = -decay.exp() * F.softplus(a + bias)
     q = q / module.head_k_dim**0.5
     return delta_rule(q, k, v, g.T, b.sigmoid().T).transpose(0, 1)
+
+
+def _by_formula(
+    module: Any, sequences: Sequences, rows: Sequence[Tensor], weights: Sequence[Tensor]
+) -> Tensor:
+    """Return the output of `formula` for each token of the row, fp32 [N, H, U]."""
+    rows = [sequences.visible(t) for t in rows]
+    weights = [weight.float() for weight in weights]
+    return torch.cat(
+        [
+            formula(module, [t[seen] for t in rows], weights)[-length:]
+            for seen, length in zip(_slices(sequences.seen), sequences.lengths, strict=True)
+        ]
+    )
 
 
 def _unit(x: Tensor) -> Tensor:

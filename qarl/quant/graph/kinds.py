@@ -10,7 +10,6 @@ from torch import nn
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.mamba.gdn.base import GatedDeltaNetAttention
@@ -27,11 +26,6 @@ def refuse_unknown(
 
     sources: what is loaded into each parameter (`quant.graph.loading`).
     """
-    if isinstance(module, MoERunner) and _drops_bias(module.router):
-        raise GraphError(
-            f"vLLM's router on CPUs leaves out the correction bias of {name!r}, so that it samples"
-            " from another model than the checkpoint's; train it on a GPU, or take another model"
-        )
     needed = _needed(name, module, sources)
     if needed:
         raise GraphError(
@@ -102,15 +96,6 @@ def _of_experts(runner: Any) -> str:
         ),
     }
     return " and ".join(reason for reason, is_so in reasons.items() if is_so)
-
-
-def _drops_bias(router: Any) -> bool:
-    """Return whether vLLM's router ignores its correction bias.
-
-    vLLM 0.32's router for CPUs reads the bias only if experts are in groups (ERNIE 4.5's are not).
-    """
-    biased = isinstance(router, CPURouter) and router.e_score_correction_bias is not None
-    return biased and not router.use_grouped_topk and router.scoring_func != "sqrtsoftplus"
 
 
 def _of_parameters(

@@ -25,6 +25,13 @@ from qarl.quant.graph.skeleton import skeleton_of
 
 _TRACED: WeakKeyDictionary[nn.Module, dict[str, list[str]]] = WeakKeyDictionary()
 """Model → module name → the checkpoint's layers that are loaded into the module."""
+_MULTIPLIED: WeakKeyDictionary[nn.Module, dict[str, list[str]]] = WeakKeyDictionary()
+"""Model → module name → those of them that the module multiplies, if it does.
+
+A router may also hold a correction bias, which a checkpoint has in another module (ERNIE 4.5).
+"""
+_OF_PRODUCTS = ("weight", "bias", "input_")
+"""Beginnings of vLLM's names of parameters of products."""
 
 
 def trace_names(model: nn.Module, config: VllmConfig) -> None:
@@ -41,11 +48,14 @@ def trace_names(model: nn.Module, config: VllmConfig) -> None:
     skeleton = skeleton_of(folder, served.architecture, served.dtype, device)
     traced = trace_loading(skeleton, tensor_shapes(folder), in_order=False)
     layers: dict[str, list[str]] = {}
-    for (module, _), sources in traced.items():
+    multiplied: dict[str, list[str]] = {}
+    for (module, key), sources in traced.items():
         names = [source.rpartition(".")[0] for source in sources]
-        earlier = layers.get(module, [])
-        layers[module] = list(dict.fromkeys([*earlier, *names]))  # each name once, in order
+        for by_module in (layers, multiplied) if key.startswith(_OF_PRODUCTS) else (layers,):
+            earlier = by_module.get(module, [])
+            by_module[module] = list(dict.fromkeys([*earlier, *names]))  # each once, in order
     _TRACED[model] = layers
+    _MULTIPLIED[model] = {**layers, **multiplied}
 
 
 def layer_names(model: nn.Module, name: str, module: nn.Module) -> list[str]:
@@ -54,10 +64,11 @@ def layer_names(model: nn.Module, name: str, module: nn.Module) -> list[str]:
     They are in the order of the module's rows. Returns the module's own name if nothing is loaded
     into it, as for a tied head.
     """
-    names = [name] if _tied_head(model, module) else _TRACED[model].get(name, [name])
+    names = [name] if _tied_head(model, module) else _MULTIPLIED[model].get(name, [name])
     if isinstance(module, RoutedExperts):
-        before, separator, _ = names[0].partition(".experts.")
-        return [f"{before}.experts" if separator else module.layer_name]
+        # beside a correction bias, which is no expert's
+        befores = [name.partition(".experts.")[0] for name in names if ".experts." in name]
+        return [f"{befores[0]}.experts" if befores else module.layer_name]
     return names
 
 

@@ -34,6 +34,7 @@ def register() -> None:
     import torch
     from vllm.platforms import current_platform
 
+    from qarl.quant.kernels.vllm_cpu.torchvision import stand_in_for_torchvision
     from qarl.quant.kernels.vllm_gpu import settle
 
     if parent_process() and not os.environ.keys().isdisjoint({RECEIVED, SERVED}):
@@ -43,6 +44,7 @@ def register() -> None:
     elif SERVED in os.environ:
         _end_where_interrupted()
     _leave_transformers_classes()
+    stand_in_for_torchvision()
     if SETTLED in os.environ:
         settle()
     if not current_platform.is_cpu():
@@ -75,9 +77,11 @@ def register() -> None:
     if not torch.cpu._is_vnni_supported():
         _replace(CPUInt8ScaledMMFp32Kernel, "int8")
     from qarl.quant.kernels.vllm_cpu.rotary import rotate_heads
+    from qarl.quant.kernels.vllm_cpu.router import route_in_one_group
     from qarl.quant.kernels.vllm_cpu.unquantized import make_rows_independent
 
     rotate_heads()
+    route_in_one_group()
     os.environ.setdefault(SPLIT_KEYS, "0")
     has_amx = torch.cpu._is_amx_tile_supported()
     make_rows_independent(has_amx)
