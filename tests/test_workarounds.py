@@ -89,6 +89,10 @@ UPSTREAM = {
         "transformers/models/qwen2_vl/image_processing_qwen2_vl.py",
         "\nfrom torchvision.transforms.v2 import functional as tvF\n",
     ],
+    "loaders are asked for a name": [
+        "vllm/model_executor/model_loader/reload/layerwise.py",
+        '_get_weight_loader(tensor).__name__ != "online_process_loader"',
+    ],
     "sampler compiles": ["vllm/v1/sample/ops/logprobs.py", "@torch.compile(backend="],
     "a new stream a thread": [
         "vllm/utils/torch_utils.py",

@@ -23,7 +23,6 @@ from qarl.quant.model.agreement import agreement
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.schemes import get_scheme
 from tests.support.models import SIZES, all_logits, qwen3, some_tokens
-from tests.support.moe_models import CONFIGS, random_moe
 
 
 def test_vllm_has_its_leaves_where_the_graph_takes_them():

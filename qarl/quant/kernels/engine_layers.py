@@ -52,6 +52,8 @@ class EngineLayers:
                 self._layers[name] = module
             elif isinstance(module, RoutedExperts):
                 self._layers[module.layer_name] = module
+                # MiniMax-M2's layers call themselves by another name than their module's
+                self._layers[name.removesuffix(".routed_experts")] = module
 
     def linear(
         self,

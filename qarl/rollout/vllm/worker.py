@@ -17,6 +17,7 @@ workaround when vLLM's own reload passes that test.
 """
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -130,7 +131,7 @@ def load_stream(model: nn.Module, config: VllmConfig, stream: Iterable[LowBitTen
         beside = {} if current_platform.is_cpu() else tensors_beside(model)
         try:
             model.load_weights(tensors())  # pyright: ignore[reportCallIssue]
-            partial = [name for name, module in keep if get_layerwise_info(module).can_load()]
+            waiting = [name for name, module in keep if get_layerwise_info(module).can_load()]
             finalize_layerwise_reload(model, config.model_config)
         except BaseException:
             _abandon_reload(model)
@@ -140,7 +141,7 @@ def load_stream(model: nn.Module, config: VllmConfig, stream: Iterable[LowBitTen
         if current_platform.is_cpu():
             _prepare_heads(model)
     unconsumed, missing = compare_names(before.values(), sent)
-    incomplete = tuple(sorted({*missing, *partial}))
+    incomplete = tuple(sorted({*missing, *waiting}))
     return LoadReport(digest.hexdigest(), len(sent), unconsumed, incomplete)
 
 
@@ -183,6 +184,11 @@ def _begin_reload(model: nn.Module) -> None:
         for module in model.modules()
         if isinstance(module, LinearBase) and not current_platform.is_cpu()
     ]
+    # The reload asks loaders for a name, which partial functions lack (MiniMax's norms).
+    for tensor in (*model.parameters(), *model.buffers()):
+        loader: Any = getattr(tensor, "weight_loader", None)
+        if isinstance(loader, partial):
+            loader.__name__ = "partial"  # type: ignore[attr-defined]
     biased: list[Any] = [layer for layer in linear if layer.bias is not None]
     for layer in biased:
         if not hasattr(layer.bias, "weight_loader"):

@@ -22,7 +22,7 @@ def route_in_one_group() -> None:
         return
 
     @functools.wraps(make)
-    def __init__(self: Any, *args: Any, **named: Any) -> None:
+    def construct(self: Any, *args: Any, **named: Any) -> None:
         make(self, *args, **named)
         corrected = self.e_score_correction_bias is not None
         if (
@@ -36,4 +36,4 @@ def route_in_one_group() -> None:
             if not corrected:
                 self.routed_scaling_factor = 1.0
 
-    CPURouter.__init__ = __init__  # type: ignore[method-assign]
+    CPURouter.__init__ = construct  # type: ignore[method-assign]
