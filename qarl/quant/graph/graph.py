@@ -203,7 +203,8 @@ class Graph:
             self._routed.append(RoutedLayer(module, self._masters.experts[name], self._log))
         elif isinstance(module, RoutedExperts):
             _without_parameters(module)
-        elif isinstance(module, CustomOp):
+        # Others have Python of their own instead of vLLM's dispatch (MiniMax's norms).
+        elif isinstance(module, CustomOp) and type(module).forward is CustomOp.forward:
             weights = self._weights(name, module)
             module._forward_method = Operator(module, weights, self._context.gradients)
         else:
