@@ -1,6 +1,7 @@
 """Agreement of learner and sampler on tiny random models of many families.
 
 python -m benchmarks.families [NAME …] [--schemes w4a16,w8a8] [--dtype bfloat16] [--json FILE]
+python -m benchmarks.families --commands [NAME …]     what the commands do, `family_commands`
 
 For each family and scheme vLLM starts on the exported codes, is audited, takes another version of
 them, and samples. Three things are measured:
@@ -17,6 +18,7 @@ them, and samples. Three things are measured:
 import argparse
 import copy
 import dataclasses
+import os
 import shutil
 import sys
 import tempfile
@@ -28,6 +30,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+from benchmarks.family_commands import print_row, registered, table, through_commands
 from benchmarks.random_policy import SIZES
 from qarl.advice.mismatch import engine_of
 from qarl.cli.options import json_file, write_json
@@ -65,6 +68,13 @@ _DELTA = {
     "linear_key_head_dim": 64,
     "linear_value_head_dim": 64,
 }
+_SHORT_CONVOLUTION = {
+    "layer_types": ["conv", "full_attention", "conv"],
+    "block_ff_dim": 256,
+    "block_auto_adjust_ff_dim": False,
+    "conv_L_cache": 3,
+}
+_MAMBA_LAYERS = {"layer_types": ["mamba", "attention", "mamba"]}
 _SLIDING = {
     "sliding_window": 24,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
@@ -344,8 +354,54 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "laurel_rank": 8,
         },
     ),
-    "lfm2": ("Lfm2Config", {}),
-    "falcon-h1": ("FalconH1Config", {}),
+    "lfm2": ("Lfm2Config", {**_SHORT_CONVOLUTION, "block_dim": 128, "conv_dim": 128}),
+    "lfm2-moe": ("Lfm2MoeConfig", {**_SHORT_CONVOLUTION, **_MOE, "num_dense_layers": 1}),
+    "falcon-h1": (
+        "FalconH1Config",
+        {**_HEADS, "mamba_d_ssm": 256, "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 64},
+    ),
+    "granite-4-h": (
+        "GraniteMoeHybridConfig",
+        {
+            **_MAMBA_LAYERS,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 32,
+            "mamba_d_state": 64,
+            "shared_intermediate_size": 256,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "position_embedding_type": "rope",
+        },
+    ),
+    "nemotron-h": (
+        "NemotronHConfig",
+        {
+            **_HEADS,
+            "hybrid_override_pattern": "M-*",
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 32,
+            "ssm_state_size": 64,
+            "n_groups": 2,
+        },
+    ),
+    "olmo-hybrid": ("OlmoHybridConfig", _DELTA),
+    "kimi-linear": ("KimiLinearConfig", {**_LATENT, "linear_attn_config": None}),
+    "glm4-moe-lite": ("Glm4MoeLiteConfig", _LATENT),
+    "glm-5": ("GlmMoeDsaConfig", _LATENT),
+    "deepseek-v3.2": ("DeepseekV32Config", _LATENT),
+    "llama4": (
+        "Llama4TextConfig",
+        {
+            **_HEADS,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 1,
+            "intermediate_size_mlp": 256,
+            "interleave_moe_layer_step": 1,
+        },
+    ),
+    "jamba": ("JambaConfig", {"num_experts": 4, "attn_layer_period": 3, "attn_layer_offset": 1}),
+    "mamba": ("MambaConfig", {}),
+    "mamba2": ("Mamba2Config", {"num_heads": 8, "head_dim": 32, "n_groups": 1, "state_size": 64}),
 }
 """Name → transformers' configuration class, and the differences from `SIZES` and `_TOKENS`."""
 
@@ -358,7 +414,7 @@ Flat distributions would hide the effect of mismatch on peaks.
 
 def write_model(name: str, folder: Path, seed: int = 0) -> None:
     """Write a random model of the family, with every parameter drawn, and a generic tokenizer."""
-    kind, changes = FAMILIES[name]
+    kind, changes = FAMILIES.get(name, (name, {}))
     untrained = dataclasses.replace(
         RECIPES["tiny-qwen3"], warm_start_steps=0, tie_word_embeddings=False, seed=0
     )
@@ -517,6 +573,33 @@ def _compare(
     return float(cosine), float(relative_error)
 
 
+def _through_commands(names: list[str], scheme: str, dtype: str) -> list[dict[str, Any]]:
+    """Print and return a row of each family, or of every architecture that vLLM registers."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # forks inherit no threads
+    rows = []
+    classes = registered()
+    others = sorted({*classes.values()} - {kind for kind, _ in FAMILIES.values()} - {""})
+    for name in names or [*FAMILIES, *others]:
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                write_model(name, Path(folder))
+            # a class has settings that belong together
+            except Exception as error:
+                row = {"family": name, "outcome": "not made", "reason": f"{error}"}
+            else:
+                row = through_commands(name, Path(folder), scheme, dtype)
+        rows.append(row)
+        print_row(row)
+    if not names:
+        without = [name for name, kind in classes.items() if not kind]
+        rows += [
+            {"family": name, "outcome": "refused", "reason": "transformers has no such class"}
+            for name in without
+        ]
+    table(rows)
+    return rows
+
+
 def main() -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(
@@ -528,8 +611,18 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--json", type=json_file, metavar="FILE", help="write the rows as a record")
+    parser.add_argument(
+        "--commands",
+        action="store_true",
+        help="go through schemes, check and train instead, with the first of --schemes; without"
+        " NAME every text architecture that vLLM registers",
+    )
     parser.add_argument("--trace", action="store_true", help="print tracebacks of refusals")
     options = parser.parse_args()
+    if options.commands:
+        rows = _through_commands(options.names, options.schemes.split(",")[0], options.dtype)
+        write_json(options.json, record(sys.argv[1:], rows, "python -m benchmarks.families"))
+        return 0
     rows = []
     for name in options.names or FAMILIES:
         for scheme in options.schemes.split(","):

@@ -127,7 +127,8 @@ _LEVELS = {
     "floor": (
         "learner and sampler agree up to rounding: transformers' operators add up in another order"
     ),
-    "refused": "a learner would not be the sampler's policy",
+    "refused": "refused, because a learner would not be the sampler's policy",
+    "no engine": "refused, because no engine on this machine can sample from the model",
 }
 
 

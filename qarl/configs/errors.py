@@ -49,6 +49,10 @@ class GraphError(InputError, heading="operators"):
     """Engine's model that cannot be the learner's graph, or a use that it does not support."""
 
 
+class NoEngineModelError(GraphError):
+    """Model that vLLM cannot build on this machine, so that no engine here can sample from it."""
+
+
 class PolicyError(InputError, heading="policy"):
     """Call of a policy or its engine out of turn, or with tokens that it cannot take."""
 

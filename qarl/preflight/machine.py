@@ -1,5 +1,7 @@
 """Check of a run's schemes on this machine: the kernels, and the model's layers."""
 
+import hashlib
+import json
 from operator import itemgetter
 
 import torch
@@ -10,10 +12,12 @@ from qarl.configs.schema.lora import LoraConfig
 from qarl.configs.schema.run import RunConfig
 from qarl.quant.checkpoint.plan import LayerPlan
 from qarl.quant.checkpoint.shapes import expert_modules, weight_shapes
+from qarl.quant.checkpoint.source_config import with_source_fields
 from qarl.quant.kernels.cpu_attention import require_head_size
 from qarl.quant.kernels.supported import require_cache, require_support
 from qarl.quant.model.add_lora import adapted_weights
 from qarl.quant.model.kept_scales import check_scale_rule
+from qarl.quant.runtime.answers import keep_answer, read_answer
 from qarl.quant.runtime.batch_invariance import batch_invariant
 from qarl.quant.runtime.libraries import has_vllm, refuse_split_keys
 from qarl.quant.schemes import COMPUTE_DTYPES, get_scheme
@@ -28,6 +32,7 @@ def require_schemes(config: RunConfig) -> Architecture:
 
     Returns the model's architecture. `SchemeError`: layer rules do not fit the model, a scheme
     cannot hold a shape or cannot run on this machine. `LoraError`: adapters do not fit the model.
+    `NoEngineModelError`: vLLM does not run the model.
     Of the model, only config.json and the headers of its files are read.
     """
     require_kernels(config)  # before the model is located
@@ -55,6 +60,8 @@ def require_layers(config: RunConfig, model: PreTrainedModel, layers: LayerPlan)
         require_head_size(config.model, model.config)
     if on_cpu and getattr(model.config.get_text_config(), "linear_num_key_heads", None):
         require_delta_nets(config, model.config.get_text_config())
+    if config.engine_here and has_vllm():
+        require_engine_model(model, COMPUTE_DTYPES[config.dtype])
     check_scale_rule(config.quantization.scale, layers)
     if isinstance(config.learner.lora, LoraConfig):
         adapted_weights(weight_shapes(model), model.config.model_type, config.learner.lora)
@@ -69,6 +76,23 @@ def require_layers(config: RunConfig, model: PreTrainedModel, layers: LayerPlan)
     }
     for (_, is_expert), scheme in sorted(kinds.items(), key=itemgetter(0)):
         require_support(scheme, COMPUTE_DTYPES[config.dtype], is_expert)
+
+
+def require_engine_model(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Raise `NoEngineModelError` with vLLM's reason if it has no such model on this machine.
+
+    A model that it has is cached on disk as an answer.
+
+    model: the model, which may be on the meta device. dtype: the engine's compute dtype.
+    """
+    settings = json.dumps(with_source_fields(model.config.to_dict(), model.config), default=str)
+    question = {"config": hashlib.sha256(settings.encode()).hexdigest(), "dtype": str(dtype)}
+    if read_answer("engine model", question):
+        return
+    from qarl.quant.graph.skeleton import build_skeleton
+
+    build_skeleton(model.config, type(model).__name__, None, dtype, torch.device("cpu"))
+    keep_answer("engine model", question, True)
 
 
 def require_delta_nets(config: RunConfig, model: PreTrainedConfig) -> None:

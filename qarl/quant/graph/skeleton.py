@@ -26,7 +26,7 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models.registry import ModelRegistry, _RegisteredModel
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from qarl.configs.errors import GraphError
+from qarl.configs.errors import NoEngineModelError
 from qarl.configs.words import error_text
 from qarl.quant.checkpoint.source_config import with_source_fields
 from qarl.quant.kernels.vllm import alone
@@ -68,7 +68,7 @@ def build_skeleton(
 ) -> Skeleton:
     """Build vLLM's model of a transformers configuration.
 
-    Raises `GraphError` with vLLM's reason if it has no such model.
+    Raises `NoEngineModelError` with vLLM's reason if it has no such model.
 
     Args:
         config: the model's configuration.
@@ -88,10 +88,10 @@ def build_skeleton(
             (Path(folder) / "config.json").write_text(json.dumps(written))
             skeleton = skeleton_of(Path(folder), architecture, dtype, device)
     except Exception as error:
-        raise GraphError(
-            f"vLLM builds no model of {architecture} to learn through: {_reason(error)}; set"
-            " learner.operators to 'transformers', whose log-probs agree up to rounding, or take a"
-            " model that vLLM runs"
+        raise NoEngineModelError(
+            f"vLLM does not run {architecture} on this machine: {_reason(error)}; take another"
+            " model, or sample by servers on a machine whose vLLM runs it (rollout.servers), with"
+            " learner.operators 'transformers', whose log-probs agree up to rounding"
         ) from error
     # An engine in this process would have chosen already.
     if not ir.ops.rms_norm.get_priority():

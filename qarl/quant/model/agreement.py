@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from transformers import PreTrainedModel
 
-from qarl.configs.errors import GraphError
+from qarl.configs.errors import GraphError, NoEngineModelError
 from qarl.quant.checkpoint.shapes import plan_layers
 from qarl.quant.graph.router_log import RouterLog
 from qarl.quant.layers.context import LayerContext
@@ -18,10 +18,11 @@ from qarl.quant.schemes import get_scheme
 class Agreement:
     """Degree to which learner and sampler can agree."""
 
-    level: Literal["exact", "floor", "refused"]
-    """One of three. "exact": the learner computes through the engine's own model, to the same bits.
+    level: Literal["exact", "floor", "refused", "no engine"]
+    """One of four. "exact": the learner computes through the engine's own model, to the same bits.
     "floor": it computes through transformers' operators, as close as two implementations in one
-    dtype are. "refused": it would learn another policy.
+    dtype are. "refused": it would learn another policy. "no engine": vLLM does not run
+    the model on this machine.
     """
     reason: str = ""
     """Reason why the level is not better; "" if it is "exact"."""
@@ -40,6 +41,8 @@ def agreement(model: PreTrainedModel, dtype: torch.dtype) -> Agreement:
 
         assert layers.engine is not None
         build_graph(model, layers.engine, None, layers, context, RouterLog())
+    except NoEngineModelError as error:
+        return Agreement("no engine", str(error))
     except GraphError as error:
         why = str(error)
     else:

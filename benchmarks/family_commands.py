@@ -1,0 +1,133 @@
+"""Families through the commands that a user types: `python -m benchmarks.families --commands`.
+
+A tiny random model of each family goes through `qarl schemes`, `qarl check` and two steps of `qarl
+train`, which ends with an export that a fresh engine must reproduce. Commands run in forks of one
+process that has imported everything (`tests.support.fork_server`).
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from tests.support.runs import Run
+
+_LIMIT = 300
+"""Seconds after which a command is ended."""
+_TRAIN = (
+    *("--config", "small", "--task", "chain_sum", "--steps", "2", "--prompts", "2"),
+    *("--samples", "4", "--mini-batches", "2", "--max-new-tokens", "16"),
+    *("--rollout.max_prompt_tokens", "256", "--eval.problems", "4", "--eval-every", "2"),
+    *("--reward", "tests.support.rewards:reward"),
+)
+
+
+def registered() -> dict[str, str]:
+    """Return the name of every text architecture that vLLM registers → its configuration's class in
+    transformers; "" if transformers has none.
+    """
+    from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
+
+    types = {kind: name for name, kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
+    return {
+        name: CONFIG_MAPPING_NAMES.get(types.get(name, ""), "") for name in _TEXT_GENERATION_MODELS
+    }
+
+
+def through_commands(name: str, folder: Path, scheme: str, dtype: str) -> dict[str, Any]:
+    """Return the row of the model in a folder: what the commands say, and how the run ended.
+
+    `outcome` is one of "exact", "bounded" (log-probs differ), "refused", "crashed" (a traceback, a
+    signal, or no end), and "untrue" (a command says other than the run shows).
+    """
+    row: dict[str, Any] = {"family": name, "scheme": scheme, "dtype": dtype}
+    with tempfile.TemporaryDirectory() as temporary:
+        run = Path(temporary) / "run"
+        model = ("--model", folder, "--dtype", dtype)
+        chosen = (*model, *_TRAIN, "--scheme", scheme, "--output", run)
+        listed = _command("schemes", *model)
+        checked = _command("check", *chosen)
+        trained = _command("train", *chosen)
+        row["says"] = listed["says"]
+        for command, result in (("schemes", listed), ("check", checked), ("train", trained)):
+            if result["crash"]:
+                return {**row, "outcome": "crashed", "reason": f"{command}: {result['crash']}"}
+        refusal = checked["refusal"] or trained["refusal"]
+        if refusal:
+            untrue = listed["status"] == 0 and "refused" not in listed["says"]
+            late = "" if checked["refusal"] else " (train, not check)"
+            outcome = "untrue" if untrue else "refused"
+            return {**row, "outcome": outcome, "reason": f"{refusal}{late}"}
+        steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        differences = [
+            value
+            for step in steps
+            if (value := _value(step, "learn/mismatch/mean_abs")) is not None
+        ]
+    worst = max(differences, default=0.0)
+    assert differences, f"{name}: no step learned"
+    exact = worst == 0.0
+    untrue = exact != ("to the last bit" in listed["says"])
+    outcome = "untrue" if untrue else "exact" if exact else "bounded"
+    return {**row, "outcome": outcome, "mean_abs": worst, "reason": listed["reason"]}
+
+
+def _value(step: dict[str, Any], key: str) -> Any:
+    """Return a metric of a step, whose record may be nested."""
+    value: Any = step.get(key)
+    if value is None:
+        value = step
+        for part in key.split("/"):
+            value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def _command(*arguments: str | Path) -> dict[str, Any]:
+    """Run `qarl ARGUMENTS` and return status, last words, refusal and crash."""
+    run = Run(*arguments)
+    timer = threading.Timer(_LIMIT, os.kill, (run.pid, signal.SIGKILL))
+    timer.start()
+    done = run.wait()
+    timer.cancel()
+    text = done.stdout + done.stderr
+    says = next((line for line in done.stdout.splitlines() if _AGREES.search(line)), "")
+    errors = [line for line in text.splitlines() if re.match(r"(qarl: )?error|.*[Ee]rror: ", line)]
+    last = next((line for line in reversed(text.splitlines()) if line.strip()), "")
+    crash = ""
+    if done.returncode < 0 or "Traceback (most recent call last)" in text:
+        crash = (errors or [last or f"status {done.returncode}"])[-1]
+    refusal = (errors or [last])[-1] if done.returncode == 2 else ""
+    if done.returncode == 1 and not crash and arguments[0] == "train":
+        refusal = f"failed: {(errors or [last])[-1]}"
+    return {
+        "status": done.returncode,
+        "says": says,
+        "reason": says.partition(": ")[2],
+        "refusal": refusal.strip(),
+        "crash": crash.strip(),
+    }
+
+
+_AGREES = re.compile(r"^learner and sampler agree|^refused")
+
+
+def print_row(row: dict[str, Any]) -> None:
+    """Print a row on one line."""
+    value = f"{row['mean_abs']:.1e} " if row.get("mean_abs") else ""
+    print(f"{row['family']:20} {row['outcome']:8} {value}{row.get('reason', '')[:400]}", flush=True)
+
+
+def table(rows: list[dict[str, Any]]) -> None:
+    """Print how many families ended in each way."""
+    width = shutil.get_terminal_size().columns
+    outcomes = [row["outcome"] for row in rows]
+    counts = {outcome: outcomes.count(outcome) for outcome in dict.fromkeys(outcomes)}
+    print(", ".join(f"{count} {outcome}" for outcome, count in counts.items())[:width])
