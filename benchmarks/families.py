@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from benchmarks.family_commands import print_row, registered, table, through_commands
 from benchmarks.random_policy import SIZES
@@ -75,6 +75,20 @@ _SHORT_CONVOLUTION = {
     "conv_L_cache": 3,
 }
 _MAMBA_LAYERS = {"layer_types": ["mamba", "attention", "mamba"]}
+_PICTURES = {
+    "vision_config": {
+        "depth": 1,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_heads": 2,
+        "out_hidden_size": 128,
+        "deepstack_visual_indexes": [0],
+    },
+    "image_token_id": 500,
+    "video_token_id": 501,
+    "vision_start_token_id": 502,
+    "vision_end_token_id": 503,
+}
 _SLIDING = {
     "sliding_window": 24,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
@@ -384,6 +398,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "n_groups": 2,
         },
     ),
+    "qwen3.5-vl": ("Qwen3_5Config", {"text_config": {**_HEADS, **_DELTA}, **_PICTURES}),
+    "qwen3-vl": ("Qwen3VLConfig", {"text_config": _HEADS, **_PICTURES}),
+    "gemma3-vl": (
+        "Gemma3Config",
+        {
+            "text_config": {**_HEADS, **_SLIDING, "query_pre_attn_scalar": 32},
+            "vision_config": {
+                "hidden_size": 64,
+                "intermediate_size": 128,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "image_size": 56,
+                "patch_size": 14,
+            },
+            "mm_tokens_per_image": 4,
+        },
+    ),
     "olmo-hybrid": ("OlmoHybridConfig", _DELTA),
     "kimi-linear": ("KimiLinearConfig", {**_LATENT, "linear_attn_config": None}),
     "glm4-moe-lite": ("Glm4MoeLiteConfig", _LATENT),
@@ -425,9 +456,15 @@ def write_model(name: str, folder: Path, seed: int = 0) -> None:
         folder / "generation_config.json",
     ):
         file.unlink(missing_ok=True)
-    config = getattr(transformers, kind)(**{**SIZES, **_TOKENS, **changes})
+    text = {**SIZES, **_TOKENS}
+    make: Any = AutoModelForCausalLM
+    if "text_config" in changes:
+        make = AutoModelForImageTextToText
+        changes = {**changes, "text_config": {**text, **changes["text_config"]}}
+        text = {"tie_word_embeddings": text["tie_word_embeddings"]}
+    config = getattr(transformers, kind)(**{**text, **changes})
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = make.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn_like(parameter)

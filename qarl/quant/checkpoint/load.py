@@ -106,6 +106,7 @@ def causal_model(name: str, config: PreTrainedConfig) -> PreTrainedModel:
             f"model {name!r} is a {config.model_type!r}, no causal language model; give one that"
             " writes text from left to right (Qwen3, Llama, Mistral, …)"
         )
+    model.config.name_or_path = config.name_or_path
     return model
 
 
@@ -212,6 +213,8 @@ def load_masters(
     refuse_missing(folder, model, [str(key) for key in info.get("mismatched_keys", ())])
     refuse_unread(folder, model, info["unexpected_keys"])
     record_tie(model)
+    # transformers forgets it of a language model that is part of another model
+    model.config.name_or_path = str(folder)
     check_finite(folder, model)
     return model.eval() if device is None else model.eval().to(device)
 

@@ -52,7 +52,10 @@ def with_source_fields(written: Mapping[str, Any], config: PreTrainedConfig) -> 
 
 
 def _source_of(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return the settings of the config.json that a configuration was loaded from; {} if none."""
+    """Return the settings of the config.json that a configuration was loaded from; {} if none.
+
+    Of a model that also takes pictures these are its language model's, if that is what was loaded.
+    """
     if not config.name_or_path:
         return {}
     try:
@@ -60,7 +63,10 @@ def _source_of(config: PreTrainedConfig) -> dict[str, Any]:
     # the folder or the hub's copy is gone, or no config.json
     except (OSError, ValueError):
         return {}
-    return settings if settings.get("model_type") == config.model_type else {}
+    for level in (settings, settings.get("text_config")):
+        if isinstance(level, dict) and level.get("model_type") == config.model_type:
+            return level
+    return {}
 
 
 def _reading(settings: Mapping[str, Any], config: PreTrainedConfig) -> dict[str, Any] | None:
