@@ -13,15 +13,19 @@ from transformers import (
     BloomForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    GlmMoeDsaConfig,
+    GlmMoeDsaForCausalLM,
 )
 
-from qarl.configs.errors import GraphError
+from qarl.configs.errors import GraphError, NoEngineModelError
+from qarl.preflight.machine import require_engine_model
 from qarl.quant.graph import experts, operators
 from qarl.quant.kernels import vllm as vllm_kernels
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.agreement import agreement
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.schemes import get_scheme
+from tests.support.kernels import no_cuda
 from tests.support.models import SIZES, all_logits, qwen3, some_tokens
 
 
@@ -150,3 +154,22 @@ def test_modules_without_a_leaf_are_refused_by_class_and_name(model: Any, words:
     without = LowBitModel(model(), get_scheme("bf16"), LayerContext(torch.bfloat16, "auto"))
     assert without.operators == "transformers"
     assert re.search(words, without.why_not_engine)
+
+
+@no_cuda
+def test_a_model_that_vllm_does_not_run_is_refused_with_its_reason():
+    """Contract: `qarl schemes` and a run's checks say so from the configuration alone, though
+    transformers' operators could learn it.
+    """
+    sizes = {**SIZES, "num_key_value_heads": 4, **LATENT}
+    config = GlmMoeDsaConfig(
+        **sizes, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=64
+    )
+    with torch.device("meta"):
+        empty = GlmMoeDsaForCausalLM(config)
+    words = "vLLM does not run GlmMoeDsaForCausalLM on this machine: Sparse Attention is not"
+    with pytest.raises(NoEngineModelError, match=words):
+        require_engine_model(empty, torch.bfloat16)
+    answer = agreement(empty, torch.bfloat16)
+    assert answer.level == "no engine"
+    assert words in answer.reason
