@@ -11,7 +11,7 @@ from qarl.configs.schema.run import RunConfig
 from qarl.learner.learner import FirstBatchGate
 from qarl.learner.processes import Processes
 from qarl.learner.reserve import reserved
-from qarl.quant.checkpoint.folder import has_delta_nets
+from qarl.quant.checkpoint.folder import has_states
 from qarl.quant.kernels import KernelError
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.model.operator_check import OperatorCheck, check_operators
@@ -35,8 +35,8 @@ from qarl.sync.gate import Gate, require_equal
 from qarl.sync.publisher import Publisher
 
 _UNCACHED = (
-    "rollout.prefix_caching is off here: this model has gated delta nets, and vLLM caches their"
-    " states only with chunked prefill, which rounds differently"
+    "rollout.prefix_caching is off here: this model has layers with a state (delta nets, Mamba or"
+    " convolutions), and vLLM caches states only with chunked prefill, which rounds differently"
 )
 _CANARY_SEQUENCES = 8
 """Number of fixed sequences whose log-probs are compared after a publish."""
@@ -188,7 +188,7 @@ def connected(
             multiplies=multiplies,
             rows=row_check,
             operators=operators,
-            uncached=config.rollout.prefix_caching and has_delta_nets(start),
+            uncached=config.rollout.prefix_caching and has_states(start),
         )
 
 

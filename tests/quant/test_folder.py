@@ -18,6 +18,7 @@ from qarl.quant.checkpoint.folder import (
     check_rotary,
     check_windows,
     has_chat_template,
+    has_states,
     local_folder,
     tensor_shapes,
 )
@@ -275,3 +276,21 @@ def test_chat_templates_are_found_in_either_file(tmp_path: Path):
     ]:
         (tmp_path / name).write_text(text)
         assert has_chat_template(tmp_path) == has
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"linear_num_key_heads": 2}, True),
+        ({"conv_L_cache": 3, "layer_types": ["conv", "full_attention"]}, True),
+        ({"mamba_n_heads": 8, "layer_types": ["mamba", "attention"]}, True),
+        ({"mamba_n_heads": 8, "layer_types": ["attention", "attention"]}, False),
+        ({"text_config": {"ssm_state_size": 64}}, True),
+        ({"state_size": None, "num_key_value_heads": 2}, False),
+    ],
+)
+def test_layers_with_a_state_are_known_by_their_settings(
+    settings: dict[str, Any], expected: bool, tmp_path: Path
+):
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    assert has_states(tmp_path) is expected

@@ -119,7 +119,7 @@ def test_an_engines_arguments_on_a_cpu():
     expected = cases(__file__, "arguments")
     assert llm_arguments(VllmOptions(rollout)) == expected
     delta_nets = {**expected, "enable_prefix_caching": False}
-    assert llm_arguments(VllmOptions(rollout, delta_nets=True)) == delta_nets
+    assert llm_arguments(VllmOptions(rollout, states=True)) == delta_nets
     rollout = rollout.model_copy(
         update={"temperature": 1.0, "prefix_caching": False, "max_new_tokens": 8}
     )

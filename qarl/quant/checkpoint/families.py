@@ -154,11 +154,13 @@ def fused_experts(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
         known = stacks == {"gate_up_proj", "down_proj"} and _gate_rows_first(module)
         if not known or beside:
             others = f" beside {beside}" if beside else ""
+            transposed = {"gate_up_proj", "down_proj"} == stacks and not known
+            layout = ", which are transposed" if transposed else ""
             raise SchemeError(
                 f"{name!r} of model type {model.config.model_type!r} is a {type(module).__name__}"
-                f" of 3-D weights {sorted(stacks)}{others}; known are"
+                f" of 3-D weights {sorted(stacks)}{others}{layout}; known are"
                 " mixtures of experts with gate_up_proj [E, 2I, H] and down_proj [E, H, I], and no"
-                " biases"
+                " biases; take another model"
             )
         yield name, module
 

@@ -49,6 +49,19 @@ _ONE_WINDOW = ("qwen2", "qwen3", "mimo")
 _PART = 1 << 24
 """Number of bytes of a tensor that are read at once."""
 
+_STATE_SETTINGS = (
+    "linear_num_key_heads",
+    "linear_attn_config",
+    "mamba_",
+    "ssm_",
+    "state_size",
+    "conv_L_cache",
+    "hybrid_override_pattern",
+)
+"""Beginnings of names of settings that only models with such layers have, or could have."""
+_ATTENTION = ("attention", "full_attention", "sliding_attention", "chunked_attention")
+"""Kinds of layers without a state."""
+
 _CHANGING_ROTATIONS = ("dynamic", "longrope", "su")
 
 EXPERTS_A_TOKEN = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
@@ -320,11 +333,24 @@ def check_windows(folder: Path, tokens: int) -> None:
 
 
 def has_delta_nets(folder: Path) -> bool:
-    """Return whether layers of a folder's model are gated delta nets, by their number of heads.
-
-    These have a state of one size instead of cached keys and values.
-    """
+    """Return whether layers of a folder's model are gated delta nets, by their number of heads."""
     return bool(_text_config(folder).get("linear_num_key_heads"))
+
+
+def has_states(folder: Path) -> bool:
+    """Return whether layers of a folder's model keep a state of one size instead of keys and
+    values.
+
+    These are gated delta nets, Mamba's layers and short convolutions, known by their settings.
+    """
+    config = _text_config(folder)
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list) and kinds and all(kind in _ATTENTION for kind in kinds):
+        return False
+    return any(
+        key.startswith(_STATE_SETTINGS) and value not in (None, [], {})
+        for key, value in config.items()
+    )
 
 
 def _text_config(folder: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from qarl.configs.errors import InputError
 from qarl.configs.schema.run import RolloutConfig
-from qarl.quant.checkpoint.folder import has_delta_nets
+from qarl.quant.checkpoint.folder import has_delta_nets, has_states
 from qarl.quant.runtime.batch_invariance import batch_invariant, kernel_arguments
 from qarl.quant.runtime.libraries import SETTLED, refuse_split_keys
 from qarl.rollout.engine import EngineError
@@ -32,10 +32,12 @@ class VllmOptions:
     """
     delta_nets: bool = False
     """True if the model has gated delta nets, see `of_model`."""
+    states: bool = False
+    """True if the model has these or other layers with a state, see `of_model`."""
 
     def of_model(self, checkpoint: Path) -> "VllmOptions":
         """Return the options for the model in a checkpoint folder."""
-        return replace(self, delta_nets=has_delta_nets(checkpoint))
+        return replace(self, delta_nets=has_delta_nets(checkpoint), states=has_states(checkpoint))
 
     @property
     def logprobs_mode(self) -> str:
@@ -89,7 +91,7 @@ def refuse_unsupported(options: VllmOptions) -> None:
 def llm_arguments(options: VllmOptions) -> dict[str, Any]:
     """Return the keyword arguments of `vllm.LLM`, without the checkpoint.
 
-    Prompts of gated delta nets are not cached: vLLM 0.32 caches states only where it may cut
+    Prompts of layers with a state are not cached: vLLM 0.32 caches states only where it may cut
     prompts into chunks, which it may not on CPUs (see `_scheduler_arguments`), and a prompt that is
     cut elsewhere gets other bits.
     """
@@ -109,7 +111,7 @@ def llm_arguments(options: VllmOptions) -> dict[str, Any]:
         # fraction only with the memory that is free.
         "kv_cache_memory_bytes": (rollout.kv_cache_gib or 1) * 2**30,
         "gpu_memory_utilization": _SMALLEST_SHARE,
-        "enable_prefix_caching": rollout.prefix_caching and not options.delta_nets,
+        "enable_prefix_caching": rollout.prefix_caching and not options.states,
         # Every process has a complete engine: tensor parallelism is 1. vLLM only joins the open
         # process group.
         "distributed_executor_backend": "external_launcher" if options.multi_process else "uni",
