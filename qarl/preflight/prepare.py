@@ -10,6 +10,7 @@ from qarl.preflight.disk import check_disk
 from qarl.preflight.files import check_processes
 from qarl.preflight.machine import require_schemes
 from qarl.preflight.prompts import check_prompts
+from qarl.quant.checkpoint.folder import describe_left_out
 from qarl.quant.runtime.libraries import untested_libraries
 from qarl.report.startup import phase, say
 from qarl.run.policy import Ready, open_ready
@@ -59,6 +60,7 @@ def checked(
         ready = check_prompts(config, task, architecture)
     if saves:
         check_disk(config, ready.folder)
-    for line in filter(None, (ready.task.describe(), *untested_libraries())):
+    left_out = describe_left_out(ready.folder)
+    for line in filter(None, (ready.task.describe(), left_out, *untested_libraries())):
         say(line)
     return ready

@@ -71,6 +71,8 @@ def checkpoint_config(model: LowBitModel) -> dict[str, Any]:
     drops, the compute dtype, and the schemes' quantization.
     """
     config = with_source_fields(model.config.to_dict(), model.config)
+    # a language model that was part of another model has none, or the other's
+    config["architectures"] = [type(model.module).__name__]
     config["dtype"] = str(model.dtype).removeprefix("torch.")
     config.pop("quantization_config", None)
     # The folder of the masters is a path of this machine.

@@ -17,6 +17,7 @@ from qarl.quant.checkpoint.folder import (
     check_model,
     check_rotary,
     check_windows,
+    describe_left_out,
     has_chat_template,
     has_states,
     local_folder,
@@ -294,3 +295,12 @@ def test_layers_with_a_state_are_known_by_their_settings(
 ):
     (tmp_path / "config.json").write_text(json.dumps(settings))
     assert has_states(tmp_path) is expected
+
+
+def test_parts_for_pictures_that_are_left_out_are_named(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {}, "vision_config": {}}))
+    assert re.search(
+        r"^text only: .* its part for pictures is left out$", describe_left_out(tmp_path)
+    )
+    (tmp_path / "config.json").write_text(json.dumps({"vision_config": None}))
+    assert describe_left_out(tmp_path) == ""

@@ -70,6 +70,17 @@ def test_a_source_field_that_a_change_in_python_overruled_is_left_out(tmp_path: 
     assert written["rope_parameters"]["rope_theta"] == 123.0
 
 
+def test_a_language_model_has_the_fields_of_its_part_of_the_source(tmp_path: Path):
+    """Contract: of a model that also takes pictures, `text_config` is the source."""
+    text = {**_SIZES, "model_type": "qwen3_5_text", "full_attention_interval": 2, "drawn": 7}
+    whole = {"model_type": "qwen3_5", "text_config": text, "vision_config": {}, "other": 1}
+    config = _config(tmp_path, whole).get_text_config()
+    config.name_or_path = str(tmp_path)
+    written = with_source_fields(config.to_dict(), config)
+    assert text.items() <= written.items()
+    assert "other" not in written
+
+
 def test_a_source_that_is_gone_or_of_another_model_adds_nothing(tmp_path: Path):
     config = _config(tmp_path, {**_SIZES, "model_type": "llama", "rope_theta": 5e5})
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "rope_theta": 5e5}))

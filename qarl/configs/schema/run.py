@@ -111,7 +111,8 @@ class RolloutConfig(Section):
         default=True,
         description=(
             "Reuse keys and values of shared prefixes within a weight version. Set false to rule"
-            " the cache out as a cause. Models with gated delta nets (Qwen3-Next) do without it."
+            " the cache out as a cause. Models whose layers keep a state"
+            " (Qwen3.5, Mamba) do without it."
         ),
     )
     dynamic_sampling: int | None = Field(

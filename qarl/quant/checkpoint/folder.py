@@ -353,6 +353,24 @@ def has_states(folder: Path) -> bool:
     )
 
 
+def describe_left_out(folder: Path) -> str:
+    """Return a line on the parts for pictures or sound that a trained model's files have beside its
+    language model; "" if none.
+
+    Models whose transformers class for text has these parts are refused
+    (`quant.checkpoint.load.causal_model`).
+    """
+    config = read_config(folder)
+    parts = {"vision_config": "pictures", "audio_config": "sound"}
+    beside = [words for key, words in parts.items() if config.get(key) is not None]
+    if not beside:
+        return ""
+    return (
+        f"text only: of {str(folder)!r} the language model is trained, published and exported, and"
+        f" its part for {' and '.join(beside)} is left out"
+    )
+
+
 def _text_config(folder: Path) -> dict[str, Any]:
     """Return the settings of config.json that describe the language model."""
     config = read_config(folder)
