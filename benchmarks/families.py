@@ -368,8 +368,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "laurel_rank": 8,
         },
     ),
-    "lfm2": ("Lfm2Config", {**_SHORT_CONVOLUTION, "block_dim": 128, "conv_dim": 128}),
-    "lfm2-moe": ("Lfm2MoeConfig", {**_SHORT_CONVOLUTION, **_MOE, "num_dense_layers": 1}),
+    "lfm2": (
+        "Lfm2Config",
+        {
+            **_SHORT_CONVOLUTION,
+            "block_dim": 128,
+            "conv_dim": 128,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "lfm2-moe": (
+        "Lfm2MoeConfig",
+        {
+            **_SHORT_CONVOLUTION,
+            **_MOE,
+            "num_dense_layers": 1,
+            "tie_word_embeddings": True,
+        },
+    ),
     "falcon-h1": (
         "FalconH1Config",
         {**_HEADS, "mamba_d_ssm": 256, "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 64},

@@ -30,7 +30,7 @@ from vllm.model_executor.layers.fused_moe import (
     UnquantizedFusedMoEMethod,
 )
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
-from vllm.model_executor.layers.mamba.gdn.base import GatedDeltaNetAttention
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
     CompressedTensorsW4A8Int,
@@ -84,9 +84,11 @@ class WorkerExtension:
         dtype = str(self.vllm_config.model_config.dtype)
         trace_names(model, self.vllm_config)
         convolutions = {
-            module.conv1d
+            part
             for module in model.modules()
-            if isinstance(module, GatedDeltaNetAttention)
+            if isinstance(module, MambaBase)
+            for name, part in module.named_children()
+            if name.startswith("conv")
         }
         reports = []
         for name, module in model.named_modules():
