@@ -15,7 +15,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto import configuration_auto
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.support.runs import Run
@@ -36,10 +36,9 @@ def registered() -> dict[str, str]:
     """
     from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
 
+    configs: Any = configuration_auto.CONFIG_MAPPING_NAMES  # pyright: ignore[reportPrivateImportUsage]
     types = {kind: name for name, kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
-    return {
-        name: CONFIG_MAPPING_NAMES.get(types.get(name, ""), "") for name in _TEXT_GENERATION_MODELS
-    }
+    return {name: configs.get(types.get(name, ""), "") for name in _TEXT_GENERATION_MODELS}
 
 
 def through_commands(name: str, folder: Path, scheme: str, dtype: str) -> dict[str, Any]:
