@@ -3,15 +3,17 @@
 Each layer is given this object when it is built.
 """
 
+import math
 from contextlib import AbstractContextManager
 from enum import Enum
 
 import torch
 
 from qarl.quant.kernels import KernelFactory, make_factory
+from qarl.quant.kernels.fp8_sums import fp8_sum_error
 from qarl.quant.layers.gradients import Gradients
 from qarl.quant.runtime.replaced import replaced
-from qarl.quant.schemes import SchemeError
+from qarl.quant.schemes import Scheme, SchemeError
 
 
 class Forward(Enum):
@@ -136,18 +138,28 @@ class LayerContext:
     def other_roundings(self, seed: int) -> AbstractContextManager[None]:
         """Return a context within which every product's results are perturbed at random.
 
-        Each result moves by up to one unit in its last place. Another correct implementation, which
-        sums in another order, may give such results.
+        Each result moves by up to one unit in its last place, and by more where sums are less
+        precise than that (`quant.kernels.fp8_sums`). Another correct implementation, which sums in
+        another order, may give such results.
         """
         return replaced(self, _roundings=torch.Generator().manual_seed(seed))
 
-    def rounded(self, product: torch.Tensor) -> torch.Tensor:
-        """Return a product's results, perturbed inside `other_roundings` and else unchanged."""
+    def rounded(
+        self, product: torch.Tensor, scheme: Scheme | None = None, columns: int = 0
+    ) -> torch.Tensor:
+        """Return a product's results, perturbed inside `other_roundings` and else unchanged.
+
+        scheme, columns: the product's, as `fp8_sum_error` takes them. None: sums are exact.
+        """
         if self._roundings is None:
             return product
         drawn = torch.rand(product.shape, generator=self._roundings, dtype=torch.float32)
         # eps is the unit in the last place of a value in [1, 2); half of it rounds away
         unit = torch.finfo(product.dtype).eps / 2
+        if scheme is not None:
+            # a uniform number within ±1 has a root mean square of 1 / √3
+            error = fp8_sum_error(scheme, columns, product.device)
+            unit = math.hypot(unit, math.sqrt(3) * error)
         factor = 1.0 + (2.0 * drawn.to(product.device) - 1.0) * unit
         return (product.float() * factor).to(product.dtype)
 

@@ -177,7 +177,9 @@ class _StraightThrough(torch.autograd.Function):
         ctx.experts = experts
         ctx.save_for_backward(weights, index, *kept)
         # `.data`, as in `quant.layers.linear`
-        return experts.context.rounded(experts.product(x, weights, index)).data
+        y = experts.product(x, weights, index)
+        columns = experts.shape.hidden + experts.shape.intermediate
+        return experts.context.rounded(y, experts.scheme, columns).data
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:

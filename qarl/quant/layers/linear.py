@@ -152,7 +152,8 @@ class _StraightThrough(torch.autograd.Function):
         ctx.save_for_backward(*kept)
         # For autograd `.data` is no view, whatever the kernel returned: some models scale y in
         # place.
-        return parts[0].context.rounded(product(x)).data
+        first = parts[0]
+        return first.context.rounded(product(x), first.scheme, x.shape[-1]).data
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
