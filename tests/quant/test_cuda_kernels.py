@@ -6,6 +6,8 @@ Blind spot: whether those kernels run, what they compute, and whether bits are e
 """
 
 import itertools
+import json
+import runpy
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -52,6 +54,7 @@ from tests.support.cuda_platform import (
     stub_cuda,
 )
 from tests.support.kernels import chosen_kernel, no_cuda
+from tests.support.runs import ROOT
 
 SHAPES = {
     "tiny-qwen3": (128, 2, 1, 64, 256),
@@ -143,6 +146,31 @@ def test_learner_and_engine_choose_one_kernel(capability: tuple[int, int]):
                 assert learner == engine, (scheme.name, model)
                 compared += 1
     assert compared > 80
+
+
+@no_cuda
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
+def test_wheel_has_code_for_the_kernels_that_are_chosen(capability: tuple[int, int]):
+    """Contract: the wheel's record, by scripts/wheel_kernels.py, has machine code or PTX for every
+    kernel that vLLM chooses for a scheme there.
+    """
+    script = runpy.run_path(str(ROOT / "scripts/wheel_kernels.py"))
+    record = json.loads((ROOT / "benchmarks/records/wheel-0.32.0.json").read_text())["kernels"]
+    factory = VllmFactory(torch.bfloat16)
+    compared = 0
+    with stub_cuda(capability):
+        for scheme in map(get_scheme, SCHEMES):
+            try:
+                chosen = chosen_kernel(factory, "layer", [1024], 1024, scheme, META)
+            except (NotImplementedError, ValueError):  # no kernel: `support` refuses the scheme
+                continue
+            name = chosen.partition(",")[0]
+            if name in script["ELSEWHERE"] or not name.endswith("Kernel"):
+                continue
+            kernel = script["SAME_CODE"].get(name, name)
+            assert record[kernel]["{}.{}".format(*capability)], (scheme.name, chosen)
+            compared += 1
+    assert compared > 5
 
 
 @no_cuda
