@@ -43,7 +43,7 @@ def test_assumed_error_bounds_the_emulated_one_within_a_factor_of_two(
     columns: int, kind: str, capability: str
 ):
     """Contract: the floor's perturbation is as large as the tensor cores' error, and not far
-    larger, so that a bound that is a multiple of it neither refuses a right kernel nor hides a fault.
+    larger, so that a multiple of it neither refuses a right kernel nor hides a fault.
     """
     measured = relative_errors(*draw(kind, columns, 8, 48), TERMS[capability])["all"]
     assumed = fp8_sum_error(get_scheme("fp8"), columns, CUDA)
