@@ -119,7 +119,7 @@ real_shape() { # NAME SCHEME OPTIONS...: three steps of 128 answers, their publi
     local name=$1 scheme=$2 answer=256 prompts=16
     shift 2
     if [[ $DEVICE == cpu ]]; then answer=16 prompts=4; fi
-    run "$name" --model "$out/model" --scheme "$scheme" --steps 3 --reward scripts/gpu_half_hour.py:letters \
+    run "$name" --config tiny-qwen3 --model "$out/model" --scheme "$scheme" --steps 3 --task.reward scripts/gpu_half_hour.py:letters \
         --eval.problems 0 --rollout.prompts "$prompts" --rollout.samples 8 --rollout.max_new_tokens "$answer" \
         --learner.micro_batch_tokens 16384 --sync.canary_every 1 "$@"
 }
@@ -139,8 +139,8 @@ large() { # SHAPE LAYERS NAME OPTIONS...: three steps of a real shape with rando
     local shape=$1 layers=$2 name=$3
     shift 3
     "$python" scripts/random_model.py "$shape" "$out/models/$shape-$layers" --layers "$layers" &&
-        run "$name" --model "$out/models/$shape-$layers" --steps 3 --eval.problems 0 \
-            --reward scripts/gpu_half_hour.py:letters \
+        run "$name" --config tiny-qwen3 --model "$out/models/$shape-$layers" --steps 3 --eval.problems 0 \
+            --task.reward scripts/gpu_half_hour.py:letters \
             --learner.micro_batch_tokens 8192 --learner.gradient_checkpointing true "$@"
 }
 table() { "$python" scripts/gpu_half_hour.py "$out"; }
@@ -158,7 +158,7 @@ run_steps() { # OUT
     [[ -x $qarl || -d $root/../wheels ]] || die "neither $venv nor wheels beside $root" "use pack and join, or: make env DEVICE=cuda"
 
     step environment 8 - environment
-    step model 3 environment model
+    step model 5 environment model
     # distance of learner and sampler, decode, step, publish, memory and export
     for scheme in "${SCHEMES[@]}"; do step "$scheme" 8 model real_shape "$scheme" "$scheme"; done
     for scheme in "${SCHEMES[@]}"; do

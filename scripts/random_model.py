@@ -75,17 +75,19 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="decoder layers; without it the model's")
     parser.add_argument("--tokenizer", type=Path, help="folder with the tokenizer's files")
     known = parser.parse_args()
-    if (known.folder / "config.json").exists():
+    if known.folder.exists():
         return
+    partial = known.folder.with_name(f"{known.folder.name}.partial")
     config = SHAPES[known.shape]
     source = known.tokenizer or ensure_tiny("tiny-qwen3")
     config.num_hidden_layers = known.layers or config.num_hidden_layers
     config.layer_types = config.layer_types and config.layer_types[: config.num_hidden_layers]
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(known.folder)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(partial)
     for file in source.iterdir():
         if file.suffix not in (".safetensors", ".lock") and file.name != "config.json":
-            shutil.copy(file, known.folder)
+            shutil.copy(file, partial)
+    partial.rename(known.folder)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ missing=0
 lacks() { printf '[env] MISSING: %s\n[env]          %s\n' "$1" "$2" >&2; missing=1; }
 
 driver="$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1)"
-capability="$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sort -n | head -n 1)"
+capability="$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1)"
 if ! command -v nvidia-smi >/dev/null; then
     lacks "NVIDIA's driver (no nvidia-smi)" "install driver >= $LEAST_DRIVER; in a container, start it with the GPUs (--gpus all)"
 elif [[ ! $driver ]]; then

@@ -1,6 +1,6 @@
 """`qarl check --machine` and what `make env DEVICE=cuda` tells: what is missing is named, with its
-remedy. And scripts/gpu_bringup.sh without a GPU: its commands are ones there are, and it goes on
-where it stopped.
+remedy. And scripts/gpu_half_hour.sh without a GPU: its commands are ones there are, it goes on
+where it stopped, and it refuses what it cannot use.
 
 Blind to GPUs: none was at hand, and what is said of one comes from a driver that is made up here.
 """
@@ -127,9 +127,11 @@ def test_make_env_names_what_is_missing_for_cuda(tmp_path: Path):
     assert "compiler" not in told(place)
     tool(place, "nvidia-smi", "echo 550.54.15")
     assert "MISSING: a driver for CUDA 13 (it is 550.54.15)" in told(place)
+    tool(place, "nvidia-smi", 'case "$*" in *compute_cap*) echo 7.5;; *) echo 590.10;; esac')
+    assert "MISSING: a GPU of compute capability 8.0 or later (this one has 7.5)" in told(place)
 
 
-SCRIPT = ROOT / "scripts/gpu_bringup.sh"
+SCRIPT = ROOT / "scripts/gpu_half_hour.sh"
 STAND_IN = """
 printf '%s\\n' "$(basename "$0") $*" >>"$CALLS"
 [[ $FAILS && "$*" == *"$FAILS"* ]] && exit 3
@@ -139,9 +141,10 @@ exit 0
 """
 
 
-def bringup(
+def half_hour(
     folder: Path,
     fails: str = "",
+    limit: int = 10**6,
 ) -> tuple[int, list[str], dict[str, int]]:
     """Return the exit status, the commands that each program's stand-in received, and each step's
     status.
@@ -149,8 +152,11 @@ def bringup(
     programs = folder / "bin"
     calls = folder / "calls"
     calls.write_text("")
-    for name in ("make", "python", "qarl"):
+    for name in ("python", "qarl"):
         tool(programs, name, STAND_IN, shell="bash")
+    (folder / "Python.h").touch()
+    for name, text in (("python3.11", "echo $HEADER"), ("nvidia-smi", "echo 590.10"), ("gcc", "")):
+        tool(programs, name, text)
     resumed = folder / "out/runs/resumed/checkpoints"
     environment = os.environ | {
         "PATH": f"{programs}:{os.environ['PATH']}",
@@ -158,10 +164,11 @@ def bringup(
         "CALLS": str(calls),
         "FAILS": fails,
         "RESUMED": str(resumed),
-        "PYTHON": str(programs / "python"),
+        "HEADER": str(folder / "Python.h"),
+        "LIMIT": str(limit),
     }
     done = subprocess.run(
-        ["bash", SCRIPT, folder / "out"],
+        ["bash", SCRIPT, "run", folder / "out"],
         env=environment,
         capture_output=True,
         text=True,
@@ -178,7 +185,7 @@ def test_it_skips_what_depends_on_a_failure_and_does_not_repeat_what_passed(
     tmp_path: Path,
 ):
     """Contract: status counts failures and skips; a second call runs those alone."""
-    status, first, steps = bringup(tmp_path, fails="-k products")
+    status, first, steps = half_hour(tmp_path, fails="-k products")
     assert steps["products"] == 3
     assert {
         steps["environment"],
@@ -187,25 +194,61 @@ def test_it_skips_what_depends_on_a_failure_and_does_not_repeat_what_passed(
     } == {0}
     assert status > 5
     assert not {"gradients", "engine", "train"} & steps.keys()
-    status, second, steps = bringup(tmp_path)
+    status, second, steps = half_hour(tmp_path)
     assert status == 0
     assert not set(steps.values()) - {0}
     assert steps.keys() >= {"train", "resume", "large-experts"}
-    assert not any(" env " in call for call in second)
     assert any("--resume" in call for call in second)
-    status, third, _ = bringup(tmp_path)
+    status, third, _ = half_hour(tmp_path)
     assert status == 0
     assert third == []
     assert first
 
 
+def test_it_stops_before_a_command_may_take_ten_minutes(tmp_path: Path):
+    """Contract: a call ends by itself and says to be called again; each goes on with one step."""
+    status, _, first = half_hour(tmp_path, limit=0)
+    assert status == 75
+    assert list(first) == ["environment"]
+    _, _, second = half_hour(tmp_path, limit=0)
+    assert second.keys() == {"environment", "model"}
+
+
+def joined(pieces: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = ["bash", SCRIPT, "join", pieces, folder]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_pieces_are_put_together_only_if_all_have_arrived_whole(tmp_path: Path):
+    """Contract: what is missing or damaged is named, and nothing is unpacked before it is there."""
+    pieces = tmp_path / "with a space"
+    pieces.mkdir()
+    assert "no SHA256SUMS" in joined(pieces, tmp_path / "folder").stderr
+    (tmp_path / "qarl").write_bytes(os.urandom(3000))
+    commands = "tar -c qarl | split -b 1000 -d -a 3 - 'with a space/piece-'; cd 'with a space'"
+    subprocess.run(f"{commands}; sha256sum piece-* > SHA256SUMS", shell=True, cwd=tmp_path)
+    whole = (pieces / "piece-001").read_bytes()
+    for content in (None, b"short"):
+        (pieces / "piece-001").unlink(missing_ok=True)
+        if content:
+            (pieces / "piece-001").write_bytes(content)
+        done = joined(pieces, tmp_path / "folder")
+        assert done.returncode == 2
+        assert "(piece-001)" in done.stderr
+    assert not (tmp_path / "folder").exists()
+    (pieces / "piece-001").write_bytes(whole)
+    assert joined(pieces, tmp_path / "folder").returncode == 0
+    assert (tmp_path / "folder/qarl").read_bytes() == (tmp_path / "qarl").read_bytes()
+
+
 def test_every_run_and_test_it_names_is_there(tmp_path: Path):
     """Options are those of a run's configuration; files of tests exist."""
-    _, calls, _ = bringup(tmp_path)
+    _, calls, _ = half_hour(tmp_path)
     trained = 0
     for program, *words in map(shlex.split, calls):
         for word in words:
-            assert not word.startswith(("tests/", "scripts/")) or (ROOT / word).exists(), word
+            if word.startswith(("tests/", "scripts/")):
+                assert (ROOT / word.partition(":")[0]).exists(), word
         if program == "qarl" and words[0] == "train" and words[1] != "--resume":
             options = dict(zip((word[2:] for word in words[1::2]), words[2::2], strict=True))
             config = options.pop("config", None)
