@@ -231,7 +231,7 @@ def instruction(kernel: Any) -> str:
 
 # ---------------------------------------------------------------- rows
 def add_in_order() -> None:
-    """Make the interpreter's product add each row's terms one after the other, in float32.
+    """Make the interpreter's product add a row's terms of a tile one after the other, in float32.
 
     NumPy's product may add in another order for another number of rows, and reads bfloat16's bits
     as integers.
@@ -240,13 +240,12 @@ def add_in_order() -> None:
 
     def dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
         left, right = (values(t) for t in (a, b))
-        total = d.data.copy()
-        exact = total.dtype.kind == "i"
+        if d.data.dtype.kind == "i":
+            return interpreter.TensorHandle(d.data + left @ right, d.dtype.scalar)
+        tile = np.zeros_like(d.data)
         for column in range(left.shape[-1]):
-            total += left[..., column, None] * right[..., column, None, :] if not exact else 0
-        if exact:
-            total += left @ right
-        return interpreter.TensorHandle(total, d.dtype.scalar)
+            tile += left[..., column, None] * right[..., column, None, :]
+        return interpreter.TensorHandle(d.data + tile, d.dtype.scalar)
 
     def values(tensor: Any) -> Any:
         if str(tensor.dtype.scalar) == "bf16":
@@ -260,12 +259,13 @@ def add_in_order() -> None:
 def row_checks() -> Iterator[tuple[str, Callable[[int], torch.Tensor]]]:
     """Yield a label and a function: number of rows → what the kernel gives for the first of them.
 
-    Output rows are cut down to 128 (experts: 64), columns are those of the model.
+    Output rows are cut down to 128 (experts: 64), columns are those of the model. Values are
+    bfloat16's, but stored and returned as float32, because rounding would hide most differences.
     """
     generator = torch.Generator().manual_seed(0)
 
     def drawn(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).to(BF16)
+        return torch.randn(*shape, generator=generator).to(BF16).float()
 
     chosen = batch_invariant._get_matmul_config
     for family, settings in batch_invariant_configs._BATCH_INVARIANT_MATMUL_TUNED_CONFIGS.items():
@@ -282,8 +282,8 @@ def row_checks() -> Iterator[tuple[str, Callable[[int], torch.Tensor]]]:
                 ) -> torch.Tensor:
                     batch_invariant_configs._TUNED_MATMUL_CONFIGS_FOR_DEVICE = settings
                     batch_invariant_configs._TUNED_MATMUL_CONFIGS_RESOLVED = True
-                    batch_invariant._get_matmul_config = lambda m, _, *rest: chosen(
-                        m, outputs, *rest
+                    batch_invariant._get_matmul_config = lambda m, n, k, _, default: chosen(
+                        m, outputs, k, BF16, default
                     )
                     return batch_invariant.matmul_persistent(x[:rows], weight.t())[0]
 
@@ -294,12 +294,12 @@ def row_checks() -> Iterator[tuple[str, Callable[[int], torch.Tensor]]]:
             f"norm, {columns} columns",
             lambda n, x=x: batch_invariant.rms_norm_batch_invariant(x[:n], x[0])[0],
         )
-    logits = drawn(3, 32768).float()
+    logits = drawn(3, 32768)
     yield (
         "log-softmax, 32,768 tokens",
         lambda n: batch_invariant.log_softmax(logits[: min(n, 3)])[0],
     )
-    hidden, weights = drawn(130, 2048).float(), drawn(16, 64, 2048).float()
+    hidden, weights = drawn(130, 2048), drawn(16, 64, 2048)
     index = torch.rand(130, 16, generator=generator).topk(8).indices
     config = {
         "BLOCK_SIZE_M": 64,

@@ -53,6 +53,10 @@ UPSTREAM = {
         "vllm/model_executor/layers/fused_moe/oracle/int_wna16.py",
         "return prioritize_humming(backends)",
     ],
+    "tiles by rows": [
+        "vllm/model_executor/determinism/batch_invariant_configs.py",
+        "for max_m, bucket_config in shape_config.m_buckets:",
+    ],
     "int8 by CUTLASS everywhere": [
         "vllm/model_executor/kernels/linear/scaled_mm/cutlass.py",
         """class CutlassInt8ScaledMMLinearKernel(Int8ScaledMMLinearKernel):

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from vllm.forward_context import get_forward_context, is_forward_context_available
+from vllm.model_executor.determinism import batch_invariant_configs
 from vllm.model_executor.layers.fused_moe.modular_kernel import (
     FusedMoEKernelModularImpl,
 )
@@ -41,6 +42,7 @@ from qarl.quant.kernels.base import Scoring
 from qarl.quant.kernels.supported import support
 from qarl.quant.kernels.vllm import VllmFactory, VllmMatmul
 from qarl.quant.kernels.vllm_experts import empty_experts
+from qarl.quant.kernels.vllm_gpu import settle
 from qarl.quant.kernels.vllm_layers import QUANTIZED, UNQUANTIZED, kernel_name
 from qarl.quant.runtime.batch_invariance import BATCH_INVARIANT, batch_invariant
 from qarl.quant.schemes import SCHEMES, Scheme, get_scheme
@@ -195,6 +197,31 @@ def test_w8a8_takes_triton_where_cutlass_has_no_int8(capability: tuple[int, int]
         name = chosen_kernel(factory, "layer", [256], 256, get_scheme("w8a8"), META)
     library = "Triton" if capability >= (10, 0) else "Cutlass"
     assert name == f"{library}Int8ScaledMMLinearKernel"
+
+
+@no_cuda
+def test_batch_invariant_products_have_one_tile_for_any_number_of_rows(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Contract: vLLM's settings by number of rows, which for Qwen3-1.7B's shapes give decoding
+    another tensor-core instruction than prompts, are left out.
+    """
+    for name in ("_TUNED_MATMUL_CONFIGS_FOR_DEVICE", "_TUNED_MATMUL_CONFIGS_RESOLVED"):
+        monkeypatch.setattr(batch_invariant_configs, name, getattr(batch_invariant_configs, name))
+    tiles = []
+    with stub_cuda((9, 0)):
+        for mode in ("0", "1"):
+            monkeypatch.setenv("VLLM_BATCH_INVARIANT", mode)
+            batch_invariant_configs._TUNED_MATMUL_CONFIGS_RESOLVED = False
+            settle()
+            chosen = (
+                batch_invariant_configs._get_matmul_config(
+                    rows, 2048, 2048, torch.bfloat16, {"BLOCK_SIZE_M": 128}
+                )["BLOCK_SIZE_M"]
+                for rows in (1, 2048)
+            )
+            tiles.append(tuple(chosen))
+    assert tiles == [(16, 64), (128, 128)]
 
 
 @no_cuda

@@ -13,6 +13,10 @@ They replace choices of vLLM's that a learner could not reproduce.
 - From compute capability 10.0 on, vLLM's Triton kernel multiplies `w8a8`. vLLM 0.32 chooses
   CUTLASS's, which has no int8 there and raises (vllm#54311). Remove this when CUTLASS's kernel
   declines by itself.
+- In batch-invariant mode unquantized products have one tile for any number of rows. For some shapes
+  (Qwen3-1.7B's) vLLM 0.32 takes small tiles for few rows, for which Triton compiles another
+  tensor-core instruction than for large ones (`scripts/check_triton.py compile`). Whether both add
+  alike is not known. Remove this when a GPU has shown that they do.
 - DeepGEMM is disabled. It rounds block scales to powers of two, and quantizes the published codes
   again with those.
 """
@@ -24,6 +28,8 @@ from typing import Any
 from vllm.model_executor.kernels.linear import CutlassInt8ScaledMMLinearKernel
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
+
+from qarl.quant.runtime.batch_invariance import batch_invariant
 
 
 def load_plugins() -> None:
@@ -39,6 +45,7 @@ def settle() -> None:
     """Apply the settings in this process. Does nothing on CPUs; idempotent."""
     if not current_platform.is_cuda():
         return
+    from vllm.model_executor.determinism import batch_invariant_configs
     from vllm.model_executor.layers.fused_moe.oracle import int_wna16
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.utils.flashinfer import has_flashinfer
@@ -53,6 +60,12 @@ def settle() -> None:
         reason = (False, "CUTLASS has no int8 from compute capability 10.0 on")
         answer: Any = classmethod(lambda *_: reason)
         CutlassInt8ScaledMMLinearKernel.is_supported = answer
+    if batch_invariant():
+        settings = batch_invariant_configs
+        for name in ("_TUNED_MATMUL_CONFIGS_FOR_DEVICE", "_TUNED_MATMUL_CONFIGS_RESOLVED"):
+            assert hasattr(settings, name), f"vLLM no longer has the {name} that is set here"
+        settings._TUNED_MATMUL_CONFIGS_FOR_DEVICE = None
+        settings._TUNED_MATMUL_CONFIGS_RESOLVED = True
     # `list` returns the backends in their order, with Humming not moved to the front.
     setattr(int_wna16, "prioritize_humming", list)  # noqa: B010
     os.environ["VLLM_USE_DEEP_GEMM"] = "0"
