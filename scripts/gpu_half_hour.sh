@@ -116,10 +116,10 @@ run() { # NAME OPTIONS...: a training in a fresh folder, with the GPU's used mem
     return $status
 }
 real_shape() { # NAME SCHEME OPTIONS...: three steps of 128 answers, their publishes, and the export answered by a fresh engine
-    local name=$1 scheme=$2 answer=256 prompts=16
+    local name=$1 scheme=$2 steps=3 answer=256 prompts=16
     shift 2
-    if [[ $DEVICE == cpu ]]; then answer=16 prompts=4; fi
-    run "$name" --config tiny-qwen3 --model "$out/model" --scheme "$scheme" --steps 3 --task.reward scripts/gpu_half_hour.py:letters \
+    if [[ $DEVICE == cpu ]]; then steps=1 answer=16 prompts=4; fi
+    run "$name" --config tiny-qwen3 --model "$out/model" --scheme "$scheme" --steps "$steps" --task.reward scripts/gpu_half_hour.py:letters \
         --eval.problems 0 --rollout.prompts "$prompts" --rollout.samples 8 --rollout.max_new_tokens "$answer" \
         --learner.micro_batch_tokens 16384 --sync.canary_every 1 "$@"
 }
@@ -186,7 +186,6 @@ run_steps() { # OUT
     step train 5 engine run w4a16-eager --rollout.enforce_eager true --steps 20
     step train-experts 5 engine-experts run experts --config tiny-qwen3-moe --model tiny-qwen3-moe --steps 10
     step resume 5 train killed_and_resumed
-    step zero3 5 train run zero3 --learner.zero_stage 3 --steps 5
     step options 8 train tests tests/gpu/test_runs.py -k "options or replayed or resumption"
     # real shapes: peak memory against the plan; each run's metrics.jsonl has the seconds per phase
     step memory 8 train tests tests/gpu/test_runs.py -k memory

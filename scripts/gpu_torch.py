@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Checks of a GPU with torch and transformers alone, as the first part of scripts/gpu_bringup.sh.
+"""Checks of a GPU with torch and transformers alone, as the first part of scripts/gpu_half_hour.sh.
 
     python scripts/gpu_torch.py FOLDER [--device cuda] [--only PIECE] [--small]
 
