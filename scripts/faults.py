@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Break runs at random moments and check that they recover.
 
-    scripts/faults.py --kills 25 --disks 10 --servers 10 --combinations 110 --seed S [--json FILE]
+    scripts/faults.py --kills 25 --disks 10 --servers 10 --signals 20 --combinations 110 --seed S
+        [--json FILE]
 
 Nothing may be lost, no process left, no traceback shown, and no socket opened.
 
@@ -10,10 +11,13 @@ Nothing may be lost, no process left, no traceback shown, and no socket opened.
 - disks: the run's folder is on a file system of its own that is full from a random moment on. This
   needs `unshare -rm`.
 - servers: SIGKILL to any process of a run's two servers.
+- signals: SIGTERM, SIGUSR1 or SIGHUP at a random moment to every process of a run's tree, as a
+  scheduler sends it. A run that had begun its steps has a checkpoint of the last one then. Of five
+  trials three are in one process, one in two processes, and one on a server.
 - combinations: random options, of `tests.runs.test_combinations`.
 
-Of kills, disks and servers, every second trial is broken after its first checkpoint, so that it
-resumes from one.
+Every second trial is broken after its first checkpoint, so that it resumes from one (not those of
+combinations).
 
 A broken run either ends by itself with one line or goes on. A run that ended is resumed. Metrics
 and exported tensors must equal those of an undisturbed run to the last bit. Every process seen
@@ -27,6 +31,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -74,7 +79,10 @@ RUNS = {
     "a server": "--rollout.servers 1",
     "two servers": "--rollout.servers 2",
 }
-KINDS = ("kills", "disks", "servers", "combinations")
+KINDS = ("kills", "disks", "servers", "signals", "combinations")
+SIGNALS = (signal.SIGTERM, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+SIGNALLED = ("default", "default", "two processes", "default", "a server")
+"""Runs of consecutive trials of signals."""
 
 
 @dataclass
@@ -343,6 +351,31 @@ class Trials:
 
         arguments = ["train", *SMALL, *RUNS[outcome.run].split(), "--output", str(run)]
         if broken(outcome, arguments, kill) == 0 or resumed(outcome, run, arguments) == 0:
+            compared(outcome, run, alone.result)
+        return outcome
+
+    def _signals(self, number: int, run: Path, rng: random.Random) -> Outcome:
+        outcome = Outcome("signals", number, SIGNALLED[number % len(SIGNALLED)])
+        alone = self._alone(outcome.run)
+        moment = Moment.drawn(rng, number // len(SIGNALLED), alone)
+        stop = rng.choice(SIGNALS)
+
+        def send(watch: Watch) -> str:
+            moment.wait(run, watch)
+            tree = watch.alive()
+            for process in tree:
+                with suppress(psutil.Error):
+                    process.send_signal(stop)
+            return f"{stop.name} to {len(tree)} processes {moment}"
+
+        arguments = ["train", *SMALL, *RUNS[outcome.run].split(), "--output", str(run)]
+        status = broken(outcome, arguments, send)
+        if status not in (0, 128 + stop):
+            outcome.faults.append(f"status {status}, not {128 + stop}")
+        steps = len(lines(run)) if (run / "metrics.jsonl").exists() else 0
+        if steps and not list(run.glob(f"checkpoints/step-{steps:06}/manifest.json")):
+            outcome.faults.append(f"no checkpoint of step {steps}, the last one")
+        if status == 0 or resumed(outcome, run, arguments) == 0:
             compared(outcome, run, alone.result)
         return outcome
 

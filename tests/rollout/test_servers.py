@@ -33,6 +33,7 @@ from qarl.configs.schema.run import RolloutConfig
 from qarl.quant.delta import DeltaError, VersionCache
 from qarl.quant.runtime import libraries
 from qarl.quant.runtime.libraries import ON_CPU
+from qarl.quant.runtime.parent import STOP_SIGNALS
 from qarl.quant.types import LowBitTensor
 from qarl.rollout.engine import EngineError
 from qarl.rollout.open import open_engine
@@ -362,14 +363,14 @@ elif sys.argv[2] == "hangs":
 def test_replicas_are_waited_for_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Check that all replicas answer when `start_replicas` returns.
 
-    An error shows the last eight lines of the log and leaves no process.
+    An error shows the last eight lines of the log and leaves no process. A signal that stops a run
+    ends none of them.
     """
     monkeypatch.setattr(
         start,
         "replica_command",
         lambda *_: [sys.executable, "-ISc", SERVER, str(_[3]), *_[4]],
     )
-    monkeypatch.setattr(start, "_PATIENCE", 0.3)
     ports = start.free_ports(2)
     logs = tmp_path / "below" / "logs"
     others = psutil.Process().children()
@@ -389,8 +390,11 @@ def test_replicas_are_waited_for_and_ended(tmp_path: Path, monkeypatch: pytest.M
         assert replica.received == logs / f"received-{number}"
         assert os.getsid(replica.process.pid) == replica.process.pid
         replica.received.mkdir()
+        for signal_number in STOP_SIGNALS:
+            replica.process.send_signal(signal_number)
+        assert start.is_ready(replica.url)
     start.stop_replicas(replicas)
-    assert [(r.process.returncode, r.received.exists()) for r in replicas] == [(-15, False)] * 2
+    assert [(r.process.returncode, r.received.exists()) for r in replicas] == [(-9, False)] * 2
     lines = "\n".join(map(str, [*range(8, 1, -1), "the key"]))
     for what, seconds, message in (
         ("ends", 30.0, "ended with status 3"),

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -123,7 +124,7 @@ def test_kill_and_resume_gives_the_uninterrupted_run(
 
 
 def test_sigterm_at_any_moment_loses_no_step(tmp_path: Path):
-    """Stop a run by SIGTERM at a random moment of its steps, and resume it.
+    """Stop a run by SIGTERM to all its processes at a random moment of its steps, and resume it.
 
     Every metric but wall time equals that of an uninterrupted run to the last bit.
     """
@@ -136,7 +137,11 @@ def test_sigterm_at_any_moment_loses_no_step(tmp_path: Path):
         wait_for_lines(process, run / "metrics.jsonl", 1)
         seconds = draw.uniform(0, 1)
         time.sleep(seconds)
-        os.kill(process.pid, signal.SIGTERM)
+        for each in [
+            *psutil.Process(process.pid).children(recursive=True),
+            psutil.Process(process.pid),
+        ]:
+            each.send_signal(signal.SIGTERM)
         done = process.wait()
         seen = f"{seconds:.3f} s after step 1: {done.returncode}\n{done.stdout}{done.stderr}"
         assert done.returncode == (0 if len(lines(run)) == 8 else 143), seen

@@ -45,6 +45,17 @@ def end_with_the_parent(number: int = signal.SIGTERM) -> None:
     ctypes.CDLL(None).prctl(1, number)
 
 
+def end_with_the_parent_alone() -> None:
+    """Block `STOP_SIGNALS` in this process and in those that it starts, and have the kernel kill it
+    when its parent ends. The parent ends it by SIGKILL.
+
+    A mask outlives the start of a program, which a handler does not, and holds for libraries that
+    install handlers of their own.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    end_with_the_parent(signal.SIGKILL)
+
+
 def end_group_with_the_parent() -> None:
     """Start a thread that kills this process and the group it leads when its parent is gone.
 

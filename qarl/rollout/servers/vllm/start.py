@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 from urllib.request import ProxyHandler, build_opener
 
+import psutil
+
 from qarl.quant.runtime.libraries import (
     ON_CPU,
     RECEIVED,
@@ -27,7 +29,7 @@ from qarl.quant.runtime.libraries import (
     refuse_split_keys,
     vllm_release,
 )
-from qarl.quant.runtime.parent import end_with_the_parent
+from qarl.quant.runtime.parent import end_with_the_parent_alone
 from qarl.rollout.engine import EngineError
 from qarl.rollout.types import ServerSpec
 from qarl.rollout.vllm.options import VllmOptions, llm_arguments, prepare_environment
@@ -63,7 +65,7 @@ Otherwise glibc returns the memory to the system. First touches of new pages too
 version of 0.6b's shape, whose work is 0.8 s.
 """
 _PATIENCE = 10.0
-"""Seconds that a replica has to end after SIGTERM."""
+"""Seconds that the processes of a replica have to end after its server is killed."""
 
 
 @dataclass(frozen=True)
@@ -185,7 +187,10 @@ def start_replicas(
     devices: int = 1,
     threads: int | None = None,
 ) -> list[ServerProcess]:
-    """Start a replica on each port and wait until all answer. They end with this process.
+    """Start a replica on each port and wait until all answer.
+
+    They end with this process, and not by the signals that stop a run: a scheduler may send those
+    to all processes of a job, and the step in hand needs its servers.
 
     Args:
         checkpoint: Checkpoint folder.
@@ -227,7 +232,7 @@ def start_replicas(
                     stdout=file,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
-                    preexec_fn=end_with_the_parent,
+                    preexec_fn=end_with_the_parent_alone,
                 )
             address = f"[{host}]" if ":" in host else host  # brackets around IPv6 addresses
             started.append(ServerProcess(f"http://{address}:{port}", process, log, received))
@@ -294,17 +299,36 @@ def wait_until_ready(replica: ServerProcess, deadline: float) -> None:
 
 
 def stop_replicas(replicas: Sequence[ServerProcess]) -> None:
-    """Stop replicas and their child processes, and remove the versions that they received."""
+    """Kill replicas and their child processes, and remove the versions that they received.
+
+    Each server is killed first, and its children end with it. Python's trackers of shared memory
+    then remove what the others left, which they could not if all were killed at once.
+    """
+    started = [process for replica in replicas for process in _processes_of(replica)]
     for replica in replicas:
-        replica.process.terminate()
+        replica.process.kill()
+        replica.process.wait()
     deadline = time.monotonic() + _PATIENCE
+    while any(map(_runs, started)) and time.monotonic() < deadline:
+        time.sleep(0.05)
     for replica in replicas:
-        with suppress(subprocess.TimeoutExpired):
-            replica.process.wait(max(deadline - time.monotonic(), 0.1))
         with suppress(ProcessLookupError):
             os.killpg(replica.process.pid, signal.SIGKILL)
-        replica.process.wait()
         shutil.rmtree(replica.received, ignore_errors=True)
+
+
+def _processes_of(replica: ServerProcess) -> list[psutil.Process]:
+    """Return the processes that a replica's server has started."""
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(replica.process.pid).children(recursive=True)
+    return []
+
+
+def _runs(process: psutil.Process) -> bool:
+    """Return whether a process runs. One that nobody reaps does not."""
+    with suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def free_ports(count: int) -> list[int]:
