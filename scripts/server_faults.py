@@ -37,11 +37,13 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.random_policy import random_policy  # noqa: E402
-from qarl.configs.load import load_config  # noqa: E402
 from qarl.report.record import record  # noqa: E402
+from qarl.report.run_folder import RunFolder  # noqa: E402
 from qarl.rollout.engine import EngineError  # noqa: E402
 from qarl.rollout.servers.engine import ServerEngine  # noqa: E402
 from qarl.rollout.vllm.options import VllmOptions, prepare_environment  # noqa: E402
+from qarl.run.policy import open_policy  # noqa: E402
+from qarl.sync.export import export_checkpoint  # noqa: E402
 from scripts.server_farm import KEY, Farm  # noqa: E402
 from tests.support.fault_proxy import ANSWERS, NETWORK, PHASES, SENDING, Fault  # noqa: E402
 from tests.support.learner_faults import VARIABLE  # noqa: E402
@@ -351,11 +353,11 @@ def set_up(
         base = base[: base.index("--eval-every")] + base[base.index("--eval-every") + 2 :]
         inside = Run("train", *base, "--output", str(folder / "inside")).wait()
         assert inside.returncode == 0, inside.stderr
-        config = load_config(
-            None, {"rollout.max_prompt_tokens": "64", "rollout.max_new_tokens": "8"}
-        )
+        config = RunFolder(folder / "inside").config()
+        policy = open_policy(config)
+        export_checkpoint(policy.model, policy.folder, folder / "checkpoint")
         options = VllmOptions(config.rollout, config.dtype)
-        farm = Farm(folder / "inside" / "engine-start", options, folder / "servers")
+        farm = Farm(folder / "checkpoint", options, folder / "servers")
         served = [
             *base,
             "--rollout.servers",

@@ -169,6 +169,7 @@ def _say_outcome(plan: SftPlan, outcome: SftOutcome, console: Console) -> None:
     if config.layers:
         layers = f" --layers {shlex.quote(','.join(map(str, config.layers)))}"
     say(console, f"deployable checkpoint: {outcome.export}")
+    say(console, str(outcome.served))
     say(console, f"masters, {config.learner.master_dtype}: {outcome.masters}")
     say(
         console,

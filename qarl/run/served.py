@@ -20,7 +20,7 @@ from qarl.run.prompts import Prompter
 from qarl.run.request_defaults import all_problems, request_defaults, system_of
 from qarl.tasks import Problem, Task
 
-_MOST = 256
+LIMIT = 256
 """Upper bound on the number of questions that are compared."""
 
 
@@ -68,36 +68,54 @@ def policy_defaults(policy: Asked, config: RunConfig) -> RequestDefaults:
 
 
 def note_served(export: Path, policy: Asked, config: RunConfig) -> Served | None:
-    """Compare the served export with its evaluation, and write the result into qarl.json."""
-    served = compare_served(export, policy, config)
-    if served is not None:
-        add_to_note(export, served=asdict(served))
-    return served
+    """Compare the served export with its evaluation, and write the result into qarl.json.
 
-
-def compare_served(export: Path, policy: Asked, config: RunConfig) -> Served | None:
-    """Compare the requests of a served export with those of its evaluation, on held-out problems.
-
-    The served ones are what vLLM's server makes of plain requests: the question, and
-    `request_fields`. Equal requests have equal greedy answers. None if the task talks with the
-    policy over several turns, which one request cannot repeat, or has no held-out problems.
+    The problems are held-out ones. None, and nothing is written, if the task talks with the policy
+    over several turns, which one request cannot repeat, or has no held-out problems.
     """
     if config.task.speaks:
         return None
-    problems = problems_once(policy.task, min(config.eval.problems or _MOST, _MOST), seed=0)
+    problems = problems_once(policy.task, min(config.eval.problems or LIMIT, LIMIT), seed=0)
     if not problems:
         return None
     defaults = policy_defaults(policy, config)
-    prompts = [policy.prompter.prompt(problem) for problem in problems]
-    tokenizer = policy.prompter.tokenizer
+    return note_requests(export, policy.folder, policy.prompter, problems, config, defaults)
+
+
+def note_requests(
+    export: Path,
+    folder: Path,
+    prompter: Prompter,
+    problems: Sequence[Problem],
+    config: RunConfig,
+    defaults: RequestDefaults,
+) -> Served:
+    """Compare the requests of a served export with those of its evaluation, and write the result
+    into qarl.json.
+
+    The served ones are what vLLM's server makes of plain requests: the question, and
+    `request_fields`. Equal requests have equal greedy answers.
+
+    Args:
+        export: Folder of the export.
+        folder: Folder whose generation config the evaluating engine reads.
+        prompter: Maker of the evaluation's prompts.
+        problems: What is asked.
+        config: Dtype, sampling and lengths of the evaluation.
+        defaults: How the export says that it is asked.
+    """
+    prompts = [prompter.prompt(problem) for problem in problems]
+    tokenizer = prompter.tokenizer
     sampling = Sampling.of(config.rollout, 0, asking=config.eval).with_stop_tokens(tokenizer)
     own = {tokenizer.eos_token_id} - {None}  # of either engine, whatever its files say
-    evaluated = sampled_requests(prompts, sampling, end_tokens(policy.folder) | own)
+    evaluated = sampled_requests(prompts, sampling, end_tokens(folder) | own)
     bodies = [_body(problem, defaults) for problem in problems]
     # vLLM's server refuses to start with more than the model has; an engine of one's own may not.
     longest = min(config.rollout.longest, int(positions(read_config(export)) or LONGEST))
     served = served_requests(export, config.dtype, longest, bodies, end_tokens(export) | own)
-    return _compared(evaluated, served)
+    result = _compared(evaluated, served)
+    add_to_note(export, served=asdict(result))
+    return result
 
 
 def _body(problem: Problem, defaults: RequestDefaults) -> dict[str, Any]:

@@ -144,8 +144,9 @@ def connected(
     """Start the engine on the model's present tensors and audit it; close it after the `with`.
 
     source: folder with the tokenizer. start: folder for the checkpoint that the engine loads; it is
-    replaced. sequences: token sequences of the canary. Raises `AuditError` if learner and engine
-    disagree about a layer, or if vLLM's operators compute another model than transformers'.
+    replaced, and removed at the end, because nothing else reads it. sequences: token sequences of
+    the canary. Raises `AuditError` if learner and engine disagree about a layer, or if vLLM's
+    operators compute another model than transformers'.
     """
     operators = check_operators(model, sequences)
     # No GPU has run the comparison, so that there it is shown and refuses nothing.
@@ -159,6 +160,8 @@ def connected(
     processes.run_on_first(export)
     let_go(model, config.learner)
     with ExitStack() as stack:
+        if processes.first:
+            stack.callback(shutil.rmtree, start, ignore_errors=True)
         # The engine takes what memory is free, so the learner's later needs are reserved meanwhile.
         reservation = reserved(model, config.learner)
         with phase("starting the engine"), reservation:

@@ -29,9 +29,12 @@ from qarl.run.export_note import export_note
 from qarl.run.model_card import write_card
 from qarl.run.request_defaults import request_defaults
 from qarl.sft.data import Pair, encode, read_pairs
+from qarl.tasks import Problem
 
 if TYPE_CHECKING:  # these import torch
     from qarl.run.policy import Architecture
+    from qarl.run.prompts import Prompter
+    from qarl.run.served import Served
     from qarl.sft.train import SftStep
 
 _LEARNER = (
@@ -88,8 +91,10 @@ class SftPlan:
     """Number of pairs a step."""
     epochs: int | None
     """Number of passes over the pairs; None if the number of steps was given."""
-    pad_token: int
-    """Token id of the padding. Its value does not affect the loss."""
+    asked: list[Problem]
+    """Problems of the held-out pairs, or of all pairs if none are held out."""
+    prompter: "Prompter"
+    """Maker of the pairs' prompts."""
     defaults: RequestDefaults
     """How the pairs ask the policy, without the lengths."""
 
@@ -108,6 +113,8 @@ class SftOutcome:
     """
     after: float | None
     """The same after the last update."""
+    served: "Served"
+    """Comparison of what a server of the export is asked with the prompts of the pairs."""
 
 
 def sft_config(data: str, overrides: Mapping[str, str], steps: int = _UNSET_STEPS) -> RunConfig:
@@ -184,6 +191,7 @@ def plan_sft(
         unlimited = config.rollout.model_copy(update={"max_prompt_tokens": LONGEST})
         prompter = open_prompter(source, unlimited, config.task)
         groups = encode(prompter, pairs, positions(read_config(source)))
+    problems = [pair.problem for pair in pairs]
     return SftPlan(
         config=config,
         folder=folder,
@@ -192,8 +200,9 @@ def plan_sft(
         heldout=_part(pairs, groups, heldout=True),
         batch=batch,
         epochs=epochs,
-        pad_token=prompter.pad_token,
-        defaults=request_defaults(config, prompter.tokenizer, [pair.problem for pair in pairs]),
+        asked=[pair.problem for pair in pairs if pair.heldout] or problems,
+        prompter=prompter,
+        defaults=request_defaults(config, prompter.tokenizer, problems),
     )
 
 
@@ -205,31 +214,30 @@ def run_sft(plan: SftPlan, show: Callable[["SftStep"], None]) -> SftOutcome:
 
     show: called after each step.
     """
+    from qarl.run.served import LIMIT, note_requests
     from qarl.sft.train import batch_rows, mean_loss, open_learner, pairs_batch, update
     from qarl.sync.export import export_checkpoint, export_masters
 
     config = plan.config
     with phase("loading the model"):
         learner = open_learner(config, plan.architecture)
-    measured = pairs_batch(plan.heldout, plan.pad_token) if plan.heldout else None
+    pad_token = plan.prompter.pad_token
+    measured = pairs_batch(plan.heldout, pad_token) if plan.heldout else None
     before = mean_loss(learner, measured) if measured else None
     _make_folder(plan)
     with (plan.folder / "metrics.jsonl").open("a", encoding="utf-8") as lines:
         for step in range(config.steps):
             rows = batch_rows(step, plan.batch, len(plan.learned), plan.epochs, config.seed)
-            batch = pairs_batch([plan.learned[row] for row in rows], plan.pad_token)
+            batch = pairs_batch([plan.learned[row] for row in rows], pad_token)
             result = update(learner, batch, step)
             lines.write(json.dumps(asdict(result)) + "\n")
             lines.flush()
             show(result)
     after = mean_loss(learner, measured) if measured else None
-    outcome = SftOutcome(
-        export=plan.folder / "export",
-        masters=plan.folder / "masters",
-        before=before,
-        after=after,
-    )
-    note = export_note(plan.folder, config, config.steps, outcome.export, plan.architecture.folder)
+    source = plan.architecture.folder
+    export = plan.folder / "export"
+    masters = plan.folder / "masters"
+    note = export_note(plan.folder, config, config.steps, export, source)
     limits = _limits(plan)
     note |= limits
     note["sft"] = {
@@ -238,11 +246,13 @@ def run_sft(plan: SftPlan, show: Callable[["SftStep"], None]) -> SftOutcome:
         "heldout_loss": [before, after],
     }
     with phase("writing codes and masters"):
-        export_masters(learner.model, plan.architecture.folder, outcome.masters)
+        export_masters(learner.model, source, masters)
         defaults = replace(plan.defaults, **limits)
-        export_checkpoint(learner.model, plan.architecture.folder, outcome.export, note, defaults)
-        write_card(outcome.export)
-    return outcome
+        export_checkpoint(learner.model, source, export, note, defaults)
+    asked = config.model_copy(update={"rollout": config.rollout.model_copy(update=limits)})
+    served = note_requests(export, source, plan.prompter, plan.asked[:LIMIT], asked, defaults)
+    write_card(export)
+    return SftOutcome(export=export, masters=masters, before=before, after=after, served=served)
 
 
 def _limits(plan: SftPlan) -> dict[str, int]:

@@ -148,7 +148,7 @@ def test_a_run_is_resumed_to_more_steps_and_then_finished(command: Command):
     assert last.startswith("run runs/a is finished: 5 of 5 steps are done, and runs/a/export holds")
     assert last.endswith("To go on: qarl train --resume runs/a --steps N")
 
-    assert names("runs/a") == LEFT | {"checkpoints", "engine-start", "export", "tokens"}
+    assert names("runs/a") == LEFT | {"checkpoints", "export", "tokens"}
     assert names("runs/a/checkpoints") == {"step-000004", "step-000005"}
     assert names("runs/a/checkpoints/step-000005") == {
         "manifest.json",
@@ -156,7 +156,6 @@ def test_a_run_is_resumed_to_more_steps_and_then_finished(command: Command):
         "state.pt",
     }
     assert names("runs/a/export") == MODEL_FILES | {"README.md", "qarl.json"}
-    assert names("runs/a/engine-start") == MODEL_FILES
     assert names("runs/a/tokens") == {f"step-{n:06d}.parquet" for n in range(1, 6)}
 
 

@@ -388,7 +388,7 @@ def test_a_run_lowers_the_held_out_loss_and_exports_the_codes_of_its_masters(
     random_policy, tmp_path: Path, capsys
 ):
     """Contract: end to end in w4a16, without an engine; masters/ quantized anew give export/ to the
-    digest.
+    digest. A server of export/ asks behind the pairs' system prompt, which requests do not give.
     """
     rows = [{"prompt": f"Repeat {n % 10}", "completion": f"{n % 10}{n % 10}"} for n in range(64)]
     for n, row in enumerate(rows):
@@ -404,6 +404,8 @@ def test_a_run_lowers_the_held_out_loss_and_exports_the_codes_of_its_masters(
         "3e-3",
         "--learner.optimizer.warmup_steps",
         "2",
+        "--task.system",
+        "Be brief.",
     ]
     assert (
         main(
@@ -430,6 +432,9 @@ def test_a_run_lowers_the_held_out_loss_and_exports_the_codes_of_its_masters(
     assert after < 0.7 * before
     assert f"{before:.4f} nats a token before, {after:.4f} after (16 pairs)" in text
     assert f"qarl train --model {tmp_path / 'run/masters'} --scheme w4a16" in text
+    assert "served as evaluated: 16 of 16 questions" in text
+    assert note["served"] == {"questions": 16, "equal": 16, "difference": None}
+    assert "Be brief." in (tmp_path / "run/export/README.md").read_text()
     masters = load_masters(tmp_path / "run/masters", torch.float32)
     assert digested(low_bit(masters, "w4a16").low_bit_tensors()).hexdigest() == note["digest"]
     assert not (tmp_path / "run/config.yaml").exists(), (

@@ -19,7 +19,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from qarl.report.run_folder import RunFolder
 from qarl.run.checkpoint import load_checkpoint
+from qarl.run.policy import open_policy
+from qarl.sync.export import export_checkpoint
 from tests.support import Policies, learner_faults
 from tests.support.cases import cases
 from tests.support.profiles import thorough
@@ -356,8 +359,9 @@ def test_a_lora_run_from_start_to_export(tmp_path: Path):
 
     Every step publishes merged codes by which the engine samples as the learner scores (mismatch,
     canary). The checkpoint has the adapters alone, and the run continues from it. `qarl export`
-    writes the bytes of the run's own export, in which only adapted layers differ from what the
-    engine started with. The first policy is the reference of the KL.
+    writes the bytes of the run's own export, in which only adapted layers differ from the run's
+    model. The checkpoint that the engine started on is gone. The first policy is the reference of
+    the KL.
     """
     run = tmp_path / "run"
     done = succeeded(
@@ -388,7 +392,10 @@ def test_a_lora_run_from_start_to_export(tmp_path: Path):
     succeeded("export", run, "-o", tmp_path / "out")
     ours, theirs = (folder / "model.safetensors" for folder in (tmp_path / "out", run / "export"))
     assert ours.read_bytes() == theirs.read_bytes()
-    start = load_file(run / "engine-start" / "model.safetensors")
+    assert not (run / "engine-start").exists()
+    policy = open_policy(RunFolder(run).config())
+    export_checkpoint(policy.model, policy.folder, tmp_path / "start")
+    start = load_file(tmp_path / "start" / "model.safetensors")
     end = load_file(ours)
     assert start.keys() == end.keys()
     moved = {name for name in end if not torch.equal(start[name], end[name])}
