@@ -55,6 +55,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "head_dim": 64,
     },
+    "gemma3_text": {
+        "tie_word_embeddings": True,
+        "head_dim": 256,
+        "num_hidden_layers": 6,
+        "sliding_window": 4,
+    },
 }
 """Model type → its own settings. transformers' reader takes no other columns of a head."""
 TEXTS = [

@@ -29,7 +29,7 @@ from tests.support.tensors import seeded
 
 EXTREMES = [2.0**-24, 255 * 2.0**-24, 2.0**-17, 1.0, -0.5, 0.0123, 65280.0]
 """bfloat16 scales (rounded) at the ends of what fp16 has exactly, and between."""
-READ_BY_TRANSFORMERS = ("llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+READ_BY_TRANSFORMERS = ("llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma3_text")
 
 
 def to_gguf(export: Path, folder: Path) -> WrittenGguf:
@@ -163,6 +163,21 @@ def test_mixtral_and_mistral_files_have_every_tensor_of_the_export(tmp_path: Pat
     assert actual["blk.0.ffn_gate_inp.weight"][0] == "F32"
 
 
+def test_gemmas_norms_have_what_the_model_adds_to_them(tmp_path: Path):
+    """llama.cpp multiplies by a norm's weight alone, Gemma by that and 1, added in fp32."""
+    export = toy_export(tmp_path, "gemma3_text")
+    weight = load_file(export / "model.safetensors")["model.layers.0.self_attn.q_norm.weight"]
+    written = to_gguf(export, tmp_path / "gguf")
+    kind, values = read(tmp_path / "gguf", written.name)["blk.0.attn_q_norm.weight"]
+    assert kind == "F32"
+    assert np.array_equal(values, 1 + weight.float().numpy())
+    fields = GGUFReader(tmp_path / "gguf" / written.name).fields
+    settings = {name: field.contents() for name, field in fields.items()}
+    assert settings["gemma3.attention.sliding_window"] == 4
+    assert settings["gemma3.rope.freq_base_swa"] == 10_000
+    assert settings["gemma3.rope.freq_base"] == 1_000_000
+
+
 def test_a_bias_changes_places_with_its_rows(tmp_path: Path):
     export = toy_export(tmp_path, "llama", attention_bias=True)
     written = to_gguf(export, tmp_path / "gguf")
@@ -267,6 +282,12 @@ def test_a_changed_byte_of_the_file_is_noticed_when_it_is_read_back(
         to_gguf(export, tmp_path / "gguf")
 
 
+LOCAL = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 20_000.0},
+    "full_attention": {"rope_type": "default", "rope_theta": 1_000_000.0},
+}
+
+
 def config_of(kind: str, **changes: Any) -> Any:
     return AutoConfig.for_model(kind, **{**TOYS.get(kind, {}), **changes})
 
@@ -274,7 +295,11 @@ def config_of(kind: str, **changes: Any) -> Any:
 @pytest.mark.parametrize(
     ("kind", "changes", "words"),
     [
-        ("gemma3_text", {}, "model type 'gemma3_text' is not among"),
+        ("gemma2", {}, "model type 'gemma2' is not among"),
+        ("gemma3_text", {"query_pre_attn_scalar": 168}, "query_pre_attn_scalar 168"),
+        ("gemma3_text", {"layer_types": ["sliding_attention"] * 6}, "layer_types ['sliding"),
+        ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0"),
+        ("gemma3_text", {"rope_parameters": LOCAL}, "rope_parameters of windows"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ("llama", {"mlp_bias": True}, "mlp_bias True"),
         ("mistral", {"sliding_window": 32, "max_position_embeddings": 64}, "sliding_window 32"),

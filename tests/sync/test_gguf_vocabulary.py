@@ -185,6 +185,25 @@ def test_sentencepiece_without_a_prefix_adds_no_space(tmp_path: Path):
     assert not saved(sentencepiece(MERGES, SPACES), tmp_path).adds_space
 
 
+def test_gemmas_split_at_spaces_that_are_no_more_changes_nothing(tmp_path: Path):
+    tokenizer = sentencepiece(MERGES, SPACES)
+    split = pre_tokenizers.Split(" ", "merged_with_previous")
+    tokenizer.backend_tokenizer.pre_tokenizer = split
+    assert not saved(tokenizer, tmp_path).adds_space
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+    (tmp_path / "other").mkdir()
+    with pytest.raises(GgufError, match="it treats spaces by"):
+        saved(tokenizer, tmp_path / "other")
+
+
+def test_a_token_that_is_looked_for_in_normalized_texts_is_refused(tmp_path: Path):
+    """llama.cpp looks for it in the text as it is."""
+    tokenizer = sentencepiece(MERGES, SPACES)
+    tokenizer.add_tokens([AddedToken("▁▁", normalized=True, special=False)])
+    with pytest.raises(GgufError, match="its token '▁▁' is looked for in normalized texts"):
+        saved(tokenizer, tmp_path)
+
+
 def test_merges_that_llama_cpp_would_do_otherwise_are_refused(tmp_path: Path):
     missing = MERGES[:3]
     with pytest.raises(GgufError, match=r"its merges lack \('▁', 'ab'\)"):

@@ -19,6 +19,8 @@ from qarl.quant.checkpoint.families import family_of
 from qarl.sync.gguf.errors import GgufError
 
 _ROUTED = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+_LAYERS_OF_27B = 62
+"""Number of layers by which llama.cpp recognizes Gemma 3 27B."""
 _ROTATED = re.compile(r"model\.layers\.\d+\.self_attn\.(q|k)_proj")
 
 
@@ -32,6 +34,8 @@ class Family:
     """True if rows of q and k change places."""
     assumed: Mapping[str, Any] = field(default_factory=dict)
     """Settings of config.json that llama.cpp does not read, with the values that it assumes."""
+    norm_offset: float = 0.0
+    """Number that the model adds to the weights of its norms, in fp32; llama.cpp adds none."""
 
     def permuted_heads(self, layer: str, config: PreTrainedConfig) -> int | None:
         """Return the number of heads whose rows change places in a layer, None if none do."""
@@ -50,6 +54,17 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3": Family(MODEL_ARCH.QWEN3, assumed={"attention_bias": False}),
     "qwen3_moe": Family(
         MODEL_ARCH.QWEN3MOE, assumed={"norm_topk_prob": True, "attention_bias": False, **_ROUTED}
+    ),
+    "gemma3_text": Family(
+        MODEL_ARCH.GEMMA3,
+        assumed={
+            "hidden_activation": "gelu_pytorch_tanh",
+            "attention_bias": False,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "use_bidirectional_attention": False,
+        },
+        norm_offset=1.0,
     ),
 }
 """Model type of transformers → the architecture."""
@@ -70,14 +85,40 @@ def gguf_family(config: PreTrainedConfig) -> Family:
         value = getattr(config, name, assumed)
         if value != assumed:
             _refuse(config, name, value, f"assumes {assumed!r}")
-    slides = getattr(config, "use_sliding_window", True)
-    window = getattr(config, "sliding_window", None) if slides else None
-    if window is not None and window < config.max_position_embeddings:
-        _refuse(config, "sliding_window", window, "attends to every token")
+    if family.arch == MODEL_ARCH.GEMMA3:
+        _require_gemma_attention(config)
+    else:
+        slides = getattr(config, "use_sliding_window", True)
+        window = getattr(config, "sliding_window", None) if slides else None
+        if window is not None and window < config.max_position_embeddings:
+            _refuse(config, "sliding_window", window, "attends to every token")
     rope = _rope(config)
     if rope["rope_type"] not in ("default", "linear", "llama3"):
         _refuse(config, "rope_type", rope["rope_type"], "has default, linear and llama3 from here")
     return family
+
+
+def _require_gemma_attention(config: PreTrainedConfig) -> None:
+    """Raise `GgufError` unless layers, windows and scale are those that llama.cpp builds in.
+
+    It has windows on all layers but every sixth, turns those by base 10000 without scaling, and
+    divides scores by the root of a head's columns; of 62 layers (27B), by that of hidden size over
+    heads.
+    """
+    layers = config.num_hidden_layers
+    pattern = ["full_attention" if n % 6 == 5 else "sliding_attention" for n in range(layers)]
+    if config.layer_types != pattern:
+        _refuse(config, "layer_types", config.layer_types, "has windows on all but every sixth")
+    local = {"rope_type": "default", "rope_theta": 10_000.0}
+    turned = {name: config.rope_parameters["sliding_attention"].get(name) for name in local}
+    if turned != local:
+        _refuse(config, "rope_parameters of windows", turned, f"has {local}")
+    columns = head_columns(config)
+    if layers == _LAYERS_OF_27B:
+        columns = config.hidden_size // config.num_attention_heads
+    if config.query_pre_attn_scalar != columns:
+        scalar = config.query_pre_attn_scalar
+        _refuse(config, "query_pre_attn_scalar", scalar, f"assumes {columns}")
 
 
 def _refuse(config: PreTrainedConfig, name: str, value: Any, reason: str) -> None:
@@ -90,6 +131,8 @@ def _refuse(config: PreTrainedConfig, name: str, value: Any, reason: str) -> Non
 def _rope(config: PreTrainedConfig) -> dict[str, Any]:
     """Return the settings of rotary embeddings, with their type under `rope_type`."""
     rope = dict(getattr(config, "rope_parameters", None) or {})
+    # of two kinds of layers, those without windows are the ones that llama.cpp reads settings of
+    rope = rope.get("full_attention", rope)
     return {"rope_type": "default", **rope}
 
 
@@ -153,6 +196,10 @@ def write_settings(writer: GGUFWriter, config: PreTrainedConfig) -> None:
     if rope["rope_type"] == "linear":
         writer.add_rope_scaling_type(RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
+    local = config.rope_parameters.get("sliding_attention")
+    if local is not None:
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_rope_freq_base_swa(local["rope_theta"])
     _write_experts(writer, config)
 
 

@@ -37,6 +37,13 @@ _PRE_TOKENIZERS: Mapping[tuple[tuple[str, ...], bool], str] = {
 """(Steps of a pre-tokenizer, whether words in the vocabulary need no merges) → llama.cpp's name."""
 _SPACE = "▁"
 _REPLACES_SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+_SPLITS_AT_SPACES = {
+    "type": "Split",
+    "pattern": {"String": " "},
+    "behavior": "MergedWithPrevious",
+    "invert": False,
+}
+"""Pre-tokenizer of Gemma, which finds no space after `_REPLACES_SPACES`."""
 _PUTS_SPACES = {
     "type": "Metaspace",
     "replacement": _SPACE,
@@ -112,6 +119,8 @@ def read_vocabulary(folder: Path, rows: int) -> Vocabulary:
     for token in added.values():
         if token["lstrip"] or token["rstrip"] or token["single_word"]:
             _refuse(folder, f"its token {token['content']!r} removes spaces or must be a word")
+        if token["normalized"] and _SPACE in token["content"]:
+            _refuse(folder, f"its token {token['content']!r} is looked for in normalized texts")
     pieces = {text: number for text, number in model["vocab"].items() if number not in added}
     # older files have a merge as one string
     merges = [m.split(" ", 1) if isinstance(m, str) else m for m in model["merges"]]
@@ -200,7 +209,8 @@ def _sentencepiece_space(folder: Path, tree: Mapping[str, Any]) -> bool:
     prepends = [step for step in steps if step == {"type": "Prepend", "prepend": _SPACE}]
     if steps == [_PUTS_SPACES]:
         return True
-    if [step for step in steps if step not in prepends] != [_REPLACES_SPACES]:
+    others = [step for step in steps if step not in prepends]
+    if others not in ([_REPLACES_SPACES], [_REPLACES_SPACES, _SPLITS_AT_SPACES]):
         _refuse(folder, f"it treats spaces by {_shown(steps)}")
     return bool(prepends)
 

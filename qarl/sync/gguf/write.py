@@ -70,6 +70,8 @@ class GgufTensor:
     """Low-bit layers or plain tensors of the checkpoint: one, or each expert's."""
     heads: int | None = None
     """Heads within which rows change places; None if they do not."""
+    offset: float = 0.0
+    """Number that is added to each value, in fp32."""
 
     @property
     def byte_shape(self) -> tuple[int, ...]:
@@ -206,7 +208,8 @@ def _plain_entry(
     fp32 = len(shape) == 1 or is_router
     kind = GGMLQuantizationType.F32 if fp32 else _PLAIN[exported.dtype(tensor)]
     heads = family.permuted_heads(tensor.rpartition(".")[0], exported.config)
-    return GgufTensor(name, kind, shape, (tensor,), heads=heads)
+    offset = family.norm_offset if tensor.endswith("norm.weight") else 0.0
+    return GgufTensor(name, kind, shape, (tensor,), heads=heads, offset=offset)
 
 
 def _named(names: TensorNameMap, tensor: str, exported: Exported) -> str:
@@ -248,7 +251,7 @@ def _source_bytes(exported: Exported, source: str, tensor: GgufTensor) -> np.nda
         name = source if source in exported.shapes else f"{source}.weight"
         values = exported.tensor(name)
         if tensor.kind == GGMLQuantizationType.F32:
-            values = values.to(torch.float32)
+            values = values.to(torch.float32) + tensor.offset
         blocks = values.contiguous().unsqueeze(-1).view(torch.uint8).flatten(-2)
     return (blocks if tensor.heads is None else _permuted_rows(blocks, tensor)).numpy()
 
@@ -301,6 +304,6 @@ def _expected(exported: Exported, tensor: GgufTensor) -> torch.Tensor:
             value = exported.weight(source).dequantized()
         else:
             name = source if source in exported.shapes else f"{source}.weight"
-            value = exported.tensor(name).to(torch.float32)
+            value = exported.tensor(name).to(torch.float32) + tensor.offset
         values.append(value if tensor.heads is None else permuted(value, tensor.heads))
     return torch.stack(values).reshape(tensor.shape)
