@@ -7,7 +7,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,34 +25,48 @@ def request(
 
 
 @contextmanager
-def server(export: Path, plain: bool = False) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
-    """Run the command in its own session and yield its address.
+def server(
+    export: Path,
+    plain: bool = False,
+    python: Path | None = None,
+    log: Path | None = None,
+) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
+    """Run `qarl serve` in its own session and yield its address.
 
-    At the end nothing of that session is left. plain: run `vllm serve FOLDER` instead, with what it
-    needs on CPUs and nothing of QaRL's.
+    At the end nothing of that session is left.
+
+    Args:
+        export: Folder to serve.
+        plain: Run `vllm serve FOLDER` instead, with what it needs on CPUs and nothing of QaRL's.
+        python: Interpreter of another environment, which runs without this one's variables.
+        log: File of what the process prints. Default: its output is a pipe.
     """
     (port,) = free_ports(1)
-    command = [
-        sys.executable,
-        "-m",
-        "qarl",
-        "serve",
-        str(export),
-        "--port",
-        str(port),
-        "--",
-    ]
+    interpreter = str(python or sys.executable)
+    command = [interpreter, "-m", "qarl", "serve", str(export), "--port", str(port), "--"]
     if plain:
         # the module behind `vllm serve` (qarl.rollout.servers.vllm.start)
         module = "vllm.entrypoints.openai.api_server"
-        command = [sys.executable, "-m", module, "--model", str(export), "--port", str(port)]
+        command = [interpreter, "-P", "-m", module, "--model", str(export), "--port", str(port)]
         command += ["--served-model-name", export.name]
         command += ["--enforce-eager", "--kv-cache-memory-bytes", str(2**30)]
     command += ["--max-num-seqs", "4"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    try:
-        yield f"http://127.0.0.1:{port}", process
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    env = dict(os.environ)
+    if python is not None:
+        env = {n: v for n, v in env.items() if not n.startswith(("PYTHONPATH", "VLLM_", "QARL_"))}
+    with ExitStack() as stack:
+        out = subprocess.PIPE if log is None else stack.enter_context(log.open("w"))
+        process = subprocess.Popen(
+            command,
+            env=env,
+            stdout=out,
+            stderr=None if log is None else subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            yield f"http://127.0.0.1:{port}", process
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
