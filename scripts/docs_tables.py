@@ -633,6 +633,50 @@ def gguf(files: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n\n" + "\n".join(facts) + "\n"
 
 
+def served(rows: list[dict[str, Any]]) -> str:
+    """Return the tables of `python -m benchmarks.served`: answers, and gaps where they part."""
+    head = ("policy", "questions", "`qarl serve`", "vLLM without QaRL", "transformers")
+    lines = [line(head), "|---|---:|---:|---:|---:|"]
+    for row in rows:
+        alone = row["vllm_alone"]
+        cells = (
+            str(row["qarl_serve"]),
+            "does not start" if isinstance(alone, str) else str(alone["equal"]),
+            str(row["transformers"]["equal"]),
+        )
+        lines.append(line((row["model"], str(row["questions"]), *cells)))
+    gaps_head = (
+        "policy",
+        "answered by",
+        "answers that part",
+        "at the second token",
+        "gap there, nats",
+        "tokens with such a gap",
+        "rounding of the gap, nats",
+    )
+    lines += ["", line(gaps_head), "|---|---|---:|---:|---:|---:|---:|"]
+    for row in rows:
+        others = {"vLLM without QaRL": row["vllm_alone"], "transformers": row["transformers"]}
+        for name, other in others.items():
+            if isinstance(other, str) or not other["gaps"]:
+                continue
+            moved = other.get("moved")
+            cells = (
+                str(len(other["gaps"])),
+                str(other["second"]),
+                f"{min(other['gaps']):.3g} to {max(other['gaps']):.3g}",
+                f"{other['near']} of {other['tokens']}",
+                f"{moved['mean']:.2g}, at most {moved['max']:.2g}" if moved else "–",
+            )
+            lines.append(line((row["model"], name, *cells)))
+    errors = [
+        f"{row['model']}, vLLM without QaRL: `{row['vllm_alone']}`"
+        for row in rows
+        if isinstance(row["vllm_alone"], str)
+    ]
+    return "\n".join(lines) + "\n" + "".join(f"\n{error}\n" for error in errors)
+
+
 TABLES: dict[str, Callable[[Any], str]] = {
     "low_bit_trl": low_bit_trl,
     "compare": compare,
@@ -651,6 +695,7 @@ TABLES: dict[str, Callable[[Any], str]] = {
     "server_faults": server_faults,
     "precision-gap": precision_gap,
     "gguf": gguf,
+    "served": served,
     "verify": verify,
 }
 """Benchmark → function that makes its table."""
