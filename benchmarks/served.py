@@ -47,11 +47,11 @@ REAL = ("--config", "smollm2-135m", "--max-new-tokens", "16")
 TINY = ("--config", "tiny-qwen3", "--scheme", "w8a8")
 MODELS: dict[str, Sequence[str]] = {
     "SmolLM2-135M, w4a16-g64": REAL,
-    "SmolLM2-135M, w8a8": (*REAL, "--scheme", "w8a8"),
-    "mixture, w8a8": ("--config", "tiny-qwen3-moe", "--scheme", "w8a8"),
     "LoRA, w8a8": (*TINY, "--learner.lora.name", "lora", "--optimizer", "adamw"),
     "system prompt, w8a8": (*TINY, "--task.system", "Be brief."),
     "thinking off, w8a8": (*TINY, "--model", "thinks", "--task.template.enable_thinking", "false"),
+    "mixture, bf16": ("--config", "tiny-qwen3-moe", "--scheme", "bf16"),
+    "SmolLM2-135M, bf16": (*REAL, "--scheme", "bf16"),
 }
 """Name of a policy → options of its run. `thinks` is `thinking_model`."""
 _PATIENCE = 600.0
@@ -276,15 +276,20 @@ def main() -> None:
     parser.add_argument("--plain", type=Path, required=True, help="a Python without QaRL")
     parser.add_argument("--questions", type=int, default=24, help="questions of each policy")
     parser.add_argument("--only", default="", help="policies with this text in their name")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="keep the rows here, and go on from what it has"
+    )
     arguments = parser.parse_args()
     require_alone(arguments.plain)
     quiet_libraries()
-    rows = []
+    rows: list[dict[str, Any]] = []
+    if arguments.json and arguments.json.is_file():
+        rows = json.loads(arguments.json.read_text())["data"]
+    done = {row["model"] for row in rows}
     with tempfile.TemporaryDirectory(prefix="qarl-served-") as work:
         thinking_model(Path(work) / "thinks")
         for name in MODELS:
-            if arguments.only in name:
+            if arguments.only in name and name not in done:
                 rows.append(measure(name, Path(work), arguments.questions, arguments.plain))
                 print(json.dumps(rows[-1], ensure_ascii=False), flush=True)
                 if arguments.json:

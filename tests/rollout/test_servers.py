@@ -390,11 +390,13 @@ def test_replicas_are_waited_for_and_ended(tmp_path: Path, monkeypatch: pytest.M
         assert replica.received == logs / f"received-{number}"
         assert os.getsid(replica.process.pid) == replica.process.pid
         replica.received.mkdir()
+        assert replica.sockets.is_dir()
         for signal_number in STOP_SIGNALS:
             replica.process.send_signal(signal_number)
         assert start.is_ready(replica.url)
     start.stop_replicas(replicas)
     assert [(r.process.returncode, r.received.exists()) for r in replicas] == [(-9, False)] * 2
+    assert not any(replica.sockets.exists() for replica in replicas)
     lines = "\n".join(map(str, [*range(8, 1, -1), "the key"]))
     for what, seconds, message in (
         ("ends", 30.0, "ended with status 3"),

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -54,6 +55,8 @@ _ALONE = {
 Without an interface name gloo listens on the address of the machine's host name, which on many
 machines belongs to the network.
 """
+_SOCKETS = "VLLM_RPC_BASE_PATH"
+"""vLLM's environment variable for the folder of the sockets between its processes."""
 _MORE_THAN_ALL = 1 << 36
 _KEEPS_MEMORY = (
     f"glibc.malloc.arena_max=1:glibc.malloc.mmap_threshold={_MORE_THAN_ALL}:"
@@ -80,6 +83,8 @@ class ServerProcess:
     """File with its output."""
     received: Path
     """Folder for versions that the replica receives over HTTP."""
+    sockets: Path
+    """Folder for the sockets between the replica's processes, which leave them when killed."""
 
 
 def server_command(
@@ -218,13 +223,17 @@ def start_replicas(
     limited = {"OMP_NUM_THREADS": str(threads)} if threads else {}
     try:
         for number, port in enumerate(ports):
+            command = replica_command(checkpoint, options, host, port, more)
             log = logs / f"server-{number}.log"
             received = logs / f"received-{number}"
+            # not in `logs`: the path of a socket has at most 107 bytes
+            sockets = Path(tempfile.mkdtemp(prefix="qarl-", dir=os.environ.get(_SOCKETS)))
             with log.open("wb") as file:
                 process = subprocess.Popen(
-                    replica_command(checkpoint, options, host, port, more),
+                    command,
                     env={
                         **replica_environment(key, received),
+                        _SOCKETS: str(sockets),
                         **visible_devices(number, devices, os.environ),
                         **limited,
                     },
@@ -235,7 +244,9 @@ def start_replicas(
                     preexec_fn=end_with_the_parent_alone,
                 )
             address = f"[{host}]" if ":" in host else host  # brackets around IPv6 addresses
-            started.append(ServerProcess(f"http://{address}:{port}", process, log, received))
+            started.append(
+                ServerProcess(f"http://{address}:{port}", process, log, received, sockets)
+            )
         deadline = time.monotonic() + seconds
         for replica in started:
             wait_until_ready(replica, deadline)
@@ -299,7 +310,7 @@ def wait_until_ready(replica: ServerProcess, deadline: float) -> None:
 
 
 def stop_replicas(replicas: Sequence[ServerProcess]) -> None:
-    """Kill replicas and their child processes, and remove the versions that they received.
+    """Kill replicas and their child processes, and remove versions they received and their sockets.
 
     Each server is killed first, and its children end with it. Python's trackers of shared memory
     then remove what the others left, which they could not if all were killed at once.
@@ -314,7 +325,8 @@ def stop_replicas(replicas: Sequence[ServerProcess]) -> None:
     for replica in replicas:
         with suppress(ProcessLookupError):
             os.killpg(replica.process.pid, signal.SIGKILL)
-        shutil.rmtree(replica.received, ignore_errors=True)
+        for folder in (replica.received, replica.sockets):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _processes_of(replica: ServerProcess) -> list[psutil.Process]:
