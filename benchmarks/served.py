@@ -29,6 +29,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+from urllib.error import HTTPError
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -46,12 +47,12 @@ SMALL = ("--steps", "1", "--prompts", "4", "--samples", "4", "--task", "chain_su
 REAL = ("--config", "smollm2-135m", "--max-new-tokens", "16")
 TINY = ("--config", "tiny-qwen3", "--scheme", "w8a8")
 MODELS: dict[str, Sequence[str]] = {
-    "SmolLM2-135M, w4a16-g64": REAL,
     "LoRA, w8a8": (*TINY, "--learner.lora.name", "lora", "--optimizer", "adamw"),
     "system prompt, w8a8": (*TINY, "--task.system", "Be brief."),
     "thinking off, w8a8": (*TINY, "--model", "thinks", "--task.template.enable_thinking", "false"),
     "mixture, bf16": ("--config", "tiny-qwen3-moe", "--scheme", "bf16"),
     "SmolLM2-135M, bf16": (*REAL, "--scheme", "bf16"),
+    "SmolLM2-135M, w4a16-g64": REAL,
 }
 """Name of a policy → options of its run. `thinks` is `thinking_model`."""
 _PATIENCE = 600.0
@@ -124,7 +125,7 @@ def _id(entry: dict[str, Any]) -> int:
 
 def served(run: Path, questions: Sequence[str], plain: Path | None) -> list[Answer] | str:
     """Return the answers of `qarl serve`, or of vLLM alone under the Python `plain`. A server that
-    does not start gives the last error of its output instead.
+    does not start or answer gives the last error of its output instead.
     """
     target = run / "export" if plain else run
     log = run.with_suffix(".log")
@@ -134,7 +135,10 @@ def served(run: Path, questions: Sequence[str], plain: Path | None) -> list[Answ
             if process.poll() is not None or time.monotonic() > deadline:
                 return last_error(log.read_text(errors="replace"))
             time.sleep(0.2)
-        return ask(url, target.name, questions, **({"temperature": 0} if plain else {}))
+        try:
+            return ask(url, target.name, questions, **({"temperature": 0} if plain else {}))
+        except HTTPError as error:
+            return f"{last_error(log.read_text(errors='replace'))} (status {error.code})"
 
 
 def last_error(text: str) -> str:
@@ -230,7 +234,7 @@ def parting(one: Sequence[int], other: Sequence[int]) -> int | None:
 
 def measure(name: str, folder: Path, count: int, plain: Path) -> dict[str, Any]:
     """Return one policy's counts."""
-    run = folder / name.partition(",")[0].replace(" ", "-")
+    run = folder / name.replace(", ", "-").replace(" ", "-")
     number = str(count)
     options = [str(folder / "thinks") if word == "thinks" else word for word in MODELS[name]]
     qarl("train", *SMALL, *options, "--eval.problems", number, "--output", str(run))

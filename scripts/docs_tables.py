@@ -641,7 +641,7 @@ def served(rows: list[dict[str, Any]]) -> str:
         alone = row["vllm_alone"]
         cells = (
             str(row["qarl_serve"]),
-            "does not start" if isinstance(alone, str) else str(alone["equal"]),
+            "does not answer" if isinstance(alone, str) else str(alone["equal"]),
             str(row["transformers"]["equal"]),
         )
         lines.append(line((row["model"], str(row["questions"]), *cells)))

@@ -474,6 +474,7 @@ def main() -> int:
         "--json", type=Path, help="keep the outcomes here, and go on from what it holds"
     )
     options = parser.parse_args()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has runs ignore it
     saved: list[dict[str, Any]] = []
     if options.json and options.json.exists():
         saved = json.loads(options.json.read_text())
