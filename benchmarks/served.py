@@ -264,8 +264,8 @@ def require_alone(python: Path) -> None:
     """End the program unless this Python has vLLM and cannot import QaRL."""
     code = "import importlib.util as u; print(u.find_spec('qarl'), u.find_spec('vllm') is not None)"
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    asked = [str(python), "-P", "-c", code]
-    done = subprocess.run(asked, capture_output=True, text=True, cwd="/", env=clean, check=True)
+    probe = [str(python), "-P", "-c", code]
+    done = subprocess.run(probe, capture_output=True, text=True, cwd="/", env=clean, check=True)
     if done.stdout.split() != ["None", "True"]:
         raise SystemExit(f"--plain {python} imports QaRL, or has no vLLM; give one of another kind")
 

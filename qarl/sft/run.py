@@ -249,8 +249,9 @@ def run_sft(plan: SftPlan, show: Callable[["SftStep"], None]) -> SftOutcome:
         export_masters(learner.model, source, masters)
         defaults = replace(plan.defaults, **limits)
         export_checkpoint(learner.model, source, export, note, defaults)
-    asked = config.model_copy(update={"rollout": config.rollout.model_copy(update=limits)})
-    served = note_requests(export, source, plan.prompter, plan.asked[:LIMIT], asked, defaults)
+    rollout = config.rollout.model_copy(update=limits)
+    asking = config.model_copy(update={"rollout": rollout})
+    served = note_requests(export, source, plan.prompter, plan.asked[:LIMIT], asking, defaults)
     write_card(export)
     return SftOutcome(export=export, masters=masters, before=before, after=after, served=served)
 

@@ -245,7 +245,13 @@ def start_replicas(
                 )
             address = f"[{host}]" if ":" in host else host  # brackets around IPv6 addresses
             started.append(
-                ServerProcess(f"http://{address}:{port}", process, log, received, sockets)
+                ServerProcess(
+                    url=f"http://{address}:{port}",
+                    process=process,
+                    log=log,
+                    received=received,
+                    sockets=sockets,
+                )
             )
         deadline = time.monotonic() + seconds
         for replica in started:
