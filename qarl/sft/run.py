@@ -91,7 +91,7 @@ class SftPlan:
     """Number of pairs a step."""
     epochs: int | None
     """Number of passes over the pairs; None if the number of steps was given."""
-    asked: list[Problem]
+    questions: list[Problem]
     """Problems of the held-out pairs, or of all pairs if none are held out."""
     prompter: "Prompter"
     """Maker of the pairs' prompts."""
@@ -200,7 +200,7 @@ def plan_sft(
         heldout=_part(pairs, groups, heldout=True),
         batch=batch,
         epochs=epochs,
-        asked=[pair.problem for pair in pairs if pair.heldout] or problems,
+        questions=[pair.problem for pair in pairs if pair.heldout] or problems,
         prompter=prompter,
         defaults=request_defaults(config, prompter.tokenizer, problems),
     )
@@ -251,7 +251,7 @@ def run_sft(plan: SftPlan, show: Callable[["SftStep"], None]) -> SftOutcome:
         export_checkpoint(learner.model, source, export, note, defaults)
     rollout = config.rollout.model_copy(update=limits)
     asking = config.model_copy(update={"rollout": rollout})
-    served = note_requests(export, source, plan.prompter, plan.asked[:LIMIT], asking, defaults)
+    served = note_requests(export, source, plan.prompter, plan.questions[:LIMIT], asking, defaults)
     write_card(export)
     return SftOutcome(export=export, masters=masters, before=before, after=after, served=served)
 
