@@ -18,7 +18,6 @@ do.
 """
 
 import argparse
-import json
 import os
 import re
 import sys
@@ -345,8 +344,12 @@ def main() -> None:
         results.append(row)
         print(" | ".join(str(value) for value in row.values()), flush=True)
     if options.json:
-        record = {"triton": triton.__version__, "check": options.check, "results": results}
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+        from qarl.cli.options import write_json
+        from qarl.report.record import record
+
+        data = {"triton": triton.__version__, "results": results}
+        command = f"python scripts/check_triton.py {options.check}"
+        write_json(str(options.json), record([], data, command))
     sys.exit(any(row.get("failure") or row.get("different") for row in results))
 
 

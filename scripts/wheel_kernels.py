@@ -19,7 +19,6 @@ counted, and whether it is right.
 """
 
 import argparse
-import json
 import re
 import shutil
 import struct
@@ -271,14 +270,16 @@ def main() -> None:
         texts = ("; ".join(map(str, cells[c])) or "–" for c in CAPABILITIES)
         print(f"| {kernel} | {' | '.join(texts)} |")
     if options.json:
-        record = {
-            "wheel": options.wheel.name,
-            "kernels": {
-                kernel: {c: [asdict(part) for part in parts] for c, parts in cells.items()}
-                for kernel, cells in rows.items()
-            },
+        from qarl.cli.options import write_json
+        from qarl.report.record import record
+
+        kernels = {
+            kernel: {c: [asdict(part) for part in parts] for c, parts in cells.items()}
+            for kernel, cells in rows.items()
         }
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+        data = {"wheel": options.wheel.name, "kernels": kernels}
+        command = f"python scripts/wheel_kernels.py {options.wheel.name}"
+        write_json(str(options.json), record([], data, command))
 
 
 if __name__ == "__main__":

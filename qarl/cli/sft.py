@@ -111,7 +111,7 @@ def _sft(known: argparse.Namespace, console: Console) -> int:
     if overrides.get("learner.deepspeed"):
         raise ConfigError(
             "learner.deepspeed is for qarl train; qarl sft runs in one process, which steps all"
-            " masters: leave it out"
+            " masters: omit it"
         )
     if known.steps:
         overrides["steps"] = str(known.steps)

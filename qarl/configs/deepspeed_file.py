@@ -125,7 +125,7 @@ def read_deepspeed_file(path: str | Path) -> DeepSpeedFile:
             kept[key] = value
         else:
             allowed = ", ".join(sorted({"zero_optimization", *_PRINTS}))
-            raise _refused(key, value, f"a run takes {allowed}; leave it out")
+            raise _refused(key, value, f"a run takes {allowed}; omit it")
     zero = _checked_zero(kept.get("zero_optimization"))
     offload = zero.get("offload_optimizer") or {}
     kept["zero_optimization"] = zero
@@ -154,11 +154,11 @@ def _checked_zero(section: Any) -> dict[str, Any]:
             continue
         if key in _NOT_HERE:
             if value not in (None, False) and not _is_off(value):
-                raise _refused(name, value, f"{_NOT_HERE[key]}; leave it out")
+                raise _refused(name, value, f"{_NOT_HERE[key]}; omit it")
         elif key in _SENDS:
             zero[key] = value
         else:
-            raise _refused(name, value, f"a run takes {', '.join(sorted(_SENDS))}; leave it out")
+            raise _refused(name, value, f"a run takes {', '.join(sorted(_SENDS))}; omit it")
     offload = zero.get("offload_optimizer")
     if offload is not None:
         _check_offload(offload)
@@ -178,14 +178,14 @@ def _check_offload(offload: Any) -> None:
         )
     for key, value in offload.items():
         if key not in _OFFLOAD and value != "auto":
-            why = "it is of NVMe, which DeepSpeed has at stage 3; leave it out"
+            why = "it is of NVMe, which DeepSpeed has at stage 3; omit it"
             raise _refused(f"{name}.{key}", value, why)
 
 
 def _require_left_open(key: str, value: Any) -> None:
     """Raise `ConfigError` unless a key that the run decides is "auto" or switched off."""
     if not _is_auto(value) and not _is_off(value):
-        raise _refused(key, value, f'{_RUNS_OWN[key]}; leave it out, or write "auto"')
+        raise _refused(key, value, f'{_RUNS_OWN[key]}; omit it, or write "auto"')
 
 
 def _is_auto(value: Any) -> bool:

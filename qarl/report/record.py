@@ -25,7 +25,7 @@ def record(
     `--picture`) are left out of the command.
     """
     return {
-        "command": f"{program} {shlex.join(_without_files(arguments))}",
+        "command": f"{program} {shlex.join(_without_files(arguments))}".rstrip(),
         "commit": _commit(),
         "environment": describe_environment(),
         "data": data,

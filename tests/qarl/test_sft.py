@@ -71,7 +71,8 @@ def gradients(learner: Learner, batch: Any) -> dict[str, torch.Tensor]:
     found = {
         name: p.grad.clone() for name, p in learner.model.masters.items() if p.grad is not None
     }
-    learner.sharded.optimizer.zero_grad()
+    for master in learner.model.masters.values():
+        master.grad = None
     return found
 
 

@@ -157,7 +157,9 @@ def test_wheel_has_code_for_the_kernels_that_are_chosen(capability: tuple[int, i
     kernel that vLLM chooses for a scheme there.
     """
     script = runpy.run_path(str(ROOT / "scripts/wheel_kernels.py"))
-    record = json.loads((ROOT / "benchmarks/records/wheel-0.32.0.json").read_text())["kernels"]
+    record = json.loads((ROOT / "benchmarks/records/wheel-0.32.0.json").read_text())["data"][
+        "kernels"
+    ]
     factory = VllmFactory(torch.bfloat16)
     compared = 0
     with stub_cuda(capability):

@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 from gguf import TokenType
 from tokenizers import (
-    AddedToken,
     Tokenizer,
     models,
     normalizers,
     pre_tokenizers,
 )
 from tokenizers.processors import TemplateProcessing
-from transformers import PreTrainedTokenizerFast
+from transformers import AddedToken, PreTrainedTokenizerFast
 
 from qarl.sync.gguf.errors import GgufError
 from qarl.sync.gguf.ollama import modelfile, talk, talk_template

@@ -363,7 +363,7 @@ def _check_precisions(learner: LearnerConfig) -> None:
     if learner.lora.name == "lora" and learner.reduce_dtype != "float32":
         raise ValueError(
             f"learner.reduce_dtype {learner.reduce_dtype!r} is of masters that processes share;"
-            " LoRA's factors are whole in each, and their gradients small: leave it out"
+            " LoRA's factors are whole in each, and their gradients small: omit it"
         )
 
 

@@ -102,10 +102,10 @@ class DeepSpeedOptimizer:
         moments: dict[str, dict[str, torch.Tensor]] = {name: {} for name in self._masters}
         if self._steps() is not None:
             for name, master in self._masters.items():
-                moments[name] = {
-                    key: self._shared(safe_get_full_optimizer_state(master, key).view_as(master))
-                    for key in _MOMENTS
-                }
+                for key in _MOMENTS:
+                    moment = safe_get_full_optimizer_state(master, key)
+                    assert moment is not None, f"DeepSpeed has no {key} of {name}"
+                    moments[name][key] = self._shared(moment.view_as(master))
                 moments[name]["step"] = torch.tensor(float(self._steps() or 0))
         # The run's own optimizer rounds 16-bit masters by a generator, and these are in fp32.
         unused = torch.Generator().manual_seed(self._processes.rank).get_state()
@@ -247,7 +247,7 @@ def _import_deepspeed(device: torch.device) -> Any:
     except ImportError as error:
         raise ConfigError(
             f"learner.deepspeed needs DeepSpeed ({error}); install the extra: pip install"
-            " 'qarl-train[cpu]' or [cuda], or leave it out"
+            " 'qarl-train[cpu]' or [cuda], or omit it"
         ) from error
     if device.type == "cpu":
         # DeepSpeed compiles its all-reduce through shared memory for a minute at the first use,
