@@ -60,6 +60,16 @@ def test_a_written_config_has_every_field_of_its_source_and_is_read_the_same(
     assert {key: reread[key] for key in ours} == ours
 
 
+def test_keys_that_transformers_reads_as_numbers_are_text_once(tmp_path: Path):
+    """Contract: a config that transformers wrote has labels by "0" and "1", its class by 0 and 1,
+    and the JSON writer sorts them.
+    """
+    labels = {"0": "LABEL_0", "1": "LABEL_1"}
+    config = _config(tmp_path, {**_SIZES, "model_type": "llama", "id2label": labels})
+    written = with_source_fields(config.to_dict(), config)
+    assert json.loads(json.dumps(written, sort_keys=True))["id2label"] == labels
+
+
 def test_a_source_field_that_a_change_in_python_overruled_is_left_out(tmp_path: Path):
     config = _config(
         tmp_path, {**_SIZES, "model_type": "llama", "rope_scaling": _LINEAR, "pretraining_tp": 1}

@@ -38,7 +38,8 @@ def with_source_fields(written: Mapping[str, Any], config: PreTrainedConfig) -> 
     for key, value in _source_of(config).items():
         own = written.get(key)
         if isinstance(own, Mapping) and isinstance(value, Mapping):
-            missing[key] = {**value, **own}
+            # a class may have numbers as keys (`id2label`), which JSON has as text
+            missing[key] = {**value, **{str(name): entry for name, entry in own.items()}}
         elif key not in written and key not in _WRITTEN_ANEW:
             missing[key] = value
     as_written = _reading(written, config)
