@@ -432,7 +432,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "olmo-hybrid": ("OlmoHybridConfig", _DELTA),
-    "kimi-linear": ("KimiLinearConfig", {**_LATENT, "linear_attn_config": None}),
+    "kimi-linear": (
+        "KimiLinearConfig",
+        {
+            **_LATENT,
+            "linear_attn_config": {
+                "full_attn_layers": [3],
+                "kda_layers": [1, 2],
+                "num_heads": 2,
+                "head_dim": 64,
+                "short_conv_kernel_size": 4,
+            },
+        },
+    ),
     "glm4-moe-lite": ("Glm4MoeLiteConfig", _LATENT),
     "glm-5": ("GlmMoeDsaConfig", _LATENT),
     "deepseek-v3.2": ("DeepseekV32Config", _LATENT),

@@ -100,6 +100,8 @@ def test_decoders_are_counted_to_the_last_parameter_or_refused():
     """But for norms, biases and Cohere's norms of heads."""
     counted = set()
     for name, options in FAMILIES.values():
+        if "text_config" in options:
+            continue  # a model with pictures, which the plan does not count
         config = getattr(transformers, name)(**{"pad_token_id": 0, **SIZES, **options})
         with torch.device("meta"):
             weights = dict(transformers.AutoModelForCausalLM.from_config(config).named_parameters())

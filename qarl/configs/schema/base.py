@@ -146,8 +146,10 @@ def chooser(
         name = value.get("name", default)
         if name not in by_name:
             near = did_you_mean(str(name), by_name)
+            article = "an" if kind[0] in "aeiou" else "a"
             raise ValueError(
-                f"name {quoted(name)} is not a {kind}; choose one of {', '.join(by_name)}{near}"
+                f"name {quoted(name)} is not {article} {kind}; choose one of"
+                f" {', '.join(by_name)}{near}"
             )
         options = by_name[name].options()
         for option in value:

@@ -203,8 +203,7 @@ class Graph:
             self._routed.append(RoutedLayer(module, self._masters.experts[name], self._log))
         elif isinstance(module, RoutedExperts):
             _without_parameters(module)
-        # Others have Python of their own instead of vLLM's dispatch (MiniMax's norms).
-        elif isinstance(module, CustomOp) and type(module).forward is CustomOp.forward:
+        elif isinstance(module, CustomOp) and _dispatches(module):
             weights = self._weights(name, module)
             module._forward_method = Operator(module, weights, self._context.gradients)
         else:
@@ -372,6 +371,16 @@ def _gate(module: Any, stack: LinearStack) -> Callable[..., Any]:
         return (y, None) if module.return_bias else y
 
     return forward
+
+
+def _dispatches(operator: CustomOp) -> bool:
+    """Return whether an operator's forward is vLLM's dispatch, or ends in it.
+
+    MiniMax's norms have Python of their own instead, and no native method for the dispatch. The
+    norms of vLLM's Transformers backend have a forward that ends in the dispatch.
+    """
+    kind = type(operator)
+    return kind.forward is CustomOp.forward or kind.forward_native is not CustomOp.forward_native
 
 
 def _without_parameters(module: nn.Module) -> None:
