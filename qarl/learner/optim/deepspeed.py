@@ -11,6 +11,7 @@ a run can be resumed with DeepSpeed or without, in any number of processes.
 
 import math
 import os
+import warnings
 from typing import Any
 
 import torch
@@ -249,6 +250,8 @@ def _import_deepspeed(device: torch.device) -> Any:
             f"learner.deepspeed needs DeepSpeed ({error}); install the extra: pip install"
             " 'qarl-train[cpu]' or [cuda], or omit it"
         ) from error
+    # DeepSpeed 0.19 calls torch's collectives by names that torch 2.13 has deprecated.
+    warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
     if device.type == "cpu":
         # DeepSpeed compiles its all-reduce through shared memory for a minute at the first use,
         # and this engine's messages are few.
