@@ -70,6 +70,7 @@ ELSEWHERE = {
     "use-vllm": "vLLM always samples",
     "warmup-ratio": "learner.optimizer.warmup_steps",
     "warmup-steps": "learner.optimizer.warmup_steps",
+    "zero-stage": "several processes share masters, gradients and moments without it; omit it",
 }
 """Name of an option in other trainers → dotted path of our field, or a remark if there is none.
 

@@ -59,7 +59,7 @@ def check_processes(config: RunConfig, count: int) -> None:
         )
     if count == 1 and config.learner.reduce_dtype != "float32":
         raise ConfigError(
-            f"learner.reduce_dtype {config.learner.reduce_dtype!r} has nothing to do in one"
+            f"learner.reduce_dtype {config.learner.reduce_dtype!r} has no effect in one"
             " process, which sends no gradients; start several with --processes N, or omit it"
         )
     if count > 1 and isinstance(servers, int):

@@ -101,6 +101,7 @@ REFUSED_COMMANDS = [
     ("compare schemes --dry-rn", "unknown option --dry-rn; did you mean '--dry-run'?"),
     ("serve x --port eighty", "--port 'eighty' must be a whole number"),
     ("serve nope", "there is no folder 'nope'"),
+    ("train --learner.zero_stage 3", "several processes share masters, gradients and moments"),
     ("serve taken", "has no config.json"),
     ("serve x --max-model-len 5 -- --api-key k", "unknown option --max-model-len"),
     ("serve x --prot 80", "unknown option --prot; did you mean '--port'?"),

@@ -175,15 +175,13 @@ class DeepSpeedOptimizer:
     def _start_moments(self, steps: float) -> None:
         """Create AdamW's state, which it would create at its first step, after `steps` steps."""
         inner = self._zero.optimizer
+        by_torch = isinstance(inner, torch.optim.AdamW)
         for group in inner.param_groups:
             for part in group["params"]:
-                count = steps if isinstance(inner, torch.optim.AdamW) else int(steps)
-                inner.state[part] = {
-                    "step": torch.tensor(count, device=part.device)
-                    if isinstance(count, float)
-                    else count,
-                    **{key: torch.zeros_like(part.detach()) for key in _MOMENTS},
-                }
+                state = {key: torch.zeros_like(part.detach()) for key in _MOMENTS}
+                # DeepSpeed's CPU Adam counts by an integer
+                count = torch.tensor(steps, device=part.device) if by_torch else int(steps)
+                inner.state[part] = {"step": count, **state}
         self._zero._lazy_init_hp_params_optimizer_state()
 
     def _shared(self, full: torch.Tensor) -> torch.Tensor:
