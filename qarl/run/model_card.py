@@ -11,8 +11,10 @@ from typing import Any
 
 import yaml
 
-from qarl.configs.schemes import UNQUANTIZED
+from qarl.configs.schemes import SCHEME_SPECS, UNQUANTIZED
 from qarl.evaluation.heldout import heldout
+from qarl.quant.checkpoint.folder import tensor_shapes
+from qarl.quant.runtime.libraries import INT4_AS_W4A8
 from qarl.rollout.servers.vllm.chat import request_fields
 from qarl.run.export_note import noted_defaults, read_note
 from qarl.tasks.rows import HUB, short_name
@@ -23,8 +25,8 @@ _CARD = "README.md"
 def write_card(export: Path) -> None:
     """Write the card of an export from its qarl.json."""
     note = read_note(export)
-    sections = [text for section in _SECTIONS if (text := section(note))]
-    body = "\n\n".join([f"# {note['run']}", *sections])
+    sections = [section(note) for section in _SECTIONS] + [_on_cpus(note, export)]
+    body = "\n\n".join([f"# {note['run']}", *filter(None, sections)])
     (export / _CARD).write_text(f"{_front_matter(note)}\n{body}\n", encoding="utf-8")
 
 
@@ -165,6 +167,42 @@ qarl eval FOLDER
 vllm serve FOLDER --dtype {note["dtype"]} --max-model-len {length}
 curl http://127.0.0.1:8000/v1/{path} -H 'Content-Type: application/json' -d {body}
 ```"""
+
+
+def _on_cpus(note: dict[str, Any], export: Path) -> str:
+    """Return what vLLM without QaRL cannot do with the export on CPUs; "" if nothing is known.
+
+    Measured with vLLM 0.32 (docs/guide/serving.md).
+    """
+    if any(".experts." in name and name.endswith("_scale") for name in tensor_shapes(export)):
+        return (
+            "On CPUs `vllm serve` without QaRL does not answer as measured: it has no kernel for"
+            " these experts, or gives them other activations. `qarl serve` does."
+        )
+    if not _has_int4_alone(note):
+        return ""
+    activations = ""
+    if note["dtype"] == "bfloat16":
+        # vLLM 0.32 uses AMX's tiles there without asking the kernel for them
+        activations = (
+            " With AMX it rounds activations to int8, which these weights were not measured with;"
+            f" `{INT4_AS_W4A8}=0` ends it by an illegal instruction."
+        )
+    return (
+        "On CPUs `vllm serve` without QaRL needs AVX-512 for these weights: without AVX-512 the"
+        f" server starts, and every request fails.{activations} `qarl serve` runs on all of them."
+    )
+
+
+def _has_int4_alone(note: dict[str, Any]) -> bool:
+    """Return whether layers have int4 weights and activations in the compute dtype."""
+    names = {note["scheme"], *(rule.rpartition("=")[2] for rule in note["layers"])}
+    specs = [SCHEME_SPECS[name] for name in names if name in SCHEME_SPECS]
+    return any(
+        spec.weights is not None
+        and (spec.weights.kind, spec.weights.bits, spec.activations) == ("int", 4, None)
+        for spec in specs
+    )
 
 
 _SECTIONS = (_summary, _facts, _questions, _use)

@@ -8,11 +8,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import save_file
 
 from qarl.cli.main import main
 from qarl.cli.serve import find_served, needed_fields
 from qarl.configs.load import config_file, load_config
+from qarl.configs.schemes import SCHEME_SPECS
 from qarl.report.run_folder import RunFolder
 from qarl.rollout.servers.vllm.start import server_command
 from qarl.rollout.types import RequestDefaults
@@ -113,6 +116,41 @@ def test_a_model_card_says_how_the_policy_was_asked(run: RunFolder):
     (metric,) = result["metrics"]
     assert metric["value"] == 0.5
     assert metric["args"] == {"problems": 256, "interval_95": [0.4, 0.6]}
+
+
+@pytest.mark.parametrize("scheme", SCHEME_SPECS)
+@pytest.mark.parametrize("in_a_layer", [False, True], ids=["all layers", "a layer"])
+def test_a_model_card_says_what_vllm_alone_lacks_on_cpus(
+    scheme: str, in_a_layer: bool, run: RunFolder
+):
+    """Contract: int4 weights alone need AVX-512, and in bfloat16 AMX rounds their activations;
+    quantized experts need QaRL; nothing else is said.
+    """
+    layers = [f"layers.0.*={scheme}"] if in_a_layer else []
+    int4 = scheme.startswith("w4a16")
+    for dtype in ("bfloat16", "float16"):
+        whole = "bf16" if in_a_layer else scheme
+        add_to_note(run.export, scheme=whole, layers=layers, dtype=dtype)
+        write_card(run.export)
+        text = (run.export / "README.md").read_text()
+        rounds = int4 and dtype == "bfloat16"
+        assert ("With AMX it rounds activations" in text) == rounds
+        assert ("every request fails" in text) == int4
+        assert ("On CPUs" in text) == int4
+    experts = {"model.layers.0.mlp.experts.0.up_proj.weight_scale": torch.ones(1)}
+    save_file(experts, run.export / "model.safetensors")
+    write_card(run.export)
+    text = (run.export / "README.md").read_text()
+    assert "no kernel for these experts" in text
+    assert "every request fails" not in text
+
+
+def test_the_real_models_card_names_base_and_licence(run: RunFolder):
+    """The embedded model's folder in the cache has no card of its own."""
+    config = load_config(config_file("smollm2-135m"), {})
+    note = export_note(run.path, config, 3, run.export, run.export)
+    assert note["base"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert note["licence"] == {"license": "apache-2.0"}
 
 
 def test_serving_a_greedily_measured_export_is_greedy_by_default(run: RunFolder):

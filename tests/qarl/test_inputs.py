@@ -6,6 +6,7 @@ packages.
 
 import json
 import os
+import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -72,6 +73,32 @@ def test_an_input_that_changes_changes_its_own_digest_alone(run: RunConfig):
         Path(file).write_text(text)
         assert [each for each in now if now[each] != before[each]] == [name], file
     assert set(before) == set(CHANGES.values())
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_inputs_that_change_together_are_named(
+    seed: int, run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Drawn: which of the files change or go, besides files that are no inputs."""
+    draw = random.Random(seed)
+    folder = folder_of(tmp_path, digests(run))
+    files = sorted(file for file in CHANGES if file.startswith(("model/", "q.", "deep/")))
+    changed = draw.sample(files, draw.randint(1, len(files)))
+    for file in [*changed, "unused.py", "model/README.md"]:
+        Path(file).write_text(Path(file).read_text().replace("1", "5") + "\n")
+    gone = draw.sample(["model/chat_template.jinja", "model/config.json"], draw.randint(0, 1))
+    for file in gone:
+        Path(file).unlink()
+    now = digests(run)
+    with pytest.raises(ChangedInputsError) as refused:
+        require_same_inputs(run, folder, now, allow_changes=False)
+    names = {CHANGES[file] for file in {*changed, *gone}}
+    assert {name for name in CHANGES.values() if f"{name}:" in str(refused.value)} == names
+    assert "unused.py" not in str(refused.value)
+    said: list[str] = []
+    monkeypatch.setattr(inputs, "say", said.append)
+    require_same_inputs(run, folder, now, allow_changes=True)
+    assert all(f"{name}:" in "\n".join(said) for name in names)
 
 
 def test_what_is_no_input_changes_nothing(run: RunConfig):

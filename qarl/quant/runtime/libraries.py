@@ -79,6 +79,12 @@ vLLM splits them when few sequences are decoded. Sums then depend on the number 
 sequences, so `quant.kernels.vllm_cpu` turns it off. A value that the user set is not overwritten,
 but refused (`refuse_split_keys`).
 """
+INT4_AS_W4A8 = "VLLM_CPU_INT4_W4A8"
+"""vLLM's environment variable that makes CPUs with AMX multiply int4 weights with int8 activations.
+
+vLLM's default is 1 and concerns bfloat16 alone. No scheme of int4 weights says so; `quant.kernels.
+vllm_cpu` sets it to 0.
+"""
 
 
 def refuse_split_keys() -> None:

@@ -10,7 +10,7 @@ from qarl.configs.errors import InputError
 from qarl.configs.schema.run import RolloutConfig
 from qarl.quant.checkpoint.folder import has_delta_nets, has_states
 from qarl.quant.runtime.batch_invariance import batch_invariant, kernel_arguments
-from qarl.quant.runtime.libraries import SETTLED, refuse_split_keys
+from qarl.quant.runtime.libraries import INT4_AS_W4A8, SETTLED, refuse_split_keys
 from qarl.rollout.engine import EngineError
 
 _SMALLEST_SHARE = 0.01
@@ -72,10 +72,10 @@ def refuse_unsupported(options: VllmOptions) -> None:
     """
     import torch
 
-    int4_as_w4a8 = os.environ.get("VLLM_CPU_INT4_W4A8", "0")
+    int4_as_w4a8 = os.environ.get(INT4_AS_W4A8, "0")
     if int4_as_w4a8 != "0" and not torch.cuda.is_available() and torch.cpu._is_amx_tile_supported():
         raise InputError(
-            f"VLLM_CPU_INT4_W4A8={int4_as_w4a8}: on this CPU, which has AMX, vLLM would multiply"
+            f"{INT4_AS_W4A8}={int4_as_w4a8}: on this CPU, which has AMX, vLLM would multiply"
             " int4 weights with int8 activations, which the w4a16 schemes do not say; unset it or"
             " set it to 0"
         )

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from multiprocessing import parent_process
 from typing import Any
 
-from qarl.quant.runtime.libraries import RECEIVED, SERVED, SETTLED, SPLIT_KEYS
+from qarl.quant.runtime.libraries import INT4_AS_W4A8, RECEIVED, SERVED, SETTLED, SPLIT_KEYS
 from qarl.quant.runtime.parent import end_group_with_the_parent, end_with_the_parent
 
 
@@ -87,7 +87,7 @@ def register() -> None:
     make_rows_independent(has_amx)
     if has_amx:
         torch.cpu._init_amx()
-        os.environ.setdefault("VLLM_CPU_INT4_W4A8", "0")
+        os.environ.setdefault(INT4_AS_W4A8, "0")
         _replace(CPUInt8ScaledMMAnyDtypeKernel, "int8")
 
 
