@@ -176,8 +176,9 @@ def _on_cpus(note: dict[str, Any], export: Path) -> str:
     """
     if any(".experts." in name and name.endswith("_scale") for name in tensor_shapes(export)):
         return (
-            "On CPUs `vllm serve` without QaRL does not answer as measured: it has no kernel for"
-            " these experts, or gives them other activations. `qarl serve` does."
+            "On CPUs `vllm serve` without QaRL has kernels for int8 and int4 experts alone, if the"
+            " CPU has AMX, and rounds the activations of int4 experts to int8. Otherwise it does"
+            " not start. `qarl serve` runs on all of them."
         )
     if not _has_int4_alone(note):
         return ""

@@ -4,6 +4,8 @@ fault named.
 
 import csv
 import json
+import random
+import re
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -342,6 +344,31 @@ def test_the_hint_for_a_question_is_never_an_answers_column(
         make_table("q.jsonl", [row], wanted)
     said = f"; did you mean {hint!r}? (name it by" if hint else f"{columns.split()[-1]} (name it by"
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_drawn_hint_never_swaps_questions_and_answers(seed: int):
+    """Contract: whatever columns there are, the hint for a question names no answer's column, and
+    the reverse. Drawn: names by which people have both, their case and plural, and others.
+    """
+    draw = random.Random(seed)
+    questions = ["problem", "instruction", "query", "input", "question"]
+    answers = ["solution", "response", "output", "ground_truth", "target", "completion", "answer"]
+    missing = draw.choice(["question", "answer"])
+    swapped = answers if missing == "question" else questions
+    meant = draw.sample(questions if missing == "question" else answers, draw.choice([0, 0, 2]))
+    names = [name for name in [*meant, *draw.sample(swapped, 3), "level"] if name != missing]
+    changes = [str, str.title, str.upper, lambda name: f"{name}s", lambda name: f"raw_{name}"]
+    drawn = {draw.choice(changes)(name): name for name in names}
+    columns = [name for name in drawn if name != missing]
+    row = Row("q.jsonl:1", dict.fromkeys([*columns, "present"], "1 + 1"))
+    wanted = Columns(prompt="question", answer=None)
+    if missing == "answer":
+        wanted = Columns(prompt="present", answer="answer")
+    with pytest.raises(TaskError) as caught:
+        make_table("q.jsonl", [row], wanted)
+    hint = re.search(r"did you mean '(\w+)'", str(caught.value))
+    assert hint is None or drawn.get(hint[1]) not in swapped
 
 
 def test_the_hint_for_an_answer_may_be_a_nested_value():

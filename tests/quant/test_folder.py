@@ -1,6 +1,7 @@
 """Tests of what a model folder's files say against training in it, before anything is loaded."""
 
 import json
+import random
 import re
 import textwrap
 from pathlib import Path
@@ -140,17 +141,24 @@ def test_rotations_that_depend_on_the_longest_sequence_are_refused(
             check_rotary(tmp_path)
 
 
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("kind", ["longrope", "su"])
-def test_longrope_is_refused_with_a_remedy_that_computes_the_same(kind: str, tmp_path: Path):
+def test_longrope_is_refused_with_a_remedy_that_computes_the_same(
+    kind: str, seed: int, tmp_path: Path
+):
     """Contract: the remedy is followed and accepted, and transformers' log-probs of sequences up to
     the original length are the same bits; removing rope_scaling is named as wrong.
+
+    Drawn: the original length, and both factors of every frequency.
     """
-    short = [1.0 + 0.05 * number for number in range(16)]
+    draw = random.Random(seed)
+    length = draw.randint(8, 64)
+    short, long = ([draw.uniform(low, 4.0) for _ in range(16)] for low in (1.0, 2.0))
     rope = {
         "type": kind,
         "short_factor": short,
-        "long_factor": [4.0] * 16,
-        "original_max_position_embeddings": 64,
+        "long_factor": long,
+        "original_max_position_embeddings": length,
     }
     config = Phi3Config(
         vocab_size=96,
@@ -166,18 +174,18 @@ def test_longrope_is_refused_with_a_remedy_that_computes_the_same(kind: str, tmp
     file.write_text(json.dumps(config))
     with pytest.raises(
         ModelError,
-        match=r"within original_max_position_embeddings 64, set long_factor to the values of"
-        r" short_factor.*do not remove rope_scaling",
+        match=rf"within original_max_position_embeddings {length}, set long_factor to the values"
+        r" of short_factor.*do not remove rope_scaling",
     ):
         check_rotary(tmp_path)
     rope["long_factor"] = short
     changed = tmp_path / "changed"
     changed.mkdir()
     (changed / "config.json").write_text(json.dumps(config))
-    check_rotary(changed, 64)
-    with pytest.raises(ModelError, match=r"rollout\.max_new_tokens within 64"):
-        check_rotary(changed, 65)
-    tokens = some_tokens(T=64)
+    check_rotary(changed, length)
+    with pytest.raises(ModelError, match=rf"rollout\.max_new_tokens within {length}"):
+        check_rotary(changed, length + 1)
+    tokens = some_tokens(T=length)
     logits = []
     for folder in (tmp_path, changed):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))

@@ -82,8 +82,9 @@ but refused (`refuse_split_keys`).
 INT4_AS_W4A8 = "VLLM_CPU_INT4_W4A8"
 """vLLM's environment variable that makes CPUs with AMX multiply int4 weights with int8 activations.
 
-vLLM's default is 1 and concerns bfloat16 alone. No scheme of int4 weights says so; `quant.kernels.
-vllm_cpu` sets it to 0.
+vLLM's default is 1, and concerns bfloat16 alone. The schemes of int4 weights alone do not say so:
+`quant.kernels.vllm_cpu` sets it to 0, and asks the kernel for AMX's tiles, which vLLM 0.32 uses
+then without asking.
 """
 
 
