@@ -48,8 +48,10 @@ def make_rows_independent(amx: bool) -> None:
 
     def dispatch_alike(layer: nn.Module, remove_weight: bool) -> None:
         weight: Any = layer.weight
+        # asked first: with AVX512-BF16 vLLM packs the weight of a convolution into a matrix
+        is_product = weight.ndim == 2 and not weight.is_meta
         dispatch(layer, remove_weight)
-        if weight.ndim != 2 or weight.is_meta:
+        if not is_product:
             return
         product: Product = layer.cpu_linear  # type: ignore[assignment]
         kind = (weight.shape, weight.dtype)
