@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
+from transformers import AutoTokenizer
 
 from qarl.configs.errors import QarlError
 from qarl.configs.files import written_aside
-from qarl.quant.checkpoint.folder import COMPANIONS, file_digests
+from qarl.quant.checkpoint.folder import COMPANIONS, file_digests, read_config
 from qarl.quant.checkpoint.load import empty_model
 from qarl.quant.checkpoint.source_config import with_source_fields
 from qarl.quant.digest import StreamDigest
@@ -142,6 +143,22 @@ def copy_companions(source: Path, folder: Path) -> None:
     for name in COMPANIONS:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
+    _keep_tokenization(source, folder)
+
+
+def _keep_tokenization(source: Path, folder: Path) -> None:
+    """Write tokenizer.json as transformers reads that of `source`, if it reads the copy otherwise.
+
+    transformers chooses a tokenizer's class by the model_type in config.json, and some classes
+    split texts by a rule of their own, whatever tokenizer.json says. A language model that was part
+    of another model has another type.
+    """
+    kinds = {read_config(each).get("model_type") for each in (source, folder)}
+    if len(kinds) == 1 or not (folder / "tokenizer.json").is_file():
+        return
+    readings = [AutoTokenizer.from_pretrained(each).backend_tokenizer for each in (source, folder)]
+    if readings[0].to_str() != readings[1].to_str():
+        readings[0].save(str(folder / "tokenizer.json"))
 
 
 def _name_files(
