@@ -475,6 +475,7 @@ def main() -> int:
     )
     options = parser.parse_args()
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has runs ignore it
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # forks inherit no threads
     saved: list[dict[str, Any]] = []
     if options.json and options.json.exists():
         saved = json.loads(options.json.read_text())

@@ -49,7 +49,7 @@ from qarl.quant.runtime.answers import versions
 from qarl.quant.runtime.parent import launched, local_world_size, rank, world_size
 from qarl.report.run_folder import ChangedInputsError, RunFolder, RunInUseError
 from qarl.report.startup import phase, phases_shown_on
-from qarl.run.export_note import is_finished
+from qarl.run.export_note import find_export, is_finished
 from qarl.run.interrupt import interruptible, signal_of
 from qarl.run.replay import replay_config
 from qarl.tasks import RewardError, Task
@@ -517,6 +517,7 @@ def _export_gguf(known: argparse.Namespace, console: Console) -> int:
                 f"--{option} writes safetensors; write them first, and give that folder with"
                 " --format gguf"
             )
+    find_export(Path(known.folder))  # refused before libraries are imported, which takes seconds
     quiet_libraries()
     with phases_shown_on(Console(stderr=True)):
         with phase("importing torch and transformers"):

@@ -4,6 +4,7 @@ it was trained and measured on, so that `qarl eval` of the folder measures the s
 
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,33 @@ def read_note(export: Path) -> dict[str, Any]:
             f"{str(file)!r} lacks {missing[0]!r}; export the run again, or remove that file"
         )
     return note
+
+
+def find_export(target: Path) -> Path:
+    """Return the folder of an export: `target` itself, or that of a run.
+
+    Raises `ConfigError` if a run has none, or one that is older than its newest checkpoint.
+    """
+    if not (target / "config.yaml").is_file():
+        if not target.is_dir():
+            raise ConfigError(
+                f"there is no folder {str(target)!r}; give a run folder, or a checkpoint that"
+                " `qarl export` wrote"
+            )
+        return target
+    folder = RunFolder(target)
+    quoted = shlex.quote(str(target))
+    remedy = f"write one (qarl export {quoted} -o DIR), and give DIR with --format gguf"
+    if not folder.export.is_dir():
+        raise ConfigError(f"run {str(target)!r} has no export; {remedy}")
+    step = read_note(folder.export).get("step")
+    newest = max(folder.steps(), default=step)
+    if step != newest:
+        raise ConfigError(
+            f"the export of run {str(target)!r} is of step {step}, and its newest checkpoint of"
+            f" step {newest}; {remedy}, or give {str(folder.export)!r} itself"
+        )
+    return folder.export
 
 
 def is_finished(folder: RunFolder, config: RunConfig) -> bool:

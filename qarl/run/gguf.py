@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +9,9 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from qarl.configs.errors import ConfigError
 from qarl.configs.files import written_aside
-from qarl.report.run_folder import RunFolder
 from qarl.report.startup import phase
-from qarl.run.export_note import changes_in_words, noted_defaults, read_note
+from qarl.run.export_note import changes_in_words, find_export, noted_defaults, read_note
 from qarl.sync.gguf.exported import Exported, read_exported
 from qarl.sync.gguf.families import gguf_family
 from qarl.sync.gguf.ollama import Message, modelfile, talk_template
@@ -80,33 +77,6 @@ def export_gguf(target: Path, output: Path) -> ExportedGguf:
         text = _modelfile(source, note, vocabulary, written.name, name, positions)
         (building / "Modelfile").write_text(text, encoding="utf-8")
     return ExportedGguf(source, written, remarks=tuple(_remarks(exported, vocabulary, source)))
-
-
-def find_export(target: Path) -> Path:
-    """Return the folder of an export: `target` itself, or that of a run.
-
-    Raises `ConfigError` if a run has none, or one that is older than its newest checkpoint.
-    """
-    if not (target / "config.yaml").is_file():
-        if not target.is_dir():
-            raise ConfigError(
-                f"there is no folder {str(target)!r}; give a run folder, or a checkpoint that"
-                " `qarl export` wrote"
-            )
-        return target
-    folder = RunFolder(target)
-    quoted = shlex.quote(str(target))
-    remedy = f"write one (qarl export {quoted} -o DIR), and give DIR with --format gguf"
-    if not folder.export.is_dir():
-        raise ConfigError(f"run {str(target)!r} has no export; {remedy}")
-    step = read_note(folder.export).get("step")
-    newest = max(folder.steps(), default=step)
-    if step != newest:
-        raise ConfigError(
-            f"the export of run {str(target)!r} is of step {step}, and its newest checkpoint of"
-            f" step {newest}; {remedy}, or give {str(folder.export)!r} itself"
-        )
-    return folder.export
 
 
 def _name(source: Path, note: dict[str, Any]) -> str:

@@ -153,8 +153,10 @@ def _keep_tokenization(source: Path, folder: Path) -> None:
     split texts by a rule of their own, whatever tokenizer.json says. A language model that was part
     of another model has another type.
     """
-    kinds = {read_config(each).get("model_type") for each in (source, folder)}
-    if len(kinds) == 1 or not (folder / "tokenizer.json").is_file():
+    needed = (source / "config.json", folder / "config.json", folder / "tokenizer.json")
+    if not all(file.is_file() for file in needed):
+        return
+    if read_config(source).get("model_type") == read_config(folder).get("model_type"):
         return
     readings = [AutoTokenizer.from_pretrained(each).backend_tokenizer for each in (source, folder)]
     if readings[0].to_str() != readings[1].to_str():

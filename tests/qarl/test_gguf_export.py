@@ -14,8 +14,8 @@ from qarl.configs.errors import ConfigError
 from qarl.configs.load import config_from_tree
 from qarl.report.run_folder import RunFolder
 from qarl.rollout.types import RequestDefaults
-from qarl.run.export_note import export_note
-from qarl.run.gguf import NOTE, export_gguf, find_export
+from qarl.run.export_note import export_note, find_export
+from qarl.run.gguf import NOTE, export_gguf
 from qarl.sync.gguf.errors import GgufError
 from qarl.sync.request_defaults import with_defaults
 from tests.support.gguf_models import CHATML, toy_export
