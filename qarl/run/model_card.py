@@ -178,9 +178,14 @@ def _on_cpus(note: dict[str, Any], export: Path) -> str:
         return (
             "On CPUs `vllm serve` without QaRL has kernels for int8 and int4 experts alone, if the"
             " CPU has AMX, and rounds the activations of int4 experts to int8. Otherwise it does"
-            " not start. `qarl serve` runs on all of them."
+            " not start. `qarl serve` has kernels of its own."
         )
-    if not _has_int4_alone(note):
+    if _has_int4(note, with_activations=True):
+        return (
+            "On CPUs with AMX `vllm serve` without QaRL ends by an illegal instruction; `qarl"
+            " serve` does not."
+        )
+    if not _has_int4(note, with_activations=False):
         return ""
     activations = ""
     if note["dtype"] == "bfloat16":
@@ -191,17 +196,23 @@ def _on_cpus(note: dict[str, Any], export: Path) -> str:
         )
     return (
         "On CPUs `vllm serve` without QaRL needs AVX-512 for these weights: without AVX-512 the"
-        f" server starts, and every request fails.{activations} `qarl serve` runs on all of them."
+        f" server starts, and every request fails.{activations} `qarl serve` has kernels of its"
+        " own."
     )
 
 
-def _has_int4_alone(note: dict[str, Any]) -> bool:
-    """Return whether layers have int4 weights and activations in the compute dtype."""
+def _has_int4(note: dict[str, Any], with_activations: bool) -> bool:
+    """Return whether layers have int4 weights that CPUs multiply, and activations in codes or not.
+
+    with_activations: whether activations have codes (w4a8), or the compute dtype (w4a16).
+    """
     names = {note["scheme"], *(rule.rpartition("=")[2] for rule in note["layers"])}
     specs = [SCHEME_SPECS[name] for name in names if name in SCHEME_SPECS]
     return any(
         spec.weights is not None
-        and (spec.weights.kind, spec.weights.bits, spec.activations) == ("int", 4, None)
+        and (spec.weights.kind, spec.weights.bits) == ("int", 4)
+        and spec.only in ("", "CPUs")
+        and (spec.activations is not None) == with_activations
         for spec in specs
     )
 

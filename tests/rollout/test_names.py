@@ -2,6 +2,7 @@
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,8 +33,8 @@ def test_weights_decide_whether_vllms_head_is_tied(seed: int, tmp_path: Path):
         tensors["lm_head.weight"] = tensors[f"{EMBEDDING}.weight"] + (files == "other")
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     skeleton = skeleton_of(tmp_path, "Qwen3ForCausalLM", torch.float32, torch.device("cpu"))
-    head = skeleton.module.get_submodule("lm_head")
-    embedding = skeleton.module.get_submodule(EMBEDDING)
+    head: Any = skeleton.module.get_submodule("lm_head")
+    embedding: Any = skeleton.module.get_submodule(EMBEDDING)
     head.weight = embedding.weight
     if files == "other":
         head.weight = nn.Parameter(embedding.weight.detach().clone(), requires_grad=False)
