@@ -5,11 +5,14 @@ These tests draw layers, not models, to stay quick. tests/runs/test_real_model.p
 model.
 """
 
+from typing import Any
+
 import pytest
 import torch
 import vllm.envs
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from qarl.configs.schemes import SCHEME_SPECS
 from qarl.quant.kernels import cpu_attention as attention
@@ -289,6 +292,17 @@ def test_thread_counts_are_set_although_vllm_replaced_set_num_threads(
     before = torch.get_num_threads()
     assert int(on_threads(3, lambda: torch.tensor(torch.get_num_threads()))) == 3
     assert torch.get_num_threads() == before
+
+
+def test_a_convolutions_weight_that_vllm_packs_has_no_product():
+    """Contract: vLLM's packing leaves as it is. With AVX512-BF16 the packed weight is a matrix."""
+    register()
+    from vllm.model_executor.layers import utils
+
+    layer: Any = nn.Module()
+    layer.weight = nn.Parameter(normal(64, 1, 4, seed=1).bfloat16(), requires_grad=False)
+    utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+    assert not hasattr(layer, "cpu_linear")
 
 
 def test_a_product_that_computes_rows_alike_passes():
