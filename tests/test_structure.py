@@ -234,7 +234,7 @@ def test_locals_are_named_for_what_they_hold():
         assert node.arg not in vague, f"{file}:{node.lineno}: {node.arg}"
 
 
-OF_LIBRARIES = {"grad", "data", "grad_dtype", "training", "lr", "qkv", "gate_up"}
+OF_LIBRARIES = {"grad", "data", "grad_dtype", "fp32_precision", "training", "lr", "qkv", "gate_up"}
 
 
 def test_no_mode_is_set_by_writing_into_another_object():

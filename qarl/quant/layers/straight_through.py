@@ -3,15 +3,16 @@
 dx = dy · Ŵ: Ŵ and the sum are rounded to the dtype of `dy`, with sums in fp32; or everything is in
 fp32 and only the sum is rounded.
 
-dW = dyᵀ · x̂: Operands are not rounded. Products of 16-bit values are exact in fp32; sums and
-result are fp32. On CUDA the values for which low-bit activations stand are rounded to the dtype of
-`dy`, to use its tensor cores. That adds an error of |error| ≤ u · Σ_n |dy| |x̂|, which is no more
-than a `dy` of that dtype leaves open anyway.
+dW = dyᵀ · x̂: 16-bit operands are not rounded. Their products are exact in fp32; sums and result
+are fp32. Where the device has units for products of the dtype of `dy` (CUDA's tensor cores, AMX or
+AVX512-BF16), the values for which low-bit activations stand are rounded to that dtype. That adds an
+error of |error| ≤ u · Σ_n |dy| |x̂|, which is no more than a `dy` of that dtype leaves open anyway.
 
 Axes: N tokens, O output rows, I input columns.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -20,8 +21,8 @@ from qarl.quant.limits import LARGEST_PRODUCT
 from qarl.quant.materialize.activations import LowBitActivation
 
 _BLOCK = 1 << 20
-"""Number of elements of `dy` that are widened to fp32 at once on CPUs, which have no product of
-16-bit values with an fp32 result.
+"""Number of elements of `dy` that are widened to fp32 at once on CPUs, where torch has no product
+of 16-bit tensors with an fp32 result.
 """
 
 _TOKENS = 1024
@@ -91,12 +92,32 @@ def add_weight_gradient(
     else:
         tokens = _TOKENS
         rows = _BLOCK // _TOKENS
-    for dy_tokens, x_part in zip(dy.split(tokens), x.split(tokens), strict=True):
-        x_fp32 = input_values(x_part, torch.float32)
-        for total_part, dy_part in zip(
-            total.split(rows), dy_tokens.split(rows, dim=1), strict=True
-        ):
-            total_part.addmm_(dy_part.to(torch.float32).t(), x_fp32, alpha=unscale)
+    x_dtype = dy.dtype if isinstance(x, LowBitActivation) else x.dtype
+    in_bf16 = dy.dtype == x_dtype == torch.bfloat16 and multiplies_natively(dy.dtype, dy.device)
+    with _bf16_units() if in_bf16 else nullcontext():
+        for dy_tokens, x_part in zip(dy.split(tokens), x.split(tokens), strict=True):
+            x_fp32 = input_values(x_part, torch.float32)
+            for total_part, dy_part in zip(
+                total.split(rows), dy_tokens.split(rows, dim=1), strict=True
+            ):
+                total_part.addmm_(dy_part.to(torch.float32).t(), x_fp32, alpha=unscale)
+
+
+@contextmanager
+def _bf16_units() -> Iterator[None]:
+    """Let CPUs multiply fp32 tensors by their bfloat16 units, with sums and results in fp32.
+
+    oneDNN rounds the operands to bfloat16, which changes nothing in values that came from it. The
+    setting is torch's and holds for the whole process, so no other thread may multiply meanwhile:
+    an engine in this process samples in the thread that learns.
+    """
+    setting = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]
+    before = setting.fp32_precision
+    setting.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        setting.fp32_precision = before
 
 
 def _operands(
