@@ -38,6 +38,7 @@ def read_pairs(task: TaskConfig, heldout: float) -> list[Pair]:
 
     A row of a file may say itself whether it is held out ("split": "train" or "heldout"). Other
     rows are chosen by a hash of their question. At 1/8 they are those that `qarl train` holds out.
+    If every row says "train", none is held out, whatever the fraction.
 
     Args:
         task: name, subset and split select the rows. The system prompt goes before prompts that are
@@ -55,14 +56,25 @@ def read_pairs(task: TaskConfig, heldout: float) -> list[Pair]:
             ' "2"}'
         )
     pairs = []
+    hashed = 0
     for row in rows:
         problem = _problem(row)
-        is_heldout = _is_heldout(row, problem.question, heldout, task.name.startswith(HUB))
+        split = None if task.name.startswith(HUB) else _own_split(row)
+        if split is None:
+            is_heldout = _is_heldout(problem.question, heldout)
+            hashed += 1
+        else:
+            is_heldout = split == "heldout"
         if task.system is not None and not problem.messages:
             problem = problem.with_system_prompt(task.system)
         pairs.append(Pair(problem, is_heldout))
     heldout_count = sum(pair.heldout for pair in pairs)
-    if heldout_count == len(pairs) or (heldout and not heldout_count):
+    if heldout_count == len(pairs) and not hashed:
+        raise TaskError(
+            f'every row of --data {task.name} has "split": "heldout"; give the rows to learn from'
+            ' "split": "train"'
+        )
+    if heldout_count == len(pairs) or (heldout and hashed and not heldout_count):
         part = "all" if heldout_count else "none"
         raise TaskError(
             f"--heldout {heldout:g} sets {part} of the {len(pairs)} pairs of {task.name} aside;"
@@ -215,18 +227,21 @@ def _turns(row: Row, column: str, role: str) -> list[Message]:
     return [{"role": message["role"], "content": message["content"]} for message in value]
 
 
-def _is_heldout(row: Row, question: str, fraction: float, hub: bool) -> bool:
-    """Return whether a row is held out.
+def _own_split(row: Row) -> str | None:
+    """Return what a row says of its own split, or None. Raise `TaskError` for an unknown split."""
+    split = row.values.get("split") or None
+    if split and split not in get_args(Split):
+        raise TaskError(
+            f"{row.where}: unknown split {split!r}; allowed: {', '.join(get_args(Split))}"
+        )
+    return split
+
+
+def _is_heldout(question: str, fraction: float) -> bool:
+    """Return whether a question without a split of its own is held out.
 
     Its hash is read so that a fraction of 1/`HELDOUT_ONE_IN` gives `qarl.tasks.base.is_heldout`.
     """
-    written = None if hub else row.values.get("split")
-    if written and written not in get_args(Split):
-        raise TaskError(
-            f"{row.where}: unknown split {written!r}; allowed: {', '.join(get_args(Split))}"
-        )
-    if written:
-        return written == "heldout"
     # The remainder, which `is_heldout` looks at, is the high digit of a number in [0, 1), which is
     # compared with the fraction; the quotient refines it.
     quotient, remainder = divmod(stable_hash(question), HELDOUT_ONE_IN)

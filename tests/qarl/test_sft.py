@@ -239,6 +239,11 @@ def test_held_out_pairs_are_those_that_a_task_holds_out(tmp_path: Path):
         [{**row, "split": "heldout" if n < 3 else "train"} for n, row in enumerate(rows)],
     )
     assert heldout(0.0) == heldout(0.3) == {"Say 0", "Say 1", "Say 2"}
+    write_rows(tmp_path / "pairs.jsonl", [{**row, "split": "train"} for row in rows])
+    assert heldout(0.125) == set()
+    write_rows(tmp_path / "pairs.jsonl", [{**row, "split": "heldout"} for row in rows])
+    with pytest.raises(TaskError, match=r'every row of .* has "split": "heldout"; give the rows'):
+        heldout(0.125)
 
 
 REFUSED_ROWS = [
