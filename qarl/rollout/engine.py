@@ -34,10 +34,8 @@ class LoadReport:
 
     digest: str
     """Digest of the tensors that arrived (`quant.digest`)."""
-    consumed: int
-    """Number of tensors that the engine took."""
     unconsumed: tuple[str, ...]
-    """Names that were sent but that no layer took."""
+    """Names of layers of the stream that the engine does not have."""
     missing: tuple[str, ...]
     """Names of engine layers that did not get all the tensors they expected."""
 

@@ -8,7 +8,7 @@ writes them.
 Three things are verified:
 
 1. The stream's digest is the same on both ends.
-2. Every tensor that was sent was consumed, and none that was expected is missing.
+2. The engine has every layer of the stream, and each of its layers got all its tensors.
 3. At the first publish, and at every `canary_every`-th, the engine's log-probs of fixed sequences
    are compared with the learner's. The learner uses layers of its own for that, because shared
    layers would agree with themselves.
@@ -32,7 +32,7 @@ from qarl.quant.digest import StreamDigest
 from qarl.quant.kernels import KernelError
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.rollout.engine import SamplingEngine
-from qarl.sync.floor import ROUNDED, FixedSequences, describe_tolerance
+from qarl.sync.floor import OTHER_KERNELS_TOLERANCE, FixedSequences, describe_tolerance
 
 
 class PublishError(QarlError, heading="publish"):
@@ -84,7 +84,7 @@ class Publisher:
         self._fixed = FixedSequences(model, sequences) if sequences else None
         """The canary's sequences; None without a canary."""
         self._bound = bound
-        self._tolerance = ROUNDED
+        self._tolerance = OTHER_KERNELS_TOLERANCE
         """Multiple of the floor that bounds canaries."""
         self._canary_every = canary_every
         self._processes = processes or Processes()

@@ -422,7 +422,6 @@ def test_the_first_version_is_whole_and_later_ones_are_deltas(life: Life):
     life.requests.clear()
     for version, files in ((1, WHOLE), (2, DELTA), (3, DELTA)):
         report = life.publish(version)
-        assert report.consumed == 2
         assert report.unconsumed == ()
         assert report.missing == ()
         assert life.labels() == [f"{version}-{report.digest}"] * 2

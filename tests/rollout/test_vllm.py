@@ -237,7 +237,7 @@ class Answers:
     def collective_rpc(self, method: str, args: Any) -> list[Any]:
         if self.refuses is not None:
             raise self.refuses
-        return [LoadReport(method, len([*args[0]]), (), ())]
+        return [LoadReport(f"{method} {len([*args[0]])}", (), ())]
 
 
 def engine_of(llm: Answers) -> VllmEngine:
@@ -274,7 +274,7 @@ def test_answers_are_grouped_by_prompt_and_checked():
 def test_a_publish_that_breaks_off_is_not_sampled_from():
     engine = engine_of(llm := Answers())
     tensors: Any = iter("abc")
-    assert engine.load(tensors, 5) == LoadReport("qarl_load", 3, (), ())
+    assert engine.load(tensors, 5) == LoadReport("qarl_load 3", (), ())
     assert engine.weight_version == 5
     llm.refuses = EngineError("of our own")
     with pytest.raises(EngineError, match=r"^of our own$"):
@@ -302,7 +302,7 @@ def test_a_server_whose_load_broke_off_has_no_version(monkeypatch: pytest.Monkey
     """
     monkeypatch.setattr(server_worker, "trace_names", Mock())
     monkeypatch.setattr(server_worker, "load_stream", loads := Mock())
-    report = LoadReport("digest", 0, (), ())
+    report = LoadReport("digest", (), ())
     received = ReceivedVersions(Mock(), Mock())
     for outcome in (report, RuntimeError("out of memory"), report):
         received._staging = Future()

@@ -98,17 +98,15 @@ class TransformersEngine:
         digest = StreamDigest()
         missing = set(dict(self._model.named_parameters()))
         unconsumed = []
-        consumed = 0
         for item in stream:
             digest.update(item)
             if item.name in missing:
                 self._model.get_parameter(item.name).copy_(item.tensor)
                 missing.remove(item.name)
-                consumed += 1
             else:
                 unconsumed.append(item.name)
         self.weight_version = version
-        return LoadReport(digest.hexdigest(), consumed, tuple(unconsumed), tuple(sorted(missing)))
+        return LoadReport(digest.hexdigest(), tuple(unconsumed), tuple(sorted(missing)))
 
     def close(self) -> None:
         del self._model

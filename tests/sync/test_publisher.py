@@ -57,9 +57,7 @@ class Ends:
     def load(self, stream: Iterable[LowBitTensor], version: int) -> LoadReport:
         self.sent.append(version)
         digest = digested(stream).hexdigest()
-        return LoadReport(
-            "0" * 32 if self.other_bytes else digest, 3, self.unconsumed, self.missing
-        )
+        return LoadReport("0" * 32 if self.other_bytes else digest, self.unconsumed, self.missing)
 
     def logprobs_of_each(
         self,

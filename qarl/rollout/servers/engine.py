@@ -207,7 +207,7 @@ class ServerEngine:
         """Return the report and digest that the publishing process gets if the publish succeeds."""
         digest = digested(stream)
         self._expect_pause(digest.bytes)
-        return LoadReport(digest.hexdigest(), digest.tensors, (), ()), digest.hexdigest()
+        return LoadReport(digest.hexdigest(), (), ()), digest.hexdigest()
 
     def _expect_pause(self, tensor_bytes: int) -> None:
         """Allow the pause of a publish of this size, by this process or by another one."""

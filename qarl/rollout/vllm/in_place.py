@@ -16,38 +16,38 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 
 from qarl.rollout.engine import EngineError
 
-Beside = dict[str, tuple[Any, Any, torch.Tensor]]
+KernelTensors = dict[str, tuple[Any, Any, torch.Tensor]]
 """Path → (container of the tensor, its key in the container, the tensor)."""
 
 
-def tensors_beside(model: nn.Module) -> Beside:
+def unregistered_tensors(model: nn.Module) -> KernelTensors:
     """Return the tensors of all layers that vLLM processes, except parameters and buffers."""
     seen: set[int] = set()
     for module in model.modules():
         parts = (module, module._parameters, module._buffers, module._modules)
         seen.update(id(part) for part in parts)
-    beside: Beside = {}
+    tensors: KernelTensors = {}
     for name, module in model.named_modules():
         if isinstance(getattr(module, "quant_method", None), QuantizeMethodBase):
-            _walk(name, vars(module), seen, beside)
-    return beside
+            _walk(name, vars(module), seen, tensors)
+    return tensors
 
 
-def _walk(path: str, holder: Any, seen: set[int], beside: Beside) -> None:
-    """Add the tensors in `holder`, and in the objects that it refers to, to `beside`.
+def _walk(path: str, holder: Any, seen: set[int], tensors: KernelTensors) -> None:
+    """Add the tensors in `holder`, and in the objects that it refers to, to `tensors`.
 
     seen: ids of objects that are not visited again.
     """
     for key, value in holder.items() if isinstance(holder, dict) else enumerate(holder):
         if isinstance(value, torch.Tensor):
-            beside[f"{path}.{key}"] = holder, key, value
+            tensors[f"{path}.{key}"] = holder, key, value
         elif id(value) not in seen and not isinstance(value, ModuleType):
             seen.add(id(value))
             is_container = isinstance(value, dict | list | tuple)
             content = value if is_container else getattr(value, "__dict__", None)
             # The `__dict__` of a class is a mapping proxy, none of these.
             if isinstance(content, dict | list | tuple):
-                _walk(f"{path}.{key}", content, seen, beside)
+                _walk(f"{path}.{key}", content, seen, tensors)
 
 
 def _layout(
@@ -56,13 +56,13 @@ def _layout(
     return tensor.shape, tensor.stride(), tensor.dtype
 
 
-def put_back(before: Beside, model: nn.Module, graphs: bool) -> None:
+def put_back(before: KernelTensors, model: nn.Module, graphs: bool) -> None:
     """Copy the values of the model's present tensors into those of `before`, and put these back.
 
     graphs: raise `EngineError` for a tensor that cannot be refilled. Without CUDA graphs the new
     tensor is used instead.
     """
-    after = tensors_beside(model)
+    after = unregistered_tensors(model)
     for path, (_, _, old) in before.items():
         holder, key, new = after.get(path, ((), None, None))
         if new is old:

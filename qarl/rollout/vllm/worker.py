@@ -54,7 +54,7 @@ from qarl.quant.kernels.vllm_layers import kernel_name
 from qarl.quant.schemes import scheme_of_args
 from qarl.quant.types import LayerReport, LowBitTensor
 from qarl.rollout.engine import LoadReport
-from qarl.rollout.vllm.in_place import put_back, tensors_beside
+from qarl.rollout.vllm.in_place import put_back, unregistered_tensors
 from qarl.rollout.vllm.names import checkpoint_names, layer_names, trace_names
 
 _UNQUANTIZED = (
@@ -129,22 +129,24 @@ def load_stream(model: nn.Module, config: VllmConfig, stream: Iterable[LowBitTen
         if current_platform.is_cpu():
             _name_w4a8_weights_once(model)
         _begin_reload(model)
-        keep = _keep_new_tensors(model) if current_platform.is_cpu() else []
-        beside = {} if current_platform.is_cpu() else tensors_beside(model)
+        processed = _processed_layers(model)
+        if current_platform.is_cpu():
+            _keep_new_tensors(processed)
+        unregistered = {} if current_platform.is_cpu() else unregistered_tensors(model)
         try:
             model.load_weights(tensors())  # pyright: ignore[reportCallIssue]
-            waiting = [name for name, module in keep if get_layerwise_info(module).can_load()]
+            waiting = _waiting_layers(processed)
             finalize_layerwise_reload(model, config.model_config)
         except BaseException:
             _abandon_reload(model)
             raise
         finally:
-            put_back(beside, model, graphs=not config.model_config.enforce_eager)
+            put_back(unregistered, model, graphs=not config.model_config.enforce_eager)
         if current_platform.is_cpu():
             _prepare_heads(model)
     unconsumed, missing = compare_names(before.values(), sent)
     incomplete = tuple(sorted({*missing, *waiting}))
-    return LoadReport(digest.hexdigest(), len(sent), unconsumed, incomplete)
+    return LoadReport(digest.hexdigest(), unconsumed, incomplete)
 
 
 def compare_names(
@@ -205,32 +207,50 @@ def _begin_reload(model: nn.Module) -> None:
         vars(layer.bias).update(vars(before))
 
 
-def _keep_new_tensors(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Make reprocessed tensors stay in every layer that processes its weights; return these layers.
+def _processed_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the layers, by name, whose weights vLLM processes once all their tensors are there.
 
-    Unquantized embeddings and output heads are copied in place instead, so that tied ones stay one
-    tensor.
+    Unquantized embeddings and output heads are none of them: they are copied in place, so that tied
+    ones stay one tensor.
     """
     layers = []
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
-        processed = isinstance(method, QuantizeMethodBase)
         in_place = is_deferred_attention_layer(module) or isinstance(
             method, UnquantizedEmbeddingMethod
         )
         has_weights = any(True for _ in module.parameters(recurse=False)) or isinstance(
             module, RoutedExperts
         )
-        if processed and not in_place and has_weights:
-            if isinstance(module, RoutedExperts):
-                module.quant_method.moe_kernel = None
-            info = get_layerwise_info(module)
-            assert info.kernel_tensors is not None, (
-                "vLLM's reload no longer copies back into what it keeps here"
-            )
-            info.kernel_tensors = None
+        if isinstance(method, QuantizeMethodBase) and not in_place and has_weights:
             layers.append((name, module))
     return layers
+
+
+def _keep_new_tensors(layers: Iterable[tuple[str, nn.Module]]) -> None:
+    """Make reprocessed tensors stay in their layers, where vLLM would copy them into the former."""
+    for _, module in layers:
+        if isinstance(module, RoutedExperts):
+            module.quant_method.moe_kernel = None  # type: ignore[union-attr]
+        info = get_layerwise_info(module)
+        assert info.kernel_tensors is not None, (
+            "vLLM's reload no longer copies back into what it keeps here"
+        )
+        info.kernel_tensors = None
+
+
+def _waiting_layers(layers: Iterable[tuple[str, nn.Module]]) -> list[str]:
+    """Return the names of the layers that got some of their tensors, but not all.
+
+    Off CPUs routed experts are passed over: kernels may pad them, and vLLM counts what pads as
+    tensors that did not come.
+    """
+    return [
+        name
+        for name, module in layers
+        if get_layerwise_info(module).can_load()
+        and (current_platform.is_cpu() or isinstance(module, LinearBase))
+    ]
 
 
 def _abandon_reload(model: nn.Module) -> None:

@@ -100,7 +100,7 @@ class ReceivedVersions:
         self.cached = None  # it is now the new version, which the model does not have yet
         names = [item.name for item in version.tensors()]
         unconsumed, missing = compare_names(checkpoint_names(self._model).values(), names)
-        report = LoadReport(version.digest, len(names), unconsumed, missing)
+        report = LoadReport(version.digest, unconsumed, missing)
         return StagedVersion(version, report, keep)
 
     def load(self, digest: str) -> LoadReport | None:
