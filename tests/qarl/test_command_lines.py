@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from qarl.advice.finding import Finding
-from qarl.cli import main as cli
+from qarl.cli import train as cli
 from qarl.cli.main import main
 from qarl.cli.mismatch import show
 from qarl.cli.options import text_width

@@ -218,7 +218,7 @@ def test_a_run_whose_export_is_not_proven_goes_on(
     """
     run = new_run(tmp_path / "run", 4, 8, **noted)
     monkeypatch.setattr(
-        "qarl.cli.main.plan_memory", Mock(side_effect=ConfigError("its start is planned"))
+        "qarl.cli.train.plan_memory", Mock(side_effect=ConfigError("its start is planned"))
     )
     assert main(["train", "--resume", str(run.path)]) == 2
     assert "its start is planned" in capsys.readouterr().err

@@ -1,0 +1,290 @@
+"""`qarl train`."""
+
+import argparse
+import shlex
+from functools import partial
+from typing import Any
+
+import yaml
+from rich.console import Console
+
+from qarl.api.runs import join_launched, resume_run, run
+from qarl.cli.environment import quiet_libraries
+from qarl.cli.help import EPILOG, add_flags
+from qarl.cli.options import add_count, say
+from qarl.configs.errors import ConfigError, QarlError
+from qarl.configs.load import chosen_config, default_config
+from qarl.configs.schema.run import RunConfig
+from qarl.configs.version import VERSION
+from qarl.planning.choice import choose
+from qarl.planning.machine import Machine, this_machine
+from qarl.preflight.files import check_files, check_processes
+from qarl.preflight.memory import plan_memory
+from qarl.ptq.compressor import require_llmcompressor
+from qarl.quant.runtime.parent import launched, local_world_size, rank, world_size
+from qarl.report.run_folder import ChangedInputsError, RunFolder, RunInUseError
+from qarl.report.startup import phase, phases_shown_on
+from qarl.run.export_note import is_finished
+from qarl.run.interrupt import interruptible
+from qarl.run.replay import replay_config
+from qarl.tasks import RewardError, Task
+
+
+def add_train(commands: Any) -> None:
+    """Add `qarl train` to the program's commands."""
+    train = commands.add_parser(
+        "train",
+        help="Train a policy.",
+        usage="qarl train [OPTIONS] [--ANY.FIELD VALUE …]",
+        description=(
+            "Train a policy. Without --model and --config this is the embedded default, which"
+            " takes minutes on a CPU."
+        ),
+        epilog=EPILOG,
+    )
+    train.add_argument(
+        "--config",
+        metavar="FILE",
+        help="YAML file, or a shipped name such as small.",
+    )
+    train.add_argument("--resume", metavar="RUN", help="Continue a run from its newest checkpoint.")
+    train.add_argument(
+        "--allow-changed-inputs",
+        action="store_true",
+        help="Resume even if questions, code or model changed.",
+    )
+    add_count(
+        train,
+        "--processes",
+        "Learn and sample in N processes of this machine, one per GPU. On several machines,"
+        " start this command with torchrun or deepspeed instead.",
+    )
+    train.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="Print the resolved configuration, and exit.",
+    )
+    add_flags(train)
+    train.set_defaults(run=_train)
+
+
+@interruptible()
+def _train(known: argparse.Namespace, console: Console) -> int:
+    requested, folder = _configuration(known, known.overrides)
+    config = requested
+    machine = this_machine()
+    console.quiet = rank() > 0  # of several processes only the first prints
+    # processes that --processes started must not choose again: their parent has chosen
+    if folder is None and not (launched() and known.processes):
+        config = _choose(known, config, machine, console)
+    if known.dry_run:
+        return _show(config, known.processes or 1, folder is None, console)
+    if folder is not None and is_finished(folder, config):
+        return _say_finished(folder, config, console)
+    launching = known.processes not in (None, 1) and not launched()
+    console.quiet = console.quiet or launching
+    _say_begun(known, config, console)
+    # now, because checking the input may import them, in a user's reward
+    quiet_libraries(config.learner.compile is True)
+    options = known.overrides if folder is None else {"resume": known.resume}
+    config = plan_memory(
+        config, known.processes, options, known.config, partial(say, console), machine
+    )
+    if launching:
+        return _launch(known, config, folder is None)
+    if launched() and known.processes not in (None, world_size()):
+        raise ConfigError(
+            f"--processes {known.processes}, but the launcher started {world_size()}; omit it"
+        )
+    return _run(config, requested, folder, console, known.allow_changed_inputs)
+
+
+def _checked(config: RunConfig, new: bool, console: Console) -> Task:
+    """Check the run's input and return its task.
+
+    new: whether the run folder is to be created.
+    """
+    with phases_shown_on(console), phase("checking input"):
+        task = check_files(config, new)
+        if config.quantization.init is not None and new:
+            require_llmcompressor()
+    return task
+
+
+def _show(config: RunConfig, processes: int, new: bool, console: Console) -> int:
+    """Print the configuration for `--dry-run`, and raise its errors."""
+    check_processes(config, processes)
+    say(
+        console,
+        yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False).rstrip(),
+    )
+    # last, because the model may be out of reach here
+    check_files(config, new=new, dry=True)
+    return 0
+
+
+def _say_finished(folder: RunFolder, config: RunConfig, console: Console) -> int:
+    export = f", and {folder.export} holds its export" if config.export else ""
+    say(
+        console,
+        f"run {folder.path} is finished: {config.steps} of {config.steps} steps are done{export};"
+        f" nothing was left to do. To go on: qarl train --resume {folder.path} --steps N",
+    )
+    return 0
+
+
+def _say_begun(known: argparse.Namespace, config: RunConfig, console: Console) -> None:
+    """Print what is trained. If a model was given without a configuration file, also print that the
+    paper's settings and task apply.
+    """
+    say(
+        console,
+        f"qarl {VERSION}: {config.model}, {config.scheme}, {config.dtype}, {config.steps} steps",
+    )
+    file = default_config(config.model)
+    if (
+        known.config is None
+        and known.resume is None
+        and config.from_rollouts is None
+        and file.parent.name == "paper"
+    ):
+        task = "" if config.task.name != "math" else "; task math, the paper's (another: --task)"
+        say(
+            console,
+            f"settings not given are the paper's: --config paper/{file.stem}{task}",
+        )
+
+
+def _launch(known: argparse.Namespace, config: RunConfig, new: bool) -> int:
+    """Check the input here, then run the same command in several processes of this machine.
+
+    new: see `_checked`.
+    """
+    _checked(config, new, Console(quiet=True))
+    from qarl.cli.launch import check_count, launch
+
+    check_count(known.processes)
+    check_processes(config, known.processes)
+    return launch(known.arguments, known.processes)
+
+
+def _choose(
+    known: argparse.Namespace, config: RunConfig, machine: Machine, console: Console
+) -> RunConfig:
+    """Return the configuration with a choice of how to use this machine's GPUs, unless that was
+    given. The choice is printed, and added to the command that starts other processes.
+    """
+    processes = known.processes
+    local_processes = None
+    if launched():
+        processes = world_size()
+        local_processes = local_world_size()
+    choice = choose(config, known.overrides, known.config, processes, machine, local_processes)
+    for line in choice.words:
+        say(console, f"{'# ' if known.dry_run else ''}chosen: {line}")
+    known.arguments = [*known.arguments, *choice.arguments(known.config)]
+    known.overrides = choice.overrides(known.overrides)
+    known.config = choice.file
+    if choice.processes > 1 and local_processes is None:
+        known.processes = choice.processes
+    return chosen_config(known.config, known.overrides) if choice.words else config
+
+
+def _configuration(
+    known: argparse.Namespace, overrides: dict[str, str]
+) -> tuple[RunConfig, RunFolder | None]:
+    """Return the requested configuration, and the folder of the run to continue or None."""
+    if known.resume is None and known.allow_changed_inputs:
+        raise ConfigError(
+            "--allow-changed-inputs goes with --resume; a new run takes the inputs it finds:"
+            " omit it"
+        )
+    if known.resume is None and "from_rollouts" in overrides:
+        if known.config is not None:
+            raise ConfigError(
+                f"--from-rollouts has the recorded run's configuration; --config {known.config}"
+                " does not apply: omit it, and change single fields"
+            )
+        return replay_config(overrides), None
+    if known.resume is None:
+        return chosen_config(known.config, overrides), None
+    for option, value in (
+        ("config", known.config),
+        ("output", overrides.get("output")),
+    ):
+        if value is not None:
+            raise ConfigError(
+                "--resume continues a run with its own configuration, in its own folder;"
+                f" --{option} {value} does not apply: omit it"
+            )
+    return resume_run(known.resume, overrides)
+
+
+def _run(
+    config: RunConfig,
+    requested: RunConfig,
+    folder: RunFolder | None,
+    console: Console,
+    allow_changed_inputs: bool,
+) -> int:
+    """Train in this process, which may be one of several, and return the exit status.
+
+    requested: the configuration before a choice was made. folder: of the run to continue, or None.
+    """
+    resumes = folder is not None
+    task = _checked(config, folder is None, console)
+    config, folder, processes, ready = join_launched(config, requested, folder, console, task)
+    from qarl.cli.outcome import say_outcome
+    from qarl.learner.processes import (
+        LostProcessError,
+        is_lost_process,
+        leave_processes,
+    )
+
+    say(console, f"run folder: {folder.path}")
+    try:
+        outcome = run(config, folder, resumes, console, processes, ready, allow_changed_inputs)
+    except (QarlError, KeyboardInterrupt) as error:
+        if processes.first and not isinstance(error, RunInUseError | ChangedInputsError):
+            _say_what_is_left(error, config, folder, console)
+        raise
+    except RuntimeError as error:
+        if is_lost_process(error):
+            raise LostProcessError(str(error)) from error
+        raise
+    if outcome.stopped_by is not None:
+        again = f"qarl train --resume {shlex.quote(str(folder.path))}"
+        say(console, f"stopped at step {outcome.steps}; continue with: {again}")
+    elif processes.first:
+        say_outcome(config, folder, outcome, console)
+    leave_processes()
+    return 0 if outcome.stopped_by is None else 128 + outcome.stopped_by
+
+
+def _say_what_is_left(
+    error: BaseException, config: RunConfig, folder: RunFolder, console: Console
+) -> None:
+    """Print how to continue a run that failed or was interrupted from its newest readable
+    checkpoint.
+    """
+    from qarl.run.checkpoint import intact_checkpoint, list_checkpoints
+
+    if isinstance(error, KeyboardInterrupt):  # which leaves no time to read a checkpoint
+        intact = next(reversed(list_checkpoints(folder.checkpoints)), None)
+    else:
+        intact = intact_checkpoint(folder.checkpoints)
+    if intact is not None:
+        more = ""
+        if isinstance(error, RewardError) and config.task.reward and config.task.on_error == "stop":
+            more = " --task.on_error none, which leaves out completions whose reward fails"
+        resumed_by = f"qarl train --resume {shlex.quote(str(folder.path))}"
+        state = "the newest" if isinstance(error, KeyboardInterrupt) else "intact"
+        say(console, f"checkpoint {intact.name} is {state}: {resumed_by}{more}")
+    elif not folder.path.exists():
+        say(console, f"no step was done, so {folder.path} was removed again")
+    else:
+        say(
+            console,
+            f"{folder.path} holds no checkpoint to continue from; start the run again with another"
+            " --output",
+        )
