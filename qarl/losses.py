@@ -68,8 +68,14 @@ class Loss:
             **sections,
         }
         config = config_from_tree({"learner": tree}).learner
-        lacking = {"old_logprobs": old_logprobs is None and needs_old(config)}
-        lacking |= {"reference_logprobs": reference_logprobs is None and config.kl.name != "none"}
+        if old_logprobs is None and needs_old(config):
+            raise ConfigError(f"loss {self.name} needs old_logprobs; give them as [B, T-1]")
+        if reference_logprobs is None and config.kl.name != "none":
+            raise ConfigError(f"loss {self.name} needs reference_logprobs; give them as [B, T-1]")
+        if mask.dtype != torch.bool:
+            raise ConfigError(
+                f"loss {self.name}: the mask has dtype {mask.dtype}; give it as torch.bool"
+            )
         token_advantages = advantages
         if advantages.ndim == 1 and len(advantages) == len(mask):
             token_advantages = advantages[:, None].expand(mask.shape)
@@ -82,12 +88,10 @@ class Loss:
             token_advantages,
         )
         shapes = {tuple(t.shape) for t in tensors if t is not None}
-        if any(lacking.values()) or len(shapes) > 1 or mask.dtype != torch.bool:
+        if len(shapes) > 1:
             raise ConfigError(
-                f"loss {self.name}: log-probs, mask and advantages of tokens have shapes"
-                f" {sorted(shapes)}, the mask is of {mask.dtype}, and missing are"
-                f" {[name for name, is_so in lacking.items() if is_so]}; give all as [B, T-1], the"
-                " mask bool, advantages of sequences as [B]"
+                f"loss {self.name}: log-probs, mask and advantages of tokens have several shapes,"
+                f" {sorted(shapes)}; give all as [B, T-1], or advantages of sequences as [B]"
             )
         # Not a product with the mask: NaN at a masked token would stay NaN.
         old, reference = (

@@ -130,10 +130,10 @@ class Engine(AbstractContextManager["Engine"]):
         greedy: take the likeliest tokens instead. Raises `PolicyError` between a refresh and its
         publish if the engine shares the policy's layers; `EngineError` if the engine fails.
         """
-        if samples < 1 or isinstance(prompts, str):
-            raise PolicyError(
-                f"samples {samples} must be 1 or more, and prompts a list, not {quoted(prompts)}"
-            )
+        if samples < 1:
+            raise PolicyError(f"samples {samples} must be 1 or more")
+        if isinstance(prompts, str):
+            raise PolicyError(f"prompts {quoted(prompts)} is one text; give a list of texts")
         inputs = [self.prompt(prompt, str(first_prompt + j)) for j, prompt in enumerate(prompts)]
         sampling = replace(Sampling.of(self.settings.rollout, seed, first_prompt), samples=samples)
         with self._lock:

@@ -26,7 +26,7 @@ from qarl.preflight.disk import (
 from qarl.quant.checkpoint.folder import read_config
 from qarl.quant.kernels.supported import kept_support
 from qarl.quant.schemes import COMPUTE_DTYPES
-from qarl.run.policy import Architecture, Ready
+from qarl.run.policy import Architecture, CheckedInputs
 from qarl.run.prompts import Prompter
 from qarl.tasks import Problem, Response, Task, solution_of
 from qarl.tasks.rewards import no_signal
@@ -41,7 +41,7 @@ _JUDGED = ("reference answer", "the same in a box", "a wrong answer", "that in a
 """Names of the answers that the reward judges."""
 
 
-def preview(config: RunConfig, ready: Ready) -> Iterator[Finding]:
+def preview(config: RunConfig, ready: CheckedInputs) -> Iterator[Finding]:
     """Yield all findings, in the order to read them.
 
     ready: what the checks of the configuration returned. Raises `RewardError` for a reward that
@@ -150,10 +150,10 @@ def _judged(task: Task, problems: list[Problem]) -> Iterator[Finding]:
             )
         else:
             text = "gives the reference answer no more than a wrong one"
-            yield Finding("warning", "reward", text, "look at --reward")
+            yield Finding("warning", "reward", text, "correct the function that --reward names")
     if not any(verdicts[:2]) or any(verdicts[2:]):
         text = "does not tell the reference answer from a wrong one"
-        yield Finding("warning", "accuracy", text, "look at --task.correct")
+        yield Finding("warning", "accuracy", text, "correct what --task.correct names")
 
 
 def _lengths(
@@ -167,8 +167,8 @@ def _lengths(
         yield Finding(
             "warning",
             "end",
-            "without an EOS token every completion is cut off",
-            "give one, or rollout.stop",
+            "neither tokenizer nor config.json has an EOS token, so every completion is cut off",
+            "set eos_token_id in config.json, or give --rollout.stop TEXT",
         )
     answers = sorted(
         len(prompter.tokenizer(solution_of(p), add_special_tokens=False)["input_ids"])

@@ -278,8 +278,8 @@ def resumed_config(started: RunConfig, resumed: RunConfig) -> RunConfig:
     for path, (old, new) in differing(started, resumed).items():
         if path not in _BOUNDS and f"{path}.".startswith(fixed):
             raise ConfigError(
-                f"this run was started with {path} {old!r} and cannot be resumed with {new!r};"
-                " start a new run for that"
+                f"the run in {started.output} was started with {path} {old!r} and cannot be"
+                f" resumed with {new!r}; omit it, or start a new run"
             )
     return resumed
 

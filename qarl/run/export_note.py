@@ -146,13 +146,15 @@ def read_note(export: Path) -> dict[str, Any]:
         note = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{str(file)!r} cannot be read: {error}; export the run again, or remove that file"
+            f"{str(file)!r} cannot be read: {error}; export the run again, or remove that file and"
+            " name task and limits yourself"
         ) from error
     needed = ("run", "step", "task", "eval", "dtype", *LIMITS)
     missing = [key for key in needed if key not in note] if isinstance(note, dict) else list(needed)
     if missing:
         raise ConfigError(
-            f"{str(file)!r} lacks {missing[0]!r}; export the run again, or remove that file"
+            f"{str(file)!r} lacks {missing[0]!r}; export the run again, or remove that file and"
+            " name task and limits yourself"
         )
     return note
 

@@ -79,8 +79,8 @@ class Prompter:
             )
         if not ids:
             raise ModelError(
-                f"the tokenizer of {self._folder!r} makes no token of {problem.question!r}; copy it"
-                " again"
+                f"the tokenizer of {self._folder!r} makes no token of {problem.question!r}; its"
+                " files look incomplete, so download or copy the model again"
             )
         self._require_rows(problem, ids)
         return Prompt(problem.id, problem.question, tuple(ids))
@@ -207,7 +207,8 @@ def open_prompter(model_folder: Path, rollout: RolloutConfig, task: TaskConfig) 
         raise
     except Exception as error:  # whatever the tokenizer's files make transformers raise
         raise ModelError(
-            f"the tokenizer of {str(model_folder)!r} cannot be loaded: {error}"
+            f"the tokenizer of {str(model_folder)!r} cannot be loaded: {error}; check its"
+            " tokenizer.json and tokenizer_config.json"
         ) from error
 
 

@@ -145,7 +145,8 @@ class ReasoningGymTask:
                 entry = dataset[row]
             except Exception as error:  # the dataset's own checks accepted the options
                 raise TaskError(
-                    f"task {self.name!r} fails with the options {self.options}: {error}"
+                    f"task {self.name!r} fails with the options {self.options}: {error};"
+                    f" `qarl tasks {self.name}` lists its options"
                 ) from error
             if is_heldout(entry["question"]) == (split == "heldout"):
                 problem_id = f"{self.name}/{split}/{seed}/{index}"
@@ -168,7 +169,8 @@ class ReasoningGymTask:
             )
         except Exception as error:  # reasoning-gym validates with assertions
             raise TaskError(
-                f"task {self.name!r} refuses the options {self.options}: {error}"
+                f"task {self.name!r} refuses the options {self.options}: {error};"
+                f" `qarl tasks {self.name}` lists them"
             ) from error
 
 
@@ -242,7 +244,8 @@ def _check_option_names(name: str, options: dict[str, Any], config_class: Any) -
     own = [option for option in options if option in OWN_OPTIONS]
     if own:
         raise TaskError(
-            f"task option {own[0]!r} is chosen by QaRL; seed is the run's, size is endless"
+            f"task.options.{own[0]} has no effect: the run's --seed decides, and questions are"
+            " drawn without end; omit it"
         )
     allowed = [
         field.name for field in dataclasses.fields(config_class) if field.name not in OWN_OPTIONS

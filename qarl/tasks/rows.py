@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from qarl.configs.hub import hub_or_cache
+from qarl.configs.words import quoted
 from qarl.tasks.base import Split, TaskError
 
 HUB = "hf:"
@@ -47,7 +48,7 @@ def file_rows(path: Path) -> list[Row]:
     """
     if not path.is_file():
         if path.is_dir():
-            raise TaskError(f"task file {path} is a folder")
+            raise TaskError(f"task file {path} is a folder; name a file in it")
         hint = (
             f" in {Path.cwd()}, where relative paths begin; change to its folder, or give its whole"
             " path"
@@ -58,7 +59,10 @@ def file_rows(path: Path) -> list[Row]:
     try:
         return list(_READERS[path.suffix](path))
     except OSError as error:
-        raise TaskError(f"task file {path} cannot be read: {error.strerror or error}") from error
+        raise TaskError(
+            f"task file {path} cannot be read: {error.strerror or error}; make it"
+            " readable, or name another"
+        ) from error
 
 
 def _jsonl(path: Path) -> Iterator[Row]:
@@ -71,9 +75,12 @@ def _jsonl(path: Path) -> Iterator[Row]:
             # Half of a surrogate pair cannot be encoded.
             json.dumps(values, ensure_ascii=False).encode()
         except ValueError as error:
-            raise TaskError(f"{where}: not valid JSON: {error}") from error
+            raise TaskError(
+                f"{where}: not valid JSON: {error}; got {quoted(line)}; write one object a line,"
+                ' like {"question": "1 + 1 =", "answer": "2"}'
+            ) from error
         if not isinstance(values, dict):
-            raise TaskError(f"{where}: expected a JSON object, got {type(values).__name__}")
+            raise TaskError(f"{where}: expected a JSON object, got {quoted(values)}")
         yield Row(where, values)
 
 
@@ -93,8 +100,10 @@ def _csv(path: Path) -> Iterator[Row]:
                     " commas"
                 )
             if None in values.values():
+                missing = [column for column, value in values.items() if value is None]
                 raise TaskError(
-                    f"{where}: fewer fields than the {len(columns)} columns ({', '.join(columns)})"
+                    f"{where}: {len(columns) - len(missing)} of {len(columns)} fields; missing:"
+                    f" {', '.join(missing)}. Add them, or remove the row"
                 )
             yield Row(where, dict(values))
     except csv.Error as error:
@@ -109,7 +118,8 @@ def _parquet(path: Path) -> Iterator[Row]:
         table = parquet.read_table(path)
     except pyarrow.ArrowException as error:
         raise TaskError(
-            f"task file {path} is not a Parquet file: {str(error).splitlines()[0]}"
+            f"task file {path} is not a Parquet file: {str(error).splitlines()[0]}; write"
+            " it again, or rename it to the format that it has"
         ) from error
     for number, values in enumerate(table.to_pylist(), start=1):
         yield Row(f"{path}:{number}", values)

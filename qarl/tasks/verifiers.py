@@ -67,7 +67,9 @@ class VerifiersHost:
             )
             by_split["heldout" if is_heldout(key) else "train"].append(problem)
         if not self._tasks:
-            raise TaskError(f"{self.name} has no task; give other options")
+            raise TaskError(
+                f"{self.name} has no task with these options; give options that select some"
+            )
         return Table(self.name, by_split, Counts(rows=len(self._tasks)))
 
     async def rollout(self, policy: Any, problem: Problem) -> float | None:

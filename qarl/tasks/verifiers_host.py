@@ -72,11 +72,14 @@ def load(name: str, options: dict[str, Any]) -> Any:
     agents = agent_config_fields(config)
     if len(agents) != 1:
         raise TaskError(
-            f"it has {len(agents)} agents, {', '.join(agents)}, but a conversation has one policy"
+            f"environment {name!r} has {len(agents)} agents ({', '.join(agents)}), and a"
+            " conversation has one policy; choose an environment with one agent"
         )
     environment = vf.load_environment(config)
     if not environment.taskset.bounded:
-        raise TaskError("its tasks have no end; give options that bound them")
+        raise TaskError(
+            f"environment {name!r} has tasks without end; give options that bound their number"
+        )
     return environment
 
 

@@ -127,7 +127,10 @@ def read_dumps(paths: Sequence[Path | str], unused: set[str]) -> Iterator[Batch]
             first += len(batch.lengths)
             yield batch
     if not first:
-        raise VerifyInputError(f"{few([str(path) for path in paths])}: no completion in it")
+        raise VerifyInputError(
+            f"{few([str(path) for path in paths])}: no completion in it; name a dump with at least"
+            " one"
+        )
 
 
 def _parquet(

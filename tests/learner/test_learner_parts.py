@@ -82,7 +82,6 @@ def test_equal_rewards_that_are_no_binary_fractions_teach_nothing(reward: float)
     """Contract: equal rewards give no advantage although their mean, and so their deviation, is off
     by a last bit.
     """
-    assert torch.full((1, 8), reward).std() > 0
     for samples in range(2, 17):
         rewards = torch.full((1, samples), reward)
         assert not group_advantages(rewards, "grpo").any()

@@ -128,7 +128,7 @@ def test_options_of_another_format_are_refused(
 ):
     command = ["export", str(tmp_path), "-o", str(tmp_path / "new"), "--format", "gguf"]
     assert main([*command, *option.split()]) == 2
-    assert f"{option.split()[0]} writes safetensors" in capsys.readouterr().err
+    assert f"{option} writes safetensors" in capsys.readouterr().err
 
 
 def test_the_command_says_what_was_proven_and_what_differs(

@@ -47,11 +47,15 @@ def test_verl_sums_tbpo_by_itself(monkeypatch: pytest.MonkeyPatch):
         assert mode == "token-mean"
         return (loss * mask).sum() / count
 
-    theirs = {
-        "agg_loss": agg_loss,
-        "register_policy_loss": lambda name: lambda function: function,
-    }
+    registered = []
+
+    def register_policy_loss(name: str) -> Any:
+        registered.append(name)
+        return lambda function: function
+
+    theirs = {"agg_loss": agg_loss, "register_policy_loss": register_policy_loss}
     tbpo = of(monkeypatch, "verl", "verl.trainer.ppo.core_algos", **theirs)
+    assert registered == ["tbpo"]
     bounds = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.2, "clip_ratio_c": 1.3}
     config = SimpleNamespace(**bounds, global_batch_info={"count": 9.0})
     weights = torch.linspace(0.5, 1.5, 12).view(4, 3)

@@ -260,8 +260,8 @@ MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
             for f in model.glob("*config.json")
         ],
         (
-            "warning: end: without an EOS token every completion is cut off -> give one, or"
-            " rollout.stop"
+            "warning: end: neither tokenizer nor config.json has an EOS token, so every completion"
+            " is cut off -> set eos_token_id in config.json, or give --rollout.stop TEXT"
         ),
     ),
 }

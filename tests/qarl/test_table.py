@@ -268,7 +268,7 @@ BAD_FILES = [
     ("t.jsonl", '{"question": "a", "answer": true}\n', "'answer' must be text …; got true"),
     ("t.jsonl", '{"question": "1"\n', "t.jsonl:1: not valid JSON"),
     ("t.jsonl", '{"question": "1 \\ud83d", "answer": "2"}\n', "t.jsonl:1: not valid JSON"),
-    ("t.jsonl", "[1]\n", "t.jsonl:1: expected a JSON object, got list"),
+    ("t.jsonl", "[1]\n", "t.jsonl:1: expected a JSON object, got [1]"),
     ("t.jsonl", '{"question": "é"}\n', "t.jsonl:1: not UTF-8 text"),
     ("t.jsonl", '{"question": "a", "answer": null}\n', "'answer' must be text …; got null"),
     (
@@ -279,7 +279,7 @@ BAD_FILES = [
     (
         "t.csv",
         "question,answer\n1 + 1 =\n",
-        "t.csv:2: fewer fields than the 2 columns (question, answer)",
+        "t.csv:2: 1 of 2 fields; missing: answer. Add them, or remove the row",
     ),
     ("t.csv", "question,answer\né,2\n", "t.csv:2: not UTF-8 text (byte 0xe9)"),
     ("t.parquet", "no parquet", "is not a Parquet file"),

@@ -19,7 +19,7 @@ from transformers import (
 
 from qarl.configs.errors import GraphError, NoEngineModelError
 from qarl.preflight.machine import require_engine_model
-from qarl.quant.graph import experts, operators
+from qarl.quant.graph import operators
 from qarl.quant.kernels import vllm as vllm_kernels
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.agreement import agreement
@@ -83,7 +83,6 @@ def test_vllm_has_its_leaves_where_the_graph_takes_them():
     assert callable(Base._decorate_for_torch_compile)
     assert all(hasattr(parallel_state, group) for group in vllm_kernels._GROUPS)
     assert {operators.RMSNorm, operators.SiluAndMul}.issubset(CustomOp.__subclasses__())
-    assert experts.MoERunner
 
 
 def test_a_graph_leaves_vllms_groups_and_rotary_embeddings_unchanged():

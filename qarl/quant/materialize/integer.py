@@ -46,8 +46,11 @@ def quantize(
 def integer_range(bits: int) -> tuple[int, int, float]:
     """Return the lowest code, the highest code and half the distance between them.
 
-    That half is absmax / scale: 7.5 for int4, 127.5 for int8.
+    That half is absmax / scale: 7.5 for int4, 127.5 for int8. Raises `ValueError` for another
+    width, which nothing here packs.
     """
+    if bits not in (4, 8):
+        raise ValueError(f"integer codes of {bits} bits; only 4 and 8 are packed")
     low = -(2 ** (bits - 1))
     high = 2 ** (bits - 1) - 1
     return low, high, (high - low) / 2
