@@ -30,7 +30,12 @@ from qarl.report.record import record
 from qarl.rollout.types import Group, Sampling
 from qarl.run.policy import model_folder
 from qarl.run.prompts import open_prompter
-from qarl.sync.floor import EXACT, OTHER_ROUNDINGS_SEED, ROUNDED, FixedSequences
+from qarl.sync.floor import (
+    OTHER_KERNELS_TOLERANCE,
+    OTHER_ROUNDINGS_SEED,
+    SAME_KERNELS_TOLERANCE,
+    FixedSequences,
+)
 from qarl.tasks import load_task
 
 RIGHT = LEARNERS["fake-quant"]
@@ -187,8 +192,8 @@ def main() -> None:
     )
     rows = measure(config)
     print(
-        f"{config.model}, {config.scheme}, {config.dtype}; bounds: {EXACT:g} and {ROUNDED:g} times"
-        " the floor"
+        f"{config.model}, {config.scheme}, {config.dtype}; bounds: {SAME_KERNELS_TOLERANCE:g} and"
+        f" {OTHER_KERNELS_TOLERANCE:g} times the floor"
     )
     for row in rows:
         print(

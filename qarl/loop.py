@@ -25,7 +25,7 @@ from qarl.report.start_note import write_start
 from qarl.report.token_recorder import TokenRecorder
 from qarl.run.evaluate import evaluate_before_training, evaluate_heldout
 from qarl.run.interrupt import agreed_signal, deferred_interrupt
-from qarl.run.policy import Ready, trained_part
+from qarl.run.policy import CheckedInputs, trained_part
 from qarl.run.rollouts import Rollouts
 from qarl.run.session import Position, Session, open_session
 from qarl.run.step_checkpoints import StepCheckpoints
@@ -40,7 +40,7 @@ def train(
     processes: Processes,
     resume: bool = False,
     log: Log = unlogged,
-    ready: Ready | None = None,
+    ready: CheckedInputs | None = None,
     allow_changed_inputs: bool = False,
 ) -> RunOutcome:
     """Train until `config.steps` or an interrupt, and return what the run ended with.
@@ -92,7 +92,7 @@ def _run_steps(
     stop_before = config.steps if config.early_warning == "stop" else 0
     run_watch = RunWatch(read_until(folder.metrics, position.step), stop_before)
     with (
-        step_checkpoints.last_step_kept(),
+        step_checkpoints.checkpoint_on_error(),
         metrics_writer(folder, resume_step, first_process, log) as write_metrics,
         deferred_interrupt() as interrupts,
     ):

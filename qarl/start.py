@@ -8,7 +8,7 @@ from qarl.report.run_folder import RunFolder
 from qarl.report.startup import phase, say
 from qarl.run.checkpoint import load_checkpoint
 from qarl.run.inputs import Inputs, digest_inputs, require_same_inputs
-from qarl.run.policy import Ready, Trainee, open_policy, open_ready
+from qarl.run.policy import CheckedInputs, TrainingPolicy, open_checked_inputs, open_policy
 from qarl.run.session import Position
 
 
@@ -17,16 +17,16 @@ def open_run(
     folder: RunFolder,
     processes: Processes,
     resume: bool,
-    ready: Ready | None,
+    ready: CheckedInputs | None,
     allow_changed_inputs: bool,
-) -> tuple[Trainee, Position, Inputs]:
+) -> tuple[TrainingPolicy, Position, Inputs]:
     """Load the policy and the run's position: from the newest checkpoint, or for a new run.
 
     Also returns the digests of the run's inputs, in the first process alone, which writes them.
     ready: what the run's checks returned. Raises `ChangedInputsError` before anything is loaded if
     the checkpoint was made from other inputs, unless they may change.
     """
-    ready = ready or open_ready(config)
+    ready = ready or open_checked_inputs(config)
     inputs = digest_inputs(config, ready.task) if processes.first else {}
     if resume:
         processes.run_on_first(

@@ -163,8 +163,8 @@ class _Straight(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        ctx.gradients.make_way(ctx.master)
-        return ctx.gradients.delivered(ctx.master, ctx.gradient), None, None
+        ctx.gradients.wait_for_memory(ctx.master)
+        return ctx.gradients.start_reduction(ctx.master, ctx.gradient), None, None
 
 
 class DTensors:

@@ -38,7 +38,7 @@ from qarl.quant.schemes import COMPUTE_DTYPES, get_scheme
 from qarl.rollout.engine import SamplingEngine
 from qarl.rollout.open import open_engine
 from qarl.rollout.types import Group, Sampling
-from qarl.run.policy import Ready, open_policy
+from qarl.run.policy import CheckedInputs, open_policy
 from qarl.run.prompts import Prompter, score_groups
 from qarl.run.session import share_layers
 from qarl.sync.export import export_checkpoint
@@ -153,7 +153,7 @@ class Investigation:
     """Pitfalls that the batch shows, and the self-tests of kernels and operators."""
 
 
-def investigate(config: RunConfig, ready: Ready) -> Investigation:
+def investigate(config: RunConfig, ready: CheckedInputs) -> Investigation:
     """Sample `rollout.samples` completions of `rollout.prompts` prompts, and score them.
 
     ready: what the checks of the configuration returned.

@@ -29,7 +29,7 @@ from qarl.tasks import Task
 if TYPE_CHECKING:  # which import torch
     from qarl.evaluation.results import Evaluation
     from qarl.learner.processes import Processes
-    from qarl.run.policy import Ready
+    from qarl.run.policy import CheckedInputs
     from qarl.run.verify_export import RunOutcome
 
 
@@ -113,7 +113,7 @@ def join_launched(
     folder: RunFolder | None,
     console: Console,
     task: Task,
-) -> tuple[RunConfig, RunFolder, "Processes", "Ready"]:
+) -> tuple[RunConfig, RunFolder, "Processes", "CheckedInputs"]:
     """Join the processes that were launched with this one, and check the run's input.
 
     Returns the configuration they agree on (`agreed`), the run's folder (created unless `folder` is
@@ -156,7 +156,7 @@ def run(
     resume: bool,
     console: Console,
     processes: "Processes",
-    ready: "Ready | None" = None,
+    ready: "CheckedInputs | None" = None,
     allow_changed_inputs: bool = False,
 ) -> "RunOutcome":
     """Train in a run's folder, which is locked meanwhile.

@@ -18,7 +18,7 @@ from qarl.preflight import preflight
 from qarl.report.startup import phase, phases_shown_on
 
 if TYPE_CHECKING:  # which imports torch
-    from qarl.run.policy import Ready
+    from qarl.run.policy import CheckedInputs
 
 
 def add_check(commands: Any) -> None:
@@ -107,7 +107,7 @@ def _previewed(
     config: RunConfig,
     console: Console,
     new: bool,
-) -> tuple["Ready", list[Finding]]:
+) -> tuple["CheckedInputs", list[Finding]]:
     """Check a configuration, and return what its run takes and the findings of
     `qarl.preflight.preview`. Phases are shown on the console.
 

@@ -20,7 +20,7 @@ from qarl.preflight import preflight
 from qarl.report.startup import phase, phases_shown_on
 
 if TYPE_CHECKING:  # which imports torch
-    from qarl.run.policy import Ready
+    from qarl.run.policy import CheckedInputs
 
 
 def add_mismatch(commands: Any) -> None:
@@ -89,7 +89,7 @@ def _mismatch(known: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def investigated(config: RunConfig, console: Console, ready: "Ready | None" = None) -> Any:
+def investigated(config: RunConfig, console: Console, ready: "CheckedInputs | None" = None) -> Any:
     """Run `qarl.advice.mismatch.investigate` with its phases on the console, and return its result.
 
     ready: what the checks of the configuration returned. Default: it is checked here.

@@ -29,7 +29,7 @@ FLAGS = {
 }
 """Short flag → dotted path of its field."""
 
-ELSEWHERE = {
+OTHER_TRAINERS_OPTIONS = {
     "batch-size": "rollout.prompts",
     "beta": "learner.kl.coefficient",
     "bf16": "dtype",

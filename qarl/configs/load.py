@@ -14,7 +14,7 @@ import yaml
 from pydantic import ValidationError
 
 from qarl.configs.errors import ConfigError, InputError, SchemeError
-from qarl.configs.flags import ELSEWHERE, FLAGS, flag_of
+from qarl.configs.flags import FLAGS, OTHER_TRAINERS_OPTIONS, flag_of
 from qarl.configs.schema.base import (
     Choice,
     PathText,
@@ -324,7 +324,7 @@ def _suggestion(name: str, written: Callable[[str], str], listing: str) -> str:
     """
     known = field_paths()
     leaf = name.rpartition(".")[2]
-    elsewhere = ELSEWHERE | FLAGS
+    elsewhere = OTHER_TRAINERS_OPTIONS | FLAGS
     fields = elsewhere | {path: path for path in known}
     dashed = [part.replace("_", "-") for part in (name, leaf)]
     near = (

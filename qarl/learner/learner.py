@@ -60,9 +60,9 @@ class _MiniBatch:
     """Size of the mini-batch."""
     old_known: bool
     """Whether the old log-probs of its rows are known already."""
-    is_first: bool
-    """Whether its own forward gives the old log-probs. It does in the first update, unless they
-    are known, because no update was taken since the batch was sampled.
+    supplies_old: bool
+    """Whether its forward supplies the old log-probs. True in the first update, when no update was
+    taken since the batch was sampled, if they are unknown.
     """
     shadow: RowLogprobs | None
     """Log-probs by the published codes, for ratios; None unless `learner.ratio_fix` asks for
@@ -168,11 +168,11 @@ class Learner:
             observer.before_batch()
         old = learning.old
         with self.stopwatch("old"):
-            self.scorer.add_ratio_side(old, self._rows_in_advance(learning, gate is not None))
+            self.scorer.add_ratio_logprobs(old, self._rows_in_advance(learning, gate is not None))
         if gate is not None:
             gate(old.mismatch(), lambda: self._rounding_floor(old))
         if self._reference is not None and learning.reference is not None:
-            self.scorer.add_ratio_side(
+            self.scorer.add_ratio_logprobs(
                 learning.reference, torch.arange(len(batch.tokens)), self._reference
             )
         self.batch_complete = False
@@ -188,7 +188,7 @@ class Learner:
         rows = old.known.nonzero().flatten()
         rerounded = RowLogprobs(old.batch)
         with self.model.context.other_roundings(self._seed):
-            self.scorer.add_ratio_side(rerounded, rows)
+            self.scorer.add_ratio_logprobs(rerounded, rows)
         mask = old.batch.response_mask[rows]
         return measure_mismatch(rerounded.values[rows], old.values[rows], mask)
 
@@ -219,7 +219,7 @@ class Learner:
                 numbers.append(shares)
                 for observer in observers:
                     observer.micro_batch(micro)
-        if mini.is_first:
+        if mini.supplies_old:
             self.scorer.complete(learning.old, self.model, index)
         norm, taken = self._apply(observers, number)
         metrics = sum(map(LossMetrics.of, numbers), LossMetrics())
@@ -232,12 +232,12 @@ class Learner:
         shadow = None
         if self.config.ratio_fix == "shadow_forward":
             shadow = RowLogprobs(learning.batch)
-            self.scorer.add_ratio_side(shadow, index)
+            self.scorer.add_ratio_logprobs(shadow, index)
         return _MiniBatch(
             number=number,
             size=BatchSize(len(index), int(learning.batch.response_mask[index].sum())),
             old_known=old_known,
-            is_first=number == 0 and not old_known,
+            supplies_old=number == 0 and not old_known,
             shadow=shadow,
         )
 
@@ -253,14 +253,14 @@ class Learner:
         rows = learning.batch.rows(part.index).to(self.model.device)
         with self.stopwatch("forward"):
             own, entropies = self.scorer.token_logprobs(
-                self.model, rows, part.chunks, entropy=mini.is_first
+                self.model, rows, part.chunks, entropy=mini.supplies_old
             )
-        current = own if shadow is None else shadowed(own, shadow.rows_like(own, part.index))
+        current = own if shadow is None else shadowed(own, shadow.rows_padded_to(own, part.index))
         denominator = None
-        if mini.is_first:
+        if mini.supplies_old:
             denominator = current.detach()
         elif mini.old_known:
-            denominator = old.rows_like(current, part.index)
+            denominator = old.rows_padded_to(current, part.index)
         share, loss, balance = self._loss(learning, part, rows, current, denominator, mini.size)
         if is_last and self.config.gradient_checkpointing is not True:
             # No forward needs this version's products again: the step makes the next version.
@@ -269,7 +269,7 @@ class Learner:
             # A dummy micro-batch runs its backward for the collectives, and adds nothing.
             scale = self.loss_scale.scale if part.counts else 0.0
             self.sharded.backward(loss * scale, is_last)
-        if mini.is_first and part.counts:
+        if mini.supplies_old and part.counts:
             old.add(part.index, own.detach(), entropies)
         micro = MicroBatch(
             mini.number,
@@ -298,7 +298,7 @@ class Learner:
         """
         reference = None
         if learning.reference is not None:
-            reference = learning.reference.rows_like(current, part.index)
+            reference = learning.reference.rows_padded_to(current, part.index)
         terms = LossInput(
             current=current,
             old=old,

@@ -68,7 +68,7 @@ class RowLogprobs:
             ended=None if batch.ended is None else batch.ended[rows],
         )
 
-    def rows_like(self, current: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def rows_padded_to(self, current: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Return some rows' log-probs, cut to the width of `current` and on its device.
 
         current: fp32 [n, t]. rows: int64 [n].

@@ -121,7 +121,7 @@ class Scorer:
         """Return how these rows are packed into one; None if they are padded."""
         return rows.packed(self._shares_prompts) if self.packed else None
 
-    def add_ratio_side(
+    def add_ratio_logprobs(
         self, to: RowLogprobs, index: torch.Tensor, model: LowBitModel | None = None
     ) -> None:
         """Compute the log-probs of the rows at `index` for a ratio.

@@ -371,7 +371,7 @@ class _Count:
     def buffers(self) -> int:
         """The whole fp32 gradients that are being reduced over the processes during the backward.
 
-        See `quant.layers.gradients.Gradients.make_way`.
+        See `quant.layers.gradients.Gradients.wait_for_memory`.
         """
         if not self.gathers:
             return 0

@@ -13,13 +13,13 @@ from qarl.preflight.prompts import check_prompts
 from qarl.quant.checkpoint.folder import describe_left_out
 from qarl.quant.runtime.libraries import untested_libraries
 from qarl.report.startup import phase, say
-from qarl.run.policy import Ready, open_ready
+from qarl.run.policy import CheckedInputs, open_checked_inputs
 from qarl.tasks import Task
 
 
 def prepare(
     config: RunConfig, task: Task, processes: Processes | None = None, saves: bool = False
-) -> Ready:
+) -> CheckedInputs:
     """Check what needs torch in the first process, and return what the run takes in each.
 
     Raises what `checked` raises.
@@ -31,11 +31,11 @@ def prepare(
         saves: Whether the run writes checkpoints, for which the disk needs room.
     """
     processes = processes or Processes()
-    first: list[Ready] = []
+    first: list[CheckedInputs] = []
     processes.run_on_first(lambda: first.append(checked(config, task, processes.world, saves)))
     if first:
         return first[0]
-    return open_ready(config, task)
+    return open_checked_inputs(config, task)
 
 
 def checked(
@@ -43,7 +43,7 @@ def checked(
     task: Task,
     processes: int = 1,
     saves: bool = False,
-) -> Ready:
+) -> CheckedInputs:
     """Check what needs torch in this process, and return what the run takes.
 
     This runs before a run folder is made. It raises the error of the part that is wrong

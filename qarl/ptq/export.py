@@ -35,7 +35,7 @@ from qarl.rollout.open import open_engine
 from qarl.run.export import Exported
 from qarl.run.export_note import add_to_note, export_note
 from qarl.run.model_card import write_card
-from qarl.run.policy import Trainee, model_folder
+from qarl.run.policy import TrainingPolicy, model_folder
 from qarl.run.served import note_served
 from qarl.sync.audit import audit, require_agreement
 from qarl.sync.export import ExportError, write_checkpoint
@@ -142,12 +142,13 @@ def verify(source: Source, engine: SamplingEngine) -> float:
     moved = math.fsum(deltas) / len(deltas)
     if not math.isfinite(moved):
         raise ExportError(
-            "the quantized checkpoint gives log-probs that are not finite; do not deploy it"
+            "the quantized checkpoint gives log-probs that are not finite; do not deploy it, try"
+            " another --ptq method or scheme"
         )
     return moved
 
 
-def initial_codes(policy: Trainee, config: RunConfig) -> list[LowBitTensor]:
+def initial_codes(policy: TrainingPolicy, config: RunConfig) -> list[LowBitTensor]:
     """Quantize the policy's folder by `quantization.init`, and return the codes for
     `start_from_codes`.
 

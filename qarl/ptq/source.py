@@ -14,7 +14,7 @@ from qarl.rollout.engine import SamplingEngine
 from qarl.rollout.open import open_engine
 from qarl.rollout.types import RequestDefaults, Sampling
 from qarl.run.checkpoint import load_checkpoint
-from qarl.run.policy import Trainee, open_policy
+from qarl.run.policy import TrainingPolicy, open_policy
 from qarl.run.prompts import Prompter, sample
 from qarl.run.served import policy_defaults
 from qarl.run.session import canary_sequences
@@ -72,7 +72,7 @@ def open_source(run: RunFolder, work: Path, scheme: str, count: int) -> Source:
 
 
 def sample_source(
-    policy: Trainee,
+    policy: TrainingPolicy,
     model: LowBitModel,
     config: RunConfig,
     work: Path,
@@ -106,7 +106,7 @@ def sample_source(
 
 
 def _calibration(
-    engine: SamplingEngine, policy: Trainee, count: int, config: RunConfig
+    engine: SamplingEngine, policy: TrainingPolicy, count: int, config: RunConfig
 ) -> tuple[tuple[int, ...], ...]:
     """Return training prompts, each followed by a completion that the policy samples now.
 

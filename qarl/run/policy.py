@@ -86,8 +86,8 @@ def open_architecture(config: RunConfig) -> Architecture:
 
 
 @dataclass(frozen=True)
-class Ready:
-    """What a run takes from the checks before it (`qarl.preflight`)."""
+class CheckedInputs:
+    """Model, task and prompter as the checks before a run opened them (`qarl.preflight`)."""
 
     architecture: Architecture
     """The model that is trained."""
@@ -102,9 +102,9 @@ class Ready:
         return self.architecture.folder
 
 
-def open_ready(
+def open_checked_inputs(
     config: RunConfig, task: Task | None = None, architecture: Architecture | None = None
-) -> Ready:
+) -> CheckedInputs:
     """Open what a run takes. Only what cannot be opened is refused.
 
     task, architecture: those of the configuration, if they were opened before.
@@ -113,11 +113,11 @@ def open_ready(
     architecture = architecture or open_architecture(config)
     prompter = open_prompter(architecture.folder, config.rollout, config.task)
     task = (task or load_task(config.task)).without_long_prompts(prompter.fits)
-    return Ready(architecture, task, prompter)
+    return CheckedInputs(architecture, task, prompter)
 
 
 @dataclass
-class Trainee:
+class TrainingPolicy:
     """Everything that is trained or needed for training, except the engine."""
 
     folder: Path
@@ -131,7 +131,7 @@ class Trainee:
     learner: Learner
     """Steps the model's masters."""
     processes: Processes
-    """Processes that train together; each has its own `Trainee`."""
+    """Processes that train together; each has its own `TrainingPolicy`."""
 
 
 def load_model(
@@ -184,15 +184,15 @@ def wrap_masters(
 
 
 def open_policy(
-    config: RunConfig, processes: Processes | None = None, ready: Ready | None = None
-) -> Trainee:
+    config: RunConfig, processes: Processes | None = None, ready: CheckedInputs | None = None
+) -> TrainingPolicy:
     """Load a run's policy: masters in the run's schemes, prompter, task and learner.
 
     processes: all launched processes, which open their policies together. None opens the policy in
     this process only, not for learning. ready: what the run's checks returned. Default: it is
     opened here, without the checks.
     """
-    ready = ready or open_ready(config)
+    ready = ready or open_checked_inputs(config)
     together = processes or Processes()
     learning = config.learner
     if not processes:
@@ -207,7 +207,7 @@ def open_policy(
     reference = None
     if config.learner.kl.name != "none":
         reference = load_model(config, ready.architecture, learning, together)
-        let_go(reference, learning)
+        free_uncached(reference, learning)
     if processes and model.operators == "engine":
         require_gradients(model, together)
     learner = Learner(
@@ -219,7 +219,7 @@ def open_policy(
         config.steps,
         config.rollout.temperature,
     )
-    return Trainee(
+    return TrainingPolicy(
         folder=ready.folder,
         task=ready.task,
         prompter=ready.prompter,
@@ -229,7 +229,7 @@ def open_policy(
     )
 
 
-def trained_part(policy: Trainee, config: RunConfig) -> list[str]:
+def trained_part(policy: TrainingPolicy, config: RunConfig) -> list[str]:
     """Return lines for the startup output on what is trained, and how it differs from the default.
 
     They say what LoRA trains and leaves frozen, why an aligned learner's log-probs do not equal the
@@ -257,7 +257,7 @@ def trained_part(policy: Trainee, config: RunConfig) -> list[str]:
     return lines
 
 
-def let_go(model: LowBitModel, learner: LearnerConfig) -> None:
+def free_uncached(model: LowBitModel, learner: LearnerConfig) -> None:
     """Free the codes and kernel layouts that the configuration does not keep between versions."""
     if not learner.keep_codes:
         model.release_codes()

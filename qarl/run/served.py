@@ -44,7 +44,9 @@ class Served:
 
 
 class Asked(Protocol):
-    """A policy that was asked a task's questions: a `Trainee`, or the source of a quantized one."""
+    """A policy that was asked a task's questions: a `TrainingPolicy`, or the source of a quantized
+    one.
+    """
 
     @property
     def folder(self) -> Path:

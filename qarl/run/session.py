@@ -21,7 +21,7 @@ from qarl.report.startup import phase
 from qarl.rollout.absent import AbsentEngine
 from qarl.rollout.engine import SamplingEngine
 from qarl.rollout.open import open_engine
-from qarl.run.policy import Trainee, let_go
+from qarl.run.policy import TrainingPolicy, free_uncached
 from qarl.sync.audit import (
     AuditRow,
     audit,
@@ -90,20 +90,20 @@ class Connection:
 class Session(Connection):
     """A policy with its running engine."""
 
-    policy: Trainee
+    policy: TrainingPolicy
     gate: FirstBatchGate | None
     """Check that the first batch must pass, see `gate_of`."""
 
 
 @contextmanager
-def open_session(config: RunConfig, folder: RunFolder, policy: Trainee) -> Iterator[Session]:
+def open_session(config: RunConfig, folder: RunFolder, policy: TrainingPolicy) -> Iterator[Session]:
     """Start the engine on the policy's present tensors and audit it; close it after the `with`.
 
     A replay (`from_rollouts`) has no engine: nothing is audited, and a published version is
     digested and dropped. Raises `AuditError` if learner and engine disagree about a layer.
     """
     if config.from_rollouts is not None:
-        let_go(policy.model, config.learner)
+        free_uncached(policy.model, config.learner)
         yield _replay_session(config, policy)
         return
     sequences = canary_sequences(policy, config)
@@ -118,7 +118,7 @@ def open_session(config: RunConfig, folder: RunFolder, policy: Trainee) -> Itera
         )
 
 
-def _replay_session(config: RunConfig, policy: Trainee) -> Session:
+def _replay_session(config: RunConfig, policy: TrainingPolicy) -> Session:
     engine = AbsentEngine()
     return Session(
         policy=policy,
@@ -158,7 +158,7 @@ def connected(
         export_checkpoint(model, source, start)
 
     processes.run_on_first(export)
-    let_go(model, config.learner)
+    free_uncached(model, config.learner)
     with ExitStack() as stack:
         if processes.first:
             stack.callback(shutil.rmtree, start, ignore_errors=True)
@@ -228,7 +228,7 @@ def gate_of(
     )
 
 
-def canary_sequences(policy: Trainee, config: RunConfig) -> list[list[int]]:
+def canary_sequences(policy: TrainingPolicy, config: RunConfig) -> list[list[int]]:
     """Return fixed token sequences: prompts with their reference answers.
 
     They are held-out ones unless the run has no held-out evaluation; its task may then have none.

@@ -11,7 +11,7 @@ from qarl.report.metrics import read_until
 from qarl.report.run_folder import RunFolder
 from qarl.report.startup import say
 from qarl.run.checkpoint import CheckpointError, save_checkpoint
-from qarl.run.policy import Trainee
+from qarl.run.policy import TrainingPolicy
 from qarl.run.rollouts import Rollouts
 from qarl.run.session import Position
 from qarl.run.verify_export import write_export
@@ -28,7 +28,7 @@ class StepCheckpoints:
         self,
         config: RunConfig,
         folder: RunFolder,
-        policy: Trainee,
+        policy: TrainingPolicy,
         at: Position,
         inputs: dict[str, str] | None = None,
     ):
@@ -69,7 +69,7 @@ class StepCheckpoints:
         )
 
     @contextmanager
-    def last_step_kept(self) -> Iterator[Self]:
+    def checkpoint_on_error(self) -> Iterator[Self]:
         """If an error of reward, engine, logger or task ends the block, write a checkpoint of the
         last step that was learned from, and raise the error again.
 

@@ -14,11 +14,11 @@ from qarl.rollout.open import open_engine
 from qarl.run.evaluate import answered
 from qarl.run.export_note import add_to_note, export_note
 from qarl.run.model_card import write_card
-from qarl.run.policy import Trainee
+from qarl.run.policy import TrainingPolicy
 from qarl.run.served import Served, note_served, policy_defaults
 from qarl.run.session import Position, Session, canary_sequences
 from qarl.sync.export import ExportError, export_checkpoint
-from qarl.sync.floor import ROUNDED, FixedSequences
+from qarl.sync.floor import OTHER_KERNELS_TOLERANCE, FixedSequences
 
 
 @dataclass(frozen=True)
@@ -74,14 +74,17 @@ def export_sampled(
     if policy.model.device.type != "cpu" and not config.bitwise:
         # Products on GPUs may add up in another order from one call to the next.
         bound = config.sync.canary_bound
-        bound = bound or ROUNDED * FixedSequences(policy.model, sequences).floor().mean_abs
+        bound = (
+            bound
+            or OTHER_KERNELS_TOLERANCE * FixedSequences(policy.model, sequences).floor().mean_abs
+        )
     sampled = ExportReference(sequences, session.engine.logprobs(sequences), bound)
     policy.processes.wait()  # from here on the first process is alone
     return sampled
 
 
 def write_export(
-    policy: Trainee,
+    policy: TrainingPolicy,
     config: RunConfig,
     folder: RunFolder,
     step: int,
@@ -106,7 +109,7 @@ def write_export(
 
 
 def finish(
-    policy: Trainee,
+    policy: TrainingPolicy,
     config: RunConfig,
     folder: RunFolder,
     at: Position,

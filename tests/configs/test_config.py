@@ -9,7 +9,7 @@ import yaml
 
 from qarl.configs.errors import ConfigError, disk_error
 from qarl.configs.files import written_aside
-from qarl.configs.flags import ELSEWHERE, FLAGS
+from qarl.configs.flags import FLAGS, OTHER_TRAINERS_OPTIONS
 from qarl.configs.functions import FunctionKind, load_function
 from qarl.configs.load import (
     config_file,
@@ -19,7 +19,7 @@ from qarl.configs.load import (
     shipped_names,
 )
 from qarl.configs.schema.objectives import AnyObjective
-from qarl.configs.schema.run import RunConfig, TaskConfig
+from qarl.configs.schema.run import TaskConfig
 from qarl.report.run_folder import FIXED_FIELDS, resumed_config
 from qarl.rollout.types import Sampling
 from tests.support.cases import pattern
@@ -42,8 +42,13 @@ def test_naming_another_task_forgets_the_files_options(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", shipped_names())
-def test_every_shipped_file_parses(name: str):
-    assert isinstance(load_config(config_file(name), {}), RunConfig)
+def test_every_shipped_file_sets_what_it_says(name: str):
+    """Contract: a file's top-level fields that are single values are the configuration's."""
+    config = load_config(config_file(name), {})
+    written = yaml.safe_load(Path(config_file(name)).read_text())
+    scalars = {key: value for key, value in written.items() if not isinstance(value, (dict, list))}
+    assert scalars
+    assert {key: getattr(config, key) for key in scalars} == scalars
 
 
 TABLE_2 = {
@@ -251,8 +256,8 @@ def test_wrong_values_are_quoted(overrides: dict[str, str], named: str):
 
 
 def test_names_of_other_trainers_lead_to_fields():
-    assert {path for path in ELSEWHERE.values() if " " not in path} <= {*field_paths()}
-    assert not {*ELSEWHERE} & {*FLAGS}
+    assert {path for path in OTHER_TRAINERS_OPTIONS.values() if " " not in path} <= {*field_paths()}
+    assert not {*OTHER_TRAINERS_OPTIONS} & {*FLAGS}
 
 
 STOP_TEXTS = [

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ELSEWHERE = "qarl.integrations."
+OTHER_TRAINERS_OPTIONS = "qarl.integrations."
 """Modules that need other trainers' libraries, which few machines have."""
 LIBRARIES = [
     "numba",
@@ -90,7 +90,9 @@ def import_everything() -> None:
     prepare_environment()
     with no_threads():
         for module in pkgutil.walk_packages(["qarl"], "qarl."):
-            if not module.name.endswith("__main__") and not module.name.startswith(ELSEWHERE):
+            if not module.name.endswith("__main__") and not module.name.startswith(
+                OTHER_TRAINERS_OPTIONS
+            ):
                 importlib.import_module(module.name)
         import_libraries()
 

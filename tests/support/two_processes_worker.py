@@ -25,7 +25,7 @@ from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.runtime.shards import own_rows, row_a_process
 from qarl.quant.schemes import MASTER_DTYPES, get_scheme
 from qarl.run.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
-from qarl.run.policy import let_go
+from qarl.run.policy import free_uncached
 from tests.support.learners import batch_of, whole_state
 
 
@@ -47,7 +47,7 @@ def run(job: dict[str, Any], processes: Processes) -> None:
     model = initial_model()
     if isinstance(config.lora, LoraConfig):
         add_adapters(model, config.lora, seed=0)
-    let_go(model, config)
+    free_uncached(model, config)
     reference = initial_model() if config.kl.name != "none" else None
     learner = Learner(model, config, reference, processes)
     if job["resume"]:

@@ -17,7 +17,12 @@ from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.model.row_check import RowCheck
 from qarl.quant.schemes import get_scheme
-from qarl.sync.floor import EXACT, ROUNDED, FixedSequences, tolerance
+from qarl.sync.floor import (
+    OTHER_KERNELS_TOLERANCE,
+    SAME_KERNELS_TOLERANCE,
+    FixedSequences,
+    tolerance,
+)
 from tests.support.models import qwen3
 from tests.support.profiles import thorough
 from tests.support.tensors import seeded
@@ -54,7 +59,7 @@ def test_a_right_implementation_is_within_its_bound(scheme: str, seed: int):
     right = model_of(masters, scheme, "transformers")
     for model in (engine, right):
         floor = FixedSequences(model, SEQUENCES).floor().mean_abs
-        assert 0 < distance(engine, right) < ROUNDED * floor
+        assert 0 < distance(engine, right) < OTHER_KERNELS_TOLERANCE * floor
 
 
 def stale(masters: PreTrainedModel) -> PreTrainedModel:
@@ -95,7 +100,7 @@ def test_planted_faults_are_beyond_the_bound_of_equal_kernels(fault: str, seed: 
     }[fault]()
     floor = FixedSequences(engine, SEQUENCES).floor().mean_abs
     assert distance(engine, engine) == 0
-    assert distance(engine, wrong) > EXACT * floor
+    assert distance(engine, wrong) > SAME_KERNELS_TOLERANCE * floor
 
 
 def test_another_rounding_moves_a_result_by_at_most_one_place():
@@ -113,8 +118,8 @@ def test_another_rounding_moves_a_result_by_at_most_one_place():
 def test_exact_kernels_get_the_tolerance_of_equality():
     model = model_of(qwen3(), "w8a8")
     exact = RowCheck(kernels=3, threads=2, dependent=())
-    assert tolerance(model, exact) == EXACT
-    assert tolerance(model, None) == ROUNDED
+    assert tolerance(model, exact) == SAME_KERNELS_TOLERANCE
+    assert tolerance(model, None) == OTHER_KERNELS_TOLERANCE
     dependent: Any = RowCheck(kernels=3, threads=2, dependent=(object(),))  # type: ignore[arg-type]
-    assert tolerance(model, dependent) == ROUNDED
-    assert tolerance(model_of(qwen3(), "w8a8", "transformers"), exact) == ROUNDED
+    assert tolerance(model, dependent) == OTHER_KERNELS_TOLERANCE
+    assert tolerance(model_of(qwen3(), "w8a8", "transformers"), exact) == OTHER_KERNELS_TOLERANCE

@@ -136,7 +136,7 @@ class _Route(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
         gradient = ctx.gradients.unscaled(grad_outputs[0].to(torch.float32, copy=True))
-        return ctx.gradients.delivered(ctx.master, gradient), None, None
+        return ctx.gradients.start_reduction(ctx.master, gradient), None, None
 
 
 class _Lookup(torch.autograd.Function):
@@ -165,7 +165,7 @@ class _Lookup(torch.autograd.Function):
             add_rows(total, tokens[learned], gradients.unscaled(dy[learned]))
             return None, None, None, None
         rows = ctx.copy.read.shape[0]
-        gradients.make_way(ctx.master)
+        gradients.wait_for_memory(ctx.master)
         gradient = torch.ops.aten.embedding_dense_backward(dy, tokens, rows, ctx.padding, False)
-        dmaster = gradients.delivered(ctx.master, gradients.unscaled(gradient))
+        dmaster = gradients.start_reduction(ctx.master, gradients.unscaled(gradient))
         return None, dmaster, None, None

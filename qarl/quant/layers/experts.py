@@ -193,7 +193,9 @@ class _StraightThrough(torch.autograd.Function):
             experts, multiplied_input(kept), weights, index, dy, dmasters, dfactors
         )
         returned = [
-            None if gradient is None else experts.context.gradients.delivered(master, gradient)
+            None
+            if gradient is None
+            else experts.context.gradients.start_reduction(master, gradient)
             for master, gradient in zip(experts.masters, returned_gradients, strict=True)
         ]
         return (
@@ -331,7 +333,7 @@ def _master_gradients(
     in_place = [
         gradients.into(m) if need else None for m, need in zip(experts.masters, needed, strict=True)
     ]
-    gradients.make_way(*experts.masters)
+    gradients.wait_for_memory(*experts.masters)
     returned = [
         torch.zeros(master.shape, device=master.device) if need and total is None else None
         for master, need, total in zip(experts.masters, needed, in_place, strict=True)

@@ -76,7 +76,7 @@ class Gradients:
         """
         if self._sums is not None and shard_of(master) is not None:
             if master not in self._sums:
-                self.make_way(master)
+                self.wait_for_memory(master)
                 self._sums[master] = torch.zeros(master.shape, device=master.device)
             return self._sums[master]
         if not self.in_place or master._backward_hooks or master._post_accumulate_grad_hooks:
@@ -85,7 +85,7 @@ class Gradients:
             master.grad = torch.zeros_like(master, dtype=torch.float32, requires_grad=False)
         return master.grad
 
-    def delivered(self, master: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
+    def start_reduction(self, master: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
         """Return the fp32 gradient that autograd is given for a master; None for a sharded one.
 
         For a sharded master, summing over the processes starts here and `gradient` is overwritten.
@@ -100,7 +100,7 @@ class Gradients:
         self._in_flight.append((master, gradient, shard.reduce(gradient, self.reduce_dtype)))
         return None
 
-    def make_way(self, *masters: torch.Tensor) -> None:
+    def wait_for_memory(self, *masters: torch.Tensor) -> None:
         """Wait for sums in flight until whole gradients of these masters fit beside the others.
 
         The upper bound on elements in flight is the largest layer plus `GRADIENTS_IN_FLIGHT`.
@@ -133,7 +133,7 @@ class Gradients:
         sums = self._sums or {}
         self._sums = None
         for master, gradient in sums.items():
-            self.delivered(master, gradient)
+            self.start_reduction(master, gradient)
 
     def over_rows(
         self, body: Callable[..., Any], rows: Sequence[torch.Tensor], *whole: Any

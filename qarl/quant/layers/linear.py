@@ -205,13 +205,15 @@ def _part_gradients(
         if total is not None:
             add_weight_gradient(total, dy, x, gradients)
         else:
-            gradients.make_way(part.master)
+            gradients.wait_for_memory(part.master)
             total = torch.zeros(part.master.shape, device=dy.device)
             add_weight_gradient(total, dy, x, gradients)
-            dw = gradients.delivered(part.master, total)
+            dw = gradients.start_reduction(part.master, total)
     if need_bias:
         assert part.bias is not None
-        db = gradients.delivered(part.bias, gradients.unscaled(dy.sum(0, dtype=torch.float32)))
+        db = gradients.start_reduction(
+            part.bias, gradients.unscaled(dy.sum(0, dtype=torch.float32))
+        )
     dfactors: tuple[torch.Tensor, ...] = ()
     (adapter,) = part.adapters
     if adapter is not None:
