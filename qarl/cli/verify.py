@@ -9,6 +9,7 @@ from rich.console import Console
 from qarl.cli.environment import quiet_libraries
 from qarl.cli.options import add_json, say, text_width, write_json
 from qarl.verify.folders import require_folder
+from qarl.verify.server import VllmServer, is_url
 
 _DESCRIPTION = (
     "Compare what a trainer holds with what an engine samples from, and name the cause of a"
@@ -32,9 +33,9 @@ def add_verify(commands: Any) -> None:
 def _add_weights(forms: Any) -> None:
     weights = forms.add_parser(
         "weights",
-        help="Compare two checkpoints layer by layer: masters, fake-quantized weights or codes.",
+        help="Compare two checkpoints, or one and a running vLLM server, layer by layer.",
         description=(
-            "Compare the trainer's checkpoint with the one that the engine loads, layer by layer:"
+            "Compare the trainer's checkpoint with what the engine loads or holds, layer by layer:"
             " which layers are quantized and how, whether the codes are those of these masters, and"
             " if not, why: other groups, stale, permuted, exchanged or transposed weights, experts"
             " in another order, an ignore list, a quantized router, an untied head."
@@ -46,7 +47,13 @@ def _add_weights(forms: Any) -> None:
         help="Checkpoint folder of what is trained: masters, fake-quantized weights, or codes.",
     )
     weights.add_argument(
-        "engine", metavar="ENGINE", help="Checkpoint folder that the engine loads."
+        "engine",
+        metavar="ENGINE",
+        help=(
+            "Checkpoint folder that the engine loads, or the URL of a running vLLM server that was"
+            " started with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls"
+            " qarl.verify.HeldWeights. If it needs a key, set VLLM_API_KEY."
+        ),
     )
     weights.add_argument(
         "--config",
@@ -120,7 +127,11 @@ def _clip(text: str) -> tuple[float, float]:
 
 def _weights(known: argparse.Namespace, console: Console) -> int:
     for role in ("trainer", "engine"):
-        require_folder(Path(getattr(known, role)).expanduser(), role)
+        source = getattr(known, role)
+        if is_url(source):
+            VllmServer(source).model()
+        else:
+            require_folder(Path(source).expanduser(), role)
     quiet_libraries()
     from qarl.verify import weights
 

@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the names' types for type checkers and editors; `x as x` re-exports
+    from qarl.quant.kernels.held_weights import HeldWeights as HeldWeights
     from qarl.verify.compare_logprobs import LogprobsReport as LogprobsReport
     from qarl.verify.compare_logprobs import logprobs as logprobs
     from qarl.verify.compare_weights import WeightsReport as WeightsReport
@@ -25,6 +26,7 @@ if TYPE_CHECKING:  # the names' types for type checkers and editors; `x as x` re
 _MODULE_OF = {
     "Cause": "qarl.verify.findings",
     "DisagreementError": "qarl.verify.findings",
+    "HeldWeights": "qarl.quant.kernels.held_weights",
     "LogprobsReport": "qarl.verify.compare_logprobs",
     "Report": "qarl.verify.findings",
     "VerifyInputError": "qarl.verify.findings",

@@ -42,6 +42,10 @@ _FAR = 0.3
 """Median |d| in nats above which two sides may score other tokens or another model."""
 _APART = 5.0
 """Standard errors from which two means count as different."""
+_JUMP = 2.0
+"""Factor by which mean |d| jumps from the first version to the next if the engine's reload left
+something out. Rounding keeps its size from one version to the next.
+"""
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 
 
@@ -230,7 +234,6 @@ def _differ(low: np.ndarray, high: np.ndarray, factor: float) -> bool:
 def _stale(table: Table) -> tuple[Cause | None, np.ndarray]:
     """Return the cause if |d| grows with age or version, and the completions it does not touch."""
     age = ages(table)
-    everything = np.ones(len(age), dtype=bool)
     known = age[~np.isnan(age)]
     if len(known) and known.max() > known.min():
         youngest = age == known.min()
@@ -252,25 +255,58 @@ def _stale(table: Table) -> tuple[Cause | None, np.ndarray]:
     version = np.where(
         np.isnan(table["trainer_version"]), table["weight_version"], table["trainer_version"]
     )
-    known = version[~np.isnan(version)]
-    if len(np.unique(known)) < 3:
+    return _missed(table, version)
+
+
+def _missed(table: Table, version: np.ndarray) -> tuple[Cause | None, np.ndarray]:
+    """Return the cause if |d| grows with the version at the same recorded age, and the completions
+    it does not touch.
+
+    An engine that takes no update drifts away from version to version. One whose reload leaves a
+    layer out agrees at first, because both sides load the same checkpoint, and parts at the first
+    reload.
+    """
+    everything = np.ones(len(version), dtype=bool)
+    versions = np.unique(version[~np.isnan(version)])
+    if len(versions) < 3:
         return None, everything
+    known = version[~np.isnan(version)]
+    oldest = version == versions[0]
+    second = version == versions[1]
+    if _differ(_row_means(table, oldest), _row_means(table, second), _JUMP) and _differ(
+        _row_means(table, oldest), _row_means(table, version > versions[1]), _JUMP
+    ):
+        later = version > versions[0]
+        text = (
+            f"mean |Δ log p| is {_mean(_rows(table, oldest)):.2g} at version {int(versions[0])},"
+            f" {_mean(_rows(table, second)):.2g} at {int(versions[1])}, the next, and"
+            f" {_mean(_rows(table, later)):.2g} from there on: that update was not taken, or not by"
+            " every layer"
+        )
+        return _stale_rows(table, later, text), oldest
     first = version <= np.quantile(known, 0.34)
     last = version >= np.quantile(known, 0.67)
     if not _differ(_row_means(table, first), _row_means(table, last), 3.0):
         return None, everything
-    cause = Cause(
+    text = (
+        f"mean |Δ log p| grows with the version, from {_mean(_rows(table, first)):.2g} at"
+        f" {int(known.min())} to {_mean(_rows(table, last)):.2g} at {int(known.max())}, at the same"
+        " recorded age: the engine names versions that it did not take"
+    )
+    return _stale_rows(table, last, text), oldest
+
+
+def _stale_rows(table: Table, rows: np.ndarray, evidence: str) -> Cause:
+    return Cause(
         name="stale",
         level="fault",
-        evidence=(
-            f"mean |Δ log p| grows with the version, from {_mean(_rows(table, first)):.2g} at"
-            f" {int(known.min())} to {_mean(_rows(table, last)):.2g} at {int(known.max())}, at the"
-            " same recorded age: the engine names versions that it did not take"
+        evidence=evidence,
+        remedy=(
+            "publish every tensor before sampling; `qarl verify weights TRAINER ENGINE` names the"
+            " layers that the engine did not take"
         ),
-        remedy=remedy("stale"),
-        about=_numbers(table["row"][last]),
+        about=_numbers(table["row"][rows]),
     )
-    return cause, version == known.min()
 
 
 def _single(table: Table, floor: float) -> tuple[Cause | None, np.ndarray]:

@@ -92,7 +92,8 @@ def weights(
     """Compare a trainer's weights with an engine's.
 
     Each of the two is a checkpoint folder (masters, fake-quantized weights or compressed-tensors'
-    codes), a mapping of named tensors, a module, or vLLM's `LLM` in this process.
+    codes), a mapping of named tensors, a module, vLLM's `LLM` in this process, or the URL of a vLLM
+    server that has the worker extension `qarl.verify.HeldWeights`.
 
     Args:
         trainer: What is trained.
@@ -144,6 +145,7 @@ class _Comparison:
         for name in self._different:
             self._causes.append(self._diagnosed(name))
         self._say_unknown()
+        self._engine.check()
         merged = _merged(self._causes)
         return WeightsReport(
             causes=tuple(sorted(merged, key=lambda cause: cause.level != "fault")),

@@ -15,10 +15,12 @@ from safetensors import safe_open
 
 from qarl.configs.errors import ModelError
 from qarl.quant.checkpoint.folder import read_config, tensor_shapes, weight_files
+from qarl.verify.engines import RunningEngine, read_llm, read_server
 from qarl.verify.findings import VerifyInputError
 from qarl.verify.folders import require_folder
 from qarl.verify.names import Stored, canonical
 from qarl.verify.quantization import Quantization
+from qarl.verify.server import is_url
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class Side:
     """Whether weights were read through the layers' own products, so that codes are not seen."""
     unread: tuple[str, ...] = ()
     """What of the side cannot be read, in sentences."""
+    check: Callable[[], None] = lambda: None
+    """Raises `VerifyInputError` if the side changed while it was read."""
 
     def read(self, layer: str) -> dict[str, torch.Tensor]:
         """Return a layer's tensors, on the CPU."""
@@ -47,8 +51,8 @@ def open_side(source: Any, role: str, quantization: Quantization | None, other: 
     """Return a side.
 
     Args:
-        source: checkpoint folder, mapping of named tensors, module with a `state_dict`, or vLLM's
-            `LLM` in this process.
+        source: checkpoint folder, mapping of named tensors, module with a `state_dict`, vLLM's
+            `LLM` in this process, or a vLLM server's URL.
         role: "trainer" or "engine".
         quantization: what the side means to quantize, if it does not say so itself.
         other: the other side's source, whose config.json is used where this one has none.
@@ -57,27 +61,18 @@ def open_side(source: Any, role: str, quantization: Quantization | None, other: 
         VerifyInputError: the source is of none of these kinds, or cannot be read.
         ModelError: a folder is no checkpoint, or a file in it is cut short.
     """
+    if is_url(source):
+        return _running(read_server(source), role, quantization)
     if isinstance(source, str | Path):
         return _folder(Path(source).expanduser(), role, quantization)
     if hasattr(source, "llm_engine") and hasattr(source, "apply_model"):
-        from qarl.verify.vllm_layers import read_engine
-
-        config, settings, tensors, unread = read_engine(source)
-        parsed = None if settings is None else Quantization.parse(settings, "the engine")
-        return Side(
-            role=role,
-            config=config,
-            quantization=parsed or quantization,
-            layers=_layers(canonical(tensors, config, role)),
-            effective=True,
-            unread=unread,
-        )
+        return _running(read_llm(source), role, quantization)
     if not isinstance(source, Mapping) and hasattr(source, "state_dict"):
         source = source.state_dict()
     if not isinstance(source, Mapping) or not source:
         raise VerifyInputError(
             f"the {role} is {type(source).__name__}; give a checkpoint folder, a mapping of named"
-            " tensors, a module, or a vLLM LLM in this process"
+            " tensors, a module, a vLLM LLM in this process, or a vLLM server's URL"
         )
     for name, tensor in source.items():
         if not isinstance(tensor, torch.Tensor):
@@ -106,6 +101,21 @@ def read_quantization(file: str | Path) -> Quantization:
             " quantization_config that the trainer means, as JSON"
         ) from error
     return Quantization.parse(settings, f"{str(file)!r}")
+
+
+def _running(engine: RunningEngine, role: str, quantization: Quantization | None) -> Side:
+    parsed = None
+    if engine.quantization is not None:
+        parsed = Quantization.parse(engine.quantization, "the engine")
+    return Side(
+        role=role,
+        config=engine.config,
+        quantization=parsed or quantization,
+        layers=_layers(canonical(engine.tensors, engine.config, role)),
+        effective=True,
+        unread=engine.unread,
+        check=engine.check,
+    )
 
 
 def _folder(folder: Path, role: str, quantization: Quantization | None) -> Side:

@@ -19,7 +19,7 @@ import zmq
 from qarl.api.runs import evaluated
 from qarl.configs.load import config_file, load_config
 from qarl.quant.kernels import vllm_cpu
-from qarl.rollout.servers.vllm.start import free_ports, is_ready
+from qarl.rollout.servers.vllm.start import free_ports
 from qarl.rollout.types import Prompt, Sampling
 from qarl.run.evaluation_plan import plan_evaluation
 from qarl.run.export_note import export_note
@@ -30,7 +30,7 @@ from qarl.tasks import load_task
 from tests.support import Policies
 from tests.support.engines import SEQUENCES, disturb, make_model, start_engine
 from tests.support.profiles import thorough
-from tests.support.serving import request, server
+from tests.support.serving import request, server, wait
 
 _NEW_TOKENS = 12
 _QUESTIONS = 6
@@ -125,15 +125,6 @@ def test_plain_chats_are_answered_as_they_were_evaluated(measured: Path):
         assert answers(url, temperature=0, before=other) != expected
         arguments = {"enable_thinking": True}
         assert answers(url, temperature=0, chat_template_kwargs=arguments) != expected
-
-
-def wait(url: str, process: "subprocess.Popen[str]", seconds: float = 600) -> None:
-    """Return when the server answers. Fails if it ends first or takes too long."""
-    deadline = time.monotonic() + seconds
-    while not is_ready(url):
-        assert process.poll() is None, "the server ended"
-        assert time.monotonic() < deadline, "the server does not answer"
-        time.sleep(0.2)
 
 
 def test_an_interrupt_while_an_engine_starts_ends_the_server(

@@ -3,14 +3,24 @@
 Blind spot: dense models on CPUs; experts are reported as not compared.
 """
 
+import http.server
+import json
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import qarl
+from qarl.cli.main import main
+from qarl.verify.server import VllmServer
 from tests.support import Policies
-from tests.support.drawn_checkpoints import read
+from tests.support.drawn_checkpoints import read, write
 from tests.support.engines import make_model, start_engine
+from tests.support.serving import server, wait
+
+EXTENSION = ("--worker-extension-cls", "qarl.verify.HeldWeights")
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -37,3 +47,101 @@ def test_a_running_engine_is_compared_with_masters(
     assert len(quantized) == 14  # two decoder layers of q, k, v, o, gate, up, down
     assert any(each.name == "model.embed_tokens" for each in report.layers)
     assert (cause.name, cause.about) == ("stale", (layer,))
+
+
+def test_a_plain_vllm_server_is_compared_by_its_url(
+    random_policy: Policies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+):
+    """Contract: a vLLM server, of which nothing is QaRL's but the worker extension, holds the
+    trainer's masters; after vLLM's own reload of a checkpoint with another up_proj that layer is
+    named; and masters of another model are refused or found different.
+    """
+    folder = random_policy(False)
+    masters = read(folder)
+    layer = "model.layers.1.mlp.down_proj"
+    weight = masters[f"{layer}.weight"]
+    moved = masters | {f"{layer}.weight": weight + 0.05 * weight.std() * weight.sign()}
+    published = write(tmp_path / "published", folder, moved)
+    target = tmp_path / "report.json"
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    monkeypatch.setenv("VLLM_API_KEY", "key")
+    with server(folder, plain=True, log=tmp_path / "log", more=EXTENSION) as (url, process):
+        wait(url, process)
+        assert main(["verify", "weights", str(folder), url]) == 0
+        monkeypatch.delenv("VLLM_API_KEY")
+        assert main(["verify", "weights", str(folder), url]) == 2
+        assert "put its key into VLLM_API_KEY" in " ".join(capsys.readouterr().err.split())
+        monkeypatch.setenv("VLLM_API_KEY", "key")
+        VllmServer(url).call("reload_weights", weights_path=str(published))
+        assert main(["verify", "weights", str(folder), url, "--json", str(target)]) == 1
+        assert qarl.verify.weights(moved, url).agrees
+    report = json.loads(target.read_text())
+    (cause,) = [cause for cause in report["causes"] if cause["level"] == "fault"]
+    assert (cause["name"], cause["about"]) == ("stale", [layer])
+
+
+@pytest.fixture
+def answering() -> Iterator[tuple[str, dict[str, tuple[int, Any]]]]:
+    """Yield the URL of a server that is no vLLM, and its answers by path: status and JSON."""
+    answers: dict[str, tuple[int, Any]] = {}
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status, body = answers.get(self.path, (404, {}))
+            data = json.dumps(body).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def do_POST(self) -> None:
+            self.do_GET()
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Print nothing."""
+
+    running = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=running.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{running.server_port}", answers
+    running.shutdown()
+    thread.join()
+    running.server_close()
+
+
+MODELS = {"data": [{"id": "policy"}]}
+NO_METHOD = {"error": {"message": "'CPUWorker' object has no attribute 'qarl_held_weights'"}}
+HELD = {"config": {}, "quantization": None, "workers": 2, "tensors": [], "others": {}}
+REFUSED = {
+    "another server": ({}, "answers /v1/models with status 404"),
+    "no model": ({"/v1/models": (200, {"data": []})}, "lists no model at /v1/models"),
+    "no development mode": (
+        {"/v1/models": (200, MODELS)},
+        "cannot be read, and nothing was compared: it has no /collective_rpc: it was started"
+        " without VLLM_SERVER_DEV_MODE=1",
+    ),
+    "no extension": (
+        {"/v1/models": (200, MODELS), "/collective_rpc": (500, NO_METHOD)},
+        "it was started without the worker extension. Start it with VLLM_SERVER_DEV_MODE=1 vllm"
+        " serve … --worker-extension-cls qarl.verify.HeldWeights",
+    ),
+    "several workers": (
+        {"/v1/models": (200, MODELS), "/collective_rpc": (200, {"results": [HELD]})},
+        "the engine has 2 workers, each with a part of every layer",
+    ),
+}
+
+
+@pytest.mark.parametrize(("answers", "said"), REFUSED.values(), ids=REFUSED)
+def test_a_server_that_cannot_be_read_is_refused_with_its_remedy(
+    answering: Any, random_policy: Policies, capsys, answers: Any, said: str
+):
+    url, by_path = answering
+    by_path.update(answers)
+    assert main(["verify", "weights", str(random_policy(False)), url]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_an_address_where_nothing_answers_is_refused(random_policy: Policies, capsys):
+    assert main(["verify", "weights", str(random_policy(False)), "http://127.0.0.1:9"]) == 2
+    assert "does not answer /v1/models" in " ".join(capsys.readouterr().err.split())

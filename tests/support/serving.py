@@ -5,13 +5,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from qarl.rollout.servers.vllm.start import free_ports
+from qarl.rollout.servers.vllm.start import free_ports, is_ready
 
 
 def request(
@@ -30,6 +31,7 @@ def server(
     plain: bool = False,
     python: Path | None = None,
     log: Path | None = None,
+    more: Sequence[str] = (),
 ) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
     """Run `qarl serve` in its own session and yield its address.
 
@@ -40,6 +42,7 @@ def server(
         plain: Run `vllm serve FOLDER` instead, with what it needs on CPUs and nothing of QaRL's.
         python: Interpreter of another environment, which runs without this one's variables.
         log: File of what the process prints. Default: its output is a pipe.
+        more: Further options of vLLM.
     """
     (port,) = free_ports(1)
     interpreter = str(python or sys.executable)
@@ -50,7 +53,7 @@ def server(
         command = [interpreter, "-P", "-m", module, "--model", str(export), "--port", str(port)]
         command += ["--served-model-name", export.name]
         command += ["--enforce-eager", "--kv-cache-memory-bytes", str(2**30)]
-    command += ["--max-num-seqs", "4"]
+    command += ["--max-num-seqs", "4", *more]
     env = dict(os.environ)
     if python is not None:
         env = {n: v for n, v in env.items() if not n.startswith(("PYTHONPATH", "VLLM_", "QARL_"))}
@@ -70,3 +73,12 @@ def server(
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def wait(url: str, process: "subprocess.Popen[str]", seconds: float = 600) -> None:
+    """Return when the server answers. Fails if it ends first or takes too long."""
+    deadline = time.monotonic() + seconds
+    while not is_ready(url):
+        assert process.poll() is None, "the server ended"
+        assert time.monotonic() < deadline, "the server does not answer"
+        time.sleep(0.2)

@@ -21,6 +21,7 @@ from torch import nn
 from vllm.config import VllmConfig
 
 from qarl.quant.delta import VersionCache
+from qarl.quant.kernels.held_weights import HeldWeights
 from qarl.rollout.engine import LoadReport
 from qarl.rollout.servers.versions import read_version
 from qarl.rollout.vllm.names import checkpoint_names, trace_names
@@ -133,7 +134,7 @@ class ReceivedVersions:
         return self.loaded
 
 
-class ServerExtension(WorkerExtension):
+class ServerExtension(WorkerExtension, HeldWeights):
     """Methods that a server's worker offers. They return plain data, because it travels as JSON."""
 
     qarl_learner = ""
