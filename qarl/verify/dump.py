@@ -43,6 +43,15 @@ _OF_TOKEN_FILES = {
     "prompt_token_ids": "prompt_ids",
 }
 """Columns of QaRL's token files (docs/reference/tokens.md) → columns of a dump."""
+_OF_PRIME_RL = {
+    "token_ids": "completion_ids",
+    "inference_logprobs": "sampler_logprobs",
+    "trainer_logprobs": "trainer_logprobs",
+    "advantages": "advantage",
+}
+"""Columns of prime-rl's token exports, a value a token, → columns of a dump."""
+_PRIME_RL_MASK = "loss_mask"
+"""Column of prime-rl's token exports that is true for the tokens that were sampled."""
 _SUFFIXES = (".parquet", ".jsonl")
 _ROWS = 256
 """Completions of a batch."""
@@ -89,6 +98,7 @@ def dump_files(paths: Sequence[Path | str]) -> list[Path]:
         path = named / "tokens" if (named / "tokens").is_dir() else named
         if path.is_dir():
             inside = sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES)
+            inside = inside or sorted(path.glob("**/step_*/rank_*.jsonl"))  # prime-rl's exports
             if not inside:
                 raise VerifyInputError(
                     f"folder {str(named)!r} has no dump; give files or a folder of files that end"
@@ -188,7 +198,23 @@ def _object(line: str, file: Path, number: int) -> dict[str, Any]:
             f"{str(file)!r}, line {number} is a {type(row).__name__}; write an object a line, with"
             f" {', '.join(REQUIRED)}"
         )
+    if {*_OF_PRIME_RL, _PRIME_RL_MASK} <= row.keys():
+        return _from_prime_rl(row, f"{str(file)!r}, line {number}")
     return row
+
+
+def _from_prime_rl(row: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return a row of prime-rl's token export as a row of a dump: its sampled tokens alone."""
+    mask = row[_PRIME_RL_MASK]
+    if not any(mask):
+        raise VerifyInputError(f"{where}: {_PRIME_RL_MASK} is true for no token; leave the row out")
+    columns = {
+        column: [value for value, sampled in zip(row[name], mask, strict=True) if sampled]
+        for name, column in _OF_PRIME_RL.items()
+    }
+    if None in columns["advantage"]:
+        columns.pop("advantage")
+    return {"prompt_ids": row["token_ids"][: mask.index(True)], **columns}
 
 
 def _wanted(

@@ -269,3 +269,49 @@ def test_a_recorded_truncation_that_does_not_show_is_said(tmp_path: Path):
     rows = [row([-1.0, -0.5], [-1.001, -0.499], top_k=20, top_p=1.0) for _ in range(4)]
     unchecked = " ".join(qarl.verify.logprobs(write(tmp_path, rows)).unchecked)
     assert "renormalizes by top_k 20, which" in unchecked
+
+
+def test_token_exports_of_prime_rl_are_dumps(tmp_path: Path):
+    """Read prime-rl's own files (`trainer.enable_token_export`), whose rows hold prompt and
+    completions with a mask. Blind spot: the row is written by hand after prime-rl's exporter.
+    """
+    export = {
+        "schema_version": 1,
+        "token_ids": [5, 6, 7, 8, 9],
+        "loss_mask": [False, False, True, True, False],
+        "inference_logprobs": [0.0, 0.0, -1.0, -2.0, 0.0],
+        "trainer_logprobs": [-9.0, -9.0, -1.5, -2.0, -9.0],
+        "advantages": [None, None, 0.5, 0.5, None],
+    }
+    folder = tmp_path / "token_exports" / "step_3"
+    folder.mkdir(parents=True)
+    file = write(folder, [export], "rank_0.jsonl")
+    report = qarl.verify.logprobs(tmp_path / "token_exports")
+    assert (report.completions, report.tokens) == (1, 2)
+    assert report.mean_abs == pytest.approx(0.25)
+    assert report.phantom is not None
+    write(folder, [export | {"loss_mask": [False] * 5}], "rank_0.jsonl")
+    with pytest.raises(qarl.verify.VerifyInputError, match="loss_mask is true for no token"):
+        qarl.verify.logprobs(file)
+
+
+@pytest.mark.parametrize(("later", "names"), [(1.0, []), (1.6, []), (3.2, ["stale"])])
+def test_a_reload_that_leaves_a_layer_out_shows_at_the_first_reload(
+    tmp_path: Path, later: float, names: list[str]
+):
+    """The two sides agree at version 0, which both loaded, and part at the next. The factors are a
+    clean run's (at most 1.2 in docs/lab/verify.md), one below the bound, and one skipped layer's.
+    """
+    generator = np.random.default_rng(0)
+    rows = []
+    for n in range(48):
+        version = 2 * (n // 8)
+        size = 0.0013 * (later if version else 1.0)
+        sampler = -generator.exponential(2.0, 30) - 0.1
+        trainer = np.minimum(sampler + generator.normal(0, size, 30), 0)
+        rows.append(row(sampler.tolist(), trainer.tolist(), trainer_version=version, age=0))
+    report = qarl.verify.logprobs(write(tmp_path, rows))
+    assert [cause.name for cause in report.faults] == names
+    if names:
+        assert "at version 0" in report.faults[0].evidence
+        assert len(report.faults[0].about) == 40
