@@ -73,6 +73,46 @@ def test_two_steps_are_exact_and_a_resumed_training_ends_equal(random_policy, tm
     assert results[0] == results[1]
 
 
+@pytest.mark.parametrize("new_tokens", [3, 24])
+def test_truncated_completions_are_masked_and_stay_exact(
+    random_policy, tmp_path: Path, new_tokens: int
+):
+    """Check `mask_truncated_completions` with logs for a tracker, here TensorBoard's.
+
+    After 3 tokens every completion is truncated, so that a step has no token to learn from and
+    moves nothing.
+    """
+    data = Dataset.from_dict({"prompt": [[{"role": "user", "content": "1 + 1"}]] * 8})
+    options = OPTIONS | {
+        "max_steps": 1,
+        "max_completion_length": new_tokens,
+        "mask_truncated_completions": True,
+        "report_to": "tensorboard",
+        "save_strategy": "no",
+    }
+    policy = qarl.align(random_policy(True), "w4a16")
+    args = trl.GRPOConfig(str(tmp_path), **options)
+
+    def lengths(completions: list[Any], **_: Any) -> list[float]:
+        return [float(len(c[0]["content"])) for c in completions]
+
+    trainer = grpo.LowBitGRPOTrainer(policy, lengths, args, train_dataset=data)
+    trainer.train()
+    trainer.engine.close()
+    (log,) = [log for log in trainer.state.log_history if "reward" in log]
+    assert log["sampling/sampling_logp_difference/max"] == 0
+    assert (log["grad_norm"] == 0) == (log["completions/clipped_ratio"] == 1)
+    assert list(tmp_path.rglob("events.out.tfevents*"))
+
+
+def test_several_processes_are_refused(random_policy, tmp_path: Path):
+    policy = qarl.align(random_policy(True), "w4a16")
+    args = trl.GRPOConfig(str(tmp_path), **OPTIONS)
+    object.__setattr__(args, "distributed_state", SimpleNamespace(num_processes=2))
+    with pytest.raises(ConfigError, match="2 processes would each learn alone; take one, or"):
+        grpo.adapt(policy, args, {})
+
+
 def test_log_probs_of_trls_rows_are_the_policys(random_policy):
     """Check sequences padded on both sides, with common prompts and one row that is all masked.
 

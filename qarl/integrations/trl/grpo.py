@@ -170,7 +170,8 @@ class LowBitGRPOTrainer(GRPOTrainer):
         sampler = output.get("sampling_per_token_logps")
         if old is not None and sampler is not None:
             mask = (output["completion_mask"] * output.get("tool_mask", 1)).bool()
-            if self._gate:
+            # With mask_truncated_completions a batch may have no token to learn from.
+            if self._gate and mask.any():
                 mismatch = measure_mismatch(old.cpu(), sampler.cpu(), mask.cpu())
                 self._gate(mismatch, lambda: self._rounding_floor(output, old, mask))
             if self._geometric:
