@@ -53,8 +53,8 @@ def test_a_plain_vllm_server_is_compared_by_its_url(
     random_policy: Policies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ):
     """Contract: a vLLM server, of which nothing is QaRL's but the worker extension, holds the
-    trainer's masters; after vLLM's own reload of a checkpoint with another up_proj that layer is
-    named; and masters of another model are refused or found different.
+    trainer's masters, and after vLLM's own reload of a checkpoint with another down_proj that layer
+    is named. A server that needs a key and gets none is refused.
     """
     folder = random_policy(False)
     masters = read(folder)
