@@ -3,7 +3,7 @@
 # in pieces of 60 MiB. It has been rehearsed on CPUs (docs/lab/cuda-measured.md) and not run on a GPU yet.
 #
 #   scripts/gpu_half_hour.sh pack WHEELS PIECES   here: the committed files, a tokenizer and the wheels, cut into pieces.
-#                                                 For WHEELS: pip download --no-deps -r scripts/env/cuda.lock -d WHEELS
+#                                                 For WHEELS: pip wheel --no-deps -r scripts/env/cuda.lock -w WHEELS
 #   bash gpu_half_hour.sh join PIECES FOLDER      there: check the pieces and put them together in FOLDER
 #   FOLDER/qarl/scripts/gpu_half_hour.sh run OUT  there, again and again: steps by worth, until it prints "all passed"
 #   scripts/gpu_half_hour.sh table OUT            print the results as the tables of docs/lab/cuda-measured.md
@@ -27,9 +27,13 @@ die() { printf '[gpu] ERROR: %s\n[gpu]        %s\n' "$1" "$2" >&2; exit 2; } # w
 
 # ---------------------------------------------------------------- pack, join
 pack() { # WHEELS PIECES
-    local wheels=$1 pieces=$2 stage tokenizer
-    compgen -G "$wheels/*.whl" >/dev/null || die "no wheels in '$wheels'" \
-        "python3.11 -m pip download --no-deps -r scripts/env/$DEVICE.lock -d '$wheels'"
+    local wheels=$1 pieces=$2 stage tokenizer command
+    command="$PYTHON -m pip wheel --no-deps -r scripts/env/$DEVICE.lock -w '$wheels'"
+    compgen -G "$wheels/*.whl" >/dev/null || die "no wheels in '$wheels'" "$command"
+    if compgen -G "$wheels/*.tar.gz" >/dev/null; then
+        die "$(basename -a "$wheels"/*.tar.gz | paste -sd' ') would have to be built there, maybe without a compiler" \
+            "remove them and build their wheels: $command"
+    fi
     [[ ! -d $pieces || ! "$(ls -A "$pieces")" ]] || die "'$pieces' is not empty" "name a new folder"
     tokenizer="$(cd "$root" && "${VENV:-.venv}/bin/python" -m qarl.embedded.real_model)" || die \
         "no tokenizer" "make real-model shows why"
