@@ -58,7 +58,7 @@ check: env ## lint, formatting and types (pyright needs node; it fetches one whe
 
 site: env ## the pages of docs/ as a site, in site/
 	@"$(BIN)/python" -m pip install --quiet uv
-	@NO_MKDOCS_2_WARNING=1 "$(BIN)/uv" tool run --quiet --with "mkdocs-material>=9.7,<10" --from mkdocs mkdocs build --strict --quiet --site-dir site
+	@NO_MKDOCS_2_WARNING=1 "$(BIN)/uv" tool run --quiet --with "mkdocs-material>=9.7,<10" --with "mkdocstrings[python]>=0.30,<2" --with ruff --from mkdocs mkdocs build --strict --quiet --site-dir site
 
 hooks: env ## check staged files at every commit (scripts/check_staged.sh, offline); refuses to replace another hook
 	@bash scripts/check_staged.sh --install
