@@ -19,7 +19,7 @@ from qarl.quant.model.add_lora import adapted_weights
 from qarl.quant.model.kept_scales import check_scale_rule
 from qarl.quant.runtime.answers import keep_answer, read_answer
 from qarl.quant.runtime.batch_invariance import batch_invariant
-from qarl.quant.runtime.libraries import has_vllm, refuse_split_keys
+from qarl.quant.runtime.libraries import has_vllm, refuse_namesake, refuse_split_keys
 from qarl.quant.schemes import COMPUTE_DTYPES, get_scheme
 from qarl.run.policy import Architecture, enable_batch_invariance, open_architecture
 
@@ -42,7 +42,11 @@ def require_schemes(config: RunConfig) -> Architecture:
 
 
 def require_kernels(config: RunConfig) -> None:
-    """Raise `SchemeError` if the main scheme or the key-value cache cannot run on this machine."""
+    """Raise `SchemeError` if the main scheme or the key-value cache cannot run on this machine.
+
+    `InputError`: the environment holds what would change or replace what runs.
+    """
+    refuse_namesake()
     enable_batch_invariance(config)
     if not torch.cuda.is_available():
         refuse_split_keys()

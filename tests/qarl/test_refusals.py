@@ -344,6 +344,18 @@ def test_models_are_refused(
     assert said in refused(command, capsys, place)
 
 
+def test_the_registrys_package_of_the_same_name_is_refused(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """Blind spot: where that package was installed last, its command runs and not this one."""
+    metadata = place / "packages/qarl-0.1.1.dist-info/METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text("Metadata-Version: 2.1\nName: qarl\nVersion: 0.1.1\n")
+    monkeypatch.syspath_prepend(str(place / "packages"))
+    assert main(["check", "--model", "tiny-qwen3"]) == 2
+    assert "the distribution 'qarl' 0.1.1 is installed beside" in capsys.readouterr().err
+
+
 def test_version_and_help_exit_with_status_zero(capsys: pytest.CaptureFixture[str]):
     for arguments in (["--version"], ["-V"], ["version"]):
         assert main(arguments) == 0

@@ -88,6 +88,23 @@ then without asking.
 """
 
 
+NAMESAKE = "qarl"
+"""Distribution of a registry that installs another package called qarl, and another command."""
+
+
+def refuse_namesake() -> None:
+    """Raise `InputError` if the registry's package `qarl` is installed beside this one.
+
+    Both write `qarl/__init__.py` and the command. Removing one removes files of the other.
+    """
+    with suppress(PackageNotFoundError):
+        raise InputError(
+            f"the distribution {NAMESAKE!r} {version(NAMESAKE)} is installed beside 'qarl-train';"
+            " it is another package, and each overwrites files of the other. pip uninstall"
+            f" {NAMESAKE} qarl-train, then install 'qarl-train' again"
+        )
+
+
 def refuse_split_keys() -> None:
     """Raise `InputError` if the environment makes vLLM's CPU attention split keys over threads.
 
