@@ -123,7 +123,7 @@ class FollowRuleDataset(Dataset):
     """Say something about a subject, and follow a rule of form"""
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return problem `index`, from a generator of its own."""
+        """Return problem `index`, from a generator of its own. It has no reference answer."""
         generator = random.Random(self.seed + index)
         rule = generator.choice(list(RULES))
         sentence, values = RULES[rule]
@@ -131,10 +131,11 @@ class FollowRuleDataset(Dataset):
         subject = generator.choice(SUBJECTS)
         return {
             "question": f"Say something about {subject}. {sentence.format(value)}",
-            "answer": value,
-            "metadata": {"rule": rule},
+            "answer": "",
+            "metadata": {"rule": rule, "value": value},
         }
 
     def score_answer(self, answer: str | None, entry: dict[str, Any]) -> float:
         """Return 1.0 if the answer follows the rule, else 0.0."""
-        return float(follows(entry["metadata"]["rule"], entry["answer"], answer or ""))
+        metadata = entry["metadata"]
+        return float(follows(metadata["rule"], metadata["value"], answer or ""))

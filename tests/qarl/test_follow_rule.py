@@ -69,10 +69,12 @@ def test_a_question_states_the_rule_that_is_judged(task: Task, start: int, seed:
     (problem,) = task.problems("train", start, 1, seed)
     rule = problem.metadata["rule"]
     sentence, values = RULES[rule]
-    assert problem.answer in values
-    assert problem.question.endswith(sentence.format(problem.answer))
-    right = Response(problem, following(rule, problem.answer))
-    wrong = Response(problem, breaking(rule, problem.answer))
+    value = problem.metadata["value"]
+    assert value in values
+    assert problem.answer == ""
+    assert problem.question.endswith(sentence.format(value))
+    right = Response(problem, following(rule, value))
+    wrong = Response(problem, breaking(rule, value))
     assert task.rewards([right, wrong]) == [1.0, 0.0]
     assert task.correct([right, wrong]) == [True, False]
 
