@@ -3,7 +3,7 @@
 # in pieces of 60 MiB. It has been rehearsed on CPUs (docs/lab/cuda-measured.md) and not run on a GPU yet.
 #
 #   scripts/gpu_half_hour.sh pack WHEELS PIECES   here: the committed files, a tokenizer and the wheels, cut into pieces.
-#                                                 For WHEELS: pip wheel --no-deps -r scripts/env/cuda.lock -w WHEELS
+#                                                 For WHEELS: pip wheel --no-deps -r scripts/env/cuda.lock uv -w WHEELS
 #   bash gpu_half_hour.sh join PIECES FOLDER      there: check the pieces and put them together in FOLDER
 #   FOLDER/qarl/scripts/gpu_half_hour.sh run OUT  there, again and again: steps by worth, until it prints "all passed"
 #   scripts/gpu_half_hour.sh table OUT            print the results as the tables of docs/lab/cuda-measured.md
@@ -28,8 +28,9 @@ die() { printf '[gpu] ERROR: %s\n[gpu]        %s\n' "$1" "$2" >&2; exit 2; } # w
 # ---------------------------------------------------------------- pack, join
 pack() { # WHEELS PIECES
     local wheels=$1 pieces=$2 stage tokenizer command
-    command="$PYTHON -m pip wheel --no-deps -r scripts/env/$DEVICE.lock -w '$wheels'"
+    command="$PYTHON -m pip wheel --no-deps -r scripts/env/$DEVICE.lock uv -w '$wheels'"
     compgen -G "$wheels/*.whl" >/dev/null || die "no wheels in '$wheels'" "$command"
+    compgen -G "$wheels/uv-*.whl" >/dev/null || die "no wheel of uv in '$wheels', which installs the others there" "$command"
     if compgen -G "$wheels/*.tar.gz" >/dev/null; then
         die "$(basename -a "$wheels"/*.tar.gz | paste -sd' ') would have to be built there, maybe without a compiler" \
             "remove them and build their wheels: $command"
@@ -100,11 +101,13 @@ step() {
     fi
 }
 
-environment() { # the wheels into a new environment
+environment() { # the wheels into a new environment, by uv, which takes a fraction of pip's time
     if [[ -x $venv/bin/qarl ]]; then return; fi
+    local from=(--offline --no-index --find-links "$root/../wheels")
     "$PYTHON" -m venv "$venv" &&
-        "$python" -m pip install --quiet --no-index --no-deps --find-links "$root/../wheels" -r "$root/scripts/env/$DEVICE.lock" &&
-        "$python" -m pip install --quiet --no-index --no-deps --no-build-isolation -e "$root" && "$qarl" schemes
+        "$python" -m pip install --quiet --no-index --find-links "$root/../wheels" uv &&
+        "$venv/bin/uv" pip install --python "$python" --no-deps "${from[@]}" -r "$root/scripts/env/$DEVICE.lock" &&
+        "$venv/bin/uv" pip install --python "$python" --no-deps "${from[@]}" --no-build-isolation -e "$root" && "$qarl" schemes
 }
 tests() { "$python" -m pytest -q -x -m gpu "$@"; }
 model() { "$python" scripts/random_model.py "$SHAPE" "$out/model" --tokenizer "$root/../tokenizer"; }
