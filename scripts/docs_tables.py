@@ -677,6 +677,21 @@ def served(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n" + "".join(f"\n{error}\n" for error in errors)
 
 
+def gpu_half_hour(results: dict[str, Any]) -> str:
+    """Return the tables of `scripts/gpu_half_hour.sh`."""
+    sys.path.insert(0, str(ROOT / "scripts"))
+    from gpu_half_hour import tables
+
+    return tables(results)
+
+
+def startup(rows: list[dict[str, Any]]) -> str:
+    """Return the table of `python -m benchmarks.startup`."""
+    lines = ["| command | wall, s | CPU, s |", "|---|---:|---:|"]
+    lines += [f"| {row['command']} | {row['wall']:.1f} | {row['cpu']:.1f} |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
 TABLES: dict[str, Callable[[Any], str]] = {
     "low_bit_trl": low_bit_trl,
     "compare": compare,
@@ -695,6 +710,8 @@ TABLES: dict[str, Callable[[Any], str]] = {
     "server_faults": server_faults,
     "precision-gap": precision_gap,
     "gguf": gguf,
+    "gpu_half_hour": gpu_half_hour,
+    "startup": startup,
     "served": served,
     "verify": verify,
 }

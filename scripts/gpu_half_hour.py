@@ -2,7 +2,8 @@
 
     python scripts/gpu_half_hour.py OUT
 
-OUT is the script's folder of results. The tables are markdown; a run that failed has its last line.
+OUT is the script's folder of results. It receives tables.md, where a run that failed has its last
+line, and record/gpu-half-hour.json, a record for benchmarks/records.
 """
 
 import json
@@ -50,54 +51,99 @@ def largest_memory(folder: Path, name: str) -> str:
     return f"{max(values) / 1024:.1f}" if values else "–"
 
 
-def row_of(folder: Path, name: str, scheme: str, base: float | None) -> tuple[str, float | None]:
-    """Return a run's row of the table, and its seconds a step.
-
-    base: seconds a step in bf16, to which the others are compared.
-    """
+def figures_of(folder: Path, name: str, scheme: str) -> dict[str, Any]:
+    """Return a run's figures; without a result only "failure", which says why."""
+    row: dict[str, Any] = {"scheme": scheme, "bitwise": name != scheme}
     failure = failure_of(folder, name)
     steps = steps_of(folder, name)
     if failure or not steps:
-        return f"| `{scheme}` | {failure or 'no step'} | | | | | | | |", None
+        return row | {"failure": failure or "no step"}
     first = steps[0]
     last = steps[-1]  # warmed up, and with a publish before it
-    tokens = last["response_tokens"] * last["prompts"] * SAMPLES / last["seconds/sample"]
-    seconds = last["seconds/sample"] + last["seconds/learn"]
-    cells = (
-        f"`{scheme}`",
-        f"{first[RECORDED + 'mean_abs']:.3g}",
-        f"{first[RECORDED + 'max_abs']:.3g}",
-        f"{100 * first[RECORDED + 'equal']:.2f} %",
-        f"{tokens:,.0f}",
-        f"{seconds:.1f}" + (f" ({seconds / base:.2f})" if base else ""),
-        f"{last['seconds/publish']:.2f}",
-        largest_memory(folder, name),
-        "yes" if (folder / f"{name}.json").exists() else "no",
-    )
-    return f"| {' | '.join(cells)} |", seconds
+    tokens = last["response_tokens"] * last["prompts"] * SAMPLES
+    return row | {
+        "mean_abs": first[RECORDED + "mean_abs"],
+        "max_abs": first[RECORDED + "max_abs"],
+        "equal": first[RECORDED + "equal"],
+        "tokens_per_second": tokens / last["seconds/sample"],
+        "step_seconds": last["seconds/sample"] + last["seconds/learn"],
+        "publish_seconds": last["seconds/publish"],
+        "memory_gib": largest_memory(folder, name),
+    }
 
 
-def tables(folder: Path) -> str:
-    """Return both tables, without and with `--bitwise true`."""
+def results_of(folder: Path) -> dict[str, Any]:
+    """Return the figures of both kinds of runs, and status and seconds of every step."""
+    runs = [
+        figures_of(folder, scheme + suffix, scheme)
+        for suffix in ("", "-bitwise")
+        for scheme in SCHEMES
+    ]
+    files = sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime)
+    steps = [json.loads(file.read_text()) for file in files]
+    return {"runs": runs, "steps": [step for step in steps if "step" in step]}
+
+
+def tables(results: dict[str, Any]) -> str:
+    """Return the markdown of three tables: without and with `--bitwise true`, and all steps.
+
+    A run that passed has had its export answered by a fresh engine.
+    """
     lines = []
-    for title, suffix in (("without", ""), ("with", "-bitwise")):
+    for title, bitwise in (("Without", False), ("With", True)):
         lines += [
-            "",
-            f"{title.capitalize()} `--bitwise true`:",
+            f"{title} `--bitwise true`:",
             "",
             "| scheme | mean \\|Δ log p\\|, nats | largest | equal | sampled tokens/s"
-            " | s a step (to bf16) | s a publish | GiB in use | export answered |",
-            "|---|---:|---:|---:|---:|---:|---:|---:|---|",
+            " | s a step (to bf16) | s a publish | GiB in use |",
+            "|---|---:|---:|---:|---:|---:|---:|---:|",
         ]
-        base: float | None = None
-        for scheme in SCHEMES:
-            row, seconds = row_of(folder, scheme + suffix, scheme, base)
+        base = None
+        for row in results["runs"]:
+            if row["bitwise"] != bitwise:
+                continue
+            if "failure" in row:
+                lines.append(f"| `{row['scheme']}` | {row['failure']} | | | | | | |")
+                continue
+            seconds = row["step_seconds"]
+            cells = (
+                f"`{row['scheme']}`",
+                f"{row['mean_abs']:.3g}",
+                f"{row['max_abs']:.3g}",
+                f"{100 * row['equal']:.2f} %",
+                f"{row['tokens_per_second']:,.0f}",
+                f"{seconds:.1f}" + (f" ({seconds / base:.2f})" if base else ""),
+                f"{row['publish_seconds']:.2f}",
+                row["memory_gib"],
+            )
             base = base or seconds
-            lines.append(row)
-    return "\n".join(lines[1:]) + "\n"
+            lines.append(f"| {' | '.join(cells)} |")
+        lines.append("")
+    steps = results["steps"]
+    lines += [
+        f"| {' | '.join(['step', *(step['step'] for step in steps)])} |",
+        f"|---|{'---:|' * len(steps)}",
+        f"| {' | '.join(['status', *(str(step['status']) for step in steps)])} |",
+        f"| {' | '.join(['seconds', *(str(step['seconds']) for step in steps)])} |",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main(folder: Path) -> None:
+    """Print the tables, and write them and the record that docs/lab takes its tables from."""
+    from qarl.report.record import record
+
+    results = results_of(folder)
+    made = record([folder.name], results, "python scripts/gpu_half_hour.py")
+    commit = Path(__file__).parents[2] / "commit"  # where the pieces were put together
+    if commit.exists():
+        made["commit"] = commit.read_text().strip()
+    (folder / "record").mkdir(exist_ok=True)
+    text = json.dumps(made, indent=1, ensure_ascii=False) + "\n"
+    (folder / "record/gpu-half-hour.json").write_text(text, encoding="utf-8")
+    (folder / "tables.md").write_text(tables(results), encoding="utf-8")
+    print(tables(results))
 
 
 if __name__ == "__main__":
-    result = tables(Path(sys.argv[1]))
-    (Path(sys.argv[1]) / "tables.md").write_text(result)
-    print(result)
+    main(Path(sys.argv[1]))

@@ -41,9 +41,10 @@ pack() { # WHEELS PIECES
     stage="$(mktemp -d)"
     mkdir -p "$pieces" "$stage/qarl" "$stage/tokenizer"
     git -C "$root" archive HEAD | tar -x -C "$stage/qarl"
+    git -C "$root" rev-parse HEAD >"$stage/commit"
     find "$tokenizer" -type f ! -name '*.safetensors' ! -name config.json -exec cp {} "$stage/tokenizer" \;
     ln -s "$(realpath "$wheels")" "$stage/wheels"
-    tar -ch -C "$stage" qarl tokenizer wheels | split -b "$PIECE" -d -a 3 - "$pieces/piece-"
+    tar -ch -C "$stage" commit qarl tokenizer wheels | split -b "$PIECE" -d -a 3 - "$pieces/piece-"
     (cd "$pieces" && sha256sum piece-* >SHA256SUMS)
     rm -rf "$stage"
     cp "$root/scripts/gpu_half_hour.sh" "$pieces"
