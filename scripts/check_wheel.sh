@@ -13,12 +13,17 @@ trap '[[ -z $server ]] || kill "$server" 2>/dev/null || true; rm -rf "$scratch"'
 say() { printf '[wheel] %s\n' "$*"; }
 
 git clone --quiet "$root" "$scratch/source"
-(cd "$scratch/source" && bash scripts/make_env.sh --cpu --venv "$scratch/env")
+"${PYTHON:-python3}" -m venv "$scratch/env"
 python="$scratch/env/bin/python"
-"$python" -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir "$scratch" "$scratch/source"
-"$python" -m pip uninstall --quiet --yes qarl-train # the editable install
-"$python" -m pip install --quiet --no-deps --no-index "$scratch"/qarl_train-*.whl
+"$python" -m pip wheel --quiet --no-deps --wheel-dir "$scratch" "$scratch/source"
+# Only what the wheel's own metadata asks for, in an empty environment. Folders of wheels that pip knows have the CPU
+# build of torch; elsewhere it is the PyTorch project's index that has it.
+UV_FIND_LINKS="${UV_FIND_LINKS:-$("$python" -m pip config get global.find-links 2>/dev/null || true)}"
+export UV_FIND_LINKS
+if [[ $UV_FIND_LINKS ]]; then export TORCH_INDEX=; fi
+bash "$scratch/source/docker/install.sh" cpu "$python" "$(echo "$scratch"/qarl_train-*.whl)"
 rm -rf "$scratch/source"
+say "installed, with $("$python" -m pip list 2>/dev/null | tail -n +3 | wc -l) packages"
 names="$("$python" -c 'import sys, zipfile; print(*sorted({n.split("/")[0] for n in zipfile.ZipFile(sys.argv[1]).namelist()}))' "$scratch"/qarl_train-*.whl)"
 say "the wheel holds: $names"
 [[ $names =~ ^qarl\ qarl_train-[^\ ]*\.dist-info$ ]]
