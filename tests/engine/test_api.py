@@ -137,32 +137,6 @@ def test_the_documentations_examples_run(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
-def test_the_notebook_runs_and_shows_what_it_did(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    """Run three of the notebook's steps; its stored outputs are of all of them."""
-    import_libraries()
-    monkeypatch.setenv("MPLBACKEND", "agg")
-    cells = json.loads((ROOT / "examples/notebooks/first_run.ipynb").read_text())["cells"]
-    code = [cell for cell in cells if cell["cell_type"] == "code"]
-    names: dict[str, Any] = {}
-    for cell in code:
-        source = "".join(cell["source"])
-        exec(
-            source.replace(
-                "STEPS, PROMPTS, SAMPLES = 120, 128,", "STEPS, PROMPTS, SAMPLES = 3, 8,"
-            ),
-            names,
-        )
-    assert len(names["rewards"]) == 3
-    assert set(names["equal"]) == {1.0}
-    stored = "".join("".join(output.get("text", "")) for cell in code for output in cell["outputs"])
-    assert stored.splitlines()[0] in capsys.readouterr().out
-    assert "equal in every step: True" in stored
-    assert any("image/png" in output.get("data", ()) for cell in code for output in cell["outputs"])
-
-
-@pytest.mark.slow
 def test_what_is_refused_while_an_engine_runs(
     random_policy: Callable[[bool], Path], monkeypatch: pytest.MonkeyPatch
 ):
