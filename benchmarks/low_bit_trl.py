@@ -2,8 +2,8 @@
 
 python -m benchmarks.low_bit_trl [--steps 100] [--seeds 1] [--json FILE]
 
-TRL is needed: pip install 'trl>=1.16,<1.17'. Seconds per step and accuracy are compared on the
-embedded default's policy, task and sizes, with TBPO by TRL's options (docs/guide/trl.md) and AdamW.
+TRL is needed; the CPU lock has it. Seconds per step and accuracy are compared on the embedded
+default's policy, task and sizes, with TBPO by TRL's options (docs/guide/trl.md) and AdamW.
 Each learner runs in a process of its own, one after the other. A step's seconds are the median of
 the first seed's steps after the third; accuracy is the mean over the seeds.
 """

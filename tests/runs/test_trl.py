@@ -25,7 +25,7 @@ from tests.support.cases import cases
 from tests.support.serving import server, wait
 
 trl: Any = pytest.importorskip(
-    "trl", reason="an optional extra, in no lock: pip install 'trl>=1.16,<1.17'"
+    "trl", reason="an optional extra, in the CPU lock alone: pip install 'trl>=1.16,<1.17'"
 )
 grpo: Any = importlib.import_module("qarl.integrations.trl.grpo")
 
