@@ -17,11 +17,12 @@ from qarl.conversations import Rollout, Speaker, converse
 from qarl.conversations.chat import ChatServer
 from qarl.conversations.environment import environment_rollout
 from qarl.conversations.tools import ToolTurns
+from qarl.rollout.coroutines import completed
 from qarl.rollout.engine import SamplingEngine
 from qarl.rollout.types import Completion, Group, Prompt, Sampling
 from qarl.rollout.vocabulary import Vocabulary
 from qarl.tasks import Problem, Response, Task
-from qarl.tasks.environments import Environments, completed, open_environments
+from qarl.tasks.environments import Environments, open_environments
 
 Sampled = tuple[list[Prompt], list[list[Completion]]]
 """Prompts, and the completions of each."""

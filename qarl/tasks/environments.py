@@ -9,22 +9,20 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Coroutine, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
+from qarl.rollout.coroutines import completed
 from qarl.tasks.base import Failure, Problem, RewardError
 from qarl.tasks.environment_host import RESET, REWARD, Call, Description
 from qarl.tasks.signatures import too_long
 from qarl.tasks.worker import Job
 from qarl.tasks.workers import GRACE, Child
-
-Result = TypeVar("Result")
 
 _AT_ONCE = 4 * (os.cpu_count() or 1)
 """Upper bound on calls that run at the same time. The time of a waiting call has not begun."""
@@ -157,20 +155,6 @@ class Environment:
         with suppress(ProcessLookupError):
             os.killpg(self._pid, signal.SIGKILL)
         self._pipe.close()
-
-
-def completed(work: Coroutine[Any, Any, Result]) -> Result:
-    """Run a coroutine and return its result.
-
-    If this thread already runs an event loop, as in a notebook, the coroutine runs in another
-    thread.
-    """
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(work)
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, work).result()
 
 
 async def readable(pipe: Connection, seconds: float) -> None:

@@ -3,6 +3,7 @@
 Blind spot: the stored outputs are of the whole notebooks, which no test runs.
 """
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ def executed(
     small: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> dict[str, Any]:
-    """Return the names that a notebook's cells define.
+    """Return the names that a notebook's cells define, while an event loop runs, as in Jupyter.
 
     small: the line that replaces the one with the sizes, which begins with the same names.
     """
@@ -37,7 +38,11 @@ def executed(
     assert lines[sizes].split(" = ")[0] == small.split(" = ")[0]
     lines[sizes] = small
     names: dict[str, Any] = {}
-    exec(compile("\n".join(lines), name, "exec"), names)
+
+    async def cells() -> None:
+        exec(compile("\n".join(lines), name, "exec"), names)
+
+    asyncio.run(cells())
     return names
 
 

@@ -4,12 +4,12 @@ The server's own classes render a checkpoint's chat template, tokenize, and fill
 its generation config. What a greedy request answers follows from that and the weights alone.
 """
 
-import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from qarl.rollout.coroutines import completed
 from qarl.rollout.types import Prompt, RequestDefaults, Sampling
 from qarl.rollout.vllm.options import prepare_environment
 from qarl.rollout.vllm.requests import loop_detection
@@ -121,7 +121,7 @@ def served_requests(
     async def rendered() -> list[EngineRequest | str]:
         return [await _rendered(serving, body, end_tokens) for body in bodies]
 
-    return asyncio.run(rendered())
+    return completed(rendered())
 
 
 def sampled_requests(
