@@ -241,6 +241,27 @@ def test_pieces_are_put_together_only_if_all_have_arrived_whole(tmp_path: Path):
     assert (tmp_path / "folder/qarl").read_bytes() == (tmp_path / "qarl").read_bytes()
 
 
+@pytest.mark.parametrize(
+    ("files", "error"),
+    [
+        ([], "no wheels in"),
+        (["torch-2-none.whl"], "no wheel of uv in"),
+        (["uv-1-none.whl", "zss-1.tar.gz"], "zss-1.tar.gz would have to be built there"),
+    ],
+)
+def test_wheels_that_could_not_be_installed_there_are_not_packed(
+    tmp_path: Path, files: list[str], error: str
+):
+    for name in files:
+        (tmp_path / name).touch()
+    command = ["bash", SCRIPT, "pack", tmp_path, tmp_path / "pieces"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert error in done.stderr
+    assert "pip wheel --no-deps -r scripts/env/cuda.lock uv -w" in done.stderr
+    assert not (tmp_path / "pieces").exists()
+
+
 def test_every_run_and_test_it_names_is_there(tmp_path: Path):
     """Options are those of a run's configuration; files of tests exist."""
     _, calls, _ = half_hour(tmp_path)
