@@ -32,13 +32,13 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from benchmarks.family_commands import print_row, registered, table, through_commands
 from benchmarks.random_policy import SIZES
-from qarl.advice.mismatch import engine_of
 from qarl.cli.options import json_file, write_json
 from qarl.configs.schema.run import RolloutConfig
 from qarl.embedded.recipe import RECIPES, ensure_recipe
 from qarl.learner.batching import Batch, make_batch
 from qarl.learner.logprobs import token_logprobs
 from qarl.learner.mismatch import measure_mismatch
+from qarl.mismatch.investigate import engine_of
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.model.operator_check import check_operators

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from qarl.advice.mismatch import LEARNERS, LearnerKind, engine_of, learner_over, scored
 from qarl.cli.environment import quiet_libraries
 from qarl.cli.options import write_json
 from qarl.configs.load import chosen_config
@@ -24,6 +23,7 @@ from qarl.configs.schema.run import LayerRule, RunConfig
 from qarl.learner.batching import Batch, make_batch
 from qarl.learner.mismatch import measure_mismatch
 from qarl.learner.processes import Processes
+from qarl.mismatch.investigate import LEARNERS, LearnerKind, engine_of, learner_over, scored
 from qarl.quant.checkpoint.load import load_masters
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.report.record import record

@@ -8,6 +8,11 @@ Each learner runs in a process of its own, one after the other. A step's seconds
 the first seed's steps after the third; accuracy is the mean over the seeds.
 """
 
+# TRL exports its names lazily, and types its trainers' attributes as transformers' own.
+# pyright: reportPrivateImportUsage=false, reportOptionalMemberAccess=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false
+
 import argparse
 import json
 import subprocess

@@ -18,7 +18,11 @@ from pathlib import Path
 
 import torch
 
-from qarl.advice.mismatch import (
+from qarl.configs.schema.run import RolloutConfig
+from qarl.learner.batching import make_batch
+from qarl.learner.mismatch import Mismatch, measure_mismatch
+from qarl.learner.processes import Processes
+from qarl.mismatch.investigate import (
     FLOOR,
     LEARNERS,
     LearnerKind,
@@ -26,10 +30,6 @@ from qarl.advice.mismatch import (
     learner_over,
     scored,
 )
-from qarl.configs.schema.run import RolloutConfig
-from qarl.learner.batching import make_batch
-from qarl.learner.mismatch import Mismatch, measure_mismatch
-from qarl.learner.processes import Processes
 from qarl.quant.checkpoint.load import load_masters
 from qarl.quant.schemes import get_scheme
 from qarl.report.tables import PlainTable

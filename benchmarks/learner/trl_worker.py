@@ -10,6 +10,10 @@ between lies everything TRL does with completions: decoding, rewards and advanta
 log-probs before the update, loss, backward, AdamW.
 """
 
+# TRL exports its names lazily, and types its trainers' attributes as transformers' own.
+# pyright: reportPrivateImportUsage=false, reportOptionalMemberAccess=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+
 import json
 import sys
 import tempfile

@@ -10,6 +10,10 @@ order and number per step; the reward is QaRL's function. The trainer's model an
 problems greedily in one batch.
 """
 
+# TRL exports its names lazily, and types its trainers' attributes as transformers' own.
+# pyright: reportPrivateImportUsage=false, reportOptionalMemberAccess=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+
 import dataclasses
 import json
 import math

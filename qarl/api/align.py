@@ -13,7 +13,7 @@ from qarl.configs.errors import ConfigError, ModelError
 from qarl.configs.load import config_from_tree
 from qarl.learner.gradient_gate import require_gradients
 from qarl.learner.processes import Processes
-from qarl.preflight.machine import require_kernels, require_layers, require_schemes
+from qarl.preflight.support import require_kernels, require_layers, require_schemes
 from qarl.quant.checkpoint.load import check_finite
 from qarl.quant.checkpoint.shapes import plan_layers
 from qarl.quant.schemes import MASTER_DTYPES, get_scheme

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from qarl.advice.finding import Finding
 from qarl.cli.environment import quiet_libraries
 from qarl.cli.help import add_config, add_flags
 from qarl.cli.mismatch import investigated, show
@@ -15,6 +14,7 @@ from qarl.configs.errors import ConfigError
 from qarl.configs.load import chosen_config
 from qarl.configs.schema.run import RunConfig
 from qarl.preflight import preflight
+from qarl.report.finding import Finding
 from qarl.report.startup import phase, phases_shown_on
 
 if TYPE_CHECKING:  # which imports torch
@@ -66,7 +66,7 @@ def _check(known: argparse.Namespace, console: Console) -> int:
         )
     if known.machine:
         quiet_libraries()
-        from qarl.advice.machine import machine_findings
+        from qarl.preflight.machine import machine_findings
 
         findings = show(machine_findings(), console)
         tested = ""
@@ -96,7 +96,7 @@ def _of_run(
     if not sample:
         return findings, ""
     investigation = investigated(config, console, ready)
-    from qarl.advice.pitfalls import CHECKS
+    from qarl.mismatch.pitfalls import CHECKS
 
     findings += show(investigation.pitfalls, console)
     tokens = int(investigation.batch.response_mask.sum())

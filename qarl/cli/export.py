@@ -92,7 +92,7 @@ def _export(known: argparse.Namespace, console: Console) -> int:
     folder.require_checkpoint()
     with phases_shown_on(Console(stderr=True)):
         with phase("importing torch and transformers"):
-            from qarl.preflight.machine import require_schemes
+            from qarl.preflight.support import require_schemes
             from qarl.run.export import export_run
         require_schemes(config)
         exported = export_run(Path(known.folder), Path(known.output))

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from qarl.advice.finding import Finding
 from qarl.cli.environment import quiet_libraries
 from qarl.cli.help import add_config, add_flags
 from qarl.cli.options import add_json, say, write_json
 from qarl.configs.load import chosen_config
 from qarl.configs.schema.run import RunConfig
 from qarl.preflight import preflight
+from qarl.report.finding import Finding
 from qarl.report.startup import phase, phases_shown_on
 
 if TYPE_CHECKING:  # which imports torch
@@ -58,8 +58,8 @@ def _mismatch(known: argparse.Namespace, console: Console) -> int:
     page = Path(known.page)
     check_output(page, "--page")
     investigation = investigated(config, console)
-    from qarl.advice.mismatch import scored_learners
-    from qarl.page.mismatch import findings, mismatch_page
+    from qarl.mismatch.investigate import scored_learners
+    from qarl.mismatch.page import findings, mismatch_page
 
     learners = scored_learners(investigation)
     title = f"{config.model}, {config.scheme}, {config.dtype}"
@@ -90,7 +90,7 @@ def _mismatch(known: argparse.Namespace, console: Console) -> int:
 
 
 def investigated(config: RunConfig, console: Console, ready: "CheckedInputs | None" = None) -> Any:
-    """Run `qarl.advice.mismatch.investigate` with its phases on the console, and return its result.
+    """Run `qarl.mismatch.investigate` with its phases on the console, and return its result.
 
     ready: what the checks of the configuration returned. Default: it is checked here.
     """
@@ -98,7 +98,7 @@ def investigated(config: RunConfig, console: Console, ready: "CheckedInputs | No
     with phases_shown_on(console):
         ready = ready or preflight(config)
         with phase("importing vllm"):
-            from qarl.advice.mismatch import investigate
+            from qarl.mismatch.investigate import investigate
         with phase("sampling, and scoring by three learners"):
             return investigate(config, ready)
 

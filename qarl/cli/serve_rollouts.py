@@ -140,8 +140,8 @@ def _write_checkpoint(config: RunConfig, folder: Path) -> None:
     export it.
     """
     with phase("importing torch and transformers"):
-        from qarl.preflight.machine import require_schemes
         from qarl.preflight.prompts import check_prompts
+        from qarl.preflight.support import require_schemes
         from qarl.run.policy import open_policy
         from qarl.sync.export import export_checkpoint
     with phase("writing the policy's checkpoint"):

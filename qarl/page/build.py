@@ -12,7 +12,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from qarl.advice.finding import Finding
 from qarl.configs.errors import ConfigError
 from qarl.page.figures import (
     curve_figures,
@@ -24,6 +23,7 @@ from qarl.page.figures import (
 from qarl.page.runs import Configuration, RecordedRun, configurations, shown_settings
 from qarl.page.tokens import mismatch_columns, packed_tokens, treatment
 from qarl.page.verdict import verdict
+from qarl.report.finding import Finding
 from qarl.report.token_files import TokenRows, read_step
 
 MARK = "<!doctype html><!-- qarl report -->"

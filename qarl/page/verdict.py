@@ -8,9 +8,9 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from qarl.advice.finding import Finding, Level
 from qarl.page.runs import Configuration, RecordedRun
 from qarl.report.early_warning import early_warnings
+from qarl.report.finding import Finding, Level
 
 Remark = tuple[Level, str]
 """Level and text of a finding."""

@@ -3,10 +3,10 @@
 - `memory`: the plan of a run's memory.
 - `schemes`: whether the schemes fit the model's shapes.
 - `files`: new folders, names, the model's files, the task and its reward.
-- `machine`: kernels, the model's architecture, layer rules, adapters.
+- `support`: kernels for the schemes, the model's architecture, layer rules, adapters.
 - `prompts`: tokenizer, chat template, one prompt of each split.
 - `disk`: room for a checkpoint.
-- `preview`: findings of `qarl check`, which refuse nothing.
+- `preview`, `machine`, `special_tokens`: findings of `qarl check`, which refuse nothing.
 
 Up to `files` nothing imports torch. `prepare` does the rest, and returns what the run takes.
 Names of fields and schemes were checked when the configuration was made.

@@ -8,8 +8,8 @@ from qarl.learner.objectives import find_objective
 from qarl.learner.processes import Processes
 from qarl.preflight.disk import check_disk
 from qarl.preflight.files import check_processes
-from qarl.preflight.machine import require_schemes
 from qarl.preflight.prompts import check_prompts
+from qarl.preflight.support import require_schemes
 from qarl.quant.checkpoint.folder import describe_left_out
 from qarl.quant.runtime.libraries import untested_libraries
 from qarl.report.startup import phase, say

@@ -7,8 +7,6 @@ answer, lengths, memory and disk.
 from collections.abc import Iterator
 from pathlib import Path
 
-from qarl.advice.finding import Finding
-from qarl.advice.special_tokens import special_tokens
 from qarl.configs.errors import ConfigError
 from qarl.configs.schema.run import RunConfig
 from qarl.configs.words import quoted, sized
@@ -23,9 +21,11 @@ from qarl.preflight.disk import (
     free_disk,
     parameters_of,
 )
+from qarl.preflight.special_tokens import special_tokens
 from qarl.quant.checkpoint.folder import read_config
 from qarl.quant.kernels.supported import kept_support
 from qarl.quant.schemes import COMPUTE_DTYPES
+from qarl.report.finding import Finding
 from qarl.run.policy import Architecture, CheckedInputs
 from qarl.run.prompts import Prompter
 from qarl.tasks import Problem, Response, Task, solution_of

@@ -9,7 +9,7 @@ from qarl.planning.shapes import Shapes, schemes_of, sizes_of
 def check_schemes(config: RunConfig) -> None:
     """Raise `SchemeError` if a matrix of the model does not fit its scheme.
 
-    A model whose shapes are unknown without torch is left to `qarl.preflight.machine`.
+    A model whose shapes are unknown without torch is left to `qarl.preflight.support`.
     """
     try:
         shapes, _ = sizes_of(config.model)

@@ -182,7 +182,7 @@ def plan_sft(
     # With the number of steps, which warm-up and decay have to fit.
     config = sft_config(data, overrides, steps)
     with phase("importing torch and transformers"):
-        from qarl.preflight.machine import require_schemes
+        from qarl.preflight.support import require_schemes
         from qarl.run.prompts import open_prompter
     with phase("checking kernels"):
         architecture = require_schemes(config)

@@ -12,7 +12,6 @@ from unittest.mock import patch
 import pytest
 from rich.console import Console
 
-from qarl.advice.finding import Finding
 from qarl.cli import train as cli
 from qarl.cli.main import main
 from qarl.cli.mismatch import show
@@ -23,6 +22,7 @@ from qarl.configs.load import default_config, load_config
 from qarl.embedded.recipe import RECIPES, recipe_config
 from qarl.quant.checkpoint.load import empty_model
 from qarl.quant.schemes import SCHEMES
+from qarl.report.finding import Finding
 
 ACCEPTED: list[tuple[str, dict[str, str], dict[str, Any]]] = [
     ("--lr -1e-3", {"learner.optimizer.lr": "-1e-3"}, {}),

@@ -198,7 +198,7 @@ def test_export_prints_its_step_digest_and_proof(
         "9 tensors, 1.5 MiB, digest 0123456789abcdef…; loaded in a fresh engine, mean |Δ log p|"
         " against"
     )
-    monkeypatch.setattr("qarl.preflight.machine.require_schemes", lambda _: None)
+    monkeypatch.setattr("qarl.preflight.support.require_schemes", lambda _: None)
     monkeypatch.setattr("qarl.run.export.export_run", lambda *_: exported)
     assert main(["export", str(run.path), "-o", "out"]) == 0
     line, compared = capsys.readouterr().out.splitlines()

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from qarl.advice import machine as advice
-from qarl.advice.finding import Finding
 from qarl.cli.main import main
 from qarl.configs.load import config_file, load_config
 from qarl.planning import machine as machines
+from qarl.preflight import machine as advice
+from qarl.report.finding import Finding
 
 ROOT = Path(__file__).parents[2]
 OLD = "0, GPU-a, NVIDIA A100-SXM4-80GB, 81920, 1000, 8.0, 550.54.15"

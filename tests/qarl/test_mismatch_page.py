@@ -15,19 +15,19 @@ import numpy as np
 import pytest
 import torch
 
-from qarl.advice import mismatch
-from qarl.advice.mismatch import (
+from qarl.configs.load import load_config
+from qarl.configs.schema.learner import LearnerConfig
+from qarl.learner.batching import Batch, make_batch
+from qarl.mismatch import investigate as mismatch
+from qarl.mismatch.investigate import (
     LEARNERS,
     Investigation,
     LayerDeviation,
     ScoredLearner,
     scored_learners,
 )
-from qarl.advice.pitfalls import Evidence, find_pitfalls
-from qarl.configs.load import load_config
-from qarl.configs.schema.learner import LearnerConfig
-from qarl.learner.batching import Batch, make_batch
-from qarl.page.mismatch import FAULTY, POINTS, faulty_layers, findings, mismatch_page
+from qarl.mismatch.page import FAULTY, POINTS, faulty_layers, findings, mismatch_page
+from qarl.mismatch.pitfalls import Evidence, find_pitfalls
 from qarl.quant.checkpoint.load import load_masters
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.types import LowBitTensor

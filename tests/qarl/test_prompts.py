@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from qarl.advice.special_tokens import special_tokens
 from qarl.configs.errors import ConfigError, ModelError
+from qarl.preflight.special_tokens import special_tokens
 from qarl.run.prompts import Prompter
 from qarl.tasks import Problem
 

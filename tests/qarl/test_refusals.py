@@ -332,7 +332,7 @@ def test_models_are_refused(
     """Contract: a faulty model is refused before a run folder is made; kernels are not asked.
     content: the file's new text, its changed fields, or the length it is cut to.
     """
-    monkeypatch.setattr("qarl.preflight.machine.require_support", lambda *_, **__: None)
+    monkeypatch.setattr("qarl.preflight.support.require_support", lambda *_, **__: None)
     file = Path(shutil.copytree(random_policy(True), place / "model")) / name
     if isinstance(content, dict):
         change_json(file, **content)

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qarl.advice.finding import Finding
 from qarl.cli.main import main
 from qarl.configs.load import load_config
 from qarl.learner.clip_reasons import CLIP_REASONS
@@ -24,6 +23,7 @@ from qarl.page.figures import MOST_POINTS, digits, mismatch_figures
 from qarl.page.runs import configurations, read_runs
 from qarl.page.tokens import BUDGET, _cost, _within, packed_tokens, treatment
 from qarl.page.verdict import verdict
+from qarl.report.finding import Finding
 from qarl.report.run_folder import RunFolder
 from qarl.report.start_note import StartNote
 from qarl.report.token_files import TokenRows, write_step

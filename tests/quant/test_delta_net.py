@@ -12,7 +12,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 
 from qarl.configs.errors import QarlError
 from qarl.configs.load import load_config
-from qarl.preflight.machine import require_delta_nets
+from qarl.preflight.support import require_delta_nets
 from qarl.quant.graph.delta_net import _Core, delta_rule, engine_core, formula
 from qarl.quant.graph.packing import Sequences, known, pack, pack_prompts, prefilled_tokens
 from qarl.quant.graph.skeleton import build_skeleton

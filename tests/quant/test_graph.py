@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from qarl.configs.errors import GraphError, NoEngineModelError
-from qarl.preflight.machine import require_engine_model
+from qarl.preflight.support import require_engine_model
 from qarl.quant.graph import operators
 from qarl.quant.kernels import vllm as vllm_kernels
 from qarl.quant.layers.context import LayerContext

@@ -168,6 +168,7 @@ def test_log_probs_of_trls_rows_are_the_policys(random_policy):
     shifted = row["shift_labels"][None]
     tree = {n: row[n] for n in row if "tree" in n}
     packed = _packed_forward(policy, 1.0)(None, input_ids=ids, shift_labels=shifted, **tree)
+    assert packed.log_probs is not None
     assert torch.equal(packed.log_probs[0][row["token_index"]], expected)
 
 

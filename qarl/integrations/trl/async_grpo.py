@@ -8,6 +8,10 @@ continue with the new version.
 Axes: N tokens of a row of several sequences; a prefix that they share is in it once.
 """
 
+# TRL exports its names lazily, and types its trainers' attributes as transformers' own.
+# pyright: reportPrivateImportUsage=false, reportOptionalMemberAccess=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+
 import asyncio
 import queue
 import threading

@@ -7,6 +7,10 @@ new weight version.
 Axes: B sequences, T tokens: prompts are padded on the left, and completions on the right.
 """
 
+# TRL exports its names lazily, and types its trainers' attributes as transformers' own.
+# pyright: reportPrivateImportUsage=false, reportOptionalMemberAccess=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+
 import dataclasses
 import logging
 from collections.abc import Callable

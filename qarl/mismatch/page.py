@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from qarl.advice.finding import Finding, Level
-from qarl.advice.mismatch import LayerDeviation, ScoredLearner
+from qarl.mismatch.investigate import LayerDeviation, ScoredLearner
 from qarl.page.build import filled, page_json, verdict_html
 from qarl.page.figures import digits, mismatch_figures, thinned
+from qarl.report.finding import Finding, Level
 
 POINTS = 1500
 """Upper bound on a learner's points in a scatter plot."""

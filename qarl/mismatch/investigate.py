@@ -18,8 +18,6 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from qarl.advice.finding import Finding
-from qarl.advice.pitfalls import Evidence, find_pitfalls
 from qarl.configs.schema.learner import LearnerConfig
 from qarl.configs.schema.run import LayerRule, RolloutConfig, RunConfig
 from qarl.learner.batching import Batch, make_batch
@@ -27,6 +25,7 @@ from qarl.learner.logprobs import token_logprobs
 from qarl.learner.mismatch import measure_mismatch
 from qarl.learner.optim.loss_scale import require_finite_scores
 from qarl.learner.processes import Processes
+from qarl.mismatch.pitfalls import Evidence, find_pitfalls
 from qarl.ptq.export import initial_codes
 from qarl.quant.checkpoint.load import load_masters
 from qarl.quant.layers.context import LayerContext
@@ -35,6 +34,7 @@ from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.model.operator_check import check_operators
 from qarl.quant.model.surgery import changed_logits
 from qarl.quant.schemes import COMPUTE_DTYPES, get_scheme
+from qarl.report.finding import Finding
 from qarl.rollout.engine import SamplingEngine
 from qarl.rollout.open import open_engine
 from qarl.rollout.types import Group, Sampling

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from qarl.advice.finding import Finding
 from qarl.quant.checkpoint.folder import end_tokens
+from qarl.report.finding import Finding
 from qarl.run.prompts import Prompter
 from qarl.tasks import Problem
 

@@ -15,9 +15,9 @@ from statistics import fmean, pstdev
 
 import torch
 
-from qarl.advice.finding import Finding
 from qarl.configs.schema.learner import LearnerConfig
 from qarl.learner.batching import Batch
+from qarl.report.finding import Finding
 from qarl.rollout.types import Group
 
 APART = 0.01

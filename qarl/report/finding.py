@@ -1,4 +1,4 @@
-"""The finding, of which all advice consists."""
+"""The finding, of which `qarl check`, `qarl mismatch` and `qarl report` make their verdicts."""
 
 from dataclasses import dataclass
 from typing import Literal

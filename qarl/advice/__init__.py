@@ -1,1 +1,0 @@
-"""Problems that would stop or spoil a run, reported before it begins: `qarl check`."""

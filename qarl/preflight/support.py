@@ -1,0 +1,136 @@
+"""Check of a run's schemes on this machine: the kernels, and the model's layers."""
+
+import hashlib
+import json
+from operator import itemgetter
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from qarl.configs.errors import ConfigError, ModelError
+from qarl.configs.schema.lora import LoraConfig
+from qarl.configs.schema.run import RunConfig
+from qarl.quant.checkpoint.plan import LayerPlan
+from qarl.quant.checkpoint.shapes import expert_modules, weight_shapes
+from qarl.quant.checkpoint.source_config import with_source_fields
+from qarl.quant.kernels.cpu_attention import require_head_size
+from qarl.quant.kernels.supported import require_cache, require_support
+from qarl.quant.model.add_lora import adapted_weights
+from qarl.quant.model.kept_scales import check_scale_rule
+from qarl.quant.runtime.answers import keep_answer, read_answer
+from qarl.quant.runtime.batch_invariance import batch_invariant
+from qarl.quant.runtime.libraries import has_vllm, refuse_namesake, refuse_split_keys
+from qarl.quant.schemes import COMPUTE_DTYPES, get_scheme
+from qarl.run.policy import Architecture, enable_batch_invariance, open_architecture
+
+_DELTA_HEADS = (64, 128)
+"""Columns of a key and a value for which vLLM 0.32 has gated delta nets on CPUs."""
+
+
+def require_schemes(config: RunConfig) -> Architecture:
+    """Raise an error if the run's schemes do not fit the model or cannot run on this machine.
+
+    Returns the model's architecture. `SchemeError`: layer rules do not fit the model, a scheme
+    cannot hold a shape or cannot run on this machine. `LoraError`: adapters do not fit the model.
+    `NoEngineModelError`: vLLM does not run the model.
+    Of the model, only config.json and the headers of its files are read.
+    """
+    require_kernels(config)  # before the model is located
+    architecture = open_architecture(config)
+    require_layers(config, architecture.skeleton, architecture.layers)
+    return architecture
+
+
+def require_kernels(config: RunConfig) -> None:
+    """Raise `SchemeError` if the main scheme or the key-value cache cannot run on this machine.
+
+    `InputError`: the environment holds what would change or replace what runs.
+    """
+    refuse_namesake()
+    enable_batch_invariance(config)
+    if not torch.cuda.is_available():
+        refuse_split_keys()
+    require_cache(config.quantization.kv_cache)
+    require_support(get_scheme(config.scheme), COMPUTE_DTYPES[config.dtype])
+
+
+def require_layers(config: RunConfig, model: PreTrainedModel, layers: LayerPlan) -> None:
+    """Raise an error if the model's layers do not go with the configuration or this machine.
+
+    model: the model, which may be on the meta device. layers: the scheme of each of its layers.
+    """
+    on_cpu = has_vllm() and not torch.cuda.is_available()
+    if config.engine_here and on_cpu:
+        require_head_size(config.model, model.config)
+    if on_cpu and getattr(model.config.get_text_config(), "linear_num_key_heads", None):
+        require_delta_nets(config, model.config.get_text_config())
+    if config.engine_here and has_vllm():
+        require_engine_model(model, COMPUTE_DTYPES[config.dtype])
+    check_scale_rule(config.quantization.scale, layers)
+    if isinstance(config.learner.lora, LoraConfig):
+        adapted_weights(weight_shapes(model), model.config.model_type, config.learner.lora)
+    experts = tuple(f"{name}." for name in expert_modules(model))
+    if experts and batch_invariant():
+        raise ConfigError(
+            f"bitwise true with {config.model!r}, a mixture of experts: that its routers' products"
+            " are batch-invariant on GPUs has not been shown; omit bitwise"
+        )
+    kinds = {
+        (scheme.name, name.startswith(experts)): scheme for name, scheme in layers.schemes.items()
+    }
+    for (_, is_expert), scheme in sorted(kinds.items(), key=itemgetter(0)):
+        require_support(scheme, COMPUTE_DTYPES[config.dtype], is_expert)
+
+
+def require_engine_model(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Raise `NoEngineModelError` with vLLM's reason if it has no such model on this machine.
+
+    A model that it has is cached on disk as an answer.
+
+    model: the model, which may be on the meta device. dtype: the engine's compute dtype.
+    """
+    settings = json.dumps(with_source_fields(model.config.to_dict(), model.config), default=str)
+    question = {"config": hashlib.sha256(settings.encode()).hexdigest(), "dtype": str(dtype)}
+    if read_answer("engine model", question):
+        return
+    from qarl.quant.graph.skeleton import build_skeleton
+
+    build_skeleton(model.config, type(model).__name__, None, dtype, torch.device("cpu"))
+    keep_answer("engine model", question, True)
+
+
+def require_delta_nets(config: RunConfig, model: PreTrainedConfig) -> None:
+    """Raise an error if the run cannot train a model of gated delta nets on CPUs.
+
+    `ModelError`: vLLM's kernels do not support the heads. `ConfigError`: they do not support the
+    dtype, or the learner could not know how the engine computed each token.
+
+    model: configuration of the language model.
+    """
+    sizes = model.linear_key_head_dim, model.linear_value_head_dim
+    if sizes[0] != sizes[1] or sizes[0] not in _DELTA_HEADS:
+        raise ModelError(
+            f"model {config.model!r} has gated delta nets with keys of {sizes[0]} and values of"
+            f" {sizes[1]} columns, and vLLM's kernels for CPUs need {_DELTA_HEADS[0]} or"
+            f" {_DELTA_HEADS[1]} of both; choose another model"
+        )
+    if config.dtype != "bfloat16":
+        raise ConfigError(
+            f"dtype {config.dtype!r} with {config.model!r}: vLLM's gated delta nets on CPUs compute"
+            " in bfloat16 alone; set dtype to bfloat16"
+        )
+    if config.learner.operators == "transformers" or not config.learner.aligned:
+        return
+    turns = config.task.speaks
+    if turns or config.rollout.servers is not None:
+        setting = "a task of several turns" if turns else "rollout.servers"
+        reason = (
+            "a later turn's prompt is computed in other blocks than its tokens were sampled in"
+            if turns
+            else "a server that interrupts a completion does not say from which token on"
+        )
+        raise ConfigError(
+            f"{setting} with {config.model!r}: its gated delta nets round a prompt differently from"
+            f" sampled tokens, and {reason}, so that log-probs would differ; set learner.operators"
+            " to 'transformers', whose log-probs agree up to rounding"
+        )
