@@ -21,15 +21,13 @@ from qarl.learner.processes import Processes
 from qarl.quant.checkpoint.folder import check_context
 from qarl.rollout.types import Completion, Prompt, Sampling
 from qarl.run.prompts import open_prompter
-from qarl.run.session import connected, gate_of
+from qarl.run.session import CANARY_SEQUENCES, connected, gate_of
 from qarl.sync.publisher import Publish
 from qarl.tasks import Problem
 
 T = TypeVar("T")
 AnyPrompt = str | Sequence[int] | Sequence[Mapping[str, str]] | Problem | Prompt
 """Text, token ids, a chat's messages, a task's problem, or a prompt by `Engine.prompt`."""
-_CANARY_SEQUENCES = 8
-"""Number of the canary's sequences."""
 _CANARY_TOKENS = 32
 """Upper bound on their tokens."""
 
@@ -248,5 +246,5 @@ def _canary(vocabulary: int, settings: RunConfig) -> list[list[int]]:
     longest = min(_CANARY_TOKENS, settings.rollout.longest - 1)
     generator = torch.Generator().manual_seed(0)
     return torch.randint(
-        vocabulary, (_CANARY_SEQUENCES, max(2, longest)), generator=generator
+        vocabulary, (CANARY_SEQUENCES, max(2, longest)), generator=generator
     ).tolist()

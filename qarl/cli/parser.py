@@ -192,6 +192,6 @@ def normalized_argv(arguments: Sequence[str]) -> list[str]:
     """Return the command line with the words `help` and `version` turned into options."""
     if arguments[:1] == ["help"]:
         return [*arguments[1:], "--help"]
-    if arguments[:1] in (["version"], ["-V"]):
+    if arguments[:1] == ["version"]:
         return ["--version", *arguments[1:]]
     return list(arguments)

@@ -16,6 +16,7 @@ from aiohttp import web
 
 from qarl.configs.errors import ConfigError, ModelError, QarlError
 from qarl.configs.functions import describe_error
+from qarl.configs.words import quoted
 from qarl.conversations import Conversation, OutOfRoomError
 from qarl.conversations.tools import Said, ToolCall, ToolTurns
 from qarl.rollout.types import Completion
@@ -130,7 +131,7 @@ class ChatServer:
         if len(tokens) > self._max_prompt_tokens:
             most = f"above rollout.max_prompt_tokens {self._max_prompt_tokens}; raise it"
             raise ConfigError(
-                f"what a conversation begins with has {len(tokens)} tokens, {most} ({text[:80]!r}…)"
+                f"what a conversation begins with has {len(tokens)} tokens, {most} ({quoted(text)})"
             )
         return tokens
 

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from qarl.configs.errors import ConfigError, ModelError
 from qarl.configs.schema.run import RolloutConfig
 from qarl.configs.schema.task import TaskConfig
-from qarl.configs.words import did_you_mean
+from qarl.configs.words import did_you_mean, quoted
 from qarl.conversations import Rollout, Speaker, converse
 from qarl.conversations.chat import ChatServer
 from qarl.conversations.environment import environment_rollout
@@ -76,7 +76,7 @@ class Prompter:
             raise ConfigError(
                 f"the prompt of problem {problem.id!r} has {len(ids)} tokens, above"
                 f" rollout.max_prompt_tokens {self._limit}; raise the limit or change the task"
-                f" ({problem.question[:80]!r}…)"
+                f" ({quoted(problem.question)})"
             )
         if not ids:
             raise ModelError(
@@ -151,7 +151,7 @@ class Prompter:
         return [len(ids) for ids in encoded["input_ids"]]
 
     def _require_rows(self, problem: Problem, ids: Sequence[int]) -> None:
-        what = f"the prompt of problem {problem.id!r} ({problem.question[:80]!r})"
+        what = f"the prompt of problem {problem.id!r} ({quoted(problem.question)})"
         self.vocabulary.require([ids], what, self.tokenizer)
 
     def _opened(self, problem: Problem) -> Problem:

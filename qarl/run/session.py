@@ -38,7 +38,7 @@ _UNCACHED = (
     "rollout.prefix_caching is off here: this model has layers with a state (delta nets, Mamba or"
     " convolutions), and vLLM caches states only with chunked prefill, which rounds differently"
 )
-_CANARY_SEQUENCES = 8
+CANARY_SEQUENCES = 8
 """Number of fixed sequences whose log-probs are compared after a publish."""
 
 
@@ -234,7 +234,7 @@ def canary_sequences(policy: TrainingPolicy, config: RunConfig) -> list[list[int
     They are held-out ones unless the run has no held-out evaluation; its task may then have none.
     """
     split = "heldout" if config.eval.problems else "train"
-    problems = policy.task.problems(split, 0, _CANARY_SEQUENCES, config.seed)
+    problems = policy.task.problems(split, 0, CANARY_SEQUENCES, config.seed)
     sequences = []
     for problem in problems:
         answer = policy.prompter.tokenizer(problem.answer, add_special_tokens=False)["input_ids"]

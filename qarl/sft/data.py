@@ -120,7 +120,7 @@ def encode(
                 f"{problem.id}: the completion {problem.answer!r} has no token; write one, or drop"
                 " the row"
             )
-        what = f"the completion of {problem.id} ({problem.answer[:80]!r})"
+        what = f"the completion of {problem.id} ({quoted(problem.answer)})"
         prompter.vocabulary.require([(*answer, end)], what, tokenizer)
         total = len(prompt.token_ids) + len(answer) + 1
         if longest is not None and total > longest:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from qarl.configs.words import quoted
 from qarl.tasks.base import (
     Problem,
     Response,
@@ -128,8 +129,8 @@ class Task:
         first, *_ = problem.chat
         if first["role"] == "system":
             raise TaskError(
-                f"task.system {system[:80]!r} is given, but problem {problem.id!r} begins with a"
-                f" system message of its own ({first['content'][:80]!r}); omit one of them"
+                f"task.system {quoted(system)} is given, but problem {problem.id!r} begins with a"
+                f" system message of its own ({quoted(first['content'])}); omit one of them"
             )
         return problem.with_system_prompt(system)
 
