@@ -102,7 +102,10 @@ def test_a_task_too_small_to_set_questions_aside_says_so(chain_sum, monkeypatch)
 
 def test_options_and_requests_that_a_task_refuses(chain_sum) -> None:
     for message, refused in (
-        ("'seed' is chosen", lambda: ReasoningGymTask("chain_sum", {"seed": 2})),
+        (
+            r"task\.options\.seed has no effect: the run's --seed decides",
+            lambda: ReasoningGymTask("chain_sum", {"seed": 2}),
+        ),
         (
             "max_terms must be >= min_terms",
             lambda: ReasoningGymTask("chain_sum", {"min_terms": 3, "max_terms": 2}),
