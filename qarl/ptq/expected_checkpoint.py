@@ -78,7 +78,7 @@ def read_as(layout: Layout, folder: Path) -> Iterator[LowBitTensor]:
         if (tensor.shape, tensor.dtype) != (shape, dtype):
             raise ExportError(
                 f"llmcompressor wrote {name!r} as {tensor.dtype} {list(tensor.shape)}, the scheme"
-                f" stores it as {dtype} {list(shape)}; try --ptq rtn, which takes every model"
+                f" stores it as {dtype} {list(shape)}; choose another --scheme or --ptq method"
             )
     return (LowBitTensor(name, _read(*sources[name])) for name in expected)
 
@@ -100,6 +100,6 @@ def _read(file: Path, name: str) -> torch.Tensor:
 def _refuse(what: str, names: list[str]) -> None:
     if names:
         raise ExportError(
-            f"llmcompressor's checkpoint {what} {few(names)}, going by the scheme; try --ptq"
-            " rtn, which takes every model"
+            f"llmcompressor's checkpoint {what} {few(names)}, going by the scheme; choose"
+            " another --scheme or --ptq method"
         )
