@@ -49,6 +49,7 @@ def test_a_running_engine_is_compared_with_masters(
     assert (cause.name, cause.about) == ("stale", (layer,))
 
 
+@pytest.mark.slow
 def test_a_plain_vllm_server_is_compared_by_its_url(
     random_policy: Policies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ):

@@ -263,6 +263,7 @@ def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_the_example_of_the_guide_trains_exactly_and_exports(random_policy, tmp_path: Path):
     done = run(tmp_path, str(ROOT / "examples/trl_low_bit.py"), str(random_policy(True)))
     assert done.returncode == 0, done.stderr[-2000:]
@@ -270,6 +271,7 @@ def test_the_example_of_the_guide_trains_exactly_and_exports(random_policy, tmp_
     assert "14  codes of these masters, bit for bit" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("skipped", ["", "layers.1.mlp.down_proj"])
 def test_a_reload_that_skips_a_layer_is_found_in_two_commands(
     random_policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, skipped: str
