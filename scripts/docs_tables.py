@@ -677,6 +677,19 @@ def served(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n" + "".join(f"\n{error}\n" for error in errors)
 
 
+def plain_cpu(rows: list[dict[str, Any]]) -> str:
+    """Return the table of `python -m benchmarks.plain_cpu`: mean |Δ log p|, or the error."""
+    columns = list(rows[0]["kinds"])
+    lines = [line(("model", "scheme", *columns)), "|---|---|" + "---|" * len(columns)]
+    for row in rows:
+        cells = [
+            f"`{kind['error']}`" if "error" in kind else f"{kind['mean']:.2g}"
+            for kind in row["kinds"].values()
+        ]
+        lines.append(line((row["model"], f"`{row['scheme']}`", *cells)))
+    return "\n".join(lines) + "\n"
+
+
 def gpu_half_hour(results: dict[str, Any]) -> str:
     """Return the tables of `scripts/gpu_half_hour.sh`."""
     sys.path.insert(0, str(ROOT / "scripts"))
@@ -711,6 +724,7 @@ TABLES: dict[str, Callable[[Any], str]] = {
     "precision-gap": precision_gap,
     "gguf": gguf,
     "gpu_half_hour": gpu_half_hour,
+    "plain_cpu": plain_cpu,
     "startup": startup,
     "served": served,
     "verify": verify,
