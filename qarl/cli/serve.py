@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,6 +26,19 @@ from qarl.rollout.servers.vllm.chat import request_fields
 from qarl.rollout.servers.vllm.start import is_ready, server_command
 from qarl.rollout.types import ServerSpec
 from qarl.run.export_note import changes_in_words, noted_defaults, read_note
+
+OTHERWISE = {
+    "chat-template": "questions are written by another template",
+    "default-chat-template-kwargs": "the template gets other arguments",
+    "tokenizer": "questions are read by another tokenizer",
+    "generation-config": "answers are sampled by another generation config",
+    "override-generation-config": "answers are sampled by other settings",
+    "dtype": "the model computes in another dtype",
+    "quantization": "the weights are read by another scheme",
+    "kv-cache-dtype": "keys and values are kept in another dtype",
+    "hf-overrides": "the model has another config",
+}
+"""Option of vLLM → what differs from the evaluation if a server has it."""
 
 
 class ServeError(InputError, heading="serve"):
@@ -82,7 +96,8 @@ def _serve(known: argparse.Namespace, console: Console) -> int:
             console,
             "it has no chat template: ask /v1/completions, not /v1/chat/completions",
         )
-    for line in (needed_fields(served), changes_in_words(served.folder)):
+    notes = (needed_fields(served), changes_in_words(served.folder))
+    for line in (*notes, *asked_otherwise(known.to_vllm)):
         if line is not None:
             say(console, line)
     quiet_libraries()
@@ -162,6 +177,19 @@ def needed_fields(served: ServerSpec) -> str | None:
     if not fields:
         return None
     return f"requests have to give what answers were measured with: {json.dumps(fields)}"
+
+
+def asked_otherwise(options: Sequence[str]) -> list[str]:
+    """Return a line for each of these options of vLLM that changes what a plain request is answered
+    with.
+    """
+    names = [word.partition("=")[0][2:].replace("_", "-") for word in options if word[:2] == "--"]
+    return [
+        f"--{name}: {OTHERWISE[name]} than in the evaluation, so its figures do not hold for these"
+        " answers; omit the option to be answered as evaluated"
+        for name in names
+        if name in OTHERWISE
+    ]
 
 
 def require_free(host: str, port: int) -> None:

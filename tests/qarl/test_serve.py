@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from qarl.cli.main import main
-from qarl.cli.serve import find_served
+from qarl.cli.serve import OTHERWISE, asked_otherwise, find_served
 from qarl.configs.load import config_file, load_config
 from qarl.quant.checkpoint.folder import file_digests
 from qarl.rollout.servers.vllm.start import server_command
@@ -121,3 +121,23 @@ def test_files_changed_since_the_export_was_written_are_named(
     words = changes_in_words(export)
     assert words is not None
     assert words.startswith(f"{name} changed since the export was written")
+
+
+def test_options_of_vllm_that_change_answers_are_named():
+    """Contract: each option that asks otherwise than the evaluation has a line, however it is
+    written, and no other option has one. Blind spot: options that a later vLLM adds.
+    """
+    for name in OTHERWISE:
+        for words in ([f"--{name}", "x"], [f"--{name}=x"], [f"--{name.replace('-', '_')}", "x"]):
+            (line,) = asked_otherwise(["--max-model-len", "64", *words, "--api-key", "--dtype-x"])
+            assert line.startswith(f"--{name}: ")
+    assert asked_otherwise(["--port", "1", "chat-template"]) == []
+
+
+def test_vllm_has_the_options_that_change_answers():
+    """Contract: the options are vLLM's own, so that a line is never about a name of the past."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    known = make_arg_parser(FlexibleArgumentParser()).format_help()
+    assert [name for name in OTHERWISE if f"--{name}" not in known] == []
