@@ -20,7 +20,7 @@ BIN = $(VENV)/bin
 PYTEST = "$(BIN)/python" -m pytest --ignore tests/test_workarounds.py -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=30 $(PYTEST_ARGS)
 MAKE_ENV = PYTHON="$(PYTHON)" bash scripts/make_env.sh --venv "$(VENV)"
 
-.PHONY: help env trl-env train real-model test test-fast test-thorough test-workarounds check site hooks lock clean
+.PHONY: help env train real-model test test-fast test-thorough test-workarounds check site hooks lock clean
 
 help: ## list the targets
 	@echo "usage: make <target> [VENV=folder] [PYTHON=python3.11] [DEVICE=cpu|cuda]"
@@ -29,9 +29,6 @@ help: ## list the targets
 
 env: ## create or update the environment from its lock (under 1 s when it matches)
 	@$(MAKE_ENV) --$(DEVICE)
-
-trl-env: ## TRL's own environment in .venv-trl, for: python -m benchmarks learner (or train) --against trl
-	@PYTHON="$(PYTHON)" bash scripts/make_env.sh --trl
 
 train: env ## train the embedded default, or: make train ARGS="--scheme w8a8 --seed 1"
 	@"$(BIN)/qarl" train $(ARGS)

@@ -2,7 +2,6 @@
 # Make or update QaRL's environment from its lock, and install the project into it (editable).
 #
 #   scripts/make_env.sh [--cpu | --cuda] [--venv FOLDER]   default: --cpu, $VENV, $QARL_ENV or .venv
-#   scripts/make_env.sh --trl [--venv FOLDER]              TRL's, for `python -m benchmarks learner` and `train`; default: .venv-trl
 #   scripts/make_env.sh --lock [--upgrade ...]             compile all locks again; the rest goes to uv
 #
 # PYTHON names the interpreter (default python3). Nothing is built from C or C++ here; on GPUs Triton builds at run time,
@@ -33,17 +32,15 @@ while (($#)); do
     case "$1" in
         --cpu) device=cpu ;;
         --cuda) device=cuda ;;
-        --trl) device=trl ;;
         --venv) venv="${2:?--venv needs a folder}"; shift ;;
         --lock) relock=1 ;;
         *)
-            [[ $relock ]] || die "unknown option '$1'" "allowed: --cpu, --cuda, --trl, --venv FOLDER, --lock [options of uv pip compile]"
+            [[ $relock ]] || die "unknown option '$1'" "allowed: --cpu, --cuda, --venv FOLDER, --lock [options of uv pip compile]"
             uv_lock_args+=("$1") ;;
     esac
     shift
 done
 cd "$root"
-if [[ ! $venv && $device == trl ]]; then venv=.venv-trl; fi # never $VENV: syncing would empty QaRL's own
 venv="${venv:-${VENV:-${QARL_ENV:-.venv}}}"
 [[ $venv == /* ]] || venv="$root/$venv"
 venv="$(realpath -ms "$venv")"   # no symlink is followed: scripts inside name this very path
@@ -133,7 +130,7 @@ read_pip_config() { # sets find_links (array); exports UV_DEFAULT_INDEX
 # PyTorch project's CPU index. That index also carries old releases of other packages, hence the
 # strategy. (Not tried yet: the machine QaRL was first built on had the wheel, but not this index.)
 # For CUDA the wheel folders are left out: there `torch==X` would also be satisfied by an X+cpu wheel.
-torch_source() { # arguments: cpu|cuda|trl, the interpreter's X.Y; sets source_args (array)
+torch_source() { # arguments: cpu|cuda, the interpreter's X.Y; sets source_args (array)
     local link tag="cp${2/./}" torch
     source_args=()
     unset UV_FIND_LINKS # part of find_links by now
@@ -154,7 +151,7 @@ compile_locks() {
     find_uv
     read_pip_config
     local name overrides
-    for name in cpu cuda trl; do # trl.in is constrained by cpu.lock
+    for name in cpu cuda; do
         torch_source "$name" "$LOCK_PYTHON"
         overrides=()
         if [[ -e scripts/env/$name.overrides.txt ]]; then overrides=(--override "scripts/env/$name.overrides.txt"); fi
@@ -179,7 +176,6 @@ sync_env() {
     torch_source "$device" "$("$venv/bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')"
     say "installing $lock with $("$uv" --version)"
     "$uv" pip sync --python "$venv/bin/python" ${source_args[@]+"${source_args[@]}"} "$lock"
-    [[ $device != trl ]] || return 0 # its worker imports one light module of ours by path
     "$uv" pip install --quiet --python "$venv/bin/python" --no-deps --no-build-isolation -e .
 }
 
@@ -187,7 +183,6 @@ sync_env() {
 # 5,000 files anew. What they import is a third of what is installed, so it is imported, not all compiled.
 prepare_commands() {
     local python=(env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python")
-    [[ $device != trl ]] || return 0
     say "compiling what commands import, and asking this machine's kernels"
     "${python[@]}" -c 'import reasoning_gym, vllm.entrypoints.llm, vllm.v1.worker.cpu_worker
 from qarl.quant.kernels.cpu_attention import kept_head_sizes

@@ -1,6 +1,7 @@
 """Options of the benchmarks that also measure TRL."""
 
 import argparse
+import sys
 from pathlib import Path
 
 from benchmarks.names import TRL_SETTINGS
@@ -27,7 +28,7 @@ def add_trl(parser: argparse.ArgumentParser, settings: str) -> None:
     parser.add_argument(
         "--trl-python",
         metavar="PATH",
-        help="default .venv-trl/bin/python, made by `make trl-env`",
+        help="Python of an environment with another TRL (default: this one)",
     )
     parser.set_defaults(trl_default=settings)
 
@@ -41,12 +42,10 @@ def trl_settings(
     others: names in `known` of further options that need `--against trl`. Raises `ConfigError` if
     an option of TRL's is set without it.
     """
-    from benchmarks.trl_environment import TRL_PYTHON
-
     for name in ("trl_settings", "trl_python", *others):
         option = getattr(known, name)
         if not known.against and option is not None:
             value = ",".join(option) if isinstance(option, tuple) else option
             raise ConfigError(f"--{name.replace('_', '-')} {value} goes with --against trl")
     settings = (known.trl_settings or split(known.trl_default)) if known.against else ()
-    return settings, Path(known.trl_python or TRL_PYTHON)
+    return settings, Path(known.trl_python or sys.executable)
