@@ -32,15 +32,15 @@ def test_a_family_agrees_to_the_last_bit_and_learns(family: str):
     (docs/lab/mismatch-measured.md).
     """
     row = measure(family, "w8a8", "bfloat16", samples=2, tokens=24)
-    amx = torch.cpu._is_amx_tile_supported()
-    rounds = family in ("granite-moe-shared", "stablelm") and amx
+    rounds = family in ("granite-moe-shared", "stablelm") and torch.cpu._is_amx_tile_supported()
     assert min(row["equal"], row["equal_own"]) >= (0.95 if rounds else 1.0)
     assert not row["unreached"]
     floor, reference = (0.96, 0.27) if TRUNCATES else (0.97, 0.25)
-    # Without 8-bit activations its routers choose other experts, and with AMX the prompt's kernel
-    # rounds more; tests/quant/test_delta_net.py holds the gradient itself to transformers'.
+    # Rounded activations turn this random model's gradient (docs/lab/families-measured.md), so it
+    # is held without them.
     if family == "qwen3-next":
-        floor, reference = (0.65 if amx else 0.87), 0.55
+        row = measure(family, "bf16", "bfloat16", samples=2, tokens=24)
+        floor = 0.9
     assert row["cosine"] > floor
     assert row["reference"] < reference
 
