@@ -149,6 +149,10 @@ UPSTREAM = {
         "vllm/v1/attention/backends/cpu_attn.py",
         "if supports_amx and dtype in (torch.bfloat16,) and block_size % 32 == 0:",
     ],
+    "forms are registered anew": [
+        "vllm/triton_utils/dispatcher.py",
+        'logger.warning("Kernel %s is already registered. Overwriting.", name)',
+    ],
     "classes are decorated": [
         "vllm/model_executor/models/transformers/base.py",
         "self._decorate_for_torch_compile()",

@@ -110,22 +110,22 @@ def test_the_second_list_of_schemes_imports_neither_torch_nor_vllm(
 
 
 def test_the_second_check_of_a_model_imports_neither_vllm_nor_reasoning_gym(
-    cache: Path, real_model: Path
+    cache: Path, real_model: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """They take longer to import than all the rest that is checked."""
+    """They take longer to import than all the rest that is checked. The status depends on the
+    machine's memory, but not on whether the cache answers.
+    """
+    monkeypatch.setattr(answers, "surroundings", answers.surroundings.__wrapped__)
     line = ["check", "smollm2-135m", "--model", str(real_model), "--output", str(cache / "run")]
+    status = main(line)
     code = (
         f"import sys; from qarl.cli.main import main; status = main({line!r})\n"
         "print({'vllm', 'reasoning_gym', 'matplotlib', 'numba'} & set(sys.modules), status)"
     )
-    command = [sys.executable, "-c", code]
-    first, second = (
-        subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-        for _ in range(2)
+    second = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
-    assert "vllm" in first[-1]
-    # The status depends on the machine's memory, but not on whether the cache answers.
-    assert second[-1] == f"set() {first[-1].rpartition(' ')[2]}", second
+    assert second.stdout.splitlines()[-1] == f"set() {status}", second
 
 
 def test_collections_go_on_after_an_import_that_fails():
