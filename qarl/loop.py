@@ -19,7 +19,7 @@ from qarl.learner.stopwatch import Stopwatch
 from qarl.report.dashboard import Dashboard
 from qarl.report.early_warning import RunWatch
 from qarl.report.loggers import Log, unlogged
-from qarl.report.metrics import StepMetrics, batch_metrics, metrics_writer, read_until
+from qarl.report.metrics import StepMetrics, WriteMetrics, batch_metrics, metrics_writer, read_until
 from qarl.report.run_folder import RunFolder
 from qarl.report.start_note import write_start
 from qarl.report.token_recorder import TokenRecorder
@@ -98,8 +98,7 @@ def _run_steps(
     ):
         stopped_by = None
         while position.step < config.steps and stopped_by is None:
-            metrics = _step(rollouts, position, recorder)
-            write_metrics(metrics)
+            metrics = _step(rollouts, position, recorder, write_metrics)
             dashboard.stepped(metrics, run_watch.add(metrics.flat()))
             stopped_by = agreed_signal(interrupts, policy.processes)
             measured = heldout(vars(metrics))
@@ -107,8 +106,10 @@ def _run_steps(
         return stopped_by or agreed_signal(interrupts, policy.processes)
 
 
-def _step(rollouts: Rollouts, position: Position, recorder: TokenRecorder) -> StepMetrics:
-    """Do one step of the loop, and move `position` forward by it."""
+def _step(
+    rollouts: Rollouts, position: Position, recorder: TokenRecorder, write: WriteMetrics
+) -> StepMetrics:
+    """Do one step, move `position` forward by it, and write its metrics, even if publishing fails."""
     session = rollouts.session
     config = rollouts.config
     watch = rollouts.watch
@@ -125,26 +126,33 @@ def _step(rollouts: Rollouts, position: Position, recorder: TokenRecorder) -> St
     position.skipped_batches += learned is None
     position.version += learned is not None
     position.step += 1  # the weights include it, so a checkpoint after a failure counts it
-    rollouts.finish_pending()
-    if learned is not None:
-        with watch("publish"):
-            published = session.publisher.publish(position.version)
-    with watch("record"):
-        recorder.write(position.step, groups if learned else sampled, log)
-    last = position.step == config.steps
-    if config.eval.problems and (position.step % config.eval.every == 0 or last):
-        with watch("evaluate"):
-            measured = evaluate_heldout(session, config)
-    return StepMetrics(
-        step=position.step,
-        weight_version=position.version,
-        skipped_batches=position.skipped_batches,
-        learn=learned,
-        accuracy=measured and measured.accuracy,
-        heldout_reward=measured and measured.reward,
-        digest=published and published.digest,
-        canary=published and published.canary and published.canary.mean_abs,
-        seconds=watch.take(),
-        staleness=rollouts.staleness,
-        **batch_metrics(sampled),
-    )
+
+    def metrics() -> StepMetrics:
+        return StepMetrics(
+            step=position.step,
+            weight_version=position.version,
+            skipped_batches=position.skipped_batches,
+            learn=learned,
+            accuracy=measured and measured.accuracy,
+            heldout_reward=measured and measured.reward,
+            digest=published and published.digest,
+            canary=published and published.canary and published.canary.mean_abs,
+            seconds=watch.take(),
+            staleness=rollouts.staleness,
+            **batch_metrics(sampled),
+        )
+
+    try:
+        rollouts.finish_pending()
+        with watch("record"):
+            recorder.write(position.step, groups if learned else sampled, log)
+        if learned is not None:
+            with watch("publish"):
+                published = session.publisher.publish(position.version)
+        last = position.step == config.steps
+        if config.eval.problems and (position.step % config.eval.every == 0 or last):
+            with watch("evaluate"):
+                measured = evaluate_heldout(session, config)
+    finally:
+        write(written := metrics())
+    return written

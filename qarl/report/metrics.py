@@ -163,10 +163,14 @@ def _mean_events(completions: list[Completion]) -> dict[str, float] | None:
     return means or None
 
 
+WriteMetrics = Callable[[StepMetrics], None]
+"""Writes the metrics of one step, in all processes; only the first has files."""
+
+
 @contextmanager
 def metrics_writer(
     folder: RunFolder, resume_step: int | None, first: bool, log: Log
-) -> Iterator[Callable[[StepMetrics], None]]:
+) -> Iterator[WriteMetrics]:
     """Open the files of a run's metrics, and yield a function that writes one step to all of them.
 
     A step goes to metrics.jsonl, TensorBoard and `log`. All of them are closed at the end, also

@@ -23,7 +23,7 @@ from qarl.quant.types import LowBitTensor
 from qarl.report.dashboard import Dashboard
 from qarl.report.metrics import read_metrics
 from qarl.report.run_folder import RunFolder
-from qarl.rollout.engine import LoadReport
+from qarl.rollout.engine import EngineError, LoadReport
 from qarl.rollout.open import open_engine
 from qarl.rollout.types import Completion, Prompt, Sampling
 from qarl.sync.gate import GateError
@@ -98,6 +98,38 @@ def test_a_run_needs_no_more_than_the_protocol(config: RunConfig, monkeypatch: p
     assert first["digest"] != second["digest"]
     assert first["learn/mismatch/mean_abs"] < 0.01
     assert TransformersEngine.running == 0
+
+
+class FullEngine(TransformersEngine):
+    """Takes no second version."""
+
+    def load(self, stream: Iterable[LowBitTensor], version: int) -> LoadReport:
+        if version == 2:
+            raise EngineError("no room for version 2")
+        return super().load(stream, version)
+
+
+def test_a_step_whose_publish_fails_is_in_the_metrics(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+):
+    """Contract: what was learned in the step is written, with the batch's tokens, and the run goes
+    on after it.
+    """
+    use_transformers_engine(monkeypatch, FullEngine)
+    folder = RunFolder.create(config)
+    with (
+        pytest.raises(EngineError, match="no room"),
+        Dashboard(config, Console(file=io.StringIO())) as dashboard,
+    ):
+        train(config, folder, dashboard, Processes())
+    first, second = read_metrics(folder.metrics)
+    assert first["digest"]
+    assert "digest" not in second
+    assert second["learn/mismatch/mean_abs"] < 0.01
+    assert [path.stem for path in sorted(folder.tokens.iterdir())] == ["step-000001", "step-000002"]
+    use_transformers_engine(monkeypatch)
+    run(config, folder)
+    assert [row["step"] for row in read_metrics(folder.metrics)] == [1, 2]
 
 
 class WatchedEngine(TransformersEngine):
